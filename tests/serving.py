@@ -62,9 +62,8 @@ def serving(model, *options, **how):
     Raises AssertionError with the text on stderr if the server ends instead.
     """
     command = [sys.executable, "-m", "kvtool", "serve", "-m", str(model), "--port", "0", "-t", "1", *options]
-    process = forked.Popen(
-        command, stderr=subprocess.PIPE, text=True, encoding="utf-8", env=os.environ | ONE_THREAD, **how
-    )
+    how = {"env": os.environ | ONE_THREAD, **how}
+    process = forked.Popen(command, stderr=subprocess.PIPE, text=True, encoding="utf-8", **how)
     try:
         lines = []
         for line in process.stderr:

@@ -82,7 +82,8 @@ def test_a_request_is_a_chat():
     ]
     assert [tool["function"]["name"] for tool in chat.pop("tools")] == ["look", "go"]
     assert chat.pop("stop") == more.pop("stop_sequences")
-    rest = {name: accepted[name] for name in ("metadata", "context_management", "service_tier")}
+    rest = {name: accepted[name] for name in ("metadata", "thinking", "context_management", "service_tier")}
+    assert chat.pop("reasoning_effort") == "high"
     assert chat == {"model": "m", "max_tokens": 5, "tool_choice": "required", **more, **rest}
     form = {"type": "json_schema", "schema": {"type": "object"}}
     for asked in ({"output_config": {"format": form}}, {"output_format": form}):
@@ -169,7 +170,9 @@ def test_all_tools_are_in_the_prompt_if_a_hosted_search_would_load_them():
         ({"stream": 1}, "stream must be true or false"),
         ({"stop_sequences": 5}, "stop_sequences must be a string or a list"),
         ({"stop_sequences": ["x"] * 99}, "stop_sequences takes at most 16"),
-        ({"thinking": "yes"}, "thinking.type must be one of enabled, disabled, adaptive"),
+        ({"thinking": "yes"}, "thinking must be an object"),
+        ({"thinking": {"type": "yes"}}, "thinking.type must be one of enabled, disabled, adaptive"),
+        ({"output_config": {"effort": "deep"}}, "output_config.effort must be one of none, minimal, low"),
         ({"thinking": {"type": []}}, "thinking.type must be one of"),
         ({"tools": {}}, "tools must be a list"),
         ({"tools": [5]}, "tools[0] must be an object"),

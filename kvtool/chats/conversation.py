@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvtool.chats import session
 from kvtool.chats.effort import Efforts
+from kvtool.chats.header import Header
 from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.segments import Listing
@@ -22,9 +22,6 @@ from kvtool.chats.undo import Before, of_turn
 from kvtool.chats.undoable import Undoable
 from kvtool.chats.writer import Writer
 from kvtool.errors import UsageError
-
-if TYPE_CHECKING:
-    from kvtool.llama.model import Model
 
 
 def transcript(messages: list[Message]) -> str:
@@ -42,11 +39,9 @@ class Conversation(Undoable):
         The chat template, under the variables for `effort`.
     effort
         How much replies think, as `think` takes it; None: as the template has it by default.
-    n_held
-        Tokens of the reply header, which are held in the cache.
-    n_opening
-        Last tokens of the header that earlier replies do not begin with: they open a thought, or an empty
-        thought is part of the header. They are left out once the reply is written.
+    header
+        The reply header. Its tokens are held in the cache; those of them that earlier replies do not begin
+        with are left out once the reply is written.
     shown
         Control tokens whose text tells thoughts from what is said.
 
@@ -65,13 +60,14 @@ class Conversation(Undoable):
         self.shown = writer.shown = control_tokens(writer.engine.model, template.tags)
         self.reset(system)
 
-    def use(self, template: Template) -> None:
-        """Take this template from the next reply on; the cache stays."""
-        model, header = self.writer.engine.model, template.reply_start()
+    def use(self, template: Template, header: Header | None = None) -> None:
+        """Take this template, with this reply header, from the next reply on; the cache stays."""
         self.template = template
-        self.n_held = len(model.tokenize(header, special=True))
-        n_kept, self._instead = _start_that_stays(model, template, header)
-        self.n_opening = self.n_held - n_kept
+        self.header = header or Header.of(self.writer.engine.model, template)
+
+    def hold(self) -> None:
+        """Hold the reply header in the cache. Raises UsageError for one that leaves no room in it."""
+        self.writer.engine.hold(self.header.n)
 
     def think(self, effort: str | None) -> None:
         """Let replies think so much from now on; None: as the template has it by default.
@@ -85,7 +81,7 @@ class Conversation(Undoable):
             if again:
                 self._postpone_past()
             elif self.n_turn:
-                self.writer.engine.hold(self.n_held)
+                self.hold()
             elif self.writer.engine.n_held:
                 self.pin_system()
         except UsageError:
@@ -120,7 +116,7 @@ class Conversation(Undoable):
     def _postpone_past(self) -> None:
         """Empty the cache, and let the next turn read the chat so far first. Raises UsageError."""
         tokens, n = self._with_prefix(self._past(self.template))
-        self.writer.engine.eviction.check_pin(n + self.n_held)
+        self.writer.engine.eviction.check_pin(n + self.header.n)
         self.writer.postpone(tokens)
         self._pin(n)
         self.version += 1
@@ -203,7 +199,7 @@ class Conversation(Undoable):
 
         What opens a thought is read by `answer`.
         """
-        n = len(tokens) - self.n_opening
+        n = len(tokens) - self.header.n_left_out
         self._opening = tokens[n:]
         return self.writer.read(tokens[:n])
 
@@ -230,7 +226,7 @@ class Conversation(Undoable):
         self.writer.sampler.start(self.n_reply)
         self.n_reply += 1
         said: list[str] = []
-        before = self._copy_of_now() if self.template.drops_thoughts or self.n_opening else None
+        before = self._copy_of_now() if self.template.drops_thoughts or self.header.n_left_out else None
         try:
             if self.writer.read(self._opening):
                 for piece in self.writer.write(n_max):
@@ -256,7 +252,7 @@ class Conversation(Undoable):
         """
         splitter = self.splitter()
         spoken = without_thought(said, splitter)
-        if not (splitter.had_thought or self.n_opening):
+        if not (splitter.had_thought or self.header.n_left_out):
             return
         messages, sampler = self.messages, self.writer.sampler
         recent, seed = list(sampler.recent), sampler.seed
@@ -268,7 +264,7 @@ class Conversation(Undoable):
         self.messages = messages
         sampler.resume(recent, seed)
         markers = self.template.markers
-        self.writer.read(tokens_of(self.writer.engine.model, self._instead + marked(markers, spoken)))
+        self.writer.read(tokens_of(self.writer.engine.model, self.header.earlier + marked(markers, spoken)))
 
     def _tokens_of_turn(self, text: str) -> np.ndarray:
         if self.writer.is_new:
@@ -284,7 +280,7 @@ class Conversation(Undoable):
     def _pin(self, n: int) -> None:
         """Pins the first n tokens and holds the reply header."""
         self.writer.engine.pin(n)
-        self.writer.engine.hold(self.n_held)
+        self.hold()
 
     def _first(self, text: str) -> tuple[np.ndarray, int]:
         """The tokens of a first turn, and how many of them are the system prompt's."""
@@ -295,24 +291,3 @@ class Conversation(Undoable):
         prefix = (system_prefix(self.template, self.system) if self.system else "") or ""
         self.is_pinned = not self.system or (bool(prefix) and whole.startswith(prefix))
         return prefix_tokens(self.writer.engine.model, whole, len(prefix) if self.is_pinned else 0)
-
-
-def _start_that_stays(model: Model, template: Template, header: str) -> tuple[int, str]:
-    """Return how many tokens of a header an earlier reply also begins with, and the text behind these.
-
-    All tokens stay if the template keeps thoughts, or if the difference has no tag of a thought.
-    """
-    tokens, earlier = model.tokenize(header, special=True), template.earlier_start
-    if earlier is None or (template.opens_thought and not template.drops_thoughts):
-        return len(tokens), template.tags.plain
-    kept = os.path.commonprefix([header, earlier])
-    others = model.tokenize(earlier, special=True)
-    # a token may go across the place where they part
-    while n := len(cut := model.tokenize(kept, special=True)):
-        if np.array_equal(cut, tokens[:n]) and np.array_equal(cut, others[:n]):
-            break
-        kept = kept[:-1]
-    left_out, rest = header[len(kept) :], earlier[len(kept) :]
-    if left_out and not any(tag and tag in left_out + rest for tag in template.tags):
-        return len(tokens), template.tags.plain
-    return n, rest

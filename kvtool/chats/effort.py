@@ -32,6 +32,9 @@ _SWITCHES: tuple[tuple[str, Any, Any], ...] = (
 _LEVEL_NAMES = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 """Variables that take a level."""
 
+NAMES = frozenset(["reasoning_effort", *(name for name, *_ in _SWITCHES), *_LEVEL_NAMES])
+"""Variables about thinking."""
+
 _BUDGET = "thinking_budget"
 """The variable that takes a number of tokens."""
 

@@ -275,6 +275,23 @@ class Template:
         return _STAND_IN in text and _THOUGHT not in text
 
     @cached_property
+    def earlier_turns(self) -> list[str]:
+        """Small chats of earlier turns as the template renders them: alone, with a tool, with calls of it."""
+        said = {"content": "Hm.", "reasoning_content": _THOUGHT}
+        call = {"id": "a12345678", "type": "function", "function": {"name": "tool", "arguments": {}}}
+        plain = [{"role": "system", "content": "."}, _USER, {"role": "assistant", **said}, _USER]
+        calls = [_USER, {"role": "assistant", "tool_calls": [call], **said}]
+        calls += [{"role": "tool", "tool_call_id": call["id"], "content": "."}]
+        tool = {**_made_up_tool(), "function": {**_made_up_tool()["function"], "name": "tool"}}
+        chats: tuple[tuple[list[Any], list[Any]], ...] = (
+            (plain, []),
+            (plain, [tool]),
+            (calls, [tool]),
+            ([*calls, *plain[2:]], [tool]),
+        )
+        return [self._rendered([*chat], [*tools], reply=False) for chat, tools in chats]
+
+    @cached_property
     def has_own_system(self) -> bool:
         """True if the template begins a chat without a system prompt with one that it has itself."""
         user, reply = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _STAND_IN}
@@ -312,10 +329,12 @@ class Template:
         result = {"role": "tool", "tool_call_id": call["id"], "content": content}
         return self._rendered([_USER, reply, result], [_made_up_tool()])
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+    def _rendered(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, reply: bool = True
+    ) -> str:
         """The text of a chat; "" where the template fails."""
         try:
-            return self.render(messages, tools=tools)
+            return self.render(messages, tools=tools, reply=reply)
         except ModelError:
             return ""
 

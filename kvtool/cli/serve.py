@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import explain_run
 from kvtool.cli.keeper import fixed_of, meta_of
 from kvtool.cli.locate import locate
-from kvtool.cli.opening import of_model, open_run, sampling_of
+from kvtool.cli.opening import left_out_unless_typed, of_model, open_run, sampling_of
 from kvtool.cli.worker import listener
 from kvtool.errors import LibraryError, UsageError
 from kvtool.options.field import SERVES, Options, again, option
@@ -121,6 +121,7 @@ def serve(
     from kvtool.runs.report import archive_limit
     from kvtool.serve.jobs import Waiting
     from kvtool.serve.requests import Defaults
+    from kvtool.serve.wishes import Wish
     from kvtool.units import parse_bytes
 
     prompt, address = system.text(), endpoints.address(serving.host)
@@ -148,6 +149,7 @@ def serve(
             prompt,
             model=name if serving.strict_model else None,
             keep_headers=serving.keep_headers,
+            wish=Wish(effort=drawing.think, name="--think"),
         ),
         Limits(
             keys,
@@ -183,6 +185,7 @@ def _opened(
 ) -> Iterator[Slots]:
     """The first engine, and what it and others need to answer. Tells the site which policy it got."""
     from kvtool.chats.conversation import Conversation
+    from kvtool.chats.effort import Efforts
     from kvtool.chats.prompt import template_of
     from kvtool.chats.writer import Writer
     from kvtool.engine.loop import Engine
@@ -211,6 +214,12 @@ def _opened(
         template = None
         with suppress(ModelError):
             template = template_of(engine.model)
+        if template and drawing.think:
+            effort = None
+            with left_out_unless_typed(drawing):
+                Efforts.of(template).exact(drawing.think)
+                effort = drawing.think
+            site.defaults = replace(site.defaults, wish=replace(site.defaults.wish, effort=effort))
         if template and system:
             # it must fit before anybody asks
             Conversation(Writer(engine, Sampler(engine.model)), template).check(system)

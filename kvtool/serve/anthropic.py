@@ -18,7 +18,6 @@ _REFUSED = ("mcp_servers", "container")
 Places = dict[str, str]
 """Places in a request of /v1/messages, by the places in the chat that it becomes."""
 
-_THINKING = ("enabled", "disabled", "adaptive")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 _KINDS = {
@@ -69,13 +68,13 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, Places]:
         chat["tools"] = tools
     if (choice := fields.any("tool_choice")) is not None:
         chat["tool_choice"], places["tool_choice.function"] = _choice(choice), "tool_choice"
-    where, schema = _schema(fields.any("output_config"), fields.any("output_format"))
+    config = fields.any("output_config")
+    where, schema = _schema(config, fields.any("output_format"))
+    if config and config.get("effort") is not None:
+        chat["reasoning_effort"], places["reasoning_effort"] = config["effort"], "output_config.effort"
     if schema is not None:
         chat["json_schema"] = schema
         places["json_schema"] = places["response_format"] = where
-    thinking = fields.any("thinking")
-    if thinking is not None and (not isinstance(thinking, dict) or thinking.get("type") not in _THINKING):
-        raise ApiError(f"thinking.type must be one of {', '.join(_THINKING)}", param="thinking.type")
     return {name: fields.any(name) for name in fields.left} | chat, places
 
 

@@ -66,10 +66,11 @@ class Names:
 
     def of(self, error: ApiError) -> ApiError:
         """The error, naming the client's places in its message and its `param`."""
-        param = None if error.param is None else self._of_text(error.param)
-        return replace(error, message=self._of_text(error.message), param=param)
+        param = None if error.param is None else self.of_text(error.param)
+        return replace(error, message=self.of_text(error.message), param=param)
 
-    def _of_text(self, text: str) -> str:
+    def of_text(self, text: str) -> str:
+        """The text, naming the client's places."""
         if self.shift:
             text = re.sub(r"\bmessages\[(\d+)\]", lambda found: self._message(int(found[1])), text)
         if not self.places:

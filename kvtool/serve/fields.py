@@ -46,8 +46,6 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("n_indent", (0,), "remove it"),
     ("post_sampling_probs return_tokens grammar_lazy", (False,), "remove it"),
     # vLLM
-    ("thinking_budget", (-1,), "remove it"),
-    ("chat_template_kwargs", NOTHING, "remove it"),
     ("bad_words", ([],), "ban single tokens by logit_bias"),
     ("min_tokens", (0,), "remove it"),
     ("prompt_logprobs", (False,), "ask /v1/completions for echo and logprobs"),

@@ -163,11 +163,15 @@ class History:
         Of the chat, if its client names chats: chats of other names share at most the system prompt.
     tools
         What templates get as tools.
+    past
+        As in `Rendering`.
     """
 
-    def __init__(self, name: str | None, tools: list[Any] | None, messages: list[Message]) -> None:
+    def __init__(
+        self, name: str | None, tools: list[Any] | None, messages: list[Message], past: str = ""
+    ) -> None:
         self._name = name
-        self.digests = [_digest(b"", tools or [])]
+        self.digests = [_digest(past.encode(), tools or [])]
         self._own = _digest(self.digests[0], [name])
         self._is_shared = False
         for message in messages:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from bisect import bisect_left
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from kvtool.chats.effort import NAMES, Efforts
+from kvtool.chats.header import Header
 from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.template import RAW, Template
@@ -19,24 +23,72 @@ from kvtool.serve.formats import Format
 from kvtool.serve.messages import Message
 from kvtool.serve.requests import ChatRequest
 from kvtool.serve.tools import for_template, tools_text
+from kvtool.serve.wishes import Wish, template_for
+
+_MOST = 16
+"""Sets of variables whose renderings are kept."""
+
+
+class Renderings:
+    """The renderings of a model's chats: one for each set of variables of the template."""
+
+    def __init__(self, model: Model, template: Template) -> None:
+        self._model, self._template = model, template
+        self._found: dict[str, Rendering] = {}
+
+    @cached_property
+    def _efforts(self) -> Efforts:
+        return Efforts.of(self._template)
+
+    def of(self, wish: Wish) -> tuple[Rendering, list[str]]:
+        """Return the rendering for a wish, and a remark on each part that the template does not take.
+
+        Raises ApiError as `template_for` does.
+        """
+        asks = wish.effort is not None or wish.budget is not None
+        template, remarks = self._template, list[str]()
+        if asks or wish.variables:
+            template, remarks = template_for(template, self._efforts, wish)
+        key = json.dumps(template.variables, sort_keys=True)
+        if key not in self._found:
+            while len(self._found) >= _MOST:
+                del self._found[next(iter(self._found))]
+            self._found[key] = Rendering(self._model, template, self._past(template))
+        return self._found[key], remarks
+
+    def _past(self, template: Template) -> str:
+        """Return a mark of histories under these variables; "" if they leave earlier turns unchanged."""
+        is_known = template.variables.keys() <= NAMES
+        same = is_known and template.earlier_turns == self._template.earlier_turns
+        return "" if same else json.dumps(template.variables, sort_keys=True)
 
 
 class Rendering:
-    """What a model's template makes of chats.
+    """Renders chats by a model's template.
 
     Attributes
     ----------
+    template
+        The template, under the variables of a request.
+    past
+        The mark of histories under these variables: chats of other marks do not share their beginnings.
     format
         The syntax in which the model writes calls.
     """
 
-    def __init__(self, model: Model, template: Template) -> None:
+    def __init__(self, model: Model, template: Template, past: str = "") -> None:
         self._model = model
-        self._template = template
+        self.template = template
+        self.past = past
         self._bare = template.of_marked
         # what `whole` was asked for last, and what it gave
         self._last: tuple[list[Message], list[Any], tuple[np.ndarray, int]] | None = None
         self.format = Format.of(template)
+
+    @cached_property
+    def header(self) -> Header:
+        """The header of replies."""
+        return Header.of(self._model, self.template)
 
     def whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
         """The tokens i32[n] of a whole chat, and how many of them are the system prompt's and the tools'.
@@ -95,7 +147,7 @@ class Rendering:
             text = self._after_calls(messages, i, tools)
         else:
             before, shown = self._shown(messages[: i - 1], tools)
-            text = self._bare.following(before, for_template(messages[i:], self._template), shown)
+            text = self._bare.following(before, for_template(messages[i:], self.template), shown)
         return tokens_of(self._model, text)
 
     def _after_calls(self, messages: list[Message], i: int, tools: list[Any]) -> str:
@@ -112,7 +164,7 @@ class Rendering:
 
     def forced(self, request: ChatRequest) -> str | None:
         """The grammar of the call that a request demands; None if it demands none. Raises ApiError."""
-        end = self._template.tags.end if self._template.opens_thought else ""
+        end = self.template.tags.end if self.template.opens_thought else ""
         grammar = forced_grammar(self.format, request.tools, request.choice, thought_end=end)
         if grammar and (request.schema is not None or request.sampling.grammar):
             raise ApiError("tool_choice and response_format demand two things at once", param="tool_choice")
@@ -120,8 +172,8 @@ class Rendering:
 
     def _shown(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:
         """Messages and tools as the template takes them, marked; tools that it does not show are a text."""
-        found, shown = for_template(messages, self._template), marked(self._template.markers, tools)
-        if tools and not Format.native(self._template):
+        found, shown = for_template(messages, self.template), marked(self.template.markers, tools)
+        if tools and not Format.native(self.template):
             is_system = bool(found) and found[0]["role"] == "system"
             system = found[0]["content"] if is_system else ""
             said = f"{tools_text(shown)}\n\n{system}".rstrip()

@@ -11,11 +11,12 @@ from typing import Any, get_type_hints
 from kvtool.errors import UsageError
 from kvtool.options.field import declared
 from kvtool.options.sampling import MOST, Drawing, Sampling
-from kvtool.serve import messages
+from kvtool.serve import messages, wishes
 from kvtool.serve.errors import ApiError, Names
 from kvtool.serve.fields import Fields, shown, wrong
 from kvtool.serve.messages import Message
 from kvtool.serve.tools import Choice, check_choice, check_tools
+from kvtool.serve.wishes import Wish
 
 MOST_LOGPROBS = 20
 MOST_STOPS = 16
@@ -55,6 +56,8 @@ class Defaults:
         The one name that a request may give the model; None: any.
     keep_headers
         Whether a system prompt keeps the header that an agent puts before it.
+    wish
+        How much replies of chats think, and the most tokens of a thought.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -63,6 +66,7 @@ class Defaults:
     system: str | None = None
     model: str | None = None
     keep_headers: bool = False
+    wish: Wish = field(default_factory=Wish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +130,12 @@ class ChatRequest(Request):
         Of the chat, where the client names its chats.
     tools, choice
         What the model may call, and whether it must.
+    wish
+        What the request asks for about thinking.
     """
 
     messages: list[Message]
+    wish: Wish
     name: str | None
     tools: list[dict[str, Any]]
     choice: Choice
@@ -181,6 +188,7 @@ def _chat(body: object, defaults: Defaults, name: str | None, places: Mapping[st
     key = fields.text("prompt_cache_key")
     return ChatRequest(
         messages=found,
+        wish=wishes.check(fields, defaults.wish),
         name=name or key,
         tools=tools,
         choice=choice,

@@ -93,11 +93,18 @@ class Resumer:
         """Something else will take the engine: the next chat starts from its file, or anew."""
         self._at, self._is_cut = None, False
 
+    def use(self, rendering: Rendering) -> None:
+        """Render by this from now on, as a request asks for."""
+        if rendering is not self.rendering:
+            self.rendering = rendering
+            self.conversation.use(rendering.template, rendering.header)
+
     def n_shared(self, messages: list[Message], tools: list[Any], name: str | None) -> int:
         """How many of a chat's tokens the engine has, as far as it can go on from there."""
         if self._engine.goes_back:
             return n_equal(self._had, self._whole(messages, tools)[0])
-        is_at = self._at and self._at.digest in History(name, tools, messages).digests
+        history = History(name, tools, messages, self.rendering.past)
+        is_at = self._at and self._at.digest in history.digests
         return self._engine.n_past if is_at else 0
 
     def begin(self, messages: list[Message], tools: list[Any], history: History) -> np.ndarray:
@@ -180,7 +187,7 @@ class Resumer:
                 return None
         had, first, n_pinned = self._had, way.first, way.n_pinned
         # one token at least is read: its logits are needed
-        most = len(way.tokens) - max(self.conversation.n_opening, 1)
+        most = len(way.tokens) - max(self.conversation.header.n_left_out, 1)
         n = first + n_equal(had[first:], way.tokens[:most])
         if n_pinned is not None:
             n_pinned = self._engine.eviction.pinnable(n_pinned)
@@ -276,7 +283,7 @@ class Resumer:
 
         A client may repeat the request, or change the reply to it. Returns what is left.
         """
-        n = len(tokens) - max(self.conversation.n_held, 1)
+        n = len(tokens) - max(self.conversation.header.n, 1)
         if self._engine.goes_back or n < _LEAST_START or self._engine.reads_whole(len(tokens)):
             return tokens
         if not self.conversation.writer.read(tokens[:n]):

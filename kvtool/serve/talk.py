@@ -29,12 +29,13 @@ from kvtool.serve.formats import shown_tokens
 from kvtool.serve.grammars import Grammars
 from kvtool.serve.jobs import Job
 from kvtool.serve.messages import History
-from kvtool.serve.rendering import Rendering
+from kvtool.serve.rendering import Renderings
 from kvtool.serve.reply import Reply
 from kvtool.serve.requests import ChatRequest, Request, TextRequest, of_usage
 from kvtool.serve.resumer import Resumer
 from kvtool.serve.store import Chats
 from kvtool.serve.turns import Crew
+from kvtool.serve.wishes import Wish
 
 N_OUTPUT = 16
 """The most tokens of a step where a request asks for its prompt's log-probabilities."""
@@ -82,11 +83,14 @@ class Talk:
         self._n_asked = 0
         self._resumer: Resumer | None = None
         if template:
-            own = Conversation(writer, template), Rendering(self.model, template)
+            self._renderings = Renderings(self.model, template)
+            own = Conversation(writer, template), self._renderings.of(Wish())[0]
             self._resumer = Resumer(*own, chats, meta, pins or not self.engine.policy.recall)
         self._grammars = Grammars(self.model.path)
         self._listed: list[dict[str, Any]] = []
         self._offsets = Offsets()
+        # what the answer says of fields that were not taken exactly
+        self._remarks: list[str] = []
 
     def answer(self, job: Job) -> None:
         """Answers a request by the job's events. Raises ApiError."""
@@ -101,6 +105,7 @@ class Talk:
         if not (self._resumer and isinstance(request, ChatRequest)):
             return 0
         try:
+            self._resumer.use(self._renderings.of(request.wish)[0])
             return self._resumer.n_shared(request.messages, _offered(request), request.name)
         except (ApiError, KvtoolError, RecursionError):
             # its answer will say so
@@ -109,9 +114,10 @@ class Talk:
     def count(self, request: ChatRequest) -> int:
         """The tokens of a chat's prompt. For any thread: the engine is not asked. Raises ApiError."""
         with self._told():
-            resumer = self._chats_resumer()
-            tokens, _ = resumer.rendering.whole(request.messages, _offered(request))
-            return len(tokens) - resumer.conversation.n_opening
+            self._chats_resumer()
+            rendering, _ = self._renderings.of(request.wish)
+            tokens, _ = rendering.whole(request.messages, _offered(request))
+            return len(tokens) - rendering.header.n_left_out
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -135,16 +141,19 @@ class Talk:
     def _chat(self, job: Job, request: ChatRequest) -> None:
         """Answers a chat."""
         resumer = self._chats_resumer()
-        talk, rendering = resumer.conversation, resumer.rendering
-        tools = _offered(request)
-        history = History(request.name, tools, request.messages)
+        talk, tools = resumer.conversation, _offered(request)
+        rendering, remarks = self._renderings.of(request.wish)
+        self._remarks = [*map(request.names.of_text, remarks)]
+        resumer.use(rendering)
+        history = History(request.name, tools, request.messages, rendering.past)
         callable_tools = [] if request.choice.kind == "none" else request.tools
         marks = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()
         self._draw(job, request, talk.shown | marks, rendering.forced(request))
         started = time.perf_counter()
         tokens = resumer.begin(request.messages, tools, history)
+        talk.hold()
         self._check_length(resumer.n_cached + len(tokens))
-        n_prompt = resumer.n_cached + len(self.writer.unread) + len(tokens) - talk.n_opening
+        n_prompt = resumer.n_cached + len(self.writer.unread) + len(tokens) - talk.header.n_left_out
         job.counts = {"n_prompt": n_prompt, "n_cached": resumer.n_cached}
         tokens = resumer.read_start(tokens, request.messages, history)
         if not self.writer.stop:
@@ -174,6 +183,7 @@ class Talk:
 
     def _text(self, job: Job, request: TextRequest) -> None:
         """Continues a text."""
+        self._remarks = []
         self._draw(job, request)
         started = time.perf_counter()
         if self._resumer:
@@ -316,11 +326,9 @@ class Talk:
 
     def _end(self, job: Job, request: Request, reply: Reply, finish: str, counts: dict[str, Any]) -> None:
         """Tells a client that its answer is over, and what is left of the stream."""
-        held = _held(self.writer, request.n_share)
-        if self._resumer and self._resumer.unsaved:
-            held["unsaved"] = self._resumer.unsaved
-        if request.ignored:
-            held["ignored"] = request.ignored
+        unsaved = self._resumer and self._resumer.unsaved
+        told = {"unsaved": unsaved, "ignored": request.ignored, "remarks": self._remarks}
+        held = _held(self.writer, request.n_share) | {name: each for name, each in told.items() if each}
         stop = self.writer.stopped_by
         job.emit("end", message=reply.message, finish=finish, stopped_by=stop, held=held, **counts)
 

@@ -1,0 +1,164 @@
+"""A request's wishes about thinking: effort, budget, and variables of the chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtool.chats.effort import LEVELS, OFF, ON, Efforts
+from kvtool.chats.template import RAW, Template
+from kvtool.errors import ModelError
+from kvtool.serve.errors import ApiError
+from kvtool.serve.fields import Fields, shown, wrong
+
+_KINDS = {"enabled": ON, "disabled": OFF, "adaptive": None, "auto": None}
+"""Values of thinking.type."""
+
+_BUDGETS = ("thinking_budget", "reasoning_budget", "thinking_budget_tokens", "thinking_token_budget")
+"""Names that servers have for the most tokens of a thought."""
+
+_MOST = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The wish of one request.
+
+    Attributes
+    ----------
+    variables
+        Variables of the chat template, with any JSON as values.
+    effort
+        As `Efforts.variables` takes it; None leaves it to the template.
+    name
+        The field that asks for the effort.
+    is_needed
+        True if an effort that the template does not take is an error. Otherwise the nearest one is used.
+    budget
+        The most tokens of a thought; None is no limit.
+    """
+
+    variables: dict[str, Any] = field(default_factory=dict)
+    effort: str | None = None
+    name: str = ""
+    is_needed: bool = False
+    budget: int | None = None
+
+
+def check(fields: Fields, default: Wish) -> Wish:
+    """Take the fields about thinking out of a request. Raises ApiError.
+
+    default: the server's. Its effort is the default, and its budget is the largest.
+    """
+    variables = fields.any("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise wrong("chat_template_kwargs", "an object", variables)
+    for name in ("messages", "tools", "add_generation_prompt"):
+        if name in variables and (name, variables[name]) != ("add_generation_prompt", True):
+            where = f"chat_template_kwargs.{name}"
+            raise ApiError(f"{where} cannot be set; it follows from the request", param=where)
+    budgets = [fields.whole(name, -1, _MOST) for name in _BUDGETS]
+    effort, where, is_needed, budget = _effort(fields)
+    budget = next((each for each in (*budgets, budget) if each is not None), None)
+    if budget == 0 and effort is None:
+        effort, where = OFF, "thinking_budget"
+    limits = [each for each in (budget, default.budget) if each is not None and each >= 0]
+    if effort is None:
+        effort, where = default.effort, default.name
+    return Wish(variables, effort, where, is_needed, min(limits, default=None))
+
+
+def _effort(fields: Fields) -> tuple[str | None, str, bool, int | None]:
+    """The effort, its field, whether it is needed, and the budget that belongs to it."""
+    switch = fields.any("enable_thinking")
+    if switch is not None and not isinstance(switch, bool):
+        raise wrong("enable_thinking", "true or false", switch)
+    kind, budget = _thinking(fields.any("thinking"))
+    reasoning, level, most = _reasoning(fields.any("reasoning"))
+    named = _level(fields.any("reasoning_effort"), "reasoning_effort")
+    where = "reasoning.effort" if level else "reasoning_effort"
+    level = level or named
+    budget = most if budget is None else budget
+    if switch is False:
+        return OFF, "enable_thinking", True, budget
+    if OFF in (kind, reasoning):
+        return OFF, "thinking.type" if kind == OFF else "reasoning.enabled", False, budget
+    if level and not (switch and level == OFF):
+        return level, where, False, budget
+    if switch:
+        return ON, "enable_thinking", True, budget
+    if ON in (kind, reasoning):
+        return ON, "thinking.type" if kind == ON else "reasoning.enabled", False, budget
+    return None, "", False, budget
+
+
+def _thinking(value: Any) -> tuple[str | None, int | None]:
+    """Effort and budget of {"type": "enabled", "budget_tokens": 1024}."""
+    if value is None:
+        return None, None
+    if not isinstance(value, dict):
+        raise wrong("thinking", "an object", value)
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ApiError(
+            f"thinking.type must be one of {', '.join(_KINDS)}, got {shown(kind)}", param="thinking.type"
+        )
+    return _KINDS[kind], _whole(value, "thinking", "budget_tokens")
+
+
+def _reasoning(value: Any) -> tuple[str | None, str | None, int | None]:
+    """Switch, level and budget of {"effort": "high", "max_tokens": 1024, "enabled": true}."""
+    if value is None:
+        return None, None, None
+    if not isinstance(value, dict):
+        raise wrong("reasoning", "an object", value)
+    enabled = value.get("enabled")
+    if enabled is not None and not isinstance(enabled, bool):
+        raise wrong("reasoning.enabled", "true or false", enabled)
+    switch = None if enabled is None else ON if enabled else OFF
+    level = _level(value.get("effort"), "reasoning.effort")
+    return switch, level, _whole(value, "reasoning", "max_tokens")
+
+
+def _whole(value: dict[str, Any], of: str, name: str) -> int | None:
+    return Fields({f"{of}.{name}": value.get(name)}).whole(f"{of}.{name}", -1, _MOST)
+
+
+def _level(value: Any, name: str) -> str | None:
+    if value is None:
+        return None
+    level = {"none": OFF}.get(value, value) if isinstance(value, str) else None
+    if level not in (OFF, *LEVELS):
+        right = ", ".join(("none", *LEVELS))
+        raise ApiError(f"{name} must be one of {right}, got {shown(value)}", param=name)
+    return level
+
+
+def template_for(template: Template, efforts: Efforts, wish: Wish) -> tuple[Template, list[str]]:
+    """Return the template under the variables for a wish, and a remark on each part that it does not take.
+
+    template: without variables. Raises ApiError for an effort that is needed, or variables under which the
+    template renders no chat.
+    """
+    remarks: list[str] = []
+    variables: dict[str, Any] = {}
+    if wish.effort is not None or (wish.budget is not None and efforts.takes_budget):
+        variables, why = efforts.variables(wish.effort or ON, wish.budget)
+        if why and wish.is_needed:
+            message = f"{wish.name}: the model's chat template {why.partition(';')[0]}"
+            raise ApiError(message, param=wish.name, code="unsupported_parameter")
+        if why:
+            remarks.append(f"{wish.name}: the model's chat template {why}")
+    for name in wish.variables.keys() - template.reads:
+        remarks.append(f"chat_template_kwargs.{shown(name)}: the model's chat template does not read it")
+    found = template.under({**variables, **wish.variables})
+    if wish.variables:
+        try:
+            found.reply_start()
+        except ModelError as error:
+            raise ApiError(
+                f"chat_template_kwargs: {str(error).removesuffix(f'; {RAW}')}",
+                param="chat_template_kwargs",
+                code="chat_template",
+            ) from None
+    return found, remarks

@@ -1,0 +1,94 @@
+"""A server's answers in this process, in the words that a test dictates."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing, contextmanager
+
+from kvtool import policies
+from kvtool.chats.template import Template
+from kvtool.chats.writer import Writer
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.llama.sampler import Sampler
+from kvtool.serve import anthropic, jobs, requests, responses
+from kvtool.serve.jobs import Job
+from kvtool.serve.requests import Defaults
+from kvtool.serve.store import Chats
+from kvtool.serve.talk import Talk
+
+
+class Answering:
+    """A talk whose replies a test dictates.
+
+    talk: the `Talk`. dictated: texts of the next replies, markers as tokens; without one the model writes.
+    prompt: all that the engine had when the last reply was begun, markers written out.
+    """
+
+    def __init__(self, talk, defaults):
+        self.talk, self.defaults = talk, defaults
+        self.dictated, self.prompt = [], ""
+        self._draw, talk._draw = talk._draw, self._dictate
+
+    def _dictate(self, *args, **how):
+        self._draw(*args, **how)
+        if not self.dictated:
+            return
+        self.prompt = ""
+        model, sampler = self.talk.model, self.talk.writer.sampler
+        end = [next(iter(model.ends))]
+        tokens = iter([*model.tokenize(self.dictated.pop(0), special=True).tolist(), *end])
+
+        def sample(context):
+            self.prompt = self.prompt or self.text
+            sampler.recent.append(next(tokens))
+            return sampler.recent[-1]
+
+        sampler.sample = sample
+
+    def request(self, body, api="chat"):
+        """The request of a body of this interface: "chat", "messages" or "responses"."""
+        if api == "chat":
+            return requests.chat(body, self.defaults)
+        as_chat = {"messages": anthropic, "responses": responses}[api].as_chat
+        return requests.chat(*_apart(as_chat(body), self.defaults))
+
+    def __call__(self, messages, said=None, api="chat", **more):
+        """The last event of an answer. said: the text of the reply."""
+        body = {"input" if api == "responses" else "messages": messages}
+        body |= {"max_output_tokens" if api == "responses" else "max_tokens": 200}
+        self.dictated = [] if said is None else [said]
+        return asyncio.run(self._answered(self.request(body | more, api)))
+
+    async def _answered(self, request):
+        job = Job(request, "test")
+        jobs.answer(job, self.talk.answer)
+        end = await job.next_but("read", "reading", "piece")
+        if end["kind"] == "error":
+            raise end["error"]
+        return end
+
+    @property
+    def text(self):
+        """All that the engine has, markers written out."""
+        writer = self.talk.writer
+        pieces = (self.talk.model.piece(token, special=True) for token in writer.tokens.tolist())
+        return b"".join(pieces).decode()
+
+
+def _apart(translated, defaults):
+    body, places = translated
+    return body, defaults, None, places
+
+
+@contextmanager
+def answering(model, source, folder, policy="full", budget=64, **defaults):
+    """Open the model with this chat template; yield what answers."""
+    recall = ["search=all"] if policy == "recall" else []
+    fitted = policies.fit(policy, 2048 if policy == "full" else budget, None, recall)
+    with closing(Engine(model, fitted, Settings(n_batch=32, n_threads=1))) as engine:
+        chats = Chats(folder, 10**9, {})
+        template = Template(source, "", "", model.markers)
+        talk = Talk(Writer(engine, Sampler(model)), template, chats, "forget", lambda chat: {"fixed": {}})
+        with closing(chats):
+            yield Answering(talk, Defaults(**defaults))
