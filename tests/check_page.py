@@ -22,7 +22,8 @@ from playwright.sync_api import expect, sync_playwright
 from tests.browsing import Visitor, answer, done, launched, piece, refuse, send, server, wait_asked
 
 BAD = "<img src=x onerror=\"document.title='broken'\">"
-STATUS = re.compile(r"[\d,]+ tokens, [\d.]+ % held, [\d.]+ % forgotten · cache [\d.]+ MiB · [\d.]+ tokens/s")
+WHERE = r"([\d.]+ % in the cache, [\d.]+ % forgotten|a row holds [\d.]+ %, all rows forgot [\d.]+ %)"
+STATUS = re.compile(rf"[\d,]+ tokens: {WHERE} · cache [\d.]+ MiB · [\d.]+ tokens/s")
 
 
 def streams(visit: Visitor) -> None:
@@ -201,8 +202,8 @@ def archived(visit: Visitor) -> None:
         piece(page, "yes", first=True)
         own = counts | {"archive_bytes": 9, "share": share}
         piece(page, "", end=True, kvtool=own, timings={"predicted_per_second": 9.87})
-        shares = "25.0 % held, 35.0 % archived, 40.0 % forgotten"
-        said = f"2,000 tokens, {shares} · cache 1.0 MiB · 9.9 tokens/s"
+        shares = "25.0 % in the cache, 35.0 % archived, 40.0 % forgotten"
+        said = f"2,000 tokens: {shares} · cache 1.0 MiB · 9.9 tokens/s"
         expect(page.locator(".foot").last).to_have_text(said)
         expect(page.locator("#tokens .archived")).to_have_text("b\u23ce", use_inner_text=True)
         expect(page.locator("#counts")).to_have_text(

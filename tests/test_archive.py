@@ -286,7 +286,7 @@ def test_a_chat_says_what_is_archived(chat_model):
         )
         chat.say("word " * 60)
         stats = chat.say("/stats")
-        assert re.search(r"archive +30 of at most 30 tokens, [0-9.]+ .iB of host memory", stats)
+        assert re.search(r"archived +30 of at most 30 tokens, [0-9.]+ .iB of host memory", stats)
         (forgotten,) = re.findall(r"forgotten +(\d+) tokens", stats)
         assert f"30 archived, {forgotten} forgotten" in chat.say("/cells").replace("\n", "")
         # another system prompt needs no room in the archive that there is
@@ -397,7 +397,7 @@ def test_what_is_said_of_an_archive_names_its_file(chat_model, tmp_path):
     # other programs write to the disk, too
     (limit,) = re.findall(rf" tokens \((\S+ .iB)\) in {path}\n", said)
     assert parse_bytes(limit.replace(" ", "")) == pytest.approx(free / 2, rel=0.5)
-    assert f"and the others go to {path}." in said
+    assert f"the others go to {path} and are still used" in said
     assert re.search(
         rf", archive [0-9]+ of at most [0-9,]+ tokens, [0-9.]+ .iB on disk \({path}\) and, for clusters, in",
         said,

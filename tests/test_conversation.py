@@ -19,7 +19,7 @@ from kvtool.chats.template import GEMMA, Template
 from kvtool.chats.undo import Copies, Copy
 from kvtool.chats.writer import Writer
 from kvtool.cli.chat_commands import Commands
-from kvtool.cli.chat_screen import Terminal
+from kvtool.cli.chat_screen import Terminal, whereabouts
 from kvtool.cli.keeper import Keeper
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
@@ -692,7 +692,8 @@ def test_the_terminal_shows_the_cells_and_counts_what_is_forgotten(chat, monkeyp
     n_forgotten = engine.n_past - engine.n_kv
     assert n_forgotten > 0
     held, forgotten = (f"{100 * n / engine.n_past:.1f} %" for n in (engine.n_kv, n_forgotten))
-    assert f"{engine.n_past} tokens, {held} held, {forgotten} forgotten · cache " in terminal.status()
+    said = f"{engine.n_past} tokens: {held} in the cache, {forgotten} forgotten · cache "
+    assert said in terminal.status()
     commands.run("/cells 12")
     assert f"the last 12 tokens; {engine.n_past - 12} earlier ones are not shown" in out.getvalue()
     assert f"{engine.n_kv} held by every row, 0 by some, {n_forgotten} forgotten" in out.getvalue()
@@ -709,13 +710,25 @@ def test_what_is_held_and_archived_is_all_that_was_said(chat):
     terminal.console = Console(file=(out := io.StringIO()), width=100)
     held, archived = (100 * n / engine.n_past for n in (engine.n_kv, engine.n_archived))
     assert held + archived == 100
-    said = f"{engine.n_past} tokens, {held:.1f} % held, {archived:.1f} % archived, 0 % forgotten · cache "
+    shares = f"{held:.1f} % in the cache, {archived:.1f} % archived, 0 % forgotten"
+    said = f"{engine.n_past} tokens: {shares} · cache "
     assert said in terminal.status()
     Commands(terminal).run("/stats")
     made = engine.policy.recall.n_cell
     # there was no reply here whose speed it could say
     assert "speed" not in out.getvalue()
-    assert f"{engine.n_kv + made} of 48 per row, {made} of them for what is recalled" in out.getvalue()
+    stats = " ".join(out.getvalue().split())
+    assert f"in the cache {engine.n_kv} tokens per row, at most 48 (--budget); {made} of these" in stats
+    assert f"archived {engine.n_archived} of at most" in stats
+
+
+def test_a_status_line_says_what_each_share_is_a_share_of():
+    # all rows hold the same tokens: the shares add up
+    assert whereabouts(400, 100, 300, 0) == "400 tokens: 25.0 % in the cache, 75.0 % archived, 0 % forgotten"
+    assert whereabouts(400, 100, 0, 300) == "400 tokens: 25.0 % in the cache, 75.0 % forgotten"
+    # each row holds others
+    assert whereabouts(400, 100, 0, 20) == "400 tokens: a row holds 25.0 %, all rows forgot 5.0 %"
+    assert whereabouts(0, 0, 0, 0) == "0 tokens: 0 % in the cache, 0 % forgotten"
 
 
 @pytest.mark.engine

@@ -114,7 +114,7 @@ def test_positions_start_over_when_foretold(tiny_model, capsys):
             "h2o",
             {},
             64,
-            ["the prompt has 64 tokens", "32 of them (50 %)", "batches of up to 64", "evictions"],
+            ["the prompt has 64 tokens", "keeps at most 32 of them (50 %)", "a larger --budget keeps more"],
         ),
         ("h2o", {"positions": "original", "n_ctx": 60}, 64, ["positions end at 60: reading stops there"]),
         (
@@ -123,7 +123,7 @@ def test_positions_start_over_when_foretold(tiny_model, capsys):
             1000,
             ["32 of them (3 %)", "a cache of 1.0 MiB and 16.0 KiB of signals,"],
         ),
-        ("h2o", {"prefill": "whole", "n_ctx": 60}, 150, ["in 3 segments that do not see each other"]),
+        ("h2o", {"prefill": "whole", "n_ctx": 60}, 150, ["in 3 parts that do not see each other"]),
         ("h2o", {"prefill": "whole", "n_ctx": 60, "positions": "original"}, 150, ["cannot be read whole"]),
         ("full", {}, 33, ["(33 tokens) does not fit in the cache (32)", "reading stops when"]),
         ("h2o", {}, 640_000, ["(0.005 %)"]),
@@ -160,7 +160,7 @@ def test_generate_explains_itself_on_stderr_and_goes_on(tiny_model):
     assert lines["budget"] == "64 cells per row = 4 sinks + 3 pinned + 49 window + 8 slack"
     # batches of 24: the third passes 64
     assert lines["eviction"] == "first after 72 tokens"
-    assert lines["prefill"].startswith("the prompt has ")
+    assert lines["prefill"].startswith("stream: in batches of up to 24 tokens; the prompt has ")
     assert set(lines) == {"policy", "rows", "budget", "memory", "eviction", "positions", "prefill"}
 
 
@@ -192,7 +192,7 @@ def test_what_is_longer_than_the_budget_is_said_once(smol, tmp_path, command):
     own = ["-m", smol, "--policy", "h2o", "--budget", 32, "-t", 1]
     done = kvtool(command, *arguments, *own, stdin=2 * line)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("with evictions in between") == 1
+    assert done.stderr.count("each KV head keeps at most 32 of them") == 1
     what = {"generate": "prompt", "chat": "turn", "perplexity": "text"}[command]
     assert f"the {what} has " in done.stderr
 
@@ -219,7 +219,7 @@ def test_a_budget_of_what_an_eviction_leaves_is_told_from_the_real_one(tiny_mode
         assert line.endswith("; at most 32 after an eviction")
         assert long_text(engine, "prompt", 32) is None
         # it fits in the cache, but not in what was asked for
-        assert "at most 32 of them (80 %). It is decoded whole" in long_text(engine, "prompt", 40)
+        assert "It is read at once, in a cache of" in long_text(engine, "prompt", 40)
         assert policy.budget > 40
         engine.read(text(40))
         assert engine.n_kv == 4 + 14 + 5
@@ -232,8 +232,8 @@ def test_a_budget_of_what_an_eviction_leaves_is_told_from_the_real_one(tiny_mode
 def test_rows_that_share_a_budget_promise_no_segments(tiny_model, capsys):
     policy = policies.fit("snapkv", 32, 8, ["heads=adaptive"])
     with open_engine(tiny_model(), policy, n_ctx=70) as engine:
-        assert "It is decoded whole in a cache" in long_text(engine, "prompt", 70)
-        assert "It is read in batches" in long_text(engine, "prompt", 71)
+        assert "It is read at once, in a cache" in long_text(engine, "prompt", 70)
+        assert "It is read" not in long_text(engine, "prompt", 71)
     with open_engine(tiny_model(), policy, n_ctx=70, prefill="whole") as engine:
         said = (
             "the prompt has 71 tokens, more than rows that share a budget can read whole in a context of 70"
@@ -248,9 +248,8 @@ def test_of_rows_that_share_a_budget_the_mean_is_told(tiny_model):
     with open_engine(tiny_model(), policies.fit("h2o", 32, 8, ["heads=adaptive"])) as engine:
         assert engine.policy.budget == 64
         assert long_text(engine, "text", 32) is None
-        assert "; in the mean a row keeps at most 32 of them (80 %). It is read in" in long_text(
-            engine, "text", 40
-        )
+        said = "each KV head, in the mean, keeps at most 32 of them (80 %) and forgets the others"
+        assert said in long_text(engine, "text", 40)
         engine.read(text(40))
         assert report.line(report.report(engine, "h2o")).startswith(
             f"{engine.mean_kv:.0f}/32 cells per row, "

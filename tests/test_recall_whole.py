@@ -152,7 +152,7 @@ def test_unasked_it_reads_whole_what_half_of_a_free_gpu_has_room_for(monkeypatch
         assert not engine.reads_whole(300 + 256)
         # what fits in the budget is not archived, and a text that goes on is no prompt
         assert not engine.reads_whole(48)
-        assert "It is decoded whole in a cache of" in long_text(engine, "prompt", 300)
+        assert "It is read at once, in a cache of" in long_text(engine, "prompt", 300)
         assert engine.read(text(300)) == 300
         assert (engine.eviction.n_planned, engine.n_archived) == (300, 300 - engine.n_kv)
         assert not engine.reads_whole(300)
@@ -220,7 +220,7 @@ def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
         writer.read(tokens[:100])
         # an eighth of all is what counts
         assert (engine.reads_anew(14), engine.reads_anew(15)) == (False, True)
-        said = "It is decoded whole with the 100 tokens before it in a cache of"
+        said = "It is read at once, with the 100 tokens before it, in a cache of"
         assert said in long_text(engine, "turn", 500)
         assert writer.read(tokens[100:600])
         assert (engine.n_past, engine.n_pinned, engine.eviction.n_planned) == (600, 5, 600)
@@ -328,7 +328,7 @@ def test_a_client_that_goes_amid_what_is_read_anew_and_asks_again_is_answered_on
 def test_it_says_what_will_happen(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole") as engine:
         said = long_text(engine, "prompt", 300)
-    assert "and the others go to host memory. It is decoded whole in a cache of" in said
+    assert "the others go to host memory and are still used. It is read at once, in a cache of" in said
     with open_engine(tiny_model(n_head_kv=2), fit(), archive=100) as engine:
         said = long_text(engine, "prompt", 300)
-    assert "go to host memory, which has room for the newest 100: 152 are forgotten. It is read in" in said
+    assert "and are still used; there is room for 100, so 152 are forgotten (--archive sets that)" in said

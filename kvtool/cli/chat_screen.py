@@ -90,17 +90,13 @@ class Terminal:
                 return False
 
     def status(self) -> str:
-        """One line: how much of what was said is held, cells, bytes, and the speed of the last reply."""
+        """One line: the chat's length, where its tokens are, bytes, and the speed of the last reply."""
         from kvtool.measure.holdings import n_forgotten
         from kvtool.units import format_bytes
 
-        engine, n = self.engine, max(self.engine.n_past, 1)
-        shares = {"held": engine.mean_live, "archived": engine.n_archived, "forgotten": n_forgotten(engine)}
-        if not engine.n_archived:
-            del shares["archived"]
-        said = [f"{share(part / n)} {name}" for name, part in shares.items()]
+        engine = self.engine
         parts = [
-            ", ".join([f"{engine.n_past:,} tokens", *said]),
+            whereabouts(engine.n_past, engine.mean_live, engine.n_archived, n_forgotten(engine)),
             f"cache {format_bytes(engine.cache_bytes)}",
             f"{self.tokens_per_s:.1f} tokens/s" if self.tokens_per_s else "",
         ]
@@ -208,6 +204,19 @@ class Terminal:
         else:
             self.note("cancelled; the turn is at the prompt again, and the one that it replaced is gone")
             self.offer(instead)
+
+
+def whereabouts(n: int, n_held: float, n_archived: int, n_forgotten: int) -> str:
+    """The length of a chat of n tokens, and where they are.
+
+    n_held: tokens that a row holds, in the mean. n_forgotten: tokens that no row and no archive has. The
+    shares add up to 100 % if all rows hold the same tokens; else one is a row's, and the other that of all.
+    """
+    held, forgotten = share(n_held / max(n, 1)), share(n_forgotten / max(n, 1))
+    if n_held + n_archived + n_forgotten != n:
+        return f"{n:,} tokens: a row holds {held}, all rows forgot {forgotten}"
+    archived = f"{share(n_archived / n)} archived, " if n_archived else ""
+    return f"{n:,} tokens: {held} in the cache, {archived}{forgotten} forgotten"
 
 
 def share(part: float) -> str:

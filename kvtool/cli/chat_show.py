@@ -15,6 +15,7 @@ from kvtool.runs.report import archive_line, report
 
 if TYPE_CHECKING:
     from kvtool.cli.chat_screen import Terminal
+    from kvtool.engine.loop import Engine
 
 
 def cells(terminal: Terminal, last: str) -> None:
@@ -35,39 +36,48 @@ def cells(terminal: Terminal, last: str) -> None:
 
 
 def stats(terminal: Terminal) -> None:
-    """What the cache holds, its bytes, and the speed."""
+    """Where the chat's tokens are, bytes, and the speed; options that change them are in parentheses."""
     from kvtool.measure.holdings import n_forgotten
     from kvtool.system.memory import rss_bytes
     from kvtool.units import format_bytes
 
     engine, copies = terminal.engine, terminal.conversation.copies
-    resident = rss_bytes()
-    n_made = engine.mean_kv - engine.mean_live
-    made = f", {n_made:.0f} of them for what is recalled" if n_made else ""
+    n_made, writer, resident = engine.mean_kv - engine.mean_live, terminal.conversation.writer, rss_bytes()
+    held, most = f"{engine.mean_live:,.0f}", f"{engine.policy.budget:,}"
     rows = {
         "model": engine.model.path.name,
         "policy": policy_line(engine, terminal.policy),
         "tokens so far": f"{engine.n_past:,}",
-        "cells": f"{engine.mean_kv:,.0f} of {engine.policy.budget:,} per row" + made,
-        "rows": str(engine.context.n_row),
-        "pinned": f"{engine.n_pinned:,} tokens",
-        "evicted": f"{engine.n_evicted:,} per row",
-        "forgotten": f"{n_forgotten(engine):,} tokens, which "
-        + ("neither a row nor the archive holds" if engine.policy.recall else "no row holds"),
-        "positions": f"{engine.settings.positions}, gaps closed {engine.n_restart} times",
+        "in the cache": f"{held} tokens per row, at most {most} (--budget)",
+    }
+    if n_made:
+        rows["in the cache"] += f"; {n_made:.0f} of these places bring back archived text"
+    if engine.context.archive:
+        rows["archived"] = f"{archive_line(report(engine, terminal.policy))} (--archive)"
+    forgotten = "in no row and not archived" if engine.policy.recall else "in no row"
+    rows |= {
+        "forgotten": f"{n_forgotten(engine):,} tokens: {forgotten}",
+        "never evicted": f"{engine.n_pinned:,} tokens of the system prompt",
+        "rows": f"{engine.context.n_row}: one for each layer and KV head",
+        "trained context": f"{engine.n_ctx:,} tokens" + _renumbered(engine),
         "cache": format_bytes(engine.cache_bytes),
         "policy state": format_bytes(engine.state_bytes),
+        "process memory": format_bytes(resident) if resident else "unknown",
     }
-    if engine.context.archive:
-        rows["archive"] = archive_line(report(engine, terminal.policy))
-    rows["process memory"] = format_bytes(resident) if resident else "unknown"
     if copies.on_disk or not terminal.conversation.goes_back:
         rows["copies for /undo"] = f"{len(copies.on_disk)}, {format_bytes(copies.n_bytes)} on disk"
     if terminal.tokens_per_s:
         rows["speed"] = f"{terminal.tokens_per_s:.1f} tokens/s in the last reply"
-    if (writer := terminal.conversation.writer).n_drafted:
-        rows["guesses"] = f"{writer.n_accepted:,} of {writer.n_drafted:,} came true"
+    if writer.n_drafted:
+        right = f"{writer.n_accepted:,} of {writer.n_drafted:,} tokens that were guessed ahead"
+        rows["right guesses"] = f"{right} (--draft)"
     _table(terminal, rows)
+
+
+def _renumbered(engine: Engine) -> str:
+    """An addition for a chat that has gone beyond its context, in which positions were assigned again."""
+    n = engine.n_restart
+    return f"; the chat went beyond it, and positions were assigned again {n:,} times" if n else ""
 
 
 def help(terminal: Terminal, what: str) -> None:

@@ -28,7 +28,7 @@ def explain_run(engine: Engine, policy: str, what: str, n_text: int = 0) -> None
         "memory": _memory(engine),
         "eviction": _eviction(engine, what, n_text),
         "positions": _positions(engine, what, n_text),
-        "prefill": long_text(engine, what, n_text) or _prefill(engine),
+        "prefill": "; ".join(filter(None, [_prefill(engine), long_text(engine, what, n_text)])),
     }
     say((f"{name:<11} {text}" for name, text in lines.items()), indent=12)
 
@@ -76,17 +76,7 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
             f"the {what} ({n:,} tokens) does not fit in the cache ({budget:,}) and the policy never evicts: "
             "reading stops when the cache is full"
         )
-    start = f"the {what} has {n:,} tokens"
-    percent = 100 * budget / n
-    rows = "in the mean a row" if is_shared else "each row"
-    share = f"{rows} keeps at most {budget:,} of them ({percent:{'.0f' if percent >= 1 else '.1g'}} %)"
-    if engine.context.archive:
-        archive = engine.context.archive
-        n_other, where = n - budget, archive.file or "host memory"
-        share += f", and the others go to {where}"
-        if n_other > archive.n_max:
-            n_lost = n_other - archive.n_max
-            share += f", which has room for the newest {archive.n_max:,}: {n_lost:,} are forgotten"
+    start, share = f"the {what} has {n:,} tokens", _share(engine, budget, n)
     if is_whole:
         segments = n_segments(engine, n_before + n)
         if segments > 1 and settings.positions == "original":
@@ -94,19 +84,30 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
         if segments > 1 and not in_segments(engine):
             who = "recall" if engine.policy.recall else "rows that share a budget"
             return f"{start}, more than {who} can read whole in a context of {engine.n_ctx:,}"
-        apart = f" in {segments} segments that do not see each other" if segments > 1 else ""
-        apart += " and read once more" if engine.policy.rehearsal else ""
-        apart += f" with the {n_before:,} tokens before it" if n_before else ""
+        how = f"in {segments} parts that do not see each other" if segments > 1 else "at once"
+        how += ", twice" if engine.policy.rehearsal else ""
+        how += f", with the {n_before:,} tokens before it" if n_before else ""
         cache = format_bytes(whole_bytes(engine, n_before + n))
         if n_bytes := whole_signal_bytes(engine, n_before + n):
             cache += f" and {format_bytes(n_bytes)} of signals"
-        return (
-            f"{start}; {share}. It is decoded whole{apart} in a cache of {cache}, "
-            "then compressed once, which frees that memory"
-        )
+        return f"{start}: {share}. It is read {how}, in a cache of {cache}, which is freed then"
     if settings.positions == "original" and engine.n_past + n > engine.n_ctx:
         return f"{start}, but original positions end at {engine.n_ctx:,}: reading stops there"
-    return f"{start}; {share}. It is read in batches of up to {_batch(engine):,}, with evictions in between"
+    return f"{start}: {share}"
+
+
+def _share(engine: Engine, n_kept: int, n: int) -> str:
+    """The part of a text of n tokens that stays in the cache, and the place of the others."""
+    percent = 100 * n_kept / n
+    kept = f"{n_kept:,} of them ({percent:{'.0f' if percent >= 1 else '.1g'}} %)"
+    if not (archive := engine.context.archive):
+        mean = ", in the mean," if _shares(engine.policy) else ""
+        return f"each KV head{mean} keeps at most {kept} and forgets the others; a larger --budget keeps more"
+    where = archive.file or "host memory"
+    others = f"{kept} stay in the cache, the others go to {where} and are still used"
+    if (n_lost := n - n_kept - archive.n_max) > 0:
+        others += f"; there is room for {archive.n_max:,}, so {n_lost:,} are forgotten (--archive sets that)"
+    return others
 
 
 def spare_line(engine: Engine) -> str | None:

@@ -270,8 +270,12 @@ function bytes(n) {
 // as kvtool chat says it
 function statusOf({ tokens, held, archived, forgotten, cache_bytes, unsaved }, timings) {
   const n = Math.max(tokens, 1), speed = timings?.predicted_per_second;
-  const shares = [`${percent(held / n)} held`, archived && `${percent(archived / n)} archived`, `${percent(forgotten / n)} forgotten`];
-  return [`${number(tokens)} tokens, ${shares.filter(Boolean).join(", ")}`, `cache ${bytes(cache_bytes)}`, speed && `${speed.toFixed(1)} tokens/s`, unsaved].filter(Boolean).join(" \u00b7 ");
+  // the mean of the rows is rounded to a tenth; if the numbers do not add up, each row holds other tokens
+  const addUp = Math.abs(held + archived + forgotten - tokens) < 0.1;
+  const shares = addUp
+    ? [`${percent(held / n)} in the cache`, archived && `${percent(archived / n)} archived`, `${percent(forgotten / n)} forgotten`]
+    : [`a row holds ${percent(held / n)}`, `all rows forgot ${percent(forgotten / n)}`];
+  return [`${number(tokens)} tokens: ${shares.filter(Boolean).join(", ")}`, `cache ${bytes(cache_bytes)}`, speed && `${speed.toFixed(1)} tokens/s`, unsaved].filter(Boolean).join(" \u00b7 ");
 }
 
 // the history as the server takes it: what got no reply is said with the next message
