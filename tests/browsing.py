@@ -1,15 +1,10 @@
-"""A browser that visits the page of kvtool serve, and a stand-in for the server's answers."""
+"""A browser that opens the page of `kvtool serve`, and a stand-in for the server's answers."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +13,12 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, Playwright, expect
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "microsoft-edge")
-PATIENCE_S = 120
+from tests.held import PATIENCE_S
+from tests.serving import serving
 
-# a server that says what a check tells it to, when it is told to
+BROWSERS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "microsoft-edge")
+
+# replaces fetch: a check answers the page's requests, with say, end, refuse and lose
 FAKE = """() => {
   const fetched = window.fetch;
   window.asked = [];
@@ -52,7 +49,11 @@ class Visitor:
 
     @contextmanager
     def page(self, width: int = 1100, most: int = 24, fake: bool = False, **options: Any) -> Iterator[Page]:
-        """A new browser's page; nothing may go wrong in it, and it may ask nobody but the server."""
+        """Open the page in a new browser context and yield it.
+
+        Raises AssertionError after the block if a script failed, if the page's security policy was violated,
+        or if the page asked another host than the server.
+        """
         context = self.browser.new_context(viewport={"width": width, "height": 760}, **options)
         page = context.new_page()
         page.set_default_timeout(PATIENCE_S * 1000)
@@ -90,7 +91,7 @@ def send(page: Page, text: str, wait: bool = True) -> None:
 
 
 def done(page: Page) -> None:
-    """Waits for the end of a reply."""
+    """Wait for the end of a reply."""
     expect(page.locator(".assistant .foot").last).to_contain_text("tokens/s", timeout=PATIENCE_S * 1000)
     expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=PATIENCE_S * 1000)
 
@@ -98,7 +99,7 @@ def done(page: Page) -> None:
 def piece(
     page: Page, text: str, first: bool = False, end: bool = False, name: str = "content", **more: Any
 ) -> None:
-    """Lets the fake server say a piece."""
+    """Let the fake server send a piece of a reply."""
     if first:
         page.evaluate("begin()")
     line = json.dumps(
@@ -111,7 +112,10 @@ def piece(
 
 
 def wait_asked(page: Page, n: int) -> None:
-    """Waits for the fake server's n-th request. The page's policy forbids Playwright's own way."""
+    """Wait for the fake server's n-th request.
+
+    Playwright's wait_for_function does not work: the page's security policy forbids its eval.
+    """
     while page.evaluate("asked.length") < n:
         page.wait_for_timeout(50)
 
@@ -123,7 +127,7 @@ def refuse(page: Page, status: int, words: str) -> None:
 
 
 def answer(site: str, text: str) -> str:
-    """An answer without the page."""
+    """Ask the server without the page; return the reply."""
     body = json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 4}).encode()
     with urllib.request.urlopen(f"{site}v1/chat/completions", body, timeout=PATIENCE_S) as answered:
         said: str = json.load(answered)["choices"][0]["message"]["content"]
@@ -132,29 +136,13 @@ def answer(site: str, text: str) -> str:
 
 @contextmanager
 def server(model: str) -> Iterator[str]:
-    """The address of a server that is ready."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = ["serve", "-m", model, "--port", str(port), "-t", "1", "--budget", "128"]
-    process = subprocess.Popen([sys.executable, "-m", "kvtool", *words], cwd=Path(__file__).parent.parent)
-    site = f"http://127.0.0.1:{port}/"
-    try:
-        for _ in range(10 * PATIENCE_S):
-            try:
-                urllib.request.urlopen(f"{site}health", timeout=5).close()
-                break
-            except (urllib.error.URLError, OSError):
-                assert process.poll() is None, "the server has ended"
-                time.sleep(0.1)
-        yield site
-    finally:
-        process.terminate()
-        process.wait(30)
+    """Start a server; yield its address, with a slash at the end."""
+    with serving(model, "--policy", "h2o", "--budget", "128") as started:
+        yield f"{started.url}/"
 
 
 def launched(playwright: Playwright) -> Browser:
-    """The system's browser, or else Playwright's own."""
+    """Launch the system's browser, or Playwright's if there is none."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     # root has no sandbox
     flags = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []

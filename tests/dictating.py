@@ -1,4 +1,4 @@
-"""A proxy before a server of kvtool: it notes requests, and dictates what the model answers."""
+"""A proxy in front of `kvtool serve` that records requests and dictates the model's answers."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import http.client
 import json
 import threading
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 from kvtool.serve.forced import _literal
 from kvtool.serve.formats import HERMES
+from tests.gone import response
 
 OTHERS = "Notes"
-"""What a request gets that offers no tools, such as one for a title."""
+"""Dictated answer to a request that offers no tools, for example one for a title."""
 
 
 class Dictating:
-    """url: what a client takes for the server. replies: what the next requests with tools are answered with,
+    """State of a proxy.
 
-    each a text, or a tool's name and its input. asked: the path, headers, body and answer of each request.
+    url: its own address.
+    target: the server's address.
+    replies: dictated answers to the next requests with tools: a text, a (tool name, input), or None.
+    asked: path, headers, body, status and answer of each request; "gone" if its client disconnected.
     """
 
     def __init__(self, url, target):
@@ -29,7 +34,7 @@ class Dictating:
         self.lock = threading.Lock()
 
     def reply(self, body):
-        """The text that is dictated; None: the model says what it likes."""
+        """Return the dictated text for a request; None if the model answers freely."""
         with self.lock:
             if not body.get("tools"):
                 return OTHERS
@@ -39,15 +44,17 @@ class Dictating:
 
 @contextmanager
 def dictating(target):
-    """Starts one before the server at this address."""
+    """Start a proxy for the server at this address; yield its Dictating."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     server.own = Dictating(f"http://127.0.0.1:{server.server_port}", target)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
     try:
         yield server.own
     finally:
         server.shutdown()
+        thread.join()
         server.server_close()
 
 
@@ -76,21 +83,26 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {name: value for name, value in self.headers.items() if name.lower() not in left_out}
         try:
             link.request(self.command, self.path, data, headers)
-            answer = link.getresponse()
+            answer = response(link)
             noted["status"] = answer.status
+            parts = iter(partial(answer.read1, 1 << 16), b"")
+            self._answer(answer, parts, noted)
+        finally:
+            # a client that has disconnected disconnects the proxy too: the server ends the answer
+            link.close()
+            self.close_connection = True
+
+    def _answer(self, answer, parts, noted):
+        """Pass the parts of an answer on as they come, until the client disconnects."""
+        try:
             self.send_response(answer.status)
             for name, value in answer.getheaders():
                 if name.lower() not in ("transfer-encoding", "content-length", "connection", "date"):
                     self.send_header(name, value)
             self.send_header("Connection", "close")
             self.end_headers()
-            while part := answer.read1(1 << 16):
+            for part in parts:
                 noted["answer"] += part
                 self.wfile.write(part)
-                self.wfile.flush()
         except OSError:
-            # the client has gone, and so does this one: the server ends the answer
             noted["gone"] = True
-        finally:
-            link.close()
-            self.close_connection = True

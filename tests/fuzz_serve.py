@@ -1,11 +1,12 @@
-"""Random requests to a server: each is answered, refused in its API's words, or hung up on as broken HTTP.
+"""Send random requests to a server, which must answer, refuse in its API's form, or hang up on broken HTTP.
 
     python -m tests.fuzz_serve --requests 10000 --seed 0
     python -m tests.fuzz_serve --api messages
     make fuzz-serve
 
-After all of them the server answers a plain chat as before, has said nothing, and holds no more memory or
-files. `random_bodies` and `random_messages` have what is asked, this file how it is sent.
+At the end the server must answer a plain chat as before, must have written nothing to stderr, and must hold
+no more memory or files than after a quarter of the requests. `random_bodies` and `random_messages` draw the
+bodies; this file draws the ways to send them.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ N_FILE = 30
 """More files than an idle server has open."""
 
 MOST_GROWTH = 1.25
-"""The most that memory is at the end of a long run, over what it was after a quarter of it."""
+"""Largest memory at the end of a long run, as a multiple of the memory after a quarter of the run."""
+
 PLAIN = {"messages": [{"role": "user", "content": "What is a stone?"}], "max_tokens": 8, "temperature": 0}
 
 APIS = {"all": Bodies, "messages": MessageBodies}
-"""Who draws what is asked for, by the name of --api."""
+"""Classes that draw requests, by the name of --api."""
 
-# what a request of each kind may get; 0: the connection is closed without an answer
+# statuses that a proper and a broken request may get; 0: the connection is closed without an answer
 PROPER = {200, 400, 404, 405, 408, 413, 429}
 BROKEN = {0, 200, 400, 403, 404, 405, 408, 413}
 
@@ -57,7 +59,7 @@ class Answer:
 
 
 class Wire:
-    """A connection that sends what it is told to, and takes the answers apart."""
+    """A connection that sends given bytes and parses the answers."""
 
     def __init__(self, url):
         where = urlsplit(url)
@@ -79,7 +81,7 @@ class Wire:
                     time.sleep(pause_s)
 
     def end(self):
-        """Says that no more comes."""
+        """Shut the sending side down."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -101,7 +103,7 @@ class Wire:
         return Answer(status, headers, body)
 
     def _more(self):
-        """False once there is no more. Raises TimeoutError."""
+        """Receive more bytes. False if the connection has ended. Raises TimeoutError."""
         try:
             data = self._socket.recv(1 << 16)
         except ConnectionError:
@@ -136,7 +138,7 @@ class Wire:
 
 
 def request(path, body, method="POST", headers=(), version="1.1"):
-    """The bytes of a request that is right."""
+    """Return the bytes of a well-formed request."""
     lines = [f"{method} {path} HTTP/{version}", "Host: localhost", *headers]
     if body is not None:
         lines.append(f"Content-Length: {len(body)}")
@@ -144,7 +146,7 @@ def request(path, body, method="POST", headers=(), version="1.1"):
 
 
 def check(answer, allowed, sent):
-    """Whether an answer to these bytes is one that can be; raises AssertionError with what is wrong."""
+    """Check an answer to these bytes. Raises AssertionError with the reason if no server may answer so."""
     assert answer.status in allowed, f"status {answer.status}: {answer.body[:300]!r}"
     if not answer.headers or answer.body == b"Invalid HTTP request received.":
         return
@@ -174,7 +176,7 @@ def check_error(body):
 
 
 def check_stream(text):
-    """It ends with its last event, and each before it is JSON."""
+    """Check that a stream ends with its final event, and that each event before it is JSON."""
     events = [part for part in text.split("\n\n") if part and not part.startswith(":")]
     data = [part[part.index("data: ") + 6 :] for part in events]
     if data[-1] == "[DONE]":
@@ -188,10 +190,10 @@ def check_stream(text):
 
 
 class Fuzz:
-    """One client, which sends requests at random."""
+    """A client that sends one request, drawn by its seed. counts: answers by (kind of request, status)."""
 
-    def __init__(self, url, seed, counts, drawn=Bodies):
-        self.url, self.seed, self.counts = url, seed, counts
+    def __init__(self, url, seed, drawn=Bodies):
+        self.url, self.seed, self.counts = url, seed, Counter()
         self.rng = random.Random(seed)
         self.bodies = drawn(self.rng)
 
@@ -225,7 +227,7 @@ class Fuzz:
     # ways to send
 
     def right(self, sent):
-        """A body of any kind, in HTTP that is right."""
+        """A body of any kind, in well-formed HTTP."""
         path, body = self.asked()
         name = self.rng.choice(
             [
@@ -237,7 +239,7 @@ class Fuzz:
         return self.ask(sent, request(path, body, headers=name), step=step)
 
     def mutated(self, sent):
-        """A body that a few bytes of are wrong in."""
+        """A body in which a few bytes are changed."""
         path, body = self.asked()
         data = bytearray(body[:20_000])
         for _ in range(self.rng.randint(1, 8)):
@@ -254,7 +256,7 @@ class Fuzz:
         return self.ask(sent, request(path, bytes(data)))
 
     def lengths(self, sent):
-        """A Content-Length that is wrong."""
+        """A wrong Content-Length."""
         path, body = self.asked()
         body = body[:20_000]
         n = len(body)
@@ -265,7 +267,7 @@ class Fuzz:
         return self.ask(sent, data + b"\r\n" + body, BROKEN, ends=True)
 
     def chunks(self, sent):
-        """A body in chunks, which may be cut, or wrong."""
+        """A body in chunks, which may be cut or malformed."""
         path, body = self.asked()
         data = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
         at = 0
@@ -284,7 +286,7 @@ class Fuzz:
         return self.ask(sent, data + wrong, BROKEN, ends=True)
 
     def heads(self, sent):
-        """A head that is huge, or wrong."""
+        """A head that is huge or malformed."""
         line = self.rng.choice(
             [
                 b"A: " + b"x" * self.rng.choice([1000, 60_000, 70_000, 1_000_000]),
@@ -327,7 +329,7 @@ class Fuzz:
         return self.ask(sent, data, BROKEN, ends=True)
 
     def targets(self, sent):
-        """A method or an address that is not there."""
+        """A method or an address that the server does not have."""
         method = self.rng.choice(
             ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "get", "X" * 500, "G\u00e9T"]
         )
@@ -349,7 +351,7 @@ class Fuzz:
         return self.ask(sent, data, BROKEN, method=method, ends=True)
 
     def pipelined(self, sent):
-        """Several requests at once: as many answers, in their order."""
+        """Several requests at once: the server sends as many answers, in their order."""
         n = self.rng.randint(2, 4)
         data = [request(*self.asked()) for _ in range(n)]
         sent += data
@@ -362,7 +364,7 @@ class Fuzz:
                     return
 
     def old(self, sent):
-        """HTTP of another time."""
+        """An older or newer version of HTTP."""
         path, body = self.asked()
         version = self.rng.choice(["1.0", "1.0", "0.9", "2.0", "1.7", "9" * 50, "x"])
         return self.ask(sent, request(path, body, version=version), BROKEN, ends=version != "1.0")
@@ -373,13 +375,13 @@ class Fuzz:
         return self.ask(sent, data, step=7, pause_s=0.002)
 
     def owed(self, sent):
-        """A request whose end does not come: the server does not wait for ever."""
+        """A request without its end: the server stops waiting after READ_TIMEOUT_S."""
         path, body = self.asked()
         data = request(path, body)
         return self.ask(sent, data[: self.rng.randint(0, len(data) - 1)], {0, 408})
 
     def gone(self, sent):
-        """A client that goes at any time."""
+        """A client that disconnects at any time."""
         path, body = self.asked()
         sent.append(request(path, body))
         with Wire(self.url) as wire:
@@ -388,7 +390,7 @@ class Fuzz:
         yield Answer(), {0}
 
     def noise(self, sent):
-        """No HTTP at all."""
+        """Bytes that are not HTTP."""
         data = self.rng.choice(
             [b"", b"\r\n" * 1000, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01"]
         )
@@ -396,7 +398,7 @@ class Fuzz:
 
 
 def held(process):
-    """(MiB of memory, open files) of a process."""
+    """Return (MiB of memory, open files) of a process."""
     pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGESIZE") / 2**20, len(os.listdir(f"/proc/{process.pid}/fd"))
 
@@ -410,10 +412,13 @@ def plain(url):
 
 
 def run(model, n, seed=0, *, api="all", every=0, options=()):
-    """Counts of (kind, status), and what the server holds ((MiB, files) when warm, and at the end).
+    """Send n random requests; return (counts, warm, end).
 
-    api: one of APIS. every: prints what it holds after so many requests. Raises AssertionError for the first
-    wrong answer.
+    counts: answers by (kind of request, status).
+    warm, end: the server's (MiB, open files) after a quarter of the requests and at the end.
+    api: one of APIS.
+    every: print the server's memory and files after so many requests; 0 for never.
+    Raises AssertionError for the first wrong answer.
     """
     counts, left, warm = Counter(), iter(range(n)), []
     lock = threading.Lock()
@@ -427,8 +432,11 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
                     i = next(left, None)
                 if i is None:
                     return
-                # each has a seed of its own, so that it can be sent again
-                Fuzz(server.url, seed + i, counts, APIS[api]).go()
+                # each request has its seed, so that it can be sent again
+                fuzz = Fuzz(server.url, seed + i, APIS[api])
+                fuzz.go()
+                with lock:
+                    counts.update(fuzz.counts)
                 if i % 50 == 0:
                     assert plain(server.url) == before, (
                         f"request {seed + i}: a plain chat is answered otherwise"
@@ -441,7 +449,7 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
 
         try:
             with ThreadPoolExecutor(N_THREAD) as pool:
-                # a failure is raised here; the others end, too
+                # raises a thread's error, after which the other threads end
                 for done in as_completed([pool.submit(work, number) for number in range(N_THREAD)]):
                     if done.exception():
                         left = iter(())

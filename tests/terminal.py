@@ -1,4 +1,4 @@
-"""A chat in a pseudo-terminal, as a person sees and types it."""
+"""A chat in a pseudo-terminal: a test types into it, and reads the screen that a person would see."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pathlib import Path
 import pyte
 
 from tests import forked
+from tests.held import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
 RUN = "from kvtool.__main__ import main; main()"
@@ -25,10 +26,13 @@ PROMPT = "\n> "
 
 
 class Terminal:
-    """kvtool chat in a terminal of so many columns and rows.
+    """`kvtool chat` in a terminal of so many columns and rows.
 
-    The screen has far more rows than a program is told of, so that nothing leaves it.
-    model: None for the default. own: it is the process's own terminal, whose end is a SIGHUP.
+    The screen has far more rows than the program believes, so that no line scrolls off it.
+
+    model: None for the default.
+    own: True if the terminal controls the process, which then gets a SIGHUP at the terminal's end.
+    raw: bytes that the program has written.
     """
 
     def __init__(self, model, *options, own=True, env=None, columns=400, rows=50):
@@ -37,14 +41,14 @@ class Terminal:
         self.resize(columns, rows)
         self._screen = pyte.Screen(columns, 2000)
         self._stream = pyte.ByteStream(self._screen)
-        # what was written, and how much of the text was waited for
         self.raw = b""
+        # the part of `text` that a test has waited for
         self._at = 0
 
         ends = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
         command = [sys.executable, "-c", RUN, "chat", "--temp", "0", "-t", "1"]
         command += ["-m", str(model)] if model else []
-        # no answer comes to a question for the cursor's place
+        # this terminal does not answer requests for the cursor's position
         environment = os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"} | (env or {})
         prepare = partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0) if own else forked.deaf
         self.process = forked.Popen(
@@ -59,13 +63,13 @@ class Terminal:
 
     @property
     def text(self):
-        """The lines up to the cursor; blanks at the ends of lines count in the last one only."""
+        """Lines up to the cursor, without blanks at their ends; the last line keeps them."""
         cursor = self._screen.cursor
         rows = [self._row(y).rstrip() for y in range(cursor.y)]
         return "\n".join([*rows, self._row(cursor.y).ljust(cursor.x)[: cursor.x]])
 
     def _row(self, y):
-        # not `display`: it draws all of the screen
+        # pyte's `display` would draw the whole screen
         row = self._screen.buffer[y]
         return "".join(row[x].data for x in range(max(row, default=-1) + 1))
 
@@ -78,15 +82,17 @@ class Terminal:
         return self.text[self._at :]
 
     def resize(self, columns, rows):
-        """Tells the program another size."""
+        """Tell the program a new size."""
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
-    def wait_for(self, words, seconds=60, pressing=""):
-        """Reads up to the words and returns what came before; `pressing` is typed every half second.
+    def wait_for(self, words, pressing=""):
+        """Read up to these words; return the text before them.
 
-        A prompt is one only at the end: a chat that goes on shows its last turn behind another.
+        pressing: typed at each half second without output.
+        PROMPT counts only at the end of the text: a chat that continues shows its last turn after the same
+        characters.
         """
-        end = time.monotonic() + seconds
+        end = time.monotonic() + PATIENCE_S
         while not (self.seen.endswith(words) if words == PROMPT else words in self.seen):
             assert time.monotonic() < end, self.text[-2000:]
             if select.select([self.master], [], [], 0.5)[0]:
@@ -97,9 +103,9 @@ class Terminal:
         self._at += len(before) + len(words)
         return before
 
-    def until(self, *words, seconds=60):
-        """Reads until the whole text has one of these; drawing may change what came before."""
-        end = time.monotonic() + seconds
+    def until(self, *words):
+        """Read until one of these words is anywhere in the text, including lines that were drawn again."""
+        end = time.monotonic() + PATIENCE_S
         while not any(word in self.text for word in words):
             assert time.monotonic() < end, self.text[-2000:]
             if select.select([self.master], [], [], 0.5)[0]:
@@ -118,13 +124,13 @@ class Terminal:
     def type(self, text):
         os.write(self.master, text if isinstance(text, bytes) else text.encode())
 
-    def say(self, line, seconds=60):
-        """Types a line at a prompt, waits for the next prompt and returns what was shown between."""
+    def say(self, line):
+        """Type a line at a prompt and wait for the next prompt; return the text between them."""
         at = len(self.text)
         self.type(line if isinstance(line, bytes) else line.encode())
         self.type("\r")
-        end = time.monotonic() + seconds
-        # the line itself is shown first
+        end = time.monotonic() + PATIENCE_S
+        # the terminal shows the typed line first
         while not self.text[at:].endswith(PROMPT):
             assert time.monotonic() < end, self.text[-2000:]
             if select.select([self.master], [], [], 0.5)[0]:
@@ -136,12 +142,12 @@ class Terminal:
         n_line = (2 + len(typed)) // width + 1
         return "\n".join(shown.split("\n")[n_line:]).removesuffix("> ").strip()
 
-    def ended(self, pressing, seconds=60):
-        """Types a key every half second until the program has ended, and returns its exit code.
+    def ended(self, pressing):
+        """Type a key every half second until the program has ended; return its exit code.
 
-        What is typed before a prompt listens is lost.
+        A key that is typed before the prompt reads the keyboard is lost.
         """
-        end = time.monotonic() + seconds
+        end = time.monotonic() + PATIENCE_S
         while self.process.poll() is None:
             assert time.monotonic() < end, self.text[-2000:]
             with suppress(OSError):

@@ -218,7 +218,7 @@ def test_a_history_is_kept_between_chats(terminal, tmp_path):
     again.say("")
     # searched for, Enter once to take it and once to say it
     again.type("\x12first")
-    again.until("first thing", seconds=20)
+    again.until("first thing")
     again.type("\r")
     again.say("")
     again.kill()

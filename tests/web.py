@@ -1,11 +1,11 @@
-"""A web server on this machine for tests of downloads, and a stand-in for a server of repositories."""
+"""A web server on loopback for tests of downloads, which can also stand in for a server of repositories."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -55,7 +55,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            # the client may have stopped its download
+            with suppress(OSError):
+                self.wfile.write(body)
         self.close_connection = True
 
     def log_message(self, *_):
@@ -64,12 +66,21 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving():
-    """A site: files by path, and how the server is. `requests` has what was asked.
+    """Start the server; yield its site, and wait at the end for all answers.
 
-    breaks_after: the next answer ends after so many bytes.
+    A site's attributes, which a test may change:
+    files: bytes by path.
+    redirects: (status, headers) by path.
+    errors: (status, headers, body) by path.
+    requests: (method, path, Range header, Authorization header) of each request so far.
+    breaks_after: the next answer ends after so many bytes of its body; None for no break.
+    knows_ranges, says_length: False for a server without Range requests, or without Content-Length.
+    etag: ETag of all files; None for digests.
+    kind: Content-Type of all files.
     """
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.daemon_threads = True
+    # `server_close` waits for the threads of a server whose threads are no daemons
+    server.daemon_threads = False
     site = server.site = SimpleNamespace(
         files={},
         redirects={},
@@ -94,7 +105,10 @@ def serving():
 
 
 def add_repository(site, repo, files, *, commit=COMMIT, revision="main"):
-    """A repository with files (name: bytes), as huggingface_hub asks for it; bytes come from another host."""
+    """Add a repository with files (name: bytes), as huggingface_hub asks for it.
+
+    Its files are redirected to another host name, as the real server does.
+    """
     about = {"id": repo, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
     about |= {"private": False, "gated": False, "disabled": False, "tags": [], "downloads": 0, "likes": 0}
     for path in (f"/api/models/{repo}", f"/api/models/{repo}/revision/{revision}"):
