@@ -249,7 +249,7 @@ def test_every_option_that_is_suggested_exists():
     names = [name for many in (near.OURS, near.ADVICE) for names in many.values() for name in names]
     assert len(names) - len(set(names)) == 2  # -no-cnv: --raw where there is one
     for command in ("chat", "serve", "perplexity", "bench"):
-        for name in names:
+        for name in set(names) - shown[command,]:
             assert called(command, name, "9").returncode == 2, (command, name)
 
 

@@ -542,8 +542,7 @@ def test_a_needle_is_asked_for_in_the_chat_template(tiny_model, tmp_path):
     ("arguments", "code", "words"),
     [
         (["nope"], 2, "needle"),
-        (["needle"], 2, "needle needs files"),
-        (["needle", "missing"], 5, "no such file: missing"),
+        (["needle", "missing"], 5, "there is no file missing"),
         (["passkey", "--json", "-", "--resume"], 2, "needs the file"),
         (["passkey", "--plot", "missing/x.png"], 2, "an existing folder"),
         (["passkey", "--policy", "full", "--budget", "20%"], 2, "takes no --budget"),

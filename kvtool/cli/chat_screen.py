@@ -271,7 +271,7 @@ class Keys:
 
 @contextmanager
 def _attributes(attributes: Any) -> Iterator[None]:
-    """Sets the terminal's attributes, and sets them again after Ctrl-Z and `fg`: a shell changes them."""
+    """Sets the terminal's attributes, and sets them again after Ctrl-Z and fg: a shell changes them."""
     import termios
 
     def apply(*_: object) -> None:

@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 
@@ -16,12 +16,12 @@ from kvtool.cli.console import plain_console, say
 from kvtool.cli.declared import options
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import bytes_progress, runs_progress
-from kvtool.cli.texts import check_positions, too_short
+from kvtool.cli.texts import File, check_positions, first_tokens, source
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.options.field import KEEPS, Options, option
 from kvtool.options.run import TextRun
 from kvtool.system import interrupt
-from kvtool.system.texts import json_text, read_text
+from kvtool.system.texts import Source, json_text
 from kvtool.units import CACHE_TYPES
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class _Own(Options):
 @options
 def compare(
     *,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A text file, or - for stdin.")],
+    file: File = None,
     grid: _Grid,
     own: _Own,
     run: _Run,
@@ -118,7 +118,6 @@ def compare(
     """
     path = output.records_path(own.json_file, own.resume)
     output.check_picture("--plot", own.plot)
-    text = read_text(file)
 
     from kvtool.measure import grid as of_runs
     from kvtool.runs import archive, opening
@@ -130,23 +129,24 @@ def compare(
         raise UsageError("--budgets names no budget; only full and corm need none")
     kinds = {name: policies.load(name) for name, _ in map(of_runs.split_policy, names or ["recall"])}
     archive.checked(run, kinds)
-    model_path, info = opening.located(run.model, locate)
-    n_ctx, cut = opening.n_ctx_of(run.n_ctx, info.n_ctx_train)
-    say([cut])
+    with closing(source(file)) as text:
+        model_path, info = opening.located(run.model, locate)
+        n_ctx, cut = opening.n_ctx_of(run.n_ctx, info.n_ctx_train)
+        say([cut])
 
-    from kvtool.llama.crash import guard
-    from kvtool.llama.devices import default_threads
-    from kvtool.llama.log import set_verbose
-    from kvtool.measure import records
-    from kvtool.measure.results import Results
-    from kvtool.models.download import sha256
+        from kvtool.llama.crash import guard
+        from kvtool.llama.devices import default_threads
+        from kvtool.llama.log import set_verbose
+        from kvtool.measure import records
+        from kvtool.measure.results import Results
+        from kvtool.models.download import sha256
 
-    set_verbose(run.verbose > 1)
-    guard()
-    tokens, text_sha256, n_vocab, layers = _read(info, file, text, grid.max_tokens)
+        set_verbose(run.verbose > 1)
+        guard()
+        tokens, text_sha256, n_vocab, layers = _read(info, text, grid.max_tokens)
     with bytes_progress(f"hashing {model_path.name}", piped=False) as progress:
         model_sha256 = sha256(model_path, progress)
-    name = "stdin" if file == "-" else Path(file).name
+    name = Path(text.name).name
     what = {"model": model_path.name, "model_sha256": model_sha256, "text": name, "text_sha256": text_sha256}
     shared = run.changed(
         model=str(model_path),
@@ -177,9 +177,7 @@ def compare(
     _finish(results, info, own.json_file, path, own.plot)
 
 
-def _read(
-    info: ModelInfo, file: str, text: str, max_tokens: int | None
-) -> tuple[np.ndarray, str, int, Layers]:
+def _read(info: ModelInfo, text: Source, max_tokens: int | None) -> tuple[np.ndarray, str, int, Layers]:
     """The tokens i32[n], as kvtool perplexity reads them, and the SHA-256 of their text.
 
     And of the model: how many tokens its vocabulary has, and its layers.
@@ -189,9 +187,7 @@ def _read(
     from kvtool.llama.model import Model
 
     with closing(Model(info.path, no_weights=True)) as model:
-        tokens = model.tokenize(text, start=True)[:max_tokens]
-        if len(tokens) < 2:
-            raise too_short(file, len(tokens), 2)
+        tokens = first_tokens(model, text, max_tokens)
         pieces = b"".join(model.piece(token, special=True) for token in tokens.tolist())
         return tokens, hashlib.sha256(pieces).hexdigest(), model.n_vocab, model.layers
 

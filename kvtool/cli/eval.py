@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
@@ -23,7 +25,8 @@ from kvtool.options.field import Options, again, option, repeated
 from kvtool.options.run import Run
 from kvtool.options.sampling import Drawing, Sampling
 from kvtool.system import interrupt
-from kvtool.system.texts import json_text
+from kvtool.system.files import spare_folder
+from kvtool.system.texts import is_stdin, json_text
 
 if TYPE_CHECKING:
     from kvtool.llama.model import Model
@@ -124,7 +127,11 @@ def evaluate(
     ] = None,
     files: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[FILE]...", help="Files that the task reads.", show_default=False),
+        typer.Argument(
+            metavar="[FILE]...",
+            help="Files that the task reads, or - for stdin.",
+            show_default=False,
+        ),
     ] = None,
     own: _Own,
     given: _Run,
@@ -142,11 +149,14 @@ def evaluate(
         return
     chosen = tasks.make(task, own.settings)
     output.check_packages(task, chosen.packages, "eval")
+    files = list(files or [])
     if chosen.needs_files and not files:
-        raise UsageError(f"{task} needs files; name them after it")
-    for file in files or []:
-        if not file.exists():
-            raise InputError(f"no such file: {file}")
+        if sys.stdin is None or sys.stdin.isatty():
+            raise UsageError(f"{task} needs a file; name it after the task, or give it in a pipe")
+        files = [Path("-")]
+    for file in files:
+        if not (is_stdin(str(file)) or file.exists()):
+            raise InputError(f"there is no file {file}")
     records_path = output.records_path(own.json_to, own.resume)
     to_stdout = own.json_to == "-"
     if own.plot and len(chosen.by) != 2:
@@ -178,7 +188,8 @@ def evaluate(
         reader = stack.enter_context(
             closing(_reader(asked, run, n_ctx, model, as_chat, own.max_prompt, drawn))
         )
-        items = chosen.items(files or [], model)[: own.limit]
+        with _on_disk(files) as paths:
+            items = chosen.items(paths, model)[: own.limit]
         about = {
             "task": task,
             "task_params": asdict(chosen),
@@ -203,6 +214,24 @@ def evaluate(
                     typer.echo(json_text(record))
                 step(len(results), f"{task}: {_in_short(results.records)}")
     _finish(chosen, results, to_stdout, own.plot)
+
+
+@contextmanager
+def _on_disk(files: list[Path]) -> Iterator[list[Path]]:
+    """The files, with a copy of stdin in place of -, so that a task reads all alike. Raises InputError."""
+    if not any(is_stdin(str(file)) for file in files):
+        yield files
+        return
+    with TemporaryDirectory(dir=spare_folder()) as folder:
+        copy = Path(folder) / "stdin"
+        with copy.open("wb") as out:
+            shutil.copyfileobj(sys.stdin.buffer, out)
+        if not copy.stat().st_size:
+            raise InputError("stdin is empty; it must have what the task reads")
+        try:
+            yield [copy if is_stdin(str(file)) else file for file in files]
+        except InputError as error:
+            raise InputError(str(error).replace(str(copy), "stdin")) from None
 
 
 def _check_drawing(drawn: _Drawn, chosen: Task, task: str) -> None:

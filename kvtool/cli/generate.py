@@ -23,7 +23,7 @@ from kvtool.options.run import WriteRun
 from kvtool.options.sampling import Drawing
 from kvtool.options.system import System
 from kvtool.system import interrupt
-from kvtool.system.texts import json_text, read_stdin, read_text, utf8
+from kvtool.system.texts import is_stdin, json_text, read_stdin, read_text, utf8
 
 if TYPE_CHECKING:
     from kvtool.chats.writer import Writer
@@ -80,7 +80,7 @@ def generate(
     if file is None and os.path.isfile(prompt or ""):
         say([f"{prompt} is a file; -f {prompt} reads it"])
     system_prompt = system.text()
-    text = "" if file == "-" else read_stdin()
+    text = "" if file and is_stdin(file) else read_stdin()
     if file is not None:
         there = read_text(file).rstrip("\n")
         if prompt is None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -17,11 +17,11 @@ from kvtool.cli.declared import Json, Typed, options
 from kvtool.cli.explain import explain_run
 from kvtool.cli.opening import open_run
 from kvtool.cli.progress import tokens_progress
-from kvtool.cli.texts import check_length
-from kvtool.errors import InputError, UsageError
+from kvtool.cli.texts import File, check_length, first_tokens, source
+from kvtool.errors import UsageError
 from kvtool.options.field import Options, again, option, repeated
 from kvtool.options.run import Run, TextRun
-from kvtool.system.texts import json_text, read_text
+from kvtool.system.texts import Source, json_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,7 +94,7 @@ class _Own(Options):
 @options
 def inspect(
     *,
-    file: Annotated[str | None, typer.Argument(metavar="[FILE]", help="A text file, or - for stdin.")] = None,
+    file: File = None,
     asked: _Run,
     own: _Own,
     as_json: Json = False,
@@ -107,13 +107,9 @@ def inspect(
     _check(own, typed)
     output.check_writable(own.html)
     output.check_picture("--plot", own.plot)
-    if file is None:
-        if sys.stdin is None or sys.stdin.isatty():
-            raise InputError("there is nothing to read; name a text file, or give a text on stdin")
-        file = "-"
-    text = read_text(file)
     if own.kind:
-        _show_map(own.kind, own, asked, file, text, as_json)
+        with closing(source(file)) as text:
+            _show_map(own.kind, own, asked, text, as_json)
         return
 
     from kvtool.cli.inspect_page import page
@@ -126,10 +122,10 @@ def inspect(
 
     def length(loaded: Model) -> int:
         nonlocal tokens
-        tokens = loaded.tokenize(text, start=True)[: own.max_tokens]
+        tokens = first_tokens(loaded, text, own.max_tokens, n_least=1)
         return len(tokens)
 
-    with open_run(asked, length=length) as opened:
+    with closing(source(file)) as text, open_run(asked, length=length) as opened:
         engine, run = opened.engine, opened.run
         check_length(engine, len(tokens))
         if run.explain:
@@ -165,10 +161,10 @@ def inspect(
             show_attended(table_console(), found, texts)
 
 
-def _show_map(kind: str, own: _Own, run: Run, file: str, text: str, as_json: bool) -> None:
+def _show_map(kind: str, own: _Own, run: Run, text: Source, as_json: bool) -> None:
     from kvtool.cli import inspect_map
 
-    drawn, title = inspect_map.read(kind, own.layer, own.head, run, file, text, own.max_tokens or N_TOKENS)
+    drawn, title = inspect_map.read(kind, own.layer, own.head, run, text, own.max_tokens or N_TOKENS)
     with output.written((own.plot, lambda: inspect_map.picture(kind, drawn, title))):
         if as_json:
             typer.echo(json_text(drawn.record))

@@ -12,7 +12,7 @@ from kvtool.cli import output
 from kvtool.cli.console import say
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import tokens_progress
-from kvtool.cli.texts import too_short
+from kvtool.cli.texts import first_tokens
 from kvtool.errors import InputError, UsageError
 from kvtool.llama.model import Model
 from kvtool.llama.observe import What
@@ -20,6 +20,7 @@ from kvtool.measure import maps
 from kvtool.measure.maps import Heads, Place, Reading
 from kvtool.options.run import Run
 from kvtool.runs.opening import gpu_note, loaded, located, workers_of
+from kvtool.system.texts import Source
 
 NEAR = (1, 16, 256)
 """Distances in tokens for which --map queries says how many queries have their most similar one within."""
@@ -45,16 +46,14 @@ class Drawn(NamedTuple):
 
 
 def read(
-    kind: str, layers: Sequence[int], heads: Sequence[int], run: Run, file: str, text: str, n_tokens: int
+    kind: str, layers: Sequence[int], heads: Sequence[int], run: Run, text: Source, n_tokens: int
 ) -> tuple[Drawn, str]:
     """Read the text with the full cache. Returns the map, and a title for its picture. Raises KvtoolError."""
     workers = workers_of(run.rpc, run.gpu_layers)
     path, info = located(run.model, locate)
     with loaded(path, run.gpu_layers, workers, verbose=run.verbose > 1, guarded=True) as model:
         say([gpu_note(run.gpu_layers)])
-        tokens = model.tokenize(text, start=True)[:n_tokens]
-        if len(tokens) < 2:
-            raise too_short(file, len(tokens), 2)
+        tokens = first_tokens(model, text, n_tokens)
         if len(tokens) > info.n_ctx_train:
             raise InputError(
                 f"{len(tokens):,} tokens are more than the model was trained on; "

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import typer
 
@@ -15,11 +16,11 @@ from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text
 from kvtool.cli.opening import open_run
 from kvtool.cli.progress import tokens_progress
-from kvtool.cli.texts import check_length, too_short
+from kvtool.cli.texts import File, check_length, first_tokens, source
 from kvtool.errors import UsageError
 from kvtool.options.field import Options, option
 from kvtool.options.run import TextRun
-from kvtool.system.texts import json_text, read_text
+from kvtool.system.texts import json_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,7 +50,7 @@ class _Own(Options):
 @options
 def perplexity(
     *,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A text file, or - for stdin.")],
+    file: File = None,
     own: _Own,
     asked: _Run,
     as_json: Json = False,
@@ -58,7 +59,6 @@ def perplexity(
 
     Every token after the first is scored. Details go to stderr.
     """
-    text = read_text(file)
     if own.stride is not None and (own.windows is None or own.stride >= own.windows):
         raise UsageError("--stride needs --windows, and must be smaller")
 
@@ -72,14 +72,14 @@ def perplexity(
 
     def length(loaded: Model) -> int:
         nonlocal tokens
-        tokens = loaded.tokenize(text, start=own.windows is None)[: own.max_tokens]
-        if len(tokens) < (own.windows or 2):
-            raise too_short(file, len(tokens), own.windows or 2)
+        start, n_least = own.windows is None, own.windows or 2
+        tokens = first_tokens(loaded, text, own.max_tokens, start=start, n_least=n_least)
         return own.windows or len(tokens)
 
     check_stream(asked, asked.policy)
-    # a policy's own way with prompts is not taken: each token is scored
-    with open_run(asked.changed(prefill="stream"), length=length) as opened:
+    # each token is scored, whatever way the policy has for prompts
+    streamed = asked.changed(prefill="stream")
+    with closing(source(file)) as text, open_run(streamed, length=length) as opened:
         engine, run = opened.engine, opened.run
         if own.windows is None:
             check_length(engine, len(tokens))

@@ -1,19 +1,58 @@
-"""Texts that are refused: too short, or too long."""
+"""Texts that a command streams: where they come from, their first tokens, and lengths that are refused."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Annotated
 
-from kvtool.errors import InputError
+import typer
+
+from kvtool.errors import InputError, UsageError
+from kvtool.system.texts import Source
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from kvtool.engine.loop import Engine
+    from kvtool.llama.model import Model
+
+File = Annotated[
+    str | None,
+    typer.Argument(metavar="[FILE]", help="A text file, or - for stdin.", show_default="a pipe on stdin"),
+]
+"""The text of a command that streams one."""
+
+_MARGIN = 256
+"""Tokens behind the needed ones that are read, too: the end of a cut text may be tokenized differently."""
+_TOKEN_BYTES = 8
+"""Bytes of a token that are read at first."""
 
 
-def too_short(file: str, n: int, n_needed: int) -> InputError:
-    """The error for a text of n tokens."""
-    name = "stdin" if file == "-" else file
-    return InputError(f"{name} is too short: {n} token{'s' * (n != 1)}, at least {n_needed} needed")
+def source(file: str | None) -> Source:
+    """Open the text of a file, or of a pipe if none is named. Raises UsageError at a terminal, InputError."""
+    if file is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise UsageError("name a text file, or give a text in a pipe")
+    return Source("-" if file is None else file)
+
+
+def first_tokens(
+    model: Model, text: Source, n: int | None, *, start: bool = True, n_least: int = 2
+) -> np.ndarray:
+    """Return the first n tokens i32[<= n] of a text, and read no more of it than they need. None: all tokens.
+
+    start: a BOS token comes first, if the model wants one. Raises InputError for less than n_least tokens.
+    """
+    n_bytes = None if n is None else (n + _MARGIN) * _TOKEN_BYTES
+    while True:
+        tokens = model.tokenize(text.start(n_bytes), start=start)
+        if text.is_whole or n is None or len(tokens) >= n + _MARGIN:
+            break
+        n_bytes = 2 * n_bytes if n_bytes else None
+    tokens = tokens[:n]
+    if len(tokens) < n_least:
+        count = f"{len(tokens)} token{'s' * (len(tokens) != 1)}"
+        raise InputError(f"{text.name} is too short: {count}, at least {n_least} needed")
+    return tokens
 
 
 def check_length(engine: Engine, n_tokens: int, what: str = "text") -> None:

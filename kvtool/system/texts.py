@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from kvtool.errors import InputError, UsageError
 
-_CONVERT = "convert it first, with iconv for example"
+_CONVERT = "convert it first, for example with iconv"
+_BLOCK = 2**16
+"""Bytes that are read to see that a file is a text."""
 
 
 def with_lf(text: str) -> str:
@@ -79,20 +83,71 @@ def stdin_lines() -> Iterator[str]:
         yield from text.removesuffix("\n").split("\n")
 
 
+class Source:
+    """A text in a file, a named pipe or on stdin, read from its start as far as it is needed.
+
+    Attributes
+    ----------
+    name
+        Its name in messages.
+    is_whole
+        True once all of it was read.
+
+    Raises InputError unless it can be read and begins with text in UTF-8.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.name = "stdin" if is_stdin(file) else file
+        self.is_whole = False
+        self._data = b""
+        try:
+            # stdin's own buffer may hold its first bytes
+            self._file = sys.stdin.buffer if is_stdin(file) else Path(file).expanduser().open("rb")
+        except OSError as error:
+            raise self._cannot_read(error) from None
+        self._closes = not is_stdin(file)
+        try:
+            self.start(_BLOCK)
+        except InputError:
+            self.close()
+            raise
+
+    def start(self, n_bytes: int | None = None) -> str:
+        """Return the text of at least its first n_bytes, up to a whole character; None: all of it.
+
+        Raises InputError.
+        """
+        try:
+            missing = -1 if n_bytes is None else max(n_bytes - len(self._data), 0)
+            new = b"" if self.is_whole else self._file.read(missing)
+        except OSError as error:
+            raise self._cannot_read(error) from None
+        self._data += new
+        self.is_whole = self.is_whole or missing < 0 or len(new) < missing
+        if self.is_whole and not self._data.strip():
+            raise InputError(f"{self.name} is empty; it must be a text")
+        if b"\0" in self._data:
+            raise InputError(f"{self.name} is binary; it must be a text")
+        try:
+            return with_lf(getincrementaldecoder("utf-8-sig")().decode(self._data, final=self.is_whole))
+        except UnicodeDecodeError as error:
+            raise InputError(f"{self.name} is not UTF-8 (byte {error.start}); {_CONVERT}") from None
+
+    def close(self) -> None:
+        """Close the file; stdin stays open."""
+        if self._closes:
+            self._file.close()
+
+    def _cannot_read(self, error: OSError) -> InputError:
+        return InputError(f"cannot read {self.name}: {error.strerror}")
+
+
+def is_stdin(file: str) -> bool:
+    """Return True for the names of stdin, which must be read through one buffer."""
+    return file in ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
+
+
 def read_text(file: str) -> str:
-    """The text of a file, or of stdin for "-". Raises InputError unless it is text in UTF-8."""
-    name = "stdin" if file == "-" else file
-    try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read {name}: {error.strerror}") from None
-    if not data.strip():
-        raise InputError(f"{name} is empty; it must be a text")
-    if b"\0" in data:
-        raise InputError(f"{name} is binary; it must be a text")
-    try:
-        return decoded(data)
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{name} is not UTF-8 (byte {error.start}); convert it first, for example with iconv"
-        ) from None
+    """Return the text of a file, or of stdin for "-". Raises InputError unless it is text in UTF-8."""
+    with closing(Source(file)) as source:
+        return source.start()
