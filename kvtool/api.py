@@ -16,7 +16,6 @@ from kvtool.chats.prompt import template_of, wants_bos
 from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
 from kvtool.errors import UsageError, suggestion
-from kvtool.llama.grammar import schema_grammar
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.models.fetch import Progress
@@ -76,7 +75,7 @@ def load_policy(name: str, budget: int, *, evict_every: int | None = None, **par
 def chat(engine: Engine, system: str | None = None, **sampling: Any) -> Conversation:
     """Starts a chat in the engine's cache, which is emptied. Its `reply(text)` yields the answer in pieces.
 
-    system: a system prompt, which is never evicted. sampling: the fields of `Sampling`, json_schema and seed;
+    system: a system prompt, which is never evicted. sampling: the fields of `Sampling`, and seed;
     without any, the likeliest token is taken. Raises ModelError if the model has no chat template.
     """
     return Conversation(Writer(engine, _sampler(engine.model, sampling)), template_of(engine.model), system)
@@ -95,15 +94,14 @@ def generate(engine: Engine, prompt: str, n_max: int | None = None, **sampling: 
 
 
 def _sampler(model: Model, its: dict[str, Any]) -> Sampler:
-    """The sampler of the fields of `Sampling`, and of `json_schema` and `seed`. Raises UsageError."""
-    seed, schema, stop = its.pop("seed", None), its.pop("json_schema", None), its.pop("stop", ())
+    """The sampler of the fields of `Sampling`, and of `seed`. Raises UsageError."""
+    seed, stop = its.pop("seed", None), its.pop("stop", ())
     if unknown := its.keys() - declared(Sampling).keys():
         name = min(unknown)
         raise UsageError(f"there is no setting {name}.{suggestion(name, declared(Sampling))}")
-    if schema is not None:
-        if its.get("grammar") is not None:
-            raise UsageError("grammar and json_schema say the same; give one")
-        its["grammar"] = schema_grammar(schema if isinstance(schema, str) else json.dumps(schema))
+    schema = its.get("json_schema")
+    if not isinstance(schema, str | None):
+        its["json_schema"] = json.dumps(schema)
     # a text alone is a sequence of its characters
     its["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     return Sampler(model, Sampling(**its), seed=seed)

@@ -10,7 +10,6 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-from kvtool.serve.forced import _literal
 from kvtool.serve.formats import HERMES
 from tests.gone import response
 
@@ -69,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         with own.lock:
             own.asked.append(noted)
         if urlsplit(self.path).path == "/v1/messages" and (text := own.reply(body)) is not None:
-            body |= {"grammar": f"root ::= {_literal(text)}"}
+            body |= {"grammar": f"root ::= {json.dumps(text, ensure_ascii=False)}"}
         self._pass_on(json.dumps(body).encode(), noted)
 
     def do_GET(self):

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 IMPORTED = """
     gguf jinja2 markdown_it prompt_toolkit.shortcuts pytest rich.live rich.progress rich.table
-    kvtool.api kvtool.llama.grammar kvtool.serve.server kvtool.tasks.longbench
+    kvtool.api kvtool.llama.sampler kvtool.serve.server kvtool.tasks.longbench
     kvtool.cli.chat kvtool.cli.chat_input kvtool.cli.chat_reply kvtool.cli.chat_terminal kvtool.cli.compare
     kvtool.cli.config kvtool.cli.doctor kvtool.cli.eval kvtool.cli.explain kvtool.cli.generate
     kvtool.cli.inspect kvtool.cli.models kvtool.cli.perplexity kvtool.cli.policies kvtool.cli.serve

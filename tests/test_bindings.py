@@ -104,14 +104,6 @@ def test_a_cpu_that_no_part_is_for_is_one_line(monkeypatch):
         bindings.load_parts()
 
 
-def test_another_module_comes_from_the_package_of_the_bindings(monkeypatch):
-    asked = []
-    monkeypatch.setattr(bindings, "import_module", asked.append)
-    monkeypatch.setattr(bindings, "api", SimpleNamespace(__name__="kvtool_llama.llama_cpp"))
-    bindings.module("llama_grammar")
-    assert asked == ["kvtool_llama.llama_grammar"]
-
-
 def test_the_version_is_that_of_the_sources(monkeypatch):
     monkeypatch.setattr(bindings, "api", SimpleNamespace(__name__="kvtool_llama.llama_cpp"))
     packages(monkeypatch, kvtool_llama=SimpleNamespace(UPSTREAM="0.3.36"))

@@ -48,7 +48,6 @@ if "wheel" in a:
     with zipfile.ZipFile(folder / WHEEL, "w") as wheel:
         wheel.writestr("llama_cpp/llama_cpp.py", "from llama_cpp._ctypes_extensions import x")
         wheel.writestr("llama_cpp/_ctypes_extensions.py", "x = 1")
-        wheel.writestr("llama_cpp/llama_grammar.py", "")
         wheel.writestr("llama_cpp/llama.py", "import llama_cpp.llama_cpp")
         wheel.writestr("llama_cpp/lib/libllama.so", os.environ["CMAKE_ARGS"])
         wheel.writestr("lib/libllama.so", os.environ["CMAKE_ARGS"])

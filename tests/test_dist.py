@@ -40,7 +40,6 @@ def built(folder, *names):
             out.writestr(name, f"made {Path(name).name}")
         out.writestr("llama_cpp/llama_cpp.py", BINDINGS)
         out.writestr("llama_cpp/_ctypes_extensions.py", "")
-        out.writestr("llama_cpp/llama_grammar.py", "")
         out.writestr("llama_cpp/llama.py", "import numpy")
         out.writestr("include/llama.h", "")
     return path
@@ -66,7 +65,6 @@ def test_the_wheel_has_each_library_once_and_of_the_package_the_bindings_alone(p
         "kvtool_llama/lib/libggml-cpu-zen4.so",
         "kvtool_llama/lib/libllama.so",
         "kvtool_llama/llama_cpp.py",
-        "kvtool_llama/llama_grammar.py",
         "kvtool_llama/py.typed",
     ]
     assert packed.read("kvtool_llama/lib/libllama.so") == b"made libllama.so"

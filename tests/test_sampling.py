@@ -386,7 +386,7 @@ def test_one_setting_is_changed_by_its_name(engine, tmp_path):
         ("top_p", "2", UsageError, "top_p must be"),
         ("top_k", "many", UsageError, "top_k must be a whole number, got 'many'"),
         ("top_kk", "1", UsageError, "there is no setting top_kk. Did you mean top_k"),
-        ("grammar", "root ::= x", UsageError, "Undefined rule identifier 'x'"),
+        ("grammar", "root ::= x", UsageError, "no rule defines x"),
         ("json_schema", "nowhere.json", InputError, "cannot read nowhere.json"),
         ("n", "0", UsageError, "n must be at least 1, or -1 for no limit, got 0"),
     ):
@@ -395,7 +395,7 @@ def test_one_setting_is_changed_by_its_name(engine, tmp_path):
         assert (keeper.drawing, sampler.settings) == (before, settings)
     # another shape replaces the first, and none ends it
     keeper.set("json_schema", '{"type": "null"}')
-    assert "null" in sampler.settings.grammar
+    assert "null" in sampler.settings.json_schema
     keeper.set("json_schema", "")
     assert sampler.settings.grammar is None
     keeper.set("seed", "7")

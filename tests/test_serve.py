@@ -190,7 +190,7 @@ def test_json_by_a_schema(client):
     }
     shape = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
     answer = client.chat.completions.create(
-        model=MODEL, messages=[said("user", "Describe Ann.")], response_format=shape, max_tokens=80
+        model=MODEL, messages=[said("user", "Describe Ann.")], response_format=shape, max_tokens=400
     )
     found = json.loads(answer.choices[0].message.content)
     assert sorted(found) == ["age", "name"]

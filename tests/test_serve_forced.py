@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from kvtool import policies
+from kvtool.llama.constraint import Vocabulary
 from kvtool.llama.sampler import Sampler
 from kvtool.options.sampling import Sampling
 from kvtool.serve.errors import ApiError
-from kvtool.serve.forced import forced_grammar
-from kvtool.serve.formats import GEMMA, HERMES
+from kvtool.serve.forced import Forced
+from kvtool.serve.formats import GEMMA, HERMES, MISTRAL_ARGS
 from kvtool.serve.tools import Choice, check_tools
 from tests.running import open_engine
 from tests.test_serve_calls import each_format, parsed
@@ -25,12 +26,14 @@ def engine(tiny_model):
         yield engine
 
 
-REQUIRED = Choice("required")
+def forced(engine, format, tools, choice=None):
+    """The rules of a call."""
+    return Forced(Vocabulary.of(engine.model), format).rules(tools, choice or Choice("required"))
 
 
-def written(engine, grammar, likes, n=900):
-    """What is sampled under a grammar. likes: gives the wanted logits by byte for the text so far."""
-    sampler = Sampler(engine.model, Sampling(temp=1, grammar=grammar), seed=1)
+def written(engine, rules, likes, n=900):
+    """What is sampled under rules. likes: gives the wanted logits by byte for the text so far."""
+    sampler = Sampler(engine.model, Sampling(temp=1), seed=1, rules=rules)
     text = b""
     while len(text) < n:
         logits = np.full(engine.model.n_vocab, -90, np.float32)
@@ -40,7 +43,8 @@ def written(engine, grammar, likes, n=900):
         token = sampler.sample(engine.context)
         if engine.model.ends_turn(token):
             break
-        text += bytes([token - 3])
+        # what is forced may come in longer tokens
+        text += engine.model.piece(token)
     sampler.close()
     return text.decode(errors="replace")
 
@@ -101,10 +105,10 @@ def holds(value, schema):
 def test_a_forced_reply_is_one_call_that_fits_its_schema(engine, format):
     found = set()
     for seed in range(8):
-        grammar = forced_grammar(format, TOOLS, REQUIRED)
+        rules = forced(engine, format, TOOLS)
         own = format.parameters
         ends = (own.tag or own.mark,) if own and not own.quotes else ('"',)
-        text = written(engine, grammar, wanders(seed, *ends, '"'))
+        text = written(engine, rules, wanders(seed, *ends, '"'))
         ((name, arguments),) = parsed(format, text)
         schema = next(each for each in TOOLS if each["function"]["name"] == name)["function"]["parameters"]
         assert holds(arguments, schema), text
@@ -115,19 +119,19 @@ def test_a_forced_reply_is_one_call_that_fits_its_schema(engine, format):
 @pytest.mark.engine
 @each_format
 def test_a_call_as_the_model_writes_it_fits_the_grammar(engine, format):
-    grammar = forced_grammar(format, TOOLS, REQUIRED)
+    rules = forced(engine, format, TOOLS)
     note = ("make-note", {"city": False, "from": 'a <b> "c"\nü', "unit": "K"})
     nothing = ("make-note", {"city": True, "from": None})
     for call in (ZURICH, TRICKY, NOW, note, nothing, ("make-note", {"city": True})):
         text = format.written([call])
-        assert written(engine, grammar, dictates(text)) == text
+        assert written(engine, rules, dictates(text)) == text
         assert parsed(format, text) == [call]
 
 
 @pytest.mark.engine
 @each_format
 def test_another_call_does_not_fit_the_grammar(engine, format):
-    grammar = forced_grammar(format, TOOLS, REQUIRED)
+    rules = forced(engine, format, TOOLS)
     wrong = [
         ("weather", {"city": "Zurich", "unit": "K"}),
         ("weather", {"city": "Zurich"}),
@@ -139,18 +143,13 @@ def test_another_call_does_not_fit_the_grammar(engine, format):
     ]
     for call in wrong:
         text = format.written([call])
-        assert not written(engine, grammar, dictates(text), len(text.encode())).startswith(text), call
+        assert not written(engine, rules, dictates(text), len(text.encode())).startswith(text), call
     # a named one is held to the one tool
-    grammar = forced_grammar(format, TOOLS, Choice("required", "make-note"))
+    rules = forced(engine, format, TOOLS, Choice("required", "make-note"))
     text = format.written([NOW])
-    assert not written(engine, grammar, dictates(text), len(text)).startswith(text)
+    assert not written(engine, rules, dictates(text), len(text)).startswith(text)
     text = format.written([("make-note", {"city": True})])
-    assert written(engine, grammar, dictates(text)) == text
-
-
-def test_no_grammar_unless_a_call_is_required():
-    for choice in (Choice("auto"), Choice("none")):
-        assert forced_grammar(HERMES, TOOLS, choice) is None
+    assert written(engine, rules, dictates(text)) == text
 
 
 AWKWARD = {
@@ -217,14 +216,14 @@ def test_an_awkward_schema_is_forced_in_one_way_or_another(engine, format, what)
     }
     is_held = what not in CANNOT_BE_HELD
     tools = check_tools([tool("f", schema, strict=is_held)])
-    grammar = forced_grammar(format, tools, REQUIRED)
+    rules = forced(engine, format, tools)
     key = "string" if what == "names of rules" else next(iter(AWKWARD[what]))
     call = ("f", {key: FIT[what]})
     has_place = what in HAS_PLACE and (format is not GEMMA or what in GEMMA_HAS_PLACE)
     texts = {each.written([call]) for each in ((format,) if has_place else (format, HERMES))}
-    assert texts & {written(engine, grammar, dictates(text)) for text in texts}
+    assert texts & {written(engine, rules, dictates(text)) for text in texts}
     for text in texts:
-        if written(engine, grammar, dictates(text)) == text:
+        if written(engine, rules, dictates(text)) == text:
             assert parsed(format, text, tools) == [call]
 
 
@@ -249,41 +248,36 @@ def test_what_an_awkward_schema_says_is_held(engine, format, what, value):
         "properties": AWKWARD[what],
         "$defs": {"colour": {"type": "string", "enum": ["red"]}},
     }
-    grammar = forced_grammar(format, check_tools([tool("f", schema)]), REQUIRED)
+    rules = forced(engine, format, check_tools([tool("f", schema)]))
     for each in (format, HERMES):
         text = each.written([("f", {"x": value})])
-        assert not written(engine, grammar, dictates(text), len(text)).startswith(text)
+        assert not written(engine, rules, dictates(text), len(text)).startswith(text)
 
 
+@pytest.mark.engine
 @each_format
 @pytest.mark.parametrize("what", CANNOT_BE_HELD)
-def test_a_strict_tool_whose_schema_cannot_be_held_is_an_error(format, what):
+def test_a_strict_tool_whose_schema_cannot_be_held_is_an_error(engine, format, what):
     schema = {"type": "object", "properties": AWKWARD[what]}
     tools = check_tools([tool("a"), tool("f", schema, strict=True)])
-    with pytest.raises(ApiError, match="the JSON schema cannot be turned into a grammar") as caught:
-        forced_grammar(format, tools, REQUIRED)
+    with pytest.raises(ApiError, match="the JSON schema cannot be enforced") as caught:
+        forced(engine, format, tools)
     assert caught.value.param == "tools[1].function.parameters"
-    assert forced_grammar(format, tools, Choice("required", "a"))
+    assert forced(engine, format, tools, Choice("required", "a"))
 
 
+@pytest.mark.engine
 @each_format
-def test_a_schema_nested_too_deeply_is_an_error_only_for_a_strict_tool(format):
+def test_a_schema_nested_too_deeply_is_an_error_only_for_a_strict_tool(engine, format):
     schema = {"type": "integer"}
     for _ in range(5000):
         schema = {"type": "array", "items": schema}
     schema = {"properties": {"x": schema}}
-    assert "t0-s-object" in forced_grammar(format, check_tools([tool("f", schema)]), REQUIRED)
+    call = (
+        format.written([("f", {})])
+        if format.is_json or format is MISTRAL_ARGS
+        else HERMES.written([("f", {})])
+    )
+    assert written(engine, forced(engine, format, check_tools([tool("f", schema)])), dictates(call)) == call
     with pytest.raises(ApiError, match="nested too deeply"):
-        forced_grammar(format, check_tools([tool("f", schema, strict=True)]), REQUIRED)
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("tag", ["</think>", "[/THINK]", "<|END_THINKING|>", "aabaac"])
-def test_a_thought_that_the_header_opened_comes_first(engine, tag):
-    grammar = forced_grammar(HERMES, TOOLS, REQUIRED, thought_end=tag)
-    call = HERMES.written([NOW])
-    for thought in ("", "I think <, </ and [/ \\ of\nit ü", f"{tag[:-1]}{tag[:3]}", "aaba"):
-        text = f"{thought}{tag}\n\n{call}"
-        assert written(engine, grammar, dictates(text)) == text
-    text = f"x{tag}x"
-    assert written(engine, grammar, dictates(text), len(text)) != text
+        forced(engine, format, check_tools([tool("f", schema, strict=True)]))

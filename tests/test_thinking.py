@@ -137,7 +137,7 @@ def says(talk, text):
     end = model.tokenize("<|im_end|>", special=True)
     tokens = iter([*model.tokenize(text, special=True).tolist(), *end.tolist()])
     fixed = SimpleNamespace(
-        sample=lambda cache: next(tokens), start=lambda n: None, seed=1, recent=sampler.recent,
+        sample=lambda cache: next(tokens), start=lambda n, around: None, seed=1, recent=sampler.recent,
         settings=sampler.settings, resume=lambda recent, seed: None,
     )  # fmt: skip
     talk.writer.sampler = fixed

@@ -31,8 +31,8 @@ RECORD_OF_BUILD = "kvtool.json"
 LAYOUT = 2
 """A number to raise when the wheel is packed in another way, so that existing wheels are not reused."""
 
-_BINDINGS = ("llama_cpp.py", "_ctypes_extensions.py", "llama_grammar.py")
-"""Those that kvtool calls; the last turns JSON schemas into grammars, and works without the others."""
+_BINDINGS = ("llama_cpp.py", "_ctypes_extensions.py")
+"""Those that kvtool calls."""
 _LIBRARIES = (".so", ".dylib", ".dll")
 _LICENCES = {"LICENSE.md": "LICENSE-llama-cpp-python", "vendor/llama.cpp/LICENSE": "LICENSE-llama.cpp"}
 _OWN_LICENCE = "LICENSE-kvtool"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvtool.chats import session
+from kvtool.chats.after_thought import after_thought
 from kvtool.chats.effort import Efforts
 from kvtool.chats.header import Header
 from kvtool.chats.marks import marked, tokens_of
@@ -44,6 +45,8 @@ class Conversation(Undoable):
         with are left out once the reply is written.
     shown
         Control tokens whose text tells thoughts from what is said.
+    thought_budget
+        Most tokens of a reply's thought: the end tag is then forced. None for no limit.
 
     The others as in `Undoable`.
     """
@@ -54,6 +57,7 @@ class Conversation(Undoable):
         self, writer: Writer, template: Template, system: str | None = None, *, undoable: bool = False
     ) -> None:
         super().__init__(writer, undoable=undoable)
+        self.thought_budget: int | None = None
         self.effort = None
         self.use(template)
         # the text of these tokens tells thoughts from the rest of a reply
@@ -223,7 +227,8 @@ class Conversation(Undoable):
         Where the template drops the thoughts of earlier replies, so does the cache: it goes back to the start
         of the reply, and reads the reply without its thoughts.
         """
-        self.writer.sampler.start(self.n_reply)
+        around = after_thought(self.writer.engine.model, self.template, self.thought_budget)
+        self.writer.sampler.start(self.n_reply, around)
         self.n_reply += 1
         said: list[str] = []
         before = self._copy_of_now() if self.template.drops_thoughts or self.header.n_left_out else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import AnyStr
 
 
 class Stops:
@@ -37,6 +38,6 @@ class Stops:
         return kept
 
 
-def n_begun(text: str, mark: str) -> int:
+def n_begun(text: AnyStr, mark: AnyStr) -> int:
     """The most characters at the end of a text that a mark begins with, and more of it must follow."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -258,10 +258,15 @@ class Template:
         """Whether the reply header opens a thought."""
         return bool(self.opening)
 
+    @property
+    def has_thoughts(self) -> bool:
+        """True if the template names the tags of a thought: its model may think."""
+        return self.tags.start in self.source or self.tags.end in self.source
+
     @cached_property
     def drops_thoughts(self) -> bool:
         """Whether the thought of a reply is left out once the user has said something after it."""
-        if self.tags.start not in self.source and self.tags.end not in self.source:
+        if not self.has_thoughts:
             return False
         if self.tags.plain:
             # it takes no thought in a message

@@ -149,7 +149,7 @@ def generate(
                 typer.echo(json_text(result))
             elif pieces and not pieces[-1].endswith("\n"):
                 sys.stdout.write("\n")
-            if writer.is_cut and sampling.grammar is not None:
+            if writer.is_cut and sampler.constraint:
                 sys.stderr.write(f"cut at {n_written:,} tokens by -n: the text may not be whole\n")
             elif writer.is_cut:
                 say([drawing.cut(n_written)])
@@ -169,6 +169,7 @@ def _rendered(
     The writer will show what tells a thought from the answer. first: the start of the request that is pinned,
     if any, else the system prompt is.
     """
+    from kvtool.chats.after_thought import after_thought
     from kvtool.chats.effort import Efforts
     from kvtool.chats.prompt import request_prefix, system_prefix, template_of
     from kvtool.chats.thinking import control_tokens
@@ -179,6 +180,7 @@ def _rendered(
         with left_out_unless_typed(drawing):
             template = template.under(Efforts.of(template).exact(drawing.think))
     writer.shown = control_tokens(engine.model, template.tags)
+    writer.sampler.start(0, after_thought(engine.model, template))
     before = [{"role": "system", "content": system}] if system else []
     whole = template.render([*before, {"role": "user", "content": request}])
     prefix: str | None = ""

@@ -58,13 +58,10 @@ def left_out_unless_typed(drawing: Drawing) -> Iterator[None]:
 
 
 def sampling_of(drawing: Drawing) -> Sampling:
-    """The sampler's settings. Says on stderr what a grammar cannot hold the text to. Raises UsageError."""
-    if (schema := drawing.json_schema) is None:
-        return drawing.sampling()
+    """The sampler's settings. Says on stderr which parts of a schema are not enforced. Raises UsageError."""
+    if drawing.json_schema is not None:
+        from kvtool.llama import schema
 
-    from kvtool.llama.grammar import not_held, schema_grammar
-
-    grammar = schema_grammar(schema)
-    if names := not_held(schema):
-        say([f"a grammar cannot hold the text to the schema's {', '.join(names)}; check the JSON for that"])
-    return drawing.sampling(grammar)
+        if names := schema.enforced_text(drawing.json_schema).not_held:
+            say([f"the schema's {', '.join(names)} cannot be enforced; check the JSON for that"])
+    return drawing.sampling()

@@ -74,11 +74,6 @@ def bind(name: str, result: type | None, *arguments: object) -> None:
     function.argtypes = list(arguments)
 
 
-def module(name: str) -> Any:
-    """Another module of the package that the bindings are in."""
-    return import_module(f"{api.__name__.rpartition('.')[0]}.{name}")
-
-
 def library_path() -> Path:
     """Where the loaded library lies."""
     return Path(lib._name)

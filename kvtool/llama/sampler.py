@@ -11,12 +11,23 @@ from typing import Any
 import numpy as np
 
 from kvtool.errors import UsageError
+from kvtool.llama import gbnf, schema
 from kvtool.llama.candidates import apply, candidates
+from kvtool.llama.constraint import Constraint, Matcher, Rules, Vocabulary
 from kvtool.llama.decoder import Decoder
-from kvtool.llama.grammar import Constraint, Grammar
 from kvtool.llama.library import api
 from kvtool.llama.model import Model
 from kvtool.options.sampling import Sampling
+
+Around = Callable[[Constraint | None], Constraint | None]
+"""Makes the constraint of a text from that of the settings."""
+
+
+def _alone(constraint: Constraint | None) -> Constraint | None:
+    return constraint
+
+
+_NOWHERE = "the grammar has come to a place that no token of this model continues; change the grammar"
 
 _N_MIROSTAT = 100
 """Tokens by which Mirostat 1 estimates: llama.cpp's own number, and the paper's."""
@@ -33,18 +44,20 @@ class Sampler:
         How tokens are drawn; the likeliest is taken if not given.
     seed
         Drawn if not given.
-    grammar
-        Makes the grammar that the settings name.
+    rules
+        What the text must fit, in place of the grammar or the schema of the settings.
 
     Attributes
     ----------
     recent
         The last tokens sampled, which the penalties look back at.
+    constraint
+        Tells which tokens may come next; None if all may.
 
     Raises
     ------
     UsageError
-        For a grammar that does not parse, and a bias of a token that is not in the vocabulary.
+        For a grammar or a schema that cannot be used, and a bias of a token that is not in the vocabulary.
     """
 
     def __init__(
@@ -53,20 +66,26 @@ class Sampler:
         settings: Sampling | None = None,
         *,
         seed: int | None = None,
-        grammar: Callable[[Model, str], Constraint] = Grammar,
+        rules: Rules | None = None,
     ) -> None:
         self.model = model
         self.settings = settings or Sampling()
         self.seed = secrets.randbits(31) if seed is None else seed
         self.recent: deque[int] = deque(maxlen=self.settings.n_recent)
-        self._constraint = grammar
+        self._rules = rules
         self._chain: Any = None
-        self._grammar: Constraint | None = None
-        self._n = 0
-        self.start(0)
+        # what the matcher was made for
+        self._matcher: Matcher | None = None
+        self._shape: tuple[str | None, str | None] | None = None
+        self._around: Around = _alone
+        self._begin(0, self.settings)
 
-    def start(self, n: int) -> None:
-        """Begins the nth text: its draws depend on the seed and n alone, and a grammar begins anew."""
+    def start(self, n: int, around: Around = _alone) -> None:
+        """Begin the nth text: its draws depend on the seed and n alone, and its grammar starts over.
+
+        around: makes the constraint of this text from that of the settings, None if there is none.
+        """
+        self._around = around
         self._begin(n, self.settings)
 
     def resume(self, recent: Sequence[int], seed: int) -> None:
@@ -84,17 +103,30 @@ class Sampler:
 
     def _begin(self, n: int, settings: Sampling) -> None:
         self._check_bias(settings)
-        grammar = self._constraint(self.model, settings.grammar) if settings.grammar is not None else None
+        shape = settings.grammar, settings.json_schema
+        if shape != self._shape:
+            self._matcher = self._matcher_of(settings)
+        elif self._matcher:
+            self._matcher.restart()
         self.close()
         if settings.n_recent != self.recent.maxlen:
             self.recent = deque(self.recent, maxlen=settings.n_recent)
-        self.settings, self._n, self._grammar = settings, n, grammar
+        self.settings, self._n, self._shape = settings, n, shape
+        self.constraint = self._around(self._matcher)
         self._chain = chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
         # llama.cpp takes the greatest seed for a random one
         for sampler in self._samplers((self.seed + n * 0x9E3779B9) % 0xFFFFFFFF):
             api.llama_sampler_chain_add(chain, sampler)
         for token in self.recent:
             api.llama_sampler_accept(chain, token)
+
+    def _matcher_of(self, settings: Sampling) -> Matcher | None:
+        rules = self._rules
+        if rules is None and settings.json_schema is not None:
+            rules = schema.enforced_text(settings.json_schema).rules
+        elif rules is None and settings.grammar is not None:
+            rules = gbnf.rules_of(settings.grammar)
+        return Matcher(Vocabulary.of(self.model), rules) if rules else None
 
     def _check_bias(self, settings: Sampling) -> None:
         n = self.model.n_vocab
@@ -155,48 +187,27 @@ class Sampler:
     def sample(self, cache: Decoder) -> int:
         """The next token, from the cache's `next_logits`.
 
-        Raises UsageError where the grammar allows nothing that the vocabulary has.
+        Raises UsageError where no token of the vocabulary fits.
         """
-        if self._grammar is None and cache.has_own_logits:
+        mask = self.constraint.mask() if self.constraint else None
+        if mask is None and cache.has_own_logits:
             token: int = api.llama_sampler_sample(self._chain, cache.handle, cache.next_output)
         else:
-            logits = cache.next_logits
-            if self._grammar:
-                token = self._fitting(self._grammar, logits)
-            else:
-                token = self._drawn(candidates(np.arange(len(logits), dtype=np.int32), logits))
+            token = self._drawn(candidates(cache.next_logits, mask))
             api.llama_sampler_accept(self._chain, token)
+        if self.constraint and not self.constraint.accept(token):
+            raise UsageError(_NOWHERE)
         self.recent.append(token)
         return token
 
-    def _fitting(self, grammar: Constraint, logits: np.ndarray) -> int:
-        """A token that fits the grammar, by logits f32[n_vocab].
-
-        As llama.cpp does it: a draw that fits stays, since most do, and to try all tokens takes long. For
-        one that does not fit, another is drawn from those that do.
-        """
-        everything = np.arange(len(logits), dtype=np.int32)
-        token = self._drawn(candidates(everything, logits))
-        if grammar.take(token):
-            return token
-        fitting = candidates(everything, logits)
-        fitting["logit"][~grammar.fitting()] = -np.inf
-        token = self._drawn(fitting)
-        # llama.cpp ends the process at a token that does not
-        if not grammar.take(token):
-            raise UsageError(
-                "the grammar has come to a place that no token of this model continues; change the grammar"
-            )
-        return token
-
     def _drawn(self, found: np.ndarray) -> int:
-        at = apply(self._chain, found)
+        at = apply(self._chain, found) if len(found) else -1
+        if at < 0 or found["logit"][at] == -np.inf:
+            raise UsageError(_NOWHERE)
         return int(found["id"][at])
 
     def close(self) -> None:
-        """Frees the chain and the grammar."""
+        """Free the chain."""
         if self._chain:
             api.llama_sampler_free(self._chain)
-        if self._grammar:
-            self._grammar.close()
-        self._chain = self._grammar = None
+        self._chain = None

@@ -200,6 +200,12 @@ class Sampling(Options):
         "Write only what fits this GBNF grammar: a file, or the grammar itself.",
         read=_or_file(lambda text: "::=" in text),
     )
+    json_schema: str | None = _drawn(
+        "-j, --json-schema FILE|TEXT",
+        None,
+        "Write only JSON that fits this schema: a file, or the schema itself.",
+        read=_or_file(lambda text: text.lstrip().startswith("{")),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -210,6 +216,8 @@ class Sampling(Options):
                 )
         if "" in self.stop or "" in self.dry_sequence_breaker:
             raise UsageError("the text of --stop and --dry-sequence-breaker must not be empty")
+        if self.grammar and self.json_schema:
+            raise UsageError("--grammar and --json-schema say the same; choose one")
         if self.grammar is not None and "\0" in self.grammar:
             raise UsageError("the grammar must be a text; it has a character 0")
 
@@ -244,24 +252,16 @@ class Drawing(Sampling, Thinking, _Limit):
     top_k: int = again(Sampling, "top_k", 40)
     top_p: float = again(Sampling, "top_p", 0.95)
     min_p: float = again(Sampling, "min_p", 0.05)
-    json_schema: str | None = _drawn(
-        "-j, --json-schema FILE|TEXT",
-        None,
-        "Write only JSON that fits this schema: a file, or the schema itself.",
-        read=_or_file(lambda text: text.lstrip().startswith("{")),
-    )
     seed: int | None = option(
         "--seed N", None, "Seed for drawing tokens.", group=DRAWS, words="random", least=-1, read=unless(-1)
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.grammar and self.json_schema:
-            typed = self.typed & {"grammar", "json_schema"}
-            if len(typed) != 1:
-                raise UsageError("--grammar and --json-schema say the same; choose one")
-            (other,) = {"grammar", "json_schema"} - typed
+        typed = self.typed & {*_SHAPES}
+        if self.grammar and self.json_schema and len(typed) == 1:
+            (other,) = {*_SHAPES} - typed
             object.__setattr__(self, other, None)
+        super().__post_init__()
 
     def cut(self, n_written: int) -> str | None:
         """What to say of a text that ends at a limit of so many tokens; None where they were asked for."""
@@ -269,10 +269,9 @@ class Drawing(Sampling, Thinking, _Limit):
             return None
         return f"cut at {n_written:,} tokens; -n changes that, and -n -1 means no limit"
 
-    def sampling(self, grammar: str | None = None) -> Sampling:
-        """The sampler's settings. grammar: that of the schema, if there is one."""
-        its = {name: getattr(self, name) for name in declared(Sampling)}
-        return Sampling(**its | ({} if grammar is None else {"grammar": grammar}))
+    def sampling(self) -> Sampling:
+        """The sampler's settings."""
+        return Sampling(**{name: getattr(self, name) for name in declared(Sampling)})
 
     @classmethod
     def field(cls, name: str) -> str:

@@ -16,9 +16,10 @@ from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.template import RAW, Template
 from kvtool.errors import ModelError
+from kvtool.llama.constraint import Rules, Vocabulary
 from kvtool.llama.model import Model
 from kvtool.serve.errors import ApiError
-from kvtool.serve.forced import forced_grammar
+from kvtool.serve.forced import Forced
 from kvtool.serve.formats import Format
 from kvtool.serve.messages import Message
 from kvtool.serve.requests import ChatRequest
@@ -162,13 +163,13 @@ class Rendering:
             raise ModelError("the model's chat template leaves calls out")
         return text
 
-    def forced(self, request: ChatRequest) -> str | None:
-        """The grammar of the call that a request demands; None if it demands none. Raises ApiError."""
-        end = self.template.tags.end if self.template.opens_thought else ""
-        grammar = forced_grammar(self.format, request.tools, request.choice, thought_end=end)
-        if grammar and (request.schema is not None or request.sampling.grammar):
+    def forced(self, request: ChatRequest) -> Rules | None:
+        """The rules of the call that a request demands; None if it demands none. Raises ApiError."""
+        if request.choice.kind != "required":
+            return None
+        if request.sampling.json_schema is not None or request.sampling.grammar:
             raise ApiError("tool_choice and response_format demand two things at once", param="tool_choice")
-        return grammar
+        return Forced(Vocabulary.of(self._model), self.format).rules(request.tools, request.choice)
 
     def _shown(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:
         """Messages and tools as the template takes them, marked; tools that it does not show are a text."""

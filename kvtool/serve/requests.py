@@ -76,7 +76,7 @@ class Request:
     Attributes
     ----------
     sampling
-        How tokens are drawn. Its grammar is None where `schema` is to become one.
+        How tokens are drawn, and what the answer must fit.
     n_max
         The most tokens of the answer; None is no limit.
     seed
@@ -87,8 +87,6 @@ class Request:
         The only tokens that the answer may have; empty allows all.
     ignores_end
         True if the answer continues where the model would end it.
-    schema
-        A JSON schema that the answer must fit.
     logprobs
         How many of the likeliest tokens to list for each token; None lists no log-probabilities.
     stream
@@ -109,7 +107,6 @@ class Request:
     stop_tokens: tuple[int, ...]
     allowed: tuple[int, ...]
     ignores_end: bool
-    schema: str | None
     logprobs: int | None
     stream: bool
     with_usage: bool
@@ -246,7 +243,6 @@ def _common(fields: Fields, defaults: Defaults) -> dict[str, Any]:
         "stop_tokens": fields.tokens("stop_token_ids"),
         "allowed": fields.tokens("allowed_token_ids"),
         "ignores_end": any([fields.flag(name) for name in ("ignore_eos", "ban_eos_token")]),
-        "schema": schema,
         "stream": stream,
         "with_usage": stream and bool((options or {}).get("include_usage")),
         "n_share": _share(fields.any("kvtool")),
@@ -333,7 +329,7 @@ def _sampling(fields: Fields, default: Sampling, grammar: str | None, schema: st
     if bias := _bias(fields.any("logit_bias")):
         own["logit_bias"] = bias
     if grammar or schema:
-        own["grammar"] = grammar
+        own["grammar"], own["json_schema"] = grammar, schema
     try:
         return replace(default, **own)
     except UsageError as error:

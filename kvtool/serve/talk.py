@@ -19,6 +19,7 @@ from kvtool.chats.template import RAW, Template
 from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
 from kvtool.errors import InputError, KvtoolError, ModelError, StreamEnd, UsageError
+from kvtool.llama.constraint import Rules
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
@@ -26,7 +27,6 @@ from kvtool.measure.holdings import n_forgotten
 from kvtool.serve.calls import Parser
 from kvtool.serve.errors import ApiError
 from kvtool.serve.formats import shown_tokens
-from kvtool.serve.grammars import Grammars
 from kvtool.serve.jobs import Job
 from kvtool.serve.messages import History
 from kvtool.serve.rendering import Renderings
@@ -86,7 +86,6 @@ class Talk:
             self._renderings = Renderings(self.model, template)
             own = Conversation(writer, template), self._renderings.of(Wish())[0]
             self._resumer = Resumer(*own, chats, meta, pins or not self.engine.policy.recall)
-        self._grammars = Grammars(self.model.path)
         self._listed: list[dict[str, Any]] = []
         self._offsets = Offsets()
         # what the answer says of fields that were not taken exactly
@@ -256,22 +255,20 @@ class Talk:
         return reply.finish(is_full or self.writer.is_cut)
 
     def _draw(
-        self, job: Job, request: Request, shown: frozenset[int] = frozenset(), forced: str | None = None
+        self, job: Job, request: Request, shown: frozenset[int] = frozenset(), forced: Rules | None = None
     ) -> None:
         """Takes the request's sampler, and stops where nobody waits any more. Raises ApiError.
 
-        shown: as in `Writer`. forced: a grammar beside the request's own.
+        shown: as in `Writer`. forced: rules in place of the request's own.
         """
-        settings = replace(request.sampling, grammar=forced) if forced else request.sampling
+        settings = request.sampling
         if banned := self._banned(request):
             bans = ((token, -inf) for token in banned)
             settings = replace(settings, logit_bias=(*settings.logit_bias, *bans))
         try:
-            if request.schema is not None:
-                settings = replace(settings, grammar=self._grammars.of_schema(request.schema))
-            sampler = Sampler(self.model, settings, seed=request.seed, grammar=self._grammars.begin)
+            sampler = Sampler(self.model, settings, seed=request.seed, rules=forced)
         except UsageError as error:
-            param = "response_format" if request.schema is not None else None
+            param = None if settings.json_schema is None else "response_format"
             raise ApiError(str(of_usage(error)), param=param) from None
         n, self._listed, self._offsets = request.logprobs, [], Offsets()
 

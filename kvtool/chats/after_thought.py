@@ -1,0 +1,265 @@
+"""Constraints that begin after a reply's thought, and a limit of the thought's length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtool.chats.stops import n_begun
+from kvtool.chats.thinking import Tags
+from kvtool.llama.constraint import Constraint, Vocabulary
+
+if TYPE_CHECKING:
+    from kvtool.chats.template import Template
+    from kvtool.llama.model import Model
+    from kvtool.llama.sampler import Around
+
+_MOST_BREAKS = 2
+"""Line breaks that may stand between a thought and the answer: as many as templates write there."""
+
+
+class _Place(Enum):
+    """Where a reply is. START: a thought or the answer may begin. BREAK: right behind a thought."""
+
+    START = auto()
+    THOUGHT = auto()
+    BREAK = auto()
+    ANSWER = auto()
+
+
+class AfterThought(Constraint):
+    """Lets a reply think first: its thought may be any text, and another constraint holds the answer.
+
+    A thought with as many tokens as it may have is closed. A reply whose answer is held does not end in its
+    thought. Text behind the end tag in the same token belongs to the answer.
+
+    Parameters
+    ----------
+    inner
+        Holds the answer, from its first token on; None if any answer fits.
+    model
+        Gives the vocabulary.
+    tags
+        What stands around a thought.
+    header
+        The reply header. It opens a thought, or closes one, or leaves it to the model to open one.
+    budget
+        Most tokens of the thought, without its tags; None for no limit.
+    """
+
+    def __init__(
+        self, inner: Constraint | None, model: Model, tags: Tags, header: str, budget: int | None = None
+    ) -> None:
+        self._inner, self._tags, self._budget = inner, tags, budget
+        self._vocabulary = Vocabulary.of(model)
+        self._first = _place_after(header, tags)
+        # answers that follow an end tag in its token, and whether they fit
+        self._known: dict[bytes, bool] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        if self._inner:
+            self._inner.restart()
+        self._place = self._first
+        # the end of the text, from which a tag may go on
+        self._held = b""
+        # at the start: the inner constraint has accepted the text so far
+        self._fits = True
+        self._n_thought = self._n_break = 0
+        self._forced: list[int] = []
+        self._close_if_long()
+
+    def mask(self) -> np.ndarray | None:
+        if self._place is _Place.THOUGHT and self._forced:
+            return self._vocabulary.mask_of(self._forced[:1])
+        if self._inner is None:
+            return None
+        if self._place is _Place.START:
+            tokens = self._opening()
+            can_answer = self._fits and not self._tags.plain
+            return self._and(self._inner, tokens) if can_answer else self._vocabulary.mask_of(tokens)
+        if self._place is _Place.THOUGHT:
+            fits = self._vocabulary.all_but_ends
+            bad = self._bad_ends(self._inner)
+            return fits & ~self._vocabulary.mask_of(bad) if bad else fits
+        if self._place is _Place.BREAK:
+            breaks = (b"\n" * n for n in range(1, _MOST_BREAKS - self._n_break + 1))
+            return self._and(self._inner, [self._vocabulary.tokens_of(text)[0] for text in breaks])
+        return self._inner.mask()
+
+    def accept(self, token: int) -> bool:
+        piece = self._vocabulary.pieces[token]
+        if self._place is _Place.START:
+            return self._begin(token, piece)
+        if self._place is _Place.THOUGHT:
+            return self._think(token, piece)
+        if self._inner is None or self._inner.accept(token):
+            self._place = _Place.ANSWER
+            return True
+        self._n_break += len(piece)
+        return self._place is _Place.BREAK and not piece.strip(b"\n") and self._n_break <= _MOST_BREAKS
+
+    def n_fitting(self, tokens: Sequence[int]) -> int:
+        if self._place is _Place.START:
+            # a thought or an answer: nobody knows yet
+            return 0
+        if self._place is not _Place.THOUGHT:
+            return self._inner.n_fitting(tokens) if self._inner else len(tokens)
+        if self._forced:
+            pairs = zip(tokens, self._forced, strict=False)
+            return next(
+                (n for n, (one, other) in enumerate(pairs) if one != other),
+                min(len(tokens), len(self._forced)),
+            )
+        text, most = self._held, len(tokens)
+        if self._budget is not None:
+            most = min(most, self._budget - self._n_thought)
+        for n, token in enumerate(tokens[:most]):
+            text += self._vocabulary.pieces[token]
+            if token in self._vocabulary.ends or self._tags.end.encode() in text:
+                return n
+        return most
+
+    # the start
+
+    def _begin(self, token: int, piece: bytes) -> bool:
+        text = (self._held + piece).lstrip()
+        for tag, place in self._tags_at_start:
+            if text.startswith(tag):
+                if self._inner:
+                    self._inner.restart()
+                if place is _Place.ANSWER:
+                    return self._answer(text[len(tag) :])
+                self._place, self._held = place, b""
+                self._close_if_long()
+                return self._add(text[len(tag) :])
+        goes_on = any(tag.startswith(text) for tag, _ in self._tags_at_start)
+        if self._inner and self._tags.plain:
+            self._fits = False
+        elif self._inner:
+            self._fits = self._fits and self._inner.accept(token)
+        if goes_on:
+            self._held += piece
+        elif self._fits:
+            self._place = _Place.ANSWER
+        return goes_on or self._fits
+
+    @property
+    def _tags_at_start(self) -> list[tuple[bytes, _Place]]:
+        """What a reply may begin with, and where it is then."""
+        places = [(self._tags.plain, _Place.ANSWER), (self._tags.start, _Place.THOUGHT)]
+        if self._tags.plain and self._budget == 0:
+            # the thought would be empty
+            del places[1]
+        return [(tag.encode(), place) for tag, place in places if tag]
+
+    def _opening(self) -> list[int]:
+        """Tokens that go on with what a reply may begin with."""
+        found = []
+        held = self._held.lstrip()
+        for tag, place in self._tags_at_start:
+            if tag.startswith(held):
+                rest, may_be_longer = tag[len(held) :], place is _Place.THOUGHT
+                for token, piece in enumerate(self._vocabulary.pieces):
+                    if piece and (rest.startswith(piece) or (may_be_longer and piece.startswith(rest))):
+                        found.append(token)
+        return found
+
+    # the thought
+
+    def _think(self, token: int, piece: bytes) -> bool:
+        if token in self._vocabulary.ends:
+            return self._inner is None
+        if self._forced:
+            if token != self._forced[0]:
+                return False
+            self._forced = self._forced[1:]
+            return self._add(piece)
+        if not self._add(piece):
+            return False
+        if self._place is _Place.THOUGHT:
+            self._n_thought += 1
+            self._close_if_long()
+            if self._inner and token in self._vocabulary.control and self._n_begun():
+                # an end tag of several tokens: a thought that ends is followed by the answer
+                self._close()
+        return True
+
+    def _add(self, text: bytes) -> bool:
+        """Goes on by a text of the thought."""
+        end, text = self._tags.end.encode(), self._held + text
+        at = text.find(end)
+        if at >= 0:
+            return self._answer(text[at + len(end) :])
+        self._held = text[max(len(text) - len(end) + 1, 0) :]
+        return True
+
+    def _answer(self, text: bytes) -> bool:
+        """Goes on by the start of the answer."""
+        said = text.lstrip(b"\n")
+        if self._inner and not self._fits_there(self._inner, said):
+            return False
+        if self._inner:
+            for token in self._vocabulary.tokens_of(said):
+                self._inner.accept(token)
+        self._n_break = len(text) - len(said)
+        self._place = _Place.ANSWER if said or not self._inner else _Place.BREAK
+        return True
+
+    def _fits_there(self, inner: Constraint, said: bytes) -> bool:
+        """True if the answer may begin with this text."""
+        if said not in self._known:
+            tokens = self._vocabulary.tokens_of(said)
+            self._known[said] = inner.n_fitting(tokens) == len(tokens)
+        return self._known[said]
+
+    def _bad_ends(self, inner: Constraint) -> list[int]:
+        """Tokens that close the thought and go on with what the answer cannot begin with."""
+        end, found = self._tags.end.encode(), []
+        for token in self._vocabulary.with_inside(end[-1:]):
+            text = self._held + self._vocabulary.pieces[token]
+            at = text.find(end)
+            if at >= 0 and not self._fits_there(inner, text[at + len(end) :].lstrip(b"\n")):
+                found.append(token)
+        return found
+
+    def _close_if_long(self) -> None:
+        is_long = self._budget is not None and self._n_thought >= self._budget
+        if self._place is _Place.THOUGHT and is_long:
+            self._close()
+
+    def _close(self) -> None:
+        """Forces the rest of the end tag."""
+        self._forced = self._vocabulary.tokens_of(self._tags.end.encode()[self._n_begun() :])
+
+    def _n_begun(self) -> int:
+        """Bytes of the end tag that the thought ends with."""
+        return n_begun(self._held, self._tags.end.encode())
+
+    def _and(self, inner: Constraint, tokens: Sequence[int]) -> np.ndarray | None:
+        """The mask of what fits the inner constraint, and of these tokens."""
+        mask = inner.mask()
+        return None if mask is None else mask | self._vocabulary.mask_of(tokens)
+
+
+def _place_after(header: str, tags: Tags) -> _Place:
+    """Where a reply begins behind this header."""
+    _, opened, rest = header.rpartition(tags.start)
+    if opened and tags.end not in rest:
+        return _Place.THOUGHT
+    is_closed = tags.end in header or (tags.plain and tags.plain in header)
+    return _Place.ANSWER if is_closed else _Place.START
+
+
+def after_thought(model: Model, template: Template, budget: int | None = None) -> Around:
+    """Make constraints of replies under a template begin after the thought. budget: as in `AfterThought`."""
+
+    def around(inner: Constraint | None) -> Constraint | None:
+        if not template.has_thoughts or (inner is None and budget is None):
+            return inner
+        return AfterThought(inner, model, template.tags, template.reply_start(), budget)
+
+    return around

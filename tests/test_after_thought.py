@@ -1,0 +1,236 @@
+"""Constraints that begin after a thought, whatever opens and closes it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from kvtool.chats.after_thought import AfterThought
+from kvtool.chats.thinking import THINK, Splitter, tags_in
+from kvtool.llama import gbnf, schema
+from kvtool.llama.constraint import Matcher, Vocabulary
+from kvtool.llama.model import Model
+from tests import tiny
+
+CHANNELS = tags_in("<|channel|>analysis<|message|>")
+GEMMA = tags_in("<|channel>thought")
+CITY = {"type": "object", "properties": {"city": {"enum": ["Lille", "Nice"]}}, "required": ["city"]}
+
+KINDS = {
+    "the header opens it": (THINK, "<|im_start|>assistant\n<think>\n", (), ("<think>", "</think>")),
+    "the model opens it": (THINK, "<|im_start|>assistant\n", (), ("<think>", "</think>")),
+    "tags that are no tokens": (THINK, "[a]", (), ()),
+    "gpt-oss": (
+        CHANNELS,
+        "<|start|>assistant",
+        ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"),
+        ("analysis", "final", "assistant"),
+    ),
+    "Gemma 4": (GEMMA, "<|turn>model\n", ("<|channel>", "<channel|>", "<|turn>"), ("thought\n",)),
+    "Mistral": (tags_in("[THINK]"), "", ("[THINK]", "[/THINK]"), ()),
+}
+"""Tags, a header, control tokens and words of each kind of template."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Models with the tokens of each kind of template, and tokens that go on behind a tag."""
+    folder, made = tmp_path_factory.mktemp("vocabularies"), {}
+
+    def make(kind):
+        if kind not in made:
+            _, _, control, words = KINDS[kind]
+            path = folder / f"{len(made)}.gguf"
+            tiny.write_vocab(path, control=control, words=(*words, '>{"', ">\n", ">x", "\n\n"))
+            made[kind] = Model(path, vocab_only=True)
+        return made[kind]
+
+    yield make
+    for model in made.values():
+        model.close()
+
+
+def json_of(model, what=CITY):
+    return Matcher(Vocabulary.of(model), schema.enforced(what).rules)
+
+
+def fitting(constraint, model):
+    """The tokens that a constraint's mask allows."""
+    mask = constraint.mask()
+    if mask is None:
+        return np.arange(model.n_vocab)
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=model.n_vocab, bitorder="little"))
+
+
+def wander(constraint, model, rng, n=400, likes=()):
+    """Tokens drawn at random from those that fit, up to the end. likes: tokens that come often."""
+    tokens = []
+    while len(tokens) < n:
+        allowed = fitting(constraint, model)
+        liked = np.intersect1d(allowed, likes)
+        token = int(rng.choice(liked if len(liked) and rng.random() < 0.3 else allowed))
+        assert constraint.accept(token)
+        if model.ends_turn(token):
+            return tokens
+        tokens.append(token)
+    raise AssertionError("no end")
+
+
+def parts(model, tokens, tags, header):
+    """The thought and the answer, as a server splits them, and whether there was a thought."""
+    is_open = tags.start in header and tags.end not in header
+    splitter = Splitter(tags, is_open=is_open)
+    pieces = [model.piece(token, special=True) for token in tokens]
+    found = [*splitter.feed(b"".join(pieces).decode("utf-8", "replace")), *splitter.end()]
+    thought, answer = (
+        "".join(text for is_thought, text in found if is_thought is kind) for kind in (True, False)
+    )
+    return thought, answer, splitter.had_thought
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("budget", [0, 1, 7, 40])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_answer_fits_whatever_the_thought_is(models, kind, budget):
+    model, (tags, header, _, _) = models(kind), KINDS[kind]
+    rng, n_thoughts = np.random.default_rng(budget), 0
+    opens = [Vocabulary.of(model).tokens_of(tag.encode())[0] for tag in (tags.start, tags.end)]
+    for _ in range(10):
+        constraint = AfterThought(json_of(model), model, tags, header, budget)
+        tokens = wander(constraint, model, rng, likes=opens)
+        thought, answer, had_thought = parts(model, tokens, tags, header)
+        assert json.loads(answer)["city"] in ("Lille", "Nice")
+        assert not answer.startswith("\n" * 3)
+        n_thoughts += had_thought
+        n_tags = sum(len(Vocabulary.of(model).tokens_of(tag.encode())) for tag in (tags.start, tags.end))
+        n_answer = len(Vocabulary.of(model).tokens_of(answer.encode()))
+        # a tag may be written in other tokens than the usual ones
+        assert len(tokens) <= budget + n_answer + len(tags.start + tags.end) + n_tags, (thought, answer)
+    assert n_thoughts or (budget == 0 and tags.plain)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thought_without_a_limit_ends_where_the_model_ends_it(models, kind):
+    model, (tags, header, _, _) = models(kind), KINDS[kind]
+    is_open = tags.start in header
+    thought = "Is it </thin, or Lille? \u00e9 "
+    for gap in ("", "\n", "\n\n"):
+        text = f"{'' if is_open else tags.start}{thought}{tags.end}{gap}" + '{"city": "Nice"}'
+        constraint = AfterThought(json_of(model), model, tags, header)
+        tokens = model.tokenize(text, special=True).tolist()
+        for n, token in enumerate(tokens):
+            assert token in fitting(constraint, model), (n, text)
+            # the answer is not held before it begins
+            assert constraint.accept(token)
+        assert {*fitting(constraint, model).tolist()} == {*Vocabulary.of(model).ends}
+        assert parts(model, tokens, tags, header) == (thought, gap + '{"city": "Nice"}', True)
+
+
+@pytest.mark.engine
+def test_a_thought_does_not_end_the_reply_unless_any_answer_fits(models):
+    model = models("the header opens it")
+    tags, header, *_ = KINDS["the header opens it"]
+    end = model.eos
+    held = AfterThought(json_of(model), model, tags, header)
+    assert end not in fitting(held, model)
+    assert not held.accept(end)
+    free = AfterThought(None, model, tags, header, 9)
+    assert free.mask() is None
+    assert free.accept(end)
+
+
+@pytest.mark.engine
+def test_what_follows_the_end_tag_in_its_token_belongs_to_the_answer(models):
+    model = models("tags that are no tokens")
+    of = {piece: token for token, piece in enumerate(Vocabulary.of(model).pieces)}
+    constraint = AfterThought(json_of(model), model, THINK, "<think>")
+    for piece in (b"a", b"<", b"/", b"t", b"hi", b"n", b"k"):
+        token = of.get(piece)
+        for each in [token] if token else [of[bytes([byte])] for byte in piece]:
+            assert constraint.accept(each)
+    allowed = fitting(constraint, model)
+    assert {of[b'>{"'], of[b">\n"], of[b">"]} <= {*allowed.tolist()}
+    # as an answer it would begin with x
+    assert of[b">x"] not in allowed
+    assert not constraint.accept(of[b">x"])
+    assert constraint.accept(of[b'>{"'])
+    assert {Vocabulary.of(model).pieces[token][:1] for token in fitting(constraint, model)} == {b"c"}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("header", ["<|im_start|>assistant\n<think>\n\n</think>\n\n", "</think>"])
+def test_after_a_header_that_closes_the_thought_the_answer_begins(models, header):
+    model = models("the model opens it")
+    constraint = AfterThought(json_of(model), model, THINK, header, 5)
+    assert {Vocabulary.of(model).pieces[token][:1] for token in fitting(constraint, model)} == {b"{"}
+
+
+@pytest.mark.engine
+def test_a_reply_may_begin_with_a_thought_or_with_the_answer(models):
+    model = models("the model opens it")
+    for text in ('{"city": "Nice"}', '<think>x</think>{"city": "Nice"}'):
+        constraint = AfterThought(json_of(model), model, THINK, "")
+        tokens = model.tokenize(text, special=True).tolist()
+        assert all(map(constraint.accept, tokens))
+        assert fitting(constraint, model).tolist() == [*Vocabulary.of(model).ends]
+    # an answer that begins as the tag does may still be a thought
+    constraint = AfterThought(
+        Matcher(Vocabulary.of(model), gbnf.rules_of('root ::= "<t>" | "a"')), model, THINK, ""
+    )
+    for token in Vocabulary.of(model).tokens_of(b"<t"):
+        assert constraint.accept(token)
+    pieces = {Vocabulary.of(model).pieces[token] for token in fitting(constraint, model)}
+    assert {b">", b"h"} <= pieces
+    assert b"a" not in pieces
+
+
+@pytest.mark.engine
+def test_a_limit_alone_closes_a_thought_and_then_anything_fits(models):
+    for kind in ("the header opens it", "the model opens it", "gpt-oss"):
+        model, (tags, header, _, _) = models(kind), KINDS[kind]
+        constraint = AfterThought(None, model, tags, header, 3)
+        start = [] if tags.start in header else model.tokenize(tags.start, special=True).tolist()
+        for token in [*start, *model.tokenize("a b").tolist()[:3]]:
+            assert constraint.mask() is None
+            assert constraint.accept(token)
+        for token in model.tokenize(tags.end, special=True).tolist():
+            assert fitting(constraint, model).tolist() == [token]
+            assert not constraint.accept(token - 1)
+            assert constraint.accept(token)
+        assert constraint.mask() is None
+
+
+@pytest.mark.engine
+def test_a_limit_within_the_end_tag_goes_on_with_its_rest(models):
+    model = models("tags that are no tokens")
+    constraint = AfterThought(json_of(model), model, THINK, "<think>", 5)
+    tokens = Vocabulary.of(model).tokens_of(b"abc</think>")
+    for token in tokens[:5]:
+        assert constraint.accept(token)
+    rest = Vocabulary.of(model).bytes_of(tokens)[len(Vocabulary.of(model).bytes_of(tokens[:5])) :]
+    for token in Vocabulary.of(model).tokens_of(rest):
+        assert fitting(constraint, model).tolist() == [token]
+        assert constraint.accept(token)
+
+
+@pytest.mark.engine
+def test_guesses_are_checked_ahead(models):
+    model, (tags, header, _, _) = models("the header opens it"), KINDS["the header opens it"]
+    constraint = AfterThought(json_of(model), model, tags, header, 4)
+    guesses = Vocabulary.of(model).tokens_of(b"so many words that")
+    assert constraint.n_fitting(guesses) == 4
+    (close,) = Vocabulary.of(model).tokens_of(tags.end.encode())
+    assert constraint.n_fitting([guesses[0], close, guesses[1]]) == 1
+    for token in guesses[:4]:
+        constraint.accept(token)
+    assert constraint.n_fitting([close, close]) == 1
+    constraint.accept(close)
+    answer = Vocabulary.of(model).tokens_of(b'{"city": "Nice"}')
+    assert constraint.n_fitting([*answer, answer[0]]) == len(answer)
+    # nothing has changed by it
+    assert all(map(constraint.accept, answer))
+    constraint.restart()
+    assert constraint.n_fitting(guesses) == 4
