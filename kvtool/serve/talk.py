@@ -144,6 +144,7 @@ class Talk:
         rendering, remarks = self._renderings.of(request.wish)
         self._remarks = [*map(request.names.of_text, remarks)]
         resumer.use(rendering)
+        talk.thought_budget = request.wish.budget
         history = History(request.name, tools, request.messages, rendering.past)
         callable_tools = [] if request.choice.kind == "none" else request.tools
         marks = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()
