@@ -19,6 +19,7 @@ from kvtool.chats import segments, session
 from kvtool.llama.segment import CLUSTERS
 from tests import forked
 from tests.called import KEEPS, called
+from tests.held import PATIENCE_S
 
 KVTOOL = [sys.executable, "-m", "kvtool"]
 TURNS = [f"line {i} of the chat, and some more words" for i in range(24)]
@@ -36,7 +37,7 @@ def talk(chat_model, tmp_path):
             text=True,
             encoding="utf-8",
             errors="replace",
-            timeout=120,
+            timeout=PATIENCE_S,
             check=False,
             **kwargs,
         )
@@ -131,7 +132,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
         input="".join(f"{i} words\n" for i in range(len(saved) // 2 + 1)).encode(),
         stdout=subprocess.DEVNULL,
         check=False,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0
     whole = exported(tmp_path / "whole")
@@ -344,7 +345,7 @@ def test_two_chats_on_one_session_are_one_too_many(chat_model, talk, tmp_path):
     assert done.returncode == 9
     assert "in use by another chat" in done.stderr
     assert done.stderr.count("\n") == 1
-    chat.communicate(b"bye\n", timeout=60)
+    chat.communicate(b"bye\n", timeout=PATIENCE_S)
     assert chat.returncode == 0
     assert len(exported(tmp_path / "chat.kvs")) == 4
     assert talk(TURNS[:1]).returncode == 0

@@ -11,6 +11,7 @@ from kvtool.chats import session
 from kvtool.chats.undo import MOST, MOST_BYTES
 from kvtool.cli.chat_show import HELP, KEYS, NOTES
 from tests import tiny
+from tests.held import PATIENCE_S
 from tests.terminal import Terminal
 
 pytestmark = [
@@ -64,7 +65,7 @@ FOUR = [f"turn {i}" for i in range(4)]
 
 def leave(chat):
     chat.type("/exit\n")
-    assert chat.process.wait(timeout=60) == 0
+    assert chat.process.wait(PATIENCE_S) == 0
 
 
 # what is typed is text

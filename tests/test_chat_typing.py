@@ -11,7 +11,7 @@ from kvtool.chats import session
 from kvtool.cli.chat_input import Prompt, goes_on, meant, typed_as, with_files
 from kvtool.errors import InputError
 from tests.called import called
-from tests.held import Held, until
+from tests.held import PATIENCE_S, Held, until
 from tests.terminal import Terminal
 
 SMALL = ("-n", 4, "-c", 2048, "--budget", 128)
@@ -194,7 +194,7 @@ def test_texts_of_several_lines_are_one_turn_each(terminal, tmp_path):
     chat.until(f"nothing was said\n\n> @{path}")
     chat.type("\x15")
     chat.type("/bye\r")
-    assert chat.process.wait(timeout=60) == 0
+    assert chat.process.wait(PATIENCE_S) == 0
     assert said(path) == [
         *("one\ntwo\n\n  three", "four\nfive", "six\nseven", "/eight", "/help is text here\nreally"),
         *("/usr/lib/foo.c:12: error: x\nwhat does that mean?", "/usr/bin", "nine: what the file says"),
@@ -207,7 +207,7 @@ def test_a_history_is_kept_between_chats(terminal, tmp_path):
     chat = terminal()
     chat.say("the first thing")
     chat.type("/exit\r")
-    assert chat.process.wait(timeout=60) == 0
+    assert chat.process.wait(PATIENCE_S) == 0
     path = tmp_path / "kvtool" / "chat-history"
     assert path.stat().st_mode & 0o077 == 0
     again = terminal("--session", tmp_path / "chat.kv")
@@ -336,7 +336,7 @@ def test_what_was_typed_ahead_does_not_follow_what_is_put_at_the_prompt(terminal
     chat.say("two")
     # what stands at no prompt is taken as it was typed
     chat.type("three\r/exit\r")
-    assert chat.process.wait(timeout=60) == 0
+    assert chat.process.wait(PATIENCE_S) == 0
     assert said(path) == [*["one"] * (at_prompt != "one"), "two", "three"]
 
 
@@ -438,7 +438,7 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     assert chat.say("/show last").startswith("> Tell me a story.")
     assert "/show takes one of" in chat.say("/show all")
     chat.type("/exit\r")
-    assert chat.process.wait(timeout=60) == 0
+    assert chat.process.wait(PATIENCE_S) == 0
     again = Terminal(chat.model, "-c", 2048, "--budget", 128, "--session", tmp_path / "chat.kv")
     again.wait_for("\n> ")
     shown = {line.split()[0]: line.split()[-1] for line in again.say("/show settings").split("\n")}
@@ -478,7 +478,7 @@ def test_words_that_others_use_do_the_same_and_near_misses_are_told(terminal):
     chat.until("\n> /stats")
     assert "tokens so far" in chat.say("")
     chat.type("/bye\r")
-    assert chat.process.wait(timeout=60) == 0
+    assert chat.process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.engine
@@ -487,7 +487,7 @@ def test_a_chat_that_goes_on_shows_its_last_turn(terminal, tmp_path):
     chat = terminal("--session", path)
     chat.say("what was said")
     chat.type("/exit\r")
-    assert chat.process.wait(timeout=60) == 0
+    assert chat.process.wait(PATIENCE_S) == 0
     reply = session.read(path)[0]["messages"][-1]["content"]
     again = terminal("--session", path)
     assert f"> what was said\n\n{reply.rstrip()}" in again.text

@@ -16,6 +16,7 @@ import pytest
 
 from tests import forked
 from tests.called import KEEPS, called
+from tests.held import PATIENCE_S
 from tests.running import KINDS
 
 TEXT = (
@@ -34,7 +35,7 @@ def kvtool(*arguments, stdin="", **kwargs):
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
         **kwargs,
     )
@@ -83,7 +84,9 @@ def loaded_by_help():
         "    found[command] = out.getvalue(), sorted(heavy & set(sys.modules))\n"
         "print(json.dumps(found))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *COMMANDS], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *COMMANDS], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -448,7 +451,7 @@ def test_generate_ends_quietly_when_the_reader_has_enough(smollm2):
     assert writer.stdout.readline().strip()
     writer.stdout.close()
     # the exit code of a program that was ended by the closed pipe
-    assert writer.wait(timeout=120) == 128 + signal.SIGPIPE
+    assert writer.wait(PATIENCE_S) == 128 + signal.SIGPIPE
     assert writer.stderr.read() == ""
     writer.stderr.close()
 
@@ -500,6 +503,6 @@ def test_an_interrupted_reply_ends_in_order(smollm2):
     )
     writer.stdout.readline()
     writer.send_signal(signal.SIGINT)
-    _, errors = writer.communicate(timeout=60)
+    _, errors = writer.communicate(timeout=PATIENCE_S)
     assert writer.returncode == 130
     assert errors == "kvtool: stopped\n"

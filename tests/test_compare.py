@@ -23,7 +23,7 @@ from kvtool.measure.results import Results
 from kvtool.options.run import TextRun
 from kvtool.system.paths import cache_dir
 from tests import forked
-from tests.held import Held, until
+from tests.held import PATIENCE_S, Held, until
 from tests.test_cli import KVTOOL, TEXT, kvtool
 from tests.test_grid import TIMES
 
@@ -303,7 +303,7 @@ def test_an_interrupt_keeps_what_is_done(model, folder, environment, tmp_path):
         # as a terminal does on Ctrl-C
         os.killpg(process.pid, signal.SIGINT)
         said = process.stderr.read().splitlines()
-        assert process.wait(60) == 130
+        assert process.wait(PATIENCE_S) == 130
     assert said[-1] == f"kvtool: stopped; 0 of 3 runs are in {out}; --resume does the rest"
     assert len(running) == 2
     until(lambda: not any(Path(f"/proc/{child}").exists() for child in running))

@@ -14,6 +14,7 @@ import pytest
 from kvtool import policies
 from kvtool.errors import InputError
 from kvtool.measure import divergence, perplexity
+from tests.held import PATIENCE_S
 from tests.running import open_engine, text
 
 
@@ -175,7 +176,7 @@ def test_half_a_reference_is_none(tmp_path):
 def _hold(path, entered, is_asked):
     with divergence.writing(path, 9, 300) as scores:
         entered.set()
-        assert is_asked.wait(60)
+        assert is_asked.wait(PATIENCE_S)
         if isinstance(scores, divergence.Writer):
             scores.score(*draw(0, 8)[::2])
 
@@ -186,7 +187,7 @@ def test_who_wants_the_same_waits():
     entered, is_asked = context.Event(), context.Event()
     process = context.Process(target=_hold, args=(path, entered, is_asked))
     process.start()
-    assert entered.wait(60)
+    assert entered.wait(PATIENCE_S)
     assert not path.exists()
     is_asked.set()
     assert isinstance(write(path), divergence.Reader)

@@ -16,6 +16,7 @@ from kvtool.chats import session
 from kvtool.errors import UsageError
 from kvtool.system.texts import json_text, shown, utf8
 from tests import forked
+from tests.held import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="bytes as arguments, as Unix has them")
 
@@ -37,7 +38,7 @@ def kvtool(*arguments, stdin=b"", env=None, **kwargs):
         input=stdin,
         capture_output=True,
         check=False,
-        timeout=120,
+        timeout=PATIENCE_S,
         env=os.environ | (env or {}),
         **kwargs,
     )

@@ -20,7 +20,7 @@ import pytest
 
 from tests import forked, rpc_server
 from tests.called import KEEPS
-from tests.held import Held, until
+from tests.held import PATIENCE_S, Held, until
 from tests.terminal import ROOT, RUN, Terminal
 
 pytestmark = [
@@ -33,9 +33,9 @@ WRITE = ("generate", "--raw", "-p", "Hello, hello.", "--temp", "0", "-t", "1", "
 
 
 def python(code, *arguments, run=forked.run, **options):
-    options = {"capture_output": True, "text": True, "timeout": 120, "stdin": subprocess.DEVNULL} | options
+    options = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL} | options
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return run(command, cwd=ROOT, check=False, **options)
+    return run(command, cwd=ROOT, check=False, timeout=PATIENCE_S, **options)
 
 
 def start(code, *arguments, **options):
@@ -332,7 +332,7 @@ def test_an_interrupt_between_the_turns_of_a_pipe_is_one_line(smollm2):
     chat.stdin.flush()
     until(lambda: not _unread(chat.stdin))
     chat.send_signal(signal.SIGINT)
-    assert chat.wait(timeout=60) == 130
+    assert chat.wait(PATIENCE_S) == 130
     assert re.fullmatch(KEEPS + "kvtool: stopped\n", chat.communicate()[1])
 
 
@@ -388,7 +388,7 @@ def test_what_is_typed_during_a_reply_waits_for_its_end(terminal, held):
     # on the prompt, and nowhere before it
     terminal.wait_for("> ")
     terminal.wait_for("policy state")
-    assert terminal.process.wait(timeout=60) == 0
+    assert terminal.process.wait(PATIENCE_S) == 0
     assert "/stats" not in terminal.all.partition("tokens/s")[0].partition("long story")[2]
     os.close(terminal.master)
 
@@ -398,7 +398,7 @@ def test_a_terminal_that_goes_away_ends_the_chat(terminal):
     terminal.wait_for("> ")
     os.close(terminal.master)
     # the signal comes first or the end of the input: a shell shows 129 for both
-    assert terminal.process.wait(timeout=60) in (-signal.SIGHUP, 129)
+    assert terminal.process.wait(PATIENCE_S) in (-signal.SIGHUP, 129)
 
 
 @pytest.mark.parametrize("during", ["prompt", "reply"])
@@ -410,7 +410,7 @@ def test_a_terminal_that_goes_away_without_a_signal_ends_the_chat(during, termin
         held.wait()
     os.close(terminal.master)
     held.go()
-    assert terminal.process.wait(timeout=60) == 128 + signal.SIGHUP
+    assert terminal.process.wait(PATIENCE_S) == 128 + signal.SIGHUP
 
 
 # the clock

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.system import files
+from tests.held import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="limits, links and pipes of Unix")
 
@@ -59,7 +60,7 @@ def test_a_device_and_a_pipe_are_written_to(tmp_path):
     os.mkfifo(pipe)
     reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
     files.write(pipe, b"through")
-    assert reader.communicate(timeout=60)[0] == b"through"
+    assert reader.communicate(timeout=PATIENCE_S)[0] == b"through"
     assert [each.name for each in tmp_path.iterdir()] == ["pipe"]
 
 
@@ -143,7 +144,7 @@ def test_a_lock_that_another_process_holds_is_told_or_waited_for(tmp_path):
         pass
     other.stdin.close()
     with files.locked(lock):
-        assert other.wait(timeout=60) == 0
+        assert other.wait(PATIENCE_S) == 0
     other.stdout.close()
     assert not lock.exists()
 

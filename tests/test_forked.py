@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 
 from tests import forked
+from tests.held import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as Linux does it")
 
@@ -34,7 +35,7 @@ def both(popen, code, *arguments, said=b"", **how):
         pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr") if name not in how}
         process = start([sys.executable, "-c", code, *arguments], **pipes, **how)
         assert getattr(process, "is_forked", None) == (True if start is popen else None)
-        found.append((*process.communicate(said, timeout=60), process.returncode))
+        found.append((*process.communicate(said, timeout=PATIENCE_S), process.returncode))
     assert found[0] == found[1]
     return found[0]
 
@@ -107,7 +108,7 @@ def test_signals_and_limits_are_its_own(popen):
         process = popen([sys.executable, "-c", wait], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert process.stdout.readline() == b"here\n"
         process.send_signal(number)
-        assert process.wait(timeout=60) == -number
+        assert process.wait(PATIENCE_S) == -number
         process.stdout.close()
     process = popen([sys.executable, "-c", wait], stdout=subprocess.PIPE, preexec_fn=forked.deaf)
     assert process.stdout.readline() == b"here\n"
@@ -132,7 +133,7 @@ def test_a_terminal_is_one(popen):
         said += os.read(own, 100)
     assert said == b"True True\r\n"
     os.write(own, b"\n")
-    assert process.wait(timeout=60) == 0
+    assert process.wait(PATIENCE_S) == 0
     process.stderr.close()
     os.close(own)
 
@@ -145,7 +146,7 @@ def test_what_it_cannot_be_is_a_plain_process(popen, tmp_path):
         ([sys.executable, "-c", "", "x" * forked.LONGEST], {}),
     ):
         process = popen(command, **how)
-        assert (process.wait(timeout=60), process.is_forked) == (0, False)
+        assert (process.wait(PATIENCE_S), process.is_forked) == (0, False)
 
 
 def test_run_is_that_of_subprocess():

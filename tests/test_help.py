@@ -24,6 +24,7 @@ from kvtool.options.field import declared
 from kvtool.options.run import Run
 from tests import forked
 from tests.called import called
+from tests.held import PATIENCE_S
 from tests.test_cli import KVTOOL, kvtool
 
 ROOT = Path(__file__).parents[1]
@@ -498,7 +499,12 @@ def completed(line, **env):
     words = line.split(" ")
     told = {"_KVTOOL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
     done = forked.run(
-        KVTOOL, env={**os.environ, **told, **env}, capture_output=True, text=True, check=True, timeout=60
+        KVTOOL,
+        env={**os.environ, **told, **env},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
     )
     assert done.stderr == ""
     return done.stdout.split()

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.held import PATIENCE_S
+
 HERE = Path(__file__).parent
 N_SIDE = 16
 
@@ -20,7 +22,7 @@ def kernels(tmp_path_factory):
     library = tmp_path_factory.mktemp("index") / "index.so"
     compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
     command = [compiler, "-std=c++17", "-O2", "-shared", "-fPIC"]
-    subprocess.run([*command, HERE / "index_kernels.cpp", "-o", library], check=True, timeout=300)
+    subprocess.run([*command, HERE / "index_kernels.cpp", "-o", library], check=True, timeout=PATIENCE_S)
     lib = ctypes.CDLL(str(library))
     number, pointer = ctypes.c_int, ctypes.c_void_p
     lib.products.argtypes = [number, pointer, number, pointer, number, pointer]

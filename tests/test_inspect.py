@@ -24,6 +24,7 @@ from kvtool.cli import inspect_page, inspect_terminal, output
 from kvtool.measure import holdings
 from tests import forked
 from tests.called import called
+from tests.held import PATIENCE_S
 from tests.running import open_engine, text
 from tests.test_cli import kvtool
 
@@ -162,7 +163,7 @@ def run_script(page, driver):
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     return json.loads(done.stdout)
 
@@ -444,7 +445,7 @@ def test_a_missing_matplotlib_is_said_before_any_work(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 2
     assert done.stderr.startswith("kvtool: --plot needs matplotlib, which is not installed: pip install")

@@ -8,6 +8,7 @@ import pytest
 
 from kvtool.errors import InputError
 from kvtool.measure import records
+from tests.held import PATIENCE_S
 
 
 def test_what_is_added_is_read_in_order(tmp_path):
@@ -77,7 +78,7 @@ def test_rewriting_replaces_all(tmp_path):
 def _rewrite(path, began, is_asked):
     def slowly(there):
         began.set()
-        assert is_asked.wait(60)
+        assert is_asked.wait(PATIENCE_S)
         return there
 
     records.rewrite(path, slowly)
@@ -89,7 +90,7 @@ def test_what_is_added_while_a_file_is_rewritten_is_not_lost(tmp_path):
     began, is_asked = context.Event(), context.Event()
     process = context.Process(target=_rewrite, args=(path, began, is_asked))
     process.start()
-    assert began.wait(60)
+    assert began.wait(PATIENCE_S)
     is_asked.set()
     records.append(path, {"i": 1})
     process.join()

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.servers import reserved_port
 from kvtool import policies
 from kvtool.llama.context import Context
 from kvtool.llama.devices import devices
@@ -23,6 +24,7 @@ from kvtool.llama.workers import add_rpc
 from kvtool.measure import perplexity
 from kvtool.policy import Request, Signal
 from tests import forked, rpc_server, saved
+from tests.held import PATIENCE_S
 from tests.merging import Merging
 from tests.running import open_engine, text
 
@@ -179,19 +181,17 @@ def test_signals_on_the_server_are_those_here(remote, tiny_model, number):
 
 
 def test_a_server_that_does_not_answer_is_an_error():
-    with rpc_server.running() as endpoint:
-        pass
-    # in a process of its own: llama.cpp ends the process where it cannot connect
-    code = f"from kvtool.llama.workers import add_rpc; add_rpc({endpoint!r})"
-    done = forked.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    # another process: llama.cpp ends the process where it cannot connect
+    with reserved_port() as port:
+        endpoint = f"127.0.0.1:{port}"
+        code = f"from kvtool.llama.workers import add_rpc; add_rpc({endpoint!r})"
+        command = [sys.executable, "-c", code]
+        done = forked.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 1, done.stderr[-3000:]
-    host, port = endpoint.split(":")
     line = done.stderr.strip().rpartition("\n")[2]
     assert line.endswith(
         f"LibraryError: no worker answers at {endpoint}; start one there: "
-        f"kvtool worker --host {host} --port {port}"
+        f"kvtool worker --host 127.0.0.1 --port {port}"
     )
 
 

@@ -16,6 +16,7 @@ from kvtool.measure import perplexity
 from kvtool.policies.random import Random
 from kvtool.policy import Merge, Plan
 from tests import forked
+from tests.held import PATIENCE_S
 from tests.running import open_engine, text
 
 # the command line in a process in which the patch is not to be seen
@@ -205,7 +206,7 @@ def test_a_merge_is_refused(tiny_model, unpatched):
 
 def kvtool(*arguments, stdin=""):
     command = [sys.executable, "-c", UNPATCHED, *map(str, arguments)]
-    return forked.run(command, input=stdin, capture_output=True, text=True, timeout=120, check=False)
+    return forked.run(command, input=stdin, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 NOTE = (
@@ -265,7 +266,7 @@ def test_perplexity_without_the_patch_is_that_with_it(smol, tmp_path):
             [sys.executable, "-m", "kvtool", *map(str, command), "--json"],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
             check=True,
         ),
     ]

@@ -37,7 +37,7 @@ def url(talker, options):
 
 def asked(url, messages, **more):
     """(what an answer says, tokens of the chat with it, tokens that were read, what kvtool says)"""
-    status, found = request(url, {"messages": messages, "max_tokens": 12, **more}, timeout=60)
+    status, found = request(url, {"messages": messages, "max_tokens": 12, **more})
     assert status == 200, found
     usage = found["usage"]
     n_read = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]

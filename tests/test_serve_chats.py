@@ -44,7 +44,7 @@ KEY = {"Authorization": "Bearer first-key"}
 def asked(url, messages, headers=(), **more):
     """(what an answer says, its usage, the tokens that were cached, what kvtool says)"""
     body = {"messages": messages, "max_tokens": 8, **more}
-    status, found = request(url, body, {**KEY, **dict(headers)}, timeout=60)
+    status, found = request(url, body, {**KEY, **dict(headers)})
     assert status == 200, found
     usage = found["usage"]
     n_cached = usage["prompt_tokens_details"]["cached_tokens"]

@@ -125,7 +125,7 @@ def test_no_file_is_longer_than_500_lines():
 def test_the_page_is_in_the_wheel(tmp_path):
     words = ["-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
@@ -185,7 +185,7 @@ def shown(*texts):
         capture_output=True,
         encoding="utf-8",
         check=False,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

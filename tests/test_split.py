@@ -20,6 +20,7 @@ from kvtool.models.header import read, read_file
 from kvtool.models.resolve import resolve
 from kvtool.models.split import part_names
 from tests import forked
+from tests.held import PATIENCE_S
 
 KVTOOL = [sys.executable, "-m", "kvtool"]
 
@@ -42,7 +43,7 @@ def generate(model, **environment):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=PATIENCE_S,
         env=os.environ | environment,
     )
 
@@ -217,7 +218,7 @@ def test_a_chat_with_a_model_of_a_repository_goes_on_without_a_network(parts, tm
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=PATIENCE_S,
             env=environment | more,
         )
 

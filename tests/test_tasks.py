@@ -29,7 +29,7 @@ from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Answer, Item, Task
 from tests import forked
 from tests.called import called
-from tests.held import Held
+from tests.held import PATIENCE_S, Held
 from tests.test_cli import KVTOOL, kvtool
 
 PROMPT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 4
@@ -572,7 +572,7 @@ def test_an_interrupt_says_what_is_kept(tiny_model, tmp_path):
         held.wait()
         process.send_signal(signal.SIGINT)
         said = process.stderr.read()
-        assert process.wait(60) == 130
+        assert process.wait(PATIENCE_S) == 130
     assert len(records.read(out)) == 1
     assert said == f"kvtool: stopped; 1 of 4 items are in {out}; --resume does the rest\n"
 
@@ -602,7 +602,7 @@ def test_beside_a_progress_bar_records_go_to_stdout_and_an_interrupt_ends_it(
                     process.send_signal(signal.SIGINT)
                     is_told = True
     seen = seen.decode()
-    assert process.wait(60) == (130 if is_stopped else 0)
+    assert process.wait(PATIENCE_S) == (130 if is_stopped else 0)
     os.close(master)
     assert "passkey" in seen
     if is_stopped:

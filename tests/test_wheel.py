@@ -23,6 +23,7 @@ from kvtool.build import pack, sources
 from kvtool.build import wheel as build
 from kvtool.llama.library import api, library_path
 from kvtool.models.catalogue import registry
+from tests.held import PATIENCE_S
 
 pytestmark = pytest.mark.engine
 
@@ -82,7 +83,7 @@ def place(tmp_path_factory):
             env=env,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=PATIENCE_S,
             check=False,
         )
 
