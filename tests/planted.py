@@ -41,6 +41,13 @@ PLANTED = {
         "if name in saved and name in self.typed]",
         ("test_chat_session.py",),
     ),
+    "chats, archives": Fault(
+        "an archive whose session was moved is deleted",
+        "kvtool/chats/segments.py",
+        "        self._set_other_aside()\n",
+        "",
+        ("test_segments.py",),
+    ),
     "system, texts": Fault(
         "a text keeps its CRLF",
         "kvtool/system/texts.py",

@@ -288,6 +288,23 @@ def test_an_archive_that_cannot_be_read_is_one_line_and_the_text_is_still_there(
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("left", ["nothing", "an empty file"])
+def test_a_chat_whose_session_was_moved_gets_its_archive_back(talk, tmp_path, left):
+    assert talk(TURNS[:12], *RECALL).returncode == 0
+    path = tmp_path / "chat.kvs"
+    path.rename(tmp_path / "moved")
+    if left == "an empty file":
+        path.touch()
+    done = talk(TURNS[:2], *RECALL)
+    line = "chat.kvs.archive belonged to another chat; it is now chat.kvs.1.archive"
+    assert re.fullmatch(rf"{KEEPS}{line}\n", done.stderr)
+    (tmp_path / "moved").rename(tmp_path / "chat.kvs.1")
+    for name, n in (("chat.kvs", 2), ("chat.kvs.1", 12)):
+        assert talk(TURNS[n : n + 1], session=name).returncode == 0
+        assert len(exported(tmp_path / name)) == 2 * n + 2
+
+
+@pytest.mark.engine
 def test_a_session_with_its_archive_inside_as_earlier_versions_wrote_it_continues(talk, tmp_path):
     for name in ("chat.kvs", "whole"):
         talk(TURNS[:6], *RECALL, session=name)

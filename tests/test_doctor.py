@@ -150,8 +150,9 @@ def test_chats_of_killed_servers_are_named_and_removed_on_request(library, capsy
     killed, running, young = (tmp_path / f"serve-{name}" for name in ("killed", "running", "young"))
     for folder in (killed, running, young):
         folder.mkdir()
-        for name in ("0123456789abcdef.kv", "0123456789abcdef.kv.1", "0123456789abcdef.kv.archive", LOCK):
+        for name in ("0123456789abcdef.kv", "0123456789abcdef.kv.1", "0123456789abcdef.kv.archive"):
             (folder / name).write_bytes(b"1234")
+        (folder / LOCK).touch()
     with locked(running / LOCK):
         for folder in (killed, running):
             os.utime(folder, (0, 0))

@@ -115,16 +115,32 @@ def test_a_file_beside_it_is_set_aside_with_it_or_neither_is(tmp_path, monkeypat
         monkeypatch.setattr(os, "link", _no_links)
         names = sorted(os.listdir(tmp_path))
         with full_after(1000), pytest.raises(OSError, match="File too large"):
-            files.set_aside(path, ".archive")
+            files.set_aside(path, ".archive", "")
         assert sorted(os.listdir(tmp_path)) == names
-    spare = files.set_aside(path, ".archive")
+    spare = files.set_aside(path, ".archive", "")
     assert spare.name == "chat.kv.2"
     assert spare.read_bytes() == bytes(2000)
     assert (tmp_path / "chat.kv.2.archive").read_text() == "archive"
     assert (tmp_path / "chat.kv.1.archive").read_text() == "mine"
     beside.unlink()
-    assert files.set_aside(path, ".archive").name == "chat.kv.3"
+    assert files.set_aside(path, ".archive", "").name == "chat.kv.3"
     assert not (tmp_path / "chat.kv.3.archive").exists()
+    # the file beside it alone
+    beside.write_text("another")
+    assert files.set_aside(path, ".archive").name == "chat.kv.4"
+    assert (tmp_path / "chat.kv.4.archive").read_text() == "another"
+    assert not (tmp_path / "chat.kv.4").exists()
+
+
+def test_no_file_of_somebody_else_is_taken_for_an_unfinished_one_or_a_lock(tmp_path):
+    (tmp_path / "chat.kv.part").write_text("a download")
+    files.write(tmp_path / "chat.kv", b"chat")
+    assert (tmp_path / "chat.kv.part").read_text() == "a download"
+    (lock := tmp_path / "chat.kv.lock").write_text("a key")
+    with pytest.raises(OSError, match=r"chat.kv.lock is not a lock of kvtool; rename it"), files.locked(lock):
+        pass
+    assert lock.read_text() == "a key"
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def _no_links(*_):

@@ -429,6 +429,47 @@ def test_a_file_that_is_not_an_archive_is_neither_replaced_nor_removed(path):
     assert beside(path).read_text() == "my own"
 
 
+@pytest.mark.parametrize("left", ["nothing", "an empty file", "a chat without an archive"])
+@pytest.mark.parametrize("end", [0, 50], ids=["archives nothing", "archives"])
+def test_an_archive_whose_session_is_not_there_is_moved_and_not_deleted(path, left, end):
+    save(path, Archive(1, 30))
+    before = beside(path).read_bytes()
+    path.with_name("talk.kv.1").write_text("mine")
+    path.rename(path.with_name("moved.kv"))
+    if left == "an empty file":
+        path.touch()
+    elif left == "a chat without an archive":
+        session.write(path, {"n": 0}, [(TABLE, np.zeros(3, np.int64))])
+    archive = Archive(2, end)
+    with closing(Store(path)) as store:
+        if left == "a chat without an archive":
+            store.adopt(load(path))
+        save(path, archive, store)
+        assert store.moved == path.with_name("talk.kv.2.archive")
+        assert store.moved.read_bytes() == before
+        assert holds(path, archive)
+        assert path.with_name("talk.kv.1").read_text() == "mine"
+        # once: the next turn finds its own
+        archive.end += 10
+        save(path, archive, store)
+        assert store.moved is None
+    # under their new names the two are a chat again
+    path.with_name("moved.kv").rename(path.with_name("talk.kv.2"))
+    assert holds(path.with_name("talk.kv.2"), Archive(1, 30))
+
+
+def test_an_archive_goes_with_the_session_that_is_replaced(path):
+    save(path, Archive(1, 30))
+    with closing(Store(path, session.archive_id(path))) as store:
+        save(path, Archive(2, 50), store)
+        assert store.moved is None
+    assert holds(path, Archive(2, 50))
+    assert sorted(os.listdir(path.parent)) == ["talk.kv", "talk.kv.archive"]
+    # what cannot be read cannot say which archive is its own
+    path.write_bytes(path.read_bytes()[:-1])
+    assert session.archive_id(path) is None
+
+
 def test_an_archive_is_as_private_as_its_session_and_beside_the_target_of_a_link(path, tmp_path):
     save(path, Archive(1, 0))
     path.chmod(0o600)

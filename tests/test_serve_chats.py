@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import closing
 
 import pytest
 
@@ -154,6 +155,16 @@ def test_no_more_wait_than_may():
         assert len(waiting) == 2
 
     asyncio.run(fill())
+
+
+def test_an_archive_whose_chat_was_moved_stays_and_what_a_killed_server_left_goes(tmp_path):
+    moved, killed = "0123456789abcdef.kv", "fedcba9876543210.kv"
+    for name in (f"{moved}.archive", f"{killed}.archive.next", f"{killed}.kvtool.part", f"{killed}.part"):
+        (tmp_path / name).write_bytes(b"kvtool archive 1 ")
+    with closing(store.Chats(tmp_path, 10**9, {})) as chats:
+        assert [each.name for each in tmp_path.iterdir()] == [f"{moved}.archive"]
+        # the server says that it cannot go on with it
+        assert chats.n_others == 1
 
 
 def test_the_next_server_removes_what_killed_ones_have_left(tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ from kvtool.llama.segment import (
     listing,
     span,
 )
-from kvtool.system.files import create, temporary, write_all
+from kvtool.system.files import create, set_aside, temporary, write_all
 
 if TYPE_CHECKING:
     from kvtool.llama.archive import Archive
@@ -88,10 +88,19 @@ class Store:
     ----------
     session
         The session's file; None for a temporary store.
+    replaces
+        The id of an archive that is replaced with the session that is there; None without one.
+
+    Attributes
+    ----------
+    moved
+        The new name of an archive that lay beside the session's file and belonged to another chat, or None.
     """
 
-    def __init__(self, session: Path | None = None) -> None:
+    def __init__(self, session: Path | None = None, replaces: bytes | None = None) -> None:
+        self.moved: Path | None = None
         self._session = session
+        self._replaces = replaces
         self._listed: Mapping[str, np.ndarray] = {}
         self._file: _File | None = None
 
@@ -107,9 +116,11 @@ class Store:
         """Writes what is new in an archive, and yields the arrays that list all of it.
 
         The caller writes the session inside. Whatever fails, the session that was there still has its
-        segments. Raises OSError, and SessionError where a file that is not kvtool's would be replaced.
+        segments. Another chat's archive is set aside first. Raises OSError, and SessionError where a file
+        that is not kvtool's would be replaced.
         """
         self.open()
+        self._set_other_aside()
         old = self._file
         wanted = _wanted(archive, old.at if old else {}) if archive else []
         file = old if old and archive and old.takes(archive, wanted) else None
@@ -167,6 +178,23 @@ class Store:
             path, following = _places(self._session)
             if not self._file.is_at([path]):
                 os.replace(following, path)
+
+    def _set_other_aside(self) -> None:
+        """Moves an archive that is here and that the session does not list. Raises OSError."""
+        self.moved = None
+        if not self._session:
+            return
+        place, known = beside(self._session), {self._replaces, id_in(self._listed)}
+        try:
+            with place.open("rb", buffering=0) as file:
+                # what has a second name was set aside before a process was killed
+                other = _id_of(file) if os.fstat(file.fileno()).st_nlink == 1 else None
+        except FileNotFoundError:
+            return
+        if other and other not in known | ({self._file.name} if self._file else set()):
+            spare = set_aside(self._session, SUFFIX)
+            place.unlink()
+            self.moved = spare.with_name(spare.name + SUFFIX)
 
     def share(self) -> FileIO | None:
         """Opens the file as it is now, to read what a copy of the session lists; None if that lists nothing.
@@ -476,6 +504,11 @@ def _delete(place: Path) -> None:
     with suppress(OSError):
         if _is_ours(place):
             place.unlink()
+
+
+def id_in(arrays: Mapping[str, np.ndarray]) -> bytes | None:
+    """The id of the archive that a session lists; None without one. arrays: the session's own."""
+    return bytes(arrays[_ID]) if _ID in arrays else None
 
 
 def _id_of(file: FileIO) -> bytes | None:

@@ -14,7 +14,7 @@ import mmap
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -109,6 +109,13 @@ def peek(path: Path) -> Meta | None:
     return read_meta(path)
 
 
+def archive_id(path: Path) -> bytes | None:
+    """The id of the archive that the session at `path` lists; None without one, or if it cannot be read."""
+    with suppress(OSError, ValueError, SessionError), path.open("rb") as file:
+        return segments.id_in(_load(file, str(path))[1])
+    return None
+
+
 def size(path: Path) -> int:
     """Bytes of a session and its archive. Raises OSError."""
     archive = segments.beside(path)
@@ -117,7 +124,7 @@ def size(path: Path) -> int:
 
 def aside(path: Path) -> Path:
     """Gives a session and its archive a second name, and returns that. Raises OSError."""
-    return set_aside(path, segments.SUFFIX)
+    return set_aside(path, segments.SUFFIX, "")
 
 
 def delete(path: Path) -> None:

@@ -15,7 +15,7 @@ from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
 from kvtool.cli.first_chat import base_model
-from kvtool.cli.keeper import Keeper, open_transcript, resumed
+from kvtool.cli.keeper import Keeper, moved_line, open_transcript, resumed
 from kvtool.cli.opening import left_out_unless_typed, of_model, open_run, sampling_of
 from kvtool.options.field import SHOWS, Options, option
 from kvtool.options.run import WriteRun
@@ -119,6 +119,8 @@ def _pipe(conversation: Conversation, keeper: Keeper, lines: Iterator[str]) -> N
             sys.stdout.write(piece)
             sys.stdout.flush()
         keeper.keep()
+        if keeper.moved:
+            say([moved_line(keeper.moved)])
         keeper.check()
         sys.stdout.write("\n")
         sys.stdout.flush()

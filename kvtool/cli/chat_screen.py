@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.chats.conversation import Conversation
 from kvtool.cli.chat_input import confirmed, typed_as, with_files
 from kvtool.cli.console import plain_console
-from kvtool.cli.keeper import Keeper
+from kvtool.cli.keeper import Keeper, moved_line
 from kvtool.errors import InputError, ModelError, SessionError, StreamEnd, UsageError
 from kvtool.system import interrupt
 
@@ -108,6 +108,8 @@ class Terminal:
             self.error(self.keeper.unsaved)
         if self.keeper.aside:
             self.note(f"the previous chat of {self.keeper.path} is now in {self.keeper.aside.name}")
+        if self.keeper.moved:
+            self.note(moved_line(self.keeper.moved))
         for spare in self.keeper.back:
             # FILE.1 was made of FILE
             self.note(f"{spare.name} is {spare.stem} again")

@@ -46,6 +46,8 @@ class Keeper:
         Why the last turn could not be saved, or None.
     aside
         Under which name the last `keep_session` set the previous chat aside, or None.
+    moved
+        New name of another chat's archive, which lay where the last session written has its own; or None.
     back
         Files that had been set aside, which it deleted since the session has all of them again.
     """
@@ -58,6 +60,7 @@ class Keeper:
         self.transcript: Log | None = None
         self.unsaved: SessionError | None = None
         self.aside: Path | None = None
+        self.moved: Path | None = None
         self.back: list[Path] = []
         # which version of the chat the session's file holds, and what was said in it
         self._version_there: int | None = None
@@ -153,7 +156,7 @@ class Keeper:
         undone: after an undo, so that the chat has fewer turns than the file and should. said: the turn was
         said once more, so that the file gets it even if another chat, to which an undo leads, is still there.
         """
-        self.unsaved = self.aside = None
+        self.unsaved = self.aside = self.moved = None
         self.back.clear()
         self._version_there = None
         if self.path and (said or not undone or not self._leads_there(self.path)):
@@ -236,7 +239,7 @@ class Keeper:
         from kvtool.chats import segments, session
 
         is_own = self._is_own(path)
-        store = self._store if is_own else segments.Store(path)
+        store = self._store if is_own else segments.Store(path, session.archive_id(path))
         try:
             with store.put(self.chat.archive) as listed:
                 saved, arrays = self.chat.save(listed)
@@ -245,6 +248,7 @@ class Keeper:
         except OSError as error:
             raise session.cannot("write", segments.beside(path), error, path) from None
         finally:
+            self.moved = store.moved
             if not is_own:
                 store.close()
 
@@ -359,6 +363,12 @@ def open_transcript(path: Path) -> Log:
         return Log(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def moved_line(spare: Path) -> str:
+    """The line about another chat's archive that was moved. spare: its new name, FILE.1.archive."""
+    name = spare.with_suffix("").stem + spare.suffix
+    return f"{name} belonged to another chat; it is now {spare.name}"
 
 
 def turns(n: int) -> str:

@@ -208,8 +208,8 @@ def _opened(
         fixed = fixed_of(engine, run.policy)
         chats = stack.enter_context(closing(Chats(path, most_bytes, fixed)))
         if chats.n_others:
-            others = f"{chats.n_others:,} files in {serving.sessions} are damaged, or of another model"
-            say([f"{others}, policy or options; they stay as they are"])
+            others = f"{chats.n_others:,} files in {serving.sessions} are damaged, archives without a chat"
+            say([f"{others}, or of another model, policy or options; they stay as they are"])
         kept = run.kept() | drawing.kept()
         template = None
         with suppress(ModelError):

@@ -28,7 +28,7 @@ from kvtool.llama.archive import Archive
 from kvtool.serve.leftovers import PREFIX, SUFFIX, leftovers, remove
 from kvtool.system.files import LOCK, is_locked, locked, second_name, spare_folder
 
-_UNFINISHED = re.compile(rf"([0-9a-f]{{16}}){re.escape(SUFFIX)}(?:(\.part)|\.archive(?:\.next)?)")
+_UNFINISHED = re.compile(rf"([0-9a-f]{{16}}){re.escape(SUFFIX)}(?:((?:\.kvtool)?\.part)|\.archive(\.next)?)")
 
 _NEWEST = 2**62
 """Stands for the number of a file without one: it comes last."""
@@ -280,15 +280,15 @@ class Chats:
         is_newest = snapshot.is_newest
         line.snapshots.remove(snapshot)
         self._forget(snapshot)
+        if not line.snapshots:
+            _delete(line)
+            self._lines.remove(line)
+            self._index(line, [], [])
         with suppress(OSError):
             snapshot.path.unlink(missing_ok=True)
             if is_newest and line.snapshots:
                 os.replace(line.snapshots[-1].path, line.path)
                 line.snapshots[-1].path = line.path
-        if not line.snapshots:
-            _delete(line)
-            self._lines.remove(line)
-            self._index(line, [], [])
 
     def _forget(self, snapshot: Snapshot) -> None:
         if self._by_digest.get(snapshot.digest) is snapshot:
@@ -342,14 +342,16 @@ class Chats:
         self._tidy(names, found)
 
     def _tidy(self, names: list[str], keys: Collection[str]) -> None:
-        """Removes what a killed server was about to write. keys: of chats that have a file."""
+        """Removes what a killed server was about to write. keys: of chats that have a file.
+
+        An archive whose chat is gone stays: somebody may have moved that chat.
+        """
         for match in filter(None, map(_UNFINISHED.fullmatch, names)):
-            path = self.folder / f"{match[1]}{SUFFIX}"
-            if match[2]:
+            if match[2] or (match[3] and match[1] not in keys):
                 with suppress(OSError):
-                    path.with_name(match[0]).unlink()
+                    (self.folder / match[0]).unlink()
             elif match[1] not in keys:
-                segments.delete(path)
+                self.n_others += 1
 
     def _read_one(self, line: Line, path: Path) -> None:
         try:
@@ -403,11 +405,11 @@ def _give_up(line: Line) -> None:
 
 
 def _delete(line: Line) -> None:
-    """Removes what is left of a chat without snapshots."""
+    """Removes a chat without snapshots: its archive first, since a later server would not remove that."""
     line.store.close()
+    segments.delete(line.path)
     with suppress(OSError):
         line.path.unlink(missing_ok=True)
-    segments.delete(line.path)
 
 
 def n_equal(one: np.ndarray, other: np.ndarray) -> int:

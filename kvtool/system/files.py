@@ -18,6 +18,10 @@ LOCK = ".lock"
 """End of the name of a file's lock, and the name of a folder's."""
 
 
+PART = ".kvtool.part"
+"""Behind the name of a file that is being written. Other programs end theirs with .part, too."""
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Opens a new file, which replaces the one at `path` once all of it is on the disk.
@@ -26,7 +30,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     killed process left behind is overwritten. Raises OSError, with the old file as it was.
     """
     path = Path(os.path.realpath(path))
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(path.name + PART)
     try:
         with part.open("w+b") as file:
             with suppress(FileNotFoundError):
@@ -130,22 +134,25 @@ class Log:
         self._file.close()
 
 
-def set_aside(path: Path, suffix: str = "") -> Path:
-    """Gives a file a second name, the first of PATH.1, PATH.2, ... that is free. Raises OSError.
+def set_aside(path: Path, *suffixes: str) -> Path:
+    """Give files second names, and return the new name of `path`: the first free of PATH.1, PATH.2, ...
 
-    suffix: of a file PATH + suffix that gets a second name with it, if there is one.
+    suffixes: PATH + each of them gets a second name, if there is such a file; "" stands for PATH itself, and
+    without suffixes it is the only one. A number is free if neither PATH nor one of these files has it.
+    Raises OSError; then no file has a second name.
     """
     path = Path(os.path.realpath(path))
-    suffixes = [each for each in dict.fromkeys((suffix, "")) if os.path.lexists(f"{path}{each}")] or [""]
+    suffixes = suffixes or ("",)
+    there = [each for each in suffixes if os.path.lexists(f"{path}{each}")]
     n = 0
     while True:
         n += 1
         spare = path.with_name(f"{path.name}.{n}")
-        if any(os.path.lexists(f"{spare}{each}") for each in ("", suffix)):
+        if any(os.path.lexists(f"{spare}{each}") for each in ("", *suffixes)):
             continue
         made: list[Path] = []
         try:
-            for each in suffixes:
+            for each in there:
                 made.append(second_name(Path(f"{path}{each}"), Path(f"{spare}{each}")))
         except OSError as error:
             for other in made:
@@ -176,7 +183,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Holds a lock, which the operating system releases when the process dies.
 
     `path` is the lock's own file; it is removed at the end. Without `wait`, raises BlockingIOError where
-    another process holds the lock.
+    another process holds the lock. Raises OSError for a file that is not empty: it is not a lock.
     """
     # here, since it takes 30 ms and 1.4 MB, and most chats lock nothing
     from filelock import FileLock, Timeout
@@ -184,6 +191,9 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     if not path.parent.is_dir():
         # filelock would make the folder
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
+    if path.is_file() and path.stat().st_size:
+        # filelock would empty it
+        raise OSError(errno.EINVAL, f"{path.name} is not a lock of kvtool; rename it", str(path))
     lock = FileLock(path, timeout=-1 if wait else 0)
     try:
         lock.acquire()
