@@ -239,6 +239,29 @@ def test_it_ends_whatever_clients_do(chat_model, how, code):
             assert server.stop(how) == (code, "kvtool: stopped\n")
 
 
+EARLY = """
+import signal
+import uvicorn
+from kvtool.__main__ import main
+
+plain = uvicorn.Server.run
+
+def run(server, **how):
+    signal.raise_signal(signal.SIGINT)
+    plain(server, **how)
+
+uvicorn.Server.run = run
+main()
+"""
+
+
+def test_a_signal_that_comes_before_http_has_started_stops_the_server(chat_model):
+    command = [sys.executable, "-c", EARLY, "serve", "-m", str(chat_model), "--port", "0", "--budget", "64"]
+    done = forked.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.endswith("kvtool: stopped\n")
+
+
 def test_a_slow_head_and_a_slow_body_are_not_waited_for(chat_model):
     with serving(chat_model, "--budget", "64", "--read-timeout", "0.5") as server:
         where = urlsplit(server.url)

@@ -65,7 +65,7 @@ def serve(
 
     # it does not keep the process: no file is half written at any time
     engine = threading.Thread(target=work, name="engine", daemon=True)
-    with _noted() as signals:
+    with _noted(server) as signals:
         engine.start()
         try:
             server.run(sockets=[listening])
@@ -113,13 +113,19 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def _noted() -> Iterator[list[int]]:
-    """Inside, SIGINT and SIGTERM do no more than to be listed: uvicorn ends, and hands them on then."""
+def _noted(server: uvicorn.Server) -> Iterator[list[int]]:
+    """Yield the list of the SIGINTs and SIGTERMs that arrive within the block.
+
+    uvicorn handles them itself while it runs, and raises them again at its end. One that arrives before stops
+    the server as soon as it has started.
+    """
     found: list[int] = []
-    before = {
-        each: signal.signal(each, lambda number, _: found.append(number))
-        for each in (signal.SIGINT, signal.SIGTERM)
-    }
+
+    def note(number: int, _: object) -> None:
+        found.append(number)
+        server.should_exit = True
+
+    before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield found
     finally:
