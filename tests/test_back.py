@@ -225,13 +225,11 @@ def test_cells_on_a_worker_go_back(tiny_model):
     if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")
     # what that imports is not where the client looks for it
-    from tests.test_worker import Worker
+    from tests.test_worker import working
 
-    worker, path = Worker(), tiny_model(n_head_kv=2, n_ctx_train=256)
-    try:
-        found, _ = rpc_server.client("tests.test_back", worker.serves().endpoint, str(path))
-    finally:
-        worker.end()
+    path = tiny_model(n_head_kv=2, n_ctx_train=256)
+    with working() as worker:
+        found, _ = rpc_server.client("tests.test_back", worker.endpoint, str(path))
     assert found == [120, 20, 120, 20]
 
 

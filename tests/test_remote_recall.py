@@ -139,13 +139,10 @@ def serving(kind):
             yield endpoint
         return
     # what that imports is not where the client looks for it
-    from tests.test_worker import Worker
+    from tests.test_worker import working
 
-    worker = Worker()
-    try:
-        yield worker.serves().endpoint
-    finally:
-        worker.end()
+    with working() as worker:
+        yield worker.endpoint
 
 
 @pytest.fixture(scope="module")

@@ -112,13 +112,10 @@ def from_worker(path, *options):
     if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")
     # what that imports is not where the client looks for it
-    from tests.test_worker import Worker
+    from tests.test_worker import working
 
-    worker = Worker()
-    try:
-        return rpc_server.client("tests.test_spares", worker.serves().endpoint, str(path), *options)
-    finally:
-        worker.end()
+    with working() as worker:
+        return rpc_server.client("tests.test_spares", worker.endpoint, str(path), *options)
 
 
 @pytest.fixture(scope="module")

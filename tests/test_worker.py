@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -193,18 +193,28 @@ class Worker:
             return code, out.read(), "\n".join(self.said)
 
 
+@contextmanager
+def working(*options):
+    """Start a worker on a port that is reserved for it; yield it once it serves."""
+    with reserved_port() as port:
+        worker = Worker(port, *options)
+        try:
+            yield worker.serves()
+        finally:
+            worker.end()
+
+
 @pytest.fixture(scope="module")
 def workers():
     """Two workers that offer the same amount of memory."""
-    with reserved_port() as one, reserved_port() as other:
-        started = [Worker(port, "--mem", "64MiB") for port in (one, other)]
-        try:
-            for worker in started:
-                worker.serves()
-            yield started
-        finally:
-            for worker in started:
-                worker.end()
+    with ExitStack() as stack:
+        ports = [stack.enter_context(reserved_port()) for _ in range(2)]
+        started = [Worker(port, "--mem", "64MiB") for port in ports]
+        # a test replaces one of them
+        stack.callback(lambda: [worker.end() for worker in started])
+        for worker in started:
+            worker.serves()
+        yield started
 
 
 @pytest.fixture(scope="module")
