@@ -31,6 +31,7 @@ from kvtool.system.texts import is_stdin, json_text
 if TYPE_CHECKING:
     from kvtool.llama.model import Model
     from kvtool.measure.records import Record
+    from kvtool.models.header import ModelInfo
     from kvtool.policies import Wanted
     from kvtool.policy import Policy
     from kvtool.runs.opening import Resolved
@@ -171,8 +172,7 @@ def evaluate(
     path, info = located(run.model, locate)
     n_ctx, cut = n_ctx_of(run.n_ctx, info.n_ctx_train)
     say([cut])
-    # refuses what cannot work before the model is loaded
-    _policy_for(asked.wanted, run, n_ctx, info.n_ctx_train)
+    _check_budget(asked.wanted, run, info)
 
     from kvtool.tasks import results as of_items
 
@@ -244,13 +244,27 @@ def _check_drawing(drawn: _Drawn, chosen: Task, task: str) -> None:
     drawn.sampling()
 
 
-def _policy_for(
-    wanted: Wanted, run: Run, n_ctx: int, n_ctx_train: int, model: Model | None = None, n_held: int = 0
-) -> tuple[PolicyFor, int]:
+def _check_budget(wanted: Wanted, run: Run, info: ModelInfo) -> None:
+    """Raise UsageError for a budget that cannot work, before the model is loaded."""
+    from kvtool.models import budget
+    from kvtool.runs.opening import check_budget
+
+    if not wanted.kind.evicts:
+        return
+    text = (run.budget or "").strip()
+    if text.endswith("%"):
+        budget.percent(text)
+        wanted.smallest_budget()
+    else:
+        check_budget(wanted, run, text, info)
+
+
+def _policy_for(wanted: Wanted, run: Run, n_ctx: int, model: Model, n_held: int) -> tuple[PolicyFor, int]:
     """A function that gives the policy for a prompt and an answer of so many tokens, and the batch size.
 
-    model: None before it is loaded. n_held: tokens that no eviction removes. Raises UsageError.
+    n_held: tokens that no eviction removes. Raises UsageError.
     """
+    from kvtool.engine.stream import on_model
     from kvtool.models import budget
     from kvtool.runs.opening import fitted
 
@@ -259,17 +273,11 @@ def _policy_for(
         return _full_for(wanted, n_ctx), n_batch
     share = (run.budget or "").strip()
     if not share.endswith("%"):
-        found = fitted(wanted, run, share, n_ctx_train, model.layers if model else None)
-        if model:
-            say([found.note])
+        found = fitted(wanted, run, share, model.n_ctx_train, model.layers)
+        say([found.note])
         return lambda n, n_answer: found.policy, found.n_batch
     percent = budget.percent(share)
-    if model:
-        from kvtool.engine.stream import on_model
-
-        least = wanted.smallest_budget(n_held, partial(on_model, model=model))
-    else:
-        least = wanted.smallest_budget(n_held)
+    least = wanted.smallest_budget(n_held, partial(on_model, model=model))
     return lambda n, n_answer: wanted.fit(max(min(budget.share(percent, n), n_ctx), least)), n_batch
 
 
@@ -287,7 +295,7 @@ def _reader(
 
     wanted, template = asked.wanted, template_of(model) if as_chat else None
     held = n_held(model, template)
-    policy_for, n_batch = _policy_for(wanted, run, n_ctx, model.n_ctx_train, model, held)
+    policy_for, n_batch = _policy_for(wanted, run, n_ctx, model, held)
     settings = settings_of(run, asked.limit, n_ctx, n_batch, N_OUTPUT)
     full_for = _full_for(policies.wanted("full"), n_ctx) if wanted.kind.evicts else None
     return Reader(model, policy_for, settings, template, max_prompt, full_for, drawn.sampling(), drawn.seed)

@@ -36,7 +36,7 @@ def pad(n: int) -> int:
 def on_model(policy: Policy, model: Model) -> Policy:
     """The policy for the model. Raises UsageError where they do not go together."""
     try:
-        return policy.on(max(n for _, n in model.groups), model.layers.has_values)
+        return policy.on(model.layers.n_group, model.layers.has_values)
     except ValueError as error:
         raise UsageError(str(error)) from error
 

@@ -143,7 +143,11 @@ class Model:
         if slides and not n_swa:
             # llama.cpp hides every token from them; for most architectures 0 means that no layer slides
             raise ModelError(f"{self.path} is damaged: its sliding layers see 0 tokens; download it again")
-        return Layers(all_layers, n_swa if slides else 0, most_cells, has_alibi, self._rope)
+        # the number of heads is in the file's header
+        n_head = read(self.path).n_head
+        groups = (n_head[each.number] // each.n_head_kv for each in all_layers if each.kind is Kind.ROWS)
+        n_group = max(groups, default=1)
+        return Layers(all_layers, n_swa if slides else 0, most_cells, n_group, has_alibi, self._rope)
 
     @cached_property
     def groups(self) -> list[tuple[Layer, int]]:

@@ -51,8 +51,7 @@ def parse(
             f"got {text!r}"
         ) from None
     if not is_bytes:
-        if n < 1:
-            raise UsageError(f"a budget of {n} is too small; use at least 2 tokens")
+        # the policy knows which number is too small
         return n, None
     if layers is None:
         return n_ctx_train, batch_within(n_ctx_train, n_batch)

@@ -90,7 +90,9 @@ class ModelInfo:
         # with MLA values are a part of the keys
         is_latent = self.metadata.get(f"{self.architecture}.attention.key_length_mla")
         sizes = self.head_size_k, 0 if is_latent else self.head_size_v
-        return Layers(tuple(Layer(i, Kind.ROWS, i, n, *sizes, 0) for i, n in enumerate(self.n_head_kv) if n))
+        layers = tuple(Layer(i, Kind.ROWS, i, n, *sizes, 0) for i, n in enumerate(self.n_head_kv) if n)
+        groups = (n // n_kv for n, n_kv in zip(self.n_head, self.n_head_kv, strict=True) if n_kv)
+        return Layers(layers, n_group=max(groups, default=1))
 
 
 def read(path: Path) -> ModelInfo:

@@ -79,6 +79,8 @@ class Layers:
     most_cells
         The most cells that a row may have: as many as the model's index chooses for a query, so that it has
         nothing to choose and need not know which tokens went. Without an index there is no bound.
+    n_group
+        The most query heads that share a KV head, among layers whose heads are rows.
     has_alibi
         Whether attention falls with distance (ALiBi).
     rope
@@ -88,6 +90,7 @@ class Layers:
     all: tuple[Layer, ...]
     n_swa: int = 0
     most_cells: int = _NO_BOUND
+    n_group: int = 1
     has_alibi: bool = False
     rope: str = ""
 

@@ -150,6 +150,10 @@ def parse_options(name: str, policy: type[Policy], options: Iterable[str]) -> di
         raise UsageError(f"{name}: {where(error)}") from error
 
 
+On = Callable[["Policy"], "Policy"]
+"""From a policy to the same policy for a model, as `Policy.on` makes it."""
+
+
 class Wanted(NamedTuple):
     """A policy as it is asked for, before its budget is known.
 
@@ -174,14 +178,19 @@ class Wanted(NamedTuple):
         """Tokens from one eviction to the next: 16 unless given, fewer for a small budget."""
         return self.evict_every or max(1, min(16, budget // 8))
 
-    def fit(self, budget: int) -> Policy:
-        """The policy for a budget in cells. Raises UsageError, with the smallest budget that works."""
+    def fit(self, budget: int, on: On = lambda policy: policy) -> Policy:
+        """Return the policy for a budget in cells. Raises UsageError, with the smallest budget that works.
+
+        on: gives the policy for a model; raises ValueError for a budget that is too small for it.
+        """
         if self.evict_every and 1 < budget <= self.evict_every:
             raise UsageError(f"--evict-every must be less than the budget ({budget}), got {self.evict_every}")
         try:
-            return self._fitted(budget)
+            fitted = self._fitted(budget)
+            on(fitted)
+            return fitted
         except ValueError as error:
-            smallest = self._smallest_budget(budget)
+            smallest = self._smallest_budget(budget, on=on)
             if smallest is None:
                 raise UsageError(f"{self.name}: {error}") from None
             if self.params:
@@ -194,7 +203,7 @@ class Wanted(NamedTuple):
         except Exception as error:
             raise UsageError(f"{self.name}: {where(error)}") from error
 
-    def smallest_budget(self, n_held: int = 0, on: Callable[[Policy], Policy] = lambda policy: policy) -> int:
+    def smallest_budget(self, n_held: int = 0, on: On = lambda policy: policy) -> int:
         """The fewest cells that it works with if n_held of them are never evicted.
 
         on: gives the policy for a model. Raises UsageError if no budget works.
@@ -209,9 +218,7 @@ class Wanted(NamedTuple):
             raise TypeError(f"fit must return an instance of {kind}, got {got}")
         return fitted
 
-    def _smallest_budget(
-        self, above: int, n_held: int = 0, on: Callable[[Policy], Policy] = lambda policy: policy
-    ) -> int | None:
+    def _smallest_budget(self, above: int, n_held: int = 0, on: On = lambda policy: policy) -> int | None:
         def works(budget: int) -> bool:
             try:
                 return on(self._fitted(budget)).n_keep > n_held

@@ -87,6 +87,11 @@ class Recall(Ranked):
                 "recalled is for models whose values are a part of their keys (MLA); in this one each step "
                 f"makes {n_group} cells of what it recalls: leave out -o recalled"
             )
+        if n_group > self._most_recalled:
+            raise ValueError(
+                f"a budget of {self.budget} is too small for {self.sinks} sinks, the newest token, "
+                f"{n_group} cells for what is recalled in this model and {self.slack} slack"
+            )
         return replace(self, recalled=n_group, exact=exact)
 
     @property

@@ -107,7 +107,8 @@ def open_run(
     path, info = located(run.model, find)
     n_ctx, cut = n_ctx_of(run.n_ctx, info.n_ctx_train)
     text = _budget(run, wanted.kind, n_ctx)
-    found = fitted(wanted, run, text, info.n_ctx_train) if wanted.kind.evicts else None
+    if wanted.kind.evicts:
+        check_budget(wanted, run, text, info)
 
     # what is wrong with an option is said where there is no llama.cpp as well
     from kvtool.engine.loop import Engine
@@ -119,12 +120,11 @@ def open_run(
         run, note = instead(run, wanted.kind, model.layers)
         if note:
             notes.append(note)
-            wanted, found = resolved(run).wanted, None
+            wanted = resolved(run).wanted
             text = _budget(run, wanted.kind, n_ctx)
         if not wanted.kind.evicts:
             text = str(min(n_ctx, n_tokens))
-        if found is None or found.in_bytes:
-            found = fitted(wanted, run, text, info.n_ctx_train, model.layers)
+        found = fitted(wanted, run, text, info.n_ctx_train, model.layers)
         if found.in_bytes and run.scores:
             found = _beside_made(found, wanted, model)
         notes.append(found.note)
@@ -285,19 +285,35 @@ def runnable() -> dict[str, type[Policy]]:
     return dict(sorted(found.items(), key=lambda item: item[1].evicts))
 
 
+def check_budget(wanted: policies.Wanted, run: Run, text: str, info: ModelInfo) -> None:
+    """Raise UsageError, before the model is loaded, for a budget that does not suit the policy.
+
+    text: the budget as it was typed. The error names the smallest budget for the model of this header.
+    """
+    try:
+        fitted(wanted, run, text, info.n_ctx_train)
+    except UsageError:
+        fitted(wanted, run, text, info.n_ctx_train, info.plain_layers)
+        raise
+
+
 def fitted(
     wanted: policies.Wanted, run: Run, text: str, n_ctx_train: int, layers: Layers | None = None
 ) -> Fitted:
-    """The policy for a budget as it was typed, and the batch size that goes with it. Raises UsageError.
+    """Return the policy for a budget as it was typed, and the batch size that goes with it.
 
-    layers: of the loaded model; None before that. Where a batch may go over the budget, one in bytes has to
-    hold the batch, too.
+    layers: of the loaded model; None before it is loaded. If a batch may exceed the budget, a budget in bytes
+    includes the batch. Raises UsageError, with the smallest budget that works.
     """
     n_batch = run.n_batch or run.default_n_batch
     n, batch = budget.parse(text, n_ctx_train, layers, n_batch, run.type_k, run.type_v)
     if batch and not run.scores:
         n -= max(batch - wanted.slack(n), 0)
-    policy = wanted.fit(n)
+
+    def on(policy: Policy) -> Policy:
+        return policy.on(layers.n_group, layers.has_values) if layers else policy
+
+    policy = wanted.fit(n, on)
     if batch and policy.budget > n:
         raise UsageError(
             f"--budget {text}: with these parameters a row takes more than its budget at times, so bytes "
