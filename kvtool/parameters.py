@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from inspect import cleandoc
@@ -21,21 +22,22 @@ def defaults(kind: type, but: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def explained(kind: type) -> dict[str, str]:
-    """What the docstrings of a dataclass and its bases say of each field, as one line."""
+    """Return the explanation of each field, as one line, in the docstrings of a dataclass and its bases.
+
+    A docstring explains a field in a section of numpydoc, or behind "NAME:" at the start of a line or of a
+    sentence, as in Google's style ("NAME (int):") and reStructuredText (":param NAME:").
+    """
     found: dict[str, str] = {}
+    names = "|".join(field.name for field in fields(kind))
     for each in reversed(kind.__mro__):
         # only its own: inspect would give that of a base
         doc = cleandoc(vars(each).get("__doc__") or "")
-        _, heading, fields_doc = doc.partition("\nAttributes\n----------\n")
-        name = ""
-        for line in fields_doc.split("\n") if heading else ():
-            if line[:1].strip():
-                name = line.strip()
-                found[name] = ""
-            elif line.strip() and name:
-                found[name] = f"{found[name]} {line.strip()}".strip()
-            elif not line:
-                name = ""
+        parts = re.split(rf"^({names})(?: : .*)?\n(?=[ ]+\S)", doc, flags=re.M)
+        if len(parts) == 1:
+            lead = r"(?:^|(?<=[.;] )) *(?::(?:param|ivar|var)(?: \w+)? )?"
+            parts = re.split(rf"{lead}({names})(?: \([^)\n]*\))?:\s+", doc, flags=re.M)
+        for name, text in zip(parts[1::2], parts[2::2], strict=True):
+            found[name] = " ".join(text.split("\n\n")[0].split())
     return found
 
 

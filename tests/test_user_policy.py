@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvtool import policies
+from kvtool import parameters, policies
 from kvtool.errors import PlanError, UsageError
+from tests.called import called
 from tests.running import open_engine, text
 from tests.test_cli import kvtool
 
@@ -30,6 +33,57 @@ def test_the_documents_policy_is_short(written):
 
 
 @pytest.mark.engine
+def test_the_documents_policy_is_explained(written):
+    (found,) = json.loads(called("policies", written, "--json").stdout)
+    assert found["explained"] == {
+        "window": "newest tokens, never evicted.",
+        "sinks": "first tokens, never evicted.",
+    }
+
+
+STYLES = {
+    "lines": """Keeps some.
+
+    window: newest tokens,
+        never evicted.
+    like: how much: 0 to 1.
+
+    The rest says nothing of parameters: like this.
+    """,
+    "a paragraph": "Keeps some. window: newest tokens, never evicted. like: how much: 0 to 1.",
+    "numpydoc": """Keeps some.
+
+    Parameters
+    ----------
+    window : int
+        newest tokens,
+        never evicted.
+    like
+        how much: 0 to 1.
+    """,
+    "Google": """Keeps some.
+
+    Args:
+        window (int): newest tokens,
+            never evicted.
+        like (float): how much: 0 to 1.
+    """,
+    "reStructuredText": """Keeps some.
+
+    :param int window: newest tokens,
+        never evicted.
+    :param like: how much: 0 to 1.
+    """,
+}
+
+
+@pytest.mark.parametrize("doc", STYLES.values(), ids=STYLES)
+def test_a_docstring_explains_parameters_in_any_style(doc):
+    fields = [("window", int, 1), ("like", float, 0.5), ("silent", int, 0)]
+    found = parameters.explained(dataclasses.make_dataclass("Mine", fields, namespace={"__doc__": doc}))
+    assert found == {"window": "newest tokens, never evicted.", "like": "how much: 0 to 1."}
+
+
 def test_the_documents_policy_runs(tiny_model, written):
     policy = policies.fit(str(written), 48, 8, ["window=10"])
     assert (policy.window, policy.sinks) == (10, 4)

@@ -247,7 +247,7 @@ def _check_drawing(drawn: _Drawn, chosen: Task, task: str) -> None:
 def _check_budget(wanted: Wanted, run: Run, info: ModelInfo) -> None:
     """Raise UsageError for a budget that cannot work, before the model is loaded."""
     from kvtool.models import budget
-    from kvtool.runs.opening import check_budget
+    from kvtool.runs.opening import early_fitted
 
     if not wanted.kind.evicts:
         return
@@ -256,7 +256,7 @@ def _check_budget(wanted: Wanted, run: Run, info: ModelInfo) -> None:
         budget.percent(text)
         wanted.smallest_budget()
     else:
-        check_budget(wanted, run, text, info)
+        early_fitted(wanted, run, text, info)
 
 
 def _policy_for(wanted: Wanted, run: Run, n_ctx: int, model: Model, n_held: int) -> tuple[PolicyFor, int]:

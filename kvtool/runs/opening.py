@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -107,8 +108,7 @@ def open_run(
     path, info = located(run.model, find)
     n_ctx, cut = n_ctx_of(run.n_ctx, info.n_ctx_train)
     text = _budget(run, wanted.kind, n_ctx)
-    if wanted.kind.evicts:
-        check_budget(wanted, run, text, info)
+    found = early_fitted(wanted, run, text, info) if wanted.kind.evicts else None
 
     # what is wrong with an option is said where there is no llama.cpp as well
     from kvtool.engine.loop import Engine
@@ -120,11 +120,12 @@ def open_run(
         run, note = instead(run, wanted.kind, model.layers)
         if note:
             notes.append(note)
-            wanted = resolved(run).wanted
+            wanted, found = resolved(run).wanted, None
             text = _budget(run, wanted.kind, n_ctx)
         if not wanted.kind.evicts:
             text = str(min(n_ctx, n_tokens))
-        found = fitted(wanted, run, text, info.n_ctx_train, model.layers)
+        if found is None or found.in_bytes or not _suits(found.policy, model.layers):
+            found = fitted(wanted, run, text, info.n_ctx_train, model.layers)
         if found.in_bytes and run.scores:
             found = _beside_made(found, wanted, model)
         notes.append(found.note)
@@ -285,13 +286,13 @@ def runnable() -> dict[str, type[Policy]]:
     return dict(sorted(found.items(), key=lambda item: item[1].evicts))
 
 
-def check_budget(wanted: policies.Wanted, run: Run, text: str, info: ModelInfo) -> None:
-    """Raise UsageError, before the model is loaded, for a budget that does not suit the policy.
+def early_fitted(wanted: policies.Wanted, run: Run, text: str, info: ModelInfo) -> Fitted:
+    """Return what `fitted` does before the model is loaded.
 
-    text: the budget as it was typed. The error names the smallest budget for the model of this header.
+    Raises UsageError, with the smallest budget that works for the model of this header.
     """
     try:
-        fitted(wanted, run, text, info.n_ctx_train)
+        return fitted(wanted, run, text, info.n_ctx_train)
     except UsageError:
         fitted(wanted, run, text, info.n_ctx_train, info.plain_layers)
         raise
@@ -309,11 +310,7 @@ def fitted(
     n, batch = budget.parse(text, n_ctx_train, layers, n_batch, run.type_k, run.type_v)
     if batch and not run.scores:
         n -= max(batch - wanted.slack(n), 0)
-
-    def on(policy: Policy) -> Policy:
-        return policy.on(layers.n_group, layers.has_values) if layers else policy
-
-    policy = wanted.fit(n, on)
+    policy = wanted.fit(n, partial(_on, layers) if layers else lambda policy: policy)
     if batch and policy.budget > n:
         raise UsageError(
             f"--budget {text}: with these parameters a row takes more than its budget at times, so bytes "
@@ -322,6 +319,17 @@ def fitted(
     is_less = run.n_batch and batch and batch < n_batch
     note = f"-b {n_batch:,} does not fit into {text}; it runs with {batch:,}" if is_less else None
     return Fitted(policy, n, batch or n_batch, batch is not None, note)
+
+
+def _on(layers: Layers, policy: Policy) -> Policy:
+    """The policy for a model with these layers. Raises ValueError for a budget that is too small for it."""
+    return policy.on(layers.n_group, layers.has_values)
+
+
+def _suits(policy: Policy, layers: Layers) -> bool:
+    with suppress(ValueError):
+        return bool(_on(layers, policy))
+    return False
 
 
 def _beside_made(found: Fitted, wanted: policies.Wanted, model: Model) -> Fitted:
