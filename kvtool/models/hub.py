@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvtool.errors import ModelError
-from kvtool.models.fetch import OFFLINE, Progress, Remote, fetch, storing
+from kvtool.models.fetch import FULL, OFFLINE, Progress, Remote, fetch, storing
 from kvtool.models.split import part_names
 
 DEFAULTS = ("Q4_K_M", "Q8_0")
@@ -215,9 +215,9 @@ def _pull(reference: Reference, name: str, progress: Progress | None) -> Path:
         # larger files come only from huggingface_hub itself
         if etag and (found.size or 0) <= constants.MAX_HTTP_DOWNLOAD_SIZE:
             fetch(found, blob, progress)
-    with _explained(reference, name):
-        # it finds the bytes, and gives them their name
-        path = Path(hf_hub_download(reference.repo, name, revision=reference.revision))
+        with _explained(reference, name):
+            # it finds the bytes, and gives them their name
+            path = Path(hf_hub_download(reference.repo, name, revision=reference.revision))
     if etag and not path.is_symlink():
         # a file system without links: the name is a copy
         blob.unlink(missing_ok=True)
@@ -233,7 +233,7 @@ def _none_of(reference: Reference, known: list[str]) -> str:
 
 @contextmanager
 def _explained(reference: Reference, what: str) -> Iterator[None]:
-    """Inside, errors of huggingface_hub become a ModelError in one line."""
+    """Inside, errors of huggingface_hub become a ModelError in one line, except that of a full disk."""
     import logging
 
     from huggingface_hub import errors
@@ -256,6 +256,8 @@ def _explained(reference: Reference, what: str) -> Iterator[None]:
             f"{what} is not in {cache_folder()}, and $HF_HUB_OFFLINE forbids a download; unset it; {OFFLINE}"
         ) from None
     except Exception as error:
+        if getattr(error, "errno", None) in FULL:
+            raise
         said = str(error).strip().partition("\n")[0] or type(error).__name__
         if _is_of_network(error):
             said = re.sub(r"^\[Errno -?\d+\] ", "", said)
