@@ -87,7 +87,7 @@ def run(
             elif ask.command[0] == "inspect":
                 _inspected(store, ask.command, [*words, *own, *more])
             else:
-                _kvtool(*words, *own, *more, "--json", str(store), "--resume")
+                _kvtool(*words, *own, *more, "--records", str(store), "--resume")
             _keep(path, asked.lines(records.read(store)))
 
 

@@ -80,7 +80,7 @@ def whole(compare, folder):
     """The file of an uninterrupted comparison."""
     path = folder / "whole.jsonl"
     if not path.exists():
-        done = compare(*GRID, "--json", path, "--jobs", 2)
+        done = compare(*GRID, "--records", path, "--jobs", 2)
         (folder / "stdout").write_text(done.stdout)
         (folder / "stderr").write_text(done.stderr)
     return path
@@ -114,7 +114,7 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     assert max(map(len, stdout.splitlines())) <= 120
     # nothing is left to do
     before = whole.read_text()
-    again = compare(*GRID, "--json", whole, "--resume")
+    again = compare(*GRID, "--records", whole, "--resume")
     assert again.stderr == "", again.stderr
     assert again.stdout == stdout
     assert whole.read_text() == before
@@ -123,7 +123,7 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
 @pytest.mark.engine
 def test_only_what_is_asked_for_runs(compare, folder):
     out = folder / "asked.jsonl"
-    compare("--policies", "full,local", "--budget", "64", "--json", out)
+    compare("--policies", "full,local", "--budget", "64", "--records", out)
     assert [(one["policy"], one["type_k"]) for one in read(out)] == [("full", "f16"), ("local", "f16")]
 
 
@@ -131,13 +131,13 @@ def test_only_what_is_asked_for_runs(compare, folder):
 def test_shards_side_by_side_are_the_same_as_one_run(compare, whole, folder):
     parts = [folder / f"{i}.jsonl" for i in (1, 2)]
     for i, part in enumerate(parts, 1):
-        compare(*GRID, "--json", part, "--shard", f"{i}/2")
+        compare(*GRID, "--records", part, "--shard", f"{i}/2")
     assert [len(read(part)) for part in parts] == [2, 2]
     merged = folder / "merged.jsonl"
     stranger = {"policy": "another grid's"}
     lines = [json.dumps(stranger), *(part.read_text().rstrip() for part in parts)]
     merged.write_text("\n".join(lines) + "\n")
-    assert compare(*GRID, "--json", merged, "--resume").stderr == ""
+    assert compare(*GRID, "--records", merged, "--resume").stderr == ""
     assert lasting(read(merged)) == [*lasting(read(whole)), stranger]
 
 
@@ -146,7 +146,7 @@ def test_what_another_run_adds_to_the_file_meanwhile_stays(compare, folder):
     """The policy appends a line to the file when the text is half read."""
     (folder / "meanwhile.py").write_text(MEANWHILE)
     out = folder / "meanwhile.jsonl"
-    compare("--policies", "meanwhile.py", "--budgets", "64", "--types", "f16", "--json", out)
+    compare("--policies", "meanwhile.py", "--budgets", "64", "--types", "f16", "--records", out)
     one, *others = read(out)
     assert one["policy"] == "meanwhile.py"
     assert others == [{"policy": "another run's"}]
@@ -241,7 +241,7 @@ POLICY = Breaks
 @pytest.mark.engine
 def test_a_run_that_fails_is_tried_again(compare, folder):
     (folder / "mine.py").write_text(BREAKS)
-    arguments = ("--policies", "mine.py,local", "--budgets", "64", "--json", "failed.jsonl", "--jobs", 2)
+    arguments = ("--policies", "mine.py,local", "--budgets", "64", "--records", "failed.jsonl", "--jobs", 2)
     done = compare(*arguments, check=False)
     assert done.returncode == 1
     assert "mine.py 64: failed: Breaks.plan: ValueError: no luck" in done.stderr
@@ -260,14 +260,53 @@ def test_policies_that_keep_all_they_need_take_no_budget(compare):
     assert "corm" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--json", "--json"),
+        ("x --json", "x --json"),
+        ("--json --jobs 2", "--json --jobs 2"),
+        ("--json text.txt", "--json text.txt"),
+        ("--json passkey", "--json passkey"),
+        # as it was once
+        ("x --json -", "x --json"),
+        ("x --json new.jsonl --resume", "x --records new.jsonl --resume"),
+        ("x --json=new", "x --records new"),
+        ("--json old x", "--records old x"),
+        ("--json empty x", "--records empty x"),
+    ],
+)
+def test_json_prints_and_takes_a_file_as_it_did_once(tmp_path, monkeypatch, typed, meant):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "old").write_text('{"policy": "h2o"}\n')
+    (tmp_path / "empty").touch()
+    assert output.with_records(typed.split()) == meant.split()
+
+
+@pytest.mark.engine
+def test_records_go_to_a_file_and_are_printed(compare, tmp_path):
+    out, once = tmp_path / "out.jsonl", tmp_path / "once.jsonl"
+    own = ("--policies", "local", "--budgets", "64", "--max-tokens", 100)
+    printed = compare(*own, "--records", out, "--json").stdout
+    assert printed == out.read_text()
+    assert len(printed.splitlines()) == 1
+    # how it was called in earlier versions
+    assert "tokens of tide.txt scored" in compare(*own, "--json", once).stdout
+    assert json.loads(once.read_text())["perplexity"] == json.loads(printed)["perplexity"]
+    assert len(compare(*own, "--json", "-").stdout.splitlines()) == 1
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (["--policies", "h2o,nope"], 2, "unknown policy 'nope'"),
         (["--types", "f16,q9"], 2, "--types takes some of"),
-        (["--resume"], 2, "--json FILE"),
-        (["--json", "tide.txt"], 2, "tide.txt exists; go on with it by --resume"),
+        (["--resume"], 2, "--records FILE"),
+        (["--records", "tide.txt"], 2, "tide.txt exists; continue it with --resume"),
+        # the text a second time
+        (["--json", "tide.txt"], 2, "`kvtool compare` takes only [FILE]; leave out tide.txt"),
         (["--plot", "nowhere/out.png"], 2, "an existing folder"),
         (["--positions", "original", "-c", "100", "--budgets", "64"], 5, "original positions end at 100"),
         (["--policies", "local", "--budgets", ""], 2, "--budgets names no budget"),
@@ -288,7 +327,7 @@ def test_what_cannot_be_is_one_line_and_its_code(compare, arguments, code, words
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_an_interrupt_keeps_what_is_done(model, folder, environment, tmp_path):
     held, out = Held(tmp_path), tmp_path / "out.jsonl"
-    command = ["compare", "tide.txt", "-m", str(model), "-t", "1", "--json", str(out), "--jobs", "2"]
+    command = ["compare", "tide.txt", "-m", str(model), "-t", "1", "--records", str(out), "--jobs", "2"]
     command += ["--policies", str(held.policy), "--budgets", "64,65,66"]
     with forked.Popen(
         [*KVTOOL, *command],

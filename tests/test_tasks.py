@@ -466,7 +466,7 @@ def test_what_is_measured_without_a_policy_is_what_a_chat_has(command, tiny_mode
 def test_a_share_is_of_each_prompt_and_rounded_down(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
     done = called(
-        "eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "h2o", "--budget", "25%", "--json", out
+        "eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "h2o", "--budget", "25%", "--records", out
     )
     assert done.returncode == 0, done.stderr
     assert "found by depth and length" in done.stdout
@@ -483,7 +483,7 @@ def test_a_share_is_of_each_prompt_and_rounded_down(tiny_model, tmp_path):
 @pytest.mark.engine
 def test_a_share_below_what_works_is_the_least_that_does(tiny_model):
     done = called(
-        "eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "buzz", "--budget", "1%", "--json", "-"
+        "eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "buzz", "--budget", "1%", "--json"
     )
     assert done.returncode == 0, done.stderr
     *found, summary = map(json.loads, done.stdout.splitlines())
@@ -495,11 +495,11 @@ def test_a_share_below_what_works_is_the_least_that_does(tiny_model):
 @pytest.mark.engine
 def test_a_run_is_gone_on_with(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
-    command = ("eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "full", "--json", out)
+    command = ("eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "full", "--records", out)
     assert called(*command, "--limit", 1).returncode == 0
     done = called(*command)
     assert done.returncode == 2
-    assert "go on with it by --resume" in done.stderr
+    assert "continue it with --resume" in done.stderr
     first = out.read_bytes()
     assert called(*command, "--resume").returncode == 0
     assert out.read_bytes().startswith(first)
@@ -543,7 +543,8 @@ def test_a_needle_is_asked_for_in_the_chat_template(tiny_model, tmp_path):
     [
         (["nope"], 2, "needle"),
         (["needle", "missing"], 5, "there is no file missing"),
-        (["passkey", "--json", "-", "--resume"], 2, "needs the file"),
+        (["passkey", "--json", "--resume"], 2, "--resume needs the file to go on with: --records FILE"),
+        (["--json", "--limit", "3"], 2, "--limit needs a task; `kvtool eval` lists them"),
         (["passkey", "--plot", "missing/x.png"], 2, "an existing folder"),
         (["passkey", "--policy", "full", "--budget", "20%"], 2, "takes no --budget"),
         (["passkey", "--budget", "0%"], 2, "above 0% and at most 100%"),
@@ -565,7 +566,7 @@ def test_an_interrupt_says_what_is_kept(tiny_model, tmp_path):
     # amid the second item
     held = Held(tmp_path, f"Path({str(out)!r}).exists() and Path({str(out)!r}).stat().st_size")
     own = ("--policy", held.policy, "--budget", 64)
-    command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *own, "--json", out]
+    command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *own, "--records", out]
     with forked.Popen(
         [*KVTOOL, *map(str, command)], stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -618,6 +619,9 @@ def test_tasks_are_listed():
     done = called("eval")
     assert done.returncode == 0
     assert all(name in done.stdout for name in tasks.names())
+    listed = json.loads(called("eval", "--json").stdout)
+    assert [each["name"] for each in listed] == tasks.names()
+    assert listed[0]["params"].keys() >= {"shots"}
 
 
 @pytest.mark.engine

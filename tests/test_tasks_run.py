@@ -81,7 +81,7 @@ def records_of(path):
 @pytest.mark.engine
 def test_every_task_runs_and_scores_and_says_so(tiny_chat, tmp_path, task):
     out = tmp_path / "out.jsonl"
-    done = evaluate(tiny_chat, task, "--budget", "64", "--policy", "h2o", "--json", out)
+    done = evaluate(tiny_chat, task, "--budget", "64", "--policy", "h2o", "--records", out)
     found = records_of(out)
     kind = tasks.load(task)
     expected = kind().items([DATA / file for file in FILES[task]], None)
@@ -101,7 +101,7 @@ def test_every_task_runs_and_scores_and_says_so(tiny_chat, tmp_path, task):
         for value in {str(record[name]) for record in found}:
             assert f"\n{value} " in done.stdout
     # items with a record are not asked again
-    again = evaluate(tiny_chat, task, "--budget", "64", "--policy", "h2o", "--json", out, "--resume")
+    again = evaluate(tiny_chat, task, "--budget", "64", "--policy", "h2o", "--records", out, "--resume")
     assert again.stdout == done.stdout
     assert len(records_of(out)) == len(found)
 
@@ -110,7 +110,7 @@ def test_every_task_runs_and_scores_and_says_so(tiny_chat, tmp_path, task):
 def test_answers_are_drawn_by_temperature_and_seed(tiny_chat, tmp_path):
     def written(*how, out=None):
         out = out or tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
-        evaluate(tiny_chat, "qa", "--policy", "full", "--limit", 2, "--json", out, "--resume", *how)
+        evaluate(tiny_chat, "qa", "--policy", "full", "--limit", 2, "--records", out, "--resume", *how)
         return [record["output"] for record in records_of(out)]
 
     likeliest = written()
@@ -172,7 +172,7 @@ def test_a_package_that_is_not_there_is_named_before_any_work(tiny_chat, monkeyp
 @pytest.mark.engine
 def test_a_changed_policy_file_is_asked_again(tiny_chat, tmp_path):
     out, mine = tmp_path / "out.jsonl", tmp_path / "mine.py"
-    arguments = ("--budget", "64", "--policy", mine, "--json", out, "--limit", "1", "--resume")
+    arguments = ("--budget", "64", "--policy", mine, "--records", out, "--limit", "1", "--resume")
     for n, comment in enumerate("aba", 1):
         mine.write_text(f"from kvtool.policies.local import POLICY  # {comment}\n")
         evaluate(tiny_chat, "choice", *arguments, files=["rte.jsonl"])
@@ -434,8 +434,8 @@ def test_each_sample_follows_the_prompt_and_its_own_seed(model):
 @pytest.mark.engine
 def test_the_full_caches_samples_are_those_of_full_itself(tiny_chat, tmp_path):
     of_policy, of_full = tmp_path / "h2o.jsonl", tmp_path / "full.jsonl"
-    evaluate(tiny_chat, "diversity", "--budget", "24", "--policy", "streamingllm", "--json", of_policy)
-    evaluate(tiny_chat, "diversity", "--policy", "full", "--json", of_full)
+    evaluate(tiny_chat, "diversity", "--budget", "24", "--policy", "streamingllm", "--records", of_policy)
+    evaluate(tiny_chat, "diversity", "--policy", "full", "--records", of_full)
     for one, other in zip(records_of(of_policy), records_of(of_full), strict=True):
         assert one["full_output"] == other["output"] == other["full_output"]
         assert other["scores"]["distance"] == 0
@@ -448,11 +448,11 @@ def test_the_full_caches_samples_are_those_of_full_itself(tiny_chat, tmp_path):
 @pytest.mark.engine
 def test_a_stream_that_was_broken_off_starts_over(tiny_chat, tmp_path):
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
-    evaluate(tiny_chat, "stream", "--budget", "64", "--json", whole)
-    evaluate(tiny_chat, "stream", "--budget", "64", "--json", broken, "--limit", "3")
-    evaluate(tiny_chat, "stream", "--budget", "96", "--json", broken, "--resume")
+    evaluate(tiny_chat, "stream", "--budget", "64", "--records", whole)
+    evaluate(tiny_chat, "stream", "--budget", "64", "--records", broken, "--limit", "3")
+    evaluate(tiny_chat, "stream", "--budget", "96", "--records", broken, "--resume")
     before = records_of(broken)
-    evaluate(tiny_chat, "stream", "--budget", "64", "--json", broken, "--resume")
+    evaluate(tiny_chat, "stream", "--budget", "64", "--records", broken, "--resume")
     after = records_of(broken)
     # what is another stream's stays
     assert after[:4] == before[3:]
@@ -463,7 +463,7 @@ def test_a_stream_that_was_broken_off_starts_over(tiny_chat, tmp_path):
 @pytest.mark.engine
 def test_a_share_as_a_streams_budget_is_one_of_the_context(tiny_chat, tmp_path):
     out = tmp_path / "out.jsonl"
-    evaluate(tiny_chat, "stream", "--policy", "h2o", "--budget", "20%", "--json", out, "--limit", "1")
+    evaluate(tiny_chat, "stream", "--policy", "h2o", "--budget", "20%", "--records", out, "--limit", "1")
     assert records_of(out)[0]["budget_cells"] == 409  # of 409.6
 
 
@@ -471,7 +471,7 @@ def test_a_share_as_a_streams_budget_is_one_of_the_context(tiny_chat, tmp_path):
 def test_a_share_has_room_for_the_words_before_a_reply(tiny_chat, tmp_path):
     for policy in ("local", "buzz", "weightedkv", "recall"):
         out = tmp_path / f"{policy}.jsonl"
-        evaluate(tiny_chat, "diversity", "--policy", policy, "--budget", "5%", "--json", out)
+        evaluate(tiny_chat, "diversity", "--policy", policy, "--budget", "5%", "--records", out)
         for record in records_of(out):
             # what is read is far less than 20 times as long as these words
             assert len("[end][reply]") < record["budget_cells"] < 32
@@ -481,7 +481,7 @@ def test_a_share_has_room_for_the_words_before_a_reply(tiny_chat, tmp_path):
 def test_bytes_as_a_budget_have_room_for_the_batch(tiny_chat, tmp_path):
     out = tmp_path / "out.jsonl"
     # 512 cells of f16 keys and values in two layers of two heads of 32
-    evaluate(tiny_chat, "qa", "--policy", "h2o", "--budget", "256KiB", "--json", out)
+    evaluate(tiny_chat, "qa", "--policy", "h2o", "--budget", "256KiB", "--records", out)
     for record in records_of(out):
         assert record["kv_bytes"] <= 256 * 2**10
         assert 256 < record["budget_cells"] < 512
@@ -496,7 +496,18 @@ def test_a_budget_beyond_the_context_is_refused(tiny_chat):
 @pytest.mark.engine
 def test_beyond_the_context_a_key_stays_in_its_prompt(tiny_model, tmp_path):
     short, out = tiny_model(n_ctx_train=320), tmp_path / "out.jsonl"
-    small = ("--set", "depths=0.5", "--set", "repeats=1", "--json", out, "--budget", "64", "--policy", "tova")
+    small = (
+        "--set",
+        "depths=0.5",
+        "--set",
+        "repeats=1",
+        "--records",
+        out,
+        "--budget",
+        "64",
+        "--policy",
+        "tova",
+    )
     evaluate(short, "passkey", *small, "--set", "lengths=600", files=[])
     (record,) = records_of(out)
     assert not record["is_cut"]
@@ -516,7 +527,7 @@ def test_beyond_the_context_a_key_stays_in_its_prompt(tiny_model, tmp_path):
 def test_turns_past_the_context_are_said_and_not_scored(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
     done = evaluate(
-        tiny_model(chat_template=CHAT, n_ctx_train=128), "stream", "--policy", "full", "--json", out
+        tiny_model(chat_template=CHAT, n_ctx_train=128), "stream", "--policy", "full", "--records", out
     )
     last = records_of(out)[-1]
     assert last["scores"] == {}

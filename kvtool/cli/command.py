@@ -86,6 +86,10 @@ class Command(_Shared, TyperCommand):
         if ctx.resilient_parsing:
             # completion does without
             return super().parse_args(ctx, args)
+        if any(param.name == "records" for param in self.params):
+            from kvtool.cli.output import with_records
+
+            args = with_records(args)
         ctx.default_map = found = _Defaults(self, ctx, list(args))
         # click would name arguments that are too many, and nothing to do about them
         ctx.allow_extra_args = True

@@ -13,7 +13,7 @@ import typer
 from kvtool import policies
 from kvtool.cli import output
 from kvtool.cli.console import plain_console, say
-from kvtool.cli.declared import options
+from kvtool.cli.declared import Json, options
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import bytes_progress, runs_progress
 from kvtool.cli.texts import File, check_positions, first_tokens, source
@@ -91,12 +91,10 @@ class _Run(TextRun):
 
 @dataclass(frozen=True)
 class _Own(Options):
-    json_file: str | None = option(
-        "--json FILE",
-        None,
-        "Append each run's record to this file, a JSON line each; - prints them and no table.",
+    records: str | None = option(
+        "--records FILE", None, "Append the record of each finished run to this file, one JSON line each."
     )
-    resume: bool = option("--resume", False, "Go on with the file of --json: do only the missing runs.")
+    resume: bool = option("--resume", False, "Continue the file of --records: do only the missing runs.")
     plot: Path | None = option("--plot PNG", None, "Draw quality against bytes into this file.")
     jobs: int = option("--jobs N", 1, "Runs at the same time, each in a process.", least=1)
     shard: str | None = option(
@@ -111,12 +109,13 @@ def compare(
     grid: _Grid,
     own: _Own,
     run: _Run,
+    as_json: Json = False,
 ) -> None:
     """Stream a text under each policy and budget, and compare the results.
 
     One policy with one budget and one cache type is a run; each run scores every token after the first.
     """
-    path = output.records_path(own.json_file, own.resume)
+    path = output.records_path(own.records, own.resume)
     output.check_picture("--plot", own.plot)
 
     from kvtool.measure import grid as of_runs
@@ -174,7 +173,7 @@ def compare(
         results.take(records.read(path))
     say([why_not])
     _run(results, tokens, not why_not, own.jobs, path)
-    _finish(results, info, own.json_file, path, own.plot)
+    _finish(results, info, path, own.plot, as_json=as_json)
 
 
 def _read(info: ModelInfo, text: Source, max_tokens: int | None) -> tuple[np.ndarray, str, int, Layers]:
@@ -259,7 +258,7 @@ def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: P
 
 
 def _finish(
-    results: Results, info: ModelInfo, json_file: str | None, path: Path | None, plot: Path | None
+    results: Results, info: ModelInfo, path: Path | None, plot: Path | None, *, as_json: bool
 ) -> None:
     if path:
         from kvtool.measure import records
@@ -273,7 +272,7 @@ def _finish(
     done = (run for run in results.grid if run in results.of_run)
     rows = list(zip(done, results.finished(), strict=False))
     text = results.common.what["text"]
-    if json_file == "-":
+    if as_json:
         for _, record in rows:
             typer.echo(json_text(record))
     else:

@@ -17,7 +17,7 @@ import typer
 from kvtool import parameters, policies
 from kvtool.cli import completion, output
 from kvtool.cli.console import say, table, table_console
-from kvtool.cli.declared import options
+from kvtool.cli.declared import Json, Typed, options
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import tokens_progress
 from kvtool.errors import InputError, KvtoolError, UsageError
@@ -105,12 +105,10 @@ class _Own(Options):
         least=16,
         words="trained context",
     )
-    json_to: str | None = option(
-        "--json FILE",
-        None,
-        "Append each item's record to this file, a JSON line each; - prints records and summary.",
+    records: str | None = option(
+        "--records FILE", None, "Append the record of each answered item to this file, one JSON line each."
     )
-    resume: bool = option("--resume", False, "Go on with the file of --json: ask only the missing items.")
+    resume: bool = option("--resume", False, "Continue the file of --records: ask only the missing items.")
     plot: Path | None = option("--plot PNG", None, "Draw the summary as a heat map into this file.")
 
 
@@ -137,6 +135,8 @@ def evaluate(
     own: _Own,
     given: _Run,
     drawn: _Drawn,
+    as_json: Json = False,
+    typed: Typed,
 ) -> None:
     """Ask a task's questions under a policy, and score the answers.
 
@@ -146,7 +146,9 @@ def evaluate(
 
     run: Run = given
     if task is None:
-        _list()
+        if alone := [flag for name, flag in typed.items() if name != "as_json"]:
+            raise UsageError(f"{alone[0]} needs a task; `kvtool eval` lists them")
+        _list(as_json=as_json)
         return
     chosen = tasks.make(task, own.settings)
     output.check_packages(task, chosen.packages, "eval")
@@ -158,8 +160,7 @@ def evaluate(
     for file in files:
         if not (is_stdin(str(file)) or file.exists()):
             raise InputError(f"there is no file {file}")
-    records_path = output.records_path(own.json_to, own.resume)
-    to_stdout = own.json_to == "-"
+    records_path = output.records_path(own.records, own.resume)
     if own.plot and len(chosen.by) != 2:
         raise UsageError(f"{task} has no heat map; leave out --plot")
     output.check_picture("--plot", own.plot)
@@ -204,16 +205,16 @@ def evaluate(
 
         def stopped() -> str:
             # an incomplete stream counts as none
-            in_part = not (to_stdout or chosen.one_stream)
+            in_part = not chosen.one_stream and (records_path or not as_json)
             return output.stopped(records_path, len(results), len(items), "items") if in_part else "stopped"
 
         with interrupt.ending(stopped), tokens_progress(task, len(items)) as step:
             step(len(results))
             for record in results.measure(chosen, reader):
-                if to_stdout:
+                if as_json:
                     typer.echo(json_text(record))
                 step(len(results), f"{task}: {_in_short(results.records)}")
-    _finish(chosen, results, to_stdout, own.plot)
+    _finish(chosen, results, own.plot, as_json=as_json)
 
 
 @contextmanager
@@ -322,18 +323,24 @@ def _about(asked: Resolved, run: Run, path: Path) -> dict[str, object]:
     }
 
 
-def _list() -> None:
+def _list(*, as_json: bool) -> None:
     from rich.table import Column
 
     from kvtool import tasks
 
-    rows = []
+    listed = list[dict[str, Any]]()
     for name in tasks.names():
         kind = tasks.load(name)
         what = (sys.modules[kind.__module__].__doc__ or "").split("\n")[0].partition(": ")[2]
-        params = (f"{key}={_shown(value)}" for key, value in parameters.defaults(kind).items())
-        rows.append((name, what, "\n".join(params)))
-    columns = Column("task", style="bold"), "what it asks", "parameters (--set name=value)"
+        listed.append({"name": name, "what": what, "params": parameters.defaults(kind)})
+    if as_json:
+        typer.echo(json_text(listed, indent=2))
+        return
+    rows = []
+    for task in listed:
+        params = (f"{key}={_shown(value)}" for key, value in task["params"].items())
+        rows.append((task["name"], task["what"], "\n".join(params)))
+    columns = Column("task", style="bold"), "what it asks", "parameters (--set NAME=VALUE)"
     table_console().print(table(columns, rows))
 
 
@@ -348,7 +355,7 @@ def _in_short(found: Sequence[Record]) -> str:
     return ", ".join(f"{name} {sum(of) / len(of):.3f}" for name, of in scores(found).items())
 
 
-def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) -> None:
+def _finish(task: Task, results: Results, plot: Path | None, *, as_json: bool) -> None:
     from kvtool.tasks import results as of_items
 
     means = of_items.means(results.records)
@@ -362,7 +369,7 @@ def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) ->
         sys.stderr.write(f"{cut} of {len(results)} prompts were too long; their middle was cut out\n")
     # once: each interval takes thousands of draws
     groups = of_items.broken_down(results.records, task.by) if task.by else {}
-    if to_stdout:
+    if as_json:
         summary = {name: asdict(score) for name, score in means.items()}
         said = {"items": len(results), "summary": summary, "more": task.summary(results.records)}
         if groups:

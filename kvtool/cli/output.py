@@ -29,29 +29,56 @@ def check_writable(path: Path | None) -> None:
         raise UsageError(f"cannot write {path}: no permission; choose another file")
 
 
-def records_path(json_to: str | None, resume: bool) -> Path | None:
-    """The file that --json names; None if it names none, or - for stdout. Raises UsageError."""
-    if json_to in (None, "-"):
+def with_records(args: Sequence[str]) -> list[str]:
+    """Return the arguments with --json FILE, as it was once, as --records FILE, and --json - as --json."""
+    found, rest = list[str](), list(args)
+    while rest:
+        word = rest.pop(0)
+        name, has_value, value = word.partition("=")
+        if name != "--json" or not (has_value or (rest and _is_records(rest[0]))):
+            found.append(word)
+            continue
+        value = value if has_value else rest.pop(0)
+        found += ["--json"] if value == "-" else ["--records", value]
+    return found
+
+
+def _is_records(word: str) -> bool:
+    """Return True unless the word is an option, a task, or a file with anything else than records."""
+    from kvtool import tasks
+
+    if word.startswith("-"):
+        return word == "-"
+    try:
+        with Path(word).expanduser().open("rb") as file:
+            return file.read(1) in (b"", b"{")
+    except OSError:
+        return word not in tasks.names()
+
+
+def records_path(records: str | None, resume: bool) -> Path | None:
+    """Return the file of --records, or None if there is none. Raises UsageError."""
+    if records is None:
         if resume:
-            raise UsageError("--resume needs the file to go on with: --json FILE")
+            raise UsageError("--resume needs the file to go on with: --records FILE")
         return None
-    path = Path(json_to).expanduser()
+    path = Path(records).expanduser()
     check_writable(path)
     # the file is replaced in the end: of a link the target, and never a device or a pipe
     path = path.resolve() if path.is_symlink() else path
     if path.exists() and not path.is_file():
-        raise UsageError(f"{path} is not a regular file; choose another one, or - for stdout")
+        raise UsageError(f"{path} is not a regular file; choose another one")
     # the lock and the new version of the file are made beside it
     check_writable(path.parent / f"{path.name}.lock")
     if path.exists() and path.stat().st_size and not resume:
-        raise UsageError(f"{path} exists; go on with it by --resume, or choose another file")
+        raise UsageError(f"{path} exists; continue it with --resume, or choose another file")
     return path
 
 
 def stopped(path: Path | None, n_done: int, n: int, what: str) -> str:
     """The message after Ctrl-C. path: the file of records. n_done: how many of n there are. what: "runs"."""
     if path is None:
-        return "stopped; nothing was kept (--json FILE would keep what is done)"
+        return "stopped; nothing was kept (--records FILE keeps finished ones)"
     return f"stopped; {n_done} of {n} {what} are in {path}; --resume does the rest"
 
 

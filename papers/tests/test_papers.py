@@ -171,14 +171,14 @@ def test_a_run_asks_for_what_is_missing_and_keeps_what_tables_need(monkeypatch, 
         policy = arguments[arguments.index("--policy") + 1]
         budget = None if policy == "full" else "10%"
         record = answered(policy, [], budget, 1, {"f1": 1 / 3}, seconds=0.123)
-        records.append(Path(arguments[arguments.index("--json") + 1]), record)
+        records.append(Path(arguments[arguments.index("--records") + 1]), record)
         return ""
 
     monkeypatch.setattr(runner, "_kvtool", kvtool)
     runner.run(data, work, ["made-up"], ["-m", "tiny"], results)
     assert [arguments[2] for arguments in asked] == [str(data / "sets" / "qa.jsonl")] * 2
     assert all(
-        arguments[-5:-2] == ("-m", "tiny", "--json") and arguments[-1] == "--resume" for arguments in asked
+        arguments[-5:-2] == ("-m", "tiny", "--records") and arguments[-1] == "--resume" for arguments in asked
     )
     kept = records.read(results / "made-up.jsonl")
     assert [(line["label"], line["scores"], line["seconds"]) for line in kept] == [
@@ -261,7 +261,7 @@ def test_another_models_results_are_its_own(monkeypatch, tmp_path, capsys, name)
 
     def kvtool(*arguments):
         asked.append(arguments)
-        path = Path(arguments[arguments.index("--json") + 1])
+        path = Path(arguments[arguments.index("--records") + 1])
         line = compared("full", {}, 64, [1.5] * 32, text="a.txt", tokens=64, model="/m/b.gguf")
         records.append(path, line)
         return ""
