@@ -11,6 +11,7 @@ chromium), or Playwright's own (.venv/bin/playwright install chromium). --shots 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import time
@@ -213,13 +214,19 @@ def archived(visit: Visitor) -> None:
 
 
 def reading(visit: Visitor) -> None:
-    """A long prompt is said to be read, and thoughts are folded."""
+    """A long prompt is read with its progress in percent, and thoughts are folded."""
     with visit.page(fake=True) as page:
         send(page, "hi", wait=False)
         foot = page.locator(".assistant .foot")
         expect(foot).to_have_text("Waiting ...")
         page.evaluate("begin(); say(': ping')")
         expect(foot).to_have_text("Reading ...")
+        for n, percent in ((1000, 0), (3500, 50), (5999, 99)):
+            progress = {"total": 6000, "cache": 1000, "processed": n, "time_ms": 5}
+            line = json.dumps({"choices": [{"delta": {}}], "prompt_progress": progress})
+            page.evaluate("(line) => say(line)", f"data: {line}")
+            expect(foot).to_have_text(f"Reading: {percent} % of 5,000 tokens")
+        visit.shot(page, "reading")
         piece(page, f"hm {BAD}", name="reasoning_content")
         thought = page.locator(".assistant .thought")
         expect(thought.locator("summary")).to_have_text("Thinking ...")
@@ -232,6 +239,100 @@ def reading(visit: Visitor) -> None:
         expect(page.locator(".assistant .body")).to_have_text("yes")
         send(page, "more", wait=False)
         assert page.evaluate("asked.at(-1).body.messages[1]") == {"role": "assistant", "content": "yes"}
+
+
+def files(visit: Visitor) -> None:
+    """Text files go into the message, with their sizes; a file that is no text is refused by name."""
+    with visit.page(fake=True) as page:
+        chosen = page.locator("#file")
+        long = "tea\r\n```\ncake\n```\n" * 100
+        notes = {"name": "notes.txt", "mimeType": "text/plain", "buffer": long.encode()}
+        wide = {"name": "wide.txt", "mimeType": "text/plain", "buffer": "\ufeff\u00e9\n".encode("utf-16-le")}
+        chosen.set_input_files([notes, wide])
+        items = page.get_by_label("Attached files").locator("li")
+        expect(items).to_have_text(["notes.txt, 1.8 KiB\u00d7", "wide.txt, 6 B\u00d7"])
+        chosen.set_input_files(
+            [
+                {"name": "photo.png", "mimeType": "image/png", "buffer": b"\x89PNG\r\n\x1a\n\0\0"},
+                {"name": "big.log", "mimeType": "text/plain", "buffer": b"x" * (3 * 2**20)},
+            ]
+        )
+        expect(page.get_by_role("alert")).to_have_text(
+            "photo.png is not a text file \u00b7 big.log has 3.0 MiB; a file may have 2.0 MiB"
+        )
+        expect(items).to_have_count(2)
+        visit.shot(page, "files")
+        page.get_by_label("Remove the file wide.txt").click()
+        send(page, "What is in it?", wait=False)
+        expect(page.get_by_role("alert")).to_have_text("")
+        expect(page.locator(".user .files li")).to_have_text(["notes.txt, 1.8 KiB"])
+        expect(page.locator(".user .body")).to_have_text("What is in it?")
+        expect(items).to_have_count(0)
+        (message,) = page.evaluate("asked[0].body.messages")
+        text = long.replace("\r\n", "\n")
+        assert message["content"] == f"notes.txt:\n````\n{text}````\n\nWhat is in it?", message["content"][
+            :90
+        ]
+        piece(page, "Tea.", first=True, end=True)
+        # it stays when the words are edited, and after a reload
+        page.reload()
+        page.get_by_label("Edit your message").click()
+        page.locator(".editing textarea").fill("And now?")
+        page.locator(".editing textarea").press("Enter")
+        wait_asked(page, 1)
+        (message,) = page.evaluate("asked[0].body.messages")
+        assert message["content"].endswith("````\n\nAnd now?")
+        # a file alone is a message
+        page.get_by_role("button", name="New chat").click()
+        chosen.set_input_files([notes])
+        page.get_by_role("button", name="Send").click()
+        wait_asked(page, 2)
+        assert page.evaluate("asked[1].body.messages[0].content").startswith("notes.txt:")
+        expect(page.get_by_label("Chats", exact=True).locator("li button").first).to_have_text("notes.txt")
+
+
+def exported(visit: Visitor) -> None:
+    """A chat is downloaded as Markdown or JSON, with its system prompt, thoughts and files."""
+    with visit.page(fake=True) as page:
+        expect(page.get_by_role("button", name="Export this chat")).to_be_disabled()
+        page.get_by_role("button", name="Settings").click()
+        page.get_by_label("System prompt").fill("Be brief.")
+        page.keyboard.press("Escape")
+        page.locator("#file").set_input_files([{"name": "a.txt", "mimeType": "text/plain", "buffer": b"one"}])
+        send(page, f"Tea? / {BAD}", wait=False)
+        piece(page, "hm\nhm", first=True, name="reasoning_content")
+        piece(page, "**Yes.**", end=True)
+        expect(page.locator(".assistant strong")).to_have_text("Yes.")
+        question = f"a.txt:\n```\none\n```\n\nTea? / {BAD}"
+        messages = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": "**Yes.**", "reasoning_content": "hm\nhm"},
+        ]
+        found = {}
+        for name in ("JSON", "Markdown"):
+            page.get_by_role("button", name="Export this chat").click()
+            visit.shot(page, "export")
+            with page.expect_download() as saved:
+                page.get_by_role("button", name=name).click()
+            found[name] = Path(saved.value.path()).read_text(encoding="utf-8")
+            assert saved.value.suggested_filename.startswith("Tea-img-src-x"), saved.value.suggested_filename
+            expect(page.get_by_role("dialog")).to_have_count(0)
+        assert json.loads(found["JSON"])["messages"] == messages
+        body = f"## You\n\n{question}\n\n## Model\n\n> hm\n> hm\n\n**Yes.**\n"
+        assert found["Markdown"].endswith(f"\n\n## System prompt\n\nBe brief.\n\n{body}"), found["Markdown"]
+        assert found["Markdown"].startswith("# Tea? / <img")
+
+
+def caches(visit: Visitor) -> None:
+    """The line at the top says how many caches there are, and how large each is."""
+    with visit.page() as page:
+        expect(page.locator("#about")).to_have_text(re.compile(r" \u00b7 cache [\d.]+ MiB$"))
+        of_one = page.locator("#about .wide").inner_text().removeprefix(" \u00b7 cache ")
+        send(page, "hi")
+        expect(page.locator(".foot").last).to_contain_text(f"cache {of_one} ")
+        props = json.dumps(page.evaluate("props") | {"n_caches": 2, "cache_bytes": 2 * 2**20})
+        assert page.evaluate(f"cacheOf({props})") == "2 caches of 1.0 MiB"
 
 
 def html(visit: Visitor) -> None:
@@ -405,6 +506,8 @@ def keyboard(visit: Visitor) -> None:
             )
         wanted = {
             "New chat",
+            "Export this chat",
+            "Attach a file",
             "hi",
             "Delete the chat: hi",
             "Settings",
@@ -455,6 +558,9 @@ CHECKS = [
     held,
     archived,
     reading,
+    files,
+    exported,
+    caches,
     html,
     markdown,
     errors,

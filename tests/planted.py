@@ -265,6 +265,13 @@ PLANTED = {
         "openai | own | meta",
         ("test_serve_strict.py",),
     ),
+    "serve, progress": Fault(
+        "a prompt is reported as read before it is",
+        "kvtool/serve/bodies.py",
+        '"processed": min(event["n_past"], n)',
+        '"processed": n',
+        ("test_serve_fields.py",),
+    ),
     "serve, stop strings": Fault(
         "an answer has the stop string that ended it",
         "kvtool/chats/stops.py",

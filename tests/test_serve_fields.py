@@ -272,6 +272,41 @@ def test_responses_have_log_probabilities(server):
 
 
 @pytest.mark.engine
+def test_a_stream_says_how_much_of_the_prompt_is_read(talker):
+    long = "The river is long. " * 20
+    with here(talker, policy="h2o", budget="256", n_batch=32) as server:
+        for path, asked in (
+            ("/v1/chat/completions", {"messages": [said("user", long)]}),
+            ("/v1/completions", {"prompt": long}),
+        ):
+            body = asked | {"max_tokens": 2, "stream": True, "return_progress": True}
+            pieces = pieces_of(server.ask(path, body).text)
+            found = [piece["prompt_progress"] for piece in pieces if "prompt_progress" in piece]
+            n = pieces[-1]["timings"]["prompt_n"]
+            assert {(each["total"], each["cache"]) for each in found} == {(n, 0)}
+            done = [each["processed"] for each in found]
+            assert done == sorted(done)
+            assert (done[0], len(done)) == (0, -(-n // 32))
+            assert n - 32 <= done[-1] < n
+            assert pieces_of(server.ask(path, body | {"return_progress": False}).text)[-1].keys() == (
+                pieces[-1].keys()
+            )
+        unasked = server.ask(path, body | {"return_progress": None}).text
+        assert "prompt_progress" not in unasked
+        # a cached beginning counts
+        messages = [said("user", "Hi."), said("assistant", server.chat(HI)[0]["content"]), said("user", long)]
+        body = {"messages": messages, "max_tokens": 2, "stream": True, "return_progress": True}
+        first = next(each for each in pieces_of(server.ask("/v1/chat/completions", body).text)[1:])
+        assert first["prompt_progress"]["processed"] == first["prompt_progress"]["cache"] > 0
+
+
+def pieces_of(text):
+    """The pieces of a stream."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.engine
 def test_an_answer_names_the_fields_that_were_ignored(server):
     for path, more in (
         ("/v1/chat/completions", {"messages": HI}),

@@ -131,7 +131,7 @@ def test_the_page_is_in_the_wheel(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {path.relative_to(ROOT).as_posix() for path in FILES} <= names
-    assert len(FILES) == 4
+    assert len(FILES) == 5
 
 
 def test_a_stream_says_that_it_lives_while_a_long_prompt_is_read(monkeypatch):
@@ -152,7 +152,7 @@ def test_a_stream_says_that_it_lives_while_a_long_prompt_is_read(monkeypatch):
             job.emit("piece", text="a")
 
         reading = asyncio.ensure_future(read())
-        async for each in app._pings(job):
+        async for each in app._pings(job, ("reading", "read")):
             found.append(each)
         await reading
         return found

@@ -271,7 +271,7 @@ def _tell(site: Site, slots: Slots) -> None:
     site.detokenize = detokenize
     site.count = talk.count
     site.stored = lambda: (len(talk.chats), talk.chats.n_bytes)
-    site.caches = lambda: (slots.most, slots.cache_bytes)
+    site.caches = lambda: (slots.most, len(slots.talks), slots.cache_bytes)
     site.props = {
         "model_path": str(model.path),
         "model_alias": site.model,

@@ -65,7 +65,8 @@ class Site:
     log
         Called with a line about each request; None keeps no log.
     stored, caches
-        Give the number of stored chats, and of requests that may be answered at once, and their bytes.
+        Give the number of stored chats and their bytes; how many requests may be answered at once, the
+        number of caches that there are for them so far, and their bytes.
     """
 
     model: str
@@ -81,7 +82,7 @@ class Site:
     counts: Counts = field(default_factory=Counts)
     log: Callable[[str], None] | None = None
     stored: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    caches: Callable[[], tuple[int, int]] = lambda: (1, 0)
+    caches: Callable[[], tuple[int, int, int]] = lambda: (1, 1, 0)
 
 
 def make(site: Site) -> Starlette:
@@ -216,7 +217,7 @@ async def _answer(site: Site, http: HttpRequest, request: Request, bodies: AnyBo
     try:
         if request.stream:
             # an early error gets its HTTP status
-            first = await _unless_gone(http, job, _soon(job))
+            first = await _unless_gone(http, job, _soon(job, () if request.with_progress else ("reading",)))
             if first and first["kind"] == "error":
                 raise first["error"]
             return _Streamed(job, _stream(site, job, request, bodies, first))
@@ -226,10 +227,15 @@ async def _answer(site: Site, http: HttpRequest, request: Request, bodies: AnyBo
         raise
 
 
-async def _soon(job: Job) -> Body | None:
+def _unsaid(request: Request) -> tuple[str, ...]:
+    """The kinds of events that a stream does not report."""
+    return ("read",) if request.with_progress else ("reading", "read")
+
+
+async def _soon(job: Job, unsaid: tuple[str, ...]) -> Body | None:
     """The first event, or None if it takes longer than a client should wait without a word."""
     try:
-        return await asyncio.wait_for(job.next_but("reading"), PING_S)
+        return await asyncio.wait_for(job.next_but(*unsaid), PING_S)
     except asyncio.TimeoutError:
         return None
 
@@ -268,10 +274,12 @@ async def _stream(
     lines = bodies.first()
     # log-probabilities of tokens without text
     listed: list[Body] = []
-    event, said_at = first or {"kind": "reading"}, time.monotonic()
+    event, said_at = first or {"kind": "read"}, time.monotonic()
     try:
         while True:
             lines += bodies.begun(job.counts)
+            if event["kind"] == "reading":
+                lines += bodies.progress(job.counts, event)
             listed += event.get("listed", [])
             shown = None if request.logprobs is None else listed
             for delta in event.get("deltas", []):
@@ -293,7 +301,7 @@ async def _stream(
             if event["kind"] in ("end", "error"):
                 return
             lines = []
-            async for found in _pings(job):
+            async for found in _pings(job, _unsaid(request)):
                 if found is None:
                     yield "".join([*bodies.begun(job.counts), bodies.ping()])
                 else:
@@ -302,10 +310,10 @@ async def _stream(
         job.cancel()
 
 
-async def _pings(job: Job) -> AsyncIterator[Body | None]:
+async def _pings(job: Job, unsaid: tuple[str, ...]) -> AsyncIterator[Body | None]:
     """The next event that a client gets, and None before it whenever it takes long."""
     # one wait for all: events that a client does not get must not put a ping off
-    waited = asyncio.ensure_future(job.next_but("reading", "read"))
+    waited = asyncio.ensure_future(job.next_but(*unsaid))
     try:
         while True:
             done, _ = await asyncio.wait({waited}, timeout=PING_S)
@@ -342,12 +350,13 @@ def _model_body(site: Site) -> Body:
 
 
 async def _props(site: Site, http: HttpRequest) -> Response:
-    n_slot, cache_bytes = site.caches()
-    return JSONResponse(_check_ready(site) | {"total_slots": n_slot, "cache_bytes": cache_bytes})
+    n_slot, n_cache, cache_bytes = site.caches()
+    now = {"total_slots": n_slot, "n_caches": n_cache, "cache_bytes": cache_bytes}
+    return JSONResponse(_check_ready(site) | now)
 
 
 async def _metrics(site: Site, http: HttpRequest) -> Response:
-    waiting, (_, cache_bytes) = site.waiting, site.caches()
+    waiting, (*_, cache_bytes) = site.waiting, site.caches()
     text = metrics.text(site.counts, len(waiting.running), len(waiting), site.stored(), cache_bytes)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -25,6 +25,10 @@ class Answer:
         """What a stream says of its prompt's tokens once they are known. It may be asked again."""
         return []
 
+    def progress(self, counts: Body | None, event: Body) -> list[str]:
+        """A stream's report of how much of the prompt is read. event: of kind "reading"."""
+        return []
+
     def ping(self) -> str:
         """What a stream says while it says nothing."""
         return ": ping\n\n"
@@ -67,6 +71,14 @@ class Bodies(Answer):
     def first(self) -> list[str]:
         """What a stream begins with."""
         return [self._piece({"role": "assistant", "content": ""})] if self._is_chat else []
+
+    def progress(self, counts: Body | None, event: Body) -> list[str]:
+        """llama-server's report: the prompt's tokens, how many were cached, and how many are read by now."""
+        if not counts:
+            return []
+        n, n_cached = counts["n_prompt"], counts["n_cached"]
+        now = {"processed": min(event["n_past"], n), "time_ms": round(1e3 * event["seconds"])}
+        return [self._piece({}, more={"prompt_progress": {"total": n, "cache": n_cached, **now}})]
 
     def piece(self, delta: Body, listed: list[Body] | None) -> list[str]:
         """What a stream says of a piece. delta: {"content": ...} and the like."""

@@ -93,6 +93,8 @@ class Request:
         Whether the answer comes piece by piece.
     with_usage
         Whether a stream ends with the usage.
+    with_progress
+        True if a stream says how much of the prompt is read.
     n_share
         How many of the last tokens to report the share of rows for.
     ignored
@@ -110,6 +112,7 @@ class Request:
     logprobs: int | None
     stream: bool
     with_usage: bool
+    with_progress: bool
     n_share: int
     ignored: list[str]
     names: Names
@@ -244,6 +247,7 @@ def _common(fields: Fields, defaults: Defaults) -> dict[str, Any]:
         "allowed": fields.tokens("allowed_token_ids"),
         "ignores_end": any([fields.flag(name) for name in ("ignore_eos", "ban_eos_token")]),
         "stream": stream,
+        "with_progress": fields.flag("return_progress") and stream,
         "with_usage": stream and bool((options or {}).get("include_usage")),
         "n_share": _share(fields.any("kvtool")),
     }

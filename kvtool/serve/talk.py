@@ -191,6 +191,7 @@ class Talk:
         self.writer.reset()
         tokens = _tokens(self.model, request.prompt)
         self._check_length(len(tokens))
+        job.counts = {"n_prompt": len(tokens), "n_cached": 0}
         is_scored = request.echo and request.logprobs is not None
         prompt = request.prompt
         text = prompt if isinstance(prompt, str) else text_of(self.model, prompt)
@@ -272,6 +273,7 @@ class Talk:
             param = None if settings.json_schema is None else "response_format"
             raise ApiError(str(of_usage(error)), param=param) from None
         n, self._listed, self._offsets = request.logprobs, [], Offsets()
+        began = time.perf_counter()
 
         def unless_gone() -> None:
             if job.is_cancelled:
@@ -288,7 +290,8 @@ class Talk:
                 self._crew.step(self.engine, n_all - n_read if n_all > 1 else 0)
                 unless_gone()
             if n_all > 1:
-                job.emit("reading", n_read=n_read, n_all=n_all)
+                seconds = time.perf_counter() - began
+                job.emit("reading", n_past=self.engine.n_past, seconds=seconds)
 
         self.writer.begin(sampler, shown, after_sampling, while_reading, frozenset(request.stop_tokens))
         unless_gone()

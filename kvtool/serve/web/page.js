@@ -27,7 +27,8 @@ const kept = (id) => [store.get("chat." + id)].find((each) => Array.isArray(each
 const created = () => ({ id: [...crypto.getRandomValues(new Uint8Array(12))].map((n) => n.toString(16).padStart(2, "0")).join(""), system: null, messages: [] });
 
 function titleOf(chat) {
-  const words = (chat.messages[0]?.content ?? "").trim().split(/\s+/).slice(0, 7).join(" ");
+  const [first] = chat.messages;
+  const words = (first?.content || first?.files?.[0].name || "").trim().split(/\s+/).slice(0, 7).join(" ");
   return words.length > 48 ? words.slice(0, 47) + "\u2026" : words;
 }
 
@@ -95,6 +96,7 @@ function draw() {
   const isEmpty = !chat.messages.length;
   log.replaceChildren(...(isEmpty ? [make("p", { className: "faint" }, welcome())] : chat.messages.map((_, i) => article(i))));
   document.title = isEmpty ? "kvtool" : `${titleOf(chat)} \u00b7 kvtool`;
+  get("save").disabled = isEmpty;
   refresh();
   log.scrollTop = log.scrollHeight;
 }
@@ -121,7 +123,9 @@ function article(i) {
   thought.open = opened.has(message);
   thought.ontoggle = () => opened[thought.open ? "add" : "delete"](message);
   const acts = make("div", { className: "acts" }, button("Copy", (event) => copy(message.content, event.target), isUser ? "Copy your message" : "Copy the reply"));
-  const node = make("article", { className: message.role }, thought, make("div", { dir: "auto" }), make("p", { className: "foot faint" }), acts);
+  const files = make("ul", { className: "files faint" }, ...(message.files ?? []).map((file) => make("li", {}, labelOf(file))));
+  files.hidden = !message.files?.length;
+  const node = make("article", { className: message.role }, thought, files, make("div", { dir: "auto" }), make("p", { className: "foot faint" }), acts);
   node.setAttribute("aria-label", isUser ? "You" : "Model");
   acts.append(isUser ? button("Edit", () => edit(node, i), "Edit your message") : button("Retry", retry, "Write the reply again"));
   return node;
@@ -130,7 +134,7 @@ function article(i) {
 function update(node, i) {
   if (node.classList.contains("editing")) return;
   const message = chat.messages[i], isLast = i === chat.messages.length - 1, run = isLast && runs.get(chat.id);
-  const [thought, body, foot, acts] = node.children;
+  const [thought, , body, foot, acts] = node.children;
   const isPlain = message.role === "user" || settings.plain;
   thought.hidden = !message.thought;
   thought.firstChild.textContent = run && !message.content ? "Thinking ..." : "Thoughts";
@@ -143,7 +147,7 @@ function update(node, i) {
   foot.textContent = said.filter(Boolean).map(capital).join(" \u00b7 ");
   foot.hidden = !foot.textContent;
   foot.classList.toggle("error", Boolean(message.error && !run));
-  acts.hidden = Boolean(run) || !message.content;
+  acts.hidden = Boolean(run) || !(message.content || message.files?.length);
   const [, other] = acts.children;
   other.disabled = runs.has(chat.id);
   if (message.role === "user") return;
@@ -163,7 +167,8 @@ function drawLast(its) {
 }
 
 function edit(node, i) {
-  const area = make("textarea", { value: chat.messages[i].content, dir: "auto" });
+  const { content, files } = chat.messages[i];
+  const area = make("textarea", { value: content, dir: "auto" });
   area.setAttribute("aria-label", "Your message");
   const close = () => {
     const again = article(i);
@@ -172,8 +177,8 @@ function edit(node, i) {
     focusText();
   };
   const send = () => {
-    if (!area.value.trim() || runs.has(chat.id)) return;
-    chat.messages.splice(i, Infinity, { role: "user", content: area.value });
+    if (!(area.value.trim() || files?.length) || runs.has(chat.id)) return;
+    chat.messages.splice(i, Infinity, { role: "user", content: area.value, files });
     answer(chat);
   };
   area.onkeydown = (event) => onKeys(event, send, close);
@@ -278,16 +283,21 @@ function statusOf({ tokens, held, archived, forgotten, cache_bytes, unsaved }, t
   return [`${number(tokens)} tokens: ${shares.filter(Boolean).join(", ")}`, `cache ${bytes(cache_bytes)}`, speed && `${speed.toFixed(1)} tokens/s`, unsaved].filter(Boolean).join(" \u00b7 ");
 }
 
+function readingOf({ total, cache, processed }) {
+  const n = total - cache, done = processed - cache;
+  return n > 0 ? `reading: ${Math.floor((100 * done) / n)} % of ${number(n)} tokens` : "reading ...";
+}
+
 // the history as the server takes it: what got no reply is said with the next message
 function bodyOf(chat) {
   const messages = chat.system ? [{ role: "system", content: chat.system }] : [];
-  for (const { role, content } of chat.messages) {
-    const last = messages.at(-1);
+  for (const message of chat.messages) {
+    const { role } = message, content = wordsOf(message), last = messages.at(-1);
     if (role === "assistant" && !content) continue;
     if (role === "user" && last?.role === "user") last.content += `\n\n${content}`;
     else messages.push({ role, content });
   }
-  const body = { messages, stream: true };
+  const body = { messages, stream: true, return_progress: true };
   if (settings.temperature !== "") body.temperature = Number(settings.temperature);
   if (settings.most !== "") body.max_tokens = Number(settings.most);
   if (settings.held) body.kvtool = { share: 4000 };
@@ -335,6 +345,7 @@ async function stream(its, message, run, body) {
       if (!line.startsWith("data: ")) continue;
       if (line === "data: [DONE]") { isOver = true; break; }
       const piece = JSON.parse(line.slice(6)), choice = piece.choices?.[0];
+      if (piece.prompt_progress) run.read = readingOf(piece.prompt_progress);
       if (piece.error) throw new Error(piece.error.message);
       message.thought += choice?.delta?.reasoning_content ?? "";
       message.content += choice?.delta?.content ?? "";
@@ -343,8 +354,7 @@ async function stream(its, message, run, body) {
       message.status = statusOf(piece.kvtool, piece.timings);
       if (piece.kvtool.share) shares.set(its.id, { ...piece.kvtool.share, tokens: piece.kvtool.tokens });
     }
-    // the server says pings while it reads
-    run.doing = message.thought || message.content ? "writing ..." : "reading ...";
+    run.doing = message.thought || message.content ? "writing ..." : run.read ?? "reading ...";
     drawLast(its);
   }
   if (!message.content && !message.thought) return note || "the model said nothing";
@@ -396,9 +406,12 @@ function askKey(why) {
 }
 
 function send() {
-  if (!text.value.trim() || runs.has(chat.id)) return;
-  chat.messages.push({ role: "user", content: text.value });
+  if (!(text.value.trim() || attached.length) || runs.has(chat.id)) return;
+  chat.messages.push({ role: "user", content: text.value, files: attached });
   text.value = "";
+  attached = [];
+  get("file-said").textContent = "";
+  drawAttached();
   grow(text);
   answer(chat);
 }
@@ -407,6 +420,11 @@ function retry() {
   if (runs.has(chat.id)) return;
   if (chat.messages.at(-1).role === "assistant") chat.messages.pop();
   answer(chat);
+}
+
+// a server that answers several at once has a cache for each
+function cacheOf({ n_caches: n, cache_bytes }) {
+  return n > 1 ? `${n} caches of ${bytes(cache_bytes / n)}` : `cache ${bytes(cache_bytes)}`;
 }
 
 // the line at the top; asks until the server is ready
@@ -421,7 +439,7 @@ async function about() {
   } catch { /* asked again */ }
   if (said) setTimeout(about, 2000);
   get("about").textContent = said ? capital(said) : `${props.model_alias} \u00b7 ${props.policy}, ${number(props.budget)} tokens per KV head`;
-  if (!said) get("about").append(make("span", { className: "wide", textContent: ` \u00b7 cache ${bytes(props.cache_bytes)}` }));
+  if (!said) get("about").append(make("span", { className: "wide", textContent: ` \u00b7 ${cacheOf(props)}` }));
   if (!said && !chat.messages.length) draw();
 }
 
