@@ -290,8 +290,8 @@ class Talk:
                 self._crew.step(self.engine, n_all - n_read if n_all > 1 else 0)
                 unless_gone()
             if n_all > 1:
-                seconds = time.perf_counter() - began
-                job.emit("reading", n_past=self.engine.n_past, seconds=seconds)
+                now = {"n_past": self.engine.n_past, "seconds": time.perf_counter() - began}
+                job.emit("reading", n_read=n_read, n_all=n_all, **now)
 
         self.writer.begin(sampler, shown, after_sampling, while_reading, frozenset(request.stop_tokens))
         unless_gone()
