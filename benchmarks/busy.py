@@ -39,7 +39,7 @@ from overhead import N_STOCK, Kvtool, Stock
 from rich.console import Console
 from rich.table import Table
 
-from kvtool.llama.devices import default_threads
+from kvtool.system.cpu import default_threads
 
 SPIN = "GOMP_SPINCOUNT"
 _OURS, _ALL, _ONE, _STOCK = "kvtool", "kvtool, all cores", "kvtool, one thread", "stock, all cores"

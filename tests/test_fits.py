@@ -24,9 +24,10 @@ HINT = "a better model fits here: kvtool chat -m "
 
 @pytest.fixture
 def memory(monkeypatch):
-    """memory(GiB, GiB of a GPU): the machine has so much."""
+    """memory(GiB, GiB of a GPU, cores=8): the machine has so much."""
 
-    def use(total, *gpus):
+    def use(total, *gpus, cores=8):
+        monkeypatch.setattr(fits, "default_threads", lambda: cores)
         monkeypatch.setattr(fits, "total_bytes", lambda: int(total * GIB))
         found = [{"type": "gpu", "memory_total": int(gpu * GIB), "memory_free": 0} for gpu in gpus]
         monkeypatch.setattr(devices, "devices", lambda: [{"type": "cpu", "memory_total": 2**60}, *found])
@@ -58,11 +59,17 @@ def test_sizes_are_known_and_what_is_recommended_is_free():
 def test_the_best_is_the_largest_recommended_one_that_fits_and_is_quick(memory):
     entries = registry().values()
 
-    def best(*of):
-        memory(*of)
+    def best(*of, cores=8):
+        memory(*of, cores=cores)
         return named(fits.best(entries, fits.room()))
 
-    # a CPU reads no more than 3 GB for each token, however much memory there is
+    # a core goes through 1 GB for each of ten tokens a second, and all of them through 3.1
+    assert [best(64, cores=cores) for cores in (1, 2, 3, 4, 64)] == [
+        *("qwen3-0.6b", "qwen3.5-2b"),
+        *["qwen3-4b-2507"] * 3,
+    ]
+    # few cores take nothing away from a GPU
+    assert best(64, 24, cores=1) == "gpt-oss-20b"
     assert [best(total) for total in (0.5, 4, 8, 64)] == [
         None,
         "qwen3.5-2b",

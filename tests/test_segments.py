@@ -15,7 +15,7 @@ import pytest
 from kvtool.chats import segments, session
 from kvtool.chats.segments import Store, beside
 from kvtool.errors import SessionError
-from kvtool.llama.segment import CLUSTERS, TABLE, clusters_name, pieces
+from kvtool.llama.segment import CLUSTERS, TABLE, clusters_name, listed, listed_clusters, pieces
 from kvtool.system import files
 from tests.test_files import full_after
 
@@ -63,8 +63,8 @@ class Archive:
         return data[begin // self.n_token : end // self.n_token].reshape(-1)
 
     def restore(self, saved):
-        self.segments = list(segments.listed(saved))
-        self.clusters = list(segments.listed_clusters(saved))
+        self.segments = list(listed(saved))
+        self.clusters = list(listed_clusters(saved))
         return self
 
 

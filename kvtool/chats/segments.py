@@ -14,15 +14,12 @@ with its id.
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -37,13 +34,8 @@ from kvtool.llama.segment import (
     Clusters,
     Part,
     Segment,
-    clusters_name,
-    layer_name,
-    listed,
-    listed_clusters,
     listed_parts,
     listing,
-    span,
 )
 from kvtool.system.files import create, set_aside, temporary, write_all
 
@@ -55,7 +47,7 @@ FORMAT = 1
 
 SUFFIX = ".archive"
 _NEXT = ".next"
-_ID, _LAYERS = "archive.id", "archive.layers"
+ID, LAYERS = "archive.id", "archive.layers"
 _N_ID = 16
 _START = b"kvtool archive "
 _FIRST = b"%s%d %%s\n" % (_START, FORMAT)
@@ -63,8 +55,6 @@ _N_FIRST = len(_FIRST % bytes(2 * _N_ID))
 _FIRST_LINE = re.compile(_FIRST % b"([0-9a-f]{32})")
 _PIECE = 4 * 2**20
 """Bytes of a segment, about: what is held in memory to write it."""
-_N_HASHING = min(os.cpu_count() or 1, 4)
-"""Threads that check a file's hashes: of a large one that takes most of the time."""
 
 Listing = list[tuple[str, np.ndarray]]
 
@@ -77,7 +67,7 @@ def beside(path: Path) -> Path:
 
 def delete(path: Path) -> None:
     """Removes the archive of the session at `path`, if it has one. Leaves files that are not kvtool's."""
-    for place in _places(path):
+    for place in places(path):
         _delete(place)
 
 
@@ -107,7 +97,7 @@ class Store:
     def adopt(self, saved: Mapping[str, np.ndarray]) -> None:
         """Goes on with the file that the session lists, which was read and is `saved`."""
         self.close()
-        names = [_ID, _LAYERS, SEGMENTS, DIGESTS, CLUSTERS, CLUSTER_DIGESTS]
+        names = [ID, LAYERS, SEGMENTS, DIGESTS, CLUSTERS, CLUSTER_DIGESTS]
         # copies: a view of the session's file would keep that open
         self._listed = {name: np.array(saved[name]) for name in names if name in saved}
 
@@ -153,18 +143,18 @@ class Store:
 
     def open(self) -> None:
         """Opens the file that the session lists, unless it is open. Raises OSError."""
-        if self._file and (not self._session or self._file.is_at(_places(self._session))):
+        if self._file and (not self._session or self._file.is_at(places(self._session))):
             return
         saved = self._listed
         self.close()
         if not self._session or not len(saved.get(SEGMENTS, ())):
             return
-        places = _, following = _places(self._session)
-        for place in places:
+        both = _, following = places(self._session)
+        for place in both:
             with ExitStack() as stack, suppress(FileNotFoundError):
                 file = stack.enter_context(place.open("r+b", buffering=0))
-                if _id_of(file) == bytes(saved[_ID]):
-                    self._file = _File(file, bytes(saved[_ID]), listed_parts(saved), saved[_LAYERS])
+                if id_of(file) == bytes(saved[ID]):
+                    self._file = _File(file, bytes(saved[ID]), listed_parts(saved), saved[LAYERS])
                     stack.pop_all()
                     break
         # what a killed process did not come to
@@ -175,7 +165,7 @@ class Store:
     def settle(self) -> None:
         """Gives an open file that has only its second name the first. Raises OSError."""
         if self._file and self._session:
-            path, following = _places(self._session)
+            path, following = places(self._session)
             if not self._file.is_at([path]):
                 os.replace(following, path)
 
@@ -188,7 +178,7 @@ class Store:
         try:
             with place.open("rb", buffering=0) as file:
                 # what has a second name was set aside before a process was killed
-                other = _id_of(file) if os.fstat(file.fileno()).st_nlink == 1 else None
+                other = id_of(file) if os.fstat(file.fileno()).st_nlink == 1 else None
         except FileNotFoundError:
             return
         if other and other not in known | ({self._file.name} if self._file else set()):
@@ -218,7 +208,7 @@ class Store:
         """An empty file, to become the store's own."""
         if not self._session:
             return _File.new(cast(FileIO, temporary(buffering=0)))
-        path, following = _places(self._session)
+        path, following = places(self._session)
         for place in (path, following):
             if place.exists() and not _is_ours(place):
                 raise SessionError(f"{place} is not an archive of kvtool; rename it, or name another session")
@@ -246,7 +236,7 @@ class Store:
             return
         file.raw.close()
         if self._session:
-            _delete(_places(self._session)[1])
+            _delete(places(self._session)[1])
 
 
 class _File:
@@ -334,106 +324,6 @@ class _File:
             self.raw.truncate(end)
 
 
-class Joined(Mapping[str, np.ndarray]):
-    """A session's arrays; those of the archive are put together from its segments when they are asked for.
-
-    Parameters
-    ----------
-    arrays
-        The session's own.
-    file
-        The file that has the segments, if there is one.
-    name, owner
-        What stands for that file and for the session in error messages.
-
-    Raises
-    ------
-    SessionError
-        Where the file is missing, damaged, or of another session.
-    """
-
-    def __init__(self, arrays: Mapping[str, np.ndarray], file: FileIO | None, name: str, owner: str) -> None:
-        self._arrays = arrays
-        self._segments = listed(arrays)
-        self._parts = listed_parts(arrays)
-        self._layers = arrays[_LAYERS].tolist()
-        self._names = {layer_name(layer): layer for layer in range(len(self._layers))}
-        self._clusters = {clusters_name(i): each for i, each in enumerate(listed_clusters(arrays))}
-        self._begin, end = span(arrays)
-        if not self._segments:
-            self._data = np.empty(0, np.uint8)
-            return
-        if not file:
-            raise _useless(name, "is missing", owner)
-        if _id_of(file) != bytes(arrays[_ID]):
-            what = "belongs to another session" if _id_of(file) else "is damaged"
-            raise _useless(name, what, owner)
-        self._data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-        order = list(self._segments)
-        is_complete = (
-            order[0].begin <= self._begin
-            and order[-1].end == end
-            and all(one.end == other.begin for one, other in pairwise(order))
-        )
-        with ThreadPoolExecutor(_N_HASHING) as pool:
-            if not is_complete or not all(pool.map(self._is_whole, self._parts)):
-                raise _useless(name, "is damaged", owner)
-
-    def _is_whole(self, part: Part) -> bool:
-        # of a file that ends before it there is less
-        return hashlib.sha256(self._bytes_of(part).data).digest() == part.sha256
-
-    def _bytes_of(self, part: Part) -> np.ndarray:
-        at = self._parts[part]
-        return self._data[at : at + part.size(sum(self._layers))]
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        if name in self._arrays:
-            return self._arrays[name]
-        if name in self._clusters:
-            return self._bytes_of(self._clusters[name])
-        parts = [np.empty(0, np.uint8), *(data for _, data in self.pieces(self._names[name]))]
-        return np.concatenate(parts)
-
-    def pieces(self, layer: int) -> list[tuple[int, np.ndarray]]:
-        """As `llama.segment.pieces` gives them."""
-        n_bytes, before = self._layers[layer], sum(self._layers[:layer])
-        found = []
-        for segment, at in self._segments.items():
-            n, first = segment.end - segment.begin, max(self._begin, segment.begin)
-            start = at + before * n + (first - segment.begin) * n_bytes
-            found.append((first, self._data[start : at + (before + n_bytes) * n]))
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([*self._arrays, *self._names, *self._clusters])
-
-    def __len__(self) -> int:
-        return len(self._arrays) + len(self._names) + len(self._clusters)
-
-
-def join(path: Path, arrays: Mapping[str, np.ndarray]) -> Joined:
-    """The arrays of the session at `path` with those of its archive.
-
-    Raises OSError, and SessionError where the archive is missing, damaged or another session's.
-    """
-    found = None
-    with ExitStack() as stack:
-        for place in _places(path):
-            with suppress(FileNotFoundError):
-                file = stack.enter_context(place.open("rb", buffering=0))
-                if not found or _id_of(file) == bytes(arrays[_ID]):
-                    found = file
-        return Joined(arrays, found, f"{path}{SUFFIX}", str(path))
-
-
-def _useless(name: str, what: str, owner: str) -> SessionError:
-    return SessionError(
-        f"{name} {what}, and the chat in {owner} cannot continue without its archive; "
-        f"put that back, or print the text with `kvtool session export {owner}`"
-    )
-
-
 def _wanted(archive: Archive, at: Mapping[Part, int]) -> list[Part]:
     """The parts that an archive consists of. Those to be written are within it, and of few MiB."""
     return [*_wanted_segments(archive, at), *_wanted_clusters(archive, at)]
@@ -479,8 +369,8 @@ def _wanted_clusters(archive: Archive, at: Mapping[Part, int]) -> list[Clusters]
 
 def _listing(archive: Archive, file: _File | None) -> Listing:
     return [
-        (_ID, np.frombuffer(file.name if file else bytes(_N_ID), np.uint8)),
-        (_LAYERS, np.array(archive.layer_bytes, np.int64)),
+        (ID, np.frombuffer(file.name if file else bytes(_N_ID), np.uint8)),
+        (LAYERS, np.array(archive.layer_bytes, np.int64)),
         *listing(archive.segments, archive.clusters, file.at if file else {}),
     ]
 
@@ -488,13 +378,13 @@ def _listing(archive: Archive, file: _File | None) -> Listing:
 def size(session: Path) -> int:
     """Bytes of the archive of the session at `session`, with what a killed process has left of a next one."""
     n = 0
-    for place in _places(session):
+    for place in places(session):
         with suppress(OSError):
             n += place.stat().st_size
     return n
 
 
-def _places(session: Path) -> tuple[Path, Path]:
+def places(session: Path) -> tuple[Path, Path]:
     """The two names of a session's archive."""
     path = beside(session)
     return path, path.with_name(path.name + _NEXT)
@@ -508,10 +398,10 @@ def _delete(place: Path) -> None:
 
 def id_in(arrays: Mapping[str, np.ndarray]) -> bytes | None:
     """The id of the archive that a session lists; None without one. arrays: the session's own."""
-    return bytes(arrays[_ID]) if _ID in arrays else None
+    return bytes(arrays[ID]) if ID in arrays else None
 
 
-def _id_of(file: FileIO) -> bytes | None:
+def id_of(file: FileIO) -> bytes | None:
     """The id of an archive; None where it is not one of this format."""
     file.seek(0)
     found = _FIRST_LINE.fullmatch(file.read(_N_FIRST))

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from kvtool.chats import segments
+from kvtool.chats.joined import Joined, join
 from kvtool.errors import SessionError
 from kvtool.llama.segment import SEGMENTS
 from kvtool.system.files import LOCK, is_locked, locked, replacing, set_aside
@@ -165,8 +166,8 @@ def load(file: BinaryIO, name: str, archive: FileIO | Path | None = None) -> tup
     if SEGMENTS not in arrays:
         return meta, arrays
     if isinstance(archive, Path):
-        return meta, segments.join(archive, arrays)
-    return meta, segments.Joined(arrays, archive, f"the archive of {name}", name)
+        return meta, join(archive, arrays)
+    return meta, Joined(arrays, archive, f"the archive of {name}", name)
 
 
 def _load(file: BinaryIO, name: str) -> tuple[Meta, dict[str, np.ndarray]]:

@@ -19,6 +19,7 @@ from kvtool.errors import KvtoolError, LibraryError, UsageError
 from kvtool.options.field import Options, again, option
 from kvtool.options.run import Run
 from kvtool.system import interrupt
+from kvtool.system.cpu import default_threads
 from kvtool.system.texts import json_text
 
 if TYPE_CHECKING:
@@ -102,7 +103,6 @@ def bench(*, own: _Own, run: _Run, as_json: Json = False) -> None:
     workers = opening.workers_of(run.rpc, run.gpu_layers)
     path, info = opening.located(run.model, locate)
 
-    from kvtool.llama.devices import default_threads
     from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
     from kvtool.measure.machine import machine
 

@@ -21,6 +21,7 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.options.field import KEEPS, Options, option
 from kvtool.options.run import TextRun
 from kvtool.system import interrupt
+from kvtool.system.cpu import default_threads
 from kvtool.system.texts import Source, json_text
 from kvtool.units import CACHE_TYPES
 
@@ -134,7 +135,6 @@ def compare(
         say([cut])
 
         from kvtool.llama.crash import guard
-        from kvtool.llama.devices import default_threads
         from kvtool.llama.log import set_verbose
         from kvtool.measure import records
         from kvtool.measure.results import Results

@@ -18,6 +18,7 @@ from kvtool.errors import LibraryError, UsageError
 from kvtool.llama import endpoints
 from kvtool.options.field import Options, option, within
 from kvtool.system import interrupt
+from kvtool.system.cpu import default_threads
 from kvtool.units import MOST_THREADS, format_bytes, parse_bytes
 
 _SHORT_S = 1.0
@@ -63,7 +64,6 @@ def worker(*, serving: _Serving) -> None:
     listener(address, port).close()
 
     from kvtool.llama.crash import guard
-    from kvtool.llama.devices import default_threads
     from kvtool.llama.log import set_verbose
     from kvtool.llama.workers import served, server
 

@@ -13,10 +13,11 @@ from kvtool.errors import LibraryError, OutOfMemory, UsageError
 from kvtool.llama.batch import Batch
 from kvtool.llama.bindings import api
 from kvtool.llama.crash import crash_means, damaged
-from kvtool.llama.devices import default_threads, has_gpu
+from kvtool.llama.devices import has_gpu
 from kvtool.llama.log import because, log_tail, no_memory
 from kvtool.llama.model import Model
 from kvtool.llama.threads import Threads
+from kvtool.system.cpu import default_threads
 from kvtool.units import CACHE_TYPES
 
 FLASH = {"auto": -1, "off": 0, "on": 1}

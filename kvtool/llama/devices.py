@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-from pathlib import Path
 from typing import Any
 
 from kvtool.llama.bindings import api, bind, is_ours, lib, library_path, stock_version, upstream
@@ -66,16 +64,6 @@ def gpu_free_bytes() -> int:
     gpus = gpus or [device for device in found if device["type"] == "igpu"]
     is_one_machine = not any(device["name"].startswith("RPC") for device in gpus)
     return sum(device["memory_free"] for device in gpus) if is_one_machine else 0
-
-
-def default_threads() -> int:
-    """One thread per core that this process may use: two on one core are slower than one."""
-    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        shared = Path("/sys/devices/system/cpu/smt/active").read_text().strip() == "1"
-    except OSError:
-        shared = False
-    return max(n // 2, 1) if shared else n
 
 
 def library_info() -> dict[str, Any]:

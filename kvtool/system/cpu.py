@@ -1,7 +1,8 @@
-"""What this CPU can do. Imports the standard library only."""
+"""The CPU: its features, its name and its cores. Imports the standard library only."""
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import sys
@@ -41,3 +42,13 @@ def cpu_name() -> str:
             if name := next((line for line in lines if line.startswith("model name")), ""):
                 return name.partition(":")[2].strip()
     return platform.processor() or platform.machine() or "unknown"
+
+
+def default_threads() -> int:
+    """One thread per core that this process may use: two on one core are slower than one."""
+    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        shared = Path("/sys/devices/system/cpu/smt/active").read_text().strip() == "1"
+    except OSError:
+        shared = False
+    return max(n // 2, 1) if shared else n
