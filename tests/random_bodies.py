@@ -123,6 +123,13 @@ SCHEMAS = (
 )
 
 
+def ending(body):
+    """The body, with a limit of tokens in place of one that no test waits for: -1 is no limit."""
+    if isinstance(body, dict):
+        body |= {name: 8 for name in LIMITS if body.get(name) in (-1, 2**31 - 1)}
+    return body
+
+
 class Bodies:
     """Draws bodies."""
 
@@ -136,7 +143,8 @@ class Bodies:
             [self.completion, self.response] * 4 + [self.message] * 12 + [self.tokens] * 3 + [self.shaped] * 2
         )
         ways += [self.value, self.raw, self.large]
-        return self.rng.choice(ways)()
+        path, body = self.rng.choice(ways)()
+        return path, ending(body)
 
     def text(self, body):
         """A body as bytes, with numbers that no writer writes, and names that come twice."""
@@ -455,5 +463,8 @@ stream_options logprobs logit_bias response_format json_schema grammar tools too
 parallel_tool_calls prompt_cache_key echo user metadata content tokens add_special text
 system stop_sequences thinking output_config
 instructions max_output_tokens functions audio reasoning_effort cache_prompt suffix id_slot samplers
+stop_token_ids allowed_token_ids ignore_eos return_progress modalities repetition_penalty min_tokens n_keep
+include top_logprobs dry_sequence_breakers continue_final_message add_generation_prompt unheard_of
 """
 FIELDS = (*_NAMES.split(), *ENDS)
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")

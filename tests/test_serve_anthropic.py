@@ -164,7 +164,7 @@ def test_all_tools_are_in_the_prompt_if_a_hosted_search_would_load_them():
         ({"system": 5}, "system must be a string or a list of blocks"),
         ({"system": [IMAGE]}, "system[0] is of type image"),
         ({"max_tokens": None}, "max_tokens is missing"),
-        ({"max_tokens": -2}, "max_tokens must be in -1.."),
+        ({"max_tokens": -1}, "max_tokens must be in 0.."),
         ({"max_tokens": "5"}, "max_tokens must be a whole number"),
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"stream": 1}, "stream must be true or false"),

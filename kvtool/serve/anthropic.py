@@ -60,8 +60,11 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, Places]:
         for where, message in _messages(each, f"messages[{i}]", tools):
             add(where, message)
     chat: Body = {"messages": messages}
+    # this interface has no answer without a limit
+    n_max = fields.whole("max_tokens", 0, 2**31 - 1)
     if not is_counted:
-        _check_answered(messages, fields)
+        _check_answered(messages, n_max)
+        chat["max_tokens"] = n_max
     if stops := fields.texts("stop_sequences", MOST_STOPS):
         chat["stop"], places["stop"] = list(stops), "stop_sequences"
     if given is not None:
@@ -78,9 +81,9 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, Places]:
     return {name: fields.any(name) for name in fields.left} | chat, places
 
 
-def _check_answered(messages: list[Body], fields: Fields) -> None:
+def _check_answered(messages: list[Body], n_max: int | None) -> None:
     """Raise ApiError for a request that cannot be answered."""
-    if "max_tokens" not in fields.left:
+    if n_max is None:
         raise ApiError("max_tokens is missing: it is the most tokens of the answer", param="max_tokens")
     if messages[-1]["role"] == "assistant":
         raise ApiError("messages must end with one of the user: kvtool continues no reply", param="messages")
