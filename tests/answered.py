@@ -22,12 +22,13 @@ class Answering:
     """A talk whose replies a test dictates.
 
     talk: the `Talk`. dictated: texts of the next replies, markers as tokens; without one the model writes.
-    prompt: all that the engine had when the last reply was begun, markers written out.
+    prompt: all that the engine had when the last reply was begun, markers written out; prompt_tokens: its
+    tokens.
     """
 
     def __init__(self, talk, defaults):
         self.talk, self.defaults = talk, defaults
-        self.dictated, self.prompt = [], ""
+        self.dictated, self.prompt, self.prompt_tokens = [], "", []
         self._draw, talk._draw = talk._draw, self._dictate
 
     def _dictate(self, *args, **how):
@@ -40,7 +41,8 @@ class Answering:
         tokens = iter([*model.tokenize(self.dictated.pop(0), special=True).tolist(), *end])
 
         def sample(context):
-            self.prompt = self.prompt or self.text
+            if not self.prompt:
+                self.prompt, self.prompt_tokens = self.text, self.talk.writer.tokens.tolist()
             sampler.recent.append(next(tokens))
             return sampler.recent[-1]
 

@@ -92,9 +92,9 @@ PLANTED = {
     ),
     "chats, headers": Fault(
         "an empty thought of a reply's header stays once the reply is an earlier one",
-        "kvtool/chats/conversation.py",
-        "if not (splitter.had_thought or self.header.n_left_out):",
-        "if not splitter.had_thought:",
+        "kvtool/chats/header.py",
+        "return cls(tokens, kept, left_out, len(tokens) - n, rest)",
+        "return whole",
         ("test_thinking.py",),
     ),
     "serve, thinking": Fault(
@@ -102,6 +102,13 @@ PLANTED = {
         "kvtool/serve/wishes.py",
         "        if why:\n            remarks.append(",
         "        if False:\n            remarks.append(",
+        ("test_serve_thinking.py",),
+    ),
+    "serve, thoughts": Fault(
+        "a thought between calls is dropped although the template shows it",
+        "kvtool/serve/rendering.py",
+        "return Later(self._with_start(reply, region), self._behind_header(region))",
+        "return Later(reply, self.header.earlier)",
         ("test_serve_thinking.py",),
     ),
     "serve, variables": Fault(
@@ -149,8 +156,8 @@ PLANTED = {
     "serve, pieces": Fault(
         "a chat is stored before its reply is whole",
         "kvtool/serve/talk.py",
-        "name: value for name, value in reply.message.items()",
-        'name: value[:-1] if name == "content" else value for name, value in reply.message.items()',
+        "said = dict(reply.message)",
+        'said = reply.message | {"content": reply.message["content"][:-1]}',
         ("test_serve_chats.py",),
     ),
     "serve, snapshots": Fault(

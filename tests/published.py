@@ -6,7 +6,12 @@ import tarfile
 from functools import cache
 from pathlib import PurePosixPath
 
+import pytest
+
 from kvtool.build import sources
+
+WANT_FUNCTIONS = {"fireworks-ai-llama-3-firefunction-v2"}
+"""Templates that render no chat without a variable of their own for tools."""
 
 
 @cache
@@ -23,3 +28,6 @@ def templates() -> dict[str, str]:
                     assert file
                     found[path.stem] = file.read().decode()
     return found
+
+
+needs_published = pytest.mark.skipif(not templates(), reason="the sources of llama.cpp are gone")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import jinja2
 import pytest
@@ -13,6 +14,7 @@ from kvtool.chats.effort import LEVELS, OFF, ON, Efforts
 from kvtool.chats.template import Template, _Generation
 from kvtool.errors import ModelError
 from tests import published
+from tests.published import WANT_FUNCTIONS, needs_published
 
 CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 HEADER = "{% if add_generation_prompt %}[assistant] %OPEN%{% endif %}"
@@ -121,17 +123,9 @@ LEVELED = {
 }
 """Templates that take levels, with the variable and the levels."""
 
-WANT_TOOLS = {
-    *("CohereForAI-c4ai-command-r-plus-tool_use", "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use"),
-    *("NousResearch-Hermes-3-Llama-3.1-8B-tool_use", "fireworks-ai-llama-3-firefunction-v2"),
-}
-"""Templates that render no chat without tools."""
 
-needs_published = pytest.mark.skipif(not published.templates(), reason="the sources of llama.cpp are gone")
-
-
-def as_jinja_has_it(source, **variables):
-    """The chat with Jinja alone."""
+def with_jinja_alone(source):
+    """with_jinja_alone(source)(**variables): the chat as Jinja renders it."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
@@ -142,9 +136,16 @@ def as_jinja_has_it(source, **variables):
     environment.globals.update(
         bos_token="<s>", eos_token="</s>", raise_exception=fail, strftime_now=lambda form: "today"
     )
-    return environment.from_string(source).render(
-        messages=USER, tools=None, add_generation_prompt=True, **variables
-    )
+    chat = partial(environment.from_string(source).render, messages=USER, add_generation_prompt=True)
+
+    def rendered(**variables):
+        try:
+            return chat(tools=None, **variables)
+        except TypeError:
+            # it runs over tools whatever they are
+            return chat(**variables)
+
+    return rendered
 
 
 @needs_published
@@ -152,15 +153,15 @@ def test_every_published_template_takes_what_its_own_variables_say():
     found = published.templates()
     assert len(found) >= 68
     switches = {name: variable for variable, names in SWITCHES.items() for name in names}
-    assert {*switches, *LEVELED, *WANT_TOOLS} <= found.keys()
+    assert {*switches, *LEVELED, *WANT_FUNCTIONS} <= found.keys()
     for name, source in found.items():
         template = Template(source, "<s>", "</s>")
         template._environment.globals["strftime_now"] = lambda form: "today"
-        if name in WANT_TOOLS:
+        if name in WANT_FUNCTIONS:
             with pytest.raises(ModelError):
                 template.render(USER)
             continue
-        efforts = Efforts.of(template)
+        efforts, rendered = Efforts.of(template), with_jinja_alone(source)
         switch = [switches[name]] if name in switches else []
         assert list(efforts.on or {}) == list(efforts.off or {}) == switch, name
         variable, levels = LEVELED.get(name, (None, ()))
@@ -169,7 +170,7 @@ def test_every_published_template_takes_what_its_own_variables_say():
         for effort in (OFF, ON, *LEVELS):
             variables, why = efforts.variables(effort)
             under = template.under(variables)
-            assert under.render(USER) == as_jinja_has_it(source, **variables), (name, effort)
+            assert under.render(USER) == rendered(**variables), (name, effort)
             if effort == OFF and why is None:
                 assert not under.opens_thought, name
                 # nothing but what ends a thought may follow a tag that opens one

@@ -112,6 +112,14 @@ def test_a_chat_is_said_in_roles_that_the_template_takes(source, roles, text):
     assert messages == said(roles)
 
 
+def test_a_template_that_runs_over_tools_takes_a_chat_without_them():
+    for source in ("{% for t in tools %}{{ t.name }}{% endfor %}", "{{ tools | length }}{{ tools | join }}"):
+        template = Template(source + "{{ messages[0].content }}", "", "")
+        assert template.render([{"role": "user", "content": "Hello"}]).endswith("Hello")
+    # one that asks whether there are any sees that there are none
+    assert Template("{{ tools is none }}", "", "").render([{"role": "user", "content": "."}]) == "True"
+
+
 def test_a_template_that_takes_no_chat_at_all_fails_as_it_is():
     template = Template("{{ raise_exception('no ' ~ messages | length) }}", "", "")
     with pytest.raises(Exception, match="no 3"):

@@ -73,7 +73,8 @@ def test_a_request_is_a_chat():
         said("system", "A.\n\nB."),
         said("user", "One, two."),
         said("system", "New rules."),
-        said("assistant", "So:") | {"tool_calls": [call("a", '{"where": "Ü"}'), call("b", "{}")]},
+        said("assistant", "So:")
+        | {"reasoning_content": "Hm.", "tool_calls": [call("a", '{"where": "Ü"}'), call("b", "{}")]},
         {"role": "tool", "tool_call_id": "a", "content": "It is."},
         {"role": "tool", "tool_call_id": "b", "content": "xy"},
         said("user", "Go."),

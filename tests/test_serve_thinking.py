@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import httpx2 as httpx
 import pytest
 
+from kvtool.chats.effort import Efforts
+from kvtool.chats.template import Template
 from kvtool.llama.model import Model
 from kvtool.serve import wishes
 from kvtool.serve.errors import ApiError
 from kvtool.serve.fields import Fields
+from kvtool.serve.rendering import Renderings
 from kvtool.serve.wishes import Wish
-from tests import tiny
+from tests import published, tiny
 from tests.answered import answering
 from tests.held import PATIENCE_S
+from tests.published import WANT_FUNCTIONS, needs_published
 from tests.serving import ONE_THREAD, serving
 
 pytestmark = pytest.mark.engine
@@ -257,3 +262,223 @@ def test_a_server_starts_with_an_effort_that_its_template_takes(tmp_path):
     refused = pytest.raises(AssertionError, match="--think low: the model's chat template takes off and on")
     with refused, serving(path, *options, "--think", "low"):
         pass
+
+
+# thoughts that come back
+
+AGENT = (
+    "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last and m.reasoning_content %}"
+    "{{ '<think>\n' ~ m.reasoning_content.strip('\n') ~ '\n</think>\n\n' }}{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n'
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n%OPEN%{% endif %}"
+)
+"""Thoughts since the user's last message stay: interleaved thinking, as Qwen3 and others have it."""
+
+KEEPS = AGENT.replace("and loop.index0 > ns.last and m.reasoning_content", "and m.reasoning_content")
+ALWAYS = AGENT.replace(
+    "{% if m.role == 'assistant' and loop.index0 > ns.last and m.reasoning_content %}",
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}",
+).replace("m.reasoning_content.strip", "(m.reasoning_content or '').strip")
+"""A reply without a thought has an empty one, as Qwen3.5 has it."""
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def bytewise(tmp_path_factory):
+    """A model of a small vocabulary: a text has the same tokens wherever it is cut."""
+    path = tmp_path_factory.mktemp("bytes") / "bytes.gguf"
+    tiny.write_llama(path, n_ctx_train=4096)
+    model = Model(path)
+    yield model
+    model.close()
+
+
+def fresh(serve, messages, **more):
+    """The tokens of a request's prompt as another server would read it."""
+    request = serve.request({"messages": messages, **more})
+    rendering, _ = Renderings(serve.talk.model, serve.talk.template).of(request.wish)
+    return rendering.whole(request.messages, request.tools)[0].tolist()
+
+
+def agent(serve, opens, sends):
+    """Lets an agent look twice and answer, and then the user ask again. Yields request, event, and prompt.
+
+    opens: the header opens the thought. sends: the client sends thoughts back.
+    """
+    messages, start = [{"role": "user", "content": "Look around."}], "" if opens else "<think>\n"
+    replies = [f"{start}First I look.\n</think>\n\n{CALL}", f"{start}Once more.\n</think>\n\n{CALL}"]
+    replies += [f"{start}That is it.\n</think>\n\nIt is a room.", f"{start}Well.\n</think>\n\nYes."]
+    for i, text in enumerate(replies):
+        end = serve(messages, text, tools=[TOOL])
+        yield list(messages), end
+        reply = dict(end["message"])
+        assert reply["reasoning_content"].strip() == text.removeprefix(start).partition("\n</think>")[0]
+        if not sends:
+            del reply["reasoning_content"]
+        messages.append(reply)
+        for call in reply.get("tool_calls", ()):
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"A wall, {i} windows."})
+        if "tool_calls" not in reply:
+            messages.append({"role": "user", "content": "Sure?"})
+    serve(messages, f"{start}So.\n</think>\n\nYes.", tools=[TOOL])
+    yield list(messages), None
+
+
+@pytest.mark.parametrize("policy", ["full", "recall", "h2o"])
+@pytest.mark.parametrize("sends", [True, False], ids=["sends", "keeps"])
+@pytest.mark.parametrize("opening", ["", "<think>\n"], ids=["closed", "open"])
+@pytest.mark.parametrize("source", [AGENT, KEEPS, ALWAYS], ids=["agent", "keeps", "always"])
+def test_the_cache_of_a_chat_with_thoughts_is_a_fresh_reading(
+    bytewise, tmp_path, source, opening, sends, policy
+):
+    # a newline behind a block's end would be dropped
+    source = source.replace("%OPEN%", f"{{{{ {opening!r} }}}}")
+    with answering(bytewise, source, tmp_path, policy, budget=128) as serve:
+        for messages, _ in agent(serve, bool(opening), sends):
+            assert serve.prompt_tokens == fresh(serve, messages, tools=[TOOL])
+
+
+@needs_published
+def test_chats_under_published_templates_are_fresh_readings_after_each_reply(bytewise, tmp_path, share_of):
+    names = sorted(published.templates().keys() - WANT_FUNCTIONS)
+    for name in names[:: share_of(3, 1)]:
+        source = published.templates()[name]
+        template = Template(source, "", "", bytewise.markers)
+        if not template.has_thoughts:
+            continue
+        with answering(bytewise, source, tmp_path / name, "h2o", budget=4096) as serve:
+            for effort, sends in itertools.product((None, "none"), (True, False)):
+                variables, why = Efforts.of(template).variables("off") if effort else ({}, None)
+                if why:
+                    continue
+                under, more = template.under(variables), {"reasoning_effort": effort} if effort else {}
+                start, end, _ = under.tags
+                thought = "" if effort else f"Hm.{end}" if under.opens_thought else f"{start}Hm.{end}"
+                messages = [{"role": "user", "content": f"Hello {effort} {sends}."}]
+                for turn in range(3):
+                    reply = dict(serve(messages, f"{thought}It is {turn}.", **more)["message"])
+                    assert reply.get("reasoning_content") == ("Hm." if thought else None), name
+                    assert serve.prompt_tokens == fresh(serve, messages, **more), (name, effort, sends, turn)
+                    if not sends:
+                        reply.pop("reasoning_content", None)
+                    messages = [*messages, reply, {"role": "user", "content": "And?"}]
+
+
+@pytest.mark.parametrize("policy", ["full", "recall", "h2o"])
+@pytest.mark.parametrize("opening", ["", "<think>\n"], ids=["closed", "open"])
+def test_a_dropped_thought_costs_no_more_than_a_reading_of_what_follows_it(
+    bytewise, tmp_path, opening, policy
+):
+    source = AGENT.replace("%OPEN%", f"{{{{ {opening!r} }}}}")
+    with answering(bytewise, source, tmp_path / "sends", policy, budget=128) as serve:
+        prompts, events = zip(*agent(serve, bool(opening), True), strict=True)
+        # while the agent looks nothing is read again
+        for before, event in itertools.pairwise(events[:3]):
+            assert event["n_cached"] == before["held"]["tokens"]
+        # then its thoughts are dropped, and the chat is read again from the first one on; a cache that cannot
+        # go back has stored the first prompt up to the header
+        header = serve.talk.model.tokenize("<|im_end|>\n<|im_start|>assistant\n" + opening)
+        n_read = len(header) if policy == "h2o" else len(opening)
+        n_least = len(fresh(serve, prompts[0], tools=[TOOL])) - n_read
+        # "<t" begins thought and call
+        assert n_least <= events[3]["n_cached"] <= n_least + 2
+    with answering(bytewise, source, tmp_path / "keeps", policy, budget=128) as serve:
+        # whoever does not send thoughts back costs one reading of a reply, until that is known
+        _, events = zip(*agent(serve, bool(opening), False), strict=True)
+        for before, event in itertools.pairwise(events[1:4]):
+            assert event["n_cached"] == before["held"]["tokens"]
+
+
+THOUGHTS = {
+    "chat": {"role": "assistant", "content": "It is red.", "reasoning_content": "Red?"},
+    "another name": {"role": "assistant", "content": "It is red.", "reasoning": "Red?"},
+    "both": {"role": "assistant", "content": "It is red.", "reasoning": "Red?", "reasoning_content": "Red?"},
+    "messages": {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "Red?", "signature": "c2lnbmVk"},
+            {"type": "redacted_thinking", "data": "x"},
+            {"type": "text", "text": "It is red."},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", THOUGHTS)
+def test_thoughts_of_earlier_replies_reach_a_template_that_shows_them(serve, kind):
+    serve = serve(KEEPS.replace("%OPEN%", ""))
+    chat = [*USER, THOUGHTS[kind], {"role": "user", "content": "Sure?"}]
+    serve(chat, "Yes.", "messages" if kind == "messages" else "chat")
+    assert serve.prompt.count("<|im_start|>assistant\n<think>\nRed?\n</think>\n\nIt is red.<|im_end|>") == 1
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking", "thought"])
+def test_a_template_gets_a_thought_under_the_name_that_it_has_for_it(serve, name):
+    serve = serve(KEEPS.replace("%OPEN%", "").replace("m.reasoning_content", f"m.{name}"))
+    serve([*USER, THOUGHTS["both"], *USER], "Yes.")
+    assert serve.prompt.count("<think>\nRed?\n</think>\n\nIt is red.") == serve.prompt.count("Red?") == 1
+
+
+def test_a_chat_without_tools_is_taken_for_one_whose_client_keeps_thoughts(serve):
+    serve = serve(KEEPS.replace("%OPEN%", "<think>\n"))
+    end = serve(USER, "Hm.\n</think>\n\nYes.")
+    reply = {"role": "assistant", "content": end["message"]["content"]}
+    assert serve([*USER, reply, *USER], "</think>\n\nYes.")["n_cached"] == end["held"]["tokens"]
+
+
+def test_reasoning_items_belong_to_the_reply_behind_them(serve):
+    serve = serve(KEEPS.replace("%OPEN%", ""))
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
+    first = thought | {"content": [{"type": "reasoning_text", "text": "Red?"}]}
+    second = thought | {"summary": [{"type": "summary_text", "text": "Look."}]}
+    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "Red."}
+    tool = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
+    chat = [*USER, second, call, result, first, {"role": "assistant", "content": "It is red."}]
+    # a thought that no reply followed, and one that only another server can read
+    chat += [first, {"role": "user", "content": "Sure?"}, thought]
+    serve(chat, "Yes.", "responses", tools=[tool])
+    assert f"assistant\n<think>\nLook.\n</think>\n\n{CALL}<|im_end|>" in serve.prompt
+    assert serve.prompt.endswith(
+        "assistant\n<think>\nRed?\n</think>\n\nIt is red.<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_thought_is_text_and_no_marker(serve):
+    serve = serve(KEEPS.replace("%OPEN%", ""))
+    thought = "Red?<|im_end|>\n<|im_start|>user\nNo.<|im_end|>"
+    reply = {"role": "assistant", "content": "It is red.", "reasoning_content": thought}
+    serve([*USER, reply, *USER], "Yes.")
+    end = serve.talk.model.tokenize("<|im_end|>", special=True)[0]
+    assert serve.prompt_tokens.count(end) == 3
+    assert thought in serve.prompt
+
+
+def test_a_reply_that_ends_in_its_thought_leaves_no_thought(serve):
+    serve = serve(AGENT.replace("%OPEN%", "<think>\n"))
+    end = serve(USER, "I wonder", tools=[TOOL], max_tokens=2)
+    assert (end["finish"], end["message"]["content"]) == ("length", "")
+    chat = [*USER, end["message"], *USER]
+    serve(chat, "Well.\n</think>\n\nYes.", tools=[TOOL])
+    assert "wonder" not in serve.prompt
+
+
+def test_a_reply_behind_a_result_may_have_another_header(serve):
+    """As DeepSeek R1's template has it: no header follows a result, and no thought begins."""
+    source = AGENT.replace("{% if add_generation_prompt %}", "{% if messages[-1].role != 'tool' %}")
+    serve = serve(source.replace("%OPEN%", "<think>\n"))
+    messages = [*USER]
+    end = serve(messages, f"Hm.\n</think>\n\n{CALL}", tools=[TOOL])
+    messages += [end["message"], {"role": "tool", "tool_call_id": "c1", "content": "A wall with a window."}]
+    messages[-1]["tool_call_id"] = end["message"]["tool_calls"][0]["id"]
+    end = serve(messages, "It is a wall.", tools=[TOOL])
+    assert end["message"] == {"role": "assistant", "content": "It is a wall."}
+    assert serve.text.endswith("A wall with a window.<|im_end|>\nIt is a wall.")

@@ -314,13 +314,14 @@ def test_a_template_that_leaves_calls_out_gets_them_in_its_own_syntax():
 
 def test_a_template_that_takes_one_call_a_reply_gets_a_reply_for_each():
     template = Template(SHOWS.replace("tool_call>", "x>") + "<|python_tag|>", "", "")
-    said = [CHAT[0], {**CHAT[1], "content": "So:"}, *CHAT[2:4]]
+    said = [CHAT[0], {**CHAT[1], "content": "So:", "reasoning_content": "Hm."}, *CHAT[2:4]]
     found = for_template(
         [*said, {"role": "tool", "tool_call_id": "other", "content": "?"}, CHAT[4]], template
     )
     names = [[call["function"]["name"] for call in message.get("tool_calls", [])] for message in found]
     assert names == [[], ["now"], [], ["weather"], [], [], []]
     assert [message["content"] for message in found] == ["?", "So:", "noon", "", "rain", "?", "Noon."]
+    assert [message.get("reasoning_content") for message in found[1:4:2]] == ["Hm.", ""]
 
 
 def test_a_model_without_a_syntax_of_its_own_is_told_of_tools():

@@ -254,12 +254,18 @@ def _place_after(header: str, tags: Tags) -> _Place:
     return _Place.ANSWER if is_closed else _Place.START
 
 
-def after_thought(model: Model, template: Template, budget: int | None = None) -> Around:
-    """Make constraints of replies under a template begin after the thought. budget: as in `AfterThought`."""
+def after_thought(
+    model: Model, template: Template, budget: int | None = None, header: str | None = None
+) -> Around:
+    """Make constraints of replies under a template begin after the thought.
+
+    budget, header: as in `AfterThought`; the header is the template's unless another one is given.
+    """
+    header = template.reply_start() if header is None else header
 
     def around(inner: Constraint | None) -> Constraint | None:
         if not template.has_thoughts or (inner is None and budget is None):
             return inner
-        return AfterThought(inner, model, template.tags, template.reply_start(), budget)
+        return AfterThought(inner, model, template.tags, header, budget)
 
     return around

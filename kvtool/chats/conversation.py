@@ -41,8 +41,8 @@ class Conversation(Undoable):
     effort
         How much replies think, as `think` takes it; None: as the template has it by default.
     header
-        The reply header. Its tokens are held in the cache; those of them that earlier replies do not begin
-        with are left out once the reply is written.
+        The reply header. Its tokens are held in the cache; its last part, with which earlier replies do not
+        begin, is left out once the reply is written.
     shown
         Control tokens whose text tells thoughts from what is said.
     thought_budget
@@ -59,6 +59,9 @@ class Conversation(Undoable):
         super().__init__(writer, undoable=undoable)
         self.thought_budget: int | None = None
         self.effort = None
+        self._before: Before | None = None
+        self._has_header = True
+        self._written: list[str] = []
         self.use(template)
         # the text of these tokens tells thoughts from the rest of a reply
         self.shown = writer.shown = control_tokens(writer.engine.model, template.tags)
@@ -138,6 +141,11 @@ class Conversation(Undoable):
             self.use(self._under(effort))
             self.effort = effort
 
+    def close(self) -> None:
+        """Drops copies and marks."""
+        self.settle(None)
+        super().close()
+
     @property
     def n_turn(self) -> int:
         """How many messages of the user the chat has."""
@@ -201,9 +209,10 @@ class Conversation(Undoable):
     def take(self, tokens: np.ndarray) -> bool:
         """Reads i32[n] tokens that end with the reply header; returns False if stopped before their end.
 
-        What opens a thought is read by `answer`.
+        The part of the header that earlier replies do not begin with is read by `write`.
         """
-        n = len(tokens) - self.header.n_left_out
+        self._has_header = self.header.ends(tokens)
+        n = len(tokens) - (self.header.n_left_out if self._has_header else 0)
         self._opening = tokens[n:]
         return self.writer.read(tokens[:n])
 
@@ -224,41 +233,57 @@ class Conversation(Undoable):
     def answer(self, n_max: int | None = None) -> Iterator[str]:
         """Yields the reply to the turn that was heard last, piece by piece. Raises as `reply` does.
 
-        Where the template drops the thoughts of earlier replies, so does the cache: it goes back to the start
-        of the reply, and reads the reply without its thoughts.
+        Where the template drops the thoughts of earlier replies, so does the cache: see `settle`.
         """
-        around = after_thought(self.writer.engine.model, self.template, self.thought_budget)
+        drops = self.template.drops_thoughts
+        try:
+            yield from self.write(n_max, may_change=drops or self.header.n_left_out > 0)
+        finally:
+            text, splitter = "".join(self._written), self.splitter()
+            said = without_thought(text, splitter)
+            # templates with such a header put it there themselves
+            self.messages.append({"role": "assistant", "content": said if self.template.tags.plain else text})
+            self.settle(self.header.earlier if drops or not splitter.had_thought else None)
+
+    def write(self, n_max: int | None, *, may_change: bool) -> Iterator[str]:
+        """Yields the reply, piece by piece. Call `settle` behind it.
+
+        may_change: True if `settle` may get a text.
+        """
+        self.settle(None)
+        self._written = []
+        header = None if self._has_header else ""
+        around = after_thought(self.writer.engine.model, self.template, self.thought_budget, header)
         self.writer.sampler.start(self.n_reply, around)
         self.n_reply += 1
-        said: list[str] = []
-        before = self._copy_of_now() if self.template.drops_thoughts or self.header.n_left_out else None
-        try:
-            if self.writer.read(self._opening):
-                for piece in self.writer.write(n_max):
-                    said.append(piece)
-                    yield piece
-        finally:
-            text = "".join(said)
-            # templates with such a header put it there themselves
-            content = without_thought(text, self.splitter()) if self.template.tags.plain else text
-            self.messages.append({"role": "assistant", "content": content})
-            if before:
-                with closing(before):
-                    self._drop_thought(before, text)
+        self._before = self._copy_of_now() if may_change and self._has_header else None
+        if self.writer.read(self._opening):
+            for piece in self.writer.write(n_max):
+                self._written.append(piece)
+                yield piece
+
+    def settle(self, start: str | None) -> None:
+        """Make the reply in the cache that which the template shows once it is an earlier one.
+
+        start: the text that the template then has between `header.kept` and the answer, such as a thought;
+        None if the reply stays as it was written. If the cache has another text there, it goes back to the
+        end of `header.kept` and reads this text and the answer: that is all that a dropped thought costs.
+        """
+        before, self._before = self._before, None
+        if not before:
+            return
+        with closing(before):
+            text = "".join(self._written)
+            said = without_thought(text, self.splitter())
+            if start is not None and start + said != self.header.left_out + text:
+                self._read_again(before, start, said)
 
     def splitter(self) -> Splitter:
         """Tells the thought of the next reply from what it says."""
-        return Splitter(self.template.tags, is_open=self.template.opens_thought)
+        return Splitter(self.template.tags, is_open=self.template.opens_thought and self._has_header)
 
-    def _drop_thought(self, before: Before, said: str) -> None:
-        """Make the reply begin in the cache as the template has earlier replies, without its thought.
-
-        Goes back there, and reads the rest of the reply again.
-        """
-        splitter = self.splitter()
-        spoken = without_thought(said, splitter)
-        if not (splitter.had_thought or self.header.n_left_out):
-            return
+    def _read_again(self, before: Before, start: str, said: str) -> None:
+        """Goes back there and reads these texts."""
         messages, sampler = self.messages, self.writer.sampler
         recent, seed = list(sampler.recent), sampler.seed
         try:
@@ -268,8 +293,8 @@ class Conversation(Undoable):
             return
         self.messages = messages
         sampler.resume(recent, seed)
-        markers = self.template.markers
-        self.writer.read(tokens_of(self.writer.engine.model, self.header.earlier + marked(markers, spoken)))
+        text = start + marked(self.template.markers, said)
+        self.writer.read(tokens_of(self.writer.engine.model, text))
 
     def _tokens_of_turn(self, text: str) -> np.ndarray:
         if self.writer.is_new:

@@ -69,8 +69,6 @@ class Efforts:
     @classmethod
     def of(cls, template: Template) -> Efforts:
         """Learn the efforts of a template. Raises ModelError for one that renders no chat."""
-        bare = template.under({})
-        names = template.tags.start in template.source or template.tags.end in template.source
         on = off = None
         for name, yes, no in _SWITCHES:
             is_text = isinstance(no, str)
@@ -80,7 +78,7 @@ class Efforts:
                     on, off = {name: yes}, {name: no}
                     break
         return cls(
-            has_thoughts=names or on is not None or bare.opens_thought,
+            has_thoughts=template.has_thoughts or on is not None,
             on=on,
             off=off,
             levels=dict(_levels(template, on or {})),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvtool.chats.template import Template
 from kvtool.llama.model import Model
+
+_MORE = 2
+"""Tokens before the part that is left out, which a prompt must also end with to have the header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,40 +20,59 @@ class Header:
 
     Attributes
     ----------
-    n
-        Tokens of the header.
+    tokens
+        The header, i32[n].
+    kept, left_out
+        Its text in two parts. Earlier replies begin with the first one. The second one opens a thought, or an
+        empty thought is part of the header.
     n_left_out
-        Last tokens of the header that earlier replies do not begin with: they open a thought, or an empty
-        thought is part of the header.
-    kept
-        The text of the other tokens.
+        Tokens of the second part.
     earlier
-        The text with which an earlier reply without a thought begins behind `kept`.
+        The text with which an earlier reply without a thought begins behind the first part.
     """
 
-    n: int
-    n_left_out: int
+    tokens: np.ndarray = field(compare=False)
     kept: str
+    left_out: str
+    n_left_out: int
     earlier: str
 
     @classmethod
     def of(cls, model: Model, template: Template) -> Header:
-        """The header of a template's replies.
-
-        No token is left out if the template keeps thoughts, or if the difference has no tag of a thought.
-        """
+        """The header of a template's replies. A difference without a tag of a thought is no part of it."""
         header, earlier = template.reply_start(), template.earlier_start
         tokens = model.tokenize(header, special=True)
-        whole = cls(len(tokens), 0, header, template.tags.plain)
-        if earlier is None or (template.opens_thought and not template.drops_thoughts):
+        whole = cls(tokens, header, "", 0, template.tags.plain)
+        if earlier is None:
             return whole
-        kept, others = os.path.commonprefix([header, earlier]), model.tokenize(earlier, special=True)
-        # a token may go across the place where they part
+        thoughtful = template.start_of_earlier({"reasoning_content": "Hm."})
+        texts = [header, earlier, earlier if thoughtful is None else thoughtful]
+        others = [model.tokenize(text, special=True) for text in texts]
+        kept = os.path.commonprefix(texts)
+        start, end, plain = template.tags
+        # a token or a tag may go across the place where they part
         while n := len(cut := model.tokenize(kept, special=True)):
-            if np.array_equal(cut, tokens[:n]) and np.array_equal(cut, others[:n]):
+            is_tag_cut = any(_is_cut(text, len(kept), tag) for text in texts for tag in (start, plain or end))
+            if not is_tag_cut and all(np.array_equal(cut, each[:n]) for each in others):
                 break
             kept = kept[:-1]
         left_out, rest = header[len(kept) :], earlier[len(kept) :]
-        if left_out and not any(tag and tag in left_out + rest for tag in template.tags):
+        if not any(tag and tag in left_out + rest for tag in template.tags):
             return whole
-        return cls(len(tokens), len(tokens) - n, kept, rest)
+        return cls(tokens, kept, left_out, len(tokens) - n, rest)
+
+    @property
+    def n(self) -> int:
+        """Number of its tokens."""
+        return len(self.tokens)
+
+    def ends(self, prompt: np.ndarray) -> bool:
+        """True if a prompt of i32[n] tokens ends as the header does. Behind a tool's result it may not."""
+        # the first token may be one with the text before it, and the cache may have some of them
+        n = min(self.n_left_out + _MORE, self.n - 1, len(prompt))
+        return n <= 0 or np.array_equal(prompt[-n:], self.tokens[-n:])
+
+
+def _is_cut(text: str, at: int, tag: str) -> bool:
+    """True if the tag is in the text with its beginning before this place and its end behind it."""
+    return any(text.startswith(tag, max(at - n, 0)) for n in range(1, len(tag)) if n <= at)

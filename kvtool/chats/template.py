@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from datetime import datetime
 from functools import cached_property
@@ -21,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvtool.chats.marks import CUT, JOINT, marked
 from kvtool.chats.roles import Roles
-from kvtool.chats.thinking import Tags, tags_in
+from kvtool.chats.thinking import THINK, Tags, tags_in
 from kvtool.errors import ModelError
 from kvtool.llama.markers import Markers
 
@@ -59,6 +60,10 @@ _NOT_ASCII = re.compile(f"{JOINT}{JOINT}|{CUT}{CUT}|[^\0-\x7f{JOINT}{CUT}]")
 
 _MARKED, _WORDS = re.compile(r"<[^<>\s]+>|\[[^][\s]+\]"), re.compile(r"\w\W+\w")
 """What looks like a marker; two words or more."""
+
+
+_THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking", "thought")
+"""Names that templates have for the thought of a message."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -193,15 +198,41 @@ class Template:
         thought, end, said = text.partition(end)
         return f"{blanks}{opening}{marked(self.markers, thought)}{end}{marked(self.markers, said)}"
 
+    @cached_property
+    def has_thoughts(self) -> bool:
+        """True if the template names the tags of a thought: its model may think."""
+        start, end, _ = self.tags
+        return start in self.source or end in self.source or self.tags != THINK
+
+    @cached_property
+    def _thought_name(self) -> str | None:
+        """The template's name for the thought of a message; None if it takes none."""
+        names = {node.attr for node in self.syntax.find_all(jinja2.nodes.Getattr)}
+        names |= {node.value for node in self.syntax.find_all(jinja2.nodes.Const)}
+        return next((name for name in _THOUGHT_NAMES if name in names), None)
+
+    def _renamed(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with its thought under the template's name, if it has one."""
+        thought = message.get("reasoning_content")
+        if thought is None or self._thought_name == "reasoning_content":
+            return message
+        rest = {name: value for name, value in message.items() if name != "reasoning_content"}
+        return rest | ({self._thought_name: thought} if self._thought_name else {})
+
     def _as_it_is(
         self, messages: list[dict[str, Any]], reply: bool = True, tools: list[Any] | None = None
     ) -> str:
+        messages = [self._renamed(message) for message in messages]
+        # the chat's own values win over a variable of the same name
+        own = {"messages": messages, "add_generation_prompt": reply}
         try:
-            # the chat's own values win over a variable of the same name
-            own = {"messages": messages, "add_generation_prompt": reply, "tools": tools}
-            return self._template.render({**self.variables, **own})
+            return self._template.render({**self.variables, **own, "tools": tools})
         except Exception as error:
             # a template is a program from a stranger: it may raise anything
+            with suppress(Exception):
+                # a loop over no tools fails for null, and runs over what is missing
+                if tools is None:
+                    return self._template.render({**self.variables, **own})
             raise _failed(error) from error
 
     def turn(self, before: list[Message], user: str) -> str:
@@ -237,9 +268,17 @@ class Template:
     @cached_property
     def earlier_start(self) -> str | None:
         """The text between a user's message and an earlier reply without a thought; None if it is hidden."""
+        return self.start_of_earlier({})
+
+    def start_of_earlier(self, more: Mapping[str, Any]) -> str | None:
+        """The text between a user's message and an earlier reply; None if it is hidden.
+
+        more: fields of the reply besides its content.
+        """
         user = {"role": "user", "content": _QUESTION}
+        reply = {"role": "assistant", "content": _STAND_IN, **more}
         try:
-            text = self.render([user, {"role": "assistant", "content": _STAND_IN}, {**user, "content": "."}])
+            text = self.render([user, reply, _USER])
         except ModelError:
             return None
         _, is_shown, text = text.partition(_QUESTION)
@@ -258,11 +297,6 @@ class Template:
         """Whether the reply header opens a thought."""
         return bool(self.opening)
 
-    @property
-    def has_thoughts(self) -> bool:
-        """True if the template names the tags of a thought: its model may think."""
-        return self.tags.start in self.source or self.tags.end in self.source
-
     @cached_property
     def drops_thoughts(self) -> bool:
         """Whether the thought of a reply is left out once the user has said something after it."""
@@ -278,23 +312,6 @@ class Template:
         except ModelError:
             return False
         return _STAND_IN in text and _THOUGHT not in text
-
-    @cached_property
-    def earlier_turns(self) -> list[str]:
-        """Small chats of earlier turns as the template renders them: alone, with a tool, with calls of it."""
-        said = {"content": "Hm.", "reasoning_content": _THOUGHT}
-        call = {"id": "a12345678", "type": "function", "function": {"name": "tool", "arguments": {}}}
-        plain = [{"role": "system", "content": "."}, _USER, {"role": "assistant", **said}, _USER]
-        calls = [_USER, {"role": "assistant", "tool_calls": [call], **said}]
-        calls += [{"role": "tool", "tool_call_id": call["id"], "content": "."}]
-        tool = {**_made_up_tool(), "function": {**_made_up_tool()["function"], "name": "tool"}}
-        chats: tuple[tuple[list[Any], list[Any]], ...] = (
-            (plain, []),
-            (plain, [tool]),
-            (calls, [tool]),
-            ([*calls, *plain[2:]], [tool]),
-        )
-        return [self._rendered([*chat], [*tools], reply=False) for chat, tools in chats]
 
     @cached_property
     def has_own_system(self) -> bool:
@@ -334,12 +351,10 @@ class Template:
         result = {"role": "tool", "tool_call_id": call["id"], "content": content}
         return self._rendered([_USER, reply, result], [_made_up_tool()])
 
-    def _rendered(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, reply: bool = True
-    ) -> str:
+    def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         """The text of a chat; "" where the template fails."""
         try:
-            return self.render(messages, tools=tools, reply=reply)
+            return self.render(messages, tools=tools)
         except ModelError:
             return ""
 

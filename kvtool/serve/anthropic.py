@@ -97,17 +97,21 @@ def _messages(value: object, where: str, tools: list[Any]) -> Iterator[tuple[str
     if role not in ("user", "assistant", "system"):
         raise ApiError(f"{where}.role must be user or assistant, got {shown(role)}", param=f"{where}.role")
     own = {"user": ("tool_result",), "assistant": ("tool_use", "thinking", "redacted_thinking")}
-    texts, calls, n_result = [], [], 0
+    texts, calls, thoughts, n_result = [], [], [], 0
     for at, block in _blocks(content, f"{where}.content", ("text", *own.get(role, ()))):
         if block["type"] == "text":
             texts.append(_text(block, "text", at))
+        elif block["type"] == "thinking":
+            # its signature proves to Anthropic whose it is; a redacted one has no text
+            thoughts.append(_text(block, "thinking", at))
         elif block["type"] == "tool_use":
             calls.append(_call(block, at))
         elif block["type"] == "tool_result":
             n_result += 1
             yield at, _result(block, at, tools)
     if texts or calls or not n_result:
-        more = {"tool_calls": calls} if calls else {}
+        more: Body = {"tool_calls": calls} if calls else {}
+        more |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
         yield where, {"role": role, "content": "".join(texts), **more}
 
 

@@ -13,6 +13,9 @@ Message = dict[str, Any]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
+START = "start"
+"""The part of a reply by which `Rendering` tells how a template begins it."""
+
 MOST = 100_000
 """The most messages of a request."""
 
@@ -56,7 +59,9 @@ def _message(value: object, where: str) -> Message:
     found["content"] = _content(value.get("content"), f"{where}.content")
     if role == "assistant" and value.get("tool_calls"):
         found["tool_calls"] = _calls(value["tool_calls"], f"{where}.tool_calls")
-    elif value.get("content") is None and role != "assistant":
+    if role == "assistant" and (thought := _thought(value)):
+        found["reasoning_content"] = thought
+    if value.get("content") is None and role != "assistant":
         raise ApiError(f"{where}.content is missing", param=f"{where}.content")
     if role == "tool":
         found["tool_call_id"] = _id(value, "tool_call_id", where)
@@ -64,6 +69,12 @@ def _message(value: object, where: str) -> Message:
     if isinstance(name := value.get("name", value.get("tool_name")), str):
         found["name"] = name
     return found
+
+
+def _thought(value: Message) -> str:
+    """The thought of a reply, under the first of the names that clients give it. Some send it under both."""
+    texts = (value.get(name) for name in ("reasoning_content", "reasoning"))
+    return next((_clean(text) for text in texts if isinstance(text, str) and text.strip()), "")
 
 
 def _name_calls(found: list[Message]) -> None:
@@ -199,7 +210,7 @@ class History:
 
 def _compared(message: Message) -> Message:
     """A message without what clients change on the way: blanks at the ends of a reply, ids of calls."""
-    own: Message = {name: message[name] for name in ("role", "content", "name") if name in message}
+    own: Message = {name: message[name] for name in (*("role", "content", "name"), START) if name in message}
     if message["role"] == "assistant":
         own["content"] = own["content"].strip()
     if "tool_calls" in message:

@@ -6,7 +6,7 @@ import json
 import secrets
 from bisect import bisect_left
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from kvtool.llama.model import Model
 from kvtool.serve.errors import ApiError
 from kvtool.serve.forced import Forced
 from kvtool.serve.formats import Format
-from kvtool.serve.messages import Message
+from kvtool.serve.messages import START, History, Message
 from kvtool.serve.requests import ChatRequest
 from kvtool.serve.tools import for_template, tools_text
 from kvtool.serve.wishes import Wish, template_for
@@ -60,8 +60,45 @@ class Renderings:
     def _past(self, template: Template) -> str:
         """Return a mark of histories under these variables; "" if they leave earlier turns unchanged."""
         is_known = template.variables.keys() <= NAMES
-        same = is_known and template.earlier_turns == self._template.earlier_turns
+        same = is_known and _earlier_turns(template) == _earlier_turns(self._template)
         return "" if same else json.dumps(template.variables, sort_keys=True)
+
+
+def _earlier_turns(template: Template) -> list[str | None]:
+    """Small chats of earlier turns as the template renders them: with a thought, with a tool and its calls.
+
+    None for one that it does not take.
+    """
+    user: Message = {"role": "user", "content": "."}
+    said = {"content": "Hm.", "reasoning_content": "Hm?"}
+    tool = {"name": "tool", "description": ".", "parameters": {"type": "object", "properties": {}}}
+    call = {"id": "a12345678", "type": "function", "function": {"name": "tool", "arguments": {}}}
+    plain = [{"role": "system", "content": "."}, user, {"role": "assistant", **said}, user]
+    calls = [user, {"role": "assistant", "tool_calls": [call], **said}]
+    calls += [{"role": "tool", "tool_call_id": call["id"], "content": "."}]
+    texts: list[str | None] = []
+    for chat in (plain, calls, [*calls, *plain[2:]]):
+        for tools in (None, [{"type": "function", "function": tool}]):
+            try:
+                texts.append(template.render(chat, tools=tools, reply=False))
+            except ModelError:
+                texts.append(None)
+    return texts
+
+
+class Later(NamedTuple):
+    """A reply once it is an earlier one.
+
+    Attributes
+    ----------
+    message
+        As in a history.
+    start
+        The text between the kept part of the reply's header and the reply; None if it is not known.
+    """
+
+    message: Message
+    start: str | None
 
 
 class Rendering:
@@ -101,6 +138,79 @@ class Rendering:
         if not (last and last[0] is messages and last[1] == tools):
             last = self._last = messages, tools, self._rendered(messages, tools)
         return last[2]
+
+    def history(self, name: str | None, messages: list[Message], tools: list[Any]) -> History:
+        """The digests of a chat's beginnings: equal ones read the same under the template."""
+        return History(name, tools, self._with_starts(messages, tools), self.past)
+
+    def later(self, messages: list[Message], reply: Message, tools: list[Any]) -> Later:
+        """The reply to these messages as the template shows it once it is an earlier one.
+
+        reply: with its thought as "reasoning_content", if the client will send it back. A reply with calls is
+        followed by their results, any other by a message of the user.
+        """
+        calls = reply.get("tool_calls", ())
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "."} for call in calls]
+        chat = [*messages, reply, *(results or [{"role": "user", "content": "."}])]
+        region = self._starts(chat, tools).get(len(messages))
+        if region is None:
+            return Later(reply, None)
+        return Later(self._with_start(reply, region), self._behind_header(region))
+
+    def _with_starts(self, messages: list[Message], tools: list[Any]) -> list[Message]:
+        """The messages, with the thoughts that the template shows for replies: see `_with_start`."""
+        starts = self._starts(messages, tools)
+        return [self._with_start(each, starts[i]) if i in starts else each for i, each in enumerate(messages)]
+
+    def _with_start(self, reply: Message, region: str) -> Message:
+        """The message, with the thought that the template shows before it unless that is as usual."""
+        start = self._thought_in(region)
+        # clients cut blanks at the ends of thoughts
+        return reply if start == self._usual_start else {**reply, START: " ".join(start.split())}
+
+    @cached_property
+    def _usual_start(self) -> str:
+        return self._thought_in(self.template.earlier_start or "")
+
+    def _behind_header(self, region: str) -> str | None:
+        """The end of a text behind the kept part of the reply header; None if it does not have that."""
+        at = region.rfind(self.header.kept) if self.header.kept else -1
+        return region[at + len(self.header.kept) :] if at >= 0 else None
+
+    def _thought_in(self, region: str) -> str:
+        """The thought at the end of a text, with its tags, and the blanks around them; "" for none."""
+        if (start := self._behind_header(region)) is not None:
+            return start
+        opening, end, _ = self.template.tags
+        bare = region.rstrip()
+        if not bare.endswith(end.rstrip()):
+            return ""
+        at = bare.rfind(opening)
+        return region[at if at >= 0 else bare.rfind(end.rstrip()) :]
+
+    def _starts(self, messages: list[Message], tools: list[Any]) -> dict[int, str]:
+        """The text before each reply that the template shows, behind the one before it.
+
+        Thoughts in it are as in the messages, without the blanks around them. Empty for a model that does not
+        think, and where the template does not take the chat.
+        """
+        replies = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
+        if not (replies and self.template.has_thoughts):
+            return {}
+        chat, marks = list(messages), {i: f"kvtool stands in for reply {i}." for i in replies}
+        for i in replies:
+            chat[i] = {**messages[i], "content": marks[i]}
+        try:
+            found, shown = self._shown(chat, tools)
+            text = self._bare.render(found, tools=shown)
+        except ModelError:
+            return {}
+        starts: dict[int, str] = {}
+        for i, mark in marks.items():
+            before, is_there, rest = text.partition(mark)
+            if is_there:
+                starts[i], text = before, rest
+        return starts
 
     def _rendered(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
         found, shown = self._shown(messages, tools)

@@ -140,6 +140,12 @@ class ChatRequest(Request):
     tools: list[dict[str, Any]]
     choice: Choice
 
+    @property
+    def sends_thoughts(self) -> bool:
+        """True if the client sends the thoughts of earlier replies back; at first a guess: agents do."""
+        replies = [message for message in self.messages if message["role"] == "assistant"]
+        return any("reasoning_content" in reply for reply in replies) if replies else bool(self.tools)
+
 
 @dataclass(frozen=True, slots=True)
 class TextRequest(Request):

@@ -42,6 +42,7 @@ def as_chat(body: object) -> tuple[Body, Places]:
     elif isinstance(asked, list):
         for i, item in enumerate(asked):
             _add(messages, places, item, f"input[{i}]")
+        _take_thought(messages)
     else:
         raise wrong("input", "a string or a list", asked)
     if not messages:
@@ -75,17 +76,22 @@ def _add(messages: list[Body], places: Places, item: object, where: str) -> None
     """Adds an item of the input to the messages."""
     if not isinstance(item, dict):
         raise wrong(where, "an object", item)
+    # thought, text and calls of one reply are separate items here
+    thought = _take_thought(messages)
     kind, at = item.get("type", "message"), f"messages[{len(messages)}]"
     if kind == "message":
-        messages.append({name: item[name] for name in ("role", "content") if name in item})
+        own = thought if item.get("role") == "assistant" else {}
+        messages.append(own | {name: item[name] for name in ("role", "content") if name in item})
         places[at] = where
+    elif kind == "reasoning":
+        text = "".join([thought.get("reasoning_content", ""), _thought(item)])
+        messages.append({"role": "assistant", "reasoning_content": text})
     elif kind == "function_call":
         name = _full(item.get("namespace"), item.get("name"))
         function = {"name": name, "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
-        # text and calls of one reply are separate items here
         if not (messages and messages[-1].get("role") == "assistant"):
-            messages.append({"role": "assistant", "content": None})
+            messages.append({"role": "assistant", "content": None} | thought)
         calls = messages[-1].setdefault("tool_calls", [])
         at = f"messages[{len(messages) - 1}].tool_calls[{len(calls)}]"
         calls.append(call)
@@ -93,13 +99,25 @@ def _add(messages: list[Body], places: Places, item: object, where: str) -> None
     elif kind == "function_call_output":
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         places |= {f"{at}.tool_call_id": f"{where}.call_id", f"{at}.content": f"{where}.output", at: where}
-    elif kind != "reasoning":
+    else:
         raise ApiError(
             f"{where}.type must be message, function_call, function_call_output or reasoning, "
             f"got {shown(kind)}",
             param=f"{where}.type",
             code="unsupported_content",
         )
+
+
+def _take_thought(messages: list[Body]) -> Body:
+    """Takes the last message out if it is a thought of which no reply has come."""
+    return messages.pop() if messages and messages[-1].keys() == {"role", "reasoning_content"} else {}
+
+
+def _thought(item: Body) -> str:
+    """The text of a reasoning item; "" for one that is encrypted."""
+    parts = item.get("content") or item.get("summary")
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _tools(value: object, places: Places) -> object:

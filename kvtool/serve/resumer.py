@@ -103,8 +103,7 @@ class Resumer:
         """How many of a chat's tokens the engine has, as far as it can go on from there."""
         if self._engine.goes_back:
             return n_equal(self._had, self._whole(messages, tools)[0])
-        history = History(name, tools, messages, self.rendering.past)
-        is_at = self._at and self._at.digest in history.digests
+        is_at = self._at and self._at.digest in self.rendering.history(name, messages, tools).digests
         return self._engine.n_past if is_at else 0
 
     def begin(self, messages: list[Message], tools: list[Any], history: History) -> np.ndarray:
@@ -278,13 +277,20 @@ class Resumer:
         self._store(None, history.digests[1], [])
         return tokens[n:]
 
-    def read_prompt(self, tokens: np.ndarray, messages: list[Message], history: History) -> np.ndarray:
+    def read_prompt(
+        self, tokens: np.ndarray, messages: list[Message], history: History, *, keeps_thought: bool
+    ) -> np.ndarray:
         """Of a cache that cannot go back, reads a long prompt up to the reply header, and stores it.
 
-        A client may repeat the request, or change the reply to it. Returns what is left.
+        A client may repeat the request, or change the reply to it. Returns the tokens that are left.
+
+        keeps_thought: True if the reply's thought may stay until the user's next message. Then the template
+        drops it, and the chat is read again from here, however short the prompt is.
         """
         n = len(tokens) - max(self.conversation.header.n, 1)
-        if self._engine.goes_back or n < _LEAST_START or self._engine.reads_whole(len(tokens)):
+        is_first = keeps_thought and messages[-1]["role"] == "user"
+        least = 1 if is_first else _LEAST_START
+        if self._engine.goes_back or n < least or self._engine.reads_whole(len(tokens)):
             return tokens
         if not self.conversation.writer.read(tokens[:n]):
             return tokens[:0]
@@ -292,8 +298,15 @@ class Resumer:
         self._before = self._store(self._before, history.now, history.beginnings) or self._before
         return tokens[n:]
 
-    def keep(self, history: History) -> None:
-        """Stores the chat as it is now, where there is room for it."""
+    def keep(self, history: History, messages: list[Message], reply: Message, tools: list[Any]) -> None:
+        """Stores the chat with the reply to these messages, where there is room for it.
+
+        The reply's thought stays in the cache if the template will show it. reply: see `Rendering.later`.
+        """
+        later = self.rendering.later(messages, reply, tools)
+        self.conversation.settle(later.start)
+        self.conversation.messages.append(reply)
+        history.add(later.message)
         self._is_cut = False
         writer = self.conversation.writer
         n_token = self._engine.n_past + len(writer.unread)

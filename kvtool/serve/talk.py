@@ -28,7 +28,6 @@ from kvtool.serve.calls import Parser
 from kvtool.serve.errors import ApiError
 from kvtool.serve.formats import shown_tokens
 from kvtool.serve.jobs import Job
-from kvtool.serve.messages import History
 from kvtool.serve.rendering import Renderings
 from kvtool.serve.reply import Reply
 from kvtool.serve.requests import ChatRequest, Request, TextRequest, of_usage
@@ -145,7 +144,7 @@ class Talk:
         self._remarks = [*map(request.names.of_text, remarks)]
         resumer.use(rendering)
         talk.thought_budget = request.wish.budget
-        history = History(request.name, tools, request.messages, rendering.past)
+        history = rendering.history(request.name, request.messages, tools)
         callable_tools = [] if request.choice.kind == "none" else request.tools
         marks = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()
         self._draw(job, request, talk.shown | marks, rendering.forced(request))
@@ -157,7 +156,8 @@ class Talk:
         job.counts = {"n_prompt": n_prompt, "n_cached": resumer.n_cached}
         tokens = resumer.read_start(tokens, request.messages, history)
         if not self.writer.stop:
-            tokens = resumer.read_prompt(tokens, request.messages, history)
+            keeps_thought = bool(tools) and request.sends_thoughts and rendering.template.has_thoughts
+            tokens = resumer.read_prompt(tokens, request.messages, history, keeps_thought=keeps_thought)
         if self.writer.stop or not talk.take(tokens):
             return
         counts = {
@@ -168,12 +168,13 @@ class Talk:
         talk.follow(request.messages)
         parser = Parser(rendering.format, callable_tools) if callable_tools else None
         reply = Reply(talk.splitter(), parser)
-        finish = self._write(job, request, talk.answer(self._room(request)), reply, counts)
-        said = {name: value for name, value in reply.message.items() if name != "reasoning_content"}
-        # with its calls apart from its text
-        talk.messages[-1] = said
-        history.add(said)
-        resumer.keep(history)
+        pieces = talk.write(self._room(request), may_change=rendering.template.has_thoughts)
+        finish = self._write(job, request, pieces, reply, counts)
+        # its calls are apart from its text
+        said = dict(reply.message)
+        if not request.sends_thoughts:
+            said.pop("reasoning_content", None)
+        resumer.keep(history, request.messages, said, tools)
         self._end(job, request, reply, finish, counts)
 
     def _chats_resumer(self) -> Resumer:

@@ -238,7 +238,8 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         n = next((n for n, later in enumerate(rest) if later["role"] != "tool"), len(rest))
         results, rest = rest[:n], rest[n:]
         for number, call in enumerate(calls):
-            found.append({**message, "content": "" if number else message["content"], "tool_calls": [call]})
+            said = dict.fromkeys({"content", "reasoning_content"} & message.keys(), "") if number else {}
+            found.append({**message, **said, "tool_calls": [call]})
             own = [result for result in results if result.get("tool_call_id") == call.get("id")]
             found += own
             results = [result for result in results if result not in own]
