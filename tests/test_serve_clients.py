@@ -101,7 +101,10 @@ def filled(value, answers):
             return json.loads(arguments)
         # programs parse arguments, and write them anew
         return id if what == "CALL" else json.dumps(json.loads(arguments), separators=(",", ":"))
-    return value
+    if what in ("THOUGHT", "STRIPPED"):
+        thought = answers[int(number)].thought
+        return thought if what == "THOUGHT" else thought.strip()
+    return answers[int(number)].signature if what == "SIGNATURE" else value
 
 
 def chat(sent, body):
@@ -124,9 +127,11 @@ def chat(sent, body):
     parts = [part for delta in deltas for part in delta.get("tool_calls", [])]
     arguments = "".join(part["function"]["arguments"] for part in parts)
     return SimpleNamespace(
+        thought="".join(delta.get("reasoning_content") or "" for delta in deltas),
         text="".join(delta.get("content") or "" for delta in deltas),
         call=(parts[0]["id"], arguments) if parts else None,
         n_cached=usage and usage["prompt_tokens_details"]["cached_tokens"],
+        n_prompt=usage and usage["prompt_tokens"],
         n_all=usage and usage["total_tokens"],
     )
 
@@ -160,8 +165,11 @@ def message(sent, body):
     calls = [block["id"] for block in blocks if block["type"] == "tool_use"]
     usage = events[-2]["usage"]
     return SimpleNamespace(
+        thought="".join(delta.get("thinking", "") for delta in deltas),
+        signature="".join(delta.get("signature", "") for delta in deltas),
         text="".join(delta.get("text", "") for delta in deltas),
         call=(calls[0], "".join(delta.get("partial_json", "") for delta in deltas)) if calls else None,
         n_cached=usage["cache_read_input_tokens"],
+        n_prompt=sum(usage.values()) - usage["output_tokens"],
         n_all=sum(usage.values()),
     )

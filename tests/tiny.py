@@ -106,8 +106,10 @@ def write_gemma3(
     _add_tensors(writer, *sizes, False, seed, gemma=True)
 
 
-def write_like(src, path, *, n_layer=2, n_head=2, n_head_kv=1, head_dim=32, n_ff=64, seed=0):
-    """Writes a random F32 llama with the tokenizer, chat template and trained context of another model.
+def write_like(
+    src, path, *, chat_template=None, n_layer=2, n_head=2, n_head_kv=1, head_dim=32, n_ff=64, seed=0
+):
+    """Write a random F32 llama with the tokenizer, chat template and trained context of another model.
 
     It writes words of ASCII letters, and what ends strings and objects often enough for JSON; such texts
     come back as they were. It stands for the model where a test needs its tokens and nothing else of it.
@@ -121,7 +123,8 @@ def write_like(src, path, *, n_layer=2, n_head=2, n_head_kv=1, head_dim=32, n_ff
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(100000.0)
     writer.add_rope_dimension_count(head_dim)
-    _copy_metadata(reader, writer, only="tokenizer.")
+    _copy_metadata(reader, writer, "tokenizer.chat_template", only="tokenizer.")
+    writer.add_chat_template(chat_template or reader.fields["tokenizer.chat_template"].contents())
     # \u0120: a blank, as such tokenizers write it
     words = [bool(re.fullmatch("\u0120[A-Za-z]+", token)) for token in tokens]
     scale = np.array(words, np.float32)
