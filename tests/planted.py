@@ -104,6 +104,13 @@ PLANTED = {
         "        if False:\n            remarks.append(",
         ("test_serve_thinking.py",),
     ),
+    "serve, budgets": Fault(
+        "a request gets more tokens of thought than the server allows",
+        "kvtool/serve/wishes.py",
+        "(budget, default.budget) if each",
+        "(budget or default.budget,) if each",
+        ("test_serve_thinking.py",),
+    ),
     "serve, thoughts": Fault(
         "a thought between calls is dropped although the template shows it",
         "kvtool/serve/rendering.py",

@@ -264,6 +264,37 @@ def test_a_server_starts_with_an_effort_that_its_template_takes(tmp_path):
         pass
 
 
+@pytest.mark.parametrize(
+    ("api", "more", "most"),
+    [
+        ("chat", {"thinking_budget": 4}, 4),
+        ("chat", {"reasoning": {"max_tokens": 4}}, 4),
+        ("messages", {"thinking": {"type": "enabled", "budget_tokens": 4}}, 4),
+        ("messages", {"thinking": {"type": "enabled", "budget_tokens": 32000}}, 9),
+        ("messages", {"thinking": {"type": "adaptive"}}, 9),
+        ("responses", {}, 9),
+    ],
+)
+def test_a_thought_has_at_most_as_many_tokens_as_request_and_server_allow(
+    bytewise, tmp_path, api, more, most
+):
+    with answering(bytewise, SWITCHED, tmp_path, wish=Wish(budget=9)) as serve:
+        # the sampler knows its last 64 tokens
+        n_max = {"max_output_tokens" if api == "responses" else "max_tokens": 60}
+        end = serve(USER, None, api, **more, **n_max, temperature=0)
+        pieces = [bytewise.piece(token) for token in serve.talk.writer.sampler.recent]
+        thought, rest = b"".join(pieces[:most]), b"".join(pieces[most:])
+        assert end["message"]["reasoning_content"] == thought.decode("utf-8", "replace")
+        assert rest.startswith(b"</think>")
+        assert end["message"]["content"]
+
+
+def test_a_budget_of_no_tokens_is_no_thinking(serve):
+    serve = serve(SWITCHED)
+    end = serve(USER, "Yes.", thinking_budget=0)
+    assert (end["message"]["content"], serve.prompt.endswith(EMPTY)) == ("Yes.", True)
+
+
 # thoughts that come back
 
 AGENT = (

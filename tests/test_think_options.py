@@ -20,8 +20,11 @@ SWITCHED = tiny.CHAT_TEMPLATE.replace(
     "[a]{% endif", "[a]{% if enable_thinking is false %}" + EMPTY + "{% endif %}{% endif"
 )
 TOLD = "{% if messages[0].role != 'system' %}[s]I am made up.[e]{% endif %}" + tiny.CHAT_TEMPLATE.replace(
-    "{% for", "effort {{ reasoning_effort or 'high' }}.<think>{% for", 1
-)
+    "{% for", "effort {{ reasoning_effort or 'high' }}.{% for", 1
+).replace("[a]", "[a]<think>")
+
+OPENS = tiny.CHAT_TEMPLATE.replace("[a]", "[a]<think>")
+COUNTS = "{{ thinking_budget or 'any' }} tokens." + OPENS
 
 pytestmark = pytest.mark.engine
 
@@ -89,6 +92,50 @@ def test_a_session_keeps_its_effort(models, tmp_path):
     assert (done.returncode, done.stderr.count("takes off and on")) == (2, 1)
 
 
+def test_a_thought_is_closed_after_as_many_tokens_as_it_may_have(models):
+    own = [
+        "generate",
+        "Hello",
+        "-m",
+        models(OPENS),
+        "-t",
+        1,
+        "-n",
+        40,
+        "--temp",
+        0,
+        "--json",
+        "--logprobs",
+        0,
+    ]
+    for n in (0, 7):
+        done = called(*own, "--think-budget", n)
+        tokens = [each["token"] for each in json.loads(done.stdout)["logprobs"]["content"]]
+        assert "</think>" not in "".join(tokens[:n])
+        assert "".join(tokens[n:]).startswith("</think>")
+        assert len(tokens) == 40
+    # no limit, and no thought that ends
+    assert "</think>" not in json.loads(called(*own, "--think-budget", -1).stdout)["text"]
+    done = called(*own, "--think-budget", 7, "--raw")
+    assert (done.returncode, "--think-budget is for the chat template" in done.stderr) == (2, True)
+
+
+def test_a_template_that_counts_tokens_is_told_the_budget(models):
+    n, _ = n_prompt(models(COUNTS), "--think-budget", "64")
+    assert n_prompt(models(COUNTS), "--think-budget", "6464")[0] == n + 2
+    assert n_prompt(models(OPENS))[0] == n_prompt(models(OPENS), "--think-budget", "64")[0]
+
+
+def test_a_session_keeps_its_budget(models, tmp_path):
+    path, own = tmp_path / "talk.kv", ["chat", "-m", models(OPENS), "-n", 40, "-t", 1, "--policy", "h2o"]
+    assert called(*own, "--session", path, "--think-budget", 3, stdin="One\n").returncode == 0
+    assert called(*own, "--session", path, stdin="Two\n").returncode == 0
+    meta = session.read(path)[0]
+    assert meta["options"]["think_budget"] == 3
+    replies = [each["content"] for each in meta["messages"] if each["role"] == "assistant"]
+    assert all("</think>" in reply for reply in replies)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
     chat = Terminal(models(TOLD), "-n", 4, "--policy", "h2o", "--budget", 128)
@@ -108,6 +155,11 @@ def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
         chat.say("/undo")
         assert "took back /think HIGH" in chat.say("/undo")
         assert chat.say("/think") == f"think  low; {taken}"
+        assert chat.say("/set think_budget 5") == "think_budget  5"
+        chat.say("/set n 40")
+        assert "thought for" in chat.say("Hello again")
+        assert len(chat.say("/show thought")) <= 5 * len("aB")
+        assert chat.say("/set think_budget -1") == "think_budget  no limit"
         assert chat.say("/think default").endswith(f"think  (the model's own); {taken}")
         # the template has a system prompt, too
         assert chat.say("/show system") == chat.say("/system") == "(the template's own)"

@@ -76,13 +76,14 @@ class Conversation(Undoable):
         """Hold the reply header in the cache. Raises UsageError for one that leaves no room in it."""
         self.writer.engine.hold(self.header.n)
 
-    def think(self, effort: str | None) -> None:
+    def think(self, effort: str | None, budget: int | None = None) -> None:
         """Let replies think so much from now on; None: as the template has it by default.
 
-        If the template then renders the chat so far differently, the next turn reads all of it again: see
-        `rereads`. Raises UsageError, with nothing changed, for an effort that the template does not take.
+        budget: as in `thought_budget`. If the template then renders the chat so far differently, the next
+        turn reads all of it again: see `rereads`. Raises UsageError, with nothing changed, for an effort that
+        the template does not take.
         """
-        template, before, again = self._under(effort), self.template, self.rereads(effort)
+        template, again, before = self._under(effort, budget), self.rereads(effort, budget), self.template
         self.use(template)
         try:
             if again:
@@ -95,22 +96,22 @@ class Conversation(Undoable):
             # the header leaves no room in the cache
             self.use(before)
             raise
-        self.effort = effort
+        self.effort, self.thought_budget = effort, budget
 
     @cached_property
     def efforts(self) -> Efforts:
         """The efforts that the template takes."""
         return Efforts.of(self.template)
 
-    def rereads(self, effort: str | None) -> bool:
-        """True if the template renders the chat so far differently under this effort. Raises as `think`."""
-        template = self._under(effort)
+    def rereads(self, effort: str | None, budget: int | None = None) -> bool:
+        """True if the template renders the chat so far differently under these. Raises as `think`."""
+        template = self._under(effort, budget)
         return bool(self.n_turn) and self._past(template) != self._past(self.template)
 
-    def _under(self, effort: str | None) -> Template:
-        """Return the template under the variables for an effort. Raises UsageError."""
-        variables = {} if effort is None else self.efforts.exact(effort)
-        return self.template.under(variables)
+    def _under(self, effort: str | None, budget: int | None) -> Template:
+        """Return the template under the variables for these. Raises UsageError."""
+        asks = effort is not None or budget is not None
+        return self.template.under(self.efforts.exact(effort, budget) if asks else {})
 
     def _past(self, template: Template) -> str:
         """The text of the chat so far, up to the end of its last reply, as this template renders it."""
@@ -138,7 +139,7 @@ class Conversation(Undoable):
         super().restore(meta, arrays, seed=seed)
         # sessions of earlier versions have none
         if (effort := meta.get("effort")) != self.effort:
-            self.use(self._under(effort))
+            self.use(self._under(effort, self.thought_budget))
             self.effort = effort
 
     def close(self) -> None:

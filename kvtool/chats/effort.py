@@ -97,9 +97,14 @@ class Efforts:
             found = {**found, _BUDGET: budget}
         return found, why
 
-    def exact(self, effort: str) -> Variables:
-        """Return the variables for an effort. Raises UsageError if the template does not take it."""
-        found, why = self.variables(effort)
+    def exact(self, effort: str | None, budget: int | None = None) -> Variables:
+        """Return the variables for an effort and a budget; None leaves either to the template.
+
+        Raises UsageError if the template does not take the effort.
+        """
+        if effort is None and (budget is None or not self.takes_budget):
+            return {}
+        found, why = self.variables(effort or ON, budget)
         if why:
             raise UsageError(f"--think {effort}: the model's chat template {why.partition(';')[0]}")
         return found

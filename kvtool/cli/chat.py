@@ -16,7 +16,7 @@ from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
 from kvtool.cli.first_chat import base_model
 from kvtool.cli.keeper import Keeper, moved_line, open_transcript, resumed
-from kvtool.cli.opening import left_out_unless_typed, of_model, open_run, sampling_of
+from kvtool.cli.opening import of_model, open_run, sampling_of, with_thinking
 from kvtool.options.field import SHOWS, Options, option
 from kvtool.options.run import WriteRun
 from kvtool.options.sampling import Drawing
@@ -82,8 +82,7 @@ def chat(
         keeper = stack.enter_context(closing(Keeper(conversation, run, drawing, own.session)))
         if own.session and saved:
             keeper.resume(own.session)
-        with left_out_unless_typed(drawing):
-            conversation.think(drawing.think)
+        with_thinking(drawing, conversation.think)
         conversation.pin_system()
         if own.transcript:
             keeper.transcript = stack.enter_context(closing(open_transcript(own.transcript)))

@@ -172,6 +172,11 @@ class Commands:
         if name == "think":
             self._think(value)
             return
+        if given and name == "think_budget":
+            # it may be in the prompt
+            budget = self.keeper.drawing.set(name, value).think_budget
+            if not self._rethink(self.conversation.effort, budget, f"/set {name} {value}"):
+                return
         if given:
             self.keeper.set(name, value)
         self.terminal.note(f"{name}  {chat_show.setting(self.terminal, name)}")
@@ -214,14 +219,21 @@ class Commands:
             its = declared(Drawing)["think"]
             effort = None if text.lower() == _DEFAULT else its.taken(text)
             its.check(effort, "/think")
-            again = chat.rereads(effort)
-            if again and not self._remember(f"/think {text}"):
+            if not self._rethink(effort, chat.thought_budget, f"/think {text}"):
                 return
-            chat.think(effort)
-            if again:
-                self.terminal.note("the next turn first reads the chat again, since its text is another now")
         taken = f"the model's chat template takes {chat.efforts.taken}"
         self.terminal.note(f"think  {chat_show.setting(self.terminal, 'think')}; {taken}")
+
+    def _rethink(self, effort: str | None, budget: int | None, change: str) -> bool:
+        """Changes how much replies think; returns False if the user then rather leaves it."""
+        chat = self.conversation
+        again = chat.rereads(effort, budget)
+        if again and not self._remember(change):
+            return False
+        chat.think(effort, budget)
+        if again:
+            self.terminal.note("the next turn first reads the chat again, since its text is another now")
+        return True
 
     def _save(self, name: str) -> None:
         path = _path("/save", name)

@@ -122,7 +122,7 @@ def setting(terminal: Terminal, name: str) -> str:
         # as one can type them: a line break is \n
         return ", ".join('"' + text.replace('"', '\\"') + '"' for text in value) or "(none)"
     if value is None:
-        return {"n": "no limit", "think": "(the model's own)"}.get(name, "(none)")
+        return {"n": "no limit", "think": "(the model's own)", "think_budget": "no limit"}.get(name, "(none)")
     return str(value)
 
 

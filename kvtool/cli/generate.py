@@ -14,7 +14,7 @@ import typer
 from kvtool.cli.console import say
 from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text, unpinned
-from kvtool.cli.opening import left_out_unless_typed, open_run, sampling_of
+from kvtool.cli.opening import open_run, sampling_of, with_thinking
 from kvtool.cli.progress import reading_progress
 from kvtool.cli.texts import check_length
 from kvtool.errors import InputError, KvtoolError, UsageError
@@ -97,8 +97,9 @@ def generate(
         raise UsageError("the prompt is empty; give a text")
     if printed.logprobs is not None and not as_json:
         raise UsageError("--logprobs goes into the JSON; add --json")
-    if raw and "think" in drawing.typed:
-        raise UsageError("--think is for the chat template, which --raw leaves out; leave out one of them")
+    if raw and (thinking := {"think", "think_budget"} & drawing.typed):
+        flag = f"--{min(thinking).replace('_', '-')}"
+        raise UsageError(f"{flag} is for the chat template, which --raw leaves out; leave out one of them")
     sampling = sampling_of(drawing)
     with ExitStack() as stack:
         opened = stack.enter_context(open_run(run))
@@ -176,11 +177,11 @@ def _rendered(
 
     engine = writer.engine
     template = template_of(engine.model)
-    if drawing.think:
-        with left_out_unless_typed(drawing):
-            template = template.under(Efforts.of(template).exact(drawing.think))
+    budget = drawing.think_budget
+    if drawing.think or budget is not None:
+        template = template.under(with_thinking(drawing, Efforts.of(template).exact))
     writer.shown = control_tokens(engine.model, template.tags)
-    writer.sampler.start(0, after_thought(engine.model, template))
+    writer.sampler.start(0, after_thought(engine.model, template, budget))
     before = [{"role": "system", "content": system}] if system else []
     whole = template.render([*before, {"role": "user", "content": request}])
     prefix: str | None = ""

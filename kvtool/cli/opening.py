@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvtool.cli import near
 from kvtool.cli.console import say
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from kvtool.llama.model import Model
     from kvtool.options.sampling import Drawing, Sampling
     from kvtool.runs.opening import Opened
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -43,18 +45,19 @@ def of_model(run: Run, name: str | None) -> Run:
     return replace(run, model=name, typed=run.typed | {"model"}, given=run.given | {"model"})
 
 
-@contextmanager
-def left_out_unless_typed(drawing: Drawing) -> Iterator[None]:
-    """Inside, an effort that the model's template does not take is an error only if it was typed.
+def with_thinking(drawing: Drawing, think: Callable[[str | None, int | None], T]) -> T:
+    """Call think(effort, budget) with what is asked for.
 
-    From a setting or a session it is left out, with a line on stderr.
+    An effort that the model's template does not take is an error only if it was typed. One of a setting or a
+    session is left out, with a line on stderr. Raises UsageError.
     """
     try:
-        yield
+        return think(drawing.think, drawing.think_budget)
     except UsageError as error:
         if drawing.think is None or "think" in drawing.typed:
             raise
         say([f"{error}; it is left out"])
+        return think(None, drawing.think_budget)
 
 
 def sampling_of(drawing: Drawing) -> Sampling:

@@ -15,7 +15,7 @@ from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import explain_run
 from kvtool.cli.keeper import fixed_of, meta_of
 from kvtool.cli.locate import locate
-from kvtool.cli.opening import left_out_unless_typed, of_model, open_run, sampling_of
+from kvtool.cli.opening import of_model, open_run, sampling_of, with_thinking
 from kvtool.cli.worker import listener
 from kvtool.errors import LibraryError, UsageError
 from kvtool.options.field import SERVES, Options, again, option
@@ -149,7 +149,7 @@ def serve(
             prompt,
             model=name if serving.strict_model else None,
             keep_headers=serving.keep_headers,
-            wish=Wish(effort=drawing.think, name="--think"),
+            wish=Wish(effort=drawing.think, name="--think", budget=drawing.think_budget),
         ),
         Limits(
             keys,
@@ -197,6 +197,7 @@ def _opened(
     from kvtool.serve.store import Chats, held
     from kvtool.serve.talk import N_OUTPUT, Talk
     from kvtool.serve.turns import Baton, Crew
+    from kvtool.serve.wishes import Wish
     from kvtool.system.memory import free_bytes
     from kvtool.units import format_bytes
 
@@ -215,11 +216,13 @@ def _opened(
         with suppress(ModelError):
             template = template_of(engine.model)
         if template and drawing.think:
-            effort = None
-            with left_out_unless_typed(drawing):
-                Efforts.of(template).exact(drawing.think)
-                effort = drawing.think
-            site.defaults = replace(site.defaults, wish=replace(site.defaults.wish, effort=effort))
+            efforts = Efforts.of(template)
+
+            def wish(effort: str | None, budget: int | None) -> Wish:
+                efforts.exact(effort, budget)
+                return Wish(effort=effort, name="--think", budget=budget)
+
+            site.defaults = replace(site.defaults, wish=with_thinking(drawing, wish))
         if template and system:
             # it must fit before anybody asks
             Conversation(Writer(engine, Sampler(engine.model)), template).check(system)

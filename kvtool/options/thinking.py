@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from kvtool.options.field import DRAWS, Options, option
+from kvtool.options.field import DRAWS, Options, option, unless
 
 EFFORTS = ("on", "off", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of `--think`; a chat template takes some of them."""
@@ -15,7 +15,7 @@ _drawn = partial(option, group=DRAWS, kept=True)
 
 @dataclass(frozen=True)
 class Thinking(Options):
-    """The amount of thinking before an answer."""
+    """The amount of thinking before an answer. A budget of 0 closes a thought at once."""
 
     think: str | None = _drawn(
         "--think EFFORT",
@@ -24,4 +24,12 @@ class Thinking(Options):
         words="the model's own",
         choices=EFFORTS,
         read=lambda raw, flag: raw and {"none": "off"}.get(raw.lower(), raw.lower()),
+    )
+    think_budget: int | None = _drawn(
+        "--think-budget N",
+        None,
+        "Maximum tokens of a thought: then it is closed, and the answer follows; -1 means no limit.",
+        words="no limit",
+        least=-1,
+        read=unless(-1),
     )
