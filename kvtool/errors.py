@@ -67,7 +67,7 @@ class OutOfMemory(KvtoolError):
     exit_code = 8
 
     def __init__(self, what: str = "out of memory") -> None:
-        super().__init__(f"{what}; choose a smaller --budget, -b or -c, or a smaller model")
+        super().__init__(f"{what}; choose a smaller --budget, --batch-size or --ctx-size, or a smaller model")
 
 
 class SessionError(KvtoolError):

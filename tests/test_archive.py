@@ -186,7 +186,7 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
     command = ["generate", "--raw", "-m", model, "-n", 1, "-t", 1, "--budget", 96, "--json", *options]
     done = kvtool(*command, stdin="word " * 150)
     result = json.loads(done.stdout)
-    said = f"nothing can be recalled {why}: the policy is h2o\n"
+    said = f"recall does not work {why}; the policy is h2o\n"
     assert (result["policy"], said in done.stderr) == (("h2o", True) if why else ("recall", False))
     assert bool(result["archived"]) == (why is None)
     # who names recall, or an option that it alone has, is not given another policy
@@ -208,7 +208,7 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
 def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why):
     done = talk(TURNS[:2], *options, "-v")
     first, *_, last = done.stderr.splitlines(keepends=True)
-    said = f"nothing can be recalled {why}: the policy is h2o\n" if why else KEEPS
+    said = f"recall does not work {why}; the policy is h2o\n" if why else KEEPS
     assert re.fullmatch(said, first)
     # trained for 512 tokens
     assert "/512 cells per row" in last
@@ -217,7 +217,7 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
     assert kept["policy"] == ("h2o" if why else "recall")
     # the policy that it has is the session's
     again = talk(TURNS[2:3], *options)
-    assert (again.returncode, "nothing can be recalled" in again.stderr) == (0, False)
+    assert (again.returncode, "recall does not work" in again.stderr) == (0, False)
     with serving(chat_model, *options) as server:
         assert re.fullmatch(said.replace(r"\),", r"\) for each of 2 requests at once,"), server.lines[0])
         with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
@@ -281,7 +281,7 @@ def test_a_chat_says_what_is_archived(chat_model):
         assert re.search(
             r"\nchat with policy recall, a cache of 96 tokens\n"
             r"older text goes to host memory, at most [0-9.]+ KiB, and is still used\n"
-            r"/help for help, Ctrl-D leaves\n$",
+            r"/help shows help, Ctrl-D leaves\n$",
             said,
         )
         chat.say("word " * 60)

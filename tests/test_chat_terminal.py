@@ -125,15 +125,15 @@ def test_a_wrong_line_is_one_line_and_the_chat_goes_on(terminal, tmp_path):
         ("/save ~nobody-of-this-name/x", "there is no home folder"),
         (f"/save {'x' * 300}", "File name too long"),
         ("/cells 0", "/cells takes a number"),
-        ("/reset now", "/reset takes nothing after it"),
+        ("/reset now", "/reset takes no argument"),
         ("/undo three", "/undo takes a number"),
-        ("/exit now", "/exit takes nothing after it"),
+        ("/exit now", "/exit takes no argument"),
         (f"/system {'long ' * 500}", "choose a budget of"),
     ):
         # a line that is longer than the terminal is shown in several
         said = chat.say(line).split("\n")[-1]
         assert words in said, line
-    assert chat.say("/undo") == "there is nothing to take back"
+    assert chat.say("/undo") == "there is nothing to undo"
     assert chat.say("hello").endswith("tokens/s")
     leave(chat)
 
@@ -269,12 +269,12 @@ def test_undo_takes_changes_back_one_by_one(terminal, chat_kv, other_kv, change)
     )
     assert turns(chat_kv) == ["other"][:own]
     command = name if own else name.split()[0]
-    assert f"took back {command}; the chat has 5 turns; /undo can go back 1 more" in chat.say("/undo")
+    assert f"took back {command}; the chat has 5 turns; /undo can take back 1 more" in chat.say("/undo")
     assert turns(chat_kv) == [*FOUR, "turn 4"]
     # all of it is in the session again
     assert not chat_kv.with_name("chat.kv.1").exists()
     assert 'took back the turn "turn 4"; the chat has 4 turns' in chat.say("/undo")
-    assert chat.say("/undo") == "/undo goes back no further: 4 turns stay"
+    assert chat.say("/undo") == "/undo cannot go back further: the chat still has 4 turns"
     chat.kill()
     assert turns(chat_kv) == FOUR
 
@@ -310,7 +310,7 @@ def test_a_session_without_turns_is_told(terminal, tmp_path):
     leave(chat)
     again = terminal("--session", path)
     for each in (chat, again):
-        assert f"\na new chat, to be kept in {path}\n" in each.all
+        assert f"\na new chat, saved in {path}\n" in each.all
 
 
 def test_an_older_copy_of_the_same_chat_replaces_no_turns(terminal, chat_kv, tmp_path):
@@ -339,7 +339,7 @@ def test_undo_without_a_session_takes_changes_back_too(terminal):
         assert f"took back {change}; the chat has {n} turn" in chat.say("/undo")
     # asked for more than there is
     undone = chat.say("/undo 2")
-    assert undone == 'took back the turn "one"; the chat has no turns; /undo goes back no further'
+    assert undone == 'took back the turn "one"; the chat has no turns; /undo cannot go back further'
     leave(chat)
 
 

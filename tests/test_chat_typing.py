@@ -191,7 +191,7 @@ def test_texts_of_several_lines_are_one_turn_each(terminal, tmp_path):
     # what is wrong is at the prompt again, to be mended
     chat.type(f"@{path}\r")
     chat.until("chat.kv is not a text in UTF-8 (byte")
-    chat.until(f"nothing was said\n\n> @{path}")
+    chat.until(f"nothing was sent\n\n> @{path}")
     chat.type("\x15")
     chat.type("/bye\r")
     assert chat.process.wait(PATIENCE_S) == 0
@@ -303,14 +303,14 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     assert said(path) == ["one"]
     assert "/undo takes a number" in chat.say("/undo x")
     # the last turn is at the prompt again, to be changed, and stays until another is sent
-    kept = "\nthe last turn stays as it was\n"
+    kept = "\nthe last turn is unchanged\n"
     for leaving, left in (
         ("\x03", f"> one{kept}\n> "),
         ("\x15\r", f"\n>{kept}\n> "),
         ("\x15/x\r", f"> /x{kept}there is no command /x; /help lists them\n\n> /x"),
     ):
         chat.type("/edit-last\r")
-        chat.wait_for("Ctrl-C keeps that\n\n> one")
+        chat.wait_for("press Ctrl-C to keep it\n\n> one")
         chat.type(leaving)
         chat.until(left)
         assert said(path) == ["one"]
@@ -319,7 +319,7 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     chat.say(" more")
     assert said(path) == ["one more"]
     assert not path.with_name("chat.kv.1").exists()
-    assert "there is nothing to take back" in chat.say("/undo 9") + chat.say("/undo")
+    assert "there is nothing to undo" in chat.say("/undo 9") + chat.say("/undo")
 
 
 @pytest.mark.engine
@@ -331,7 +331,7 @@ def test_what_was_typed_ahead_does_not_follow_what_is_put_at_the_prompt(terminal
     chat = terminal("--session", path)
     chat.say("one")
     chat.type(f"{line}\r/exit\rmore\r")
-    chat.until(f"what you typed ahead was dropped\n\n> {at_prompt}")
+    chat.until(f"the text that you typed ahead was dropped\n\n> {at_prompt}")
     chat.type("\x15")
     chat.say("two")
     # what stands at no prompt is taken as it was typed
@@ -430,7 +430,7 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     assert "n must be at least 1, or -1 for no limit, got 0" in chat.say("/set n 0")
     shown = {line.split()[0]: line.split()[-1] for line in chat.say("/show settings").split("\n")}
     assert (shown["n"], shown["top_p"]) == ("2", "0.5")
-    assert "cut at 2 tokens by -n; /set n changes it" in chat.say("Tell me a story.")
+    assert "stopped after 2 tokens (-n); /set n changes the limit" in chat.say("Tell me a story.")
     assert chat.say("/show system") == "Be brief."
     assert "add_generation_prompt" in chat.say("/show template")
     assert "recall" in chat.say("/show policy")

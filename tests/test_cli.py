@@ -198,7 +198,7 @@ def test_a_small_budget_in_bytes_lowers_the_batch(tiny_model, text_file, command
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["kv_bytes"] <= 256 * 2**10
     asked = kvtool(command, *own, "-b", 256)
-    assert asked.stderr == "-b 256 does not fit into 256KiB; it runs with 64\n"
+    assert asked.stderr == "--batch-size 256 does not fit into 256KiB; 64 is used\n"
     assert kvtool(command, *own, "-b", 64).stderr == ""
 
 
@@ -468,7 +468,7 @@ def test_chat_with_a_pipe_answers_each_line(default_talker):
 @pytest.mark.engine
 def test_a_text_that_does_not_end_is_cut(talker):
     own = ("-m", talker, "-c", 4096, "--budget", 128, "-t", 1, "--temp", 0, "-l", "2-inf")
-    line = "cut at 2,048 tokens; -n changes that, and -n -1 means no limit\n"
+    line = "stopped after 2,048 tokens; -n N changes the limit, and -n -1 removes it\n"
     done = kvtool("generate", "Hello!", *own)
     assert (done.returncode, done.stderr) == (0, line)
     done = kvtool("chat", *own, stdin="Hello!\n")

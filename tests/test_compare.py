@@ -302,7 +302,7 @@ def test_records_go_to_a_file_and_are_printed(compare, tmp_path):
     ("arguments", "code", "words"),
     [
         (["--policies", "h2o,nope"], 2, "unknown policy 'nope'"),
-        (["--types", "f16,q9"], 2, "--types takes some of"),
+        (["--types", "f16,q9"], 2, "--types must name some of"),
         (["--resume"], 2, "--records FILE"),
         (["--records", "tide.txt"], 2, "tide.txt exists; continue it with --resume"),
         # the text a second time

@@ -458,7 +458,7 @@ def test_python_takes_a_schema_and_stop_strings(smollm2):
     for stop in (", ", [", ", "?"]):
         text = "".join(kvtool_api.generate(engine, "One, two,", 20, grammar='root ::= "a b, c"', stop=stop))
         assert text == "a b"
-    with pytest.raises(UsageError, match="--grammar and --json-schema say the same"):
+    with pytest.raises(UsageError, match="--grammar and --json-schema cannot be combined"):
         next(kvtool_api.generate(engine, "One", grammar="root ::= [a]", json_schema="{}"))
     engine.close()
     model.close()

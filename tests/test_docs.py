@@ -13,6 +13,7 @@ from typer.main import get_command
 
 from kvtool import policies
 from kvtool.cli import app
+from kvtool.cli.settings import all_commands
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 import make_cli
@@ -93,6 +94,39 @@ def test_every_command_shown_is_one_that_kvtool_takes(command, page):
         found = found.commands[words.pop(0)]
     # an unknown option, a missing argument or a value of the wrong type raises here; nothing is run
     found.make_context(found.name, words)
+
+
+SHORT = {
+    short: next(name for name in param.opts if name.startswith("--"))
+    for _, command in all_commands(get_command(app))
+    for param in command.params
+    if any(name.startswith("--") for name in param.opts)
+    for short in param.opts
+    if not short.startswith("--")
+}
+"""Each short name of an option, with its long one."""
+
+OTHERS = ("llama-perplexity -c", "-m 8b.gguf")
+"""Options of other programs."""
+
+
+def short_names(text: str) -> list[str]:
+    for other in OTHERS:
+        text = text.replace(other, "")
+    return [name for name in re.findall(r"(?<![\w-])-[a-z]{1,3}(?![\w-])", text) if name in SHORT]
+
+
+@pytest.mark.parametrize("path", sorted({*DOCS.glob("*.md")} - {DOCS / "cli.md"}), ids=lambda path: path.name)
+def test_prose_names_an_option_by_its_long_name(path):
+    # a whole command may have short ones
+    named = (span for _, line in prose(path) for span in re.findall(r"`(-[^`]*)`", line))
+    assert [span for span in named if short_names(span)] == []
+
+
+def test_help_names_an_option_by_its_long_name():
+    for words, command in all_commands(get_command(app)):
+        for text in (command.help or "", *(param.help or "" for param in command.params)):
+            assert short_names(text) == [], (words, text)
 
 
 def test_the_page_of_commands_is_what_the_commands_say():

@@ -84,13 +84,13 @@ def test_options_stand_in_groups_with_their_real_defaults():
     said = " ".join(kvtool("chat", "-h").stdout.split())
     order = [
         "Options: --system",
-        "Which tokens stay: --policy",
-        "How tokens are drawn: -n,",
-        "How it runs: -m,",
+        "Cache and eviction: --policy",
+        "Sampling: -n,",
+        "Model and hardware: -m,",
     ]
     order += [
-        "The archive of --policy recall: --archive ",
-        "What is printed: --",
+        "Archive (--policy recall): --archive ",
+        "Output: --",
         "Help: -h,",
         "Examples: ",
     ]
@@ -157,7 +157,7 @@ def test_a_command_of_several_lists_their_options_alone():
         (["tinyllama.gguf"], "there is no command 'tinyllama.gguf'; use `kvtool chat tinyllama.gguf`"),
         (["xyzzy"], "there is no command 'xyzzy'; `kvtool -h` lists them"),
         (["help", "xyzzy"], "there is no command 'xyzzy'; `kvtool -h` lists them"),
-        (["help", "chat", "x"], "`kvtool chat` has no commands of its own; `kvtool chat -h` is its help"),
+        (["help", "chat", "x"], "`kvtool chat` has no subcommands; `kvtool chat -h` shows its help"),
         (
             ["chat", "--budgett", "3"],
             "no such option: --budgett (did you mean --budget?); `kvtool chat -h` ",
@@ -358,7 +358,7 @@ def test_minus_one_is_no_limit_and_a_random_seed(smollm2):
 @pytest.mark.engine
 def test_a_context_above_the_trained_one_is_said(default_talker, tmp_path):
     (tmp_path / "text").write_text("The tide came in. " * 9)
-    line = "-c 9,000 is above the model's trained length; it runs with 8,192\n"
+    line = "--ctx-size 9,000 is above the model's trained length; 8,192 is used\n"
     generate = kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 9000)
     assert (generate.returncode, generate.stderr) == (0, line)
     assert kvtool("perplexity", tmp_path / "text", "-t", 1, "-c", 9000).stderr.startswith(line)
@@ -373,7 +373,7 @@ def test_a_context_above_the_trained_one_is_said(default_talker, tmp_path):
 
 @pytest.mark.engine
 def test_layers_on_a_gpu_that_is_not_there_are_told(default_talker, tmp_path, monkeypatch):
-    line = "-ngl 99 does nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)\n"
+    line = "--gpu-layers 99 does nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)\n"
     (tmp_path / "text").write_text("The tide came in. " * 9)
     monkeypatch.setattr("kvtool.llama.devices.has_gpu", lambda: False)
     own = ("-t", 1, "-ngl")
@@ -385,9 +385,9 @@ def test_layers_on_a_gpu_that_is_not_there_are_told(default_talker, tmp_path, mo
         ("eval", "passkey", "--set", "lengths=64", "--limit", 1),
     ):
         assert called(*words, *own, 99).stderr.count(line) == 1, words
-    assert "-ngl" not in called("generate", "Hi", "-n", 1, *own, 0).stderr
+    assert "--gpu-layers" not in called("generate", "Hi", "-n", 1, *own, 0).stderr
     monkeypatch.setattr("kvtool.llama.devices.has_gpu", lambda: True)
-    assert "-ngl" not in called("generate", "Hi", "-n", 1, *own, 99).stderr
+    assert "--gpu-layers" not in called("generate", "Hi", "-n", 1, *own, 99).stderr
 
 
 @pytest.mark.engine

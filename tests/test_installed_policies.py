@@ -196,7 +196,7 @@ def test_it_streams_and_one_that_never_evicts_is_treated_as_full_is(packages, ti
     refused = kvtool("perplexity", path, "--policy", "all", "--budget", 48, *model)
     assert (refused.returncode, refused.stderr) == (
         2,
-        "kvtool: `all` keeps every token and takes no --budget; -c sets its cache size\n",
+        "kvtool: `all` keeps every token and takes no --budget; --ctx-size sets its cache size\n",
     )
 
 

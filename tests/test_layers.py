@@ -95,7 +95,8 @@ def test_values_that_are_a_part_of_the_keys_take_nothing():
     assert latent.cell_bytes("q8_0", "q8_0") == 3 * 576 // 32 * 34
     for type_v in set(CACHE_TYPES) - {"q8_0"}:
         with pytest.raises(
-            UsageError, match=f"^-ctk and -ctv must be the same, not q8_0 and {type_v}: .*MLA"
+            UsageError,
+            match=f"^--cache-type-k and --cache-type-v must be the same, not q8_0 and {type_v}: .*MLA",
         ):
             latent.cell_bytes("q8_0", type_v)
     assert latent.kinds == ["latent attention (MLA)"]

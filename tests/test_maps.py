@@ -436,8 +436,8 @@ def test_what_does_not_fit_the_model_gets_one_line(tiny_model, arguments, n_word
         (["--map", "share", "-ctk", "q8_0", "-c", "100"], "leave out --ctx-size, --cache-type-k"),
         (["--map", "share", "--layer", "1"], "--map share shows all layers and heads: leave out --layer"),
         (["--map", "values", "--head", "1"], "--map values shows all layers and heads: leave out --head"),
-        (["--layer", "1"], "--layer goes with --map only"),
-        (["--head", "1", "--budget", "64"], "--head goes with --map only"),
+        (["--layer", "1"], "--layer needs --map"),
+        (["--head", "1", "--budget", "64"], "--head needs --map"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_in_one_line(arguments, words):

@@ -853,8 +853,8 @@ def test_show_needs_no_llama_cpp_for_the_header(tmp_path):
 @pytest.mark.parametrize("arch", ["llama", "deepseek4"])
 def test_show_refuses_a_type_that_is_none_of_whatever_model(tmp_path, arch):
     path = tiny_gguf(tmp_path / "tiny.gguf", arch)
-    for flag in ("-ctk", "-ctv"):
-        with pytest.raises(UsageError, match=f"^{flag} must be one of f32, f16, .*, got 'q9'$"):
+    for flag, name in (("-ctk", "--cache-type-k"), ("-ctv", "--cache-type-v")):
+        with pytest.raises(UsageError, match=f"^{name} must be one of f32, f16, .*, got 'q9'$"):
             invoke("show", str(path), flag, "q9")
 
 

@@ -127,7 +127,7 @@ def test_no_two_options_have_a_name_in_common():
 def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
     path = str(tiny_model(n_ctx_train=512))
     with open_run(Run(model=path, policy="h2o", n_ctx=9999, threads=1)) as opened:
-        assert opened.notes == ["-c 9,999 is above the model's trained length; it runs with 512"]
+        assert opened.notes == ["--ctx-size 9,999 is above the model's trained length; 512 is used"]
         assert opened.engine.policy.budget == 512
         said = report.report(opened.engine, opened.run.policy)
         assert (said["policy"], said["budget"], said["archive_limit"]) == ("h2o", 512, None)
@@ -157,7 +157,7 @@ def test_a_budget_that_is_not_given_is_the_policys(tiny_model, options, policy, 
     with open_run(run) as opened:
         assert (opened.run.policy, opened.engine.policy.budget) == (policy, budget)
         is_other = policy not in (run.policy, options.get("policy"))
-        said = ["nothing can be recalled with --positions in-cache: the policy is h2o"]
+        said = ["recall does not work with --positions in-cache; the policy is h2o"]
         assert opened.notes == (said if is_other else [])
 
 
@@ -185,7 +185,7 @@ def test_a_session_goes_on_with_the_policy_and_the_budget_that_it_began_with():
             {"policy": "h2o", "archive": "9", "typed": frozenset({"archive"})},
             "`h2o` has no archive; leave out --archive",
         ),
-        ({"rpc": "there:50052", "gpu_layers": 0}, "-ngl 0 leaves no layer for the workers"),
+        ({"rpc": "there:50052", "gpu_layers": 0}, "--gpu-layers 0 leaves no layer for the workers"),
         ({"policy": "full", "budget": "9", "typed": frozenset({"budget"})}, "`full` keeps every token"),
     ],
 )

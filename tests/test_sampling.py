@@ -276,8 +276,8 @@ def test_the_next_text_knows_all_that_a_penalty_looks_back_at(engine, penalty):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"temp": -1}, "--temp must be in 0..10000, got -1; 0 takes the likeliest token"),
-        ({"temp": math.nan}, "--temp must be in 0..10000, got nan; 0 takes the likeliest token"),
+        ({"temp": -1}, "--temp must be in 0..10000, got -1; 0 picks the most likely token"),
+        ({"temp": math.nan}, "--temp must be in 0..10000, got nan; 0 picks the most likely token"),
         ({"top_p": 2}, "--top-p must be in 0..1, got 2"),
         ({"min_p": -0.1}, "--min-p must be in 0..1, got -0.1"),
         ({"typical": 0}, "--typical must be above 0 and at most 1, got 0; 1 is off"),
@@ -308,7 +308,7 @@ def test_a_setting_out_of_its_range_is_one_line(wrong, words):
     [
         (["--top-p", "2"], "--top-p must be in 0..1, got 2"),
         (["-l", "5"], "--logit-bias must be TOKEN+BIAS or TOKEN-BIAS (15043+1), got '5'"),
-        (["--grammar", "x ::= y", "-j", "{}"], "--grammar and --json-schema say the same; choose one"),
+        (["--grammar", "x ::= y", "-j", "{}"], "--grammar and --json-schema cannot be combined; choose one"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "chat"])
@@ -320,7 +320,7 @@ def test_a_command_refuses_a_setting_before_it_looks_for_a_model(command, typed,
 
 def test_logprobs_need_json():
     done = called("generate", "-p", "Hello", "--logprobs", 2)
-    assert (done.returncode, done.stderr) == (2, "kvtool: --logprobs goes into the JSON; add --json\n")
+    assert (done.returncode, done.stderr) == (2, "kvtool: --logprobs needs --json\n")
 
 
 def test_chat_and_generate_and_python_have_the_same_settings():

@@ -181,12 +181,12 @@ def test_a_key_for_other_commands_loads_none_of_them(file):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("budge = 5", "config.toml: budge is no option. Did you mean budget"),
-        ("[chat]\nbudge = 5", "[chat] budge is no option. Did you mean budget"),
+        ("budge = 5", "config.toml: budge is not an option. Did you mean budget"),
+        ("[chat]\nbudge = 5", "[chat] budge is not an option. Did you mean budget"),
         # an option of another command
-        ("[chat]\nraw = true", "[chat] raw is no option"),
-        ("[chta]\ntemp = 1", "[chta] is no command. Did you mean chat"),
-        ("[chat.more]\ntemp = 1", "[chat.more] is no command"),
+        ("[chat]\nraw = true", "[chat] raw is not an option"),
+        ("[chta]\ntemp = 1", "[chta] is not a command. Did you mean chat"),
+        ("[chat.more]\ntemp = 1", "[chat.more] is not a command"),
         ('temp = "hot"', "config.toml: temp must be a number, got 'hot'"),
         ("[chat]\nseed = 1.5", "[chat] seed must be a whole number, got 1.5"),
         ("seed = true", "seed must be a whole number, got true"),
@@ -195,7 +195,7 @@ def test_a_key_for_other_commands_loads_none_of_them(file):
         ("[chat]\nn = 0", "[chat] n must be at least 1, or -1 for no limit, got 0"),
         ("batch-size = 0", "config.toml: batch-size must be at least 1, got 0"),
         ('[models."smollm2-135m"]\nmodel = "x"', "cannot name another model"),
-        ('[models."smollm2-135m"]\nbudge = 1', "[models.smollm2-135m] budge is no option"),
+        ('[models."smollm2-135m"]\nbudge = 1', "[models.smollm2-135m] budge is not an option"),
         ("budget = ", "config.toml is not TOML: "),
     ],
 )
@@ -216,10 +216,10 @@ def test_a_wrong_key_or_value_is_one_line_that_names_file_and_key(file, text, wo
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[generate]\nbudge = 5", "[generate] budge is no option. Did you mean budget"),
-        ("[session.shwo]\njson = true", "[session.shwo] is no command"),
-        ("[models.x.chta]\ntemp = 1", "[models.x.chta] is no command"),
-        ("[models.x.chat]\nraw = true", "[models.x.chat] raw is no option"),
+        ("[generate]\nbudge = 5", "[generate] budge is not an option. Did you mean budget"),
+        ("[session.shwo]\njson = true", "[session.shwo] is not a command"),
+        ("[models.x.chta]\ntemp = 1", "[models.x.chta] is not a command"),
+        ("[models.x.chat]\nraw = true", "[models.x.chat] raw is not an option"),
     ],
 )
 def test_config_checks_the_tables_of_all_commands(file, text, words):
@@ -247,7 +247,7 @@ def test_a_models_table_of_a_command_that_takes_no_model_is_refused(file, table,
 
 def test_a_misspelt_command_in_a_models_table_is_none(file):
     file('[models.x.models.shwo]\nfit = "1G"')
-    assert "[models.x.models.shwo] is no command" in kvtool("config").stderr
+    assert "[models.x.models.shwo] is not a command" in kvtool("config").stderr
 
 
 def test_a_value_of_a_variable_is_named_by_it(file, monkeypatch):
@@ -291,7 +291,9 @@ def test_config_shows_what_is_set_and_by_what(file, monkeypatch):
     assert {"command": "all", "option": "--budget", "value": 512, "source": f"{path}: budget"} in rows
     assert {"command": "chat", "option": "--seed", "value": "3", "source": "$KVTOOL_CHAT_SEED"} in rows
     assert [row["value"] for row in rows if row["command"] == "models smollm2-135m generate"] == [0.125]
-    assert done.stderr.startswith("kvtool: $KVTOOL_BUDGTE stands for no option. Did you mean KVTOOL_BUDGET ")
+    assert done.stderr.startswith(
+        "kvtool: $KVTOOL_BUDGTE does not belong to an option. Did you mean KVTOOL_BUDGET "
+    )
 
 
 def test_config_shows_what_holds_for_a_command(file):
@@ -306,7 +308,7 @@ def test_config_shows_what_holds_for_a_command(file):
     assert shown["--top-k"] == (40, "default")
     assert shown["--option"] == (["window=64"], f"{path}: [chat] option")
     assert of("chat", "-m", "other")["--temp"] == (0.75, f"{path}: [models.other] temp")
-    assert kvtool("config", "chta").stderr == "kvtool: kvtool has no command 'chta'. Did you mean chat?\n"
+    assert kvtool("config", "chta").stderr == "kvtool: there is no command 'chta'. Did you mean chat?\n"
 
 
 @pytest.mark.engine

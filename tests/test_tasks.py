@@ -457,7 +457,7 @@ def test_what_is_measured_without_a_policy_is_what_a_chat_has(command, tiny_mode
     assert policy(*shown)[0] == "recall"
     name, said = policy(*shown, "--positions", "in-cache")
     assert name == "h2o"
-    assert "nothing can be recalled with --positions in-cache: the policy is h2o" in said
+    assert "recall does not work with --positions in-cache; the policy is h2o" in said
     done = called(command, *of[command], "-m", tiny_model(), "--policy", "recall", "--positions", "in-cache")
     assert "choose --positions auto or original" in done.stderr
 

@@ -134,10 +134,14 @@ def test_a_result_says_how_it_was_drawn(tiny_chat):
 @pytest.mark.parametrize(
     ("task", "more", "said"),
     [
-        ("choice", ["--temp", "0.5"], "choice has no --temp: it draws no answers"),
-        ("stream", ["--temp", "0.5", "--set", "scored=true"], "stream has no --temp: it draws no answers"),
-        ("diversity", ["--temp", "0.5"], "diversity has no --temp: --set temp=T is its own"),
-        ("qa", ["--seed", "3"], "--seed draws nothing without a temperature; add --temp T"),
+        ("choice", ["--temp", "0.5"], "choice takes no --temp: it samples no answers"),
+        (
+            "stream",
+            ["--temp", "0.5", "--set", "scored=true"],
+            "stream takes no --temp: it samples no answers",
+        ),
+        ("diversity", ["--temp", "0.5"], "diversity takes no --temp: use --set temp=T"),
+        ("qa", ["--seed", "3"], "--seed has no effect without a temperature; add --temp T"),
     ],
 )
 def test_a_temperature_or_a_seed_without_effect_is_refused(task, more, said):

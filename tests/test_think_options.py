@@ -148,7 +148,7 @@ def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
         assert chat.say("/think deep").startswith("/think must be one of on, off, ")
         assert chat.say("/think off") == "--think off: the model's chat template cannot switch thinking off"
         chat.say("Hello")
-        again = "the next turn first reads the chat again, since its text is another now"
+        again = "the next turn first reads the chat again, because its text has changed"
         assert chat.say("/set think HIGH") == f"{again}\nthink  high; {taken}"
         chat.say("Hello again")
         assert "effort high." in chat.say("/cells 200")

@@ -45,7 +45,7 @@ class _Run(Run):
         Run, "budget", words="{default_recall:,} tokens with recall, {default_budget:,} with h2o"
     )
     threads: int | None = again(Run, "threads", words="one per core")
-    verbose: int = again(Run, "verbose", help="-vv: show llama.cpp's log.")
+    verbose: int = again(Run, "verbose", help="-vv shows llama.cpp's log.")
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,20 @@ class _Own(Options):
     depths: str = option(
         "--depths LIST",
         "512,8k,32k",
-        "Tokens that have been read before, separated by commas: 8k is 8,192.",
+        "Lengths of the stream before a measurement, in tokens, separated by commas; 8k is 8,192.",
     )
-    rounds: int = option("--rounds N", 5, "Maximum rounds of a row.", least=1)
+    rounds: int = option("--rounds N", 5, "Maximum number of rounds per row.", least=1)
     seconds: float = option(
         "--seconds S",
         6.0,
-        "Seconds after which a row gets no more rounds.",
+        "Time after which no further round of a row starts, in seconds.",
         fits=lambda s: 0 < s < 1e6,
         needed="above 0",
     )
     compare: Path | None = option(
-        "--compare OLD.json", None, "Show ratios to an earlier run, whose --json output this file has."
+        "--compare FILE", None, "Show ratios to an earlier run, whose --json output is in this file."
     )
-    plot: Path | None = option("--plot PNG", None, "Draw the speeds by depth into this file.")
+    plot: Path | None = option("--plot PNG", None, "Draw speed against depth into this picture.")
 
     def n_tokens(self) -> list[int]:
         """The depths as numbers. Raises UsageError."""
@@ -88,10 +88,10 @@ class _Own(Options):
 def bench(*, own: _Own, run: _Run, as_json: Json = False) -> None:
     """Measure how fast this machine reads and writes, and the memory that takes.
 
-    Each row is one way to keep the cache at one depth: the full cache, with and without flash attention, in
-    f16 and q8_0, and in host memory where there is a GPU; recall; h2o. A depth is reached without reading all
-    of it: what a few tokens left in the cache is repeated, so that speed is real and text is not. Rows take
-    turns. Ctrl-C ends the measuring and prints what there is.
+    Each row is one kind of cache at one depth: the full cache (with and without flash attention, in f16 and
+    q8_0, and in host memory if there is a GPU), recall, and h2o. To reach a depth quickly, bench repeats the
+    keys and values of a few tokens: the speed is real, the text is not. Rows are measured in turns. Ctrl-C
+    stops and prints the rows measured so far.
     """
     depths = own.n_tokens()
     output.check_picture("--plot", own.plot)
@@ -123,7 +123,7 @@ def bench(*, own: _Own, run: _Run, as_json: Json = False) -> None:
     if old is not None:
         found = [record | {"over_old": measure.over(record, old)} for record in found]
         if other := next((each for each in old if each.get("model") != path.stem), None):
-            say([f"{own.compare} is of another model, {other.get('model')}"])
+            say([f"{own.compare} has results of another model, {other.get('model')}"])
     _print(found, said, as_json=as_json, has_device=has_device, plot=own.plot)
     if made.stop:
         raise _Stopped(f"stopped; {len(found)} of {len(rows)} rows are measured")

@@ -33,16 +33,14 @@ class _Own(Options):
     plain: bool = option(
         "--plain", False, "Show replies as the model writes them, without colours.", group=SHOWS
     )
-    hide_thinking: bool = option(
-        "--hide-thinking", False, "Show nothing of the model's reasoning.", group=SHOWS
-    )
+    hide_thinking: bool = option("--hide-thinking", False, "Do not show the model's reasoning.", group=SHOWS)
     session: Path | None = option(
         "--session",
         None,
-        "Session file: continues the chat in it, and saves it after every reply.",
+        "Session file: continue the chat in it, and save it after every reply.",
         completes="sessions",
     )
-    transcript: Path | None = option("--transcript", None, "Append what is said to this file as plain text.")
+    transcript: Path | None = option("--transcript", None, "Append the chat to this file as plain text.")
 
 
 @options

@@ -77,7 +77,7 @@ class Commands:
             elif name not in self._plain and name != "/exit":
                 self._refuse(typed, shown(line))
             elif rest:
-                self.terminal.error(f"{typed} takes nothing after it")
+                self.terminal.error(f"{typed} takes no argument")
             elif name in self._plain:
                 self._plain[name]()
             else:
@@ -116,13 +116,13 @@ class Commands:
             changes.append(change)
         if not changes:
             n_turn = self.conversation.n_turn
-            stay = f"/undo goes back no further: {turns(n_turn)} stay{'s' * (n_turn == 1)}"
-            self.terminal.note(stay if n_turn else "there is nothing to take back")
+            stay = f"/undo cannot go back further: the chat still has {turns(n_turn)}"
+            self.terminal.note(stay if n_turn else "there is nothing to undo")
             return
         n_more = len(self.conversation.copies)
-        more = f"; /undo can go back {n_more} more" if n_more else ""
+        more = f"; /undo can take back {n_more} more" if n_more else ""
         if len(changes) < int(n or 1):
-            more = "; /undo goes back no further"
+            more = "; /undo cannot go back further"
         what = changes[0] if len(changes) == 1 else f"{len(changes)} changes, the first of them {changes[-1]}"
         self.keeper.keep_session(undone=True)
         has = f"the chat has {turns(self.conversation.n_turn)}"
@@ -135,7 +135,7 @@ class Commands:
     def _edit_last(self) -> None:
         self.terminal.offer(self._last_turn())
         self.terminal.edits = True
-        self.terminal.note("what you send takes the place of the last turn; Ctrl-C keeps that")
+        self.terminal.note("send the edited turn to replace the last one, or press Ctrl-C to keep it")
 
     def _last_turn(self) -> str:
         """What was said last. Raises UsageError where that cannot be taken back."""
@@ -157,7 +157,7 @@ class Commands:
             self.terminal.console.print(text)
             self.terminal.say(text)
         else:
-            self.terminal.note("nothing was written")
+            self.terminal.note("the editor returned no text, so nothing was sent")
 
     def _set(self, text: str) -> None:
         name, _, given = text.replace("=", " ", 1).partition(" ")
@@ -232,7 +232,7 @@ class Commands:
             return False
         chat.think(effort, budget)
         if again:
-            self.terminal.note("the next turn first reads the chat again, since its text is another now")
+            self.terminal.note("the next turn first reads the chat again, because its text has changed")
         return True
 
     def _save(self, name: str) -> None:
@@ -255,7 +255,7 @@ class Commands:
     def _remember(self, change: str) -> bool:
         """Copies the chat for /undo; without room for a copy, asks whether to go on."""
         return self.conversation.remember(change) or self.terminal.confirm(
-            f"There is no room for a copy, so /undo could not take {change} back. Go on?"
+            f"There is no disk space for a copy, so /undo could not take {change} back. Continue?"
         )
 
     def _note_new(self, what: str) -> None:

@@ -108,5 +108,5 @@ class ReplyView:
         self._live = None
         if not self._hides:
             seconds, n = time.monotonic() - self._started, len(self.thought.split())
-            line = f"thought for {seconds:.0f} s, {n:,} words; /show thought has it"
+            line = f"thought for {seconds:.0f} s, {n:,} words; /show thought shows it"
             self._console.print(line, style="dim")

@@ -112,7 +112,7 @@ class Terminal:
             self.note(moved_line(self.keeper.moved))
         for spare in self.keeper.back:
             # FILE.1 was made of FILE
-            self.note(f"{spare.name} is {spare.stem} again")
+            self.note(f"the chat of {spare.name} is in {spare.stem} again")
 
     def show_last(self) -> None:
         """Shows the last turn and its reply again."""
@@ -136,7 +136,7 @@ class Terminal:
             if again:
                 self.conversation.take_back()
         except (InputError, SessionError, UsageError) as error:
-            self.error(f"{error}; nothing was said")
+            self.error(f"{error}; nothing was sent")
             self.typed = typed_as(text) if again or "\n" not in text else ""
             self.selects = not again
             self.edits = again and isinstance(error, InputError)
@@ -155,7 +155,7 @@ class Terminal:
         if writer.stop:
             self.note("stopped")
         elif writer.is_cut:
-            self.note(f"cut at {writer.n_written:,} tokens by -n; /set n changes it")
+            self.note(f"stopped after {writer.n_written:,} tokens (-n); /set n changes the limit")
         self.keeper.keep(undone=again)
         self.saved()
         self.note(self.status())
@@ -200,11 +200,13 @@ class Terminal:
     def _cancel(self, instead: str | None) -> None:
         """Takes back a turn that was stopped while it was read. instead: the turn, if it replaced another."""
         if self.conversation.take_back() is None:
-            self.note("stopped; there is no copy to go back to: the rest is read with the next turn")
+            self.note(
+                "stopped; there is no copy to restore, so the rest of the turn is read with the next one"
+            )
         elif instead is None:
             self.note("cancelled; the chat is as it was before")
         else:
-            self.note("cancelled; the turn is at the prompt again, and the one that it replaced is gone")
+            self.note("cancelled; the new turn is at the prompt again, and the turn that it replaced is gone")
             self.offer(instead)
 
 

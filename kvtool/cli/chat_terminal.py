@@ -10,7 +10,7 @@ from kvtool.cli.keeper import turns
 from kvtool.system import interrupt
 from kvtool.system.texts import shown
 
-_KEPT = "the last turn stays as it was"
+_KEPT = "the last turn is unchanged"
 
 
 def run(terminal: Terminal) -> None:
@@ -27,12 +27,12 @@ def run(terminal: Terminal) -> None:
         terminal.note(limit)
     if base := base_model(engine.model.path):
         terminal.note(base)
-    terminal.note("/help for help, Ctrl-D leaves")
+    terminal.note("/help shows help, Ctrl-D leaves")
     if n := terminal.conversation.n_turn:
         terminal.note(f"continuing after {turns(n)}, {engine.n_past:,} tokens")
         terminal.show_last()
     elif terminal.keeper.path:
-        terminal.note(f"a new chat, to be kept in {terminal.keeper.path}")
+        terminal.note(f"a new chat, saved in {terminal.keeper.path}")
     if terminal.keeper.run.model is None and (better := better_model()):
         terminal.note(better)
     prompt = Prompt(commands.words())
@@ -57,7 +57,7 @@ def _ask(terminal: Terminal, prompt: Prompt) -> str | None:
     selected, terminal.selects = terminal.selects, False
     # at the end of another text it would mean something else
     if default and prompt.forget():
-        terminal.note("what you typed ahead was dropped")
+        terminal.note("the text that you typed ahead was dropped")
     while True:
         try:
             return prompt.ask(default, selected=selected)

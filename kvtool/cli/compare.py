@@ -49,7 +49,7 @@ class _Grid(Options):
     policies: str | None = _listed(
         "--policies NAMES",
         None,
-        "Policies, separated by commas. Parameters follow after colons: h2o:decay=0.999:window=64.",
+        "Policies, separated by commas. Parameters follow colons: h2o:decay=0.999:window=64.",
         words="all",
         completes="policy_list",
     )
@@ -67,14 +67,14 @@ class _Grid(Options):
     )
     combine: bool = option("--combine", False, "Run every policy with every cache type.", group=KEEPS)
     max_tokens: int | None = option(
-        "--max-tokens N", None, "Read the text's first N tokens.", words="all", least=2
+        "--max-tokens N", None, "Use only the first N tokens of the text.", words="all", least=2
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for kind in self.listed("types"):
             if kind not in CACHE_TYPES:
-                raise UsageError(f"--types takes some of {', '.join(CACHE_TYPES)}, got {kind!r}")
+                raise UsageError(f"--types must name some of {', '.join(CACHE_TYPES)}, got {kind!r}")
         if not self.listed("types"):
             raise UsageError("--types names no cache type")
         if self.policies is not None and not self.listed("policies"):
@@ -96,10 +96,10 @@ class _Own(Options):
         "--records FILE", None, "Append the record of each finished run to this file, one JSON line each."
     )
     resume: bool = option("--resume", False, "Continue the file of --records: do only the missing runs.")
-    plot: Path | None = option("--plot PNG", None, "Draw quality against bytes into this file.")
-    jobs: int = option("--jobs N", 1, "Runs at the same time, each in a process.", least=1)
+    plot: Path | None = option("--plot PNG", None, "Draw quality against bytes into this picture.")
+    jobs: int = option("--jobs N", 1, "Number of runs at the same time, each in its own process.", least=1)
     shard: str | None = option(
-        "--shard I/N", None, "Do every N-th run from the I-th on, to share work among machines."
+        "--shard I/N", None, "Do every N-th run, beginning with the I-th, to share the work among machines."
     )
 
 
@@ -221,7 +221,7 @@ def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: P
     if len(missing) < len(results.grid):
         say([f"{len(results.grid) - len(missing)} of {len(results.grid)} runs are done already"])
     elif len(missing) > 1:
-        less = "--policies, --budgets, --types or --max-tokens can be less"
+        less = "fewer --policies, --budgets or --types, or a smaller --max-tokens, take less time"
         say([f"{len(missing)} runs of {common.n_tokens:,} tokens each; {less}"])
     reference, first = grid.reference(common) if against else None, None
     if reference and not reference.exists():

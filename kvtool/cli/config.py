@@ -26,7 +26,7 @@ def config(
     words: Annotated[
         list[str] | None,
         command_words(
-            "Show all options of this command with the values that hold.", "what is set, for all commands"
+            "Show every option of this command with its current value.", "all settings, of all commands"
         ),
     ] = None,
     model: Annotated[
@@ -35,18 +35,20 @@ def config(
             "-m",
             "--model",
             metavar="MODEL",
-            help="With a command: show what holds for this model.",
+            help="With a command: show its values for this model.",
             autocompletion=models,
         ),
     ] = None,
-    path: Annotated[bool, typer.Option("--path", help="Print where the file is, or would be.")] = False,
+    path: Annotated[
+        bool, typer.Option("--path", help="Print the path of the file, which need not exist yet.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show which defaults are set, and where: in the file or the environment.
+    """Show which defaults are set in the config file and in the environment.
 
     Every option can have a default in the file, written budget = "10%": at the top level for all commands, in
     a table [chat] for one, in a table [models."NAME"] for a model. A variable, KVTOOL_BUDGET for all commands
-    or KVTOOL_CHAT_BUDGET for one, beats the file. What is typed beats both.
+    or KVTOOL_CHAT_BUDGET for one, beats the file. The command line beats both.
     """
     if path:
         typer.echo(settings.config_file())
@@ -59,11 +61,11 @@ def config(
     if as_json:
         typer.echo(json_text({"file": str(file), "exists": file.is_file(), "settings": rows}, indent=2))
         return
-    typer.echo(f"file: {file}{'' if file.is_file() else ' (not there)'}\n")
+    typer.echo(f"file: {file}{'' if file.is_file() else ' (does not exist)'}\n")
     if rows:
         _print(rows)
     else:
-        typer.echo("nothing is set; every option has the default that its command's -h shows")
+        typer.echo("nothing is set: every option has the default that -h shows")
 
 
 def _of_command(words: tuple[str, ...], model: str | None, root: Any) -> Iterator[Row]:
@@ -71,7 +73,7 @@ def _of_command(words: tuple[str, ...], model: str | None, root: Any) -> Iterato
     known = dict(settings.all_commands(root))
     if words not in known:
         names = [" ".join(each) for each in known]
-        raise UsageError(f"kvtool has no command {' '.join(words)!r}.{suggestion(' '.join(words), names)}")
+        raise UsageError(f"there is no command {' '.join(words)!r}.{suggestion(' '.join(words), names)}")
     typed = {"model": settings.Setting(model, "-m")} if model else {}
     found = settings.of_command(known[words], words, {"model": model}, root) | typed
     for param in settings.options_of(known[words]):
@@ -101,7 +103,7 @@ def _of_table(
     values, where, is_own = table
     reached = [words for words in known if words[: len(start)] == start]
     if not reached or (values and is_own and start not in known):
-        raise UsageError(f"{where} is no command of kvtool")
+        raise UsageError(f"{where} is not a command of kvtool")
     params = [
         param for words in reached for param in settings.options_of(known[words], () if start else words)
     ]
@@ -109,7 +111,7 @@ def _of_table(
         named = [param for param in params if name.replace("_", "-") in settings.names_of(param)]
         if not named:
             right = sorted({each for param in params for each in settings.names_of(param)})
-            raise UsageError(f"{where} {name} is no option.{suggestion(name, right)}")
+            raise UsageError(f"{where} {name} is not an option.{suggestion(name, right)}")
         for param in named:
             settings.checked(param, value, f"{where} {name}")
         yield _row(of, named[0], value, f"{where} {name}")
@@ -128,7 +130,7 @@ def _of_variables(known: Commands) -> Iterator[Row]:
             words, param = meant[name]
             yield _row(words, param, os.environ[name], f"${name}")
         else:
-            sys.stderr.write(f"kvtool: ${name} stands for no option.{suggestion(name, meant)}\n")
+            sys.stderr.write(f"kvtool: ${name} does not belong to an option.{suggestion(name, meant)}\n")
 
 
 def _row(words: tuple[str, ...], param: Any, value: Any, source: str) -> Row:

@@ -23,7 +23,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_pane
 ModelName = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]", help="A model, as for -m.", show_default=False, autocompletion=completion.models
+        metavar="[MODEL]", help="Model, as for --model.", show_default=False, autocompletion=completion.models
     ),
 ]
 """The model, where it may be typed without -m."""

@@ -19,7 +19,7 @@ _COMPILE = f"{sys.executable} -m kvtool.build.kernels"
 
 
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     remove: Annotated[
         bool, typer.Option("--remove", help="Delete the chats that killed servers left in the cache folder.")
     ] = False,
@@ -103,9 +103,9 @@ def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
         has = f"the library has version {library['abi']} of kvtool's C API"
         wrong(f"{has}, this kvtool needs {library['abi_wanted']}", _BUILD)
     elif library["digest"] != library["digest_wanted"]:
-        wrong("the library was built from other patch files than the present ones", _BUILD)
+        wrong("the library was built from different patch files", _BUILD)
     elif key is not None and key not in keys_wanted:
-        wrong("the library was built for another CPU, version or set of flags", _BUILD)
+        wrong("the library was built for a different CPU, version or set of flags", _BUILD)
     return library
 
 
@@ -118,7 +118,7 @@ def _text(found: dict[str, Any]) -> str:
         if library["digest"]:
             lines.append(f"            digest {library['digest'][:16]}")
         if library["portable"]:
-            lines.append("            built for every CPU, which chooses its part when llama.cpp starts")
+            lines.append("            built for all CPUs; llama.cpp chooses the fitting code when it starts")
         if library["unused"]:
             lines.append(f"            llama-cpp-python {library['unused']} is installed too, and not used")
         if library["cmake_args"]:

@@ -64,15 +64,15 @@ class _Drawn(Options):
     temp: float = again(
         Sampling,
         "temp",
-        help="Temperature of answers; 0 takes the likeliest tokens. Above 0 the other samplers are "
-        f"kvtool generate's: --top-k {Drawing.top_k}, --top-p {Drawing.top_p}, --min-p {Drawing.min_p}.",
+        help="Temperature of answers; 0 picks the most likely tokens. Above 0 the other samplers are as "
+        f"in kvtool generate: --top-k {Drawing.top_k}, --top-p {Drawing.top_p}, --min-p {Drawing.min_p}.",
         least=0,
     )
     seed: int = again(
         Drawing,
         "seed",
         0,
-        help="Seed for drawing tokens, of each answer; needs --temp.",
+        help="Random seed of each answer; needs --temp.",
         words=True,
         least=0,
         read=None,
@@ -94,22 +94,22 @@ class _Own(Options):
         words=False,
         read=repeated,
     )
-    limit: int | None = option("--limit N", None, "Ask the first N items.", words="all", least=1)
+    limit: int | None = option("--limit N", None, "Ask only the first N items.", words="all", least=1)
     chat: bool | None = option(
-        "--chat/--raw", None, "Ask in the chat template, or as plain text.", words="the task's own"
+        "--chat/--raw", None, "Ask in the chat template or as plain text.", words="the task's own"
     )
     max_prompt: int | None = option(
         "--max-prompt N",
         None,
-        "Cut the middle out of prompts of more than N tokens.",
+        "Cut the middle out of prompts longer than N tokens.",
         least=16,
-        words="trained context",
+        words="the trained context",
     )
     records: str | None = option(
         "--records FILE", None, "Append the record of each answered item to this file, one JSON line each."
     )
     resume: bool = option("--resume", False, "Continue the file of --records: ask only the missing items.")
-    plot: Path | None = option("--plot PNG", None, "Draw the summary as a heat map into this file.")
+    plot: Path | None = option("--plot PNG", None, "Draw the summary as a heat map into this picture.")
 
 
 @options
@@ -238,10 +238,10 @@ def _on_disk(files: list[Path]) -> Iterator[list[Path]]:
 def _check_drawing(drawn: _Drawn, chosen: Task, task: str) -> None:
     """Raises UsageError for a temperature or a seed that is out of range or without effect."""
     if drawn.temp and not chosen.draws:
-        own = "--set temp=T is its own" if hasattr(chosen, "temp") else "it draws no answers"
-        raise UsageError(f"{task} has no --temp: {own}")
+        own = "use --set temp=T" if hasattr(chosen, "temp") else "it samples no answers"
+        raise UsageError(f"{task} takes no --temp: {own}")
     if "seed" in drawn.typed and "temp" not in drawn.typed and not drawn.temp:
-        raise UsageError("--seed draws nothing without a temperature; add --temp T")
+        raise UsageError("--seed has no effect without a temperature; add --temp T")
     drawn.sampling()
 
 

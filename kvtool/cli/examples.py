@@ -37,7 +37,7 @@ EXAMPLES = {
     "models rm": ("kvtool models rm smollm2-135m", "kvtool models rm hf:OWNER/REPO:Q4_K_M"),
     "models show": (
         "kvtool models show smollm2-135m --fit 256M",
-        "kvtool models show ./model.gguf -ctk q8_0 -ctv q8_0",
+        "kvtool models show ./model.gguf --cache-type-k q8_0 --cache-type-v q8_0",
     ),
     "session show": ("kvtool session show talk.kv", "kvtool session show talk.kv --json"),
     "session export": ("kvtool session export talk.kv", "kvtool session export talk.kv --json > talk.json"),

@@ -122,7 +122,8 @@ def spare_line(engine: Engine) -> str | None:
     return (
         f"{format_bytes(taken)} for the budget's cells, "
         + (f"{format_bytes(fixed)} for sliding or recurrent layers, " if fixed else "")
-        + f"{format_bytes(spare)} more for batches (-b) and because llama.cpp allocates {PAD} cells at a time"
+        + f"{format_bytes(spare)} more for batches (--batch-size) and because llama.cpp allocates {PAD} "
+        "cells at a time"
     )
 
 

@@ -38,9 +38,11 @@ class _Drawing(Drawing):
 
 @dataclass(frozen=True)
 class _Asked(Options):
-    prompt: str | None = option("-p, --prompt", None, "The prompt, as an option.")
+    prompt: str | None = option("-p, --prompt", None, "The prompt, given as an option.")
     file: str | None = option(
-        "-f, --file FILE", None, "Read the prompt from a file; of two, this one comes second."
+        "-f, --file FILE",
+        None,
+        "Read the prompt from a file. If another prompt is given, the file's text follows it.",
     )
 
 
@@ -49,8 +51,8 @@ class _Printed(Options):
     logprobs: int | None = option(
         "--logprobs N",
         None,
-        "With --json: the log-probability of each token, and the N likeliest, before any sampler "
-        "changes them.",
+        "With --json: the log-probability of each token, and of the N most likely ones, before any "
+        "sampler changes them.",
         group=SHOWS,
         words="off",
         least=0,
@@ -78,7 +80,7 @@ def generate(
         raise UsageError(f"{given!r} and -p {asked.prompt!r} are two prompts; leave out one of them")
     prompt, file = utf8("-p", asked.prompt if given is None else given), asked.file
     if file is None and os.path.isfile(prompt or ""):
-        say([f"{prompt} is a file; -f {prompt} reads it"])
+        say([f"{prompt} is a file; use -f {prompt} to read it"])
     system_prompt = system.text()
     text = "" if file and is_stdin(file) else read_stdin()
     if file is not None:
@@ -96,7 +98,7 @@ def generate(
             raise InputError("there is nothing to read; give a prompt, a file with -f, or a text on stdin")
         raise UsageError("the prompt is empty; give a text")
     if printed.logprobs is not None and not as_json:
-        raise UsageError("--logprobs goes into the JSON; add --json")
+        raise UsageError("--logprobs needs --json")
     if raw and (thinking := {"think", "think_budget"} & drawing.typed):
         flag = f"--{min(thinking).replace('_', '-')}"
         raise UsageError(f"{flag} is for the chat template, which --raw leaves out; leave out one of them")
@@ -151,7 +153,7 @@ def generate(
             elif pieces and not pieces[-1].endswith("\n"):
                 sys.stdout.write("\n")
             if writer.is_cut and sampler.constraint:
-                sys.stderr.write(f"cut at {n_written:,} tokens by -n: the text may not be whole\n")
+                sys.stderr.write(f"stopped after {n_written:,} tokens (-n): the text may be incomplete\n")
             elif writer.is_cut:
                 say([drawing.cut(n_written)])
             if run.verbose:

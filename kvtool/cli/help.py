@@ -13,7 +13,7 @@ from kvtool.errors import UsageError
 def help_(
     context: typer.Context,
     words: Annotated[
-        list[str] | None, command_words("A command, and a command of it: models show.", "all commands")
+        list[str] | None, command_words("A command, for example chat or models show.", "all commands")
     ] = None,
 ) -> None:
     """Show the help of a command."""
@@ -21,9 +21,7 @@ def help_(
     for word in words or []:
         group = at.command
         if not hasattr(group, "commands"):
-            raise UsageError(
-                f"`{at.command_path}` has no commands of its own; `{at.command_path} -h` is its help"
-            )
+            raise UsageError(f"`{at.command_path}` has no subcommands; `{at.command_path} -h` shows its help")
         _, command, _ = group.resolve_command(at, [word])
         at = type(at)(command, info_name=word, parent=at)
     typer.echo(at.command.get_help(at))

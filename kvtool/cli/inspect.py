@@ -55,7 +55,7 @@ class _Run(TextRun):
         TextRun,
         "prefill",
         "stream",
-        help="How the text is read: stream evicts while reading, whole once at the end.",
+        help="How to read the text: stream (evict after each batch) or whole (evict once at the end).",
         group=None,
         words=True,
     )
@@ -64,15 +64,21 @@ class _Run(TextRun):
 @dataclass(frozen=True)
 class _Own(Options):
     max_tokens: int | None = option(
-        "--max-tokens N", None, "Read at most this many tokens.", least=2, words=f"all, with --map {N_TOKENS}"
+        "--max-tokens N",
+        None,
+        "Use only the first N tokens of the text.",
+        least=2,
+        words=f"all; {N_TOKENS} with --map",
     )
     snapshots: int = option("--snapshots N", 32, "Points in time that --html can show.", least=1, most=255)
     last: int | None = option(
-        "--last N", None, "Number of last tokens to show.", least=1, words=f"{LAST}, in --html {_LAST_HTML}"
+        "--last N", None, "Number of last tokens to show.", least=1, words=f"{LAST}; {_LAST_HTML} in --html"
     )
     html: Path | None = option("--html", None, "Write a web page with sliders for layer, head and time.")
     plot: Path | None = option(
-        "--plot, --png PNG", None, "Write a picture, rows by positions or the map; needs matplotlib."
+        "--plot, --png PNG",
+        None,
+        "Draw which tokens the rows hold, or the map, into this picture; needs matplotlib.",
     )
     kind: str | None = option(
         "--map KIND",
@@ -87,7 +93,9 @@ class _Own(Options):
         "the first, the middle and the last",
     )
     head: tuple[int, ...] = _numbers(
-        "--head N", "The same: a query head to draw. Repeatable.", "the first and the one in the middle"
+        "--head N",
+        "With --map attention or queries: a query head to draw. Repeatable.",
+        "the first and the middle",
     )
 
 
@@ -180,7 +188,7 @@ def _check(own: _Own, typed: Mapping[str, str]) -> None:
     of_places = [flag for name, flag in typed.items() if name in ("layer", "head")]
     if own.kind is None:
         if of_places:
-            raise UsageError(f"{of_places[0]} goes with --map only")
+            raise UsageError(f"{of_places[0]} needs --map")
     elif other := [flag for name, flag in typed.items() if name not in TAKEN]:
         raise UsageError(f"--map shows the full cache, without a policy: leave out {', '.join(other)}")
     elif own.kind not in OF_PLACES and of_places:

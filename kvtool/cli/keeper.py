@@ -383,10 +383,10 @@ _FLAGS = {
     "budget": "--budget {}",
     "slack": "--evict-every {}",
     "positions": "--positions {}",
-    "context": "-c {}",
-    "key_type": "-ctk {}",
+    "context": "--ctx-size {}",
+    "key_type": "--cache-type-k {}",
     "archive_type": "--archive-type {}",
-    "value_type": "-ctv {}",
+    "value_type": "--cache-type-v {}",
     "llama_cpp": "llama.cpp {}",
 }
 """How a user knows what must be the same; parameters of a policy are -o name=value."""

@@ -46,12 +46,12 @@ _WIDE = 140
 
 @app.command("list")
 def list_(
-    every: Annotated[bool, typer.Option("--all", help="List all that kvtool knows by name.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="List all models that kvtool knows by name.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List models: the default, the downloaded, and those to recommend of what fits into this machine.
+    """List the default model, the downloaded models, and recommended models that fit this machine.
 
-    --json has all.
+    --json lists all.
     """
     from kvtool.models import stored
     from kvtool.models.catalogue import models_dir, registry
@@ -117,8 +117,7 @@ def list_(
 def pull(name: Name, as_json: Json = False) -> None:
     """Download a model unless it is there, and print its path.
 
-    After a broken download, the same command goes on where it stopped. Models that come as Python packages
-    start over.
+    The same command continues a download that broke off. Models that come as Python packages start over.
     """
     from kvtool.models.download import sha256
     from kvtool.models.split import part_paths
@@ -134,7 +133,7 @@ def pull(name: Name, as_json: Json = False) -> None:
 
 @app.command()
 def rm(name: Name, as_json: Json = False) -> None:
-    """Delete a downloaded model, and print what that freed."""
+    """Delete a downloaded model, and print how much space that frees."""
     from kvtool.models.stored import remove
 
     removed, n_bytes = remove(name)
@@ -170,7 +169,7 @@ def show(
         ),
     ] = None,
     fit: Annotated[
-        str, typer.Option(metavar="BYTES", help="Show how many tokens fit into this much cache.")
+        str, typer.Option(metavar="BYTES", help="Show how many tokens fit into a cache of this size.")
     ] = "64MiB",
     types: _Types,
     as_json: Json = False,

@@ -34,12 +34,12 @@ class _Run(TextRun):
 @dataclass(frozen=True)
 class _Own(Options):
     max_tokens: int | None = option(
-        "--max-tokens N", None, "Read the text's first N tokens.", least=2, words="all"
+        "--max-tokens N", None, "Use only the first N tokens of the text.", least=2, words="all"
     )
     windows: int | None = option(
         "--windows N",
         None,
-        "Score pieces of N tokens, each in an empty cache, as llama-perplexity -c N does.",
+        "Score pieces of N tokens, each in an empty cache, like llama-perplexity -c N.",
         least=2,
     )
     stride: int | None = option(

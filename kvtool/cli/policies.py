@@ -35,7 +35,7 @@ def policies(
         str | None,
         typer.Argument(
             metavar="[NAME]",
-            help="Show this policy alone, and explain its parameters.",
+            help="Show only this policy, and explain its parameters.",
             show_default="all",
             autocompletion=complete,
         ),
@@ -48,7 +48,7 @@ def policies(
 
     budget = given.budget
     if budget is None and (given.options or given.evict_every):
-        raise UsageError("-o and --evict-every need a --budget; without one they change nothing")
+        raise UsageError("-o and --evict-every need --budget: without it they change nothing")
     if given.options and not name:
         raise UsageError(f"-o needs the name of a policy, one of: {', '.join(known.names())}")
 

@@ -51,7 +51,7 @@ class _Serving(Options):
     host: str = _serving("--host ADDRESS", "127.0.0.1", "Address to listen on.")
     port: int = _serving("--port N", 8080, "Port to listen on.", least=0, most=65535)
     api_key_file: Path | None = _serving(
-        "--api-key-file", None, "File of API keys, one a line: each request needs one."
+        "--api-key-file", None, "File of API keys, one per line; every request needs one."
     )
     allow_origin: tuple[str, ...] = _serving(
         "--allow-origin ORIGIN",
@@ -59,34 +59,37 @@ class _Serving(Options):
         "A web page or app that may ask, such as app://obsidian.md; * allows all. Repeatable.",
         read=_origins,
     )
-    sessions: Path | None = _serving("--sessions FOLDER", None, "Keep all chats in this folder.")
-    sessions_bytes: str = _serving("--sessions-bytes BYTES", "4GiB", "The most that stored chats take.")
+    sessions: Path | None = _serving("--sessions FOLDER", None, "Store all chats in this folder.")
+    sessions_bytes: str = _serving("--sessions-bytes BYTES", "4GiB", "Maximum size of all stored chats.")
     overflow: str = _serving(
-        "--overflow forget|error",
+        "--overflow MODE",
         "forget",
-        "What a chat longer than the context gets: forget, as the policy does, or error.",
+        "What to do if a chat is longer than the context: forget (as the policy does) or error.",
         choices=("forget", "error"),
     )
     parallel: int = _serving(
         "--parallel N",
         2,
-        "The most requests that are answered at once, each from its own cache; 1 with --rpc.",
+        "Maximum number of requests answered at the same time, each with its own cache; 1 with --rpc.",
         least=1,
     )
-    queue: int = _serving("--queue N", 64, "The most requests that wait.", least=1)
+    queue: int = _serving("--queue N", 64, "Maximum number of waiting requests.", least=1)
     read_timeout: float = _serving(
-        "--read-timeout SECONDS", 30.0, "Seconds that a request's body may take.", least=0.1
+        "--read-timeout SECONDS",
+        30.0,
+        "Maximum time for receiving the body of a request, in seconds.",
+        least=0.1,
     )
     strict_model: bool = _serving(
-        "--strict-model", False, "Refuse requests that name another model than the one that runs."
+        "--strict-model", False, "Refuse requests that name a model other than the running one."
     )
     keep_headers: bool = _serving(
-        "--keep-headers", False, "Read the header line that Claude Code puts before its system prompt."
+        "--keep-headers", False, "Keep the header line that Claude Code puts before its system prompt."
     )
     pin: bool = _serving(
-        "--pin", False, "Pin system prompts and tools under recall, too; other policies always do."
+        "--pin", False, "Pin system prompts and tools with recall as well; other policies always do."
     )
-    metrics: bool = _serving("--metrics", False, "Tell Prometheus at /metrics what was done.")
+    metrics: bool = _serving("--metrics", False, "Serve metrics for Prometheus at /metrics.")
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class _Drawing(Drawing):
     n: int = again(
         Drawing,
         "n",
-        help="Maximum tokens of an answer, unless a request says how many; -1 means no limit.",
+        help="Maximum tokens of an answer if a request sets no limit; -1 means no limit.",
     )
 
 
@@ -102,7 +105,7 @@ class _Drawing(Drawing):
 def serve(
     *, model_name: ModelName = None, serving: _Serving, system: System, drawing: _Drawing, asked: WriteRun
 ) -> None:
-    """Answer programs that speak the OpenAI or the Anthropic API, from caches that never fill."""
+    """Serve the OpenAI and Anthropic APIs, from caches that never fill."""
     run = of_model(asked, model_name)
 
     # without llama.cpp nothing else helps

@@ -20,14 +20,16 @@ app = typer.Typer(help=COMMANDS["session"], no_args_is_help=True, rich_markup_mo
 File = Annotated[
     Path,
     typer.Argument(
-        metavar="FILE", help="A file that `kvtool chat --session` wrote.", autocompletion=sessions
+        metavar="FILE",
+        help="A session file, which `kvtool chat --session` has written.",
+        autocompletion=sessions,
     ),
 ]
 
 
 @app.command()
 def show(file: File, as_json: Json = False) -> None:
-    """Show what a chat runs on and how long it is, and whether the file is whole."""
+    """Show a chat's model, policy and length, and check that the file is whole."""
     from kvtool.chats.session import read, read_meta, size
 
     meta = read_meta(file)
@@ -94,7 +96,7 @@ def _print(found: dict[str, Any], has_archive: bool) -> None:
 
 @app.command()
 def export(file: File, as_json: Json = False) -> None:
-    """Print the chat's text. This works even if the rest of the file is damaged."""
+    """Print the text of a chat. This works even if the rest of the file is damaged."""
     from kvtool.chats.conversation import transcript
     from kvtool.chats.session import read_meta
 

@@ -173,10 +173,10 @@ def tables(data: Mapping[str, Any], path: Path) -> Iterator[tuple[tuple[str, ...
         if not isinstance(top, dict):
             continue
         if name not in COMMANDS:
-            raise UsageError(f"{path}: [{name}] is no command.{suggestion(name, COMMANDS)}")
+            raise UsageError(f"{path}: [{name}] is not a command.{suggestion(name, COMMANDS)}")
         for of, table, title in _nested((name,), top, f"{path}: [{name}"):
             if len(of) > 1 and name not in GROUPS:
-                raise UsageError(f"{title} is no command; `kvtool {name}` has none of its own")
+                raise UsageError(f"{title} is not a command; `kvtool {name}` has no subcommands")
             is_shared = len(of) == 1 and name in GROUPS or len(of) == 2 and name == _MODELS
             yield of, (_values(table), title, not is_shared)
 
@@ -220,7 +220,7 @@ def _from_table(
             found[param.name] = checked(param, value, f"{where} {name}")
         elif is_own or not _is_known(name.replace("_", "-"), root):
             known = by_name if is_own else all_names(root)
-            raise UsageError(f"{where} {name} is no option.{suggestion(name, sorted(known))}")
+            raise UsageError(f"{where} {name} is not an option.{suggestion(name, sorted(known))}")
     return found
 
 

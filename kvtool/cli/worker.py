@@ -34,8 +34,8 @@ class _Serving(Options):
     mem: str | None = option(
         "--mem BYTES",
         None,
-        "Memory to offer, for example 8GiB. Clients spread layers in proportion to it.",
-        words="all there is",
+        "Memory to lend, for example 8GiB. Clients spread layers in proportion to it.",
+        words="all",
     )
     threads: int | None = option(
         "-t, --threads N", None, "CPU threads.", words="one per core", **within(1, MOST_THREADS)
@@ -43,7 +43,7 @@ class _Serving(Options):
     verbose: int = option(
         "-v, --verbose",
         0,
-        "Show each connection on stderr; -vv: llama.cpp's log too.",
+        "Show each connection on stderr; -vv also shows llama.cpp's log.",
         words=False,
         is_count=True,
     )
@@ -59,7 +59,7 @@ def worker(*, serving: _Serving) -> None:
     address, port = endpoints.address(serving.host), serving.port
     n_bytes = None if serving.mem is None else parse_bytes(serving.mem)
     if n_bytes == 0:
-        raise UsageError("--mem must be above 0; leave it out to offer all memory")
+        raise UsageError("--mem must be above 0; leave it out to lend all memory")
     # who listens then would not say why it cannot
     listener(address, port).close()
 

@@ -25,7 +25,7 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
     if settings.positions == "in-cache" and settings.type_k in _COARSE:
         raise UsageError(
             f"{settings.type_k} keys lose too much precision when they are re-rotated at every eviction; "
-            "choose --positions auto, or -ctk q8_0"
+            "choose --positions auto, or --cache-type-k q8_0"
         )
     if how_read(policy, settings) == "whole" and policy.capped:
         raise UsageError(f"{type(policy).__name__} cannot read a prompt whole; choose --prefill stream")

@@ -201,7 +201,7 @@ class Eviction:
         if n_kv >= budget and counts.min() == n_kv:
             raise StreamEnd(
                 f"the cache ({n_kv} tokens) is full, and the policy evicts nothing; "
-                "raise -c, or choose another policy, such as --policy recall"
+                "raise --ctx-size, or choose another policy, such as --policy recall"
             )
         if self.rows.ragged:
             dead = np.flatnonzero((keep & (view.pos < 0)).any(axis=1))

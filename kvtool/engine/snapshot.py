@@ -95,7 +95,7 @@ def _check_beside(stream: Stream, saved: Mapping[str, np.ndarray]) -> None:
     if beside and saved[_BESIDE[0]].shape != beside.shapes[0]:
         raise SessionError(
             "what was saved does not fit: its sliding layers have another number of cells; "
-            "give the batch size (-b) that it was made with"
+            "give the --batch-size that it was made with"
         )
 
 

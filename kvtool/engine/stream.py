@@ -346,5 +346,5 @@ def _check_index(model: Model, n_cell: int) -> None:
     if n_cell > (n_most := model.layers.most_cells):
         raise UsageError(
             f"{model.path.name} chooses {n_most:,} cells by an index, and kvtool keeps no more for it; "
-            f"choose a smaller --budget, -b or -c: {n_cell:,} cells are needed"
+            f"choose a smaller --budget, --batch-size or --ctx-size: {n_cell:,} cells are needed"
         )

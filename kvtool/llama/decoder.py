@@ -21,7 +21,7 @@ from kvtool.system.cpu import default_threads
 from kvtool.units import CACHE_TYPES
 
 FLASH = {"auto": -1, "off": 0, "on": 1}
-"""llama.cpp's numbers for what -fa says."""
+"""llama.cpp's numbers for the values of --flash-attn."""
 
 _QUANTIZED = {name for name in CACHE_TYPES if name.startswith("q")}
 
@@ -235,7 +235,7 @@ class Decoder:
 
 
 def choose_flash(flash: str, type_v: str, own_masks: bool) -> str:
-    """What -fa "auto" means for this type of V. Raises UsageError if the two cannot go together.
+    """Return what --flash-attn auto means for this type of V. Raises UsageError if they do not go together.
 
     own_masks: each head has a mask of its own, as with ragged rows and with ALiBi.
     """
@@ -243,11 +243,13 @@ def choose_flash(flash: str, type_v: str, own_masks: bool) -> str:
         # flash attention takes no mask of each head's own on most devices
         if type_v in _QUANTIZED and has_gpu():
             raise UsageError(
-                f"a {type_v} V cache does not go with masks of its heads on a GPU; choose -ctv f16"
+                f"a {type_v} V cache cannot have a mask for each head on a GPU; choose --cache-type-v f16"
             )
         flash = "off" if flash == "auto" and type_v not in _QUANTIZED else flash
     if flash == "off" and type_v in _QUANTIZED:
-        raise UsageError(f"a {type_v} V cache needs flash attention: -fa on, or another -ctv")
+        raise UsageError(
+            f"a {type_v} V cache needs flash attention: --flash-attn on, or another --cache-type-v"
+        )
     if flash == "auto":
         if type_v in _QUANTIZED:
             return "on"

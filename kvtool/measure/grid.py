@@ -184,7 +184,7 @@ def reference(common: Common) -> Path:
         {name: common.what[name] for name in names}
         | {"tokens": common.n_tokens}
         | {name: getattr(common.options, name) for name in of_options}
-        # with workers, -fa auto chooses otherwise
+        # with workers, --flash-attn auto chooses otherwise
         | ({"rpc": True} if common.options.rpc else {})
     )
 

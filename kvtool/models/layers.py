@@ -192,7 +192,7 @@ class Layers:
     def _token_bytes(self, kind: Kind, type_k: str, type_v: str) -> int:
         if type_k != type_v and not self.has_values:
             raise UsageError(
-                f"-ctk and -ctv must be the same, not {type_k} and {type_v}: "
+                f"--cache-type-k and --cache-type-v must be the same, not {type_k} and {type_v}: "
                 "values of this model are a part of its keys (MLA)"
             )
         return sum(

@@ -10,12 +10,12 @@ from typing import Any, ClassVar, TypeVar
 
 from kvtool.errors import UsageError
 
-KEEPS = "Which tokens stay"
-DRAWS = "How tokens are drawn"
-RUNS = "How it runs"
-ARCHIVES = "The archive of --policy recall"
-SHOWS = "What is printed"
-SERVES = "How it serves"
+KEEPS = "Cache and eviction"
+DRAWS = "Sampling"
+RUNS = "Model and hardware"
+ARCHIVES = "Archive (--policy recall)"
+SHOWS = "Output"
+SERVES = "Server"
 """Groups of options in the help."""
 
 Some = TypeVar("Some", bound="Options")

@@ -87,7 +87,7 @@ class Run(Options):
     evict_every: int | None = _kept(
         "--evict-every N",
         None,
-        "Tokens from one eviction to the next.",
+        "Evict after every N tokens.",
         words="16, fewer for budgets below 128",
         least=1,
     )
@@ -109,14 +109,15 @@ class Run(Options):
     model: str | None = _runs(
         "-m, --model MODEL",
         None,
-        "A name (kvtool models list), a GGUF file, its URL, or hf:OWNER/REPO[:QUANT].",
+        "Model: a name (kvtool models list), a GGUF file, its URL, or hf:OWNER/REPO[:QUANT].",
         words="{model}",
         completes="models",
     )
     n_ctx: int | None = _kept(
         "-c, --ctx-size N",
         None,
-        "Context length, at most the trained length (also 0); with `full`, also the cache size.",
+        "Context length, at most the trained length; 0 means the trained length. With `full`, also the cache "
+        "size.",
         group=RUNS,
         words="the model's trained length",
         least=0,
@@ -134,46 +135,50 @@ class Run(Options):
         "-t, --threads N",
         None,
         "CPU threads.",
-        words="as many as are fastest, one per core at most",
+        words="the fastest number, at most one per core",
         **within(1, MOST_THREADS),
     )
     gpu_layers: int | None = _runs(
         "-ngl, --gpu-layers N",
         None,
-        "Layers on the GPU.",
+        "Number of layers on the GPU.",
         words="all",
         least=-1,
         read=unless(-1),
         identity=True,
     )
     rpc: str | None = _runs(
-        "--rpc HOST:PORT,...", None, "Spread layers and cache over these machines, which run kvtool worker."
+        "--rpc HOST:PORT,...",
+        None,
+        "Spread layers and cache over other machines, on which kvtool worker runs.",
     )
     type_k: str = _type(
         "-ctk, --cache-type-k TYPE",
         "f16",
         "Type of the cached keys: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0.",
     )
-    type_v: str = _type("-ctv, --cache-type-v TYPE", "f16", "Type of the cached values, as for keys.")
+    type_v: str = _type(
+        "-ctv, --cache-type-v TYPE", "f16", "Type of the cached values: any type that keys can have."
+    )
     archive: str | None = option(
         "--archive SIZE",
         None,
-        "With --policy recall: the most tokens (20000) or bytes (2GiB) archived.",
+        "With --policy recall: limit of the archive, in tokens (20000) or bytes (2GiB).",
         group=ARCHIVES,
         words="a quarter of the free memory; half of the disk's free space with --archive-file",
     )
     archive_file: str | None = option(
         "--archive-file PATH",
         None,
-        "With --policy recall: keep the archive in a new file on this machine, not in host memory. "
-        "The file loses its name at once, and its space is free again when kvtool ends.",
+        "With --policy recall: keep the archive in a new file on this machine instead of in host memory. "
+        "The file's name is removed at once, and its space is freed when kvtool ends.",
         group=ARCHIVES,
         words="host memory",
     )
     archive_type: str = _type(
         "--archive-type TYPE",
         "q8_0",
-        "With --policy recall: type of the archived keys and values, as for -ctk.",
+        "With --policy recall: type of the archived keys and values: any type that cached keys can have.",
         group=ARCHIVES,
     )
     flash: str = _kept(
@@ -184,12 +189,12 @@ class Run(Options):
         choices=("on", "off", "auto"),
     )
     explain: bool = option(
-        "--explain", False, "First say on stderr how the budget is split and what will happen.", group=SHOWS
+        "--explain", False, "Explain the budget, and what will happen, on stderr before the run.", group=SHOWS
     )
     verbose: int = option(
         "-v, --verbose",
         0,
-        "Show statistics on stderr, and where a policy of your own failed; -vv: llama.cpp's log too.",
+        "Show statistics on stderr, and where your own policy failed; -vv also shows llama.cpp's log.",
         group=SHOWS,
         words=False,
         is_count=True,
@@ -204,20 +209,20 @@ class Run(Options):
 
 @dataclass(frozen=True)
 class WriteRun(Run):
-    """The same where what the model writes may be guessed before."""
+    """The same for text that the model writes, with speculative decoding."""
 
     draft: str = _runs(
-        "--draft WHAT",
+        "--draft lookup|MODEL|off",
         "lookup",
-        "Guess several tokens at a time, which the model confirms in one step: lookup, from what the chat "
-        "has said; a smaller model of the same vocabulary, as for -m, where that finds nothing; or off.",
+        "Speculative decoding: the model confirms several guessed tokens in one step. lookup guesses from "
+        "the text so far; a smaller MODEL of the same vocabulary also guesses where lookup finds nothing.",
         completes="models",
     )
 
 
 @dataclass(frozen=True)
 class TextRun(Run):
-    """The same where a text is streamed, and each of its tokens scored."""
+    """The same for a text that is streamed, and each token of which is scored."""
 
     default_budget: ClassVar[int] = 512
     default_n_batch: ClassVar[int] = 64

@@ -85,21 +85,21 @@ class Sampling(Options):
     temp: float = _number(
         "--temp T",
         0.0,
-        within(0, LIMIT, "; 0 takes the likeliest token"),
-        "Temperature; 0 always takes the likeliest token.",
+        within(0, LIMIT, "; 0 picks the most likely token"),
+        "Temperature; 0 always picks the most likely token.",
         request=("temperature",),
     )
     top_k: int = _number(
         "--top-k K",
         0,
-        {"fits": lambda k: -(2**31) <= k < 2**31, "needed": "a 32-bit number"},
-        "Draw from the K likeliest tokens; 0 means from all.",
+        {"fits": lambda k: -(2**31) <= k < 2**31, "needed": "a 32-bit whole number"},
+        "Sample from the K most likely tokens; 0 means all.",
     )
     top_p: float = _number(
-        "--top-p P", 1.0, within(0, 1), "Draw from the likeliest tokens whose probabilities add up to P."
+        "--top-p P", 1.0, within(0, 1), "Sample from the most likely tokens whose probabilities add up to P."
     )
     min_p: float = _number(
-        "--min-p P", 0.0, within(0, 1), "Drop tokens less likely than P times the likeliest."
+        "--min-p P", 0.0, within(0, 1), "Drop tokens less likely than P times the most likely one."
     )
     repeat_penalty: float = _number(
         "--repeat-penalty X",
@@ -112,19 +112,19 @@ class Sampling(Options):
         "--repeat-last-n N",
         64,
         within(0, MOST),
-        "Written tokens that the repeat, presence and frequency penalties look back at; 0 means off.",
+        "Number of latest tokens that the repeat, presence and frequency penalties look at; 0 means off.",
     )
     presence_penalty: float = _number(
         "--presence-penalty X",
         0.0,
         within(-LIMIT, LIMIT),
-        "Subtract this from the logit of each recent token.",
+        "Penalty on each recently used token, subtracted from its logit.",
     )
     frequency_penalty: float = _number(
         "--frequency-penalty X",
         0.0,
         within(-LIMIT, LIMIT),
-        "Subtract this for each time a recent token was used.",
+        "Penalty on a token for each recent use, subtracted from its logit.",
     )
     typical: float = _number(
         "--typical, --typical-p P",
@@ -134,31 +134,40 @@ class Sampling(Options):
         request=("typical_p",),
     )
     xtc_probability: float = _number(
-        "--xtc-probability P", 0.0, within(0, 1), "How often XTC drops the likeliest tokens; 0 means off."
+        "--xtc-probability P",
+        0.0,
+        within(0, 1),
+        "Probability that XTC drops the most likely tokens in a step; 0 means off.",
     )
     xtc_threshold: float = _number(
         "--xtc-threshold P",
         0.1,
         within(0, 1),
-        "XTC drops all tokens above this probability but the least likely of them; above 0.5: off.",
+        "XTC drops all tokens above this probability except the least likely of them; above 0.5 means off.",
     )
     dry_multiplier: float = _number(
-        "--dry-multiplier X", 0.0, within(0, LIMIT), "DRY penalty against repeated sequences; 0 means off."
+        "--dry-multiplier X", 0.0, within(0, LIMIT), "DRY penalty on repeated sequences; 0 means off."
     )
     dry_base: float = _number(
-        "--dry-base X", 1.75, within(1, LIMIT), "Growth of the DRY penalty with each repeated token."
+        "--dry-base X",
+        1.75,
+        within(1, LIMIT),
+        "Factor by which each further repeated token raises the DRY penalty.",
     )
     dry_allowed_length: int = _number(
-        "--dry-allowed-length N", 2, within(0, MOST), "Longest sequence that DRY lets repeat."
+        "--dry-allowed-length N", 2, within(0, MOST), "Longest repeated sequence that DRY allows."
     )
     dry_penalty_last_n: int = _number(
-        "--dry-penalty-last-n N", 64, within(0, MOST), "Written tokens that DRY looks back at; 0 means off."
+        "--dry-penalty-last-n N",
+        64,
+        within(0, MOST),
+        "Number of latest tokens that DRY looks at; 0 means off.",
     )
     dry_sequence_breaker: tuple[str, ...] = _drawn(
         "--dry-sequence-breaker TEXT",
         ("\n", ":", '"', "*"),
-        "A text that no sequence of DRY goes across, in place of the default ones; `none`: there are "
-        "none. Repeatable.",
+        "Text at which a sequence of DRY ends, instead of the default texts; `none` means no such text. "
+        "Repeatable.",
         words=r"\n, :, \" and *",
         read=_breakers,
         write=lambda texts: _escaped(texts) or ["none"],
@@ -167,37 +176,40 @@ class Sampling(Options):
         "--mirostat 0|1|2",
         0,
         {"fits": lambda version: version in (0, 1, 2), "needed": "0, 1 or 2"},
-        "Mirostat of version 1 or 2, in place of all other samplers but --temp and --logit-bias; 0 "
-        "means off.",
+        "Mirostat version 1 or 2, instead of all other samplers except --temp and --logit-bias; 0 means off.",
     )
     mirostat_lr: float = _number(
-        "--mirostat-lr X", 0.1, within(0, LIMIT), "Mirostat's learning rate, eta.", request=("mirostat_eta",)
+        "--mirostat-lr X",
+        0.1,
+        within(0, LIMIT),
+        "Learning rate (eta) of Mirostat.",
+        request=("mirostat_eta",),
     )
     mirostat_ent: float = _number(
         "--mirostat-ent X",
         5.0,
         within(0, LIMIT),
-        "Mirostat's target entropy in bits, tau.",
+        "Target entropy (tau) of Mirostat, in bits.",
         request=("mirostat_tau",),
     )
     logit_bias: tuple[tuple[int, float], ...] = _drawn(
         "-l, --logit-bias TOKEN+BIAS",
         (),
-        "Add to a token's logit, or subtract: 15043+1, 15043-2.5; 15043-inf bans the token. Repeatable.",
+        "Raise or lower the logit of a token: 15043+1, 15043-2.5; 15043-inf bans it. Repeatable.",
         read=lambda raw, flag: tuple(map(_bias, raw or ())),
         write=lambda pairs: [f"{token}{bias:+}" for token, bias in pairs],
     )
     stop: tuple[str, ...] = _drawn(
         "--stop TEXT",
         (),
-        r"End the text before this one; \n is a line break. Repeatable.",
+        r"Stop before this text; \n is a line break. Repeatable.",
         read=_stops,
         write=_escaped,
     )
     grammar: str | None = _drawn(
-        "--grammar FILE",
+        "--grammar FILE|TEXT",
         None,
-        "Write only what fits this GBNF grammar: a file, or the grammar itself.",
+        "Write only text that fits this GBNF grammar: a file, or the grammar itself.",
         read=_or_file(lambda text: "::=" in text),
     )
     json_schema: str | None = _drawn(
@@ -217,9 +229,9 @@ class Sampling(Options):
         if "" in self.stop or "" in self.dry_sequence_breaker:
             raise UsageError("the text of --stop and --dry-sequence-breaker must not be empty")
         if self.grammar and self.json_schema:
-            raise UsageError("--grammar and --json-schema say the same; choose one")
+            raise UsageError("--grammar and --json-schema cannot be combined; choose one")
         if self.grammar is not None and "\0" in self.grammar:
-            raise UsageError("the grammar must be a text; it has a character 0")
+            raise UsageError("the grammar has a NUL character; it must be text")
 
     @property
     def n_recent(self) -> int:
@@ -253,7 +265,13 @@ class Drawing(Sampling, Thinking, _Limit):
     top_p: float = again(Sampling, "top_p", 0.95)
     min_p: float = again(Sampling, "min_p", 0.05)
     seed: int | None = option(
-        "--seed N", None, "Seed for drawing tokens.", group=DRAWS, words="random", least=-1, read=unless(-1)
+        "--seed N",
+        None,
+        "Random seed of the sampler.",
+        group=DRAWS,
+        words="random",
+        least=-1,
+        read=unless(-1),
     )
 
     def __post_init__(self) -> None:
@@ -267,7 +285,7 @@ class Drawing(Sampling, Thinking, _Limit):
         """What to say of a text that ends at a limit of so many tokens; None where they were asked for."""
         if "n" in self.given:
             return None
-        return f"cut at {n_written:,} tokens; -n changes that, and -n -1 means no limit"
+        return f"stopped after {n_written:,} tokens; -n N changes the limit, and -n -1 removes it"
 
     def sampling(self) -> Sampling:
         """The sampler's settings."""

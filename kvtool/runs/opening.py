@@ -161,7 +161,9 @@ def resolved(run: Run) -> Resolved:
     """What the options stand for. Raises UsageError for those that cannot work, whatever the model is."""
     kind = policies.load(run.policy)
     if not kind.evicts and "budget" in run.typed:
-        raise UsageError(f"`{run.policy}` keeps every token and takes no --budget; -c sets its cache size")
+        raise UsageError(
+            f"`{run.policy}` keeps every token and takes no --budget; --ctx-size sets its cache size"
+        )
     check_stream(run, run.policy)
     params = policies.parse_options(run.policy, kind, run.options)
     wanted = policies.Wanted(run.policy, kind, params, run.evict_every if kind.evicts else None)
@@ -172,7 +174,7 @@ def check_stream(run: Run, name: str) -> None:
     """Raises UsageError where a text is streamed under a policy that reads it twice. name: the policy's."""
     if run.scores and run.prefill is None and policies.rehearses(policies.load(name)):
         raise UsageError(
-            f"`{name}` reads a prompt twice, and this text is read once; choose another policy, or "
+            f"`{name}` reads a prompt twice, but here the text is read only once; choose another policy, or "
             "use generate or eval"
         )
 
@@ -185,14 +187,14 @@ def instead(run: Run, kind: type[Policy], layers: Layers) -> tuple[Run, str | No
     why = _no_recall(run.positions, has_alibi=layers.has_alibi)
     if not (run.instead and why and policies.recalls(kind)):
         return run, None
-    note = f"nothing can be recalled {why}: the policy is {run.instead}"
+    note = f"recall does not work {why}; the policy is {run.instead}"
     return run.changed(policy=run.instead), note
 
 
 def located(model: str | None, find: Find = resolve.resolve) -> tuple[Path, ModelInfo]:
     """The model's file, downloaded if need be, and its header. Raises KvtoolError."""
     if model == "":
-        raise UsageError("the model's name is empty; leave out -m for the default")
+        raise UsageError("the model's name is empty; leave out --model for the default")
     path = find(model)
     return path, resolve.check(path)
 
@@ -202,7 +204,7 @@ def workers_of(rpc: str | None, gpu_layers: int | None) -> tuple[str, ...]:
     if rpc is None:
         return ()
     if gpu_layers == 0:
-        raise UsageError("-ngl 0 leaves no layer for the workers of --rpc; leave out -ngl 0 or --rpc")
+        raise UsageError("--gpu-layers 0 leaves no layer for the workers of --rpc; leave out one of them")
     return tuple(endpoints.parse(rpc))
 
 
@@ -248,17 +250,20 @@ def _no_recall(positions: str, *, has_alibi: bool) -> str | None:
 def n_ctx_of(asked: int | None, n_ctx_train: int) -> tuple[int, str | None]:
     """The context length, and what to say where more than the trained one is asked for."""
     if asked and asked > n_ctx_train:
-        return n_ctx_train, f"-c {asked:,} is above the model's trained length; it runs with {n_ctx_train:,}"
+        return (
+            n_ctx_train,
+            f"--ctx-size {asked:,} is above the model's trained length; {n_ctx_train:,} is used",
+        )
     return asked or n_ctx_train, None
 
 
 def gpu_note(gpu_layers: int | None) -> str | None:
-    """What to say of -ngl where there is no GPU; call it once workers are known."""
+    """Return the note on --gpu-layers without a GPU, or None. Call it once workers are known."""
     from kvtool.llama.devices import has_gpu
 
     if not gpu_layers or has_gpu():
         return None
-    return f"-ngl {gpu_layers} does nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)"
+    return f"--gpu-layers {gpu_layers} does nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)"
 
 
 def patch_note(kinds: Mapping[str, type[Policy]]) -> str | None:
@@ -317,7 +322,7 @@ def fitted(
             "would not bound it; give it in tokens (512) or as a share (10%)"
         )
     is_less = run.n_batch and batch and batch < n_batch
-    note = f"-b {n_batch:,} does not fit into {text}; it runs with {batch:,}" if is_less else None
+    note = f"--batch-size {n_batch:,} does not fit into {text}; {batch:,} is used" if is_less else None
     return Fitted(policy, n, batch or n_batch, batch is not None, note)
 
 
