@@ -66,8 +66,8 @@ def test_an_archive_is_tokens_or_bytes(text, settings):
         ("-1", "got '-1'"),
         ("10%", "got '10%'"),
         ("9" * 5000, "tokens"),
-        ("0", "0 holds no token; give at least 1, or choose --policy streamingllm"),
-        ("0GiB", "0GiB holds no token"),
+        ("0", "0 is too small; give at least 1 token, or choose --policy streamingllm"),
+        ("0GiB", "0GiB is too small; give at least 1 token"),
         ("2TiB", r"2TiB is more than this machine's memory \(1.0 TiB\)"),
     ],
 )
@@ -340,9 +340,9 @@ def wrong_files(folder):
         folder: "is a folder",
         folder / "there": "exists already",
         folder / "link": "exists already",
-        folder / "no" / "file": f"cannot be made: there is no folder {folder / 'no'}",
-        folder / "there" / "file": f"cannot be made: there is no folder {folder / 'there'}",
-        "": "names no file",
+        folder / "no" / "file": f"cannot be created: there is no folder {folder / 'no'}",
+        folder / "there" / "file": f"cannot be created: there is no folder {folder / 'there'}",
+        "": "is not the name of a file",
     }
 
 
@@ -360,7 +360,9 @@ def test_a_file_that_cannot_be_made_is_one_line(command, tmp_path):
 
 def test_a_folder_that_may_not_be_written_to_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(UsageError, match=f"cannot be made: you may not write to {tmp_path}; name a new"):
+    with pytest.raises(
+        UsageError, match=f"cannot be created: no permission to write to {tmp_path}; name a new"
+    ):
         archive.check_file(str(tmp_path / "file"))
 
 

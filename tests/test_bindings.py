@@ -56,7 +56,7 @@ def test_without_any_one_line_says_how_to_build_it(monkeypatch):
 )
 def test_one_that_does_not_load_is_an_error_though_there_is_a_stock_one(monkeypatch, error, how):
     packages(monkeypatch, kvtool_llama=error, llama_cpp="stock")
-    with pytest.raises(LibraryError, match=re.escape(f"({error}); mend it with: {how}")):
+    with pytest.raises(LibraryError, match=re.escape(f"({error}); repair it with: {how}")):
         bindings._load()
 
 

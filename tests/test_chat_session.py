@@ -212,7 +212,7 @@ def test_a_file_that_ends_within_its_text_is_not_said_to_have_one(talk, tmp_path
     for command in ("show", "export"):
         done = called("session", command, path)
         assert (done.returncode, done.stdout) == (9, "")
-        said = f"kvtool: {path} is truncated, and its text with it; put back a copy, or name another file\n"
+        said = f"kvtool: {path} is truncated, and so is its text; restore a copy, or name another file\n"
         assert done.stderr == said
 
 

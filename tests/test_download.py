@@ -195,7 +195,7 @@ def test_what_is_no_gguf_is_not_kept(site):
 
 @pytest.mark.parametrize(
     ("path", "says"),
-    [("/missing.gguf", "the server says 404 Not Found"), ("/model.bin", "a URL for -m ends in .gguf")],
+    [("/missing.gguf", "the server answered 404 Not Found"), ("/model.bin", "a URL for -m ends in .gguf")],
 )
 def test_a_url_that_does_not_work_is_one_line(site, path, says):
     with pytest.raises(ModelError, match=re.escape(says)) as error:
@@ -204,7 +204,7 @@ def test_a_url_that_does_not_work_is_one_line(site, path, says):
 
 
 def test_a_server_that_cannot_be_reached(site):
-    with pytest.raises(ModelError, match="no connection .*without a network, bring a GGUF file"):
+    with pytest.raises(ModelError, match="no connection .*without a network, copy a GGUF file"):
         resolve("http://127.0.0.1:1/tiny.gguf")
 
 
@@ -422,7 +422,7 @@ def error_of(code, kind):
         ("hf:o/r:Q5_K_M", "o/r has no Q5_K_M; it has Q4_0, Q8_0, plain.gguf"),
         ("hf:o/empty", "o/empty has no GGUF file"),
         ("hf:o/cut", "o/cut does not have all parts of a-00001-of-00002.gguf: no a-00002-of-00002.gguf"),
-        (__file__, "test_download.py is here already; -m takes a GGUF file as it is"),
+        (__file__, "test_download.py is here already; -m takes a GGUF file by its path"),
         ("o/r", "unknown model 'o/r'. See `kvtool models list`. A repository is hf:o/r."),
     ],
 )
@@ -568,7 +568,7 @@ def test_rm_deletes_what_a_broken_download_left(site, model):
 def test_rm_deletes_nothing_outside_of_the_caches(tmp_path, model):
     path = tmp_path / "mine.gguf"
     path.write_bytes(model)
-    with pytest.raises(ModelError, match=r"mine\.gguf is in no cache, and kvtool deletes nothing else"):
+    with pytest.raises(ModelError, match=r"mine\.gguf is not in a cache, and kvtool deletes nothing else"):
         stored.remove(str(path))
     with pytest.raises(ModelError, match="unknown model 'nope'"):
         stored.remove("nope")

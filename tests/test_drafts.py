@@ -296,9 +296,9 @@ def test_guesses_that_cannot_be_are_refused_in_a_line(talker, tiny_model):
             tiny_model(arch="lfm2"),
             "lookup",
             2,
-            "does not go with a model with recurrent layers",
+            "cannot be used with a model with recurrent layers",
         ),
-        (tiny_model(arch="deepseek2"), "lookup", 2, "does not go with recall of tokens (MLA)"),
+        (tiny_model(arch="deepseek2"), "lookup", 2, "cannot be used with recall of tokens (MLA)"),
     ):
         done = generated(path, "--raw", "--draft", draft)
         assert (done.returncode, done.stdout) == (code, "")

@@ -554,17 +554,17 @@ def test_what_is_no_model(tmp_path):
 @pytest.mark.parametrize(
     ("arch", "keys", "says"),
     [
-        ("mamba", {"attention__head_count": 0, "n_head_kv": None}, "recurrent in all layers"),
-        ("rwkv7", {}, "does not grow, and needs no kvtool"),
-        ("deepseek4", {}, "attention to compressed tokens"),
-        ("qwen4exp", {}, "reads the tokens before one from llama.cpp's own table"),
-        ("gptj", {}, "its name alone"),
-        ("graniteswitch", {}, "a router"),
+        ("mamba", {"attention__head_count": 0, "n_head_kv": None}, "all layers are recurrent"),
+        ("rwkv7", {}, "does not grow and kvtool is not needed"),
+        ("deepseek4", {}, "attends to compressed tokens"),
+        ("qwen4exp", {}, "reads earlier tokens from llama.cpp's own table"),
+        ("gptj", {}, "knows only its name"),
+        ("graniteswitch", {}, "its router"),
         ("bert", {}, "an encoder, which has no KV cache"),
-        ("llada", {}, "diffusion, which does not write token by token"),
+        ("llada", {}, "a diffusion model, which does not write token by token"),
         ("eagle3", {}, "a draft head"),
         ("qwen3tts", {}, "speech"),
-        ("brand-new", {"attention__causal": False}, "attention to later tokens"),
+        ("brand-new", {"attention__causal": False}, "its tokens attend to later ones"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name_with_the_reason(tmp_path, arch, keys, says):
@@ -798,7 +798,7 @@ NO_LAYERS = (
         ("llama", {}, "llama.cpp cannot load .*tiny.gguf: .*layer_norm_rms_epsilon"),
         ("gemma2", {"attention__sliding_window_pattern": [True]}, "llama.cpp cannot load "),
         ("brand-new", {}, "unknown model architecture: 'brand-new'"),
-        ("deepseek4", {}, "^cannot run deepseek4 models: attention to compressed"),
+        ("deepseek4", {}, "^cannot run deepseek4 models: it attends to compressed"),
     ],
 )
 def test_show_has_the_header_and_the_reason_of_what_cannot_run(tmp_path, arch, keys, says):

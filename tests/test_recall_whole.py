@@ -129,7 +129,7 @@ def test_a_prompt_beyond_the_context_is_for_a_stream(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole", n_ctx=256) as engine:
         said = "the prompt has 257 tokens, more than recall can read whole in a context of 256"
         assert long_text(engine, "prompt", 257) == said
-        said = "recall reads no more as a whole; continue with --prefill stream"
+        said = "recall cannot read more in one piece; continue with --prefill stream"
         with pytest.raises(StreamEnd, match=said):
             engine.read(text(257))
         assert engine.read(text(256)) == 256

@@ -93,7 +93,7 @@ def test_the_token_that_ends_an_answer_is_listed_behind_a_prompt(chat_model):
 def test_what_cannot_be_scored_is_said_in_one_line(chat_model):
     wrong = {
         "logprobs must be in 0..20, got 21": {"logprobs": 21},
-        "prompt must be one text: kvtool answers one a request": {"prompt": [[1], [2]]},
+        "prompt must be one text: kvtool answers one prompt per request": {"prompt": [[1], [2]]},
         "prompt must have tokens in 0..": {"prompt": []},
         "there is nothing to continue": {"prompt": ""},
         "the request has 512 tokens, and the context is 512": {"prompt": [70] * 512},

@@ -118,5 +118,5 @@ def join(path: Path, arrays: Mapping[str, np.ndarray]) -> Joined:
 def _useless(name: str, what: str, owner: str) -> SessionError:
     return SessionError(
         f"{name} {what}, and the chat in {owner} cannot continue without its archive; "
-        f"put that back, or print the text with `kvtool session export {owner}`"
+        f"restore it, or print the text with `kvtool session export {owner}`"
     )

@@ -221,7 +221,7 @@ def _head(file: BinaryIO, name: str) -> tuple[Meta, int, str]:
     line = file.readline()
     if hashlib.sha256(line).hexdigest() != found[2].decode():
         what = "damaged" if line.endswith(b"\n") else "truncated"
-        raise SessionError(f"{name} is {what}, and its text with it; put back a copy, or name another file")
+        raise SessionError(f"{name} is {what}, and so is its text; restore a copy, or name another file")
     return json.loads(line.decode("utf-8", "surrogateescape")), _N_FIRST + len(line), found[3].decode()
 
 

@@ -35,9 +35,9 @@ def read_whole(
     if len(segments) > 1 and not in_segments(stream):
         apart = "without -o heads=adaptive and layers=adaptive"
         instead = "with -o heads=equal" if twice else f"with --prefill stream, or {apart}"
-        who = "rows that share a budget read no more as a whole"
+        who = "rows that share a budget cannot read more in one piece"
         if stream.policy.recall:
-            who, instead = "recall reads no more as a whole", "with --prefill stream"
+            who, instead = "recall cannot read more in one piece", "with --prefill stream"
         raise StreamEnd(
             f"the prompt of {n} tokens{twice} is longer than the context of {stream.n_ctx}, and {who}; "
             f"continue {instead}"

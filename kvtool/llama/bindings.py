@@ -32,7 +32,7 @@ def _load() -> Any:
             # ggml's CUDA part is linked to the driver
             cuda = "libcuda." in str(error)
             how = "install NVIDIA's driver, or: kvtool build --cpu" if cuda else build_command()
-            raise LibraryError(f"llama.cpp does not load ({error}); mend it with: {how}") from None
+            raise LibraryError(f"llama.cpp does not load ({error}); repair it with: {how}") from None
     raise LibraryError(f"there is no llama.cpp yet; build it: {build_command()}")
 
 
@@ -91,7 +91,7 @@ def load_parts() -> None:
     lib.ggml_backend_load_all_from_path(os.fsencode(library_path().parent))
     if not lib.ggml_backend_dev_by_type(_CPU):
         folder = library_path().parent
-        raise LibraryError(f"no part of llama.cpp in {folder} runs here; mend it with: {build_command()}")
+        raise LibraryError(f"no part of llama.cpp in {folder} runs here; repair it with: {build_command()}")
 
 
 def is_ours() -> bool:

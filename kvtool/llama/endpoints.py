@@ -93,13 +93,13 @@ def _greeted(endpoint: str, address: str) -> socket.socket:
     except TimeoutError:
         connection.close()
         raise LibraryError(
-            f"the worker at {endpoint} takes connections and does not answer; "
+            f"the worker at {endpoint} accepts connections and does not answer; "
             "it serves one client at a time, and may be serving another"
         ) from None
     except OSError:
         connection.close()
         raise LibraryError(
-            f"what answers at {endpoint} is no worker, or one of another version of llama.cpp"
+            f"the program at {endpoint} is not a worker, or its llama.cpp has another version"
         ) from None
     if version[0] != PROTOCOL[0] or version[1] > PROTOCOL[1]:
         connection.close()

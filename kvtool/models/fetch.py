@@ -22,8 +22,8 @@ Progress = Callable[[int, "int | None"], None]
 """Called with the bytes downloaded so far and the bytes in all, None if that is not known."""
 
 OFFLINE = (
-    "without a network, bring a GGUF file by other means and name it with -m FILE, or use a model that is "
-    "here (kvtool models list)"
+    "without a network, copy a GGUF file here and name it with -m FILE, or use a model that is here "
+    "(kvtool models list)"
 )
 """How a user goes on who cannot download."""
 
@@ -190,7 +190,7 @@ class _Download:
                     self.out.truncate(0)
                     said = _ANOTHER
                 else:
-                    said = f"the server says {error.code} {error.reason}"
+                    said = f"the server answered {error.code} {error.reason}"
             raise ModelError(f"cannot download {self.remote.name}: {said}; {OFFLINE}") from None
         except (OSError, HTTPException, ValueError) as error:
             said = f"no connection ({_said(getattr(error, 'reason', None) or error)})"

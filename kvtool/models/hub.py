@@ -246,7 +246,7 @@ def _explained(reference: Reference, what: str) -> Iterator[None]:
         yield
         return
     except errors.GatedRepoError:
-        said = f"{repo} is gated: accept its terms on its page, then let the server know you by {sign_in}"
+        said = f"{repo} is gated: accept its terms on its page, then sign in: {sign_in}"
     except errors.RepositoryNotFoundError:
         said = f"there is no repository {repo}, or it is private; a private one needs {sign_in}"
     except errors.RevisionNotFoundError:

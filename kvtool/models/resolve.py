@@ -63,7 +63,7 @@ def _unknown(wanted: str, entries: dict[str, Entry], *, or_file: bool) -> str:
     from kvtool.models import hub
 
     if Path(wanted).expanduser().exists():
-        return f"{wanted} is here already; -m takes a GGUF file as it is"
+        return f"{wanted} is here already; -m takes a GGUF file by its path"
     is_like_one = not wanted.endswith(".gguf") and hub.is_repository(wanted)
     if or_file and not is_like_one and ("/" in wanted or os.sep in wanted or wanted.endswith(".gguf")):
         return f"there is no file {wanted}"

@@ -96,7 +96,9 @@ def _find(wanted: str) -> Stored:
         ours = [of_entry(entry) for entry in entries.values() if entry.is_download]
         found = next((each for each in (*ours, *downloads()) if each and path in each.files), None)
         if not found:
-            raise ModelError(f"{wanted} is in no cache, and kvtool deletes nothing else; delete it yourself")
+            raise ModelError(
+                f"{wanted} is not in a cache, and kvtool deletes nothing else; delete it yourself"
+            )
     elif reference := hub.parse(wanted):
         found = _in_hub(reference)
     else:
@@ -155,7 +157,7 @@ def _in_hub(reference: hub.Reference) -> Stored | None:
     known = list(_of_snapshot(snapshot, reference)) if snapshot else []
     if len(known) > 1 and not reference.quant:
         names = ", ".join(each.name for each in known)
-        raise ModelError(f"{reference} could be any of several; name one: {names}")
+        raise ModelError(f"{reference} is one of several; name one: {names}")
     if snapshot and known:
         name = hub.choose((part_names(name)[0] for name in hub.names_in(snapshot)), reference.quant)
         for each in known:

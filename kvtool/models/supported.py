@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 # from llama.cpp's src/llama-arch.cpp, src/llama-model.cpp (create_memory) and src/models/*.cpp
 _NAMES = {
-    "recurrent in all layers: its memory does not grow, and needs no kvtool": (
+    "all layers are recurrent, so that its memory does not grow and kvtool is not needed": (
         "arwkv7 mamba mamba2 rwkv6 rwkv6qwen2 rwkv7"
     ),
-    "attention to compressed tokens, several in a cell": "deepseek4",
-    "it reads the tokens before one from llama.cpp's own table of cells": "qwen4exp",
-    "llama.cpp has its name alone": "gptj",
-    "a router that attends to the cache": "graniteswitch",
-    "an encoder, which has no KV cache": (
+    "it attends to compressed tokens, of which a cell holds several": "deepseek4",
+    "it reads earlier tokens from llama.cpp's own table of cells": "qwen4exp",
+    "llama.cpp knows only its name": "gptj",
+    "its router attends to the cache": "graniteswitch",
+    "it is an encoder, which has no KV cache": (
         "bert clip eurobert gemma-embedding jina-bert-v2 jina-bert-v3 llama-embed modern-bert neo-bert "
         "nomic-bert nomic-bert-moe t5 t5encoder wavtokenizer-dec"
     ),
-    "diffusion, which does not write token by token": "dream llada llada-moe rnd1",
-    "a draft head that needs another model": "dflash eagle3 gemma4-assistant",
-    "speech": "pockettts qwen3tts",
+    "it is a diffusion model, which does not write token by token": "dream llada llada-moe rnd1",
+    "it is a draft head, which needs another model": "dflash eagle3 gemma4-assistant",
+    "it is a speech model": "pockettts qwen3tts",
 }
 
 BY_NAME = {name: reason for reason, names in _NAMES.items() for name in names.split()}
@@ -37,5 +37,5 @@ def unsupported(info: ModelInfo) -> str | None:
     """Why kvtool cannot run this model; None if it can. llama.cpp is asked again once it is loaded."""
     reason = BY_NAME.get(info.architecture)
     if info.metadata.get(f"{info.architecture}.attention.causal") is False:
-        reason = reason or "attention to later tokens"
+        reason = reason or "its tokens attend to later ones"
     return reason and f"cannot run {info.architecture} models: {reason}"

@@ -18,7 +18,7 @@ LOOKUP, OFF = "lookup", "off"
 
 
 def n_ahead_of(run: Run, layers: Layers, kind: type[Policy], n_batch: int) -> int:
-    """The most guesses of a step. Raises UsageError where guesses were asked for, and there can be none."""
+    """Return the most guesses of a step. Raises UsageError if guesses were asked for and are impossible."""
     if not isinstance(run, WriteRun) or run.draft == OFF:
         return 0
     why = ""
@@ -27,5 +27,5 @@ def n_ahead_of(run: Run, layers: Layers, kind: type[Policy], n_batch: int) -> in
     elif policies.recalls(kind) and not layers.has_values:
         why = "recall of tokens (MLA), which the tokens of a step share"
     if why and "draft" in run.given:
-        raise UsageError(f"--draft {run.draft} does not go with {why}; leave it out")
+        raise UsageError(f"--draft {run.draft} cannot be used with {why}; leave it out")
     return 0 if why else min(MOST, n_batch - 1)

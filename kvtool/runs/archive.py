@@ -55,8 +55,8 @@ def limit(text: str | None, file: str | None = None) -> dict[str, int]:
         raise UsageError(f"--archive is a number of tokens (20000) or bytes (2GiB), got {text!r}") from None
     if n < 1:
         raise UsageError(
-            f"--archive {text} holds no token; give at least 1, or choose --policy streamingllm, "
-            "which archives none"
+            f"--archive {text} is too small; give at least 1 token, or choose --policy streamingllm, "
+            "which archives nothing"
         )
     if not is_bytes:
         # a cap, which the stream may never reach
@@ -70,7 +70,7 @@ def limit(text: str | None, file: str | None = None) -> dict[str, int]:
 
 
 def check_file(file: str | None) -> None:
-    """Raise UsageError for an --archive-file that cannot be made."""
+    """Raise UsageError for an --archive-file that cannot be created."""
     if file is None:
         return
     if sys.platform == "win32":
@@ -78,14 +78,14 @@ def check_file(file: str | None) -> None:
     folder = os.path.dirname(os.path.abspath(file))
     wrong = None
     if not file:
-        wrong = "names no file"
+        wrong = "is not the name of a file"
     elif os.path.isdir(file):
         wrong = "is a folder"
     elif os.path.lexists(file):
         wrong = "exists already"
     elif not os.path.isdir(folder):
-        wrong = f"cannot be made: there is no folder {folder}"
+        wrong = f"cannot be created: there is no folder {folder}"
     elif not os.access(folder, os.W_OK | os.X_OK):
-        wrong = f"cannot be made: you may not write to {folder}"
+        wrong = f"cannot be created: no permission to write to {folder}"
     if wrong:
         raise UsageError(f"--archive-file {file!r} {wrong}; name a new file")

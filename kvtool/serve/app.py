@@ -199,7 +199,7 @@ async def _counted(site: Site, request: ChatRequest) -> int:
 
 async def _embeddings(site: Site, http: HttpRequest) -> Response:
     raise ApiError(
-        "a model that writes, as kvtool runs, gives no useful embeddings; serve an embedding model elsewhere",
+        "a model that writes text gives no useful embeddings; serve an embedding model elsewhere",
         status=404,
         code="unsupported_endpoint",
     )

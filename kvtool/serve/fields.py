@@ -17,16 +17,16 @@ MOST_DEEP = 200
 NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
 """Values that ask for nothing, of fields that are off by default."""
 
-_TEXT_ONLY = "kvtool reads and writes text only; remove it"
+_TEXT_ONLY = "kvtool only reads and writes text; remove it"
 
 _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     # OpenAI
     ("modalities", ([], ["text"]), _TEXT_ONLY),
     ("audio", (), _TEXT_ONLY),
-    ("web_search_options", (), "kvtool searches nothing; remove it"),
+    ("web_search_options", (), "kvtool cannot search the web; remove it"),
     ("functions", ([],), "use tools"),
     ("function_call", ("none", "auto"), "use tool_choice"),
-    ("suffix", ("",), "kvtool writes at the end of a text only; remove it"),
+    ("suffix", ("",), "kvtool only continues a text at its end; remove it"),
     # llama-server
     ("input_prefix input_suffix", ("",), "put it into prompt"),
     ("image_data", ([],), _TEXT_ONLY),

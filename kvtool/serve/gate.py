@@ -91,7 +91,7 @@ def check_host(limits: Limits, http: Request) -> None:
     is_own = origin in (f"http://{host}", f"https://{host}")
     if origin and not limits.keys and not (is_own or limits.may_ask(origin)):
         raise ApiError(
-            f"pages of {shown(origin)} may not ask; kvtool serve --allow-origin {shown(origin)} lets them",
+            f"pages of {shown(origin)} are refused; kvtool serve --allow-origin {shown(origin)} allows them",
             status=403,
             code="wrong_origin",
         )
@@ -103,7 +103,7 @@ def check_host(limits: Limits, http: Request) -> None:
         name = None
     if name not in ("localhost", "127.0.0.1", "::1"):
         raise ApiError(
-            "this server answers under localhost and 127.0.0.1 alone; --host and --api-key-file open it",
+            "this server answers only as localhost and 127.0.0.1; --host and --api-key-file open it",
             status=403,
             code="wrong_host",
         )
@@ -128,7 +128,7 @@ async def body(limits: Limits, http: Request) -> Any:
     try:
         data = await asyncio.wait_for(_bytes(limits, http), limits.read_timeout)
     except asyncio.TimeoutError:
-        raise ApiError("the body took too long to come", status=408, code="timeout") from None
+        raise ApiError("the body took too long to arrive", status=408, code="timeout") from None
     if encoding in _ENCODINGS:
         # it may become a thousand times as long
         data = await asyncio.to_thread(_decoded, data, encoding, limits.most_bytes)

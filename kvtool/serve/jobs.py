@@ -151,7 +151,7 @@ class Waiting:
 
 
 def _stopped() -> ApiError:
-    return ApiError("the server is being stopped", status=503, kind="unavailable_error", code="stopping")
+    return ApiError("the server is stopping", status=503, kind="unavailable_error", code="stopping")
 
 
 def answer(job: Job, by: Callable[[Job], None]) -> None:

@@ -278,7 +278,7 @@ class Rendering:
         if request.choice.kind != "required":
             return None
         if request.sampling.json_schema is not None or request.sampling.grammar:
-            raise ApiError("tool_choice and response_format demand two things at once", param="tool_choice")
+            raise ApiError("tool_choice and response_format contradict each other", param="tool_choice")
         return Forced(Vocabulary.of(self._model), self.format).rules(request.tools, request.choice)
 
     def _shown(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:

@@ -230,7 +230,7 @@ def _prompt(value: object) -> str | list[int]:
     if isinstance(value, list) and all(type(each) is int for each in value):
         return value
     if isinstance(value, list):
-        raise ApiError("prompt must be one text: kvtool answers one a request", param="prompt")
+        raise ApiError("prompt must be one text: kvtool answers one prompt per request", param="prompt")
     raise wrong("prompt", "a string", value)
 
 
@@ -272,7 +272,7 @@ def check_model(asked: str | None, defaults: Defaults) -> None:
     """Raises ApiError for a model that does not run. Agents send several names, so that any may be right."""
     if asked and defaults.model and asked not in (defaults.model, "default", "kvtool"):
         raise ApiError(
-            f"the model {shown(asked)} does not run here; {defaults.model} does",
+            f"this server runs {defaults.model}, and not {shown(asked)}",
             param="model",
             code="model_not_found",
             status=404,
@@ -321,7 +321,7 @@ def _shape(fields: Fields) -> tuple[str | None, str | None]:
     if schema is not None and not isinstance(schema, dict):
         raise wrong("json_schema", "an object", schema)
     if schema is not None and grammar:
-        raise ApiError("grammar and a JSON schema say the same; leave out one of them", param="grammar")
+        raise ApiError("grammar and a JSON schema cannot be combined; leave out one of them", param="grammar")
     return (None if schema is None else json.dumps(schema)), grammar or None
 
 

@@ -105,7 +105,7 @@ class Slots:
             except (KvtoolError, MemoryError) as error:
                 self._baton.give()
                 before, self.most = self.most, len(self.talks)
-                self._say(f"no more than {self.most} at once: {error}")
+                self._say(f"only {self.most} at once: {error}")
                 # with the last of these one of the talks is free
                 for _ in range(before - self.most):
                     self._room.acquire()
