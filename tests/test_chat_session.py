@@ -155,7 +155,7 @@ def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(chat_model, t
         (["--budget", "128"], "started with --budget 96; it cannot continue with --budget 128"),
         (["-o", "window=9"], "it cannot continue with -o window=9"),
         (["-m", other], "started with the model of SHA-256 "),
-        (["-ctk", "q8_0"], "started with -ctk f16; it cannot continue with -ctk q8_0"),
+        (["-ctk", "q8_0"], "started with --cache-type-k f16; it cannot continue with --cache-type-k q8_0"),
         (["--positions", "original"], "started with --positions auto; it cannot"),
         (["--system", "Be brief."], "another system prompt"),
     ):

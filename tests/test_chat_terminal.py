@@ -295,7 +295,7 @@ def test_an_undo_moves_no_chat_that_a_further_undo_brings_back(terminal, chat_kv
     chat.say(f"/load {other_kv}")
     assert f"the previous chat of {chat_kv} is now in chat.kv.1" in chat.say("five")
     assert turns(chat_kv.with_name("chat.kv.1")) == FOUR
-    assert "chat.kv.1 is chat.kv again" in chat.say("/undo 2")
+    assert "the chat of chat.kv.1 is in chat.kv again" in chat.say("/undo 2")
     assert turns(chat_kv) == FOUR
     assert not chat_kv.with_name("chat.kv.1").exists()
     leave(chat)

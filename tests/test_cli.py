@@ -279,8 +279,8 @@ def test_policies_explains_every_parameter():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["h2o", "-o", "window=3"], "need a --budget"),
-        (["h2o", "--evict-every", "3"], "need a --budget"),
+        (["h2o", "-o", "window=3"], "need --budget"),
+        (["h2o", "--evict-every", "3"], "need --budget"),
         (["--budget", "512", "-o", "window=3"], "needs the name of a policy, one of: bumblebee, buzz, "),
         (["buzz", "--budget", "3"], "a budget of 3 is too small for buzz; use at least 8"),
         (["buzz", "--budget", "512", "-o", "stride=x"], "buzz: stride must be a whole number"),
@@ -348,7 +348,7 @@ def test_generate_writes_only_the_answer_to_stdout(default_talker):
 def test_a_prompt_that_is_the_name_of_a_file_is_told(chat_model, tmp_path):
     (tmp_path / "notes.md").write_text("Hello.")
     own = ("generate", "-m", chat_model, "-t", 1, "-n", 1)
-    said = "notes.md is a file; -f notes.md reads it\n"
+    said = "notes.md is a file; use -f notes.md to read it\n"
     assert kvtool(*own, "notes.md", cwd=tmp_path).stderr == said
     assert kvtool(*own, "-p", "notes.md", cwd=tmp_path).stderr == said
     assert kvtool(*own, "-f", "notes.md", cwd=tmp_path).stderr == ""

@@ -104,7 +104,7 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     # one plain line a run, and nothing else
     lines = stderr.splitlines()
     assert lines.pop(0).startswith(
-        "4 runs of 200 tokens each; --policies, --budgets, --types or --max-tokens"
+        "4 runs of 200 tokens each; fewer --policies, --budgets or --types"
     )
     assert len(lines) == 4
     assert all(

@@ -76,8 +76,8 @@ def test_a_worker_that_greets_is_reached():
         (hello(7, 0)[:9], "does not answer"),
         (hello(6, 0), "speaks version 6.0 of ggml's RPC protocol, this llama.cpp 7.0"),
         (hello(7, 1), "speaks version 7.1"),
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no worker"),
-        (None, "is no worker, or one of another version"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is not a worker"),
+        (None, "is not a worker, or its llama.cpp has another version"),
     ],
 )
 def test_what_is_no_worker_for_us_is_refused(answer, words, monkeypatch):
@@ -137,7 +137,7 @@ def test_names_that_cannot_be_are_refused_before_anybody_is_asked(named, words):
     ("arguments", "words"),
     [
         (["generate", "-p", "x", "--rpc", "here"], "a worker is host:port"),
-        (["generate", "-p", "x", "--rpc", "here:1", "-ngl", "0"], "-ngl 0 leaves no layer"),
+        (["generate", "-p", "x", "--rpc", "here:1", "-ngl", "0"], "--gpu-layers 0 leaves no layer"),
         (["compare", "TEXT", "--rpc", "here:1", "--jobs", "2"], "leave out --jobs or --rpc"),
     ],
 )

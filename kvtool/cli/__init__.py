@@ -19,11 +19,11 @@ from kvtool.cli.listed import COMMANDS, FUNCTIONS, GROUPS, flag
 from kvtool.errors import InputError, KvtoolError, OutOfMemory
 from kvtool.system import interrupt
 
-# what a shell shows for a program that the signal has killed
+# exit codes of a shell for a program that the signal has killed
 _HANGUP, _PIPE = 128 + 1, 128 + 13
 
 _ALIKE = 0.75
-"""How similar an option must be to a wrong one to be suggested: difflib's ratio."""
+"""Least similarity of a suggested option to the wrong one: difflib's ratio."""
 
 
 class _Commands(UserDict[str, Any]):

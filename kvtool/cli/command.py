@@ -25,7 +25,7 @@ CLICK: Any = sys.modules[typer.BadParameter.__module__]
 """The module with click's exceptions; newer versions of typer bring their own click."""
 
 _ORDER = ("Arguments", "Options", KEEPS, DRAWS, SERVES, RUNS, ARCHIVES, SHOWS, "Help")
-"""All groups. "Options" has those that only one command has."""
+"""All groups. "Options" has the options of a single command."""
 
 _HELP = ("help", "version", "install_completion", "show_completion")
 
@@ -35,7 +35,7 @@ _EARLIER = ("--png", "--type-k", "--type-v")
 """Names of options that still work, and that help and documents no longer show."""
 
 _WIDEST = 32
-"""The widest name of an option that has its text beside it."""
+"""Columns of the widest name of an option whose text begins on the same line."""
 
 
 class BadValue(typer.BadParameter):
@@ -61,7 +61,7 @@ class _Shared:
         return [*super().get_params(ctx), *version]  # type: ignore[misc]
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        # newer versions of typer put braces around what is required
+        # newer versions of typer put braces around required arguments
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]  # type: ignore[misc]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -74,7 +74,7 @@ class _Shared:
 
         if examples := EXAMPLES.get(" ".join(words_of(ctx))):
             with formatter.section("Examples"):
-                # as they are: a command that is wrapped cannot be copied
+                # without wrapping: a wrapped command cannot be copied
                 indent = " " * formatter.current_indent
                 formatter.write("".join(f"{indent}{example}\n" for example in examples))
 
@@ -185,7 +185,7 @@ def title_of(param: Any) -> str:
 
 
 def place_of(title: str) -> int:
-    """Where a group stands in the help."""
+    """Return the place of a group in the help."""
     return _ORDER.index(title) if title in _ORDER else _ORDER.index("Options")
 
 
@@ -218,7 +218,7 @@ class _Defaults(dict[str, Any]):
 
     @cached_property
     def settings(self) -> dict[str, Setting]:
-        """What was found, by the name of the parameter. Raises UsageError."""
+        """The settings by the names of their parameters. Raises UsageError."""
         from kvtool.cli import settings
 
         return settings.of_run(*self._of)
@@ -231,14 +231,14 @@ class _Defaults(dict[str, Any]):
 
 
 def _wrong_setting(error: Any, source: str) -> str:
-    """The line for a value that nobody typed. source: where it is set."""
+    """Return the line for a wrong value in a setting. source: the file with its key, or the variable."""
     if isinstance(error, BadValue):
         return f"{source} {error.said}"
     return f"{source}: {error.message.rstrip('.')}"
 
 
 def _origins(ctx: Any, said: str) -> str:
-    """Where the options come from that an error names and nobody typed; empty if there are none."""
+    """Name the settings behind options in an error that were not typed; "" without such options."""
     found = ctx.default_map.settings if isinstance(ctx.default_map, _Defaults) else {}
     return "; ".join(
         f"{flag(param)} is set by {found[param.name].source}"

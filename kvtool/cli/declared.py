@@ -1,4 +1,4 @@
-"""Options as Typer takes them: what a command's function asks for as dataclasses becomes its parameters."""
+"""Typer parameters for the dataclasses of options that a command's function takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtool.errors import UsageError
 from kvtool.options.field import SHOWS, Option, Options, declared
 
 Typed = NewType("Typed", Mapping[str, str])
-"""What was typed of all options: the names of parameters, each with its flag."""
+"""The typed options: the names of parameters, each with its flag."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=SHOWS)]
 """--json of the commands that print one result."""
@@ -39,8 +39,8 @@ def command_words(help: str, default: str) -> Any:
 def options(command: Callable[..., None]) -> Callable[..., None]:
     """The command as Typer takes it: each parameter of a class of `Options` becomes an option a field.
 
-    The command gets the dataclasses filled. Of a class, the fields that it hides are left out. A parameter of
-    the type `Typed` gets what was typed.
+    The command gets the dataclasses filled. Fields that a class hides are left out. A parameter of the type
+    `Typed` gets the options that were typed.
     """
     hints = get_type_hints(command, include_extras=True)
     kinds: dict[str, type[Options]] = {}

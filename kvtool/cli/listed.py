@@ -26,7 +26,7 @@ GROUPS = ("models", "session")
 """Those that are several commands: a Typer app of the name `app` in their module."""
 
 FUNCTIONS = {"eval": "evaluate", "help": "help_"}
-"""What the function of a command is called where Python needs the name itself."""
+"""Names of the functions of commands whose own names Python reserves."""
 
 
 def flag(param: Any) -> str:

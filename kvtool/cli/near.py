@@ -141,7 +141,7 @@ _ADVICE = {name: advice for advice, names in ADVICE.items() for name in names}
 
 
 def no_command(path: str, name: str, known: Iterable[str]) -> str:
-    """The line for a word that is not a command. path: the group that was asked. known: its commands."""
+    """Return the line for a word that is not a command. path: the group. known: its commands."""
     group = "" if path == "kvtool" else f"`{path}`: "
     said = f"{group}there is no command {name!r}"
     if instead := INSTEAD.get(path, {}).get(name):
@@ -161,7 +161,7 @@ def no_command(path: str, name: str, known: Iterable[str]) -> str:
 
 
 def no_command_yet(context: Any, args: Sequence[str]) -> str:
-    """The line for options that stand before a command, or without one."""
+    """Return the line for options before a command, or without a command."""
     path = context.command_path
     return f"name a command before its options: `{path} COMMAND {args[0]}`; `{path} -h` lists the commands"
 
@@ -174,7 +174,7 @@ def ours(name: str) -> str:
 
 
 def other_option(context: Any, args: Sequence[str]) -> str | None:
-    """The line for an option of another program; None if there is none on the command line.
+    """Return the line for the first option of another program; None without such an option.
 
     args: as they were typed. Values of our own options are not looked at.
     """
@@ -200,7 +200,7 @@ def other_option(context: Any, args: Sequence[str]) -> str | None:
 
 
 def too_many(context: Any, spare: Sequence[str]) -> str:
-    """The line for arguments that a command does not take. spare: those that are too many."""
+    """Return the line for arguments that a command does not take. spare: the superfluous arguments."""
     from shlex import quote
 
     path, command = context.command_path, context.command
@@ -216,7 +216,7 @@ def too_many(context: Any, spare: Sequence[str]) -> str:
 
 
 def not_a_model(text: str) -> str:
-    """The line for a prompt where a model was expected."""
+    """Return the line for a prompt in the place of a model."""
     return (
         f"{text!r} is not a model; `kvtool generate {quoted(text)}` answers a prompt, and `kvtool chat` "
         "starts a chat in which you type it"
@@ -224,7 +224,7 @@ def not_a_model(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as a shell takes it, in double quotes where they change nothing in it."""
+    """Return a text as a shell takes it, in double quotes unless they would change it."""
     from shlex import quote
 
     return quote(text) if set(text) & set('"$`\\!') else f'"{text}"'

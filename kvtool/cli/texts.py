@@ -1,4 +1,4 @@
-"""Texts that a command streams: where they come from, their first tokens, and lengths that are refused."""
+"""Texts that a command streams: their sources, their first tokens, and lengths that are refused."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ File = Annotated[
 """The text of a command that streams one."""
 
 _MARGIN = 256
-"""Tokens behind the needed ones that are read, too: the end of a cut text may be tokenized differently."""
+"""Tokens read beyond the needed ones: the end of a cut text may be tokenized differently."""
 _TOKEN_BYTES = 8
-"""Bytes of a token that are read at first."""
+"""Bytes per needed token in the first read."""
 
 
 def source(file: str | None) -> Source:

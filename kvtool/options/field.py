@@ -1,4 +1,4 @@
-"""What an option is: a field of a dataclass, with all that is said of it."""
+"""Options as data: a field of a dataclass, with its names, its help, its range and its uses."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ Some = TypeVar("Some", bound="Options")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What there is to say of an option besides its type and default.
+    """The declaration of an option, without its type and default.
 
     Attributes
     ----------
     flags
-        All its names, as they are typed.
+        All its names on the command line.
     help
-        What it does.
+        Its text in the help.
     group
         Its group in the help; None for the options of one command.
     metavar
-        What stands for its value in the help.
+        The name of its value in the help.
     words
-        Its default in words: a text, True for the value, False for nothing. "{name}" is an attribute of the
+        Its default in the help: a text, True for the value, False for none. "{name}" is an attribute of the
         options' class, "{model}" the default model.
     least, most
-        The smallest number that it takes, and the largest.
+        The smallest and the largest number that it takes.
     fits
-        Whether a value is in its range.
+        Returns True for a value in its range.
     needed
         That range in words; behind a semicolon a hint.
     choices
@@ -49,17 +49,18 @@ class Option:
     completes
         What a shell completes: a function of `kvtool.cli.completion`.
     read
-        Makes the value of what was typed, of a setting, or of what a session has kept. It also gets the flag.
+        Makes the value from a typed text, a setting, or a session's value. Its second argument is the name
+        for errors.
     write
-        Makes of the value what `read` takes.
+        Makes from the value the argument of `read`.
     is_count
-        Whether it takes no value: it counts how often it is typed.
+        True if it takes no value and counts how often it is typed.
     kept
-        Whether a session keeps it.
+        True if a session keeps it.
     identity
-        Whether the record of a result says it: another value gives another result.
+        True if the record of a result has it: another value gives another result.
     request
-        Its names in a request to the server, which `/set` takes as well.
+        Its names in a request to the server, which `/set` also takes.
     also
         More names that `/set` takes.
     """
@@ -107,11 +108,11 @@ class Option:
                 raise UsageError(f"{name} must be at most {self.most}, got {each}")
 
     def names(self, field: str) -> tuple[str, ...]:
-        """What `/set` may call it. field: the name of its field."""
+        """Return its names in `/set`. field: the name of its field."""
         return (field, *self.request, *self.also)
 
     def taken(self, raw: Any, name: str | None = None) -> Any:
-        """Return the value of what was typed, of a setting, or of what a session has kept. Raises UsageError.
+        """Return the value for a typed text, a setting, or a session's value. Raises UsageError.
 
         name: the option's name in an error, unless it is `self.name`.
         """
@@ -144,7 +145,7 @@ class Options:
     typed
         Names of the fields that were typed.
     given
-        Names of those that were typed or set: in a file, or in a variable.
+        Names of the fields that were typed, or set in a file or a variable.
     hidden
         Names of the fields that a command does not have: they keep their defaults.
     """
@@ -161,7 +162,7 @@ class Options:
     def filled(
         cls: type[Some], raw: Mapping[str, Any], typed: Iterable[str] = (), given: Iterable[str] = ()
     ) -> Some:
-        """The options of what a command line and settings say. None stands for a default where that is one.
+        """Return the options for a command line and settings. None means the default where it is a default.
 
         Raises UsageError.
         """
@@ -174,7 +175,7 @@ class Options:
         return dataclasses.replace(self, **values, given=self.given | values.keys())
 
     def resumed(self: Some, saved: Mapping[str, Any]) -> Some:
-        """The same with what a session has kept of the fields that were not typed. Raises UsageError."""
+        """Return these options, with a session's values for fields that were not typed. Raises UsageError."""
         names = [name for name in declared(type(self)) if name in saved and name not in self.typed]
         values = {name: declared(type(self))[name].taken(saved[name]) for name in names}
         return dataclasses.replace(self, **values, given=self.given - values.keys())
@@ -185,11 +186,11 @@ class Options:
         return {n: its.write(getattr(self, n)) if its.write else getattr(self, n) for n, its in own.items()}
 
     def kept(self) -> dict[str, Any]:
-        """What a session keeps of them."""
+        """Return the values that a session keeps."""
         return {name: value for name, value in self.values().items() if declared(type(self))[name].kept}
 
     def identity(self) -> dict[str, Any]:
-        """What the record of a result says of them."""
+        """Return the values that the record of a result has."""
         return {name: getattr(self, name) for name, its in declared(type(self)).items() if its.identity}
 
 
@@ -204,7 +205,7 @@ def _declared(kind: Any) -> dict[str, Option]:
 
 
 def within(low: float, high: float, hint: str = "") -> dict[str, Any]:
-    """The range of a number, as attributes of `Option`. hint: what an error says behind it."""
+    """The range of a number, as attributes of `Option`. hint: the end of an error."""
     # NaN is in no range
     return {"fits": lambda x: low <= x <= high, "needed": f"in {low}..{high}{hint}"}
 
@@ -215,5 +216,5 @@ def repeated(raw: Iterable[Any] | None, flag: str) -> tuple[Any, ...]:
 
 
 def unless(wanted: int) -> Callable[[int | None, str], int | None]:
-    """Reads a number, of which one stands for the default, as in llama.cpp."""
+    """Read a number, of which one value means the default, as in llama.cpp."""
     return lambda value, flag: None if value == wanted else value

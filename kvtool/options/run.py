@@ -1,4 +1,4 @@
-"""What a run depends on besides its text: the cache, the archive, the model, and the machine."""
+"""The options of a run: the cache, the archive, the model, and the machine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from kvtool.options.field import (
 from kvtool.units import CACHE_TYPES, MOST_THREADS
 
 POLICY, INSTEAD = "recall", "h2o"
-"""The default policy, which forgets nothing; and where nothing can be recalled.
+"""The default policy, which forgets nothing, and the policy for models and options without recall.
 
-The second is best or second best on three texts with 512 and 1,024 cells, and without an end.
+h2o is best or second best on three texts with 512 and 1,024 cells, and on a stream without an end.
 """
 
 
@@ -39,20 +39,20 @@ _runs = partial(option, group=RUNS)
 
 @dataclass(frozen=True)
 class Run(Options):
-    """What a run depends on besides its text.
+    """The options of a run.
 
     Attributes
     ----------
     default_budget
-        The cells of a row unless a budget is given.
+        The cells of a row if no budget is given.
     default_recall
         The same with a policy that recalls.
     instead
-        The policy in place of one that recalls, where nothing can be recalled. None: then that is refused.
+        The policy that replaces a recalling one for models and options without recall. None: an error.
     default_n_batch
-        The most tokens of a batch unless a number is given.
+        The most tokens of a batch if no number is given.
     scores
-        Whether the logits of every token are needed, and no batch may go over the budget.
+        True if the logits of every token are needed, and no batch may exceed the budget.
     """
 
     default_budget: ClassVar[int] = 1024
@@ -202,7 +202,7 @@ class Run(Options):
 
     @property
     def instead(self) -> str | None:
-        # what was asked for is refused where it cannot run: the policy, or an option of it
+        # a policy, or an option of it, that was asked for is refused if it cannot run
         archive = {name for name, its in declared(Run).items() if its.group == ARCHIVES}
         return None if self.typed & archive or self.given & {"policy", "options"} else INSTEAD
 

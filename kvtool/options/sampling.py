@@ -1,4 +1,4 @@
-"""How tokens are drawn: the settings of llama.cpp's samplers, under its names and with its meanings."""
+"""Sampling: the settings of llama.cpp's samplers, under its names and with its meanings."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MOST = 2**20
 """The most tokens that a penalty looks back at: llama.cpp allocates them."""
 
 LIMIT = 10_000
-"""Far beyond what makes sense, and far from where llama.cpp's 32-bit floats overflow: it would abort."""
+"""A limit far beyond useful values, and far below those at which llama.cpp's floats overflow."""
 
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
 
 
 def _texts(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
-    """Texts, with escapes resolved as llama.cpp does: others stay as they are."""
+    """Return the texts with escapes resolved as llama.cpp does: it leaves unknown ones unchanged."""
 
     def resolved(found: re.Match[str]) -> str:
         return _ESCAPES.get(found[1], found[0])
@@ -48,7 +48,7 @@ def _escaped(texts: tuple[str, ...]) -> list[str]:
 
 
 def _bias(text: str) -> tuple[int, float]:
-    """What -l says: a token, a sign and a number."""
+    """Parse the value of --logit-bias: a token, a sign and a number."""
     if found := re.fullmatch(r"\s*(\d+)\s*([+-])\s*(\S+)\s*", text):
         try:
             return int(found[1]), float(found[2] + found[3])
@@ -80,7 +80,7 @@ def _number(usage: str, default: Any, fits: dict[str, Any], help: str, **more: A
 
 @dataclass(frozen=True)
 class Sampling(Options):
-    """How the sampler draws, apart from its seed. The defaults take the likeliest token."""
+    """The settings of the sampler, without its seed. The defaults pick the most likely token."""
 
     temp: float = _number(
         "--temp T",
@@ -254,10 +254,10 @@ class _Limit(Options):
 
 @dataclass(frozen=True)
 class Drawing(Sampling, Thinking, _Limit):
-    """What a command says of drawing: the sampler's settings, how much, how much thinking, and the seed.
+    """The sampling options of a command: the sampler's settings, the limit, thinking, and the seed.
 
-    The defaults are llama.cpp's. Of a grammar and a schema, which say the same, one is left: that which was
-    typed. Raises UsageError where both were.
+    The defaults are llama.cpp's. If both a grammar and a schema are set, the typed one stays. Raises
+    UsageError if both were typed.
     """
 
     temp: float = again(Sampling, "temp", 0.8)
@@ -282,7 +282,7 @@ class Drawing(Sampling, Thinking, _Limit):
         super().__post_init__()
 
     def cut(self, n_written: int) -> str | None:
-        """What to say of a text that ends at a limit of so many tokens; None where they were asked for."""
+        """Return the note for a text that ended at the limit of tokens; None if the limit was asked for."""
         if "n" in self.given:
             return None
         return f"stopped after {n_written:,} tokens; -n N changes the limit, and -n -1 removes it"
@@ -293,7 +293,7 @@ class Drawing(Sampling, Thinking, _Limit):
 
     @classmethod
     def field(cls, name: str) -> str:
-        """The field of that name, which may be its option's or that of a request. Raises UsageError."""
+        """Return the field of a name, which may be that of its option or of a request. Raises UsageError."""
         names = {each: field for field, its in declared(cls).items() for each in its.names(field)}
         name = name.lstrip("-").replace("-", "_")
         if name not in names:
@@ -304,16 +304,16 @@ class Drawing(Sampling, Thinking, _Limit):
         return names[name]
 
     def set(self, name: str, text: str) -> Drawing:
-        """The same with one setting changed, as its option would be.
+        """Return these options with one setting changed, as its option would change it.
 
-        name: as `field` takes it. text: of what is repeatable the one value, and "" for none. Raises
-        UsageError or InputError.
+        name: as `field` takes it. text: the value; for a repeatable option its only value, or "" for none.
+        Raises UsageError or InputError.
         """
         name = self.field(name)
         none = dict.fromkeys(_SHAPES, None) if name in _SHAPES else {}
         its = declared(Drawing)[name]
         value = its.taken(_raw(name, text), name)
-        # named as it was typed, and not as the option
+        # the error has the typed name, and not the option's
         its.check(value, name)
         return self.changed(**none | {name: value})
 
@@ -322,7 +322,7 @@ _SHAPES = ("grammar", "json_schema")
 
 
 def _raw(name: str, text: str) -> Any:
-    """What was typed for a field, in the type that its option takes."""
+    """Return the typed text of a field in the type that its option takes."""
     kind = str(get_type_hints(Drawing)[name])
     if kind.startswith("tuple"):
         return [text] if text else None

@@ -84,7 +84,7 @@ def stdin_lines() -> Iterator[str]:
 
 
 class Source:
-    """A text in a file, a named pipe or on stdin, read from its start as far as it is needed.
+    """A text in a file, in a named pipe or on stdin, read from its start only as far as needed.
 
     Attributes
     ----------
