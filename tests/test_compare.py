@@ -103,9 +103,7 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     assert found[2]["nll_minus_best"] == pytest.approx(-found[3]["nll_minus_best"])
     # one plain line a run, and nothing else
     lines = stderr.splitlines()
-    assert lines.pop(0).startswith(
-        "4 runs of 200 tokens each; fewer --policies, --budgets or --types"
-    )
+    assert lines.pop(0).startswith("4 runs of 200 tokens each; fewer --policies, --budgets or --types")
     assert len(lines) == 4
     assert all(
         re.search(r": perplexity [\d.]+, \d+ tokens/s \(\d/4, \d+ min left\)$", line) for line in lines

@@ -663,7 +663,7 @@ def test_a_full_cache_ends_the_stream(tiny_model):
         engine.read(text(100))
         before = engine.context.state()
         with pytest.raises(
-            StreamEnd, match=r"\(100 tokens\) is full, and the policy evicts nothing; raise -c"
+            StreamEnd, match=r"\(100 tokens\) is full, and the policy evicts nothing; raise --ctx-size"
         ):
             engine.evict_if_due()
         assert engine.context.state() == before

@@ -330,7 +330,7 @@ def test_where_memory_is_short_requests_wait_for_each_other(talker, tmp_path):
         assert all(job.text for job in others)
         assert server.slots.most == len(server.slots.talks) == 1
     (line,) = server.said
-    assert line.startswith("no more than 1 at once: there is none; choose a smaller --budget")
+    assert line.startswith("only 1 at once: there is none; choose a smaller --budget")
 
 
 @pytest.mark.parametrize("error", [LibraryError("a device is gone"), ZeroDivisionError()])
