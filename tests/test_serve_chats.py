@@ -136,7 +136,7 @@ def test_who_gives_another_name_for_this_machine_is_refused(open_url):
 def test_an_answer_that_nobody_reads_ends(url):
     # takes days
     long = {"messages": [said("user", "Long.")], "max_tokens": 10**9, "stream": True}
-    assert request(url, long, KEY, n_lines=5) == (None, None)
+    assert request(url, long, KEY, n_events=5) == (None, None)
     asked(url, [said("user", "Short.")])
 
 
