@@ -233,7 +233,7 @@ PLANTED = {
     "serve, allowed tokens": Fault(
         "tokens that are not allowed are written",
         "kvtool/serve/talk.py",
-        "banned = set(range(n_vocab)) - {*request.allowed}",
+        "banned = set(range(model.n_vocab)) - {*request.allowed}",
         "banned = set(range(1)) - {*request.allowed}",
         ("test_serve_fields.py",),
     ),
@@ -285,6 +285,20 @@ PLANTED = {
         '"processed": min(event["n_past"], n)',
         '"processed": n',
         ("test_serve_fields.py",),
+    ),
+    "serve, continued replies": Fault(
+        "the beginning of a reply comes inside the thought that the header opens",
+        "kvtool/chats/header.py",
+        "text, earlier = self.kept + self.earlier, template.earlier_start",
+        'text, earlier = self.kept + self.left_out + " ", template.earlier_start',
+        ("test_serve_begun.py",),
+    ),
+    "serve, stored beginnings": Fault(
+        "a chat is stored without the beginning of its reply",
+        "kvtool/serve/talk.py",
+        'said["content"] = without_thought(begun, talk.splitter()) + said["content"]',
+        'said["content"] = said["content"] + ""',
+        ("test_serve_begun.py",),
     ),
     "serve, stop strings": Fault(
         "an answer has the stop string that ended it",

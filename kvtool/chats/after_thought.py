@@ -10,6 +10,7 @@ import numpy as np
 
 from kvtool.chats.stops import n_begun
 from kvtool.chats.thinking import Tags
+from kvtool.errors import UsageError
 from kvtool.llama.constraint import Constraint, Vocabulary
 
 if TYPE_CHECKING:
@@ -254,18 +255,52 @@ def _place_after(header: str, tags: Tags) -> _Place:
     return _Place.ANSWER if is_closed else _Place.START
 
 
+class _Continued(Constraint):
+    """Holds a text of which these tokens are there already. Raises UsageError if they do not fit."""
+
+    def __init__(self, inner: Constraint, tokens: Sequence[int]) -> None:
+        self._inner, self._tokens = inner, tokens
+        self.restart()
+
+    def restart(self) -> None:
+        self._inner.restart()
+        if not all(map(self._inner.accept, self._tokens)):
+            raise UsageError("the beginning of the reply does not fit its grammar or JSON schema")
+
+    def mask(self) -> np.ndarray | None:
+        return self._inner.mask()
+
+    def accept(self, token: int) -> bool:
+        return self._inner.accept(token)
+
+    def n_fitting(self, tokens: Sequence[int]) -> int:
+        return self._inner.n_fitting(tokens)
+
+
 def after_thought(
-    model: Model, template: Template, budget: int | None = None, header: str | None = None
+    model: Model,
+    template: Template,
+    budget: int | None = None,
+    header: str | None = None,
+    begun: str = "",
 ) -> Around:
     """Make constraints of replies under a template begin after the thought.
 
     budget, header: as in `AfterThought`; the header is the template's unless another one is given.
+    begun: the beginning of the reply, which is there already.
     """
     header = template.reply_start() if header is None else header
+    tags = template.tags
+    if begun:
+        is_thought = begun.lstrip().startswith(tags.start)
+        thought, closed, said = begun.partition(tags.end) if is_thought else ("", tags.end, begun)
+        header = thought + closed
 
     def around(inner: Constraint | None) -> Constraint | None:
+        if inner and begun and said:
+            inner = _Continued(inner, Vocabulary.of(model).tokens_of(said.encode()))
         if not template.has_thoughts or (inner is None and budget is None):
             return inner
-        return AfterThought(inner, model, template.tags, header, budget)
+        return AfterThought(inner, model, tags, header, budget)
 
     return around

@@ -74,7 +74,7 @@ class Conversation(Undoable):
 
     def hold(self) -> None:
         """Hold the reply header in the cache. Raises UsageError for one that leaves no room in it."""
-        self.writer.engine.hold(self.header.n)
+        self.writer.engine.hold(self.header.n - self.header.n_begun)
 
     def think(self, effort: str | None, budget: int | None = None) -> None:
         """Let replies think so much from now on; None: as the template has it by default.
@@ -210,10 +210,11 @@ class Conversation(Undoable):
     def take(self, tokens: np.ndarray) -> bool:
         """Reads i32[n] tokens that end with the reply header; returns False if stopped before their end.
 
-        The part of the header that earlier replies do not begin with is read by `write`.
+        The part of the header that earlier replies do not begin with is read by `write`, as is a beginning
+        of the reply.
         """
         self._has_header = self.header.ends(tokens)
-        n = len(tokens) - (self.header.n_left_out if self._has_header else 0)
+        n = len(tokens) - (self.header.n_opening if self._has_header else 0)
         self._opening = tokens[n:]
         return self.writer.read(tokens[:n])
 
@@ -247,21 +248,26 @@ class Conversation(Undoable):
             self.settle(self.header.earlier if drops or not splitter.had_thought else None)
 
     def write(self, n_max: int | None, *, may_change: bool) -> Iterator[str]:
-        """Yields the reply, piece by piece. Call `settle` behind it.
+        """Yields the reply behind its beginning, piece by piece. Call `settle` behind it.
 
         may_change: True if `settle` may get a text.
         """
         self.settle(None)
-        self._written = []
-        header = None if self._has_header else ""
-        around = after_thought(self.writer.engine.model, self.template, self.thought_budget, header)
-        self.writer.sampler.start(self.n_reply, around)
+        self._written = [self.header.begun]
+        self.start()
         self.n_reply += 1
         self._before = self._copy_of_now() if may_change and self._has_header else None
         if self.writer.read(self._opening):
             for piece in self.writer.write(n_max):
                 self._written.append(piece)
                 yield piece
+
+    def start(self) -> None:
+        """Begin the reply's draws. Raises UsageError if its beginning does not fit its constraint."""
+        model, begun = self.writer.engine.model, self.header.begun
+        header = None if self._has_header else ""
+        around = after_thought(model, self.template, self.thought_budget, header, begun)
+        self.writer.sampler.start(self.n_reply, around)
 
     def settle(self, start: str | None) -> None:
         """Make the reply in the cache that which the template shows once it is an earlier one.
@@ -280,8 +286,9 @@ class Conversation(Undoable):
                 self._read_again(before, start, said)
 
     def splitter(self) -> Splitter:
-        """Tells the thought of the next reply from what it says."""
-        return Splitter(self.template.tags, is_open=self.template.opens_thought and self._has_header)
+        """Tells the thought of the next reply, beginning included, from what it says."""
+        is_open = self.template.opens_thought and self._has_header and not self.header.begun
+        return Splitter(self.template.tags, is_open=is_open)
 
     def _read_again(self, before: Before, start: str, said: str) -> None:
         """Goes back there and reads these texts."""

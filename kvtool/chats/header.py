@@ -1,4 +1,7 @@
-"""The header of a reply: the template's text between a user's message and the reply."""
+"""The header of a reply: the template's text between a user's message and the reply.
+
+Where a client gives the beginning of the reply, that is part of the header.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvtool.chats.marks import tokens_of
 from kvtool.chats.template import Template
 from kvtool.llama.model import Model
 
@@ -29,6 +33,8 @@ class Header:
         Tokens of the second part.
     earlier
         The text with which an earlier reply without a thought begins behind the first part.
+    begun, n_begun
+        The beginning of the reply, which is behind both parts; tokens behind the first part that stay.
     """
 
     tokens: np.ndarray = field(compare=False)
@@ -36,6 +42,8 @@ class Header:
     left_out: str
     n_left_out: int
     earlier: str
+    begun: str = ""
+    n_begun: int = 0
 
     @classmethod
     def of(cls, model: Model, template: Template) -> Header:
@@ -61,15 +69,44 @@ class Header:
             return whole
         return cls(tokens, kept, left_out, len(tokens) - n, rest)
 
+    def with_begun(self, model: Model, template: Template, begun: str) -> Header:
+        """The header of a reply that begins with this text, as earlier replies begin.
+
+        A text that begins with a thought is the beginning of the thought. Any other text is behind the
+        thought, which is left out.
+        """
+        start, end, _ = template.tags
+        if begun.lstrip().startswith(start):
+            text = (self.kept + self.left_out).removesuffix(template.opening)
+        else:
+            text, earlier = self.kept + self.earlier, template.earlier_start
+            if earlier and earlier.startswith(text):
+                # some templates have more before a reply, such as whom it is for
+                text = earlier
+            if template.opens_thought and text.endswith(template.opening):
+                text += f"\n{end}\n\n"
+        kept = os.path.commonprefix([self.kept, text])
+        words = template.marked({"role": "assistant", "content": begun})["content"]
+        tokens = tokens_of(model, text + words)
+        n_begun = len(tokens) - len(model.tokenize(kept, special=True))
+        return Header(
+            tokens, kept, text[len(kept) :], 0, (self.kept + self.earlier)[len(kept) :], begun, n_begun
+        )
+
     @property
     def n(self) -> int:
         """Number of its tokens."""
         return len(self.tokens)
 
+    @property
+    def n_opening(self) -> int:
+        """Number of the tokens behind the first part."""
+        return self.n_left_out + self.n_begun
+
     def ends(self, prompt: np.ndarray) -> bool:
         """True if a prompt of i32[n] tokens ends as the header does. Behind a tool's result it may not."""
         # the first token may be one with the text before it, and the cache may have some of them
-        n = min(self.n_left_out + _MORE, self.n - 1, len(prompt))
+        n = min(self.n_opening + _MORE, self.n - 1, len(prompt))
         return n <= 0 or np.array_equal(prompt[-n:], self.tokens[-n:])
 
 

@@ -92,6 +92,16 @@ class Splitter:
         self._is_thought: bool | None = True if is_open else None
         self.had_thought = is_open
 
+    @classmethod
+    def behind(cls, tags: Tags, begun: str) -> Splitter:
+        """The splitter of a reply behind this beginning of it, which is not empty."""
+        splitter = cls(tags)
+        if not begun.lstrip().startswith(tags.start):
+            splitter._is_thought = False
+        for _ in splitter.feed(begun):
+            pass
+        return splitter
+
     def feed(self, piece: str) -> Iterator[tuple[bool, str]]:
         """Yields (whether it is thought, text). What may be the start of a tag waits for the next piece."""
         text, self._held = self._held + piece, ""

@@ -63,7 +63,7 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, Places]:
     # this interface has no answer without a limit
     n_max = fields.whole("max_tokens", 0, 2**31 - 1)
     if not is_counted:
-        _check_answered(messages, n_max)
+        _check_answered(messages, n_max, f"messages[{len(asked) - 1}]")
         chat["max_tokens"] = n_max
     if stops := fields.texts("stop_sequences", MOST_STOPS):
         chat["stop"], places["stop"] = list(stops), "stop_sequences"
@@ -81,12 +81,16 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, Places]:
     return {name: fields.any(name) for name in fields.left} | chat, places
 
 
-def _check_answered(messages: list[Body], n_max: int | None) -> None:
-    """Raise ApiError for a request that cannot be answered."""
+def _check_answered(messages: list[Body], n_max: int | None, last: str) -> None:
+    """Raise ApiError for a request that cannot be answered. last: the place of the last message."""
     if n_max is None:
         raise ApiError("max_tokens is missing: it is the most tokens of the answer", param="max_tokens")
-    if messages[-1]["role"] == "assistant":
-        raise ApiError("messages must end with one of the user: kvtool continues no reply", param="messages")
+    if messages[-1]["role"] == "assistant" and "tool_calls" in messages[-1]:
+        raise ApiError(f"{last} must be followed by the results of its tool_use blocks", param=last)
+    content = messages[-1]["content"]
+    if messages[-1]["role"] == "assistant" and content != content.rstrip():
+        # as Anthropic's server: models continue it badly
+        raise ApiError(f"{last} must not end with white space, as it is continued", param=last)
 
 
 def _messages(value: object, where: str, tools: list[Any]) -> Iterator[tuple[str, Body]]:

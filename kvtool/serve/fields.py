@@ -50,8 +50,6 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("min_tokens", (0,), "remove it"),
     ("prompt_logprobs", (False,), "ask /v1/completions for echo and logprobs"),
     ("truncate_prompt_tokens", (-1,), "the policy decides which tokens stay; remove it"),
-    ("add_generation_prompt", (True,), "remove it"),
-    ("continue_final_message", (False,), "remove it"),
     ("skip_special_tokens", (True,), "remove it"),
     ("chat_template chat_template_str instruction_template_str", ("",), "the model's own is used; remove it"),
     ("documents logits_processors", ([],), "remove it"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from bisect import bisect_left
+from copy import copy
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -121,12 +122,31 @@ class Rendering:
         self._bare = template.of_marked
         # what `whole` was asked for last, and what it gave
         self._last: tuple[list[Message], list[Any], tuple[np.ndarray, int]] | None = None
+        # the header in place of which the reply has a beginning
+        self._replaced = ""
         self.format = Format.of(template)
 
     @cached_property
     def header(self) -> Header:
         """The header of replies."""
         return Header.of(self._model, self.template)
+
+    def with_begun(self, begun: str) -> Rendering:
+        """The rendering of chats behind which the reply begins with this text."""
+        other = copy(self)
+        other._last, other._replaced = None, self.header.kept + self.header.left_out
+        other.header = self.header.with_begun(self._model, self.template, begun)
+        return other
+
+    def _ended(self, text: str) -> str:
+        """A rendered chat, with the beginning of the reply if there is one."""
+        if not self._replaced:
+            return text
+        # behind a tool's result there may be no header
+        header = self.header.kept + self.header.left_out if text.endswith(self._replaced) else ""
+        begun = {"role": "assistant", "content": self.header.begun}
+        words: str = self.template.marked(begun)["content"]
+        return text.removesuffix(self._replaced) + header + words
 
     def whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
         """The tokens i32[n] of a whole chat, and how many of them are the system prompt's and the tools'.
@@ -215,7 +235,7 @@ class Rendering:
     def _rendered(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
         found, shown = self._shown(messages, tools)
         try:
-            whole = self._bare.render(found, tools=shown)
+            whole = self._ended(self._bare.render(found, tools=shown))
         except ModelError:
             raise self._refused(messages, tools) from None
         return prefix_tokens(self._model, whole, len(self._prefix(whole, found, shown)))
@@ -259,7 +279,7 @@ class Rendering:
         else:
             before, shown = self._shown(messages[: i - 1], tools)
             text = self._bare.following(before, for_template(messages[i:], self.template), shown)
-        return tokens_of(self._model, text)
+        return tokens_of(self._model, self._ended(text))
 
     def _after_calls(self, messages: list[Message], i: int, tools: list[Any]) -> str:
         """The text behind the calls of a reply, which also has their results."""

@@ -132,9 +132,12 @@ class ChatRequest(Request):
         What the model may call, and whether it must.
     wish
         What the request asks for about thinking.
+    begun
+        The text of a last message of the assistant, which the answer continues; it is not in `messages`.
     """
 
     messages: list[Message]
+    begun: str
     wish: Wish
     name: str | None
     tools: list[dict[str, Any]]
@@ -185,8 +188,14 @@ def _chat(body: object, defaults: Defaults, name: str | None, places: Mapping[st
         messages.drop_header(found)
     if defaults.system and all(message["role"] != "system" for message in found):
         found.insert(0, {"role": "system", "content": defaults.system})
+    shift = len(asked) - len(found)
+    begun = _begun(fields, found)
     tools = check_tools(fields.any("tools"))
     choice = check_choice(fields.any("tool_choice"), tools)
+    if begun and choice.kind == "required":
+        raise ApiError(
+            "tool_choice must be auto or none if the last message is continued", param="tool_choice"
+        )
     listed = fields.flag("logprobs")
     top = fields.whole("top_logprobs", 0, MOST_LOGPROBS)
     if top and not listed:
@@ -194,14 +203,37 @@ def _chat(body: object, defaults: Defaults, name: str | None, places: Mapping[st
     key = fields.text("prompt_cache_key")
     return ChatRequest(
         messages=found,
+        begun=begun,
         wish=wishes.check(fields, defaults.wish),
         name=name or key,
         tools=tools,
         choice=choice,
         logprobs=(top or 0) if listed else None,
-        names=Names(places, len(asked) - len(found)),
+        names=Names(places, shift),
         **_common(fields, defaults),
     )
+
+
+def _begun(fields: Fields, found: list[Message]) -> str:
+    """Take the text of a last message of the assistant that the answer continues; "" if there is none.
+
+    An empty message is dropped. Raises ApiError for fields that ask for what cannot be.
+    """
+    # the second name is text-generation-webui's
+    names = ("continue_final_message", "continue_")
+    asked = [name for name in names if name in fields.left]
+    continues = all([fields.flag(name, True) for name in names])
+    fits = found[-1]["role"] == "assistant" and "tool_calls" not in found[-1] and len(found) > 1
+    if asked and continues and not fits:
+        raise ApiError(
+            f"{asked[0]} needs a last message of the assistant, without calls, that follows another message",
+            param=asked[0],
+        )
+    if not fields.flag("add_generation_prompt", True) and not (continues and fits):
+        name = "add_generation_prompt"
+        raise ApiError(f"{name} must be true unless a last message of the assistant is continued", param=name)
+    text: str = found.pop()["content"] if continues and fits else ""
+    return text
 
 
 def text(body: object, defaults: Defaults) -> TextRequest:

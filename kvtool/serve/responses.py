@@ -69,7 +69,8 @@ def as_chat(body: object) -> tuple[Body, Places]:
         chat |= {"logprobs": True, "top_logprobs": top}
     # the policy decides which tokens of a long chat stay
     fields.any("truncation")
-    return {name: fields.any(name) for name in fields.left} | chat, places
+    # an item of the assistant is one of many, and never begun
+    return {"continue_final_message": False} | {name: fields.any(name) for name in fields.left} | chat, places
 
 
 def _add(messages: list[Body], places: Places, item: object, where: str) -> None:

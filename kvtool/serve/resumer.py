@@ -186,7 +186,7 @@ class Resumer:
                 return None
         had, first, n_pinned = self._had, way.first, way.n_pinned
         # one token at least is read: its logits are needed
-        most = len(way.tokens) - max(self.conversation.header.n_left_out, 1)
+        most = len(way.tokens) - max(self.conversation.header.n_opening, 1)
         n = first + n_equal(had[first:], way.tokens[:most])
         if n_pinned is not None:
             n_pinned = self._engine.eviction.pinnable(n_pinned)

@@ -16,6 +16,7 @@ from kvtool.chats.conversation import Conversation
 from kvtool.chats.logprobs import Offsets, logprobs, unknown
 from kvtool.chats.prompt import wants_bos
 from kvtool.chats.template import RAW, Template
+from kvtool.chats.thinking import Splitter, without_thought
 from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
 from kvtool.errors import InputError, KvtoolError, ModelError, StreamEnd, UsageError
@@ -28,7 +29,7 @@ from kvtool.serve.calls import Parser
 from kvtool.serve.errors import ApiError
 from kvtool.serve.formats import shown_tokens
 from kvtool.serve.jobs import Job
-from kvtool.serve.rendering import Renderings
+from kvtool.serve.rendering import Rendering, Renderings
 from kvtool.serve.reply import Reply
 from kvtool.serve.requests import ChatRequest, Request, TextRequest, of_usage
 from kvtool.serve.resumer import Resumer
@@ -103,7 +104,7 @@ class Talk:
         if not (self._resumer and isinstance(request, ChatRequest)):
             return 0
         try:
-            self._resumer.use(self._renderings.of(request.wish)[0])
+            self._resumer.use(self._rendering(request)[0])
             return self._resumer.n_shared(request.messages, _offered(request), request.name)
         except (ApiError, KvtoolError, RecursionError):
             # its answer will say so
@@ -113,9 +114,14 @@ class Talk:
         """The tokens of a chat's prompt. For any thread: the engine is not asked. Raises ApiError."""
         with self._told():
             self._chats_resumer()
-            rendering, _ = self._renderings.of(request.wish)
+            rendering, _ = self._rendering(request)
             tokens, _ = rendering.whole(request.messages, _offered(request))
             return len(tokens) - rendering.header.n_left_out
+
+    def _rendering(self, request: ChatRequest) -> tuple[Rendering, list[str]]:
+        """The rendering of a request, and remarks on parts of it that the template does not take."""
+        rendering, remarks = self._renderings.of(request.wish)
+        return rendering.with_begun(request.begun) if request.begun else rendering, remarks
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -140,7 +146,7 @@ class Talk:
         """Answers a chat."""
         resumer = self._chats_resumer()
         talk, tools = resumer.conversation, _offered(request)
-        rendering, remarks = self._renderings.of(request.wish)
+        rendering, remarks = self._rendering(request)
         self._remarks = [*map(request.names.of_text, remarks)]
         resumer.use(rendering)
         talk.thought_budget = request.wish.budget
@@ -148,6 +154,9 @@ class Talk:
         callable_tools = [] if request.choice.kind == "none" else request.tools
         marks = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()
         self._draw(job, request, talk.shown | marks, rendering.forced(request))
+        if request.begun:
+            # it must fit a grammar
+            talk.start()
         started = time.perf_counter()
         tokens = resumer.begin(request.messages, tools, history)
         talk.hold()
@@ -161,17 +170,20 @@ class Talk:
         if self.writer.stop or not talk.take(tokens):
             return
         counts = {
-            "n_prompt": self.engine.n_past,
+            "n_prompt": n_prompt,
             "n_cached": max(resumer.n_cached - self.writer.n_anew, 0),
             "read_s": time.perf_counter() - started,
         }
         talk.follow(request.messages)
         parser = Parser(rendering.format, callable_tools) if callable_tools else None
-        reply = Reply(talk.splitter(), parser)
+        begun = request.begun
+        splitter = Splitter.behind(talk.template.tags, begun) if begun else talk.splitter()
+        reply = Reply(splitter, parser)
         pieces = talk.write(self._room(request), may_change=rendering.template.has_thoughts)
         finish = self._write(job, request, pieces, reply, counts)
         # its calls are apart from its text
         said = dict(reply.message)
+        said["content"] = without_thought(begun, talk.splitter()) + said["content"]
         if not request.sends_thoughts:
             said.pop("reasoning_content", None)
         resumer.keep(history, request.messages, said, tools)
@@ -265,7 +277,7 @@ class Talk:
         shown: as in `Writer`. forced: rules in place of the request's own.
         """
         settings = request.sampling
-        if banned := self._banned(request):
+        if banned := _banned(self.model, request):
             bans = ((token, -inf) for token in banned)
             settings = replace(settings, logit_bias=(*settings.logit_bias, *bans))
         try:
@@ -297,15 +309,6 @@ class Talk:
         self.writer.begin(sampler, shown, after_sampling, while_reading, frozenset(request.stop_tokens))
         unless_gone()
 
-    def _banned(self, request: Request) -> set[int]:
-        """The tokens that the answer must not have. Raises ApiError for tokens that there are not."""
-        n_vocab = self.model.n_vocab
-        for name, tokens in (("stop_token_ids", request.stop_tokens), ("allowed_token_ids", request.allowed)):
-            if max(tokens, default=0) >= n_vocab:
-                raise ApiError(f"{name} must have tokens in 0..{n_vocab - 1}", param=name)
-        banned = set(range(n_vocab)) - {*request.allowed} if request.allowed else set()
-        return banned | {*self.model.ends} if request.ignores_end else banned
-
     def _take_listed(self) -> list[dict[str, Any]]:
         """The log-probabilities that came since the last call."""
         found, self._listed = self._listed, []
@@ -333,6 +336,15 @@ class Talk:
         held = _held(self.writer, request.n_share) | {name: each for name, each in told.items() if each}
         stop = self.writer.stopped_by
         job.emit("end", message=reply.message, finish=finish, stopped_by=stop, held=held, **counts)
+
+
+def _banned(model: Model, request: Request) -> set[int]:
+    """The tokens that the answer must not have. Raises ApiError for tokens that there are not."""
+    for name, tokens in (("stop_token_ids", request.stop_tokens), ("allowed_token_ids", request.allowed)):
+        if max(tokens, default=0) >= model.n_vocab:
+            raise ApiError(f"{name} must have tokens in 0..{model.n_vocab - 1}", param=name)
+    banned = set(range(model.n_vocab)) - {*request.allowed} if request.allowed else set()
+    return banned | {*model.ends} if request.ignores_end else banned
 
 
 def _offered(request: ChatRequest) -> list[dict[str, Any]]:
