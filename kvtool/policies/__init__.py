@@ -1,7 +1,7 @@
-"""The policies: `--policy NAME` is the file kvtool/policies/NAME.py with a POLICY in it.
+"""Find and load policies: `--policy NAME` loads POLICY from kvtool/policies/NAME.py.
 
-`--policy path/to/mine.py` is a file of one's own, which looks the same. A package may bring more: its entry
-points of the group "kvtool.policies" name their classes.
+`--policy path/to/mine.py` loads POLICY from a user's file. Other packages add policies through entry points
+of the group "kvtool.policies", each of which names a class.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _GROUP = "kvtool.policies"
 
 
 def names() -> list[str]:
-    """The names of kvtool's own policies, sorted."""
+    """Return the names of kvtool's built-in policies, sorted."""
     return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if not p.stem.startswith("_"))
 
 
 @cache
 def installed() -> dict[str, list[EntryPoint]]:
-    """The policies of other packages by name, sorted. `load` takes no name that several packages have."""
+    """Return other packages' policies by name, sorted. `load` refuses a name that several packages define."""
     # slow to import, and rarely needed
     from importlib.metadata import entry_points
 
@@ -46,7 +46,7 @@ def installed() -> dict[str, list[EntryPoint]]:
 
 
 def load(name: str) -> type[Policy]:
-    """The policy class of that name or file. Raises UsageError, with names that are like it."""
+    """Return the policy class for a name or file. Raises UsageError, which suggests similar names."""
     if name.endswith(".py"):
         return _load_file(Path(name))
     if name in names():
@@ -59,14 +59,14 @@ def load(name: str) -> type[Policy]:
 
 
 def package(name: str) -> str | None:
-    """The package that brings the policy; None for kvtool's own, and for files."""
+    """Return the package that defines the policy; None for built-in policies and files."""
     if name.endswith(".py") or name in names():
         return None
     return _package(installed()[name][0])[0]
 
 
 def owners(name: str) -> str:
-    """The packages with a policy of that name, with their versions."""
+    """List the packages that define a policy of that name, with their versions."""
     return ", ".join(" ".join(_package(entry)) for entry in installed()[name])
 
 
@@ -75,7 +75,7 @@ def _package(entry: EntryPoint) -> tuple[str, str]:
 
 
 def file_sha256(name: str) -> str | None:
-    """SHA-256 of the policy's file, which may change while its name stays; None for kvtool's own policies."""
+    """SHA-256 of the policy's file, which may change under the same name; None for built-in policies."""
     if name in names():
         return None
     path = name if name.endswith(".py") else sys.modules[load(name).__module__].__file__
@@ -84,7 +84,7 @@ def file_sha256(name: str) -> str | None:
 
 @cache
 def _load_file(path: Path) -> type[Policy]:
-    # a name of its own, under which dataclasses and numba find the module again
+    # a unique name, by which dataclasses and numba find the module
     name = f"kvtool_policy_{path.stem}"
     spec = spec_from_file_location(name, path)
     if not (path.is_file() and spec and spec.loader):
@@ -118,55 +118,55 @@ def _checked(policy: object, what: str) -> type[Policy]:
 
 
 def recalls(policy: type[Policy]) -> bool:
-    """Whether the policy has an archive, from which it recalls what it has evicted."""
+    """True if the policy recalls evicted tokens from an archive."""
     from kvtool.policy import Policy
 
     return policy.recall is not Policy.recall
 
 
 def rehearses(policy: type[Policy]) -> bool:
-    """Whether the policy reads a prompt once more before it compresses it."""
+    """True if the policy runs a reconstruction pass over a prompt before compressing it."""
     from kvtool.policy import Policy
 
     return policy.rehearsal is not Policy.rehearsal
 
 
 def params(policy: type[Policy]) -> dict[str, object]:
-    """The parameters that `-o name=value` sets, with their defaults; None where the budget decides."""
+    """Return the `-o` parameters with their defaults; None for a default that depends on the budget."""
     return parameters.defaults(policy, but=_COMMON)
 
 
 def chosen(policy: Policy) -> dict[str, object]:
-    """The parameters of a fitted policy, with their values."""
+    """Return the parameters of a fitted policy, with their values."""
     return {name: getattr(policy, name) for name in params(type(policy))}
 
 
 def parse_options(name: str, policy: type[Policy], options: Iterable[str]) -> dict[str, object]:
-    """["window=64", ...] to values of the fields' types. Raises UsageError that names what would be right."""
+    """Parse ["window=64", ...] to the fields' types. Raises UsageError, which lists valid parameters."""
     try:
         return parameters.parse(policy, options, "-o", name, but=_COMMON)
     except NameError as error:
-        # an annotation of somebody's policy
+        # raised by an annotation in a user's policy
         raise UsageError(f"{name}: {where(error)}") from error
 
 
 On = Callable[["Policy"], "Policy"]
-"""From a policy to the same policy for a model, as `Policy.on` makes it."""
+"""Function that adapts a policy to a model, as `Policy.on` does."""
 
 
 class Wanted(NamedTuple):
-    """A policy as it is asked for, before its budget is known.
+    """Requested policy, before its budget is known.
 
     Attributes
     ----------
     name
-        As it was typed.
+        Name or file as the user typed it.
     kind
-        Its class.
+        Policy class.
     params
-        The parameters that were set, with their values.
+        Parameters that the user set, with their values.
     evict_every
-        Tokens from one eviction to the next; None where the budget decides.
+        Tokens from one eviction to the next; None: `slack` chooses by budget.
     """
 
     name: str
@@ -179,9 +179,9 @@ class Wanted(NamedTuple):
         return self.evict_every or max(1, min(16, budget // 8))
 
     def fit(self, budget: int, on: On = lambda policy: policy) -> Policy:
-        """Return the policy for a budget in cells. Raises UsageError, with the smallest budget that works.
+        """Return the policy for a budget in cells. Raises UsageError with the smallest budget that works.
 
-        on: gives the policy for a model; raises ValueError for a budget that is too small for it.
+        on: adapts the policy to a model; raises ValueError if the budget is too small for it.
         """
         if self.evict_every and 1 < budget <= self.evict_every:
             raise UsageError(f"--evict-every must be less than the budget ({budget}), got {self.evict_every}")
@@ -196,7 +196,7 @@ class Wanted(NamedTuple):
             if self.params:
                 said = f"{self.name}: {error}; with these parameters use a budget of at least {smallest}"
             else:
-                # what the error names then was chosen for the budget, and not by the user
+                # the error would name parameters that the user did not set
                 often = f" with --evict-every {self.evict_every}" if self.evict_every else ""
                 said = f"a budget of {budget} is too small for {self.name}{often}; use at least {smallest}"
             raise UsageError(said) from None
@@ -204,11 +204,11 @@ class Wanted(NamedTuple):
             raise UsageError(f"{self.name}: {where(error)}") from error
 
     def smallest_budget(self, n_held: int = 0, on: On = lambda policy: policy) -> int:
-        """The fewest cells that it works with if n_held of them are never evicted.
+        """Return the smallest budget that works, in cells, if n_held cells are never evicted.
 
-        on: gives the policy for a model. Raises UsageError if no budget works.
+        on: adapts the policy to a model. Raises UsageError if no budget works.
         """
-        # if there is none, fit says why
+        # if no budget works, `fit` raises the reason
         return self._smallest_budget(0, n_held, on) or self.fit(1).budget
 
     def _fitted(self, budget: int) -> Policy:
@@ -222,21 +222,23 @@ class Wanted(NamedTuple):
         def works(budget: int) -> bool:
             try:
                 return on(self._fitted(budget)).n_keep > n_held
-            except Exception:  # noqa: BLE001  (somebody's policy; `fit` says what is wrong)
+            except Exception:  # noqa: BLE001  (a user's policy may raise anything; `fit` reports it)
                 return False
 
         least = max(above, 0) + 1
         largest = least + 999_999
-        # if even this budget does not work, the budget is not what is wrong
+        # if the largest fails, the fault is not in the budget
         return next(filter(works, range(least, largest + 1))) if works(largest) else None
 
 
 def wanted(name: str, evict_every: int | None = None, options: Iterable[str] = ()) -> Wanted:
-    """A policy by name or file, with options as typed. Raises UsageError for what there is not."""
+    """Return a requested policy by name or file, with options as typed. Raises UsageError for unknown names.
+    """
     kind = load(name)
     return Wanted(name, kind, parse_options(name, kind, options), evict_every)
 
 
 def fit(name: str, budget: int, evict_every: int | None = None, options: Iterable[str] = ()) -> Policy:
-    """The named policy for a budget in cells. Raises UsageError, with the smallest budget that works."""
+    """Return the named policy for a budget in cells. Raises UsageError with the smallest budget that works.
+    """
     return wanted(name, evict_every, options).fit(budget)

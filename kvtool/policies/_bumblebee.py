@@ -7,29 +7,29 @@ from kvtool.kernels.kernel import kernel
 from kvtool.kernels.norm import square_norm
 
 _EPSILON = 1e-5
-"""Stochastic greedy looks at n / k * ln(1 / epsilon) of n tokens for each of the k that it takes."""
+"""Stochastic greedy examines n / k * ln(1 / epsilon) of n tokens for each of the k that it picks."""
 
 _ALPHA, _BETA = 1 / 25, 1.0
 """phi=power is the inverse of alpha * y**(1 / alpha) + beta * y, with the paper's alpha and beta."""
 
 _UNIT = 1 << 14
-"""Length of a key in the state."""
+"""Norm of a key in the state."""
 
 COSINES = ("relu", "shifted", "absolute")
-"""What a similarity makes of a cosine."""
+"""Functions from a cosine to a similarity."""
 
 _ONE = 1 << 24
-"""Similarities are whole numbers of 1 / _ONE, which a float32 holds exactly."""
+"""Similarities are integer multiples of 1 / _ONE, which float32 holds exactly."""
 
 
 def seeds(seed: int, step: int, n_row: int) -> np.ndarray:
-    """i64[row]: whole numbers below 2**31."""
+    """Return i64[row], integers below 2**31."""
     return (hash_rows(seed, step, n_row) >> np.uint64(33)).astype(np.int64)
 
 
 @kernel("i8(i8, i8, i8)")
 def _hash(seed, pick, draw):
-    """Three whole numbers below 2**31 -> one below 2**32. No product is over 2**63."""
+    """Hash three integers below 2**31 to one below 2**32. No product exceeds 2**63."""
     x = seed
     for part in (pick, draw):
         x = (x + part * 0x3C6EF372 + 0x1E3779B9) & 0xFFFFFFFF
@@ -41,12 +41,13 @@ def _hash(seed, pick, draw):
 
 @kernel("f8(f8, b1)")
 def _phi(x, power):
-    """log(1 + x), or the y with alpha * y**(1 / alpha) + beta * y = x. x is 0 or more."""
+    """Return log(1 + x), or the y with alpha * y**(1 / alpha) + beta * y = x, for x >= 0."""
     if not power:
         return float(np.log1p(x))
     if x <= 0:
         return 0.0
-    # either term alone needs a larger y, and from above Newton comes down to the root of a convex function
+    # either term alone gives a larger y; from above, Newton's method descends to the root of a convex
+    # function
     y: float = min(x / _BETA, (x / _ALPHA) ** _ALPHA)
     for _ in range(50):
         step = (_ALPHA * y**25 + _BETA * y - x) / (y**24 + _BETA)
@@ -58,7 +59,7 @@ def _phi(x, power):
 
 @kernel("f8(f8, b1)")
 def _slope(x, power):
-    """The derivative of phi."""
+    """Derivative of phi."""
     if not power:
         return 1 / (1 + x)
     return 1 / (_phi(x, True) ** 24 + _BETA)
@@ -66,7 +67,7 @@ def _slope(x, power):
 
 @kernel("void(f4[::1], i2[::1])")
 def _normalize(key, unit):
-    """The key, of length _UNIT and in whole numbers; a zero key stays one."""
+    """Scale the key to norm _UNIT and round to integers; a zero key stays zero."""
     total = square_norm(key)
     scale = _UNIT / np.sqrt(total) if total > 0 else 0.0
     for dim in range(len(key)):
@@ -75,7 +76,7 @@ def _normalize(key, unit):
 
 @kernel("i4(i2[::1], i2[::1])")
 def _dot(one, other):
-    """The product of two keys."""
+    """Dot product of two keys."""
     dot = np.int32(0)
     for dim in range(len(one)):
         dot = np.int32(dot + np.int32(one[dim]) * np.int32(other[dim]))
@@ -84,13 +85,13 @@ def _dot(one, other):
 
 @kernel("i4(i4, i8)")
 def _similarity(dot, cosine):
-    """ReLU(c), (1 + c) / 2 or |c|, 0.._ONE, of two keys' cosine c, by its place in COSINES.
+    """Similarity in 0.._ONE from the dot product of two keys with cosine c: ReLU(c), (1 + c) / 2 or |c|.
 
-    For a key and itself, rounding may give less: callers use _ONE. Apart from the product, so that both are
-    small enough for LLVM to put into callers' loops: these are three times as fast.
+    cosine: index into COSINES. For a key with itself, rounding may give less than _ONE: callers use _ONE.
+    Separate from `_dot`, so that LLVM inlines both into callers' loops, which are then three times as fast.
     """
     if cosine == 1:
-        # one bit less: 1 + c is at most 2
+        # shift by one bit more: 1 + c is up to 2
         return np.int32(min(max(int(dot) + _UNIT * _UNIT + 16, 0) >> 5, _ONE))
     whole = abs(int(dot)) if cosine == 2 else int(dot)
     # _UNIT * _UNIT / _ONE is 2**4
@@ -99,7 +100,7 @@ def _similarity(dot, cosine):
 
 @kernel("i8(i4[::1], i4)")
 def _first(bits, wanted):
-    """The place of the first of these bits."""
+    """Index of the first element equal to wanted."""
     i = 0
     while bits[i] != wanted:
         i += 1
@@ -108,7 +109,7 @@ def _first(bits, wanted):
 
 @kernel("i8(i4[::1], i8)")
 def _lowest(bits, n):
-    """The place of the least of the first n, of equals the first."""
+    """Index of the smallest of the first n, the first among equals."""
     lowest = np.int32(0x7FFFFFFF)
     for i in range(n):
         lowest = min(lowest, bits[i])
@@ -117,7 +118,7 @@ def _lowest(bits, n):
 
 @kernel("i8(i4[::1], i8)")
 def _highest(bits, n):
-    """The place of the greatest of the first n, of equals the first."""
+    """Index of the largest of the first n, the first among equals."""
     highest = np.int32(-0x7FFFFFFF)
     for i in range(n):
         highest = max(highest, bits[i])
@@ -129,10 +130,10 @@ _MEASURE = "void(i4[:,::1], f4[:,:,::1], i8, i2[:,:,::1], f4[:,::1], i4[:,::1], 
 
 @kernel([_MEASURE.format("i4"), _MEASURE.format("u2")])
 def measure(pos, keys, cosine, unit, near, nearest, pairs):
-    """Normalises the new keys f32[row, n_new, n_dim], and compares every pair that has one of them.
+    """Normalise the new keys f32[row, n_new, n_dim], and compare every pair that includes a new key.
 
-    pos i32[row, n] -> unit i16[row, n or more, n_dim], near f32, nearest i32[row, n or more],
-    pairs i32 or u16[row, n or more, n or more] (bits of floats), unless it has no rows.
+    pos i32[row, n] -> unit i16[row, n or more, n_dim], near f32, nearest i32[row, n or more], pairs i32 or
+    u16[row, n or more, n or more] (bits of floats). pairs is not written if it has no rows.
     """
     n_row, n = pos.shape
     n_old = n - keys.shape[1]
@@ -146,7 +147,7 @@ def measure(pos, keys, cosine, unit, near, nearest, pairs):
                 pair = _similarity(_dot(unit[row, i], unit[row, j]), cosine)
                 value[j] = np.float32(pair) * np.float32(2**-24)
             if half:
-                # a float32 that is smaller by 2**112 has a float16's bits in front of 13 more
+                # divided by 2**112, a float32 has float16's bits followed by 13 more
                 for j in range(i):
                     value[j] *= np.float32(2.0**-112)
                 for j in range(i):
@@ -177,9 +178,9 @@ _NEIGHBOUR = "i8(i2[:,:,::1], {}[:,:,::1], i8, i8, i8, i8, i4[::1], i4[::1])"
 
 @kernel([_NEIGHBOUR.format("i4"), _NEIGHBOUR.format("u2")])
 def _neighbour(unit, pairs, cosine, row, cell, n, alive, bits):
-    """The nearest neighbour of a cell among the first n cells with alive i32 = -1 (dead ones have 0).
+    """Nearest neighbour of a cell among the first n cells with alive i32 = -1 (0 for dead cells).
 
-    Leaves the bits of its similarities in bits i32[n]; those of float16 pairs in float16.
+    Leaves the bits of the cell's similarities in bits i32[n], as float16 if pairs are float16.
     """
     if len(pairs):
         for j in range(n):
@@ -195,7 +196,7 @@ def _neighbour(unit, pairs, cosine, row, cell, n, alive, bits):
 
 @kernel("f8(f8, f8, f8, f8, f8, b1)")
 def _loss(mixture, far, mass, total, full, power):
-    """What g loses by a token. far is f's loss, full is phi(total)."""
+    """Loss of g when a token is evicted. far is f's loss, full is phi(total)."""
     rest = (full - _phi(max(total - mass, 0.0), power)) / full if full > 0 else 0.0
     return mixture * far + (1 - mixture) * rest
 
@@ -208,11 +209,12 @@ _DISCARD = (
 
 @kernel([_DISCARD.format("i4"), _DISCARD.format("u2")])
 def discard(pos, unit, mass, pairs, first, recent, n_keep, mixture, power, cosine, near, nearest, keep):
-    """Evicts the token with first <= pos < recent that g loses least by, until n_keep tokens are left.
+    """Evict the token with first <= pos < recent whose removal costs g least, until n_keep tokens are left.
 
-    pos i32[row, n], unit, mass, pairs as in the state -> keep b1[row, n]. Updates near and nearest for what
-    is left. phi is concave, so mass times its slope is at most what c loses; near is at least the similarity
-    of the nearest neighbour. The exact loss is computed only where these bounds do not decide.
+    pos i32[row, n], unit, mass, pairs as in the state -> keep b1[row, n]. Updates near and nearest for the
+    kept tokens. phi is concave, so mass times phi's slope is a lower bound of c's loss; near is an upper
+    bound of the nearest neighbour's similarity. The exact loss is computed only if these bounds do not
+    decide.
     """
     n_row, n = pos.shape
     alive = np.empty(n, np.int32)
@@ -247,7 +249,7 @@ def discard(pos, unit, mass, pairs, first, recent, n_keep, mixture, power, cosin
             least = np.inf
             while True:
                 i = _lowest(bound_bits, n_open)
-                # the bounds are rounded
+                # bounds are rounded, hence the tolerance
                 if bound[i] > least * (1 + 1e-6) + 1e-14:
                     break
                 cell = cells[i]
@@ -282,7 +284,7 @@ _MOVE = "void(i4[:,::1], {}[:,:,::1])"
 
 @kernel([_MOVE.format("i4"), _MOVE.format("u2")])
 def move_pairs(source, pairs):
-    """pairs[row, i, j] = pairs[row, source[i], source[j]] for i, j of source i32[row, n_keep]."""
+    """Set pairs[row, i, j] = pairs[row, source[i], source[j]] for i, j of source i32[row, n_keep]."""
     n_row, n_keep = source.shape
     moved = np.empty(n_keep, np.int64)
     n_most = 0
@@ -312,7 +314,7 @@ def move_pairs(source, pairs):
 
 @kernel("i8(i2[:,::1], i8, i8, i4[::1])")
 def _gain(unit, cosine, cell, cover):
-    """What the sum of cover i32[n] (each cell's similarity to the summary) gains by a cell."""
+    """Increase of the sum of cover i32[n] (each cell's similarity to the summary) when a cell is added."""
     gain = np.int64(max(_ONE - cover[cell], 0))
     for j in range(len(cover)):
         if j != cell:
@@ -322,7 +324,7 @@ def _gain(unit, cosine, cell, cover):
 
 @kernel("void(i2[:,::1], i8, i8, i4[::1])")
 def _take(unit, cosine, cell, cover):
-    """Adds a cell to the summary."""
+    """Add a cell to the summary."""
     for j in range(len(cover)):
         cover[j] = max(cover[j], _similarity(_dot(unit[cell], unit[j]), cosine))
     cover[cell] = _ONE
@@ -330,12 +332,12 @@ def _take(unit, cosine, cell, cover):
 
 @kernel("void(i4[:,::1], i8[:,::1], f4[:,:,::1], f4[:,::1], i8, i8, i8, f8, b1, i8, b1, i8[::1], b1[:,::1])")
 def summarize(pos, order, keys, mass, first, recent, n_keep, mixture, power, cosine, stochastic, seeds, keep):
-    """The summary: tokens before `first` and from `recent` on, then what g gains most by, n_keep in all.
+    """Choose n_keep tokens: all before `first` and from `recent` on, then the ones that raise g most.
 
     pos i32[row, n], order i64[row, n]: cells, oldest first; keys f32[row, n, n_dim], mass f32[row, n], seeds
-    i64[row] -> keep b1[row, n]. What f gains by a token never rises (it is a whole number, so not even by
-    rounding), and mass times phi's slope is at least what c gains: a token is examined only where these
-    bounds are above the best so far. No pair is remembered, so memory does not grow with n * n.
+    i64[row] -> keep b1[row, n]. A token's gain in f never rises (it is an integer, so rounding cannot raise
+    it either), and mass times phi's slope is an upper bound of its gain in c. A token is examined only if its
+    bound exceeds the best gain so far. Pairs are not stored, so memory does not grow with n * n.
     """
     n_row, n = pos.shape
     unit = np.empty((n, keys.shape[2]), np.int16)
@@ -388,7 +390,7 @@ def summarize(pos, order, keys, mass, first, recent, n_keep, mixture, power, cos
             most = -1.0
             while True:
                 i = _highest(bound_bits, n_seen)
-                # the bounds are rounded
+                # bounds are rounded, hence the tolerance
                 if bound[i] < 0 or bound[i] * (1 + 1e-6) + 1e-14 < most:
                     break
                 bound[i] = -1

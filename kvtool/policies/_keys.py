@@ -1,4 +1,4 @@
-"""What the policies that rank by keys alone have in common."""
+"""Base of the policies that rank tokens by their keys alone."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,7 @@ from kvtool.policy import FLOOR, Ranked, Signal
 
 @dataclass(frozen=True, slots=True)
 class RankedKeys(Ranked):
-    """A score of each key, as it was before RoPE."""
+    """Rank tokens by a score of their keys before RoPE."""
 
     budget: int
     slack: int

@@ -1,26 +1,24 @@
-"""BumbleBee: the tokens that sum up the row's keys and its attention best stay (Kumari et al., COLM 2024).
+"""BumbleBee: keep the tokens that best summarize the row's keys and attention (Kumari et al., COLM 2024).
 
-A set A of a row's tokens is worth g(A) = mixture * f(A) + (1 - mixture) * c(A), equation 4. f is facility
-location over ReLU(cosine) of the keys; `-o cosine=shifted` and `absolute` are the other two of the appendix.
-c is phi of the summed attention of A. Both are 0 for no token and 1 for all tokens. The paper's lambda (a
-word of Python's) is our mixture; its budget tau_s is what is kept.
+The objective of a set A of a row's tokens is g(A) = mixture * f(A) + (1 - mixture) * c(A), equation 4. f is
+facility location over ReLU(cosine) of the keys; `-o cosine=shifted` and `absolute` are the appendix's other
+two. c is phi of the summed attention of A. Both are 0 for no token and 1 for all tokens. The paper's lambda
+is our mixture; its budget tau_s is the number of kept tokens.
 
-Streaming, Algorithm 2: of the tokens in the row the one goes that g loses least by, the oldest among
-equals. All others still stand for themselves, so f loses 1 - (its nearest neighbour's similarity), divided
-by the number of tokens. Offline, Algorithm 1, for a prompt that was decoded whole: the token joins the
-summary that g gains most by, the newest among equals, by lazy greedy or by stochastic greedy (Mirzasoleiman
-et al. 2015).
+Streaming, Algorithm 2: evict the token whose removal costs g least, the oldest among equals. All other tokens
+represent themselves, so f loses (1 - similarity of the evicted token's nearest neighbour) / (number of
+tokens). Offline, Algorithm 1, for a prompt that was decoded whole: add the token that raises g most, the
+newest among equals, by lazy or stochastic greedy (Mirzasoleiman et al. 2015).
 
-With `-o grow=10` an eviction leaves sinks, window and 10 * log(1 + n) tokens of a stream of n: section 7
-proposes a summary that grows very slowly with time. The budget stays the cap, to which rows fill up before
-the next eviction.
+With `-o grow=10` an eviction leaves sinks, window and 10 * log(1 + n) other tokens after n tokens of a
+stream: section 7 proposes a summary that grows very slowly. The budget is still the cap: rows fill up to it
+before the next eviction.
 
 Differs from the paper: the first tokens and the newest ones are part of every summary. One decision per KV
-head, on the sum over its group of query heads (the paper has no grouped queries). An eviction makes room
-for `slack` tokens, one discard after the other; the paper's for one (--evict-every 1). Greedy is lazy
-unless asked; the paper's runs were stochastic. Keys are those before RoPE, which the paper leaves open.
-They are normalised and kept in 16 bits, so that a cosine is off by about 0.00002 and does not depend on the
-order of its sum.
+head, on the sum over its group of query heads (the paper has no grouped queries). An eviction makes room for
+`slack` tokens, one discard at a time; the paper's for one (--evict-every 1). Greedy is lazy by default; the
+paper's runs were stochastic. Keys are taken before RoPE, which the paper leaves open. They are normalised and
+kept in 16 bits: a cosine is off by about 0.00002 and does not depend on the order of summation.
 """
 
 from dataclasses import dataclass
@@ -42,31 +40,31 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class BumbleBee(Policy):
-    """The set that is worth most.
+    """Keep the set with the highest objective.
 
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: half of what is kept.
+        Newest tokens, never evicted. Default: half of the kept tokens.
     sinks
         First tokens, never evicted.
     mixture
         Weight of the keys' diversity in the objective, 0 to 1; the rest is attention's.
     phi
-        How attention counts: "log" (of 1 + x) or the paper's "power" form.
+        Concave function of the attention: "log" (of 1 + x) or the paper's "power" form.
     greedy
-        How a prompt that was decoded whole is summed up: "lazy" or "stochastic".
+        Greedy algorithm for a prompt that was decoded whole: "lazy" or "stochastic".
     seed
-        Another seed gives another choice of the stochastic greedy.
+        Seed of the stochastic greedy algorithm.
     similarity
-        What the state holds: the matrix of all pairs as "f32" or "f16", or the keys alone, to "recompute" the
-        pairs that are asked for.
+        Storage of similarities: the matrix of all pairs as "f32" or "f16", or only the keys, to "recompute"
+        pairs when needed.
     cosine
-        What the similarity of two keys makes of their cosine c: "relu" (0 where c is negative), "shifted" ((1
-        + c) / 2) or "absolute" (|c|).
+        Similarity of two keys with cosine c: "relu" (0 where c is negative), "shifted" ((1 + c) / 2) or
+        "absolute" (|c|).
     grow
-        Above 0, the tokens kept beside sinks and window grow with the stream: this many times log(1 + its
-        tokens), as long as the budget has room. 0: always as many as the budget allows.
+        Above 0: keep grow * log(1 + tokens in the stream) tokens plus sinks and window, up to the budget. 0:
+        always keep as many as the budget allows.
     """
 
     budget: int
@@ -97,8 +95,8 @@ class BumbleBee(Policy):
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Keys i16, attention sum f32, near f32, nearest i32, and the matrix of all pairs, if any.
 
-        near is the similarity of the nearest neighbour, or an upper bound of it if that neighbour has gone.
-        nearest is its position, or -1 if it has gone. The matrix is zero on its diagonal.
+        near is the similarity of the nearest neighbour, or an upper bound if that neighbour was evicted.
+        nearest is the neighbour's position, or -1 if it was evicted. The matrix is zero on its diagonal.
         """
         shape = n_row, n_cell
         state = (
@@ -128,7 +126,7 @@ class BumbleBee(Policy):
             move_pairs(np.ascontiguousarray(source, np.int32), _bits(state))
 
     def compress(self, view: View) -> Plan:
-        # no two positions of a row are equal: the sort need not be stable
+        # positions in a row are distinct, so the sort need not be stable
         order = np.argsort(view.pos, axis=1)
         stochastic = self.greedy == "stochastic"
         keep = np.empty(view.pos.shape, np.bool_)
@@ -137,7 +135,7 @@ class BumbleBee(Policy):
         return Plan(keep)
 
     def _goal(self, view: View) -> tuple[int, int, int, float, bool, int]:
-        """The positions to choose between, how many tokens stay, and the objective."""
+        """Return the range of positions to choose from, the number of tokens to keep, and the objective."""
         n_keep = self.n_keep
         if self.grow:
             exempt = max(self.sinks, view.pinned) + max(self.window, view.held)
@@ -147,7 +145,8 @@ class BumbleBee(Policy):
 
 
 def _bits(state: State) -> np.ndarray:
-    """The matrix as integers in the same order, i32 or u16[row, cell, cell]; no rows if there is none."""
+    """View the matrix as integers of the same order, i32 or u16[row, cell, cell]; no rows without a matrix.
+    """
     if len(state) == 4:
         return np.empty((0, 0, 0), np.int32)
     pairs = state[4]

@@ -1,32 +1,34 @@
-"""BUZZ: sinks, a window, and between them one token per segment stay (Zhao et al. 2024, arXiv:2410.23079).
+"""BUZZ: keep sinks, a window, and one token per segment between them (Zhao et al. 2024, arXiv:2410.23079).
 
-Section 3.3. The tokens between sinks and window are the middle. An eviction cuts the middle's new tokens
-(those that came since the last eviction) into segments of `stride`, and the one with the highest attention
-sum stays, the oldest among equals (Algorithm 2). Its old tokens are thinned by half that stride, whatever
-their attention: the first of each group stays (Algorithm 1). If too many are left, after a long prompt, the
-middle is thinned again (Remark 2). The paper's k, w, T and s are our sinks, window, threshold and stride.
+Section 3.3. The tokens between sinks and window are the middle. A token is old once it has survived an
+eviction in the middle, otherwise new. An eviction cuts the middle's new tokens into segments of `stride` and
+keeps the token with the highest attention sum of each, the oldest among equals (Algorithm 2). It cuts the old
+tokens into groups of half that length and keeps the first of each, whatever its attention (Algorithm 1). If
+too many are left, as after a long prompt, it thins the middle again (Remark 2). The paper's k, w, T and s are
+our sinks, window, threshold and stride.
 
-It evicts when the middle has more than `threshold` tokens: the budget is sinks + window + threshold + 1.
-The threshold plays slack's part; slack is ignored. So an eviction of a stream leaves about 40 % of the
-budget, where other policies leave all but the slack. With `-o kept=true` the budget that is asked for is what
-an eviction leaves. The real one, which rows grow to before the next eviction, is about 2.7 times as large:
-equal cells after a prompt, but in a long stream more than others have on average. The middle's share of what
-is left is its steady state: as many tokens as the eviction before left there. In Theorem 3.1's proportions
-those are as many as the window has.
+An eviction is due when the middle has more than `threshold` tokens: the budget is sinks + window + threshold
++ 1. `slack` is ignored. In a stream, an eviction leaves about 40 % of the budget; other policies leave all
+but the slack. With `-o kept=true` the requested budget is the number of cells left by an eviction. The real
+budget, up to which rows grow before the next eviction, is then about 2.7 times as large. This gives equal
+cells after a prompt, but in a long stream more on average than other policies hold. The middle is sized for
+its steady state, where each eviction leaves as many middle tokens as the one before. With the proportions of
+Theorem 3.1 this number equals the window.
 
-With `-o logn=true` attention logits are multiplied by log_512(n), n being the tokens that the query has
-seen (section 3.5, equation 8). In the authors' code, where it is commented out, n is the number of cells
-(`-o logn_n=cells`). Its two ablations (section 4.3, Figure 8) are `-o swap=true` and `-o local_max=false`.
+With `-o logn=true` attention logits are multiplied by log_512(n), where n counts the tokens that the query
+has seen (section 3.5, equation 8). In the authors' code, which has it commented out, n is the number of cells
+(`-o logn_n=cells`). The paper's two ablations (section 4.3, Figure 8) are `-o swap=true` and
+`-o local_max=false`.
 
 Differs from the paper: one decision per KV head, on the sum over its group of query heads (the paper has no
-grouped queries). The threshold counts old and new tokens together, as Figure 3, equation 10, Remark 2 and
-the authors' code have it; lines 7 to 12 of Algorithm 1 count the new ones alone. That would be a smaller
-window and a longer middle in the same budget: for 256 cells a window of 38 instead of 47, with a perplexity
-of 27.7 instead of 27.8 (wikitext-2, SmolLM2-135M, 4,096 tokens), which is within the noise. With kept=true
-(not in the paper) the middle is thinned again until what is left fits the number that was asked for, and only
-as far as needed, from its oldest token on. No eviction leaves more than that number. Exactly that many are
-left wherever one sampling leaves too many: of a prompt or a step that is long enough, and in a stream from
-the third eviction or so on. The first of a stream leaves about 7 % less.
+grouped queries). The threshold counts old and new tokens together, as in Figure 3, equation 10, Remark 2 and
+the authors' code; lines 7 to 12 of Algorithm 1 count only the new ones. Counting only new tokens would give a
+smaller window and a longer middle in the same budget: for 256 cells a window of 38 instead of 47, with a
+perplexity of 27.7 instead of 27.8 (wikitext-2, SmolLM2-135M, 4,096 tokens), which is within the noise.
+kept=true is not in the paper. It thins the middle again, from its oldest token on, until the rest fits the
+requested number, which no eviction exceeds. An eviction leaves exactly this number wherever one round of
+thinning leaves too many: after a prompt or step that is long enough, and in a stream from about the third
+eviction on. The first eviction of a stream leaves about 7 % less.
 """
 
 from __future__ import annotations
@@ -46,13 +48,13 @@ _STRIDE = 5
 
 @dataclass(frozen=True, slots=True)
 class BUZZ(Policy):
-    """One token per segment.
+    """Keep one token per segment.
 
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: window and threshold share the budget by Theorem 3.1; if one of
-        them is given, the other takes the rest.
+        Newest tokens, never evicted. Default: window and threshold share the budget by Theorem 3.1; if one is
+        given, the other gets the rest.
     threshold
         Most tokens between sinks and window.
     sinks
@@ -60,15 +62,15 @@ class BUZZ(Policy):
     stride
         Tokens in a segment of new tokens. A group of old tokens has half as many.
     swap
-        Whether it is the other way round: half the stride for new tokens, all of it for old ones.
+        Swap the two lengths: half the stride for new tokens, the full stride for old ones.
     local_max
-        Whether the token with the highest attention sum of a segment stays, or the first.
+        Keep the token with the highest attention sum of a segment. False: keep the first.
     logn
-        Whether attention logits are multiplied by log_512(n).
+        Multiply attention logits by log_512(n).
     logn_n
-        What n counts: the tokens "seen" by the query, or the live "cells".
+        Meaning of n: tokens "seen" by the query, or live "cells".
     kept
-        Whether the budget asked for is what a row holds after an eviction. The real one is then larger.
+        Read the requested budget as the cells left by an eviction. The real budget is then larger.
     """
 
     budget: int
@@ -84,7 +86,7 @@ class BUZZ(Policy):
     kept: bool = False
 
     reads: ClassVar[Signal] = Signal.ATTENTION
-    # and whether a token is old, in `start`
+    # `start` adds a mark for old tokens
     sums: ClassVar[tuple[str, ...]] = ("attn",)
     paper: ClassVar[str] = "arXiv:2410.23079"
 
@@ -96,7 +98,7 @@ class BUZZ(Policy):
             raise ValueError(f"stride must be 3 or more (or old tokens are never thinned), got {self.stride}")
         if self.window < 1:
             raise ValueError(f"window must be 1 or more, got {self.window}")
-        # of 2 tokens, one old and one new, sampling frees none
+        # with 2 tokens, one old and one new, thinning frees no cell
         if self.threshold < 2:
             raise ValueError(
                 f"threshold must be 2 or more, got {self.threshold} (the budget of {self.budget} less "
@@ -113,7 +115,7 @@ class BUZZ(Policy):
         sinks, stride = params.get("sinks", _SINKS), params.get("stride", _STRIDE)
         window, threshold = params.get("window"), params.get("threshold")
         if params.get("kept"):
-            # the constructor refuses a stride that is too small
+            # strides below 3 are refused by the constructor
             strides = _strides(max(stride, 3), params.get("swap", False))
             window, threshold = _sizes_kept(budget - sinks, window, threshold, *strides)
             budget = sinks + window + threshold + 1
@@ -136,11 +138,11 @@ class BUZZ(Policy):
         return self.n_asked if self.kept else self.budget - self.slack
 
     def split(self, pinned: int = 0) -> dict[str, int]:
-        """The rest is the threshold's; the slack is the token that is being decoded."""
+        """Return the parts of the budget: `rest` is the threshold, `slack` the token being decoded."""
         return split_budget(self.budget, 1, self.sinks, self.window, pinned)
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Attention sum f32, and u1: 1 for a token that has survived an eviction in the middle."""
+        """Attention sum f32, and u1: 1 for a token that survived an eviction in the middle."""
         return np.zeros((n_row, n_cell), np.float32), np.zeros((n_row, n_cell), np.uint8)
 
     def plan(self, view: View, state: State) -> Plan:
@@ -149,7 +151,7 @@ class BUZZ(Policy):
         return self._sampled(view, state)
 
     def compress(self, view: View) -> Plan:
-        """With `kept` a prompt may be shorter than the budget."""
+        """Compress a prompt, which with `kept` may be shorter than the budget."""
         if view.n_kv <= self._n_most:
             return Plan(np.ones(view.pos.shape, np.bool_))
         n_row, n_kv = view.pos.shape
@@ -158,18 +160,18 @@ class BUZZ(Policy):
         return self._sampled(view, state)
 
     def adopt(self, view: View, state: State) -> None:
-        """What is left in the middle of a compressed prompt is old."""
+        """Mark the middle's tokens as old if the prompt was compressed."""
         self.observe(view, state)
         _, old = state
         first, recent = protected(view, self._n_most, self.sinks, self.window)
-        # a prompt that fits is left as it is
+        # a prompt that fits was not compressed
         if view.n_kv < view.next:
             old[:, : view.n_kv] = (first <= view.pos) & (view.pos < recent)
 
     def _sampled(self, view: View, state: State) -> Plan:
         mass, old = state
         keep = np.ones(view.pos.shape, np.bool_)
-        # no two positions of a row are equal: the sort need not be stable
+        # positions in a row are distinct, so the sort need not be stable
         order = np.argsort(view.pos, axis=1)
         first = max(self.sinks, view.pinned)
         sizes = (first, max(self.window, view.held), self._n_most, *self._strides, self.local_max, self.kept)
@@ -186,32 +188,32 @@ class BUZZ(Policy):
 
     @property
     def _n_most(self) -> int:
-        """The most cells that an eviction leaves."""
+        """Maximum number of cells left by an eviction."""
         return self.n_asked if self.kept else self.budget - 1
 
 
 def _strides(stride: int, swap: bool) -> tuple[int, int]:
-    """Tokens in a segment of new tokens, and in a group of old ones."""
+    """Return the tokens in a segment of new tokens, and in a group of old ones."""
     small = (stride + 1) // 2
     return (small, stride) if swap else (stride, small)
 
 
 def _threshold(n: int, stride: int, old_stride: int) -> int:
-    """The threshold at which the middle's steady state is n tokens: an eviction leaves n again.
+    """Return the threshold whose steady state is n middle tokens: each eviction leaves n again.
 
-    One of old_stride stays of the n old tokens, and one of `stride` new ones makes up for each that goes.
+    One in old_stride of the n old tokens stays; one in `stride` new tokens replaces each old token evicted.
     """
     return n - 1 + stride * (n - -(-n // old_stride))
 
 
 def _n_left(threshold: int, stride: int, old_stride: int) -> int:
-    """The middle's steady state: the least n whose `_threshold` is this one or more."""
+    """Return the middle's steady state: the least n with `_threshold` >= threshold."""
     sizes = range(1, max(threshold, 0) + 2)
     return sizes[bisect_left(sizes, threshold, key=lambda n: _threshold(n, stride, old_stride))]
 
 
 def _best_window(rest: int, stride: int) -> int:
-    """The window where window + threshold = rest and threshold / window is that of equation 6."""
+    """Return the window with window + threshold = rest and threshold / window from equation 6."""
     if stride % 2:
         return max(rest * (stride + 1) // (stride * stride + stride + 2), 1)
     return max(rest // max(stride, 1), 1)
@@ -220,9 +222,9 @@ def _best_window(rest: int, stride: int) -> int:
 def _sizes_kept(
     n: int, window: int | None, threshold: int | None, stride: int, old_stride: int
 ) -> tuple[int, int]:
-    """Window and threshold with which n cells beside the sinks stay. Raises ValueError if none do.
+    """Return window and threshold if an eviction leaves n cells plus sinks. Raises ValueError if impossible.
 
-    By Theorem 3.1 the middle's steady state is as long as the window.
+    By Theorem 3.1, the middle's steady state equals the window.
     """
     if threshold is not None:
         left = _n_left(threshold, stride, old_stride)
@@ -245,10 +247,10 @@ def _sizes_kept(
 def _sample(order, pos, mass, first, window, n_max, stride, old_stride, local_max, exact, old, keep):
     """order i64[row, n]: cells, oldest first; pos i32[row, n], mass f32[row, n or more] -> keep b1[row, n].
 
-    At most n_max stay: tokens before position `first`, the newest `window` (which gives way where both do not
-    fit), and of the middle one of `stride` new tokens and one of `old_stride` old ones. Old tokens come
-    before new ones. Sets old u1[row, n or more] for the tokens of the middle that stay. exact: whether
-    further samplings of the middle, from its oldest token on, end when the rest fits.
+    At most n_max tokens stay: those before position `first`, the newest `window` (fewer if both do not fit),
+    and of the middle one in `stride` new and one in `old_stride` old tokens. Old tokens precede new ones.
+    Sets old u1[row, n or more] for the middle tokens that stay. exact: stop thinning the middle again, from
+    its oldest token on, as soon as the rest fits.
     """
     n_row, n = order.shape
     stays = np.empty(n, np.int64)

@@ -1,19 +1,19 @@
-"""CaM: StreamingLLM whose evicted values are now and then added to later ones (Zhang et al. 2024, ICML).
+"""CaM: StreamingLLM that adds some evicted values to later ones (Zhang et al. 2024, ICML).
 
-The first tokens and the newest stay. The value of a token that goes is divided by `merge` and added to the
-values of the next `merge` tokens that stay, with a probability: its attention over the mean attention of
-the tokens after it that stay, at most 1. There is one draw per KV head, a hash of (seed, row, token, step).
+The first tokens and the newest stay. The value of an evicted token is divided by `merge` and, with a
+probability, added to the values of the next `merge` kept tokens. The probability is the token's attention
+divided by the mean attention of the kept tokens after it, at most 1. Each KV head draws once per token, by a
+hash of (seed, row, token, step).
 
 The authors have three programs (github.com/zyxxmu/cam). The default is the first: the attention of the last
-query. The second takes the sum over all queries, and the mean of the tokens that the value is added to
-(score=sum, merge=16, denominator=targets). The third takes the sum divided by the steps lived, and the
-largest of the tokens that stay (score=average, denominator=max, merge as large as the window). The
-denominator matters: with score=sum and merge=16, targets has a perplexity of 27.7, mean of 30.6
-(wikitext-2, SmolLM2-135M, 4,096 tokens, 256 cells).
+query. The second takes the sum over all queries, and the mean over the target tokens (score=sum, merge=16,
+denominator=targets). The third takes the sum divided by the steps lived, and the maximum over the kept tokens
+(score=average, denominator=max, merge as large as the window). The denominator matters: with score=sum and
+merge=16, targets has a perplexity of 27.7, mean of 30.6 (wikitext-2, SmolLM2-135M, 4,096 tokens, 256 cells).
 
-Differs from the paper: an eviction makes room for `slack` tokens, the paper's for one (--evict-every 1),
-and tokens that go together are no targets of each other. If fewer than `merge` tokens follow, each still
-gets its part. One draw for a group of query heads, on their sum.
+Differs from the paper: an eviction makes room for `slack` tokens, the paper's for one (--evict-every 1), and
+tokens evicted together are not merged into each other. If fewer than `merge` tokens follow, each still gets 1
+/ `merge` of the value. A group of query heads draws once, on its summed attention.
 """
 
 from dataclasses import dataclass
@@ -28,22 +28,22 @@ from kvtool.policy import Merge, Plan, Policy, Signal, State, View, check_choice
 
 @dataclass(frozen=True, slots=True)
 class CaM(Policy):
-    """Nothing but sinks and window stays; values are merged by chance.
+    """Keep sinks and window; merge evicted values at random.
 
     Attributes
     ----------
     sinks
-        First tokens, never evicted. The window is all the rest.
+        First tokens, never evicted. The window gets the rest.
     merge
         Number of tokens that share an evicted value.
     score
         The attention that decides: "last" (the newest query's), "sum" (of all queries) or "average" (the sum
         divided by the steps lived).
     denominator
-        What it is compared with: "mean" (of the tokens after it that stay), "targets" (the mean of those that
-        the value is added to) or "max" (of all that stay).
+        Attention that the score is divided by: "mean" (of the kept tokens after it), "targets" (mean of the
+        tokens that the value is added to) or "max" (of all kept tokens).
     seed
-        Another seed gives other draws.
+        Seed of the draws.
     """
 
     budget: int
@@ -73,11 +73,11 @@ class CaM(Policy):
         return True
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Attention sum f32, unless the last query decides."""
+        """Attention sum f32; no array if score="last"."""
         return () if self.score == "last" else Policy.start(self, n_row, n_cell, n_dim)
 
     def plan(self, view: View, state: State) -> Plan:
-        # what stays depends on positions alone: sorted, every row holds the same tokens
+        # the choice depends only on positions: sorted, every row holds the same tokens
         order = np.argsort(view.pos, axis=1)
         begin = int(np.count_nonzero(view.pos[0] < max(self.sinks, view.pinned)))
         end = begin + max(view.n_kv - self.n_keep, 0)
@@ -88,7 +88,7 @@ class CaM(Policy):
         return Plan(keep, _merge(order[:, begin:end], target, drawn, 1 / self.merge))
 
     def _drawn(self, view: View, state: State, order: np.ndarray, begin: int, end: int) -> np.ndarray:
-        """b1[row, n_evict]: whether the value of each token that goes is added to others."""
+        """Draw b1[row, n_evict]: True if an evicted token's value is added to others."""
         score = state[0][:, : view.n_kv] if state else view.last
         if self.score == "average":
             score = score / (view.next - view.pos)
@@ -106,9 +106,9 @@ class CaM(Policy):
 
 
 def _merge(gone: np.ndarray, target: np.ndarray, drawn: np.ndarray, weight: float) -> Merge:
-    """Adds the drawn cells of gone i64[row, n_evict] to every cell of target i64[row, n_target]."""
+    """Add the drawn cells of gone i64[row, n_evict] to every cell of target i64[row, n_target]."""
     n_drawn = drawn.sum(axis=1)
-    # a target is its own first source
+    # each target's own value is its first source
     n_term = int((n_drawn + (n_drawn > 0)).sum()) * target.shape[1]
     row, dst, src = (np.empty(n_term, np.int32) for _ in range(3))
     part = np.empty(n_term, np.float32)
@@ -118,7 +118,7 @@ def _merge(gone: np.ndarray, target: np.ndarray, drawn: np.ndarray, weight: floa
 
 @kernel("void(i8[:,::1], i8[:,::1], b1[:,::1], f4, i4[::1], i4[::1], i4[::1], f4[::1])")
 def _add_drawn(gone, target, drawn, weight, row_of, dst_of, src_of, weight_of):
-    """gone, drawn [row, n_evict], target [row, n_target] -> the terms of a Merge, as many as there are."""
+    """gone, drawn [row, n_evict], target [row, n_target] -> the terms of a Merge."""
     n_term = 0
     for row in range(len(gone)):
         if not drawn[row].any():

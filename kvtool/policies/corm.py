@@ -1,19 +1,19 @@
-"""CORM: what the newest queries found important stays, however much (Dai et al. 2024, arXiv:2404.15949).
+"""CORM: keep every token that the newest queries found important (Dai et al. 2024, arXiv:2404.15949).
 
-Section 4.2, Algorithm 1. A key is important to a query that has seen t tokens where its attention is at
-least 1 / t (definition 3.1). It goes once none of the last `history` queries (the paper's w) found it
-important. The newest `window` tokens (the paper's r) always stay. Nothing is evicted before there are
-`history` queries. Rows keep different numbers of tokens.
+Section 4.2, Algorithm 1. A key is important to a query that has seen t tokens if its attention is at least 1
+/ t (definition 3.1). A token is evicted if it was important to no query of the last `history` (the paper's
+w). The newest `window` tokens (the paper's r) always stay. Nothing is evicted before there are `history`
+queries. Rows keep different numbers of tokens.
 
-With grouped query heads a key is important to a query if it is to any head of the group: so has the paper,
-which evicts what is minor to all recent queries within the group (section 5.3, LLaMA3-8B-Instruct).
+With grouped query heads, a key is important if it is important to any head of the group, as in the paper
+(section 5.3, LLaMA3-8B-Instruct).
 
 Instead of the paper's w x n matrix of marks, each cell remembers the last step at which it was important.
 
-Differs from the paper: the budget is a cap that the paper does not have: a row above it keeps the tokens that
-were important last, the newest among equals. It looks every `slack` tokens (--evict-every 1 for the
-paper's). Sinks are an option. With `-o t=cells`, t counts the tokens that the longest row still has:
-otherwise the threshold falls without end in an endless stream.
+Differs from the paper: the budget is a cap; the paper has no cap. A row above it keeps the most recently
+important tokens, the newest among equals. Evictions come every `slack` tokens (--evict-every 1 for the
+paper's). Sinks are an option. With `-o t=cells`, t counts the live tokens of the longest row; otherwise the
+threshold keeps falling in an endless stream.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ _HISTORY = 256
 
 @dataclass(frozen=True, slots=True)
 class CORM(Policy):
-    """What any of the newest queries found important.
+    """Keep tokens that any of the newest queries found important.
 
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: as many as `history`, or half of what is kept if that is less.
+        Newest tokens, never evicted. Default: as many as `history`, or half of the kept tokens if that is
+        less.
     history
         Number of queries that count.
     sinks
         First tokens, never evicted.
     t
-        What t counts: tokens of the "stream" or live "cells".
+        Meaning of t: tokens of the "stream" or live "cells".
     """
 
     budget: int
@@ -70,7 +71,7 @@ class CORM(Policy):
         return cls(budget, slack, **{"window": window, **params})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """The last step i32 at which each token was important; 0: never."""
+        """Last step i32 at which each token was important; 0: never."""
         return (np.zeros((n_row, n_cell), np.int32),)
 
     def observe(self, view: View, state: State) -> None:
@@ -81,7 +82,7 @@ class CORM(Policy):
         (step,) = state
         keep = np.empty(view.pos.shape, np.bool_)
         first = max(self.sinks, view.pinned)
-        # all tokens are important as long as there are fewer than `history` queries
+        # all tokens count as important before there are `history` queries
         oldest = view.next - self.history + 1 if view.next >= self.history else 0
         recent = view.next - max(self.window, view.held)
         _keep_important(view.pos, view.live, step, first, recent, oldest, self.n_keep, keep)
@@ -90,7 +91,7 @@ class CORM(Policy):
 
 @kernel("i8(i4, i4, i8, i8)")
 def _rank(pos, step, first, recent):
-    """Orders what may stay: the sinks highest, then the window, then by step, then by position."""
+    """Sort key of a token: the sinks rank highest, then the window, then by step, then by position."""
     rank = np.int64(step)
     if pos >= recent:
         rank = np.int64(1) << 30
@@ -103,9 +104,9 @@ def _rank(pos, step, first, recent):
 def _keep_important(pos, live, step, first, recent, oldest, n_max, keep):
     """pos i32[row, n], live i32[row], step i32[row, n or more] -> keep b1[row, n].
 
-    Positions before `first` and from `recent` on stay, and steps from `oldest` on: of these only as many as
-    n_max leaves room for, the latest steps first, then the newest tokens. Where the protected tokens alone
-    are too many, they give way too, the oldest of the window first.
+    Keeps positions before `first` and from `recent` on, then tokens whose step is `oldest` or later as far as
+    n_max has room: the latest steps first, then the newest tokens. If the protected tokens alone exceed
+    n_max, the oldest of the window are evicted first.
     """
     n_row, n = pos.shape
     keys = np.empty(n, np.int64)

@@ -1,21 +1,21 @@
-"""Expected Attention: what later queries may attend to stays (Devoto et al. 2025, arXiv:2510.00636).
+"""Expected Attention: keep tokens that later queries may attend to (Devoto et al. 2025, arXiv:2510.00636).
 
-Queries before RoPE are taken to be normal, with the mean and covariance of the last `queries` ones. RoPE's
-rotations over the next `ahead` positions are averaged, so that the logits of a key are normal as well, with
-mean m and variance v, and exp(m + v / 2) is expected of them. A head's shares of these add up to 1 over the
-tokens behind the sinks, and are averaged over the group. A token's score is its share plus `epsilon`, times
-the length of its value.
+Later queries before RoPE are modelled as normal, with the mean and covariance of the last `queries` queries.
+RoPE's rotations are averaged over the next `ahead` positions. A key's logits are then also normal, with mean
+m and variance v, so the expectation of exp(logit) is exp(m + v / 2). Each head's expectations are normalised
+to sum to 1 over the tokens after the sinks, then averaged over the group. A token's score is this share plus
+`epsilon`, times the norm of its value.
 
-As in kvpress (expected_attention_press.py), which the authors have written: the queries of sinks do not
-count, nor do their keys, and the covariance is that of the queries as they are.
+As in the authors' kvpress (expected_attention_press.py), the queries and keys of sinks do not count, and the
+covariance is of the queries before RoPE.
 
-Differs from the paper: it takes the queries of the whole prompt, or, as kvpress does while it generates, of
-the last tokens. Here they are always the last ones, as many as there are numbers in a key or a few times
-that: so they take about the memory of their covariances. The newest tokens stay (`window`); the paper
-protects none. Its `epsilon` is 0.02, more than most shares among a few hundred tokens: with 0.001 SmolLM2's
-perplexity with 256 was lower on ten of ten texts, by 7 % in the mean. The paper compresses a prompt once;
-here the same is done whenever the cache is full. Ada-KV's rows share a layer's budget (`heads=adaptive`;
-kvtool/policy/ranked.py).
+Differs from the paper: the paper takes the queries of the whole prompt; kvpress takes the last ones while it
+generates. Here they are always the last ones, one to a few times as many as a key has dimensions, so they
+take about as much memory as their covariances. The newest tokens stay (`window`); the paper protects none.
+Its `epsilon` is 0.02, more than most shares among a few hundred tokens. With 0.001 SmolLM2's perplexity in
+256 cells was lower on ten of ten texts, by 7 % on average. The paper compresses a prompt once; here the same
+is done whenever the cache is full. Option: the rows of a layer share its budget as in Ada-KV
+(`heads=adaptive`; kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -29,30 +29,31 @@ from kvtool.policy import FLOOR, Ranked, Signal, State, View
 
 @dataclass(frozen=True, slots=True)
 class Expected(Ranked):
-    """The highest expected attention.
+    """Keep the tokens with the highest expected attention.
 
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: 32, or half of what is kept if that is less.
+        Newest tokens, never evicted. Default: 32, or half of the kept tokens if that is less.
     sinks
         First tokens, never evicted; their queries do not count.
     queries
-        Newest queries, which later ones are taken to be like.
+        Newest queries, from which later queries are modelled.
     ahead
-        Later positions that a query may have.
+        Later positions over which the rotations are averaged.
     covariance
-        Whether the variance of logits counts; their mean alone if not.
+        Use the variance of the logits. False: use only their mean.
     lengths
-        Whether scores are multiplied by the lengths of values.
+        Multiply scores by the norms of the values.
     epsilon
-        What is added to a share of attention before that.
+        Added to a token's share of attention before the norm is multiplied in.
     heads
-        "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need.
+        "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
+        by need.
     layers
-        "equal", or "adaptive": the layers share theirs by how evenly their scores are spread.
+        "equal", or "adaptive": the layers share their budgets by how evenly their scores are spread.
     floor
-        Share of its budget that each row keeps at least, with heads=adaptive.
+        Minimum share of its budget that each row keeps with heads=adaptive.
     """
 
     budget: int
@@ -98,7 +99,7 @@ class Expected(Ranked):
         return self.sinks
 
     def scores(self, view: View, state: State) -> np.ndarray:
-        # no two positions of a row are equal: the sort need not be stable
+        # positions in a row are distinct, so the sort need not be stable
         order = np.argsort(view.pos, axis=1)
         lengths, epsilon = view.lengths, self.epsilon
         if not self.lengths:
@@ -116,14 +117,14 @@ def _expect(order, pos, n_head, mean, variance, spread, lengths, first, epsilon,
     f32[row, n_head or more, n], lengths f32[row, n] -> score f32[row, n], for tokens from position `first`
     on.
 
-    Sums are taken from the oldest token on: they do not depend on the cells.
+    Sums start at the oldest token, so they do not depend on the order of cells.
     """
     n_row, n = order.shape
     weight, share = np.empty(n, np.float64), np.empty(n, np.float64)
     for row in range(n_row):
         begin = 0
         while begin < n and pos[row, order[row, begin]] < first:
-            # sinks, and of a ragged row dead cells
+            # sinks, and dead cells of a ragged row
             begin += 1
         share[:] = 0
         for head in range(n_head[row]):

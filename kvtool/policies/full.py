@@ -1,6 +1,6 @@
-"""Full: nothing is ever evicted; the text must fit into the budget.
+"""Full: never evict; the text must fit into the budget.
 
-The baseline that the other policies are measured against.
+Baseline for the other policies.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""H2O: the newest tokens and the heavy hitters stay (Zhang et al. 2023, arXiv:2306.14048, Algorithm 1).
+"""H2O: keep the newest tokens and the heavy hitters (Zhang et al. 2023, arXiv:2306.14048, Algorithm 1).
 
-A heavy hitter is a token with a high attention sum since it came. The paper's `recent` is our window. A
-grace period of g steps for new tokens is a window of g - 1.
+A heavy hitter is a token whose attention, summed since it was decoded, is high. The paper's `recent` is our
+window. A grace period of g steps for new tokens is a window of g - 1.
 
 Differs from the paper: one decision per KV head, on the sum over its group of query heads (the paper has no
-grouped queries). The window is never evicted, as in the authors' code. Beyond the context, where the paper
-does not go, the sums fade (`decay_beyond=1`: never): otherwise new tokens could no longer overtake old
-ones. docs/measured.md says what that is worth.
+grouped queries). The window is never evicted, as in the authors' code. Beyond the context length, which the
+paper does not cover, the sums decay (`decay_beyond=1`: never). Without decay, new tokens could no longer
+overtake old ones. docs/measured.md has the effect.
 
-Options from others: EasyKV divides by the steps a token has lived (`score=mean`) and lets the sums fade
-(`decay`), TOVA has one decision per layer (`per=layer`), llama-recipes looks at the group's first head
-(`group=first`). Ada-KV's rows share a layer's budget (`heads=adaptive`; kvtool/policy/ranked.py).
+Options from other work: EasyKV divides by the steps a token has lived (`score=mean`) and decays the sums
+(`decay`), TOVA decides once per layer (`per=layer`), llama-recipes uses the group's first head
+(`group=first`). Another option: the rows of a layer share its budget as in Ada-KV (`heads=adaptive`;
+kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -23,30 +24,32 @@ from kvtool.policy import FLOOR, Ranked, Signal, State, View, check_choice, sum_
 
 @dataclass(frozen=True, slots=True)
 class H2O(Ranked):
-    """The highest attention sums.
+    """Keep the tokens with the highest attention sums.
 
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: half of what is kept.
+        Newest tokens, never evicted. Default: half of the kept tokens.
     sinks
         First tokens, never evicted.
     score
         "sum" of a token's attention, or "mean": the sum divided by the steps that the token has lived.
     per
-        What decides as one: "row", "layer" or "all". Rows that decide as one add up their scores and keep
-        the same tokens.
+        Unit that decides: "row", "layer" or "all". The rows of a unit add up their scores and keep the same
+        tokens.
     group
-        How the attention of a group's heads becomes one: "sum", "mean" (the same order, and stored as "sum"),
+        Reduction of attention over a group's heads: "sum", "mean" (the same order, and stored as "sum"),
         "max" or "first".
     decay
-        Factor of the sums for every token since the last plan, applied before the new attention is added.
+        Factor applied to the sums for every token since the last plan, before the new attention is added.
     decay_beyond
-        The same once the stream is longer than the context, if it is less than `decay`. Not for means.
+        Replaces `decay` once the stream is longer than the context, if it is smaller. Not used with
+        score=mean.
     heads
-        "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need.
+        "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
+        by need.
     floor
-        Share of its budget that each row keeps at least, with heads=adaptive.
+        Minimum share of its budget that each row keeps with heads=adaptive.
     """
 
     budget: int
@@ -74,7 +77,7 @@ class H2O(Ranked):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in 0..1, got {getattr(self, name)}")
         if self.group == "mean":
-            # what the engine is asked for
+            # the engine knows only the sum
             object.__setattr__(self, "group", "sum")
 
     def observe(self, view: View, state: State) -> None:

@@ -1,12 +1,12 @@
-"""KeyDiff: the tokens whose keys differ most from the average stay (Park et al. 2025, arXiv:2504.15364).
+"""KeyDiff: keep the tokens whose keys differ most from the average (Park et al. 2025, arXiv:2504.15364).
 
-The score is -cos(k, mean of k' / ||k'||) over the live cells k' of the row. The length of the mean is left
-out: it is the same for all cells.
+The score is -cos(k, mean of k' / ||k'||) over the live cells k' of the row. The norm of the mean is left out:
+it is the same for all cells.
 
-Differs from the paper: keys are compared before RoPE; the paper (and kvpress) compares them after it. So
-equal keys are alike wherever they stand. The newest tokens and the sinks always stay.
+Differs from the paper: keys are compared before RoPE; the paper (and kvpress) compares them after it. Equal
+keys are then equal at every position. The newest tokens and the sinks always stay.
 
-Ada-KV's rows share a layer's budget (`heads=adaptive`; kvtool/policy/ranked.py).
+Option: the rows of a layer share its budget as in Ada-KV (`heads=adaptive`; kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from kvtool.policy import State, View
 
 @dataclass(frozen=True, slots=True)
 class KeyDiff(RankedKeys):
-    """The keys least like the average.
+    """Keep the keys least similar to the average.
 
     Attributes
     ----------
@@ -31,17 +31,18 @@ class KeyDiff(RankedKeys):
     window
         Newest tokens, never evicted; 1 or more.
     heads
-        "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need.
+        "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
+        by need.
     floor
-        Share of its budget that each row keeps at least, with heads=adaptive.
+        Minimum share of its budget that each row keeps with heads=adaptive.
     """
 
     paper: ClassVar[str] = "arXiv:2504.15364"
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Keys of length 127 i8[row, n_cell, n_dim], half the bytes that a key takes in an f16 cache.
+        """Keys scaled to norm 127, i8[row, n_cell, n_dim]: half the bytes of a key in an f16 cache.
 
-        Sums of whole numbers do not depend on their order.
+        Integer sums do not depend on their order.
         """
         return (np.zeros((n_row, n_cell, n_dim), np.int8),)
 
@@ -56,7 +57,7 @@ class KeyDiff(RankedKeys):
 
 @kernel("void(i1[:,:,::1], f4[:,::1])", any_order=True)
 def _difference(unit, score):
-    """unit i8[row, n or more, n_dim] -> score f32[row, n]: minus its product with the row's sum."""
+    """unit i8[row, n or more, n_dim] -> score f32[row, n]: minus the key's dot product with the row's sum."""
     n_row, n = score.shape
     n_dim = unit.shape[2]
     total, wide = np.empty(n_dim, np.int32), np.empty(n_dim, np.float64)

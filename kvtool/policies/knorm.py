@@ -1,12 +1,12 @@
-"""Knorm: the tokens whose keys are short stay (Devoto et al. 2024, arXiv:2406.11430).
+"""Knorm: keep the tokens whose keys have small norms (Devoto et al. 2024, arXiv:2406.11430).
 
-The score is -||k||: keys of a low L2 norm are the ones that are attended to. Keys are read before RoPE,
-which does not change their norm.
+The score is -||k||: keys with a small L2 norm receive the most attention. Keys are read before RoPE, which
+does not change their norm.
 
 Differs from the paper: the newest tokens and the sinks always stay. The paper compresses a prompt once;
 here the same is done whenever the cache is full.
 
-Ada-KV's rows share a layer's budget (`heads=adaptive`; kvtool/policy/ranked.py).
+Option: the rows of a layer share its budget as in Ada-KV (`heads=adaptive`; kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from kvtool.policy import State, View
 
 @dataclass(frozen=True, slots=True)
 class Knorm(RankedKeys):
-    """The shortest keys.
+    """Keep the keys with the smallest norms.
 
     Attributes
     ----------
@@ -31,15 +31,16 @@ class Knorm(RankedKeys):
     window
         Newest tokens, never evicted; 1 or more.
     heads
-        "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need.
+        "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
+        by need.
     floor
-        Share of its budget that each row keeps at least, with heads=adaptive.
+        Minimum share of its budget that each row keeps with heads=adaptive.
     """
 
     paper: ClassVar[str] = "arXiv:2406.11430"
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """-||k||^2 f32, which ranks as -||k|| does."""
+        """-||k||^2 f32, which gives the same ranking as -||k||."""
         return (np.zeros((n_row, n_cell), np.float32),)
 
     def observe(self, view: View, state: State) -> None:

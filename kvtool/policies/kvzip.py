@@ -1,22 +1,22 @@
-"""KVzip: what is needed to repeat the prompt stays (Kim et al. 2025, arXiv:2505.23416).
+"""KVzip: keep the tokens needed to repeat the prompt (Kim et al. 2025, arXiv:2505.23416).
 
-A prompt that is longer than the budget is decoded whole. Then the model is asked to repeat it, and reads it
-once more as its own answer, in chunks of `chunk` tokens. A token's score is the highest attention that it
-gets from any query of its chunk's repetition, by any head of the group. The prompt is compressed once, by
-these scores: they do not depend on what will be asked about it.
+A prompt that is longer than the budget is decoded whole. A reconstruction pass follows: the model gets a
+request to repeat the prompt, then the prompt again as its answer, in chunks of `chunk` tokens. A token's
+score is the highest attention that it gets from any query of its chunk's repetition, over all heads of the
+group. The prompt is compressed once by these scores, which do not depend on later questions about it.
 
-Tokens that come later have no score, and as in the paper none of them is evicted: where the budget is full
-again, the prompt's lowest scores make room. When nothing of the prompt is left, the oldest tokens go. A
-prompt that fits into the budget is not repeated, and has no scores.
+Later tokens have no score and, as in the paper, are not evicted: when the budget is full again, the prompt's
+tokens with the lowest scores are evicted. When no prompt token is left, the oldest tokens are evicted. A
+prompt that fits into the budget is not repeated and has no scores.
 
-As in kvpress: the words of the request, and 4 sinks.
+The wording of the request and the 4 sinks come from kvpress.
 
-Differs from the paper: all rows keep as many tokens, or those of a layer share their budgets (`-o
-heads=adaptive`; kvtool/policy/ranked.py); the paper ranks the scores of all rows of all layers together.
-Attention is what the model computes, a softmax over all that is cached; for a prompt of several
-chunks the paper takes it over the chunk and its repetition alone, to save time. A chunk is shorter where the
-context has no room for more. Pinned and held tokens (a system prompt, the reply header) stay, and are not
-repeated. The newest token stays (`-o window=0`: it competes like any other).
+Differs from the paper: all rows keep the same number of tokens, or the rows of a layer share their budgets
+(`-o heads=adaptive`; kvtool/policy/ranked.py); the paper ranks all rows of all layers together. Attention is
+the model's softmax over the whole cache; for a prompt of several chunks the paper computes it over only the
+chunk and its repetition, to save time. A chunk is shorter if the context has no room for more. Pinned and
+held tokens (a system prompt, the reply header) stay, and are not repeated. The newest token stays (`-o
+window=0`: it competes like any other).
 """
 
 from dataclasses import dataclass
@@ -27,25 +27,26 @@ import numpy as np
 from kvtool.policy import FLOOR, Plan, Ranked, Rehearsal, Signal, State, View
 
 _TINY = np.float32(1e-30)
-"""The least score: 0 is that of a token without one."""
+"""Smallest score: 0 marks a token without a score."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVzip(Ranked):
-    """The highest attention while the prompt is repeated.
+    """Keep the tokens with the highest attention while the prompt is repeated.
 
     Attributes
     ----------
     chunk
-        Tokens that are repeated at a time.
+        Tokens repeated at a time.
     window
         Newest tokens, never evicted.
     sinks
         First tokens, never evicted.
     heads
-        "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need.
+        "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
+        by need.
     floor
-        Share of its budget that each row keeps at least, with heads=adaptive.
+        Minimum share of its budget that each row keeps with heads=adaptive.
     """
 
     budget: int
@@ -74,11 +75,11 @@ class KVzip(Ranked):
         )
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Scores; 0 for a token without one."""
+        """Scores f32; 0 for a token without a score."""
         return (np.zeros((n_row, n_cell), np.float32),)
 
     def observe(self, view: View, state: State) -> None:
-        """Nothing: what comes after the prompt changes no score."""
+        """Do nothing: later tokens do not change the prompt's scores."""
 
     def compress(self, view: View) -> Plan:
         state = self.start(len(view.pos), view.n_kv, 0)

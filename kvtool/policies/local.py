@@ -1,6 +1,6 @@
-"""Local: the newest tokens stay, and nothing else.
+"""Local: keep only the newest tokens.
 
-The baseline that forgets everything outside its window, even the first tokens.
+Baseline that evicts everything outside its window, even the first tokens.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from kvtool.policy import Ranked, State, View
 
 @dataclass(frozen=True, slots=True)
 class Local(Ranked):
-    """No parameters: the window is all that is kept."""
+    """No parameters: only the window is kept."""
 
     budget: int
     slack: int
@@ -21,7 +21,7 @@ class Local(Ranked):
     has_rest: ClassVar[bool] = False
 
     def scores(self, view: View, state: State) -> np.ndarray:
-        # among equal scores the newer token stays
+        # equal scores: the newer token stays
         return np.zeros(view.pos.shape, np.float32)
 
 

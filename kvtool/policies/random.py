@@ -1,7 +1,7 @@
-"""Random: the newest tokens and a uniformly random choice of the others stay.
+"""Random: keep the newest tokens and a uniformly random choice of the rest.
 
-The baseline that a score must beat. Each plan draws a new choice for every row. The draw is a hash of
-(seed, row, token, step): a stream can be repeated, and nothing has to be remembered.
+Baseline that a score must beat. Each plan draws a new choice for every row by a hash of (seed, row, token,
+step), so a stream can be repeated and no state is kept.
 """
 
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from kvtool.policy import Ranked, State, View
 
 @dataclass(frozen=True, slots=True)
 class Random(Ranked):
-    """A uniformly random choice.
+    """Keep a uniformly random choice.
 
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: half of what is kept.
+        Newest tokens, never evicted. Default: half of the kept tokens.
     sinks
         First tokens, never evicted.
     seed
-        Another seed gives another choice.
+        Seed of the choice.
     """
 
     budget: int

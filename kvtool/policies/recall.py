@@ -1,8 +1,9 @@
-"""Recall: sinks and a window stay, and each step attends to all that has left the window.
+"""Recall: keep sinks and a window; each step also attends to an archive of the evicted tokens.
 
-The window is StreamingLLM's. Evicted tokens go to an archive in host memory, in clusters of similar keys.
-Each step attends to it where it lies: exactly to the clusters that matter most to its queries, and to the
-others by their means. Made cells, one for each query head of a row, bring what it finds.
+The window is StreamingLLM's. Evicted tokens move to an archive in host memory, in clusters of similar keys.
+Each step attends to the archive in place: exactly to the clusters that matter most to its queries, to the
+remaining clusters by their means. The result enters the model's attention through synthetic cells, one for
+each query head of a row: cells that stand for no token.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ from kvtool.policy import Ranked, Recalls, State, View, check_choice, check_kept
 
 @dataclass(frozen=True, slots=True)
 class Recall(Ranked):
-    """The window is all that is live besides the sinks and the cells for what is recalled.
+    """Keep sinks and window live, and recall the rest from an archive.
 
     Attributes
     ----------
     recalled
-        Only for models whose values are a part of their keys (MLA): how many archived tokens come back in a
-        step. Unless given, half of what the slack leaves of the budget, or what room there is.
+        Only for models whose values are a part of their keys (MLA): archived tokens that a step copies back.
+        Default: half of the budget less the slack, or as many as have room.
     sinks
         First tokens, never evicted.
     chunk
-        The most tokens of a step: a prompt is read in steps of so many. They share what is looked into.
+        Maximum tokens of a step: a prompt is read in steps of this size. All tokens of a step attend exactly
+        to the same archived tokens.
     search
-        "clusters": a step looks into the clusters that matter most, and takes the others by their means.
+        "clusters": a step attends exactly to the clusters that matter most, and to the rest by their means.
         "all": it attends to each archived token.
     exact
-        With search=clusters: tokens that a step looks into. A step of more than one token looks into more, up
-        to five times as many, and twice that in an archive of 131,072 tokens. Unless given, or where it is 0,
-        128 for each query head of a row, 256 to 1,024 in all.
+        With search=clusters: archived tokens that a step attends to exactly. A step of several tokens uses up
+        to five times as many, and twice that in an archive of 131,072 tokens. Default, or if 0: 128 for each
+        query head of a row, between 256 and 1,024 in all.
     """
 
     adjustable: ClassVar[tuple[str, ...]] = ("recalled", "chunk", "search", "exact")
@@ -73,11 +75,11 @@ class Recall(Ranked):
     def fit(cls, budget: int, slack: int, **params: Any) -> Recall:
         if params.get("search") == "all" and "exact" in params:
             raise ValueError("exact goes with search=clusters; leave out -o exact or -o search=all")
-        # 0: what `on` says
+        # 0: `on` chooses
         return cls(budget, slack, **{"recalled": 0, "exact": 0, **params})
 
     def on(self, n_group: int, has_values: bool) -> Recall:
-        # each head of a row has tokens of its own to find
+        # each query head of a row needs different archived tokens
         exact = self.exact or min(max(128 * n_group, 256), 1024)
         if not has_values:
             half = max(min((self.budget - self.slack) // 2, self._most_recalled), 1)
@@ -101,11 +103,11 @@ class Recall(Ranked):
 
     @property
     def _most_recalled(self) -> int:
-        """At least the newest token stays beside the sinks."""
+        """Maximum for `recalled` that leaves room for the sinks and the newest token."""
         return self.budget - self.slack - self.sinks - 1
 
     def scores(self, view: View, state: State) -> np.ndarray:
-        # among equal scores the newer token stays
+        # equal scores: the newer token stays
         return np.zeros(view.pos.shape, np.float32)
 
 

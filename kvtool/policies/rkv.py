@@ -1,23 +1,24 @@
-"""R-KV: tokens that are attended to and unlike others stay (Cai et al. 2025, arXiv:2505.24133).
+"""R-KV: keep tokens that get attention and are not redundant (Cai et al. 2025, arXiv:2505.24133).
 
 A token's score is mixture * I - (1 - mixture) * R. The importance I is the attention of the last `window`
-queries, as shares that add up to 1, of which a token gets the highest among its `kernel` neighbours in the
-order of the stream. The redundancy R is the softmax of the mean cosine of its key with all keys of the row.
-The newest tokens that are like another are spared: of each key's cosines with others, those with the
-`similar` newest tokens of a cosine above `threshold` count as 0. So the newest of several like tokens is not
-redundant. The paper's lambda, alpha, beta and T are our mixture, window, similar and threshold.
+queries, normalised to sum to 1, then max-pooled over `kernel` neighbours in the order of the stream. The
+redundancy R is the softmax of the mean cosine of a token's key with all keys of the row. The newest of
+several similar tokens must not count as redundant. For each key, the `similar` newest tokens whose cosine
+with it exceeds `threshold` are found, and these cosines count as 0 in those tokens' means. The paper's
+lambda, alpha, beta and T are our mixture, window, similar and threshold.
 
-As in the authors' code, which has a larger kernel and one spared token where the paper leaves them open: the
-attention of a group is that of the head that attends most, tokens of the window are neither ranked nor
-neighbours, and redundancy counts them.
+From the authors' code, where the paper leaves it open: the defaults of `kernel` and `similar`; a group's
+attention is that of the head that attends most; the window's tokens are not ranked and not pooled, but they
+count for redundancy.
 
-Differs from the paper: it compresses every 128 tokens that are generated, this whenever the cache is full
-(--evict-every 128 for the paper's), prompts as well. Keys are compared before RoPE (the authors' code
-compares them after it), rounded to eight bits. The attention of all window queries is divided by its sum
-over the tokens before the window once; the authors' code does so for each query, after it has taken the
-highest logit of a group. It also spares the first token wherever a key is like no other; here none is.
+Differs from the paper: the paper compresses every 128 generated tokens; kvtool does whenever the cache is
+full (--evict-every 128 for the paper's), also while it reads a prompt. Keys are compared before RoPE (the
+authors' code compares them after it), rounded to eight bits. The attention of all window queries together is
+divided by its sum over the tokens before the window; the authors' code divides each query's, after it has
+taken the highest logit of a group. It also spares the first token if a key has no similar keys; kvtool does
+not.
 
-Ada-KV's rows share a layer's budget (`heads=adaptive`; kvtool/policy/ranked.py).
+Option: the rows of a layer share its budget as in Ada-KV (`heads=adaptive`; kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -32,27 +33,28 @@ from kvtool.policy import FLOOR, Ranked, Signal, State, View, protected
 
 @dataclass(frozen=True, slots=True)
 class RKV(Ranked):
-    """Important tokens whose keys are not redundant.
+    """Keep important tokens whose keys are not redundant.
 
     Attributes
     ----------
     window
-        Newest tokens, never evicted; their queries say what is important. Default: 8, or half of what is kept
-        if that is less.
+        Newest tokens, never evicted; their queries decide which tokens are important. Default: 8, or half of
+        the kept tokens if that is less.
     mixture
-        Weight of importance; redundancy has the rest.
+        Weight of importance; the rest is the weight of redundancy.
     kernel
         Tokens that are pooled into one: an odd number, 1 for no pooling.
     threshold
-        Cosine above which two keys are alike.
+        Cosine above which two keys are similar.
     similar
-        Number of the newest tokens like a token that its similarity does not make redundant.
+        Newest similar tokens whose cosines count as 0.
     sinks
         First tokens, never evicted.
     heads
-        "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need.
+        "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
+        by need.
     floor
-        Share of its budget that each row keeps at least, with heads=adaptive.
+        Minimum share of its budget that each row keeps with heads=adaptive.
     """
 
     budget: int
@@ -88,7 +90,7 @@ class RKV(Ranked):
         return self.window
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Keys of length 127 i8[row, n_cell, n_dim]: sums of whole numbers do not depend on their order."""
+        """Keys scaled to norm 127, i8[row, n_cell, n_dim]: integer sums do not depend on their order."""
         return (np.zeros((n_row, n_cell, n_dim), np.int8),)
 
     def observe(self, view: View, state: State) -> None:
@@ -96,7 +98,7 @@ class RKV(Ranked):
 
     def scores(self, view: View, state: State) -> np.ndarray:
         _, recent = protected(view, self.n_keep, self.sinks, self.window)
-        # no two positions of a row are equal: the sort need not be stable
+        # positions in a row are distinct, so the sort need not be stable
         order = np.argsort(view.pos, axis=1)
         # dead cells of a ragged row come first
         dead = (view.pos < 0).sum(axis=1)
@@ -109,12 +111,12 @@ class RKV(Ranked):
 
 @kernel("void(i8[:,::1], i8[::1], i1[:,:,::1], f8, i8, f8[:,::1])", any_order=True)
 def _likeness(order, dead, unit, threshold, n_spared, likeness):
-    """order i64[row, n]: cells, oldest first behind dead i64[row] ones; unit i8[row, n or more, n_dim] ->
-    likeness f64[row, n].
+    """order i64[row, n]: the row's dead i64[row] dead cells, then its live ones, oldest first; unit i8[row, n
+    or more, n_dim] -> likeness f64[row, n].
 
-    likeness[row, i] is the mean product of the i-th key of the order with all others of the row, as a cosine.
-    For each key, its products above the threshold with the newest n_spared others count as 0. Float32 holds
-    the products exactly: none is above 127 * 127 by more than rounding.
+    likeness[row, i] is the mean cosine of the order's i-th key with every other key of the row. For each key,
+    the n_spared newest keys whose cosine with it exceeds the threshold leave that cosine out of their means.
+    Float32 holds the dot products exactly: they exceed 127 * 127 at most by rounding.
     """
     n_row, n = order.shape
     n_dim = unit.shape[2]
@@ -150,8 +152,8 @@ def _likeness(order, dead, unit, threshold, n_spared, likeness):
 def _score(order, dead, pos, votes, likeness, recent, reach, mixture, score):
     """order, dead, likeness as in `_likeness`; pos i32[row, n], votes f32[row, n] -> score f32[row, n].
 
-    For tokens before position `recent` alone. Sums are taken from the oldest token on: they do not depend on
-    the cells.
+    Scores only tokens before position `recent`. Sums start at the oldest token, so they do not depend on the
+    order of cells.
     """
     n_row, n = order.shape
     for row in range(n_row):

@@ -1,12 +1,12 @@
-"""RoCo: tokens of high or unsteady attention stay, and the newest (Ren & Zhu 2024, arXiv:2402.06262).
+"""RoCo: keep the newest tokens, and tokens of high or unsteady attention (Ren & Zhu 2024, arXiv:2402.06262).
 
-The score is a token's mean attention over the steps that it has lived. The tokens whose attention has the
-highest standard deviation are not evicted; of the rest those with the lowest mean go.
+The score is a token's mean attention over the steps that it has lived. Tokens whose attention has the highest
+standard deviation are kept; of the rest, those with the lowest mean are evicted.
 
 Differs from the paper: one decision per KV head, on the sum over its group of query heads (EasyKV, the
-authors' code, takes the group's mean: the same order). The number that stay for their deviation is EasyKV's
-while it generates: three tenths of what is kept, less the window. EasyKV does not evict from the prompt
-then; we do.
+authors' code, takes the group's mean: the same order). As in EasyKV while it generates, three tenths of the
+kept tokens, less the window, stay for their deviation. EasyKV does not evict from the prompt while it
+generates; kvtool does.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _SINKS = 4
 
 @dataclass(frozen=True, slots=True)
 class RoCo(Ranked):
-    """The highest deviations, then the highest means.
+    """Keep the highest deviations, then the highest means.
 
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: 10, or half of what is kept besides the sinks if that is less.
+        Newest tokens, never evicted. Default: 10, or half of the kept tokens less the sinks if that is less.
     keep_std
-        How many of the other tokens stay for the standard deviation of their attention. Default: three tenths
-        of what is kept, less the window.
+        Number of other tokens kept for the standard deviation of their attention. Default: three tenths of
+        the kept tokens, less the window.
     sinks
         First tokens, never evicted.
     """
@@ -65,7 +65,7 @@ class RoCo(Ranked):
 
     def scores(self, view: View, state: State) -> np.ndarray:
         mass, squares = (array[:, : view.n_kv] for array in state)
-        # in float64: a variance is the small difference of two numbers
+        # float64, because the variance is a small difference of two large numbers
         lived = view.lived.astype(np.float64)
         mean = mass / lived
         variance = (squares / lived - mean * mean).astype(np.float32)

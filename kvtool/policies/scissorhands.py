@@ -1,17 +1,17 @@
-"""Scissorhands: the newest and the lately important tokens stay (Liu et al. 2023, arXiv:2305.17118).
+"""Scissorhands: keep the newest and the recently important tokens (Liu et al. 2023, arXiv:2305.17118).
 
-Algorithm 2. A token's attention is low where a query gives it less than an even share, A < 1 / t with t
-tokens seen. The tokens with the most low scores in the last `history` queries go, the oldest first among
-equals. The paper's r recent tokens are our window, its w queries our history.
+Algorithm 2. A token's attention score is low if a query gives it less than an even share, A < 1 / t with t
+tokens seen. The tokens with the most low scores in the last `history` queries are evicted, the oldest first
+among equals. The paper's r recent tokens are our window, its w queries our history.
 
-Differs from the paper: one decision per KV head; each head of its group counts on its own (the paper has no
-grouped queries). Every layer has the same budget. The paper drops half of the cache at once, ours drops
-`slack` tokens: on wikitext-2 (SmolLM2-135M, 4,096 tokens, 256 cells) the paper's half (--evict-every 128)
-has a perplexity of 28.5, and 16 tokens have 26.6. The history is kept in up to 8 parts of equally many
-queries and forgotten part by part, so it is up to an eighth shorter than asked for. What comes between two
-plans counts as of its last query, however long it is.
+Differs from the paper: one decision per KV head; each head of its group counts separately (the paper has no
+grouped queries). Every layer has the same budget. The paper drops half of the cache at once, kvtool drops
+`slack` tokens: on wikitext-2 (SmolLM2-135M, 4,096 tokens, 256 cells) the paper's half (--evict-every 128) has
+a perplexity of 28.5, and 16 tokens have 26.6. The history has up to 8 parts of equally many queries and is
+forgotten part by part, so it is up to an eighth shorter than requested. All queries between two plans count
+at the time of the last one.
 
-Ada-KV's rows share a layer's budget (`heads=adaptive`; kvtool/policy/ranked.py).
+Option: the rows of a layer share its budget as in Ada-KV (`heads=adaptive`; kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -28,20 +28,21 @@ _MOST = 2**16 - 1
 
 @dataclass(frozen=True, slots=True)
 class Scissorhands(Ranked):
-    """The fewest low scores.
+    """Keep the tokens with the fewest low scores.
 
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: the paper's 10, or half of what is kept if that is less.
+        Newest tokens, never evicted. Default: the paper's 10, or half of the kept tokens if that is less.
     history
         Number of queries that count; 400 in the paper.
     sinks
         First tokens, never evicted.
     heads
-        "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need.
+        "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
+        by need.
     floor
-        Share of its budget that each row keeps at least, with heads=adaptive.
+        Minimum share of its budget that each row keeps with heads=adaptive.
     """
 
     budget: int
@@ -62,7 +63,7 @@ class Scissorhands(Ranked):
             raise ValueError(f"history must be 1 or more, got {self.history}")
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Low scores u2 in each part of the history: at most 16 bytes per cell."""
+        """Number of low scores u2 in each part of the history: at most 16 bytes per cell."""
         return (np.zeros((n_row, n_cell, self._parts()[0]), np.uint16),)
 
     def observe(self, view: View, state: State) -> None:
@@ -78,18 +79,18 @@ class Scissorhands(Ranked):
         return score
 
     def _parts(self) -> tuple[int, int]:
-        """The number of parts of the history, at most one per plan, and the queries in each."""
+        """Return the number of parts of the history, at most one per plan, and the queries in each."""
         n_part = min(_MAX_PARTS, -(-self.history // self.slack))
         return n_part, -(-self.history // n_part)
 
 
 @kernel("void(i4[:,::1], f4[:,::1], i4[::1], i8, i8, i8, i8, u2[:,:,::1])")
 def _count_low(pos, hits, n_head, next_pos, n_new, part, n_begun, low):
-    """Adds the low scores of the last n_new queries to a part of the history, and clears those that begin.
+    """Add the low scores of the last n_new queries to a part of the history; clear the parts that begin.
 
-    pos i32[row, n], hits f32[row, n], n_head i32[row]; the newest token is at next_pos - 1; the parts up to
-    `part`, n_begun in all, begin -> low u2[row, n or more, n_part]. Counts stop at 65,535; of a batch with
-    more scores than that they are in proportion.
+    pos i32[row, n], hits f32[row, n], n_head i32[row]; the newest token is at next_pos - 1; the last n_begun
+    parts up to `part` begin -> low u2[row, n or more, n_part]. Counts saturate at 65,535; a batch with more
+    scores is scaled down to that.
     """
     n_row, n = pos.shape
     n_part = low.shape[2]

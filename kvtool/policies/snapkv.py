@@ -1,13 +1,14 @@
-"""SnapKV: the newest tokens and what they attend to stay, in clusters (Li et al. 2024, arXiv:2404.14469).
+"""SnapKV: keep the newest tokens, and clusters that they attend to (Li et al. 2024, arXiv:2404.14469).
 
 Algorithm 1. The window's queries vote with their attention for the tokens before the window. The votes are
-summed, then pooled over `kernel` neighbours in the order of the stream, so that a token stays together with
-its neighbours. As in the authors' code, tokens of the window are no neighbours, and an average counts
-missing neighbours as zero.
+summed, then pooled over `kernel` neighbours in the order of the stream, so that a token is kept together with
+its neighbours. As in the authors' code, the window's tokens are not pooled, and an average counts missing
+neighbours as zero.
 
-Differs from the paper: one decision per KV head, on the sum over its group of query heads (the authors'
-code keeps a cache for every query head). The paper compresses a prompt once; here the same is done whenever
-the cache is full. Ada-KV's rows share a layer's budget (`heads=adaptive`; kvtool/policy/ranked.py).
+Differs from the paper: one decision per KV head, on the sum over its group of query heads (the authors' code
+keeps a cache for every query head). The paper compresses a prompt once; here the same is done whenever the
+cache is full. Option: the rows of a layer share its budget as in Ada-KV (`heads=adaptive`;
+kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -21,12 +22,12 @@ from kvtool.policy import FLOOR, Ranked, Signal, State, View, check_choice, prot
 
 @dataclass(frozen=True, slots=True)
 class SnapKV(Ranked):
-    """The highest pooled votes.
+    """Keep the tokens with the highest pooled votes.
 
     Attributes
     ----------
     window
-        Newest tokens, never evicted; their queries vote. Default: 32, or half of what is kept if that is
+        Newest tokens, never evicted; their queries vote. Default: 32, or half of the kept tokens if that is
         less.
     kernel
         Tokens that are pooled into one: an odd number, 1 for no pooling.
@@ -35,11 +36,12 @@ class SnapKV(Ranked):
     sinks
         First tokens, never evicted.
     heads
-        "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need.
+        "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
+        by need.
     layers
-        "equal", or "adaptive": the layers share theirs by how evenly their scores are spread.
+        "equal", or "adaptive": the layers share their budgets by how evenly their scores are spread.
     floor
-        Share of its budget that each row keeps at least, with heads=adaptive.
+        Minimum share of its budget that each row keeps with heads=adaptive.
     """
 
     budget: int
@@ -70,7 +72,7 @@ class SnapKV(Ranked):
 
     def scores(self, view: View, state: State) -> np.ndarray:
         _, recent = protected(view, self.n_keep, self.sinks, self.window)
-        # no two positions of a row are equal: the sort need not be stable
+        # positions in a row are distinct, so the sort need not be stable
         order = np.argsort(view.pos, axis=1)
         pooled = np.zeros(view.pos.shape, np.float32)
         _pool(order, view.pos, view.recent, recent, self.kernel // 2, self.pool == "max", pooled)
@@ -81,14 +83,14 @@ class SnapKV(Ranked):
 def _pool(order, pos, votes, recent, reach, by_max, pooled):
     """order i64[row, n]: cells, oldest first; pos i32[row, n], votes f32[row, n] -> pooled f32[row, n].
 
-    For each token before position `recent` the sum (ranks as the average) or the highest of its own vote and
-    those of `reach` tokens on either side.
+    pooled is, for each token before position `recent`, the sum (same ranking as the average) or maximum of
+    its vote and the votes of `reach` tokens on either side.
     """
     n_row, n = order.shape
     for row in range(n_row):
         end = 0
         while end < n and pos[row, order[row, end]] < 0:
-            # of a ragged row's dead cells
+            # skip a ragged row's dead cells
             end += 1
         oldest = end
         while end < n and pos[row, order[row, end]] < recent:

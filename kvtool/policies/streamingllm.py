@@ -1,7 +1,7 @@
-"""StreamingLLM: the first tokens and the newest ones stay (Xiao et al. 2023, arXiv:2309.17453, section 3.2).
+"""StreamingLLM: keep the first and the newest tokens (Xiao et al. 2023, arXiv:2309.17453, section 3.2).
 
-The paper's attention sinks are our sinks, its rolling KV cache is our window. Its positions within the
-cache are a setting of the engine (`--positions in-cache`).
+The paper's attention sinks are our sinks, its rolling KV cache is our window. `--positions in-cache` gives
+the paper's positions within the cache.
 
 Differs from the paper: an eviction makes room for `slack` tokens, the paper's for one (--evict-every 1).
 """
@@ -15,7 +15,7 @@ from kvtool.policy import check_kept
 
 @dataclass(frozen=True, slots=True)
 class StreamingLLM(Local):
-    """The window is all that is kept besides the sinks.
+    """Keep sinks and window.
 
     Attributes
     ----------
@@ -28,7 +28,7 @@ class StreamingLLM(Local):
     paper: ClassVar[str] = "arXiv:2309.17453"
 
     def __post_init__(self) -> None:
-        # at least the newest token stays beside the sinks
+        # room for the sinks and at least the newest token
         check_kept(self.budget, self.slack, self.sinks, window=1, least=1)
 
 

@@ -1,11 +1,11 @@
-"""TOVA: the tokens that the newest query attends to most stay (Oren et al. 2024, arXiv:2401.06104).
+"""TOVA: keep the tokens that the newest query attends to most (Oren et al. 2024, arXiv:2401.06104).
 
-The score is the last attention summed over all heads of a layer: the paper's mean, times a constant. Every
-KV head of the layer keeps the same tokens.
+The score is the newest query's attention summed over all heads of a layer: the paper's mean, times a
+constant. Every KV head of the layer keeps the same tokens.
 
-Differs from the paper: the newest token always stays; the paper's competes like any other (`-o window=0`).
-An eviction makes room for `slack` tokens, the paper's for one (--evict-every 1). With `-o per=row` every KV
-head decides on its own, on its group of query heads; then Ada-KV's rows share a layer's budget
+Differs from the paper: the newest token always stays; the paper's competes like any other (`-o window=0`). An
+eviction makes room for `slack` tokens, the paper's for one (--evict-every 1). With `-o per=row` every KV head
+decides separately, on its group of query heads. The rows of a layer may then share its budget as in Ada-KV
 (`heads=adaptive`; kvtool/policy/ranked.py).
 """
 
@@ -19,21 +19,21 @@ from kvtool.policy import FLOOR, Ranked, Signal, State, View, check_choice, sum_
 
 @dataclass(frozen=True, slots=True)
 class TOVA(Ranked):
-    """The highest last attention.
+    """Keep the tokens with the highest attention of the newest query.
 
     Attributes
     ----------
     per
-        Whose attention decides: "layer" or "row".
+        Unit whose attention decides: "layer" or "row".
     window
         Newest tokens, never evicted.
     sinks
         First tokens, never evicted.
     heads
-        "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need;
-        each then decides by itself (per=row).
+        "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
+        by need; needs per=row.
     floor
-        Share of its budget that each row keeps at least, with heads=adaptive.
+        Minimum share of its budget that each row keeps with heads=adaptive.
     """
 
     budget: int

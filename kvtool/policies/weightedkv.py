@@ -1,14 +1,14 @@
-"""WeightedKV: keys of low average attention go, their values merge (Yuan et al. 2025, arXiv:2503.01330).
+"""WeightedKV: evict keys of low average attention, merge their values (Yuan et al. 2025, arXiv:2503.01330).
 
 Algorithm 1. A token's average is its attention sum divided by the steps that it has lived (the paper's a /
-n). The token with the smallest average loses its key. Its value goes into the next token that the row still
-holds, the two weighted by their averages. The merged token keeps its own average.
+n). The key of the token with the smallest average is evicted. Its value is merged into the next live token of
+the row, the two weighted by their averages. The merged token keeps its own average.
 
-Differs from the paper: an eviction makes room for `slack` tokens, the paper's for one (--evict-every 1).
-The averages of that moment serve for all tokens that go. They go one after the other, the smallest first,
-and each merge sees those before it. One decision per KV head, on the sum over its group of query heads.
+Differs from the paper: an eviction makes room for `slack` tokens, the paper's for one (--evict-every 1). The
+averages of that moment serve for all evicted tokens, which are merged one at a time, the smallest average
+first; each merge sees the earlier ones. One decision per KV head, on the sum over its group of query heads.
 
-On a model with grouped queries merging was found to lose: papers/merging.md.
+On a model with grouped queries, merging gives worse results: papers/merging.md.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from kvtool.policy import Merge, Plan, Ranked, Signal, State, View
 
 _SINKS = 4
 _FEW = 32
-"""Up to so many that go each look at all cells for their neighbour: in vectors, faster than a sort."""
+"""Up to this many evicted cells, finding each neighbour by a vectorised scan is faster than a sort."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedKV(Ranked):
-    """The highest average attention.
+    """Keep the tokens with the highest average attention.
 
     Attributes
     ----------
     window
-        Newest tokens, never evicted; 1 or more. Default: half of what is kept, less the sinks.
+        Newest tokens, never evicted; 1 or more. Default: half of the kept tokens, less the sinks.
     sinks
         First tokens, never evicted.
     merge
-        Whether a value outlives its key. False is the evicting variant of the paper's Figure 4.
+        Merge the values of evicted keys. False: drop them, the evicting variant of the paper's Figure 4.
     """
 
     budget: int
@@ -73,7 +73,7 @@ class WeightedKV(Ranked):
 
 
 def _merge(pos: np.ndarray, average: np.ndarray, keep: np.ndarray) -> Merge:
-    """The evicted values' merges to the right: pos i32, average f32, keep b1, all [row, n]."""
+    """Merge evicted values into newer tokens: pos i32, average f32, keep b1, all [row, n]."""
     n_most = 2 * (keep.size - np.count_nonzero(keep))
     row, dst, src = (np.empty(n_most, np.int32) for _ in range(3))
     weight = np.empty(n_most, np.float32)
@@ -83,13 +83,13 @@ def _merge(pos: np.ndarray, average: np.ndarray, keep: np.ndarray) -> Merge:
 
 @kernel("i8(i4[::1], b1[::1], i8[::1])")
 def _line_up(pos, keep, line):
-    """The cells of a row that go, oldest first, and behind each run of them the one that they merge into.
+    """List a row's evicted cells, oldest first, and after each run of them the cell that they merge into.
 
-    pos i32[n], keep b1[n] -> line i64[n + 1], and how many they are. n, which is no cell, stands for the
-    neighbour that the newest token has not: what merges into it is lost.
+    pos i32[n], keep b1[n] -> line i64[n + 1], and their number. The value n, which is not a cell, marks the
+    missing neighbour after the newest token: values merged into it are lost.
     """
     n = len(pos)
-    # a cell behind its token's position, so that the lowest is the oldest
+    # token position in the upper 32 bits, cell in the lower, so that the lowest is the oldest
     never = np.int64(2**63 - 1)
     goes, stays = np.empty(n, np.int64), np.empty(n, np.int64)
     n_gone = 0
@@ -101,7 +101,7 @@ def _line_up(pos, keep, line):
     if n_gone == 0:
         return 0
     goes = np.sort(goes[:n_gone])
-    # for each the oldest that is newer and stays; where another that goes comes first it does not matter
+    # the oldest kept token after each evicted one; unused if another evicted one comes before it
     stay = np.full(n_gone, never)
     if n_gone <= _FEW:
         for i in range(n_gone):
@@ -126,10 +126,10 @@ def _line_up(pos, keep, line):
 
 @kernel("i8(i4[:,::1], f4[:,::1], b1[:,::1], i4[::1], i4[::1], i4[::1], f4[::1])")
 def _merge_right(pos, average, keep, row_of, dst_of, src_of, weight_of):
-    """Lets the tokens that do not stay go one by one, and says what each that stays is made of in the end.
+    """Merge the evicted tokens one by one, and write the terms of each kept token's final value.
 
-    pos i32[row, n], average f32[row, n], keep b1[row, n] -> terms of a Merge, i32, i32, i32, f32, two or more
-    for each token that goes, and how many there are.
+    pos i32[row, n], average f32[row, n], keep b1[row, n] -> terms of a Merge, i32, i32, i32, f32, at most two
+    for each evicted token, and their number.
     """
     n_row, n = pos.shape
     bits = average.view(np.int32)
@@ -148,7 +148,7 @@ def _merge_right(pos, average, keep, row_of, dst_of, src_of, weight_of):
             if cell < n and not keep[row, cell]:
                 goes[n_gone], key[n_gone] = place, score_key(bits[row, cell], pos[row, cell])
                 n_gone += 1
-        # ascending by average; the oldest of equals goes first
+        # ascending by average; the oldest first among equals
         order = np.argsort(key[:n_gone], kind="mergesort")
         for i in range(n_gone):
             turn[i] = goes[order[i]]
@@ -159,7 +159,7 @@ def _merge_right(pos, average, keep, row_of, dst_of, src_of, weight_of):
             own = average[row, line[turn[i]]]
             total = own + (average[row, line[right]] if line[right] < n else np.float32(0))
             into[i], share[i] = right, own / total if total > 0 else np.float32(0.5)
-        # backwards, what a value counts for in the end is known of the token that it merges into
+        # backwards: the final weight of the token that a value merges into is already known
         for i in range(n_gone - 1, -1, -1):
             weight[turn[i]] = weight[into[i]] * share[i]
             weight[into[i]] *= 1 - share[i]
