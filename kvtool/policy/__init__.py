@@ -1,7 +1,7 @@
-"""The words that the engine and the policies share.
+"""Types shared by the engine and the policies.
 
-A row is one (layer, KV head) pair, layer by layer. Every row evicts on its own. The cells of a row are in no
-order: `View.pos[row, cell]` says which token of the stream a cell holds.
+A row is one (layer, KV head) pair, layer by layer. Every row evicts independently. The cells of a row are in
+no order: `View.pos[row, cell]` is the position in the stream of a cell's token.
 """
 
 from kvtool.policy.base import Policy, State, split_budget

@@ -1,4 +1,4 @@
-"""What all policies have in common."""
+"""Base class of all policies."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 State: TypeAlias = "tuple[np.ndarray, ...]"
-"""What a policy remembers between plans: arrays [row, cell, ...] that the engine keeps."""
+"""State of a policy between plans: arrays [row, cell, ...] that the engine owns."""
 
 
 class Policy:
-    """Decides which cells stay. A policy is a frozen dataclass of parameters that derives from this class.
+    """Choose which cells to keep. A policy is a frozen dataclass of parameters that derives from this class.
 
     The constructor raises ValueError for parameters that cannot work. A subclass may set `reads`, `n_query`,
     `n_future`, `n_skip`, `group`, `logn`, `t`, `prefill` and `ragged` as a constant, a parameter or a
@@ -29,48 +29,50 @@ class Policy:
     Attributes
     ----------
     budget
-        Most cells of a row, including the cell of the token that is being decoded.
+        Maximum cells of a row, including the cell of the token being decoded.
     slack
-        How many cells below the budget an eviction goes: the next eviction is that many tokens away. 0 for a
-        policy that never evicts.
+        Cells that an eviction frees below the budget, and thus tokens until the next eviction. 0 for a policy
+        that never evicts.
     reads
-        Signals that the policy wants.
+        Signals that the policy needs.
     n_query
-        Number of queries of `Signal.RECENT`, for which the library keeps that many floats per row and cell,
-        and of `Signal.FUTURE`, for which it keeps the queries themselves.
+        Number of queries of `Signal.RECENT`, for which the library keeps this many floats per row and cell,
+        and of `Signal.FUTURE`, for which it keeps the queries.
     n_future
-        Positions that `Signal.FUTURE` looks ahead.
+        Number of later positions that `Signal.FUTURE` averages over.
     n_skip
-        First tokens of the stream whose queries do not count in `Signal.FUTURE`, unless there are no others.
+        Number of first tokens whose queries do not count in `Signal.FUTURE`, unless the stream has only
+        these.
     group
-        How the attention of a group of query heads becomes one: "sum", "max", or "first" (the first head's).
+        Reduction of attention over a group's query heads: "sum", "max", or "first" (the first head's).
     logn
-        Whether attention logits are multiplied by log_512(t).
+        True if attention logits are multiplied by log_512(t).
     t
-        What t counts, in `logn` and in the signals: tokens of the "stream" or live "cells".
+        Meaning of t in `logn` and in the signals: tokens of the "stream" or live "cells".
     paper
-        Where the policy comes from.
+        Source of the policy, such as an arXiv id.
     prefill
-        How the policy wants a prompt: "stream" (in batches, with a plan after each) or "whole" (decoded
-        whole, then compressed once).
+        How to read a prompt: "stream" (in batches, with a plan after each) or "whole" (decoded whole, then
+        compressed once).
     sums
-        Fields of the view whose sums are the state, unless the policy has its own `start` and `observe`.
+        Fields of the view whose sums are the state, for policies without their own `start` and `observe`.
     merges
-        Whether its plans merge values.
+        True if plans merge values.
     ragged
-        Whether rows may keep different numbers of cells. The engine then asks for a plan every `slack`
+        True if rows may keep different numbers of cells. The engine then asks for a plan every `slack`
         tokens, and the budget is only a cap.
     capped
-        Whether the policy needs no budget: rows keep what they need. Such a policy is ragged.
+        True if the policy works without a budget: rows keep as many cells as they need. Such a policy is
+        ragged.
     has_rest
-        Whether it chooses among what is neither sink nor window. Otherwise all of that is window.
+        True if the policy chooses among tokens outside sinks and window. False: all but the sinks are window.
     most_window
-        The largest window that `fit` chooses.
+        Largest window that `fit` chooses.
     evicts
-        Whether the policy ever evicts. False: the cache grows until it is full.
+        False if the policy never evicts: the cache grows until it is full.
     adjustable
-        Parameters that may change while a stream goes on, as in a session that is opened with others: they
-        say how steps are computed, and nothing of what is kept.
+        Parameters that may change during a stream, as when a session is reopened with other values. They
+        affect how steps are computed, not which tokens are kept.
     """
 
     __slots__ = ()
@@ -134,74 +136,73 @@ class Policy:
 
     @property
     def n_keep(self) -> int:
-        """Cells of a row after an eviction."""
+        """Number of cells that an eviction leaves in a row."""
         return self.n_live - self.slack
 
     @property
     def n_asked(self) -> int:
-        """The budget that was asked for: below the budget where it counts the cells after an eviction, or
-        those of all rows of a layer together.
+        """Requested budget. Below `budget` if it counts cells left by an eviction, or a layer's average row.
 
-        A prompt of more tokens is compressed if it is read whole.
+        A longer prompt is compressed if it is read whole.
         """
         return self.budget
 
     @property
     def recall(self) -> Recalls | None:
-        """How steps recall evicted tokens; None: evicted tokens are forgotten."""
+        """Settings of recall; None: evicted tokens are lost."""
         return None
 
     @property
     def rehearsal(self) -> Rehearsal | None:
-        """How a prompt is read once more before it is compressed; None: it is read once.
+        """Reconstruction pass over a prompt before it is compressed; None: no such pass.
 
-        Such a policy reads prompts whole, and has no signals but those of a rehearsal.
+        A policy with a reconstruction pass reads prompts whole, and gets signals only from that pass.
         """
         return None
 
     def on(self, n_group: int, has_values: bool) -> Policy:
-        """The policy for a model each of whose rows has at most n_group query heads.
+        """Return the policy adapted to a model whose rows have at most n_group query heads each.
 
-        has_values: whether rows have values of their own, so that cells can be made of what is recalled.
+        has_values: True if values are separate from keys, which synthetic cells require.
         """
         return self
 
     @property
     def n_live(self) -> int:
-        """The most live cells of a row: the budget without the cells for recalled tokens."""
+        """Maximum live cells of a row: the budget without the cells for recalled tokens."""
         return self.budget - (self.recall.n_cell if self.recall else 0)
 
     @property
     def exempt(self) -> tuple[int, int]:
-        """Sinks and window: how many of the first and of the newest tokens are never evicted."""
+        """Sinks and window: number of first and of newest tokens that are never evicted."""
         return getattr(self, "sinks", 0), getattr(self, "window", 0)
 
     def request(self) -> Request:
-        """What llama.cpp computes for this policy, as one object."""
+        """Return the signals and scaling that llama.cpp computes for this policy."""
         ahead = self.n_future, self.n_skip
         return Request(self.reads, self.n_query, self.group, self.t, self.logn, self.recall, *ahead)
 
     @classmethod
     def needs_patch(cls) -> bool:
-        """Whether the policy needs the patched llama.cpp.
+        """True if the policy needs the patched llama.cpp.
 
-        An unpatched one shows no attention, and can only remove a token from all rows at once.
+        Unpatched llama.cpp does not expose attention, and can only remove a token from all rows at once.
         """
         pairs = ((getattr(cls, name), getattr(Policy, name)) for name in ("reads", "logn", "recall"))
-        # what is ragged by a parameter ranks by a signal
+        # a policy that is ragged by a parameter also reads a signal
         ragged: object = cls.ragged
         return ragged is True or any(own for own, plain in pairs if own is not plain)
 
     @classmethod
     def may_merge(cls) -> bool:
-        """Whether there are parameters with which plans merge values."""
+        """True if plans merge values for some parameters."""
         return cls.merges is not Policy.merges
 
     @classmethod
     def fit(cls, budget: int, slack: int, **params: Any) -> Self:
-        """The policy for a budget. Parameters that are not given take values that suit the budget.
+        """Return the policy for a budget. Parameters that are not given get values that suit the budget.
 
-        A `window` without a default is half of what is kept, but at most `most_window`.
+        A `window` without a default becomes half of the kept tokens, at most `most_window`.
         """
         window = cls.__dataclass_fields__.get("window")
         if window and window.default is MISSING and "window" not in params:
@@ -209,9 +210,10 @@ class Policy:
         return cls(budget, slack, **params)
 
     def split(self, pinned: int = 0) -> dict[str, int]:
-        """What the budget's cells are for, in parts that add up to it: the policy chooses among the rest.
+        """Split the budget's cells by use, in parts that add up to it. The policy chooses tokens for `rest`.
 
-        pinned: number of first tokens that are never evicted. Only those beyond the sinks are counted.
+        pinned: number of first tokens that are never evicted. The part `pinned` counts only those after the
+        sinks.
         """
         sinks, window = self.exempt
         window = window if self.has_rest else self.n_keep
@@ -219,45 +221,47 @@ class Policy:
         return parts | ({"recalled": self.recall.n_cell} if self.recall else {})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """The state: zeroed arrays [row, n_cell, ...]; n_dim is the length of a key.
+        """Return the initial state: zeroed arrays [row, n_cell, ...]; n_dim is the dimension of a key.
 
-        The cell of a new token is zero in every array.
+        A new token's cell is zero in every array.
         """
         return tuple(np.zeros((n_row, n_cell), np.float32) for _ in self.sums)
 
     def observe(self, view: View, state: State) -> None:
-        """Adds the signals to state[..][:, :view.n_kv]. The engine calls it before every plan."""
+        """Add the signals to state[..][:, :view.n_kv]. The engine calls it before every plan."""
         for name, total in zip(self.sums, state, strict=False):
             total[:, : view.n_kv] += getattr(view, name)
 
     def plan(self, view: View, state: State) -> Plan:
-        """Which cells stay: fewer than the budget in every row, the same number in all rows.
+        """Choose the cells to keep: fewer than the budget in every row, the same number in all rows.
 
-        The engine calls it with view.n_kv >= budget. It may write to state[..][:, :view.n_kv], but not to the
+        The engine calls it when view.n_kv >= budget. It may write to state[..][:, :view.n_kv], but not to the
         view.
         """
         raise NotImplementedError
 
     def move(self, state: State, source: np.ndarray) -> None:
-        """After a plan: each of the first cells takes what cell source i32[row, n_keep] of its row had."""
+        """Move the state after a plan: cell i of a row gets cell source[row, i]'s. source i32[row, n_keep].
+        """
         row, cell = true_cells(source != np.arange(source.shape[1], dtype=np.int32))
         for array in state:
             array[row, cell] = array[row, source[row, cell]]
 
     def compress(self, view: View) -> Plan:
-        """The one plan after a prompt that was decoded whole. The signals are those of the whole prompt."""
+        """Return the plan for a prompt that was decoded whole. The signals cover the whole prompt."""
         n_row, n_kv = view.pos.shape
         state = self.start(n_row, n_kv, 0 if view.keys is None else view.keys.shape[2])
         self.observe(view, state)
         return self.plan(view, state)
 
     def adopt(self, view: View, state: State) -> None:
-        """Fills a new state after `compress`. The view has the cells that stayed, with their signals."""
+        """Fill a new state after `compress`. The view has the kept cells, with their signals."""
         self.observe(view, state)
 
 
 def split_budget(budget: int, slack: int, sinks: int, window: int, pinned: int) -> dict[str, int]:
-    """The parts of a budget in cells, as `protected` gives them to sinks, pinned tokens and the window."""
+    """Split a budget in cells into sinks, pinned tokens, window, rest and slack, consistent with `protected`.
+    """
     first = max(sinks, pinned)
     window = min(window, budget - slack - first)
     rest = budget - slack - first - window

@@ -1,4 +1,4 @@
-"""Checks of parameters, and of arrays before a kernel gets them. Each raises one clear line."""
+"""Checks of parameters, and of arrays before they are passed to a kernel."""
 
 from operator import index
 from typing import Any
@@ -7,9 +7,9 @@ import numpy as np
 
 
 def check_kept(budget: int, slack: int, sinks: int = 0, window: int = 0, least: int = 0) -> None:
-    """Raises ValueError unless an eviction down to budget - slack cells leaves room for sinks and window.
+    """Raise ValueError unless budget - slack cells, which an eviction leaves, have room for sinks and window.
 
-    least: the smallest window that works.
+    least: smallest window that works.
     """
     for name, value in (("budget", budget), ("slack", slack), ("sinks", sinks), ("window", window)):
         check_whole(name, value, ValueError)
@@ -31,13 +31,13 @@ def check_kept(budget: int, slack: int, sinks: int = 0, window: int = 0, least: 
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises ValueError unless the value is one of the choices."""
+    """Raise ValueError unless the value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def check_whole(name: str, value: object, error: type[Exception] = TypeError) -> None:
-    """Raises an error unless the value is a whole number."""
+    """Raise an error unless the value is an integer."""
     if type(value) is int:
         return
     try:
@@ -47,9 +47,9 @@ def check_whole(name: str, value: object, error: type[Exception] = TypeError) ->
 
 
 def check_cells(name: str, array: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raises TypeError or ValueError unless the array is dtype[row, n_cell or more] as kernels read it.
+    """Raise TypeError or ValueError unless the array is dtype[row, n_cell or more], contiguous and writeable.
 
-    shape: (rows, n_cell). Kernels check nothing: with fewer columns they would read foreign memory.
+    shape: (rows, n_cell). Kernels check nothing: with fewer columns they would read out of bounds.
     """
     n_row, n_cell = shape
     if not isinstance(array, np.ndarray):

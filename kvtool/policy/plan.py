@@ -1,4 +1,4 @@
-"""What a policy answers: which cells stay, and which values merge."""
+"""Result of a policy: the cells to keep, and the values to merge."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,17 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """New values for kept cells: V[row, dst] is the sum of weight * V[row, src] over the terms of (row, dst).
+    """New values of kept cells: V[row, dst] becomes the sum of weight * V[row, src] over its terms.
 
-    The terms of one (row, dst) are neighbours. All sources are read before any value is written. Keys do not
-    change. Cells are numbered as in the view.
+    The terms of one (row, dst) are adjacent. All sources are read before any value is written. Keys do not
+    change. Cells have the view's indices.
 
     Attributes
     ----------
     row, dst, src
-        i32[n]: the row of each term, the cell that takes the value, the cell that gives it.
+        i32[n]: row, destination cell and source cell of each term.
     weight
-        f32[n]: the factor of each term.
+        f32[n]: factor of each term.
     """
 
     row: np.ndarray
@@ -28,14 +28,14 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a policy answers.
+    """Result of a policy.
 
     Attributes
     ----------
     keep
-        b1[row, n_kv]: True for the cells that stay, the same number in every row unless the policy is ragged.
+        b1[row, n_kv]: True for the cells to keep, the same number in every row unless the policy is ragged.
     merge
-        New values for kept cells; None: all values stay as they are.
+        New values for kept cells; None: no value changes.
     """
 
     keep: np.ndarray
@@ -43,6 +43,6 @@ class Plan:
 
 
 def true_cells(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row and cell of each True of b1[row, cell], row by row: np.nonzero in a fifth of its time."""
+    """Row and cell of each True of b1[row, cell], row by row. Five times as fast as np.nonzero."""
     row, cell = np.divmod(np.flatnonzero(mask), mask.shape[1])
     return row, cell

@@ -1,18 +1,18 @@
-"""Policies that rank: sinks and window stay, and of the rest the highest scores.
+"""Policies that rank: keep sinks, window, and the highest scores of the rest.
 
 With `heads=adaptive` the rows of a layer share their budgets by need (Ada-KV, Feng et al. 2024,
-arXiv:2407.11550): a layer keeps its highest scores, whichever row they are of. Each row keeps at least
-`floor` (the paper's alpha) of its own share. The budget is then what rows hold in the mean.
+arXiv:2407.11550): a layer keeps its highest scores, whichever row they belong to. Each row keeps at least
+`floor` (the paper's alpha) of its own share. The budget is then the average over rows.
 
-With `layers=adaptive` so do the layers (LAVa, Shen et al. 2025, arXiv:2509.09754): beside what is protected,
-a layer gets its share of the sum of all layers' entropies, those of its scores, each over the most that it
-can be.
+With `layers=adaptive` the layers share their budgets (LAVa, Shen et al. 2025, arXiv:2509.09754). In addition
+to its protected tokens, a layer gets cells in proportion to the entropy of its scores, divided by the maximum
+possible entropy.
 
-Differs from the paper: the floor is that of kvpress, which the paper's author has reviewed: of the cells that
-stay, it counts the protected ones as well. The authors' code gives each row floor of an equal share, and
-1 - floor of what it would get by need alone. LAVa shares by scores of its own: attention times the longest
-value of a row; here the policy's scores decide. A row never holds more than twice the budget. The papers
-compress a prompt once; here a stream does the same every `slack` tokens.
+Differs from the paper: the floor is a share of all kept cells, protected ones included, as in kvpress, whose
+code the paper's author has reviewed. The authors' code gives each row `floor` of an equal share, and 1 -
+floor of its share by need alone. LAVa's own score is attention times the largest value norm of a row; here
+the policy's scores decide. A row never holds more than twice the budget. The papers compress a prompt once;
+here the same is done every `slack` tokens of a stream.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ if TYPE_CHECKING:
     from typing import Self
 
 FLOOR = 0.2
-"""Share of its own budget that a row keeps at least, where it shares: the paper's."""
+"""Minimum share of its own budget that a row keeps when rows share budgets: the paper's value."""
 
 _F32 = np.dtype(np.float32)
 
 _MOST = 2
-"""Budgets that a row may hold at most, where the rows of a layer share theirs."""
+"""Maximum cells of a row when rows share budgets, as a multiple of the budget."""
 
 
 class Ranked(Policy):
-    """A policy that writes `scores` alone: sinks and window stay, and of the rest the highest scores.
+    """Base of policies that define only `scores`: keep sinks, window, and the highest scores of the rest.
 
-    Sinks and window are the fields `sinks` and `window` of its dataclass, 0 without such a field. With fields
-    `heads` ("equal" or "adaptive") and `floor` the rows of a layer can share their budgets, and with `layers`
-    the layers can. Scores of a layer must then be comparable, and 0 or more for the second; `scores` must
-    expect rows with fewer live cells than n_kv; and with a field `per`, rows that share decide by themselves.
+    Sinks and window are the fields `sinks` and `window` of the dataclass, 0 without such a field. Fields
+    `heads` ("equal" or "adaptive") and `floor` let the rows of a layer share their budgets; a field `layers`
+    lets the layers share. The scores of a layer must then be comparable, and with `layers` not negative.
+    `scores` must handle rows with fewer live cells than n_kv. With a field `per`, rows can share only if each
+    decides separately.
 
     Attributes
     ----------
     least_window
-        The smallest window that works.
+        Smallest window that works.
     """
 
     __slots__ = ()
@@ -90,7 +91,7 @@ class Ranked(Policy):
 
     @property
     def n_keep(self) -> int:
-        """Cells of a row after an eviction; in the mean if rows share them."""
+        """Number of cells that an eviction leaves in a row; the average if rows share budgets."""
         return self.n_asked - self.slack if self.ragged else super().n_keep
 
     @classmethod
@@ -107,14 +108,14 @@ class Ranked(Policy):
         return super().split(pinned)
 
     def scores(self, view: View, state: State) -> np.ndarray:
-        """f32[row, n_kv or more]: the score of each cell. Among equal scores the newer token stays."""
+        """Return f32[row, n_kv or more]: the score of each cell. Among equal scores the newer token stays."""
         raise NotImplementedError
 
     def plan(self, view: View, state: State) -> Plan:
         return Plan(self.highest(view, self.scores(view, state)))
 
     def highest(self, view: View, scores: np.ndarray) -> np.ndarray:
-        """keep b1[row, n_kv] of an eviction by these scores."""
+        """Return keep b1[row, n_kv] of an eviction by these scores."""
         if not self.ragged:
             return keep_ranked(view, scores, self.n_keep, *self.exempt)
         check_cells("the score", scores, view.pos.shape, _F32)
@@ -128,7 +129,7 @@ class Ranked(Policy):
         return keep
 
     def _shares(self, view: View, scores: np.ndarray, first: int, recent: int) -> np.ndarray:
-        """n_keep i64[row]: tokens that stay; of rows that share, in the mean."""
+        """Return n_keep i64[row]: tokens that a row keeps, or the average of the rows that share."""
         if self._layers == "equal":
             return np.full(len(view.pos), self.n_keep, np.int64)
         entropy = np.empty(len(view.pos))
@@ -139,10 +140,10 @@ class Ranked(Policy):
 
 
 def apportion(weight: np.ndarray, most: np.ndarray, total: int) -> np.ndarray:
-    """i64[n]: whole numbers in proportion to the weights, rounded down and none above its most.
+    """Return i64[n]: integers in proportion to the weights, rounded down, each capped by `most`.
 
-    weight: f64[n], 0 or more. most: i64[n]. total: what they add up to, but for what is rounded down. What
-    one may not have, the others share.
+    weight: f64[n], 0 or more. most: i64[n]. total: their sum before rounding down. The excess over a cap is
+    shared among the rest.
     """
     share, most = np.zeros(len(weight), np.int64), np.maximum(most, 0)
     while True:
@@ -154,10 +155,10 @@ def apportion(weight: np.ndarray, most: np.ndarray, total: int) -> np.ndarray:
 
 
 def protected(view: View, n_keep: int, sinks: int, window: int) -> tuple[int, int]:
-    """Positions (first, recent): tokens before `first` and from `recent` on must stay.
+    """Return positions (first, recent): tokens before `first` and from `recent` on must stay.
 
-    Pinned tokens count as sinks, held tokens as the window. The window gives way where both do not fit into
-    n_keep cells. Raises TypeError for anything but whole numbers.
+    Pinned tokens count as sinks, held tokens as the window. The window shrinks if both do not fit into n_keep
+    cells. Raises TypeError for anything but integers.
     """
     for name, value in (("n_keep", n_keep), ("sinks", sinks), ("window", window)):
         check_whole(name, value)
@@ -166,7 +167,7 @@ def protected(view: View, n_keep: int, sinks: int, window: int) -> tuple[int, in
 
 
 def keep_ranked(view: View, score: np.ndarray, n_keep: int, sinks: int, window: int) -> np.ndarray:
-    """keep b1[row, n_kv]: what `protected` names, and the highest scores of the rest, n_keep cells in all.
+    """Return keep b1[row, n_kv] of n_keep cells: the protected tokens, and the highest scores of the rest.
 
     score: f32[row, n_kv or more]. Among equal scores the newer token stays. Raises TypeError or ValueError
     for another type or shape.
@@ -179,11 +180,10 @@ def keep_ranked(view: View, score: np.ndarray, n_keep: int, sinks: int, window: 
 
 
 def sum_rows(view: View, score: np.ndarray, per: str) -> np.ndarray:
-    """f32[row, n_kv or more]: each token's score, summed over the rows that decide as one.
+    """Return f32[row, n_kv or more]: each token's score, summed over the rows that decide together.
 
-    score: f32[row, n_kv or more]. per: "row" (each row by itself), "layer" (the rows of a layer) or "all".
-    Rows that decide as one must hold the same tokens. Raises TypeError or ValueError for another type or
-    shape.
+    score: f32[row, n_kv or more]. per: "row" (no sum), "layer" (the rows of a layer) or "all". Rows that
+    decide together must hold the same tokens. Raises TypeError or ValueError for another type or shape.
     """
     check_choice("per", per, ("row", "layer", "all"))
     check_cells("the score", score, view.pos.shape, _F32)
@@ -192,9 +192,9 @@ def sum_rows(view: View, score: np.ndarray, per: str) -> np.ndarray:
     first_rows = np.flatnonzero(np.diff(view.layer, prepend=-1)) if per == "layer" else np.zeros(1, np.intp)
     n_rows = np.diff(first_rows, append=len(view.layer))
     if (view.pos == np.repeat(view.pos[first_rows], n_rows, axis=0)).all():
-        # rows that never decided by themselves hold their tokens in the same cells
+        # without sharing, the rows of a layer hold the same tokens in the same cells
         return np.repeat(np.add.reduceat(score[:, : view.n_kv], first_rows, axis=0), n_rows, axis=0)
-    # no two positions of a row are equal: the sort need not be stable
+    # positions in a row are distinct, so the sort need not be stable
     order = np.argsort(view.pos, axis=1)
     total = np.add.reduceat(np.take_along_axis(score, order, axis=1), first_rows, axis=0)
     summed = np.empty(view.pos.shape, np.float32)

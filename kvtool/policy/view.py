@@ -1,4 +1,4 @@
-"""What a policy sees of the cache: the view, the signals in it, and the request for them."""
+"""Inputs of a policy: the view of the cache, the signals in it, and the request for them."""
 
 from dataclasses import dataclass
 from enum import IntFlag
@@ -10,10 +10,10 @@ from kvtool.policy.checks import check_choice, check_whole
 
 
 class Signal(IntFlag):
-    """A statistic of the step's attention A[head, query, cell], which the engine copies out for each row.
+    """Statistic of a step's attention A[head, query, cell] that the engine reads for each row.
 
-    The group of a row are the query heads that share its KV head. A key is important to a query that has seen
-    t tokens, itself included, where A >= 1 / t. The values are those of the patched library's C API.
+    A row's group is the set of query heads that share its KV head. A key is important to a query that has
+    seen t tokens, itself included, if A >= 1 / t. The numbers match the patched library's C API.
     """
 
     NONE = 0
@@ -26,19 +26,20 @@ class Signal(IntFlag):
     SQUARES = 8
     """Squares: each query's attention summed over the group, then squared, summed since the last plan."""
     HITS = 16
-    """Hits: pairs of a query since the last plan and a head of the group that found the key important."""
+    """Hits: number of pairs (query since the last plan, head of the group) that found the key important."""
     IMPORTANT = 32
-    """Last important step: tokens seen by the latest query that found the key important; 0: none did."""
+    """Last important step: tokens seen by the latest query that found the key important; 0: no query did."""
     HIGHEST = 64
     """Highest attention: of any query since the last plan and any head of the group."""
     KEYS = 128
-    """Keys: of the cells that are new since the last plan, as they were before RoPE."""
+    """Keys before RoPE, of the cells that are new since the last plan."""
     FUTURE = 256
-    """Future logits: their mean and variance over the last `n_query` queries, if these came next: each of
-    them at all of the next `n_future` positions, its logits averaged. Soft caps are left out, and what falls
-    with distance (ALiBi)."""
+    """Future logits: mean and variance over the last `n_query` queries, as if they came next. Each query's
+    logits are averaged over the next `n_future` positions. Soft caps and distance biases (ALiBi) are left
+    out.
+    """
     LENGTHS = 512
-    """Lengths of values: the Euclidean norm of each cell's; 1 where values are a part of the keys (MLA)."""
+    """Norms of values: the Euclidean norm of each cell's value; 1 if values are part of the keys (MLA)."""
 
 
 SIGNALS = {
@@ -50,24 +51,25 @@ SIGNALS = {
     Signal.IMPORTANT: "important",
     Signal.HIGHEST: "highest",
 }
-"""The fields of a view that hold one value per cell."""
+"""Fields of a view that hold one value per cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recalls:
-    """What a step brings back from the archive, where evicted tokens go.
+    """Settings of recall: how steps attend to the archive of evicted tokens.
 
     Attributes
     ----------
     n_cell
-        Cells of each row that a query sees besides the live ones. They are made, one for each query head of a
-        row: attention to them is attention to the archive. Where values are a part of the keys (MLA) they are
-        the archived tokens that get most attention.
+        Cells of each row that a query sees in addition to the live ones. They are synthetic, one for each
+        query head of a row: attention to them is attention to the archive. If values are part of the keys
+        (MLA), they are copies of the archived tokens that get the most attention.
     chunk
-        The most tokens of a step. Each has its own made cells; archived tokens come back for all of them.
+        Maximum tokens of a step. Each token has its own synthetic cells; copies of archived tokens serve all
+        of them.
     n_exact
-        Archived tokens of a row that a step looks into, cluster by cluster; the others are known by their
-        cluster's mean. 0: it looks into all.
+        Archived tokens of a row that a step attends to exactly, by whole clusters; the rest are represented
+        by their cluster's mean. 0: all.
     """
 
     n_cell: int
@@ -75,31 +77,31 @@ class Recalls:
     n_exact: int = 0
 
     def n_filled(self, made: bool) -> int:
-        """Cells of each row that a step fills, at most. made: whether they are made."""
+        """Maximum number of cells of each row that a step fills. made: True for synthetic cells."""
         return self.n_cell * self.chunk if made else self.n_cell
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """How a prompt that is read whole is read once more, in chunks, before it is compressed.
+    """Reconstruction pass: a prompt read whole is read again, in chunks, before it is compressed.
 
-    A request to repeat the text comes before each chunk, then what comes before a reply, then the chunk as if
-    it were the reply. All of that is forgotten again. Signals are computed then, and at no other time: each
-    token has those of the queries that come with its own chunk. Pinned and held tokens are not repeated, and
-    have zeros.
+    The model reads a request to repeat the text, then the reply header, then the chunk as if it were the
+    reply. These tokens are removed from the cache afterwards. Signals are computed only in this pass: a
+    token's signals come from the queries of its own chunk's repetition. Pinned and held tokens are not
+    repeated and have zeros.
 
     Attributes
     ----------
     first
-        The request before the first chunk.
+        Request before the first chunk.
     later
-        That before each other chunk; the last tokens of the chunk before follow it.
+        Request before each later chunk, followed by the last tokens of the previous chunk.
     close
-        What comes before a chunk where there is no reply header.
+        Text between request and chunk if there is no reply header.
     n_chunk
-        The most tokens of a chunk. It is less where the context has no room for so many more.
+        Maximum tokens of a chunk. Chunks are shorter if the context has no room for this many more tokens.
     n_lead
-        Tokens of the chunk before that follow `later`.
+        Number of tokens of the previous chunk that follow `later`.
     """
 
     first: str
@@ -111,27 +113,28 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What llama.cpp computes for a policy: how it reduces each step's attention, and scales it.
+    """Signals that llama.cpp computes for a policy, and the scaling of attention logits.
 
     Attributes
     ----------
     signals
-        What the engine reads after a step.
+        Signals that the engine reads after a step.
     n_query
-        Number of queries of `Signal.RECENT`, for which the library keeps that many floats per row and cell,
-        and of `Signal.FUTURE`, for which it keeps the queries themselves.
+        Number of queries of `Signal.RECENT`, for which the library keeps this many floats per row and cell,
+        and of `Signal.FUTURE`, for which it keeps the queries.
     group
-        How the attention of a group of query heads becomes one: "sum", "max" or "first".
+        Reduction of attention over a group's query heads: "sum", "max" or "first".
     t
-        What t counts in `Signal.HITS`, `Signal.IMPORTANT` and log_n: tokens of the "stream" or live "cells".
+        Meaning of t in `Signal.HITS`, `Signal.IMPORTANT` and log_n: tokens of the "stream" or live "cells".
     log_n
-        Whether attention logits are multiplied by log_512(t).
+        True to multiply attention logits by log_512(t).
     recall
-        How steps recall evicted tokens; None: they do not.
+        Settings of recall; None: no recall.
     n_future
-        Positions that `Signal.FUTURE` looks ahead.
+        Number of later positions that `Signal.FUTURE` averages over.
     n_skip
-        First tokens of the stream whose queries do not count in `Signal.FUTURE`, unless there are no others.
+        Number of first tokens whose queries do not count in `Signal.FUTURE`, unless the stream has only
+        these.
 
     Raises ValueError or TypeError for a field out of its range.
     """
@@ -159,26 +162,26 @@ class Request:
 
     @property
     def needs_t(self) -> bool:
-        """Whether llama.cpp has to be told t before each step."""
+        """True if llama.cpp must get t before each step."""
         return self.log_n or bool(self.signals & (Signal.HITS | Signal.IMPORTANT))
 
 
 _ABSENT = cast("np.ndarray", None)
-"""None, in a view, for what its policy does not read; typed for the policies that do."""
+"""None, in a view, for signals that its policy does not read; typed for the policies that do."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a policy sees of the cache. All arrays are C-contiguous. The policy must not write to them.
+    """A policy's view of the cache. All arrays are C-contiguous. The policy must not write to them.
 
     A signal that the policy does not read is None.
 
     Attributes
     ----------
     pos
-        i32[row, n_kv]: the position in the stream of each cell's token. No two are equal in a row.
+        i32[row, n_kv]: position in the stream of each cell's token. Positions in a row are distinct.
     layer
-        i32[row]: the layer of each row. Rows of one layer are neighbours.
+        i32[row]: layer of each row. Rows of one layer are adjacent.
     next
         Position of the next token. The token at position p has lived next - p steps.
     pinned
@@ -186,9 +189,10 @@ class View:
     n_new
         Tokens since the last plan; they occupy the last live cells.
     live
-        i32[row]: live cells of each row of a ragged policy, the first ones. None: all n_kv cells live.
+        i32[row]: number of live cells of each row of a ragged policy, always the first ones. None: all n_kv
+        cells are live.
     held
-        The newest tokens that must stay (the chat template's reply header).
+        Number of newest tokens that must stay (the chat template's reply header).
     n_ctx
         Context length, which original positions cannot exceed; 0: unknown.
     n_head
@@ -201,7 +205,7 @@ class View:
         f32[row, n_new, n_dim]: the signal KEYS. Zero beyond a layer's own head dimension.
     future_mean, future_variance
         f32[row, head, n_kv]: the signal FUTURE, by the heads of a row's group. Zero for heads that a smaller
-        group lacks.
+        group does not have.
     lengths
         f32[row, n_kv]: the signal LENGTHS.
     """
@@ -234,12 +238,12 @@ class View:
 
     @property
     def new_cells(self) -> np.ndarray:
-        """i64[row]: the first of the cells that `keys` are of."""
+        """i64[row]: first of the cells that `keys` belong to."""
         live = np.full(len(self.pos), self.n_kv) if self.live is None else self.live
         first: np.ndarray = np.maximum(live.astype(np.int64) - self.keys.shape[1], 0)
         return first
 
     @property
     def lived(self) -> np.ndarray:
-        """f32[row, n_kv]: steps that each cell's token has lived, 1 for the newest."""
+        """f32[row, n_kv]: number of steps that each cell's token has lived, 1 for the newest."""
         return (self.next - self.pos).astype(np.float32)
