@@ -1,4 +1,4 @@
-// numba's own allocator, which kernels with arrays of their own call; link.py links them with it
+// numba's allocator, called by kernels with local arrays; link.py links them with it
 #include "nrt.cpp"
 
 static void out_of_memory() {

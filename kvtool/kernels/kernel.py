@@ -1,4 +1,4 @@
-"""The decorator of kernels: functions over arrays that numba compiles."""
+"""Decorator for kernels: functions over arrays that numba compiles."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 class Kernel(Generic[P, R]):
-    """A compiled function: from the shared library of kernels, or from numba when it is first called."""
+    """Compiled function: taken from the shared library of kernels, or compiled by numba at the first call."""
 
     def __init__(self, function: Callable[P, R], signatures: list[str], any_order: bool) -> None:
         self.name = f"{function.__module__}.{function.__qualname__}"
@@ -29,9 +29,9 @@ class Kernel(Generic[P, R]):
         return self._called(*args, **kwargs)
 
     def compile(self) -> Callable[P, R]:
-        """The function as numba compiles it, or as numba's disk cache has it."""
+        """Compile the function with numba, or load it from numba's disk cache."""
         if self._compiled is None:
-            # numba can call other kernels only once they are compiled
+            # numba needs called kernels to be compiled first
             names = self._function.__globals__
             for name in self._function.__code__.co_names:
                 if isinstance(called := names.get(name), Kernel):
@@ -51,7 +51,7 @@ def _numba() -> ModuleType:
     os.environ["NUMBA_CACHE_DIR"] = folder
     import numba
 
-    # numba may have been imported before; it makes its settings at run time, so mypy does not know them
+    # numba may already be imported; it creates its settings at run time, so mypy does not know them
     vars(numba.config)["CACHE_DIR"] = folder
     return numba
 
@@ -59,21 +59,21 @@ def _numba() -> ModuleType:
 def kernel(
     signature: str | list[str], *, any_order: bool = False
 ) -> Callable[[Callable[P, R]], Kernel[P, R]]:
-    """Marks a function to be compiled for a signature, or for each of a list.
+    """Mark a function to be compiled for a signature, or for each of a list.
 
-    Outputs come last. A kernel checks nothing: its caller does.
+    Output arrays come last. The caller checks arguments; a kernel does not.
 
     Parameters
     ----------
     signature
-        As numba has it: "i4[:,::1]" is a C-contiguous matrix of int32.
+        In numba's notation: "i4[:,::1]" is a C-contiguous matrix of int32.
     any_order
-        Whether sums of floats may be taken in any order: for whole numbers, where the order does not matter.
+        True if sums of floats may be reordered. Only for integer values, where the order does not matter.
     """
     signatures = [signature] if isinstance(signature, str) else signature
     return lambda function: Kernel(function, signatures, any_order)
 
 
 def of_module(module: ModuleType) -> Iterator[Kernel[..., object]]:
-    """The kernels that a module defines or uses."""
+    """List the kernels that a module defines or uses."""
     return (value for value in vars(module).values() if isinstance(value, Kernel))

@@ -1,4 +1,4 @@
-"""Kernels over logits: likelihoods and divergence."""
+"""Kernels over logits: likelihood and divergence."""
 
 import numpy as np
 
@@ -31,7 +31,7 @@ def token_nll(logits, target, nll):
 def log_probs(logits, tokens, top, log_p):
     """Log-probabilities in nats: logits f32[n, n_vocab], tokens i32[n, k] -> top i32[n], log_p f32[n, k].
 
-    top is the likeliest token, the lowest among equals; log_p are those of the given tokens.
+    top is the likeliest token, the lowest among equals; log_p belongs to the given tokens.
     """
     n, k = tokens.shape
     for i in range(n):
@@ -43,10 +43,11 @@ def log_probs(logits, tokens, top, log_p):
 
 @kernel("void(f4[:,::1], i4[::1], i4[:,::1], f4[:,::1], f8[::1], f8[::1], i4[::1])")
 def divergence(logits, target, tokens, log_p, nll, kl, top):
-    """How far predictions Q are from predictions P, of which the k likeliest tokens are known.
+    """Divergence of predictions Q from predictions P, given P's k likeliest tokens.
 
-    logits f32[n, n_vocab] of Q, target i32[n], tokens i32[n, k] and log_p f32[n, k] of P -> nll f64[n] as
-    `token_nll` has it, kl f64[n], top i32[n] of Q. kl is KL(P || Q) in nats, all other tokens counted as one.
+    logits f32[n, n_vocab] of Q, target i32[n], tokens i32[n, k] and log_p f32[n, k] of P -> nll f64[n] as in
+    `token_nll`, kl f64[n], top i32[n] of Q. kl is KL(P || Q) in nats, with all remaining tokens merged into
+    one.
     """
     n, k = tokens.shape
     for i in range(n):
@@ -55,12 +56,12 @@ def divergence(logits, target, tokens, log_p, nll, kl, top):
         top[i] = best
         total, rest_p, rest_q = 0.0, 1.0, 1.0
         for j in range(k):
-            # rounded as P is, so that equal predictions have no divergence at all
+            # rounded like P, so that equal predictions have zero divergence
             log_q = np.float32(np.float64(logits[i, tokens[i, j]] - logits[i, best]) - log_sum)
             p = np.exp(np.float64(log_p[i, j]))
             total += p * (np.float64(log_p[i, j]) - np.float64(log_q))
             rest_p -= p
             rest_q -= np.exp(np.float64(log_q))
-        # rounding may leave less than nothing
+        # rounding may give a negative rest
         rest_p, rest_q = max(rest_p, 1e-12), max(rest_q, 1e-12)
         kl[i] = total + rest_p * np.log(rest_p / rest_q)

@@ -1,7 +1,7 @@
-"""Links compiled kernels into a shared library, which load.py opens. kvtool/build/kernels.py calls it.
+"""Link compiled kernels into a shared library. load.py opens the library; kvtool/build/kernels.py builds it.
 
-numba compiles each kernel behind a C signature to LLVM's text. That becomes an object file. It is linked with
-numba's own allocator, which kernels with arrays of their own call.
+numba compiles each kernel, behind a C signature, to LLVM IR. The IR becomes an object file, linked with
+numba's allocator, which kernels call for local arrays.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ALLOCATOR = Path(__file__).with_name("allocator.cpp")
 
 
 def link(kernels: Iterable[Kernel[..., Any]], path: Path) -> None:
-    """Writes the kernels to a shared library. Raises LibraryError if that cannot be done here."""
+    """Write the kernels to a shared library. Raises LibraryError if this machine cannot build it."""
     if sys.platform == "win32":
         raise LibraryError("kernels are not linked on Windows")
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
@@ -42,7 +42,7 @@ def link(kernels: Iterable[Kernel[..., Any]], path: Path) -> None:
     module = llvm.parse_assembly("")
     for kernel in kernels:
         for signature in kernel.signatures:
-            # kernels alone call one that returns two things
+            # only other kernels call a kernel that returns a tuple
             if not signature.startswith("Tuple"):
                 module.link_in(_with_c_signature(kernel, signature))
     target = llvm.Target.from_default_triple().create_target_machine(
@@ -54,7 +54,7 @@ def link(kernels: Iterable[Kernel[..., Any]], path: Path) -> None:
         (folder / "kernels.o").write_bytes(target.emit_object(module))
         command = [*compiler, "-O2", "-shared", "-fPIC", str(_ALLOCATOR), "kernels.o", "-o", path.name]
         command.append(f"-I{Path(numba.__file__).parent / 'core' / 'runtime'}")
-        # Python's functions are in the process that loads it
+        # Python's functions are resolved in the process that loads the library
         command += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-lm"]
         done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", check=False)
         if done.returncode:
@@ -68,13 +68,13 @@ def link(kernels: Iterable[Kernel[..., Any]], path: Path) -> None:
 
 
 def _with_c_signature(kernel: Kernel[..., Any], signature: str) -> Any:
-    """An LLVM module in which the kernel takes an array as a pointer and its sizes, under its symbol."""
+    """Return an LLVM module that exports the kernel under its symbol. Arrays are pointers with sizes."""
     import llvmlite.binding as llvm
     import numpy as np
 
     from kvtool.kernels.load import parse, symbol
 
-    # by its name, as its own types leave some of this out
+    # imported by name, because numba's type stubs lack some of this
     numba: Any = import_module("numba")
 
     result, arguments = parse(signature)
@@ -88,7 +88,7 @@ def _with_c_signature(kernel: Kernel[..., Any], signature: str) -> Any:
         c_types += [numba.types.CPointer(one), *[numba.int64] * n_dim] if n_dim else [one]
         values.append(f"carray(x{i}, ({', '.join(sizes)},))" if n_dim else f"x{i}")
     names: dict[str, Any] = {"carray": numba.carray, "kernel": kernel.compile()}
-    # numba takes no function with a variable number of arguments
+    # numba cannot compile a function with a variable number of arguments
     exec(f"def entry({', '.join(parameters)}): return kernel({', '.join(values)})", names)
     c_result = numba.void if result == "void" else numba.from_dtype(np.dtype(result))
     entry = numba.cfunc(c_result(*c_types), error_model="numpy")(names["entry"])

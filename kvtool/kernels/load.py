@@ -1,6 +1,6 @@
-"""Loads compiled kernels from the shared library: a process that calls them saves numba and its 100 MiB.
+"""Load compiled kernels from the shared library, which saves a process the 100 MiB of numba.
 
-link.py makes the library. Without one, numba compiles each kernel when it is first called.
+link.py builds the library. Without it, numba compiles each kernel at its first call.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import numpy as np
 
 from kvtool.system.paths import kernel_library
 
-# when this module is imported: the environment may change later
+# set at import: the environment may change later
 LIBRARY = kernel_library()
 
 _C_TYPES = {
@@ -22,7 +22,7 @@ _C_TYPES = {
     for name, c_type in (("b1", "bool"), ("i4", "int32"), ("i8", "int64"), ("f4", "float"), ("f8", "double"))
 }
 
-# an array's memory as ctypes takes it, in a third of the time of numpy.ndarray.ctypes
+# an array's memory for ctypes, three times as fast as numpy.ndarray.ctypes
 _Memory = ctypes.c_char * 0
 
 
@@ -31,7 +31,7 @@ Arguments = list[tuple[np.dtype[Any], int]]
 
 
 def parse(signature: str) -> tuple[str, Arguments]:
-    """ "i8(i4[:,::1], f8)" -> "i8", [(int32, 2), (float64, 0)]."""
+    """ Parse "i8(i4[:,::1], f8)" to "i8", [(int32, 2), (float64, 0)]."""
     result, _, arguments = signature.rpartition("(")
     return result, [
         (np.dtype(name), dims.count(",") + 1 if dims else 0)
@@ -50,7 +50,7 @@ def _opened() -> ctypes.CDLL | None:
 
 
 def symbol(name: str, signature: str) -> str:
-    """The name of a kernel in the library."""
+    """Return a kernel's symbol in the library."""
     return f"{name} {signature}"
 
 
@@ -70,9 +70,9 @@ def _flat(args: tuple[Any, ...], wanted: Arguments) -> list[Any] | None:
 
 
 def find(name: str, signatures: list[str]) -> Callable[..., Any] | None:
-    """The library's kernel of that name; None if there is no library, or no such kernel in it.
+    """Find a kernel in the library; None if there is no library, or no such kernel in it.
 
-    It raises TypeError for arguments that fit no signature.
+    The returned function raises TypeError for arguments that match no signature.
     """
     opened = _opened()
     if opened is None:

@@ -1,4 +1,4 @@
-"""Places of a text that agree with its end: n-grams in chains, one a hash, as LZ77-like compressors do."""
+"""Find earlier places of a text that match its end: n-grams in one chain per hash, as in LZ77 compressors."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import numpy as np
 from kvtool.kernels.kernel import kernel
 
 N_KEY = 3
-"""Tokens before a place that must agree at least."""
+"""Minimum number of matching tokens before a place."""
 
 N_BIT = 14
-"""Of a hash."""
+"""Bits of a hash."""
 
 _MOST_PLACES = 64
-"""Places that are compared, the newest first."""
+"""Maximum number of places compared, the newest first."""
 
 _MOST_SAME = 64
-"""Tokens that are compared at each of them."""
+"""Maximum number of tokens compared at each place."""
 
 
 @kernel("i8(i4[::1], i8)")
 def key_of(tokens, end):
-    """The hash of the N_KEY tokens before a place, which must have so many."""
+    """Hash the N_KEY tokens before position `end`, which must be at least N_KEY."""
     key = np.uint64(0)
     for i in range(end - N_KEY, end):
         key = (key ^ np.uint64(tokens[i])) * np.uint64(0x9E3779B97F4A7C15)
@@ -30,9 +30,9 @@ def key_of(tokens, end):
 
 @kernel("void(i4[::1], i4[::1], i4[::1], i8, i8)")
 def link(tokens, newest, before, first, n):
-    """Notes the places first + 1 .. n of a text: tokens i32[n], newest i32[hash], before i32[n].
+    """Add the places first + 1 .. n of a text: tokens i32[n], newest i32[hash], before i32[n].
 
-    A place is where a token comes that follows N_KEY others; place n itself has none yet.
+    A place is the index of a token that follows N_KEY others; the token at place n is not known yet.
     """
     for end in range(max(first + 1, N_KEY), n + 1):
         key = key_of(tokens, end)
@@ -42,16 +42,16 @@ def link(tokens, newest, before, first, n):
 
 @kernel("void(i4[::1], i4[::1], i4[::1], i8, i8)")
 def unlink(tokens, newest, before, n, first):
-    """Takes back what `link` noted of the places first + 1 .. n."""
+    """Remove the places first + 1 .. n that `link` added."""
     for end in range(n, max(first + 1, N_KEY) - 1, -1):
         newest[key_of(tokens, end)] = before[end - 1]
 
 
 @kernel("void(i4[::1], i4[::1], i4[::1], i8, i8[::1])")
 def best_place(tokens, newest, before, n, found):
-    """Where the end of the text came before: the place, and how many tokens before it agree -> found i64[2].
+    """Find the earlier place that best matches the end of the text -> found i64[2]: place, matching tokens.
 
-    0 and 0 if there is none. The place n itself, which is the newest of its hash, does not count.
+    Both are 0 without a match. Place n itself, the newest of its hash, does not count.
     """
     found[0] = found[1] = 0
     if n < N_KEY:

@@ -7,7 +7,7 @@ from kvtool.kernels.kernel import kernel
 
 @kernel("f8(f4[::1])")
 def square_norm(key):
-    """key f32[n_dim] -> the sum of its squares, in float64."""
+    """Sum of squares of key f32[n_dim], in float64."""
     total = 0.0
     for x in key:
         total += np.float64(x) * x
@@ -16,9 +16,9 @@ def square_norm(key):
 
 @kernel("void(f4[:,:,::1], i8[::1], i1[:,:,::1])")
 def normalise(keys, first, unit):
-    """keys f32[row, n_new, n_dim], of the cells from first i64[row] on -> unit i8[row, n or more, n_dim].
+    """keys f32[row, n_new, n_dim] of cells from first i64[row] on -> unit i8[row, n or more, n_dim].
 
-    Each key gets the length 127; a key of zeros stays one.
+    Scale each key to norm 127; a zero key stays zero.
     """
     n_row, n_new, n_dim = keys.shape
     for row in range(n_row):

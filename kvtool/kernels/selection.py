@@ -1,4 +1,4 @@
-"""Kernels that choose which cells stay."""
+"""Kernels that choose which cells to keep."""
 
 import numpy as np
 
@@ -7,15 +7,14 @@ from kvtool.kernels.kernel import kernel
 
 @kernel("i8(i8[::1], i8, i8)")
 def nth_lowest(values, n_value, nth):
-    """values i64[n_value or more] -> the value that has `nth` lower ones, by quickselect.
+    """Return the value with exactly `nth` lower ones in values i64[n_value or more], by quickselect.
 
-    Reorders the values. It is slow for many equal values. numpy.partition does the same, but takes seconds
-    to compile.
+    Reorders the values. Slow if many are equal. numpy.partition does the same, but takes seconds to compile.
     """
     begin, last = 0, n_value - 1
     while begin < last:
         middle = (begin + last) // 2
-        # the median of three goes last, the lowest of them first
+        # move the median of three last, and the lowest of them first
         if values[middle] < values[begin]:
             values[begin], values[middle] = values[middle], values[begin]
         if values[last] < values[begin]:
@@ -24,7 +23,7 @@ def nth_lowest(values, n_value, nth):
             values[middle], values[last] = values[last], values[middle]
         pivot = values[last]
         middle = begin
-        # every value is swapped, lower or not: a branch would be mispredicted half of the time
+        # swap every value, lower or not: a branch would be mispredicted half of the time
         for i in range(begin, last):
             value = values[i]
             values[i] = values[middle]
@@ -42,9 +41,9 @@ def nth_lowest(values, n_value, nth):
 
 @kernel("i8(i4, i4)")
 def score_key(bits, pos):
-    """Orders tokens by score, then by position; bits are those of the score, a float32, which may be NaN.
+    """Sort key of a token: by score, then by position. bits: the score's float32 bits; NaN is allowed.
 
-    No two tokens of a row have the same key, so a row always keeps the number that it should.
+    Keys in a row are distinct, so a row always keeps exactly the requested number.
     """
     rank = np.int64(bits)
     if rank < 0:
@@ -54,17 +53,17 @@ def score_key(bits, pos):
 
 @kernel("void(i4[:,::1], f4[:,::1], i8, i8, i8, b1[:,::1])")
 def keep_highest(pos, score, first, recent, n_keep, keep):
-    """Tokens before `first` and from `recent` on stay, and of the others the highest scores, n_keep in all.
+    """Keep n_keep tokens: those before `first` and from `recent` on, then the highest scores of the rest.
 
-    pos i32[row, n], score f32[row, n or more], first, recent: positions -> keep b1[row, n].
-    Among equal scores the newer token stays. If more than n_keep tokens are protected, exactly these stay.
+    pos i32[row, n], score f32[row, n or more], first, recent: positions -> keep b1[row, n]. Among equal
+    scores the newer token stays. If more than n_keep tokens are protected, exactly these stay.
     """
     n_row, n = pos.shape
     bits = score.view(np.int32)
     never = np.int64(2**63 - 1)
     keys, open_keys = np.empty(n, np.int64), np.empty(n, np.int64)
     for row in range(n_row):
-        # no branches: a cell's place says nothing about its token, so they could not be predicted
+        # no branches: cells are in no order, so branches would be mispredicted
         for cell in range(n):
             is_open = first <= pos[row, cell] < recent
             keys[cell] = score_key(bits[row, cell], pos[row, cell]) if is_open else never
@@ -85,17 +84,17 @@ def keep_highest(pos, score, first, recent, n_keep, keep):
 
 @kernel("void(i4[:,::1], i4[::1], i4[::1], f4[:,::1], i8, i8, i8[::1], i8[::1], i8, b1[:,::1])")
 def keep_shared(pos, live, layer, score, first, recent, n_keep, n_floor, n_most, keep):
-    """Tokens before `first` and from `recent` on stay, and of a layer's others the highest scores.
+    """Keep tokens before `first` and from `recent` on, and the highest scores of the rest of a layer.
 
     pos i32[row, n], live, layer i32[row], score f32[row, n or more], first, recent: positions, n_keep and
-    n_floor i64[row] -> keep b1[row, n]. A layer keeps as many tokens as the n_keep of its rows say together,
-    a row at least its n_floor highest ones and at most n_most, protected ones included. Among equal scores
-    the newer token stays, then that of the earlier row.
+    n_floor i64[row] -> keep b1[row, n]. A layer keeps as many tokens as the sum of its rows' n_keep. A row
+    keeps at least its n_floor highest scores and at most n_most tokens, protected ones included. Among equal
+    scores the newer token stays, then the token of the earlier row.
     """
     n_row, n = pos.shape
     bits = score.view(np.int32)
     keys, shared = np.empty(n, np.int64), np.empty(n_row * n, np.int64)
-    # of each row: keys above `safe` stay, those above `out` may
+    # per row: sort keys above `safe` stay, keys above `out` may stay
     safe, out = np.empty(n_row, np.int64), np.empty(n_row, np.int64)
     never = np.int64(2**63 - 1)
     begin = 0
@@ -141,11 +140,11 @@ def keep_shared(pos, live, layer, score, first, recent, n_keep, n_floor, n_most,
 
 @kernel("void(i4[:,::1], i4[::1], i4[::1], f4[:,::1], i8, i8, f8[::1])")
 def layer_entropy(pos, live, layer, score, first, recent, entropy):
-    """How evenly a layer's scores are spread over the tokens from `first` to `recent`.
+    """Normalised entropy of a layer's scores over the tokens from `first` to `recent`.
 
     pos i32[row, n], live, layer i32[row], score f32[row, n or more], first, recent: positions -> entropy
-    f64[row]: that of the row's layer, of scores as shares of their sum, over the most that it can be: 0..1,
-    and 1 where all are 0. Scores are 0 or more.
+    f64[row] of the row's layer. Scores, 0 or more, are divided by their sum, the entropy by its maximum:
+    0..1, and 1 if all scores are 0.
     """
     n_row = len(pos)
     begin = 0
