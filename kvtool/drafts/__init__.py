@@ -1,1 +1,1 @@
-"""Guesses of what a model will write, which it confirms several at a time."""
+"""Speculative decoding: draft tokens that the model verifies several at a time."""

@@ -1,4 +1,4 @@
-"""What a writer asks for guesses."""
+"""Drafter: the object that gives a writer its draft tokens."""
 
 from __future__ import annotations
 
@@ -10,40 +10,41 @@ import numpy as np
 from kvtool.drafts.pace import Pace
 
 MOST = 15
-"""The most guesses of a step."""
+"""Maximum number of draft tokens of a step."""
 
 
 class Source(Protocol):
-    """Where guesses come from. It follows the stream by `cut` and `add`."""
+    """Source of draft tokens. `cut` and `add` keep it in step with the stream."""
 
     @property
     def n(self) -> int:
-        """Tokens of the stream that it has."""
+        """Number of the stream's tokens that the source holds."""
 
     def cut(self, n: int) -> None:
-        """The stream has only its first n tokens now, if it had more."""
+        """Drop all but the stream's first n tokens."""
 
     def add(self, tokens: np.ndarray) -> None:
-        """The next tokens i32[n] of the stream."""
+        """Append the stream's next tokens i32[n]."""
 
     def guess(self, n: int) -> np.ndarray:
-        """At most n tokens i32[n] that may come next."""
+        """Return at most n draft tokens i32[n]."""
 
 
 class Searched(Source, Protocol):
-    """A source that makes as many guesses as it is asked for, and costs nothing."""
+    """Source whose draft tokens cost nothing: it returns as many as requested."""
 
     def look(self) -> int:
-        """By how much the guesses are supported that `guess` would make now; 0 if there are none."""
+        """Number of matching tokens before the draft tokens that `guess` would return now; 0 without drafts.
+        """
 
 
 class Drafter:
-    """Guesses for a stream: what is found in it, as many as pay, else what a model thinks.
+    """Draft tokens for a stream: found in the stream itself, as many as pay off, else by a draft model.
 
     Attributes
     ----------
     n_drafted, n_accepted
-        Guesses that were made so far, and those that came true.
+        Number of draft tokens so far, and of accepted ones.
     """
 
     def __init__(self, lookup: Searched, model: Source | None = None) -> None:
@@ -51,27 +52,27 @@ class Drafter:
         self._sources: list[Source] = [lookup, model] if model else [lookup]
         self.n_drafted = self.n_accepted = 0
         self._pace = Pace()
-        # 0 where the guesses are a model's
+        # 0 if the draft model makes the draft tokens
         self._support = self._n = 0
         self._started = 0.0
 
     @property
     def n(self) -> int:
-        """Tokens of the stream that it has."""
+        """Number of the stream's tokens that the source holds."""
         return self._lookup.n
 
     def cut(self, n: int) -> None:
-        """The stream has only its first n tokens now, if it had more."""
+        """Drop all but the stream's first n tokens."""
         for source in self._sources:
             source.cut(n)
 
     def add(self, tokens: np.ndarray) -> None:
-        """The next tokens i32[n] of the stream."""
+        """Append the stream's next tokens i32[n]."""
         for source in self._sources:
             source.add(tokens)
 
     def guess(self, most: int) -> np.ndarray:
-        """At most that many tokens i32[n] that may come next, for the step that comes now."""
+        """Return at most `most` draft tokens i32[n] for the next step."""
         found = np.empty(0, np.int32)
         self._support = self._lookup.look() if most > 0 else 0
         if self._support and (n := self._pace.choose(self._support, most)):
@@ -80,17 +81,17 @@ class Drafter:
             self._support = 0
             found = self._model.guess(most)
         self._n = len(found)
-        # a step without room for guesses may be several streams' one: its time says nothing
+        # a step without room for draft tokens may be shared by several streams: its time is not used
         self._started = time.perf_counter() if most > 0 else 0.0
         return found
 
     def stepped(self) -> None:
-        """The step with these guesses is done."""
+        """Record the time of the step with these draft tokens."""
         if self._started:
             self._pace.took(self._n + 1, time.perf_counter() - self._started)
 
     def judge(self, n_true: int) -> None:
-        """The first n_true of the last guesses came true, and the next one did not."""
+        """Record that the first n_true of the last draft tokens were accepted and the next one was not."""
         if self._n:
             if self._support:
                 self._pace.judge(self._support, n_true, self._n)

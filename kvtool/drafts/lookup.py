@@ -1,8 +1,8 @@
-"""Guesses from what a stream has said before: what followed the last tokens where they came earlier.
+"""Prompt lookup: draft the tokens that followed the stream's last n-gram at an earlier place.
 
-Prompt lookup decoding (Saxena 2023), as transformers and llama.cpp have it, takes a place of the longest
-n-gram up to a length. Here it is the place that most tokens before agree with, however many these are, and
-all of the stream is searched, what the cache has forgotten included.
+Prompt lookup decoding (Saxena 2023), as in transformers and llama.cpp, uses the longest matching n-gram up to
+a given length. Here the n-gram may have any length, and all of the stream is searched, including evicted
+tokens.
 """
 
 from __future__ import annotations
@@ -13,29 +13,26 @@ from kvtool.kernels.ngrams import N_BIT, best_place, link, unlink
 
 
 class Lookup:
-    """A stream's tokens, and where its n-grams were before.
+    """A stream's tokens, with an index of its n-grams.
 
-    Attributes
-    ----------
-    n
-        Tokens of the stream.
+    Attributes ---------- n Number of tokens of the stream.
     """
 
     def __init__(self) -> None:
         self.n = self._at = 0
         self._tokens = np.empty(1024, np.int32)
-        # the newest place of each hash, and of each place the one before it: -1 is none
+        # the newest place of each hash, and for each place the previous one; -1: none
         self._newest = np.full(1 << N_BIT, -1, np.int32)
         self._before = np.empty(1024, np.int32)
 
     def cut(self, n: int) -> None:
-        """The stream has only its first n tokens now."""
+        """Drop all but the stream's first n tokens."""
         if n < self.n:
             unlink(self._tokens, self._newest, self._before, self.n, n)
             self.n = n
 
     def add(self, tokens: np.ndarray) -> None:
-        """The next tokens i32[n] of the stream."""
+        """Append the stream's next tokens i32[n]."""
         n = self.n + len(tokens)
         while n > len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
@@ -45,9 +42,9 @@ class Lookup:
         self.n = n
 
     def look(self) -> int:
-        """How many tokens before some earlier place agree with the stream's last ones; 0 if fewer than N_KEY.
+        """Length of the longest earlier match of the stream's last tokens; 0 if shorter than N_KEY.
 
-        Of places where as many agree the newest counts.
+        Among equal lengths, the newest place counts.
         """
         found = np.zeros(2, np.int64)
         best_place(self._tokens, self._newest, self._before, self.n, found)
@@ -55,6 +52,6 @@ class Lookup:
         return int(n_same)
 
     def guess(self, n: int) -> np.ndarray:
-        """The n tokens i32[n] that came there; what ends with the stream is taken to repeat itself."""
+        """Return the n tokens i32[n] that followed the match; at the stream's end the sequence repeats."""
         tokens: np.ndarray = self._tokens[self._at + np.arange(n) % (self.n - self._at)]
         return tokens

@@ -1,4 +1,4 @@
-"""Guesses of a smaller model, which reads along in a cache of its own that never ends."""
+"""Draft tokens from a smaller model, which reads the same stream in its own bounded cache."""
 
 from __future__ import annotations
 
@@ -14,47 +14,48 @@ from kvtool.errors import UsageError
 from kvtool.llama.model import Model
 
 _BUDGET, _EVICT_EVERY = 256, 64
-"""Its cells, and tokens from one eviction to the next, between which it can take guesses back."""
+"""Cells of the draft model's cache, and tokens between evictions; a rewind cannot cross an eviction."""
 
 _GOES_ON, _LEAST = 0.5, 0.25
-"""How likely a guess must be, with all before it, for the next one to be made, and to be made itself.
+"""Minimum joint probability of the draft tokens: to draft another one after it, and to be returned.
 
-A step of the small model costs more than a token more in the step that confirms it.
+The first is higher: a step of the draft model costs more than one more token in the verifying step.
 """
 
 
 class ModelDraft:
-    """A model that guesses what another one of the same vocabulary will write. Attributes as in `Source`."""
+    """Draft model for a larger model with the same vocabulary. Attributes as in `Source`."""
 
     def __init__(self, model: Model, n_threads: int | None = None) -> None:
         policy = policies.fit("streamingllm", min(_BUDGET, model.n_ctx_train), _EVICT_EVERY)
         self._engine = Engine(model, policy, Settings(n_ahead=MOST, n_threads=n_threads))
         self._stream = array("i")
-        # tokens of the stream that are read, and guesses that are read behind them
+        # number of stream tokens that are read, and of draft tokens read after them
         self._at = 0
         self._ahead: list[int] = []
 
     def close(self) -> None:
-        """Frees its cache."""
+        """Free the draft model's cache."""
         self._engine.close()
 
     @property
     def n(self) -> int:
-        """Tokens of the stream that it has."""
+        """Number of the stream's tokens that the source holds."""
         return len(self._stream)
 
     def cut(self, n: int) -> None:
-        """The stream has only its first n tokens now, if it had more."""
+        """Drop all but the stream's first n tokens."""
         del self._stream[n:]
         if n < self._at:
             self._begin()
 
     def add(self, tokens: np.ndarray) -> None:
-        """The next tokens i32[n] of the stream."""
+        """Append the stream's next tokens i32[n]."""
         self._stream.frombytes(tokens.astype(np.int32).tobytes())
 
     def guess(self, n: int) -> np.ndarray:
-        """At most n tokens i32[n], each the likeliest, as long as all are likely to come."""
+        """Return at most n tokens i32[n], each the likeliest, while their joint probability is high enough.
+        """
         engine = self._engine
         self._catch_up()
         n = min(n, engine.most_ahead() + 1)
@@ -73,16 +74,16 @@ class ModelDraft:
         return np.array(found, np.int32)
 
     def _begin(self) -> None:
-        """Starts over with the newest tokens: it holds no more in any case."""
+        """Start over with the newest tokens, as many as the cache holds."""
         self._engine.reset()
         self._at, self._ahead = max(len(self._stream) - _BUDGET, 0), []
 
     def _catch_up(self) -> None:
-        """Reads what has come, and takes back its own guesses that have not."""
+        """Read the stream's new tokens, and rewind draft tokens that were rejected."""
         come, n = self._stream[self._at :], 0
         while n < min(len(come), len(self._ahead)) and come[n] == self._ahead[n]:
             n += 1
-        # one at least is read, for its logits
+        # read at least one token, for its logits
         n = min(n, len(come) - 1)
         self._engine.take_back(len(self._ahead) - n)
         self._at, self._ahead = self._at + n, []
@@ -93,13 +94,13 @@ class ModelDraft:
 
 
 def _likeliest(logits: np.ndarray) -> tuple[int, float]:
-    """The likeliest token by logits f32[n_vocab], and its probability."""
+    """Return the likeliest token by logits f32[n_vocab], and its probability."""
     token = int(logits.argmax())
     return token, float(1 / np.exp(logits - logits[token]).sum())
 
 
 def check_vocabulary(model: Model, draft: Model) -> None:
-    """Raises UsageError unless both models write the same tokens by the same numbers."""
+    """Raise UsageError unless both models have the same tokens under the same ids."""
     if draft.n_vocab != model.n_vocab or any(
         model.piece(token, special=True) != draft.piece(token, special=True)
         for token in range(0, model.n_vocab, 97)

@@ -1,4 +1,4 @@
-"""How many guesses a step takes: as many as make a token cheapest, by what came true and what steps took."""
+"""Number of draft tokens of a step: minimise the time per token, by acceptance rates and step times."""
 
 from __future__ import annotations
 
@@ -6,32 +6,34 @@ from collections import defaultdict, deque
 from statistics import median
 
 _EDGES = (3, 4, 6, 9, 17)
-"""Guesses are judged with others that as many tokens before them support: from each of these on."""
+"""Lower bounds of groups by support: matching tokens before a draft token. Acceptance is counted per group.
+"""
 
 _PRIOR_TRUE, _PRIOR_ALL = 2.0, 3.0
-"""What is taken to have come true before anything has, and of how many: enough for guesses to be tried."""
+"""Prior counts of accepted draft tokens and of all: high enough for drafting to be tried."""
 
 _DECAY = 0.97
-"""What was judged before counts so much for each guess since."""
+"""Factor of older counts for each draft token since."""
 
 _N_TIME = 9
-"""Steps of each length whose times are known; their median counts."""
+"""Number of step times kept for each step length; their median counts."""
 
 _SLOPE = 0.1
-"""What a token more in a step is taken to cost, of a step of one, until such steps have been made."""
+"""Assumed cost of one more token in a step, in steps of one token, until such steps were measured."""
 
 _GAIN = 1.05
-"""A step with guesses must be so much cheaper a token: what it costs and gives is only estimated."""
+"""Minimum speedup for drafting: costs and acceptance are only estimates."""
 
 _TRY_EVERY = 32
-"""Steps from one with guesses that seem not to pay to the next: they may by now."""
+"""Steps between trials of draft tokens while drafting seems not to pay off."""
 
 
 class Pace:
-    """Chooses the number of guesses of each step.
+    """Choose the number of draft tokens of each step.
 
-    A guess comes true with a probability that goes by how many tokens before it support it, the guesses
-    before it included, and only behind those that came true. So n guesses give p1 + p1 p2 + ... tokens.
+    The probability that a draft token is accepted depends on its support, which includes the draft tokens
+    before it. A draft token counts only if all before it are accepted: n draft tokens give p1 + p1 p2 + ...
+    tokens.
     """
 
     def __init__(self) -> None:
@@ -41,7 +43,7 @@ class Pace:
         self._since = 0
 
     def choose(self, n_same: int, most: int) -> int:
-        """How many guesses to make, at most `most`, which n_same tokens before them support."""
+        """Return the number of draft tokens, at most `most`, for a support of n_same tokens."""
         best, least = 0, self._cost(1) / _GAIN
         expected, all_true = 1.0, 1.0
         for n in range(1, most + 1):
@@ -58,18 +60,18 @@ class Pace:
         return best
 
     def judge(self, n_same: int, n_true: int, n: int) -> None:
-        """Of n guesses, which n_same tokens before them supported, the first n_true came true."""
+        """Record that of n draft tokens with support n_same, the first n_true were accepted."""
         for i in range(min(n_true + 1, n)):
             at = _group(n_same + i)
             self._true[at] = self._true[at] * _DECAY + (i < n_true)
             self._all[at] = self._all[at] * _DECAY + 1
 
     def took(self, n: int, seconds: float) -> None:
-        """A step of n tokens took so long."""
+        """Record the time of a step of n tokens."""
         self._times[n].append(seconds)
 
     def _cost(self, n: int) -> float:
-        """What a step of n tokens costs, in steps of one: by the lengths that were measured."""
+        """Cost of a step of n tokens, in steps of one token, interpolated from measured lengths."""
         if not (one := self._times.get(1)):
             return 1 + _SLOPE * (n - 1)
         base = median(one)
@@ -85,5 +87,5 @@ class Pace:
 
 
 def _group(n_same: int) -> int:
-    """The group of guesses that so many tokens support."""
+    """Return the group of draft tokens with this support."""
     return sum(n_same >= edge for edge in _EDGES[1:])
