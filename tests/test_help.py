@@ -115,6 +115,15 @@ def test_an_earlier_name_of_an_option_works_and_is_not_shown():
         assert name not in page
 
 
+def test_json_and_plot_mean_the_same_in_every_command():
+    for words, command in COMMANDS_OF.items():
+        for param in command.params:
+            if "--json" in param.opts:
+                assert (param.is_flag, param.help, param.opts) == (True, "Print JSON.", ["--json"]), words
+            # a picture has one name
+            assert "PNG" not in (param.metavar or "") or param.opts[0] == "--plot", words
+
+
 def test_a_range_is_in_words():
     assert "Points in time that --html can show (1 to 255). [default: 32]" in shown_by("inspect")
     assert "Port to listen on (0 to 65535). [default: 8080]" in shown_by("serve")

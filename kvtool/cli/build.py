@@ -20,9 +20,9 @@ def build(
     vulkan: Annotated[bool, typer.Option("--vulkan", help="For any GPU; needs the Vulkan SDK.")] = False,
     cpu: Annotated[bool, typer.Option("--cpu", help="For the CPU alone.")] = False,
 ) -> None:
-    """Build the patched llama.cpp and install it beside kvtool.
+    """Build the patched llama.cpp and install it.
 
-    Without an option it builds for the same device as the last time. Flags for CMake go into $CMAKE_ARGS.
+    Without an option it builds for the device of the last build. Flags for CMake go into $CMAKE_ARGS.
     Each build is kept and reused: nothing is compiled twice.
     """
     from kvtool.build import kernels, needs, sources, wheel

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvtool.cli.declared import Json
 from kvtool.errors import KvtoolError, LibraryError
 from kvtool.system.paths import build_command, cache_dir, checkout, kernel_dir
 from kvtool.units import format_bytes
@@ -19,7 +20,7 @@ _COMPILE = f"{sys.executable} -m kvtool.build.kernels"
 
 
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
     remove: Annotated[
         bool, typer.Option("--remove", help="Delete the chats that killed servers left in the cache folder.")
     ] = False,

@@ -16,7 +16,7 @@ COMMANDS = {
     "session": "Show and export session files.",
     "config": "Show which defaults are set in the config file and in the environment.",
     "worker": "Lend this machine's GPUs, or its CPU, to another machine that runs kvtool with --rpc.",
-    "build": "Build the patched llama.cpp and install it beside kvtool.",
+    "build": "Build the patched llama.cpp and install it.",
     "doctor": "Check the installation: what is built and cached, what is wrong, and how to fix it.",
     "help": "Show the help of a command.",
 }

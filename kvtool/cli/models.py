@@ -10,7 +10,7 @@ import typer
 
 from kvtool.cli import completion
 from kvtool.cli.console import print_table, table_console
-from kvtool.cli.declared import options
+from kvtool.cli.declared import Json, options
 from kvtool.cli.listed import COMMANDS
 from kvtool.cli.locate import locate
 from kvtool.errors import KvtoolError
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from kvtool.models.stored import Stored
 
 app = typer.Typer(help=COMMANDS["models"], no_args_is_help=True, rich_markup_mode=None, add_completion=False)
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 Name = Annotated[
     str,
