@@ -10,6 +10,7 @@ import httpx2 as httpx
 import pytest
 
 from kvtool.serve import app
+from tests import tiny
 from tests.crowd_serve import said
 from tests.here import here
 from tests.late import anthropic, openai
@@ -125,3 +126,51 @@ def test_openai_takes_it(server, case):
 @pytest.mark.parametrize("case", ANTHROPIC)
 def test_anthropic_takes_it(server, case):
     assert taken(server, anthropic, *ANTHROPIC[case])
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    path = tmp_path_factory.mktemp("thinker") / "thinker.gguf"
+    source = tiny.CHAT_TEMPLATE.replace("[a]", "[a]<think>")
+    tiny.write_llama(path, letters=True, chat_template=source, n_ctx_train=4096)
+    with here(path, policy="h2o", budget="1024") as server:
+        yield server
+
+
+BRIEFLY = {"extra_body": {"thinking_budget": 3}}
+THOUGHT = RESPONSE | BRIEFLY | {"max_output_tokens": 40}
+
+
+@pytest.mark.parametrize("n_most", [40, 2], ids=["answered", "cut in the thought"])
+def test_openai_takes_a_thought_as_an_item_before_the_message(thinker, n_most):
+    asked = THOUGHT | {"max_output_tokens": n_most}
+    whole = taken(thinker, openai, "responses.create", asked)
+    thought = whole.output[0]
+    assert (thought.type, len(whole.output)) == ("reasoning", 2)
+    events = taken(thinker, openai, "responses.create", asked | STREAM)
+    (text,) = thought.content
+    assert "".join(each.delta for each in events if each.type == "response.reasoning_text.delta") == text.text
+    done = [each.item for each in events if each.type == "response.output_item.done"]
+    # of a stream that ended in the thought nothing was said
+    assert [each.type for each in done] == ["reasoning", "message"][: 2 if n_most > 2 else 1]
+    assert done == events[-1].response.output
+    assert done[0].content == thought.content
+    assert [each.sequence_number for each in events] == [*range(len(events))]
+    # what comes back as it was sent is read as it was written
+    turns = [
+        said("user", "Hi."),
+        thought.model_dump(),
+        said("assistant", whole.output_text),
+        said("user", "?"),
+    ]
+    again = taken(thinker, openai, "responses.create", THOUGHT | {"input": turns})
+    assert again.usage.input_tokens_details.cached_tokens >= whole.usage.input_tokens
+
+
+def test_anthropic_takes_a_thought_as_a_block(thinker):
+    asked = CHAT | BRIEFLY | {"max_tokens": 40}
+    assert [block.type for block in taken(thinker, anthropic, "messages.create", asked).content] == [
+        *("thinking", "text"),
+    ]
+    assert taken(thinker, anthropic, "messages.create", asked | STREAM)
+    assert taken(thinker, openai, "chat.completions.create", asked | STREAM)

@@ -186,6 +186,7 @@ class ResponseBodies(Answer):
         self._policy = policy
         self._n = 0
         self._item: Body | None = None
+        self._thought: Body | None = None
         self._output: list[Body] = []
         self._listed: list[Body] = []
         # what clients call the functions of namespaces
@@ -215,9 +216,11 @@ class ResponseBodies(Answer):
 
     def piece(self, delta: Body, listed: list[Body] | None) -> list[str]:
         """What a stream says of a piece; calls are told at the end."""
+        if thought := delta.get("reasoning_content"):
+            return self._think(thought)
         if not (text := delta.get("content")):
             return []
-        lines = [] if self._item else self._open()
+        lines = self._close_thought() + ([] if self._item else self._open())
         assert self._item
         self._listed += listed or []
         place = {"item_id": self._item["id"], "output_index": len(self._output), "content_index": 0}
@@ -227,7 +230,8 @@ class ResponseBodies(Answer):
     def last(self, listed: list[Body] | None, end: Body) -> list[str]:
         """What a stream ends with."""
         self._listed += listed or []
-        lines, calls = self._close(end), end["message"].get("tool_calls", [])
+        lines = [*self._close_thought(), *self._close(end)]
+        calls = end["message"].get("tool_calls", [])
         lines += [line for call in calls for line in self._called(call)]
         return [*lines, self._event(f"response.{_status(end)}", response=self._done(end))]
 
@@ -238,6 +242,8 @@ class ResponseBodies(Answer):
     def whole(self, listed: list[Body] | None, end: Body) -> Body:
         """A response that is not streamed."""
         message = end["message"]
+        if thought := message.get("reasoning_content"):
+            self._output.append(_reasoning(_id("rs"), "completed", thought))
         if message["content"] or not message.get("tool_calls"):
             item = _message(_id("msg"), _status(end))
             item["content"] = [_part(message["content"], listed)]
@@ -246,6 +252,35 @@ class ResponseBodies(Answer):
         return self._done(end)
 
     # parts
+
+    def _think(self, text: str) -> list[str]:
+        lines: list[str] = []
+        place: Body = {"output_index": len(self._output)}
+        if not self._thought:
+            self._thought = _reasoning(_id("rs"), "in_progress", "")
+            item = self._thought | {"content": []}
+            part = {"item_id": item["id"], "content_index": 0, "part": self._thought["content"][0]}
+            lines = [
+                self._event("response.output_item.added", item=item, **place),
+                self._event("response.content_part.added", **part, **place),
+            ]
+        self._thought["content"][0]["text"] += text
+        own = {"item_id": self._thought["id"], "content_index": 0, **place}
+        return [*lines, self._event("response.reasoning_text.delta", delta=text, **own)]
+
+    def _close_thought(self) -> list[str]:
+        if not self._thought:
+            return []
+        item, place = self._thought | {"status": "completed"}, {"output_index": len(self._output)}
+        (part,) = item["content"]
+        own = {"item_id": item["id"], "content_index": 0, **place}
+        self._thought = None
+        self._output.append(item)
+        return [
+            self._event("response.reasoning_text.done", text=part["text"], **own),
+            self._event("response.content_part.done", part=part, **own),
+            self._event("response.output_item.done", item=item, **place),
+        ]
 
     def _open(self) -> list[str]:
         self._item = _message(_id("msg"), "in_progress")
@@ -322,6 +357,11 @@ def _id(kind: str) -> str:
 
 def _message(name: str, status: str) -> Body:
     return {"id": name, "type": "message", "status": status, "role": "assistant", "content": []}
+
+
+def _reasoning(name: str, status: str, text: str) -> Body:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"id": name, "type": "reasoning", "status": status, "summary": [], "content": content}
 
 
 def _part(text: str, listed: list[Body] | None = None) -> Body:
