@@ -41,7 +41,7 @@ class Here:
         return self.run(asked())
 
     def run(self, work):
-        """What a coroutine returns."""
+        """The result of a coroutine."""
         return self._loop.run_until_complete(work)
 
     def close(self):

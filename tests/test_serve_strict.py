@@ -1,7 +1,7 @@
 """The current openai and anthropic packages take every answer, with their strict validation of its fields.
 
-Left out is where OpenAI's own server breaks it, too: pieces of a streamed text have no reason to end, and the
-first token of an echoed prompt has no log-probability.
+Two cases are left out, in which OpenAI's server also breaks its types: pieces of a streamed text have no
+reason to end, and the first token of an echoed prompt has no log-probability.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def server(talker):
 
 
 def taken(server, package, call, fields):
-    """What a client of a package makes of an answer; of a stream the list of its events."""
+    """The answer as a client of a package returns it; a stream as the list of its events."""
     kind = {openai: openai.AsyncOpenAI, anthropic: anthropic.AsyncAnthropic}[package]
     url = "http://localhost" + ("/v1" if package is openai else "")
 

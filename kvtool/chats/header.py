@@ -1,6 +1,6 @@
 """The header of a reply: the template's text between a user's message and the reply.
 
-Where a client gives the beginning of the reply, that is part of the header.
+If a client gives the beginning of the reply, the header includes it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`kvtool doctor`: what is built and cached, what is wrong, and the command that fixes it."""
+"""`kvtool doctor`: the state of the installation, its faults, and the commands that fix them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def examine(*, remove: bool = False) -> dict[str, Any]:
 
 
 def _leftovers(remove: bool) -> list[dict[str, Any]]:
-    """The folders of killed servers. The next server removes them, too."""
+    """The folders of killed servers. The next server also removes them."""
     from kvtool.serve import leftovers
 
     return [

@@ -1,4 +1,4 @@
-"""What a client of /v1/messages gets: the bodies and events of Anthropic's interface."""
+"""Answers in Anthropic's interface: the bodies and events of /v1/messages."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class MessageBodies(Answer):
         return [_event("message_start", message=self._common | own)]
 
     def ping(self) -> str:
-        """What a stream says while it says nothing."""
+        """A line that shows that the stream is alive."""
         # clients want another event first
         return _event("ping") if self._has_begun else super().ping()
 
     def piece(self, delta: Body, listed: list[Body] | None) -> list[str]:
-        """What a stream says of a piece."""
+        """The events of a piece."""
         if thought := delta.get("reasoning_content"):
             return [] if self._hides_thoughts else self._said("thinking", "thinking", thought)
         if text := delta.get("content"):
@@ -82,7 +82,7 @@ class MessageBodies(Answer):
         return lines
 
     def last(self, listed: list[Body] | None, end: Body) -> list[str]:
-        """What a stream ends with."""
+        """The last events of a stream."""
         usage = self._usage(end)
         return [
             *self._close(),
@@ -91,7 +91,7 @@ class MessageBodies(Answer):
         ]
 
     def failed(self, error: ApiError) -> list[str]:
-        """What a stream says of an error."""
+        """The event of an error."""
         return [_event(**error_body(error, self._id))]
 
     # parts

@@ -1,4 +1,4 @@
-"""What a client gets: the bodies of OpenAI's interface, with llama-server's timings and what kvtool adds."""
+"""Answers in OpenAI's interface, with llama-server's timings and kvtool's own fields."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Body = dict[str, Any]
 
 
 class Answer:
-    """What the interfaces have in common: the bodies of one answer."""
+    """The bodies of one answer: the part that all interfaces share."""
 
     def first(self) -> list[str]:
-        """What a stream begins with."""
+        """The first lines of a stream."""
         return []
 
     def begun(self, counts: Body | None) -> list[str]:
-        """What a stream says of its prompt's tokens once they are known. It may be asked again."""
+        """Lines about the prompt's tokens, once they are known. May be called again."""
         return []
 
     def progress(self, counts: Body | None, event: Body) -> list[str]:
@@ -30,7 +30,7 @@ class Answer:
         return []
 
     def ping(self) -> str:
-        """What a stream says while it says nothing."""
+        """A line that shows that the stream is alive."""
         return ": ping\n\n"
 
 
@@ -69,7 +69,7 @@ class Bodies(Answer):
         return self._common | {"object": kind, "choices": [choice]} | self.counts(end)
 
     def first(self) -> list[str]:
-        """What a stream begins with."""
+        """The first lines of a stream."""
         return [self._piece({"role": "assistant", "content": ""})] if self._is_chat else []
 
     def progress(self, counts: Body | None, event: Body) -> list[str]:
@@ -81,11 +81,11 @@ class Bodies(Answer):
         return [self._piece({}, more={"prompt_progress": {"total": n, "cache": n_cached, **now}})]
 
     def piece(self, delta: Body, listed: list[Body] | None) -> list[str]:
-        """What a stream says of a piece. delta: {"content": ...} and the like."""
+        """The lines of a piece. delta: {"content": ...} and the like."""
         return [self._piece(delta, listed)]
 
     def last(self, listed: list[Body] | None, end: Body) -> list[str]:
-        """What a stream ends with."""
+        """The last lines of a stream."""
         counts = self.counts(end)
         # llama-server's clients look for these in the last piece
         more = {name: counts[name] for name in ("timings", "kvtool")}
@@ -95,7 +95,7 @@ class Bodies(Answer):
         return [*lines, DONE]
 
     def failed(self, error: ApiError) -> list[str]:
-        """What a stream says of an error."""
+        """The lines of an error."""
         return [_line(error.body), DONE]
 
     def _piece(
@@ -111,7 +111,7 @@ class Bodies(Answer):
         return _line(self._head() | {"choices": [choice]} | (more or {}))
 
     def counts(self, end: Body) -> Body:
-        """What the answer took, and what is left of its chat."""
+        """The answer's tokens and times, and how much of its chat is held."""
         n_prompt, n_cached, n = end["n_prompt"], end["n_cached"], end["n_written"]
         n_read = n_prompt - n_cached
         return {

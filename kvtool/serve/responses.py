@@ -152,7 +152,7 @@ def _functions(tools: object, where: str = "tools") -> Iterator[tuple[str, str |
 
 
 def _full(group: object, name: object) -> object:
-    """What the model calls a function of a namespace."""
+    """The name of a namespace's function in the prompt."""
     return f"{group.rstrip('_')}__{name}" if isinstance(group, str) and group else name
 
 
@@ -210,12 +210,12 @@ class ResponseBodies(Answer):
         }
 
     def first(self) -> list[str]:
-        """What a stream begins with."""
+        """The first lines of a stream."""
         own = self._common | {"status": "in_progress", "output": [], "usage": None}
         return [self._event(f"response.{name}", response=own) for name in ("created", "in_progress")]
 
     def piece(self, delta: Body, listed: list[Body] | None) -> list[str]:
-        """What a stream says of a piece; calls are told at the end."""
+        """The lines of a piece; calls come at the end."""
         if thought := delta.get("reasoning_content"):
             return self._think(thought)
         if not (text := delta.get("content")):
@@ -228,7 +228,7 @@ class ResponseBodies(Answer):
         return [*lines, self._event("response.output_text.delta", delta=text, **place, **more)]
 
     def last(self, listed: list[Body] | None, end: Body) -> list[str]:
-        """What a stream ends with."""
+        """The last lines of a stream."""
         self._listed += listed or []
         lines = [*self._close_thought(), *self._close(end)]
         calls = end["message"].get("tool_calls", [])
@@ -236,7 +236,7 @@ class ResponseBodies(Answer):
         return [*lines, self._event(f"response.{_status(end)}", response=self._done(end))]
 
     def failed(self, error: ApiError) -> list[str]:
-        """What a stream says of an error."""
+        """The lines of an error."""
         return [self._event("error", code=error.code, message=error.message, param=error.param)]
 
     def whole(self, listed: list[Body] | None, end: Body) -> Body:
