@@ -1,4 +1,4 @@
-"""The tasks, found by file name: the TASK in kvtool/tasks/NAME.py is `kvtool eval NAME`."""
+"""Find tasks by file name: `kvtool eval NAME` runs the TASK in kvtool/tasks/NAME.py."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SHARED = ("__init__", "task", "reader", "results", "haystack", "data", "metrics
 
 
 def names() -> list[str]:
-    """Every task's name, sorted."""
+    """Return every task's name, sorted."""
     return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in _SHARED)
 
 
 def load(name: str) -> type[Task]:
-    """The task class of that name. Raises UsageError."""
+    """Return the task class of that name. Raises UsageError."""
     if name not in names():
         raise UsageError(f"unknown task {name!r}; choose one of {', '.join(names())}")
     task: type[Task] = import_module(f"kvtool.tasks.{name}").TASK
@@ -32,7 +32,7 @@ def load(name: str) -> type[Task]:
 
 
 def make(name: str, given: Iterable[str]) -> Task:
-    """The task with the parameters ["name=value", ...]. Raises UsageError."""
+    """Return the task with the parameters ["name=value", ...]. Raises UsageError."""
     kind = load(name)
     try:
         return kind(**parameters.parse(kind, given, "--set", name))

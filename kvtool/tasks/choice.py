@@ -1,9 +1,9 @@
-"""choice: multiple choice; the likeliest answer must be the right one. 0 to 5 solved examples come first.
+"""choice: multiple choice; the likeliest answer must be the right one, after 0 to 5 solved examples.
 
-Prompts are those of lm-evaluation-harness (Gao et al. 2023) for OpenBookQA, PIQA, MathQA, COPA, RTE and
+Prompts come from lm-evaluation-harness (Gao et al. 2023) for OpenBookQA, PIQA, MathQA, COPA, RTE and
 Winogrande, with an empty line between examples. The prompt is read once; every choice is scored from there.
 
-acc: whether the choice with the highest log-probability is right. acc_norm: the same with the log-probability
+acc: 1 if the choice with the highest log-probability is right. acc_norm: the same with the log-probability
 per byte of the choice (UTF-8, without the space before it); the harness counts characters, which is the same
 for ASCII. For Winogrande the text after the blank is scored; all choices share it, so both scores are equal.
 
@@ -45,9 +45,9 @@ class Choice(Task):
     Attributes
     ----------
     shots
-        Solved examples before each question, 0 to 5; drawn for each question.
+        Solved examples before each question, 0 to 5; sampled for each question.
     train
-        The file that the examples come from; the question's own file if empty.
+        File of the examples; the question's file if empty.
     seed
         Seed of the draws.
     """
@@ -99,7 +99,7 @@ class Choice(Task):
 
 
 def _solved(question: Item) -> str:
-    """A question with its right answer, as an example for others."""
+    """Format a question with its right answer as an example."""
     return f"{question.prompt} {question.references[0]}{question.about.get('ending', '')}"
 
 
@@ -108,7 +108,8 @@ def _questions(path: Path) -> list[Item]:
 
 
 def _asked(prompt: str, choices: Sequence[str], right: int, ending: str = "") -> Item:
-    """A question. prompt: before the choice. right: the index of the right one. ending: behind the choice."""
+    """Build a question. prompt, ending: text before and after the choice. right: index of the right choice.
+    """
     if not (0 <= right < len(choices) and all(choice.strip() for choice in choices)):
         raise ValueError(f"answer {right + 1} of {len(choices)} choices")
     return Item("", prompt, [choices[right]], choices, {"ending": ending} if ending else {})

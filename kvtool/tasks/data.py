@@ -20,7 +20,7 @@ _MISFITS = (KeyError, IndexError, TypeError, ValueError, AttributeError, SyntaxE
 
 
 def read(path: Path) -> list[Any]:
-    """All records of a file. Raises InputError unless it is readable JSON."""
+    """Read all records of a file. Raises InputError unless it is readable JSON."""
     try:
         data = path.read_bytes()
         if path.suffix == ".gz":
@@ -41,10 +41,10 @@ def read(path: Path) -> list[Any]:
 
 
 def each(files: Sequence[Path], task: str, parse: Callable[[Record], T]) -> Iterator[tuple[Path, int, T]]:
-    """Every record of the files: its file, its number there from 1 on, and what parse makes of it.
+    """Yield for every record its file, its number there from 1 on, and the result of `parse`.
 
-    task: its name, for messages. parse: raises an ordinary error (KeyError, ValueError, ...) for a layout
-    that it does not know. Raises InputError for that, and for a file without records.
+    task: name for messages. parse: raises an ordinary error (KeyError, ValueError, ...) for an unknown
+    layout. Raises InputError for that error, and for a file without records.
     """
     for path in files:
         found = read(path)
@@ -66,21 +66,21 @@ def stem(path: Path) -> str:
 
 
 def drawn(n: int, others: Sequence[T], seed: str, what: str) -> list[T]:
-    """n of the others, as solved examples. what: their name, for the InputError if they are fewer."""
+    """Sample n of `others` as solved examples. what: their name, for the InputError if there are fewer."""
     if len(others) < n:
         raise InputError(f"{n} shots need {n} other {what}, there are {len(others)}")
     return random.Random(seed).sample(others, n)
 
 
 def text(value: Any) -> str:
-    """The value, which must be a text. Raises TypeError."""
+    """Return the value, which must be a string. Raises TypeError."""
     if not isinstance(value, str):
         raise TypeError(f"expected a text, got {value!r:.40}")
     return value
 
 
 def texts(value: Any) -> list[str]:
-    """The value as a list; it must be a text or a list of texts. Raises TypeError."""
+    """Return the value as a list; it must be a string or a list of strings. Raises TypeError."""
     return [text(each) for each in ([value] if isinstance(value, str) else list(value))]
 
 
@@ -88,7 +88,7 @@ def _parsed(line: str, where: str) -> Any:
     try:
         found = json.loads(line)
         if "\\ud" in line.lower():
-            # half of a surrogate pair becomes a question mark: no model reads it
+            # half of a surrogate pair becomes a question mark: models cannot read it
             found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is not JSON: {str(error).splitlines()[0]}") from None

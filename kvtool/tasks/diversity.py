@@ -1,11 +1,11 @@
 """diversity: several samples of each prompt; they should be as diverse as with the full cache.
 
-self_bleu: mean BLEU of each sample of a prompt against the others (Zhu et al. 2018, arXiv:1802.01886), 0 to
-100; higher means more alike. full_self_bleu: the same for samples from the full cache, with the same seeds.
-distance: the absolute difference of the two. BUZZ (arXiv:2410.23079, section 4.2.3, Figure 7) calls a policy
-better if its distance is smaller.
+self_bleu: mean BLEU of each sample of a prompt against the other samples (Zhu et al. 2018, arXiv:1802.01886),
+0 to 100; higher means more similar. full_self_bleu: the same for samples from the full cache, with the same
+seeds. distance: the absolute difference of the two. BUZZ (arXiv:2410.23079, section 4.2.3, Figure 7) calls a
+policy better if its distance is smaller.
 
-Layouts: {"prompt"}; MT-Bench's {"turns": [...]}, of which the first counts; a text that asks for its own
+Layouts: {"prompt"}; MT-Bench's {"turns": [...]}, whose first turn is used; a text that asks for its own
 summary, as HELM's ({"article"}).
 """
 
@@ -32,13 +32,13 @@ class Diversity(RecordTask):
     samples
         Samples of each prompt.
     n_max
-        The most tokens of a sample.
+        Maximum tokens of a sample.
     temp
         Temperature of the sampler.
     top_p
         top-p of the sampler.
     seed
-        Seed of the first sample; the next ones count up from it.
+        Seed of the first sample; later samples count up from it.
     """
 
     samples: int = 5

@@ -1,4 +1,4 @@
-"""A fact hidden in filler text, at a given depth of a prompt of a given length: for needle and passkey."""
+"""Base of needle and passkey: a fact hidden in filler at a given depth of a prompt of a given length."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _END = re.compile(r"(?<=[.!?])\s+")
 
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-"""The text around the fact where no files are given, as in passkey's paper."""
+"""Filler if no files are given, from passkey's paper."""
 
 
 @dataclass(frozen=True, slots=True)
 class Haystack(Task):
-    """The parameters that both tasks have.
+    """Parameters of both tasks.
 
     Attributes
     ----------
     lengths
         Lengths of the prompts in tokens.
     depths
-        Where the fact is: 0 is the start, 1 the end.
+        Positions of the fact: 0 is the start, 1 the end.
     repeats
-        Prompts for each length and depth, each with other filler.
+        Prompts for each length and depth, each with different filler.
     """
 
     lengths: tuple[int, ...] = (1024, 2048)
@@ -55,11 +55,11 @@ class Haystack(Task):
     @property
     @abstractmethod
     def seed(self) -> int:
-        """Seed of everything that is drawn: a parameter, the last one."""
+        """Seed of all random choices; the last parameter of each task."""
 
     @abstractmethod
     def parts(self, draws: random.Random) -> tuple[str, str, str, Sequence[str]]:
-        """The start of a prompt, its fact, its end, and the words that the answer must contain."""
+        """Return the start of a prompt, its fact, its end, and the words that the answer must contain."""
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
         filler = sentences_of(files) if files or self.needs_files else sentences(FILLER)
@@ -81,7 +81,8 @@ class Haystack(Task):
 
 
 def sentences_of(files: Sequence[Path]) -> list[str]:
-    """The sentences of text files, and of the .txt files in folders. Raises InputError if there are none."""
+    """Return the sentences of text files, and of .txt files in folders. Raises InputError if there are none.
+    """
     found = [sentence for text in texts_of(files) for sentence in sentences(text)]
     if not found:
         raise InputError(f"no text in {', '.join(map(str, files))}")
@@ -89,7 +90,7 @@ def sentences_of(files: Sequence[Path]) -> list[str]:
 
 
 def texts_of(files: Sequence[Path]) -> list[str]:
-    """Text files, and the .txt files in folders in the order of their names. Raises InputError."""
+    """List text files, and the .txt files in folders in the order of their names. Raises InputError."""
     paths = [path for file in files for path in (sorted(file.rglob("*.txt")) if file.is_dir() else [file])]
     try:
         return [path.read_text(encoding="utf-8-sig") for path in paths]
@@ -100,7 +101,7 @@ def texts_of(files: Sequence[Path]) -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a text, each on one line. A sentence ends with . ? or !"""
+    """Split a text into sentences, each on one line. A sentence ends with . ? or !"""
     parts = (" ".join(part.split()) for part in _END.split(text))
     return [part for part in parts if part]
 
@@ -115,11 +116,11 @@ def hide(
     start: str,
     end: str,
 ) -> str:
-    """A prompt of start, filler with the fact in it, and end: at most `length` tokens, as many as fit.
+    """Build a prompt of start, filler with the fact, and end: as many tokens as fit into `length`.
 
-    The filler begins at a randomly drawn sentence and starts over at its end. The fact stands between two
-    sentences, as near as possible after the share `depth` of the filler's tokens. Raises InputError if not
-    even the fact fits.
+    The filler begins at a random sentence and starts over at its end. The fact is put between two sentences,
+    as close as possible after the fraction `depth` of the filler's tokens. Raises InputError if not even the
+    fact fits.
     """
     room = length - len(model.tokenize(f"{start}\n {fact}\n{end}", start=True))
     if room < 0:
@@ -129,7 +130,7 @@ def hide(
     ends = [0]
     while True:
         sentence = filler[(first + len(chosen)) % len(filler)]
-        # with the space before it, as in the prompt
+        # tokenized with the space before it, as in the prompt
         end_of_this = ends[-1] + len(model.tokenize(f" {sentence}"))
         if end_of_this > room:
             break

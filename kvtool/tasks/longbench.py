@@ -1,12 +1,12 @@
 """longbench: the 21 tasks of LongBench with its prompts and metrics.
 
 Bai et al. 2023 (arXiv:2308.14508), code of THUDM/LongBench (config/*.json, pred.py, eval.py, metrics.py).
-From there come the prompts, the most tokens of an answer, the metrics, and these rules: few-shot and code
-tasks are asked as plain text even with a chat model; a prompt that is too long loses its middle; for trec,
+Prompts, maximum lengths of answers and metrics come from there, and so do these rules: few-shot and code
+tasks are plain text even with a chat model; the middle of a prompt that is too long is cut out; for trec,
 triviaqa, samsum and lsht only the first line of an answer counts; the best score over the right answers
-counts. Scores are 0 to 1. LongBench reports the mean of each task (see the table by dataset), and averages
-of its six categories for English, Chinese and all tasks: means of categories, each the mean of its tasks.
-Code counts in both languages.
+counts. Scores are 0 to 1. LongBench reports the mean of each task (see the table by dataset), and for
+English, Chinese and all tasks the mean over six categories, each the mean of its tasks. Code counts in both
+languages.
 
 Differs: the chat template counts when a prompt is cut to --max-prompt, while LongBench adds it afterwards;
 the first token of an answer to samsum may be a line break.
@@ -36,20 +36,20 @@ from kvtool.tasks.task import Answer, Item, RecordTask
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the 21 tasks.
+    """One of LongBench's 21 tasks.
 
     Attributes
     ----------
     n_max
-        The most tokens of an answer.
+        Maximum tokens of an answer.
     metric
-        Score of an output against a reference; `classification` also takes the classes.
+        Score of an output against a reference; `classification` also gets the classes.
     prompt
-        With {context} and {input} to be filled in.
+        Template with {context} and {input}.
     as_it_is
-        Whether the prompt is plain text even with a chat model.
+        True if the prompt is plain text even with a chat model.
     first_line
-        Whether only the first line of an answer counts.
+        True if only the first line of an answer counts.
     """
 
     n_max: int
@@ -62,7 +62,7 @@ class Part:
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 PARTS = {name: Part(**its | {"metric": getattr(metrics, its["metric"])}) for name, its in _TABLE.items()}
-"""The tasks, as longbench.json has them: the prompts are data, as in LongBench's own config/*.json."""
+"""Tasks, read from longbench.json: the prompts are data, as in LongBench's config/*.json."""
 
 CATEGORIES = {
     "single-document questions": ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"),
@@ -80,7 +80,7 @@ LANGUAGES = {
     "ZH": _CHINESE | frozenset(CATEGORIES["code"]),
     "all": frozenset(PARTS),
 }
-"""The tasks of each average."""
+"""Tasks of each average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class LongBench(RecordTask):
     Attributes
     ----------
     only
-        Names of the tasks to ask; all in the files if empty.
+        Names of the tasks to run; empty: all tasks in the files.
     """
 
     only: tuple[str, ...] = ()
@@ -134,7 +134,7 @@ class LongBench(RecordTask):
         return Answer(output, {"score": metrics.best(metric, counted, item.references)})
 
     def summary(self, found: Sequence[records.Record]) -> dict[str, float]:
-        """LongBench's averages: of the categories of each language of which there are items."""
+        """LongBench's averages for each language, over the categories that have items."""
         values: dict[str, list[float]] = defaultdict(list)
         for record in found:
             if "score" in record["scores"]:
@@ -142,7 +142,7 @@ class LongBench(RecordTask):
         averages = {}
         for language, parts in LANGUAGES.items():
             asked = values.keys() & parts
-            # code alone is of no language
+            # code alone belongs to no language
             if asked and (language == "all" or asked - frozenset(CATEGORIES["code"])):
                 categories = (asked.intersection(names) for names in CATEGORIES.values())
                 means = [fmean(fmean(values[name]) for name in names) for names in categories if names]

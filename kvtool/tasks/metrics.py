@@ -26,12 +26,12 @@ Metric = Callable[[str, str], float]
 
 
 def best(metric: Metric, output: str, references: Sequence[str]) -> float:
-    """The highest score over the references; 0 without one."""
+    """Highest score over the references; 0 without references."""
     return max((metric(output, reference) for reference in references), default=0.0)
 
 
 def normalized(text: str) -> str:
-    """The text as SQuAD normalizes it: lower case, no ASCII punctuation, no articles, single spaces."""
+    """Normalize the text as SQuAD does: lower case, no ASCII punctuation, no articles, single spaces."""
     text = "".join(c for c in text.lower() if c not in _PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
@@ -52,7 +52,7 @@ def subspan(output: str, reference: str) -> float:
 
 
 def f1_of(output: Sequence[str], reference: Sequence[str]) -> float:
-    """The harmonic mean of precision and recall of two bags of words."""
+    """Harmonic mean of precision and recall of two bags of words."""
     n = sum((Counter(output) & Counter(reference)).values())
     return 2 * n / (len(output) + len(reference)) if n else 0.0
 
@@ -64,7 +64,7 @@ def rouge(output: str, reference: str) -> dict[str, float]:
 
 
 def self_bleu(texts: Sequence[str]) -> float:
-    """How alike texts are, 0 to 100: the mean BLEU-4 of each text with all others as its references.
+    """Similarity of texts, 0 to 100: mean BLEU-4 of each text with all other texts as its references.
 
     Zhu et al. 2018 (arXiv:1802.01886). BLEU is sacrebleu's sentence BLEU: tokenizer 13a, exponential
     smoothing of zero counts, and only orders that the text is long enough for.
@@ -101,8 +101,8 @@ def rouge_l_zh(output: str, reference: str) -> float:
 def classification(output: str, reference: str, classes: Sequence[str]) -> float:
     """LongBench's classification score: 1 / (classes named by the output), if the right one is among them.
 
-    A class whose name is part of the right one's name does not count. As in LongBench, of two such classes in
-    a row only the first is left out.
+    A class whose name is part of the right one's name does not count. As in LongBench, if two such classes
+    follow each other, only the first is left out.
     """
     named = [name for name in classes if name in output]
     at = 0
@@ -126,7 +126,7 @@ def retrieval(output: str, reference: str) -> float:
 
 
 def code_similarity(output: str, reference: str) -> float:
-    """LongBench's code score: how alike the reference and the output's first line of code are.
+    """LongBench's code score: similarity of the reference and the output's first line of code.
 
     Lines with a comment or a code fence do not count. LongBench uses fuzzywuzzy's ratio, which without
     python-Levenshtein (LongBench does not install it) is difflib's in whole percents.

@@ -28,9 +28,9 @@ class Needle(Haystack):
     question
         The question that it answers.
     keywords
-        Words that the answer must contain, in upper or lower case.
+        Words that the answer must contain, ignoring case.
     seed
-        Seed of everything that is drawn.
+        Seed of all random choices.
     """
 
     needle: str = (

@@ -29,7 +29,7 @@ class Passkey(Haystack):
     digits
         Digits of the key.
     seed
-        Seed of everything that is drawn.
+        Seed of all random choices.
     """
 
     digits: int = 5

@@ -48,9 +48,9 @@ class QA(RecordTask):
     Attributes
     ----------
     n_max
-        The most tokens of an answer.
+        Maximum tokens of an answer.
     likelihood
-        Whether the likelihood of right answers is scored.
+        True to score the likelihood of right answers.
     """
 
     n_max: int = 48
@@ -107,7 +107,7 @@ def _of_documents(record: Record) -> Item:
 def _of_dialogue(record: Record) -> Iterator[Item]:
     said = record["conversation"]
     sessions = []
-    # session_1, session_2, ... and the date of each
+    # session_1, session_2, ... with their dates
     for number in range(1, 1 + sum(name.startswith("session_") for name in said)):
         if turns := said.get(f"session_{number}"):
             lines = [f"{turn['speaker']}: {turn['text']}" for turn in turns]
@@ -117,7 +117,7 @@ def _of_dialogue(record: Record) -> Iterator[Item]:
     for question in record["qa"]:
         if "answer" in question:
             prompt = _DIALOGUE.format(context="\n\n".join(sessions), question=data.text(question["question"]))
-            # an answer that is a year is a number in the file
+            # the file has answers that are years as numbers
             answers = _answers(str(question["answer"]))
             yield Item("", prompt, answers, about={"category": question.get("category")})
 

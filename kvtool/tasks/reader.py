@@ -1,4 +1,4 @@
-"""Reads prompts under a policy, and writes or scores answers: what every task needs of an engine."""
+"""Read prompts under a policy, and write or score answers. Every task uses the engine through this."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from kvtool.policy import Policy
 from kvtool.tasks.shared import Shared
 
 N_OUTPUT = 64
-"""The most tokens of an answer that are scored in one batch."""
+"""Maximum tokens of an answer scored in one batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """How likely a text is.
+    """Likelihood of a text.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Likelihood:
     n
         Number of its tokens.
     greedy
-        Whether each token was the likeliest one.
+        True if each token was the likeliest one.
     """
 
     logp: float
@@ -46,29 +46,29 @@ class Likelihood:
 
 
 def n_held(model: Model, template: Template | None) -> int:
-    """Tokens before an answer that no eviction removes: the chat template's reply header."""
+    """Number of tokens before an answer that are never evicted: the chat template's reply header."""
     return len(model.tokenize(template.reply_start(), special=True)) if template else 0
 
 
 class Reader:
-    """One engine after the other: a new one whenever the policy changes, as budgets may follow the prompt.
+    """Read with one engine at a time, a new one for each policy, as budgets may depend on the prompt.
 
-    policy_for: given the numbers of tokens of a prompt and of its answer, returns the policy. template: the
-    chat template for prompts that are a user's turn; None for plain text. n_prompt: longer prompts lose their
-    middle, as in LongBench; by default the trained context, which is also the most without evictions.
-    full_for: like policy_for, for the policy that keeps everything; None if policy_for gives that.
-    sampling, seed: how answers are drawn; the likeliest tokens if not given.
+    policy_for: given the numbers of tokens of a prompt and of its answer, returns the policy. template: chat
+    template for prompts that are a user's turn; None for plain text. n_prompt: maximum tokens of a prompt;
+    the middle of a longer one is cut out, as in LongBench. Default: the trained context, which is also the
+    maximum without evictions. full_for: like policy_for, for the policy that keeps everything; None if
+    policy_for returns that policy. sampling, seed: sampling of answers; greedy if not given.
 
     Attributes
     ----------
     n_read
-        Tokens of the last prompt, as it was read.
+        Number of tokens read of the last prompt.
     is_cut
-        Whether its middle was cut out.
+        True if its middle was cut out.
     shared
-        What reads prompts once for several readers; None: each reads its own.
+        Reads prompts once for several readers; None: each reader reads them itself.
     full
-        A reader with the policy that keeps everything; this one, if it has that.
+        Reader with the policy that keeps everything; the reader itself if that is its policy.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Reader:
 
     @property
     def engine(self) -> Engine:
-        """The engine of the last prompt."""
+        """Engine of the last prompt."""
         assert self._engine is not None
         return self._engine
 
@@ -111,10 +111,10 @@ class Reader:
         self._close()
 
     def read(self, prompt: str, n_answer: int, *, as_it_is: bool = False, uncut: bool = False) -> None:
-        """Read a prompt into an empty cache; an answer of up to n_answer tokens is to follow.
+        """Read a prompt into an empty cache. An answer of up to n_answer tokens follows.
 
         as_it_is: read it as plain text, without the template. uncut: never cut out its middle. Raises
-        InputError if it does not fit in a cache that keeps everything, and what Engine raises.
+        InputError if it does not fit in a cache that keeps everything, and Engine's errors.
         """
         template = None if as_it_is else self.template
         self.is_cut = False
@@ -125,10 +125,10 @@ class Reader:
     def ask(self, prompt: str, n_answer: int, *, question: str = "", opening: str = "") -> int:
         """Read a prompt as `read` does, uncut, and the beginning of its answer.
 
-        question: the end of the prompt, read after the rest: what evicts when the rest has been read, as
-        `--prefill whole` does, does not know it. "": the prompt is read at once. opening: how the answer
-        begins; after plain text it follows a space. Returns the tokens of what was read first. Raises as
-        `read` does.
+        question: end of the prompt, read after the rest, so that an eviction after the rest
+        (`--prefill whole`) happens before the question is known. "": read the prompt at once. opening:
+        beginning of the answer; after plain text it follows a space. Returns the tokens that were read first.
+        Raises the same as `read`.
         """
         self.is_cut = False
         tokens = self._whole(prompt, self.template, opening)
@@ -137,12 +137,12 @@ class Reader:
             first = self._whole(prompt.removesuffix(question), self.template)
             n = min(len(first), n_first)
             differs = first[:n] != tokens[:n]
-            # a token with characters of both counts as the question's
+            # a token that spans both counts as part of the question
             n_first = int(differs.argmax()) if differs.any() else n
         self._begin(len(tokens), n_answer, self.template)
         first, rest = tokens[:n_first], tokens[n_first:]
         if len(rest):
-            # no reply header is at its end
+            # the first part does not end with a reply header
             self.engine.hold(0)
         if len(first):
             self.engine.read(first, whole=self.shared.whole(first) if self.shared else None)
@@ -153,16 +153,16 @@ class Reader:
         return n_first
 
     def start(self) -> None:
-        """Empty the cache for turns. A budget that is a share is one of the context here."""
+        """Empty the cache for turns. A budget given as a share is a share of the context here."""
         n_ctx = min(self.settings.n_ctx or self.model.n_ctx_train, self.model.n_ctx_train)
         self._empty(self._policy_for(n_ctx, 0), self.template)
         self._turns = []
 
     def read_turn(self, text: str) -> None:
-        """Read a user's turn after everything since `start`; an answer is to follow.
+        """Read a user's turn after everything since `start`. An answer follows.
 
-        Without a template the turn is written as StreamingLLM does, with USER and ASSISTANT. Raises what
-        Engine raises.
+        Without a template the turn is formatted as in StreamingLLM, with USER and ASSISTANT. Raises Engine's
+        errors.
         """
         is_first = self.engine.n_past == 0
         if self.template is None:
@@ -178,7 +178,7 @@ class Reader:
         self._read(tokens)
 
     def following(self, text: str) -> str:
-        """A text in the form in which it follows a prompt: after a plain prompt it starts with a space."""
+        """Return a text in the form that follows a prompt: after a plain prompt it starts with a space."""
         return text.strip() if self.template else f" {text.strip()}"
 
     def write(self, n_max: int, stop: Sequence[str] = ()) -> str:
@@ -189,11 +189,11 @@ class Reader:
         return self._write(Sampler(self.model, self._sampling, seed=self._seed), n_max, stop)
 
     def sample(self, n_max: int, *, temp: float, top_p: float, seed: int) -> str:
-        """Write with random draws, up to the end of the model's turn or n_max tokens."""
+        """Sample a text, up to the end of the model's turn or n_max tokens."""
         return self._write(Sampler(self.model, Sampling(temp=temp, top_p=top_p), seed=seed), n_max)
 
     def log_likelihood(self, text: str) -> Likelihood:
-        """How likely the text is as the next one. Its tokens are decoded, with evictions as they fall due."""
+        """Likelihood of the text as continuation. Decodes its tokens, with evictions when they are due."""
         tokens = self._after_text(text)
         if not len(tokens):
             raise InputError("an answer without tokens has no likelihood")
@@ -208,7 +208,7 @@ class Reader:
 
     @contextmanager
     def going_back(self) -> Iterator[Callable[[], None]]:
-        """A function that restores the present state, to score several texts after one prompt."""
+        """Yield a function that restores the current state, to score several texts after one prompt."""
         saved = {name: array.copy() for name, array in self.engine.save()}
         logits = self._last_logits().copy()
 
@@ -245,7 +245,8 @@ class Reader:
             self._engine = None
 
     def _begin(self, n: int, n_answer: int, template: Template | None) -> None:
-        """Empty the cache for a prompt of n tokens. Raises InputError where it cannot keep all and must."""
+        """Empty the cache for a prompt of n tokens. Raises InputError if it must keep all tokens and cannot.
+        """
         policy = self._policy_for(n, n_answer)
         if policy.slack == 0 and n > policy.budget:
             raise InputError(f"the prompt ({n:,} tokens) does not fit in the full cache ({policy.budget:,})")
@@ -266,14 +267,14 @@ class Reader:
         self.engine.read(tokens)
 
     def _after_text(self, text: str) -> np.ndarray:
-        """The tokens i32[n] of a text that follows another; no tokenizer adds a second space."""
+        """Tokenize a text that follows another one, without the tokenizer's additional space: i32[n]."""
         stand_in, whole = self.model.tokenize("."), self.model.tokenize(f".{text}")
         if text.startswith(" ") and np.array_equal(whole[: len(stand_in)], stand_in):
             return whole[len(stand_in) :]
         return self.model.tokenize(text)
 
     def _tokens(self, prompt: str, n_answer: int, template: Template | None) -> np.ndarray:
-        """The tokens i32[n] of the prompt; too long a prompt has lost its middle."""
+        """Tokenize the prompt, and cut out the middle of one that is too long: i32[n]."""
         n_most = self.n_prompt
         if not self._is_beyond:
             n_most = min(n_most, self.model.n_ctx_train - n_answer)
@@ -282,7 +283,7 @@ class Reader:
         if self.is_cut:
             inner = self.model.tokenize(prompt)
             n_kept = len(inner) - (len(whole) - n_most)
-            # text that is tokenized again may have more tokens than before
+            # tokenizing again may give more tokens than before
             while len(whole) > n_most and n_kept > 0:
                 ends = inner[: n_kept - n_kept // 2], inner[len(inner) - n_kept // 2 :]
                 whole = self._whole("".join(map(self._text, ends)), template)
@@ -294,7 +295,7 @@ class Reader:
         return whole
 
     def _whole(self, prompt: str, template: Template | None, opening: str = "") -> np.ndarray:
-        """The tokens i32[n] of a prompt, and of how its answer begins."""
+        """Tokenize a prompt and the beginning of its answer: i32[n]."""
         if template is None:
             return self.model.tokenize(f"{prompt} {opening}" if opening else prompt, start=True)
         text = template.render([{"role": "user", "content": prompt}]) + escaped(opening)

@@ -1,4 +1,4 @@
-"""The records of a task's items, one each, written at once; and the means of their scores."""
+"""Records of a task's items, written immediately, and the means of their scores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvtool.tasks.task import Item, Task
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """The mean of n items' scores.
+    """Mean of n items' scores.
 
     Attributes
     ----------
@@ -43,12 +43,12 @@ class Mean:
 
 
 class Results:
-    """The records of a task's items.
+    """Records of a task's items.
 
-    about: fields that all records share; they tell records of other evaluations in the same file apart.
-    items: in the task's order. path: the file to which records are added, and whose records are not measured
-    again; None keeps them in memory. one_stream: an incomplete set of records counts as none and is replaced.
-    Raises InputError.
+    about: fields that all records share, which distinguish them from records of other evaluations in the same
+    file. items: in the task's order. path: file to append to, whose existing records are not measured again;
+    None keeps records in memory. one_stream: ignore and replace an incomplete set of records. Raises
+    InputError.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class Results:
 
     @property
     def records(self) -> list[Record]:
-        """The records so far, in the task's order."""
+        """Return the records so far, in the task's order."""
         return [self._found[key] for key in self._items if key in self._found]
 
     def measure(self, task: Task, reader: Reader) -> Iterator[Record]:
-        """Ask the missing items. Yields each record after it was written. Raises KvtoolError and OSError.
+        """Run the missing items. Yields each record after writing it. Raises KvtoolError and OSError.
 
-        The record of an item that does not fit has an error and no scores.
+        An item that does not fit gets a record with an error and no scores.
         """
         if self._half_done and self.path:
             records.rewrite(
@@ -115,14 +115,14 @@ class Results:
             yield record
 
     def _what(self, item: Item) -> dict[str, Any]:
-        """What an item's record is known by. A hash tells apart items of the same id, but of other files."""
+        """Key of an item's record. Its hash distinguishes items with the same id from different files."""
         parts = [item.prompt, list(item.references), list(item.choices), *filter(None, [item.opening])]
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         return {**self.about, "id": item.id, "item_sha256": digest}
 
 
 def means(found: Sequence[Record]) -> dict[str, Mean]:
-    """The mean of each score, by name."""
+    """Mean of each score, by name."""
     return {
         name: Mean(float(np.mean(values)), *statistics.item_interval(np.array(values)), len(values))
         for name, values in scores(found).items()
@@ -143,7 +143,7 @@ Groups = dict[tuple[Any, ...], dict[str, Mean]]
 
 
 def broken_down(found: Sequence[Record], by: Sequence[str]) -> Groups:
-    """The means of each group of records with the same values under these names, sorted by the values."""
+    """Means of each group of records with the same values under these names, sorted by the values."""
     groups = defaultdict(list)
     for record in found:
         groups[tuple(record[name] for name in by)].append(record)

@@ -1,4 +1,4 @@
-"""retrieval: one key of a JSON object is asked for; the answer must contain its value.
+"""retrieval: the question asks for one key of a JSON object; the answer must contain its value.
 
 Prompts and scoring are Lost in the Middle's (Liu et al. 2023, arXiv:2307.03172, section 3), also a task of
 RULER (arXiv:2404.06654). Keys and values are random and all pairs look alike: before the question no token
@@ -7,8 +7,8 @@ shows that it will matter.
 found: the output contains the value.
 logp: log-probability per token of the value, in nats.
 
-Layout: {"ordered_kv_records": [[key, value], ...], "key", "value"}. Differs: an object may be asked about
-with fewer pairs than the file has.
+Layout: {"ordered_kv_records": [[key, value], ...], "key", "value"}. Differs: a prompt may contain fewer pairs
+than the file has.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Retrieval(RecordTask):
     Attributes
     ----------
     pairs
-        Pairs of an object: the one that is asked for, at its place from start to end, and the first others.
-        0: all that the file has.
+        Number of pairs in a prompt: the requested pair, at its relative place, and the first of the rest. 0:
+        all pairs in the file.
     n_max
-        The most tokens of an answer.
+        Maximum tokens of an answer.
     """
 
     pairs: int = 0
@@ -58,7 +58,7 @@ class Retrieval(RecordTask):
         place = pairs.index(wanted)
         n = min(self.pairs, len(pairs)) or len(pairs)
         others = pairs[:place] + pairs[place + 1 :]
-        # from 0 .. len(pairs) - 1 to 0 .. n - 1, the ends to the ends
+        # scale the index from 0 .. len(pairs) - 1 to 0 .. n - 1
         at = round(place * (n - 1) / max(len(pairs) - 1, 1))
         shown = [*others[:at], wanted, *others[at : n - 1]]
         lines = ",\n ".join(f'"{key}": "{value}"' for key, value in shown)

@@ -1,19 +1,20 @@
 """ruler: RULER's thirteen tasks: hidden facts, variables, frequent words, documents; scored by its matching.
 
 From Hsieh et al. 2024 (arXiv:2404.06654), with the prompts, numbers and limits of NVIDIA/RULER's
-scripts/synthetic.yaml and scripts/data/synthetic. A text is as long as fits: `lengths` counts it with the
-answer's beginning and the most tokens of an answer, without the chat template, in the model's own tokens.
+scripts/synthetic.yaml and scripts/data/synthetic. A text is as long as fits into `lengths`, together with the
+answer's beginning and the maximum tokens of an answer, without the chat template, in the model's tokens.
 
-string_match: the share of the right answers that are in the output, in upper or lower case (RULER's
-string_match_all); in qa_1 and qa_2 whether any of them is (string_match_part).
+string_match: share of the right answers that are in the output, ignoring case (RULER's string_match_all); for
+qa_1 and qa_2, 1 if any of them is (string_match_part).
 
 question=known: the prompt is read at once. question=after: the text is read first, then the question, as in
 kvpress's benchmark. The answer's beginning (RULER's answer prefix) follows in the reply.
 
-Differs from RULER: a text is fitted for each sample, not once for all; draws are Python's, so no sample is
-RULER's; sentences of essays end with . ? or !, where RULER has NLTK's; questions about documents are drawn
-from the whole file, where RULER takes the first ones; lists of words end with wonderwords' 8,500 (RULER has
-more for lengths beyond 100,000 tokens). A solved example is plain text inside the turn.
+Differs from RULER: a text is fitted for each sample, not once for all; random numbers are Python's, so
+samples differ from RULER's; sentences of essays end with . ? or !, where RULER has NLTK's; questions about
+documents are drawn from the whole file, where RULER takes the first ones; lists of words end with
+wonderwords' 8,500 (RULER has more for lengths beyond 100,000 tokens). A solved example is plain text inside
+the turn.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ PARTS = {
     "qa_1": Questions("squad"),
     "qa_2": Questions("hotpotqa"),
 }
-"""RULER's tasks, as its synthetic.yaml has them."""
+"""RULER's tasks, from its synthetic.yaml."""
 
 _FILES = {
     "essays": "a folder of Paul Graham's essays: --set essays=FOLDER",
@@ -72,21 +73,21 @@ class Ruler(Task):
     Attributes
     ----------
     tasks
-        Names of RULER's tasks; all thirteen if empty.
+        Names of RULER's tasks; empty: all thirteen.
     lengths
-        The most tokens of a prompt and its answer together.
+        Maximum tokens of a prompt and its answer together.
     repeats
         Samples of each task and length; RULER has 500.
     question
-        When the question is read: "known", with the text, or "after" it.
+        Time of reading the question: "known", with the text, or "after" it.
     essays
-        A folder of texts: Paul Graham's essays.
+        Folder of texts: Paul Graham's essays.
     squad
         SQuAD's questions, dev-v2.0.json.
     hotpotqa
         HotpotQA's questions, hotpot_dev_distractor_v1.json.
     seed
-        Seed of everything that is drawn.
+        Seed of all random choices.
     """
 
     tasks: tuple[str, ...] = ()
@@ -122,11 +123,12 @@ class Ruler(Task):
 
     @property
     def _names(self) -> Sequence[str]:
-        """The parts that are asked, in RULER's order."""
+        """Names of the parts to run, in RULER's order."""
         return [name for name in PARTS if not self.tasks or name in self.tasks]
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
-        """One sample of each part after the other: any number of first items has about as many of each."""
+        """Yield one sample of each part in turn, so that the first n items have about as many of each part.
+        """
         if files:
             raise InputError(f"ruler takes its files as parameters: {'; '.join(_FILES.values())}")
         sources = Sources(model, self.essays, self.squad, self.hotpotqa, self.seed)
@@ -154,7 +156,7 @@ class Ruler(Task):
         return Answer(output, {"string_match": score}, {"first_tokens": n_first})
 
     def summary(self, found: Sequence[records.Record]) -> dict[str, float]:
-        """RULER's averages: of several parts' means, for each length."""
+        """RULER's averages: for each length, the mean of several parts' means."""
         values: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for record in found:
             if "string_match" in record["scores"]:
@@ -167,7 +169,7 @@ class Ruler(Task):
 
 
 def string_match(output: str, references: Sequence[str], *, is_any: bool) -> float:
-    """RULER's score: the share of the references that are in the output, or whether any is."""
+    """RULER's score: share of the references that are in the output, or 1 if any is."""
     text = _CONTROL.sub("\n", output).strip().lower()
     found = [reference.lower() in text for reference in references]
     return float(any(found)) if is_any else fmean(found)

@@ -1,4 +1,4 @@
-"""Reads each prompt once, for readers of several policies and budgets."""
+"""Read each prompt once, for readers with several policies and budgets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtool.policy import Plan, Policy, Signal, State, View
 
 @dataclass(frozen=True, slots=True)
 class _Watch(Policy):
-    """Keeps everything, and reads the sums that policies want most often."""
+    """Keep everything, and read the sums that most policies need."""
 
     budget: int
     slack: int = 0
@@ -31,9 +31,9 @@ class _Watch(Policy):
 
 
 class Shared:
-    """The last prompt that was read, and a way to read another one.
+    """Cache of the last prompt that was read.
 
-    settings: the readers' own, so that the cells are those that each of them would have read.
+    settings: the readers' settings, so that each gets the cells that it would have read itself.
     """
 
     def __init__(self, model: Model, settings: Settings) -> None:
@@ -41,9 +41,9 @@ class Shared:
         self._last: Whole | None = None
 
     def whole(self, tokens: np.ndarray) -> Whole | None:
-        """The prompt i32[n]. What the last one had at its beginning, all of it, is not read again.
+        """Read the prompt i32[n]. If it begins with the whole last prompt, reads only the rest.
 
-        None for an empty prompt, and for one that is longer than the context. Raises what Engine raises.
+        Returns None for an empty prompt and for one longer than the context. Raises Engine's errors.
         """
         n_ctx = min(self._settings.n_ctx or self._model.n_ctx_train, self._model.n_ctx_train)
         if not 0 < len(tokens) < n_ctx:
@@ -56,7 +56,7 @@ class Shared:
                 if last and last.fits(engine, tokens[: len(last.tokens)]):
                     n = last.put(engine)
                     engine.signals.restore(last.signals, 0)
-                # two would be in memory else
+                # freed first, or two would be in memory
                 last = None
                 engine.read(tokens[n:])
                 last = Whole.of(engine, tokens)

@@ -1,15 +1,15 @@
 """stream: the turns of many chats go through one cache; right answers must stay likely.
 
 From StreamingLLM's experiment with MT-Bench (Xiao et al. 2023, arXiv:2309.17453, section 4.3). Every user
-turn is read, in the chat template, after all turns before it. A turn's right answer is scored token by token
-and stays in the cache as the reply. A turn without a right answer gets the model's own greedy answer,
+turn is read, in the chat template, after all earlier turns. A turn's right answer is scored token by token
+and stays in the cache as the reply. After a turn without a right answer the model writes a greedy answer,
 unscored.
 
-nll: negative log-likelihood of a right answer per token, in nats. Besides the mean, the summary has the means
-of the quarters of the scored turns, and the slope per 1,000 tokens of the stream with its standard error
-(least squares, all turns with the same weight). A budget that is a share is one of the trained context, as
-one engine serves all turns. An interrupted evaluation starts over: a turn means nothing without the turns
-before it.
+nll: negative log-likelihood of a right answer per token, in nats. In addition to the mean, the summary has
+the means of the quarters of the scored turns, and the slope per 1,000 tokens of the stream with its standard
+error (least squares, all turns with the same weight). A budget given as a share is a share of the trained
+context, as one engine serves all turns. An interrupted evaluation starts over, because a turn depends on all
+earlier turns.
 
 Layouts, in any order: MT-Bench's questions ({"question_id", "turns": [...]}) and answers
 ({"question_id", "choices": [{"turns": [...]}]}); chats ({"conversations": [{"from": "human", "value"},
@@ -40,9 +40,9 @@ class Stream(Task):
     Attributes
     ----------
     n_max
-        The most tokens of the model's own answers.
+        Maximum tokens of the model's answers.
     scored
-        Whether turns without a right answer are left out.
+        True to leave out turns without a right answer.
     """
 
     n_max: int = 128
@@ -104,7 +104,7 @@ class Stream(Task):
 
 
 def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """The slope of the least-squares line through points f64[n], and its standard error."""
+    """Slope of the least-squares line through points f64[n], and its standard error."""
     x, y = x - x.mean(), y - y.mean()
     slope = (x @ y) / (x @ x)
     residuals = y - slope * x
@@ -112,9 +112,9 @@ def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def _parsed(record: data.Record) -> tuple[Any, Any, bool]:
-    """A chat's id, and its turns or the answers to them; True for answers.
+    """Return a chat's id, its turns or the answers to them, and True for answers.
 
-    A turn is what the user says, and the right answer if there is one.
+    A turn is the user's text, and the right answer if there is one.
     """
     if "choices" in record:
         return record["question_id"], data.texts(record["choices"][0]["turns"]), True

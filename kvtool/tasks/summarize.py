@@ -1,15 +1,15 @@
 """summarize: summaries of articles or meetings; scored by ROUGE-1, ROUGE-2 and ROUGE-L.
 
 Scores are f-measures (0 to 1) of the rouge-score package with its stemmer; ROUGE-L does not split sentences.
-logp, if asked for: log-probability of the right summary per token, in nats. It tells policies apart with
-fewer items than the texts of a small model do.
+logp, if requested: log-probability of the right summary per token, in nats. With a small model it separates
+policies with fewer items than ROUGE does.
 
 Layouts: HELM's requests, XSUM and CNN/DailyMail ({"article": "###\\nArticle: ...", "summary_gt"}), which H2O,
 BumbleBee and BUZZ also use; the data sets' own ({"document", "summary"}, {"article", "highlights"});
 QMSum ({"meeting_transcripts": [{"speaker", "content"}], "specific_query_list": [{"query", "answer",
 "relevant_text_span": [["0", "5"]]}], "general_query_list": [{"query", "answer"}]}).
 
-Articles are asked for as in HELM, as plain text even with a chat model: `shots` solved examples, then "###",
+Prompts for articles follow HELM, as plain text even with a chat model: `shots` solved examples, then "###",
 the article and an instruction; if the file has no instruction, one is added. The summary ends at "###".
 Queries about meetings are a user's turn, in LongBench's words.
 """
@@ -40,20 +40,20 @@ class Summarize(Task):
     Attributes
     ----------
     n_max
-        The most tokens of a summary.
+        Maximum tokens of a summary.
     shots
-        Other articles of the file, with their summaries, before each article.
+        Number of other articles of the file, with their summaries, before each article.
     sentences
-        Length of the summary that the added instruction asks for.
+        Sentences that the added instruction asks for.
     spans
-        Whether a meeting's prompt has only the parts that its annotators marked as relevant, and queries
-        about the whole meeting are left out.
+        True to put only the parts marked as relevant into a meeting's prompt, and to leave out queries about
+        the whole meeting.
     plain
-        Whether articles are asked as plain text, and not as a user's turn.
+        True for articles as plain text, False as a user's turn.
     seed
         Seed of the shots.
     likelihood
-        Whether the likelihood of the right summary is scored.
+        True to score the likelihood of the right summary.
     """
 
     n_max: int = 64
@@ -107,7 +107,8 @@ class Summarize(Task):
                 yield Item(name, prompt, [answer], about={"file": path.name})
 
     def _parsed(self, record: Record) -> list[tuple[str, str]]:
-        """The prompts of a record with their right answers: of an article one, without shots."""
+        """Return the prompts of a record with their right answers. An article has one prompt, without shots.
+        """
         if "meeting_transcripts" in record:
             return list(self._queries(record))
         text = data.text(record["document"] if "document" in record else record["article"])

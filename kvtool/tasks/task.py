@@ -1,4 +1,4 @@
-"""What a task is: items, a way to ask one, and scores of its answer."""
+"""Base of tasks: items, a way to ask one, and scores of its answer."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One thing to ask.
+    """One prompt with its right answers.
 
     Attributes
     ----------
     id
         Unique among the items of the task and its files.
     prompt
-        Everything that the model reads.
+        Text that the model reads.
     references
         Right answers.
     choices
         Answers to choose from.
     about
-        More fields for the record; a summary may be broken down by them.
+        Additional fields for the record; a summary may be broken down by them.
     question
-        The end of the prompt that may be read after the rest, where a task has such a way to ask.
+        End of the prompt that may be read after the rest, in tasks with this option.
     opening
-        How the answer begins. It is given to the model, and no part of what it writes.
+        Beginning of the answer. The model reads it, so it is not part of the output.
     """
 
     id: str
@@ -49,16 +49,16 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of an item.
+    """Answer to an item, with its scores.
 
     Attributes
     ----------
     output
-        What the model wrote, or the choice it took.
+        Text that the model wrote, or the choice that it made.
     scores
-        Scores by name; their means are the summary. The task's docstring says what they mean.
+        Scores by name; their means are the summary. The task's docstring defines them.
     about
-        More fields for the record.
+        Additional fields for the record.
     """
 
     output: Any
@@ -67,24 +67,24 @@ class Answer:
 
 
 class Task(ABC):
-    """The base class of tasks. A task is a dataclass; its fields are the parameters (`--set name=value`).
+    """Base class of tasks. A task is a dataclass; its fields are the parameters (`--set name=value`).
 
     Attributes
     ----------
     source
-        Where the task and its scores come from.
+        Source of the task and its scores.
     needs_files
-        Whether the task reads files that the user names.
+        True if the task reads files that the user names.
     chat
-        Whether the prompt is a user's turn by default, and not plain text.
+        True if the prompt is by default a user's turn, False for plain text.
     by
         Names in an item's `about` by which the summary is broken down. Two of them make a heat map.
     packages
         Modules that the task needs, from the extra `eval`.
     draws
-        Whether its answers are drawn as `kvtool eval --temp` says.
+        True if answers are sampled with the options of `kvtool eval`, such as --temp.
     one_stream
-        Whether its items share one cache. Then they are asked in order, and only a complete set of records
+        True if items share one cache. They are then asked in order, and only a complete set of records
         counts.
     """
 
@@ -104,31 +104,32 @@ class Task(ABC):
 
     @property
     def draws(self) -> bool:
-        """A task that writes nothing, or has a way of its own, replaces it."""
+        """Overridden by tasks that write nothing or sample with their own settings."""
         return True
 
     @abstractmethod
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
-        """All items, always in the same order. Raises InputError if the files have none."""
+        """Return all items, always in the same order. Raises InputError if the files have none."""
 
     @abstractmethod
     def answer(self, item: Item, reader: Reader) -> Answer:
-        """Ask one item and score the answer. The cache is empty before, unless all items share one."""
+        """Ask one item and score the answer. The cache is empty at the start, unless all items share one."""
 
     def summary(self, records: Sequence[Record]) -> dict[str, float]:
-        """Numbers about all records together, by name, besides the means of their scores."""
+        """Numbers about all records, by name, in addition to the means of their scores."""
         return {}
 
 
 class RecordTask(Task):
-    """A task that makes its items of one record of its files after the other.
+    """Base of tasks that build items from one record at a time.
 
     An item's id is the file's name and the record's number. Its `about` has the file if `by` names it.
     """
 
     @abstractmethod
     def asked(self, record: data.Record) -> Iterable[Item]:
-        """The items of a record, with what their ids add to the record's. Raises what `data.each` catches."""
+        """Return a record's items, with the suffixes of their ids. May raise errors that `data.each` catches.
+        """
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
         name = self.__module__.rpartition(".")[2]

@@ -1,1 +1,1 @@
-"""What RULER's thirteen tasks are made of: one kind a file, and the texts that they share."""
+"""Parts of RULER's thirteen tasks: one kind a file, and the texts that they share."""

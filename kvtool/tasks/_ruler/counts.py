@@ -1,4 +1,4 @@
-"""Counts: which words of a list, or of a coded text, are the most frequent ones."""
+"""Counts: find the most frequent words of a list, or of a coded text."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _FREQUENT_ARE = "Answer: According to the coded text above, the three most frequ
 
 @dataclass(frozen=True, slots=True)
 class CommonWords(Part):
-    """Ten words appear more often than all others. A piece is a word that appears, however often.
+    """Ten words appear more often than all other words. A piece is a distinct word.
 
     Attributes
     ----------
     n_common
-        Words that are asked for.
+        Number of words to find.
     often
-        How often each of them is in the list.
+        Times that each of them is in the list.
     seldom
-        How often each other word is.
+        Times that each other word is.
     """
 
     n_common: int = 10
@@ -61,7 +61,7 @@ class CommonWords(Part):
 
     def sample(self, n: int, wanted: Wanted, sources: Sources) -> Sample:
         draws = wanted.draws()
-        # below 4,096 tokens RULER has other numbers
+        # below 4,096 tokens RULER uses different numbers
         is_short = wanted.length < 4096
         example = (20, 3, 1) if is_short else (40, 10, 3)
         often = (6, 1) if is_short else (self.often, self.seldom)
@@ -73,7 +73,7 @@ class CommonWords(Part):
     def _list(
         self, n: int, often: int, seldom: int, draws: random.Random, sources: Sources
     ) -> tuple[str, list[str]]:
-        """A list of n words, and the common ones."""
+        """Return a list of n words, and the common ones."""
         words = draws.sample(sources.all_words, n)
         common, others = words[: self.n_common], words[self.n_common :]
         text = common * often + others * seldom
@@ -83,9 +83,10 @@ class CommonWords(Part):
 
 @dataclass(frozen=True, slots=True)
 class FrequentWords(Part):
-    """Three random words of six letters are the most frequent ones but for "...". A piece is a word.
+    """Three random words of six letters are the most frequent after "...". A piece is a word.
 
-    Of n words, the one of rank k appears n / (k^2 zeta(2)) times, rounded down: RULER's alpha is 2.
+    In a text of n words, the word of rank k appears n / (k^2 zeta(2)) times, rounded down: RULER's alpha is
+    2.
 
     Attributes
     ----------
@@ -114,7 +115,7 @@ class FrequentWords(Part):
 
 
 def _n_for(k: int) -> float:
-    """How many words a text has in which the one of rank k appears once."""
+    """Number of words of a text in which the word of rank k appears once."""
     return k**2 * math.pi**2 / 6
 
 

@@ -1,4 +1,4 @@
-"""Needles: sentences with a key and its value, hidden in a text; the values of some keys are asked for."""
+"""Needles: sentences with a key and its value, hidden in a text; the question asks for some keys' values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SEVERAL = {"some": "Some", "are": "are", "are_all": "are all"}
 _ONE = {"some": "A", "are": "is", "are_all": "is"}
 
 _DEPTHS = [round(100 * i / 39) for i in range(40)]
-"""Where needles may be in an essay, in percent of its sentences."""
+"""Places of needles in an essay, in percent of its sentences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +34,18 @@ class Needles(Part):
     Attributes
     ----------
     haystack
-        What the text is: "noise" repeats passkey's five sentences, "essay" is Paul Graham's, and in "needle"
-        every sentence is a needle. A piece is a line of five sentences, a word, or a needle.
+        Text around the needles: "noise" repeats passkey's five sentences, "essay" is Paul Graham's, and in
+        "needle" every sentence is a needle. A piece is a line of five sentences, a word, or a needle.
     keys
-        What keys are: "words" are an adjective and a noun, "uuids" random.
+        Kind of keys: "words" are an adjective and a noun, "uuids" random.
     values
-        What values are: "numbers" of seven digits, or "uuids".
+        Kind of values: "numbers" of seven digits, or "uuids".
     n_key
-        Keys that are hidden, besides those of a haystack of needles.
+        Keys that are hidden, in addition to the keys of a haystack of needles.
     n_value
         Values of each key.
     n_query
-        Keys that are asked for.
+        Keys that the question asks for.
     """
 
     haystack: str
@@ -101,7 +101,7 @@ class Needles(Part):
                 for start, end, needle in zip([0, *ends], ends, needles, strict=False)
             ]
             return " ".join([*(sentence for part in parts for sentence in part), *hay[ends[-1] :]])
-        # as shares: however long the text is, a needle has the same place
+        # fractions of the text, so that a needle has the same relative place at every length
         shares = sorted((draws.random() for _ in needles), reverse=True)
         if self.haystack == "noise":
             hay = [FILLER] * n

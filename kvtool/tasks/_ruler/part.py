@@ -15,16 +15,16 @@ from kvtool.tasks._ruler.sources import Sources
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What is asked.
+    """Text, question and right answers.
 
     Attributes
     ----------
     context
-        The text, with RULER's words before it.
+        Text, after RULER's introduction.
     question
-        The question, which follows the text at once.
+        Question, which follows the text directly.
     opening
-        How the answer begins: RULER's answer prefix, without the space before it.
+        Beginning of the answer: RULER's answer prefix, without the space before it.
     answers
         Right answers.
     """
@@ -41,18 +41,18 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which sample is made.
+    """Requested sample.
 
     Attributes
     ----------
     name
-        Its part's name.
+        Name of its part.
     number
-        Its place among the part's samples, from 0 on.
+        Index among the part's samples, from 0 on.
     length
-        The most tokens of its text and answer together.
+        Maximum tokens of its text and answer together.
     seed
-        Seed of everything that is drawn.
+        Seed of all random choices.
     """
 
     name: str
@@ -71,11 +71,11 @@ class Part(ABC):
     Attributes
     ----------
     n_max
-        The most tokens of an answer.
+        Maximum tokens of an answer.
     needs
-        The sources that it reads: "words", "essays", "squad" or "hotpotqa".
+        Sources that it reads: "words", "essays", "squad" or "hotpotqa".
     is_any
-        Whether one of the right answers is enough.
+        True if one of the right answers is enough.
     """
 
     n_max: ClassVar[int]
@@ -86,19 +86,19 @@ class Part(ABC):
         return ()
 
     def most(self, sources: Sources) -> int:
-        """The most pieces that there are."""
+        """Maximum number of pieces."""
         return sys.maxsize
 
     @abstractmethod
     def least(self, wanted: Wanted, sources: Sources) -> int:
-        """The fewest pieces with which the question can be asked."""
+        """Minimum number of pieces for the question."""
 
     @abstractmethod
     def sample(self, n: int, wanted: Wanted, sources: Sources) -> Sample:
-        """The sample with n pieces, the same at each call."""
+        """Return the sample with n pieces, the same at each call."""
 
     def longest(self, wanted: Wanted, sources: Sources) -> Sample:
-        """The sample with as many pieces as fit. Raises InputError if not even the fewest do."""
+        """Return the sample with as many pieces as fit. Raises InputError if not even the minimum fits."""
         room = wanted.length - self.n_max
 
         def n_token(n: int) -> int:
@@ -117,7 +117,7 @@ class Part(ABC):
 
 
 def largest(fits: Callable[[int], bool], least: int, most: int) -> int:
-    """A number from least, which fits, to most that fits, though one more does not."""
+    """Return a number in least..most that fits while one more does not; least must fit."""
     low, high = least, least + 1
     while high <= most and fits(high):
         low, high = high, high + 2 * (high - least)

@@ -1,4 +1,4 @@
-"""Questions: the documents that a question is about are among others."""
+"""Questions: the documents that answer a question are hidden among others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _QUESTION = f"{_ASK}\n\nQuestion: {{question}}"
 
 @dataclass(frozen=True, slots=True)
 class Questions(Part):
-    """A piece is a document: the question's own, then those of the same article, then any other.
+    """A piece is a document: first the question's, then the same article's, then any.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class Questions(Part):
         question, texts = self._question(wanted, sources), self._documents(sources).texts
         chosen = [*question.own, *draws.sample(question.near, len(question.near))][:n]
         others = set(chosen)
-        # one by one: more documents begin with the same ones
+        # chosen one by one: a larger sample begins with the same documents
         while len(chosen) < n:
             if (other := draws.randrange(len(texts))) not in others:
                 chosen.append(other)

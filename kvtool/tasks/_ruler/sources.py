@@ -1,4 +1,4 @@
-"""What RULER's samples are made from: a tokenizer, word lists, essays, and questions about documents."""
+"""Sources of RULER's samples: a tokenizer, word lists, essays, and questions about documents."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Question:
     answers
         Right answers.
     own
-        Which documents it is about.
+        Indices of the documents that it is about.
     near
-        Documents of the same article; without the question's own.
+        Other documents of the same article.
     """
 
     text: str
@@ -47,9 +47,9 @@ class Documents:
     Attributes
     ----------
     texts
-        The documents, sorted, each once.
+        Documents, sorted, each once.
     questions
-        The questions, in an order that is drawn.
+        Questions, in random order.
     """
 
     texts: Sequence[str]
@@ -57,7 +57,7 @@ class Documents:
 
 
 class Sources:
-    """Each is read when it is first asked for. The files' names may be empty if no part needs them.
+    """Sources, each read at its first use. File names may be empty if no part needs them.
 
     Raises InputError for a file that cannot be read.
     """
@@ -68,12 +68,12 @@ class Sources:
         self._seed = seed
 
     def n_token(self, text: str) -> int:
-        """Tokens of a prompt, with those that the tokenizer adds to it."""
+        """Number of tokens of a prompt, including tokens that the tokenizer adds."""
         return len(self._model.tokenize(text, start=True))
 
     @cached_property
     def essays(self) -> list[str]:
-        """The words of the essays, in the order of the files' names."""
+        """Words of the essays, in the order of the files' names."""
         words = " ".join(texts_of([Path(self._essays)])).split()
         if not words:
             raise InputError(f"no text in {self._essays}")
@@ -120,7 +120,7 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A question as its file has it: `own` and `near` are texts."""
+    """Question from its file: `own` and `near` are texts."""
 
     text: str
     answers: Sequence[str]
@@ -129,7 +129,7 @@ class _Asked:
 
 
 def _places(texts: Sequence[str], at: dict[str, int], but: Sequence[str] = ()) -> list[int]:
-    """Where the texts are, each once."""
+    """Return the indices of the texts, each once."""
     return [at[text] for text in dict.fromkeys(texts) if text not in but]
 
 
@@ -162,6 +162,6 @@ def _some(answers: list[str]) -> list[str]:
 
 
 def _words(kind: str) -> list[str]:
-    """wonderwords' list of a kind of words, as RULER has it."""
+    """Return wonderwords' list of a kind of words, as RULER uses it."""
     text = files("wonderwords.assets").joinpath(f"{kind}list.txt").read_text(encoding="utf-8")
     return [line.rstrip() for line in text.splitlines()]

@@ -1,4 +1,4 @@
-"""Variables: assignments in a chain are hidden in a text; all variables of one value are asked for."""
+"""Variables: a chain of assignments is hidden in a text; the question asks for all variables of one value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OPENING = (
 )
 
 _EXAMPLE = 500
-"""The most tokens of the solved example."""
+"""Maximum tokens of the solved example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Variables(Part):
     Attributes
     ----------
     n_hop
-        Assignments after the first one, each of the variable before it.
+        Assignments after the first one, each of the previous variable.
     """
 
     n_hop: int = 4
@@ -46,7 +46,7 @@ class Variables(Part):
         return Sample(f"{example}\n{own.context}", own.question, own.opening, own.answers)
 
     def _example(self, seed: int, sources: Sources) -> str:
-        """A solved one with names of three letters, as long as fits, and at least five lines."""
+        """Return a solved example with names of three letters, as long as fits, and at least five lines."""
 
         def solved(n: int) -> str:
             chain = self._chain(n, 3, random.Random(seed))
@@ -55,7 +55,7 @@ class Variables(Part):
         return solved(largest(lambda n: sources.n_token(solved(n)) <= _EXAMPLE, self.n_hop + 1, _EXAMPLE))
 
     def _chain(self, n: int, n_letter: int, draws: random.Random) -> Sample:
-        """n lines of filler with a chain in them; its names have n_letter letters."""
+        """Return n lines of filler with a chain of variables whose names have n_letter letters."""
         names: list[str] = []
         while len(names) <= self.n_hop:
             name = "".join(draws.choices(ascii_uppercase, k=n_letter))
@@ -63,10 +63,10 @@ class Variables(Part):
                 names.append(name)
         value = draws.randrange(10000, 99999)
         lines = [f"VAR {names[0]} = {value}"]
-        # as in RULER, with a space behind each
+        # as in RULER, each ends with a space
         lines += [f"VAR {name} = VAR {before} " for before, name in zip(names, names[1:], strict=False)]
         text = [FILLER] * n
-        # as many lines before each as were there before any was put in
+        # line numbers refer to the text before insertion
         for i, place in enumerate(sorted(draws.sample(range(n), len(lines)))):
             text.insert(place + i, lines[i])
         return Sample(
