@@ -1,1 +1,1 @@
-"""What kvtool asks of the operating system."""
+"""Functions of the operating system that kvtool uses."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def cpu_features() -> str:
-    """What a native build depends on: code for another CPU may crash with an illegal instruction."""
+    """CPU features that a native build depends on: on another CPU it may hit an illegal instruction."""
     found = [platform.machine()]
     if sys.platform == "darwin":
         import subprocess
@@ -20,7 +20,8 @@ def cpu_features() -> str:
         )
         found.append(asked.stdout)
     elif (cpuinfo := Path("/proc/cpuinfo")).is_file():
-        # the first core alone: Linux makes the text as it is read, which takes long for hundreds
+        # only the first core: Linux generates the text while it is read, which takes long for hundreds of
+        # cores
         with cpuinfo.open(errors="replace") as lines:
             flags = next((line for line in lines if re.match(r"(flags|Features)\s*:", line)), "")
         found += sorted(set(flags.partition(":")[2].split()))
@@ -30,7 +31,7 @@ def cpu_features() -> str:
 
 
 def cpu_name() -> str:
-    """The CPU as its maker calls it; "unknown" where the system does not say."""
+    """Name of the CPU; "unknown" if the system does not report it."""
     if sys.platform == "darwin":
         import subprocess
 

@@ -1,4 +1,4 @@
-"""Writes files so that a crash or a full disk leaves the old file or the new one, never a part of one."""
+"""Write files so that a crash or a full disk leaves the old file or the new file, never a partial file."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import BinaryIO, cast
 from kvtool.system.paths import cache_dir
 
 LOCK = ".lock"
-"""End of the name of a file's lock, and the name of a folder's."""
+"""Suffix of the name of a file's lock, and name of a folder's lock."""
 
 
 PART = ".kvtool.part"
-"""Behind the name of a file that is being written. Other programs end theirs with .part, too."""
+"""Suffix of a file that is being written. Other programs use .part."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Opens a new file, which replaces the one at `path` once all of it is on the disk.
+    """Open a new file, which replaces the file at `path` once all of it is on the disk.
 
-    The new file keeps the old one's permissions. Where `path` is a link, its target is replaced. What a
-    killed process left behind is overwritten. Raises OSError, with the old file as it was.
+    The new file keeps the old file's permissions. If `path` is a link, its target is replaced. Leftovers of a
+    killed process are overwritten. Raises OSError, leaving the old file unchanged.
     """
     path = Path(os.path.realpath(path))
     part = path.with_name(path.name + PART)
@@ -47,7 +47,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _sync_folder(path: Path) -> None:
-    """A new name must reach the disk too."""
+    """Sync a folder, so that a new name reaches the disk."""
     if os.name == "posix":
         folder = os.open(path, os.O_RDONLY)
         try:
@@ -57,14 +57,14 @@ def _sync_folder(path: Path) -> None:
 
 
 def free_disk_bytes(path: str) -> int:
-    """The free bytes of the disk on which a file lies or will lie. Raises OSError."""
+    """Free bytes of the disk that holds, or will hold, a file. Raises OSError."""
     return shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
 
 
 def create(path: Path, like: Path) -> FileIO:
-    """Opens an empty file without a buffer. It has the permissions of `like`, if there is such a file.
+    """Open an empty, unbuffered file, with the permissions of `like` if that file exists.
 
-    What was there is gone. Raises OSError.
+    Truncates an existing file. Raises OSError.
     """
     file = path.open("w+b", buffering=0)
     try:
@@ -78,12 +78,12 @@ def create(path: Path, like: Path) -> FileIO:
 
 
 def temporary(buffering: int = -1) -> BinaryIO:
-    """Opens a file without a name, on the disk of the cache folder. Raises OSError."""
+    """Open a file without a name, on the disk of the cache folder. Raises OSError."""
     return cast(BinaryIO, tempfile.TemporaryFile(buffering=buffering, dir=spare_folder()))
 
 
 def spare_folder() -> Path | None:
-    """The cache folder, for what is temporary: the usual folder may be memory. None: it is not to be used."""
+    """Folder for temporary files: the cache folder, as the usual one may be in memory. None: not usable."""
     folder = cache_dir()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,13 +91,13 @@ def spare_folder() -> Path | None:
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:
-    """Writes all of it to a file without a buffer, so that nothing of it comes later. Raises OSError."""
+    """Write all data to an unbuffered file, so that none is written later. Raises OSError."""
     while data:
         data = data[file.write(data) :]
 
 
 def write(path: Path, data: bytes) -> None:
-    """Writes a file whole, or raises OSError and leaves the old one. A device or a pipe is written to."""
+    """Replace a file, or raise OSError and leave the old file. Devices and pipes are written directly."""
     if path.exists() and not path.is_file():
         with path.open("wb") as device:
             device.write(data)
@@ -107,20 +107,20 @@ def write(path: Path, data: bytes) -> None:
 
 
 class Log:
-    """A text file that only grows, by whole entries: after a failed `append` it ends where it ended before.
+    """Append-only text file of whole entries: a failed `append` leaves its end unchanged.
 
-    Raises OSError where the file cannot be opened.
+    Raises OSError if the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # without a buffer: nothing of a failed entry is written later
+        # unbuffered, so that no part of a failed entry is written later
         self._file = path.open("ab", buffering=0)
 
     def append(self, text: str) -> None:
-        """Adds an entry. Raises OSError."""
+        """Append an entry. Raises OSError."""
         data = text.encode("utf-8", "replace")
-        # a pipe has no end to go back to
+        # a pipe cannot be truncated
         end = self._file.seek(0, os.SEEK_END) if self._file.seekable() else None
         try:
             write_all(self._file, data)
@@ -137,9 +137,9 @@ class Log:
 def set_aside(path: Path, *suffixes: str) -> Path:
     """Give files second names, and return the new name of `path`: the first free of PATH.1, PATH.2, ...
 
-    suffixes: PATH + each of them gets a second name, if there is such a file; "" stands for PATH itself, and
-    without suffixes it is the only one. A number is free if neither PATH nor one of these files has it.
-    Raises OSError; then no file has a second name.
+    suffixes: for each, PATH + suffix gets a second name if the file exists; "" means PATH itself, the
+    default. A number is free if no new name with it exists. Raises OSError, after which no file has a second
+    name.
     """
     path = Path(os.path.realpath(path))
     suffixes = suffixes or ("",)
@@ -164,9 +164,9 @@ def set_aside(path: Path, *suffixes: str) -> Path:
 
 
 def second_name(path: Path, spare: Path) -> Path:
-    """Gives a file a second name, which must be free, and returns that. Raises OSError.
+    """Give a file a second name, which must be free, and return it. Raises OSError.
 
-    Costs no bytes where the file system has hard links, else a copy.
+    Makes a hard link if the file system has them, otherwise a copy.
     """
     try:
         os.link(path, spare)
@@ -180,16 +180,16 @@ def second_name(path: Path, spare: Path) -> Path:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Holds a lock, which the operating system releases when the process dies.
+    """Hold a lock, which the operating system releases when the process dies.
 
-    `path` is the lock's own file; it is removed at the end. Without `wait`, raises BlockingIOError where
-    another process holds the lock. Raises OSError for a file that is not empty: it is not a lock.
+    `path` is the lock file; it is removed at the end. Without `wait`, raises BlockingIOError if another
+    process holds the lock. Raises OSError for a file that is not empty: it is not a lock.
     """
-    # here, since it takes 30 ms and 1.4 MB, and most chats lock nothing
+    # imported here: it takes 30 ms and 1.4 MB, and most chats need no lock
     from filelock import FileLock, Timeout
 
     if not path.parent.is_dir():
-        # filelock would make the folder
+        # filelock would create the folder
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
     if path.is_file() and path.stat().st_size:
         # filelock would empty it
@@ -211,7 +211,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process holds the lock whose file this is. Raises OSError."""
+    """True if another process holds the lock with this file. Raises OSError."""
     try:
         if path.exists():
             with locked(path, wait=False):

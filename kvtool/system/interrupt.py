@@ -1,4 +1,5 @@
-"""What Ctrl-C does at each stage. Imports only the standard library: it works from the first import on."""
+"""Handling of Ctrl-C at each stage. Imports only the standard library, so it works from the first import on.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 EXIT_CODE = 128 + 2
-"""What a shell shows for a program that an interrupt has killed."""
+"""Exit code that a shell shows for a program killed by an interrupt."""
 
 
 def end(*_: object, said: str = "stopped", exit_code: int = EXIT_CODE) -> None:
-    """Ends the process at once, with one line; it is a signal handler.
+    """Signal handler: end the process immediately, with one line.
 
-    For stages that leave nothing unfinished, such as imports and loading a model. An exception would not do:
-    one that is raised in a ctypes callback is printed and then ignored, and a bare except swallows it.
+    For stages without unfinished work, such as imports and loading a model. An exception would not work: in a
+    ctypes callback it is printed and then ignored, and a bare except swallows it.
     """
     _say(said)
     os._exit(exit_code)
@@ -28,7 +29,7 @@ def _say(said: str) -> None:
     with suppress(OSError, ValueError, RuntimeError, AttributeError):
         sys.stdout.flush()
     with suppress(OSError, ValueError, RuntimeError, AttributeError):
-        # a progress bar replaces sys.stderr, and draws itself again below what is written there
+        # a progress bar replaces sys.stderr, and redraws itself below any output there
         err = sys.__stderr__ or sys.stderr
         # below the ^C; a bar may have hidden the cursor
         before = "\x1b[?25h\n" if err.isatty() else ""
@@ -37,7 +38,7 @@ def _say(said: str) -> None:
 
 
 def end_by(number: int) -> None:
-    """Ends the process with one line, and as if the signal had killed it: who has sent it looks for that."""
+    """End the process with one line, as if the signal had killed it, which its sender can check."""
     if number == signal.SIGINT:
         end()
     _say("stopped")
@@ -46,20 +47,20 @@ def end_by(number: int) -> None:
 
 
 def ends() -> None:
-    """From now on Ctrl-C ends the process at once."""
+    """Make Ctrl-C end the process immediately."""
     signal.signal(signal.SIGINT, end)
 
 
 def raises() -> None:
-    """From now on Ctrl-C raises KeyboardInterrupt."""
+    """Make Ctrl-C raise KeyboardInterrupt."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Inside, Ctrl-C raises KeyboardInterrupt, so that unfinished work is removed.
+    """Context in which Ctrl-C raises KeyboardInterrupt, so that unfinished work is removed.
 
-    Nothing changes in other threads than the main one, which is where Ctrl-C comes.
+    Affects only the main thread, which receives Ctrl-C.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -69,13 +70,13 @@ def raising() -> Iterator[None]:
 
 
 def ending(said: Callable[[], str]) -> AbstractContextManager[None]:
-    """Inside, Ctrl-C ends the process at once with that line. For work whose files are whole at any time."""
+    """Context in which Ctrl-C ends the process with this line. For work whose files are always complete."""
     return _handled(lambda *_: end(said=said()))
 
 
 @contextmanager
 def _handled(handler: Callable[..., object]) -> Iterator[None]:
-    """Inside, a handler takes Ctrl-C."""
+    """Context in which this handler receives Ctrl-C."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield
@@ -85,9 +86,9 @@ def _handled(handler: Callable[..., object]) -> Iterator[None]:
 
 @contextmanager
 def told(tell: Callable[[], None]) -> Iterator[None]:
-    """Inside, Ctrl-C also calls `tell` at once, from another thread.
+    """Context in which Ctrl-C also calls `tell` immediately, from another thread.
 
-    A handler runs only when C code returns, and a step of llama.cpp can take seconds.
+    A signal handler runs only when C code returns, and a step of llama.cpp can take seconds.
     """
     import socket
 
@@ -112,7 +113,7 @@ def told(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def stops(writer: Any) -> None:
-    """From now on Ctrl-C stops the writer after its current step; a second Ctrl-C ends the process."""
+    """Make Ctrl-C stop the writer after its current step; a second Ctrl-C ends the process."""
 
     def stop(*_: object) -> None:
         writer.stop = True

@@ -1,4 +1,4 @@
-"""Memory of this process, as the operating system counts it."""
+"""Memory of this process and machine, from the operating system's counters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def peak_rss_bytes() -> int | None:
-    """The most resident memory so far, in bytes; None if the system does not say."""
+    """Peak resident memory in bytes; None if the system does not report it."""
     try:
         import resource
     except ImportError:
@@ -18,7 +18,7 @@ def peak_rss_bytes() -> int | None:
 
 
 def rss_bytes() -> int | None:
-    """The resident memory now, in bytes; None if the system does not say."""
+    """Current resident memory in bytes; None if the system does not report it."""
     try:
         with open("/proc/self/statm") as file:
             n_page = int(file.read().split()[1])
@@ -30,7 +30,7 @@ def rss_bytes() -> int | None:
 
 
 def give_back() -> None:
-    """Returns to the system what the C library keeps of freed memory, where that is glibc."""
+    """Return freed memory that the C library keeps to the system. Works only with glibc."""
     import ctypes
 
     with suppress(OSError, AttributeError):
@@ -38,7 +38,7 @@ def give_back() -> None:
 
 
 def free_bytes() -> int:
-    """The memory that programs can still take, in bytes; half of all where the system does not say."""
+    """Available memory in bytes; half of the total if the system does not report it."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)
@@ -48,7 +48,7 @@ def free_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """The machine's memory in bytes; 8 GiB if the system does not say."""
+    """Total memory in bytes; 8 GiB if the system does not report it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Where kvtool is, and where it keeps what it builds and downloads. Standard library only."""
+"""Paths of kvtool, its builds and its downloads. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def checkout() -> Path | None:
-    """The checkout that kvtool runs from; None if it was installed from a wheel."""
+    """Checkout that kvtool runs from; None if it was installed from a wheel."""
     root = _PACKAGE.parent
     return root if (root / "patches" / "UPSTREAM").is_file() else None
 
 
 def build_command() -> str:
-    """The command that builds llama.cpp."""
+    """Command that builds llama.cpp."""
     return "make setup" if checkout() else "kvtool build"
 
 
 def extra_command(extra: str) -> str:
-    """The command that installs the packages of an extra."""
+    """Command that installs the packages of an extra."""
     root = checkout()
     return f"pip install '{root}[{extra}]'" if root else f"pip install 'kvtool[{extra}]'"
 
 
 def cache_dir() -> Path:
-    """The per-user cache: $KVTOOL_CACHE, or the platform's folder for such files.
+    """Per-user cache folder: $KVTOOL_CACHE, or the platform's default.
 
-    Not by platformdirs: make asks for it before anything is installed, and it is these seven lines.
+    Written without platformdirs, because make calls it before anything is installed.
     """
     if chosen := os.environ.get("KVTOOL_CACHE"):
         return Path(chosen).expanduser().absolute()
@@ -46,27 +46,27 @@ def cache_dir() -> Path:
 
 
 def kernel_files() -> list[Path]:
-    """The files that define kernels."""
+    """Files that define kernels."""
     found = (path for name in ("kernels", "engine", "policies") for path in (_PACKAGE / name).glob("*.py"))
     return sorted(path for path in found if b"\n@kernel(" in path.read_bytes())
 
 
 def kernel_dir() -> Path:
-    """The folder of the present kernels; its name changes with their sources, the CPU and this checkout.
+    """Folder of the current kernels; its name depends on their sources, the CPU and this checkout.
 
-    numba would notice changes in a kernel's own file, but not in the files of kernels that it calls.
+    numba notices changes in a kernel's file, but not in the files of kernels that it calls.
     """
     digest = hashlib.sha256()
     for path in sorted({*kernel_files(), *(_PACKAGE / "kernels").glob("*.*")}):
         digest.update(path.read_bytes())
-    # numba's index has the folder of the sources in it
+    # numba's index contains the folder of the sources
     digest.update(str(_PACKAGE).encode())
     digest.update(cpu_features().encode())
-    # numba does not tell kernels with bounds checks from others
+    # numba does not distinguish kernels with bounds checks from kernels without
     digest.update(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
     return cache_dir() / "kernels" / digest.hexdigest()[:16]
 
 
 def kernel_library() -> Path:
-    """The shared library of the present kernels, made by kvtool/build/kernels.py."""
+    """Shared library of the current kernels, built by kvtool/build/kernels.py."""
     return kernel_dir() / "kernels.so"

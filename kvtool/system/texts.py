@@ -1,4 +1,4 @@
-"""Texts and names from outside: all are UTF-8, whatever the locale is, and their lines end with LF."""
+"""Texts and names from outside: always UTF-8, whatever the locale, with lines that end with LF."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvtool.errors import InputError, UsageError
 
 _CONVERT = "convert it first, for example with iconv"
 _BLOCK = 2**16
-"""Bytes that are read to see that a file is a text."""
+"""Bytes to read to check that a file is text."""
 
 
 def with_lf(text: str) -> str:
-    """Return the text with every CRLF and every other CR as LF, as Python reads a text file."""
+    """Convert every CRLF and other CR to LF, as Python does when it reads a text file."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def decoded(data: bytes) -> str:
-    """Return the text of UTF-8 bytes as a model reads it: `with_lf`, and without a byte order mark.
+    """Decode UTF-8 bytes for a model: `with_lf`, and without a byte order mark.
 
     Raises UnicodeDecodeError.
     """
@@ -30,23 +30,23 @@ def decoded(data: bytes) -> str:
 
 
 def utf8(flag: str, text: str | None) -> str | None:
-    """Return the text of an option, `with_lf`. Raises UsageError for bytes that are not UTF-8."""
+    """Decode the text of an option, `with_lf`. Raises UsageError for bytes that are not UTF-8."""
     if text is None:
         return None
     try:
-        # an ASCII locale hands over all other characters as bytes that it could not decode
+        # with an ASCII locale, all other characters arrive as undecoded bytes
         return with_lf(text.encode("utf-8", "surrogateescape").decode())
     except UnicodeDecodeError:
         raise UsageError(f"the text of {flag} is not UTF-8; {_CONVERT}") from None
 
 
 def shown(text: object) -> str:
-    """A text or a path, with U+FFFD for what is not UTF-8."""
+    """Return a text or path with U+FFFD for bytes that are not UTF-8."""
     return str(text).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """A value as JSON in ASCII. It has U+FFFD for what is not UTF-8 in a path: JSON cannot hold that."""
+    """Encode a value as ASCII JSON, with U+FFFD for bytes of a path that are not UTF-8."""
     import json
 
     return json.dumps(_cleaned(value), indent=indent)
@@ -61,7 +61,7 @@ def _cleaned(value: Any) -> Any:
 
 
 def read_stdin() -> str:
-    """All of stdin without the last line breaks; "" at a terminal. Raises InputError."""
+    """Read all of stdin without the last line breaks; "" at a terminal. Raises InputError."""
     if sys.stdin is None or sys.stdin.isatty():
         return ""
     try:
@@ -73,13 +73,13 @@ def read_stdin() -> str:
 
 
 def stdin_lines() -> Iterator[str]:
-    """The lines of stdin as they arrive, without line breaks. Raises InputError."""
+    """Yield the lines of stdin as they arrive, without line breaks. Raises InputError."""
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
             text = decoded(line) if number == 1 else with_lf(line.decode())
         except UnicodeDecodeError as error:
             raise InputError(f"stdin is not UTF-8 (line {number}, byte {error.start}); {_CONVERT}") from None
-        # a CR within it has ended a line
+        # a CR inside the line also ends a line
         yield from text.removesuffix("\n").split("\n")
 
 
@@ -89,7 +89,7 @@ class Source:
     Attributes
     ----------
     name
-        Its name in messages.
+        Name in messages.
     is_whole
         True once all of it was read.
 
@@ -101,7 +101,7 @@ class Source:
         self.is_whole = False
         self._data = b""
         try:
-            # stdin's own buffer may hold its first bytes
+            # Python's buffer of stdin may hold the first bytes
             self._file = sys.stdin.buffer if is_stdin(file) else Path(file).expanduser().open("rb")
         except OSError as error:
             raise self._cannot_read(error) from None
