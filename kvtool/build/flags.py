@@ -1,4 +1,4 @@
-"""CMake flags: ours, the user's, and those of the last build."""
+"""CMake flags: kvtool's, the user's, and the last build's."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ FLAGS = (
     "-DLLAMA_CURL=OFF",
     "-DGGML_RPC=ON",
 )
-"""The flags of every build: the library alone, with RPC."""
+"""Flags of every build: only the library, with RPC."""
 
 PORTABLE = ("-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON", "-DGGML_NATIVE=OFF")
-"""For one wheel that serves every CPU: a library for each kind of CPU, chosen when llama.cpp starts."""
+"""Flags of a wheel for every CPU: one library for each kind of CPU, chosen when llama.cpp starts."""
 
 DEVICES = {"cuda": "GGML_CUDA", "metal": "GGML_METAL", "vulkan": "GGML_VULKAN"}
-"""The devices that a build can support besides the CPU, and their CMake options."""
+"""Devices that a build can support in addition to the CPU, and their CMake options."""
 
 
 def asked_cmake_args() -> str:
     """$CMAKE_ARGS if it is set, even if empty; otherwise the flags of this environment's last build.
 
-    So `make chat` keeps the GPU after `make chat CMAKE_ARGS=-DGGML_CUDA=on`.
+    `make chat` then keeps the GPU after `make chat CMAKE_ARGS=-DGGML_CUDA=on`.
     """
     if (asked := os.environ.get("CMAKE_ARGS")) is not None:
         return asked.strip()
@@ -40,14 +40,14 @@ def asked_cmake_args() -> str:
 
 
 def remember(cmake_args: str) -> None:
-    """Make these the flags of this environment's last build. Raises OSError."""
+    """Store these flags as this environment's last build. Raises OSError."""
     files.write(_memory_file(), f"{cmake_args}\n".encode())
 
 
 def device_args(devices: Collection[str]) -> str:
-    """$CMAKE_ARGS plus the flags for these of DEVICES; with none, the flags for the CPU alone.
+    """Return $CMAKE_ARGS plus the flags for these DEVICES; without devices, the flags for only the CPU.
 
-    The flags of the last build do not count. Raises UsageError if $CMAKE_ARGS contradicts.
+    Ignores the last build's flags. Raises UsageError if $CMAKE_ARGS contradicts.
     """
     given = os.environ.get("CMAKE_ARGS", "").strip()
     asked = [device for device in DEVICES if asks_for(given, device)]
@@ -63,7 +63,7 @@ def device_args(devices: Collection[str]) -> str:
 
 
 def asks_for(cmake_args: str, device: str) -> bool:
-    """Whether the flags turn on this one of DEVICES. The last mention counts, as in CMake."""
+    """True if the flags enable this device of DEVICES. The last mention counts, as in CMake."""
     values = re.findall(rf"-D{DEVICES[device]}(?::\w+)?=(\S*)", cmake_args)
     return bool(values) and values[-1].lower() not in ("", "0", "off", "false", "no", "n")
 

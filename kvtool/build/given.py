@@ -1,4 +1,4 @@
-"""Wheels of the library that somebody else has built: which of those that lie here fits this machine."""
+"""Wheels of the library built elsewhere: find one that fits this machine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvtool.system.paths import checkout
 
 
 def folders() -> list[Path]:
-    """Where such wheels may lie: the folders in $KVTOOL_WHEELS, and dist/ of the checkout."""
+    """Folders with such wheels: the folders in $KVTOOL_WHEELS, and dist/ of the checkout."""
     named = filter(None, os.environ.get("KVTOOL_WHEELS", "").split(os.pathsep))
     root = checkout()
     return [*(Path(each).expanduser() for each in named), *([root / "dist"] if root else [])]
 
 
 def find(places: Iterable[Path], key: str) -> Path | None:
-    """The first wheel there that runs here and holds the build of that key; None if there is none."""
+    """Return the first wheel that runs on this machine and holds the build with this key, or None."""
     for folder in places:
         for wheel in sorted(folder.glob(f"{pack.PACKAGE}-*.whl")):
             if runs_here(wheel.name) and pack.key_of(wheel) == key:
@@ -30,13 +30,13 @@ def find(places: Iterable[Path], key: str) -> Path | None:
 
 
 def runs_here(name: str) -> bool:
-    """Whether a wheel of that file name runs here: it ends in py3-none-PLATFORM, or in several with dots."""
+    """True if a wheel of this name runs here. It ends in py3-none-PLATFORM, or platforms joined by dots."""
     words = name.removesuffix(".whl").split("-")
     return words[-3:-1] == ["py3", "none"] and any(map(_is_platform, words[-1].split(".")))
 
 
 def _is_platform(tag: str) -> bool:
-    """Whether this is a platform tag of this machine: that of its system, or of an older version of it."""
+    """True if this machine supports the platform tag: its system's version or an older one."""
     machine = platform.machine().lower()
     if sys.platform == "win32":
         return tag == f"win_{machine}"
@@ -57,5 +57,5 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def say(line: str) -> None:
-    """A line on stderr, where what a build does is said."""
+    """Print a line of a build's progress to stderr."""
     sys.stderr.write(f"{line}\n")

@@ -1,7 +1,7 @@
 """Compile every kernel, so that no user waits for numba: `python -m kvtool.build.kernels`.
 
 Each kernel goes into numba's disk cache, and all of them into one shared library, which
-kvtool/kernels/load.py loads. Standard library only until there is something to compile.
+kvtool/kernels/load.py loads. Imports only the standard library until there is something to compile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvtool.system.paths import kernel_dir, kernel_files, kernel_library
 
 
 def stamp() -> Path:
-    """The file whose presence says that all kernels are compiled, for this Python and this numba."""
+    """File that exists if all kernels are compiled for this Python and this numba."""
     try:
         numba = version("numba")
     except PackageNotFoundError:
@@ -27,22 +27,22 @@ def stamp() -> Path:
 
 
 def are_compiled() -> bool:
-    """Whether numba's disk cache has every kernel."""
+    """True if numba's disk cache has every kernel."""
     return stamp().is_file()
 
 
 def are_linked() -> bool:
-    """Whether the shared library of all kernels is there."""
+    """True if the shared library of all kernels exists."""
     return kernel_library().is_file()
 
 
 def modules() -> list[str]:
-    """The modules that define kernels."""
+    """List the modules that define kernels."""
     return [f"kvtool.{path.parent.name}.{path.stem}" for path in kernel_files()]
 
 
 def compile_all() -> None:
-    """Compile and link the kernels of every module that has some, unless that is done already."""
+    """Compile and link the kernels of all modules, unless already done."""
     if (are_compiled() and are_linked()) or os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
         return
     from kvtool.kernels.kernel import of_module

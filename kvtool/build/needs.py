@@ -1,4 +1,4 @@
-"""What a build needs: Python, compilers, SDKs, pip, and an environment that may be changed."""
+"""Requirements of a build: Python, compilers, SDKs, pip, and a writable environment."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_tools(cmake_args: str = "") -> None:
         if f"-DCMAKE_{'CXX' if variable == 'CXX' else 'C'}_COMPILER" in cmake_args:
             continue
         if not any(map(_runs, [os.environ[variable]] if os.environ.get(variable) else usual)):
-            # a wheel is for the CPU alone
+            # prebuilt wheels support only the CPU
             wheels = f", or a folder with a {pack.PACKAGE}-*.whl in KVTOOL_WHEELS" if not cmake_args else ""
             raise LibraryError(
                 f"no working {'C++' if variable == 'CXX' else 'C'} compiler; install one "
@@ -53,7 +53,7 @@ def check_pip() -> None:
 
 
 def check_environment() -> None:
-    """Raise LibraryError if nothing may be installed into the running environment."""
+    """Raise LibraryError if packages cannot be installed into the running environment."""
     site = sysconfig.get_path("purelib")
     managed = Path(sysconfig.get_path("stdlib")) / "EXTERNALLY-MANAGED"
     if sys.prefix == sys.base_prefix and managed.is_file():

@@ -1,7 +1,7 @@
-"""A build of llama-cpp-python repacked as our own wheel, kvtool-llama.
+"""Repack a build of llama-cpp-python as kvtool's wheel, kvtool-llama.
 
-The wheel has the package kvtool_llama: the libraries, and of llama-cpp-python the bindings alone. So it
-stands beside a llama-cpp-python of the user's without either touching the other, and it needs nothing more.
+The wheel has the package kvtool_llama: the libraries, and only the bindings of llama-cpp-python. It does not
+conflict with a llama-cpp-python that the user installed, and has no dependencies.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from kvtool.system.paths import checkout
 DISTRIBUTION = "kvtool-llama"
 PACKAGE = "kvtool_llama"
 VERSION = __version__
-"""That of kvtool: the two belong together."""
+"""Version of the wheel, equal to kvtool's."""
 
 RECORD_OF_BUILD = "kvtool.json"
-"""The file beside METADATA that says what was built."""
+"""File next to METADATA that describes the build."""
 
 LAYOUT = 2
-"""A number to raise when the wheel is packed in another way, so that existing wheels are not reused."""
+"""Version of the wheel's layout. Raise it when the layout changes, so that existing wheels are not reused."""
 
 _BINDINGS = ("llama_cpp.py", "_ctypes_extensions.py")
-"""Those that kvtool calls."""
+"""Bindings that kvtool uses."""
 _LIBRARIES = (".so", ".dylib", ".dll")
 _LICENCES = {"LICENSE.md": "LICENSE-llama-cpp-python", "vendor/llama.cpp/LICENSE": "LICENSE-llama.cpp"}
 _OWN_LICENCE = "LICENSE-kvtool"
 
 
 def pack(built: Path, archive: Path, upstream: Upstream, key: str, cmake_args: str, folder: Path) -> Path:
-    """Writes our wheel to `folder` and returns its path. Raises LibraryError.
+    """Write kvtool's wheel to `folder` and return its path. Raises LibraryError.
 
-    built: the wheel of llama-cpp-python. archive: its sources, for the licences. key: what `key_of` gives.
+    built: the wheel of llama-cpp-python. archive: its sources, for the licences. key: result of `key_of`.
     """
     tag = built.stem.split("-", 2)[2]
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def pack(built: Path, archive: Path, upstream: Upstream, key: str, cmake_args: s
 
 
 def key_in(record: str) -> str | None:
-    """The key of the build that this RECORD_OF_BUILD is about; None if it is damaged."""
+    """Key of the build that this RECORD_OF_BUILD describes; None if it is damaged."""
     try:
         key = json.loads(record)["key"]
     except (ValueError, TypeError, KeyError):
@@ -67,7 +67,7 @@ def key_in(record: str) -> str | None:
 
 
 def key_of(wheel: Path) -> str | None:
-    """The key of the build that is in the wheel; None for another's wheel, or one that cannot be read."""
+    """Key of the build in the wheel; None for unreadable wheels and wheels of other projects."""
     try:
         with zipfile.ZipFile(wheel) as packed:
             found = [name for name in packed.namelist() if name.endswith(f".dist-info/{RECORD_OF_BUILD}")]
@@ -83,7 +83,7 @@ def _contents(
     yield f"{PACKAGE}/__init__.py", says.encode()
     yield f"{PACKAGE}/py.typed", b""
     with zipfile.ZipFile(built) as packed:
-        # a build puts each library into several folders
+        # a build copies each library into several folders
         files = map(PurePosixPath, packed.namelist())
         libraries = {path.name: str(path) for path in files if path.suffix in _LIBRARIES}
         if not libraries:
@@ -114,7 +114,7 @@ def _licences(archive: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _own_licence() -> bytes:
-    """The checkout's licence, or that of an installed kvtool: the patch is ours."""
+    """kvtool's licence, for the patch: from the checkout, or from the installed kvtool."""
     if root := checkout():
         return (root / "LICENSE").read_bytes()
     return (distribution("kvtool").read_text("licenses/LICENSE") or "").encode()

@@ -1,4 +1,4 @@
-"""Long commands: run with a log and a progress line, and what their failures mean."""
+"""Run long commands with a log and a progress line, and explain their failures."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _CAUSES = {
     ),
     "not enough memory; try CMAKE_BUILD_PARALLEL_LEVEL=1": r"Killed signal terminated",
 }
-"""What a failure means, and what the log then says."""
+"""Explanations of failures, each with the text in the log that identifies it."""
 
 
 class Progress:
-    """A line on stderr: redrawn on a terminal, otherwise repeated every tenth of the way."""
+    """Progress line on stderr: redrawn on a terminal, otherwise printed at every 10 %."""
 
     def __init__(self, title: str) -> None:
         # a line that wraps cannot be redrawn
@@ -43,7 +43,7 @@ class Progress:
         sys.stderr.flush()
 
     def show(self, done: int, total: int) -> None:
-        # CMake's small configure checks run ninja too
+        # CMake's small configure checks also run ninja
         if total < 20:
             return
         if self.tty:
@@ -67,7 +67,7 @@ class Progress:
 
 
 def pip(*arguments: str) -> list[str]:
-    """The command line of a pip call."""
+    """Command line of a pip call."""
     return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
 
 
@@ -82,9 +82,9 @@ def run(
 ) -> None:
     """Run a command and append its output to the log.
 
-    title: of the progress line; "" for none. Raises LibraryError if the command fails: one line if the log
-    shows a known cause, otherwise `what` with its last errors. known: what the log says for one more cause,
-    and the line.
+    title: title of the progress line; "" for no line. Raises LibraryError if the command fails: one line if
+    the log shows a known cause, otherwise `what` with the last errors. known: text in the log for one more
+    cause, and its line.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     errors: deque[str] = deque(maxlen=8)
@@ -94,7 +94,7 @@ def run(
     with log.open("a", encoding="utf-8") as out:
         out.write(f"$ {shlex.join(command)}\n")
         out.flush()
-        # Ctrl-C leaves this block early and ends the command too: it got the same signal
+        # Ctrl-C leaves this block early; the command gets the same signal and ends
         with Popen(
             command, env=env, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, errors="replace"
         ) as process:

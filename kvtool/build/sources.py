@@ -1,4 +1,4 @@
-"""What is built: the patch files, and the llama-cpp-python release that they are for."""
+"""Sources of a build: the patch files, and the llama-cpp-python release that they apply to."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvtool.system.paths import cache_dir, checkout
 
 @dataclass(frozen=True)
 class Upstream:
-    """The source distribution that the patch is for.
+    """Source distribution that the patch applies to.
 
     Attributes
     ----------
     package
-        Its name in the package registry.
+        Name in the package registry.
     version
-        The one version that the patch applies to.
+        Version that the patch applies to.
     sha256
         Hash of the source archive, 64 hex digits.
     """
@@ -48,7 +48,7 @@ class Upstream:
 
 
 def patches_dir() -> Path:
-    """The checkout's patches/, or the copy inside an installed kvtool. Raises LibraryError."""
+    """Return the checkout's patches/, or the copy inside an installed kvtool. Raises LibraryError."""
     if root := checkout():
         return root / "patches"
     folder = Path(__file__).resolve().parent.parent / "patches"
@@ -58,7 +58,7 @@ def patches_dir() -> Path:
 
 
 def manifest(folder: Path) -> tuple[str, ...]:
-    """The files that the patch consists of, as paths below `folder`, in the order of its digest.
+    """List the patch's files, as paths below `folder`, in the order used for its digest.
 
     apply.cmake and sync.py read the same patches/MANIFEST. Raises LibraryError.
     """
@@ -71,7 +71,7 @@ def manifest(folder: Path) -> tuple[str, ...]:
 
 
 def patch_digest(folder: Path) -> str:
-    """The digest that a patched library reports when it was built from these files. Raises LibraryError."""
+    """Digest that a library built from these files reports. Raises LibraryError."""
     try:
         hexes = [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in manifest(folder)]
     except FileNotFoundError as error:
@@ -80,12 +80,12 @@ def patch_digest(folder: Path) -> str:
 
 
 def place(upstream: Upstream) -> Path:
-    """Where `archive` keeps the source archive."""
+    """Path of the source archive that `archive` downloads."""
     return cache_dir() / "source" / f"{upstream.package.replace('-', '_')}-{upstream.version}.tar.gz"
 
 
 def archive(upstream: Upstream, log: Path) -> Path:
-    """The source archive, downloaded once. pip checks its sha256 before it runs any of its code."""
+    """Return the source archive, downloaded once. pip checks its sha256 before running any of its code."""
     kept = place(upstream)
     if kept.is_file() and hashlib.sha256(kept.read_bytes()).hexdigest() == upstream.sha256:
         return kept

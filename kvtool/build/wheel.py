@@ -1,4 +1,4 @@
-"""The patched llama.cpp as a wheel: built once per machine, or found, kept in the cache, installed."""
+"""Wheel of the patched llama.cpp: build it once per machine or find it, cache it, install it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kvtool.system.paths import cache_dir
 
 
 def wheel_key(folder: Path, cmake_args: str, *, stock: bool = False, portable: bool = False) -> str:
-    """The name of a build. It changes with everything that the compiled library depends on.
+    """Key of a build, derived from everything that the compiled library depends on.
 
-    A portable build does not depend on this machine: elsewhere it has the same key.
+    A portable build has the same key on every machine.
     """
     parts = [
         "" if stock else patch_digest(folder),
@@ -36,18 +36,18 @@ def wheel_key(folder: Path, cmake_args: str, *, stock: bool = False, portable: b
 
 
 def fitting_keys(folder: Path, cmake_args: str) -> tuple[str, ...]:
-    """The keys of the builds that serve this machine and these flags."""
+    """Keys of the builds that work for this machine and these flags."""
     own = wheel_key(folder, cmake_args)
     return (own,) if cmake_args.strip() else (own, wheel_key(folder, "", portable=True))
 
 
 def find_wheel(key: str) -> Path | None:
-    """The finished wheel of that build, if there is one."""
+    """Return the finished wheel of a build, if it exists."""
     return next(_place(key).glob("*.whl"), None)
 
 
 def build_env(folder: Path, cmake_args: str, *, stock: bool, portable: bool) -> dict[str, str]:
-    """The environment variables for the build. The user's flags come last, so they win."""
+    """Environment variables for the build. The user's flags come last, so they win."""
     ours = [f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={(folder / 'apply.cmake').as_posix()}", *FLAGS]
     if stock:
         ours.append("-DKVTOOL_PATCH=OFF")
@@ -56,13 +56,13 @@ def build_env(folder: Path, cmake_args: str, *, stock: bool, portable: bool) -> 
     env = dict(os.environ)
     env["CMAKE_ARGS"] = f"{shlex.join(ours)} {cmake_args}".strip()
     env.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(_n_job()))
-    # without ninja, make would be used: slower, and without a count
+    # do not fall back to make, which is slower and shows no count
     env.setdefault("SKBUILD_NINJA_MAKE_FALLBACK", "0")
     return env
 
 
 def find_or_build(folder: Path, cmake_args: str) -> Path:
-    """The wheel for these flags and this machine: built before, made by somebody else, or newly built.
+    """Return the wheel for these flags and this machine: cached, built elsewhere, or newly built.
 
     folder: the patch files. Raises LibraryError.
     """
@@ -80,7 +80,7 @@ def find_or_build(folder: Path, cmake_args: str) -> Path:
 
 
 def build(folder: Path, cmake_args: str, *, stock: bool = False, portable: bool = False) -> Path:
-    """The wheel for these flags, from the cache or newly built. Raises LibraryError.
+    """Return the wheel for these flags, cached or newly built. Raises LibraryError.
 
     folder: the patch files. stock: build the same version without the patch. portable: for every CPU.
     """
@@ -100,7 +100,7 @@ def build(folder: Path, cmake_args: str, *, stock: bool = False, portable: bool 
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".building-") as temporary:
         made = Path(temporary) / "made"
-        # not from pip's cache, which knows a wheel by its version and not by its flags
+        # without pip's cache, which ignores flags
         command = process.pip("wheel", "-v", "--no-cache-dir", "--no-deps", "-w", str(made), str(sources))
         env = build_env(folder, cmake_args, stock=stock, portable=portable)
         process.run(command, log, "llama.cpp did not build", env=env, title=title)
@@ -108,14 +108,14 @@ def build(folder: Path, cmake_args: str, *, stock: bool = False, portable: bool 
         pack.pack(next(made.glob("*.whl")), sources, upstream, key, cmake_args, packed)
         try:
             os.rename(packed, place)
-        except OSError:  # another process built the same and was faster
+        except OSError:  # another process finished the same build first
             if not find_wheel(key):
                 raise
     return next(place.glob("*.whl"))
 
 
 def installed_key() -> str | None:
-    """The key of the build that is installed in this environment; None if no build of ours is."""
+    """Key of kvtool's build that is installed in this environment; None if there is no such build."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
@@ -128,7 +128,7 @@ def installed_key() -> str | None:
 def install(wheel: Path, cmake_args: str) -> bool:
     """Install the wheel into the running environment and remember its flags. Raises LibraryError.
 
-    Returns False if this very build was installed already.
+    Returns False if this build was already installed.
     """
     key = pack.key_of(wheel)
     is_new = installed_key() != key
@@ -147,7 +147,7 @@ def _machine() -> list[str]:
 
 
 def _place(key: str) -> Path:
-    """The folder of the cache for that build's wheel: a portable one runs on this system, not on each."""
+    """Cache folder of a build's wheel. A portable key gets a hash of the platform, as not all can run it."""
     if key.startswith("portable-"):
         key += "-" + hashlib.sha256("\0".join(_machine()).encode()).hexdigest()[:8]
     return cache_dir() / "wheels" / key
@@ -155,5 +155,5 @@ def _place(key: str) -> Path:
 
 def _n_job() -> int:
     n_cpu = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # the largest files take more than 1 GB of memory to compile
+    # the largest files need more than 1 GB of memory to compile
     return max(1, min(n_cpu, total_bytes() // 1_500_000_000))
