@@ -1,1 +1,1 @@
-"""What kvtool measures: perplexity, divergence, grids of runs, memory, which tokens the rows hold."""
+"""Measurements: perplexity, divergence, grids of runs, speed, memory, tokens held by the rows."""

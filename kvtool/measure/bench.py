@@ -1,8 +1,8 @@
-"""How fast a model reads and writes at some depths, and what that takes, by the way its cache is kept.
+"""Speed of reading and writing at several depths, and memory, for several cache configurations.
 
-A row is one way at one depth. In each of its rounds it gets a new cache at that depth (see `depths`), writes
-two tokens, reads one batch and writes some tokens, the last of which is as deep as the row says. Rows of a
-depth take turns, and each has some seconds: one that has had them gets no more rounds.
+A row is one way (cache configuration) at one depth. Each of its rounds starts a new cache at that depth (see
+`depths`), writes two tokens, reads one batch and writes some tokens, the last of which is at the row's depth.
+The rows of a depth alternate. Each has a limit of seconds, after which it gets no more rounds.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ if TYPE_CHECKING:
     from kvtool.policy import Policy
 
 _N_WRITE = 32
-"""Tokens written in a round: two stretches from one eviction to the next."""
+"""Tokens written in a round: twice the tokens between evictions."""
 
 _N_SHORT = 64
-"""Tokens of the shortest batch where reading is slow: flash attention on a CPU takes fewer one by one."""
+"""Minimum tokens of a batch when reading is slow: flash attention on a CPU reads fewer one by one."""
 
 _CHEAP_S = 1.0
-"""A batch that takes about so long, or less, is read twice, and the second time counts."""
+"""A batch that takes up to about this time is read twice, and the second time counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to keep the cache.
+    """Cache configuration.
 
     Attributes
     ----------
     name
-        For people.
+        Name for display.
     policy, budget
         The policy, and its budget in cells; None for `full`.
     flash
         Flash attention: "on", "off" or "auto".
     cache_type
-        Number format of keys and values.
+        Data type of keys and values.
     kv_offload
-        False: the cache is in host memory, and the layers are not.
+        False: the cache is in host memory, the layers on the device.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Way:
 
 
 def ways(budgets: Mapping[str, int], *, has_device: bool) -> list[Way]:
-    """The ways that are measured. budgets: in cells, by policy. has_device: whether there is a GPU."""
+    """Return the ways to measure. budgets: in cells, by policy. has_device: True with a GPU."""
     return [
         Way("full, flash off", flash="off"),
         Way("full, flash on", flash="on"),
@@ -79,32 +79,31 @@ def ways(budgets: Mapping[str, int], *, has_device: bool) -> list[Way]:
 
 @dataclass(slots=True)
 class Row:
-    """A way at a depth, with what has been measured: an entry a round in each list.
+    """Way at a depth, with its results: each list has one entry per round.
 
     Attributes
     ----------
     way, depth
-        What is measured, and at how many tokens.
+        Cache configuration, and depth in tokens.
     n_read
-        Tokens of the batch that is read.
+        Tokens of the batch to read.
     n_write
-        The most tokens written in a round.
+        Maximum tokens written in a round.
     read, write
         Tokens per second.
     first_s
-        Seconds of the first token in a new cache.
+        Seconds for the first token in a new cache.
     device_bytes
-        What the counters of all devices say that cache and buffers take; without a GPU the cache's bytes.
-        Nothing where the counters stand still.
+        Bytes of cache and buffers by the counters of all devices; without a GPU the cache's bytes. Empty if
+        the counters do not change.
     host_bytes
-        Bytes of the cache and of signals, where they are in host memory, of the archive and of what the
-        policy remembers.
+        Bytes in host memory: cache and signals if they are there, archive, and the policy's state.
     resident_bytes
-        Resident memory of the process, model included; None where the system does not say.
+        Resident memory of the process, model included; None if the system does not report it.
     why
-        Why nothing could be measured.
+        Reason why nothing was measured.
     seconds
-        Spent so far.
+        Seconds spent so far.
     """
 
     way: Way
@@ -122,22 +121,22 @@ class Row:
 
     @property
     def n_start(self) -> int:
-        """Tokens that there are when a round begins."""
+        """Number of tokens in the cache when a round begins."""
         return self.depth - 2 - 2 * self.n_read - self.n_write
 
     def record(self) -> dict[str, Any]:
-        """What there is to say of it, as JSON has it.
+        """Return the row's results as a JSON object.
 
         what, policy, budget, flash, cache_type, kv_offload, depth
             As `Way` and `Row` have them; `what` is the name.
         rounds
-            How many there were.
+            Number of rounds.
         n_read
             Tokens of the batch that was read.
         read_tokens_per_s, write_tokens_per_s, first_s
             median, min and max of the rounds; null if nothing was measured.
         device_bytes
-            The median of the rounds; null where counters stand still.
+            Median of the rounds; null if the counters do not change.
         host_bytes, resident_bytes, why
             As `Row` has them.
         """
@@ -159,33 +158,33 @@ class Row:
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """The median, the least and the most; None of nothing."""
+    """Return median, minimum and maximum; None without values."""
     if not values:
         return None
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def sized(way: Way, depth: int, n_batch: int) -> Row:
-    """A row that has not been measured yet. depth: 32 at least."""
+    """Create a row without results. depth: at least 32."""
     return Row(way, depth, min(n_batch, depth // 4), min(_N_WRITE, depth // 8))
 
 
 class Bench:
-    """Measures rows of one model.
+    """Measure rows of one model.
 
     Parameters
     ----------
     settings
-        Of all rows; a row's way changes some of them.
+        Settings of all rows; a row's way changes some of them.
     rounds, row_s
-        The most rounds of a row, and the seconds after which it gets no more.
+        Maximum rounds of a row, and seconds after which it gets no more rounds.
 
     Attributes
     ----------
     rows
-        All of them, with what has been measured so far.
+        All rows, with their results so far.
     stop
-        Set from outside, it ends the measuring after the current step.
+        Event that ends measuring after the current step when it is set.
     """
 
     def __init__(
@@ -199,13 +198,13 @@ class Bench:
         self.stop = False
         self._tokens = depths.text(model)
         self._starts: dict[tuple[str, int], depths.Arrays] = {}
-        # of the one row of a depth that has an archive
+        # of a depth's only row with an archive
         self._clusters: depths.Arrays = {}
 
     def measure(self) -> Iterator[Row]:
-        """Measures the rows, depth by depth; yields each before each of its rounds. Ends once `stop` is set.
+        """Measure the rows, depth by depth. Yields a row before each of its rounds. Ends once `stop` is set.
 
-        A round that is not finished then does not count.
+        An unfinished round does not count.
         """
         for depth in dict.fromkeys(row.depth for row in self.rows):
             self._clusters = {}
@@ -220,7 +219,7 @@ class Bench:
                     if row.why or row.seconds >= self.row_s:
                         continue
                     try:
-                        # it is read once for all rows, and takes none of their seconds
+                        # read once for all rows, and not counted in their seconds
                         saved = self._start(row)
                         if self.stop:
                             return
@@ -233,7 +232,7 @@ class Bench:
                         row.why = str(OutOfMemory())
 
     def _too_much(self, row: Row) -> str | None:
-        """Why a row cannot be measured, as far as that is known before; None where it can be."""
+        """Return why a row cannot be measured, as far as known in advance; None if it can."""
         model, way = self.model, row.way
         if way.policy == "full" and row.depth > model.n_ctx_train:
             return f"beyond the trained context ({model.n_ctx_train:,} tokens)"
@@ -244,10 +243,10 @@ class Bench:
         except KvtoolError as error:
             return str(error)
         if way.flash != "on":
-            # without flash attention a batch's scores of one layer are in memory
+            # without flash attention, a batch's attention scores of one layer are in memory
             needed += 4 * n_batch * n_cell * max((each.n_head_kv * n for each, n in model.groups), default=0)
         host, device = free_bytes(), device_free()
-        # and what it is filled from
+        # the archive, and the copy that it is filled from
         if policies.recalls(policies.load(way.policy)) and 2 * archive > host:
             return f"its archive needs {_of(2 * archive, host)}"
         free = host if device is None or not way.kv_offload else device
@@ -260,7 +259,7 @@ class Bench:
             first = self._write(engine, at)
             usual = self._write(engine, at)
             if not row.write:
-                # a batch takes a small part of the time of its tokens one by one, unless it is short
+                # a batch takes a fraction of the time of its tokens one by one, unless it is short
                 row.n_read = min(row.n_read, max(int(20 * self.row_s / usual), _N_SHORT))
             if usual * row.n_read / 4 < _CHEAP_S:
                 self._read(engine, row.n_read, at)
@@ -279,7 +278,7 @@ class Bench:
             is_on_host = before is None or after is None or not row.way.kv_offload
             taken = cache if before is None or after is None else before - after
             if taken > 0:
-                # a worker's counter stands still
+                # a worker's counter does not change
                 row.device_bytes.append(taken)
             cached = cache + engine.signal_bytes
             row.host_bytes = engine.archive_bytes + engine.host_bytes + (cached if is_on_host else 0)
@@ -287,16 +286,16 @@ class Bench:
             row.resident_bytes = rss_bytes()
 
     def _write(self, engine: Engine, at: Iterator[int]) -> float:
-        """Decodes the next token, if not stopped; returns the seconds."""
+        """Decode the next token, unless stopped; return the seconds."""
         start = time.perf_counter()
         if not self.stop:
             engine.step(self._take(at, 1))
-            # a device may still be at work until they are here
+            # a device may work until the logits have arrived
             engine.context.logits()
         return time.perf_counter() - start
 
     def _read(self, engine: Engine, n: int, at: Iterator[int]) -> float:
-        """Reads the next n tokens, if not stopped; returns the seconds."""
+        """Read the next n tokens, unless stopped; return the seconds."""
         tokens, start = self._take(at, n), time.perf_counter()
         engine.read(tokens, lambda: self.stop)
         if not self.stop:
@@ -304,11 +303,11 @@ class Bench:
         return time.perf_counter() - start
 
     def _take(self, at: Iterator[int], n: int) -> np.ndarray:
-        """The next n tokens of the text, which starts over where it ends."""
+        """Return the next n tokens of the text, which starts over at its end."""
         return self._tokens[np.fromiter(at, np.intp, n) % len(self._tokens)]
 
     def _engine(self, row: Row, saved: depths.Arrays | None) -> Engine:
-        """A stream with the tokens that a round begins with. saved: what `_start` gives."""
+        """Create a stream with a round's initial tokens. saved: result of `_start`."""
         policy, settings = self._made_of(row)
         engine = Engine(self.model, policy, settings)
         try:
@@ -333,7 +332,7 @@ class Bench:
         return policies.fit(way.policy, way.budget or row.depth), replace(self.settings, **kept)
 
     def _start(self, row: Row) -> depths.Arrays | None:
-        """What a row's policy has after its first tokens, as `Engine.save` gives it; None of `full`."""
+        """Return `Engine.save`'s state of a row's policy after its first tokens; None for `full`."""
         policy, settings = self._made_of(row)
         if not policy.evicts:
             return None
@@ -345,7 +344,7 @@ class Bench:
 
 
 def device_free() -> int | None:
-    """Free bytes of all devices beside the CPU, by their own counters; None where there is no such device."""
+    """Free bytes of all devices except the CPU, by the devices' counters; None without such devices."""
     found = [each["memory_free"] for each in devices() if each["type"] in ("gpu", "igpu")]
     return sum(found) if found else None
 
@@ -358,7 +357,7 @@ _COMPARED = ("read_tokens_per_s", "write_tokens_per_s", "first_s")
 
 
 def earlier(path: Path) -> list[dict[str, Any]]:
-    """The rows that an earlier run has printed as JSON. Raises InputError for a file that has none."""
+    """Read the rows that an earlier run printed as JSON. Raises InputError for a file without rows."""
     if not path.is_file():
         raise InputError(f"cannot read {path}: there is no such file")
     try:
@@ -379,7 +378,7 @@ def _is_row(record: Mapping[str, Any]) -> bool:
 
 
 def over(record: Mapping[str, Any], old: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """A row's medians over those of the same row of an earlier run; None where one of them has none."""
+    """Return a row's medians divided by the same row's medians in an earlier run; None if one is missing."""
     same = [each for each in old if (each["what"], each["depth"]) == (record["what"], record["depth"])]
     pairs = {name: (record[name], same[0][name] if same else None) for name in _COMPARED}
     return {name: a["median"] / b["median"] if a and b else None for name, (a, b) in pairs.items()}

@@ -1,8 +1,8 @@
-"""Streams at a depth: as if many tokens had been read, for measurements of speed.
+"""Streams at a depth, for measurements of speed: the cache looks as if many tokens had been read.
 
-Reading 32,768 tokens may take minutes, and what a step takes depends on how many tokens there are, not on
-which: a few are read, and what the cache or the archive then holds of them is repeated. What such a stream
-says means nothing.
+Reading 32,768 tokens may take minutes, and the time of a step depends only on the number of tokens. Instead,
+a few tokens are read, and their content in the cache or archive is repeated. The stream's output is
+meaningless.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ N_SEED = 256
 """Tokens that are read for a full cache."""
 
 N_ARCHIVED, N_EVICTED = 512, 64
-"""Tokens that leave the cache while the start of a policy is read: of one that recalls, and of others."""
+"""Tokens evicted while the start of a policy is read: for a policy with recall, and for other policies."""
 
 Arrays = dict[str, np.ndarray]
 
 
 def text(model: Model) -> np.ndarray:
-    """Tokens of a text that is always at hand: the source of the policies."""
+    """Tokens of a text that is always available: the source code of the policies."""
     files = sorted(Path(policies.__file__).parent.glob("*.py"))
     return model.tokenize("\n".join(file.read_text(encoding="utf-8") for file in files), start=True)
 
 
 def fill(engine: Engine, tokens: np.ndarray, n: int) -> None:
-    """Lets an empty engine, of a policy that evicts nothing, hold n tokens: the first ones, repeated."""
+    """Fill an empty engine, whose policy evicts nothing, with n tokens: the first ones, repeated."""
     n_seed = min(n, N_SEED)
     engine.read(tokens[:n_seed])
     if n == n_seed:
@@ -65,29 +65,29 @@ def fill(engine: Engine, tokens: np.ndarray, n: int) -> None:
 
 
 def _key_shares(model: Model) -> list[float]:
-    """Of each layer that has cells, which share of a cell's bytes are keys; both have one type."""
+    """Fraction of a cell's bytes that are keys, for each layer with cells; keys and values have one type."""
     own = [layer for layer in model.layers.of(Kind.ROWS) if layer.is_owner]
     return [layer.head_size_k / (layer.head_size_k + layer.head_size_v) for layer in own]
 
 
 def _repeated(values: np.ndarray, n_own: int, n: int) -> np.ndarray:
-    """The bytes of n tokens from those of n_own."""
+    """Return the bytes of n tokens, repeated from n_own tokens."""
     own = values.reshape(-1).view(np.uint8).reshape(n_own, values.nbytes // n_own)
     return np.take(own, np.arange(n) % n_own, axis=0).reshape(-1)
 
 
 def n_start(policy: Policy) -> int:
-    """Tokens after which an evicting policy is as it stays: its cells are taken, and some are archived."""
+    """Tokens after which an evicting policy is in its steady state: full cells, and some tokens archived."""
     return policy.n_live + (N_ARCHIVED if policy.recall else N_EVICTED)
 
 
 def start(
     model: Model, policy: Policy, settings: Settings, tokens: np.ndarray, stopped: Callable[[], bool]
 ) -> Arrays:
-    """What `Engine.save` gives of an evicting policy after tokens i32[n], which are read for it.
+    """Read tokens i32[n] with an evicting policy, and return the result of `Engine.save`.
 
-    `stopped` is asked before each step whether to end. A policy that recalls reads in steps as long as any:
-    that changes what is kept by rounding alone.
+    `stopped` is called before each step; True ends reading. A policy with recall also reads in full batches,
+    which changes the kept data only by rounding.
     """
     if isinstance(policy, recall.Recall):
         policy = replace(policy, chunk=settings.n_batch)
@@ -100,14 +100,14 @@ def start(
 
 
 def n_past(saved: Arrays) -> int:
-    """After how many tokens a stream was `saved`."""
+    """Number of tokens of the stream when it was `saved`."""
     return int(saved["engine"][0])
 
 
 def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
-    """What an evicting policy has `saved`, as if it were after n tokens more.
+    """Return the `saved` state of an evicting policy as if n more tokens had been read.
 
-    The newest tokens stay the newest; what is added went to the archive, if there is one, before them.
+    The newest tokens stay the newest; the added tokens precede them in the archive, if there is one.
     """
     # in the order of `snapshot._COUNTERS`
     counters = saved["engine"].copy()
@@ -119,7 +119,7 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
         return longer
     begin, end = saved[TABLE][:2].tolist()
     assert begin < end
-    # those of the repeated tokens are made when they are restored
+    # clusters of the repeated tokens are computed on restoring
     longer = {name: values for name, values in longer.items() if not name.startswith(CLUSTERS)}
     layer = 0
     while (name := layer_name(layer)) in longer:
@@ -127,7 +127,7 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
         layer += 1
     longer["pos"] = np.where(saved["pos"] < begin, saved["pos"], saved["pos"] + n).astype(np.int32)
     base = n_after - next_rot
-    # positions start over, as they do in a stream
+    # positions start over, as in a stream
     bases = range(base, 0, -max(n_ctx * 3 // 4, 1))[::-1]
     frames = [number for own in bases for number in (max(begin, own), own)] or [begin, 0]
     frames[0] = begin
@@ -137,5 +137,6 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
 
 
 def clusters(archive: Archive) -> Arrays:
-    """The clusters of an archive, which `lengthened` leaves out: to make them takes longer than the rest."""
+    """Clusters of an archive, which `lengthened` leaves out: computing them takes longer than all the rest.
+    """
     return dict(archive.save_clusters())

@@ -1,8 +1,8 @@
-"""How far a run's predictions are from those of the full cache on the same tokens.
+"""Divergence of a run's predictions from the full cache's predictions on the same tokens.
 
 The run of the full cache writes a reference to the disk: for every scored token the N_TOP likeliest tokens
-and their log-probabilities. From it other runs compute KL(full || run). All tokens outside the N_TOP count as
-one, so the result is a lower bound; little is missing. References lie in the per-user cache; the least
+and their log-probabilities. Other runs compute KL(full || run) from it. All tokens outside the N_TOP count as
+one, so the result is a lower bound, but a close one. References are kept in the per-user cache; the least
 recently used are deleted when they become too many.
 """
 
@@ -29,33 +29,33 @@ N_TOP = 2048
 """Tokens that a reference keeps of each prediction."""
 
 MOST_BYTES = 2 * 2**30
-"""The most bytes of all references together."""
+"""Maximum bytes of all references together."""
 
 
 def path_of(key: Mapping[str, Any]) -> Path:
-    """The file of the reference with that key (model, text, settings), which may not exist yet."""
+    """Path of the reference with this key (model, text, settings), which may not exist yet."""
     name = hashlib.sha256(json.dumps([N_TOP, key], sort_keys=True).encode()).hexdigest()[:32]
     return _folder() / f"{name}.ref"
 
 
 def fits(n: int, n_vocab: int) -> bool:
-    """Whether a reference of n scored tokens fits into MOST_BYTES."""
+    """True if a reference of n scored tokens fits into MOST_BYTES."""
     return n * _row(n_vocab).itemsize <= MOST_BYTES
 
 
 class Scores(ABC):
-    """The comparison with the full cache for every token of a text of n but the first; `score` fills it.
+    """Comparison with the full cache for each of a text's n tokens except the first; `score` fills it.
 
     Attributes
     ----------
     n_done
         Tokens scored so far.
     nll
-        f64[n - 1], by the full cache, in nats.
+        f64[n - 1], of the full cache, in nats.
     kl
         f64[n - 1], KL(full || run) in nats.
     same
-        b1[n - 1], whether both have the same likeliest token; of several the one with the lowest id.
+        b1[n - 1], True if both have the same likeliest token (the lowest id among equals).
     """
 
     def __init__(self, n: int) -> None:
@@ -70,7 +70,7 @@ class Scores(ABC):
         """Compare logits with rows of a reference. Returns the nll f64[n] under the logits."""
         part = slice(self.n_done, self.n_done + len(target))
         nll, top = np.empty(len(target)), np.empty(len(target), np.int32)
-        # copies: kernels take no read-only arrays, and a single row would stay one
+        # copies, because kernels refuse read-only arrays, and a single row would stay read-only
         tokens, log_p = (rows[name].copy() for name in ("tokens", "log_p"))
         divergence(logits, np.ascontiguousarray(target), tokens, log_p, nll, self.kl[part], top)
         self.nll[part] = rows["nll"]
@@ -80,9 +80,9 @@ class Scores(ABC):
 
 
 class Reader(Scores):
-    """Scores against a reference of n - 1 predictions. Raises InputError if there is none of that size.
+    """Score against a reference of n - 1 predictions. Raises InputError if no reference of that size exists.
 
-    The file is not mapped into memory: its pages would count as memory of this process, which is measured.
+    The file is not memory-mapped: its pages would count in this process's measured memory.
     """
 
     def __init__(self, path: Path, n: int, n_vocab: int) -> None:
@@ -106,7 +106,7 @@ class Reader(Scores):
 
 
 class Writer(Scores):
-    """Writes a reference to an open file, and scores its own predictions against it."""
+    """Write a reference to an open file, and score the same predictions against it."""
 
     def __init__(self, file: BinaryIO, n: int, n_vocab: int) -> None:
         super().__init__(n)
@@ -116,7 +116,7 @@ class Writer(Scores):
         rows = np.empty(len(target), self._row)
         n_top = rows["tokens"].shape[1]
         tokens = np.argpartition(logits, logits.shape[1] - n_top, axis=1)[:, -n_top:]
-        # in order of their ids: the same set then gives the same sum, and memory is read in order
+        # sorted by id: the same set then gives the same sum, and memory is read in order
         tokens = np.sort(tokens, axis=1).astype(np.int32)
         top, log_p = np.empty(len(target), np.int32), np.empty(tokens.shape, np.float32)
         log_probs(logits, tokens, top, log_p)
@@ -128,7 +128,7 @@ class Writer(Scores):
 
 @contextmanager
 def writing(path: Path, n: int, n_vocab: int) -> Iterator[Scores]:
-    """A Writer; its file appears only when it is complete. A Reader if another process was faster.
+    """Yield a Writer, whose file appears only when complete; or a Reader if another process finished first.
 
     Raises OSError.
     """

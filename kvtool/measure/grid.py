@@ -1,7 +1,7 @@
-"""A grid: the runs that `kvtool compare` makes of policies, budgets and cache types on one text.
+"""Grid: the runs of `kvtool compare` over policies, budgets and cache types on one text.
 
-A run is one entry of the grid: a policy, a budget and a cache type. It is known by what its record depends on
-(`KEY`), so an interrupted comparison can be resumed, on any machine.
+A run is one entry of the grid: a policy, a budget and a cache type. The fields that its record depends on
+(`KEY`) identify it, so an interrupted comparison can be resumed on any machine.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ KEY = (
     *(name for name, its in declared(TextRun).items() if its.identity and name != "prefill"),
     *("archive", "kvtool", "llama_cpp_python", "patch"),
 )
-"""The fields of a record that tell one run from another."""
+"""Fields of a record that identify a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What all runs of a grid share.
+    """Common data of all runs of a grid.
 
     Attributes
     ----------
     what
-        Fields that go into every record: model, text and versions.
+        Fields of every record: model, text and versions.
     options
-        The options; those of a run in particular change some of them. Context length and batch size are
+        Options of all runs; each run changes some of them. Context length and batch size are resolved to
         numbers.
     n_tokens
-        Tokens of the text.
+        Number of tokens of the text.
     """
 
     what: Mapping[str, Any]
@@ -64,19 +64,19 @@ class Run:
     Attributes
     ----------
     label
-        The policy as it was typed, with its parameters.
+        Policy as typed, with its parameters.
     options
-        What it runs with: the budget in cells, and the tokens from one eviction to the next.
+        Options of the run, with the budget in cells and the tokens between evictions.
     params
         All parameters of the policy, with their values.
     asked
-        The budget as it was typed; None for a run that keeps all it needs.
+        Budget as typed; None for a run without a budget.
     budget
-        The budget in cells of a row.
+        Budget in cells of a row.
     policy_sha256
         Hash of the policy's file, if it is a user's.
     recalls
-        Whether the policy has an archive.
+        True if the policy has an archive.
     """
 
     label: str
@@ -89,22 +89,23 @@ class Run:
 
     @property
     def title(self) -> str:
-        """The policy as it was typed, and the cache type unless it is f16."""
+        """Policy as typed, with the cache type unless it is f16."""
         return self.label if self.options.type_k == "f16" else f"{self.label} {self.options.type_k}"
 
     @property
     def name(self) -> str:
-        """The title and the budget."""
+        """Title and budget."""
         return f"{self.title} {self.asked}" if self.asked else self.title
 
     @property
     def group(self) -> tuple[str | None, str, str]:
-        """Runs with the same group are compared with each other: same budget, same cache types."""
+        """Group of runs that are compared with each other: same budget, same cache types."""
         return self.asked, self.options.type_k, self.options.type_v
 
 
 def split_policy(text: str) -> tuple[str, tuple[str, ...]]:
-    """ "h2o:decay=0.999:window=64" gives ("h2o", ("decay=0.999", "window=64")). A path may have colons."""
+    """ Split "h2o:decay=0.999:window=64" into ("h2o", ("decay=0.999", "window=64")). A path may have colons.
+    """
     name, *options = re.split(r":(?=\w+=)", text.strip())
     return name, tuple(options)
 
@@ -119,10 +120,10 @@ def runs(
     *,
     combine: bool = False,
 ) -> list[Run]:
-    """The runs of a grid in their order: those without a budget first, then budget by budget.
+    """Return the runs of a grid in order: first the runs without a budget, then budget by budget.
 
     `full` has a run for each cache type. Other policies have runs with the first type, or with `combine` with
-    each. A policy whose rows may keep different numbers of cells has a run without a budget, too.
+    each. A policy whose rows may keep different numbers of cells also has a run without a budget.
 
     n_ctx_train: the model's trained context. wanted: policies as typed, with their parameters. budgets: as
     typed. Raises UsageError.
@@ -134,7 +135,7 @@ def runs(
     def kinds(text: str) -> Sequence[str]:
         return types if combine or not evicts(text) else types[:1]
 
-    # one after the other, so that the first mistake of what was typed is the one that is told
+    # lazily in order, so that the first mistake typed is the one reported
     places = chain(
         ((text, None, kind) for text in wanted if keeps_all_it_needs(text) for kind in kinds(text)),
         ((text, asked, kind) for asked in budgets for text in wanted if evicts(text) for kind in kinds(text)),
@@ -147,18 +148,18 @@ def runs(
 
 
 def keeps_all_it_needs(wanted: str) -> bool:
-    """Whether a policy, as typed, has a run without a budget. Raises UsageError."""
+    """True if a policy, as typed, has a run without a budget. Raises UsageError."""
     policy = policies.load(split_policy(wanted)[0])
     return policy.capped or not policy.evicts
 
 
 def full_run(common: Common) -> Run:
-    """The run of the full f16 cache, which writes the reference."""
+    """Return the run of the full f16 cache, which writes the reference."""
     return Run("full", _options(common, "full", (), "f16"), {}, None, min(common.n_ctx, common.n_tokens))
 
 
 def identity(common: Common, run: Run) -> dict[str, Any]:
-    """The fields of a record that say what it is a record of; KEY names those that matter."""
+    """Return the fields of a record that describe its run. KEY names the identifying ones."""
     its = run.options
     limit = archive.limit(its.archive, its.archive_file)
     return {
@@ -177,7 +178,7 @@ def identity(common: Common, run: Run) -> dict[str, Any]:
 
 
 def reference(common: Common) -> Path:
-    """The file for the full cache's predictions of this text, which may not exist yet."""
+    """Path of the full cache's predictions of this text, which may not exist yet."""
     names = ("model_sha256", "text_sha256", "kvtool", "llama_cpp_python", "patch")
     of_options = ("n_ctx", "n_batch", "flash", "gpu_layers")
     return divergence.path_of(
@@ -190,7 +191,7 @@ def reference(common: Common) -> Path:
 
 
 def shard(grid: Sequence[Run], text: str) -> list[Run]:
-    """Every n-th run: "2/3" gives the second, the fifth, ... Raises UsageError."""
+    """Return every n-th run: "2/3" gives the second, the fifth, ... Raises UsageError."""
     match = re.fullmatch(r"([0-9]+)/([0-9]+)", text.strip())
     i, n = map(int, match.groups()) if match else (0, 0)
     if not 1 <= i <= n:
@@ -199,10 +200,10 @@ def shard(grid: Sequence[Run], text: str) -> list[Run]:
 
 
 def _options(common: Common, name: str, options: tuple[str, ...], kind: str, **more: Any) -> TextRun:
-    """The options of a run. What was typed for the whole grid counts as given here."""
+    """Return the options of a run. Options typed for the whole grid count as given by the user."""
     own = {"policy": name, "options": options, "type_k": kind, "type_v": kind, **more}
     if not policies.load(name).evicts:
-        # its keys are never turned
+        # its keys are never rotated again
         own |= {"positions": "auto", "evict_every": None}
     return replace(common.options, **own, typed=frozenset())
 

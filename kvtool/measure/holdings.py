@@ -1,6 +1,6 @@
-"""Which tokens of the stream the cache still holds, over time: for each row, and as a share of the rows.
+"""Holdings: tokens of the stream that the cache still holds over time, for each row and as a share of rows.
 
-A row holds a token if it has its key. A value that was merged into another token's does not count.
+A row holds a token if it has the token's key. Values merged into other tokens do not count.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Progress = Callable[[int], None]
 
 
 N_TRACED = 256
-"""Archived tokens of each row whose attention in a step counts: the ones with most.
+"""Number of archived tokens of each row, the most attended ones, whose attention in a step is counted.
 
-Of a text of 1,500 tokens they have 93 % of what all archived tokens get, and 64 have 79 %.
+In a text of 1,500 tokens they get 93 % of the archive's attention; 64 get 79 %.
 """
 
 
 @dataclass(slots=True)
 class Attended:
-    """How much attention the tokens of a text of n tokens got as archived ones.
+    """Attention that the n tokens of a text got after they were archived.
 
     Attributes
     ----------
@@ -39,8 +39,8 @@ class Attended:
     n_query
         Queries since something was archived.
     query
-        i32[n], the first query of the step in which the token got the largest share of all attention. Of
-        equal ones the first; -1 without any.
+        i32[n], the first query of the step in which the token got the largest share of all attention. Among
+        equals the first; -1 without attention.
     query_share
         f64[n], that share.
     """
@@ -53,12 +53,12 @@ class Attended:
 
     @classmethod
     def none(cls, n_head: np.ndarray, n: int) -> Attended:
-        """No query so far. n_head: i32[row]."""
+        """Create an empty count. n_head: i32[row]."""
         attn = np.zeros((len(n_head), n), np.float32)
         return cls(attn, n_head, 0, np.full(n, -1, np.int32), np.zeros(n))
 
     def add(self, pos: np.ndarray, attn: np.ndarray, queries: slice) -> None:
-        """Counts a step of these queries. pos: i64[row, k], -1 for none; attn: f32[row, k]."""
+        """Count a step with this number of queries. pos: i64[row, k], -1 for none; attn: f32[row, k]."""
         row, at = np.nonzero(pos >= 0)
         if not len(row):
             return
@@ -71,35 +71,35 @@ class Attended:
         self.query[more], self.query_share[more] = queries.start, share[more]
 
     def share(self) -> np.ndarray:
-        """f64[n], the share of all attention since something was archived that each token got."""
+        """f64[n], each token's share of all attention since something was archived."""
         share: np.ndarray = self.attn.sum(axis=0, dtype=np.float64) / (self.n_query * self.n_head.sum())
         return share
 
     def row_share(self) -> np.ndarray:
-        """f64[row, n], the same of each row's attention."""
+        """f64[row, n], each token's share of the row's attention."""
         share: np.ndarray = self.attn / (self.n_query * self.n_head[:, None])
         return share
 
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """Which tokens of a text of n tokens each row held at some times, the snapshots.
+    """Tokens of a text of n tokens that each row held, at several times (snapshots).
 
     Attributes
     ----------
     layer
-        i32[row], the layer of each row.
+        i32[row], layer of each row.
     head
-        i32[row], the KV head of each row.
+        i32[row], KV head of each row.
     ends
-        i64[snapshot], tokens read at each snapshot, rising.
+        i64[snapshot], tokens read at each snapshot, ascending.
     until
-        u8[row, n], the first snapshot at which the row no longer held the token; 0 if it held it at none.
-        This says everything, because an evicted token never comes back to a cell of its own.
+        u8[row, n], first snapshot at which the row no longer held the token; 0 if it held the token at no
+        snapshot. This is sufficient because an evicted token never returns to a live cell.
     archived
-        i64[snapshot, 2], the first archived token and the one behind the last.
+        i64[snapshot, 2], the first archived token and the end of the archived tokens.
     attended
-        How much attention archived tokens got; None if there were none.
+        Attention of archived tokens; None without an archive.
     """
 
     layer: np.ndarray
@@ -110,19 +110,19 @@ class Holdings:
     attended: Attended | None = None
 
     def held(self, snapshot: int = -1) -> np.ndarray:
-        """b1[row, n], whether the row holds the token at that snapshot; by default at the last."""
+        """b1[row, n], True if the row holds the token at this snapshot; by default the last."""
         snapshot %= len(self.ends)
         seen = np.arange(self.until.shape[1]) < self.ends[snapshot]
         held: np.ndarray = (self.until > snapshot) & seen
         return held
 
     def share(self, snapshot: int = -1) -> np.ndarray:
-        """f64[n], the share of the rows that hold the token at that snapshot."""
+        """f64[n], share of the rows that hold the token at this snapshot."""
         share: np.ndarray = self.held(snapshot).mean(axis=0)
         return share
 
     def is_archived(self, snapshot: int = -1) -> np.ndarray:
-        """b1[n], True where the archive has the token at that snapshot."""
+        """b1[n], True if the archive has the token at this snapshot."""
         begin, end = self.archived[snapshot]
         at = np.arange(self.until.shape[1])
         archived: np.ndarray = (begin <= at) & (at < end)
@@ -130,14 +130,14 @@ class Holdings:
 
 
 def is_archived(engine: Engine) -> np.ndarray:
-    """b1[n_past], whether a token is in the archive: no row holds it, and it may be recalled."""
+    """b1[n_past], True if a token is in the archive: no row holds it, and it may be recalled."""
     return np.isin(np.arange(engine.n_past), _archived(engine))
 
 
 def n_forgotten(engine: Engine) -> int:
-    """How many tokens of the stream no row holds any more, nor the archive.
+    """Number of the stream's tokens that are lost: in no row and not in the archive.
 
-    The cost grows with the cells, not the stream.
+    Cost grows with the number of cells, not with the stream.
     """
     return engine.n_past - len(np.unique(_held(engine)[1])) - engine.n_archived
 
@@ -145,11 +145,11 @@ def n_forgotten(engine: Engine) -> int:
 def watch(
     engine: Engine, tokens: np.ndarray, n_snapshot: int = 1, progress: Progress = lambda n: None
 ) -> Holdings:
-    """Read a text i32[n] into the engine's empty cache, with up to 255 snapshots after equal parts of it.
+    """Read a text i32[n] into the engine's empty cache, with up to 255 equally spaced snapshots.
 
-    The text is streamed as in `perplexity`: no eviction is late. If the engine reads it whole, there is one
-    snapshot, after the eviction. An archive is traced from then on. Raises what Engine.step and Engine.read
-    raise.
+    The text is streamed as in `perplexity`, so that evictions come exactly when due. If the engine reads it
+    whole, there is one snapshot, after the eviction. Attention to an archive is counted from the first
+    eviction on. Raises the errors of Engine.step and Engine.read.
     """
     n = len(tokens)
     whole = engine.reads_whole(n)
@@ -161,7 +161,7 @@ def watch(
     attended = None
     if archive and recall:
         attended = Attended.none(engine.context.n_head, n)
-        # where no cells are made, attention is known of the tokens that come back
+        # without synthetic cells, only the attention of the copied-back tokens is known
         n_traced = N_TRACED if engine.model.layers.has_values else recall.n_cell
         archive.trace(n_traced)
 
@@ -187,9 +187,9 @@ def watch(
 
 
 def texts(model: Model, tokens: np.ndarray) -> list[str]:
-    """The text of each token i32[n], special tokens included.
+    """Return the text of each token i32[n], special tokens included.
 
-    A character that spans several tokens is the text of the last of them; the others have "".
+    A character that spans several tokens is the text of the last one; the earlier ones have "".
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     found = [decoder.decode(model.piece(token, special=True)) for token in tokens.tolist()]
@@ -199,12 +199,12 @@ def texts(model: Model, tokens: np.ndarray) -> list[str]:
 
 
 def _archived(engine: Engine) -> range:
-    """The positions of the archived tokens."""
+    """Positions of the archived tokens."""
     archive = engine.context.archive
     return archive.span if archive else range(0)
 
 
 def _held(engine: Engine) -> tuple[np.ndarray, np.ndarray]:
-    """The row and the position of every live cell."""
+    """Row and position of every live cell."""
     row, cell = np.nonzero(np.arange(engine.n_kv) < engine.rows.live[:, None])
     return row, engine.rows.pos[row, cell]

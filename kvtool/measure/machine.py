@@ -1,4 +1,4 @@
-"""The machine that something is measured on, so that others can compare."""
+"""Description of the machine of a measurement, for comparison."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvtool.measure.records import versions
 from kvtool.system.cpu import cpu_name
 
 N_DIGIT = 12
-"""As much of the patch's digest as a line shows."""
+"""Number of digits of the patch's digest shown in a line."""
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to know: CPU, cores, devices beside it, system, and versions, by name."""
+    """Describe this machine by name: CPU, cores, other devices, system, and versions."""
     beside = [f"{each['name']}: {each['description']}" for each in devices() if each["type"] != "cpu"]
     return {
         "cpu": cpu_name(),
@@ -29,7 +29,7 @@ def machine() -> dict[str, Any]:
 
 
 def line(said: Mapping[str, Any]) -> str:
-    """What `machine` gives, in one line."""
+    """Format the result of `machine` as one line."""
     n = said["n_core"]
     parts = [
         f"{said['cpu']}, {n} core{'s' * (n != 1)}",

@@ -1,11 +1,11 @@
-"""What the papers show of a model that evicts nothing: its attention, queries, values, and important keys.
+"""Data for the papers' figures of a model without eviction: attention, queries, values, important keys.
 
 - `attention`, `queries` and `share`: CORM's figures 1 to 3 (Dai et al. 2024, arXiv:2404.15949, section 3).
 - `values`: WeightedKV's figure 1 (Yuan et al. 2025, arXiv:2503.01330).
 
-Each layer is reduced while the text is read; only the heads of a picture are kept whole. Only layers that
-attend to all tokens count. Arrays [head] have all heads of all these layers: query heads, but in `Values`
-KV heads.
+Each layer is reduced while the text is read; complete arrays are kept only for the heads of a picture. Only
+layers that attend to all tokens count. Arrays [head] have all heads of all these layers: KV heads in
+`Values`, otherwise query heads.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ Progress = Callable[[int], None]
 """Called with the number of layers read so far."""
 
 Place = tuple[int, int]
-"""A layer and a head of it."""
+"""Layer, and head in it."""
 
 CARRIED = 0.9
-"""Part of the sum of squares that the singular values of an effective rank carry."""
+"""Fraction of the sum of squares that the singular values of an effective rank carry."""
 
 Measure = Callable[[What, Place, np.ndarray], tuple[float, ...] | None]
-"""Takes what it is, its place, and the array of an `observe.Visit`; returns numbers of the head, if any."""
+"""Function of kind, place and array of an `observe.Visit`, which returns the head's numbers, if any."""
 
 _SEED = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A text to be read.
+    """Text to read.
 
     Attributes
     ----------
     model
-        Reads it.
+        Model that reads it.
     tokens
         i32[n], n >= 2.
     n_threads
-        Threads of a CPU; as `Decoder` chooses if not given.
+        CPU threads; None: `Decoder` chooses.
     progress
-        Called as layers are read.
+        Called when layers have been read.
     """
 
     model: Model
@@ -57,9 +57,9 @@ class Reading:
     progress: Progress = lambda n: None
 
     def columns(self, kind: str, wanted: Collection[What], measure: Measure) -> list[np.ndarray]:
-        """i32[head] layers, i32[head] heads, then f64[head] for each number that is measured of a head.
+        """Return i32[head] layers, i32[head] heads, then f64[head] for each number measured of a head.
 
-        wanted: what is observed of the layers that a kind of map shows. Raises what `observe` raises.
+        wanted: observed data of the layers in a kind of map. Raises the errors of `observe`.
         """
         found = []
 
@@ -75,14 +75,14 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What a map has for each head.
+    """Heads of a map.
 
     Attributes
     ----------
     layer
-        i32[head], the layer of each head, counted from 0 in the model.
+        i32[head], layer of each head, counted from 0 in the model.
     head
-        i32[head], its number in the layer.
+        i32[head], index of the head in the layer.
     """
 
     layer: np.ndarray
@@ -91,12 +91,12 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Share(Heads):
-    """How many keys are important to a query. The paper's sparsity is 1 minus it.
+    """Share of keys that are important to a query. The paper's sparsity is 1 minus this share.
 
     Attributes
     ----------
     share
-        f64[head], of the keys that a query has seen, itself included; the mean over the queries.
+        f64[head], share of the keys that a query has seen, itself included; mean over the queries.
     """
 
     share: np.ndarray
@@ -104,16 +104,16 @@ class Share(Heads):
 
 @dataclass(frozen=True, slots=True)
 class AttentionMap:
-    """The attention of one head.
+    """Attention of one head.
 
     Attributes
     ----------
     attention
         f32[n, n], by query and key.
     important
-        b1[n, n], the keys that are important to each query.
+        b1[n, n], True for keys that are important to each query.
     similar
-        i64[n - 1], the earlier query most similar to each query but the first.
+        i64[n - 1], the earlier query most similar to each query, except the first.
     """
 
     attention: np.ndarray
@@ -123,10 +123,10 @@ class AttentionMap:
 
 @dataclass(frozen=True, slots=True)
 class Attention(Share):
-    """Whether similar queries find the same keys important.
+    """Overlap of the important keys of similar queries.
 
-    The overlap of a query and an earlier one is of the keys that both have seen: how many are important to
-    both, over those important to either. It is summed over the queries before the two are divided.
+    The overlap of a query and an earlier one is, among the keys that both have seen, the number important to
+    both divided by the number important to either. Both numbers are summed over the queries first.
 
     Attributes
     ----------
@@ -135,9 +135,9 @@ class Attention(Share):
     previous
         f64[head], the overlap with the query just before.
     random
-        f64[head], the overlap with an earlier query drawn at random (with a fixed seed).
+        f64[head], the overlap with a random earlier query (with a fixed seed).
     maps
-        The attention of the heads that were asked for.
+        Attention of the requested heads.
     """
 
     similar: np.ndarray
@@ -148,17 +148,17 @@ class Attention(Share):
 
 @dataclass(frozen=True, slots=True)
 class Queries(Heads):
-    """How similar queries are, and how far back the most similar earlier one is.
+    """Similarity of queries, and distance to the most similar earlier one.
 
     Attributes
     ----------
     distance
-        i32[head, n - 1], from each query but the first back to the most similar earlier one; 1 is the query
-        before.
+        i32[head, n - 1], from each query except the first back to the most similar earlier one; 1 is the
+        previous query.
     cosine
-        f64[head], the cosine similarity of the two, the mean.
+        f64[head], mean cosine similarity of the two.
     maps
-        f32[n, n], cosine similarities by query and earlier query, of the heads that were asked for.
+        f32[n, n], cosine similarities by query and earlier query, of the requested heads.
     """
 
     distance: np.ndarray
@@ -166,12 +166,12 @@ class Queries(Heads):
     maps: dict[Place, np.ndarray]
 
     def within(self, n_token: int) -> np.ndarray:
-        """f64[head], the share of queries whose most similar earlier one is at most n_token tokens back."""
+        """f64[head], share of queries whose most similar earlier one is at most n_token tokens back."""
         within: np.ndarray = (self.distance <= n_token).mean(axis=1)
         return within
 
     def chance(self, n_token: int) -> float:
-        """The same if every earlier query were as likely."""
+        """The same share if every earlier query were equally likely."""
         n_earlier = np.arange(1, self.distance.shape[1] + 1)
         return float((np.minimum(n_token, n_earlier) / n_earlier).mean())
 
@@ -184,15 +184,15 @@ class Values(Heads):
     ----------
     singular
         For KEYS_BEFORE (missing where llama.cpp does not show them), KEYS and VALUES: for each head f64[dim],
-        falling.
+        descending.
     """
 
     singular: dict[What, list[np.ndarray]]
 
     def normalised(self, what: What) -> np.ndarray:
-        """f64[dim], the singular values over the first of their head, the mean over heads.
+        """f64[dim], singular values divided by the head's first, mean over heads.
 
-        If heads have different dimensions, only as many as the smallest has.
+        If heads have different dimensions, only the smallest dimension.
         """
         n = min(map(len, self.singular[what]))
         tiny = np.finfo(np.float64).tiny
@@ -200,12 +200,12 @@ class Values(Heads):
         return mean
 
     def rank(self, what: What) -> np.ndarray:
-        """i64[head], how many singular values carry 90 % of the sum of their squares."""
+        """i64[head], number of singular values that carry 90 % of the sum of their squares."""
         return np.array([effective_rank(each) for each in self.singular[what]], np.int64)
 
 
 def attention(text: Reading, places: Collection[Place] = ()) -> Attention:
-    """How similar queries attend. places: the heads whose maps are wanted. Raises what `observe` raises."""
+    """Measure how similar queries attend. places: heads whose maps are needed. Raises `observe`'s errors."""
     rng = np.random.default_rng(_SEED)
     previous = np.arange(len(text.tokens) - 1)
     nearest: dict[int, np.ndarray] = {}
@@ -228,7 +228,7 @@ def attention(text: Reading, places: Collection[Place] = ()) -> Attention:
 
 
 def queries(text: Reading, places: Collection[Place] = ()) -> Queries:
-    """How similar queries are. places: the heads whose maps are wanted. Raises what `observe` raises."""
+    """Measure the similarity of queries. places: heads whose maps are needed. Raises `observe`'s errors."""
     distances, maps = [], {}
 
     def measure(what: What, place: Place, array: np.ndarray) -> tuple[float]:
@@ -245,7 +245,7 @@ def queries(text: Reading, places: Collection[Place] = ()) -> Queries:
 
 
 def values(text: Reading) -> Values:
-    """How many dimensions keys and values fill. Raises what `observe` raises."""
+    """Measure the singular values of keys and values. Raises `observe`'s errors."""
     wanted = (What.KEYS_BEFORE, What.KEYS, What.VALUES)
     singular: dict[What, list[np.ndarray]] = {}
 
@@ -260,15 +260,15 @@ def values(text: Reading) -> Values:
 
 
 def share(text: Reading) -> Share:
-    """How many keys are important. Raises what `observe` raises."""
+    """Measure the share of important keys. Raises `observe`'s errors."""
     own = text.columns("share", (What.ATTENTION,), lambda what, place, array: (share_of(important(array)),))
     return Share(*own)
 
 
 def drawn_layers(model: Model, kind: str) -> list[int]:
-    """The layers that a kind of map shows: those that attend to all tokens, as far as they are what it needs.
+    """Layers of a kind of map: layers that attend to all tokens and have the data that it needs.
 
-    Raises ModelError for a model without any.
+    Raises ModelError for a model without such layers.
     """
     layers, name = model.layers, model.path.name
     if layers.has_index:
@@ -282,7 +282,7 @@ def drawn_layers(model: Model, kind: str) -> list[int]:
 
 
 def important(attention: np.ndarray) -> np.ndarray:
-    """b1[n, n], whether a key is important to a query (CORM, definition 3.1). attention: f32[n, n].
+    """b1[n, n], True if a key is important to a query (CORM, definition 3.1). attention: f32[n, n].
 
     A query that has seen t tokens, itself included, finds a key important if its attention is at least 1 / t.
     """
@@ -292,12 +292,12 @@ def important(attention: np.ndarray) -> np.ndarray:
 
 
 def share_of(important: np.ndarray) -> float:
-    """The share of important keys b1[n, n] among those that a query has seen, the mean over the queries."""
+    """Share of important keys b1[n, n] among the keys that a query has seen, mean over the queries."""
     return float((important.sum(axis=1) / np.arange(1, len(important) + 1)).mean())
 
 
 def cosines(queries: np.ndarray) -> np.ndarray:
-    """f32[n, n], the cosine similarities of queries f32[n, dim]; 0 with a query that is zero."""
+    """f32[n, n], cosine similarities of queries f32[n, dim]; 0 with a zero query."""
     length = np.linalg.norm(queries, axis=1, keepdims=True)
     unit = queries / np.maximum(length, np.finfo(np.float32).tiny)
     found: np.ndarray = unit @ unit.T
@@ -305,9 +305,9 @@ def cosines(queries: np.ndarray) -> np.ndarray:
 
 
 def most_similar(cosine: np.ndarray) -> np.ndarray:
-    """i64[n - 1], of each query but the first the earlier one with the highest cosine f32[n, n].
+    """i64[n - 1], for each query except the first the earlier query with the highest cosine f32[n, n].
 
-    Of equal ones the newest.
+    The newest among equals.
     """
     n = len(cosine)
     earlier = np.where(np.tri(n, k=-1, dtype=np.bool_), cosine, -np.inf)
@@ -316,19 +316,19 @@ def most_similar(cosine: np.ndarray) -> np.ndarray:
 
 
 def overlap(important: np.ndarray, earlier: np.ndarray) -> float:
-    """How far a query and an earlier one find the same keys important, as `Attention` has it.
+    """Overlap of the keys important to a query and an earlier one, as defined in `Attention`.
 
-    important: b1[n, n]. earlier: i64[n - 1], an earlier query for each but the first. 0 where no key is
-    important to any.
+    important: b1[n, n]. earlier: i64[n - 1], an earlier query for each query except the first. 0 if no key is
+    important to any query.
     """
     own = important[1:] & (np.arange(len(important)) <= earlier[:, None])
-    # an earlier query has seen no more than that itself
+    # limited to the keys that the earlier query has seen
     other = important[earlier]
     n_either = int((own | other).sum())
     return int((own & other).sum()) / n_either if n_either else 0.0
 
 
 def effective_rank(singular: np.ndarray) -> int:
-    """How many of these falling singular values carry 90 % of the sum of their squares; 0 of zeros."""
+    """Number of these descending singular values that carry 90 % of the sum of their squares; 0 for zeros."""
     carried = np.cumsum(singular**2)
     return int(np.searchsorted(carried, CARRIED * carried[-1])) + 1 if carried[-1] > 0 else 0

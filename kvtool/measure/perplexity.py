@@ -1,4 +1,4 @@
-"""How well a model under a policy predicts a text.
+"""Perplexity: quality of a model's predictions of a text under a policy.
 
 There are two ways: stream the text through one cache and score every token after the first; or score
 independent pieces, as llama.cpp's llama-perplexity does.
@@ -17,11 +17,11 @@ Progress = Callable[[np.ndarray], None]
 """Called after each batch with the nll f64[n] of the tokens that it scored."""
 
 Score = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Takes logits f32[n, n_vocab] and the actual next tokens i32[n]; returns their nll f64[n]."""
+"""Function of logits f32[n, n_vocab] and the actual next tokens i32[n] that returns their nll f64[n]."""
 
 
 def nll_of(logits: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The nll f64[n], in nats, of the actual next tokens i32[n] under logits f32[n, n_vocab]."""
+    """nll f64[n], in nats, of the actual next tokens i32[n] under logits f32[n, n_vocab]."""
     nll = np.empty(len(target))
     token_nll(logits, np.ascontiguousarray(target), nll)
     return nll
@@ -30,9 +30,9 @@ def nll_of(logits: np.ndarray, target: np.ndarray) -> np.ndarray:
 def stream(
     engine: Engine, tokens: np.ndarray, progress: Progress = lambda nll: None, score: Score = nll_of
 ) -> np.ndarray:
-    """The nll f64[n - 1] of every token i32[n] but the first, streamed through the engine's cache.
+    """nll f64[n - 1] of every token i32[n] except the first, streamed through the engine's cache.
 
-    No batch goes over the budget, so evictions come exactly when the policy's schedule says.
+    No batch exceeds the budget, so evictions follow the policy's schedule exactly.
     """
     parts = [np.empty(0)]
     for nll in steps(engine, tokens, score):
@@ -42,7 +42,7 @@ def stream(
 
 
 def steps(engine: Engine, tokens: np.ndarray, score: Score = nll_of) -> Iterator[np.ndarray]:
-    """The same, batch by batch."""
+    """Yield the same batch by batch."""
     for part in engine.steps(tokens):
         target = tokens[part.start + 1 : part.stop + 1]
         yield score(engine.context.logits()[: len(target)], target)
@@ -56,11 +56,11 @@ def windows(
     progress: Progress = lambda nll: None,
     score: Score = nll_of,
 ) -> np.ndarray:
-    """The nll of independent pieces of n_window tokens, one after the other, each in an empty cache.
+    """nll of independent pieces of n_window tokens, in order, each in an empty cache.
 
     Without a stride, the pieces follow each other and the second half of each is scored. With a stride, they
-    start that many tokens apart and the last `stride` tokens of each are scored. If the model wants a BOS
-    token, it replaces the first token of each piece, but not with a stride. An incomplete piece at the end is
+    start that many tokens apart and the last `stride` tokens of each are scored. Without a stride, a BOS
+    token, if the model uses one, replaces the first token of each piece. An incomplete piece at the end is
     left out. All of this is as in llama-perplexity.
     """
     if stride:

@@ -1,4 +1,4 @@
-"""Results as JSON lines, appended one by one, and found again by what they are results of."""
+"""Results as JSON lines, appended one by one, and looked up by their keys."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvtool.errors import InputError
 from kvtool.system.files import locked, replacing
 
 Record = Mapping[str, Any]
-"""One result: a JSON object."""
+"""Result as a JSON object."""
 
 
 def key(record: Record, names: Iterable[str]) -> str:
-    """The values under these names as one string. A missing value counts as null."""
+    """Return the values under these names as one string. A missing value counts as null."""
     return json.dumps([record.get(name) for name in names], sort_keys=True)
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of the programs that a result comes from. Raises LibraryError if llama.cpp is missing."""
+    """Return the versions of the programs behind a result. Raises LibraryError if llama.cpp is missing."""
     from kvtool import __version__
     from kvtool.llama.devices import library_info
 
@@ -30,7 +30,7 @@ def versions() -> dict[str, str | None]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All records of a file; [] if there is no file. An incomplete last line is left out.
+    """Read all records of a file; [] if there is no file. An incomplete last line is left out.
 
     A killed process leaves such a line. Raises InputError for any other line that is not a JSON object.
     """
@@ -55,7 +55,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def append(path: Path, record: Record) -> None:
     """Append a record and sync it to the disk. Several processes may append at once. Raises OSError."""
     with locked(path.with_name(path.name + ".lock")), path.open("ab+") as file:
-        # an incomplete line would make this one unreadable, too
+        # after an incomplete line, this line would also be unreadable
         file.truncate(_whole_lines(file))
         file.write(json.dumps(record).encode() + b"\n")
         file.flush()
@@ -63,7 +63,7 @@ def append(path: Path, record: Record) -> None:
 
 
 def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], Iterable[Record]]) -> None:
-    """Replace the file's records by what change makes of them, all or nothing.
+    """Replace the file's records by the result of `change`, all or nothing.
 
     No other process can append a record meanwhile. Raises OSError and InputError.
     """
@@ -75,7 +75,7 @@ def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], Iterable[Record
 
 
 def _whole_lines(file: BinaryIO) -> int:
-    """The number of bytes up to the end of the last complete line."""
+    """Number of bytes up to the end of the last complete line."""
     at = file.seek(0, os.SEEK_END)
     while at:
         size = min(at, 4096)

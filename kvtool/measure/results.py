@@ -1,4 +1,4 @@
-"""The records of a grid's runs, and what follows from all of them together."""
+"""Records of a grid's runs, and comparisons between them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvtool.measure.statistics import mean_of_text
 
 @dataclass(slots=True)
 class Results:
-    """The records of a grid.
+    """Records of a grid.
 
     Attributes
     ----------
     common
-        What all runs share.
+        Common data of all runs.
     grid
-        The runs in their order.
+        Runs in order.
     of_run
-        The record of each run that has one.
+        Record of each run that has one.
     others
         Records of other grids in the same file.
     """
@@ -35,7 +35,7 @@ class Results:
     others: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, there: Iterable[dict[str, Any]]) -> None:
-        """Sort the records of a file. Of several records of one run, the first that says most counts."""
+        """Sort the records of a file. A run with several records gets the first of the highest `_rank`."""
         by_key = {records.key(identity(self.common, run), KEY): run for run in self.grid}
         self.others = []
         for record in there:
@@ -46,20 +46,20 @@ class Results:
                 self.of_run[run] = record
 
     def missing(self, kl: bool = False) -> list[Run]:
-        """The runs without a record, or with an error; with kl also those without a divergence."""
+        """Return the runs without a record or with an error; with kl also the runs without a divergence."""
         return [run for run in self.grid if _rank(self.of_run.get(run)) < (3 if kl else 2)]
 
     def failed(self) -> list[Run]:
-        """The runs whose record is an error."""
+        """Return the runs whose record is an error."""
         return [run for run in self.grid if _rank(self.of_run.get(run)) == 1]
 
     def finished(self) -> list[dict[str, Any]]:
-        """All records: the grid's in its order, each with its difference to the best, then the others."""
+        """Return all records: the grid's in order, each with its difference to the best, then the rest."""
         done = [(run, self.of_run[run]) for run in self.grid if run in self.of_run]
         return [r if "error" in r else r | self._against_best(run) for run, r in done] + self.others
 
     def _against_best(self, run: Run) -> dict[str, Any]:
-        """The difference in nll to the best other run of the same budget and types, by blocks of tokens."""
+        """Difference in nll to the best other run of the same budget and types, by blocks of tokens."""
         others = [
             (self.of_run[other]["nll"], i)
             for i, other in enumerate(self.grid)
@@ -77,7 +77,7 @@ class Results:
 
 
 def _rank(record: Mapping[str, Any] | None) -> int:
-    """How much a record says: 0 nothing, 1 an error, 2 no divergence because `full` failed, 3 everything."""
+    """Completeness of a record: 0 empty, 1 an error, 2 no divergence because `full` failed, 3 complete."""
     if record is None or "error" in record:
         return int(record is not None)
     return 2 if record.get("kl") is None else 3

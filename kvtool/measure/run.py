@@ -1,6 +1,6 @@
-"""One run: a text streamed through one cache under one policy, and everything that is measured of it.
+"""One run: a text streamed through one cache under one policy, with all its measurements.
 
-`main` does it in a process of its own, so that its memory can be measured and a crash ends no other run. It
+`main` is the run's separate process: its memory can be measured, and a crash does not end other runs. It
 reads a `Job` as JSON from stdin, and writes a line of JSON after each batch, then a record or an error.
 """
 
@@ -33,18 +33,18 @@ Report = Callable[[int, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Everything that a process needs for one run.
+    """Input of a run's process.
 
     Attributes
     ----------
     options
-        What it runs with.
+        Options of the run.
     tokens
         Path of a .npy file with the text, i32[n].
     reference
         File with the full cache's predictions; None if there is nothing to compare with.
     writes
-        Whether this run, of the full cache, writes that file.
+        True if this run, of the full cache, writes that file.
     """
 
     options: TextRun
@@ -54,7 +54,7 @@ class Job:
 
 
 def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
-    """Do the run in this process, and return its record. Raises KvtoolError."""
+    """Execute the run in this process, and return its record. Raises KvtoolError."""
     import numpy as np
 
     from kvtool.measure import divergence, perplexity
@@ -64,7 +64,7 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
 
     tokens, run = np.load(job.tokens), job.options
     if run.archive_file:
-        # runs at the same time make a file each
+        # parallel runs need a file each
         run = run.changed(archive_file=f"{run.archive_file}.{os.getpid()}")
     with open_run(run, length=lambda model: len(tokens)) as opened:
         engine = opened.engine
@@ -103,16 +103,16 @@ _HELD = ("cells", "kv_bytes", "state_bytes", "archived", "archive_bytes")
 
 
 def budget_bytes(engine: Engine) -> int:
-    """Bytes of the keys and values in the budget's cells: of rows alone, without the padding to 256 cells.
+    """Bytes of the keys and values in the budget's cells, only in rows and without the padding to 256 cells.
 
-    Where rows keep different numbers of cells, bytes of the live cells.
+    If rows keep different numbers of cells, bytes of the live cells.
     """
     n = engine.mean_kv if engine.policy.ragged else engine.policy.budget
     return round(sum(_cell_bytes(engine)) * n)
 
 
 def fixed_bytes(engine: Engine) -> int:
-    """Bytes of what the model keeps beside its rows, in sliding and recurrent layers."""
+    """Bytes of the model's state outside its rows, in sliding and recurrent layers."""
     context = engine.context
     return context.cache_bytes - int(sum(_cell_bytes(engine) * context.layer_cells))
 
@@ -123,9 +123,9 @@ def _cell_bytes(engine: Engine) -> list[int]:
 
 
 def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
-    """The part of a record that says how good the predictions are.
+    """Return the fields of a record about the quality of predictions.
 
-    nll: f64[n], of each scored token in nats. scores: the comparison with the full cache, if there is one.
+    nll: f64[n], of each scored token in nats. scores: comparison with the full cache, if there is one.
     """
     import numpy as np
 
@@ -152,23 +152,23 @@ def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
 
 
 def encode(job: Job) -> bytes:
-    """The job as JSON."""
+    """Encode the job as JSON."""
     return json.dumps(asdict(job) | {"options": job.options.values()}).encode()
 
 
 def decode(data: Mapping[str, Any]) -> Job:
-    """The job of a decoded JSON object."""
+    """Build the job from a decoded JSON object."""
     return Job(**{**data, "options": TextRun.filled(data["options"], given=["policy"])})
 
 
 def main() -> None:
-    """The process of one run. Ctrl-C is left to the parent."""
+    """Main function of a run's process. The parent handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not (said := sys.stdin.read()):
         # the parent was stopped before it could send a job
         return
     job = decode(json.loads(said))
-    # stdout becomes stderr: what a user's policy prints must not mix with our lines
+    # redirect stdout to stderr: output of a user's policy must not mix with the protocol's lines
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -177,7 +177,7 @@ def main() -> None:
             out.write(json.dumps(event) + "\n")
             out.flush()
         except OSError:
-            # the parent is gone
+            # the parent has ended
             os._exit(1)
 
     try:

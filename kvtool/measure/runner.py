@@ -1,4 +1,4 @@
-"""Runs of a grid, each in a process of its own."""
+"""Run the runs of a grid, each in a separate process."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kvtool.measure.run import Job, encode
 
 _KILLED = 9
 
-# -m would look for modules in the user's folder
+# -m would search the user's folder for modules
 _CHILD = "import sys; sys.path[:] = {!r}; from kvtool.measure.run import main; main()"
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a run reports: its progress, or at its end its record.
+    """Report of a run: its progress, or at its end its record.
 
     Attributes
     ----------
@@ -37,9 +37,9 @@ class Event:
     n
         Tokens scored so far.
     nll
-        Their mean nll in nats.
+        Mean nll of these tokens in nats.
     record
-        The record, maybe of an error; None while the run goes on.
+        Record, possibly of an error; None while the run is active.
     """
 
     run: Run
@@ -49,9 +49,9 @@ class Event:
 
 
 class Runner:
-    """Starts the processes and collects what they report.
+    """Start the processes and collect their reports.
 
-    It is a context manager; when the context ends, no process is left.
+    Context manager: at its end all processes have ended.
     """
 
     def __init__(self, common: Common, tokens: np.ndarray) -> None:
@@ -75,9 +75,9 @@ class Runner:
     def run(
         self, grid: Sequence[Run], *, jobs: int = 1, against: Path | None = None, writes: bool = False
     ) -> Iterator[Event]:
-        """Do the runs, `jobs` at once. The last event of each has its record.
+        """Execute the runs, `jobs` at a time. The last event of each has its record.
 
-        against: the file with the full cache's predictions. writes: the only run makes it.
+        against: file with the full cache's predictions. writes: True if the only run writes it.
         """
         waiting = list(grid)
         ends: dict[Run, dict[str, Any]] = {}
@@ -100,7 +100,7 @@ class Runner:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=None if run.options.verbose > 1 else log,
-                # Ctrl-C on the terminal goes to the parent alone
+                # only the parent gets Ctrl-C from the terminal
                 start_new_session=True,
             )
         self._running[run] = process
@@ -121,12 +121,12 @@ class Runner:
         return Path(self._folder.name) / f"{id(run)}.log"
 
     def _record(self, run: Run, end: dict[str, Any] | None) -> dict[str, Any]:
-        """The record of a process that has ended."""
+        """Return the record of a process that has ended."""
         status = self._running.pop(run).returncode
         what = identity(self.common, run)
         if end:
             return what | dict(end.get("record", end))
-        # a line of the guard, which ends a process that llama.cpp would abort
+        # message of the guard, which ends a process that llama.cpp would abort
         said = self._log(run).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
         if said.startswith("kvtool: "):
             return what | {"error": said.removeprefix("kvtool: "), "exit_code": status}

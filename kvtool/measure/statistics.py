@@ -1,11 +1,12 @@
 """Intervals and standard errors of means.
 
-Tokens of a text are not independent: a forgotten fact costs several tokens in a row. So errors come from
-blocks of tokens, and blocks that still depend on each other are joined (`joined`). An item of a task is a
-block of its own. Everything is seeded: the same numbers give the same interval.
+Tokens of a text are not independent: a forgotten fact affects several tokens in a row. Errors are therefore
+computed from blocks of tokens, and blocks that still depend on each other are joined (`joined`). An item of a
+task is one block. All randomness is seeded: the same numbers give the same interval.
 
-NumPy alone: SciPy's bootstrap and Wilson interval give the same numbers, but SciPy is 143 MB more to install,
-1 s more to import and 75 MiB more in memory, and its bootstrap of 5,000 blocks takes four times as long.
+Only NumPy is used: SciPy's bootstrap and Wilson interval give the same numbers, but SciPy adds 143 MB to the
+installation, 1 s to the import and 75 MiB of memory, and its bootstrap of 5,000 blocks takes four times as
+long.
 """
 
 from __future__ import annotations
@@ -15,31 +16,31 @@ from statistics import NormalDist
 import numpy as np
 
 _N_AT_ONCE = 100
-"""Draws of the bootstrap that are in memory at the same time."""
+"""Bootstrap samples in memory at the same time."""
 
 _LEAST_BLOCKS = 8
-"""Fewer blocks tell too little of how much they differ."""
+"""Minimum number of blocks for an estimate of their spread."""
 
 
 def block_size(n: int) -> int:
-    """Tokens of a block in a text of n: 256, or fewer if there were fewer than 32 blocks."""
+    """Tokens of a block in a text of n: 256, or fewer if that would give fewer than 32 blocks."""
     return int(np.clip(n // 32, 1, 256))
 
 
 def block_sums(values: np.ndarray) -> np.ndarray:
-    """The sums f64[block] of values f64[n] over blocks. The last block takes the remaining values, too."""
+    """Sums f64[block] of values f64[n] over blocks. The last block includes the remaining values."""
     size = block_size(len(values))
     starts = np.arange(0, max(len(values) // size, 1) * size, size)
     return np.add.reduceat(values, starts)
 
 
 def block_counts(n: int) -> np.ndarray:
-    """The number of tokens f64[block] of each block in a text of n."""
+    """Number of tokens f64[block] of each block in a text of n."""
     return block_sums(np.ones(n))
 
 
 def block_length(values: np.ndarray) -> float:
-    """How many values in a row a block of the bootstrap should have, by how they depend on each other.
+    """Optimal number of consecutive values in a bootstrap block, given their autocorrelation.
 
     values: f64[n], n > 8, in their order. Politis and White 2004, section 3.3, for the circular block
     bootstrap, with the correction of Patton, Politis and White 2009.
@@ -51,7 +52,7 @@ def block_length(values: np.ndarray) -> float:
     covariance = np.correlate(centred, centred, "full")[n - 1 : n + most] / n
     if not covariance[0]:
         return 1.0
-    # the last lag behind which n_lag in a row are small
+    # the last lag that is followed by n_lag small ones in a row
     is_small = np.abs(covariance[1:] / covariance[0]) < 2 * np.sqrt(np.log10(n) / n)
     last = next((m for m in range(most - n_lag + 1) if is_small[m : m + n_lag].all()), None)
     reach = most if last is None else min(2 * max(last, 1), most)
@@ -65,7 +66,7 @@ def block_length(values: np.ndarray) -> float:
 
 
 def joined(sums: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks f64[block] of a text, neighbours joined until they are as long as they depend on each other.
+    """Join adjacent blocks f64[block] of a text until blocks are as long as their dependence.
 
     At least 8 remain, if there were as many. Pass the differences of two runs to get blocks for these.
     """
@@ -81,13 +82,13 @@ def joined(sums: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def interval(
     sums: np.ndarray, counts: np.ndarray, level: float = 0.95, n_draw: int = 10_000
 ) -> tuple[float, float]:
-    """The interval of the mean, by the percentile block bootstrap (Efron 1979, Carlstein 1986).
+    """Interval of the mean, by the percentile block bootstrap (Efron 1979, Carlstein 1986).
 
-    sums, counts: f64[block]. level: 0.95 for the 95 % interval. n_draw: how often blocks are drawn with
+    sums, counts: f64[block]. level: 0.95 for the 95 % interval. n_draw: number of samples of blocks with
     replacement.
     """
     rng, means = np.random.default_rng(0), np.empty(n_draw)
-    # with thousands of items, all draws together would take gigabytes
+    # with thousands of items, all samples together would take gigabytes
     for part in np.array_split(means, -(-n_draw // _N_AT_ONCE)):
         drawn = rng.integers(len(sums), size=(len(part), len(sums)))
         part[:] = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
@@ -96,10 +97,10 @@ def interval(
 
 
 def mean_error(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
-    """The mean and its standard error, by the ratio estimator over blocks.
+    """Mean and its standard error, by the ratio estimator over blocks.
 
     The error is nan for a single block. For the difference of two means pass the differences of their sums:
-    what both have in common cancels.
+    common variation cancels.
 
     sums, counts: f64[block].
     """
@@ -112,18 +113,19 @@ def mean_error(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
 
 
 def mean_of_text(sums: np.ndarray, n: int) -> tuple[float, float | None]:
-    """The mean and its standard error of the sums f64[block] over the blocks of a text of n tokens.
+    """Mean and its standard error of the sums f64[block] over the blocks of a text of n tokens.
 
-    Blocks that depend on each other are joined before. None for the error of a single block.
+    Dependent blocks are joined first. The error of a single block is None.
     """
     mean, error = mean_error(*joined(sums, block_counts(n)))
     return mean, None if np.isnan(error) else error
 
 
 def item_interval(scores: np.ndarray, level: float = 0.95) -> tuple[float, float]:
-    """The interval of the mean of independent scores f64[n].
+    """Interval of the mean of independent scores f64[n].
 
-    Wilson's (1927) if all scores are 0 or 1, which has a width even if all are 1; otherwise the bootstrap's.
+    Wilson's interval (1927) if all scores are 0 or 1, which is not empty even if all are 1; otherwise the
+    bootstrap's.
     """
     n, mean = len(scores), scores.mean()
     if not np.isin(scores, (0, 1)).all():
