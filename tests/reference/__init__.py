@@ -1,6 +1,6 @@
-"""Brute force by the definitions of the papers, in plain Python; imports nothing from kvtool.
+"""Brute-force twins of the policies, by the papers' definitions, in plain Python without kvtool.
 
-Every policy has a twin here: NAME.py with CASES, the options that the two are compared with, and
+Every policy has a twin: NAME.py with CASES, the options to compare with, and
 
     def keep(rows, *, next, pinned, budget, slack, **params) -> list[list[int]]
 
@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 
 def news(row):
-    """For each token of a row what it has seen since the last call, which is noted in its notes."""
+    """Return for each token of a row the entries of `seen` since the last call, which its notes count."""
     fresh = [token["seen"][token["notes"].get("n_seen", 0) :] for token in row]
     for token in row:
         token["notes"]["n_seen"] = len(token["seen"])
@@ -45,12 +45,12 @@ def news(row):
 
 
 def n_arrived(row):
-    """Number of tokens of a row that have come since the last plan. Call it before `news`."""
+    """Number of tokens of a row that came since the last plan. Call it before `news`."""
     return sum("n_seen" not in token["notes"] for token in row)
 
 
 class Ends(NamedTuple):
-    """What stays whatever its score, and how many tokens of a row do."""
+    """Protected ends of a row, and number of tokens to keep."""
 
     first: int
     recent: int
@@ -61,15 +61,15 @@ class Ends(NamedTuple):
 
 
 def ends(*, next, pinned, budget, slack, window, sinks=0, heads="equal", floor=0.2, layers="equal"):
-    """Of a policy that ranks: tokens before `first` and from `recent` on stay."""
-    # rows that share hold twice the budget at most
+    """Ends of a policy that ranks: tokens before `first` and from `recent` on stay."""
+    # rows that share a budget hold at most twice the budget
     is_shared = heads == "adaptive"
     first, n_keep = max(sinks, pinned), budget // (2 if is_shared else 1) - slack
     return Ends(first, next - min(window, n_keep - first), n_keep, budget - slack, is_shared, floor)
 
 
 def keep_ranked(scores, ends):
-    """scores: {pos: score} of each row. One by one the lowest between the ends goes, of equals the oldest."""
+    """Evict the lowest of scores {pos: score} between the ends, one at a time, the oldest among equals."""
     if ends.is_shared:
         return keep_shared(scores, ends.first, ends.recent, ends.n_keep, ends.floor, ends.n_most)
     kept = []
@@ -83,11 +83,11 @@ def keep_ranked(scores, ends):
 
 
 def keep_shared(scores, first, recent, n_keep, floor, most):
-    """Ada-KV (arXiv:2407.11550), with kvpress's safeguard: the rows of a layer share n_keep tokens a row.
+    """Ada-KV (arXiv:2407.11550), with kvpress's safeguard: a layer's rows share n_keep tokens per row.
 
-    scores: {pos: score} of each row. While there are too many, the lowest score of all rows goes, and of
-    equals the oldest token of the last row: only those from `first` to `recent`, and none of a row that is
-    down to a share `floor` of n_keep. Before that a row gives what it has above `most`.
+    scores: {pos: score} of each row. First, each row evicts down to `most` tokens. Then, while there are too
+    many, the lowest score of all rows is evicted; among equals, the oldest token of the last row. Only tokens
+    from `first` to `recent` are evicted, and a row with `floor` * n_keep tokens evicts no more.
     """
     alive = [sorted(row) for row in scores]
     lowest = lambda row: min(  # noqa: E731

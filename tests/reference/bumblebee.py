@@ -1,4 +1,4 @@
-"""BumbleBee (COLM 2024, Algorithms 1 and 2): the objective by its definition, each set worked out anew."""
+"""BumbleBee (COLM 2024, Algorithms 1 and 2): the objective, computed from scratch for each set."""
 
 import math
 import struct
@@ -64,16 +64,16 @@ def _keep(row, next, first, n_keep, window, mixture, phi, similarity, cosine):
 
 
 def summary(row, stays, n_keep, mixture, phi, sample=lambda rest: rest, cosine="relu"):
-    """Greedy: the positions of n_keep tokens, `stays` among them, in the order in which they come.
+    """Greedy choice: positions of n_keep tokens, including `stays`, in the order of their choice.
 
-    row: tokens, oldest first. stays: positions. sample: of the tokens left, which a pick looks at.
+    row: tokens, oldest first. stays: positions. sample: chooses the remaining tokens that a pick examines.
     """
     pairs = similarities([token["key"] for token in row], cosine=cosine)
     every = range(len(row))
     chosen = [token for token in every if row[token]["pos"] in stays]
     rest = [token for token in every if token not in chosen]
     while len(chosen) < n_keep and rest:
-        # a sample may put the rest into another order
+        # a sample may reorder the rest
         best = max(
             sample(rest),
             key=lambda token: (
@@ -101,10 +101,10 @@ def worth(chosen, ground, row, pairs, mixture, phi):
 def similarities(keys, half=False, cosine="relu"):
     """f64[token, token]: ReLU(c), (1 + c) / 2 or |c| of the cosine c of keys of 15 bits.
 
-    In whole 2**-24, or those as float16.
+    In integer multiples of 2**-24, or rounded to float16.
     """
     unit = np.array([normalized(key) for key in keys], np.int64)
-    # whole numbers: sums of them are exact in float64, too
+    # integers, whose sums are also exact in float64
     dots = unit @ unit.T
     whole = {
         "relu": (dots + 8) // 16,
@@ -124,7 +124,7 @@ def normalized(key):
 
 
 def power(x):
-    """The y with 0.04 * y ** 25 + y = x, by bisection as far as there are numbers in between."""
+    """The y with 0.04 * y ** 25 + y = x, by bisection to float precision."""
     low, high = 0.0, x
     while low < (middle := (low + high) / 2) < high:
         if 0.04 * middle**25 + middle < x:

@@ -1,4 +1,4 @@
-"""BUZZ (arXiv:2410.23079, Algorithms 1 and 2, Remark 2); the first of equals is the local maximum."""
+"""BUZZ (arXiv:2410.23079, Algorithms 1 and 2, Remark 2); the first among equals is the local maximum."""
 
 CASES = [
     [],
@@ -47,7 +47,7 @@ def keep(
 
 
 def steady(threshold, stride, old_stride):
-    """The fewest old tokens of which, with the new ones of an eviction, no more are left."""
+    """Smallest number of old tokens at which an eviction, with its new tokens, leaves no more than before."""
 
     def left(n):
         return -(-n // old_stride) + -(-(threshold + 1 - n) // stride)
@@ -66,7 +66,7 @@ def row_keep(row, first, window, n_max, stride, old_stride, local_max=True, kept
     sample = local_max_sample if local_max else interval_sample
     middle = interval_sample(old_stride, old) + sample(stride, new)
     while len(head) + len(middle) + len(tail) > n_max:
-        # a middle of one token cannot be thinned any more
+        # a middle of one token cannot be thinned further
         if len(middle) > 1:
             n_spare = len(head) + len(middle) + len(tail) - n_max if kept else len(middle)
             middle = interval_sample(old_stride, middle, n_spare)
@@ -78,7 +78,7 @@ def row_keep(row, first, window, n_max, stride, old_stride, local_max=True, kept
 
 
 def interval_sample(stride, tokens, n_spare=None):
-    """The first of each group, from the oldest on. n_spare: the most that go."""
+    """Keep the first of each group, from the oldest on. n_spare: maximum number of evictions."""
     if n_spare is None:
         n_spare = len(tokens)
     goes = [i % stride != 0 for i in range(len(tokens))]

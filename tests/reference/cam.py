@@ -1,4 +1,4 @@
-"""CaM: the token after the sinks goes, its value by chance to the next ones that stay, one at a time."""
+"""CaM: evict the token after the sinks, one at a time; its value may be merged into the next kept tokens."""
 
 from reference.random import hash_of
 

@@ -1,4 +1,4 @@
-"""Clusters of archived keys by their definition, and attention to an archive that is looked into in part."""
+"""Clusters of archived keys by definition, and attention to an archive that is exact for some clusters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ N_CLUSTER, N_ROUND, N_APART = 16, 5, 5
 
 
 def kmeans(x):
-    """i64[n]: which cluster each of x [n, d] is in: k-means that begins with points far apart.
+    """i64[n]: cluster of each of x [n, d], by k-means that starts with distant points.
 
-    The first is the farthest from the mean, each next one the farthest from those before.
+    The first is the point farthest from the mean, each next one the point farthest from the earlier ones.
     """
     begin = [np.argmax(((x - x.mean(0)) ** 2).sum(1))]
     while len(begin) < N_CLUSTER:
@@ -26,7 +26,9 @@ def kmeans(x):
 
 
 class Clusters:
-    """Those of one row's archive. n_block: tokens of a block; exact: tokens that a step of one looks into."""
+    """Clusters of a row's archive. n_block: tokens of a block; exact: tokens attended to exactly by a
+    one-token step.
+    """
 
     def __init__(self, n_block, exact):
         self.n_block = n_block
@@ -34,10 +36,10 @@ class Clusters:
         self.known = {}
 
     def members(self, pos, keys, end, first_near):
-        """i64[n]: the cluster of each entry; -1 where its block is not complete by position `end`.
+        """i64[n]: cluster of each entry; -1 if its block is not complete by position `end`.
 
-        pos i64[n]: in the stream. keys f64[n, d]: rotated alike within a block. first_near: where blocks
-        are made anew.
+        pos i64[n]: in the stream. keys f64[n, d]: rotated alike within a block. first_near: position from
+        which blocks start over.
         """
         res = np.full(len(pos), -1)
         for block in range(pos[0] // self.n_block, end // self.n_block):
@@ -49,11 +51,11 @@ class Clusters:
         return res
 
     def attend(self, of, logits, values, n_tokens):
-        """Logits f64[..., m] and values f64[m, d] of what a step of n_tokens attends to.
+        """Return logits f64[..., m] and values f64[m, d] that a step of n_tokens attends to.
 
-        of: what `members` says. logits f64[..., n]: of all entries, linear in their keys. The clusters with
-        most attention a token are looked into, until they have enough tokens; of each other cluster the mean
-        key and value count as often as it has tokens.
+        of: result of `members`. logits f64[..., n]: of all entries, linear in their keys. Clusters with the
+        most attention per token are attended to exactly, until they have enough tokens; every other cluster
+        counts as its mean key and value, once per token.
         """
         if (of < 0).all():
             return logits, values

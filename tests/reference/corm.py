@@ -1,4 +1,4 @@
-"""CORM (arXiv:2404.15949), Algorithm 1: a matrix of marks, a row of it for each of the last queries."""
+"""CORM (arXiv:2404.15949), Algorithm 1: a matrix of marks, with a row for each of the last queries."""
 
 CASES = [
     [],

@@ -1,8 +1,8 @@
-"""Expected Attention (arXiv:2510.00636): outside sinks and window the lowest score goes, one at a time."""
+"""Expected Attention (arXiv:2510.00636): evict the lowest score outside sinks and window, one at a time."""
 
 import math
 
-# for float32 alone, whose rounding decides which scores are equal
+# only for float32, whose rounding decides which scores are equal
 import numpy as np
 
 from . import ends, keep_ranked
@@ -18,7 +18,7 @@ CASES = [
 
 
 def keep(rows, *, sinks, queries, ahead, covariance, lengths, epsilon, **how):
-    """A record's `future` has for each head of the group the mean and the variance of its logits."""
+    """rows: each record's `future` has mean and variance of the logits for each head of the group."""
     scores = []
     for row in rows:
         behind = [token for token in row if token["pos"] >= sinks]
@@ -41,6 +41,6 @@ def softmax(values):
     weights = [math.exp(value - most) for value in values]
     total = 0.0
     for weight in weights:
-        # one after the other, as rounding needs it
+        # summed in order, for the same rounding
         total += weight
     return [weight / total for weight in weights]

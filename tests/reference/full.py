@@ -1,4 +1,4 @@
-"""Full: all tokens stay."""
+"""Full: keep all tokens."""
 
 CASES = [[]]
 

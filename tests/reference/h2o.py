@@ -1,6 +1,6 @@
-"""H2O (arXiv:2306.14048): of tokens outside window and sinks the lightest, oldest goes, one at a time."""
+"""H2O (arXiv:2306.14048): evict the lowest, oldest sum outside window and sinks, one at a time."""
 
-# for float32 alone, whose rounding decides which means are equal
+# only for float32, whose rounding decides which means are equal
 import numpy as np
 
 from . import ends, keep_ranked, n_arrived, news
@@ -27,7 +27,7 @@ GROUP = {"sum": sum, "max": max, "first": lambda heads: heads[0]}
 
 
 def keep(rows, *, next, score="sum", per="row", group="sum", decay=1.0, decay_beyond=1.0, n_ctx=0, **how):
-    """All rows given decide together where `per` is not "row"."""
+    """Keep tokens; all given rows decide together unless `per` is "row"."""
     observe(rows, next=next, score=score, group=group, decay=decay, decay_beyond=decay_beyond, n_ctx=n_ctx)
     scores = [{token["pos"]: token["notes"]["mass"] for token in row} for row in rows]
     if per != "row":

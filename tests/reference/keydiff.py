@@ -1,11 +1,11 @@
-"""KeyDiff (arXiv:2504.15364): outside window and sinks the token most like the average goes, one at a time.
+"""KeyDiff (arXiv:2504.15364): evict the most average key outside window and sinks, one at a time.
 
-Normalised keys are rounded to whole numbers, 127 being one, so that equal scores are equal.
+Normalised keys are scaled by 127 and rounded to integers, so that equal scores are equal.
 """
 
 import math
 
-# for float32 alone, whose rounding decides which scores are equal
+# only for float32, whose rounding decides which scores are equal
 import numpy as np
 
 from . import ends, keep_ranked

@@ -1,4 +1,4 @@
-"""Knorm (arXiv:2406.11430): outside window and sinks the token of the longest key goes, one at a time."""
+"""Knorm (arXiv:2406.11430): evict the largest key norm outside window and sinks, one at a time."""
 
 from . import ends, keep_ranked
 

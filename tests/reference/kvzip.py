@@ -1,5 +1,5 @@
-"""KVzip (arXiv:2505.23416): the token of the prompt goes that gets least where the prompt is repeated, one
-at a time. A token that was repeated has its score in its notes; the others go last, the oldest first.
+"""KVzip (arXiv:2505.23416): evict the prompt token with the least attention during repetition, one at a time.
+A repeated token has its score in its notes; tokens without a score are evicted last, the oldest first.
 """
 
 import math
@@ -23,7 +23,7 @@ def keep(rows, *, chunk, **how):
 
 
 def rehearse(stream, begin, end, asked, repeated):
-    """Lets a stream repeat its tokens from position begin to end, and forget that it has.
+    """Let a stream repeat its tokens from position begin to end, then rewind it.
 
     asked: the tokens that come before the repeated ones.
     """

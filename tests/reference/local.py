@@ -1,4 +1,4 @@
-"""Local: the oldest token that is not pinned goes, one at a time."""
+"""Local: evict the oldest token that is not pinned, one at a time."""
 
 CASES = [[]]
 

@@ -1,4 +1,4 @@
-"""Models by the definition, between one attention and the next: one small class a kind.
+"""Models by definition, all but attention over the cache: one small class per architecture.
 
 A stream (transformer.py) holds the rows; `stream.attend` reads them.
 """
@@ -13,12 +13,12 @@ FEED_FORWARD = ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
 
 
 class Llama:
-    """The F32 weights and the numbers of a GGUF: llama, qwen2 or gemma3, and what all kinds have in common.
+    """F32 weights and numbers of a GGUF: llama, qwen2 or gemma3, and the base of all architectures.
 
-    slides: for each layer, whether a window slides. owner: the layer whose rows each layer reads; None if it
-    has none. freq: for each layer f64[head_dim / 2], how far a pair of a key turns from one position to the
-    next. scale: what attention logits are multiplied by. slopes: f64[n_head], by how much these fall from one
-    position to the one before; None without ALiBi. head_dim, value_dim: of a key and a value in a row.
+    slides: for each layer, True with a sliding window. owner: layer whose rows each layer reads; None without
+    rows. freq: for each layer f64[head_dim / 2], rotation of a pair of a key per position. scale: factor of
+    attention logits. slopes: f64[n_head], decrease of logits per position of distance; None without ALiBi.
+    head_dim, value_dim: of a key and a value in a row.
     """
 
     archs = ("llama", "qwen2", "gemma3")
@@ -68,28 +68,28 @@ class Llama:
         if weights:
             raise ValueError(f"tensors not known here: {', '.join(weights)}")
 
-    # what kinds differ in
+    # overridden by architectures
 
     def configure(self, number):
-        """Sets what is the kind's own; number(key, default) is one of the file's."""
+        """Set the architecture's attributes; number(key, default) reads a number of the file."""
 
     def frequencies(self, number, weights):
-        """The attribute freq; takes its own tensors out of the weights."""
+        """Return the attribute freq; removes its tensors from the weights."""
         if number("rope.dimension_count", self.head_dim) != self.head_dim:
             raise ValueError("RoPE over a part of the head is not known here")
         exponent = -np.arange(0, self.head_dim, 2) / self.head_dim
         base = number("rope.freq_base", 10000.0)
-        # that of sliding layers is its own
+        # sliding layers have a different base
         base_swa = number("rope.freq_base_swa", 10000.0 if self.is_gemma else base)
         return [(base_swa if slides else base) ** exponent for slides in self.slides]
 
     def names(self, i):
-        """The tensors of a layer."""
+        """Names of a layer's tensors."""
         own = ("attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm") if self.is_gemma else ()
         return ATTENTION + FEED_FORWARD + own
 
     def mix(self, i, h, stream):
-        """What a layer reads from other tokens: f64[n_tokens, n_embd] for the normed input h."""
+        """Mix tokens by attention or convolution: f64[n_tokens, n_embd] for the normed input h."""
         layer = self.layers[i]
 
         def heads(name, n_head):
@@ -104,7 +104,7 @@ class Llama:
         return linear(layer, "attn_output", _side_by_side(out))
 
     def value(self, x):
-        """What is done with a value before a row takes it."""
+        """Transform a value before it is stored in a row."""
         return x
 
     def feed_forward(self, layer, x):
@@ -115,10 +115,10 @@ class Llama:
         out = linear(layer, "ffn_down", _gelu(gate).astype(np.float16) * up)
         return self.norm(out, layer["post_ffw_norm"])
 
-    # what they share
+    # common to all
 
     def embed(self, tokens, rot):
-        """f64[n_tokens, n_embd]; rot i64[n_tokens]: where the tokens stand."""
+        """f64[n_tokens, n_embd]; rot i64[n_tokens]: positions of the tokens."""
         x = self.embd[np.asarray(tokens)].astype(np.float64)
         return x * np.sqrt(x.shape[1]) if self.is_gemma else x
 
@@ -144,18 +144,18 @@ class Llama:
     def rotate(self, pairs, rot, i):
         """pairs c128[..., n, head_dim / 2], rot i64[n] -> f64[..., n, head_dim], in the order of the pairs.
 
-        Only products of two such vectors have a meaning; the order of their axes has none. i: the layer.
+        Only products of two rotated vectors are meaningful; the order of their axes is not. i: the layer.
         """
         if len(rot) and rot.max() >= len(self._phase[i]):
             self._phase[i] = np.exp(1j * np.outer(np.arange(2 * rot.max() + 2), self.freq[i]))
         return self.scaled((pairs * self._phase[i][rot]).view(np.float64), i)
 
     def scaled(self, keys, i):
-        """What is done with keys f64[..., head_dim] behind their rotation, in the order of the pairs."""
+        """Transform keys f64[..., head_dim] after their rotation, in the order of the pairs."""
         return keys
 
     def rotate_query(self, pairs, rot, i):
-        """The same of queries."""
+        """Rotate queries like keys."""
         return self.rotate(pairs, rot, i)
 
     def _take(self, weights, i):
@@ -166,7 +166,7 @@ class Llama:
 
 
 class SmolLM3(Llama):
-    """Every fourth layer knows no positions."""
+    """Every fourth layer has no positions (NoPE)."""
 
     archs = ("smollm3",)
     pairs_are_halves = False
@@ -176,7 +176,7 @@ class SmolLM3(Llama):
 
 
 class Maincoder(Llama):
-    """The weights of the norm of queries and keys come behind their rotation."""
+    """The norm weights of queries and keys are applied after the rotation."""
 
     archs = ("maincoder",)
     pairs_are_halves = False
@@ -206,12 +206,12 @@ class Maincoder(Llama):
 
 
 class Refact(Llama):
-    """Keys do not turn: attention falls with distance (ALiBi), in each head at a slope of its own."""
+    """Keys are not rotated: attention falls with distance (ALiBi), at a different slope in each head."""
 
     archs = ("refact",)
 
     def configure(self, number):
-        # of as many heads as a power of 2
+        # for a number of heads that is a power of 2
         self.slopes = 2.0 ** (-8 / self.n_head * np.arange(1, self.n_head + 1))
 
     def frequencies(self, number, weights):
@@ -219,7 +219,7 @@ class Refact(Llama):
 
 
 class GPT2(Llama):
-    """A learned vector for each position is added to what a token begins with; keys do not turn."""
+    """A learned vector for each position is added to the token's embedding; keys are not rotated."""
 
     archs = ("gpt2",)
 
@@ -259,7 +259,7 @@ class GPT2(Llama):
 
 
 class Qwen2VL(Llama):
-    """Pairs are dealt to four positions of a token (M-RoPE); a text's are (p, p, p, 0)."""
+    """Pairs are split among four positions of a token (M-RoPE), which are (p, p, p, 0) for text."""
 
     archs = ("qwen2vl",)
 
@@ -270,7 +270,7 @@ class Qwen2VL(Llama):
 
 
 class GptOss(Llama):
-    """Each head has a sink: a logit that takes its share of the attention. All experts work."""
+    """Each head has a sink: a logit that takes its share of the attention. All experts are used."""
 
     archs = ("gpt-oss",)
     limit = 7.0
@@ -303,7 +303,7 @@ class GptOss(Llama):
 
 
 class LFM2(Llama):
-    """Layers without KV heads convolve: each token with the few before it."""
+    """Layers without KV heads convolve each token with the few before it."""
 
     archs = ("lfm2",)
     output_norm_name = "token_embd_norm"
@@ -333,7 +333,7 @@ class LFM2(Llama):
 class DeepSeek2(Llama):
     """Latent attention (MLA): one row a layer, whose keys are [latent | rotary part] and values the latent.
 
-    Queries come to the latent's space, and what they read leaves it, by a matrix for each head.
+    A matrix for each head maps queries into the latent space, and another maps the result out of it.
     """
 
     archs = ("deepseek2",)
@@ -377,7 +377,7 @@ class DeepSeek2(Llama):
 
 
 class DeepSeek32(DeepSeek2):
-    """The same with an index, which chooses for each query no fewer cells than there are."""
+    """DeepSeek2 with an index, which here chooses all cells for each query."""
 
     archs = ("deepseek32",)
 
@@ -387,7 +387,7 @@ class DeepSeek32(DeepSeek2):
 
 
 class Gemma4(Llama):
-    """The last layers read the rows of an earlier one: the newest that slides, or does not, as they do."""
+    """The last layers read the rows of an earlier layer: the last one of the same kind, sliding or not."""
 
     archs = ("gemma4",)
 
@@ -437,7 +437,7 @@ KINDS = {
 
 
 def load(path):
-    """The model of a GGUF, by its architecture."""
+    """Load the model of a GGUF, by its architecture."""
     return KINDS[gguf.GGUFReader(path).fields["general.architecture"].contents()](path)
 
 
@@ -462,7 +462,7 @@ def _weights(reader):
 
 
 def _gelu(x):
-    # llama.cpp's table has an entry for each f16
+    # llama.cpp's table is indexed by f16 values
     x = x.astype(np.float16).astype(np.float64)
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * x * (1 + 0.044715 * x * x)))
 

@@ -1,6 +1,6 @@
-"""Recall: StreamingLLM's rows in what the recalled tokens leave of the budget.
+"""Recall: StreamingLLM's rows in the budget less the cells for recalled tokens.
 
-Which archived tokens a step recalls, tests/reference/transformer.py says.
+tests/reference/transformer.py chooses the archived tokens that a step recalls.
 """
 
 from tests.reference import streamingllm

@@ -1,11 +1,11 @@
-"""R-KV (arXiv:2505.24133): before the window the token of the lowest score goes, one at a time.
+"""R-KV (arXiv:2505.24133): evict the lowest score before the window, one at a time.
 
-Normalised keys are rounded to whole numbers, 127 being one, so that equal scores are equal.
+Normalised keys are scaled by 127 and rounded to integers, so that equal scores are equal.
 """
 
 import math
 
-# for float32 alone, whose rounding decides which scores are equal
+# only for float32, whose rounding decides which scores are equal
 import numpy as np
 
 from . import ends, keep_ranked
@@ -43,7 +43,7 @@ def shares(votes):
 
 
 def pooled(values, kernel):
-    """The highest of each value and its kernel // 2 neighbours on either side."""
+    """Maximum of each value and its kernel // 2 neighbours on either side."""
     reach = kernel // 2
     padding = [float("-inf")] * reach
     padded = padding + values + padding
@@ -65,7 +65,7 @@ def _normalised(key):
 
 
 def spared(matrix, threshold, n_spared):
-    """Each row's last n_spared values above the threshold are 0, but for the one on the diagonal."""
+    """Set each row's last n_spared values above the threshold to 0, not counting the diagonal."""
     result = [list(row) for row in matrix]
     for i, row in enumerate(result):
         alike = [j for j, value in enumerate(row) if value > threshold and j != i]
@@ -75,7 +75,7 @@ def spared(matrix, threshold, n_spared):
 
 
 def means(matrix):
-    """Of each column, as a cosine."""
+    """Mean of each column, as a cosine."""
     n = len(matrix)
     return [sum(column) / (n * 127 * 127) for column in zip(*matrix, strict=True)]
 
@@ -84,6 +84,6 @@ def softmax(values):
     weights = [math.exp(value) for value in values]
     total = 0.0
     for weight in weights:
-        # one after the other, as rounding needs it
+        # summed in order, for the same rounding
         total += weight
     return [weight / total for weight in weights]

@@ -1,6 +1,6 @@
-"""RoCo (arXiv:2402.06262): outside window and sinks the steady token of the lowest mean goes."""
+"""RoCo (arXiv:2402.06262): evict the steady token with the lowest mean outside window and sinks."""
 
-# for float32 alone, whose rounding decides which scores are equal
+# only for float32, whose rounding decides which scores are equal
 import numpy as np
 
 CASES = [

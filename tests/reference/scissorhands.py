@@ -1,4 +1,4 @@
-"""Scissorhands (arXiv:2305.17118): the token with the most low scores of late goes, one at a time."""
+"""Scissorhands (arXiv:2305.17118): evict the token with the most recent low scores, one at a time."""
 
 from . import ends, keep_ranked, news
 
@@ -21,7 +21,7 @@ def keep(rows, *, next, slack, history, **how):
 
 
 def _count(row, next, n_part, n_query):
-    """{pos: pairs of a query and a head that gave it less than 1 / t}, in the last parts of the history."""
+    """{pos: number of pairs (query, head) that gave it less than 1 / t}, in the last parts of the history."""
     part = (next - 1) // n_query
     count = {}
     for token, seen in zip(row, news(row), strict=True):

@@ -1,4 +1,4 @@
-"""SnapKV (arXiv:2404.14469): before the window the token of the lowest pooled vote goes, one at a time."""
+"""SnapKV (arXiv:2404.14469): evict the lowest pooled vote before the window, one at a time."""
 
 from . import ends, keep_ranked
 
@@ -26,7 +26,7 @@ def keep(rows, *, next, window, kernel, pool, **how):
 
 
 def pooled(values, kernel, pool):
-    """One a value; kernel // 2 of padding at both ends: zeros for "avg", -inf for "max"."""
+    """Pool each value, with kernel // 2 of padding at both ends: zeros for "avg", -inf for "max"."""
     reach = kernel // 2
     padding = [0.0 if pool == "avg" else float("-inf")] * reach
     padded = padding + values + padding

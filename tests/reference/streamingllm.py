@@ -1,4 +1,4 @@
-"""StreamingLLM (arXiv:2309.17453): the sinks, and the end of what follows them."""
+"""StreamingLLM (arXiv:2309.17453): keep the sinks and the newest tokens."""
 
 CASES = [[], ["sinks=0"]]
 

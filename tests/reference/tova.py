@@ -1,4 +1,4 @@
-"""TOVA (arXiv:2401.06104): the least attended, oldest token goes, one at a time."""
+"""TOVA (arXiv:2401.06104): evict the least attended token, the oldest among equals, one at a time."""
 
 from . import ends, keep_ranked
 

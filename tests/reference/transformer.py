@@ -1,9 +1,8 @@
-"""A transformer by the definition: rows are lists of the entries they still have; evicting takes out.
+"""A transformer by definition: a row is a list of its live entries, and an eviction removes entries.
 
-There are no cells, and keys are stored as they were before RoPE: they are rotated from there at every
-step, so that nothing drifts. Sliding layers hold what the next token sees, whatever the others evict.
-What a model computes between two attentions is in models.py. All but the matrix products with weights, which
-are F32, is float64.
+There are no cells. Keys are stored before RoPE and rotated at every step, so that errors do not accumulate.
+Sliding layers hold the tokens in their window, independent of evictions. models.py has the rest of the model.
+Everything is float64 except matrix products with weights, which are F32.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ __all__ = ["Llama", "Row", "Stream", "run"]
 POSITIONS = ("original", "in-cache", "auto")
 
 half_precision = False
-"""Whether several queries at once meet keys in half precision, as in ggml's Vulkan, whatever the cache is."""
+"""True if batches of queries use keys in half precision, as in ggml's Vulkan, for any cache type."""
 
 
 class Row:
-    """The entries of one (layer, KV head), in the order of the stream.
+    """Entries of one (layer, KV head), in the order of the stream.
 
-    pos i64[n]: in the stream. rot i64[n]: what the key is rotated by. key c128[n, head_dim / 2]: before
-    RoPE. value f64[n, value_dim]. mass f64[n]: attention sum over all queries so far and the group, of all
-    layers that read the row. last f64[n]: that of the newest query. seen: for each entry, the attention of
-    each query since it came, as records have it. old, notes: the policy's own, False and empty at first.
-    asked: each query so far, what it was rotated by and f64[group, head_dim], of all layers that read it.
-    number: of the row among those of all layers.
+    pos i64[n]: position in the stream. rot i64[n]: position that the key is rotated by. key c128[n, head_dim
+    / 2]: before RoPE. value f64[n, value_dim]. mass f64[n]: attention sum over all queries so far and the
+    group, in all layers that read the row. last f64[n]: attention of the newest query. seen: for each entry,
+    the attention of each query since it came, as in records. old, notes: used by the policy, False and empty
+    at first. asked: for each query so far, its rotation and f64[group, head_dim], in all layers that read the
+    row. number: index of the row among all layers' rows.
     """
 
     def __init__(self, number, head_dim, value_dim=None):
@@ -66,7 +65,7 @@ class Row:
         self.notes += [{} for _ in pos]
 
     def records(self, scaled=lambda keys: keys):
-        """scaled: what is done with f64[n, head_dim] keys behind their rotation."""
+        """Return the row's records. scaled: transforms f64[n, head_dim] keys after their rotation."""
         names = ("pos", "mass", "last", "seen", "key", "old", "notes")
         keys = scaled(self.key.view(np.float64)).tolist()
         own = (self.old, self.notes)
@@ -86,7 +85,9 @@ class Row:
         self.notes = [self.notes[i] for i in index]
 
     def merge(self, terms):
-        """terms {dst pos: [(src pos, weight), ...]}; every source is read before any value is written."""
+        """Merge values by terms {dst pos: [(src pos, weight), ...]}, reading all sources before writing any
+        value.
+        """
         merged = {
             dst: sum(weight * self.value[self.index([src])[0]] for src, weight in sources)
             for dst, sources in terms.items()
@@ -102,7 +103,7 @@ class Row:
 
 
 class Archive:
-    """What a row has evicted, in the order of the stream: pos, key and value as a row has them."""
+    """Evicted entries of a row, in the order of the stream: pos, key and value as in Row."""
 
     def __init__(self, head_dim, value_dim):
         self.pos = np.empty(0, np.int64)
@@ -114,12 +115,12 @@ class Archive:
             setattr(self, name, np.concatenate((getattr(self, name), getattr(row, name)[gone])))
 
     def choose(self, score, k):
-        """The k entries with the highest scores f64[n]; among equal ones the newer."""
+        """Return the k entries with the highest scores f64[n], the newer among equals."""
         return np.sort(np.lexsort((-self.pos, -score))[:k])
 
 
 class Batch(NamedTuple):
-    """Tokens being decoded. pos, rot, t i64[n]: as a stream counts them."""
+    """Tokens being decoded. pos, rot, t i64[n]: as in Stream."""
 
     pos: np.ndarray
     rot: np.ndarray
@@ -127,18 +128,18 @@ class Batch(NamedTuple):
 
 
 class Stream:
-    """A text being decoded. rows[i][head]: what is left of it in layers[i], which owns it and does not slide.
+    """Text being decoded. rows[i][head]: live entries in layers[i], an owning layer that does not slide.
 
-    next: position of the next token. all_rows: for every layer of the model the rows that it reads.
+    next: position of the next token. all_rows: the rows that each layer of the model reads.
 
-    counter: what the next token's query and key are rotated by; it starts at `counter`. t: what the queries'
-    t counts, the tokens of the "stream" or the "cells" of the longest row. logn: whether attention logits are
-    multiplied by log_512(t). observe: a twin's, or None. recalled: how many evicted entries a step attends to
-    beside each row's own; math.inf: all of them. far: those that at the last eviction were farther than
-    n_near from the next token are taken to be n_near away from the step's first; of these whole blocks of
-    n_block tokens where that is given, the later a row the later, within a quarter of a block. exact: tokens
-    of the archive's clusters that a step of one token looks into; None: all. future: (n_query, n_future,
-    n_skip) as a policy has them, for records with `future` and `length`; None: without.
+    counter: position that the next token's query and key are rotated by; it starts at `counter`. t: meaning
+    of t, tokens of the "stream" or "cells" of the longest row. logn: True to multiply attention logits by
+    log_512(t). observe: a twin's function, or None. recalled: number of evicted entries that a step attends
+    to in addition to each row's entries; math.inf: all. far: evicted entries that were farther than n_near
+    from the next token at the last eviction are placed at distance n_near from the step's first token. With
+    n_block this happens in whole blocks of n_block tokens, for later rows up to a quarter of a block later.
+    exact: tokens of the archive's clusters that a one-token step attends to exactly; None: all. future: a
+    policy's (n_query, n_future, n_skip), for records with `future` and `length`; None: without.
     """
 
     def __init__(
@@ -193,11 +194,11 @@ class Stream:
 
     @property
     def n(self):
-        """Entries of the longest row."""
+        """Number of entries of the longest row."""
         return max(len(row) for rows in self.rows for row in rows)
 
     def decode(self, tokens):
-        """Logits f64[n_tokens, n_vocab] of a batch; its attention goes into the rows' mass and last."""
+        """Decode a batch: logits f64[n_tokens, n_vocab]. Adds its attention to the rows' mass and last."""
         m = len(tokens)
         self._make_room(m)
         self._batch = Batch(
@@ -211,13 +212,13 @@ class Stream:
         self.next += m
         self.counter += m
         for rows, slides in zip(self.all_rows, self.model.slides, strict=True):
-            # what a later layer reads goes only now
+            # evicted only now, because later layers read it
             for row in rows if slides else ():
                 row.keep(row.pos[row.pos > self.next - self.model.window])
         return self.model.logits(x)
 
     def evict(self, keep, *, pinned, budget, slack, **params):
-        """Lets `keep` choose, layer by layer, and takes out what does not stay."""
+        """Call `keep` for each layer, and remove the entries that it evicts."""
         for layer, rows in zip(self.layers, self.rows, strict=True):
             records = self.records(layer, rows)
             answer = keep(records, next=self.next, pinned=pinned, budget=budget, slack=slack, **params)
@@ -233,7 +234,7 @@ class Stream:
             self._close_gaps(self.counter)
 
     def records(self, layer, rows):
-        """A list for each of a layer's rows."""
+        """Return a list of records for each of a layer's rows."""
         records = [row.records(partial(self.model.scaled, i=layer)) for row in rows]
         if self.future:
             for row, own in zip(rows, records, strict=True):
@@ -241,12 +242,12 @@ class Stream:
         return records
 
     def _look_ahead(self, layer, row, records):
-        """Notes what the last queries would make of a row's tokens at the next positions, on average."""
+        """Add to the records the average logits that the last queries would give at the next positions."""
         model, (n_query, n_future, n_skip) = self.model, self.future
         row.asked = row.asked[-max(min(n_query, self.next - n_skip), 1) :]
         rot, asked = (np.array(own) for own in zip(*row.asked, strict=True))
         freq = model.freq[layer]
-        # later queries are those to which keys are as much farther
+        # a later query is the same as keys that are farther by as much
         farther = np.exp(1j * np.outer(rot - self.counter, freq))
         farther *= np.exp(-1j * np.outer(np.arange(n_future), freq)).mean(axis=0)
         keys = model.rotate(row.key * farther[:, None], row.rot, layer)
@@ -258,10 +259,10 @@ class Stream:
             record |= {"future": own, "length": length}
 
     def attend(self, layer, query, key=None, value=None):
-        """What the query heads c128[n_head, n_tokens, head_dim / 2] read: f64[n_head, n_tokens, value_dim].
+        """Attention of query heads c128[n_head, n_tokens, head_dim / 2]: f64[n_head, n_tokens, value_dim].
 
-        key, value: the batch's own, [n_head_kv, n_tokens, ...], which join the layer's rows; None where an
-        earlier layer's are read. Keys and queries are not yet rotated.
+        key, value: the batch's, [n_head_kv, n_tokens, ...], which are added to the layer's rows; None if the
+        layer reads an earlier layer's rows. Keys and queries are not rotated yet.
         """
         model, (pos, rot, t) = self.model, self._batch
         slides, sinks = model.slides[layer], model.layers[layer].get("attn_sinks")
@@ -277,7 +278,7 @@ class Stream:
             own_sinks = None if sinks is None else sinks[mine]
             asked, keys = query[mine], model.rotate(row.key, row.rot, layer)
             if half_precision and len(pos) > 1:
-                # keys of one head alone lie together, and are taken as they are
+                # keys of a single head are contiguous and are not converted
                 asked, keys = _half(asked), _half(keys) if model.n_head_kv > 1 else keys
             scores = asked @ keys.T * model.scale
             if self.logn and not slides:
@@ -298,13 +299,13 @@ class Stream:
         return out
 
     def carry(self, layer, x, n):
-        """x f64[n_tokens, size] behind the n of the layer that came before them; zeros before the first."""
+        """Return x f64[n_tokens, size] after the layer's previous n entries; zeros before the first."""
         both = np.concatenate((self._carried.get(layer, np.zeros((n, x.shape[1]))), x))
         self._carried[layer] = both[len(both) - n :]
         return both
 
     def _ask(self, row, queries, is_first):
-        """A batch's rotated queries f64[group, n_tokens, head_dim] join those that a row has met."""
+        """Add a batch's rotated queries f64[group, n_tokens, head_dim] to a row."""
         rot = self._batch.rot.tolist()
         for i, heads in enumerate(queries.swapaxes(0, 1), -len(rot)):
             if is_first:
@@ -313,7 +314,8 @@ class Stream:
                 row.asked[i] = rot[i], np.concatenate((row.asked[i][1], heads))
 
     def _note(self, row, attn, is_first):
-        """A batch's f64[group, n_tokens, n] goes into a row's signals. is_first: it is the owner's."""
+        """Add a batch's attention f64[group, n_tokens, n] to a row's signals. is_first: True for the owner's.
+        """
         row.mass += attn.sum(axis=(0, 1))
         row.last = attn[:, -1].sum(axis=0) + (0 if is_first else row.last)
         pos, _, t = self._batch
@@ -329,15 +331,15 @@ class Stream:
         return row.number * (self.n_block // 4) // sum(map(len, self.rows))
 
     def _first_near(self, row):
-        """The first archived position of a row that keeps its distance."""
+        """First archived position of a row that keeps its true distance."""
         if not self.n_block:
             return self.far
         return (min(self.far, row.archive.pos[-1] + 1) - self._late(row)) // self.n_block * self.n_block
 
     def _recall(self, layer, row, asked, live, sinks):
-        """Logits of all queries with what they attend to in the archive, and its values.
+        """Return the logits of all queries with the archive's entries, and these entries' values.
 
-        live: logits of what the row has itself.
+        live: logits with the row's live entries.
         """
         archive, first, rot = row.archive, self._batch.pos[0], self._batch.rot[0]
         at = np.where(archive.pos < self._first_near(row), rot - self.n_near, rot - (first - archive.pos))
@@ -356,13 +358,13 @@ class Stream:
         return logits[..., chosen], archive.value[chosen]
 
     def _make_room(self, m):
-        """Closes all gaps and starts over where m more tokens would go past the trained context."""
+        """Close all gaps and restart positions if m more tokens would exceed the trained context."""
         if self.positions == "original" or self.counter + m <= self.n_ctx_train:
             return
         n = self.n
         if n + m > self.n_ctx_train:
             raise ValueError(f"{n} entries and {m} tokens do not fit into a context of {self.n_ctx_train}")
-        # the window of sliding layers may be longer than what the others hold
+        # the window of sliding layers may be longer than the rows
         self.counter = max(n, min(self.model.window, self.n_ctx_train // 2, self.n_ctx_train - m))
         self._close_gaps(self.counter)
         if self.observe:
@@ -376,7 +378,8 @@ class Stream:
 
 
 class Result(NamedTuple):
-    """nll f64[n - 1]: of every token but the first. logits f64[n, n_vocab], or None. stream: as it ended."""
+    """nll f64[n - 1]: of every token except the first. logits f64[n, n_vocab], or None. stream: final state.
+    """
 
     nll: np.ndarray
     logits: np.ndarray | None
@@ -407,12 +410,12 @@ def run(
     future=None,
     **params,
 ):
-    """Scores a text in batches of n_batch tokens (slack; all at once without one), never over the budget.
+    """Score a text in batches of n_batch tokens (default: slack, or all at once), never over the budget.
 
-    Whenever the rows hold `budget` entries (None: never), or if ragged after every batch, keep(rows, *,
-    next, pinned, budget, slack, **params) says for the rows of one layer which positions stay, rows being
-    records as tests/reference/__init__.py has them; or (positions, merges), with terms for Row.merge. n_made:
-    cells of the budget by which a step attends to what it recalls, if not as many as that.
+    Whenever the rows hold `budget` entries (None: never), or if ragged after every batch, keep(rows, *, next,
+    pinned, budget, slack, **params) returns for the rows of one layer the positions that stay, or (positions,
+    merges) with terms for Row.merge. rows are records as in tests/reference/__init__.py. n_made: cells of the
+    budget for recalled entries, if different from their number.
     """
     stream = Stream(
         model,
@@ -457,7 +460,7 @@ def _half(x):
 
 
 def _softmax(scores, sinks=None):
-    """Over the last axis of f64[head, n_tokens, n]. sinks f32[head]: logits of what has no value."""
+    """Softmax over the last axis of f64[head, n_tokens, n]. sinks f32[head]: logits without a value."""
     top = scores.max(axis=-1, keepdims=True)
     if sinks is None:
         weight = np.exp(scores - top)

@@ -1,6 +1,6 @@
-"""WeightedKV (arXiv:2503.01330, Algorithm 1): one token at a time goes, its value into its right neighbour's.
+"""WeightedKV (arXiv:2503.01330, Algorithm 1): evict one token at a time, its value merged to the right.
 
-The averages are those of the eviction's begin. Values are dictionaries of what they are made of.
+Averages are taken at the start of the eviction. A value is a dictionary of its sources and weights.
 """
 
 import numpy as np
