@@ -83,6 +83,20 @@ PLANTED = {
         "if False:",
         ("test_models.py::test_a_full_disk_is_told_although_pip_fails_otherwise",),
     ),
+    "chats, loops": Fault(
+        "a matrix of zeros counts as a loop",
+        "kvtool/chats/loops.py",
+        "np.where(self._n_sign < _BLOCKS, LEAST_TOKENS, LEAST_SIGNS)",
+        "LEAST_TOKENS",
+        ("test_loops.py",),
+    ),
+    "runs, models that fit": Fault(
+        "a CPU of one core is as quick as one of eight",
+        "kvtool/runs/fits.py",
+        "min(default_threads() * _CORE_BYTES_S, _CPU_BYTES_S)",
+        "_CPU_BYTES_S",
+        ("test_fits.py",),
+    ),
     "chats, archives": Fault(
         "an archive whose session was moved is deleted",
         "kvtool/chats/segments.py",

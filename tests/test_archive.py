@@ -279,7 +279,7 @@ def test_a_chat_says_what_is_archived(chat_model):
         said = chat.wait_for("\n> ")
         # what it is comes first
         assert re.search(
-            r"\nchat with policy recall, a cache of 96 tokens\n"
+            r"\nchat with policy recall, a cache of 96 tokens; trained for 512 tokens\n"
             r"older text goes to host memory, at most [0-9.]+ KiB, and is still used\n"
             r"/help shows help, Ctrl-D leaves\n$",
             said,

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from kvtool.chats.writer import Writer
+from kvtool.cli import first_chat
 from kvtool.cli import models as cli
-from kvtool.cli.first_chat import better_model
+from kvtool.cli.first_chat import better_model, too_much
 from kvtool.llama import devices
 from kvtool.models.catalogue import parse, registry
 from kvtool.runs import fits
@@ -138,6 +142,74 @@ def test_a_better_model_is_named_once(memory, tmp_path, monkeypatch):
     memory(0.1)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
     assert better_model() is None
+
+
+# a text that is too much for a model
+
+
+def info(n_bytes, n_ctx_train):
+    """What the header of a model of that size and trained context says, as far as it matters here."""
+    return SimpleNamespace(path=Path("/some/small.gguf"), size=n_bytes, n_ctx_train=n_ctx_train)
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "n_ctx_train", "n", "n_before", "why", "better"),
+    [
+        # of a small model a long text is too much
+        (98_000_000, 8192, 999, 5000, None, None),
+        (98_000_000, 8192, 1000, 0, "small is too small for questions about long texts", "qwen3-4b-2507"),
+        (491_000_000, 8192, 8000, 0, None, None),
+        # of any model what is longer than it was trained for
+        (491_000_000, 8192, 8000, 192, None, None),
+        (491_000_000, 8192, 8000, 193, "small was trained for 8,192 tokens, not for 8,193", "qwen3-4b-2507"),
+        (98_000_000, 8192, 50_000, 0, "small was trained for 8,192 tokens, not for 50,000", "qwen3-4b-2507"),
+        # only a larger model that was trained for as much is named
+        (2_400_000_000, 8192, 300_000, 0, "small was trained for 8,192 tokens, not for 300,000", None),
+        (2_600_000_000, 8192, 9000, 0, "small was trained for 8,192 tokens, not for 9,000", None),
+        # a model of a test
+        (1_000_000, 512, 5000, 0, None, None),
+    ],
+)
+def test_what_is_too_much_names_a_model_that_can(memory, n_bytes, n_ctx_train, n, n_before, why, better):
+    memory(16, cores=8)
+    line = too_much(info(n_bytes, n_ctx_train), n, n_before)
+    if why is None:
+        assert line is None
+        return
+    assert line.startswith(why)
+    if better:
+        assert line.endswith(f"; -m {better} does better on this machine (downloads 2.3 GiB)")
+    else:
+        assert "-m" not in line
+
+
+def test_every_recommended_model_says_what_it_was_trained_for():
+    for entry in registry().values():
+        assert not entry.is_recommended or entry.n_ctx_train >= 32_768, entry.name
+    note = "recommended; about 2.5 GB; trained for 40,960 tokens"
+    (one,) = parse(f"one | hf:a/b | 1 | - | - | MIT | {note}").values()
+    assert (one.n_ctx_train, one.is_recommended, one.about_bytes) == (40_960, True, 2_500_000_000)
+    # of two that were trained for enough the larger
+    entries = registry().values()
+    assert named(fits.best(entries, fits.Room(2**33, 2**33), 41_000)) == "qwen3-4b-2507"
+    assert named(fits.best(entries, fits.Room(2**33, 2**33), 40_000)) == "qwen3-8b"
+    assert fits.best(entries, fits.Room(2**33, 2**33), 10**6) is None
+
+
+@pytest.mark.engine
+def test_an_answer_and_a_chat_say_once_that_a_text_is_too_much(smollm2, memory, monkeypatch):
+    memory(16, cores=2)
+    monkeypatch.setattr(first_chat, "_LONG", 50)
+    monkeypatch.setattr(Writer, "read", lambda self, tokens, *_: self.before_reading(len(tokens)) or False)
+    line = "SmolLM2-135M-Instruct.Q4_1 is too small for questions about long texts; -m qwen3.5-2b does better"
+    words = "word " * 60
+    done = called("generate", "-m", smollm2, "-t", 1, stdin=words)
+    assert done.stderr.count(line) == 1
+    done = called("chat", "-m", smollm2, "-t", 1, stdin=f"Hi\n{words}\n{words}\n")
+    assert done.stderr.count(line) == 1
+    assert line not in called("chat", "-m", smollm2, "-t", 1, stdin="Hi\n").stderr
+    # what is measured is no question
+    assert "too small" not in called("perplexity", "-", "-m", smollm2, "-t", 1, stdin=words).stderr
 
 
 @pytest.mark.engine

@@ -330,7 +330,8 @@ def test_chat_and_generate_and_python_have_the_same_settings():
         found = {name: each.default for name, each in inspect.signature(command).parameters.items()}
         for name, value in defaults.items():
             assert found[name] == (shown.get(name, value) if not isinstance(value, tuple) else None)
-        assert {*defaults, "json_schema", "seed", "n", "think", "think_budget"} == set(declared(Drawing))
+        named = {"json_schema", "seed", "n", "think", "think_budget", "stop_loops"}
+        assert {*defaults, *named} == set(declared(Drawing))
 
 
 @pytest.mark.engine

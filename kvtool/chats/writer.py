@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvtool.chats.loops import Loop
 from kvtool.chats.stops import Stops
 from kvtool.drafts.drafter import Drafter
 from kvtool.engine.loop import Engine
@@ -57,6 +58,8 @@ class Writer:
         self.n_written = 0
         self.n_anew = 0
         self.is_cut = False
+        self.loop: Loop | None = None
+        self.ends_loops = False
         self.ending: int | None = None
         self.stopped_by = ""
         self.shown: frozenset[int] = frozenset()
@@ -199,7 +202,7 @@ class Writer:
         return not len(self._unread)
 
     def write(self, n_max: int | None = None) -> Iterator[str]:
-        """Samples until the model ends its turn, n_max tokens are written, or `stop` is set.
+        """Samples until the model ends its turn, n_max tokens are written, `stop` is set, or the text loops.
 
         First reads what a stop left unread. No piece ends in the middle of a character. The text also ends
         before a stop string of the sampler's settings; the tokens of the stop string stay in the cache, since
@@ -211,7 +214,7 @@ class Writer:
         stops = Stops(self.sampler.settings.stop)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.n_written = 0
-        self.is_cut, self.stopped_by, self.ending = n_max == 0, "", None
+        self.is_cut, self.stopped_by, self.ending, self.loop = n_max == 0, "", None, None
         if len(self._unread) and not self._decode_unread():
             return
         if self.engine.n_past == 0 or self._restored or not self.engine.context.has_logits:
@@ -223,7 +226,7 @@ class Writer:
 
     def _pieces(self, n_max: int | None, stops: Stops, decoder: codecs.IncrementalDecoder) -> Iterator[str]:
         """What `write` yields."""
-        model = self.engine.model
+        model, loop = self.engine.model, Loop()
         while not self.stop and self.n_written != n_max:
             token = self.sampler.sample(self.engine.context)
             if model.ends_turn(token) or token in self.ends:
@@ -233,7 +236,8 @@ class Writer:
             self.after_sampling(token)
             # the next `write` reads it if the caller asks for no more pieces
             self._unread = np.array([token], np.int32)
-            if piece := stops.feed(decoder.decode(model.piece(token, special=token in self.shown))):
+            text = model.piece(token, special=token in self.shown)
+            if piece := stops.feed(decoder.decode(text)):
                 yield piece
             if stops.found:
                 self.stopped_by = stops.found
@@ -245,6 +249,9 @@ class Writer:
                     yield rest
                 raise
             self.is_cut = self.n_written == n_max
+            if self.ends_loops and loop.add(token, text):
+                self.loop = loop
+                break
         if rest := stops.feed(decoder.decode(b"", final=True)) + stops.rest():
             yield rest
 

@@ -91,7 +91,7 @@ def chat(
         before_text(engine, run, "turn")
         if may_lose_system(conversation):
             say([unpinned("the system prompt")])
-        writer.before_reading = Notice(engine, "turn")
+        writer.before_reading = Notice(engine, "turn", opened.info)
         if is_terminal:
             from kvtool.cli import chat_terminal
             from kvtool.cli.chat_screen import Terminal
@@ -112,6 +112,7 @@ def _pipe(conversation: Conversation, keeper: Keeper, lines: Iterator[str]) -> N
         if not line.strip():
             continue
         interrupt.stops(writer)
+        writer.ends_loops = drawing.stop_loops == "on"
         for piece in conversation.reply(line, drawing.n):
             sys.stdout.write(piece)
             sys.stdout.flush()
@@ -123,7 +124,9 @@ def _pipe(conversation: Conversation, keeper: Keeper, lines: Iterator[str]) -> N
         sys.stdout.flush()
         if writer.stop:
             raise KeyboardInterrupt
-        if writer.is_cut:
+        if writer.loop:
+            say([drawing.looped(writer.loop.n_block, writer.loop.n_times)])
+        elif writer.is_cut:
             say([drawing.cut(writer.n_written)])
         # between turns there is nothing to finish
         interrupt.ends()

@@ -154,6 +154,9 @@ class Terminal:
             self.error(f"{error}; or start over with /reset")
         if writer.stop:
             self.note("stopped")
+        elif writer.loop:
+            drawing = self.keeper.drawing
+            self.note(drawing.looped(writer.loop.n_block, writer.loop.n_times, "/set stop_loops off"))
         elif writer.is_cut:
             self.note(f"stopped after {writer.n_written:,} tokens (-n); /set n changes the limit")
         self.keeper.keep(undone=again)
@@ -184,6 +187,7 @@ class Terminal:
         writer, splitter = self.conversation.writer, self.conversation.splitter()
         view = ReplyView(self.console, splitter, plain=self.plain, hide=self.hide_thinking)
         started = time.monotonic()
+        writer.ends_loops = self.keeper.drawing.stop_loops == "on"
         try:
             with view:
                 for piece in self.conversation.answer(self.keeper.drawing.n):

@@ -21,7 +21,7 @@ def run(terminal: Terminal) -> None:
 
     engine, commands = terminal.engine, Commands(terminal)
     model, policy = (engine.model.path.stem, "bold"), (terminal.policy, "bold")
-    rest = f", a cache of {engine.policy.budget:,} tokens"
+    rest = f", a cache of {engine.policy.budget:,} tokens; trained for {engine.model.n_ctx_train:,} tokens"
     terminal.console.print(Text.assemble(model, " with policy ", policy, rest))
     if not terminal.keeper.run.explain and (limit := archive_limit(engine, brief=True)):
         terminal.note(limit)

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtool.cli.console import say
+from kvtool.cli.first_chat import too_much
 from kvtool.options.run import Run
 from kvtool.units import format_bytes
 
 if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
     from kvtool.engine.loop import Engine
+    from kvtool.models.header import ModelInfo
     from kvtool.policy import Policy
 
 
@@ -33,30 +35,47 @@ def explain_run(engine: Engine, policy: str, what: str, n_text: int = 0) -> None
     say((f"{name:<11} {text}" for name, text in lines.items()), indent=12)
 
 
-def before_text(engine: Engine, run: Run, what: str, n: int = 0) -> None:
+def before_text(engine: Engine, run: Run, what: str, n: int = 0, info: ModelInfo | None = None) -> None:
     """Says on stderr what --explain asks for, or only what may surprise, before a text of n tokens is read.
 
-    what: "prompt", for example. n: 0 if unknown.
+    what: "prompt", for example. n: 0 if unknown. info: of the model, if it is to answer.
     """
     if run.explain:
         explain_run(engine, run.policy, what, n)
     else:
         say_spare(engine)
-        Notice(engine, what)(n)
+    Notice(engine, what, info, is_long=run.explain)(n)
 
 
 @dataclass
 class Notice:
-    """Says on stderr, at most once, what happens to a text that is longer than the budget."""
+    """Says on stderr what happens to a text that is longer than the budget, or too much for the model.
+
+    Attributes
+    ----------
+    engine
+        Reads the text.
+    what
+        A "prompt", for example.
+    info
+        Of the model, if it is to answer.
+    is_long, is_much
+        Whether each of the two was said: once is enough.
+    """
 
     engine: Engine
     what: str
-    was_said: bool = False
+    info: ModelInfo | None = None
+    is_long: bool = False
+    is_much: bool = False
 
     def __call__(self, n: int) -> None:
         """Call it before a text of n tokens is read."""
-        if not self.was_said and (text := long_text(self.engine, self.what, n)):
-            self.was_said = True
+        if not self.is_long and (text := long_text(self.engine, self.what, n)):
+            self.is_long = True
+            say([text])
+        if self.info and not self.is_much and (text := too_much(self.info, n, self.engine.n_past)):
+            self.is_much = True
             say([text])
 
 

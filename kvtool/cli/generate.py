@@ -116,6 +116,7 @@ def generate(
         drafts = stack.enter_context(drafting.opened(run, engine.model))
         sampler = Sampler(engine.model, sampling, seed=drawing.seed)
         writer = Writer(engine, sampler, drafts.of(engine))
+        writer.ends_loops = drawing.stop_loops == "on"
         likely = None if printed.logprobs is None else _record_logprobs(writer, printed.logprobs)
         interrupt.stops(writer)
         first = prompt if prompt and text else ""
@@ -125,7 +126,7 @@ def generate(
             whole, prefix = _rendered(writer, drawing, system_prompt, request, first)
         tokens = pin_prefix(engine, whole, len(prefix))
         check_length(engine, len(tokens), "prompt")
-        before_text(engine, opened.run, "prompt", len(tokens))
+        before_text(engine, opened.run, "prompt", len(tokens), opened.info)
         started = time.monotonic()
         with reading_progress() as writer.while_reading:
             is_read = writer.read(tokens)
@@ -138,7 +139,7 @@ def generate(
             if as_json:
                 result = {
                     "text": "".join(pieces),
-                    "finish_reason": "length" if writer.is_cut else "stop",
+                    "finish_reason": "loop" if writer.loop else "length" if writer.is_cut else "stop",
                     "prompt_tokens": len(tokens),
                     "tokens": n_written,
                     "evicted": engine.n_evicted,
@@ -152,7 +153,9 @@ def generate(
                 typer.echo(json_text(result))
             elif pieces and not pieces[-1].endswith("\n"):
                 sys.stdout.write("\n")
-            if writer.is_cut and sampler.constraint:
+            if writer.loop:
+                say([drawing.looped(writer.loop.n_block, writer.loop.n_times)])
+            elif writer.is_cut and sampler.constraint:
                 sys.stderr.write(f"stopped after {n_written:,} tokens (-n): the text may be incomplete\n")
             elif writer.is_cut:
                 say([drawing.cut(n_written)])

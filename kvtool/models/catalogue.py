@@ -16,6 +16,7 @@ _PIP = re.compile(r"[A-Za-z0-9._-]+(\{[0-9]+\.\.[0-9]+\}[A-Za-z0-9._-]*)?==[A-Za
 _HF = re.compile(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+")
 
 _ABOUT = re.compile(r"(?:; )?about (\d+\.\d) GB")
+_TRAINED = re.compile(r"(?:; )?trained for ([\d,]+) tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,15 @@ class Entry:
         return int(float(about[1]) * 1e9) if about else self.size
 
     @property
+    def n_ctx_train(self) -> int | None:
+        """The trained context in tokens; None where the note does not have it."""
+        trained = _TRAINED.search(self.note)
+        return int(trained[1].replace(",", "")) if trained else None
+
+    @property
     def remark(self) -> str:
-        """The note without the size."""
-        return _ABOUT.sub("", self.note)
+        """The note without size and trained context."""
+        return _TRAINED.sub("", _ABOUT.sub("", self.note))
 
     @property
     def of_base(self) -> str | None:

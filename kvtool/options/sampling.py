@@ -264,6 +264,12 @@ class Drawing(Sampling, Thinking, _Limit):
     top_k: int = again(Sampling, "top_k", 40)
     top_p: float = again(Sampling, "top_p", 0.95)
     min_p: float = again(Sampling, "min_p", 0.05)
+    stop_loops: str = _drawn(
+        "--stop-loops on|off",
+        "on",
+        "End a reply that repeats the same words over and over (docs/sampling.md says when).",
+        choices=("on", "off"),
+    )
     seed: int | None = option(
         "--seed N",
         None,
@@ -286,6 +292,12 @@ class Drawing(Sampling, Thinking, _Limit):
         if "n" in self.given:
             return None
         return f"stopped after {n_written:,} tokens; -n N changes the limit, and -n -1 removes it"
+
+    @staticmethod
+    def looped(n_block: int, n_times: int, off: str = "--stop-loops off") -> str:
+        """The line about a reply that ended in a loop. off: how to let the next one go on."""
+        tokens = f"the same {n_block} tokens" if n_block > 1 else "the same token"
+        return f"stopped: the model wrote {tokens} {n_times} times; {off} lets it go on"
 
     def sampling(self) -> Sampling:
         """The sampler's settings."""

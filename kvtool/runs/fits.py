@@ -60,7 +60,13 @@ def fits(entry: Entry, room: Room) -> bool | None:
     return None if entry.about_bytes is None else entry.about_bytes <= room.n_bytes
 
 
-def best(entries: Iterable[Entry], room: Room) -> Entry | None:
-    """The largest recommended one of those that are quick; None if none is."""
-    found = (each for each in entries if each.is_recommended and (each.about_bytes or 0) <= room.quick_bytes)
+def best(entries: Iterable[Entry], room: Room, n_token: int = 0) -> Entry | None:
+    """The largest recommended one of those that are quick and trained for so many tokens; None if none is."""
+    found = (
+        each
+        for each in entries
+        if each.is_recommended
+        and (each.about_bytes or 0) <= room.quick_bytes
+        and (each.n_ctx_train or 0) >= n_token
+    )
     return max(found, key=lambda entry: entry.about_bytes or 0, default=None)
