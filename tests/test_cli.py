@@ -235,7 +235,7 @@ def test_policies_lists_all_with_their_parameters():
     assert (title.split()[0], blank) == ("policy", "")
     assert [line.split()[0] for line in lines] == list(listed)
     assert all(line.endswith(".") and len(line) < 140 for line in lines)
-    assert "h2o           The newest tokens and the heavy hitters stay." in lines
+    assert "h2o           Keep the newest tokens and the heavy hitters." in lines
     assert more == "kvtool policies NAME shows a policy's paper and its parameters."
 
 
@@ -270,9 +270,9 @@ def test_policies_explains_every_parameter():
         assert all(text.endswith(".") for text in policy["explained"].values()), policy["name"]
     (h2o,) = json.loads(called("policies", "h2o", "--json").stdout)
     assert h2o["explained"]["sinks"] == "First tokens, never evicted."
-    assert h2o["explained"]["window"] == "Newest tokens, never evicted. Default: half of what is kept."
+    assert h2o["explained"]["window"] == "Newest tokens, never evicted. Default: half of the kept tokens."
     # two lines of the docstring
-    whole = "as one add up their scores and keep the same tokens."
+    whole = "of a unit add up their scores and keep the same tokens."
     assert h2o["explained"]["per"].endswith(whole)
 
 

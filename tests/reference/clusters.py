@@ -26,8 +26,8 @@ def kmeans(x):
 
 
 class Clusters:
-    """Clusters of a row's archive. n_block: tokens of a block; exact: tokens attended to exactly by a
-    one-token step.
+    """Clusters of a row's archive. n_block: tokens of a block; exact: tokens that one-token steps read
+    exactly.
     """
 
     def __init__(self, n_block, exact):

@@ -1,5 +1,5 @@
-"""KVzip (arXiv:2505.23416): evict the prompt token with the least attention during repetition, one at a time.
-A repeated token has its score in its notes; tokens without a score are evicted last, the oldest first.
+"""KVzip (arXiv:2505.23416): evict the prompt token least attended to during repetition, one at a time. A
+repeated token has its score in its notes. Tokens without a score are evicted last, the oldest first.
 """
 
 import math

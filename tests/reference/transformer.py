@@ -85,8 +85,7 @@ class Row:
         self.notes = [self.notes[i] for i in index]
 
     def merge(self, terms):
-        """Merge values by terms {dst pos: [(src pos, weight), ...]}, reading all sources before writing any
-        value.
+        """Merge values by terms {dst pos: [(src pos, weight), ...]}; all sources are read before any write.
         """
         merged = {
             dst: sum(weight * self.value[self.index([src])[0]] for src, weight in sources)
