@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtool.errors import UsageError
+from kvtool.llama.complement import SAYS
 from kvtool.llama.constraint import Rules, Vocabulary
-from kvtool.llama.schema import OPTIONS, SAYS_WHAT, Enforced, enforced
+from kvtool.llama.schema import Enforced, enforced, with_options
 from kvtool.serve.errors import ApiError
 from kvtool.serve.formats import HERMES, Format, Parameters
 from kvtool.serve.tools import Choice
@@ -168,7 +169,7 @@ class Forced:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': OPTIONS | {'lenient': True}})}"
+    return f"%json {json.dumps(with_options(schema))}"
 
 
 def _has_strings(schema: Any, root: Mapping[str, Any]) -> bool:
@@ -187,4 +188,4 @@ def _is_free_text(schema: object, root: Mapping[str, Any]) -> bool:
     parts = [resolved(part, root) for key in ("anyOf", "oneOf") for part in schema.get(key) or ()]
     if any(isinstance(part, Mapping) and part.keys() & _HELD_OF_TEXT for part in [schema, *parts]):
         return False
-    return "string" in types or not schema.keys() & SAYS_WHAT
+    return "string" in types or not schema.keys() & SAYS

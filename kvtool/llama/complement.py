@@ -1,0 +1,234 @@
+"""What a JSON schema leaves out, in other schemas: so `not`, `oneOf` and `if` become what llguidance enforces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+DEPENDENT = ("dependencies", "dependentSchemas", "dependentRequired")
+IN_PLACE = {"anyOf", "oneOf", "allOf", "not", "if", "then", "else", "$ref", *DEPENDENT}
+"""Keywords that say more about the same value."""
+
+SAYS = IN_PLACE | {
+    *("type", "enum", "const", "properties", "required", "additionalProperties", "patternProperties"),
+    *("minProperties", "maxProperties", "propertyNames", "format", "pattern", "minLength", "maxLength"),
+    *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    *("contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems", "unevaluatedProperties"),
+    *("$dynamicRef", "$recursiveRef"),
+}
+"""Keywords that say which values fit."""
+
+ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+
+MOST = 24
+"""Most schemas of a complement. It may have less than all that a schema leaves out, and never more."""
+
+_MOST_DEEP = 6
+
+
+class Complement:
+    """Tells which values a schema leaves out. root: the whole schema, for references such as #/$defs/colour."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+
+    def of(self, schema: Any, depth: int = 0, *, names: Iterable[str] = ()) -> list[Any]:
+        """Schemas that only values fit which do not fit this one; [] if none is known.
+
+        names: of properties that objects may have.
+        """
+        schema = self.resolved(schema)
+        if schema is True or (isinstance(schema, Mapping) and not schema.keys() & SAYS):
+            return [False]
+        if schema is False:
+            return [True]
+        if not isinstance(schema, Mapping) or depth > _MOST_DEEP:
+            return []
+        others = [
+            {"type": "object", "required": [name]} for name in names if _property(schema, name) is False
+        ]
+        return [*others, *self._of_keywords(schema, depth)][:MOST]
+
+    def _of_keywords(self, schema: Mapping[str, Any], depth: int) -> Iterator[Any]:
+        """A value does not fit a schema if it does not fit one of its keywords."""
+        if types := ALL_TYPES - types_of(schema.get("type")):
+            yield {"type": sorted(types)}
+        values = values_of(schema)
+        if values is not None:
+            yield from _other_values(values)
+        names = schema.get("required")
+        for name in names if isinstance(names, list) else ():
+            yield {"type": "object", "properties": {name: False}}
+        parts = schema.get("properties")
+        for name, part in parts.items() if isinstance(parts, Mapping) else ():
+            for other in self.of(part, depth + 1):
+                yield {"type": "object", "properties": {name: other}, "required": [name]}
+        for key, number in schema.items():
+            if isinstance(number, (int, float)) and not isinstance(number, bool):
+                yield from _beyond(key, number)
+        items = schema.get("items")
+        for other in self.of(items, depth + 1) if isinstance(items, Mapping) else ():
+            # one that does not fit is the first
+            yield {"type": "array", "prefixItems": [other], "minItems": 1}
+        for part in _listed(schema, "allOf"):
+            yield from self.of(part, depth + 1)
+        for key in ("anyOf", "oneOf"):
+            if options := [self.of(part, depth + 1) for part in _listed(schema, key)]:
+                if all(options):
+                    yield {"allOf": [{"anyOf": option} for option in options]}
+        if "not" in schema:
+            yield schema["not"]
+
+    def resolved(self, schema: Any) -> Any:
+        """What a schema refers to, if it says nothing else."""
+        for _ in range(_MOST_DEEP):
+            reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+            if (
+                not isinstance(reference, str)
+                or not reference.startswith("#")
+                or schema.keys() & SAYS - {"$ref"}
+            ):
+                break
+            schema = at_pointer(self._root, reference[1:])
+        return schema
+
+    def are_apart(self, one: Any, other: Any, depth: int = 0, *, within: frozenset[str] = ALL_TYPES) -> bool:
+        """True if no value fits both, as far as can be told. within: the types that there are."""
+        one, other = self.resolved(one), self.resolved(other)
+        if one is False or other is False:
+            return True
+        if not isinstance(one, Mapping) or not isinstance(other, Mapping) or depth > _MOST_DEEP:
+            return False
+        for a, b in ((one, other), (other, one)):
+            for key in ("anyOf", "oneOf"):
+                options = _listed(a, key)
+                if options and all(self.are_apart(option, b, depth + 1, within=within) for option in options):
+                    return True
+            if any(self.are_apart(part, b, depth + 1, within=within) for part in _listed(a, "allOf")):
+                return True
+        common = self._types(one) & self._types(other) & within
+        values, others = values_of(one), values_of(other)
+        if values is not None and others is not None:
+            return not any(_same(value, each) for value in values for each in others)
+        if not common:
+            return True
+        return common == {"object"} and self._objects_are_apart(one, other, depth)
+
+    def _objects_are_apart(self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int) -> bool:
+        for a, b in ((one, other), (other, one)):
+            names = a.get("required")
+            for name in names if isinstance(names, list) else ():
+                if self.are_apart(_property(a, name), _property(b, name), depth + 1):
+                    return True
+        return False
+
+    def _types(self, schema: Mapping[str, Any]) -> frozenset[str]:
+        values = values_of(schema)
+        found = types_of(schema.get("type"))
+        return found if values is None else found & {_type(value) for value in values}
+
+
+def types_of(said: object) -> frozenset[str]:
+    """The types that `type` allows; integers count as numbers."""
+    names = [said] if isinstance(said, str) else said if isinstance(said, list) else ALL_TYPES
+    return frozenset("number" if name == "integer" else str(name) for name in names)
+
+
+def at_pointer(root: Any, pointer: str) -> Any:
+    """What stands at a JSON pointer; None if nothing does."""
+    for name in pointer.split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(root, list) and name.isdecimal() and int(name) < len(root):
+            root = root[int(name)]
+        else:
+            root = root.get(name) if isinstance(root, Mapping) else None
+    return root
+
+
+def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+    found = schema.get(key)
+    return found if isinstance(found, list) else []
+
+
+def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values that `const` or `enum` lists; None without either."""
+    if "const" in schema:
+        return [schema["const"]]
+    found = schema.get("enum")
+    return found if isinstance(found, list) else None
+
+
+def _property(schema: Mapping[str, Any], name: str) -> Any:
+    """What a schema says of a property."""
+    names = schema.get("properties")
+    if isinstance(names, Mapping) and name in names:
+        return names[name]
+    return "patternProperties" in schema or schema.get("additionalProperties", True)
+
+
+def _type(value: object) -> str:
+    kinds = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
+    return kinds.get(type(value), "null")
+
+
+def _same(one: object, other: object) -> bool:
+    """As JSON has it: true is not 1."""
+    return _type(one) == _type(other) and one == other
+
+
+def _other_values(values: Sequence[Any]) -> Iterator[Any]:
+    """Schemas of values that are not among these."""
+    if types := ALL_TYPES - {_type(value) for value in values}:
+        yield {"type": sorted(types)}
+    for each in (True, False):
+        if any(value is (not each) for value in values) and not any(value is each for value in values):
+            yield {"const": each}
+    if texts := sorted({value for value in values if isinstance(value, str)}):
+        yield {"type": "string", "pattern": f"^(?:{other_than(texts)})$"}
+    numbers = sorted({value for value in values if _type(value) == "number"})
+    if numbers:
+        yield {"type": "number", "exclusiveMaximum": numbers[0]}
+        yield {"type": "number", "exclusiveMinimum": numbers[-1]}
+    for low, high in pairwise(numbers):
+        yield {"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": high}
+
+
+def other_than(texts: Sequence[str]) -> str:
+    """A regular expression of all texts but these."""
+    firsts: dict[str, list[str]] = {}
+    for text in texts:
+        if text:
+            firsts.setdefault(text[0], []).append(text[1:])
+    any_text = "(?s:.*)"
+    known = "".join(f"\\u{{{ord(char):x}}}" for char in firsts)
+    options = [f"[^{known}]{any_text}" if known else "(?s:.+)"]
+    options += [f"\\u{{{ord(char):x}}}(?:{other_than(rest)})" for char, rest in firsts.items()]
+    return "|".join(options if "" in texts else ["", *options])
+
+
+def _beyond(key: str, number: float) -> Iterator[Any]:
+    """The schema of what is beyond a bound."""
+    if key in _BOUNDS:
+        kind, bound = _BOUNDS[key]
+        yield {"type": kind, bound: number}
+    elif key in _COUNTS and (number := number + _COUNTS[key][2]) >= 0:
+        kind, bound, _ = _COUNTS[key]
+        yield {"type": kind, bound: number}
+
+
+_BOUNDS = {
+    "minimum": ("number", "exclusiveMaximum"),
+    "maximum": ("number", "exclusiveMinimum"),
+    "exclusiveMinimum": ("number", "maximum"),
+    "exclusiveMaximum": ("number", "minimum"),
+}
+_COUNTS = {
+    "minLength": ("string", "maxLength", -1),
+    "maxLength": ("string", "minLength", 1),
+    "minItems": ("array", "maxItems", -1),
+    "maxItems": ("array", "minItems", 1),
+    "minProperties": ("object", "maxProperties", -1),
+    "maxProperties": ("object", "minProperties", 1),
+}

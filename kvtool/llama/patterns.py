@@ -1,0 +1,91 @@
+"""Regular expressions and formats of JSON schemas, as llguidance takes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+_NATIVE = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+
+_NARROWER: dict[str, dict[str, str]] = {
+    **{name: {"format": "uri"} for name in ("iri", "url")},
+    **{"idn-email": {"format": "email"}, "idn-hostname": {"format": "hostname"}},
+    "json-pointer": {"pattern": "^(?:/(?:[^~/]|~[01])*)*$"},
+    "relative-json-pointer": {"pattern": "^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^~/]|~[01])*)*)$"},
+    "uri-reference": {"pattern": r"^[A-Za-z0-9._~/-]*(?:\?[A-Za-z0-9._~/=&-]*)?(?:#[A-Za-z0-9._~/-]*)?$"},
+    "iri-reference": {"pattern": r"^[A-Za-z0-9._~/-]*(?:\?[A-Za-z0-9._~/=&-]*)?(?:#[A-Za-z0-9._~/-]*)?$"},
+    "uri-template": {"pattern": r"^(?:[A-Za-z0-9._~:/?#=&-]|\{[A-Za-z0-9_]+\})*$"},
+}
+"""Formats that llguidance does not know, and schemas of texts that fit them."""
+
+_PART = re.compile(r"\\.|&&|--|~~|.", re.S)
+
+
+def of_format(name: object) -> dict[str, Any] | None:
+    """A schema of texts that fit a format; None for one that is not known."""
+    return {"format": name} if name in _NATIVE else _NARROWER.get(name) if isinstance(name, str) else None
+
+
+@lru_cache(10_000)
+def parts_of(pattern: str) -> tuple[str, ...] | None:
+    """Patterns that llguidance takes, and which a text fits that fits this one; None if there are none.
+
+    What looks ahead from the start of a text is a pattern of its own.
+    """
+    import llguidance
+
+    rest, found = "".join(part for part, _ in _plain(pattern)), []
+    while rest.startswith("^(?="):
+        end = _end_of_lookahead(rest)
+        if end is None:
+            return None
+        found.append(f"^(?:{rest[4:end]})")
+        rest = f"^{rest[end + 1 :]}"
+    found.append(rest)
+    make, check = llguidance.LLMatcher.grammar_from_json_schema, llguidance.LLMatcher.validate_grammar
+    fails = any(check(make({"type": "string", "pattern": each})) for each in found)
+    return None if fails else tuple(found)
+
+
+def _plain(pattern: str) -> Iterator[tuple[str, bool]]:
+    """The parts of a pattern, and whether each is in a set of characters.
+
+    What llguidance would read in another way than JSON schemas do is escaped: a set or an operation of sets
+    within a set, and the ends of words.
+    """
+    in_set, first = False, 0
+    for n, part in enumerate(_PART.findall(pattern)):
+        if part in (r"\<", r"\>"):
+            yield rf"\x{ord(part[1]):x}", in_set
+        elif in_set and part in ("[", "&&", "--", "~~"):
+            yield "".join(f"\\{char}" for char in part), True
+        elif in_set or len(part) < 2:
+            if part == "[":
+                in_set, first = True, n + 1
+            elif in_set and part == "^" and n == first:
+                first += 1
+            elif part == "]" and n != first:
+                in_set = False
+            yield part, in_set
+        else:
+            # two signs that mean something in a set alone, or an escape
+            yield part, False
+
+
+def _end_of_lookahead(pattern: str) -> int | None:
+    """Where the parenthesis closes that a pattern begins with behind its anchor.
+
+    None if it does not, and if alternatives follow: only one of them looks ahead.
+    """
+    at, depth, end = 0, 0, None
+    for part, in_set in _plain(pattern):
+        if not in_set and part in ("(", ")"):
+            depth += 1 if part == "(" else -1
+            if not depth and end is None:
+                end = at
+        if not in_set and part == "|" and not depth:
+            return None
+        at += len(part)
+    return end
