@@ -21,7 +21,7 @@ from kvtool.llama.constraint import Matcher, Vocabulary
 from kvtool.llama.gbnf import MOST, rules_of
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
-from kvtool.llama.schema import enforced
+from kvtool.llama.schema import Unenforced, enforced
 from kvtool.options.sampling import Sampling
 from tests.called import called
 from tests.running import open_engine
@@ -382,20 +382,18 @@ def test_a_definition_is_not_taken_for_a_property_of_its_name(engine):
 
 def test_what_cannot_be_enforced_is_named():
     schema = {
-        **{"$schema": "x", "title": "t", "type": "object", "minProperties": 1},
+        **{"$schema": "x", "title": "t", "type": "object", "minProperties": 1, "additionalProperties": True},
         "properties": {
             "minimum": {"type": "integer", "maximum": 4, "default": {"not": 1}},
             "list": {"type": "array", "items": {"type": "number", "multipleOf": 2}, "uniqueItems": True},
-            "one": {
-                "anyOf": [{"type": "null"}, {"type": "string", "format": "color"}],
-                "enum": [{"if": 1}, None],
-            },
+            "one": {"type": "string", "format": "color", "pattern": r"\bfoo"},
         },
     }
-    assert enforced(schema).not_held == ["format color", "maxProperties", "minProperties", "uniqueItems"]
+    assert enforced(schema).not_held == ["format color", "minProperties", "pattern", "uniqueItems"]
     assert enforced(PERSON).not_held == []
-    with pytest.raises(UsageError, match="the JSON schema cannot be enforced: "):
-        enforced(schema, strict=True)
+    with pytest.raises(Unenforced, match="the JSON schema's format color cannot be enforced") as caught:
+        enforced({"properties": {"a/b": {"anyOf": [{}, {"type": "string", "format": "color"}]}}}, strict=True)
+    assert caught.value.where == "#/properties/a~1b/anyOf/1/format"
 
 
 @pytest.mark.engine

@@ -8,10 +8,11 @@ import pytest
 from kvtool import policies
 from kvtool.llama.constraint import Vocabulary
 from kvtool.llama.sampler import Sampler
+from kvtool.llama.schema import enforced
 from kvtool.options.sampling import Sampling
 from kvtool.serve.errors import ApiError
 from kvtool.serve.forced import Forced
-from kvtool.serve.formats import GEMMA, HERMES, MISTRAL_ARGS
+from kvtool.serve.formats import GEMMA, HERMES, LLAMA, MISTRAL_ARGS
 from kvtool.serve.tools import Choice, check_tools
 from tests.running import open_engine
 from tests.test_serve_calls import each_format, parsed
@@ -28,7 +29,7 @@ def engine(tiny_model):
 
 def forced(engine, format, tools, choice=None):
     """The rules of a call."""
-    return Forced(Vocabulary.of(engine.model), format).rules(tools, choice or Choice("required"))
+    return Forced(Vocabulary.of(engine.model), format).call(tools, choice and choice.name)
 
 
 def written(engine, rules, likes, n=900):
@@ -281,3 +282,17 @@ def test_a_schema_nested_too_deeply_is_an_error_only_for_a_strict_tool(engine, f
     assert written(engine, forced(engine, format, check_tools([tool("f", schema)])), dictates(call)) == call
     with pytest.raises(ApiError, match="nested too deeply"):
         forced(engine, format, check_tools([tool("f", schema, strict=True)]))
+
+
+@pytest.mark.engine
+@each_format
+def test_a_call_or_an_answer_fits_where_both_may_come(engine, format):
+    answer = enforced({"type": "object", "properties": {"city": {"enum": ["Nice"]}}}).rules
+    rules = Forced(Vocabulary.of(engine.model), format).call_or(TOOLS, answer)
+    for call in (ZURICH, TRICKY, NOW):
+        text = format.written([call])
+        text = f"<|python_tag|>{text}" if format is LLAMA else text
+        assert written(engine, rules, dictates(text)) == text
+        assert parsed(format, text) == [call]
+    for text in ('{"city": "Nice"}', "{}"):
+        assert written(engine, rules, dictates(text)) == text

@@ -1,4 +1,4 @@
-"""What a JSON schema leaves out, in other schemas: so `not`, `oneOf` and `if` become what llguidance enforces."""
+"""Complements of JSON schemas, by which `not`, `oneOf` and `if` become what llguidance enforces."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_DEEP = 6
 
 
 class Complement:
-    """Tells which values a schema leaves out. root: the whole schema, for references such as #/$defs/colour."""
+    """Complements of schemas. root: the whole schema, for references such as #/$defs/colour."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
@@ -71,13 +71,13 @@ class Complement:
         items = schema.get("items")
         for other in self.of(items, depth + 1) if isinstance(items, Mapping) else ():
             # one that does not fit is the first
-            yield {"type": "array", "prefixItems": [other], "minItems": 1}
+            yield {"type": "array", "items": [other], "minItems": 1}
         for part in _listed(schema, "allOf"):
             yield from self.of(part, depth + 1)
         for key in ("anyOf", "oneOf"):
-            if options := [self.of(part, depth + 1) for part in _listed(schema, key)]:
-                if all(options):
-                    yield {"allOf": [{"anyOf": option} for option in options]}
+            options = [self.of(part, depth + 1) for part in _listed(schema, key)]
+            if options and all(options):
+                yield {"allOf": [{"anyOf": option} for option in options]}
         if "not" in schema:
             yield schema["not"]
 

@@ -6,12 +6,13 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
 from kvtool.errors import UsageError
 from kvtool.llama.library import api
+from kvtool.llama.rules import Rules
 
 if TYPE_CHECKING:
     import llguidance
@@ -24,21 +25,6 @@ _STACK_BYTES = 256 * 2**20
 """Stack of the thread that compiles a grammar: llguidance recurses, and an overflow ends the process."""
 
 _Result = TypeVar("_Result")
-
-
-class Rules(NamedTuple):
-    """A grammar as llguidance takes it.
-
-    Attributes
-    ----------
-    text
-        Lark text, or llguidance's list of grammars as JSON.
-    name
-        Its name in messages: "the grammar", "the JSON schema".
-    """
-
-    text: str
-    name: str = "the grammar"
 
 
 class Vocabulary:
@@ -63,7 +49,7 @@ class Vocabulary:
         self.pieces = [model.piece(token, special=True) for token in range(self.n)]
         attrs = [api.llama_vocab_get_attr(model.vocab, token) for token in range(self.n)]
         self.control = frozenset(token for token, attr in enumerate(attrs) if attr & _CONTROL)
-        self.ends = tuple(token for token in range(self.n) if model.ends_turn(token))
+        self.ends = model.ends
         # it must not keep the model
         self._model = weakref.ref(model)
         self._inside: dict[bytes, list[int]] = {}

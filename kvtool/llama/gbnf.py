@@ -7,14 +7,13 @@ first rule a lexeme, so that it refuses texts that fit the grammar.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from kvtool.errors import UsageError
-from kvtool.llama.constraint import Rules
+from kvtool.llama.rules import Rules, literal
 
 MOST = 2**18
 """Most characters of a grammar."""
@@ -158,7 +157,7 @@ class _Reader:
         if part["sign"]:
             return "/(?s:.)/"
         if part["set"] is None:
-            return json.dumps("".join(char for char, _ in self._chars(part["text"])), ensure_ascii=False)
+            return literal("".join(char for char, _ in self._chars(part["text"])))
         is_not = part["set"].startswith("^")
         found = self._set(part["set"][is_not:])
         if not found:
@@ -203,11 +202,11 @@ class _Reader:
         def written(part: str | int) -> str:
             return part if isinstance(part, str) else f"R{part}" if part in lexemes else f"r{part}"
 
-        lines = ["%llguidance {}", f"start: {written(self._named['root'])}"]
+        lines = []
         for number, rule in enumerate(self._all):
             options = ("".join(f" {written(part)}" for part in option) or ' ""' for option in rule.options)
             lines.append(f"{written(number)}:{' |'.join(options)}")
-        return Rules("\n".join(lines) + "\n")
+        return Rules(written(self._named["root"]), tuple(lines))
 
     def _lexemes(self) -> set[int]:
         """Rules that are regular expressions: those with no token and no recursion inside."""

@@ -1,7 +1,7 @@
 """A JSON schema in keywords that llguidance enforces.
 
-Every value that fits the result fits the schema, but for keywords that are left out and listed. The result may
-have fewer values: objects get no properties that the schema does not name, and integers have at most 64 bits.
+Every value that fits the result fits the schema, except for keywords that are left out and listed. The result
+may have fewer values: objects get no properties that the schema does not name, integers have at most 64 bits.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class LeftOut(NamedTuple):
 def rewritten(schema: Mapping[str, Any], *, is_exact: bool = True) -> tuple[Schema, list[LeftOut]]:
     """Return the schema for llguidance, and what is left out of it.
 
-    is_exact: express `oneOf`, `not` and conditions in other keywords, which can make a schema too large. Raises
-    UsageError for an object with too many properties.
+    is_exact: express `oneOf`, `not` and conditions in other keywords, which can make a schema too large.
+    Raises UsageError for an object with too many properties.
     """
     shared: set[str] = set()
     while True:
@@ -104,8 +104,8 @@ class _Writer:
             found.setdefault("additionalProperties", found.pop("unevaluatedProperties"))
         for key in _NOTHING_FOR & found.keys():
             self._leave_out(found, key, where)
-        self._pattern_names(found, where)
         self._property_names(found, where)
+        self._pattern_names(found, where)
         are_apart = self._one_of(found, where)
         more = [*self._pattern(found, where), *self._format(found, where), *self._negation(found, where)]
         more += [*self._condition(found, where), *self._dependent(found, where)]
@@ -180,7 +180,7 @@ class _Writer:
         return new == options
 
     def _without(self, schema: Any, names: Iterable[str] = ()) -> Schema | None:
-        """A schema of what this one leaves out; None if that cannot be said. names: as for `Complement.of`."""
+        """A schema of what this one leaves out, or None. names: as for `Complement.of`."""
         others = self._complement.of(schema, names=names) if self._is_exact else []
         return {"anyOf": others} if others else None
 
@@ -243,27 +243,23 @@ class _Writer:
         """Put what `propertyNames` says into the other keywords of an object."""
         if "propertyNames" not in found:
             return
-        names = self._complement.resolved(found["propertyNames"])
-        others, known = found.get("additionalProperties", True), found.get("properties", {})
-        listed = values_of(names) if isinstance(names, Mapping) else None
-        pattern = names.get("pattern") if isinstance(names, Mapping) else None
-        if listed is not None and "patternProperties" not in found and isinstance(known, Mapping):
-            texts = [name for name in listed if isinstance(name, str)]
-            found["properties"] = {
-                name: known.get(name, others) for name in [*known, *texts] if name in texts
-            }
+        names, known = self._complement.resolved(found["propertyNames"]), found.get("properties", {})
+        says = names.keys() & SAYS if isinstance(names, Mapping) else set()
+        others = found.get("additionalProperties", True)
+        may_list = "patternProperties" not in found and isinstance(known, Mapping)
+        if may_list and says - {"type"} in ({"enum"}, {"const"}):
+            texts = [name for name in values_of(names) or () if isinstance(name, str)]
+            allowed = [name for name in [*known, *texts] if name in texts]
+            found["properties"] = {name: known.get(name, others) for name in allowed}
             found["additionalProperties"] = False
             del found["propertyNames"]
-        elif (
-            isinstance(pattern, str)
-            and len(parts_of(pattern) or ()) == 1
-            and not known
-            and "patternProperties" not in found
-        ):
-            found |= {"patternProperties": {parts_of(pattern)[0]: others}, "additionalProperties": False}
+        elif may_list and not known and says - {"type"} == {"pattern"}:
+            found |= {"patternProperties": {names["pattern"]: others}, "additionalProperties": False}
             del found["propertyNames"]
-        elif names is not True:
+        elif says or names is False:
             self._leave_out(found, "propertyNames", where)
+        else:
+            del found["propertyNames"]
 
     def _close(self, found: Schema, *, is_alone: bool) -> None:
         """Let an object have no other properties than it names, where nothing is said about others."""

@@ -13,10 +13,11 @@ import numpy as np
 from kvtool.errors import UsageError
 from kvtool.llama import gbnf, schema
 from kvtool.llama.candidates import apply, candidates
-from kvtool.llama.constraint import Constraint, Matcher, Rules, Vocabulary
+from kvtool.llama.constraint import Constraint, Matcher, Vocabulary
 from kvtool.llama.decoder import Decoder
 from kvtool.llama.library import api
 from kvtool.llama.model import Model
+from kvtool.llama.rules import Rules
 from kvtool.options.sampling import Sampling
 
 Around = Callable[[Constraint | None], Constraint | None]

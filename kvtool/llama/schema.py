@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvtool.errors import UsageError
-from kvtool.llama.constraint import Rules, with_room
+from kvtool.llama.constraint import with_room
 from kvtool.llama.rewriting import rewritten
+from kvtool.llama.rules import Rules
 
 OPTIONS = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,20}"}
 """llguidance's options: between two parts of JSON stands at most a space, or a line break and an indentation.
@@ -46,14 +47,12 @@ class Enforced(NamedTuple):
     @property
     def rules(self) -> Rules:
         """Rules of the JSON texts that fit."""
-        return Rules(
-            json.dumps({"grammars": [{"json_schema": with_options(self.schema)}]}), "the JSON schema"
-        )
+        return Rules(json_texts(self.schema), name="the JSON schema")
 
 
-def with_options(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema of `Enforced`, or a part of one, with llguidance's options."""
-    return {**schema, "x-guidance": OPTIONS | {"coerce_one_of": True}}
+def json_texts(schema: Mapping[str, Any]) -> str:
+    """The expression of the JSON texts that fit a schema of `Enforced`, or a part of one."""
+    return f"%json {json.dumps({**schema, 'x-guidance': OPTIONS | {'coerce_one_of': True}})}"
 
 
 def enforced_text(schema: str, *, strict: bool = False) -> Enforced:
@@ -72,8 +71,8 @@ def enforced_text(schema: str, *, strict: bool = False) -> Enforced:
 def enforced(schema: Mapping[str, Any], *, strict: bool = False) -> Enforced:
     """Return what can be enforced of a schema. strict: all of it, or nothing.
 
-    Raises Unenforced for a schema that is not one, that no value fits, or that is too large, and where strict is
-    asked for and something cannot be enforced.
+    Raises Unenforced for a schema that is not one, that no value fits, or that is too large, and, if strict,
+    for one of which something cannot be enforced.
     """
     why = ""
     try:
@@ -99,4 +98,6 @@ def _error(schema: Mapping[str, Any]) -> str:
 
     check = llguidance.LLMatcher.validate_grammar
     said = with_room(partial(check, Enforced(schema, []).rules.text))
-    return "" if said.startswith("WARNING") else " ".join(said.partition("\n")[0].split())[:200]
+    # it tells of the line of the rules before
+    said = said.partition("\n")[0].rpartition("failed to compile JSON schema: ")[2]
+    return "" if said.startswith("WARNING") else " ".join(said.split())[:200]

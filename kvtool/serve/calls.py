@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kvtool.chats.stops import n_begun
 from kvtool.serve import formats
@@ -61,9 +61,21 @@ class Parser:
     ----------
     tools
         What the model may call, as `check_tools` returns them.
+    holds
+        What rules make of the reply: a "call", a call "or" an answer, or "" for any text. A call that is cut
+        off before its end is then left out, and is not text.
+
+    Attributes
+    ----------
+    has_left_out
+        True if a call was cut off and left out.
     """
 
-    def __init__(self, format: Format, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, format: Format, tools: Sequence[Mapping[str, Any]], holds: Literal["", "call", "or"] = ""
+    ) -> None:
+        self._holds = holds
+        self.has_left_out = False
         self._tools: Tools = {
             tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools
         }
@@ -110,6 +122,10 @@ class Parser:
                 self._rest = source.text[source.at :]
                 self._follows_call = self._is_start = True
             except Broken:
+                # without a tag, JSON may be an answer
+                if ended and (self._holds == "call" or (self._holds and self._tag != "{")):
+                    self._leave_out()
+                    return
                 yield self._space + self._tag
                 self._rest = source.text[len(self._tag) :]
                 self._follows_call = self._is_start = False
@@ -137,10 +153,16 @@ class Parser:
             self._begin(text[len(said) :], at - len(said), places[at], self._readers[places[at]])
         else:
             n = max(n_begun(text, tag) for tag in self._readers)
+            if ended and self._holds and n and n == len(bare):
+                self._leave_out()
+                return
             said = text if ended else text[: len(text) - n].rstrip()
             self._rest = text[len(said) :]
         if said:
             yield said
+
+    def _leave_out(self) -> None:
+        self._source, self._rest, self.has_left_out = None, "", True
 
     def _begin(self, text: str, at: int, tag: str, reader: _Reader) -> None:
         self._rest = ""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from kvtool.errors import UsageError
 from kvtool.llama.complement import SAYS
-from kvtool.llama.constraint import Rules, Vocabulary
-from kvtool.llama.schema import Enforced, enforced, with_options
+from kvtool.llama.constraint import Vocabulary
+from kvtool.llama.rules import Rules, literal
+from kvtool.llama.schema import Enforced, json_texts
 from kvtool.serve.errors import ApiError
-from kvtool.serve.formats import HERMES, Format, Parameters
-from kvtool.serve.tools import Choice
+from kvtool.serve.formats import HERMES, LLAMA, Format, Parameters
+from kvtool.serve.shapes import enforced_at, remarks_of
 from kvtool.serve.values import resolved, types_of
 
 _ANY_OBJECT = {"type": "object"}
@@ -25,6 +26,8 @@ _PLAIN_OBJECT = {
 
 
 _PARTS = {"properties", "items", "prefixItems"}
+_REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
+"""A reference that does not lead to a definition: a parameter's schema stands alone."""
 
 
 class _NoPlace(Exception):
@@ -32,7 +35,7 @@ class _NoPlace(Exception):
 
 
 class Forced:
-    """Writes the rules of one call of a chosen tool, as `Parser` reads it.
+    """Writes the rules of one call of a tool, as `Parser` reads it.
 
     Arguments are held to the tool's schema. Hermes's syntax stands in where a format has no place for what a
     schema asks for, such as a pattern of a text that is not quoted.
@@ -42,11 +45,13 @@ class Forced:
     vocabulary
         The model's: a control token among the format's tags stands in the rules under its number, since no
         text has it.
+    format
+        The syntax in which the model writes calls.
 
     Attributes
     ----------
-    not_held
-        Keywords of the tools' schemas that the rules do not enforce, each as FIELD.KEYWORD.
+    remarks
+        What the rules do not enforce of the tools' schemas.
     """
 
     def __init__(self, vocabulary: Vocabulary, format: Format) -> None:
@@ -57,32 +62,39 @@ class Forced:
         }
         self._tags = re.compile("|".join(map(re.escape, self._control)) or "(?!)")
         self._rules: list[str] = []
-        self.not_held: list[str] = []
+        self.remarks: list[str] = []
 
-    def rules(self, tools: Sequence[Mapping[str, Any]], choice: Choice) -> Rules:
-        """The rules of a call of one of the tools.
+    def call(self, tools: Sequence[Mapping[str, Any]], name: str | None = None) -> Rules:
+        """The rules of a call of one of the tools, or of the one with this name.
 
         tools: as `check_tools` returns them. Raises ApiError for a strict one that cannot be enforced.
         """
-        self._rules, self.not_held = [], []
         calls = [
             self._call_of(f"t{n}", tool["function"], f"tools[{n}].function.parameters")
             for n, tool in enumerate(tools)
-            if choice.name in (None, tool["function"]["name"])
+            if name in (None, tool["function"]["name"])
         ]
-        return Rules("\n".join(["%llguidance {}", f"start: {' | '.join(calls)}", *self._rules]) + "\n")
+        return Rules(" | ".join(calls), tuple(self._rules))
+
+    def call_or(self, tools: Sequence[Mapping[str, Any]], answer: Rules) -> Rules:
+        """The rules of a call of one of the tools, or of an answer. Raises ApiError as `call` does."""
+        if self._format is LLAMA:
+            # JSON without a tag in front may be an answer
+            self._format = replace(LLAMA, open=LLAMA.tags[0])
+        call = self.call(tools)
+        return Rules(f"{call.start} | ({answer.start})", (*call.more, *answer.more), answer.name)
 
     def _call_of(self, name: str, function: Mapping[str, Any], where: str) -> str:
         """Add the rule of a call of one tool; return its name. where: the schema's field."""
         is_strict = bool(function.get("strict"))
         try:
-            found = enforced(function["parameters"], strict=is_strict)
-        except UsageError as error:
+            found = enforced_at(function["parameters"], where, strict=is_strict)
+        except ApiError as error:
             if is_strict:
-                raise ApiError(f"{where}: {error}", param=where) from None
-            self.not_held.append(where)
+                raise
+            self.remarks.append(error.message)
             found = Enforced(_ANY_OBJECT, [])
-        self.not_held += [f"{where}.{keyword}" for keyword in found.not_held]
+        self.remarks += remarks_of(found, where)
         n_before = len(self._rules)
         try:
             return self._call(name, self._format, function["name"], found.schema)
@@ -93,7 +105,7 @@ class Forced:
     def _call(self, name: str, format: Format, tool: str, schema: Mapping[str, Any]) -> str:
         """Add the rule of a call in a format; return its name."""
         own = format.parameters
-        arguments = _json(schema) if own is None else self._parameters(name, own, schema)
+        arguments = json_texts(schema) if own is None else self._parameters(name, own, schema)
         start = self._literal(format.open + format.start + tool + format.middle)
         return self._add(name, f"{start} {arguments} {self._literal(format.end + format.close)}")
 
@@ -104,9 +116,14 @@ class Forced:
 
     def _parameters(self, name: str, own: Parameters, schema: Mapping[str, Any]) -> str:
         """Add the rules of arguments, in the schema's order; return the name of the first."""
-        properties = schema.get("properties")
-        if not isinstance(properties, Mapping) or not schema.keys() <= _PLAIN_OBJECT:
+        names = schema.get("properties")
+        if (
+            not isinstance(names, Mapping)
+            or not schema.keys() <= _PLAIN_OBJECT
+            or _REFERENCE.search(json.dumps(schema))
+        ):
             raise _NoPlace
+        properties = {key: part for key, part in names.items() if part is not False}
         required = schema.get("required", ())
         for n, (key, part) in enumerate(properties.items()):
             if not re.fullmatch(r"[\w.$-]+", key):
@@ -136,7 +153,7 @@ class Forced:
             raise _NoPlace
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
         whole = {**schema, **definitions} if isinstance(schema, Mapping) else {}
-        return f"{_json(whole)} {self._literal(own.end)}"
+        return f"{json_texts(whole)} {self._literal(own.end)}"
 
     def _choices(self, values: Sequence[object], own: Parameters) -> str:
         texts = [own.written(value) for value in values]
@@ -151,7 +168,7 @@ class Forced:
         if tag in self._control:
             text = f"/(?s:.*)/ {self._literal(tag + after)}"
         else:
-            self._add(f"{name}[suffix={json.dumps(tag)}]", "/(?s:.*)/")
+            self._add(f"{name}[suffix={literal(tag)}]", "/(?s:.*)/")
             text = f"{name} {self._literal(after)}"
         if not own.mark:
             return text
@@ -162,14 +179,9 @@ class Forced:
         """A text in a rule; "" for none."""
         parts, at = [], 0
         for tag in self._tags.finditer(text):
-            parts += [json.dumps(text[at : tag.start()], ensure_ascii=False), f"<[{self._control[tag[0]]}]>"]
+            parts += [literal(text[at : tag.start()]), f"<[{self._control[tag[0]]}]>"]
             at = tag.end()
-        parts.append(json.dumps(text[at:], ensure_ascii=False))
-        return " ".join(part for part in parts if part != '""')
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps(with_options(schema))}"
+        return " ".join(part for part in (*parts, literal(text[at:])) if part != '""')
 
 
 def _has_strings(schema: Any, root: Mapping[str, Any]) -> bool:

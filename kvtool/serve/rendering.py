@@ -17,8 +17,9 @@ from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.template import RAW, Template
 from kvtool.errors import ModelError
-from kvtool.llama.constraint import Rules, Vocabulary
+from kvtool.llama.constraint import Vocabulary
 from kvtool.llama.model import Model
+from kvtool.llama.rules import Rules
 from kvtool.serve.errors import ApiError
 from kvtool.serve.forced import Forced
 from kvtool.serve.formats import Format
@@ -293,13 +294,20 @@ class Rendering:
             raise ModelError("the model's chat template leaves calls out")
         return text
 
-    def forced(self, request: ChatRequest) -> Rules | None:
-        """The rules of the call that a request demands; None if it demands none. Raises ApiError."""
-        if request.choice.kind != "required":
-            return None
-        if request.sampling.json_schema is not None or request.sampling.grammar:
-            raise ApiError("tool_choice and response_format contradict each other", param="tool_choice")
-        return Forced(Vocabulary.of(self._model), self.format).rules(request.tools, request.choice)
+    def rules(self, request: ChatRequest) -> tuple[Rules | None, list[str]]:
+        """The rules of the answer that a request demands, if any, and remarks about them. Raises ApiError."""
+        shape = request.shape
+        forced = Forced(Vocabulary.of(self._model), self.format)
+        if request.choice.kind == "required":
+            if shape:
+                raise ApiError(f"tool_choice demands a call, and {shape.where} does not", param="tool_choice")
+            return forced.call(request.tools, request.choice.name), forced.remarks
+        if not shape:
+            return None, []
+        rules, remarks = shape.rules()
+        if request.choice.kind == "none":
+            return rules, remarks
+        return forced.call_or(request.tools, rules), [*remarks, *forced.remarks]
 
     def _shown(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:
         """Messages and tools as the template takes them, marked; tools that it does not show are a text."""

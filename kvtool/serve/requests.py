@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -11,10 +10,11 @@ from typing import Any, get_type_hints
 from kvtool.errors import UsageError
 from kvtool.options.field import declared
 from kvtool.options.sampling import MOST, Drawing, Sampling
-from kvtool.serve import messages, wishes
+from kvtool.serve import messages, shapes, wishes
 from kvtool.serve.errors import ApiError, Names
 from kvtool.serve.fields import Fields, shown, wrong
 from kvtool.serve.messages import Message
+from kvtool.serve.shapes import Shape
 from kvtool.serve.tools import Choice, check_choice, check_tools
 from kvtool.serve.wishes import Wish
 
@@ -76,7 +76,9 @@ class Request:
     Attributes
     ----------
     sampling
-        How tokens are drawn, and what the answer must fit.
+        How tokens are drawn.
+    shape
+        What the answer must fit; None for what the server was started with.
     n_max
         The most tokens of the answer; None is no limit.
     seed
@@ -104,6 +106,7 @@ class Request:
     """
 
     sampling: Sampling
+    shape: Shape | None
     n_max: int | None
     seed: int | None
     stop_tokens: tuple[int, ...]
@@ -276,9 +279,9 @@ def _common(fields: Fields, defaults: Defaults) -> dict[str, Any]:
     if options is not None and not isinstance(options, dict):
         raise wrong("stream_options", "an object", options)
     stream = fields.flag("stream")
-    schema, shape = _shape(fields)
     found = {
-        "sampling": _sampling(fields, defaults.sampling, shape, schema),
+        "sampling": _sampling(fields, defaults.sampling),
+        "shape": shapes.check(fields),
         "n_max": _most(fields, defaults.n_max),
         "seed": _seed(fields, defaults.seed),
         "stop_tokens": fields.tokens("stop_token_ids"),
@@ -329,35 +332,7 @@ def _seed(fields: Fields, default: int | None) -> int | None:
     return default if seed is None or seed == -1 else seed % 2**31
 
 
-def _shape(fields: Fields) -> tuple[str | None, str | None]:
-    """The JSON schema and the grammar that the answer must fit; at most one of them."""
-    given = fields.any("response_format")
-    grammar = fields.text("grammar")
-    schema = fields.any("json_schema")
-    if given is not None:
-        if not isinstance(given, dict):
-            raise wrong("response_format", "an object", given)
-        kind = given.get("type")
-        if kind == "json_object":
-            schema = given.get("schema") or {"type": "object"}
-        elif kind == "json_schema":
-            own = given.get("json_schema")
-            schema = own.get("schema") if isinstance(own, dict) else None
-            if not isinstance(schema, dict):
-                raise wrong("response_format.json_schema.schema", "an object", schema)
-        elif kind != "text":
-            raise ApiError(
-                f"response_format.type must be text, json_object or json_schema, got {shown(kind)}",
-                param="response_format.type",
-            )
-    if schema is not None and not isinstance(schema, dict):
-        raise wrong("json_schema", "an object", schema)
-    if schema is not None and grammar:
-        raise ApiError("grammar and a JSON schema cannot be combined; leave out one of them", param="grammar")
-    return (None if schema is None else json.dumps(schema)), grammar or None
-
-
-def _sampling(fields: Fields, default: Sampling, grammar: str | None, schema: str | None) -> Sampling:
+def _sampling(fields: Fields, default: Sampling) -> Sampling:
     own: dict[str, Any] = {}
     for name, its in _NUMBERS.items():
         value = fields.whole(name, -(2**31), 2**31 - 1) if _KINDS[its] is int else fields.number(name)
@@ -370,8 +345,6 @@ def _sampling(fields: Fields, default: Sampling, grammar: str | None, schema: st
         own["dry_sequence_breaker"] = tuple(each for each in breakers if each != "none")
     if bias := _bias(fields.any("logit_bias")):
         own["logit_bias"] = bias
-    if grammar or schema:
-        own["grammar"], own["json_schema"] = grammar, schema
     try:
         return replace(default, **own)
     except UsageError as error:

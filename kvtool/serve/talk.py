@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,8 +20,8 @@ from kvtool.chats.thinking import Splitter, without_thought
 from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
 from kvtool.errors import InputError, KvtoolError, ModelError, StreamEnd, UsageError
-from kvtool.llama.constraint import Rules
 from kvtool.llama.model import Model
+from kvtool.llama.rules import Rules
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
 from kvtool.measure.holdings import n_forgotten
@@ -147,13 +147,14 @@ class Talk:
         resumer = self._chats_resumer()
         talk, tools = resumer.conversation, _offered(request)
         rendering, remarks = self._rendering(request)
-        self._remarks = [*map(request.names.of_text, remarks)]
+        rules, unenforced = rendering.rules(request)
+        self._remarks = [*map(request.names.of_text, [*remarks, *unenforced])]
         resumer.use(rendering)
         talk.thought_budget = request.wish.budget
         history = rendering.history(request.name, request.messages, tools)
         callable_tools = [] if request.choice.kind == "none" else request.tools
         marks = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()
-        self._draw(job, request, talk.shown | marks, rendering.forced(request))
+        self._draw(job, request, talk.shown | marks, rules)
         if request.begun:
             # it must fit a grammar
             talk.start()
@@ -175,7 +176,9 @@ class Talk:
             "read_s": time.perf_counter() - started,
         }
         talk.follow(request.messages)
-        parser = Parser(rendering.format, callable_tools) if callable_tools else None
+        holds: Literal["", "call", "or"] = "or" if request.shape else ""
+        holds = "call" if request.choice.kind == "required" else holds
+        parser Parser(rendering.format, callable_tools, holds) if callable_tools else None
         begun = request.begun
         splitter = Splitter.behind(talk.template.tags, begun) if begun else talk.splitter()
         reply = Reply(splitter, parser)
@@ -186,7 +189,11 @@ class Talk:
         said["content"] = without_thought(begun, talk.splitter()) + said["content"]
         if not request.sends_thoughts:
             said.pop("reasoning_content", None)
-        resumer.keep(history, request.messages, said, tools)
+        if parser and parser.has_left_out:
+            # the engine has more than the client
+            resumer.leave()
+        else:
+            resumer.keep(history, request.messages, said, tools)
         self._end(job, request, reply, finish, counts)
 
     def _chats_resumer(self) -> Resumer:
@@ -196,8 +203,8 @@ class Talk:
 
     def _text(self, job: Job, request: TextRequest) -> None:
         """Continues a text."""
-        self._remarks = []
-        self._draw(job, request)
+        rules, self._remarks = request.shape.rules() if request.shape else (None, [])
+        self._draw(job, request, rules=rules)
         started = time.perf_counter()
         if self._resumer:
             self._resumer.leave()
@@ -270,21 +277,21 @@ class Talk:
         return reply.finish(is_full or self.writer.is_cut)
 
     def _draw(
-        self, job: Job, request: Request, shown: frozenset[int] = frozenset(), forced: Rules | None = None
+        self, job: Job, request: Request, shown: frozenset[int] = frozenset(), rules: Rules | None = None
     ) -> None:
         """Takes the request's sampler, and stops where nobody waits any more. Raises ApiError.
 
-        shown: as in `Writer`. forced: rules in place of the request's own.
+        shown: as in `Writer`. rules: what the answer must fit, if not what the server was started with.
         """
         settings = request.sampling
         if banned := _banned(self.model, request):
             bans = ((token, -inf) for token in banned)
             settings = replace(settings, logit_bias=(*settings.logit_bias, *bans))
         try:
-            sampler = Sampler(self.model, settings, seed=request.seed, rules=forced)
+            sampler = Sampler(self.model, settings, seed=request.seed, rules=rules)
         except UsageError as error:
-            param = None if settings.json_schema is None else "response_format"
-            raise ApiError(str(of_usage(error)), param=param) from None
+            where = request.shape.where if request.shape and rules else None
+            raise ApiError(f"{where}: {error}", param=where) if where else of_usage(error) from None
         n, self._listed, self._offsets = request.logprobs, [], Offsets()
         began = time.perf_counter()
 
