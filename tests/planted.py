@@ -366,9 +366,9 @@ PLANTED = {
     "serve, forced calls": Fault(
         "a call that is demanded is not",
         "kvtool/serve/talk.py",
-        "talk.shown | marks, rendering.forced(request))",
+        "talk.shown | marks, rules)",
         "talk.shown | marks)",
-        ("test_serve_chats.py",),
+        ("test_serve_shapes.py",),
     ),
     "serve, pinned": Fault(
         "the system prompt is not pinned",

@@ -225,7 +225,7 @@ def test_texts_are_continued(real_client, smol):
         ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"grammar": "root ::= ("}, None),
+        ({"grammar": "root ::= ("}, "grammar"),
         ({"logit_bias": {"999999999": 1}}, None),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

@@ -1,4 +1,4 @@
-"""Complements of JSON schemas, by which `not`, `oneOf` and `if` become what llguidance enforces."""
+"""Complements of JSON schemas: with them llguidance enforces the keywords oneOf, not and if."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Complement:
 
 
 def types_of(said: object) -> frozenset[str]:
-    """The types that `type` allows; integers count as numbers."""
+    """The types that the keyword type allows; integers count as numbers."""
     names = [said] if isinstance(said, str) else said if isinstance(said, list) else ALL_TYPES
     return frozenset("number" if name == "integer" else str(name) for name in names)
 
@@ -153,7 +153,7 @@ def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The values that `const` or `enum` lists; None without either."""
+    """The values that const or enum lists; None without either."""
     if "const" in schema:
         return [schema["const"]]
     found = schema.get("enum")

@@ -44,7 +44,7 @@ _NOTHING_FOR = {
 }
 
 _OF_OTHERS = {"additionalProperties", "patternProperties", "propertyNames", "enum", "const"}
-"""Keywords that say something about properties that `properties` does not name."""
+"""Keywords that say something about properties that are not named."""
 
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum", "const"}
 
@@ -59,7 +59,7 @@ class LeftOut(NamedTuple):
 def rewritten(schema: Mapping[str, Any], *, is_exact: bool = True) -> tuple[Schema, list[LeftOut]]:
     """Return the schema for llguidance, and what is left out of it.
 
-    is_exact: express `oneOf`, `not` and conditions in other keywords, which can make a schema too large.
+    is_exact: express oneOf, not and conditions in other keywords, which can make a schema too large.
     Raises UsageError for an object with too many properties.
     """
     shared: set[str] = set()
@@ -185,7 +185,7 @@ class _Writer:
         return {"anyOf": others} if others else None
 
     def _negation(self, found: Schema, where: str) -> list[Schema]:
-        """Take `not` out; return schemas in its place."""
+        """Take the keyword not out; return schemas in its place."""
         if "not" not in found:
             return []
         others = self._without(found["not"])
@@ -196,7 +196,7 @@ class _Writer:
         return [others]
 
     def _condition(self, found: Schema, where: str) -> list[Schema]:
-        """Take `if` out; return schemas in its place."""
+        """Take the keyword if out; return schemas in its place."""
         then, other = found.pop("then", True), found.pop("else", True)
         if "if" not in found or then is other is True:
             found.pop("if", None)
@@ -240,7 +240,7 @@ class _Writer:
             self._leave_out(found, "patternProperties", where)
 
     def _property_names(self, found: Schema, where: str) -> None:
-        """Put what `propertyNames` says into the other keywords of an object."""
+        """Put what propertyNames says into the other keywords of an object."""
         if "propertyNames" not in found:
             return
         names, known = self._complement.resolved(found["propertyNames"]), found.get("properties", {})

@@ -82,7 +82,8 @@ class Parser:
         self._readers: dict[str, _Reader] = {"<tool_call>": _tagged, **_READERS.get(format.name, {})}
         # what a reply without a tag may be
         self._bare: _Reader | None = None
-        if format.is_json:
+        # JSON without a tag may be an answer
+        if format.is_json and holds != "or":
             self._bare = _json if format is formats.LLAMA else _nothing_else
             self._readers |= {"```json": _wrapped("```"), "<tools>": _wrapped("</tools>")}
         self._rest = ""
@@ -122,8 +123,7 @@ class Parser:
                 self._rest = source.text[source.at :]
                 self._follows_call = self._is_start = True
             except Broken:
-                # without a tag, JSON may be an answer
-                if ended and (self._holds == "call" or (self._holds and self._tag != "{")):
+                if ended and self._holds:
                     self._leave_out()
                     return
                 yield self._space + self._tag

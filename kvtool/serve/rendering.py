@@ -305,7 +305,8 @@ class Rendering:
         if not shape:
             return None, []
         rules, remarks = shape.rules()
-        if request.choice.kind == "none":
+        # a grammar is the client's own for the whole reply
+        if request.choice.kind == "none" or shape.kind == "grammar":
             return rules, remarks
         return forced.call_or(request.tools, rules), [*remarks, *forced.remarks]
 

@@ -176,7 +176,7 @@ class Talk:
             "read_s": time.perf_counter() - started,
         }
         talk.follow(request.messages)
-        holds: Literal["", "call", "or"] = "or" if request.shape else ""
+        holds: Literal["", "call", "or"] = "or" if request.shape and request.shape.kind != "grammar" else ""
         holds = "call" if request.choice.kind == "required" else holds
         parser Parser(rendering.format, callable_tools, holds) if callable_tools else None
         begun = request.begun
