@@ -176,9 +176,7 @@ class Talk:
             "read_s": time.perf_counter() - started,
         }
         talk.follow(request.messages)
-        holds: Literal["", "call", "or"] = "or" if request.shape and request.shape.kind != "grammar" else ""
-        holds = "call" if request.choice.kind == "required" else holds
-        parser Parser(rendering.format, callable_tools, holds) if callable_tools else None
+        parser = _parser(rendering, request, callable_tools)
         begun = request.begun
         splitter = Splitter.behind(talk.template.tags, begun) if begun else talk.splitter()
         reply = Reply(splitter, parser)
@@ -352,6 +350,13 @@ def _banned(model: Model, request: Request) -> set[int]:
             raise ApiError(f"{name} must have tokens in 0..{model.n_vocab - 1}", param=name)
     banned = set(range(model.n_vocab)) - {*request.allowed} if request.allowed else set()
     return banned | {*model.ends} if request.ignores_end else banned
+
+
+def _parser(rendering: Rendering, request: ChatRequest, tools: list[dict[str, Any]]) -> Parser | None:
+    """Tells the calls of these tools from a reply; None without tools."""
+    holds: Literal["", "call", "or"] = "or" if request.shape and request.shape.kind != "grammar" else ""
+    holds = "call" if request.choice.kind == "required" else holds
+    return Parser(rendering.format, tools, holds) if tools else None
 
 
 def _offered(request: ChatRequest) -> list[dict[str, Any]]:
