@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtool import policies
-from kvtool.chats.conversation import Conversation
+from kvtool.chats.conversation import Conversation, transcript
 from kvtool.chats.template import Template
 from kvtool.chats.thinking import THINK, Splitter, Tags, tags_in, without_thought
 from kvtool.chats.writer import Writer
@@ -240,6 +240,16 @@ TOLD = "effort {{ reasoning_effort or 'medium' }}. " + DROPS.replace(
 ).replace("%OPEN%", "<think>\n")
 
 
+# a thought has a field of its own, and is shown or not
+SHOWS, HIDES = (
+    KEEPS.replace("{{ m.content }}", f"{thought}{{{{ m.content }}}}", 1)
+    for thought in (
+        "{{ '<think>\n' ~ m.reasoning_content.strip() ~ '\n</think>\n\n' if m.reasoning_content }}",
+        "<think>{{ m.reasoning_content if loop.last }}</think>",
+    )
+)
+
+
 def read_afresh(talk):
     """The tokens of the chat so far as its template renders it."""
     whole = talk.template.render([*talk.messages, {"role": "user", "content": "."}])
@@ -249,10 +259,11 @@ def read_afresh(talk):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("policy", ["full", "h2o", "recall"])
-@pytest.mark.parametrize("source", [SWITCHED, OPENED, TOLD])
+@pytest.mark.parametrize("source", [SWITCHED, OPENED, TOLD, SHOWS, HIDES])
 def test_after_each_reply_the_cache_is_a_fresh_reading_of_the_chat(talk, source, policy):
     ours = talk(source, policy, 512 if policy == "full" else 64)
     efforts = [None, "low", "high", None] if source is TOLD else [None, "off", "off", "on"]
+    efforts = efforts if source in (SWITCHED, OPENED, TOLD) else [None] * 3
     for turn, effort in enumerate(efforts):
         ours.think(effort)
         thinks, opens = effort != "off", ours.template.opens_thought
@@ -325,3 +336,9 @@ def test_an_effort_pins_the_system_prompt_that_it_changes(talk):
     )
     ours.think("high")
     assert ours.writer.is_new
+
+
+def test_a_transcript_has_thoughts_between_tags_wherever_the_template_takes_them():
+    plain = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nSeven."}
+    apart = {"role": "assistant", "content": "Seven.", "reasoning_content": "Hm.\n"}
+    assert transcript([apart]) == transcript([plain]) == "<think>\nHm.\n</think>\n\nSeven.\n\n"

@@ -18,7 +18,7 @@ from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.segments import Listing
 from kvtool.chats.template import Message, Template
-from kvtool.chats.thinking import Splitter, control_tokens, without_thought
+from kvtool.chats.thinking import THINK, Splitter, apart, control_tokens, without_thought
 from kvtool.chats.undo import Before, of_turn
 from kvtool.chats.undoable import Undoable
 from kvtool.chats.writer import Writer
@@ -26,9 +26,24 @@ from kvtool.errors import UsageError
 
 
 def transcript(messages: list[Message]) -> str:
-    """A chat as plain text: "> " before what the user said, "# " before a system prompt."""
+    """A chat as plain text: "> " before what the user said, "# " before a system prompt, thoughts in tags."""
     start = {"user": "> ", "system": "# "}
-    return "".join(f"{start.get(m['role'], '')}{m['content']}\n\n" for m in messages)
+    return "".join(f"{start.get(m['role'], '')}{_with_thought(m)}\n\n" for m in messages)
+
+
+def _reply(text: str, template: Template, splitter: Splitter) -> Message:
+    """A reply as a message. Its thought is apart if the template has a field for it."""
+    if not (template.takes_thoughts or template.tags.plain):
+        return {"role": "assistant", "content": text}
+    thought, said = apart(text, splitter)
+    more = {"reasoning_content": thought} if thought and template.takes_thoughts else {}
+    return {"role": "assistant", "content": said, **more}
+
+
+def _with_thought(message: Message) -> str:
+    thought = message.get("reasoning_content", "").strip()
+    opening, end, _ = THINK
+    return f"{opening}\n{thought}\n{end}\n\n{message['content']}" if thought else message["content"]
 
 
 class Conversation(Undoable):
@@ -237,15 +252,15 @@ class Conversation(Undoable):
 
         Where the template drops the thoughts of earlier replies, so does the cache: see `settle`.
         """
-        drops = self.template.drops_thoughts
+        template, header = self.template, self.header
         try:
-            yield from self.write(n_max, may_change=drops or self.header.n_left_out > 0)
+            yield from self.write(n_max, may_change=template.drops_thoughts or header.n_left_out > 0)
         finally:
-            text, splitter = "".join(self._written), self.splitter()
-            said = without_thought(text, splitter)
-            # templates with such a header put it there themselves
-            self.messages.append({"role": "assistant", "content": said if self.template.tags.plain else text})
-            self.settle(self.header.earlier if drops or not splitter.had_thought else None)
+            splitter = self.splitter()
+            before, reply = self.messages, _reply("".join(self._written), template, splitter)
+            self.messages = [*before, reply]
+            stays = splitter.had_thought and not template.drops_thoughts
+            self.settle(None if stays else header.start(template, before, reply))
 
     def write(self, n_max: int | None, *, may_change: bool) -> Iterator[str]:
         """Yields the reply behind its beginning, piece by piece. Call `settle` behind it.

@@ -6,12 +6,13 @@ If a client gives the beginning of the reply, the header includes it.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvtool.chats.marks import tokens_of
-from kvtool.chats.template import Template
+from kvtool.chats.template import Message, Template
 from kvtool.llama.model import Model
 
 _MORE = 2
@@ -92,6 +93,12 @@ class Header:
         return Header(
             tokens, kept, text[len(kept) :], 0, (self.kept + self.earlier)[len(kept) :], begun, n_begun
         )
+
+    def start(self, template: Template, before: Sequence[Message], reply: Message) -> str:
+        """The text between the first part and a reply in a chat that goes on, as the template has it."""
+        text = template.before_reply(before, reply) if "reasoning_content" in reply and self.kept else None
+        _, is_there, start = (text or "").rpartition(self.kept or "\0")
+        return start if is_there else self.earlier
 
     @property
     def n(self) -> int:

@@ -211,6 +211,11 @@ class Template:
         names |= {node.value for node in self.syntax.find_all(jinja2.nodes.Const)}
         return next((name for name in _THOUGHT_NAMES if name in names), None)
 
+    @property
+    def takes_thoughts(self) -> bool:
+        """True if a message's thought has a field for it in the template, apart from the content."""
+        return self._thought_name is not None
+
     def _renamed(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message with its thought under the template's name, if it has one."""
         thought = message.get("reasoning_content")
@@ -276,14 +281,18 @@ class Template:
         more: fields of the reply besides its content.
         """
         user = {"role": "user", "content": _QUESTION}
-        reply = {"role": "assistant", "content": _STAND_IN, **more}
+        text = self.before_reply([user], {"role": "assistant", **more})
+        _, is_shown, text = (text or "").partition(_QUESTION)
+        return text if is_shown else None
+
+    def before_reply(self, before: Sequence[Mapping[str, Any]], reply: Mapping[str, Any]) -> str | None:
+        """The text of a chat up to the content of a reply to which the user answers; None if it is hidden."""
         try:
-            text = self.render([user, reply, _USER])
+            text = self.render([*before, {**reply, "content": _STAND_IN}, _USER])
         except ModelError:
             return None
-        _, is_shown, text = text.partition(_QUESTION)
-        text, has_reply, _ = text.partition(_STAND_IN)
-        return text if is_shown and has_reply else None
+        text, is_shown, _ = text.rpartition(_STAND_IN)
+        return text if is_shown else None
 
     @cached_property
     def opening(self) -> str:
@@ -302,15 +311,14 @@ class Template:
         """Whether the thought of a reply is left out once the user has said something after it."""
         if not self.has_thoughts:
             return False
-        if self.tags.plain:
-            # it takes no thought in a message
-            return True
-        thought = f"{self.tags.start}\n{_THOUGHT}\n{self.tags.end}\n\n{_STAND_IN}"
-        user = {"role": "user", "content": "."}
+        reply = {"role": "assistant", "content": _STAND_IN, "reasoning_content": _THOUGHT}
+        if not self.takes_thoughts:
+            reply["content"] = f"{self.tags.start}\n{_THOUGHT}\n{self.tags.end}\n\n{_STAND_IN}"
         try:
-            text = self.render([user, {"role": "assistant", "content": thought}, user])
+            text = self.render([_USER, reply, _USER])
         except ModelError:
-            return False
+            # it takes no thought in a message
+            return bool(self.tags.plain)
         return _STAND_IN in text and _THOUGHT not in text
 
     @cached_property

@@ -146,8 +146,15 @@ def control_tokens(model: Model, tags: Tags) -> frozenset[int]:
     return frozenset(token for token in tokens if model.piece(token) != model.piece(token, special=True))
 
 
-def without_thought(text: str, splitter: Splitter) -> str:
-    """What a reply says, without its thought and the line breaks after it."""
+def apart(text: str, splitter: Splitter) -> tuple[str, str]:
+    """The thought of a reply, and its answer without the line breaks between them."""
     parts = [*splitter.feed(text), *splitter.end()]
-    said = "".join(part for is_thought, part in parts if not is_thought)
-    return said.lstrip("\n") if splitter.had_thought else said
+    thought, said = (
+        "".join(part for kind, part in parts if kind is is_thought) for is_thought in (True, False)
+    )
+    return thought, said.lstrip("\n") if splitter.had_thought else said
+
+
+def without_thought(text: str, splitter: Splitter) -> str:
+    """The answer of a reply, without its thought and the line breaks behind it."""
+    return apart(text, splitter)[1]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvtool.chats.conversation import Conversation
+from kvtool.chats.thinking import Splitter
 from kvtool.cli.chat_input import confirmed, typed_as, with_files
 from kvtool.cli.console import plain_console
 from kvtool.cli.keeper import Keeper, moved_line
@@ -123,7 +124,10 @@ class Terminal:
         # a long text is known by its beginning
         lines[_N_LINES:] = ["..."] * (len(lines) > _N_LINES)
         self.console.print("\n> " + "\n  ".join(lines) + "\n")
-        with ReplyView(self.console, self.conversation.splitter(), plain=self.plain, hide=True) as out:
+        template = self.conversation.template
+        # its thought is not in the content
+        splitter = Splitter(template.tags) if template.takes_thoughts else self.conversation.splitter()
+        with ReplyView(self.console, splitter, plain=self.plain, hide=True) as out:
             out.write(reply)
 
     def say(self, text: str, *, again: bool = False) -> None:
