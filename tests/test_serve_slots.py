@@ -6,6 +6,7 @@ import itertools
 import re
 import threading
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 
 import httpx2 as httpx
 import pytest
@@ -64,6 +65,10 @@ class Asked:
         self.is_cancelled = True
 
     @property
+    def is_over(self):
+        return self._is_over.is_set()
+
+    @property
     def last(self):
         assert self._is_over.wait(PATIENCE_S)
         return self.events[-1]
@@ -104,8 +109,8 @@ class Serving:
         return job
 
     def someone_waits(self):
-        """Until another talk waits for its turn, or for an engine: called by one that computes."""
-        until(lambda: self.baton._waiting)
+        """Return once another talk waits for its turn or for an engine. Called by the talk that computes."""
+        until(lambda: self.baton._waiting or self.baton._crew or self.crew._waiting)
 
 
 @contextmanager
@@ -134,14 +139,17 @@ def question(i, n=3):
 
 
 def test_who_waits_longest_gets_the_next_turn():
-    baton, order = Baton(), []
+    baton, order, ended = Baton(), [], []
 
     def work(name):
         baton.take()
         for _ in range(2):
             order.append(name)
+            # a slow thread shall not miss its turn
+            until(lambda: len(baton._waiting) == 2 - len(ended))
             for _ in range(turns.TURN_STEPS + 1):
                 baton.step()
+        ended.append(name)
         baton.give()
 
     threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
@@ -189,23 +197,25 @@ def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
 
 @pytest.mark.parametrize("policy", ["h2o", "recall", "snapkv", "full"])
 def test_answers_beside_each_other_are_those_of_the_chats_alone(talker, tmp_path, one_step, policy):
-    told, alone = [], []
+    told, alone, jobs = [], [], []
     with served(talker, policy, tmp_path / "alone") as server:
         for i in range(2):
             alone.append(server.put(question(i)).text)
     with served(talker, policy, tmp_path / "beside") as server:
-        other = []
 
-        def seen(kind):
-            told.append("first")
-            if not other:
-                other.append(server.put(question(1), seen=lambda kind: told.append("second")))
-            if "second" not in told:
+        def seen(kind, i=0):
+            told.append(i)
+            if len(jobs) == 1:
+                jobs.append(Asked(question(1), seen=partial(seen, i=1)))
+                server.waiting.put(jobs[1])
+            # a slow thread shall not miss its turn
+            if not jobs[1 - i].is_over:
                 server.someone_waits()
 
-        first = server.put(question(0), seen=seen)
-        assert first.last
-        assert [first.text, other[0].text] == alone
+        jobs.append(Asked(question(0), seen=seen))
+        server.waiting.put(jobs[0])
+        assert jobs[0].last
+        assert [job.text for job in jobs] == alone
         assert len(server.slots.talks) == 2
     # now one, now the other
     assert len([1 for one, after in itertools.pairwise(told) if one != after]) > 30
@@ -238,6 +248,7 @@ def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, p
             told.append(f"first: {kind}")
             if not other:
                 other.append(server.put(question(1, 0), seen=lambda kind: told.append(f"second: {kind}")))
+            if not other[0].is_over:
                 server.someone_waits()
 
         first = server.put(question(0, 12), seen=seen)
@@ -341,7 +352,8 @@ def test_a_slot_that_fails_harms_no_other(talker, tmp_path, one_step, monkeypatc
 
         def seen(kind):
             if not bad:
-                bad.append(server.put(question(1), seen=fail))
+                # longer than the other, behind which it decodes alone
+                bad.append(server.put(question(1), 400, fail))
             if kind == "piece" and len(bad[0].events) < 2:
                 server.someone_waits()
 
