@@ -250,10 +250,10 @@ def test_others_get_their_turns_beside_a_crew(tiny_model, monkeypatch):
 
     class Crowded(Counting):
         def _decode_joint(self, parts):
-            # who comes first waits from now on
             if not self.sizes:
                 other.start()
-                until(lambda: self._baton._waiting)
+            # a slow thread shall not miss its turn
+            until(lambda: self._baton._waiting)
             return super()._decode_joint(parts)
 
     def take_turns():
