@@ -80,7 +80,7 @@ def test_a_prompt_is_read_on_where_a_client_has_left_it(sliding, tmp_path):
     body = {"messages": [said("user", "Waves come and go. " * 60)]}
     gone = SimpleNamespace(request=requests.chat(body, Defaults()), is_cancelled=False)
 
-    def emit(kind, n_read, n_all):
+    def emit(kind, n_read, n_all, **_):
         # it goes in the middle of what is read
         assert n_all > 1000
         gone.is_cancelled = n_read >= 512
@@ -103,7 +103,7 @@ def test_another_prompt_begins_anew_where_a_client_has_left_one(sliding, tmp_pat
     text = "Waves come and go. " * 60
     gone = SimpleNamespace(request=requests.chat({"messages": [said("user", text)]}, Defaults()))
     gone.is_cancelled = False
-    gone.emit = lambda kind, n_read, n_all: setattr(gone, "is_cancelled", n_read >= 512)
+    gone.emit = lambda kind, n_read, **_: setattr(gone, "is_cancelled", n_read >= 512)
     with closing(Model(sliding)) as model:
         server = Server(model, "recall", tmp_path / "chats")
         server.talk.answer(gone)
