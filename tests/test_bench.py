@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
 from contextlib import closing
@@ -251,6 +252,12 @@ def test_ratios_are_those_to_the_same_row_of_an_earlier_run(tmp_path):
     lines[2]["first_s"] = None
     old.write_text("".join(json.dumps(line) + "\n" for line in lines))
     there = bench.earlier(old)
+    # as a shell's <(...)
+    pipe, end = os.pipe()
+    os.write(end, old.read_bytes())
+    os.close(end)
+    assert bench.earlier(Path(f"/dev/fd/{pipe}")) == there
+    os.close(pipe)
     assert bench.over(record("full", 8192, 3.0), there) == dict.fromkeys(SPEEDS, 1.5)
     assert bench.over(record("h2o", 512, 4.0), there) == {**dict.fromkeys(SPEEDS, 0.8), "first_s": None}
     assert bench.over(record("full", 64, 4.0), there) == dict.fromkeys(SPEEDS)

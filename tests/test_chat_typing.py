@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -101,6 +103,11 @@ def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
     for wrong in ("@no.txt", "@./no", '@"no"'):
         with pytest.raises(InputError, match="there is no file "):
             with_files(f"Explain {wrong}")
+    os.mkfifo("pipe")
+    writer = Thread(target=Path("pipe").write_text, args=["from a pipe\n"])
+    writer.start()
+    assert with_files("Explain @pipe") == "Explain from a pipe"
+    writer.join()
     # in code it is something else
     assert with_files("@app.route\ndef f():") == "@app.route\ndef f():"
     (tmp_path / "z.bin").write_bytes(b"abc\xff")

@@ -299,8 +299,8 @@ def test_a_text_that_is_streamed_is_refused(tiny_model, tmp_path, command):
     file.write_text("abc" * 100)
     done = called(command[0], file, *command[1:], "-m", tiny_model())
     assert done.returncode == 2
-    said = "this text is read once; choose another policy, or use generate or eval"
-    assert done.stderr == f"kvtool: `kvzip` reads a prompt twice, and {said}\n"
+    said = "the text is read only once; choose another policy, or use generate or eval"
+    assert done.stderr == f"kvtool: `kvzip` reads a prompt twice, but here {said}\n"
 
 
 @pytest.mark.engine

@@ -59,9 +59,9 @@ def config(
     root = context.find_root().command
     rows = list(_of_command(tuple(words), model, root) if words else _all(root))
     if as_json:
-        typer.echo(json_text({"file": str(file), "exists": file.is_file(), "settings": rows}, indent=2))
+        typer.echo(json_text({"file": str(file), "exists": file.exists(), "settings": rows}, indent=2))
         return
-    typer.echo(f"file: {file}{'' if file.is_file() else ' (does not exist)'}\n")
+    typer.echo(f"file: {file}{'' if file.exists() else ' (does not exist)'}\n")
     if rows:
         _print(rows)
     else:

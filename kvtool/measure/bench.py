@@ -358,7 +358,7 @@ _COMPARED = ("read_tokens_per_s", "write_tokens_per_s", "first_s")
 
 def earlier(path: Path) -> list[dict[str, Any]]:
     """Read the rows that an earlier run printed as JSON. Raises InputError for a file without rows."""
-    if not path.is_file():
+    if not path.exists():
         raise InputError(f"cannot read {path}: there is no such file")
     try:
         found = records.read(path)
