@@ -39,7 +39,7 @@ STREAMS = {
     "compare": ("--policies", "local", "--budgets", 16, "--json", "-"),
 }
 SAME = {"tokens", "perplexity", "nll", "n_scored", "text_sha256", "share", "forgotten", "output", "item"}
-"""What depends on the text alone."""
+"""Fields that depend on the text alone."""
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_what_is_no_text_is_refused(tmp_path, data, words):
 
 
 def of_text(done):
-    """What a command printed that depends on the text alone."""
+    """Return the fields of a command's output that depend on the text alone."""
     assert done.returncode == 0, done.stderr
     found = [
         {name: value for name, value in json.loads(line).items() if name in SAME}

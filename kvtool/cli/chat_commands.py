@@ -31,7 +31,7 @@ _HOT = 2
 
 
 class Commands:
-    """Runs a user's commands on the chat of a terminal. What is wrong is one line, and the chat goes on."""
+    """Runs a user's commands on the chat of a terminal. An error is one line, and the chat continues."""
 
     def __init__(self, terminal: Terminal) -> None:
         self.terminal = terminal
@@ -57,7 +57,7 @@ class Commands:
         }
 
     def words(self) -> Mapping[str, Callable[[], Iterable[str]] | None]:
-        """The commands, each with the words that may follow it; None stands for a path."""
+        """The commands, each with the words that may follow it; None means a path."""
         found: dict[str, Callable[[], Iterable[str]] | None] = {"/save": None, "/load": None}
         found |= {"/show": lambda: chat_show.SHOWN, "/set": lambda: declared(Drawing)}
         found["/help"] = lambda: (*chat_show.MORE, *(name[1:] for name in self._with_text | self._plain))
@@ -65,7 +65,7 @@ class Commands:
         return dict.fromkeys([*self._plain, *self._with_text, *_ALIASES, "/exit"], tuple) | found
 
     def run(self, line: str) -> bool:
-        """Does what a line says; returns False to leave the chat."""
+        """Run the command of a line; return False to leave the chat."""
         typed, *text = line.split(maxsplit=1)
         rest = "".join(text)
         name = _ALIASES.get(typed.lower(), typed.lower())
@@ -138,7 +138,7 @@ class Commands:
         self.terminal.note("send the edited turn to replace the last one, or press Ctrl-C to keep it")
 
     def _last_turn(self) -> str:
-        """What was said last. Raises UsageError where that cannot be taken back."""
+        """Return the last turn. Raises UsageError where that cannot be taken back."""
         text = self.conversation.copies.newest_turn
         if text is None:
             raise UsageError(
@@ -263,7 +263,7 @@ class Commands:
         self.terminal.note(f"{what}{self._previous()}; /undo takes this back")
 
     def _previous(self) -> str:
-        """What to add where the session's file holds another chat than this one."""
+        """Return the addition to a note if the session's file holds another chat; else ""."""
         path, has_it = self.keeper.path, self.keeper.has_previous
         return f"; {path} holds the previous chat until the next reply" if has_it else ""
 

@@ -1,4 +1,4 @@
-"""What a user types into a chat: lines that can be edited, a history, completion; a paste is one text."""
+"""The prompt of a chat: lines that can be edited, a history, completion; a pasted text is one turn."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Prompt:
     Parameters
     ----------
     commands
-        The slash commands, each with the words that may follow it; None stands for a path.
+        The slash commands, each with the words that may follow it; None means a path.
     """
 
     def __init__(self, commands: Mapping[str, Words | None]) -> None:
@@ -55,7 +55,7 @@ class Prompt:
         )
 
     def ask(self, default: str = "", *, selected: bool = False) -> str:
-        """Return what is typed. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C.
+        """Return the typed text. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C.
 
         default: stands at the prompt. selected: typing replaces it, and an arrow key keeps it.
         """
@@ -71,7 +71,7 @@ class Prompt:
             buffer.selection_state.enter_shift_mode()
 
     def forget(self) -> bool:
-        """Drops what was typed ahead; returns whether there was any."""
+        """Drop the text that was typed ahead; return True if there was any."""
         typing = self._session.app.input
         dropped = get_typeahead(typing)
         # else a line without its end stays, and a Ctrl-D ends the input
@@ -82,14 +82,14 @@ class Prompt:
 
 
 def confirmed(question: str) -> bool:
-    """Whether "y" or "yes" is the answer. Raises as `Prompt.ask` does."""
+    """Return True if the answer is "y" or "yes". Raises as `Prompt.ask` does."""
     # not input(): without readline, it misses a Ctrl-C that comes at once
     answer: str = PromptSession[str](enable_suspend=True).prompt(question)
     return answer.strip().lower() in ("y", "yes")
 
 
 class Meant(NamedTuple):
-    """What a person means: a command or a turn, without the marks of how it was typed."""
+    """A command or a turn, without the marks of how it was typed."""
 
     text: str
     is_command: bool
@@ -116,13 +116,13 @@ def meant(typed: str) -> Meant:
 
 
 def typed_as(text: str) -> str:
-    """How a turn is typed, so that it is meant as it is."""
+    """Return the way to type a turn so that `meant` gives the same turn."""
     ways = text, f"/{text}", f"{BLOCK}\n{text}\n{BLOCK}"
     return next((typed for typed in ways if meant(typed) == (text, False)), text)
 
 
 def goes_on(typed: str) -> bool:
-    """Whether a line break belongs to the text: a block is open, or the line ends with a backslash."""
+    """Return True if a line break belongs to the text: in an open block, or after a backslash."""
     text = typed.lstrip()
     if text.startswith(BLOCK):
         return len(text) < 2 * len(BLOCK) or not text.rstrip().endswith(BLOCK)
@@ -130,10 +130,10 @@ def goes_on(typed: str) -> bool:
 
 
 def with_files(text: str) -> str:
-    """The text with each @path replaced by what is in the file.
+    """Return the text with each @path replaced by the text of the file.
 
-    A word with an @ that names no file stays, unless it looks like a path; code has such words, so in a text
-    of several lines it stays, too. Raises InputError for a path without a file, and for a file without text.
+    A word with an @ that names no file stays if it does not look like a path, or if the text has several
+    lines: code has such words. Raises InputError for a path without a file, and for a file without text.
     """
     is_line = "\n" not in text
 
@@ -155,11 +155,11 @@ def with_files(text: str) -> str:
 
 
 def _history() -> History:
-    """Kept in the user's state folder; in memory where there is none to write to."""
+    """Return the history in the user's state folder, or in memory if that cannot be written."""
     try:
         path = user_state_path("kvtool", appauthor=False) / "chat-history"
         path.parent.mkdir(parents=True, exist_ok=True)
-        # what was said is nobody else's business
+        # only the user may read it
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     except (OSError, RuntimeError):
         return InMemoryHistory()
@@ -176,7 +176,7 @@ class _File(FileHistory):
 def _keys() -> KeyBindings:
     keys = KeyBindings()
 
-    # a search has an Enter of its own
+    # a search has its own Enter
     @keys.add("enter", filter=~is_searching)
     def _(event: KeyPressEvent) -> None:
         buffer = event.current_buffer

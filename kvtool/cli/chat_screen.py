@@ -1,4 +1,4 @@
-"""What a chat shows in a terminal: replies, notes, and a status line."""
+"""A chat in a terminal: replies, notes, and a status line."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from kvtool.engine.loop import Engine
 
 _N_LINES = 8
-"""Lines of the last turn that are shown when a chat goes on."""
+"""Lines of the last turn that are shown when a chat is continued."""
 
 
 @dataclass
 class Terminal:
-    """A chat in a terminal: takes turns, and shows what comes of them.
+    """A chat in a terminal: takes turns, and shows the replies.
 
     Attributes
     ----------
@@ -202,7 +202,7 @@ class Terminal:
             self.thought = view.thought
 
     def offer(self, said: str) -> None:
-        """Puts a turn at the next prompt, as it was typed."""
+        """Put a turn at the next prompt in its typed form."""
         self.typed = typed_as(self.last_typed.get(said, said))
 
     def _cancel(self, instead: str | None) -> None:
@@ -238,13 +238,13 @@ def share(part: float) -> str:
 
 
 class Keys:
-    """Hides what is typed while the chat is busy; the next prompt gets it."""
+    """Hides typed characters while the chat is busy; the next prompt gets them."""
 
     _before: Any = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, typed characters are not shown: they would break what is drawn."""
+        """Inside, typed characters are not shown: they would break the drawing."""
         try:
             import termios
         except ImportError:

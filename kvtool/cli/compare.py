@@ -81,7 +81,7 @@ class _Grid(Options):
             raise UsageError("--policies names no policy; leave it out for all")
 
     def listed(self, name: str) -> list[str]:
-        """What stands between the commas."""
+        """Return the values between the commas."""
         return [part.strip() for part in (getattr(self, name) or "").split(",") if part.strip()]
 
 

@@ -164,7 +164,7 @@ def evaluate(
     if own.plot and len(chosen.by) != 2:
         raise UsageError(f"{task} has no heat map; leave out --plot")
     output.check_picture("--plot", own.plot)
-    # what is out of its range is refused before a download
+    # values out of range are refused before a download
     _check_drawing(drawn, chosen, task)
 
     from kvtool.runs.opening import gpu_note, instead, loaded, located, n_ctx_of, patch_note, resolved
@@ -303,7 +303,7 @@ def _reader(
 
 
 def _about(asked: Resolved, run: Run, path: Path) -> dict[str, object]:
-    """The fields of a record that say what it is a result of, besides the task."""
+    """Return the fields of a record that identify its result, without the task."""
     from kvtool.measure import records
     from kvtool.models.download import sha256
 
@@ -424,7 +424,7 @@ _TOLD = ("mean", "95 % interval", "items")
 
 
 def _told(score: Mean) -> tuple[str, str, str]:
-    """What a table says of a mean, under these heads."""
+    """Return the cells of a mean under these heads."""
     return f"{score.mean:.3f}", f"{score.low:.3f} to {score.high:.3f}", f"{score.n}"
 
 

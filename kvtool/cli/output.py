@@ -30,7 +30,7 @@ def check_writable(path: Path | None) -> None:
 
 
 def with_records(args: Sequence[str]) -> list[str]:
-    """Return the arguments with --json FILE, as it was once, as --records FILE, and --json - as --json."""
+    """Return the arguments with --json FILE of earlier versions as --records FILE, and --json - as --json."""
     found, rest = list[str](), list(args)
     while rest:
         word = rest.pop(0)
@@ -57,7 +57,7 @@ def _is_records(word: str) -> bool:
 
 
 def records_path(records: str | None, resume: bool) -> Path | None:
-    """Return the file of --records, or None if there is none. Raises UsageError."""
+    """Return the path of --records, or None without that option. Raises UsageError."""
     if records is None:
         if resume:
             raise UsageError("--resume needs the file to go on with: --records FILE")
@@ -68,7 +68,7 @@ def records_path(records: str | None, resume: bool) -> Path | None:
     path = path.resolve() if path.is_symlink() else path
     if path.exists() and not path.is_file():
         raise UsageError(f"{path} is not a regular file; choose another one")
-    # the lock and the new version of the file are made beside it
+    # the lock and the new version of the file are made in its folder
     check_writable(path.parent / f"{path.name}.lock")
     if path.exists() and path.stat().st_size and not resume:
         raise UsageError(f"{path} exists; continue it with --resume, or choose another file")
