@@ -10,8 +10,8 @@ written to DIR/gpu-check.json at once; a table of all rows is printed at the end
 2a  flash attention with a mask per KV head         2b  copies between host and device
 2c  single rows written and read                    2d  reading with streamed keys and values
 2e  writing with residents and means                3s  graph splits of a token, by policy
-3   reading and writing, by policy and depth        4   parts of a token's time
-5   the engine's tests
+3   reading and writing, by policy and depth        3r  reading a prompt, full cache and recall
+4   parts of a token's time                         5   the engine's tests
 """
 
 from __future__ import annotations
@@ -132,11 +132,11 @@ class Check:
         """Run the parts that are asked for, then print the table."""
         wanted = [name for name in self.args.only.split(",") if name]
         parts = [part for part in self.parts() if not wanted or part.name in wanted]
-        if any(part.name in ("3", "3s", "4") for part in parts):
+        if any(part.name in ("3", "3r", "3s", "4") for part in parts):
             # while the first parts run, which need one core
             self._writer = self._write_model()
         for part in parts:
-            if part.name in ("3", "3s", "4") and not self._model_ready():
+            if part.name in ("3", "3r", "3s", "4") and not self._model_ready():
                 continue
             self._run(part)
             if part.name == "1" and not self.args.small and not self._has_gpu():
@@ -167,6 +167,8 @@ class Check:
         yield Part("3s", 60, (rows, "splits", *model), logged)
         for way in ("recall", "full", "streamingllm", "h2o"):
             yield Part("3", 75, (rows, "bench", *model, "--way", way))
+        for way in ("recall", "full"):
+            yield Part("3r", 60, (rows, "read", *model, "--way", way))
         for way in ("recall", "streamingllm", "full"):
             yield Part("4", 60, (rows, "profile", *model, "--way", way))
         yield Part("4", 40, (rows, "search", *model, "--way", "recall"))

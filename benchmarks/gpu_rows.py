@@ -27,7 +27,7 @@ from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.llama.bindings import api, lib
 from kvtool.llama.decoder import Decoder
-from kvtool.llama.devices import devices, library_info
+from kvtool.llama.devices import devices, gpu_free_bytes, library_info
 from kvtool.llama.log import start_backends
 from kvtool.llama.model import Model
 from kvtool.measure import bench as measure
@@ -172,6 +172,41 @@ def graphs_of(text: str) -> list[Graph]:
             if backend.startswith("CPU"):
                 found[-1][2][match[1]] += 1
     return found
+
+
+def read(args: Args) -> Iterator[Row]:
+    """Seconds to read a prompt into an empty stream, and the device memory that this takes."""
+    way = WAYS[args.way]
+    model = Model(args.model)
+    rng = np.random.default_rng(0)
+    for n in (600, 1200) if args.small else (8192, 32768, 65000):
+        free, lowest = gpu_free_bytes(), [gpu_free_bytes()]
+        engine = Engine(
+            model,
+            policies.fit(way.policy, way.budget or n),
+            Settings(n_ctx=way.budget and model.n_ctx_train or n, n_batch=1024, flash="on"),
+        )
+        tokens = rng.integers(0, model.n_vocab, n)
+        # what is made once, is made before
+        engine.read(tokens[: n // 4])
+        engine.reset()
+
+        def watched(lowest: list[int] = lowest) -> bool:
+            lowest.append(gpu_free_bytes())
+            return False
+
+        began = time.perf_counter()
+        engine.read(tokens, watched)
+        engine.context.logits()
+        took = time.perf_counter() - began
+        engine.close()
+        yield {
+            "what": f"{way.name}, a prompt",
+            "tokens": n,
+            "chunk": engine.n_chunk,
+            "read_s": took,
+            "device_bytes": free - min(lowest),
+        }
 
 
 def at_depth(model: Model, way: measure.Way, depth: int, tokens: np.ndarray) -> Engine:
@@ -332,7 +367,7 @@ def search(args: Args) -> Iterator[Row]:
         engine.close()
 
 
-WHAT = {each.__name__: each for each in (facts, bench, splits, profile, search)}
+WHAT = {each.__name__: each for each in (facts, bench, read, splits, profile, search)}
 
 
 def main() -> None:
