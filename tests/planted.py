@@ -482,6 +482,20 @@ PLANTED = {
         "block - base(l.n_block - 1)",
         ("test_exactness.py",),
     ),
+    "patch, staging": Fault(
+        "the last archived token is hidden from a chunk",
+        "patches/src/staged.cpp",
+        "std::fill_n(seen.begin(), n_archived, 0.0f);",
+        "std::fill_n(seen.begin(), n_archived - 1, 0.0f);",
+        ("test_staged.py",),
+    ),
+    "engine, staging": Fault(
+        "a chunk's tokens are not evicted before the next chunk",
+        "kvtool/engine/staged.py",
+        "            done += len(part)\n            evict()\n",
+        "            done += len(part)\n        evict()\n",
+        ("test_staged.py",),
+    ),
     "patch, going back": Fault(
         "a key that comes back is rotated as it was archived",
         "patches/src/back.cpp",

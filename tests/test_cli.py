@@ -154,7 +154,7 @@ def test_commands_are_shown_in_their_order_and_suggested():
         (["perplexity", "TEXT", "--stride", "4"], 2, "--windows"),
         (["perplexity", "TEXT", "--windows", "4096", "--policy", "full"], 5, "at least 4096 needed"),
         (["generate"], 5, "nothing to read"),
-        (["generate", "-p", "x", "--prefill", "half"], 2, "prefill must be stream or whole"),
+        (["generate", "-p", "x", "--prefill", "half"], 2, "prefill must be stream, whole or exact"),
         (["perplexity", "TEXT", "--policy", "./nowhere.py"], 2, "no policy file nowhere.py"),
         (["perplexity", "TEXT", "--policy", "TEXT"], 2, "unknown policy"),
         (["models", "show", "no-such-model"], 3, "(and no such file). See `kvtool models list`."),

@@ -495,7 +495,7 @@ class Wishing(Policy):
         ({"group": "mean"}, PlanError, "Wishing.request: .*group must be one of sum, max, first, got 'mean'"),
         ({"t": "tokens"}, PlanError, "Wishing.request: .*t must be one of stream, cells, got 'tokens'"),
         ({"n_query": -1}, PlanError, "Wishing.request: .*n_query must not be negative, got -1"),
-        ({"prefill": "half"}, UsageError, "Wishing: prefill must be stream or whole, got 'half'"),
+        ({"prefill": "half"}, UsageError, "Wishing: prefill must be stream, whole or exact, got 'half'"),
     ],
 )
 def test_what_a_policy_cannot_ask_for_is_refused(tiny_model, wish, error, message):

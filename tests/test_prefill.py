@@ -394,7 +394,7 @@ def test_important_steps_count_the_stream_in_every_segment(tiny_model):
 
 def test_an_unknown_way_to_read_a_prompt_is_refused(tiny_model):
     with (
-        pytest.raises(UsageError, match="prefill must be stream or whole, got 'half'"),
+        pytest.raises(UsageError, match="prefill must be stream, whole or exact, got 'half'"),
         open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="half"),
     ):
         pass

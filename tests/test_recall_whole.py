@@ -169,7 +169,8 @@ def test_unasked_it_reads_whole_what_half_of_a_free_gpu_has_room_for(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("prefill", "said"), [(None, "whole where it takes"), ("stream", "stream: in batches")]
+    ("prefill", "said"),
+    [(None, "exact up to half of the context (512), in chunks of"), ("stream", "stream: in batches")],
 )
 def test_explain_says_how_a_prompt_will_be_read(monkeypatch, capsys, tiny_model, prefill, said):
     beside_gpu(monkeypatch, 2**40)

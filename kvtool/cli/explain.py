@@ -81,6 +81,7 @@ class Notice:
 
 def long_text(engine: Engine, what: str, n: int) -> str | None:
     """What happens to a text of n tokens; None if it fits in the budget."""
+    from kvtool.engine import staged
     from kvtool.engine.outlook import whole_signal_bytes
     from kvtool.engine.prefill import in_segments, n_segments, whole_bytes
 
@@ -112,6 +113,14 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
         return f"{start}: {share}. It is read {how}, in a cache of {cache}, which is freed then"
     if settings.positions == "original" and engine.n_past + n > engine.n_ctx:
         return f"{start}, but original positions end at {engine.n_ctx:,}: reading stops there"
+    if n_exact := staged.n_readable(engine, n):
+        which = "It" if n_exact == n else f"Its first {n_exact:,} tokens"
+        is_or_are = "is" if n_exact == n else "are"
+        return (
+            f"{start}; {share}. {which} {is_or_are} read in chunks of {engine.n_chunk:,} that attend to all "
+            f"tokens before them, with {format_bytes(staged.device_bytes(engine, engine.n_past + n_exact))} "
+            "more on the device meanwhile"
+        )
     return f"{start}: {share}"
 
 
@@ -265,6 +274,9 @@ def _prefill(engine: Engine) -> str:
             f"{'read once more, ' if engine.policy.rehearsal else ''}then compressed once"
         )
     stream = f"in batches of up to {_batch(engine):,} tokens"
+    if engine.n_chunk:
+        how = f"in chunks of up to {engine.n_chunk:,} tokens that attend to all before them"
+        return f"exact up to half of the context ({engine.n_ctx // 2:,}), {how}; then {stream}"
     if has_room(engine, engine.policy.n_asked + 1):
         return (
             f"whole where it takes at most half of a GPU's free memory, then compressed once; else {stream}"

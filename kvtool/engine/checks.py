@@ -31,6 +31,9 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
         raise UsageError(f"{type(policy).__name__} cannot read a prompt whole; choose --prefill stream")
     if policy.rehearsal and how_read(policy, settings) != "whole":
         raise UsageError(f"{type(policy).__name__} reads a prompt twice; choose --prefill whole")
+    if settings.prefill == "exact" and not (policy.recall and layers.has_values):
+        why = "its values are a part of its keys (MLA)" if policy.recall else "only policies that recall can"
+        raise UsageError(f"--prefill exact attends to evicted tokens, and {why}; choose --prefill stream")
     if policy.merges and not layers.has_values:
         raise UsageError(
             f"{type(policy).__name__} merges values, which in this model are a part of its keys (MLA); "
@@ -50,6 +53,6 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
 def how_read(policy: Policy, settings: Settings) -> str:
     """How a prompt is read. Raises UsageError if the policy wants it in a way that there is not."""
     how = settings.prefill or policy.prefill
-    if how not in ("stream", "whole"):
-        raise UsageError(f"{type(policy).__name__}: prefill must be stream or whole, got {how!r}")
+    if how not in ("stream", "whole", "exact"):
+        raise UsageError(f"{type(policy).__name__}: prefill must be stream, whole or exact, got {how!r}")
     return how

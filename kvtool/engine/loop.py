@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from kvtool.engine import prefill
+from kvtool.engine import prefill, staged
 from kvtool.engine.cells import Cells
 from kvtool.engine.stream import Stream
 from kvtool.engine.whole import Whole
@@ -57,7 +57,8 @@ class Engine(Stream):
         if self.n_past or not evicts:
             return False
         if self.prefill != "whole":
-            return prefill.has_room(self, n)
+            # a text that is read by chunks takes less memory and time
+            return staged.n_readable(self, n) < n and prefill.has_room(self, n)
         has_to = self.settings.prefill == "whole" or self.policy.rehearsal is not None
         return has_to or prefill.fits_at_once(self, n)
 
@@ -70,7 +71,7 @@ class Engine(Stream):
         n_all = self.n_past + n
         if not self.n_past or n * _N_ANEW < n_all or n_all <= self.policy.n_asked:
             return False
-        return prefill.has_room(self, n_all)
+        return staged.n_readable(self, n) < n and prefill.has_room(self, n_all)
 
     def empty(self) -> None:
         """Forgets everything but how many tokens are pinned and held: the next token is the first."""
@@ -160,6 +161,13 @@ class Engine(Stream):
                 if self.prefill == "whole":
                     raise
                 self.n_refused = len(tokens)
+        if n := staged.n_readable(self, len(tokens)):
+            tokens = _checked(tokens, self.model.n_vocab)
+            done = staged.read(self, tokens[:n], stopped, lambda: self.evict_if_due(0))
+            if done is None or (done == n and n < len(tokens)):
+                # a device lacks memory, or keys further on lie at other distances
+                return (done or 0) + self.read(tokens[done or 0 :], stopped)
+            return done
         fits_in = self.n_past == 0 and not self.policy.evicts and len(tokens) <= self.n_cell
         if whole and fits_in and whole.fits(self, tokens):
             n = whole.put(self)

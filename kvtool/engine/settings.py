@@ -19,9 +19,11 @@ class Settings:
         What keys are rotated to: "original" positions in the stream; distances "in-cache", without gaps;
         "auto": original up to the end of the context, where all gaps are closed at once.
     prefill
-        How a prompt is read: "stream", in batches with a plan after each, or "whole", decoded whole and
-        compressed once. As the policy wants it if not given; then what recalls reads whole where all layers
-        are on this machine's GPUs, and the cells for that take at most half of what is free there.
+        How a prompt is read: "stream", in batches with a plan after each; "whole", decoded whole and
+        compressed once; or "exact", in batches each of which attends to all archived tokens, for policies
+        that recall. As the policy wants it if not given. Then, if all layers are on this machine's GPUs, a
+        policy that recalls reads texts exactly up to half of the context, and a longer prompt whole if the
+        cells for that take at most half of the free memory.
     n_ctx
         Context length; defaults to, and is capped at, the trained length.
     n_batch

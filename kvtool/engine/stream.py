@@ -28,9 +28,23 @@ _STEP = 64
 """Ragged layers grow and shrink by this many cells."""
 
 
+_N_CHUNK = 1024
+"""Tokens of a chunk on a GPU: the archive is copied there once for each chunk."""
+
+
 def pad(n: int) -> int:
     """The cells that llama.cpp makes for n tokens: a multiple of 256."""
     return -(-n // PAD) * PAD
+
+
+def chunk(model: Model, policy: Policy, settings: Settings) -> int:
+    """Most tokens of a chunk that attends exactly to an archive, see `staged`; 0 if texts are not read so."""
+    if not (policy.recall and model.layers.has_values):
+        return 0
+    if settings.prefill == "exact":
+        return settings.n_batch
+    on_gpu = settings.prefill is None and settings.kv_offload and model.is_on_gpu
+    return max(settings.n_batch, _N_CHUNK) if on_gpu else 0
 
 
 def on_model(policy: Policy, model: Model) -> Policy:
@@ -60,11 +74,13 @@ class Stream:
     model, policy, settings
         What it was made of.
     prefill
-        How a prompt is read: "stream" or "whole".
+        How a prompt is read: "stream", "whole" or "exact".
     n_ctx
         Context length: the most positions that keys are rotated to.
     n_cell
         The most tokens that the cache takes before an eviction.
+    n_chunk
+        The most tokens of a chunk that attends exactly to all archived tokens; 0 if no text is read so.
     n_batch
         The most tokens of a step; of a policy that recalls, once there is something to recall.
     context
@@ -105,6 +121,7 @@ class Stream:
         self.n_batch = min(settings.n_batch, policy.recall.chunk) if policy.recall else settings.n_batch
         # the tokens of a prompt that a GPU had no room to read whole
         self.n_refused: int | None = None
+        self.n_chunk = chunk(model, policy, settings)
         self.pace: Pace | None = None
         self.crew: Crew | None = None
         self._request = ask(policy, "request")
@@ -142,7 +159,8 @@ class Stream:
                 "n_archive": settings.archive,
                 "n_near": self.n_ctx // 2,
             }
-            return Context(model, n_cell, settings.n_batch, self._request, **own, **how)
+            n_batch = max(settings.n_batch, self.n_chunk)
+            return Context(model, n_cell, n_batch, self._request, **own, **how)
         lacking = (
             (policy.needs_patch(), f"the policy {type(policy).__name__}"),
             (self.prefill == "whole", "reading a prompt whole, without --prefill stream,"),

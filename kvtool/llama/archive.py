@@ -61,6 +61,8 @@ class Archive:
         What has been saved of this stream, oldest first and without gaps. Tokens behind it have not been.
     clusters
         The clusters that have been saved of it.
+    is_traced
+        Whether `attended` follows what rows attend to.
     while_sealing
         Told while `restore` makes clusters: of how many rows it has, and how many rows there are.
 
@@ -94,6 +96,7 @@ class Archive:
             )
         self.segments: list[Segment] = []
         self.clusters: list[Clusters] = []
+        self.is_traced = False
         self.while_sealing: Callable[[int, int], None] = lambda done, n: None
         if file is not None and lib.llama_kvtool_archive_file(owner.handle, os.fsencode(file)) < 0:
             raise UsageError(f"cannot make the archive's file {file}: {error_text()}")
@@ -141,6 +144,16 @@ class Archive:
             self.segments, self.clusters = [], []
         check(lib.llama_kvtool_forget(self._owner.handle, n))
 
+    def stage(self, n: int) -> int:
+        """Let steps attend to all archived tokens, at most n, on the device of each layer; 0 ends this.
+
+        Returns the bytes that this takes there. Raises LibraryError where a device lacks memory, or a model
+        cannot.
+        """
+        n_bytes: int = lib.llama_kvtool_stage(self._owner.handle, n)
+        check(n_bytes)
+        return n_bytes
+
     def go_back(self, cell: int, n: int, end: int, base: int, next_pos: int) -> None:
         """Forgets the tokens from `end` on; the newest n of the others leave it for cells of the cache.
 
@@ -183,6 +196,7 @@ class Archive:
         Steps take a little longer then. Rows without made cells always have those that come back.
         """
         check(lib.llama_kvtool_trace(self._owner.handle, n))
+        self.is_traced = n > 0
 
     def attended(self, n_row: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         """The archived tokens that each row attended to most in the last step, and how much.

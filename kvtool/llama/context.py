@@ -89,8 +89,9 @@ class Context(Decoder):
         archive_file: str | None = None,
         **how: Any,
     ) -> None:
-        super().__init__(model, n_cell, n_batch, ragged=ragged, **how)
         ask = request or Request()
+        # llama.cpp takes no batch longer than the cells that there are at first
+        super().__init__(model, max(n_cell, n_batch) if ask.recall else n_cell, n_batch, ragged=ragged, **how)
         # these are no signals of the decode's graph: they are read from the cache
         signals = int(ask.signals & ~(Signal.KEYS | Signal.FUTURE | Signal.LENGTHS))
         self._recent = Signal.RECENT in ask.signals
@@ -124,7 +125,7 @@ class Context(Decoder):
                 self.close()
                 raise
         self.layer_cells = np.full(n_layer, self.n_ctx, np.int32)
-        if model.n_swa and model.n_swa + n_batch > n_cell:
+        if self.n_ctx > n_cell:
             self.resize(np.full(n_layer, n_cell))
 
     @property

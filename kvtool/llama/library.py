@@ -15,7 +15,7 @@ from kvtool.llama.bindings import lib as lib
 from kvtool.llama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
-ABI = 17
+ABI = 18
 """The version of the patch's C API that this kvtool speaks."""
 
 _NO_ROOM = -2
@@ -108,6 +108,7 @@ def _bind_all() -> None:
     bind("llama_kvtool_archive", i32, pointer, pointer, i32, i64, i64)
     bind("llama_kvtool_base", i32, pointer, i64)
     bind("llama_kvtool_forget", i32, pointer, i64)
+    bind("llama_kvtool_stage", i64, pointer, i64)
     bind("llama_kvtool_go_back", i32, pointer, i32, i32, i64, i64, i64)
     bind("llama_kvtool_get_archive", i64, pointer, i32, pointer, i64, i64)
     bind("llama_kvtool_set_archive", i64, pointer, i32, pointer, pointer, i32, i64, i64)

@@ -101,10 +101,10 @@ class Run(Options):
     prefill: str | None = _kept(
         "--prefill MODE",
         None,
-        "How to read a prompt longer than the budget: stream (evict after each batch) or whole (decode "
-        "all of it, then evict once).",
+        "How to read a prompt longer than the budget: stream (evict after each batch), whole (decode all "
+        "of it, then evict once), or exact (recall alone: each batch attends to all evicted tokens).",
         words="the policy's own",
-        choices=("stream", "whole"),
+        choices=("stream", "whole", "exact"),
     )
     model: str | None = _runs(
         "-m, --model MODEL",

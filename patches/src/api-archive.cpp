@@ -26,6 +26,19 @@ static llama_kvtool * with_archive(llama_context * ctx) {
     return kvtool;
 }
 
+// the same, once nothing works at the archive any more
+static llama_kvtool * with_settled_archive(llama_context * ctx) {
+    auto * kvtool = with_archive(ctx);
+    if (!kvtool || !kvtool->staging) {
+        return kvtool;
+    }
+    const int32_t status = guarded([&]() -> int32_t {
+        kvtool->staging->settle();
+        return 0;
+    });
+    return status < 0 ? nullptr : kvtool;
+}
+
 // whether the archives of all layers have the same tokens; sets the error where they do not
 static bool same_tokens(const llama_kvtool & kvtool) {
     const auto & all = kvtool.archive->tokens;
@@ -88,7 +101,7 @@ int32_t llama_kvtool_archive(llama_context * ctx, const int32_t * cells, int32_t
 
         const bool first = all.size() == 0;
         const leaving some = { cells, n_cell, pos_0, n_max, memory::cache(*ctx)->seq_pos_max(0) + 1 };
-        kvtool->archive->push(kvtool->graphs, *ctx, kvtool->layers, some, n_thread(ctx));
+        kvtool->archive->push(kvtool->graphs, *ctx, kvtool->layers, some, n_thread(ctx), kvtool->staging.get());
         if (first) {
             llama_kvtool::forget_graphs(*ctx, true);
         }
@@ -104,14 +117,28 @@ int32_t llama_kvtool_base(llama_context * ctx, int64_t base) {
     if (base < 0 || base >= archive::most) {
         return fail(format("base must be in 0..%lld, got %lld", (long long) archive::most - 1, (long long) base));
     }
+    if (kvtool->archive->tokens.base() != base && !with_settled_archive(ctx)) {
+        return -1;
+    }
     return guarded([&]() -> int32_t {
         kvtool->archive->tokens.set_base(base);
         return 0;
     });
 }
 
-int32_t llama_kvtool_forget(llama_context * ctx, int64_t n) {
+int64_t llama_kvtool_stage(llama_context * ctx, int64_t n_token) {
     auto * kvtool = with_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (n_token < 0 || n_token >= archive::most) {
+        return fail(format("n_token must be in 0..%lld, got %lld", (long long) archive::most - 1, (long long) n_token));
+    }
+    return guarded([&] { return kvtool->stage(*ctx, n_token); });
+}
+
+int32_t llama_kvtool_forget(llama_context * ctx, int64_t n) {
+    auto * kvtool = with_settled_archive(ctx);
     if (!kvtool) {
         return -1;
     }
@@ -133,7 +160,7 @@ int32_t llama_kvtool_forget(llama_context * ctx, int64_t n) {
 }
 
 int32_t llama_kvtool_go_back(llama_context * ctx, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next) {
-    auto * kvtool = with_archive(ctx);
+    auto * kvtool = with_settled_archive(ctx);
     if (!kvtool) {
         return -1;
     }
@@ -165,7 +192,7 @@ int32_t llama_kvtool_go_back(llama_context * ctx, int32_t cell, int32_t n_cell, 
 }
 
 static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, const std::vector<archive_part> & in, int64_t begin, int64_t end) {
-    auto * kvtool = with_archive(ctx);
+    auto * kvtool = with_settled_archive(ctx);
     if (!kvtool) {
         return -1;
     }
@@ -230,7 +257,7 @@ int32_t llama_kvtool_get_archive_table(llama_context * ctx, int64_t * table, int
 }
 
 int32_t llama_kvtool_set_archive_table(llama_context * ctx, const int64_t * table, int32_t n) {
-    auto * kvtool = with_archive(ctx);
+    auto * kvtool = with_settled_archive(ctx);
     if (!kvtool) {
         return -1;
     }
@@ -248,7 +275,7 @@ int32_t llama_kvtool_set_archive_table(llama_context * ctx, const int64_t * tabl
 }
 
 int64_t llama_kvtool_clusters(llama_context * ctx, int64_t * span) {
-    auto * kvtool = with_archive(ctx);
+    auto * kvtool = with_settled_archive(ctx);
     if (!kvtool) {
         return -1;
     }
@@ -261,7 +288,7 @@ int64_t llama_kvtool_clusters(llama_context * ctx, int64_t * span) {
 }
 
 static int64_t copy_clusters(llama_context * ctx, uint8_t * out, const uint8_t * in, int64_t begin, int64_t end, bool is_far) {
-    auto * kvtool = with_archive(ctx);
+    auto * kvtool = with_settled_archive(ctx);
     if (!kvtool) {
         return -1;
     }
@@ -296,7 +323,7 @@ int64_t llama_kvtool_set_clusters(llama_context * ctx, const uint8_t * in, int64
 }
 
 int32_t llama_kvtool_seal(llama_context * ctx, int64_t n_max) {
-    auto * kvtool = with_archive(ctx);
+    auto * kvtool = with_settled_archive(ctx);
     if (!kvtool) {
         return -1;
     }
@@ -357,6 +384,9 @@ int32_t llama_kvtool_attended(llama_context * ctx, int64_t * out, float * attn, 
 int64_t llama_kvtool_archive_bytes(const llama_context * ctx) {
     const auto * kvtool = llama_kvtool::get(ctx);
     if (!kvtool) {
+        return -1;
+    }
+    if (kvtool->archive && !with_settled_archive(const_cast<llama_context *>(ctx))) {
         return -1;
     }
     return kvtool->archive ? kvtool->archive->tokens.bytes() : 0;

@@ -98,21 +98,29 @@ int64_t archive::start(const leaving & some) {
 }
 
 void archive::put(size_t layer, int64_t pos, const gathered & cells) {
-    auto & l = layers[layer];
+    const auto & l = layers[layer];
 
-    std::vector<float> key  (l.n_head*l.n_embd_k);
-    std::vector<float> value(l.n_head*l.n_embd_v);
-
-    const size_t size_k = ggml_row_size(cells.type_k, key  .size());
-    const size_t size_v = ggml_row_size(cells.type_v, value.size());
+    const size_t size_k = ggml_row_size(cells.type_k, l.n_head*l.n_embd_k);
+    const size_t size_v = ggml_row_size(cells.type_v, l.n_head*l.n_embd_v);
 
     for (size_t c = 0; c < cells.k.size()/size_k; ++c) {
-        to_float(cells.type_k, cells.k.data() + c*size_k, key.data(), key.size());
-        if (!value.empty()) {
-            to_float(cells.type_v, cells.v.data() + c*size_v, value.data(), value.size());
-        }
-        l.put(pos + c, key.data(), value.data());
+        put(layer, pos + c, cells.type_k, cells.k.data() + c*size_k, cells.type_v, cells.v.data() + c*size_v);
     }
+}
+
+void archive::put(size_t layer, int64_t pos, ggml_type type_k, const uint8_t * k, ggml_type type_v, const uint8_t * v) {
+    auto & l = layers[layer];
+
+    // each thread's own, used again
+    thread_local std::vector<float> key, value;
+    key  .resize(l.n_head*l.n_embd_k);
+    value.resize(l.n_head*l.n_embd_v);
+
+    to_float(type_k, k, key.data(), key.size());
+    if (!value.empty()) {
+        to_float(type_v, v, value.data(), value.size());
+    }
+    l.put(pos, key.data(), value.data());
 }
 
 void archive::finish(const leaving & some, int64_t first, int n_thread) {
@@ -121,7 +129,9 @@ void archive::finish(const leaving & some, int64_t first, int n_thread) {
     }
 
     move_far(some.next + base() - n_near);
-    seal(n_thread);
+    if (!is_deferred) {
+        seal(n_thread);
+    }
 }
 
 void archive::set_base(int64_t base) {

@@ -171,11 +171,21 @@ public:
     void put    (size_t layer, int64_t pos, const gathered & cells);
     void finish (const leaving & some, int64_t first, int n_thread);
 
+    // stores one token, of a key and a value of all heads
+    void put(size_t layer, int64_t pos, ggml_type type_k, const uint8_t * k, ggml_type type_v, const uint8_t * v);
+
     // the oldest token that there is with these
     int64_t first_of(const leaving & some) const {
         const int64_t begin = size() > 0 ? this->begin() : some.pos_0;
         return whole(begin, some.first(begin, end()), some.end());
     }
+
+    // While it is deferred, `finish` makes no clusters: `seal_layer` makes those of complete blocks, of one head of a layer. Heads may
+    // be sealed at the same time. Nothing else may read or change the layer meanwhile. The end of it makes what is left.
+    void defer_seal(bool on, int n_thread);
+    void seal_layer(size_t layer, int head);
+
+    bool has_clusters() const { return !clusters.empty(); }
 
     // keys in the cache are rotated to their positions less base
     void set_base(int64_t base);
@@ -292,6 +302,8 @@ private:
     // are not there any more.
     void seal(int n_thread);
     void seal_row(int row);
+
+    bool is_deferred = false;
     // keys, values: room for a block's
     void seal(size_t layer, int head, int row, int64_t block, bool is_far, std::vector<float> & keys, std::vector<float> & values);
     void clear_clusters();

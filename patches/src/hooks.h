@@ -66,6 +66,10 @@ void llama_kvtool_recall(
 // ragged rows: a mask with each row's own length; ALiBi: with each row's own distances; else kq_mask
 ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il);
 
+// while archived tokens are staged: attention of the queries q to all of them and to the live cells; else null
+ggml_tensor * llama_kvtool_staged(
+        const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il);
+
 // a step of several contexts: the attention of each one's tokens to its own cells, one after the other; null in other steps
 ggml_tensor * llama_kvtool_join(
         const llm_graph_context & graph, llm_graph_input_attn_kv * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,

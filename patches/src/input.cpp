@@ -8,7 +8,7 @@
 
 bool llama_kvtool_input::can_reuse(const llm_graph_params &) {
     const auto fits = [&](const rows & r) { return r.limit->ne[2] == (kvtool.is_even(kvtool.layers[r.i]) ? 1 : kvtool.layers[r.i].n_head); };
-    return (kvtool.params.signals == 0 || is_apart == kvtool.is_apart()) && std::all_of(ragged.begin(), ragged.end(), fits);
+    return stage.n_archived == (kvtool.is_staging() ? kvtool.n_archived() : 0) && (kvtool.params.signals == 0 || is_apart == kvtool.is_apart()) && std::all_of(ragged.begin(), ragged.end(), fits);
 }
 
 void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
@@ -71,6 +71,10 @@ void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
     if (queries && queries->buffer) {
         f.assign(ubatch->pos, ubatch->pos + n_tokens);
         ggml_backend_tensor_set(queries, f.data(), 0, ggml_nbytes(queries));
+    }
+
+    if (stage.tail && stage.tail->buffer) {
+        stage.set_input(*kvtool.staging);
     }
 
     for (const auto & m : made) {

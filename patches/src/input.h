@@ -3,6 +3,7 @@
 #pragma once
 
 #include "hooks.h"
+#include "staging.h"
 
 #include "llama-graph.h"
 
@@ -67,6 +68,30 @@ public:
     };
 
     std::vector<filled> filled;
+
+    // attention to archived tokens that are copied to the device, see staged.cpp
+    struct staged {
+        // of layers with so many heads
+        struct rows_of {
+            int     n_head;
+            int64_t n_token; // rows of a head
+
+            ggml_tensor * idx; // I64 [n_head*n_live]: the row of each live cell
+        };
+
+        int64_t n_live     = 0;
+        int64_t n_archived = 0;
+
+        ggml_tensor * tail = nullptr; // [n_all - n_live]: 0 for archived tokens, then -INFINITY
+        ggml_tensor * mask = nullptr; // [n_all, n_tokens]: llama.cpp's, then for each query the tail
+
+        std::vector<rows_of>                rows;
+        std::vector<kvtool::staging::mark>  marks;
+
+        void set_input(kvtool::staging & to) const;
+    };
+
+    staged stage;
 
     bool is_apart = false; // the signals of guesses are kept apart
 

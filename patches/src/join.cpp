@@ -84,12 +84,20 @@ static void keep_inputs(const llm_graph_context & graph, llm_graph_input_attn_kv
     }
 }
 
+// of the cells that see everything
+static ggml_tensor * mask_of(const llm_graph_input_attn_kv      * inp) { return inp->get_kq_mask(); }
+static ggml_tensor * mask_of(const llm_graph_input_attn_k       * inp) { return inp->get_kq_mask(); }
+static ggml_tensor * mask_of(const llm_graph_input_attn_kv_iswa * inp) { return inp->get_kq_mask(); }
+
 template <typename T>
 static ggml_tensor * join(
         const llm_graph_context & graph, T * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, ggml_tensor * kq_b,
         ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il) {
     auto * kvtool = graph.cparams.kvtool;
 
+    if (kvtool && kvtool->is_staging()) {
+        return llama_kvtool_staged(graph, mask_of(inp), q, sinks, kq_scale, il);
+    }
     if (!kvtool || !kvtool->joint) {
         return nullptr;
     }

@@ -19,7 +19,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 17
+#define LLAMA_KVTOOL_ABI 18
 
 // what is returned where there is no room for the archive: the call may be made again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -265,6 +265,11 @@ LLAMA_API int32_t llama_kvtool_archive(
 
 // keys in the cache, and those of the next decode, are rotated to their position in the stream less base
 LLAMA_API int32_t llama_kvtool_base(struct llama_context * ctx, int64_t base);
+
+// From now on a step attends to all archived tokens, at most n_token of them, on the device of its layer: they are copied there layer
+// by layer, through two buffers. 0: no longer. Returns the bytes that the buffers take on devices. All keys must have one base, and none
+// may be far; a step fails otherwise. Not where values are a part of the keys (MLA), nor with signals.
+LLAMA_API int64_t llama_kvtool_stage(struct llama_context * ctx, int64_t n_token);
 
 // forget all but the newest n tokens of the archive; without any, another stream may begin
 LLAMA_API int32_t llama_kvtool_forget(struct llama_context * ctx, int64_t n);

@@ -160,7 +160,7 @@ static ggml_tensor * made_mask(const llm_graph_context & graph, const llama_kvto
 ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il) {
     const auto * kvtool = graph.cparams.kvtool;
 
-    if (kvtool && kvtool->params.n_made > 0 && kvtool->n_archived() > 0 && kvtool->find(il)) {
+    if (kvtool && kvtool->params.n_made > 0 && kvtool->n_archived() > 0 && !kvtool->is_staging() && kvtool->find(il)) {
         return made_mask(graph, *kvtool, kq_mask, graph.hparams.n_head(il)/kvtool->find(il)->n_head);
     }
     if (!kvtool || (!kvtool->params.ragged && !kvtool->places.is_on()) || !kvtool->find(il)) {
@@ -216,7 +216,13 @@ bool llama_kvtool_fits(const llama_context & lctx, uint32_t n_tokens) {
             LLAMA_LOG_ERROR("%d cells cannot hold %d + %u tokens\n", n, n_own, n_tokens);
             return false;
         }
-        if (kvtool->params.n_made > 0 && kvtool->n_archived() > 0) {
+        if (kvtool->is_staging()) {
+            if (const std::string why = kvtool->unstaged(); !why.empty()) {
+                LLAMA_LOG_ERROR("%s\n", why.c_str());
+                return false;
+            }
+            kvtool->fill_recalled(lctx, 0);
+        } else if (kvtool->params.n_made > 0 && kvtool->n_archived() > 0) {
             if (n_tokens > (uint32_t) (kvtool->params.n_recall/kvtool->params.n_made)) {
                 LLAMA_LOG_ERROR("%d cells cannot be made for %u tokens\n", kvtool->params.n_recall, n_tokens);
                 return false;

@@ -73,7 +73,7 @@ void llama_kvtool_recall(
         const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, ggml_tensor * sinks, float scale, int il) {
     const auto * kvtool = graph.cparams.kvtool;
 
-    if (!kvtool || kvtool->n_archived() == 0 || !kvtool->find(il)) {
+    if (!kvtool || kvtool->n_archived() == 0 || kvtool->is_staging() || !kvtool->find(il)) {
         return;
     }
 

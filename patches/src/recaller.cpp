@@ -3,6 +3,7 @@
 #include "convert.h"
 #include "gather.h"
 #include "made.h"
+#include "staging.h"
 #include "together.h"
 
 #include "llama-graph.h"
@@ -322,13 +323,17 @@ void recaller::trace(int32_t n) {
     }
 }
 
-void recaller::push(graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const leaving & some, int n_thread) {
+void recaller::push(graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const leaving & some, int n_thread, kvtool::staging * staging) {
     // what is gathered of all layers lies on a device at once
     static constexpr int32_t n_most = 128;
 
     if (some.n_cell <= n_most) {
         // a step's few tokens are stored before threads have started
         n_thread = 1;
+    }
+
+    if (staging && staging->push(some)) {
+        return;
     }
 
     std::vector<gathered> found(layers.size());

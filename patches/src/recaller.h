@@ -15,6 +15,7 @@ namespace kvtool {
 
 class graphs;
 class recaller;
+class staging;
 
 // what recall of one layer reads
 struct recalled_layer {
@@ -40,8 +41,9 @@ class recaller {
 public:
     recaller(const archive_params & params, const std::vector<archive_shape> & shapes);
 
-    // Copies these cells of all rows; the cache stays as it is. Throws no_room, and nothing has changed then.
-    void push(graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const leaving & some, int n_thread);
+    // Copies these cells of all rows; the cache stays as it is. Throws no_room, and nothing has changed then. staging: null, or what may store
+    // them later
+    void push(graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const leaving & some, int n_thread, staging * staging);
 
     // see llama_kvtool_go_back
     void go_back(

@@ -161,6 +161,21 @@ void archive::seal(int n_thread) {
     n_unsealed = 0;
 }
 
+void archive::defer_seal(bool on, int n_thread) {
+    is_deferred = on;
+    if (!on && size() > 0) {
+        seal(n_thread);
+    }
+}
+
+void archive::seal_layer(size_t layer, int head) {
+    int row = head;
+    for (size_t i = 0; i < layer; ++i) {
+        row += layers[i].n_head;
+    }
+    seal_row(row);
+}
+
 int archive::seal_some(int64_t n_max, int n_thread) {
     if (n_unsealed == 0) {
         return 0;

@@ -422,6 +422,52 @@ int32_t llama_kvtool::take_back(llama_context & lctx, int n) {
     return 0;
 }
 
+int64_t llama_kvtool::stage(llama_context & lctx, int64_t n) {
+    lctx.synchronize();
+
+    if (staging) {
+        staging->settle();
+        staging.reset();
+        archive->tokens.defer_seal(false, std::max(lctx.n_threads(), 1u));
+        lctx.cparams.cb_eval           = nullptr;
+        lctx.cparams.cb_eval_user_data = nullptr;
+        forget_graphs(lctx, true);
+    }
+    if (n == 0) {
+        return 0;
+    }
+    if (params.signals != 0 || params.log_n) {
+        return fail("a policy that reads attention, or scales it by log n, stages nothing");
+    }
+    if (lctx.cparams.cb_eval) {
+        return fail("the context calls somebody else for each node of a graph");
+    }
+    if (const std::string why = staging::unsupported(archive->tokens, layers); !why.empty()) {
+        return fail(why);
+    }
+    // flash attention reads up to a multiple of 256 rows
+    const int64_t n_row = GGML_PAD(n, 256) + GGML_PAD(layers[0].n_cell, 256) + 256;
+    staging = std::make_unique<kvtool::staging>(archive->tokens, layers, v_trans, n_row, std::max(lctx.n_threads(), 1u));
+    archive->tokens.defer_seal(true, 1);
+
+    lctx.cparams.cb_eval           = kvtool::staging::reach;
+    lctx.cparams.cb_eval_user_data = staging.get();
+    forget_graphs(lctx, true);
+
+    return staging->bytes();
+}
+
+std::string llama_kvtool::unstaged() const {
+    const auto & all = archive->tokens;
+    if (all.size() + GGML_PAD(layers[0].n_cell, 256) + 256 > staging->n_token()) {
+        return format("%lld archived tokens do not fit where %lld rows are staged", (long long) all.size(), (long long) staging->n_token());
+    }
+    if (all.far_end() > all.begin() || all.stretches(all.far_end(), 0).size() > 1) {
+        return "archived keys that are rotated to other positions cannot be staged";
+    }
+    return {};
+}
+
 //
 // llama.cpp's own
 //

@@ -11,6 +11,7 @@
 #include "recaller.h"
 #include "recent.h"
 #include "signals.h"
+#include "staging.h"
 
 #include <cstdint>
 #include <memory>
@@ -59,6 +60,7 @@ struct llama_kvtool {
     std::vector<std::vector<float>> mean_turns; // of each layer, once it has been needed: see read_future
 
     std::unique_ptr<kvtool::recaller> archive; // null: there is none
+    std::unique_ptr<kvtool::staging>  staging; // null: steps recall from the archive on the host
 
     uint64_t version = 0; // of the tensors that graphs view, and of what they do with them: no two contexts have the same
 
@@ -80,6 +82,15 @@ struct llama_kvtool {
 
     // tokens in the archive
     int64_t n_archived() const { return archive ? archive->tokens.size() : 0; }
+
+    // whether a step attends to all archived tokens on the device; without any, llama.cpp's own attention sees everything
+    bool is_staging() const { return staging && n_archived() > 0; }
+
+    // see llama_kvtool_stage
+    int64_t stage(llama_context & lctx, int64_t n_archived);
+
+    // why the archive's tokens cannot be staged for the next step; empty: they can
+    std::string unstaged() const;
 
     // the layer whose cells this layer of the model reads, itself or an earlier one; null if these are no rows
     const kvtool::layer * find(int il) const;

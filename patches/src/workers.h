@@ -1,0 +1,103 @@
+// Threads that do work in the background, in the order in which it is given.
+
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace kvtool {
+
+class workers {
+public:
+    // Work that is waited for together.
+    class group {
+        friend class workers;
+
+        int         n_left = 0;
+        std::string failed; // why some of it could not be done
+    };
+
+    explicit workers(size_t n_thread) {
+        for (size_t t = 0; t < n_thread; ++t) {
+            threads.emplace_back([this, t] { run(t); });
+        }
+    }
+
+    // Work that has not begun is left out.
+    ~workers() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            is_over = true;
+        }
+        changed.notify_all();
+        for (auto & t : threads) {
+            t.join();
+        }
+    }
+
+    workers(const workers &) = delete;
+
+    size_t size() const { return threads.size(); }
+
+    // work(thread) is called by one of the threads.
+    void add(group & of, std::function<void (size_t)> work) {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            ++of.n_left;
+            queue.emplace_back(&of, std::move(work));
+        }
+        changed.notify_all();
+    }
+
+    // Returns once all of a group is done: why some could not be, or nothing.
+    std::string wait(group & of) {
+        std::unique_lock<std::mutex> lock(mutex);
+        changed.wait(lock, [&] { return of.n_left == 0; });
+        return std::exchange(of.failed, {});
+    }
+
+private:
+    std::vector<std::thread> threads;
+    std::mutex               mutex;
+    std::condition_variable  changed;
+
+    std::deque<std::pair<group *, std::function<void (size_t)>>> queue;
+
+    bool is_over = false;
+
+    void run(size_t thread) {
+        std::unique_lock<std::mutex> lock(mutex);
+        for (;;) {
+            changed.wait(lock, [&] { return is_over || !queue.empty(); });
+            if (is_over) {
+                return;
+            }
+            const auto [of, work] = std::move(queue.front());
+            queue.pop_front();
+
+            lock.unlock();
+            std::string why;
+            try {
+                work(thread);
+            } catch (const std::exception & e) {
+                why = e.what();
+            }
+            lock.lock();
+
+            if (!why.empty()) {
+                of->failed = why;
+            }
+            --of->n_left;
+            changed.notify_all();
+        }
+    }
+};
+
+} // namespace kvtool
