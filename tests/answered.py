@@ -65,7 +65,12 @@ class Answering:
     async def _answered(self, request):
         job = Job(request, "test")
         jobs.answer(job, self.talk.answer)
-        end = await job.next_but("read", "reading", "piece")
+        self.streamed = {}
+        while (end := await job.next_but("read", "reading"))["kind"] == "piece":
+            for delta in end["deltas"]:
+                for name, text in delta.items():
+                    if isinstance(text, str):
+                        self.streamed[name] = self.streamed.get(name, "") + text
         if end["kind"] == "error":
             raise end["error"]
         return end

@@ -360,3 +360,52 @@ def test_an_answer_of_a_schema_may_be_a_call_instead(ask):
             answers += 1
     assert answers
     assert calls
+
+
+_HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+THINKING = {
+    "the header opens the thought": CHAT.replace(
+        _HEADER, _HEADER.replace("{% endif %}", "<think>\n{% endif %}")
+    ),
+    "the model opens the thought": CHAT + "{# <think></think> #}",
+    "the header closes the thought": CHAT.replace(
+        _HEADER, _HEADER.replace("{% endif %}", "<think>\n\n</think>\n\n{% endif %}")
+    ),
+    "gpt-oss": CHAT.replace(_HEADER, "{% if add_generation_prompt %}<|start|>assistant{% endif %}")
+    + "{# <|channel|>analysis<|message|> <|channel|>final<|message|> #}",
+    "Gemma 4": CHAT + "{# <|channel>thought\n<channel|> #}",
+    "Mistral": CHAT + "{# [THINK][/THINK] #}",
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", THINKING)
+def test_a_thinking_model_writes_json_as_content_and_its_thought_apart(model, tmp_path, kind):
+    n_thoughts = 0
+    with answering(model, THINKING[kind], tmp_path, sampling=Sampling(temp=1.0)) as answer:
+        for seed in range(20):
+            shape = {"response_format": of_schema(CITY, strict=True), "thinking_budget": seed % 10 + 1}
+            end = answer(USER, seed=seed, **shape, max_tokens=400)
+            # a stream has the same in pieces
+            assert {name: answer.streamed.get(name, "") for name in ("content", "reasoning_content")} == {
+                name: end["message"].get(name, "") for name in ("content", "reasoning_content")
+            }
+            jsonschema.validate(json.loads(end["message"]["content"]), CITY)
+            assert end["finish"] == "stop"
+            n_thoughts += bool(end["message"].get("reasoning_content"))
+    assert n_thoughts == {"the header opens the thought": 20, "the header closes the thought": 0}.get(
+        kind, n_thoughts or 1
+    )
+
+
+@pytest.mark.engine
+def test_a_thinking_model_is_made_to_call_a_tool_after_its_thought(model, tmp_path):
+    source = THINKING["the header opens the thought"]
+    with answering(model, source, tmp_path, sampling=Sampling(temp=1.0)) as answer:
+        for seed in range(8):
+            more = {"tools": [tool("weather", CITY)], "tool_choice": "required", "thinking_budget": 6}
+            end = answer(USER, seed=seed, **more, max_tokens=400)
+            (call,) = end["message"]["tool_calls"]
+            jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
+            assert (end["message"]["content"], end["finish"]) == ("", "tool_calls")
+            assert end["message"]["reasoning_content"]

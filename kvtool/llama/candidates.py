@@ -12,18 +12,14 @@ from kvtool.llama.library import api
 _CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
 
 
-def candidates(logits: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+def candidates(logits: np.ndarray, fits: np.ndarray | None = None) -> np.ndarray:
     """llama.cpp's records of tokens, with their logits of f32[n_vocab].
 
-    mask: u32[n_word] as of `Constraint.mask`: only the tokens that it has; None for all.
+    fits: b1[n_vocab], the tokens to take; None for all.
     """
-    tokens = np.arange(len(logits), dtype=np.int32)
-    if mask is not None:
-        bits = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little")
-        tokens = tokens[bits.view(np.bool_)]
-        logits = logits[tokens]
+    tokens = np.arange(len(logits)) if fits is None else np.flatnonzero(fits)
     found = np.zeros(len(tokens), _CANDIDATE)
-    found["id"], found["logit"] = tokens, logits
+    found["id"], found["logit"] = tokens, logits if fits is None else logits[tokens]
     return found
 
 

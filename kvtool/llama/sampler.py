@@ -30,6 +30,9 @@ def _alone(constraint: Constraint | None) -> Constraint | None:
 
 _NOWHERE = "the grammar has come to a place that no token of this model continues; change the grammar"
 
+_MANY = 0.75
+"""The share of the vocabulary from which on most tokens fit."""
+
 _N_MIROSTAT = 100
 """Tokens by which Mirostat 1 estimates: llama.cpp's own number, and the paper's."""
 
@@ -191,14 +194,37 @@ class Sampler:
         Raises UsageError where no token of the vocabulary fits.
         """
         mask = self.constraint.mask() if self.constraint else None
-        if mask is None and cache.has_own_logits:
-            token: int = api.llama_sampler_sample(self._chain, cache.handle, cache.next_output)
+        n_vocab, fits = self.model.n_vocab, None
+        if mask is not None:
+            fits = np.unpackbits(mask.view(np.uint8), count=n_vocab, bitorder="little").view(np.bool_)
+        if cache.has_own_logits and (fits is None or self._is_quick(fits)):
+            token = self._drawn_of_all(cache, fits)
         else:
-            token = self._drawn(candidates(cache.next_logits, mask))
+            token = self._drawn(candidates(cache.next_logits, fits))
             api.llama_sampler_accept(self._chain, token)
         if self.constraint and not self.constraint.accept(token):
             raise UsageError(_NOWHERE)
         self.recent.append(token)
+        return token
+
+    def _is_quick(self, fits: np.ndarray) -> bool:
+        """True if it is quicker to bar the tokens b1[n_vocab] that do not fit than to list those that do.
+
+        Samplers that add up logarithms take no probability of 0.
+        """
+        adds_up = self.settings.typical < 1 or self.settings.mirostat
+        return not adds_up and bool(np.count_nonzero(fits) > _MANY * len(fits))
+
+    def _drawn_of_all(self, cache: Decoder, fits: np.ndarray | None) -> int:
+        """Draw from llama.cpp's own logits, in which tokens that do not fit are barred for so long."""
+        logits = cache.next_logits
+        barred = np.empty(0, np.int64) if fits is None else np.flatnonzero(~fits)
+        before = logits[barred]
+        logits[barred] = -np.inf
+        try:
+            token: int = api.llama_sampler_sample(self._chain, cache.handle, cache.next_output)
+        finally:
+            logits[barred] = before
         return token
 
     def _drawn(self, found: np.ndarray) -> int:
