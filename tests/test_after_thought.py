@@ -65,7 +65,7 @@ def fitting(constraint, model):
 
 
 def wander(constraint, model, rng, n=400, likes=()):
-    """Tokens drawn at random from those that fit, up to the end. likes: tokens that come often."""
+    """Draw tokens that fit at random, up to the end. likes: tokens that come often."""
     tokens = []
     while len(tokens) < n:
         allowed = fitting(constraint, model)

@@ -1,4 +1,4 @@
-"""Grammars and JSON schemas: what is written fits them, whatever the policy evicts meanwhile."""
+"""Grammars and JSON schemas: every text fits them, and the policy may evict its beginning."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def engine(tiny_model):
 
 
 def check_person(text):
-    """That a text is JSON of PERSON's schema."""
+    """Assert that a text is JSON of PERSON's schema."""
     person = json.loads(text)
     assert list(person) == ["name", "age", "colour", "friends"]
     assert 3 <= len(person["name"]) <= 24
@@ -76,7 +76,7 @@ def check_person(text):
 
 
 def written(engine, logits, n=60, **settings):
-    """What is sampled from the same logits, up to the end of the grammar."""
+    """Sample from the same logits up to the end of the grammar."""
     sampler = Sampler(engine.model, Sampling(**settings), seed=1)
     tokens = []
     while len(tokens) < n:
@@ -211,7 +211,7 @@ ws ::= | " " | "\n" [ \t]{0,20}
             ['{"a": [1, -2.5e3, {"b\\n": "x\u00e9"}],\n  "c": null}', "[]", "{}"],
             ['{"a" 1}', "[1,]"],
         ),
-        # what a lexer that takes the longest part would refuse
+        # a lexer that takes the longest part would refuse these
         ('root ::= [a-z]* "abc"', ["abc", "xabc", "abcabc"], ["ab", "abcd"]),
         ('root ::= "a" "bc" | "ab" "d"', ["abc", "abd"], ["ab", "abcd"]),
         ('root ::= x "b"\nx ::= "a" | "ab"', ["ab", "abb"], ["a", "abbb"]),
@@ -428,7 +428,7 @@ def test_generate_writes_json_that_fits_a_schema_under_a_budget(smol, tmp_path):
     result = json.loads(done.stdout)
     assert result["evicted"] > 20
     check_person(result["text"])
-    # the schema itself, and what it says that no grammar holds
+    # the schema as a text, with a keyword that is not enforced
     done = kvtool(*own, *under, "-j", json.dumps(PERSON | {"unevaluatedItems": False}))
     check_person(done.stdout)
     assert done.stderr == ("the schema's unevaluatedItems cannot be enforced; check the JSON for that\n")

@@ -179,6 +179,7 @@ SETTINGS = {
     "bias": {"logit_bias": ((40, 3.0),)},
     "mirostat": {"mirostat": 2, "temp": 1.0},
     "grammar": {"grammar": 'root ::= ("river" | "slow" | " ")+'},
+    "schema": {"temp": 1.0, "json_schema": json.dumps({"type": "array", "items": {"const": "a river"}})},
 }
 
 
@@ -212,6 +213,21 @@ def test_what_is_written_does_not_depend_on_guesses(talker, its, policy):
     assert drafter.n_drafted >= drafter.n_accepted
     # of noise nothing comes again
     assert drafter.n_drafted > 0 or its.keys() & {"temp", "repeat_penalty"}
+
+
+@pytest.mark.engine
+def test_what_a_schema_forces_is_guessed(talker):
+    said = {"a name that is long": "and a text that is longer"}
+    schema = {"type": "object", "properties": {"a name that is long": {"const": said["a name that is long"]}}}
+    its = {"json_schema": json.dumps(schema | {"required": [*said]})}
+    drafter = Drafter(Lookup())
+    without, with_guesses = (written(talker, each, its) for each in (None, drafter))
+    assert json.loads(with_guesses[0]) == said
+    assert without[:2] == with_guesses[:2]
+    model = Model(talker, vocab_only=True)
+    n_forced = sum(len(model.tokenize(text)) for pair in said.items() for text in pair)
+    model.close()
+    assert drafter.n_accepted >= n_forced - 2
 
 
 @pytest.mark.engine

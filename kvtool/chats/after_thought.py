@@ -23,7 +23,7 @@ _MOST_BREAKS = 2
 
 
 class _Place(Enum):
-    """Where a reply is. START: a thought or the answer may begin. BREAK: right behind a thought."""
+    """Place in a reply. START: a thought or the answer may begin. BREAK: right behind a thought."""
 
     START = auto()
     THOUGHT = auto()
@@ -124,6 +124,11 @@ class AfterThought(Constraint):
                 return n
         return most
 
+    def forced(self) -> Sequence[int]:
+        if self._place is _Place.THOUGHT:
+            return self._forced
+        return self._inner.forced() if self._inner and self._place is _Place.ANSWER else []
+
     # the start
 
     def _begin(self, token: int, piece: bytes) -> bool:
@@ -150,7 +155,7 @@ class AfterThought(Constraint):
 
     @property
     def _tags_at_start(self) -> list[tuple[bytes, _Place]]:
-        """What a reply may begin with, and where it is then."""
+        """Tags that a reply may begin with, and the places behind them."""
         places = [(self._tags.plain, _Place.ANSWER), (self._tags.start, _Place.THOUGHT)]
         if self._tags.plain and self._budget == 0:
             # the thought would be empty
@@ -158,7 +163,7 @@ class AfterThought(Constraint):
         return [(tag.encode(), place) for tag, place in places if tag]
 
     def _opening(self) -> list[int]:
-        """Tokens that go on with what a reply may begin with."""
+        """Tokens that continue a tag at the start of a reply."""
         found = []
         held = self._held.lstrip()
         for tag, place in self._tags_at_start:
@@ -218,7 +223,7 @@ class AfterThought(Constraint):
         return self._known[said]
 
     def _bad_ends(self, inner: Constraint) -> list[int]:
-        """Tokens that close the thought and go on with what the answer cannot begin with."""
+        """Tokens that close the thought and continue with a text that the answer cannot begin with."""
         end, found = self._tags.end.encode(), []
         for token in self._vocabulary.with_inside(end[-1:]):
             text = self._held + self._vocabulary.pieces[token]
@@ -247,7 +252,7 @@ class AfterThought(Constraint):
 
 
 def _place_after(header: str, tags: Tags) -> _Place:
-    """Where a reply begins behind this header."""
+    """Place at which a reply begins behind this header."""
     _, opened, rest = header.rpartition(tags.start)
     if opened and tags.end not in rest:
         return _Place.THOUGHT
@@ -275,6 +280,9 @@ class _Continued(Constraint):
 
     def n_fitting(self, tokens: Sequence[int]) -> int:
         return self._inner.n_fitting(tokens)
+
+    def forced(self) -> Sequence[int]:
+        return self._inner.forced()
 
 
 def after_thought(

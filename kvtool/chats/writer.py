@@ -279,7 +279,7 @@ class Writer:
         n = len(self._decoded)
         drafter.cut(n)
         drafter.add(np.concatenate([np.array(self._decoded[drafter.n :], np.int32), self._unread]))
-        guesses = drafter.guess(min(self.engine.most_ahead(), n_left - 1))
+        guesses = drafter.guess(min(self.engine.most_ahead(), n_left - 1), self.sampler.constraint)
         if len(guesses):
             self.engine.step_ahead(np.concatenate([self._unread, guesses]))
         else:

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from kvtool.drafts.pace import Pace
+from kvtool.llama.constraint import Constraint
 
 MOST = 15
 """Maximum number of draft tokens of a step."""
@@ -71,15 +72,22 @@ class Drafter:
         for source in self._sources:
             source.add(tokens)
 
-    def guess(self, most: int) -> np.ndarray:
-        """Return at most `most` draft tokens i32[n] for the next step."""
-        found = np.empty(0, np.int32)
-        self._support = self._lookup.look() if most > 0 else 0
-        if self._support and (n := self._pace.choose(self._support, most)):
+    def guess(self, most: int, constraint: Constraint | None = None) -> np.ndarray:
+        """Return at most `most` draft tokens i32[n] for the next step.
+
+        constraint: holds the stream. Tokens that it forces come first; others must fit.
+        """
+        found = np.array(constraint.forced()[:most] if constraint and most > 0 else [], np.int32)
+        self._support = self._lookup.look() if most > 0 and not len(found) else 0
+        if len(found):
+            pass
+        elif self._support and (n := self._pace.choose(self._support, most)):
             found = self._lookup.guess(n)
         elif self._model and most > 0:
             self._support = 0
             found = self._model.guess(most)
+        if constraint and len(found):
+            found = found[: constraint.n_fitting(found.tolist())]
         self._n = len(found)
         # a step without room for draft tokens may be shared by several streams: its time is not used
         self._started = time.perf_counter() if most > 0 else 0.0

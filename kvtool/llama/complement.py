@@ -35,7 +35,7 @@ class Complement:
         self._root = root
 
     def of(self, schema: Any, depth: int = 0, *, names: Iterable[str] = ()) -> list[Any]:
-        """Schemas that only values fit which do not fit this one; [] if none is known.
+        """Schemas of values that do not fit a schema; [] if unknown.
 
         names: of properties that objects may have.
         """
@@ -82,7 +82,7 @@ class Complement:
             yield schema["not"]
 
     def resolved(self, schema: Any) -> Any:
-        """What a schema refers to, if it says nothing else."""
+        """Follow the reference of a schema without other keywords."""
         for _ in range(_MOST_DEEP):
             reference = schema.get("$ref") if isinstance(schema, Mapping) else None
             if (
@@ -137,7 +137,7 @@ def types_of(said: object) -> frozenset[str]:
 
 
 def at_pointer(root: Any, pointer: str) -> Any:
-    """What stands at a JSON pointer; None if nothing does."""
+    """Follow a JSON pointer; None if it leads nowhere."""
     for name in pointer.split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
         if isinstance(root, list) and name.isdecimal() and int(name) < len(root):
@@ -161,7 +161,7 @@ def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _property(schema: Mapping[str, Any], name: str) -> Any:
-    """What a schema says of a property."""
+    """The schema of a property."""
     names = schema.get("properties")
     if isinstance(names, Mapping) and name in names:
         return names[name]
@@ -209,7 +209,7 @@ def other_than(texts: Sequence[str]) -> str:
 
 
 def _beyond(key: str, number: float) -> Iterator[Any]:
-    """The schema of what is beyond a bound."""
+    """Yield the schema of values beyond a bound."""
     if key in _BOUNDS:
         kind, bound = _BOUNDS[key]
         yield {"type": kind, bound: number}

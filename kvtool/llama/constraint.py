@@ -70,7 +70,7 @@ class Vocabulary:
         try:
             text = data.decode()
         except UnicodeDecodeError:
-            # asks for the tokens of what is text
+            # it asks for the tokens of the part that is text
             return self.tokenizer.tokenize_bytes(data)
         # some tokenizers put a space before a text, but not behind a control character
         for lead in ("", "\x01"):
@@ -126,7 +126,7 @@ _made: weakref.WeakKeyDictionary[Model, Vocabulary] = weakref.WeakKeyDictionary(
 
 
 class _Tokenizer:
-    """What llguidance asks of a tokenizer, by these names."""
+    """A tokenizer with the names that llguidance asks for."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -134,7 +134,7 @@ class _Tokenizer:
     def __init__(self, vocabulary: Vocabulary, tokens: list[bytes], eos: int) -> None:
         self.tokens, self.eos_token_id = tokens, eos
         self.special_token_ids = sorted(vocabulary.control)
-        # the vocabulary keeps this one
+        # it must not keep the vocabulary, which keeps it
         self._vocabulary = weakref.ref(vocabulary)
 
     def __call__(self, text: str) -> list[int]:
@@ -155,7 +155,10 @@ class Constraint(Protocol):
         """Go on by this token if it fits; return False, with nothing changed, if it does not."""
 
     def n_fitting(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens fit, one after another. Nothing changes."""
+        """Number of these tokens that fit, one after another. Nothing changes."""
+
+    def forced(self) -> Sequence[int]:
+        """The next tokens, as far as only one of each fits."""
 
     def restart(self) -> None:
         """Go back to the start of the text."""
@@ -172,10 +175,8 @@ class Matcher(Constraint):
 
         self._vocabulary, self._name = vocabulary, rules.name
         self._mask = np.zeros(vocabulary.n_word, np.uint32)
-        limits = llguidance.LLParserLimits(verbose_errors=False)
-        make = llguidance.LLMatcher
-        tokenizer = vocabulary.tokenizer
-        self._matcher = with_room(lambda: make(tokenizer, rules.text, log_level=0, limits=limits))
+        make, tokenizer = llguidance.LLMatcher, vocabulary.tokenizer
+        self._matcher = with_room(lambda: make(tokenizer, rules.text, log_level=0, limits=limits()))
         if self._matcher.is_error():
             raise UsageError(f"{self._name} cannot be used: {self._why()}")
 
@@ -194,6 +195,9 @@ class Matcher(Constraint):
         self._check()
         return n
 
+    def forced(self) -> Sequence[int]:
+        return self._matcher.compute_ff_tokens()
+
     def restart(self) -> None:
         self._matcher.reset()
 
@@ -205,8 +209,20 @@ class Matcher(Constraint):
         return " ".join(self._matcher.get_error().partition("\n")[0].split())[:200]
 
 
+def limits() -> llguidance.LLParserLimits:
+    """llguidance's limits: on a slow core half a second for a token, a few to begin, and 200 MB."""
+    import llguidance
+
+    return llguidance.LLParserLimits(
+        initial_lexer_fuel=5_000_000,
+        step_lexer_fuel=2_000_000,
+        max_lexer_states=100_000,
+        verbose_errors=False,
+    )
+
+
 def with_room(call: Callable[[], _Result]) -> _Result:
-    """Return what a call returns, made in a thread with a large stack. Raises what it raises."""
+    """Make a call in a thread with a large stack; return its result, or raise its error."""
     results: list[_Result] = []
     errors: list[BaseException] = []
 

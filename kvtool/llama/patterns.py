@@ -30,9 +30,9 @@ def of_format(name: object) -> dict[str, Any] | None:
 
 @lru_cache(10_000)
 def parts_of(pattern: str) -> tuple[str, ...] | None:
-    """Patterns that llguidance takes, and which a text fits that fits this one; None if there are none.
+    """Split a pattern into patterns that llguidance takes, all of which a text must fit; None if that fails.
 
-    What looks ahead from the start of a text is a pattern of its own.
+    A lookahead at the start of a text becomes a separate pattern.
     """
     import llguidance
 
@@ -50,10 +50,9 @@ def parts_of(pattern: str) -> tuple[str, ...] | None:
 
 
 def _plain(pattern: str) -> Iterator[tuple[str, bool]]:
-    """The parts of a pattern, and whether each is in a set of characters.
+    """Yield the parts of a pattern, and whether each is in a set of characters.
 
-    What llguidance would read in another way than JSON schemas do is escaped: a set or an operation of sets
-    within a set, and the ends of words.
+    Parts that mean something else to llguidance are escaped: sets and operations within a set, ends of words.
     """
     in_set, first = False, 0
     for n, part in enumerate(_PART.findall(pattern)):
@@ -75,9 +74,9 @@ def _plain(pattern: str) -> Iterator[tuple[str, bool]]:
 
 
 def _end_of_lookahead(pattern: str) -> int | None:
-    """Where the parenthesis closes that a pattern begins with behind its anchor.
+    """Index of the parenthesis that closes a pattern's first lookahead.
 
-    None if it does not, and if alternatives follow: only one of them looks ahead.
+    None if there is no such parenthesis, and with alternatives: only one of them looks ahead.
     """
     at, depth, end = 0, 0, None
     for part, in_set in _plain(pattern):

@@ -57,7 +57,7 @@ class LeftOut(NamedTuple):
 
 
 def rewritten(schema: Mapping[str, Any], *, is_exact: bool = True) -> tuple[Schema, list[LeftOut]]:
-    """Return the schema for llguidance, and what is left out of it.
+    """Return the schema for llguidance, and the keywords left out of it.
 
     is_exact: express oneOf, not and conditions in other keywords, which can make a schema too large.
     Raises UsageError for an object with too many properties.
@@ -72,15 +72,15 @@ def rewritten(schema: Mapping[str, Any], *, is_exact: bool = True) -> tuple[Sche
 
 
 class _Writer:
-    """Writes a schema anew.
+    """Rewrites a schema.
 
     Attributes
     ----------
     shared
-        Places to which references lead from where more is said about the same value, as far as they were met.
-        No object there may be closed; the constructor takes those that are known.
+        Places that references lead to from schemas with more keywords about the same value. No object there
+        may be closed. The constructor takes the places that are known; here are the places met on the way.
     left_out
-        What is not enforced.
+        Keywords that are not enforced.
     """
 
     def __init__(self, root: Mapping[str, Any], shared: set[str], is_exact: bool) -> None:
@@ -93,7 +93,7 @@ class _Writer:
         self.left_out: list[LeftOut] = []
 
     def schema(self, schema: Any, where: str, *, is_alone: bool) -> Any:
-        """The schema anew. where: its place. is_alone: nothing else says anything about the value."""
+        """Rewrite a schema. where: its place. is_alone: only this schema holds the value."""
         if not isinstance(schema, Mapping):
             return schema
         is_alone = is_alone and where not in self._known
@@ -136,7 +136,7 @@ class _Writer:
     # texts
 
     def _pattern(self, found: Schema, where: str) -> list[Schema]:
-        """Put the pattern in llguidance's terms; return schemas of what one pattern cannot say."""
+        """Put the pattern in llguidance's terms; return schemas of further patterns."""
         pattern = found.get("pattern")
         if not isinstance(pattern, str):
             return []
@@ -148,7 +148,7 @@ class _Writer:
         return [{"pattern": part} for part in parts[:-1]]
 
     def _format(self, found: Schema, where: str) -> list[Schema]:
-        """Put the format in llguidance's terms; return schemas of what is a pattern there."""
+        """Put the format in llguidance's terms; return schemas of formats that are patterns there."""
         if "format" not in found:
             return []
         name = found.pop("format")
@@ -163,7 +163,7 @@ class _Writer:
     # more about the same value
 
     def _one_of(self, found: Schema, where: str) -> bool:
-        """Give each option of oneOf only values that fit no other; return True if that was so already."""
+        """Give each option of oneOf only values of that option; True if nothing had to change."""
         options = _listed(found, "oneOf")
         within, new = types_of(found.get("type")), []
         for option in options:
@@ -180,7 +180,7 @@ class _Writer:
         return new == options
 
     def _without(self, schema: Any, names: Iterable[str] = ()) -> Schema | None:
-        """A schema of what this one leaves out, or None. names: as for `Complement.of`."""
+        """A schema of values that do not fit a schema, or None. names: as for `Complement.of`."""
         others = self._complement.of(schema, names=names) if self._is_exact else []
         return {"anyOf": others} if others else None
 
@@ -262,7 +262,7 @@ class _Writer:
             del found["propertyNames"]
 
     def _close(self, found: Schema, *, is_alone: bool) -> None:
-        """Let an object have no other properties than it names, where nothing is said about others."""
+        """Close an object, unless it has keywords about properties that it does not name."""
         names, required = found.get("properties"), found.get("required", [])
         if not isinstance(names, Mapping) or not isinstance(required, list):
             return
@@ -274,7 +274,7 @@ class _Writer:
             found["additionalProperties"] = False
 
     def _counts(self, found: Schema, where: str) -> None:
-        """Put numbers of properties in llguidance's terms: it counts those that the schema does not name."""
+        """Put numbers of properties in llguidance's terms: it counts only properties without a name."""
         least, most = found.get("minProperties", 0), found.get("maxProperties")
         names, required = found.get("properties"), found.get("required", [])
         if not isinstance(names, Mapping) or not isinstance(least, int) or not (least or most is not None):
@@ -297,7 +297,7 @@ class _Writer:
                 self._leave_out(found, key, where)
 
     def _parts(self, found: Schema, where: str, *, is_alone: bool, are_apart: bool) -> None:
-        """Write the schemas inside anew."""
+        """Rewrite the schemas inside."""
         says = found.keys() & SAYS
 
         def anew(key: str, value: Any, is_alone: bool) -> Any:

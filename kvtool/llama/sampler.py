@@ -78,7 +78,7 @@ class Sampler:
         self.recent: deque[int] = deque(maxlen=self.settings.n_recent)
         self._rules = rules
         self._chain: Any = None
-        # what the matcher was made for
+        # the matcher, and its grammar and schema
         self._matcher: Matcher | None = None
         self._shape: tuple[str | None, str | None] | None = None
         self._around: Around = _alone
@@ -87,7 +87,7 @@ class Sampler:
     def start(self, n: int, around: Around = _alone) -> None:
         """Begin the nth text: its draws depend on the seed and n alone, and its grammar starts over.
 
-        around: makes the constraint of this text from that of the settings, None if there is none.
+        around: makes the constraint of this text from the constraint of the settings, or from None.
         """
         self._around = around
         self._begin(n, self.settings)
@@ -99,7 +99,7 @@ class Sampler:
         self.recent.extend(recent)
 
     def change(self, settings: Sampling) -> None:
-        """Takes other settings and begins the present text again; what was sampled and the seed stay.
+        """Take other settings and begin the present text again; the sampled tokens and the seed stay.
 
         Raises UsageError as the constructor does; then nothing changes.
         """
@@ -208,7 +208,7 @@ class Sampler:
         return token
 
     def _is_quick(self, fits: np.ndarray) -> bool:
-        """True if it is quicker to bar the tokens b1[n_vocab] that do not fit than to list those that do.
+        """True if so many of b1[n_vocab] tokens fit that barring the others is quicker than listing these.
 
         Samplers that add up logarithms take no probability of 0.
         """

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvtool.errors import UsageError
-from kvtool.llama.constraint import with_room
+from kvtool.llama.constraint import limits, with_room
 from kvtool.llama.rewriting import rewritten
 from kvtool.llama.rules import Rules
 
@@ -31,12 +31,12 @@ class Unenforced(UsageError):
 
 
 class Enforced(NamedTuple):
-    """What of a schema is enforced.
+    """The enforced part of a schema.
 
     Attributes
     ----------
     schema
-        For llguidance: every text that fits it fits the schema, but for `not_held`.
+        The schema for llguidance. Except for `not_held`, every text that fits it fits the one asked for.
     not_held
         Keywords that are not enforced, sorted.
     """
@@ -97,7 +97,7 @@ def _error(schema: Mapping[str, Any]) -> str:
     import llguidance
 
     check = llguidance.LLMatcher.validate_grammar
-    said = with_room(partial(check, Enforced(schema, []).rules.text))
+    said = with_room(partial(check, Enforced(schema, []).rules.text, limits=limits()))
     # it tells of the line of the rules before
     said = said.partition("\n")[0].rpartition("failed to compile JSON schema: ")[2]
     return "" if said.startswith("WARNING") else " ".join(said.split())[:200]

@@ -31,27 +31,26 @@ _REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
 
 
 class _NoPlace(Exception):
-    """A format cannot say what a schema asks for."""
+    """A format has no syntax for a schema."""
 
 
 class Forced:
     """Writes the rules of one call of a tool, as `Parser` reads it.
 
-    Arguments are held to the tool's schema. Hermes's syntax stands in where a format has no place for what a
-    schema asks for, such as a pattern of a text that is not quoted.
+    Arguments are held to the tool's schema. A call is in Hermes's syntax if the format has none for the
+    schema, such as for a pattern of a text that is not quoted.
 
     Parameters
     ----------
     vocabulary
-        The model's: a control token among the format's tags stands in the rules under its number, since no
-        text has it.
+        The model's. Rules name control tokens among the format's tags by their numbers: no text has them.
     format
         The syntax in which the model writes calls.
 
     Attributes
     ----------
     remarks
-        What the rules do not enforce of the tools' schemas.
+        Remarks on keywords of the tools' schemas that are not enforced.
     """
 
     def __init__(self, vocabulary: Vocabulary, format: Format) -> None:
@@ -139,7 +138,7 @@ class Forced:
         return f"{name}_first0"
 
     def _value(self, name: str, own: Parameters, schema: Any, root: Mapping[str, Any]) -> str:
-        """What one value and its end may be. name: of a rule that may be added."""
+        """Expression of one value and its end. name: of a rule that may be added."""
         known = {} if schema is True else resolved(schema, root)
         types = types_of(known, root)
         if not isinstance(known, Mapping) or (own.mark and not types):
@@ -185,7 +184,7 @@ class Forced:
 
 
 def _has_strings(schema: Any, root: Mapping[str, Any]) -> bool:
-    """Whether a value of a schema may be or have a string, or names."""
+    """True if a value of a schema may be or have a string, or names."""
     types = types_of(schema, root)
     if "array" in types and isinstance(schema, Mapping):
         types = types - {"array"} | (types_of(schema.get("items"), root) or {"string"})
@@ -193,7 +192,7 @@ def _has_strings(schema: Any, root: Mapping[str, Any]) -> bool:
 
 
 def _is_free_text(schema: object, root: Mapping[str, Any]) -> bool:
-    """Whether any text that is not quoted fits a schema."""
+    """True if any text without quotes fits a schema."""
     types = types_of(schema, root)
     if not isinstance(schema, Mapping) or types & {"object", "array"}:
         return False

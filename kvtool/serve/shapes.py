@@ -29,12 +29,12 @@ _ANY_OBJECT = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What an answer must fit.
+    """Requirement on an answer.
 
     Attributes
     ----------
     kind
-        The form in which a client says it.
+        Its form.
     value
         A schema, the text of a grammar or of a regular expression, or a list of texts.
     where
@@ -49,7 +49,7 @@ class Shape:
     strict: bool = False
 
     def rules(self) -> tuple[Rules, list[str]]:
-        """The rules of the answer, and remarks about what they do not enforce. Raises ApiError."""
+        """Return the rules of the answer, and remarks on keywords that are not enforced. Raises ApiError."""
         if self.kind == "schema":
             found = enforced_at(self.value, self.where, strict=self.strict)
             return found.rules, remarks_of(found, self.where)
@@ -61,7 +61,7 @@ class Shape:
 
 
 def enforced_at(schema: Mapping[str, Any], where: str, *, strict: bool) -> Enforced:
-    """What can be enforced of a schema. where: its field. Raises ApiError, which names the keyword."""
+    """As `enforced`, of the schema in this field. Raises ApiError, which names the keyword."""
     try:
         return enforced(schema, strict=strict)
     except UsageError as error:
@@ -72,12 +72,12 @@ def enforced_at(schema: Mapping[str, Any], where: str, *, strict: bool) -> Enfor
 
 
 def remarks_of(found: Enforced, where: str) -> list[str]:
-    """What an answer says of keywords that are not enforced. where: the schema's field."""
+    """Remarks on keywords that are not enforced. where: the schema's field."""
     return [f"{where}: {', '.join(found.not_held)} cannot be enforced"] if found.not_held else []
 
 
 def check(fields: Fields) -> Shape | None:
-    """What the answer must fit, of the fields that say so. Raises ApiError, also where two of them do."""
+    """Take the shape out of a request's fields. Raises ApiError, also if there are two."""
     found = [_of_format(fields.any("response_format")), *_of_structured(fields.any("structured_outputs"))]
     found += [_shape(kind, fields.any(name), name) for name, kind in _FIELDS.items()]
     if fields.flag("guided_json_object"):
@@ -108,7 +108,7 @@ def _shape(kind: Kind, value: Any, where: str, *, strict: bool = False) -> Shape
 
 
 def _of_format(given: Any) -> Shape | None:
-    """What OpenAI's response_format says."""
+    """The shape of OpenAI's response_format."""
     if given is None:
         return None
     if not isinstance(given, dict):
@@ -135,7 +135,7 @@ def _of_format(given: Any) -> Shape | None:
 
 
 def _of_structured(given: Any) -> list[Shape | None]:
-    """What vLLM's structured_outputs says."""
+    """The shapes of vLLM's structured_outputs."""
     if given is None:
         return []
     if not isinstance(given, dict):
