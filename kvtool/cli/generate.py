@@ -155,7 +155,7 @@ def generate(
                 sys.stdout.write("\n")
             if writer.loop:
                 say([drawing.looped(writer.loop.n_block, writer.loop.n_times)])
-            elif writer.is_cut and sampler.constraint:
+            elif writer.is_cut and (sampling.grammar or sampling.json_schema):
                 sys.stderr.write(f"stopped after {n_written:,} tokens (-n): the text may be incomplete\n")
             elif writer.is_cut:
                 say([drawing.cut(n_written)])
