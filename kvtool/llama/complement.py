@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, combinations, islice, pairwise
 from typing import Any
 
 DEPENDENT = ("dependencies", "dependentSchemas", "dependentRequired")
@@ -25,7 +26,13 @@ ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"}
 MOST = 24
 """Most schemas of a complement. It may have less than all that a schema leaves out, and never more."""
 
+_MOST_LONG = 100
+"""Longest text in an expression of other texts: it nests as deeply."""
+
 _MOST_DEEP = 6
+_MOST_LOOKS = 100_000
+_MOST_OPTIONS = 100
+"""Limits: references one after another, schemas looked at, and options compared with each other."""
 
 
 class Complement:
@@ -33,6 +40,8 @@ class Complement:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
+        # schemas that may still be looked at: some take a time that doubles with each
+        self._n_left = _MOST_LOOKS
 
     def of(self, schema: Any, depth: int = 0, *, names: Iterable[str] = ()) -> list[Any]:
         """Schemas of values that do not fit a schema; [] if unknown.
@@ -40,16 +49,17 @@ class Complement:
         names: of properties that objects may have.
         """
         schema = self.resolved(schema)
+        self._n_left -= 1
         if schema is True or (isinstance(schema, Mapping) and not schema.keys() & SAYS):
             return [False]
         if schema is False:
             return [True]
-        if not isinstance(schema, Mapping) or depth > _MOST_DEEP:
+        if not isinstance(schema, Mapping) or depth > _MOST_DEEP or self._n_left < 0:
             return []
         others = [
             {"type": "object", "required": [name]} for name in names if _property(schema, name) is False
         ]
-        return [*others, *self._of_keywords(schema, depth)][:MOST]
+        return [*islice(chain(others, self._of_keywords(schema, depth)), MOST)]
 
     def _of_keywords(self, schema: Mapping[str, Any], depth: int) -> Iterator[Any]:
         """A value does not fit a schema if it does not fit one of its keywords."""
@@ -58,8 +68,7 @@ class Complement:
         values = values_of(schema)
         if values is not None:
             yield from _other_values(values)
-        names = schema.get("required")
-        for name in names if isinstance(names, list) else ():
+        for name in _texts(schema.get("required")):
             yield {"type": "object", "properties": {name: False}}
         parts = schema.get("properties")
         for name, part in parts.items() if isinstance(parts, Mapping) else ():
@@ -94,12 +103,44 @@ class Complement:
             schema = at_pointer(self._root, reference[1:])
         return schema
 
+    def near(self, options: Sequence[Any], within: frozenset[str]) -> list[list[int]] | None:
+        """Of each option, the others that may have a value in common with it; None for too many options.
+
+        within: types of the values.
+        """
+        found: list[list[int]] = [[] for _ in options]
+        if self._tells_apart(options, within):
+            return found
+        if len(options) > _MOST_OPTIONS:
+            return None
+        for i, j in combinations(range(len(options)), 2):
+            if not self.are_apart(options[i], options[j], within=within):
+                found[i].append(j)
+                found[j].append(i)
+        return found
+
+    def _tells_apart(self, options: Sequence[Any], within: frozenset[str]) -> bool:
+        """True if all options list their values, or those of a required property, and no value twice."""
+        known = [option for option in map(self.resolved, options) if isinstance(option, Mapping)]
+        if len(known) < len(options) or not known:
+            return False
+        lists = [[values_of(option) for option in known]]
+        if all(self._types(option) & within == {"object"} for option in known):
+            names = set.intersection(*(set(_texts(option.get("required"))) for option in known))
+            lists += [
+                [values_of(self.resolved(_property(option, name))) for option in known] for name in names
+            ]
+        return any(_are_distinct(each) for each in lists)
+
     def are_apart(self, one: Any, other: Any, depth: int = 0, *, within: frozenset[str] = ALL_TYPES) -> bool:
         """True if no value fits both, as far as can be told. within: the types that there are."""
         one, other = self.resolved(one), self.resolved(other)
+        self._n_left -= 1
         if one is False or other is False:
             return True
-        if not isinstance(one, Mapping) or not isinstance(other, Mapping) or depth > _MOST_DEEP:
+        if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+            return False
+        if depth > _MOST_DEEP or self._n_left < 0:
             return False
         for a, b in ((one, other), (other, one)):
             for key in ("anyOf", "oneOf"):
@@ -118,8 +159,7 @@ class Complement:
 
     def _objects_are_apart(self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int) -> bool:
         for a, b in ((one, other), (other, one)):
-            names = a.get("required")
-            for name in names if isinstance(names, list) else ():
+            for name in _texts(a.get("required")):
                 if self.are_apart(_property(a, name), _property(b, name), depth + 1):
                     return True
         return False
@@ -152,12 +192,31 @@ def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
-def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
+def values_of(schema: Any) -> list[Any] | None:
     """The values that const or enum lists; None without either."""
+    if not isinstance(schema, Mapping):
+        return None
     if "const" in schema:
         return [schema["const"]]
     found = schema.get("enum")
     return found if isinstance(found, list) else None
+
+
+def _texts(value: object) -> list[str]:
+    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
+
+
+def _are_distinct(lists: Sequence[list[Any] | None]) -> bool:
+    """True if there are lists only, and no value is in two of them."""
+    if any(values is None for values in lists):
+        return False
+    sets = [{json.dumps(_whole(value), sort_keys=True) for value in values or ()} for values in lists]
+    return len(set().union(*sets)) == sum(map(len, sets))
+
+
+def _whole(value: object) -> object:
+    """The value, as an integer if it is equal to one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _property(schema: Mapping[str, Any], name: str) -> Any:
@@ -185,7 +244,8 @@ def _other_values(values: Sequence[Any]) -> Iterator[Any]:
     for each in (True, False):
         if any(value is (not each) for value in values) and not any(value is each for value in values):
             yield {"const": each}
-    if texts := sorted({value for value in values if isinstance(value, str)}):
+    texts = sorted({value for value in values if isinstance(value, str)})
+    if texts and max(map(len, texts)) <= _MOST_LONG:
         yield {"type": "string", "pattern": f"^(?:{other_than(texts)})$"}
     numbers = sorted({value for value in values if _type(value) == "number"})
     if numbers:
@@ -202,10 +262,14 @@ def other_than(texts: Sequence[str]) -> str:
         if text:
             firsts.setdefault(text[0], []).append(text[1:])
     any_text = "(?s:.*)"
-    known = "".join(f"\\u{{{ord(char):x}}}" for char in firsts)
+    known = "".join(map(_escaped, firsts))
     options = [f"[^{known}]{any_text}" if known else "(?s:.+)"]
-    options += [f"\\u{{{ord(char):x}}}(?:{other_than(rest)})" for char, rest in firsts.items()]
+    options += [f"{_escaped(char)}(?:{other_than(rest)})" for char, rest in firsts.items()]
     return "|".join(options if "" in texts else ["", *options])
+
+
+def _escaped(char: str) -> str:
+    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
 
 
 def _beyond(key: str, number: float) -> Iterator[Any]:

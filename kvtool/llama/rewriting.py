@@ -25,6 +25,9 @@ _MOST_PATTERNS = 100
 _MOST_CHOICES = 50
 """Most choices of properties that stand for a number of them."""
 
+_MOST_SCHEMAS = 50_000
+"""Most schemas within a schema: llguidance takes as many."""
+
 _GREATEST = 10**18
 """Greatest integer where a schema names none: small models write digits without an end."""
 
@@ -59,8 +62,8 @@ class LeftOut(NamedTuple):
 def rewritten(schema: Mapping[str, Any], *, is_exact: bool = True) -> tuple[Schema, list[LeftOut]]:
     """Return the schema for llguidance, and the keywords left out of it.
 
-    is_exact: express oneOf, not and conditions in other keywords, which can make a schema too large.
-    Raises UsageError for an object with too many properties.
+    is_exact: express oneOf, not and conditions in other keywords. Raises UsageError for a schema that becomes
+    too large, and for an object with too many properties.
     """
     shared: set[str] = set()
     while True:
@@ -91,11 +94,15 @@ class _Writer:
         said = _DRAFT.fullmatch(draft) if isinstance(draft, str) else None
         self._draft = int(said[1]) if said and said[1] else 8 if said and said[2] == "19-09" else 9
         self.left_out: list[LeftOut] = []
+        self._n_left = _MOST_SCHEMAS
 
     def schema(self, schema: Any, where: str, *, is_alone: bool) -> Any:
         """Rewrite a schema. where: its place. is_alone: only this schema holds the value."""
         if not isinstance(schema, Mapping):
             return schema
+        self._n_left -= 1
+        if self._n_left < 0:
+            raise UsageError("the JSON schema is too large")
         is_alone = is_alone and where not in self._known
         found = {key: value for key, value in schema.items() if self._is_needed(key, value)}
         if isinstance(found.get("$ref"), str) and not (is_alone and found.keys() & SAYS == {"$ref"}):
@@ -166,11 +173,13 @@ class _Writer:
         """Give each option of oneOf only values of that option; True if nothing had to change."""
         options = _listed(found, "oneOf")
         within, new = types_of(found.get("type")), []
-        for option in options:
-            others = [each for each in options if each is not option]
-            near = [each for each in others if not self._complement.are_apart(option, each, within=within)]
+        near = self._complement.near(options, within)
+        if near is None:
+            self._leave_out(dict(found), "oneOf", where)
+            return False
+        for option, others in zip(options, near, strict=True):
             names = _named(self._complement.resolved(option))
-            parts = [self._without(each, names) for each in near]
+            parts = [self._without(options[j], names) for j in others]
             if not all(parts):
                 self._leave_out(dict(found), "oneOf", where)
                 return False
@@ -263,14 +272,14 @@ class _Writer:
 
     def _close(self, found: Schema, *, is_alone: bool) -> None:
         """Close an object, unless it has keywords about properties that it does not name."""
-        names, required = found.get("properties"), found.get("required", [])
+        names, required = found.get("properties", {}), found.get("required", [])
         if not isinstance(names, Mapping) or not isinstance(required, list):
             return
-        if len(names) > _MOST_PROPERTIES:
+        if max(len(names), len(required)) > _MOST_PROPERTIES:
             raise UsageError(f"an object of the JSON schema has more than {_MOST_PROPERTIES:,} properties")
         least = found.get("minProperties", 0)
         fits = all(name in names for name in required) and isinstance(least, int) and least <= len(names)
-        if is_alone and fits and not found.keys() & (IN_PLACE | _OF_OTHERS):
+        if is_alone and fits and "properties" in found and not found.keys() & (IN_PLACE | _OF_OTHERS):
             found["additionalProperties"] = False
 
     def _counts(self, found: Schema, where: str) -> None:

@@ -79,20 +79,24 @@ def enforced(schema: Mapping[str, Any], *, strict: bool = False) -> Enforced:
         if len(json.dumps(schema)) > MOST:
             raise Unenforced(f"the JSON schema has more than {MOST:,} characters")
         for is_exact in (True, False):
-            found, left_out = rewritten(schema, is_exact=is_exact)
+            try:
+                found, left_out = rewritten(schema, is_exact=is_exact)
+            except UsageError as error:
+                why = why or str(error)
+                continue
             if strict and left_out:
                 keyword, where = left_out[0]
                 raise Unenforced(f"the JSON schema's {keyword} cannot be enforced", where)
-            error = _error(found)
-            if not error:
+            refusal = _refusal(found)
+            if not refusal:
                 return Enforced(found, sorted({each.keyword for each in left_out}))
-            why = why or error
+            why = why or f"the JSON schema cannot be enforced: {refusal}"
     except RecursionError:
         raise Unenforced("the JSON schema is nested too deeply") from None
-    raise Unenforced(f"the JSON schema cannot be enforced: {why}")
+    raise Unenforced(why)
 
 
-def _error(schema: Mapping[str, Any]) -> str:
+def _refusal(schema: Mapping[str, Any]) -> str:
     """Why llguidance does not take a schema; "" if it does."""
     import llguidance
 

@@ -1,0 +1,356 @@
+"""JSON schemas rewritten for llguidance: texts that fit the result fit the schema."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import resource
+import sys
+import time
+
+import jsonschema
+import numpy as np
+import pytest
+
+from kvtool.errors import UsageError
+from kvtool.llama.complement import ALL_TYPES, Complement, other_than
+from kvtool.llama.constraint import Matcher, Vocabulary
+from kvtool.llama.model import Model
+from kvtool.llama.patterns import parts_of
+from kvtool.llama.rewriting import rewritten
+from kvtool.llama.schema import enforced
+from tests import tiny
+
+NAMES = ("a", "b")
+PLAIN = [None, True, False, 0, 1, 2, 2.5, "", "a", "b", "ab", [], [1], ["a", None]]
+VALUES = [
+    *PLAIN,
+    {},
+    *({name: value} for name in NAMES for value in PLAIN[:10]),
+    *({"a": one, "b": two} for one, two in itertools.product([None, 1, "a"], repeat=2)),
+    {"c": 1},
+]
+"""Values of all kinds that the schemas below tell apart."""
+
+
+def fits(value, schema):
+    return jsonschema.Draft202012Validator(schema).is_valid(value)
+
+
+class Schemas:
+    """Draws schemas."""
+
+    def __init__(self, seed):
+        self.rng = np.random.default_rng(seed)
+
+    def some(self, of, most=3):
+        return [of[i] for i in self.rng.choice(len(of), self.rng.integers(1, most + 1), replace=False)]
+
+    def plain(self):
+        """A schema of values without parts."""
+        return [
+            lambda: {"type": str(self.rng.choice(["null", "boolean", "integer", "number", "string"]))},
+            lambda: {"enum": self.some(PLAIN)},
+            lambda: {"const": self.some(PLAIN, 1)[0]},
+            lambda: {"type": "integer", "minimum": int(self.rng.integers(0, 3)), "maximum": 2},
+            lambda: {"type": "string", "maxLength": int(self.rng.integers(0, 3))},
+            lambda: {"type": "string", "pattern": str(self.rng.choice(["^a", "b$", "^a?b?$"]))},
+            lambda: {"type": ["string", "null"], "minLength": 1, "maxLength": 2},
+        ][self.rng.integers(7)]()
+
+    def draw(self, depth=2):
+        """A schema with at most so many levels."""
+        if depth == 0:
+            return self.plain()
+        inner = lambda: self.draw(depth - 1)  # noqa: E731
+        names = self.some(NAMES, 2)
+        found = [
+            self.plain,
+            lambda: {
+                "type": "object",
+                "properties": {name: inner() for name in names},
+                "required": names[:1],
+            },
+            lambda: {
+                "type": "object",
+                "properties": {name: inner() for name in names},
+                "additionalProperties": False,
+            },
+            lambda: {"properties": {name: inner() for name in names}},
+            lambda: {"required": names, "type": "object", "maxProperties": 2},
+            lambda: {"type": "array", "items": inner(), "maxItems": 2},
+            lambda: {"oneOf": [inner(), inner()]},
+            lambda: {
+                "oneOf": [inner(), inner(), inner()],
+                "type": str(self.rng.choice(["object", "string"])),
+            },
+            lambda: {"anyOf": [inner(), inner()]},
+            lambda: {"not": inner()},
+            lambda: {"allOf": [inner(), {"not": inner()}]},
+            lambda: {"if": inner(), "then": inner(), "else": inner()},
+            lambda: {"if": inner(), "then": inner()},
+            lambda: {
+                "type": "object",
+                "properties": {"a": inner(), "b": inner()},
+                "dependentRequired": {"a": ["b"]},
+            },
+            lambda: {
+                "type": "object",
+                "properties": {"a": inner()},
+                "dependentSchemas": {"a": {"required": ["b"]}},
+            },
+            lambda: {
+                **{"type": "object", "properties": {"a": inner(), "b": inner(), "c": inner()}},
+                **{"additionalProperties": False, "minProperties": 1, "maxProperties": 2},
+            },
+            lambda: {"type": "object", "propertyNames": {"enum": names}, "additionalProperties": inner()},
+            lambda: {"$ref": "#/$defs/x", "$defs": {"x": inner()}} if depth == 2 else inner(),
+        ]
+        return found[self.rng.integers(len(found))]()
+
+
+def test_a_complement_has_no_value_of_its_schema():
+    schemas, n_others, n_empty = Schemas(1), 0, 0
+    for _ in range(400):
+        schema = schemas.draw()
+        others = Complement(schema).of(schema, names=NAMES)
+        n_others += len(others)
+        for other in others:
+            # a list of items is of earlier drafts
+            whole = other if isinstance(other, bool) else {**_defs(schema), **other}
+            outside = jsonschema.Draft201909Validator(whole)
+            common = [value for value in VALUES if fits(value, schema) and outside.is_valid(value)]
+            assert common == [], (schema, other)
+        rest = [value for value in VALUES if not fits(value, schema)]
+        n_empty += bool(rest and not others)
+    # most complements have something
+    assert n_others > 800
+    assert n_empty < 60
+
+
+def _defs(schema):
+    return {"$defs": schema["$defs"]} if "$defs" in schema else {}
+
+
+def test_schemas_that_are_apart_have_no_value_in_common():
+    schemas, n_apart = Schemas(2), 0
+    for _ in range(1500):
+        one, other = schemas.draw(), schemas.draw(1)
+        if Complement(one).are_apart(one, other):
+            n_apart += 1
+            assert [value for value in VALUES if fits(value, one) and fits(value, other)] == [], (one, other)
+    assert n_apart > 200
+
+
+def test_values_that_each_option_lists_tell_many_options_apart():
+    kinds = [
+        {"type": "object", "properties": {"kind": {"const": n}}, "required": ["kind"]} for n in range(400)
+    ]
+    complement = Complement({})
+    assert complement.near(kinds, ALL_TYPES) == [[]] * 400
+    assert complement.near([*kinds, kinds[3]], ALL_TYPES) is None
+    # what is no object fits all of these
+    loose = [{key: value for key, value in kind.items() if key != "type"} for kind in kinds[:3]]
+    assert complement.near(loose, ALL_TYPES) == [[1, 2], [0, 2], [0, 1]]
+    assert complement.near(loose, frozenset({"object"})) == [[]] * 3
+    assert complement.near([{"const": 1}, {"const": 1.0}], ALL_TYPES) == [[1], [0]]
+    assert complement.near([{"const": 1}, {"const": True}], ALL_TYPES) == [[], []]
+
+
+@pytest.mark.parametrize(
+    "texts", [["a"], ["", "ab"], ["a", "ab", "b"], ["aa", "ab", "ba", "bb"], [".", "a.*"], ["\n"]]
+)
+def test_another_text_is_any_but_these(texts):
+    pattern = other_than(texts)
+    for n in range(4):
+        for text in map("".join, itertools.product("ab.\n", repeat=n)):
+            assert bool(re.fullmatch(pattern, text)) == (text not in texts), text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "parts"),
+    [
+        (r"^a\/b$", (r"^a\/b$",)),
+        ("[[]", (r"[\[]",)),
+        (r"^[^[\]]+$", (r"^[^\[\]]+$",)),
+        ("[a&&b]", (r"[a\&\&b]",)),
+        ("a&&b", ("a&&b",)),
+        (r"\<a\>", (r"\x3ca\x3e",)),
+        (r"^(?=.*\d)(?=.*[a-z)]).{4,8}$", (r"^(?:.*\d)", "^(?:.*[a-z)])", "^.{4,8}$")),
+        (r"^(?=a)b|c", None),
+        (r"^(?!x)a", None),
+        (r"(a)\1", None),
+        (r"\bfoo", None),
+        ("(", None),
+    ],
+)
+def test_patterns_are_put_in_llguidances_terms(pattern, parts):
+    assert parts_of(pattern) == parts
+
+
+OPEN = {"type": "object", "properties": {"a": {"type": "string"}}}
+CLOSED = OPEN | {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "result"),
+    [
+        (OPEN, CLOSED),
+        (OPEN | {"additionalProperties": True}, OPEN | {"additionalProperties": True}),
+        (OPEN | {"required": ["b"]}, OPEN | {"required": ["b"]}),
+        (OPEN | {"minProperties": 2}, OPEN | {"minProperties": 2}),
+        ({"anyOf": [OPEN, OPEN]}, {"anyOf": [CLOSED, CLOSED]}),
+        ({"anyOf": [OPEN], "properties": {"b": {}}}, {"anyOf": [OPEN], "properties": {"b": {}}}),
+        ({"allOf": [OPEN, {"required": ["b"]}]}, {"allOf": [OPEN, {"required": ["b"]}]}),
+        ({"items": OPEN, "prefixItems": [OPEN]}, {"items": CLOSED, "prefixItems": [CLOSED]}),
+        ({"type": "integer"}, {"type": "integer", "minimum": -(10**18), "maximum": 10**18}),
+        ({"type": "integer", "maximum": 5}, {"type": "integer", "maximum": 5}),
+        ({"type": "string", "maxLength": 2**40, "$schema": "my own"}, {"type": "string"}),
+        ({"type": "array", "uniqueItems": False}, {"type": "array"}),
+    ],
+)
+def test_objects_are_closed_and_integers_bounded_where_nothing_else_is_said(schema, result):
+    # what native counts cannot say is left out
+    found, left_out = rewritten(schema)
+    assert {key: value for key, value in found.items()} == {
+        key: value for key, value in result.items() if key not in {each.keyword for each in left_out}
+    }
+
+
+def test_a_definition_is_closed_only_where_each_reference_is_all_that_is_said():
+    alone = {"properties": {"x": {"$ref": "#/$defs/o"}}, "$defs": {"o": OPEN}}
+    assert rewritten(alone)[0]["$defs"]["o"] == CLOSED
+    with_more = {
+        "properties": {
+            "x": {"$ref": "#/$defs/o"},
+            "y": {"allOf": [{"$ref": "#/$defs/o"}, {"required": ["b"]}]},
+        }
+    }
+    assert rewritten(with_more | {"$defs": {"o": OPEN}})[0]["$defs"]["o"] == OPEN
+
+
+@pytest.mark.parametrize(
+    ("draft", "is_held"),
+    [
+        ("draft-04/schema#", False),
+        ("draft-06/schema#", False),
+        ("draft-07/schema#", True),
+        ("draft/2020-12/schema", True),
+    ],
+)
+def test_keywords_of_a_later_draft_say_nothing(draft, is_held):
+    schema = {
+        "$schema": f"http://json-schema.org/{draft}",
+        "if": {"const": 1},
+        "then": False,
+        "else": {"const": 2},
+    }
+    found, left_out = rewritten(schema)
+    assert left_out == []
+    assert ("allOf" in found) == is_held
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    path = tmp_path_factory.mktemp("schemas") / "tiny.gguf"
+    tiny.write_vocab(path)
+    model = Model(path, vocab_only=True)
+    yield Vocabulary.of(model)
+    model.close()
+
+
+def drawn(vocabulary, schema, rng, n=300):
+    """A text that fits a schema of `Enforced`, drawn at random; None if it does not end."""
+    matcher, tokens = Matcher(vocabulary, schema.rules), []
+    closes = [token for token, piece in enumerate(vocabulary.pieces) if piece and not piece.strip(b'"}]')]
+    while len(tokens) < n:
+        allowed = np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little"))
+        liked = np.intersect1d(
+            allowed, [*vocabulary.ends, *closes] if rng.random() < 0.6 else vocabulary.ends
+        )
+        token = int(rng.choice(liked if len(liked) else allowed))
+        if token in vocabulary.ends:
+            return vocabulary.bytes_of(tokens)
+        assert matcher.accept(token)
+        tokens.append(token)
+    return None
+
+
+@pytest.mark.engine
+def test_texts_of_drawn_schemas_validate(vocabulary):
+    schemas, rng = Schemas(3), np.random.default_rng(3)
+    n_texts, n_left_out, refused = 0, 0, []
+    for _ in range(250):
+        schema = schemas.draw()
+        try:
+            found = enforced(schema)
+        except UsageError as error:
+            refused.append(str(error))
+            continue
+        n_left_out += bool(found.not_held)
+        for _ in range(0 if found.not_held else 3):
+            if text := drawn(vocabulary, found, rng):
+                n_texts += 1
+                assert fits(json.loads(text), schema), (schema, text)
+    assert n_texts > 500
+    # most of these fit no value
+    assert len(refused) < 40
+    assert all("nsatisfiable" in said or "empty" in said for said in refused)
+    assert n_left_out < 40
+
+
+def _chain(n, link):
+    return {
+        "$ref": "#/$defs/d0",
+        "$defs": {f"d{i}": link(f"#/$defs/d{i + 1}") for i in range(n)} | {f"d{n}": {"type": "null"}},
+    }
+
+
+ENDLESS = {
+    "references one after another": _chain(20_000, lambda to: {"$ref": to}),
+    "properties one in another": _chain(12_000, lambda to: {"properties": {"a": {"$ref": to}}}),
+    "parts one in another": _chain(8_000, lambda to: {"allOf": [{"$ref": to}, {"maxLength": 9}]}),
+    "options one in another": _chain(
+        60, lambda to: {"oneOf": [{"$ref": to}, {"items": {"$ref": to}}, {"not": {"$ref": to}}]}
+    ),
+    "nested": json.loads('{"items":' * 150 + "{}" + "}" * 150),
+    "many properties": {"properties": {f"p{i}": {} for i in range(6000)}},
+    "many required": {"type": "object", "required": [f"p{i}" for i in range(30_000)]},
+    "many patterns": {"patternProperties": {f"^a{i}b.*c": {} for i in range(200)}},
+    "many options": {"oneOf": [{"required": [f"a{i}"]} for i in range(600)]},
+    "many values": {"enum": [f"value {i}" for i in range(40_000)]},
+    "many other values": {"type": "string", "not": {"enum": [f"value {i}" for i in range(3000)]}},
+    "a product": {
+        "allOf": [{"anyOf": [{"required": [f"a{i}"]}, {"required": [f"b{i}"]}]} for i in range(40)]
+    },
+    "conditions": {
+        "allOf": [{"if": {"required": [f"a{i}"]}, "then": {"required": [f"b{i}"]}} for i in range(30)]
+    },
+    "a great length": {"type": "string", "minLength": 10**9},
+    "a great number": {"type": "array", "minItems": 10**9},
+    "a repeated pattern": {"type": "string", "pattern": "^" + "(" * 4 + "a?" + "){1000}" * 4 + "$"},
+    "a pattern of many": {"type": "string", "pattern": "|".join(f"(a{i}.*b)+c{{{i}}}" for i in range(2000))},
+    "a pattern that looks back": {"type": "string", "pattern": ".*a.{1000}"},
+    "patterns at once": {"type": "string", "allOf": [{"pattern": f"a.*b{{{i}}}"} for i in range(1, 14)]},
+    "great text": {"const": "a" * 2**21},
+}
+"""Schemas that are small, and take a careless compiler for ever, or all memory, or its stack."""
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("what", ENDLESS)
+def test_no_schema_takes_long_or_much_or_ends_the_process(vocabulary, what):
+    def peak():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    before, start, said = peak(), time.process_time(), ""
+    try:
+        drawn(vocabulary, enforced(ENDLESS[what]), np.random.default_rng(1), 60)
+    except UsageError as error:
+        said = str(error)
+    assert "\n" not in said
+    assert len(said) < 400
+    # CPU time: a busy machine is not its fault
+    assert time.process_time() - start < 30
+    assert peak() - before < 600 * 2**20
