@@ -164,14 +164,13 @@ class AfterThought(Constraint):
 
     def _opening(self) -> list[int]:
         """Tokens that continue a tag at the start of a reply."""
-        found = []
-        held = self._held.lstrip()
+        held, pieces, found = self._held.lstrip(), self._vocabulary.pieces, list[int]()
         for tag, place in self._tags_at_start:
             if tag.startswith(held):
-                rest, may_be_longer = tag[len(held) :], place is _Place.THOUGHT
-                for token, piece in enumerate(self._vocabulary.pieces):
-                    if piece and (rest.startswith(piece) or (may_be_longer and piece.startswith(rest))):
-                        found.append(token)
+                rest = tag[len(held) :]
+                tokens = self._vocabulary.continuing(rest)
+                # more of a thought may follow in the same token, of an answer only what fits
+                found += [n for n in tokens if place is _Place.THOUGHT or len(pieces[n]) <= len(rest)]
         return found
 
     # the thought

@@ -24,6 +24,8 @@ _CONTROL = api.LLAMA_TOKEN_ATTR_CONTROL | api.LLAMA_TOKEN_ATTR_UNKNOWN
 _STACK_BYTES = 256 * 2**20
 """Stack of the thread that compiles a grammar: llguidance recurses, and an overflow ends the process."""
 
+_one_at_a_time = threading.Lock()
+
 _Result = TypeVar("_Result")
 
 
@@ -53,6 +55,7 @@ class Vocabulary:
         # it must not keep the model
         self._model = weakref.ref(model)
         self._inside: dict[bytes, list[int]] = {}
+        self._continuing: dict[bytes, list[int]] = {}
 
     @classmethod
     def of(cls, model: Model) -> Vocabulary:
@@ -114,6 +117,16 @@ class Vocabulary:
         mask = ~self.mask_of(self.ends)
         mask.flags.writeable = False
         return mask
+
+    def continuing(self, text: bytes) -> list[int]:
+        """Tokens that this text begins with, or that begin with it."""
+        if text not in self._continuing:
+            self._continuing[text] = [
+                token
+                for token, piece in enumerate(self.pieces)
+                if piece and (text.startswith(piece) or piece.startswith(text))
+            ]
+        return self._continuing[text]
 
     def with_inside(self, byte: bytes) -> list[int]:
         """Tokens in which something follows this byte."""
@@ -232,12 +245,14 @@ def with_room(call: Callable[[], _Result]) -> _Result:
         except BaseException as error:  # noqa: BLE001
             errors.append(error)
 
-    before = threading.stack_size(_STACK_BYTES)
-    try:
-        thread = threading.Thread(target=run)
-        thread.start()
-    finally:
-        threading.stack_size(before)
+    thread = threading.Thread(target=run)
+    # the size is the whole process's
+    with _one_at_a_time:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
     thread.join()
     if errors:
         raise errors[0]

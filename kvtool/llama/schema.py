@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from kvtool.errors import UsageError
@@ -74,10 +74,21 @@ def enforced(schema: Mapping[str, Any], *, strict: bool = False) -> Enforced:
     Raises Unenforced for a schema that is not one, that no value fits, or that is too large, and, if strict,
     for one of which something cannot be enforced.
     """
+    try:
+        text = json.dumps(schema)
+    except RecursionError:
+        raise Unenforced("the JSON schema is nested too deeply") from None
+    if len(text) > MOST:
+        raise Unenforced(f"the JSON schema has more than {MOST:,} characters")
+    return _enforced(text, strict)
+
+
+# agents send the same tools again and again
+@lru_cache(128)
+def _enforced(text: str, strict: bool) -> Enforced:
+    schema = json.loads(text)
     why = ""
     try:
-        if len(json.dumps(schema)) > MOST:
-            raise Unenforced(f"the JSON schema has more than {MOST:,} characters")
         for is_exact in (True, False):
             try:
                 found, left_out = rewritten(schema, is_exact=is_exact)

@@ -282,6 +282,8 @@ class Talk:
         shown: as in `Writer`. rules: what the answer must fit, if not what the server was started with.
         """
         settings = request.sampling
+        if rules and request.ignores_end:
+            raise ApiError("an answer that must fit something ends; leave out ignore_eos", param="ignore_eos")
         if banned := _banned(self.model, request):
             bans = ((token, -inf) for token in banned)
             settings = replace(settings, logit_bias=(*settings.logit_bias, *bans))
