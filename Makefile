@@ -102,7 +102,7 @@ prepared: $(PY)
 	@$(MAKE) --no-print-directory -j2 library kernels
 
 setup: prepared
-	@echo 'kvtool is ready: $(VENV)/bin/kvtool chat starts a chat, $(VENV)/bin/kvtool -h lists the commands' >&2
+	@echo 'kvtool is ready: source $(VENV)/bin/activate, then kvtool chat starts a chat, and kvtool -h lists the commands' >&2
 
 kernels: $(READY)
 	@$(PY) -m kvtool.build.kernels

@@ -1,14 +1,15 @@
-"""Draw docs/chat.svg: a real chat in an 80x24 terminal, after so many turns that its start was evicted.
+"""Draw docs/chat.svg: a real chat about a long document, in a terminal.
 
     python docs/make_chat.py
 
-It needs tmux, and takes some minutes: first the earlier turns are said through a pipe, then the last ones are
-typed into a terminal of tmux, whose screen is drawn.
+It needs tmux, and takes minutes: a model of 1 GiB is downloaded once, and reads kvtool's own reference.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,70 +21,72 @@ from rich.console import Console
 from rich.text import Text
 
 TARGET = Path(__file__).with_name("chat.svg")
+ROOT = TARGET.parents[1]
 KVTOOL = Path(sys.executable).with_name("kvtool")
-SESSION = "kvtool-picture"
-COMMAND = "kvtool chat --session talk.kv -t 1"
-OPTIONS = "--budget 512 --seed 3 --temp 0.6 --repeat-penalty 1.1 -n 250"
-WIDTH, HEIGHT = 80, 24
-
-TOPICS = (
-    *("the sea", "the moon", "volcanoes", "whales", "rivers", "clouds", "the desert", "bees", "glaciers"),
-    *("lighthouses", "maps", "clocks", "bridges", "windmills", "the telescope", "printing", "tea", "bread"),
-    *("salt", "silk", "glass", "paper", "iron", "gold", "horses", "cats", "owls", "wolves", "salmon", "oaks"),
-    *("roses", "wheat", "potatoes", "chess", "the violin", "the theatre", "painting", "poetry", "cinema"),
-    *("stars", "trains", "Rome", "ice cream", "dinosaurs", "the guitar", "chocolate", "the Nile", "penguins"),
-    *("coffee", "sailing", "castles", "dragons", "the rainbow", "the harp", "snow", "the sun", "Egypt"),
+SERVER = "kvtool-picture"
+COMMAND = "kvtool chat -m qwen2.5-coder-1.5b"
+QUESTIONS = (
+    "@docs/cli.md Which option keeps a chat in a file?",
+    "And which one lets the archive take 2 GiB at most? Give an example.",
 )
-QUESTIONS = ("What is a tide? One sentence, please.", "And what causes it?")
+WIDTH, HEIGHT = 100, 32
+SETTINGS = {"KVTOOL_TEMP": "0", "OMP_NUM_THREADS": "1", "PS1": "$ "}
+"""Likeliest words only, so that the picture can be made again."""
 
 
 def main() -> None:
     if not shutil.which("tmux"):
         sys.exit("tmux is missing; install it (Debian, Ubuntu: sudo apt install tmux)")
-    with tempfile.TemporaryDirectory() as folder:
-        turns = "".join(f"Tell me about {topic}.\n" for topic in TOPICS)
-        said = f"{KVTOOL} {COMMAND.removeprefix('kvtool')} {OPTIONS}".split()
-        subprocess.run(said, input=turns, text=True, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        draw(typed(folder))
+    with tempfile.TemporaryDirectory() as state:
+        draw(typed(state))
 
 
-def typed(folder: str) -> str:
-    """The screen, colours included, after the questions were typed and answered."""
-    shell = f"env PS1='$ ' PATH={KVTOOL.parent}:{os.environ['PATH']} OMP_NUM_THREADS=1 bash --norc"
-    tmux("new-session", "-d", "-s", SESSION, "-x", str(WIDTH), "-y", str(HEIGHT), "-c", folder, shell)
+def typed(state: str) -> str:
+    """The screen, colours included, after the questions were typed and answered.
+
+    state: a folder for the history of what is typed.
+    """
+    own = SETTINGS | {"PATH": f"{KVTOOL.parent}:{os.environ['PATH']}", "XDG_STATE_HOME": state}
+    # not by tmux -e: the shell that tmux starts sets some of them once more
+    shell = shlex.join(["env", *(f"{name}={value}" for name, value in own.items()), "bash", "--norc"])
+    size = ("-x", str(WIDTH), "-y", str(HEIGHT))
+    tmux("-f", os.devnull, "new-session", "-d", *size, "-c", str(ROOT), shell)
     try:
-        tmux("set-option", "-t", SESSION, "status", "off")
-        tmux("resize-window", "-t", SESSION, "-x", str(WIDTH), "-y", str(HEIGHT))
+        tmux("set-option", "status", "off")
+        tmux("resize-window", *size)
         wait("$")
         for line in (COMMAND, *QUESTIONS):
-            tmux("send-keys", "-t", SESSION, line, "Enter")
+            tmux("send-keys", line, "Enter")
             wait(">")
-        return tmux("capture-pane", "-e", "-p", "-t", SESSION)
+        return tmux("capture-pane", "-e", "-p")
     finally:
-        tmux("kill-session", "-t", SESSION)
+        tmux("kill-server")
 
 
 def wait(prompt: str) -> None:
-    """Until the last line is this prompt, and stays so for two seconds."""
+    """Wait until the last line is this prompt, and stays so for two seconds."""
     same, before = 0, ""
     while same < 4:
         time.sleep(0.5)
-        screen = tmux("capture-pane", "-p", "-t", SESSION)
+        screen = tmux("capture-pane", "-p")
         last = screen.rstrip().rpartition("\n")[2]
         same = same + 1 if screen == before and last == prompt else 0
         before = screen
 
 
 def draw(screen: str) -> None:
+    """Write the picture of a screen. It has no address of a font: a picture loads nothing."""
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, color_system="truecolor")
-        for line in screen.rstrip("\n").split("\n"):
-            console.print(Text.from_ansi(line), soft_wrap=True)
-        console.save_svg(str(TARGET), title="kvtool chat", unique_id="kvtool")
+        # as one text: a style goes on in the next line
+        console.print(Text.from_ansi(screen.rstrip("\n")), soft_wrap=True)
+        svg = console.export_svg(title="kvtool chat", unique_id="kvtool")
+    TARGET.write_text(re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.S), encoding="utf-8")
 
 
 def tmux(*arguments: str) -> str:
-    return subprocess.run(["tmux", *arguments], check=True, capture_output=True, text=True).stdout
+    command = ["tmux", "-L", SERVER, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def held(visit: Visitor) -> None:
 
 
 def archived(visit: Visitor) -> None:
-    """Archived tokens are underlined, and the status says how many there are."""
+    """Archived tokens have a colour of the legend, and the status says how many there are."""
     with visit.page(fake=True) as page:
         page.get_by_role("checkbox", name="What is held").check()
         send(page, "hi", wait=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import shlex
 import sys
@@ -14,6 +15,8 @@ from typer.main import get_command
 from kvtool import policies
 from kvtool.cli import app
 from kvtool.cli.settings import all_commands
+from kvtool.models.catalogue import registry
+from kvtool.options.run import POLICY, Run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 import make_cli
@@ -48,10 +51,44 @@ def anchors(path: Path) -> set[str]:
 # form
 
 
-def test_the_readme_is_120_lines_of_120_characters_at_most():
+def test_the_readme_is_100_lines_of_120_characters_at_most():
     lines = read(ROOT / "README.md").splitlines()
-    assert len(lines) <= 120
+    assert len(lines) <= 100
     assert [line for line in lines if len(line) > 120] == []
+
+
+def test_what_the_readme_says_to_type_works_after_a_setup_in_this_folder():
+    examples = re.findall("^    (.*)", read(ROOT / "README.md"), re.M)
+    typed = [line.partition(" # ")[0].strip() for line in examples]
+    assert typed.index("source .venv/bin/activate") < typed.index("kvtool chat -m qwen2.5-coder-1.5b")
+    words = [shlex.split(line) for line in typed]
+    assert {first for first, *_ in words} == {"make", "source", "export", "kvtool"}
+    files = [word for line in words if line[0] == "kvtool" for word in line if word.startswith("docs/")]
+    assert len(files) >= 3
+    assert [name for name in files if not (ROOT / name).is_file()] == []
+    # with a model that can do what the examples ask for
+    assert "export KVTOOL_MODEL=qwen2.5-coder-1.5b" in typed
+    assert "qwen2.5-coder-1.5b" in registry()
+
+
+def test_the_picture_of_a_chat_is_of_the_default_policy_and_has_forgotten_nothing():
+    lines = html.unescape(re.sub("<[^>]*>", "", read(DOCS / "chat.svg"))).replace("\xa0", " ")
+    text = " ".join(lines.split())
+    assert f"with policy {POLICY}, a cache of {Run.default_recall:,} tokens" in text
+    share = r"([\d.]+) %"
+    status = rf"([\d,]+) tokens: {share} in the cache, {share} archived, 0 % forgotten · cache ([\d.]+ MiB)"
+    statuses = re.findall(status, text)
+    assert len(statuses) >= 2
+    for n, cached, archived, _ in statuses:
+        assert float(cached) + float(archived) == pytest.approx(100, abs=0.11)
+        n_cached = float(cached) / 100 * int(n.replace(",", ""))
+        assert n_cached <= Run.default_recall + 0.001 * int(n.replace(",", ""))
+    # what the front page says of it
+    (caption,) = re.findall(r"!\[(.*)\]\(docs/chat\.svg\)", read(ROOT / "README.md"))
+    read_at_once = re.search(r"the turn has ([\d,]+) tokens", text)[1]
+    assert f"{read_at_once} tokens" in caption
+    assert statuses[-1][-1] in caption
+    assert "url(" not in read(DOCS / "chat.svg").replace("url(#", "")
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
