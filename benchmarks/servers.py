@@ -17,7 +17,7 @@ PATIENCE_S = 120
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yield a free port of 127.0.0.1, which no other program gets before the block ends.
+    """Yield a free port of 127.0.0.1, and keep other programs from it until the block ends.
 
     A socket stays bound to it without listening. Linux then lets a server listen there if it sets
     SO_REUSEADDR or SO_REUSEPORT, as servers do, and gives the port to nobody who asks for any port. On other

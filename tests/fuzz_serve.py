@@ -223,7 +223,7 @@ class Fuzz:
             wire.send(data, **how)
             if ends:
                 wire.end()
-            # on a busy machine this client may be as slow as those that the server hangs up on
+            # on a busy machine this client may be so slow that the server hangs up on it
             is_slow = time.monotonic() - start > READ_TIMEOUT_S / 2
             yield wire.answer(method), allowed | BROKEN if is_slow else allowed
 

@@ -1,10 +1,10 @@
-"""Stored chats of a server that is killed before each of the calls that change its folder, one after another.
+"""Kill a server before each of the calls that change its folder of chats, one call per run.
 
     python -m tests.killed_turns MODEL FOLDER STEP h2o recall
 
-STEP: 1 for each of them, 4 for one in four. Each death is one of a child process, at that call of the same
-turns. Another child then goes on with every turn that was finished before: all of it must be in the cache,
-and what follows must be what follows where nobody was killed.
+STEP: 1 for every call, 4 for one in four. Each run takes the same turns in a child process, which exits at
+its call. Another child then continues every turn that was finished before the call: the whole turn must be in
+the cache, and the next reply must be the one of a server that was not killed.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ NEVER = 10**9
 
 
 def said(role, content):
+    """Return a message."""
     return {"role": role, "content": content}
 
 
 class Server:
-    """What `kvtool serve` does with its requests, without HTTP."""
+    """The part of `kvtool serve` behind HTTP."""
 
     def __init__(self, model, policy, folder):
-        # a chat that goes back reads in other steps: these share no choice, and what comes back is what left
+        # with these the steps of a prompt change no reply: a chat that goes back reads it in other steps
         params = ["search=all"] if policy == "recall" else []
         settings = Settings(n_batch=64, n_threads=1, archive_type="f16")
         engine = Engine(model, policies.fit(policy, 64, 16, params), settings)
         writer = Writer(engine, Sampler(model))
-        # few bytes, so that some snapshots go
+        # so few bytes that some snapshots are deleted
         self.talk = Talk(
             writer,
             template_of(model),
@@ -58,7 +59,7 @@ class Server:
         )
 
     def ask(self, messages):
-        """(reply, tokens that were cached, tokens of the chat now)"""
+        """Return (reply, cached tokens, tokens of the chat now)."""
         events = []
         body = {"messages": messages, "max_tokens": 8, "temperature": 0}
         self.talk.answer(
@@ -74,7 +75,7 @@ class Server:
 
 
 def turns(server):
-    """Asks, asks again and changes questions in two chats; yields (messages, tokens) after each answer."""
+    """Ask, ask again and change questions in two chats; yield (messages, tokens) after each answer."""
     first, second = [said("system", "Be brief.")], []
     for i in range(3):
         for chat in (first, second):
@@ -89,7 +90,7 @@ def turns(server):
 
 
 def in_child(work):
-    """Runs work(write) in a child process; returns (its exit code, the lines that it wrote)."""
+    """Run work(write) in a child process; return (its exit code, the objects that it wrote)."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -99,7 +100,7 @@ def in_child(work):
             work(lambda found: os.write(write, json.dumps(found).encode() + b"\n"))
             code = 0
         finally:
-            # not what the parent has behind this
+            # the child must not run the parent's code after this function
             if code:
                 sys.excepthook(*sys.exc_info())
             os._exit(code)
@@ -110,7 +111,7 @@ def in_child(work):
 
 
 def live(model, policy, folder, n_call):
-    """Lives until the call of this number, of those that change the folder."""
+    """Take turns up to the n_call-th call that changes the folder; return (exit code, finished turns)."""
 
     def work(write):
         left = [n_call]
@@ -134,7 +135,10 @@ def live(model, policy, folder, n_call):
 
 
 def go_on(model, policy, folder, finished):
-    """What follows each finished turn, and how many of its tokens were stored; nothing stored is damaged."""
+    """Continue each finished turn; return [next reply, stored tokens of the turn] of each.
+
+    Raises AssertionError if a stored chat is damaged.
+    """
 
     def work(write):
         server = Server(model, policy, folder)
@@ -158,7 +162,7 @@ def go_on(model, policy, folder, finished):
 
 
 def run(model_path, folder, policy, step=1):
-    """Dies at every call, or at one of `step`; returns how many there are."""
+    """Kill a server at every call, or at one in `step`; return the number of calls."""
     model = Model(model_path)
     code, finished = live(model, policy, folder / "whole", NEVER)
     assert code == 0
@@ -169,13 +173,13 @@ def run(model_path, folder, policy, step=1):
         code, seen = live(model, policy, place, n)
         assert code == KILLED, f"call {n}"
         assert seen == finished[: len(seen)], f"call {n}"
-        # the newest two: others may have gone for room
+        # the newest two: older ones may have been deleted for room
         first, end = max(len(seen) - 2, 0), len(seen) + 1
-        # and the one that was being stored, of which nobody knows whether it is
+        # and the one that was being stored, which may or may not be whole
         found = go_on(model, policy, place, finished[first:end])
         for i, (reply, n_cached) in enumerate(found, first):
             turn, (wanted, _) = finished[i], expected[i]
-            # a chat that goes back may have a few of the question's tokens as well
+            # a chat that goes back may also find a few tokens of the question
             if n_cached < turn["n"]:
                 assert i == len(seen), f"call {n}: {n_cached} of {turn['n']} tokens were stored"
             else:

@@ -1,4 +1,4 @@
-"""Clients of a server, imported when something of them is used: that takes a second of each worker."""
+"""The openai and anthropic packages, imported at their first use: the import takes a second."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python -m tests.repeat -n 30
     python -m tests.repeat -n 30 --busy 2 tests/test_serve_faults.py
 
-Each round runs pytest once for every file. The default files are those that use subprocess, multiprocessing
+Each round runs pytest once for every file. By default it takes the files that use subprocess, multiprocessing
 or a helper that starts processes. The output of each run that fails is kept in build/chance. Exit status 1 if
 any run failed.
 """
