@@ -33,10 +33,10 @@ ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = """
     gguf jinja2 markdown_it prompt_toolkit.shortcuts pytest rich.live rich.progress rich.table
     kvtool.api kvtool.llama.sampler kvtool.serve.server kvtool.tasks.longbench
-    kvtool.cli.chat kvtool.cli.chat_input kvtool.cli.chat_reply kvtool.cli.chat_terminal kvtool.cli.compare
-    kvtool.cli.config kvtool.cli.doctor kvtool.cli.eval kvtool.cli.explain kvtool.cli.generate
-    kvtool.cli.inspect kvtool.cli.models kvtool.cli.perplexity kvtool.cli.policies kvtool.cli.serve
-    kvtool.cli.session kvtool.cli.texts kvtool.cli.worker
+    kvtool.cli.chat.command kvtool.cli.chat.input kvtool.cli.chat.reply kvtool.cli.chat.terminal
+    kvtool.cli.compare.command kvtool.cli.config kvtool.cli.doctor kvtool.cli.eval kvtool.cli.explain
+    kvtool.cli.generate kvtool.cli.inspect.command kvtool.cli.models kvtool.cli.perplexity
+    kvtool.cli.policies kvtool.cli.serve kvtool.cli.session kvtool.cli.texts kvtool.cli.worker
 """.split()  # noqa: SIM905
 
 READ_LATE = (

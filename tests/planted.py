@@ -64,7 +64,7 @@ PLANTED = {
     ),
     "cli, chat": Fault(
         "what is typed is added to a refused line",
-        "kvtool/cli/chat_input.py",
+        "kvtool/cli/chat/input.py",
         "buffer.selection_state.enter_shift_mode()",
         "pass",
         ("test_chat_typing.py::test_what_is_typed_replaces_a_selected_line_and_an_arrow_key_keeps_it",),
@@ -113,7 +113,7 @@ PLANTED = {
     ),
     "cli, pictures": Fault(
         "archived tokens are white, as if they were lost",
-        "kvtool/cli/inspect_plot.py",
+        "kvtool/cli/inspect/plot.py",
         "for tokens, colour in ((rows, _HELD), (archived, _ARCHIVED)):",
         "for tokens, colour in ((rows, _HELD),):",
         ("test_inspect.py::test_the_picture_tells_rows_and_archive_apart",),

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from kvtool import __version__, policies
-from kvtool.cli import bench_table
+from kvtool.cli.bench import table as bench_table
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import InputError

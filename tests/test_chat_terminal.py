@@ -9,7 +9,7 @@ import pytest
 
 from kvtool.chats import session
 from kvtool.chats.undo import MOST, MOST_BYTES
-from kvtool.cli.chat_show import HELP, KEYS, NOTES
+from kvtool.cli.chat.show import HELP, KEYS, NOTES
 from tests import tiny
 from tests.held import PATIENCE_S
 from tests.terminal import Terminal

@@ -10,7 +10,7 @@ from threading import Thread
 import pytest
 
 from kvtool.chats import session
-from kvtool.cli.chat_input import Prompt, goes_on, meant, typed_as, with_files
+from kvtool.cli.chat.input import Prompt, goes_on, meant, typed_as, with_files
 from kvtool.errors import InputError
 from tests.called import called
 from tests.held import PATIENCE_S, Held, until
@@ -387,7 +387,7 @@ def test_the_terminal_is_set_again_after_a_stop(monkeypatch):
     import signal
     import termios
 
-    from kvtool.cli.chat_screen import Keys
+    from kvtool.cli.chat.screen import Keys
 
     own, theirs = pty.openpty()
     with open(theirs, closefd=False) as stdin:

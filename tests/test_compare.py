@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvtool.cli import compare_table, output
-from kvtool.cli.compare import _run
+from kvtool.cli import output
+from kvtool.cli.compare import table as compare_table
+from kvtool.cli.compare.command import _run
 from kvtool.errors import UsageError
 from kvtool.measure import grid, runner
 from kvtool.measure.grid import Run
@@ -455,7 +456,7 @@ def test_no_name_is_cut_in_a_pipe():
 def test_the_picture_has_a_line_a_policy(monkeypatch):
     from matplotlib.axes import Axes
 
-    from kvtool.cli import compare_plot
+    from kvtool.cli.compare import plot as compare_plot
 
     lines, allocated = {}, []
     plot = Axes.plot

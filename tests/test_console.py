@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
+from kvtool.cli.chat.markdown import ReplyStream
 from kvtool.cli.console import plain_console, table, table_console
-from kvtool.cli.markdown import ReplyStream
 from kvtool.cli.progress import _bytes_bar
 
 SOURCES = Path(__file__).parent.parent / "kvtool"

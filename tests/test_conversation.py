@@ -18,9 +18,9 @@ from kvtool.chats.prompt import template_of
 from kvtool.chats.template import GEMMA, Template
 from kvtool.chats.undo import Copies, Copy
 from kvtool.chats.writer import Writer
-from kvtool.cli.chat_commands import Commands
-from kvtool.cli.chat_screen import Terminal, whereabouts
-from kvtool.cli.keeper import Keeper
+from kvtool.cli.chat.keeper import Keeper
+from kvtool.cli.chat.screen import Terminal, whereabouts
+from kvtool.cli.chat.slash_commands import Commands
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import ModelError, SessionError, StreamEnd, UsageError

@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvtool.chats.writer import Writer
-from kvtool.cli import first_chat
+from kvtool.cli import model_advice
 from kvtool.cli import models as cli
-from kvtool.cli.first_chat import better_model, too_much
+from kvtool.cli.model_advice import better_model, too_much
 from kvtool.llama import devices
 from kvtool.models.catalogue import parse, registry
 from kvtool.runs import fits
@@ -199,7 +199,7 @@ def test_every_recommended_model_says_what_it_was_trained_for():
 @pytest.mark.engine
 def test_an_answer_and_a_chat_say_once_that_a_text_is_too_much(smollm2, memory, monkeypatch):
     memory(16, cores=2)
-    monkeypatch.setattr(first_chat, "_LONG", 50)
+    monkeypatch.setattr(model_advice, "_LONG", 50)
     monkeypatch.setattr(Writer, "read", lambda self, tokens, *_: self.before_reading(len(tokens)) or False)
     line = "SmolLM2-135M-Instruct.Q4_1 is too small for questions about long texts; -m qwen3.5-2b does better"
     words = "word " * 60

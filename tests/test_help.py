@@ -16,7 +16,7 @@ from typer.main import get_command
 from kvtool import __version__
 from kvtool.cli import COMMANDS, app, completion, near
 from kvtool.cli.command import _EARLIER
-from kvtool.cli.compare import _Grid
+from kvtool.cli.compare.command import _Grid
 from kvtool.cli.examples import EXAMPLES
 from kvtool.cli.models import _Types
 from kvtool.cli.settings import all_commands

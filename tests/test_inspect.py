@@ -20,7 +20,9 @@ from rich.console import Console
 from rich.text import Text
 
 from kvtool import policies
-from kvtool.cli import inspect_page, inspect_terminal, output
+from kvtool.cli import output
+from kvtool.cli.inspect import page as inspect_page
+from kvtool.cli.inspect import terminal as inspect_terminal
 from kvtool.measure import holdings
 from tests import forked
 from tests.called import called
@@ -295,7 +297,7 @@ def test_the_picture_tells_rows_and_archive_apart():
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
 
-    from kvtool.cli import inspect_plot
+    from kvtool.cli.inspect import plot as inspect_plot
 
     layer = np.repeat(np.arange(6, dtype=np.int32), 2)
     until = np.zeros((12, 5000), np.uint8)
@@ -331,7 +333,7 @@ def test_the_picture_tells_rows_and_archive_apart():
 
 def test_a_picture_without_an_archive_says_what_white_is():
     pytest.importorskip("matplotlib")
-    from kvtool.cli import inspect_plot
+    from kvtool.cli.inspect import plot as inspect_plot
 
     until = np.array([[1, 0, 1], [0, 1, 1]], np.uint8)
     rows = np.zeros(2, np.int32), np.arange(2, dtype=np.int32)

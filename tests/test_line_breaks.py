@@ -9,7 +9,7 @@ import pytest
 
 import kvtool
 from kvtool.chats import session
-from kvtool.cli.chat_input import with_files
+from kvtool.cli.chat.input import with_files
 from kvtool.options.sampling import Drawing
 from kvtool.options.system import System
 from kvtool.system.texts import with_lf

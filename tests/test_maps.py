@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import tests.tiny_kinds as tiny_kinds
-from kvtool.cli import inspect_map
-from kvtool.cli.inspect import KINDS
+from kvtool.cli.inspect import map as inspect_map
+from kvtool.cli.inspect.command import KINDS
 from kvtool.errors import ModelError, UsageError
 from kvtool.llama.model import Model
 from kvtool.llama.observe import What, observe
@@ -311,7 +311,7 @@ def pixels(figure):
 
 def test_important_keys_are_green_and_two_queries_are_framed():
     pytest.importorskip("matplotlib")
-    from kvtool.cli import inspect_plot
+    from kvtool.cli.inspect import plot as inspect_plot
 
     n = 1000
     mask = np.zeros((n, n), np.bool_)
@@ -342,7 +342,7 @@ def test_important_keys_are_green_and_two_queries_are_framed():
 @pytest.mark.parametrize("n", [5, 800, 801, 2000])
 def test_a_pixel_is_the_mean_of_its_tokens(n):
     pytest.importorskip("matplotlib")
-    from kvtool.cli import inspect_plot
+    from kvtool.cli.inspect import plot as inspect_plot
 
     array = np.random.default_rng(1).random((n, n))
     coarse = inspect_plot._coarse(array)

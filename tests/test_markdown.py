@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from kvtool.chats.thinking import THINK, Splitter
-from kvtool.cli.chat_reply import ReplyView
-from kvtool.cli.markdown import ReplyStream
+from kvtool.cli.chat.markdown import ReplyStream
+from kvtool.cli.chat.reply import ReplyView
 
 TEXT = """# A heading with `code`
 

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvtool.cli import keeper
+from kvtool.cli.chat import keeper
 from kvtool.cli.declared import Typed, options, parameters
 from kvtool.errors import UsageError
 from kvtool.options.field import Options, again, declared, option, within

@@ -21,9 +21,9 @@ from kvtool.chats.logprobs import logprobs
 from kvtool.chats.prompt import template_of
 from kvtool.chats.stops import Stops
 from kvtool.chats.writer import Writer
-from kvtool.cli.chat import chat
+from kvtool.cli.chat.command import chat
+from kvtool.cli.chat.keeper import Keeper
 from kvtool.cli.generate import generate
-from kvtool.cli.keeper import Keeper
 from kvtool.errors import InputError, UsageError
 from kvtool.kernels.likelihood import token_nll
 from kvtool.llama.library import api

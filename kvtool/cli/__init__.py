@@ -15,7 +15,7 @@ import typer
 
 from kvtool import __version__
 from kvtool.cli.command import CLICK, BadValue, Group, shaped
-from kvtool.cli.listed import COMMANDS, FUNCTIONS, GROUPS, flag
+from kvtool.cli.listed import COMMANDS, FUNCTIONS, GROUPS, flag, module_of
 from kvtool.errors import InputError, KvtoolError, OutOfMemory
 from kvtool.system import interrupt
 
@@ -30,7 +30,7 @@ class _Commands(UserDict[str, Any]):
     """Imports a command when it is asked for: importing all takes as long as loading a small model."""
 
     def __getitem__(self, name: str) -> Any:
-        sentence, module = self.data[name], import_module(f"kvtool.cli.{name}")
+        sentence, module = self.data[name], import_module(module_of(name))
         if name in GROUPS:
             found = module.app
         else:

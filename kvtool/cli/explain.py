@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtool.cli.console import say
-from kvtool.cli.first_chat import too_much
+from kvtool.cli.model_advice import too_much
 from kvtool.options.run import Run
 from kvtool.units import format_bytes
 

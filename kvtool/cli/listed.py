@@ -20,13 +20,21 @@ COMMANDS = {
     "doctor": "Check the installation: what is built and cached, what is wrong, and how to fix it.",
     "help": "Show the help of a command.",
 }
-"""Each is a module in this folder, and a sentence, which is here because importing all takes long."""
+"""The sentence about each command. It stands here because importing all commands takes long."""
+
+FOLDERS = ("chat", "compare", "bench", "inspect")
+"""Commands with a folder: the command is in its command.py. The others are one file each."""
 
 GROUPS = ("models", "session")
 """Those that are several commands: a Typer app of the name `app` in their module."""
 
 FUNCTIONS = {"eval": "evaluate", "help": "help_"}
 """Names of the functions of commands whose own names Python reserves."""
+
+
+def module_of(command: str) -> str:
+    """The name of the module with a command."""
+    return f"kvtool.cli.{command}" + ".command" * (command in FOLDERS)
 
 
 def flag(param: Any) -> str:

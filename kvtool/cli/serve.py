@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtool.cli.chat.keeper import fixed_of, meta_of
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import explain_run
-from kvtool.cli.keeper import fixed_of, meta_of
 from kvtool.cli.locate import locate
 from kvtool.cli.opening import of_model, open_run, sampling_of, with_thinking
 from kvtool.cli.worker import listener

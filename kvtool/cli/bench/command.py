@@ -161,7 +161,7 @@ def _print(
 ) -> None:
     picture = None
     if plot:
-        from kvtool.cli.bench_plot import picture as draw
+        from kvtool.cli.bench.plot import picture as draw
 
         picture = plot, lambda: output.png(draw(found, said["model"]))
     with output.written(*([picture] if picture else [])):
@@ -169,6 +169,6 @@ def _print(
             for record in found:
                 typer.echo(json_text(record))
         else:
-            from kvtool.cli.bench_table import show
+            from kvtool.cli.bench.table import show
 
             show(plain_console(), found, said, has_device=has_device)

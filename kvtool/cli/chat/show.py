@@ -14,14 +14,14 @@ from kvtool.options.sampling import Drawing
 from kvtool.runs.report import archive_line, report
 
 if TYPE_CHECKING:
-    from kvtool.cli.chat_screen import Terminal
+    from kvtool.cli.chat.screen import Terminal
     from kvtool.engine.loop import Engine
 
 
 def cells(terminal: Terminal, last: str) -> None:
     """The last tokens, coloured by the share of rows that hold each. Raises UsageError for a wrong number."""
-    from kvtool.cli.inspect import LAST
-    from kvtool.cli.inspect_terminal import show
+    from kvtool.cli.inspect.command import LAST
+    from kvtool.cli.inspect.terminal import show
     from kvtool.measure import holdings
 
     engine = terminal.engine

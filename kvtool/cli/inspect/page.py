@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtool.cli.inspect_terminal import BOUNDS, visible
+from kvtool.cli.inspect.terminal import BOUNDS, visible
 from kvtool.measure.holdings import Holdings
 from kvtool.runs.report import budget
 
@@ -43,7 +43,7 @@ def page(result: dict[str, Any], found: Holdings, texts: list[str], last: int) -
         }
     # inside a script element, only "</" could end it
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    page = files("kvtool.cli").joinpath("inspect.html").read_text(encoding="utf-8")
+    page = files("kvtool.cli.inspect").joinpath("page.html").read_text(encoding="utf-8")
     return page.replace("{{data}}", text).encode()
 
 

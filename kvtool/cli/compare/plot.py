@@ -9,7 +9,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from kvtool import policies
-from kvtool.cli.compare_table import Line
+from kvtool.cli.compare.table import Line
 
 
 def picture(lines: Sequence[Line], text: str, model: str) -> Figure:

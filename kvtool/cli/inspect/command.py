@@ -120,8 +120,8 @@ def inspect(
             _show_map(own.kind, own, asked, text, as_json)
         return
 
-    from kvtool.cli.inspect_page import page
-    from kvtool.cli.inspect_terminal import attended_record, show, show_attended
+    from kvtool.cli.inspect.page import page
+    from kvtool.cli.inspect.terminal import attended_record, show, show_attended
     from kvtool.llama.model import Model
     from kvtool.measure import holdings
     from kvtool.runs.report import line, report
@@ -154,7 +154,7 @@ def inspect(
         }
 
     def picture() -> bytes:
-        from kvtool.cli.inspect_plot import held
+        from kvtool.cli.inspect.plot import held
 
         return output.png(held(result, found))
 
@@ -170,7 +170,7 @@ def inspect(
 
 
 def _show_map(kind: str, own: _Own, run: Run, text: Source, as_json: bool) -> None:
-    from kvtool.cli import inspect_map
+    from kvtool.cli.inspect import map as inspect_map
 
     drawn, title = inspect_map.read(kind, own.layer, own.head, run, text, own.max_tokens or N_TOKENS)
     with output.written((own.plot, lambda: inspect_map.picture(kind, drawn, title))):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvtool.cli.chat_commands import Commands
-from kvtool.cli.chat_input import Prompt, meant
-from kvtool.cli.chat_screen import Terminal
-from kvtool.cli.first_chat import base_model, better_model
-from kvtool.cli.keeper import turns
+from kvtool.cli.chat.input import Prompt, meant
+from kvtool.cli.chat.keeper import turns
+from kvtool.cli.chat.screen import Terminal
+from kvtool.cli.chat.slash_commands import Commands
+from kvtool.cli.model_advice import base_model, better_model
 from kvtool.system import interrupt
 from kvtool.system.texts import shown
 

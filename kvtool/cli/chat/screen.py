@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.thinking import Splitter
-from kvtool.cli.chat_input import confirmed, typed_as, with_files
+from kvtool.cli.chat.input import confirmed, typed_as, with_files
+from kvtool.cli.chat.keeper import Keeper, moved_line
 from kvtool.cli.console import plain_console
-from kvtool.cli.keeper import Keeper, moved_line
 from kvtool.errors import InputError, ModelError, SessionError, StreamEnd, UsageError
 from kvtool.system import interrupt
 
@@ -117,7 +117,7 @@ class Terminal:
 
     def show_last(self) -> None:
         """Shows the last turn and its reply again."""
-        from kvtool.cli.chat_reply import ReplyView
+        from kvtool.cli.chat.reply import ReplyView
 
         user, reply = [each["content"] for each in self.conversation.messages][-2:]
         lines = user.split("\n")
@@ -186,7 +186,7 @@ class Terminal:
                 writer.while_reading = lambda done, n: None
 
     def _answer(self) -> None:
-        from kvtool.cli.chat_reply import ReplyView
+        from kvtool.cli.chat.reply import ReplyView
 
         writer, splitter = self.conversation.writer, self.conversation.splitter()
         view = ReplyView(self.console, splitter, plain=self.plain, hide=self.hide_thinking)

@@ -11,11 +11,11 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
+from kvtool.cli.chat.keeper import Keeper, moved_line, open_transcript, resumed
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
-from kvtool.cli.first_chat import base_model
-from kvtool.cli.keeper import Keeper, moved_line, open_transcript, resumed
+from kvtool.cli.model_advice import base_model
 from kvtool.cli.opening import of_model, open_run, sampling_of, with_thinking
 from kvtool.options.field import SHOWS, Options, option
 from kvtool.options.run import WriteRun
@@ -61,7 +61,7 @@ def chat(
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if is_terminal:
             # its import takes as long as loading a small model: the two go side by side
-            Thread(target=import_module, args=["kvtool.cli.chat_terminal"], daemon=True).start()
+            Thread(target=import_module, args=["kvtool.cli.chat.terminal"], daemon=True).start()
         opened = stack.enter_context(open_run(run))
         engine, run = opened.engine, opened.run
 
@@ -93,10 +93,10 @@ def chat(
             say([unpinned("the system prompt")])
         writer.before_reading = Notice(engine, "turn", opened.info)
         if is_terminal:
-            from kvtool.cli import chat_terminal
-            from kvtool.cli.chat_screen import Terminal
+            from kvtool.cli.chat import terminal
+            from kvtool.cli.chat.screen import Terminal
 
-            chat_terminal.run(Terminal(conversation, keeper, run.policy, own.plain, own.hide_thinking))
+            terminal.run(Terminal(conversation, keeper, run.policy, own.plain, own.hide_thinking))
         else:
             _pipe(conversation, keeper, stdin_lines())
             if run.verbose:

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from kvtool.chats.thinking import Splitter
-from kvtool.cli.markdown import ReplyStream
+from kvtool.cli.chat.markdown import ReplyStream
 
 _EVERY_S = 1 / 12
 """Seconds from one drawing to the next."""

@@ -276,11 +276,11 @@ def _finish(
         for _, record in rows:
             typer.echo(json_text(record))
     else:
-        from kvtool.cli.compare_table import show
+        from kvtool.cli.compare.table import show
 
         show(plain_console(), rows, text, info.path.stem)
     if plot:
-        from kvtool.cli.compare_plot import picture
+        from kvtool.cli.compare.plot import picture
 
         output.write(plot, output.png(picture(rows, text, info.path.stem)))
     if failed := results.failed():

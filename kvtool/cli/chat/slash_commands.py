@@ -8,9 +8,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtool.cli import chat_show, near
+from kvtool.cli import near
+from kvtool.cli.chat import show
+from kvtool.cli.chat.keeper import turns
 from kvtool.cli.explain import may_lose_system, unpinned
-from kvtool.cli.keeper import turns
 from kvtool.cli.progress import restoring_progress
 from kvtool.errors import KvtoolError, SessionError, UsageError
 from kvtool.options.field import declared
@@ -19,7 +20,7 @@ from kvtool.options.thinking import EFFORTS
 from kvtool.system.texts import shown, with_lf
 
 if TYPE_CHECKING:
-    from kvtool.cli.chat_screen import Terminal
+    from kvtool.cli.chat.screen import Terminal
 
 _ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}
 
@@ -38,20 +39,20 @@ class Commands:
         self.conversation = terminal.conversation
         self.keeper = terminal.keeper
         self._plain: dict[str, Callable[[], None]] = {
-            "/stats": lambda: chat_show.stats(terminal),
+            "/stats": lambda: show.stats(terminal),
             "/retry": self._retry,
             "/edit-last": self._edit_last,
             "/reset": self._reset,
         }
         self._with_text: dict[str, Callable[[str], None]] = {
-            "/help": lambda what: chat_show.help(terminal, what),
+            "/help": lambda what: show.help(terminal, what),
             "/undo": self._undo,
-            "/show": lambda what: chat_show.show(terminal, what),
+            "/show": lambda what: show.show(terminal, what),
             "/set": self._set,
             "/edit": self._edit,
             "/save": self._save,
             "/load": self._load,
-            "/cells": lambda last: chat_show.cells(terminal, last),
+            "/cells": lambda last: show.cells(terminal, last),
             "/system": self._system,
             "/think": self._think,
         }
@@ -59,8 +60,8 @@ class Commands:
     def words(self) -> Mapping[str, Callable[[], Iterable[str]] | None]:
         """The commands, each with the words that may follow it; None means a path."""
         found: dict[str, Callable[[], Iterable[str]] | None] = {"/save": None, "/load": None}
-        found |= {"/show": lambda: chat_show.SHOWN, "/set": lambda: declared(Drawing)}
-        found["/help"] = lambda: (*chat_show.MORE, *(name[1:] for name in self._with_text | self._plain))
+        found |= {"/show": lambda: show.SHOWN, "/set": lambda: declared(Drawing)}
+        found["/help"] = lambda: (*show.MORE, *(name[1:] for name in self._with_text | self._plain))
         found["/think"] = lambda: (*EFFORTS, _DEFAULT)
         return dict.fromkeys([*self._plain, *self._with_text, *_ALIASES, "/exit"], tuple) | found
 
@@ -165,7 +166,7 @@ class Commands:
         # a text may stand in quotes
         value = given[1:-1] if len(given) > 1 and given[0] == given[-1] in "\"'" else given
         if not text:
-            chat_show.settings(self.terminal)
+            show.settings(self.terminal)
             return
         self._check_start(name, given)
         name = Drawing.field(name)
@@ -179,7 +180,7 @@ class Commands:
                 return
         if given:
             self.keeper.set(name, value)
-        self.terminal.note(f"{name}  {chat_show.setting(self.terminal, name)}")
+        self.terminal.note(f"{name}  {show.setting(self.terminal, name)}")
         if given and name == "temp" and self.keeper.drawing.temp > _HOT:
             self.terminal.note(
                 f"above {_HOT} a reply is mostly random words; the default is {Drawing.temp:g}"
@@ -202,7 +203,7 @@ class Commands:
 
     def _system(self, text: str) -> None:
         if not text:
-            chat_show.system(self.terminal)
+            show.system(self.terminal)
         else:
             text = shown(text)
             self.conversation.check(text)
@@ -222,7 +223,7 @@ class Commands:
             if not self._rethink(effort, chat.thought_budget, f"/think {text}"):
                 return
         taken = f"the model's chat template takes {chat.efforts.taken}"
-        self.terminal.note(f"think  {chat_show.setting(self.terminal, 'think')}; {taken}")
+        self.terminal.note(f"think  {show.setting(self.terminal, 'think')}; {taken}")
 
     def _rethink(self, effort: str | None, budget: int | None, change: str) -> bool:
         """Changes how much replies think; returns False if the user then rather leaves it."""

@@ -69,7 +69,7 @@ def read(
 
 def picture(kind: str, drawn: Drawn, title: str) -> bytes:
     """The picture of a map, a PNG file."""
-    from kvtool.cli import inspect_plot
+    from kvtool.cli.inspect import plot as inspect_plot
 
     # a function of that name for each kind
     return output.png(getattr(inspect_plot, kind)(drawn.found, title))

@@ -1,0 +1,1 @@
+"""kvtool bench: the command, its table and its picture."""

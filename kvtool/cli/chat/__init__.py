@@ -1,0 +1,1 @@
+"""kvtool chat: the command, its terminal, and the file that it keeps."""

@@ -1,0 +1,1 @@
+"""kvtool compare: the command, its table and its picture."""

@@ -1,0 +1,1 @@
+"""kvtool inspect: the command, and the views of what the rows hold."""
