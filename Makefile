@@ -13,18 +13,18 @@ PYTEST := $(ONE_THREAD) $(PY) -m pytest -q
 # and names its test: pytest-xdist 3.8 hangs where it starts another
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # the contract is about policies; their kernels are held against the definitions in these
-KERNEL_TESTS := $(addsuffix .py,$(addprefix tests/test_,policies cells bumblebee buzz cam divergence h2o keys roco \
-	scissorhands snapkv weightedkv))
+KERNEL_TESTS := $(addsuffix .py,$(addprefix tests/policies/test_,policies cells bumblebee buzz cam divergence h2o keys \
+	roco scissorhands snapkv weightedkv))
 # a stage of their own: what fails here fails everywhere
-PATCH_TESTS := tests/test_patches.py tests/test_build.py
+PATCH_TESTS := tests/tools/test_patches.py tests/tools/test_build.py
 SANITIZED := $(foreach part,GGML LLAMA,-D$(part)_SANITIZE_ADDRESS=ON -D$(part)_SANITIZE_UNDEFINED=ON)
 # Mesa's Vulkan on the CPU: the files it needs, each with the Debian package that has it
 MESA := /usr/share/vulkan/icd.d/lvp_icd.*.json:mesa-vulkan-drivers /usr/include/vulkan/vulkan.h:libvulkan-dev \
 	/usr/bin/glslc:glslc /usr/include/spirv/unified1/spirv.hpp:spirv-headers
-DEVICE_TESTS := $(addsuffix .py,$(addprefix tests/test_,offload exactness llama engine session signals prefill sliding \
-	recall recall_whole staged joint))
+DEVICE_TESTS := tests/llama/test_llama.py $(addsuffix .py,$(addprefix tests/engine/test_,offload exactness engine session \
+	signals prefill sliding recall recall_whole staged joint))
 # their joint steps take longest, and one case shows them
-DEVICE_TESTS += $(foreach case,gemma3 gemma4-corm gemma4-recall,'--deselect=tests/test_joint.py::test_in_any_kind_of_model[$(case)')
+DEVICE_TESTS += $(foreach case,gemma3 gemma4-corm gemma4-recall,'--deselect=tests/engine/test_joint.py::test_in_any_kind_of_model[$(case)')
 # for the checks alone: one architecture, no optimization, no driver to link to
 CUDA_ARCH ?= 86
 CUDA_ARGS = -DGGML_CUDA=on -DGGML_CUDA_NO_VMM=ON -DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCH)-real \
@@ -76,7 +76,7 @@ help:
 	@echo 'make fuzz-sanitized  the same calls in a build with -fsanitize=address,undefined (gcc)'
 	@echo 'make check-tests  plant a fault in each part, and see that the tests find it; PARTS="cli ..." for some'
 	@echo 'make check-chance run the tests that start processes 30 times, and report which fail by chance;'
-	@echo '                 takes hours; ARGS="-n 5 --busy 2 tests/test_serve.py" for fewer, on a busy machine'
+	@echo '                 takes hours; ARGS="-n 5 --busy 2 tests/serve/test_serve.py" for fewer, on a busy machine'
 	@echo 'make papers       repeat the papers'"'"' experiments: DATA=folder, MODELS=folder, IDS="..." for some;'
 	@echo '                 see papers/README.md'
 	@echo 'make papers-tables  write the tables of the documents from papers/records'
@@ -119,7 +119,7 @@ dist: $(PY)
 	@ls dist/*.whl
 
 check-dist: $(PY)
-	@$(PY) tests/check_dist.py dist $(ARGS)
+	@$(PY) tests/tools/check_dist.py dist $(ARGS)
 
 # the long stage, and beside it the others one by one
 test: setup
@@ -167,7 +167,7 @@ build-server: setup
 
 check-stock: setup
 	@$(call IN_SITE,$(PY) -m kvtool.build --stock) && \
-		$(ONE_THREAD) $(PY) tests/compare_stock.py "$$site" $(if $(DIR),--archs "$(DIR)")
+		$(ONE_THREAD) $(PY) tests/tools/compare_stock.py "$$site" $(if $(DIR),--archs "$(DIR)")
 
 # the program that writes most of the models is one of llama.cpp's own tests
 check-archs: setup
@@ -181,13 +181,13 @@ check-archs: setup
 		cmake --build "$$tree/build" --target test-llama-archs >/dev/null && \
 		"$$tree/build/bin/test-llama-archs" -s 1 -o "$$models" >/dev/null && \
 		$(PY) -m tests.tiny_archs "$$models" && \
-		$(ONE_THREAD) $(PY) -m tests.check_archs "$$models"
+		$(ONE_THREAD) $(PY) -m tests.tools.check_archs "$$models"
 
 check-cuda: setup
 	@$(call IN_SITE,CMAKE_ARGS='$(CUDA_ARGS)' $(PY) -m kvtool.build) && \
-		export PYTHONPATH="$$site:$$PWD" && $(PY) tests/check_backend.py CUDA && \
-		if $(PY) tests/check_backend.py CUDA --device >/dev/null 2>&1; then \
-			$(CC) -O1 -shared -fPIC -o "$$site/cuda_f32.so" tests/cuda_f32.c && \
+		export PYTHONPATH="$$site:$$PWD" && $(PY) tests/tools/check_backend.py CUDA && \
+		if $(PY) tests/tools/check_backend.py CUDA --device >/dev/null 2>&1; then \
+			$(CC) -O1 -shared -fPIC -o "$$site/cuda_f32.so" tests/tools/cuda_f32.c && \
 			LD_PRELOAD="$$site/cuda_f32.so" NVIDIA_TF32_OVERRIDE=0 $(PYTEST) $(DEVICE_TESTS); \
 		else echo 'no NVIDIA GPU: the tests of the engine did not run' >&2; fi
 
@@ -205,39 +205,39 @@ check-vulkan: setup
 		ls $${each%:*} >/dev/null 2>&1 || missing="$$missing $${each#*:}"; done; \
 		test -z "$$missing" || { echo "packages are missing: sudo apt install$$missing" >&2; exit 1; }
 	@$(call IN_SITE,CMAKE_ARGS=-DGGML_VULKAN=on $(PY) -m kvtool.build) && \
-		$(CC) -O1 -shared -fPIC -o "$$site/mesa_buffers.so" tests/mesa_buffers.c -ldl && \
+		$(CC) -O1 -shared -fPIC -o "$$site/mesa_buffers.so" tests/tools/mesa_buffers.c -ldl && \
 		export PYTHONPATH="$$site:$$PWD" LD_PRELOAD="$$site/mesa_buffers.so" \
 			GGML_VK_VISIBLE_DEVICES=0 GGML_VK_DISABLE_F16=1 LP_NUM_THREADS=0 \
 			VK_ICD_FILENAMES="$$(ls /usr/share/vulkan/icd.d/lvp_icd.*.json | head -n 1)" && \
-		$(PY) tests/check_backend.py Vulkan --device && $(PYTEST) $(DEVICE_TESTS)
+		$(PY) tests/tools/check_backend.py Vulkan --device && $(PYTEST) $(DEVICE_TESTS)
 
 # without a system's Chromium: .venv/bin/playwright install chromium, which downloads one
 check-page: setup
 	@$(PY) -m pip install -qq --disable-pip-version-check 'playwright>=1.50,<2' >&2
-	@$(ONE_THREAD) $(PY) -m tests.check_page $(ARGS)
+	@$(ONE_THREAD) $(PY) -m tests.tools.check_page $(ARGS)
 
 # its models are dictated what they answer: nothing leaves the machine but the download
 check-claude: setup
 	@npm install --silent --no-fund --no-audit --prefix build/claude @anthropic-ai/claude-code@2 >&2
-	@$(ONE_THREAD) $(PY) -m tests.check_claude build/claude/node_modules/.bin/claude $(ARGS)
+	@$(ONE_THREAD) $(PY) -m tests.tools.check_claude build/claude/node_modules/.bin/claude $(ARGS)
 
 # the faults of the C++ need a build each
 check-tests: setup
-	@$(ONE_THREAD) $(PY) tests/planted.py $(PARTS)
+	@$(ONE_THREAD) $(PY) tests/tools/planted.py $(PARTS)
 
 check-chance: setup
-	@$(ONE_THREAD) $(PY) -m tests.repeat $(ARGS)
+	@$(ONE_THREAD) $(PY) -m tests.tools.repeat $(ARGS)
 
 fuzz: setup
-	@$(ONE_THREAD) $(PY) tests/fuzz_gguf.py --n 2000 --keep fuzz-found
-	@$(ONE_THREAD) $(PY) tests/fuzz_api.py --n 10000
+	@$(ONE_THREAD) $(PY) tests/fuzz/fuzz_gguf.py --n 2000 --keep fuzz-found
+	@$(ONE_THREAD) $(PY) tests/fuzz/fuzz_api.py --n 10000
 
 # one heap: what threads leave free in heaps of their own grows for long
 fuzz-serve: setup
-	@$(ONE_THREAD) MALLOC_ARENA_MAX=1 $(PY) -m tests.fuzz_serve
-	@$(ONE_THREAD) MALLOC_ARENA_MAX=1 $(PY) -m tests.fuzz_serve --api messages --requests 12000
-	@$(ONE_THREAD) $(PY) -m tests.crowd_serve
-	@$(ONE_THREAD) $(PY) -m tests.killed_streams
+	@$(ONE_THREAD) MALLOC_ARENA_MAX=1 $(PY) -m tests.fuzz.fuzz_serve
+	@$(ONE_THREAD) MALLOC_ARENA_MAX=1 $(PY) -m tests.fuzz.fuzz_serve --api messages --requests 12000
+	@$(ONE_THREAD) $(PY) -m tests.serve.crowd_serve
+	@$(ONE_THREAD) $(PY) -m tests.serve.killed_streams
 
 # Python itself is built without the sanitizer, so its library has to be loaded first
 fuzz-sanitized: $(READY)
@@ -245,7 +245,7 @@ fuzz-sanitized: $(READY)
 		env $(ONE_THREAD) PYTHONPATH="$$site" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 			UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 			LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
-			$(PY) tests/fuzz_api.py --n 10000
+			$(PY) tests/fuzz/fuzz_api.py --n 10000
 
 papers: setup
 	@test -d "$(DATA)" || { echo 'name the folder with the texts and data sets: make papers DATA=folder' >&2; exit 2; }

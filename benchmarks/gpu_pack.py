@@ -1,6 +1,6 @@
 """Pack what benchmarks/gpu_check.py needs on a machine without network, compiler and models.
 
-    python benchmarks/gpu_pack.py build/gpu-check kvtool_llama-*.whl --tests tests/test_recall.py
+    python benchmarks/gpu_pack.py build/gpu-check kvtool_llama-*.whl --tests tests/engine/test_recall.py
 
 The folder then has the library without its symbols, the Python packages that such a machine lacks, the
 kernels for any x86-64 CPU with AVX2, the tokenizer of kvtool's default model, and a library that the tests

@@ -163,7 +163,7 @@ def default_talker(talker, monkeypatch):
 @pytest.fixture
 def connect():
     """Makes OpenAI clients of a server; they are closed at the end."""
-    from tests.late import openai
+    from tests.serve.late import openai
 
     with ExitStack() as stack:
 

@@ -8,8 +8,8 @@ import pytest
 from kvtool import policies
 from kvtool.measure import perplexity
 from papers.fading import MERGES, STRIDE, Rule, attend, nll
+from tests.engine.running import TOLERANCE, open_engine, text
 from tests.reference import models
-from tests.running import TOLERANCE, open_engine, text
 
 
 @pytest.mark.engine

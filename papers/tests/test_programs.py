@@ -16,9 +16,9 @@ from kvtool.measure import perplexity
 from papers import ungroup
 from papers.one_merge import rows
 from tests import tiny, tiny_kinds
+from tests.cli.test_maps import Watched
+from tests.engine.running import open_engine, text
 from tests.reference import models
-from tests.running import open_engine, text
-from tests.test_maps import Watched
 
 FOLDER = Path(__file__).parents[1]
 PROGRAMS = [

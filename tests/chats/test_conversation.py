@@ -1,0 +1,753 @@
+"""Chats: one cache for all turns, only new tokens decoded, the template's structure kept."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from io import FileIO
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from kvtool import policies
+from kvtool.chats import session
+from kvtool.chats.conversation import Conversation
+from kvtool.chats.prompt import template_of
+from kvtool.chats.template import GEMMA, Template
+from kvtool.chats.undo import Copies, Copy
+from kvtool.chats.writer import Writer
+from kvtool.cli.chat.keeper import Keeper
+from kvtool.cli.chat.screen import Terminal, whereabouts
+from kvtool.cli.chat.slash_commands import Commands
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.errors import ModelError, SessionError, StreamEnd, UsageError
+from kvtool.llama.model import Model
+from kvtool.llama.sampler import Sampler
+from kvtool.measure import holdings
+from kvtool.options.run import Run
+from kvtool.options.sampling import Drawing
+from tests.engine.running import KINDS
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(talker):
+    model = Model(talker)
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def real_model(smol):
+    """One whose template has special tokens."""
+    model = Model(smol)
+    yield model
+    model.close()
+
+
+def greedy(model):
+    return Sampler(model, seed=1)
+
+
+@pytest.fixture
+def chat(model):
+    yield from chats(model)
+
+
+@pytest.fixture
+def real_chat(real_model):
+    yield from chats(real_model)
+
+
+def chats(model):
+    talks = []
+
+    def make(policy="buzz", budget=256, system=None, evict_every=None, **settings):
+        settings = Settings(n_batch=64, n_threads=1, **settings)
+        engine = Engine(model, policies.fit(policy, budget, evict_every), settings)
+        sampler = greedy(model)
+        talks.append(Conversation(Writer(engine, sampler), template_of(model), system))
+        return talks[-1]
+
+    yield make
+    for talk in talks:
+        talk.close()
+        talk.writer.engine.close()
+
+
+def test_a_turn_closes_the_reply_before_it():
+    before = [{"role": "user", "content": "one"}]
+    assert Template(CHATML, "", "").turn(before, "two") == (
+        "<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_gemma_without_a_template_talks_as_gemmas_do():
+    template = Template(GEMMA, "<bos>", "<eos>")
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hello. "}]
+    assert template.render(chat) == (
+        "<bos><start_of_turn>user\nBe brief.\n\nHello.<end_of_turn>\n<start_of_turn>model\n"
+    )
+    assert template.render(chat[1:], reply=False) == "<bos><start_of_turn>user\nHello.<end_of_turn>\n"
+    assert template.turn(chat, "Fine.") == (
+        "<end_of_turn>\n<start_of_turn>user\nFine.<end_of_turn>\n<start_of_turn>model\n"
+    )
+
+
+def test_a_template_may_mark_what_the_model_wrote():
+    source = "{% for m in messages %}{% generation %}<{{ m.content }}>{% endgeneration %}{% endfor %}"
+    assert Template(source, "", "").render([{"role": "assistant", "content": "x"}] * 2) == "<x><x>"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('no') }}",
+        "{% for %}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ 1 / 0 }}",
+        "{{ messages + 1 }}",
+        "{{ '{0.__class__.__mro__}'.format(messages) }}",
+        "{{ raise_exception.__globals__.os }}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
+        "{{ range(10**9) | list }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ 'x' * 10**15 }}",
+        "(".join(["{{ "] * 300) + "1" + ")" * 299,
+    ],
+)
+def test_a_template_that_fails_or_leaves_its_sandbox_is_one_error(source):
+    with pytest.raises(ModelError, match="chat template fails"):
+        Template(source, "", "").render([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.engine
+def test_only_new_tokens_are_decoded(chat):
+    talk = chat()
+    "".join(talk.reply("Hello there, how are you?", 10))
+    engine, before = talk.writer.engine, talk.writer.engine.n_past
+    "".join(talk.reply("Fine.", 10))
+    turn = engine.model.tokenize(talk.template.turn(talk.messages[:-1], "Fine."), special=True)
+    assert before + len(turn) <= engine.n_past <= before + len(turn) + 10
+
+
+@pytest.mark.engine
+def test_the_cache_holds_the_template_of_the_whole_chat(chat):
+    talk = chat(budget=1024)
+    for text in ("Hello!", "And who are you?"):
+        "".join(talk.reply(text, 12))
+    model, engine = talk.writer.engine.model, talk.writer.engine
+    whole = talk.template.render(talk.messages, reply=False)
+    tokens = model.tokenize(whole, special=True)
+    # the last reply's end is not there before the next turn
+    assert abs(len(tokens) - engine.n_past) <= 3
+
+
+@pytest.mark.engine
+def test_the_system_prompt_is_never_evicted(chat):
+    talk = chat(policy="local", budget=96, system="You are a lighthouse keeper who counts waves.")
+    for text in ("Tell me a long story about the sea.", "More.", "More."):
+        "".join(talk.reply(text, 60))
+    engine = talk.writer.engine
+    assert engine.n_evicted > 0
+    live = engine.rows.pos[:, : engine.n_kv]
+    assert engine.n_pinned > 8
+    assert all((live == pos).any(axis=1).all() for pos in range(engine.n_pinned))
+
+
+@pytest.mark.engine
+def test_a_system_prompt_over_the_budget_is_refused_with_a_way_out(chat):
+    talk = chat(budget=64, system="word " * 200)
+    with pytest.raises(UsageError, match="choose a budget of"):
+        "".join(talk.reply("Hello", 4))
+
+
+@pytest.mark.engine
+def test_a_stopped_reply_leaves_the_chat_usable(chat):
+    talk = chat()
+    pieces = talk.reply("Count to one hundred.")
+    for _ in range(5):
+        next(pieces)
+    talk.writer.stop = True
+    rest = "".join(pieces)
+    assert len(rest) < 40
+    assert "".join(talk.reply("Thank you.", 5))
+
+
+@pytest.mark.engine
+def test_what_was_not_read_before_a_stop_is_read_first_the_next_time(chat, model):
+    writer = chat().writer
+    tokens = model.tokenize("One two three four five six seven eight nine ten. " * 20)
+    # two steps of 64 tokens
+    decode = writer.engine.decode
+
+    def stop_after_the_second(*args, **kwargs):
+        decode(*args, **kwargs)
+        writer.stop = writer.engine.n_past >= 128
+
+    writer.engine.decode = stop_after_the_second
+    assert not writer.read(tokens)
+    assert writer.engine.n_past == 128
+    writer.engine.decode, writer.stop = decode, False
+    assert writer.read(tokens[:3])
+    assert writer.engine.n_past == len(tokens) + 3
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("marker", ["<|im_end|>", "<|endoftext|>"])
+def test_a_reply_ends_where_the_model_ends_its_turn(real_chat, real_model, monkeypatch, marker):
+    writer = real_chat().writer
+    writer.read(real_model.tokenize("Hello"))
+    hello = int(real_model.tokenize("Hello")[0])
+    (end,) = real_model.tokenize(marker, special=True)
+    sampled = iter([hello, hello, int(end)])
+    monkeypatch.setattr(writer.sampler, "sample", lambda context: next(sampled))
+    assert "".join(writer.write()) == "HelloHello"
+    assert writer.n_written == 2
+
+
+@pytest.mark.engine
+def test_a_reset_chat_answers_like_a_new_one(chat):
+    talk = chat()
+    first = "".join(talk.reply("Name a fruit.", 12))
+    "".join(talk.reply("Another.", 12))
+    talk.reset()
+    assert "".join(talk.reply("Name a fruit.", 12)) == first
+
+
+@pytest.mark.engine
+def test_no_piece_ends_in_half_a_character(model, monkeypatch):
+    engine = Engine(model, policies.fit("buzz", 256), Settings(n_threads=1))
+    euro = "€".encode()
+    pieces = iter([euro[:1], euro[1:2], euro[2:], b"\xff"])
+    monkeypatch.setattr(model, "piece", lambda token, special=False: next(pieces))
+    writer = Writer(engine, greedy(model))
+    writer.read(model.tokenize("Hello"))
+    assert list(writer.write(4)) == ["€", "\ufffd"]
+    engine.close()
+
+
+@pytest.mark.engine
+def test_turns_can_be_taken_back_one_after_the_other(chat):
+    talk = chat()
+    talk.undoable = True
+    assert not talk.undo()
+    "".join(talk.reply("Name a fruit.", 12))
+    before = (talk.writer.engine.n_past, list(talk.messages))
+    said = "".join(talk.reply("And a colour.", 12))
+    assert talk.undo()
+    assert (talk.writer.engine.n_past, talk.messages) == before
+    # greedy: another try is the same
+    assert "".join(talk.reply("And a colour.", 12)) == said
+    assert talk.undo() == 'the turn "And a colour."'
+    assert talk.messages == before[1]
+    assert talk.undo() == 'the turn "Name a fruit."'
+    assert talk.writer.is_new
+    assert talk.undo() is None
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
+def test_a_turn_is_taken_back_from_the_session_of_the_one_before(chat, tmp_path, monkeypatch):
+    path = tmp_path / "chat.kvs"
+    talk = chat()
+    talk.undoable = True
+    keeper = Keeper(talk, Run(policy="buzz"), Drawing(), path)
+
+    def turn(text):
+        "".join(talk.reply(text, 12))
+        keeper.keep()
+
+    def saved():
+        meta, arrays = session.read(path)
+        return {name: meta[name] for name in ("messages", "writer", "n_past")}, {
+            name: array.tobytes() for name, array in arrays.items()
+        }
+
+    turn("Name a fruit.")
+    before = saved()
+    # what is there needs no other copy
+    monkeypatch.setattr(tempfile, "TemporaryFile", None)
+    turn("And a colour.")
+    assert saved() != before
+    assert talk.undo()
+    keeper.keep_session()
+    assert saved() == before
+    # what is not what the chat was before the turn is no copy of it
+    monkeypatch.undo()
+    monkeypatch.setattr(keeper, "_write", _fails)
+    turn("And an animal.")
+    turn("And a tree.")
+    assert talk.undo()
+    assert [message["content"] for message in talk.messages if message["role"] == "user"][1:] == [
+        "And an animal."
+    ]
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
+def test_a_session_that_was_reset_is_no_copy_of_the_new_chat(chat, tmp_path):
+    talk = chat()
+    talk.undoable = True
+    keeper = Keeper(talk, Run(policy="buzz"), Drawing(), tmp_path / "chat.kvs")
+    "".join(talk.reply("Name a fruit.", 4))
+    keeper.keep()
+    talk.remember("/reset")
+    talk.reset()
+    "".join(talk.reply("Name a colour.", 4))
+    assert talk.undo() == 'the turn "Name a colour."'
+    assert (talk.n_turn, talk.writer.is_new) == (0, True)
+    assert talk.undo() == "/reset"
+    assert talk.n_turn == 1
+
+
+@pytest.fixture
+def keep(chat):
+    """keep(path) -> a chat with a tiny archive in a session, and its keeper; None: without a session."""
+    keepers = []
+
+    def make(path):
+        # an archive in the cache's type: what comes back from it is what left
+        talk = chat("recall", 64, "Be brief.", archive_type="f16")
+        talk.undoable = True
+        keepers.append(Keeper(talk, Run(policy="recall"), Drawing(), path))
+        return talk, keepers[-1]
+
+    yield make
+    for keeper in keepers:
+        keeper.close()
+
+
+def say(talk, keeper, text):
+    "".join(talk.reply(text, 24))
+    keeper.keep()
+    keeper.check()
+
+
+def everything(talk):
+    return {name: array.tobytes() for name, array in talk.writer.engine.save()}
+
+
+def check_alike(talk, other):
+    """The same tokens are live and archived; in other cells, so that sums are rounded."""
+    own, others = (dict(each.writer.engine.save()) for each in (talk, other))
+    for name in ("engine", "live", "archive"):
+        assert (own[name] == others[name]).all(), name
+    assert (np.sort(own["pos"]) == np.sort(others["pos"])).all()
+    for name in ("archive.0", "archive.1"):
+        assert np.abs(own[name].view(np.float16) - others[name].view(np.float16)).max() < 0.05
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
+@pytest.mark.parametrize("has_session", [True, False])
+def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, has_session):
+    story = "Tell me a story of the sea, of the keeper of a light, and of the waves that he counts."
+    talk, keeper = keep(tmp_path / "chat.kvs" if has_session else None)
+    for text in (story, "And of a storm that lasts for a week.", "And then?"):
+        say(talk, keeper, text)
+    archived = talk.archive.end
+    for text in ("What did he eat?", "And of a storm that lasts for a week."):
+        for _ in range(2):
+            assert talk.undo()
+            keeper.keep_session(undone=True)
+        assert talk.archive.end < archived
+        for other in (text, "Of whom?"):
+            say(talk, keeper, other)
+    # a store of the copies alone, too, has what they share once
+    assert talk.copies.n_bytes < 4 * len(talk.copies) * 2**20
+
+    plain, plain_keeper = keep(tmp_path / "plain.kvs")
+    for text in (story, "And of a storm that lasts for a week.", "Of whom?"):
+        say(plain, plain_keeper, text)
+    assert talk.messages == plain.messages
+    check_alike(talk, plain)
+    if has_session:
+        again, again_keeper = keep(tmp_path / "chat.kvs")
+        keeper.close()
+        again_keeper.resume(tmp_path / "chat.kvs")
+        check_alike(again, plain)
+        for each in (again, again_keeper), (plain, plain_keeper):
+            say(*each, "Why?")
+        assert again.messages == plain.messages
+        # turns of the run before, too
+        assert again.undo() == 'the turn "Why?"'
+        assert again.undo() == 'the turn "Of whom?"'
+        again_keeper.keep_session(undone=True)
+        for text in ("Of whom?", "Why?"):
+            say(again, again_keeper, text)
+        assert again.messages == plain.messages
+        check_alike(again, plain)
+        assert sorted(path.name for path in tmp_path.glob("chat*")) == ["chat.kvs", "chat.kvs.archive"]
+
+
+@pytest.mark.engine
+def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
+    talk = chat("recall", 64, "Be brief.", archive_type="f16")
+    talk.undoable = True
+    monkeypatch.setattr(session, "dump", _fails)
+    texts = [
+        "Tell me a story of the sea, and of the keeper of a light.",
+        *(f"And then, {n}?" for n in range(12)),
+    ]
+    said, sizes = [], []
+    for text in texts:
+        sizes.append(talk.writer.engine.n_past)
+        said.append("".join(talk.reply(text, 12)))
+    engine, n_all = talk.writer.engine, talk.writer.engine.n_past
+    assert engine.n_archived > 200
+    assert (len(talk.copies), talk.copies.n_bytes) == (len(texts), 0)
+    read, plain = [], engine.context.decode
+    monkeypatch.setattr(
+        engine.context, "decode", lambda tokens, *rest: read.append(tokens) or plain(tokens, *rest)
+    )
+    # one by one to the middle, and from there to the beginning
+    for turn in (12, 11, 5, 4, 1):
+        while len(talk.copies) > turn:
+            assert talk.undo()
+        assert not read
+        assert (engine.n_past, talk.n_turn) == (sizes[turn], turn)
+        assert "".join(talk.reply(texts[turn], 12)) == said[turn]
+        # each token that is new, once
+        assert sum(map(len, read)) == engine.n_past - sizes[turn]
+        read.clear()
+    while talk.undo():
+        pass
+    assert talk.writer.is_new
+    assert n_all > 300
+
+
+@pytest.mark.engine
+def test_an_undo_that_the_archive_has_forgotten_is_one_line(chat):
+    talk = chat("recall", 64, archive=60)
+    talk.undoable = True
+    text = "Tell me a story of the sea, and of the keeper of a light."
+    said = ["".join(talk.reply(text, 12)) for _ in range(6)]
+    # by then it forgets, and copies are made
+    assert len(talk.copies.on_disk) == 4
+    for _ in range(4):
+        assert talk.undo()
+    before = list(talk.messages)
+    with pytest.raises(UsageError, match="forgotten tokens that the cache would need; a larger --archive"):
+        talk.undo()
+    assert talk.messages == before
+    assert "".join(talk.reply(text, 12)) == said[2]
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
+def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
+    def names():
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    talk, keeper = keep(tmp_path / "a")
+    for text in ("Tell me a story of the sea, of the keeper of a light, and of waves.", "And of a storm."):
+        say(talk, keeper, text)
+    first = everything(talk)
+    # saved: complete in itself
+    assert keeper.save(tmp_path / "b")
+    assert names() == ["a", "a.archive", "b", "b.archive"]
+    for path in tmp_path.glob("a*"):
+        path.rename(path.with_name(path.name.replace("a", "moved", 1)))
+    other, other_keeper = keep(tmp_path / "a")
+    say(other, other_keeper, "Name as many fruits as you can think of, and then their colours, in a list.")
+    say(other, other_keeper, "And animals.")
+    second = everything(other)
+    # loaded, and set aside by the reply that follows
+    assert other.remember("/load")
+    other.restore(*other_keeper.read(tmp_path / "b"))
+    assert everything(other) == first
+    say(other, other_keeper, "And then?")
+    assert names() == ["a", "a.1", "a.1.archive", "a.archive", "b", "b.archive", "moved", "moved.archive"]
+    third = everything(other)
+    for path, want in (("a.1", second), ("a", third), ("moved", first)):
+        with_archive, its_keeper = keep(tmp_path / path)
+        its_keeper.resume(tmp_path / path)
+        assert everything(with_archive) == want
+        with_archive.writer.engine.close()
+    # taken back: what was set aside is not needed any more
+    for _ in range(2):
+        assert other.undo()
+        other_keeper.keep_session(undone=True)
+        other_keeper.check()
+    assert everything(other) == second
+    rest = ["b", "b.archive", "moved", "moved.archive"]
+    # the loaded chat, which is not in it, is kept
+    assert names() == ["a", "a.2", "a.2.archive", "a.archive", *rest]
+    # another stream, whose tokens are others at the same positions
+    other.remember("/reset")
+    other.reset("Be brief.")
+    for text in ("Tell me of the moon, of the sun, of the stars and of all that is above.", "And then?"):
+        say(other, other_keeper, text)
+    fourth = everything(other)
+    again, again_keeper = keep(tmp_path / "a")
+    again_keeper.resume(tmp_path / "a")
+    assert everything(again) == fourth
+
+
+@pytest.mark.engine
+def test_where_nobody_can_be_asked_another_chat_is_not_replaced(chat, tmp_path):
+    path = tmp_path / "chat.kvs"
+    first, second = chat(), chat()
+    for talk in (first, second):
+        keeper = Keeper(talk, Run(policy="buzz"), Drawing())
+        "".join(talk.reply("Name a fruit.", 4))
+        assert keeper.save(path) == (talk is first)
+        assert session.read_meta(path)["id"] == first.id
+    assert keeper.save(path, lambda what: "holds another chat (1 turn, saved " in what)
+    assert session.read_meta(path)["id"] == second.id
+
+
+@pytest.mark.engine
+def test_a_chat_is_the_same_one_until_a_reset(chat):
+    talk = chat()
+    talk.undoable = True
+    first = talk.id
+    "".join(talk.reply("Name a fruit.", 4))
+    talk.remember("/reset")
+    talk.reset()
+    assert talk.id != first
+    talk.undo()
+    assert talk.id == first
+
+
+def copy_of(n):
+    file = tempfile.TemporaryFile()  # noqa: SIM115  (the copies close it)
+    file.write(b"x" * n)
+    file.flush()
+    return file
+
+
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere nothing is shared")
+def test_what_copies_share_drops_none_of_them():
+    def share(file):
+        return FileIO(os.dup(file.fileno()))
+
+    with copy_of(300) as large, copy_of(90) as older, tempfile.NamedTemporaryFile() as named:
+        named.write(b"x" * 500)
+        named.flush()
+        copies = Copies(9, 100)
+        for archive, n_bytes, left in (
+            (large, 310, 1),
+            (large, 320, 2),
+            # a session has it
+            (named, 10, 1),
+            (older, 20 + 90, 2),
+        ):
+            copies.push(Copy("", copy_of(10), share(archive)))
+            assert (copies.n_bytes, len(copies)) == (n_bytes, left)
+        copies.close()
+
+
+@pytest.mark.parametrize(("sizes", "left"), [([1] * 5, 3), ([60, 60], 1), ([200], 1), ([40, 40, 40], 2)])
+def test_the_oldest_copies_are_dropped(sizes, left):
+    copies, given = Copies(3, 100), [copy_of(n) for n in sizes]
+    for i, file in enumerate(given):
+        copies.push(Copy(str(i), file))
+    assert len(copies) == left
+    assert [file.closed for file in given] == [True] * (len(sizes) - left) + [False] * left
+    assert copies.n_bytes == sum(sizes[-left:])
+    assert copies.pop().change == str(len(sizes) - 1)
+    copies.close()
+    assert [file.closed for file in given] == [True] * (len(sizes) - 1) + [False]
+    given[-1].close()
+
+
+@pytest.mark.engine
+def test_where_there_is_no_room_older_copies_go_first_and_leave_no_gap(chat, monkeypatch):
+    talk = chat()
+    talk.undoable = True
+    for text in ("one", "two", "three"):
+        "".join(talk.reply(text, 2))
+    plain, n_free = session.dump, 1
+
+    def dump(file, *what):
+        # there is room for one copy
+        if len(talk.copies) > n_free:
+            raise OSError("no space left")
+        plain(file, *what)
+
+    monkeypatch.setattr(session, "dump", dump)
+    "".join(talk.reply("four", 2))
+    assert len(talk.copies) == 2
+    n_free = -1
+    "".join(talk.reply("five", 2))
+    assert not talk.remember("/reset")
+    assert talk.undo() is None
+    assert talk.n_turn == 5
+
+
+@pytest.mark.engine
+def test_a_copy_that_is_damaged_is_dropped_and_the_one_before_it_is_there(chat):
+    talk = chat()
+    talk.undoable = True
+    for text in ("one", "two"):
+        "".join(talk.reply(text, 2))
+    file = talk.copies._copies[-1].file
+    file.seek(-1, os.SEEK_END)
+    last = file.read(1)
+    file.seek(-1, os.SEEK_END)
+    file.write(bytes([last[0] ^ 1]))
+    file.flush()
+    with pytest.raises(SessionError, match="is damaged"):
+        talk.undo()
+    assert talk.n_turn == 2
+    assert talk.undo() == 'the turn "one"'
+    assert talk.n_turn == 0
+
+
+@pytest.mark.engine
+def test_a_turn_that_cannot_begin_leaves_nothing_to_take_back(chat):
+    talk = chat(budget=64, system="word " * 200)
+    talk.undoable = True
+    with pytest.raises(UsageError, match="choose a budget of"):
+        "".join(talk.reply("Hello", 4))
+    assert talk.undo() is None
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("system", ["s", "system", "<|im_start|>"])
+def test_a_system_prompt_like_the_templates_own_words_is_pinned_whole(real_chat, system):
+    talk = real_chat(system=system)
+    talk.pin_system()
+    model = talk.writer.engine.model
+    wanted = [*model.tokenize("<|im_start|>", special=True), *model.tokenize(f"system\n{system}")]
+    assert talk.writer.engine.n_pinned == len(wanted)
+
+
+def _fails(path):
+    raise SessionError("no room")
+
+
+@pytest.mark.engine
+def test_the_first_turn_can_be_taken_back_with_its_system_prompt_kept(chat):
+    talk = chat(system="You are a pirate.")
+    talk.undoable = True
+    said = "".join(talk.reply("Who are you?", 12))
+    assert talk.undo()
+    assert talk.writer.is_new
+    assert "".join(talk.reply("Who are you?", 12)) == said
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", ["tova", "knorm", "corm"])
+def test_the_words_before_a_reply_are_whole_whatever_is_evicted(real_chat, real_model, share_of, policy):
+    talk = real_chat(policy=policy, budget=64, evict_every=1)
+    pieces = talk.reply("The sea is wide and the road is long. " * share_of(12, 30), 1)
+    next(pieces, None)
+    engine = talk.writer.engine
+    marker = real_model.tokenize("<|im_end|>\n<|im_start|>assistant\n", special=True)
+    live = engine.rows.pos[:, : engine.n_kv]
+    assert engine.n_evicted > 0
+    assert all((live == engine.n_past - 1 - i).any(axis=1).all() for i in range(len(marker)))
+
+
+@pytest.mark.engine
+def test_a_chat_knows_the_tokens_of_its_stream(chat):
+    talk = chat(budget=1024, system="You count waves.")
+    for text in ("Hello!", "And who are you?"):
+        "".join(talk.reply(text, 12))
+    writer = talk.writer
+    assert len(writer.tokens) == writer.engine.n_past
+    said = "".join(holdings.texts(writer.engine.model, writer.tokens))
+    # the last reply's end is not there before the next turn, nor the token that it was cut before
+    assert talk.template.render(talk.messages, reply=False).startswith(said[:-1])
+    talk.reset()
+    assert len(writer.tokens) == 0
+
+
+@pytest.mark.engine
+def test_a_stream_that_ends_within_a_text_keeps_what_was_read(model):
+    engine = Engine(model, policies.fit("local", 64), Settings("original", n_ctx=80, n_batch=16, n_threads=1))
+    writer = Writer(engine, greedy(model))
+    tokens = model.tokenize("One two three four five six seven eight nine ten. " * 20)
+    with pytest.raises(StreamEnd):
+        writer.read(tokens)
+    assert 0 < engine.n_past <= 80
+    assert writer.tokens.tolist() == tokens[: engine.n_past].tolist()
+    engine.close()
+
+
+@pytest.mark.engine
+def test_the_terminal_shows_the_cells_and_counts_what_is_forgotten(chat, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    talk = chat(policy="local", budget=48)
+    terminal = Terminal(talk, None, "local")
+    out = io.StringIO()
+    terminal.console = Console(file=out, width=100)
+    commands = Commands(terminal)
+    commands.run("/cells")
+    assert out.getvalue() == "the cache is empty\n"
+    "".join(talk.reply("Tell me a long story about the sea.", 60))
+    engine = talk.writer.engine
+    n_forgotten = engine.n_past - engine.n_kv
+    assert n_forgotten > 0
+    held, forgotten = (f"{100 * n / engine.n_past:.1f} %" for n in (engine.n_kv, n_forgotten))
+    said = f"{engine.n_past} tokens: {held} in the cache, {forgotten} forgotten · cache "
+    assert said in terminal.status()
+    commands.run("/cells 12")
+    assert f"the last 12 tokens; {engine.n_past - 12} earlier ones are not shown" in out.getvalue()
+    assert f"{engine.n_kv} held by every row, 0 by some, {n_forgotten} forgotten" in out.getvalue()
+    for wrong in ("0", "-3", "many"):
+        commands.run(f"/cells {wrong}")
+    assert out.getvalue().count("/cells takes a number of tokens") == 3
+
+
+@pytest.mark.engine
+def test_what_is_held_and_archived_is_all_that_was_said(chat):
+    talk = chat("recall", 48)
+    "".join(talk.reply("Tell me a long story about the sea.", 60))
+    engine, terminal = talk.writer.engine, Terminal(talk, None, "recall")
+    terminal.console = Console(file=(out := io.StringIO()), width=100)
+    held, archived = (100 * n / engine.n_past for n in (engine.n_kv, engine.n_archived))
+    assert held + archived == 100
+    shares = f"{held:.1f} % in the cache, {archived:.1f} % archived, 0 % forgotten"
+    said = f"{engine.n_past} tokens: {shares} · cache "
+    assert said in terminal.status()
+    Commands(terminal).run("/stats")
+    made = engine.policy.recall.n_cell
+    # there was no reply here whose speed it could say
+    assert "speed" not in out.getvalue()
+    stats = " ".join(out.getvalue().split())
+    assert f"in the cache {engine.n_kv} tokens per row, at most 48 (--budget); {made} of these" in stats
+    assert f"archived {engine.n_archived} of at most" in stats
+
+
+def test_a_status_line_says_what_each_share_is_a_share_of():
+    # all rows hold the same tokens: the shares add up
+    assert whereabouts(400, 100, 300, 0) == "400 tokens: 25.0 % in the cache, 75.0 % archived, 0 % forgotten"
+    assert whereabouts(400, 100, 0, 300) == "400 tokens: 25.0 % in the cache, 75.0 % forgotten"
+    # each row holds others
+    assert whereabouts(400, 100, 0, 20) == "400 tokens: a row holds 25.0 %, all rows forgot 5.0 %"
+    assert whereabouts(0, 0, 0, 0) == "0 tokens: 0 % in the cache, 0 % forgotten"
+
+
+@pytest.mark.engine
+def test_a_system_prompt_is_pinned_before_the_first_turn_as_by_it(chat):
+    talk = chat(system="You count waves.")
+    talk.pin_system()
+    n_pinned = talk.writer.engine.n_pinned
+    assert n_pinned > 3
+    "".join(talk.reply("Hello!", 3))
+    assert talk.writer.engine.n_pinned == n_pinned
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", ["full", "recall", *KINDS])
+def test_policies_of_each_kind_chat(chat, policy):
+    talk = chat(policy=policy, budget=1024 if policy == "full" else 64, system="You count waves.")
+    said = ["".join(talk.reply(f"Tell me of day {day} at the sea.", 16)) for day in range(3)]
+    assert all(said)
+    engine = talk.writer.engine
+    # corm decides by itself how much it keeps
+    assert engine.n_evicted > 0 or policy in ("full", "corm")
+    assert len([message for message in talk.messages if message["role"] == "assistant"]) == 3

@@ -1,0 +1,181 @@
+"""Efforts: a wish for more or less thinking, as the variables that a chat template reads."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import jinja2
+import pytest
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvtool.chats.effort import LEVELS, OFF, ON, Efforts
+from kvtool.chats.template import Template, _Generation
+from kvtool.errors import ModelError
+from tests.chats import published
+from tests.chats.published import WANT_FUNCTIONS, needs_published
+
+CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+HEADER = "{% if add_generation_prompt %}[assistant] %OPEN%{% endif %}"
+USER = [{"role": "user", "content": "Hello"}]
+
+
+def made(opening="", before=""):
+    return Template(before + CHAT + HEADER.replace("%OPEN%", opening), "", "")
+
+
+SWITCHED = made("{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}")
+OPENS = made("<think>{% if thinking is defined and not thinking %}</think>{% endif %}")
+WRITES = made(before="{{ 'Reasoning: ' ~ (reasoning_effort | default('medium')) }}<think>")
+TAKES_THREE = made(
+    before="{% if reasoning_effort not in ['low', 'high', 'max', undefined] %}"
+    "{{ raise_exception('no such effort') }}{% endif %}{{ reasoning_effort }}</think>"
+)
+ALWAYS = made("<think>\n")
+PLAIN = made()
+COUNTS = made(before="{{ 'no </think>' if thinking_budget == 0 else 'at most ' ~ thinking_budget }}")
+
+
+LOW, HIGH = {"reasoning_effort": "low"}, {"reasoning_effort": "high"}
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "variables", "why"),
+    [
+        (SWITCHED, "off", {"enable_thinking": False}, None),
+        (SWITCHED, "on", {"enable_thinking": True}, None),
+        (SWITCHED, "high", {"enable_thinking": True}, "takes off and on; on was used for high"),
+        (SWITCHED, "minimal", {"enable_thinking": False}, "takes off and on; off was used for minimal"),
+        (OPENS, "off", {"thinking": False}, None),
+        (WRITES, "low", LOW, None),
+        (WRITES, "on", {}, None),
+        (WRITES, "off", LOW, "cannot switch thinking off; low is its least effort"),
+        (WRITES, "minimal", LOW, "takes on, low, medium and high; low was used for minimal"),
+        (WRITES, "max", HIGH, "takes on, low, medium and high; high was used for max"),
+        (TAKES_THREE, "medium", LOW, "takes on, low, high and max; low was used for medium"),
+        (TAKES_THREE, "max", {"reasoning_effort": "max"}, None),
+        (ALWAYS, "on", {}, None),
+        (ALWAYS, "off", {}, "cannot switch thinking off"),
+        (ALWAYS, "low", {}, "takes only on; on was used for low"),
+        (PLAIN, "off", {}, None),
+        (PLAIN, "on", {}, "has no thinking to switch on"),
+        (PLAIN, "medium", {}, "has no thinking to switch on"),
+        (COUNTS, "off", {"thinking_budget": 0}, None),
+    ],
+)  # fmt: skip
+def test_an_effort_becomes_the_variables_that_the_template_reads(template, effort, variables, why):
+    assert Efforts.of(template).variables(effort) == (variables, why)
+
+
+def test_a_template_that_counts_tokens_is_given_the_budget():
+    assert Efforts.of(COUNTS).variables("on", 64) == ({"thinking_budget": 64}, None)
+    assert Efforts.of(COUNTS).variables("off", 64) == ({"thinking_budget": 0}, None)
+    assert Efforts.of(SWITCHED).variables("on", 64) == ({"enable_thinking": True}, None)
+
+
+def test_variables_reach_the_template_and_what_it_has_learned_follows_them():
+    off = SWITCHED.under({"enable_thinking": False})
+    assert SWITCHED.reply_start().endswith("[assistant] ")
+    assert off.reply_start().endswith("[assistant] <think></think>")
+    assert (OPENS.opens_thought, OPENS.under({"thinking": False}).opens_thought) == (True, False)
+    assert OPENS.under({"thinking": False}).under({}).opens_thought
+    # any key, any value of JSON; the chat itself is no variable
+    other = made(before="{{ names | join(' ') }} {{ n + 1 }} ").under({"names": ["a", "b"], "n": 3})
+    assert other.render(USER).startswith("a b 4 [user] Hello")
+    assert PLAIN.under({"messages": [], "add_generation_prompt": False}).render(USER) == PLAIN.render(USER)
+
+
+def test_a_template_names_the_variables_that_it_reads():
+    assert "enable_thinking" in SWITCHED.reads
+    assert "thinking" not in SWITCHED.reads
+    # neither question changes the answer to the other
+    assert TAKES_THREE.reads
+    assert list(Efforts.of(TAKES_THREE).levels) == ["low", "high", "max"]
+
+
+SWITCHES = {
+    "enable_thinking": (
+        *("Apertus-8B-Instruct", "Bielik-11B-v3.0-Instruct", "CohereForAI-c4ai-command-r7b-12-2024-tool_use"),
+        *("GLM-4.6", "GLM-4.7-Flash", "HuggingFaceTB-SmolLM3-3B", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
+        *("Qwen-QwQ-32B", "Qwen-Qwen3-0.6B", "Qwen3.5-4B", "Reka-Edge", "Spark2.5", "llama-cpp-rwkv-world"),
+        *(f"deepseek-ai-DeepSeek-{name}" for name in ("R1-Distill-Qwen-32B", "V3.1", "V3.2")),
+        *("deepseek-ai-DeepSeek-V4-Flash-0731", "deepseek-ai-DeepSeek-V4", "google-gemma-4-31B-it"),
+        *("google-gemma-4-31B-it-interleaved", "inclusionai-ling-3.0-flash", "openbmb-MiniCPM5-1B"),
+        *("poolside-Laguna-S-2.1", "poolside-Laguna-XS-2.1", "poolside-Laguna-XS.2"),
+    ),
+    "thinking": ("Kimi-K3", "ibm-granite-granite-3.3-2B-Instruct"),
+    "reasoning": ("Cohere2MoE",),
+    "thinking_mode": ("MiniMax-M3",),
+    "reasoning_effort": ("tencent-Hy3",),
+    "thinking_budget": ("ByteDance-Seed-OSS",),
+}  # fmt: skip
+"""Templates by the variable that switches their thinking, as a person reads their sources."""
+
+LEVELED = {
+    "Kimi-K3": ("thinking_effort", ("low", "high", "max")),
+    "deepseek-ai-DeepSeek-V4": ("reasoning_effort", ("max",)),
+    "deepseek-ai-DeepSeek-V4-Flash-0731": ("reasoning_effort", ("high", "max")),
+    "muse-glimmer": ("reasoning_strength", ("low", "medium", "high")),
+    "openai-gpt-oss-120b": ("reasoning_effort", ("low", "medium", "high")),
+    "tencent-Hy3": ("reasoning_effort", ("low", "high")),
+    "upstage-Solar-Open-100B": ("reasoning_effort", ("minimal", "low", "high")),
+}
+"""Templates that take levels, with the variable and the levels."""
+
+
+def with_jinja_alone(source):
+    """with_jinja_alone(source)(**variables): the chat as Jinja renders it."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+
+    def fail(why):
+        raise jinja2.TemplateError(why)
+
+    environment.globals.update(
+        bos_token="<s>", eos_token="</s>", raise_exception=fail, strftime_now=lambda form: "today"
+    )
+    chat = partial(environment.from_string(source).render, messages=USER, add_generation_prompt=True)
+
+    def rendered(**variables):
+        try:
+            return chat(tools=None, **variables)
+        except TypeError:
+            # it runs over tools whatever they are
+            return chat(**variables)
+
+    return rendered
+
+
+@needs_published
+def test_every_published_template_takes_what_its_own_variables_say():
+    found = published.templates()
+    assert len(found) >= 68
+    switches = {name: variable for variable, names in SWITCHES.items() for name in names}
+    assert {*switches, *LEVELED, *WANT_FUNCTIONS} <= found.keys()
+    for name, source in found.items():
+        template = Template(source, "<s>", "</s>")
+        template._environment.globals["strftime_now"] = lambda form: "today"
+        if name in WANT_FUNCTIONS:
+            with pytest.raises(ModelError):
+                template.render(USER)
+            continue
+        efforts, rendered = Efforts.of(template), with_jinja_alone(source)
+        switch = [switches[name]] if name in switches else []
+        assert list(efforts.on or {}) == list(efforts.off or {}) == switch, name
+        variable, levels = LEVELED.get(name, (None, ()))
+        assert tuple(efforts.levels) == levels, name
+        assert all(own[variable] == level for level, own in efforts.levels.items()), name
+        for effort in (OFF, ON, *LEVELS):
+            variables, why = efforts.variables(effort)
+            under = template.under(variables)
+            assert under.render(USER) == rendered(**variables), (name, effort)
+            if effort == OFF and why is None:
+                assert not under.opens_thought, name
+                # nothing but what ends a thought may follow a tag that opens one
+                start, end, _ = under.tags
+                after = under.reply_start().rpartition(start)[2] if start in under.reply_start() else end
+                assert re.search(re.escape(end), after), name
+            if effort == ON and efforts.on is not None:
+                assert under.render(USER) != template.under(efforts.off).render(USER), name

@@ -1,0 +1,163 @@
+"""A reply that repeats itself ends with a line, and no usual text counts as one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtool.chats import loops
+from kvtool.chats.loops import LEAST_SIGNS, LEAST_TIMES, LEAST_TOKENS, MOST_BLOCK, Loop
+from kvtool.llama.model import Model
+from tests.cli.called import called
+from tests.cli.terminal import Terminal
+from tests.serve.crowd_serve import request, said
+from tests.serve.serving import serving
+
+ROOT = Path(__file__).parents[2]
+TEXTS = ("docs/*.md", "papers/*.md", "*.md", "*.txt", "kvtool/**/*.py", "kvtool/**/*.js", "kvtool/**/*.css")
+TEXTS += ("patches/**/*.cpp", "patches/*.patch", "papers/records/*.jsonl", "tests/data/*")
+TEXTS += ("tests/*/test_r*.py",)
+LIBRARY = ("csv.py", "html/entities.py", "encodings/cp437.py", "token.py", "opcode.py", "calendar.py")
+
+
+def looped(tokens, letters=range(1_000_000)):
+    """Tokens up to where a loop is found, its block, and how often that was written; None without a loop.
+
+    letters: the tokens that have some.
+    """
+    loop = Loop()
+    for n, token in enumerate(tokens, 1):
+        if loop.add(token, b"a1" if token in letters else b" 1\n"):
+            return n, loop.n_block, loop.n_times
+    return None
+
+
+def by_definition(tokens, letters):
+    """The same, by comparing slices."""
+    for n in range(1, len(tokens) + 1):
+        for block in range(1, min(MOST_BLOCK, n) + 1):
+            has_letters = any(token in letters for token in tokens[n - block : n])
+            least = max(block * LEAST_TIMES, LEAST_TOKENS if has_letters else LEAST_SIGNS)
+            if n >= least and (tokens[n - least : n - block] == tokens[n - least + block : n]).all():
+                return n, block, least // block
+    return None
+
+
+@pytest.mark.parametrize(
+    ("block", "n"),
+    [([7], 512), ([1, 2], 512), ([1, 1, 2], 512), (list(range(40)), 512), (list(range(128)), 1024)],
+)
+def test_a_loop_is_found_at_the_first_token_that_makes_it_one(block, n):
+    before = [5, 6, 8, 9]
+    tokens = before + block * 1200
+    assert looped(tokens) == (len(before) + n, len(block), n // len(block))
+    # signs and numbers need more
+    assert looped(tokens, letters=()) == (len(before) + 1024, len(block), 1024 // len(block))
+    # longer blocks are no loop, nor is a block that changes
+    assert looped(list(range(MOST_BLOCK + 1)) * 20) is None
+    assert looped([token + 1000 * (i % 7 == 0) * i for i, token in enumerate(block * 20)]) is None
+
+
+def test_it_finds_what_the_definition_finds(monkeypatch):
+    for name, n in (("LEAST_TOKENS", 64), ("LEAST_SIGNS", 128), ("MOST_BLOCK", 128)):
+        monkeypatch.setattr(loops, name, n)
+        monkeypatch.setitem(globals(), name, n)
+    rng = np.random.default_rng(3)
+    seen = []
+    for case in range(40):
+        block = rng.integers(0, 3, rng.integers(1, 40))
+        noise = rng.integers(0, 3, rng.integers(0, 50))
+        tokens = np.concatenate([noise, np.tile(block, 250 // len(block))])
+        if case % 3 == 0:
+            tokens[rng.integers(0, len(tokens), 3)] = 9
+        letters = [(0, 1, 2), (1,), ()][case % 4 % 3]
+        expected = by_definition(tokens, letters)
+        assert looped(tokens, letters) == expected
+        seen.append(expected is not None)
+    assert 10 < sum(seen) < 36
+
+
+@pytest.mark.engine
+def test_no_usual_text_counts_as_a_loop(smollm2):
+    paths = [path for pattern in TEXTS for path in ROOT.glob(pattern) if path.is_file()]
+    paths += [Path(sysconfig.get_path("stdlib")) / name for name in LIBRARY]
+    # of a long file as much as a reply may have
+    texts = [path.read_text(encoding="utf-8", errors="replace")[:60_000] for path in paths]
+    texts += [
+        "\n".join(f"{a} x {b} = {a * b}" for a in range(1, 13) for b in range(1, 13)),
+        "\n".join(f"| {n} | {'yes' if n % 2 else 'no'} | 0 | 0 | 0 |" for n in range(300)),
+        "\n".join(f"{n}. The same task on another day." for n in range(1, 200)),
+        json.dumps([[0] * 10 for _ in range(20)]) + json.dumps([[None] * 8 for _ in range(8)]),
+        "".join(f"        self.field_{n} = None\n" for n in range(300)),
+        "-" * 400 + "\n" + "=" * 400 + "\n" + " " * 400,
+    ]
+    model = Model(smollm2, no_weights=True)
+    n_token = 0
+    for text in texts:
+        tokens = np.array(model.tokenize(text), np.int64)
+        n_token += len(tokens)
+        # only where tokens equal those a block before them for long, the rule itself is asked
+        for block in range(1, MOST_BLOCK + 1):
+            differ = np.flatnonzero(np.concatenate([[True], tokens[block:] != tokens[:-block], [True]]))
+            if int(np.diff(differ).max()) - 1 + block >= max(block * LEAST_TIMES, LEAST_TOKENS):
+                loop = Loop()
+                assert not any(loop.add(token, model.piece(token)) for token in tokens.tolist()), text[:200]
+                break
+    model.close()
+    assert n_token > 500_000
+
+
+LOOPING = ("-t", 1, "--temp", 0, "--logit-bias", "70+100")
+"""All that is written is token 70."""
+
+LINE = "stopped: the model wrote the same token 512 times; --stop-loops off lets it go on\n"
+
+
+@pytest.mark.engine
+def test_an_answer_that_loops_ends_with_a_line(talker):
+    def generate(*options):
+        return called("generate", "-m", talker, "-p", "hi", "-n", 600, *LOOPING, *options)
+
+    done = generate()
+    assert (done.returncode, done.stderr) == (0, LINE)
+    letter = done.stdout[0]
+    assert done.stdout == 512 * letter + "\n"
+    record = json.loads(generate("--json").stdout)
+    assert (record["finish_reason"], record["tokens"]) == ("loop", 512)
+    on = generate("--stop-loops", "off")
+    assert (on.stdout, on.stderr) == (600 * letter + "\n", "")
+
+
+@pytest.mark.engine
+def test_a_reply_that_loops_ends_and_the_chat_goes_on(talker):
+    done = called("chat", "-m", talker, "--policy", "h2o", "-n", 600, *LOOPING, stdin="one\ntwo\n")
+    assert (done.returncode, done.stderr) == (0, 2 * LINE)
+    assert [len(line) for line in done.stdout.splitlines()] == [512, 512]
+
+
+@pytest.mark.engine
+def test_a_terminal_says_how_to_let_a_reply_go_on(talker):
+    chat = Terminal(talker, "-n", 600, "--policy", "h2o", *map(str, LOOPING))
+    try:
+        chat.wait_for("\n> ")
+        assert LINE.replace("--stop-loops", "/set stop_loops").strip() in chat.say("hello")
+        assert chat.say("/set stop_loops off") == "stop_loops  off"
+        assert "600 tokens" in chat.say("hello")
+        assert chat.say("/set stop_loops maybe") == "stop_loops must be on or off, got 'maybe'"
+    finally:
+        chat.kill()
+        os.close(chat.master)
+
+
+@pytest.mark.engine
+def test_the_server_leaves_a_loop_to_the_limit_of_the_client(talker):
+    body = {"messages": [said("user", "hi")], "max_tokens": 600, "temperature": 0, "logit_bias": {"70": 100}}
+    with serving(talker, "--policy", "h2o") as server:
+        status, answer = request(server.url, body)
+    assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")
+    assert answer["usage"]["completion_tokens"] == 600

@@ -1,0 +1,306 @@
+"""Chats that a template's own roles and order have no place for."""
+
+from __future__ import annotations
+
+import httpx2 as httpx
+import numpy as np
+import pytest
+
+from kvtool.chats.prompt import prefix_tokens
+from kvtool.chats.template import Template
+from kvtool.errors import ModelError
+from kvtool.llama.model import Model
+from kvtool.serve.errors import ApiError
+from kvtool.serve.formats import HERMES, MISTRAL
+from kvtool.serve.messages import check
+from kvtool.serve.rendering import Rendering
+from kvtool.serve.tools import check_tools, tools_text
+from tests import tiny
+from tests.held import PATIENCE_S
+from tests.serve.serving import serving
+from tests.serve.test_serve_tools import CALLS, tool
+
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+GEMMA2 = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "<{{ 'model' if m.role == 'assistant' else m.role }}>{{ m.content | trim }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<model>{% endif %}"
+)
+LLAMA2 = (
+    "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>' ~ messages[0].content ~ '<</SYS>>' %}"
+    "{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST]{{ (system if loop.first else '') ~ m.content }}[/INST]"
+    "{% elif m.role == 'assistant' %} {{ m.content }}</s>"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+)
+MISTRAL3 = (
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
+    "{% set messages = messages[1:] %}{% endif %}{% set ns = namespace(n=0) %}{% for m in messages %}"
+    "{% if m.role == 'user' or m.role == 'assistant' and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set ns.n = ns.n + 1 %}{% endif %}{% if m.role == 'user' %}"
+    "{% if loop.last and tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "[INST]{% if loop.last and system %}{{ system }}\n\n{% endif %}{{ m.content }}[/INST]"
+    "{% elif m.tool_calls %}[TOOL_CALLS][{{ m.tool_calls[0].function | tojson }}]</s>"
+    "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% elif m.role == 'tool' %}"
+    "[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported') }}{% endif %}{% endfor %}"
+)
+QWEN35 = (
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "{% if m.role == 'user' %}{% set ns.n = 1 %}{% endif %}{% endfor %}"
+    "{% if not ns.n %}{{ raise_exception('No user query found.') }}{% endif %}" + CHATML
+)
+FIRST_ONLY = "{% if messages[0].role == 'system' %}<s>{{ messages[0].content }}{% endif %}" + CHATML.replace(
+    "in messages", "in messages if m.role != 'system'"
+)
+TWO_AT_MOST = (
+    "{% for m in messages %}{% if m.role == 'system' and loop.index0 > 1 %}{{ raise_exception('late') }}"
+    "{% endif %}{% endfor %}" + CHATML
+)
+DROPS = CHATML.replace("in messages", "in messages if m.role != 'system'")
+
+
+def said(roles, *more):
+    """A chat: s, u, a and t for the roles, and their places for what they say."""
+    names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    return [{"role": names[role], "content": f"{n}"} for n, role in enumerate(roles)]
+
+
+@pytest.mark.parametrize(
+    ("source", "roles", "text"),
+    [
+        # what a template takes stays
+        (CHATML, "ssuuaasu", "<system>0<system>1<user>2<user>3<assistant>4<assistant>5<system>6<user>7<a>"),
+        (CHATML, "au", "<assistant>0<user>1<a>"),
+        (CHATML, "s", "<system>0<a>"),
+        (CHATML.replace("m.content", "m.content | upper"), "su", "<system>0<user>1<a>"),
+        (GEMMA2, "uau", "<user>0<end><model>1<end><user>2<end><model>"),
+        (LLAMA2, "suau", "[INST]<<SYS>>0<</SYS>>1[/INST] 2</s>[INST]3[/INST]"),
+        # no system role
+        (GEMMA2, "su", "<user>0\n\n1<end><model>"),
+        (GEMMA2, "ssuau", "<user>0\n\n1\n\n2<end><model>3<end><user>4<end><model>"),
+        (GEMMA2, "s", "<user>0<end><model>"),
+        (GEMMA2, "sau", "<user>0<end><model>1<end><user>2<end><model>"),
+        (DROPS, "su", "<user>0\n\n1<a>"),
+        # one that moves to the newest message
+        (MISTRAL3, "suau", "[INST]0\n\n1[/INST] 2</s>[INST]3[/INST]"),
+        # one, at the beginning
+        (QWEN35, "ssuasu", "<system>0\n\n1<user>2<assistant>3<user>4<user>5<a>"),
+        (TWO_AT_MOST, "ssuasu", "<system>0\n\n1<user>2<assistant>3<user>4<user>5<a>"),
+        (FIRST_ONLY, "ssuasu", "<s>0\n\n1<user>2<assistant>3<user>4<user>5<a>"),
+        (LLAMA2, "ssuasu", "[INST]<<SYS>>0\n\n1<</SYS>>2[/INST] 3</s>[INST]4\n\n5[/INST]"),
+        # turns
+        (GEMMA2, "uuaau", "<user>0\n\n1<end><model>2\n\n3<end><user>4<end><model>"),
+        (GEMMA2, "au", "<user><end><model>0<end><user>1<end><model>"),
+        (LLAMA2, "sau", "[INST]<<SYS>>0<</SYS>>[/INST] 1</s>[INST]2[/INST]"),
+        (LLAMA2, "s", "[INST]<<SYS>>0<</SYS>>[/INST]"),
+        (QWEN35, "s", "<system>0<user><a>"),
+    ],
+)
+def test_a_chat_is_said_in_roles_that_the_template_takes(source, roles, text):
+    messages = said(roles)
+    assert Template(source, "", "").render(messages) == text
+    assert messages == said(roles)
+
+
+def test_a_template_that_runs_over_tools_takes_a_chat_without_them():
+    for source in ("{% for t in tools %}{{ t.name }}{% endfor %}", "{{ tools | length }}{{ tools | join }}"):
+        template = Template(source + "{{ messages[0].content }}", "", "")
+        assert template.render([{"role": "user", "content": "Hello"}]).endswith("Hello")
+    # one that asks whether there are any sees that there are none
+    assert Template("{{ tools is none }}", "", "").render([{"role": "user", "content": "."}]) == "True"
+
+
+def test_a_template_that_takes_no_chat_at_all_fails_as_it_is():
+    template = Template("{{ raise_exception('no ' ~ messages | length) }}", "", "")
+    with pytest.raises(Exception, match="no 3"):
+        template.render(said("ssu"))
+
+
+# what the server makes of it
+
+TOOLS = check_tools([tool("now")])
+CALL = {"role": "assistant", "content": None, "tool_calls": [{**CALLS[0]}]}
+RESULT = {"role": "tool", "tool_call_id": CALLS[0]["id"], "content": "noon"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("roles") / "m.gguf"
+    tiny.write_llama(path)
+    return Model(path)
+
+
+def rendering(model, source):
+    return Rendering(model, Template(source, "", ""))
+
+
+def text_of(model, tokens):
+    return b"".join(model.piece(token, special=True) for token in tokens.tolist()).decode()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("source", "start"),
+    [
+        (GEMMA2, "<user>Be brief."),
+        (LLAMA2, "[INST]<<SYS>>Be brief."),
+        (MISTRAL3, "[INST]Be brief."),
+        (DROPS, "<user>Be brief."),
+        (QWEN35, "<system>Be brief."),
+    ],
+)
+def test_a_system_prompt_is_pinned_wherever_it_is_said(model, source, start):
+    own = rendering(model, source)
+    for roles in ("u", "uau", "uu"):
+        tokens, n = own.whole(check([{"role": "system", "content": "Be brief."}, *said(roles)]), [])
+        assert text_of(model, tokens[:n]) == start
+        assert text_of(model, tokens).count("Be brief.") == 1
+    if source is MISTRAL3:
+        # which shows tools before the newest message
+        chat = check([{"role": "system", "content": "Be brief."}, *said("uau")])
+        tokens, n = own.whole(chat, TOOLS)
+        assert text_of(model, tokens[:n]) == start
+
+
+@pytest.mark.engine
+def test_two_system_prompts_are_pinned_together(model):
+    for source, start in ((CHATML, "<system>0\n\n1<user>"), (GEMMA2, "<user>0\n\n1\n\n")):
+        own = rendering(model, source)
+        tokens, n = own.whole(check(said("ssu")), [])
+        assert start.startswith(text_of(model, tokens[:n]))
+        assert text_of(model, tokens[:n]).endswith("1")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("source", [GEMMA2, LLAMA2, DROPS, QWEN35])
+def test_tools_are_told_and_pinned_without_a_place_for_them(model, source):
+    own = rendering(model, source)
+    for system in ([], [{"role": "system", "content": "Be brief."}]):
+        tokens, n = own.whole(check([*system, *said("uau")]), TOOLS)
+        text = text_of(model, tokens)
+        told = tools_text(TOOLS) + ("\n\nBe brief." if system else "")
+        assert text.count(told) == 1
+        assert text_of(model, tokens[:n]) == text[: text.index(told) + len(told)]
+        assert own.format is HERMES
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("source", [GEMMA2, LLAMA2, MISTRAL3, DROPS, QWEN35, CHATML])
+def test_what_follows_a_reply_is_what_the_whole_chat_has_there(model, source):
+    own = rendering(model, source)
+    turns = [*said("su"), {"role": "assistant", "content": "#"}, *said("uausuu")]
+    for tools in ([], TOOLS) if source is not MISTRAL3 else ([],):
+        whole, _ = own.whole(check(turns), tools)
+        after = text_of(model, own.following(check(turns), 3, tools))
+        assert text_of(model, whole).rpartition("#")[2] == after
+
+
+@pytest.mark.engine
+def test_a_result_is_the_users_where_tools_have_no_role(model):
+    turns = check([*said("u"), CALL, RESULT])
+    call = HERMES.written([("now", {})])
+    answer = "<tool_response>\nnoon\n</tool_response>"
+    for source, text in (
+        (GEMMA2, f"<user>{tools_text(TOOLS)}\n\n0<end><model>{call}<end><user>{answer}<end><model>"),
+        (LLAMA2, f"[INST]<<SYS>>{tools_text(TOOLS)}<</SYS>>0[/INST] {call}</s>[INST]{answer}[/INST]"),
+    ):
+        own = rendering(model, source)
+        assert text_of(model, own.whole(turns, TOOLS)[0]) == text
+        assert text_of(model, own.following(turns, 2, TOOLS)) == text.rpartition(call)[2]
+        # and what the user says on top goes with it
+        more = text_of(model, own.whole(check([*said("u"), CALL, RESULT, *said("u")]), TOOLS)[0])
+        assert f"{answer}\n\n0" in more
+    # a template with tools, but without a role for their results
+    raises = "{% if m.role == 'tool' %}{{ raise_exception('Only user and assistant') }}{% endif %}"
+    listed = "{{ tools }}<tool_call>" + CHATML.replace("<{{ m.role }}>", raises + "<{{ m.role }}>")
+    assert f"<user>{answer}<a>" in text_of(model, rendering(model, listed).whole(turns, TOOLS)[0])
+
+
+@pytest.mark.engine
+def test_the_user_speaks_before_the_model_has_answered_to_a_result(model):
+    own = rendering(model, MISTRAL3)
+    assert own.format is MISTRAL
+    for results in ([RESULT], []):
+        text = text_of(model, own.whole(check([*said("u"), CALL, *results, *said("u")]), TOOLS)[0])
+        assert text.startswith('[INST]0[/INST][TOOL_CALLS][{"name": "now", "arguments": {}}]</s>')
+        assert text.endswith("[INST]0[/INST]")
+    # a reply before a call is one with it
+    text = text_of(model, own.whole(check([*said("ua"), CALL, RESULT, *said("a")]), TOOLS)[0])
+    assert text.count("</s>") == 2
+
+
+GEMMA4 = (
+    "{{ tools | tojson }}{% for m in messages if m.role != 'tool' %}<{{ m.role }}>"
+    "{% for c in m.tool_calls %}{{ '<|tool_call>call:' ~ c.function.name }}{}<tool_call|>{% endfor %}"
+    "{% for c in m.tool_calls %}{% for r in messages if r.tool_call_id == c.id %}"
+    "<|tool_response>{{ c.function.name }}:{{ r.content }}<tool_response|>{% endfor %}{% endfor %}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt and messages[-1].role != 'tool' %}<a>{% endif %}"
+)
+
+
+@pytest.mark.engine
+def test_results_that_stand_in_the_reply_follow_its_calls(model):
+    own = rendering(model, GEMMA4)
+    turns = check([*said("su"), CALL, RESULT])
+    result = "<|tool_response>now:noon<tool_response|>"
+    assert text_of(model, own.whole(turns, TOOLS)[0]).endswith(
+        f"<|tool_call>call:now{{}}<tool_call|>{result}"
+    )
+    assert text_of(model, own.following(turns, 3, TOOLS)) == result
+    turns += check([{"role": "assistant", "content": "Noon."}, *said("u")])
+    assert text_of(model, own.following(turns, 5, TOOLS)) == "<user>0<a>"
+    assert text_of(model, own.following(turns, 3, TOOLS)) == f"{result}<assistant>Noon.<user>0<a>"
+    leaves_out = rendering(model, GEMMA4.replace("<tool_call|>", ""))
+    with pytest.raises(ModelError, match="leaves calls out"):
+        leaves_out.following(turns, 3, TOOLS)
+
+
+@pytest.mark.engine
+def test_a_message_that_the_template_does_not_take_is_named(model):
+    raises = "{{ raise_exception('no such of ' ~ messages | length) }}"
+    for n, role in ((3, "user"), (6, "assistant")):
+        own = rendering(
+            model, f"{{% for m in messages if m.content == '{n}' %}}{raises}{{% endfor %}}{CHATML}"
+        )
+        with pytest.raises(ApiError) as caught:
+            own.whole(check(said("suauaua")), [])
+        error, where = caught.value, f"messages[{n}]"
+        assert error.message == (
+            f"{where}, of role {role}: the model's chat template fails (no such of {n + 1})"
+        )
+        assert (error.param, error.status, error.code) == (where, 400, "chat_template")
+
+
+@pytest.mark.engine
+def test_the_prefix_is_whole_tokens(model):
+    tokens, n = rendering(model, GEMMA2).whole(check(said("su")), [])
+    again, n_again = prefix_tokens(model, text_of(model, tokens), len("<user>0"))
+    assert n == n_again
+    assert np.array_equal(tokens, again)
+
+
+@pytest.mark.engine
+def test_a_chat_with_tools_under_a_template_without_either(tmp_path):
+    path = tmp_path / "gemma2.gguf"
+    tiny.write_llama(path, chat_template=GEMMA2, n_ctx_train=4096)
+    turns = [{"role": "system", "content": "Be brief."}, *said("u")]
+    with serving(path, "--budget", "1024", "--temp", "0", "-n", "8") as server:
+        n_all = 0
+        for more in ([CALL, RESULT], said("su"), []):
+            body = {"messages": turns, "tools": TOOLS}
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S).json()
+            usage = answer["usage"]
+            # what was there before is not read again
+            assert usage["prompt_tokens_details"]["cached_tokens"] == n_all
+            n_all = usage["total_tokens"]
+            turns += [answer["choices"][0]["message"], *more]

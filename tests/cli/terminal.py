@@ -1,0 +1,161 @@
+"""A chat in a pseudo-terminal: a test types into it, and reads the screen that a person would see."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import pyte
+
+from tests import forked
+from tests.held import PATIENCE_S
+
+ROOT = Path(__file__).parents[2]
+RUN = "from kvtool.__main__ import main; main()"
+PROMPT = "\n> "
+
+
+class Terminal:
+    """`kvtool chat` in a terminal of so many columns and rows.
+
+    The screen has far more rows than the program believes, so that no line scrolls off it.
+
+    model: None for the default.
+    own: True if the terminal controls the process, which then gets a SIGHUP at the terminal's end.
+    raw: bytes that the program has written.
+    """
+
+    def __init__(self, model, *options, own=True, env=None, columns=400, rows=50):
+        self.model = model
+        self.master, slave = pty.openpty()
+        self.resize(columns, rows)
+        self._screen = pyte.Screen(columns, 2000)
+        self._stream = pyte.ByteStream(self._screen)
+        self.raw = b""
+        # the part of `text` that a test has waited for
+        self._at = 0
+
+        ends = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+        command = [sys.executable, "-c", RUN, "chat", "--temp", "0", "-t", "1"]
+        command += ["-m", str(model)] if model else []
+        # this terminal does not answer requests for the cursor's position
+        environment = os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"} | (env or {})
+        prepare = partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0) if own else forked.deaf
+        self.process = forked.Popen(
+            [*command, *map(str, options)],
+            cwd=ROOT,
+            start_new_session=True,
+            preexec_fn=prepare,
+            env=environment,
+            **ends,
+        )
+        os.close(slave)
+
+    @property
+    def text(self):
+        """Lines up to the cursor, without blanks at their ends; the last line keeps them."""
+        cursor = self._screen.cursor
+        rows = [self._row(y).rstrip() for y in range(cursor.y)]
+        return "\n".join([*rows, self._row(cursor.y).ljust(cursor.x)[: cursor.x]])
+
+    def _row(self, y):
+        # pyte's `display` would draw the whole screen
+        row = self._screen.buffer[y]
+        return "".join(row[x].data for x in range(max(row, default=-1) + 1))
+
+    @property
+    def all(self):
+        return self.text
+
+    @property
+    def seen(self):
+        return self.text[self._at :]
+
+    def resize(self, columns, rows):
+        """Tell the program a new size."""
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def wait_for(self, words, pressing=""):
+        """Read up to these words; return the text before them.
+
+        pressing: typed at each half second without output.
+        PROMPT counts only at the end of the text: a chat that continues shows its last turn after the same
+        characters.
+        """
+        end = time.monotonic() + PATIENCE_S
+        while not (self.seen.endswith(words) if words == PROMPT else words in self.seen):
+            assert time.monotonic() < end, self.text[-2000:]
+            if select.select([self.master], [], [], 0.5)[0]:
+                self._read()
+            else:
+                self.type(pressing)
+        before, _, _ = self.seen.rpartition(words) if words == PROMPT else self.seen.partition(words)
+        self._at += len(before) + len(words)
+        return before
+
+    def until(self, *words):
+        """Read until one of these words is anywhere in the text, including lines that were drawn again."""
+        end = time.monotonic() + PATIENCE_S
+        while not any(word in self.text for word in words):
+            assert time.monotonic() < end, self.text[-2000:]
+            if select.select([self.master], [], [], 0.5)[0]:
+                self._read()
+        self._at = len(self.text)
+
+    def _read(self):
+        try:
+            new = os.read(self.master, 65536)
+        except OSError:
+            new = b""
+        assert new, f"the chat has ended: {self.text[-2000:]}"
+        self.raw += new
+        self._stream.feed(new)
+
+    def type(self, text):
+        os.write(self.master, text if isinstance(text, bytes) else text.encode())
+
+    def say(self, line):
+        """Type a line at a prompt and wait for the next prompt; return the text between them."""
+        at = len(self.text)
+        self.type(line if isinstance(line, bytes) else line.encode())
+        self.type("\r")
+        end = time.monotonic() + PATIENCE_S
+        # the terminal shows the typed line first
+        while not self.text[at:].endswith(PROMPT):
+            assert time.monotonic() < end, self.text[-2000:]
+            if select.select([self.master], [], [], 0.5)[0]:
+                self._read()
+        shown = self.text[at:]
+        self._at = len(self.text)
+        width = self._screen.columns
+        typed = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
+        n_line = (2 + len(typed)) // width + 1
+        return "\n".join(shown.split("\n")[n_line:]).removesuffix("> ").strip()
+
+    def ended(self, pressing):
+        """Type a key every half second until the program has ended; return its exit code.
+
+        A key that is typed before the prompt reads the keyboard is lost.
+        """
+        end = time.monotonic() + PATIENCE_S
+        while self.process.poll() is None:
+            assert time.monotonic() < end, self.text[-2000:]
+            with suppress(OSError):
+                self.type(pressing)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=0.5)
+        return self.process.returncode
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()

@@ -1,0 +1,247 @@
+"""kvtool as a library: what the documents show runs, and what is held is what a plain count finds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvtool
+from kvtool import KvtoolError, Settings, load_model, load_policy, policies
+from kvtool.chats.conversation import Conversation
+from kvtool.chats.prompt import template_of
+from kvtool.chats.writer import Writer
+from kvtool.errors import ModelError, UsageError
+from kvtool.llama.sampler import Sampler
+from tests.engine.running import open_engine, text
+
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(name):
+    document = (ROOT / name).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", document, re.M | re.S)
+
+
+@pytest.fixture
+def run(smollm2, monkeypatch):
+    """run(code) -> the names it leaves, on one thread."""
+    monkeypatch.setattr("kvtool.llama.decoder.default_threads", lambda: 1)
+    left = {}
+
+    def run(code):
+        exec(code, left)
+        return left
+
+    yield run
+    left["engine"].close()
+    left["model"].close()
+
+
+@pytest.mark.engine
+def test_the_documents_ten_lines_stream_a_reply(run, capsys):
+    code = blocks("docs/python.md")[0]
+    assert len(code.strip().splitlines()) <= 11
+    left = run(code)
+    reply, _, end = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+    engine = left["engine"]
+    assert left["talk"].messages[-1] == {"role": "assistant", "content": reply}
+    assert end == f"{engine.n_past} tokens, {engine.n_kv} of them in each row"
+    assert engine.n_kv <= 96 < engine.n_past
+    engine.reset()
+    writer = Writer(engine, Sampler(engine.model))
+    again = Conversation(writer, template_of(engine.model), "You are a patient teacher.")
+    pieces = list(again.reply("What is a tide?", 24))
+    assert len(pieces) > 20
+    assert reply.startswith("".join(pieces))
+
+
+@pytest.mark.engine
+def test_the_documents_blocks_run_and_say_what_is_so(run, capsys):
+    code = blocks("docs/python.md")[1:]
+    left = run(code[0])
+    engine = left["engine"]
+    written = capsys.readouterr().out
+    # where the text ends is not the same on every CPU
+    assert engine.n_past > engine.policy.budget
+    assert len(engine.model.tokenize(written)) > engine.policy.budget - 16
+    run(code[1])
+    said = capsys.readouterr().out.splitlines()
+    share = left["share"]
+    assert said[0].startswith(f"{engine.n_past} tokens, {share.tolist().count(0)} of them held by no row")
+    assert share.min() < 1
+    assert share.tolist().count(0) < engine.n_past - 64 + 16
+    assert len(said) == 1 + (left["cells"].layer == 5).sum() == 4
+    run(code[2])
+    mass, tokens = left["mass"], left["tokens"]
+    positions = engine.rows.pos[0, : engine.rows.live[0]].tolist()
+    raw = {pos: engine.state[0][0, i] for i, pos in enumerate(positions)}
+    assert sorted(mass[0].tolist(), reverse=True)[:3] == [raw[pos] for pos in tokens.tolist()]
+    capsys.readouterr()
+    run(code[3])
+    assert "h2o: there is no parameter 'windw'; its parameters: window" in capsys.readouterr().out
+    run(code[4])
+    opened = left["opened"]
+    assert (opened.run.budget, opened.engine.policy.budget, opened.notes) == ("10%", 819, [])
+    assert opened.engine.settings.type_k == "q8_0"
+    assert len(capsys.readouterr().out.split()) > 3
+    assert len(code) == 5
+
+
+@pytest.mark.engine
+def test_a_text_goes_on_where_the_last_one_ended(smollm2, monkeypatch):
+    model = load_model(smollm2)
+    starts, tokenize = [], model.tokenize
+    monkeypatch.setattr(
+        model, "tokenize", lambda text, **how: starts.append(how.get("start")) or tokenize(text, **how)
+    )
+    try:
+        with_one = Settings(n_threads=1, n_batch=64)
+        engine = kvtool.Engine(model, load_policy("local", 64), with_one)
+        first = "".join(kvtool.generate(engine, "One, two, three,", n_max=6))
+        n = engine.n_past
+        assert n == len(tokenize("One, two, three,")) + 6
+        assert list(kvtool.generate(engine, " and", n_max=0)) == []
+        after = engine.context.logits()[-1].copy()
+        engine.reset()
+        assert list(kvtool.generate(engine, f"One, two, three,{first} and", n_max=0)) == []
+        assert engine.n_past == n + 1
+        # batches of other lengths round differently
+        assert np.abs(engine.context.logits()[-1] - after).mean() < 0.25
+        # a text in the middle has no BOS
+        assert starts == [True, False, True]
+        engine.close()
+    finally:
+        model.close()
+
+
+POLICIES = {
+    "h2o": policies.fit("h2o", 48, 8),
+    "streamingllm": policies.fit("streamingllm", 48, 8),
+    "corm": policies.fit("corm", 80, 8, ["history=4"]),
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("positions", ["original", "in-cache"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_cells_are_those_of_a_plain_count(tiny_model, name, positions):
+    with open_engine(tiny_model(), POLICIES[name], positions=positions) as engine:
+        empty = engine.cells()
+        assert (empty.n_past, empty.pos.shape, empty.share().tolist()) == (0, (4, 0), [])
+        for part in np.array_split(text(210), 3):
+            engine.read(part)
+            cells = engine.cells()
+            assert cells.n_past == engine.n_past
+            assert cells.layer.tolist() == [0, 0, 1, 1]
+            assert cells.head.tolist() == [0, 1, 0, 1]
+            assert cells.live.tolist() == engine.rows.live.tolist()
+            for row, n in enumerate(engine.rows.live.tolist()):
+                # (position in the stream, rotation, cell), the oldest first
+                pos, rot = engine.rows.pos[row].tolist(), engine.rows.rot[row].tolist()
+                want = sorted((pos[cell], rot[cell], cell) for cell in range(n))
+                arrays = (cells.pos, cells.rot, cells.cell)
+                assert [tuple(int(array[row, i]) for array in arrays) for i in range(n)] == want
+                assert (cells.pos[row, n:] == -1).all()
+                assert (cells.rot[row, n:] == -1).all()
+                assert np.flatnonzero(cells.held()[row]).tolist() == [pos for pos, _, _ in want]
+            assert cells.share().tolist() == cells.held().mean(axis=0).tolist()
+        assert len(set(cells.live.tolist())) > 1 or not engine.policy.ragged
+        assert (cells.rot != cells.pos).any() == (positions == "in-cache")
+        arrays = [cells.layer, cells.head, cells.live, cells.pos, cells.rot, cells.cell]
+        assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
+        before = [array.tolist() for array in arrays]
+        engine.read(text(32, seed=2))
+        # its own arrays: what comes later does not change them
+        assert [array.tolist() for array in arrays] == before
+
+
+def test_a_policys_parameters_are_those_of_the_command_line():
+    assert load_policy("h2o", 64, evict_every=4, window=9, decay=0.1, score="mean") == policies.fit(
+        "h2o", 64, 4, ["window=9", "decay=0.1", "score=mean"]
+    )
+    assert load_policy("buzz", 64, local_max=False).local_max is False
+    assert load_policy("knorm", 64) == policies.fit("knorm", 64)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: load_policy("h3o", 64), "unknown policy 'h3o'. Did you mean h2o"),
+        (lambda: load_policy("h2o", 64, window="many"), "h2o: window must be a whole number, got 'many'"),
+        (lambda: load_policy("h2o", 2, evict_every=8), "--evict-every must be less than the budget"),
+        (lambda: load_policy("roco", 3), "a budget of 3 is too small for roco; use at least 6"),
+        (lambda: Settings(type_k="q9_0"), "type_k must be one of f32, f16, .*, got 'q9_0'"),
+        (lambda: Settings(type_v="int8"), "type_v must be one of f32, f16, .*, got 'int8'"),
+        (lambda: Settings(flash="yes"), "flash must be on, off or auto, got 'yes'"),
+    ],
+)
+def test_what_cannot_work_is_one_line(wrong, said):
+    with pytest.raises(UsageError, match=said):
+        wrong()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("first", ["engine", "model"])
+def test_what_is_closed_says_so(tiny_model, first):
+    model = kvtool.Model(tiny_model())
+    engine = kvtool.Engine(model, load_policy("local", 64), Settings(n_threads=1))
+    sampler = Sampler(model)
+    engine.read(text(8))
+    (engine if first == "engine" else model).close()
+    ways = [
+        lambda: engine.read(text(1)),
+        engine.reset,
+        engine.context.logits,
+        lambda: sampler.sample(engine.context),
+    ]
+    for use in ways:
+        with pytest.raises(UsageError, match="this engine or its model is closed; make a new one"):
+            use()
+    engine.close()
+    model.close()
+    for use in (lambda: model.tokenize("a"), lambda: model.piece(5), lambda: model.ends_turn(5)):
+        with pytest.raises(UsageError, match="this model is closed; load it again"):
+            use()
+    # a second time does nothing
+    engine.close()
+    model.close()
+    sampler.close()
+
+
+def test_a_model_that_is_none_is_one_line(tmp_path, tiny_model, monkeypatch):
+    with pytest.raises(ModelError, match=r"unknown model .*no such file"):
+        load_model("smollm3-1t")
+    (tmp_path / "none.gguf").write_bytes(b"GGUF" * 9)
+    with pytest.raises(KvtoolError, match=r"none\.gguf"):
+        load_model(tmp_path / "none.gguf")
+    monkeypatch.setattr(
+        "kvtool.models.resolve.unsupported", lambda info: f"{info.architecture} has no plain cache"
+    )
+    with pytest.raises(ModelError, match="llama has no plain cache"):
+        load_model(tiny_model())
+
+
+def test_every_name_is_there_and_no_other():
+    for name in kvtool.__all__:
+        assert getattr(kvtool, name).__name__ == name
+    assert set(kvtool.__all__) <= set(dir(kvtool))
+    assert list(kvtool._MODULES) == kvtool.__all__
+    other = "nothing"
+    with pytest.raises(AttributeError, match="module 'kvtool' has no attribute 'nothing'"):
+        getattr(kvtool, other)
+    assert files("kvtool").joinpath("py.typed").is_file()
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    code = (
+        "import sys, kvtool; from kvtool import KvtoolError;"
+        "print([name for name in ('numpy', 'numba', 'kvtool_llama', 'jinja2') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

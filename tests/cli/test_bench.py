@@ -1,0 +1,348 @@
+"""kvtool bench: its rows, the streams that it measures, ratios to an earlier run, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from kvtool import __version__, policies
+from kvtool.cli.bench import table as bench_table
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.errors import InputError
+from kvtool.llama import decoder
+from kvtool.llama.model import Model
+from kvtool.measure import bench, depths, machine
+from kvtool.system.cpu import cpu_name
+from tests.cli.called import called
+from tests.cli.test_cli import kvtool
+
+ROWS = ["full, flash off", "full, flash on", "full, q8_0, flash on", "recall, 64", "h2o, 64"]
+SPEEDS = ("read_tokens_per_s", "write_tokens_per_s", "first_s")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model(n_ctx_train=512)
+
+
+@pytest.fixture
+def loaded(model):
+    with closing(Model(model)) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def whole(model):
+    """What a run prints as JSON: two depths, the second beyond the trained context."""
+    own = "-m", model, "-t", 1, "--budget", 64, "-b", 64
+    return kvtool("bench", *own, "--depths", "64,2k", "--rounds", 2, "--json")
+
+
+def read(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def words_of(docstring):
+    """The names that a docstring's list of fields has."""
+    lines = re.findall(r"^        ([a-z_0-9, ]+)$", docstring, re.M)
+    return {name for line in lines for name in line.split(", ")}
+
+
+# rows
+
+
+@pytest.mark.engine
+def test_there_is_a_row_for_each_way_at_each_depth(whole, model):
+    assert whole.returncode == 0, whole.stderr
+    found = read(whole.stdout)
+    assert [(row["what"], row["depth"]) for row in found] == [(way, n) for n in (64, 2048) for way in ROWS]
+    documented = words_of(bench.Row.record.__doc__)
+    assert len(documented) == 16
+    assert all(row.keys() == documented | {"model", "machine"} for row in found)
+    assert {row["model"] for row in found} == {model.stem}
+    beyond = [row for row in found if row["policy"] == "full" and row["depth"] == 2048]
+    assert {row["why"] for row in beyond} == {"beyond the trained context (512 tokens)"}
+    assert {row["rounds"] for row in beyond} == {0}
+    for row in found:
+        if row not in beyond:
+            assert (row["why"], row["n_read"]) == (None, 16 if row["depth"] == 64 else 64)
+            assert all(0 < row[name]["min"] <= row[name]["median"] <= row[name]["max"] for name in SPEEDS)
+            assert row["rounds"] in (1, 2)
+
+
+@pytest.mark.engine
+def test_bytes_are_those_of_the_caches(whole):
+    found = {(row["what"], row["depth"]): row for row in read(whole.stdout)}
+    full, _, quantized = (found[way, 64]["device_bytes"] for way in ROWS[:3])
+    # a block of 32 numbers in q8_0 has 34 bytes
+    assert quantized == full * 34 // 64
+    for row in found.values():
+        assert row["why"] or row["host_bytes"] > row["device_bytes"] > 0
+    # beside it h2o has, for each cell, a position and a rotation, a sum and a signal
+    h2o = found["h2o, 64", 64]
+    assert h2o["host_bytes"] - h2o["device_bytes"] == 4 * 4 * 256 * 2 * 2
+    near, far = (found["recall, 64", n] for n in (64, 2048))
+    assert near["device_bytes"] == far["device_bytes"]
+    # what has left the cache is in the archive, in q8_0
+    token_bytes = full * 34 // 64 // 256
+    assert far["host_bytes"] - near["host_bytes"] >= (2048 - 64 - 64) * token_bytes
+
+
+@pytest.mark.engine
+def test_the_first_line_names_the_machine(model):
+    own = "-m", model, "-t", 1, "--budget", 64, "-b", 64
+    done = kvtool("bench", *own, "--depths", "64,1024", "--rounds", 1)
+    assert done.returncode == 0, done.stderr
+    first, _, second, *_ = done.stdout.splitlines()
+    assert first == machine.line(machine.machine())
+    assert first.startswith(f"{cpu_name()}, ")
+    assert f"kvtool {__version__}; llama-cpp-python " in first
+    assert second == f"{model.stem}, 1 thread"
+    assert done.stdout.count("full, flash on        beyond the trained context (512 tokens)") == 1
+    # nothing else, in a pipe
+    assert done.stderr == ""
+
+
+def test_a_table_of_80_columns_is_no_wider(whole):
+    records = [row | {"over_old": dict.fromkeys(SPEEDS, 12.345)} for row in read(whole.stdout)]
+    said = {"model": records[0]["model"], "machine": records[0]["machine"]}
+    for width in (80, 120):
+        out = io.StringIO()
+        console = Console(file=out, width=width, force_terminal=True, color_system=None)
+        bench_table.show(console, records, said, has_device=False)
+        lines = out.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        assert [line for line in lines if line.startswith("recall, 64")]
+        assert all(line.count("12.35") == 3 for line in lines if line.startswith("h2o"))
+        assert ("resident" in out.getvalue()) == (width == 120)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_device_that_does_not_count_is_said(whole, is_known):
+    records = read(whole.stdout)
+    if not is_known:
+        records = [row | {"device_bytes": None} for row in records]
+    out = io.StringIO()
+    said = {"model": records[0]["model"], "machine": records[0]["machine"]}
+    bench_table.show(Console(file=out, width=120), records, said, has_device=True)
+    assert ("not known, as the devices' counters stand still" in " ".join(out.getvalue().split())) != is_known
+
+
+@pytest.mark.engine
+def test_where_memory_is_too_small_a_row_says_so(loaded, monkeypatch):
+    rows = [bench.sized(way, 256, 64) for way in bench.ways({"recall": 64}, has_device=False)]
+    monkeypatch.setattr(bench, "free_bytes", lambda: 2000)
+    made = bench.Bench(loaded, Settings(n_batch=64), rows, rounds=1, row_s=1.0)
+    assert list(made.measure()) == rows
+    assert all(row.why.endswith(", 2.0 KiB are free") for row in rows)
+    assert rows[-1].why.startswith("its archive needs ")
+    assert not any(row.write for row in rows)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("arch", "wrong"),
+    [
+        ("gemma2", {}),
+        ("lfm2", {}),
+        ("deepseek2", {}),
+        ("deepseek32", {("full", 768): "chooses 512 cells by an index"}),
+        ("refact", {("recall", 64): "but in this model distance counts as well (ALiBi)"}),
+    ],
+)
+def test_other_kinds_of_models_are_measured(tiny_model, arch, wrong):
+    """A row that cannot be takes no other with it."""
+    budgets = {"recall": 64, "h2o": 64}
+    with closing(Model(tiny_model(arch))) as model:
+        rows = [bench.sized(way, n, 32) for n in (64, 768) for way in bench.ways(budgets, has_device=False)]
+        list(bench.Bench(model, Settings(n_batch=32, n_threads=1), rows, rounds=1, row_s=9.0).measure())
+    for row in rows:
+        why = [why for (policy, n), why in wrong.items() if policy == row.way.policy and n <= row.depth]
+        assert all(words in row.why for words in why)
+        assert bool(row.write) == (row.why is None) == (not why), row
+
+
+def test_a_cache_in_host_memory_is_measured_where_there_is_a_device():
+    own = [way for way in bench.ways({}, has_device=True) if not way.kv_offload]
+    assert [way.name for way in own] == ["full, --no-kv-offload"]
+    assert all(way.kv_offload for way in bench.ways({}, has_device=False))
+
+
+@pytest.mark.engine
+def test_llama_cpp_is_told_where_the_cache_lies(loaded, monkeypatch):
+    made, told = decoder.api.llama_init_from_model, []
+
+    def spy(model, params):
+        told.append(params.offload_kqv)
+        return made(model, params)
+
+    monkeypatch.setattr(decoder.api, "llama_init_from_model", spy)
+    rows = [bench.sized(way, 64, 16) for way in bench.ways({}, has_device=True)]
+    list(bench.Bench(loaded, Settings(n_threads=1), rows, rounds=1, row_s=1.0).measure())
+    assert told == [row.way.kv_offload for row in rows] == [True, True, True, False]
+
+
+# streams at a depth
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+def test_a_filled_cache_repeats_what_was_read(loaded, cache_type):
+    settings = Settings(n_batch=64, type_k=cache_type, type_v=cache_type, flash="on", n_threads=1)
+    with closing(Engine(loaded, policies.fit("full", 400), settings)) as engine:
+        n_seed = depths.N_SEED
+        depths.fill(engine, depths.text(loaded), 300)
+        assert (engine.n_past, engine.n_kv, engine.rows.next_rot) == (300, 300, 300)
+        assert (engine.cells().pos == np.arange(300)).all()
+        for layer in range(len(engine.context.layer_cells)):
+            for part in engine.context.cells(layer, 300).reshape(2, 300, -1):
+                assert part[:n_seed].any()
+                assert (part[n_seed:] == part[: 300 - n_seed]).all()
+        engine.step(np.array([7], np.int32))
+        assert np.isfinite(engine.context.logits()).all()
+        assert engine.n_past == 301
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["recall", "h2o"])
+def test_a_longer_stream_goes_on_like_one_that_was_read(loaded, name):
+    """Its counters, window and archive are those of a stream of that length."""
+    policy, settings = policies.fit(name, 64), Settings(n_batch=64, n_threads=1)
+    tokens = depths.text(loaded)[: depths.n_start(policy)]
+    saved = depths.start(loaded, policy, settings, tokens, lambda: False)
+    longer = depths.lengthened(saved, 1600, 512)
+    n = len(tokens) + 1600
+    assert depths.n_past(longer) == n
+    with closing(Engine(loaded, policy, settings)) as engine:
+        engine.restore(longer)
+        assert engine.n_past == n
+        if name == "recall":
+            archive, pos = engine.context.archive, engine.cells().pos[0]
+            # every token is in one of the two, and only there
+            assert archive.n + engine.n_kv == n
+            assert sorted([*archive.span, *pos.tolist()]) == list(range(n))
+            assert [first for first, _ in archive.frames] == sorted({first for first, _ in archive.frames})
+        before = engine.n_evicted
+        engine.read(tokens[:100])
+        assert engine.n_past == n + 100
+        assert engine.n_evicted > before
+        assert np.isfinite(engine.context.logits()).all()
+
+
+# an earlier run
+
+
+def test_ratios_are_those_to_the_same_row_of_an_earlier_run(tmp_path):
+    def record(what, depth, speed):
+        found = {"median": speed, "min": 1.0, "max": 99.0}
+        return {"what": what, "depth": depth, **dict.fromkeys(SPEEDS, found)}
+
+    old = tmp_path / "old.json"
+    lines = [record("full", 512, 8.0), record("full", 8192, 2.0), record("h2o", 512, 5.0)]
+    lines[2]["first_s"] = None
+    old.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    there = bench.earlier(old)
+    # as a shell's <(...)
+    pipe, end = os.pipe()
+    os.write(end, old.read_bytes())
+    os.close(end)
+    assert bench.earlier(Path(f"/dev/fd/{pipe}")) == there
+    os.close(pipe)
+    assert bench.over(record("full", 8192, 3.0), there) == dict.fromkeys(SPEEDS, 1.5)
+    assert bench.over(record("h2o", 512, 4.0), there) == {**dict.fromkeys(SPEEDS, 0.8), "first_s": None}
+    assert bench.over(record("full", 64, 4.0), there) == dict.fromkeys(SPEEDS)
+
+
+@pytest.mark.engine
+def test_a_run_says_its_ratios(whole, model, tmp_path):
+    old, picture = tmp_path / "old.json", tmp_path / "speed.png"
+    old.write_text(whole.stdout)
+    own = "-m", model, "-t", 1, "--budget", 64, "-b", 64, "--rounds", 1
+    done = kvtool("bench", *own, "--depths", 64, "--compare", old, "--plot", picture, "--json")
+    assert done.returncode == 0, done.stderr
+    before = {(row["what"], row["depth"]): row for row in read(whole.stdout)}
+    for row in read(done.stdout):
+        same = before[row["what"], 64]
+        ratios = {name: row[name]["median"] / same[name]["median"] for name in SPEEDS}
+        assert row["over_old"] == pytest.approx(ratios)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert done.stderr.startswith(f"wrote {picture}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no JSON\n",
+        "[1]\n",
+        '{"what": "full"}\n',
+        '{"what": 1, "depth": 2, "read_tokens_per_s": 3, "write_tokens_per_s": 4, "first_s": 5}\n',
+        "\udcff\n",
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path, text):
+    old = tmp_path / "old.json"
+    old.write_text(text, errors="surrogateescape")
+    with pytest.raises(InputError, match=r"old.json is not what `kvtool bench --json` prints$"):
+        bench.earlier(old)
+
+
+# how it ends
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--depths", "0"], 2, "a depth of --depths must be in 32..16777216, got 0"),
+        (["--depths", "512,-1"], 2, "--depths takes numbers of tokens, such as 512,8k, got '-1'"),
+        (["--depths", "many"], 2, "--depths takes numbers of tokens, such as 512,8k, got 'many'"),
+        (["--depths", "17000k"], 2, "must be in 32..16777216, got 17408000"),
+        (["--depths", " ,"], 2, "--depths names no depth; give some, such as 512,8k"),
+        (["--rounds", "0"], 2, "--rounds must be at least 1, got 0"),
+        (["--seconds", "0"], 2, "--seconds must be above 0, got 0"),
+        (["--seconds", "nan"], 2, "--seconds must be above 0, got nan"),
+        (["--compare", "missing.json"], 5, "cannot read missing.json: there is no such file"),
+        (["--plot", "no/such/folder.png"], 2, "cannot write no/such/folder.png"),
+        (["-m", "smollm2-135"], 3, "Did you mean smollm2-135m"),
+        (["-m", "MODEL", "--budget", "4"], 2, "recall"),
+    ],
+)
+def test_what_is_wrong_is_one_line(arguments, code, words, model, tmp_path):
+    done = called("bench", *(model if each == "MODEL" else each for each in arguments), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert words in " ".join(done.stderr.split())
+    assert done.stderr.startswith("kvtool: ")
+
+
+@pytest.mark.engine
+def test_an_interrupted_run_prints_the_rows_that_it_has(model, monkeypatch):
+    whole_round, done_rounds = bench.Bench._round, []
+
+    def interrupted(self, row, saved):
+        if len(done_rounds) == 2:
+            signal.raise_signal(signal.SIGINT)
+        done_rounds.append(row)
+        whole_round(self, row, saved)
+
+    monkeypatch.setattr(bench.Bench, "_round", interrupted)
+    own = "-m", model, "-t", 1, "--budget", 64, "-b", 64
+    done = called("bench", *own, "--depths", "64,128", "--rounds", 1, "--json")
+    assert done.returncode == 130
+    assert [row["what"] for row in read(done.stdout)] == ROWS[:2]
+    assert done.stderr.split("\n")[-2] == "kvtool: stopped; 2 of 10 rows are measured"
+
+
+def test_the_cpu_has_a_name(monkeypatch):
+    assert cpu_name()
+    monkeypatch.setattr(Path, "is_file", lambda self: False)
+    assert cpu_name()

@@ -1,0 +1,437 @@
+"""Chats that are killed, resumed, locked out and short of disk, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import resource
+import subprocess
+import sys
+import time
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import tiny
+
+from kvtool.chats import segments, session
+from kvtool.llama.segment import CLUSTERS
+from tests import forked
+from tests.cli.called import KEEPS, called
+from tests.held import PATIENCE_S
+
+KVTOOL = [sys.executable, "-m", "kvtool"]
+TURNS = [f"line {i} of the chat, and some more words" for i in range(24)]
+
+
+@pytest.fixture
+def talk(chat_model, tmp_path):
+    """talk(turns, *options): a chat of 12 tokens a reply, that is soon past its budget and its context."""
+
+    def run(turns, *options, session="chat.kvs", **kwargs):
+        return forked.run(
+            _command(chat_model, tmp_path / session, *options),
+            input="".join(f"{turn}\n" for turn in turns),
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=PATIENCE_S,
+            check=False,
+            **kwargs,
+        )
+
+    return run
+
+
+def _words(chat_model, session, *options):
+    own = ["-m", chat_model, "-n", 12, "-t", 1, "--session", session]
+    return ["chat", *map(str, [*own, *options])]
+
+
+def _command(chat_model, session, *options):
+    return [*KVTOOL, *_words(chat_model, session, *options)]
+
+
+FIRST = ["--policy", "h2o", "--budget", "96", "--temp", "0"]
+RECALL = ["--policy", "recall", *FIRST[2:]]
+
+
+def of_session(*arguments):
+    done = called("session", *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def exported(path):
+    return json.loads(of_session("export", "--json", path))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("policy", "sampling"),
+    [("h2o", "--temp 0"), ("h2o", "--temp 1 --seed 7 --repeat-penalty 1.2"), ("recall", "--temp 0")],
+)
+def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, share_of, policy, sampling):
+    first = ["--policy", policy, "--budget", "96", *sampling.split()]
+    ends = share_of((1, 6, 10, 14), (1, 9, 17, 24))
+    assert talk(TURNS[: ends[-1]], *first, session="whole").returncode == 0
+    for at, end in pairwise((0, *ends)):
+        done = talk(TURNS[at:end], *([] if at else first))
+        assert done.returncode == 0
+        assert re.fullmatch(KEEPS if policy == "recall" else "", done.stderr)
+    assert exported(tmp_path / "chat.kvs") == exported(tmp_path / "whole")
+    shown = json.loads(of_session("show", "--json", tmp_path / "chat.kvs"))
+    # past the budget and past the context
+    assert shown["tokens"] > 512
+    assert shown["cells"] <= 96
+    assert shown["turns"] == ends[-1]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("options", "n", "n_all"), [(FIRST, 6, 50), (RECALL, 4, 15)], ids=["h2o", "recall"])
+def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, share_of, options, n, n_all):
+    n = share_of(n, n_all)
+    path, rng, saved, runs = tmp_path / "chat.kvs", random.Random(1), [], []
+    typed = tmp_path / "typed"
+    for n_kill in range(n):
+        # a file, since a pipe could be full; of few turns, so that a fast machine has an end too
+        first = len(saved) // 2
+        typed.write_text("".join(f"{i} words\n" for i in range(first, first + 20)))
+        with typed.open() as stdin:
+            chat = forked.Popen(
+                _command(chat_model, path, *([] if saved else options)),
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                # nothing of what is read first stays in a buffer here
+                bufsize=0,
+            )
+        said = b""
+        if n_kill % 5:
+            # while it reads, writes and saves: some replies later, as fast as the machine may be
+            n_said = rng.randint(1, 80)
+            while len(said) < n_said and (part := chat.stdout.read(n_said - len(said))):
+                said += part
+            time.sleep(rng.uniform(0, 0.1))
+        else:
+            # while it starts
+            time.sleep(rng.uniform(0, 1))
+        chat.kill()
+        said += chat.communicate()[0]
+        # with its archive, if it has one
+        now = session.read(path)[0]["messages"] if path.exists() else []
+        assert now[: len(saved)] == saved
+        runs.append((first, len(now) // 2, said))
+        saved = now
+    assert len(saved) > 0.8 * n
+    # one turn more, of which the last kill may have seen a part
+    done = forked.run(
+        _command(chat_model, tmp_path / "whole", *options),
+        input="".join(f"{i} words\n" for i in range(len(saved) // 2 + 1)).encode(),
+        stdout=subprocess.DEVNULL,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0
+    whole = exported(tmp_path / "whole")
+    assert whole[: len(saved)] == saved
+    replies = [message["content"].encode() + b"\n" for message in whole[1::2]]
+    for first, end, said in runs:
+        # what was shown to its end was saved: nothing is lost but the turn in flight
+        assert (b"".join(replies[first:end]) + replies[end][:-1]).startswith(said)
+
+
+@pytest.mark.engine
+def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(chat_model, talk, tmp_path):
+    talk(TURNS[:2], *FIRST)
+    path = tmp_path / "chat.kvs"
+    before = path.read_bytes()
+    other = tmp_path / "other.gguf"
+    tiny.write_llama(other, chat_template=tiny.CHAT_TEMPLATE, seed=1)
+    for options, word in (
+        (["--policy", "tova"], "started with --policy h2o; it cannot continue with --policy tova"),
+        (["--budget", "128"], "started with --budget 96; it cannot continue with --budget 128"),
+        (["-o", "window=9"], "it cannot continue with -o window=9"),
+        (["-m", other], "started with the model of SHA-256 "),
+        (["-ctk", "q8_0"], "started with --cache-type-k f16; it cannot continue with --cache-type-k q8_0"),
+        (["--positions", "original"], "started with --positions auto; it cannot"),
+        (["--system", "Be brief."], "another system prompt"),
+    ):
+        done = called(*_words(chat_model, path, *options), stdin=f"{TURNS[2]}\n")
+        assert done.returncode == 9, (options, done.stderr)
+        assert word in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert path.read_bytes() == before
+    # what only changes the words may change
+    assert talk(TURNS[2:3], "--temp", "0.5", "--seed", "3").returncode == 0
+
+
+@pytest.mark.engine
+def test_a_damaged_session_is_one_line_and_its_text_is_still_there(talk, tmp_path):
+    talk(TURNS[:2], *FIRST)
+    path = tmp_path / "chat.kvs"
+    text = exported(path)
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data)
+    done = talk(TURNS[2:3])
+    assert done.returncode == 9
+    assert "is damaged" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert path.read_bytes() == data
+    assert exported(path) == text
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("n_cut", "words"), [(None, "is damaged"), (100, "is truncated"), (9_000, "is truncated")]
+)
+def test_show_says_that_a_file_is_damaged_or_truncated(talk, tmp_path, n_cut, words):
+    talk(TURNS[:2], *FIRST)
+    path = tmp_path / "chat.kvs"
+    assert json.loads(of_session("show", "--json", path))["problem"] is None
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data[: -n_cut if n_cut else None])
+    done = called("session", "show", path)
+    assert done.returncode == 9
+    # what can be read is shown all the same
+    assert re.search(r"^turns +2 *$", done.stdout, re.M), done.stdout
+    line = f"kvtool: {path} {words} and its chat cannot continue; "
+    assert done.stderr.startswith(line)
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.engine
+def test_a_file_that_ends_within_its_text_is_not_said_to_have_one(talk, tmp_path):
+    talk(TURNS[:2], *FIRST)
+    path = tmp_path / "chat.kvs"
+    path.write_bytes(path.read_bytes()[:300])
+    for command in ("show", "export"):
+        done = called("session", command, path)
+        assert (done.returncode, done.stdout) == (9, "")
+        said = f"kvtool: {path} is truncated, and so is its text; restore a copy, or name another file\n"
+        assert done.stderr == said
+
+
+@pytest.mark.engine
+def test_show_speaks_to_people_and_json_keeps_its_names(talk, tmp_path):
+    talk(TURNS[:2], *FIRST, "--system", "Be [b]brief[/b].\nAnd kind.")
+    path = tmp_path / "chat.kvs"
+    kept = json.loads(of_session("show", "--json", path))
+    assert list(kept) == [
+        *("file", "size", "saved", "kvtool", "llama_cpp", "model", "model_sha256", "policy", "parameters"),
+        *("turns", "tokens", "cells", "kv_bytes", "archived", "archive_bytes", "system", "problem"),
+    ]
+    said = of_session("show", path)
+    names = re.findall(r"^(\S+(?: \S+)*)  ", said, re.M)
+    assert names == [
+        *("file", "size", "saved", "kvtool", "llama.cpp", "model", "sha256", "policy", "eviction", "turns"),
+        *("tokens so far", "cells", "cache", "system prompt"),
+    ]
+    assert "[b]brief[/b]." in said
+    assert re.search(rf"^cells +{kept['cells']:.0f} of 96 per row *$", said, re.M)
+    assert re.search(r"^eviction +every 12 tokens *$", said, re.M)
+    # budget and eviction have lines of their own
+    assert re.search(r"^policy +h2o window=\d+ sinks=0 ", said, re.M)
+
+
+@pytest.mark.engine
+def test_a_turn_of_a_recalling_chat_writes_only_what_is_new(talk, tmp_path):
+    path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
+    talk(TURNS[:2], *RECALL)
+    before = archive.read_bytes(), archive.stat().st_ino, path.stat().st_size
+    assert talk(TURNS[2:12]).returncode == 0
+    data = archive.read_bytes()
+    # the old bytes stay, in the same file, and the session has but a list of the new ones
+    assert data.startswith(before[0])
+    assert archive.stat().st_ino == before[1]
+    assert len(data) > 4 * len(before[0])
+    saved = session.read(path)[1]
+    n_bytes = (saved["archive"][1] - saved["archive"][0]) * saved["archive.layers"].sum()
+    # and clusters: those of a block once near and once far
+    n_more = len(data) - segments._N_FIRST - n_bytes
+    assert saved[CLUSTERS][:, 3].sum() <= n_more < 0.01 * len(data)
+    assert path.stat().st_size - before[2] < 0.1 * len(data)
+    shown = json.loads(of_session("show", "--json", path))
+    assert shown["size"] == len(data) + path.stat().st_size
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["chat.kvs", "chat.kvs.archive"]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("what", ["is damaged", "is missing", "belongs to another session"])
+def test_an_archive_that_cannot_be_read_is_one_line_and_the_text_is_still_there(talk, tmp_path, what):
+    talk(TURNS[:6], *RECALL)
+    path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
+    before, text = path.read_bytes(), exported(path)
+    if what == "is damaged":
+        data = bytearray(archive.read_bytes())
+        data[len(data) // 2] ^= 4
+        archive.write_bytes(data)
+    elif what == "is missing":
+        archive.unlink()
+    else:
+        talk(TURNS[:6], *RECALL, session="other")
+        (tmp_path / "other.archive").rename(archive)
+    done = talk(TURNS[6:7])
+    assert done.returncode == 9
+    assert f"{archive} {what}, and the chat in {path} cannot continue" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert path.read_bytes() == before
+    assert exported(path) == text
+    shown = called("session", "show", "--json", path)
+    assert shown.returncode == 9
+    assert json.loads(shown.stdout)["turns"] == 6
+    assert f"{archive} {what}" in json.loads(shown.stdout)["problem"]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("left", ["nothing", "an empty file"])
+def test_a_chat_whose_session_was_moved_gets_its_archive_back(talk, tmp_path, left):
+    assert talk(TURNS[:12], *RECALL).returncode == 0
+    path = tmp_path / "chat.kvs"
+    path.rename(tmp_path / "moved")
+    if left == "an empty file":
+        path.touch()
+    done = talk(TURNS[:2], *RECALL)
+    line = "chat.kvs.archive belonged to another chat; it is now chat.kvs.1.archive"
+    assert re.fullmatch(rf"{KEEPS}{line}\n", done.stderr)
+    (tmp_path / "moved").rename(tmp_path / "chat.kvs.1")
+    for name, n in (("chat.kvs", 2), ("chat.kvs.1", 12)):
+        assert talk(TURNS[n : n + 1], session=name).returncode == 0
+        assert len(exported(tmp_path / name)) == 2 * n + 2
+
+
+@pytest.mark.engine
+def test_a_session_with_its_archive_inside_as_earlier_versions_wrote_it_continues(talk, tmp_path):
+    for name in ("chat.kvs", "whole"):
+        talk(TURNS[:6], *RECALL, session=name)
+    path = tmp_path / "chat.kvs"
+    meta, arrays = session.read(path)
+    listing = ("archive.segments", "archive.sha256", "archive.id", "archive.layers")
+    session.write(path, meta, [(name, array) for name, array in arrays.items() if name not in listing])
+    (tmp_path / "chat.kvs.archive").unlink()
+    assert path.read_bytes().startswith(b"kvtool session 1 ")
+    for name in ("chat.kvs", "whole"):
+        assert talk(TURNS[6:9], session=name).returncode == 0
+    assert exported(path) == exported(tmp_path / "whole")
+    assert path.read_bytes().startswith(b"kvtool session 2 ")
+    saved, whole = (session.read(each)[1] for each in (path, tmp_path / "whole"))
+    for name in set(whole) - set(listing):
+        assert (saved[name] == whole[name]).all()
+
+
+@pytest.mark.engine
+def test_a_session_keeps_clusters_and_goes_on_without_those_of_earlier_versions(talk, tmp_path):
+    clusters = "-o", "search=clusters", "-o", "exact=64"
+    for name in ("chat.kvs", "whole"):
+        talk(TURNS, *RECALL, *clusters, session=name)
+    path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
+    data, before, text = archive.read_bytes(), path.read_bytes(), exported(path)
+    (_, _, _, n_bytes, at), *_ = session.read(path)[1][CLUSTERS].tolist()
+    for n in (at, at + n_bytes - 1):
+        archive.write_bytes(data[:n] + bytes([data[n] ^ 16]) + data[n + 1 :])
+        done = talk(TURNS[:1])
+        assert done.returncode == 9
+        assert f"{archive} is damaged, and the chat in {path} cannot continue" in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert (path.read_bytes(), exported(path)) == (before, text)
+    archive.write_bytes(data)
+    with path.open("rb") as file:
+        meta, arrays = session._load(file, "it")
+    session.write(path, meta, [each for each in arrays.items() if not each[0].startswith(CLUSTERS)])
+    for name in ("chat.kvs", "whole"):
+        done = talk(TURNS[:9], session=name)
+        assert done.returncode == 0
+        assert re.fullmatch(KEEPS, done.stderr)
+    assert exported(path) == exported(tmp_path / "whole")
+    assert CLUSTERS in session.read(path)[1]
+
+
+@pytest.mark.engine
+def test_two_chats_on_one_session_are_one_too_many(chat_model, talk, tmp_path):
+    chat = forked.Popen(
+        _command(chat_model, tmp_path / "chat.kvs", *FIRST), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    chat.stdin.write(b"hello\n")
+    chat.stdin.flush()
+    assert chat.stdout.readline()
+    done = talk(TURNS[:1])
+    assert done.returncode == 9
+    assert "in use by another chat" in done.stderr
+    assert done.stderr.count("\n") == 1
+    chat.communicate(b"bye\n", timeout=PATIENCE_S)
+    assert chat.returncode == 0
+    assert len(exported(tmp_path / "chat.kvs")) == 4
+    assert talk(TURNS[:1]).returncode == 0
+    assert not list(tmp_path.glob("*.lock"))
+
+
+@pytest.mark.engine
+def test_a_full_disk_keeps_what_was_saved(talk, tmp_path):
+    talk(TURNS[:1], *FIRST)
+    path = tmp_path / "chat.kvs"
+    before = path.read_bytes()
+    limit = len(before) // 2
+    full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    done = talk(TURNS[1:3], preexec_fn=full)
+    assert done.returncode == 9
+    assert "the last saved version is still there" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["chat.kvs"]
+
+
+@pytest.mark.engine
+def test_a_full_disk_keeps_what_was_saved_and_its_archive(talk, tmp_path):
+    talk(TURNS[:6], *RECALL)
+    path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
+    before = path.read_bytes(), archive.read_bytes()
+    # a part of the new segment fits, and the session would
+    assert len(before[0]) < len(before[1])
+    full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (len(before[1]) + 99, resource.RLIM_INFINITY))
+    done = talk(TURNS[6:8], preexec_fn=full)
+    assert done.returncode == 9
+    assert re.fullmatch(KEEPS + r"kvtool: cannot write [^\n]+\n", done.stderr)
+    assert f"cannot write {archive}: File too large; the last saved version is still there" in done.stderr
+    assert (path.read_bytes(), archive.read_bytes()) == before
+    assert len(list(tmp_path.iterdir())) == 2
+    assert talk(TURNS[6:8]).returncode == 0
+
+
+@pytest.mark.engine
+def test_a_session_that_cannot_be_written_at_all_is_told_before_the_chat(talk):
+    done = talk(TURNS[:1], *FIRST, session="no/such/folder/chat.kvs")
+    assert (done.returncode, done.stdout) == (9, "")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.engine
+def test_the_transcript_is_appended(talk, tmp_path):
+    path = tmp_path / "said.txt"
+    for turns in (TURNS[:2], TURNS[2:3]):
+        assert talk(turns, *FIRST, "--transcript", path).returncode == 0
+    shown = of_session("export", tmp_path / "chat.kvs")
+    assert path.read_bytes().decode().replace("\r\n", "\n") == shown
+    assert shown.count("> line") == 3
+
+
+@pytest.mark.engine
+def test_how_recall_searches_may_change_and_an_earlier_versions_options_go(talk, tmp_path):
+    talk(TURNS[:6], *RECALL, "-o", "exact=64")
+    assert talk(TURNS[6:7], "-o", "exact=32", "-o", "chunk=8").returncode == 0
+    done = talk(TURNS[7:8], "-o", "sinks=2")
+    assert done.returncode == 9
+    assert "was started with -o sinks=4; it cannot continue with -o sinks=2" in done.stderr
+    path = tmp_path / "chat.kvs"
+    meta, arrays = session.read(path)
+    had = meta["fixed"]["parameters"] | {"index": "q8", "search": "tokens", "exact": 512, "recalled": 9}
+    meta["fixed"]["parameters"] = had
+    meta["options"]["options"] = ["sinks=4", "index=q8", "search=tokens", "recalled=9"]
+    session.write(path, meta, arrays.items())
+    done = talk(TURNS[7:8])
+    assert done.returncode == 0, done.stderr
+    assert len(exported(path)) == 2 * 8
+    assert session.read_meta(path)["options"]["options"] == ["sinks=4"]

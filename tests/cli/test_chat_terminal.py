@@ -1,0 +1,376 @@
+"""What a person types into a chat: nothing is lost, and what is wrong is one line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+from kvtool.chats import session
+from kvtool.chats.undo import MOST, MOST_BYTES
+from kvtool.cli.chat.show import HELP, KEYS, NOTES
+from tests import tiny
+from tests.cli.terminal import Terminal
+from tests.held import PATIENCE_S
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(os.name != "posix", reason="terminals of Unix"),
+]
+
+SMALL = ("-n", 4, "-c", 2048, "--policy", "h2o", "--budget", 128)
+"""With recall a session may have a second file, and /undo needs no copies."""
+
+
+@pytest.fixture
+def terminal(talker):
+    started = []
+
+    def start(*options, **kwargs):
+        started.append(Terminal(talker, *SMALL, *options, **kwargs))
+        started[-1].wait_for("\n> ")
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        os.close(each.master)
+
+
+@pytest.fixture(scope="module")
+def four_turns(talker, tmp_path_factory):
+    """A session of four turns."""
+    path = tmp_path_factory.mktemp("session") / "four.kv"
+    chat = Terminal(talker, *SMALL, "--session", path)
+    chat.wait_for("\n> ")
+    for i in range(4):
+        chat.say(f"turn {i}")
+    chat.kill()
+    os.close(chat.master)
+    return path
+
+
+@pytest.fixture
+def chat_kv(four_turns, tmp_path):
+    return shutil.copy(four_turns, tmp_path / "chat.kv")
+
+
+def turns(path):
+    return [message["content"] for message in session.read(path)[0]["messages"] if message["role"] == "user"]
+
+
+FOUR = [f"turn {i}" for i in range(4)]
+
+
+def leave(chat):
+    chat.type("/exit\n")
+    assert chat.process.wait(PATIENCE_S) == 0
+
+
+# what is typed is text
+
+
+def test_nothing_that_is_typed_is_read_as_markup(terminal):
+    chat = terminal("--system", "[/]")
+    assert chat.say("/system") == "[/]"
+    for line, said in (
+        ("/load x[/].kv", "cannot read x[/].kv: No such file or directory"),
+        ("/save [/]/x.kv", "cannot write [/]/x.kv: No such file or directory"),
+        ("/load [bold]x:smile:", "cannot read [bold]x:smile:: No such file or directory"),
+        ("/cells [/]", "/cells takes a number of tokens, like /cells 2048"),
+        ("/system [/bold] :smile:", "started over under the new system prompt; /undo takes this back"),
+        ("/system", "[/bold] :smile:"),
+    ):
+        assert chat.say(line) == said
+    chat.type("/[bold]x\r")
+    chat.until("there is no command /[bold]x; /help lists them\n\n> /[bold]x")
+    chat.type("\x15")
+    assert chat.say("say [/] :smile:").endswith("tokens/s")
+    assert chat.say("/undo").startswith('took back the turn "say [/] :smile:"; the chat has no turns')
+    leave(chat)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+        {"PYTHONIOENCODING": "latin-1"},
+        {"PYTHONIOENCODING": "ascii"},
+    ],
+    ids=["UTF-8", "C", "latin-1", "ascii"],
+)
+def test_what_is_typed_in_another_encoding_does_not_end_the_chat(terminal, env):
+    chat = terminal(env=env)
+    assert chat.say(b"caf\xe9").endswith("tokens/s")
+    chat.type(b"/caf\xe9\r")
+    chat.until("; /help lists them\n\n> /caf")
+    chat.type("\x15")
+    assert "No such file" in chat.say(b"/load caf\xe9.kv")
+    assert "started over" in chat.say(b"/system caf\xe9")
+    assert "tokens/s" in chat.say("na\u00efve \u4e16\u754c")
+    leave(chat)
+
+
+def test_a_wrong_line_is_one_line_and_the_chat_goes_on(terminal, tmp_path):
+    chat = terminal()
+    for line, words in (
+        ("/save", "/save needs a file"),
+        ("/load", "/load needs a file"),
+        (f"/load {tmp_path}", "Is a directory"),
+        (f"/save {tmp_path}", "is not a regular file"),
+        ("/save /dev/null", "/dev/null is not a regular file"),
+        ("/load /dev/null", "is not a kvtool session"),
+        ("/save ~nobody-of-this-name/x", "there is no home folder"),
+        (f"/save {'x' * 300}", "File name too long"),
+        ("/cells 0", "/cells takes a number"),
+        ("/reset now", "/reset takes no argument"),
+        ("/undo three", "/undo takes a number"),
+        ("/exit now", "/exit takes no argument"),
+        (f"/system {'long ' * 500}", "choose a budget of"),
+    ):
+        # a line that is longer than the terminal is shown in several
+        said = chat.say(line).split("\n")[-1]
+        assert words in said, line
+    assert chat.say("/undo") == "there is nothing to undo"
+    assert chat.say("hello").endswith("tokens/s")
+    leave(chat)
+
+
+def test_the_help_says_what_undo_keeps(terminal):
+    chat = terminal()
+    text = " ".join(chat.say("/help").split())
+    for each in (*(f"{command} {what}" for command, what in HELP.items()), KEYS):
+        assert each in text
+    text = " ".join(chat.say("/help more").split())
+    for each in NOTES:
+        assert each in text
+    assert f"up to {MOST} changes" in text
+    assert f"{MOST_BYTES >> 20} MiB" in text
+    leave(chat)
+
+
+def test_the_help_is_seen_whole_in_a_small_terminal(terminal):
+    chat = terminal(columns=80, rows=24)
+    # with the line that asks for it and the next prompt
+    assert len(chat.say("/help").split("\n")) <= 24 - 3
+    assert chat.say("/help me") == "/help takes a command or `more`; there is no command me"
+    for name in ("set", "/SET"):
+        assert chat.say(f"/help {name}") == f"/set [NAME X]  {HELP['/set [NAME X]']}"
+    assert chat.say("/help quit") == f"/exit, /bye, /quit  {HELP['/exit, /bye, /quit']}"
+    leave(chat)
+
+
+# /save
+
+
+def test_saving_replaces_nothing_but_a_session(terminal, tmp_path):
+    path = tmp_path / "precious.txt"
+    path.write_text("precious\n")
+    chat = terminal()
+    chat.say("hello")
+    assert "is not a kvtool session" in chat.say(f"/save {path}")
+    assert path.read_text() == "precious\n"
+    assert chat.say(f"/save {tmp_path / 'new.kv'}") == f"saved to {tmp_path / 'new.kv'}"
+    (tmp_path / "empty.kv").touch()
+    assert "saved to" in chat.say(f"/save {tmp_path / 'empty.kv'}")
+    leave(chat)
+    assert turns(tmp_path / "new.kv") == turns(tmp_path / "empty.kv") == ["hello"]
+    assert not list(tmp_path.glob("*.lock"))
+
+
+def test_saving_asks_before_it_replaces_another_chat(terminal, chat_kv):
+    chat = terminal()
+    chat.say("hello")
+    for answer, said in (("", "not saved"), ("no", "not saved"), ("\x03", "not saved"), ("y", "saved to")):
+        chat.type(f"/save {chat_kv}\n")
+        assert f"{chat_kv} holds another chat (4 turns, saved " in chat.wait_for("Replace it? [y/N] ")
+        chat.type(answer if answer == "\x03" else f"{answer}\n")
+        assert said in chat.wait_for("\n> ")
+        assert turns(chat_kv) == (FOUR if said == "not saved" else ["hello"])
+    # the same chat, further on
+    chat.say("more")
+    assert "saved to" in chat.say(f"/save {chat_kv}")
+    assert turns(chat_kv) == ["hello", "more"]
+    # the same chat, less of it
+    chat.say("/undo")
+    chat.type(f"/save {chat_kv}\n")
+    assert "holds more of this chat (2 turns" in chat.wait_for("Replace it? [y/N] ")
+    chat.type("n\n")
+    chat.wait_for("\n> ")
+    leave(chat)
+    assert turns(chat_kv) == ["hello", "more"]
+
+
+def test_saving_into_the_session_of_a_running_chat_is_refused(terminal, chat_kv):
+    terminal("--session", chat_kv)
+    chat = terminal()
+    chat.say("hello")
+    assert "in use by another chat" in chat.say(f"/save {chat_kv}")
+    leave(chat)
+    assert turns(chat_kv) == FOUR
+
+
+# /reset, /system and /load in a chat with a session
+
+CHANGES = ("/reset", "/system Be a pirate.", "/load {other}")
+
+
+@pytest.fixture
+def other_kv(terminal, tmp_path):
+    path = tmp_path / "other.kv"
+    chat = terminal("--session", path)
+    chat.say("other")
+    leave(chat)
+    return path
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("end", ["killed", "left"])
+def test_a_session_keeps_its_chat_until_another_has_a_reply(terminal, chat_kv, other_kv, change, end):
+    chat = terminal("--session", chat_kv)
+    said = chat.say(change.format(other=other_kv))
+    assert f"{chat_kv} holds the previous chat until the next reply; /undo takes this back" in said
+    chat.kill() if end == "killed" else leave(chat)
+    assert turns(chat_kv) == FOUR
+    again = terminal("--session", chat_kv)
+    assert "continuing after 4 turns" in again.all
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_chat_before_is_set_aside_at_the_next_reply(terminal, chat_kv, other_kv, change):
+    before = chat_kv.read_bytes()
+    own = ["other"] if "/load" in change else []
+    # a name that is taken stays
+    chat_kv.with_name("chat.kv.1").write_text("mine")
+    chat = terminal("--session", chat_kv)
+    chat.say(change.format(other=other_kv))
+    assert f"the previous chat of {chat_kv} is now in chat.kv.2" in chat.say("five")
+    assert chat_kv.with_name("chat.kv.2").read_bytes() == before
+    assert turns(chat_kv) == [*own, "five"]
+    assert "previous" not in chat.say("six")
+    chat.kill()
+    assert turns(chat_kv) == [*own, "five", "six"]
+    assert turns(chat_kv.with_name("chat.kv.2")) == FOUR
+    assert chat_kv.with_name("chat.kv.1").read_text() == "mine"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_undo_takes_changes_back_one_by_one(terminal, chat_kv, other_kv, change):
+    own = 1 if "/load" in change else 0
+    chat = terminal("--session", chat_kv)
+    chat.say("turn 4")
+    name = change.format(other=other_kv)
+    chat.say(name)
+    chat.say("five")
+    assert 'took back the turn "five"; the chat has ' + (str(own) if own else "no") + " turn" in chat.say(
+        "/undo"
+    )
+    assert turns(chat_kv) == ["other"][:own]
+    command = name if own else name.split()[0]
+    assert f"took back {command}; the chat has 5 turns; /undo can take back 1 more" in chat.say("/undo")
+    assert turns(chat_kv) == [*FOUR, "turn 4"]
+    # all of it is in the session again
+    assert not chat_kv.with_name("chat.kv.1").exists()
+    assert 'took back the turn "turn 4"; the chat has 4 turns' in chat.say("/undo")
+    assert chat.say("/undo") == "/undo cannot go back further: the chat still has 4 turns"
+    chat.kill()
+    assert turns(chat_kv) == FOUR
+
+
+def test_an_undo_moves_no_chat_that_a_further_undo_brings_back(terminal, chat_kv, other_kv):
+    there, previous = chat_kv.read_bytes(), f"{chat_kv} holds the previous chat until the next reply"
+    chat = terminal("--session", chat_kv)
+    for line in ("/reset", f"/load {other_kv}", "/system Be a pirate."):
+        assert previous in chat.say(line)
+    for n_turn in ("1 turn", "no turns"):
+        said = chat.say("/undo")
+        assert f"the chat has {n_turn}" in said
+        assert said.endswith(previous)
+        assert chat_kv.read_bytes() == there
+    assert "previous" not in chat.say("/undo")
+    assert turns(chat_kv) == FOUR
+    # what was moved is told when it comes back
+    chat.say(f"/load {other_kv}")
+    assert f"the previous chat of {chat_kv} is now in chat.kv.1" in chat.say("five")
+    assert turns(chat_kv.with_name("chat.kv.1")) == FOUR
+    assert "the chat of chat.kv.1 is in chat.kv again" in chat.say("/undo 2")
+    assert turns(chat_kv) == FOUR
+    assert not chat_kv.with_name("chat.kv.1").exists()
+    leave(chat)
+
+
+def test_a_session_without_turns_is_told(terminal, tmp_path):
+    path = tmp_path / "talk.kv"
+    chat = terminal("--session", path)
+    chat.say("one")
+    assert "the chat has no turns" in chat.say("/undo")
+    assert chat.say("/retry") == "the chat has no turns"
+    leave(chat)
+    again = terminal("--session", path)
+    for each in (chat, again):
+        assert f"\na new chat, saved in {path}\n" in each.all
+
+
+def test_an_older_copy_of_the_same_chat_replaces_no_turns(terminal, chat_kv, tmp_path):
+    chat = terminal("--session", chat_kv)
+    chat.say(f"/save {tmp_path / 'copy.kv'}")
+    chat.say("turn 4")
+    said = chat.say(f"/load {tmp_path / 'copy.kv'}")
+    assert "continuing after 4 turns" in said
+    assert f"{chat_kv} holds the previous chat" in said
+    assert "is now in chat.kv.1" in chat.say("another")
+    assert turns(chat_kv) == [*FOUR, "another"]
+    assert turns(chat_kv.with_name("chat.kv.1")) == [*FOUR, "turn 4"]
+    chat.say("/undo")
+    assert "took back /load" in chat.say("/undo")
+    assert turns(chat_kv) == [*FOUR, "turn 4"]
+    assert not chat_kv.with_name("chat.kv.1").exists()
+    leave(chat)
+
+
+def test_undo_without_a_session_takes_changes_back_too(terminal):
+    chat = terminal()
+    chat.say("one")
+    chat.say("/reset")
+    chat.say("/system Be a pirate.")
+    for change, n in (("/system", "no"), ("/reset", "1")):
+        assert f"took back {change}; the chat has {n} turn" in chat.say("/undo")
+    # asked for more than there is
+    undone = chat.say("/undo 2")
+    assert undone == 'took back the turn "one"; the chat has no turns; /undo cannot go back further'
+    leave(chat)
+
+
+def test_a_system_prompt_that_does_not_fit_changes_nothing(terminal, chat_kv):
+    chat = terminal("--session", chat_kv)
+    assert "choose a budget of" in chat.say("/system " + "long " * 300)
+    assert chat.say("/system") == "(none)"
+    assert chat.say("more").endswith("tokens/s")
+    assert turns(chat_kv) == [*FOUR, "more"]
+    leave(chat)
+
+
+def test_a_session_behind_a_link_stays_behind_it(terminal, chat_kv, tmp_path):
+    link = tmp_path / "link.kv"
+    link.symlink_to(chat_kv)
+    chat = terminal("--session", link)
+    chat.say("more")
+    leave(chat)
+    assert link.is_symlink()
+    assert turns(chat_kv) == [*FOUR, "more"]
+
+
+def test_a_template_that_cuts_the_system_prompt_is_told(tmp_path):
+    path = tmp_path / "cuts.gguf"
+    tiny.write_llama(path, chat_template="{% for m in messages %}[{{ m.content[:5] }}]{% endfor %}[a]")
+    chat = Terminal(path, "-n", 2, "--budget", 64, "--system", "Be brief.")
+    try:
+        words = "the system prompt may be evicted: the model's chat template leaves it out"
+        assert words in chat.wait_for("\n> ")
+        assert words in chat.say("/system Be long.")
+        leave(chat)
+    finally:
+        chat.kill()
+        os.close(chat.master)

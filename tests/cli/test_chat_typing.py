@@ -1,0 +1,526 @@
+"""What a person types into a chat, key by key: pastes, blocks, files, a history, commands that take back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from kvtool.chats import session
+from kvtool.cli.chat.input import Prompt, goes_on, meant, typed_as, with_files
+from kvtool.errors import InputError
+from tests.cli.called import called
+from tests.cli.terminal import Terminal
+from tests.held import PATIENCE_S, Held, until
+
+SMALL = ("-n", 4, "-c", 2048, "--budget", 128)
+PASTE, PASTED = "\x1b[200~", "\x1b[201~"
+UP = "\x1b[A"
+
+
+@pytest.fixture
+def terminal(talker, tmp_path):
+    started = []
+
+    def start(*options, **kwargs):
+        env = {"XDG_STATE_HOME": str(tmp_path)} | kwargs.pop("env", {})
+        started.append(Terminal(talker, *SMALL, *options, env=env, **kwargs))
+        started[-1].wait_for("\n> ")
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        os.close(each.master)
+
+
+def said(path):
+    return [message["content"] for message in session.read(path)[0]["messages"] if message["role"] == "user"]
+
+
+# what a text means
+
+
+@pytest.mark.parametrize(
+    ("typed", "more", "text"),
+    [
+        ("one", False, "one"),
+        ("one\\", True, None),
+        ("one\\\ntwo", False, "one\ntwo"),
+        ('"""', True, None),
+        ('"""one\n\ntwo', True, None),
+        ('"""\none\n  two\n"""', False, "one\n  two"),
+        ('"""one"""', False, "one"),
+        ('say """ now', False, 'say """ now'),
+        ("a \\b c", False, "a \\b c"),
+    ],
+)
+def test_blocks_and_lines_that_go_on(typed, more, text):
+    assert goes_on(typed) is more
+    if text is not None:
+        assert meant(typed) == (text, False)
+
+
+@pytest.mark.parametrize(
+    ("typed", "text", "is_command"),
+    [
+        ("/help", "/help", True),
+        ("/load some/where.kv", "/load some/where.kv", True),
+        ("//help", "/help", False),
+        # what is quoted is text
+        ('"""/help\n\nmore"""', "/help\n\nmore", False),
+        ('"""//help"""', "//help", False),
+        # a line with a slash is never a turn unasked, and several lines are no command unless it takes them
+        ("/usr/lib/foo.c:12: what is that?", "/usr/lib/foo.c:12: what is that?", True),
+        ("//usr/lib/foo.c:12: what is that?", "/usr/lib/foo.c:12: what is that?", False),
+        ("/usr/lib/foo.c:12: error: x\nWhat is that?", "/usr/lib/foo.c:12: error: x\nWhat is that?", False),
+        ("/exit\nwas typed", "/exit\nwas typed", False),
+        ("// a comment\nint x;", "// a comment\nint x;", False),
+        ("/system Be brief.\\\nBe kind.", "/system Be brief.\nBe kind.", True),
+    ],
+)
+def test_what_is_a_command_and_what_is_text(typed, text, is_command):
+    assert meant(typed) == (text, is_command)
+    if not is_command:
+        # at the prompt again, it means the same
+        assert meant(typed_as(text)) == (text, False)
+
+
+@pytest.mark.parametrize("text", ["/system\nreads", "ends with \\\nand goes on", '"""', "//", "/a", "/a/b"])
+def test_a_turn_is_offered_as_it_was_meant(text):
+    assert meant(typed_as(text)) == (text, False)
+
+
+def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b.txt").write_text("two\nlines\n")
+    (tmp_path / "x.py").write_text("\ufeffprint(1)\n", encoding="utf-8")
+    text = with_files('Explain @x.py and @"a b.txt" to me@here.org and @someone')
+    assert text == "Explain print(1) and two\nlines to me@here.org and @someone"
+    for wrong in ("@no.txt", "@./no", '@"no"'):
+        with pytest.raises(InputError, match="there is no file "):
+            with_files(f"Explain {wrong}")
+    os.mkfifo("pipe")
+    writer = Thread(target=Path("pipe").write_text, args=["from a pipe\n"])
+    writer.start()
+    assert with_files("Explain @pipe") == "Explain from a pipe"
+    writer.join()
+    # in code it is something else
+    assert with_files("@app.route\ndef f():") == "@app.route\ndef f():"
+    (tmp_path / "z.bin").write_bytes(b"abc\xff")
+    with pytest.raises(InputError, match=r"z.bin is not a text in UTF-8 \(byte 3\)"):
+        with_files("@z.bin")
+    with pytest.raises(InputError, match="cannot read .*directory"):
+        with_files(f"@{tmp_path}")
+
+
+# keys at the prompt
+
+
+@pytest.fixture
+def typed_at(monkeypatch, tmp_path):
+    """What a prompt with a text gives back after these keys."""
+    from prompt_toolkit.application import create_app_session
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    def typed(keys, default="", selected=False):
+        with create_pipe_input() as keyboard, create_app_session(input=keyboard, output=DummyOutput()):
+            keyboard.send_text(keys)
+            return Prompt({}).ask(default, selected=selected)
+
+    return typed
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ("/undo\r", "/undo"),
+        ("\r", "/foo bar"),
+        # the right arrow, then a text; a backspace; a paste
+        ("\x1b[C x\r", "/foo bar x"),
+        ("\x7fy\r", "y"),
+        (f"{PASTE}one\r\ntwo{PASTED}\r", "one\ntwo"),
+    ],
+)
+def test_what_is_typed_replaces_a_selected_line_and_an_arrow_key_keeps_it(typed_at, keys, line):
+    assert typed_at(keys, "/foo bar", selected=True) == line
+
+
+def test_an_offered_line_is_not_selected(typed_at):
+    assert typed_at(" more\r", "one") == "one more"
+
+
+def test_ctrl_z_suspends_and_is_no_text(typed_at, monkeypatch):
+    from prompt_toolkit.application import Application
+
+    suspended = []
+    monkeypatch.setattr(Application, "suspend_to_background", lambda self: suspended.append(self))
+    assert typed_at("he\x1allo\r") == "hello"
+    assert len(suspended) == 1
+
+
+# in a terminal
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
+
+
+@pytest.mark.engine
+def test_texts_of_several_lines_are_one_turn_each(terminal, tmp_path):
+    path, file = tmp_path / "chat.kv", tmp_path / "part.txt"
+    file.write_text("what the file says\n")
+    chat = terminal("--session", path)
+    chat.say(f"{PASTE}one\ntwo\n\n  three{PASTED}")
+    chat.type('"""\r')
+    chat.type("four\r")
+    chat.say('five"""')
+    chat.type("six\\\r")
+    chat.say("seven")
+    chat.say("//eight")
+    chat.type('"""\r')
+    chat.type("/help is text here\r")
+    chat.say('really"""')
+    chat.say(f"{PASTE}/usr/lib/foo.c:12: error: x\nwhat does that mean?{PASTED}")
+    chat.say("//usr/bin")
+    chat.say(f"nine: @{file}")
+    # Tab puts quotes around a name with blanks
+    (tmp_path / "my file.txt").write_text("blanks")
+    chat.type(f"@{tmp_path}/my\t")
+    chat.until(f'@"{tmp_path}/my file.txt"')
+    # the first Enter takes what Tab offers
+    chat.type("\r")
+    chat.say("")
+    # what is wrong is at the prompt again, to be mended
+    chat.type(f"@{path}\r")
+    chat.until("chat.kv is not a text in UTF-8 (byte")
+    chat.until(f"nothing was sent\n\n> @{path}")
+    chat.type("\x15")
+    chat.type("/bye\r")
+    assert chat.process.wait(PATIENCE_S) == 0
+    assert said(path) == [
+        *("one\ntwo\n\n  three", "four\nfive", "six\nseven", "/eight", "/help is text here\nreally"),
+        *("/usr/lib/foo.c:12: error: x\nwhat does that mean?", "/usr/bin", "nine: what the file says"),
+        "blanks",
+    ]
+
+
+@pytest.mark.engine
+def test_a_history_is_kept_between_chats(terminal, tmp_path):
+    chat = terminal()
+    chat.say("the first thing")
+    chat.type("/exit\r")
+    assert chat.process.wait(PATIENCE_S) == 0
+    path = tmp_path / "kvtool" / "chat-history"
+    assert path.stat().st_mode & 0o077 == 0
+    again = terminal("--session", tmp_path / "chat.kv")
+    again.type(UP)
+    again.until("\n> /exit")
+    again.type(UP)
+    again.until("\n> the first thing")
+    again.say("")
+    # searched for, Enter once to take it and once to say it
+    again.type("\x12first")
+    again.until("first thing")
+    again.type("\r")
+    again.say("")
+    again.kill()
+    assert said(tmp_path / "chat.kv") == ["the first thing"] * 2
+
+
+@pytest.mark.engine
+def test_a_chat_without_a_folder_for_its_history_goes_on(terminal, tmp_path):
+    (tmp_path / "file").touch()
+    chat = terminal(env={"XDG_STATE_HOME": str(tmp_path / "file")})
+    assert chat.say("hello").endswith("tokens/s")
+
+
+@pytest.mark.engine
+def test_a_turn_that_is_stopped_while_it_is_read_is_taken_back(terminal, tmp_path):
+    path, held = tmp_path / "chat.kv", Held(tmp_path)
+    chat = terminal("--session", path, "-b", 16, "--policy", held.policy)
+    before = chat.say("hello").split("\n")[-1]
+    # far more than the cells: most of it is read after the first eviction
+    chat.type(f"{PASTE}{'word ' * 6000}{PASTED}\r")
+    chat.wait_for("reading")
+    held.wait()
+    chat.type("\x03")
+    held.go()
+    chat.until("cancelled; the chat is as it was before\n\n> ")
+    assert said(path) == ["hello"]
+    assert f"tokens so far {before.split()[0]} " in " ".join(chat.say("/stats").split())
+
+
+BUSY = """
+import ctypes, os, signal
+from dataclasses import dataclass
+from pathlib import Path
+from kvtool.policies.local import Local
+
+@dataclass(frozen=True)
+class Busy(Local):
+    def plan(self, view, state):
+        # no handler of Python's runs before C returns
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        Path({there!r}).touch()
+        ctypes.CDLL(None).open({fifo!r}.encode(), os.O_RDONLY)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        return Local.plan(self, view, state)
+
+POLICY = Busy
+"""
+
+
+@pytest.mark.engine
+def test_a_stop_is_told_at_once_and_not_after_the_step(terminal, tmp_path):
+    fifo, there = tmp_path / "fifo", tmp_path / "there"
+    os.mkfifo(fifo)
+    (tmp_path / "busy.py").write_text(BUSY.format(fifo=str(fifo), there=str(there)))
+    chat = terminal("-b", 16, "--policy", tmp_path / "busy.py")
+    chat.type(f"{PASTE}{'word ' * 6000}{PASTED}\r")
+    chat.wait_for("reading")
+    until(there.exists)
+    chat.type("\x03")
+    try:
+        chat.until("stopping")
+    finally:
+        writer = os.open(fifo, os.O_RDWR)
+    chat.until("cancelled; the chat is as it was before\n\n> ")
+    os.close(writer)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", [("--policy", "h2o"), ("--budget", 48)], ids=["h2o", "recall"])
+def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
+    path = tmp_path / "chat.kv"
+    chat = terminal("--session", path, *policy)
+    assert chat.say("/retry") == chat.say("/edit-last") == "the chat has no turns"
+    for turn in ("one", "two", "three"):
+        chat.say(turn)
+    assert "tokens/s" in chat.say("/retry")
+    assert said(path) == ["one", "two", "three"]
+    stats = " ".join(chat.say("/stats").split())
+    # recall needs none
+    assert ("copies for /undo 3, " in stats) == ("copies for /undo" in stats) == ("h2o" in policy)
+    assert 'took back 2 changes, the first of them the turn "two"; the chat has 1 turn' in chat.say("/undo 2")
+    assert said(path) == ["one"]
+    assert "/undo takes a number" in chat.say("/undo x")
+    # the last turn is at the prompt again, to be changed, and stays until another is sent
+    kept = "\nthe last turn is unchanged\n"
+    for leaving, left in (
+        ("\x03", f"> one{kept}\n> "),
+        ("\x15\r", f"\n>{kept}\n> "),
+        ("\x15/x\r", f"> /x{kept}there is no command /x; /help lists them\n\n> /x"),
+    ):
+        chat.type("/edit-last\r")
+        chat.wait_for("press Ctrl-C to keep it\n\n> one")
+        chat.type(leaving)
+        chat.until(left)
+        assert said(path) == ["one"]
+    chat.type("\x15/edit-last\r")
+    chat.wait_for("\n> one")
+    chat.say(" more")
+    assert said(path) == ["one more"]
+    assert not path.with_name("chat.kv.1").exists()
+    assert "there is nothing to undo" in chat.say("/undo 9") + chat.say("/undo")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("line", "at_prompt"), [("/edit-last", "one"), ("/nope", "/nope"), ("@none.txt", "@none.txt")]
+)
+def test_what_was_typed_ahead_does_not_follow_what_is_put_at_the_prompt(terminal, tmp_path, line, at_prompt):
+    path = tmp_path / "chat.kv"
+    chat = terminal("--session", path)
+    chat.say("one")
+    chat.type(f"{line}\r/exit\rmore\r")
+    chat.until(f"the text that you typed ahead was dropped\n\n> {at_prompt}")
+    chat.type("\x15")
+    chat.say("two")
+    # what stands at no prompt is taken as it was typed
+    chat.type("three\r/exit\r")
+    assert chat.process.wait(PATIENCE_S) == 0
+    assert said(path) == [*["one"] * (at_prompt != "one"), "two", "three"]
+
+
+@pytest.mark.engine
+def test_a_line_with_a_slash_reaches_the_model_only_if_it_is_confirmed(terminal, tmp_path):
+    path = tmp_path / "chat.kv"
+    chat = terminal("--session", path)
+    chat.say("one")
+    for line in ("/nope", "/no/pe"):
+        chat.type(f"{line}\r")
+        if "/" in line[1:]:
+            chat.until(f"There is no command {line}. Send the line to the model? [y/N] ")
+            chat.type("n\r")
+        chat.until(f"[y/N] n\n\n> {line}", f"there is no command {line}; /help lists them\n\n> {line}")
+        # typed over it
+        assert "2 turns" not in chat.say("/undo 0")
+    assert said(path) == ["one"]
+    chat.type("/no/pe is a path\r")
+    chat.until("[y/N] ")
+    chat.type("y\r")
+    until(lambda: said(path) == ["one", "/no/pe is a path"])
+
+
+@pytest.mark.engine
+def test_an_option_of_the_start_is_no_setting_and_a_near_miss_is_a_setting(terminal):
+    chat = terminal()
+    start = "is fixed when a chat starts; leave with /exit and start `kvtool chat"
+    assert chat.say("/set budget 1024") == f"budget {start} --budget 1024`"
+    assert chat.say("/set num_ctx") == f"num_ctx {start} --ctx-size`"
+    assert chat.say("/set -t 4") == f"-t {start} --threads 4`"
+    assert chat.say("/set system x") == "/system TEXT starts over with another system prompt"
+    for wrong, right in (("temprature", "temp"), ("num_predikt", "n"), ("topp", "top_p")):
+        shown = chat.say(f"/set {wrong} 1")
+        _, _, names = shown.partition("There are: ")
+        assert shown.startswith(f"there is no setting {wrong}. Did you mean {right}")
+        assert right in names.split(", ")
+
+
+def test_the_terminal_is_set_again_after_a_stop(monkeypatch):
+    import pty
+    import signal
+    import termios
+
+    from kvtool.cli.chat.screen import Keys
+
+    own, theirs = pty.openpty()
+    with open(theirs, closefd=False) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        before, (keys, handler) = termios.tcgetattr(theirs), (Keys(), signal.getsignal(signal.SIGCONT))
+
+        def echoes_after_stop():
+            # as a shell does
+            termios.tcsetattr(theirs, termios.TCSANOW, before)
+            signal.raise_signal(signal.SIGCONT)
+            return bool(termios.tcgetattr(theirs)[3] & termios.ECHO)
+
+        with keys.waiting():
+            assert not echoes_after_stop()
+            with keys.normal():
+                assert echoes_after_stop()
+            assert not echoes_after_stop()
+        assert termios.tcgetattr(theirs) == before
+        assert signal.getsignal(signal.SIGCONT) == handler
+    os.close(own)
+    os.close(theirs)
+
+
+@pytest.mark.engine
+def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
+    chat = terminal("--system", "Be brief.", "--session", tmp_path / "chat.kv")
+    assert chat.say("/set num_predict 2") == "n  2"
+    assert chat.say("/set top-p 0.5") == "top_p  0.5"
+    assert chat.say("/set top-p") == "top_p  0.5"
+    assert chat.say('/set stop "a b"') == 'stop  "a b"'
+    # a line break is told from a backslash, and what is shown can be typed
+    for text in (r"\n\n", r"a\\n", r"\""):
+        assert chat.say(f'/set stop "{text}"') == f'stop  "{text}"'
+    assert chat.say('/set stop ""') == "stop  (none)"
+    assert chat.say("/set seed 7") == "seed  7"
+    assert chat.say("/set top_p 2") == "top_p must be in 0..1, got 2"
+    assert chat.say("/set n -5") == "n must be at least -1, got -5"
+    hot = "temp  99.0\nabove 2 a reply is mostly random words; the default is 0.8"
+    assert chat.say("/set temp 99") == hot
+    assert chat.say("/set temp 0") == "temp  0.0"
+    # the most useful, and what was changed
+    lines = chat.say("/set").split("\n")
+    assert [line.split()[0] for line in lines] == [
+        *("n", "temp", "top_k", "top_p", "min_p", "seed", "/show"),
+    ]
+    assert "there is no setting topp" in chat.say("/set topp 1")
+    assert "n must be at least 1, or -1 for no limit, got 0" in chat.say("/set n 0")
+    shown = {line.split()[0]: line.split()[-1] for line in chat.say("/show settings").split("\n")}
+    assert (shown["n"], shown["top_p"]) == ("2", "0.5")
+    assert "stopped after 2 tokens (-n); /set n changes the limit" in chat.say("Tell me a story.")
+    assert chat.say("/show system") == "Be brief."
+    assert "add_generation_prompt" in chat.say("/show template")
+    assert "recall" in chat.say("/show policy")
+    assert chat.say("/show thought") == "the last reply has no thought"
+    assert chat.say("/show last").startswith("> Tell me a story.")
+    assert "/show takes one of" in chat.say("/show all")
+    chat.type("/exit\r")
+    assert chat.process.wait(PATIENCE_S) == 0
+    again = Terminal(chat.model, "-c", 2048, "--budget", 128, "--session", tmp_path / "chat.kv")
+    again.wait_for("\n> ")
+    shown = {line.split()[0]: line.split()[-1] for line in again.say("/show settings").split("\n")}
+    again.kill()
+    os.close(again.master)
+    assert (shown["n"], shown["top_p"]) == ("2", "0.5")
+
+
+@pytest.mark.engine
+def test_an_editor_writes_a_turn(terminal, tmp_path):
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\nprintf "line one\\nline two\\n" > "$1"\n')
+    editor.chmod(0o755)
+    chat = terminal("--session", tmp_path / "chat.kv", env={"VISUAL": str(editor)})
+    assert chat.say("/edit").endswith("tokens/s")
+    assert "> /edit\nline one\nline two\n" in chat.text
+    chat.kill()
+    assert said(tmp_path / "chat.kv") == ["line one\nline two"]
+    chat = terminal(env={"VISUAL": str(tmp_path / "none")})
+    assert "set $EDITOR to an editor that works" in chat.say("/edit")
+
+
+@pytest.mark.engine
+def test_words_that_others_use_do_the_same_and_near_misses_are_told(terminal):
+    chat = terminal()
+    assert chat.say("/?").startswith("/help")
+    chat.say("hello")
+    assert "started over" in chat.say("/clear")
+    assert chat.say("/HELP") == chat.say("/help")
+    for line, instead in (("/rety", "/retry"), ("/last", "/show last"), ("/temp 1", "/set temp")):
+        # it is at the prompt again
+        chat.type(f"{line}\r")
+        chat.until(f"there is no command {line.split()[0]}; did you mean {instead}?\n\n> {line}")
+        chat.type("\x15")
+    # completed by Tab
+    chat.type("/sta\t")
+    chat.until("\n> /stats")
+    assert "tokens so far" in chat.say("")
+    chat.type("/bye\r")
+    assert chat.process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.engine
+def test_a_chat_that_goes_on_shows_its_last_turn(terminal, tmp_path):
+    path = tmp_path / "chat.kv"
+    chat = terminal("--session", path)
+    chat.say("what was said")
+    chat.type("/exit\r")
+    assert chat.process.wait(PATIENCE_S) == 0
+    reply = session.read(path)[0]["messages"][-1]["content"]
+    again = terminal("--session", path)
+    assert f"> what was said\n\n{reply.rstrip()}" in again.text
+    assert 'took back the turn "what was said"; the chat has no turns' in again.say("/undo")
+
+
+@pytest.mark.engine
+def test_a_base_model_is_told_at_the_start(terminal, talker, tmp_path):
+    line = "gemma3-270m is a base model, not for chats; `kvtool generate --raw` continues a text\n"
+    assert "base model" not in terminal().text
+    # known by its file's name
+    path = shutil.copy(talker, tmp_path / "gemma-3-270m-q4_k_m.gguf")
+    chat = Terminal(path, *SMALL)
+    assert f"\n{line}" in chat.wait_for("\n> ")
+    chat.kill()
+    os.close(chat.master)
+    piped = called("chat", "-m", path, *SMALL, "-t", 1, stdin="hello\n")
+    assert piped.stderr.endswith(f"\n{line}")
+
+
+@pytest.mark.engine
+def test_a_narrow_window_that_changes_its_size_keeps_what_was_said(terminal):
+    chat = terminal(columns=60, rows=20)
+    # lines at the start are wrapped between words
+    assert " and is\nstill used\n" in chat.text
+    chat.say("hello there")
+    chat.resize(50, 16)
+    chat.say("and again")
+    assert chat.text.count("hello there") == chat.text.count("and again") == 1

@@ -1,0 +1,508 @@
+"""The commands as a user meets them: what goes to stdout, what to stderr, and how they end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import forked
+from tests.cli.called import KEEPS, called
+from tests.engine.running import KINDS
+from tests.held import PATIENCE_S
+
+TEXT = (
+    "The tide came in over the flats before sunrise, and the birds that had fed there moved up the shore. "
+    "A woman with a lantern walked along the wall, counting the posts that the winter had left standing. "
+) * 12
+
+WRITING = Path(__file__).parents[2] / "docs" / "writing-a-policy.md"
+
+KVTOOL = [sys.executable, "-m", "kvtool"]
+
+
+def kvtool(*arguments, stdin="", **kwargs):
+    return forked.run(
+        [*KVTOOL, *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        **kwargs,
+    )
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "tide.txt"
+    path.write_text(TEXT)
+    return path
+
+
+COMMANDS = [
+    "",
+    "chat",
+    "generate",
+    "serve",
+    "perplexity",
+    "compare",
+    "bench",
+    "eval",
+    "inspect",
+    "policies",
+    "models",
+    "session",
+    "config",
+    "worker",
+    "build",
+    "doctor",
+    "help",
+]
+
+
+@pytest.fixture(scope="module")
+def loaded_by_help():
+    """For each command (its help, what is heavy and loaded by then), one after the other in one process."""
+    code = (
+        "import contextlib, io, json, sys\n"
+        "from kvtool.cli import app\n"
+        "heavy = {'numba', 'numpy', 'gguf', 'kvtool_llama', 'llama_cpp', 'jinja2', 'huggingface_hub'}\n"
+        "found = {}\n"
+        "for command in sys.argv[1:]:\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as out:\n"
+        "        try: app([command, '--help'] if command else ['--help'])\n"
+        "        except SystemExit as end: assert not end.code\n"
+        "    found[command] = out.getvalue(), sorted(heavy & set(sys.modules))\n"
+        "print(json.dumps(found))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *COMMANDS], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_loads_nothing_heavy(loaded_by_help, command):
+    said, heavy = loaded_by_help[command]
+    assert not heavy
+    assert "Usage" in said
+
+
+def test_a_command_loads_no_other():
+    """And neither pydantic, which newer typers import, nor gguf's writers: they slow the start."""
+    code = (
+        "import sys\n"
+        "from kvtool.cli import app\n"
+        "try: app(['models', 'show', 'no-such-model'])\n"
+        "except SystemExit: pass\n"
+        "which = 'kvtool.cli.', 'pydantic', 'gguf'\n"
+        "print(*sorted(name for name in sys.modules if name.startswith(which)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    used = (
+        *("command", "completion", "console", "declared", "listed", "locate", "models", "near", "progress"),
+        "settings",
+    )
+    assert done.stdout.split() == [f"kvtool.cli.{name}" for name in used]
+
+
+def test_commands_are_shown_in_their_order_and_suggested():
+    said = kvtool("--help").stdout.split("Commands:\n")[1]
+    named = [line.split()[0] for line in said.split("\n\n")[0].splitlines() if line[2] != " "]
+    assert named == COMMANDS[1:]
+    assert kvtool("chatt").stderr == "kvtool: there is no command 'chatt'; did you mean `kvtool chat`?\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["perplexity", "missing.txt"], 5, "cannot read missing.txt"),
+        (["perplexity", "/dev/null"], 5, "empty"),
+        (["perplexity", "TEXT", "--policy", "nope"], 2, "unknown policy 'nope'"),
+        (["perplexity", "TEXT", "--budget", "12x"], 2, "64MiB"),
+        (["perplexity", "TEXT", "--policy", "buzz", "--budget", "3"], 2, "use at least 8"),
+        (["perplexity", "TEXT", "--policy", "h2o", "-o", "sinkz=1"], 2, "window, sinks"),
+        (
+            ["perplexity", "TEXT", "--policy", "h2o", "-o", "window=many"],
+            2,
+            "h2o: window must be a whole number",
+        ),
+        (["perplexity", "TEXT", "-m", "smollm2-135"], 3, "Did you mean smollm2-135m?"),
+        (["perplexity", "TEXT", "-m", "TEXT"], 3, "not a GGUF file"),
+        (["perplexity", "TEXT", "-ctv", "q8_0", "-fa", "off"], 2, "flash attention"),
+        (["perplexity", "TEXT", "-ctk", "q9"], 2, "q8_0"),
+        (
+            ["perplexity", "TEXT", "--policy", "full", "-c", "64"],
+            5,
+            "does not fit in the cache (64)",
+        ),
+        (
+            ["perplexity", "TEXT", "--positions", "original", "-c", "300", "--budget", "256"],
+            5,
+            "positions end at 300",
+        ),
+        (["perplexity", "TEXT", "--stride", "4"], 2, "--windows"),
+        (["perplexity", "TEXT", "--windows", "4096", "--policy", "full"], 5, "at least 4096 needed"),
+        (["generate"], 5, "nothing to read"),
+        (["generate", "-p", "x", "--prefill", "half"], 2, "prefill must be stream, whole or exact"),
+        (["perplexity", "TEXT", "--policy", "./nowhere.py"], 2, "no policy file nowhere.py"),
+        (["perplexity", "TEXT", "--policy", "TEXT"], 2, "unknown policy"),
+        (["models", "show", "no-such-model"], 3, "(and no such file). See `kvtool models list`."),
+        (["policies", "nope"], 2, "unknown policy 'nope'"),
+    ],
+)
+@pytest.mark.engine
+def test_bad_input_gets_one_line_and_its_code(arguments, code, words, text_file, smollm2):
+    done = called(*(str(text_file) if a == "TEXT" else a for a in arguments))
+    assert done.returncode == code
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().split("\n")
+    assert line.startswith("kvtool: ")
+    assert words in line
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("command", ["perplexity", "compare"])
+@pytest.mark.parametrize(("arch", "least"), [("gemma3", "256.0 KiB"), ("lfm2", "131.0 KiB")])
+def test_a_budget_in_bytes_has_to_hold_what_is_beside_the_rows(tiny_model, text_file, arch, least, command):
+    own = ["-m", tiny_model(arch=arch), "-b", 16, "-t", 1, "--max-tokens", 40]
+    budget = "--budgets" if command == "compare" else "--budget"
+    policy = "--policies" if command == "compare" else "--policy"
+    done = called(command, text_file, *own, policy, "h2o", budget, "129KiB")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"kvtool: 129KiB is too small for this model: its smallest cache (256 tokens) takes {least}\n"
+    )
+    if command == "perplexity":
+        done = called(command, text_file, *own, policy, "h2o", budget, least.replace(" ", ""), "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["budget"] == 256
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("command", ["perplexity", "generate"])
+def test_a_small_budget_in_bytes_lowers_the_batch(tiny_model, text_file, command):
+    own = ["-m", tiny_model(arch="gemma3"), "-t", 1, "--policy", "h2o", "--budget", "256KiB", "--json"]
+    own += [text_file, "--max-tokens", 200] if command == "perplexity" else ["-n", 300, "--raw", "-p", "hi"]
+    done = kvtool(command, *own)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["kv_bytes"] <= 256 * 2**10
+    asked = kvtool(command, *own, "-b", 256)
+    assert asked.stderr == "--batch-size 256 does not fit into 256KiB; 64 is used\n"
+    assert kvtool(command, *own, "-b", 64).stderr == ""
+
+
+@pytest.mark.parametrize("data", [b"\x00\x01binary", b"caf\xe9 latin"])
+def test_what_is_no_text_is_refused(tmp_path, data):
+    path = tmp_path / "data"
+    path.write_bytes(data)
+    done = called("perplexity", path)
+    assert done.returncode == 5
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("command", ["perplexity", "compare"])
+def test_a_text_of_one_token_is_too_short(tmp_path, smollm2, command):
+    (tmp_path / "one.txt").write_text("a")
+    done = called(command, tmp_path / "one.txt")
+    assert (done.returncode, done.stdout) == (5, "")
+    assert done.stderr == f"kvtool: {tmp_path / 'one.txt'} is too short: 1 token, at least 2 needed\n"
+
+
+def test_policies_lists_all_with_their_parameters():
+    listed = {policy["name"]: policy for policy in json.loads(called("policies", "--json").stdout)}
+    assert {"full", "local", "random", "streamingllm", "h2o", "tova", "buzz"} <= set(listed)
+    assert listed["streamingllm"]["params"] == {"sinks": 4}
+    assert listed["h2o"]["paper"] == "arXiv:2306.14048"
+    # the same in a table, where nothing is cut in a pipe: a line a policy
+    table = called("policies", "--budget", 512).stdout
+    assert len(table.splitlines()) == 1 + len(listed)
+    for policy in listed.values():
+        assert f" {policy['paper']} " in table
+    # without a budget only names and what they keep
+    title, *lines, blank, more = called("policies").stdout.splitlines()
+    assert (title.split()[0], blank) == ("policy", "")
+    assert [line.split()[0] for line in lines] == list(listed)
+    assert all(line.endswith(".") and len(line) < 140 for line in lines)
+    assert "h2o           Keep the newest tokens and the heavy hitters." in lines
+    assert more == "kvtool policies NAME shows a policy's paper and its parameters."
+
+
+def test_a_policy_shows_what_a_budget_gives():
+    (buzz,) = json.loads(called("policies", "buzz", "--budget", "512", "--json").stdout)
+    params = buzz["params"]
+    assert params["sinks"] + params["window"] + params["threshold"] + 1 == 512
+    # Theorem 3.1 for stride 5, as near as whole cells allow
+    assert params["threshold"] / params["window"] == pytest.approx(26 / 6, abs=0.06)
+
+
+def test_a_policy_shows_what_is_given_by_hand():
+    given = ("--budget", 512, "--evict-every", 32, "-o", "sinks=2")
+    (h2o,) = json.loads(called("policies", "h2o", *given, "-o", "group=mean", "--json").stdout)
+    # half of what an eviction leaves; mean and sum over a group rank alike
+    assert h2o["params"] == {
+        **{"window": 240, "sinks": 2, "score": "sum"},
+        **{"per": "row", "group": "sum", "decay": 1.0, "decay_beyond": 0.99},
+        **{"heads": "equal", "floor": 0.2},
+    }
+    table = called("policies", "buzz", *given).stdout
+    lines = [line.split() for line in table.splitlines()]
+    assert ["parameter", "(-o)", "at", "budget", "512", "what", "it", "does"] in lines
+    # a line for each, with its value and what it does
+    assert ["sinks", "2", "First", "tokens,", "never", "evicted."] in lines
+    assert {line[0] for line in lines if len(line) > 3} >= set(h2o["params"]) & {"window", "sinks"}
+
+
+def test_policies_explains_every_parameter():
+    for policy in json.loads(called("policies", "--json").stdout):
+        assert set(policy["explained"]) == set(policy["params"]), policy["name"]
+        assert all(text.endswith(".") for text in policy["explained"].values()), policy["name"]
+    (h2o,) = json.loads(called("policies", "h2o", "--json").stdout)
+    assert h2o["explained"]["sinks"] == "First tokens, never evicted."
+    assert h2o["explained"]["window"] == "Newest tokens, never evicted. Default: half of the kept tokens."
+    # two lines of the docstring
+    whole = "of a unit add up their scores and keep the same tokens."
+    assert h2o["explained"]["per"].endswith(whole)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["h2o", "-o", "window=3"], "need --budget"),
+        (["h2o", "--evict-every", "3"], "need --budget"),
+        (["--budget", "512", "-o", "window=3"], "needs the name of a policy, one of: bumblebee, buzz, "),
+        (["buzz", "--budget", "3"], "a budget of 3 is too small for buzz; use at least 8"),
+        (["buzz", "--budget", "512", "-o", "stride=x"], "buzz: stride must be a whole number"),
+        (["buzz", "--budget", "512", "-o", "swap=1"], "swap must be true or false"),
+    ],
+)
+def test_policies_refuses_what_would_show_nothing(arguments, words):
+    done = called("policies", *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().split("\n")
+    assert line.startswith("kvtool: ")
+    assert words in line
+
+
+@pytest.mark.engine
+def test_perplexity_json_has_the_promised_keys(text_file, default_talker):
+    own = ("--policy", "h2o", "--budget", 256, "--max-tokens", 400)
+    done = kvtool("perplexity", text_file, "-t", 1, "--json", *own)
+    result = json.loads(done.stdout)
+    assert set(result) == {
+        *("perplexity", "nll", "tokens", "policy", "budget", "asked", "params", "model", "cells", "kv_bytes"),
+        *("state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file", "peak_rss_bytes"),
+        *("tokens_per_s", "seconds"),
+    }
+    assert result["perplexity"] == pytest.approx(math.exp(result["nll"]))
+    assert result["tokens"] == 399
+    # 2 layers, K and V, 2 heads of 32 at f16, 256 cells
+    assert result["kv_bytes"] == 2 * 2 * 2 * 32 * 2 * 256
+    assert result["tokens_per_s"] > 0
+
+
+@pytest.mark.engine
+def test_perplexity_scores_in_batches_whatever_a_policy_does_with_prompts(text_file, default_talker):
+    done = kvtool("perplexity", text_file, "-t", 1, "--policy", "snapkv", "--budget", 64, "--max-tokens", 100)
+    assert done.returncode == 0
+    assert "each KV head keeps at most 64 of them (64 %)" in done.stderr
+
+
+@pytest.mark.engine
+def test_perplexity_reads_stdin_and_prints_one_number(smollm2):
+    done = kvtool("perplexity", "-", "-t", 1, "--max-tokens", 64, stdin=TEXT)
+    assert done.returncode == 0
+    assert 1 < float(done.stdout) < 1000
+    assert "63 tokens scored" in done.stderr
+
+
+@pytest.mark.engine
+def test_a_budget_in_bytes_bounds_the_whole_cache(text_file, default_talker):
+    for policy in ("h2o", "recall"):
+        own = ("--policy", policy, "--budget", "128KiB", "--max-tokens", 64)
+        done = kvtool("perplexity", text_file, "-t", 1, "--json", *own)
+        assert json.loads(done.stdout)["kv_bytes"] <= 128 * 2**10
+
+
+@pytest.mark.engine
+def test_generate_writes_only_the_answer_to_stdout(default_talker):
+    done = kvtool("generate", "-p", "Say hello.", "-n", 8, "--temp", 0, "-t", 1)
+    assert done.returncode == 0
+    assert done.stdout.strip()
+    assert done.stderr == ""
+
+
+@pytest.mark.engine
+def test_a_prompt_that_is_the_name_of_a_file_is_told(chat_model, tmp_path):
+    (tmp_path / "notes.md").write_text("Hello.")
+    own = ("generate", "-m", chat_model, "-t", 1, "-n", 1)
+    said = "notes.md is a file; use -f notes.md to read it\n"
+    assert kvtool(*own, "notes.md", cwd=tmp_path).stderr == said
+    assert kvtool(*own, "-p", "notes.md", cwd=tmp_path).stderr == said
+    assert kvtool(*own, "-f", "notes.md", cwd=tmp_path).stderr == ""
+    # neither is the name of one, nor can be
+    for prompt in ("notes", "word " * 200):
+        assert "is a file" not in kvtool(*own, prompt, cwd=tmp_path).stderr
+
+
+@pytest.mark.engine
+def test_generate_is_the_same_for_the_same_seed(default_talker):
+    def told(seed):
+        return kvtool("generate", "-p", "Tell a story.", "-n", 24, "--seed", seed, "-t", 1).stdout
+
+    first = told(7)
+    assert first == told(7)
+    assert first != told(8)
+
+
+@pytest.mark.engine
+def test_generate_reads_more_than_its_budget(default_talker):
+    done = kvtool(
+        *("generate", "-p", "Summarize:", "-n", 8, "--temp", 0, "-t", 1),
+        *("--budget", 128, "-b", 64, "--json", "--policy", "h2o"),
+        stdin=TEXT,
+    )
+    result = json.loads(done.stdout)
+    assert result["prompt_tokens"] > 300
+    assert result["evicted"] >= result["prompt_tokens"] - 128
+    assert result["tokens"] <= 8
+    assert result["finish_reason"] == ("length" if result["tokens"] == 8 else "stop")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", KINDS)
+def test_policies_of_each_kind_generate(default_talker, policy):
+    # a prompt above the budget, and an eviction while it writes
+    done = kvtool(
+        *("generate", "--raw", "-n", 20, "--temp", 0, "-t", 1, "--policy", policy, "--json"),
+        *("--budget", 64, "--evict-every", 8, "-b", 32),
+        stdin=TEXT[:600],
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert 1 <= result["tokens"] <= 20
+    assert result["prompt_tokens"] + result["tokens"] - 1 - result["evicted"] <= 64
+    assert result["cells"] < 64
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("prefill", ["stream", "whole"])
+def test_a_prompt_is_read_as_asked(default_talker, prefill):
+    done = kvtool(
+        *("generate", "-n", 4, "--temp", 0, "-t", 1, "--policy", "h2o", "--budget", 64, "-b", 32),
+        *("--prefill", prefill, "-vv"),
+        stdin=TEXT[:1200],
+    )
+    assert done.returncode == 0
+    assert "/64 cells" in done.stderr
+    # llama.cpp allocates its buffers again when the large cache is freed
+    assert (done.stderr.count("reserving ...") > 2) == (prefill == "whole")
+
+
+@pytest.mark.engine
+def test_rows_that_differ_need_no_budget(text_file, smollm2):
+    means = []
+    for history in (32, 40):
+        given = ("--policy", "corm", "-o", f"history={history}", "--json")
+        result = json.loads(kvtool("perplexity", text_file, "-t", 1, "--max-tokens", 120, *given).stdout)
+        assert result["budget"] == 8192
+        assert 32 < result["cells"] < result["tokens"]
+        means.append(result["cells"])
+    # means over 90 rows, not the longest: a whole number is one of 90, and depends on the CPU's rounding
+    assert any(mean % 1 for mean in means)
+    # allocated is little more than is held: K and V of 30 layers with 3 heads of 64 at f16
+    assert result["kv_bytes"] < 1.6 * result["cells"] * 30 * 2 * 3 * 64 * 2
+
+
+@pytest.mark.engine
+def test_a_policy_of_ones_own(text_file, default_talker, tmp_path):
+    (code,) = re.findall(r"^```python\n(.*?)^```$", WRITING.read_text(encoding="utf-8"), re.M | re.S)
+    (tmp_path / "mine.py").write_text(code)
+    wanted = ("--policy", "./mine.py", "-o", "window=16", "--budget", 128)
+    done = kvtool("perplexity", text_file, "-t", 1, "--max-tokens", 300, *wanted, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["params"] == {"window": 16, "sinks": 4}
+    (listed,) = json.loads(kvtool("policies", "./mine.py", "--json", cwd=tmp_path).stdout)
+    assert listed["params"] == {"window": 32, "sinks": 4}
+    assert listed["what"].startswith("Average: ")
+
+
+@pytest.mark.engine
+def test_generate_ends_quietly_when_the_reader_has_enough(smollm2):
+    writer = forked.Popen(
+        [*KVTOOL, "generate", "--raw", "-p", "1\n2\n3\n4\n5\n", "-n", "200", "--temp", "0", "-t", "1"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert writer.stdout.readline().strip()
+    writer.stdout.close()
+    # the exit code of a program that was ended by the closed pipe
+    assert writer.wait(PATIENCE_S) == 128 + signal.SIGPIPE
+    assert writer.stderr.read() == ""
+    writer.stderr.close()
+
+
+@pytest.mark.engine
+def test_chat_with_a_pipe_answers_each_line(default_talker):
+    done = kvtool("chat", "--temp", 0, "-t", 1, "-n", 12, stdin="Hello!\n\nWhat is two plus two?\n")
+    assert done.returncode == 0
+    assert len([line for line in done.stdout.split("\n") if line]) >= 2
+    assert ">" not in done.stdout
+    assert re.fullmatch(KEEPS, done.stderr)
+
+
+@pytest.mark.engine
+def test_a_text_that_does_not_end_is_cut(talker):
+    own = ("-m", talker, "-c", 4096, "--budget", 128, "-t", 1, "--temp", 0, "-l", "2-inf")
+    line = "stopped after 2,048 tokens; -n N changes the limit, and -n -1 removes it\n"
+    done = kvtool("generate", "Hello!", *own)
+    assert (done.returncode, done.stderr) == (0, line)
+    done = kvtool("chat", *own, stdin="Hello!\n")
+    assert done.returncode == 0
+    assert re.fullmatch(KEEPS + re.escape(line), done.stderr)
+    # what was asked for
+    assert kvtool("generate", "Hello!", *own, "-n", 8).stderr == ""
+
+
+@pytest.mark.engine
+def test_an_interrupted_perplexity_says_how_far_it_came(monkeypatch, smollm2, tmp_path):
+    def stream(engine, tokens, scored):
+        scored(np.full(3, np.log(2.0)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvtool.measure.perplexity.stream", stream)
+    (tmp_path / "text.txt").write_text("A text of some words.")
+    done = called("perplexity", tmp_path / "text.txt", "-t", "1")
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "the perplexity of the first 3 tokens scored is 2.0000\nkvtool: stopped\n"
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+def test_an_interrupted_reply_ends_in_order(smollm2):
+    writer = forked.Popen(
+        [*KVTOOL, "generate", "--raw", "-p", "1\n2\n3\n4\n5\n", "--temp", "0", "-t", "1"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    writer.stdout.readline()
+    writer.send_signal(signal.SIGINT)
+    _, errors = writer.communicate(timeout=PATIENCE_S)
+    assert writer.returncode == 130
+    assert errors == "kvtool: stopped\n"

@@ -1,0 +1,505 @@
+"""kvtool compare as a user meets it: the table, the file that --resume goes on with, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvtool.cli import output
+from kvtool.cli.compare import table as compare_table
+from kvtool.cli.compare.command import _run
+from kvtool.errors import UsageError
+from kvtool.measure import grid, runner
+from kvtool.measure.grid import Run
+from kvtool.measure.results import Results
+from kvtool.options.run import TextRun
+from kvtool.system.paths import cache_dir
+from tests import forked
+from tests.cli.test_cli import KVTOOL, TEXT, kvtool
+from tests.held import PATIENCE_S, Held, until
+from tests.tasks.test_grid import TIMES
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model(n_ctx_train=512)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a text in it."""
+    folder = tmp_path_factory.mktemp("compare")
+    (folder / "tide.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """An empty cache for references, with the kernels and models of the usual one."""
+    cache = tmp_path_factory.mktemp("cache")
+    for name in ("kernels", "models"):
+        (cache / name).symlink_to(cache_dir() / name)
+    return os.environ | {"KVTOOL_CACHE": str(cache)}
+
+
+@pytest.fixture
+def compare(model, folder, environment):
+    def run(*arguments, check=True, **options):
+        command = ["compare", "tide.txt", "-m", model, "-t", 1, "--max-tokens", 200, *arguments]
+        done = kvtool(*command, cwd=folder, env=environment, **options)
+        assert not check or done.returncode == 0, done.stderr
+        return done
+
+    # the package is found from anywhere
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    return run
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def lasting(records):
+    """The records without the fields that differ each time."""
+    return [{name: value for name, value in one.items() if name not in TIMES} for one in records]
+
+
+GRID = ("--policies", "full,h2o:window=20,local", "--budgets", "64", "--types", "f16,q8_0")
+
+
+@pytest.fixture
+def whole(compare, folder):
+    """The file of an uninterrupted comparison."""
+    path = folder / "whole.jsonl"
+    if not path.exists():
+        done = compare(*GRID, "--records", path, "--jobs", 2)
+        (folder / "stdout").write_text(done.stdout)
+        (folder / "stderr").write_text(done.stderr)
+    return path
+
+
+@pytest.mark.engine
+def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
+    stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
+    found = read(whole)
+    assert [(one["policy"], one["budget"], one["type_k"]) for one in found] == [
+        ("full", 200, "f16"),
+        ("full", 200, "q8_0"),
+        ("h2o", 64, "f16"),
+        ("local", 64, "f16"),
+    ]
+    assert (found[0]["kl"], found[0]["top1"], found[0]["nll_minus_full"]) == (0, 1, 0)
+    assert 0 < found[1]["kl"] < found[2]["kl"]
+    assert found[2]["params"]["window"] == 20
+    assert [one["best_other"] for one in found[2:]] == ["local", "h2o:window=20"]
+    assert found[2]["nll_minus_best"] == pytest.approx(-found[3]["nll_minus_best"])
+    # one plain line a run, and nothing else
+    lines = stderr.splitlines()
+    assert lines.pop(0).startswith("4 runs of 200 tokens each; fewer --policies, --budgets or --types")
+    assert len(lines) == 4
+    assert all(
+        re.search(r": perplexity [\d.]+, \d+ tokens/s \(\d/4, \d+ min left\)$", line) for line in lines
+    )
+    assert "199 tokens of tide.txt scored" in stdout
+    assert max(map(len, stdout.splitlines())) <= 120
+    # nothing is left to do
+    before = whole.read_text()
+    again = compare(*GRID, "--records", whole, "--resume")
+    assert again.stderr == "", again.stderr
+    assert again.stdout == stdout
+    assert whole.read_text() == before
+
+
+@pytest.mark.engine
+def test_only_what_is_asked_for_runs(compare, folder):
+    out = folder / "asked.jsonl"
+    compare("--policies", "full,local", "--budget", "64", "--records", out)
+    assert [(one["policy"], one["type_k"]) for one in read(out)] == [("full", "f16"), ("local", "f16")]
+
+
+@pytest.mark.engine
+def test_shards_side_by_side_are_the_same_as_one_run(compare, whole, folder):
+    parts = [folder / f"{i}.jsonl" for i in (1, 2)]
+    for i, part in enumerate(parts, 1):
+        compare(*GRID, "--records", part, "--shard", f"{i}/2")
+    assert [len(read(part)) for part in parts] == [2, 2]
+    merged = folder / "merged.jsonl"
+    stranger = {"policy": "another grid's"}
+    lines = [json.dumps(stranger), *(part.read_text().rstrip() for part in parts)]
+    merged.write_text("\n".join(lines) + "\n")
+    assert compare(*GRID, "--records", merged, "--resume").stderr == ""
+    assert lasting(read(merged)) == [*lasting(read(whole)), stranger]
+
+
+@pytest.mark.engine
+def test_what_another_run_adds_to_the_file_meanwhile_stays(compare, folder):
+    """The policy appends a line to the file when the text is half read."""
+    (folder / "meanwhile.py").write_text(MEANWHILE)
+    out = folder / "meanwhile.jsonl"
+    compare("--policies", "meanwhile.py", "--budgets", "64", "--types", "f16", "--records", out)
+    one, *others = read(out)
+    assert one["policy"] == "meanwhile.py"
+    assert others == [{"policy": "another run's"}]
+
+
+def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
+    asked, fails = [], True
+
+    class Runner:
+        def __init__(self, common, tokens):
+            asked.clear()
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def run(self, runs, jobs=1, against=None, writes=False):
+            asked.append(([each.label for each in runs], against is not None))
+            for each in runs:
+                done = {"perplexity": 1.0, "tokens_per_s": 1.0, "kl": 0.5 if against else None}
+                yield runner.Event(each, record={"error": "no"} if writes and fails else done)
+
+    monkeypatch.setattr(runner, "Runner", Runner)
+    monkeypatch.setattr(grid, "reference", lambda common: tmp_path / "none")
+    common = grid.Common({}, TextRun(n_ctx=512), 100)
+    results = Results(common, [run("local", "64")])
+    for _ in range(2):
+        _run(results, None, True, 1, None)
+        assert [one["kl"] for one in results.of_run.values()] == [None]
+    # the second time only `full` was tried
+    assert asked == [(["full"], True), ([], False)]
+    fails = False
+    _run(results, None, True, 1, None)
+    assert asked == [(["full"], True), (["local"], True)]
+    assert [one["kl"] for one in results.of_run.values()] == [0.5]
+
+
+MEANWHILE = """
+from dataclasses import dataclass
+from pathlib import Path
+from kvtool.measure import records
+from kvtool.policies.local import Local
+
+@dataclass(frozen=True)
+class Meanwhile(Local):
+    def plan(self, view, state):
+        if not Path("meanwhile.jsonl").exists():
+            records.append(Path("meanwhile.jsonl"), {"policy": "another run's"})
+        return Local.plan(self, view, state)
+
+POLICY = Meanwhile
+"""
+
+
+@pytest.mark.engine
+def test_a_run_has_the_perplexity_of_kvtool_perplexity(whole, model, folder, environment):
+    found = read(whole)[2]
+    options = ("--policy", "h2o", "--budget", 64, "-o", "window=20", "-m", model, "-t", 1)
+    options += ("--max-tokens", 200, "--json")
+    alone = json.loads(kvtool("perplexity", "tide.txt", *options, cwd=folder, env=environment).stdout)
+    assert found["nll"] == pytest.approx(alone["nll"], abs=1e-12)
+    for name in ("cells", "kv_bytes", "state_bytes", "params", "budget", "policy"):
+        assert found[name] == alone[name], name
+
+
+@pytest.mark.engine
+def test_a_text_longer_than_the_context_has_no_full_to_compare_with(compare):
+    done = compare("-c", "128", "--policies", "full,local", "--budgets", "64")
+    assert (
+        "does not fit in the full cache (128), so KL, top-1 and differences to `full` are missing"
+        in done.stderr
+    )
+    assert re.search(r"local +\d+ .* - +- +- +- +\d+ *\n", done.stdout)
+    assert "full " not in done.stdout.split("scored")[1].split("to full,")[0].replace("to full", "")
+
+
+BREAKS = """
+from dataclasses import dataclass
+from kvtool.policies.local import Local
+
+@dataclass(frozen=True)
+class Breaks(Local):
+    def plan(self, view, state):
+        raise ValueError("no luck")
+
+POLICY = Breaks
+"""
+
+
+@pytest.mark.engine
+def test_a_run_that_fails_is_tried_again(compare, folder):
+    (folder / "mine.py").write_text(BREAKS)
+    arguments = ("--policies", "mine.py,local", "--budgets", "64", "--records", "failed.jsonl", "--jobs", 2)
+    done = compare(*arguments, check=False)
+    assert done.returncode == 1
+    assert "mine.py 64: failed: Breaks.plan: ValueError: no luck" in done.stderr
+    assert done.stderr.splitlines()[-1] == "kvtool: 1 of 2 runs failed; --resume tries them again"
+    assert ["error" in one for one in read(folder / "failed.jsonl")] == [True, False]
+    assert re.search(r"mine.py +- .*\n", done.stdout)
+    again = compare(*arguments, "--resume", check=False)
+    assert again.returncode == 1
+    assert "1 of 2 runs are done already" in again.stderr
+    assert len(read(folder / "failed.jsonl")) == 2
+
+
+@pytest.mark.engine
+def test_policies_that_keep_all_they_need_take_no_budget(compare):
+    done = compare("--policies", "corm:window=16:history=16", "--budgets", "", "--max-tokens", "64")
+    assert "corm" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--json", "--json"),
+        ("x --json", "x --json"),
+        ("--json --jobs 2", "--json --jobs 2"),
+        ("--json text.txt", "--json text.txt"),
+        ("--json passkey", "--json passkey"),
+        # as it was once
+        ("x --json -", "x --json"),
+        ("x --json new.jsonl --resume", "x --records new.jsonl --resume"),
+        ("x --json=new", "x --records new"),
+        ("--json old x", "--records old x"),
+        ("--json empty x", "--records empty x"),
+    ],
+)
+def test_json_prints_and_takes_a_file_as_it_did_once(tmp_path, monkeypatch, typed, meant):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "old").write_text('{"policy": "h2o"}\n')
+    (tmp_path / "empty").touch()
+    assert output.with_records(typed.split()) == meant.split()
+
+
+@pytest.mark.engine
+def test_records_go_to_a_file_and_are_printed(compare, tmp_path):
+    out, once = tmp_path / "out.jsonl", tmp_path / "once.jsonl"
+    own = ("--policies", "local", "--budgets", "64", "--max-tokens", 100)
+    printed = compare(*own, "--records", out, "--json").stdout
+    assert printed == out.read_text()
+    assert len(printed.splitlines()) == 1
+    # how it was called in earlier versions
+    assert "tokens of tide.txt scored" in compare(*own, "--json", once).stdout
+    assert json.loads(once.read_text())["perplexity"] == json.loads(printed)["perplexity"]
+    assert len(compare(*own, "--json", "-").stdout.splitlines()) == 1
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--policies", "h2o,nope"], 2, "unknown policy 'nope'"),
+        (["--types", "f16,q9"], 2, "--types must name some of"),
+        (["--resume"], 2, "--records FILE"),
+        (["--records", "tide.txt"], 2, "tide.txt exists; continue it with --resume"),
+        # the text a second time
+        (["--json", "tide.txt"], 2, "`kvtool compare` takes only [FILE]; leave out tide.txt"),
+        (["--plot", "nowhere/out.png"], 2, "an existing folder"),
+        (["--positions", "original", "-c", "100", "--budgets", "64"], 5, "original positions end at 100"),
+        (["--policies", "local", "--budgets", ""], 2, "--budgets names no budget"),
+        (["--policies", ""], 2, "--policies names no policy"),
+        (["--policies", "full", "-c", "100"], 2, "does not fit in the full cache (100)"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_its_code(compare, arguments, code, words):
+    done = compare(*arguments, check=False)
+    assert done.returncode == code, done.stderr
+    (line,) = done.stderr.strip().split("\n")
+    assert line.startswith("kvtool: ")
+    assert words in line
+    assert done.stdout == ""
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_an_interrupt_keeps_what_is_done(model, folder, environment, tmp_path):
+    held, out = Held(tmp_path), tmp_path / "out.jsonl"
+    command = ["compare", "tide.txt", "-m", str(model), "-t", "1", "--records", str(out), "--jobs", "2"]
+    command += ["--policies", str(held.policy), "--budgets", "64,65,66"]
+    with forked.Popen(
+        [*KVTOOL, *command],
+        cwd=folder,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        held.wait(2)
+        running = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        # as a terminal does on Ctrl-C
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.stderr.read().splitlines()
+        assert process.wait(PATIENCE_S) == 130
+    assert said[-1] == f"kvtool: stopped; 0 of 3 runs are in {out}; --resume does the rest"
+    assert len(running) == 2
+    until(lambda: not any(Path(f"/proc/{child}").exists() for child in running))
+
+
+# the table and the picture
+
+
+def run(label, asked=None, kind="f16"):
+    options = TextRun(policy=label.split(":")[0], type_k=kind, type_v=kind)
+    return Run(label, options, {}, asked, 64)
+
+
+def row(label, asked=None, kind="f16", **values):
+    record = {
+        "cells": 64.0,
+        "n_scored": 8191,
+        "perplexity": 30.0,
+        "perplexity_low": 28.0,
+        "perplexity_high": 32.0,
+        "nll": 3.4,
+        "kl": 0.5,
+        "top1": 0.75,
+        "tokens_per_s": 100.0,
+        "kv_bytes": 64 * 2**20,
+        "budget_bytes": 2**20,
+    }
+    for name in ("nll_minus_full", "nll_minus_best"):
+        record |= {name: 0.25, f"{name}_stderr": 0.05}
+    return run(label, asked, kind), record | values
+
+
+ROWS = [
+    row("full", kl=0.0, top1=1.0, nll_minus_best=None, nll_minus_best_stderr=None),
+    row("full", kind="q4_0", kl=0.04, budget_bytes=2**18),
+    row("scissorhands", "64", kl=0.9, nll_minus_full=0.25, nll_minus_full_stderr=0.125),
+    row(
+        "h2o:decay=0.999", "64", perplexity=25.0, top1=0.8, nll_minus_full=0.251, nll_minus_full_stderr=0.125
+    ),
+    row("h2o", "128", tokens_per_s=50.0, budget_bytes=2**21),
+    (run("buzz", "128"), {"error": "no"}),
+]
+
+
+def shown(rows=ROWS, width=110, **console):
+    out = io.StringIO()
+    made = Console(**({"file": out, "width": width, "_environ": {}} | console))
+    compare_table.show(made, rows, "wiki.test.raw", "SmolLM2-135M-Instruct.Q4_1")
+    return out.getvalue()
+
+
+def line_of(out, label):
+    return next(line for line in out.splitlines() if line.startswith(label))
+
+
+def test_the_best_of_a_budget_is_marked():
+    out = shown()
+    assert "25.00 (28.00-32.00)*" in line_of(out, "h2o:decay")
+    assert "0.5000*  80.0%*" in line_of(out, "h2o:decay")
+    assert "*" not in line_of(out, "scissorhands")
+    # the only run of its budget
+    assert "*" not in line_of(out, "h2o  ")
+    # only where columns differ
+    assert "64.0 MiB*" not in out
+    in_colour = shown(force_terminal=True, color_system="256")
+    assert "*" not in in_colour
+    assert re.search(r"\x1b\[1m *25\.00", in_colour)
+
+
+def test_only_differences_beyond_two_standard_errors_are_called_so():
+    out = shown()
+    assert "= +-0.250" in line_of(out, "scissorhands")
+    assert "+0.251 +-0.250" in line_of(out, "h2o:decay")
+    assert "+0.250 +-0.100" in line_of(out, "full q4_0")
+
+
+def test_budgets_are_groups_and_failures_have_dashes():
+    lines = [line.split("  ")[0].strip() for line in shown().splitlines()]
+    names = ["no budget", "full", "full q4_0", "budget 64", "scissorhands", "h2o:decay=0.999"]
+    assert [line for line in lines if line in {*names, "budget 128", "h2o", "buzz"}] == [
+        *names,
+        "budget 128",
+        "h2o",
+        "buzz",
+    ]
+    assert re.fullmatch(r"buzz( +-){9} *", line_of(shown(), "buzz"))
+
+
+@pytest.mark.parametrize("width", [80, 110, 120])
+def test_the_table_fits_its_terminal(width):
+    out = shown(width=width, force_terminal=True, color_system=None)
+    assert max(map(len, out.splitlines())) <= width
+    # no column is cut or wrapped
+    assert "\u2026" not in out
+    for label in ("full q4_0", "scissorhands", "h2o:decay=0.999"):
+        assert len(line_of(out, label).split()) >= 8
+    assert ("(28.00-32.00)" in out) == (width > 100)
+    # the budget's bytes beside those allocated
+    assert ("1.0 MiB  64.0 MiB" in out) == (width == 120)
+    assert ("budget: bytes of the budget's cells" in out) == (width == 120)
+
+
+def test_no_name_is_cut_in_a_pipe():
+    label = "h2o:decay=0.999:window=16:sinks=4:score=mean:per=layer:group=max:decay_beyond=0.98"
+    out = shown([*ROWS, row(label, "64", kind="q8_0"), (run(f"x{label}", "64"), {"error": "no"})])
+    assert line_of(out, f"{label} q8_0 ").split()[-1] == "100"
+    assert line_of(out, f"x{label}").split()[1:] == ["-"] * 9
+    # a line a run
+    assert len(out.splitlines()) == len(shown().splitlines()) + 2
+
+
+def test_the_picture_has_a_line_a_policy(monkeypatch):
+    from matplotlib.axes import Axes
+
+    from kvtool.cli.compare import plot as compare_plot
+
+    lines, allocated = {}, []
+    plot = Axes.plot
+
+    def record(self, x, y, **style):
+        if "label" in style:
+            lines[style["label"]] = list(zip(x, y, strict=True))
+        else:
+            allocated.append((x, y))
+        return plot(self, x, y, **style)
+
+    monkeypatch.setattr(Axes, "plot", record)
+    data = output.png(compare_plot.picture(ROWS, "wiki.test.raw", "SmolLM2"))
+    assert data.startswith(b"\x89PNG")
+    # a logarithmic axis has no zero: the full cache itself
+    assert lines["full, quantized"] == [(0.25, 0.04)]
+    assert lines["h2o"] == [(2.0, 0.5)]
+    # from the bytes of the budget's cells to those allocated
+    assert ((2.0, 64.0), (0.5, 0.5)) in allocated
+    assert len(allocated) == 4
+    assert set(lines) == {"full, quantized", "scissorhands", "h2o:decay=0.999", "h2o"}
+    for _, values in ROWS:
+        values |= {"kl": None} if "kl" in values else {}
+    lines.clear()
+    compare_plot.picture(ROWS, "wiki.test.raw", "SmolLM2")
+    assert lines["h2o"] == [(2.0, 3.4)]
+
+
+def test_records_need_an_ordinary_file_that_can_be_written(monkeypatch, tmp_path):
+    (tmp_path / "out.jsonl").write_text("")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "out.jsonl")
+    assert output.records_path(str(tmp_path / "link.jsonl"), False) == tmp_path / "out.jsonl"
+    with pytest.raises(UsageError, match="not a regular file"):
+        output.records_path(os.devnull, True)
+    for locked in (tmp_path / "out.jsonl", tmp_path):
+        monkeypatch.setattr(os, "access", lambda path, mode, locked=locked: path != locked)
+        for file in ("out.jsonl", "new.jsonl") if locked == tmp_path else ("out.jsonl",):
+            with pytest.raises(UsageError, match="no permission"):
+                output.records_path(str(tmp_path / file), True)
+
+
+def test_without_matplotlib_a_picture_is_refused_at_the_start(monkeypatch, tmp_path):
+    output.check_picture("--plot", tmp_path / "out.png")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install '.*\[plot\]'"):
+        output.check_picture("--plot", tmp_path / "out.png")

@@ -1,0 +1,78 @@
+"""Names, paths, errors and typed texts are printed as they are: nothing is read as markup."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+
+from kvtool.cli.chat.markdown import ReplyStream
+from kvtool.cli.console import plain_console, table, table_console
+from kvtool.cli.progress import _bytes_bar
+
+SOURCES = Path(__file__).parents[2] / "kvtool"
+TEXT = "[/] [bold]x[/red] :smile: [@click=f(]"
+
+
+def test_a_console_prints_what_it_is_given():
+    table = Table(TEXT, title=TEXT, box=None)
+    table.add_row(TEXT)
+    for what in (TEXT, table):
+        out = io.StringIO()
+        plain_console(file=out, width=200).print(what)
+        assert set(map(str.strip, out.getvalue().splitlines())) == {TEXT}
+
+
+def test_a_table_in_a_pipe_has_no_blanks_at_the_ends_of_lines():
+    out = io.StringIO()
+    table_console(file=out).print(table(["a", "b"], [["1", "2"], ["long", "longer"]]))
+    assert out.getvalue() == "a     b\n1     2\nlong  longer\n"
+
+
+def test_a_bar_shows_what_it_is_given():
+    bar = _bytes_bar()
+    bar.add_task(TEXT, total=1)
+    with bar.console.capture() as shown:
+        bar.console.width = 200
+        bar.console.print(bar.get_renderable())
+    assert TEXT in shown.get()
+
+
+def test_there_is_no_other_console_and_no_column_with_markup():
+    for path in SOURCES.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if path.name != "console.py":
+            assert not re.search(r"(?<!_)Console\(", text), path
+        assert "from_markup" not in text, path
+        assert all("markup=False" in call for call in re.findall(r"TextColumn\(.*", text)), path
+        # a status reads a string as markup, whatever its console does
+        assert all("Text(" in call for call in re.findall(r"console\.status\(.*", text)), path
+
+
+def test_a_reply_of_one_paragraph_ends_where_its_terminal_is_gone():
+    master, slave = pty.openpty()
+    wrote_on = []
+
+    def write():
+        with ReplyStream(plain_console(file=file, width=80)) as out:
+            out.write("Once")
+            os.close(master)
+            end = time.monotonic() + 60
+            while time.monotonic() < end:
+                out.write(" and again")
+                time.sleep(0.02)
+            wrote_on.append(True)
+
+    file = os.fdopen(slave, "w", encoding="utf-8")
+    with pytest.raises(OSError, match="Input/output error"):
+        write()
+    assert not wrote_on
+    with suppress(OSError):
+        file.close()

@@ -1,0 +1,256 @@
+"""What --explain and the notices foretell is what the engine then does."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtool import policies
+from kvtool.cli.explain import Notice, _budget, explain_run, long_text, policy_line
+from kvtool.engine.outlook import first_plan, whole_signal_bytes
+from kvtool.engine.prefill import whole_bytes
+from kvtool.measure import perplexity
+from kvtool.runs import report
+from tests.cli.test_cli import kvtool
+from tests.engine.running import open_engine, text
+
+
+def spy(engine):
+    """How many tokens there were at each plan."""
+    seen, checked = [], engine.eviction.check
+
+    def check(view, plan):
+        seen.append(engine.n_past)
+        return checked(view, plan)
+
+    engine.eviction.check = check
+    return seen
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("n_text", [0, 20, 32, 40, 150])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("h2o", {}),
+        ("h2o", {"n_batch": 20}),
+        ("h2o", {"n_batch": 10}),
+        ("buzz", {"n_batch": 20}),
+        ("tova", {"n_batch": 7, "prefill": "whole"}),
+        ("snapkv", {"n_batch": 64}),
+        ("corm", {"n_batch": 20}),
+    ],
+)
+def test_the_first_plan_comes_when_foretold(tiny_model, name, settings, n_text):
+    tokens = text(260)
+    with open_engine(tiny_model(), policies.fit(name, 32, 4), **settings) as engine:
+        seen = spy(engine)
+        first = first_plan(engine, n_text)
+        if n_text:
+            engine.read(tokens[:n_text])
+        while not seen:
+            engine.evict_if_due()
+            if not seen:
+                engine.step(tokens[engine.n_past : engine.n_past + 1])
+        assert seen[0] == first
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["h2o", "corm"])
+def test_a_scored_text_is_planned_when_foretold(tiny_model, name):
+    with open_engine(tiny_model(), policies.fit(name, 32, 4), over_budget=False) as engine:
+        seen = spy(engine)
+        perplexity.stream(engine, text(80))
+        assert seen[0] == first_plan(engine, 80)
+
+
+@pytest.mark.engine
+def test_what_keeps_all_never_plans(tiny_model):
+    with open_engine(tiny_model(), policies.fit("full", 32)) as engine:
+        assert first_plan(engine) is None
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "shape", [{}, {"arch": "gemma3", "window": 80}, {"arch": "lfm2"}], ids=["llama", "sliding", "recurrent"]
+)
+def test_the_large_cache_takes_what_was_foretold(tiny_model, shape):
+    with open_engine(tiny_model(**shape), policies.fit("h2o", 32, 8), prefill="whole") as engine:
+        most = []
+        engine.read(text(300), lambda: most.append((engine.cache_bytes, engine.signal_bytes)))
+        assert max(most) == (whole_bytes(engine, 300), whole_signal_bytes(engine, 300))
+        assert most[-1] > (engine.cache_bytes, engine.signal_bytes)
+
+
+@pytest.mark.parametrize("name", policies.names())
+@pytest.mark.parametrize("pinned", [0, 3, 100])
+def test_the_parts_of_a_budget_add_up(name, pinned):
+    policy = policies.fit(name, 128, None if name == "full" else 16)
+    pinned = min(pinned, policy.n_keep) if policy.recall else pinned
+    parts = policy.split(pinned)
+    recalled = ["recalled"] if policy.recall else []
+    assert list(parts) == ["sinks", "pinned", "window", "rest", "slack", *recalled]
+    assert sum(parts.values()) == 128
+    assert min(parts.values()) >= 0
+    assert parts["sinks"] + parts["pinned"] == max(pinned, getattr(policy, "sinks", 0))
+
+
+@pytest.mark.engine
+def test_positions_start_over_when_foretold(tiny_model, capsys):
+    with open_engine(tiny_model(), policies.fit("local", 32, 8), n_ctx=64) as engine:
+        explain_run(engine, "local", "prompt")
+        assert "original up to token 64; gaps are closed there" in capsys.readouterr().err
+        for token in text(65):
+            assert not engine.n_restart
+            engine.step(token[None])
+        assert engine.n_restart
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("name", "settings", "n", "words"),
+    [
+        ("h2o", {}, 32, None),
+        (
+            "h2o",
+            {},
+            64,
+            ["the prompt has 64 tokens", "keeps at most 32 of them (50 %)", "a larger --budget keeps more"],
+        ),
+        ("h2o", {"positions": "original", "n_ctx": 60}, 64, ["positions end at 60: reading stops there"]),
+        (
+            "h2o",
+            {"prefill": "whole"},
+            1000,
+            ["32 of them (3 %)", "a cache of 1.0 MiB and 16.0 KiB of signals,"],
+        ),
+        ("h2o", {"prefill": "whole", "n_ctx": 60}, 150, ["in 3 parts that do not see each other"]),
+        ("h2o", {"prefill": "whole", "n_ctx": 60, "positions": "original"}, 150, ["cannot be read whole"]),
+        ("full", {}, 33, ["(33 tokens) does not fit in the cache (32)", "reading stops when"]),
+        ("h2o", {}, 640_000, ["(0.005 %)"]),
+    ],
+)
+def test_a_long_text_is_announced(tiny_model, capsys, name, settings, n, words):
+    policy = policies.fit(name, 32, None if name == "full" else 8)
+    with open_engine(tiny_model(), policy, **settings) as engine:
+        line = long_text(engine, "prompt", n)
+        assert (line is None) == (words is None)
+        notice = Notice(engine, "prompt")
+        notice(32)
+        assert capsys.readouterr().err == ""
+        notice(n)
+        assert capsys.readouterr().err == (f"{line}\n" if words else "")
+        notice(n)
+        assert capsys.readouterr().err == ""
+    for word in words or []:
+        assert word in line
+
+
+@pytest.mark.engine
+def test_generate_explains_itself_on_stderr_and_goes_on(tiny_model):
+    done = kvtool(
+        *("generate", "--raw", "-m", tiny_model(), "--policy", "streamingllm", "--budget", 64, "-b", 24),
+        *("--evict-every", 8, "-n", 3, "--temp", 0, "-t", 1, "--explain", "-p", "Go on: "),
+        stdin="word " * 40,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    lines = dict(line.split(maxsplit=1) for line in done.stderr.splitlines())
+    assert lines["policy"] == "streamingllm sinks=4"
+    assert lines["rows"] == "4: 2 layers of 2 KV heads"
+    assert lines["budget"] == "64 cells per row = 4 sinks + 3 pinned + 49 window + 8 slack"
+    # batches of 24: the third passes 64
+    assert lines["eviction"] == "first after 72 tokens"
+    assert lines["prefill"].startswith("stream: in batches of up to 24 tokens; the prompt has ")
+    assert set(lines) == {"policy", "rows", "budget", "memory", "eviction", "positions", "prefill"}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("template", "options", "what"),
+    [
+        ("a text", ["-p", "Go on: "], "the prompt"),
+        ("{{ messages[-1].content[:3] }}", ["--system", "Be brief."], "the system prompt"),
+        ("{{ messages[0].content }}", ["--system", "Be brief."], None),
+        ("{{ messages[-1].content }}", ["-p", "Go on: "], None),
+        ("{{ messages[-1].content[:3] }}", ["--system", "Be brief.", "--policy", "full"], None),
+    ],
+)
+def test_generate_says_what_it_cannot_pin(tiny_model, template, options, what):
+    path = tiny_model(chat_template=template)
+    done = kvtool("generate", "-m", path, "-n", 1, "-t", 1, *options, stdin="word " * 9)
+    assert done.returncode == 0, done.stderr
+    words = f"{what} may be evicted: the model's chat template leaves it out, cuts it or moves it\n"
+    assert done.stderr == (words if what else "")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("command", ["generate", "chat", "perplexity"])
+def test_what_is_longer_than_the_budget_is_said_once(smol, tmp_path, command):
+    (tmp_path / "text").write_text("The tide came in. " * 30)
+    line = "The tide came in. " * 12 + "\n"
+    arguments = {"perplexity": [tmp_path / "text"]}.get(command, ["-n", 1, "--temp", 0, "-b", 32])
+    own = ["-m", smol, "--policy", "h2o", "--budget", 32, "-t", 1]
+    done = kvtool(command, *arguments, *own, stdin=2 * line)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("each KV head keeps at most 32 of them") == 1
+    what = {"generate": "prompt", "chat": "turn", "perplexity": "text"}[command]
+    assert f"the {what} has " in done.stderr
+
+
+@pytest.mark.engine
+def test_the_window_of_recall_is_told_and_no_parameter_that_the_model_sets(tiny_model):
+    with open_engine(tiny_model(), policies.fit("recall", 64, 8)) as engine:
+        n_made = engine.policy.recall.n_cell
+        assert (
+            _budget(engine)
+            == f"64 cells per row = 4 sinks + {52 - n_made} window + 8 slack + {n_made} recalled"
+        )
+        assert policy_line(engine, "recall") == "recall exact=256 sinks=4 chunk=16 search=clusters"
+    with open_engine(tiny_model(), policies.fit("recall", 48, 16, ["search=all"])) as engine:
+        assert policy_line(engine, "recall") == "recall sinks=4 chunk=16 search=all"
+
+
+@pytest.mark.engine
+def test_a_budget_of_what_an_eviction_leaves_is_told_from_the_real_one(tiny_model):
+    policy = policies.fit("buzz", 32, None, ["kept=true"])
+    with open_engine(tiny_model(), policy, prefill="whole") as engine:
+        line = _budget(engine)
+        assert line.startswith(f"{policy.budget} cells per row = 4 sinks + 14 window + ")
+        assert line.endswith("; at most 32 after an eviction")
+        assert long_text(engine, "prompt", 32) is None
+        # it fits in the cache, but not in what was asked for
+        assert "It is read at once, in a cache of" in long_text(engine, "prompt", 40)
+        assert policy.budget > 40
+        engine.read(text(40))
+        assert engine.n_kv == 4 + 14 + 5
+        engine.reset()
+        engine.read(text(300))
+        assert engine.n_kv == 32
+
+
+@pytest.mark.engine
+def test_rows_that_share_a_budget_promise_no_segments(tiny_model, capsys):
+    policy = policies.fit("snapkv", 32, 8, ["heads=adaptive"])
+    with open_engine(tiny_model(), policy, n_ctx=70) as engine:
+        assert "It is read at once, in a cache" in long_text(engine, "prompt", 70)
+        assert "It is read" not in long_text(engine, "prompt", 71)
+    with open_engine(tiny_model(), policy, n_ctx=70, prefill="whole") as engine:
+        said = (
+            "the prompt has 71 tokens, more than rows that share a budget can read whole in a context of 70"
+        )
+        assert long_text(engine, "prompt", 71) == said
+        explain_run(engine, "snapkv", "prompt", 71)
+        assert "segment" not in capsys.readouterr().err
+
+
+@pytest.mark.engine
+def test_of_rows_that_share_a_budget_the_mean_is_told(tiny_model):
+    with open_engine(tiny_model(), policies.fit("h2o", 32, 8, ["heads=adaptive"])) as engine:
+        assert engine.policy.budget == 64
+        assert long_text(engine, "text", 32) is None
+        said = "each KV head, in the mean, keeps at most 32 of them (80 %) and forgets the others"
+        assert said in long_text(engine, "text", 40)
+        engine.read(text(40))
+        assert report.line(report.report(engine, "h2o")).startswith(
+            f"{engine.mean_kv:.0f}/32 cells per row, "
+        )

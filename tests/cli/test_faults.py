@@ -1,0 +1,435 @@
+"""What may happen to a process: a crash of compiled code, Ctrl-C, no memory, a terminal that is gone.
+
+Each ends in at most one line and the right exit code.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from tests import forked
+from tests.cli.called import KEEPS
+from tests.cli.terminal import ROOT, RUN, Terminal
+from tests.engine import rpc_server
+from tests.held import PATIENCE_S, Held, until
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(os.name != "posix", reason="signals, limits and terminals of Unix"),
+]
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as Linux does it")
+
+WRITE = ("generate", "--raw", "-p", "Hello, hello.", "--temp", "0", "-t", "1", "-n", "20")
+
+
+def python(code, *arguments, run=forked.run, **options):
+    options = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL} | options
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return run(command, cwd=ROOT, check=False, timeout=PATIENCE_S, **options)
+
+
+def start(code, *arguments, **options):
+    pipe = subprocess.PIPE
+    options = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, "text": True} | options
+    return forked.Popen([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, **options)
+
+
+def one_line(done, exit_code, words):
+    assert done.returncode == exit_code, done.stderr[-2000:]
+    (line,) = done.stderr.strip().split("\n")
+    assert line.startswith("kvtool: ")
+    assert words in line
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model(n_ctx_train=8192)
+
+
+# crashes
+
+CRASHES = {
+    "a bad address": "ctypes.string_at(0)",
+    "an abort": "os.abort()",
+    "a bad number": "os.kill(os.getpid(), signal.SIGFPE)",
+    "an abort of ggml": "lib.ggml_abort(b'ggml.c', 1, b'its own words')",
+    "an abort of ggml in a thread": "in_thread(lambda: lib.ggml_abort(b'ggml.c', 1, b'words'))",
+    "an exception that nobody catches": "ctypes.CDLL('libstdc++.so.6')._ZSt9terminatev()",
+}
+GUARDED = """
+import ctypes, os, signal, sys, threading
+from kvtool.llama.library import lib
+from kvtool.llama.crash import crash_means, damaged, guard
+from kvtool.llama.log import set_verbose
+
+def in_thread(what):
+    thread = threading.Thread(target=what)
+    thread.start()
+    thread.join()
+"""
+
+
+@linux
+@pytest.mark.parametrize("crash", CRASHES.values(), ids=CRASHES.keys())
+def test_a_crash_is_one_line(crash):
+    one_line(python(f"{GUARDED}\nguard()\n{crash}"), 4, "llama.cpp has crashed")
+
+
+@linux
+def test_a_crash_on_a_model_says_that_the_file_is_damaged():
+    code = f"{GUARDED}\nguard()\nwith crash_means(damaged('some.gguf')): os.abort()"
+    one_line(python(code), 3, "some.gguf seems to be damaged")
+
+
+@linux
+def test_a_crash_says_more_when_asked():
+    code = f"{GUARDED}\nset_verbose(True)\nguard()\n{CRASHES['an abort of ggml']}"
+    done = python(code)
+    assert done.returncode == 4
+    assert "ggml.c:1: its own words\nkvtool: llama.cpp has crashed" in done.stderr
+
+
+def test_without_a_guard_a_crash_is_the_process_own():
+    done = python(f"{GUARDED}\nguard()\nlib.llama_kvtool_guard(None, 0, False)\nos.abort()")
+    assert done.returncode == -signal.SIGABRT
+    assert done.stderr == ""
+
+
+DYING_SERVER = """
+import os, signal, sys
+import numpy as np
+from kvtool.llama.context import Context
+from kvtool.llama.crash import guard
+from kvtool.llama.model import Model
+from kvtool.llama.workers import add_rpc
+
+add_rpc(sys.argv[1])
+guard()
+context = Context(Model(sys.argv[2], n_gpu_layers=99), 256, 8, n_threads=1)
+context.decode(np.full(3, 5, np.int32), 0, 1)
+os.kill(int(sys.argv[3]), signal.SIGKILL)
+context.decode(np.full(3, 5, np.int32), 3, 1)
+context.logits()
+"""
+
+
+def test_a_device_that_goes_away_is_one_line(model):
+    from kvtool.llama.library import library_path
+
+    if not (library_path().parent / "libggml-rpc.so").exists():
+        pytest.skip("the library is built without RPC")
+    with rpc_server.running() as endpoint:
+        done = python(DYING_SERVER, endpoint, model, endpoint.process.pid)
+    one_line(done, 4, f"the worker at {endpoint} is gone")
+
+
+# memory
+
+LIMITED = """
+import resource, sys
+from kvtool import engine, llama, policies
+from kvtool.cli import main
+
+policies.load("streamingllm")
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + int(sys.argv.pop(1)) * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+main()
+"""
+
+
+# less than the file, than cells and buffers, than the graph: llama.cpp fails, throws or aborts
+@linux
+@pytest.mark.parametrize("megabytes", [40, 130, 160])
+def test_no_memory_is_one_line(megabytes, smollm2):
+    done = python(LIMITED, megabytes, *WRITE, "-m", smollm2, run=subprocess.run)
+    # where the CPU has AMX ggml writes a line of its own, past its log
+    done.stderr = re.sub(r"^ggml_backend_amx_\w+: failed to allocate .*\n", "", done.stderr)
+    one_line(done, 8, "choose a smaller --budget")
+
+
+@linux
+def test_no_memory_for_so_many_cells_is_one_line(smollm2):
+    done = python(LIMITED, 250, *WRITE, "-m", smollm2, "--policy", "full", run=subprocess.run)
+    one_line(done, 8, "no memory for a cache of 8192 cells")
+
+
+def test_memory_that_ends_in_python_is_one_line(model):
+    code = (
+        f"from kvtool.engine.loop import Engine\ndef fail(*_): raise MemoryError\nEngine.reset = fail\n{RUN}"
+    )
+    one_line(python(code, *WRITE, "-m", model), 8, "out of memory; choose a smaller --budget")
+
+
+# files
+
+
+@pytest.mark.parametrize("share", [0.001, 0.2, 0.9])
+def test_a_truncated_model_is_one_line(share, model, tmp_path):
+    data = model.read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(data[: int(share * len(data))])
+    one_line(python(RUN, *WRITE, "-m", tmp_path / "cut.gguf"), 3, "; download it again")
+
+
+@linux
+@pytest.mark.parametrize(
+    "command", [("policies",), ("models", "list", "--json"), ("--help",), ("chat", "--help")]
+)
+def test_a_full_disk_under_stdout_is_one_line(command):
+    with open("/dev/full", "w") as full:
+        done = python(RUN, *command, capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    one_line(done, 1, "cannot write: No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("command", "exit_code", "words"),
+    [
+        ("policies --json >&-", 1, "cannot write: Bad file descriptor"),
+        ("--help >&-", 1, "cannot write: Bad file descriptor"),
+        ("perplexity - <&-", 5, "stdin is empty"),
+    ],
+)
+def test_a_closed_stream_is_one_line(command, exit_code, words):
+    shell = f"{shlex.quote(sys.executable)} -m kvtool {command}"
+    one_line(subprocess.run(["sh", "-c", shell], stderr=subprocess.PIPE, text=True), exit_code, words)
+
+
+def test_nothing_to_write_to_at_all():
+    shell = f"{shlex.quote(sys.executable)} -m kvtool policies <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", shell], check=False).returncode == 1
+
+
+@pytest.mark.parametrize("command", [("policies", "--json"), ("models", "list"), ("doctor",)])
+def test_a_pipe_that_nobody_reads_is_quiet(command):
+    read, write = os.pipe()
+    os.close(read)
+    done = python(RUN, *command, capture_output=False, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert done.stderr == ""
+
+
+# Ctrl-C. A hook presses it at a stage.
+
+PRESS = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+
+def press(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+
+class At(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == module:
+            press()
+
+def before(owner, name, times=1):
+    plain = getattr(owner, name)
+    def pressed(*arguments, **options):
+        for _ in range(times):
+            press()
+        return plain(*arguments, **options)
+    setattr(owner, name, pressed)
+
+module = ""
+sys.meta_path.insert(0, At())
+"""
+# the log is written in a callback of C, where an exception would be printed and forgotten
+IN_A_CALLBACK = """
+from kvtool.llama.library import api
+class Errors:
+    write = press
+    def flush(self): pass
+    def isatty(self): return False
+plain = api.llama_model_load_from_file
+def load(*arguments):
+    was, sys.stderr = sys.stderr, Errors()
+    def end(*_):
+        sys.stderr = was
+        interrupt.end()
+    if signal.getsignal(signal.SIGINT) is interrupt.end:
+        signal.signal(signal.SIGINT, end)
+    try:
+        return plain(*arguments)
+    finally:
+        sys.stderr = was
+from kvtool.system import interrupt
+api.llama_model_load_from_file = load
+sys.argv.append("-vv")
+"""
+STAGES = {
+    "import of the commands": "module = 'kvtool.cli.generate'",
+    "import of numba": "module = 'numba'; from kvtool.kernels import load; load.find = lambda *_: None",
+    "import of llama.cpp": "module = 'kvtool_llama'",
+    "header": "from kvtool.models import resolve; before(resolve, 'check')",
+    "load": IN_A_CALLBACK,
+    "cache": "from kvtool.llama.library import api; before(api, 'llama_init_from_model')",
+    "prompt": "from kvtool.llama.context import Context; before(Context, 'decode')",
+    "reply": "from kvtool.llama.sampler import Sampler; before(Sampler, 'sample')",
+    "reply, twice": "from kvtool.llama.sampler import Sampler; before(Sampler, 'sample', 2)",
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
+    # without a library of kernels numba is imported for the first eviction
+    own = ["--policy", "streamingllm", "--budget", "24"] if stage == "import of numba" else []
+    run = subprocess.run if stage.startswith("import") else forked.run
+    done = python(f"{PRESS}\n{STAGES[stage]}\n{RUN}", *WRITE, "-m", model, *own, run=run)
+    assert done.returncode == 130, done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert done.stderr.endswith("kvtool: stopped\n")
+    if stage != "load":
+        assert done.stderr == "kvtool: stopped\n"
+    # the step under way is written out, but not after a second one
+    assert bool(done.stdout.strip()) == (stage in ("reply", "import of numba"))
+
+
+def test_an_interrupted_perplexity_is_one_line(model, tmp_path):
+    (tmp_path / "text").write_text("Hello, hello. " * 20)
+    code = f"{PRESS}\nfrom kvtool.llama.context import Context; before(Context, 'decode')\n{RUN}"
+    one_line(python(code, "perplexity", tmp_path / "text", "-t", 1, "-m", model), 130, "stopped")
+
+
+DOWNLOAD = """
+from kvtool.models import catalogue, download, resolve
+line = "tiny | pip:kvtool-no-such==1.0 | tiny.gguf | " + "0" * 64 + " | 5 | MIT | -"
+for module in (catalogue, download, resolve):
+    module.registry = lambda: catalogue.parse(line)
+# pip would go to the network: something that lasts stands in for it
+popen = download.subprocess.Popen
+lasts = [sys.executable, "-c", "while True: pass"]
+download.subprocess.Popen = lambda command, **options: popen(lasts, **options)
+before(download, "_bytes_in")
+"""
+
+
+def test_an_interrupted_download_leaves_nothing(tmp_path):
+    environment = os.environ | {"KVTOOL_CACHE": str(tmp_path)}
+    done = python(f"{PRESS}\n{DOWNLOAD}\n{RUN}", "models", "pull", "tiny", env=environment)
+    assert done.returncode == 130
+    assert done.stderr == "kvtool: stopped\n"
+    assert not os.listdir(tmp_path / "models")
+
+
+def test_an_interrupt_between_the_turns_of_a_pipe_is_one_line(smollm2):
+    chat = start(RUN, "chat", "--temp", 0, "-t", 1, "-n", 2, "-m", smollm2, stdin=subprocess.PIPE)
+    chat.stdin.write("Hello!\n")
+    chat.stdin.flush()
+    assert chat.stdout.readline().strip()
+    # it takes another line once the turn is over
+    chat.stdin.write("\n")
+    chat.stdin.flush()
+    until(lambda: not _unread(chat.stdin))
+    chat.send_signal(signal.SIGINT)
+    assert chat.wait(PATIENCE_S) == 130
+    assert re.fullmatch(KEEPS + "kvtool: stopped\n", chat.communicate()[1])
+
+
+def _unread(pipe):
+    """Bytes that wait in a pipe."""
+    return struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
+
+
+# terminals
+
+
+@pytest.fixture
+def held(tmp_path):
+    """Its first eviction is amid a reply: what is asked here has fewer tokens than there are cells."""
+    return Held(tmp_path)
+
+
+@pytest.fixture
+def terminal(talker, held):
+    started = []
+
+    def start(own=True):
+        options = ("--policy", held.policy, "--budget", 80, "-n", 200)
+        started.append(Terminal(talker, *options, own=own))
+        return started[0]
+
+    yield start
+    started[0].kill()
+
+
+def test_interrupts_stop_a_reply_and_keep_the_chat(terminal, held):
+    terminal = terminal()
+    terminal.wait_for("> ")
+    # between a prompt and its first look at the keyboard, Python's readline does not hear of a signal
+    terminal.wait_for(" leaves", pressing="\x03")
+    terminal.type("Tell me a long story of the sea.\n")
+    held.wait()
+    terminal.type("\x03")
+    held.go()
+    terminal.until("\nstopped\n")
+    assert terminal.ended(pressing="\x04") == 0
+    os.close(terminal.master)
+
+
+def test_what_is_typed_during_a_reply_waits_for_its_end(terminal, held):
+    terminal = terminal()
+    terminal.wait_for("> ")
+    terminal.type("Tell me a long story of the sea.\n")
+    held.wait()
+    terminal.type("/stats\n\x04")
+    held.go()
+    terminal.wait_for("tokens/s")
+    # on the prompt, and nowhere before it
+    terminal.wait_for("> ")
+    terminal.wait_for("policy state")
+    assert terminal.process.wait(PATIENCE_S) == 0
+    assert "/stats" not in terminal.all.partition("tokens/s")[0].partition("long story")[2]
+    os.close(terminal.master)
+
+
+def test_a_terminal_that_goes_away_ends_the_chat(terminal):
+    terminal = terminal()
+    terminal.wait_for("> ")
+    os.close(terminal.master)
+    # the signal comes first or the end of the input: a shell shows 129 for both
+    assert terminal.process.wait(PATIENCE_S) in (-signal.SIGHUP, 129)
+
+
+@pytest.mark.parametrize("during", ["prompt", "reply"])
+def test_a_terminal_that_goes_away_without_a_signal_ends_the_chat(during, terminal, held):
+    terminal = terminal(own=False)
+    terminal.wait_for("> ")
+    if during == "reply":
+        terminal.type("Tell me a long story of the sea.\n")
+        held.wait()
+    os.close(terminal.master)
+    held.go()
+    assert terminal.process.wait(PATIENCE_S) == 128 + signal.SIGHUP
+
+
+# the clock
+
+JUMPS = """
+import itertools, time
+day = itertools.cycle([0, 2e9, -2e9])
+time.time = lambda: next(day)
+time.time_ns = lambda: int(next(day) * 1e9)
+"""
+
+
+def test_a_clock_that_jumps_does_not_matter(model, tmp_path):
+    written = json.loads(python(f"{JUMPS}\n{RUN}", *WRITE, "-m", model, "--json").stdout)
+    assert 0 < written["prompt_s"] < 60
+    assert 0.1 < written["tokens_per_s"] < 1e5
+    (tmp_path / "text").write_text("Hello, hello. " * 20)
+    done = python(f"{JUMPS}\n{RUN}", "perplexity", tmp_path / "text", "-t", 1, "-m", model, "--json")
+    scored = json.loads(done.stdout)
+    assert 0 < scored["seconds"] < 60
+    assert 0.1 < scored["tokens_per_s"] < 1e5

@@ -1,0 +1,582 @@
+"""Finding one's way: help, near misses, what is typed in two places, ranges, completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from kvtool import __version__
+from kvtool.cli import COMMANDS, app, completion, near
+from kvtool.cli.command import _EARLIER
+from kvtool.cli.compare.command import _Grid
+from kvtool.cli.examples import EXAMPLES
+from kvtool.cli.models import _Types
+from kvtool.cli.settings import all_commands
+from kvtool.options.field import declared
+from kvtool.options.run import Run
+from tests import forked
+from tests.cli.called import called
+from tests.cli.test_cli import KVTOOL, kvtool
+from tests.held import PATIENCE_S
+
+ROOT = Path(__file__).parents[2]
+
+COMMANDS_OF = dict(all_commands(get_command(app)))
+ALL = ["", *sorted({" ".join(words[:n]) for words in COMMANDS_OF for n in range(1, len(words) + 1)})]
+
+
+# help
+
+
+@pytest.mark.parametrize("words", ALL)
+def test_h_and_v_work_on_every_command(words):
+    code = (
+        "import sys\n"
+        "from kvtool.cli import app\n"
+        "for more in (['-h'], ['--help'], ['-V'], ['--version']):\n"
+        "    try: app(sys.argv[1:] + more, prog_name='kvtool')\n"
+        "    except SystemExit as end: print(f'ended with {end.code}')\n"
+    )
+    done = forked.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True)
+    first, second, *versions = done.stdout.split("ended with 0\n")[:-1]
+    assert first == second
+    assert first.startswith(" ".join(["Usage: kvtool", *words.split(), "["]))
+    assert versions == [f"kvtool {__version__}\n"] * 2
+    assert first == kvtool("help", *words.split()).stdout
+    titles = re.findall(r"^(\S.*):$", first, re.M)
+    assert len(titles) == len(set(titles))
+    assert ("Examples" in titles) == (words in EXAMPLES)
+    # a value has a name in capitals, and not a type; a range is in words
+    shown = first.split("\nExamples:")[0]
+    assert not re.search(
+        r"^  -.*<(int|float|text)|[{<]\w+[}>]|\[(?!required)[a-z_]+\](\.\.\.)?$|x[<>]=", shown, re.M
+    )
+
+
+def test_every_command_has_two_examples_that_it_takes():
+    commands = {" ".join(words): command for words, command in COMMANDS_OF.items()}
+    assert {"", *commands} <= set(EXAMPLES)
+    for words, examples in EXAMPLES.items():
+        assert len(examples) == 2
+        for example in examples if words in commands else ():
+            (call,) = re.findall(rf"(?:^|[|(] ?)(kvtool {words}[^|>)]*)", example)[:1]
+            commands[words].make_context("x", shlex.split(call)[1 + len(words.split()) :])
+
+
+def test_the_list_of_commands_says_what_each_says_of_itself():
+    root = get_command(app)
+    for name, sentence in COMMANDS.items():
+        command = root.commands[name]
+        said = " ".join((command.help or "").split())
+        assert said.startswith(sentence), name
+        assert sentence in " ".join(called("--help").stdout.split())
+
+
+def test_options_stand_in_groups_with_their_real_defaults():
+    said = " ".join(kvtool("chat", "-h").stdout.split())
+    order = [
+        "Options: --system",
+        "Cache and eviction: --policy",
+        "Sampling: -n,",
+        "Model and hardware: -m,",
+    ]
+    order += [
+        "Archive (--policy recall): --archive ",
+        "Output: --",
+        "Help: -h,",
+        "Examples: ",
+    ]
+    assert sorted(order, key=said.index) == order
+    for default in ("smollm2-135m", "256", "0.95", "2048", "random", "recall"):
+        assert f"[default: {default}]" in said
+    assert "[default: 512 tokens; 1,024 with a policy that forgets]" in said
+    # neither typer's parentheses nor its ranges
+    assert "(1,024" not in said
+    assert "x>=" not in said
+
+
+def test_an_earlier_name_of_an_option_works_and_is_not_shown():
+    inspect = COMMANDS_OF["inspect",].make_context("x", ["text", "--png", "a.png"])
+    assert str(inspect.params["plot"]) == "a.png"
+    assert "--plot PNG" in shown_by("inspect")
+    assert COMMANDS_OF["models", "show"].make_context("x", ["--type-k", "q8_0"]).params["type_k"] == "q8_0"
+    page = (ROOT / "docs" / "cli.md").read_text()
+    for name in _EARLIER:
+        for words in COMMANDS_OF:
+            assert name not in shown_by(*words), words
+        assert name not in page
+
+
+def test_json_and_plot_mean_the_same_in_every_command():
+    for words, command in COMMANDS_OF.items():
+        for param in command.params:
+            if "--json" in param.opts:
+                assert (param.is_flag, param.help, param.opts) == (True, "Print JSON.", ["--json"]), words
+            # a picture has one name
+            assert "PNG" not in (param.metavar or "") or param.opts[0] == "--plot", words
+
+
+def test_a_range_is_in_words():
+    assert "Points in time that --html can show (1 to 255). [default: 32]" in shown_by("inspect")
+    assert "Port to listen on (0 to 65535). [default: 8080]" in shown_by("serve")
+
+
+@pytest.mark.parametrize("group", ["models", "session"])
+def test_no_sentence_about_a_command_is_cut(group):
+    said = shown_by(group)
+    for words, command in COMMANDS_OF.items():
+        if words[0] == group:
+            assert " ".join(command.help.split()).partition(". ")[0].removesuffix(".") + "." in said
+
+
+def shown_by(*words):
+    """The help of a command without its line breaks."""
+    return " ".join(called(*words, "-h").stdout.split())
+
+
+def test_a_command_of_several_lists_their_options_alone():
+    for name in ("models", "session"):
+        assert "completion" not in called(name, "-h").stdout
+
+
+# near misses
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run"], "there is no command 'run'; use `kvtool chat`"),
+        (["list"], "there is no command 'list'; use `kvtool models list`"),
+        (["ls"], "there is no command 'ls'; use `kvtool models list`"),
+        (["pull", "x"], "there is no command 'pull'; use `kvtool models pull`"),
+        (["models", "ls"], "`kvtool models`: there is no command 'ls'; use `kvtool models list`"),
+        (
+            ["session", "shwo"],
+            "`kvtool session`: there is no command 'shwo'; did you mean `kvtool session show`?",
+        ),
+        (["genrate", "x"], "there is no command 'genrate'; did you mean `kvtool generate`?"),
+        (["tinyllama.gguf"], "there is no command 'tinyllama.gguf'; use `kvtool chat tinyllama.gguf`"),
+        (["xyzzy"], "there is no command 'xyzzy'; `kvtool -h` lists them"),
+        (["help", "xyzzy"], "there is no command 'xyzzy'; `kvtool -h` lists them"),
+        (["help", "chat", "x"], "`kvtool chat` has no subcommands; `kvtool chat -h` shows its help"),
+        (
+            ["chat", "--budgett", "3"],
+            "no such option: --budgett (did you mean --budget?); `kvtool chat -h` ",
+        ),
+        (["bench", "--policy", "h2o"], "no such option: --policy; `kvtool bench -h` "),
+        (
+            ["chat", "--temperature", "1"],
+            "no such option: --temperature; use --temp",
+        ),
+        (["models", "pull"], "MODEL is missing; `kvtool models pull -h` lists its options"),
+        (["inspect", "--snapshots", "0"], "--snapshots must be in 1..255, got 0\n"),
+        (["server"], "there is no command 'server'; use `kvtool serve`"),
+        (["ps"], "there is no command 'ps'; kvtool runs nothing in the background"),
+        (
+            ["Why is the sky blue?"],
+            'name a command first: `kvtool generate "Why is the sky blue?"` or `kvtool chat`',
+        ),
+    ],
+)
+def test_a_near_miss_is_one_line_that_says_what_to_type(words, said):
+    done = called(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"kvtool: {said}")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["chat", "-hf", "a/b:Q8_0"], "no such option: -hf; use -m hf:a/b:Q8_0"),
+        # -h alone is an option
+        (["generate", "-hf", "a/b"], "no such option: -hf; use -m hf:a/b"),
+        (["generate", "x", "--hf-repo=a/b"], "no such option: --hf-repo; use -m hf:a/b"),
+        (["chat", "-hf"], "no such option: -hf; use -m hf:..."),
+        (["chat", "--num-ctx", "9"], "no such option: --num-ctx; use --ctx-size"),
+        (["chat", "--max-tokens", "9"], "no such option: --max-tokens; use --predict"),
+        (["chat", "-s", "9"], "no such option: -s; use --seed"),
+        (["chat", "--type-k", "f16"], "no such option: --type-k; use --cache-type-k"),
+        # -c alone is an option
+        (["chat", "-cnv"], "no such option: -cnv; `kvtool chat` is a conversation, without this option"),
+        (["chat", "-p", "x"], "no such option: -p; `kvtool generate` answers a prompt"),
+        (["chat", "--mlock"], "no such option: --mlock; models are mapped into memory, and not locked there"),
+        # an option that the command lacks, too
+        (["bench", "--temperature", "1"], "no such option: --temperature; `kvtool bench -h` "),
+        (["-hf", "a/b"], "name a command before its options: `kvtool COMMAND -hf`"),
+        (["-m", "x", "chat"], "name a command before its options: `kvtool COMMAND -m`"),
+        (
+            ["generate", "Tell", "me", "-n", "9", "a", "story"],
+            'put the prompt into quotes: `kvtool generate "Tell me a story"`',
+        ),
+        (["generate", "It's", "$5?"], """put the prompt into quotes: `kvtool generate 'It'"'"'s $5?'`"""),
+        (
+            ["chat", "Why is it?"],
+            "'Why is it?' is not a model; `kvtool generate \"Why is it?\"` answers a prompt, ",
+        ),
+        (
+            ["chat", "Why", "is", "it?"],
+            "'Why is it?' is not a model; `kvtool generate \"Why is it?\"` answers ",
+        ),
+        (["policies", "h2o", "tova"], "`kvtool policies` takes only [NAME]; leave out tova"),
+        (["doctor", "x"], "`kvtool doctor` takes only options; leave out x"),
+        (["chat", "-n"], "-n needs a value; `kvtool chat -h` lists its options"),
+        (["chat", "--plain=3"], "--plain takes no value; `kvtool chat -h` lists its options"),
+    ],
+)
+def test_a_line_for_another_program_is_answered_with_ours(words, said):
+    done = called(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"kvtool: {said}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_value_is_not_taken_for_an_option_of_another_program():
+    generate = COMMANDS_OF["generate",]
+    assert generate.make_context("x", ["-p", "-hf", "--system=-i"]).params["prompt"] == "-hf"
+    assert generate.make_context("x", ["--", "-i"]).params["given"] == "-i"
+
+
+def test_every_option_that_is_suggested_exists():
+    shown = {
+        words: {name for each in command.params for name in each.opts}
+        for words, command in COMMANDS_OF.items()
+    }
+    for ours, names in near.OURS.items():
+        having = [options for options in shown.values() if ours in options]
+        assert having, ours
+        # where ours exists, the other name is free
+        for options in having:
+            assert not set(names) & options - {"--type-k", "--type-v"}, ours
+    names = [name for many in (near.OURS, near.ADVICE) for names in many.values() for name in names]
+    assert len(names) - len(set(names)) == 2  # -no-cnv: --raw where there is one
+    for command in ("chat", "serve", "perplexity", "bench"):
+        for name in set(names) - shown[command,]:
+            assert called(command, name, "9").returncode == 2, (command, name)
+
+
+def test_what_is_suggested_exists():
+    known = {" ".join(words) for words in COMMANDS_OF} | {"--version", "models rm"}
+    for group, names in near.INSTEAD.items():
+        assert set(names.values()) <= known
+        at = get_command(app)
+        for word in group.split()[1:]:
+            at = at.commands[word]
+        # what exists is not a near miss
+        assert not set(names) & set(at.commands)
+    assert not set(near.NOT_HERE) & set(COMMANDS)
+
+
+# values
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--top-p", "2"], "--top-p must be in 0..1, got 2"),
+        # ggml ends the process for more
+        (["-t", "513"], "--threads must be in 1..512, got 513"),
+        (["--temp", "-1"], "--temp must be in 0.."),
+        (["--min-p", "-0.1"], "--min-p must be in 0..1, got -0.1"),
+        (["--repeat-penalty", "0"], "--repeat-penalty must be in 0.001..1000, got 0"),
+        (["--top-k", "x"], "kvtool: --top-k must be a whole number, got 'x'\n"),
+        (["-n", "0"], "--predict must be at least 1, or -1 for no limit, got 0"),
+        (["-n", "-2"], "kvtool: --predict must be at least -1, got -2\n"),
+        (["--seed", "-2"], "kvtool: --seed must be at least -1, got -2\n"),
+        (["-t", "0"], "kvtool: --threads must be in 1..512, got 0\n"),
+        (["-m", ""], "the model's name is empty"),
+        (["--budget", ""], "the budget is empty"),
+        (["--budget", "0.5"], "a budget in tokens is a whole number, got '0.5'"),
+        (["--budget", "0"], "a budget of 0 is too small"),
+        (["--budget", "0.001%"], "is less than 1 token"),
+        (["--budget", "64Mi"], "a budget is a number of tokens (512)"),
+        (
+            ["--system", "a", "--system-file", "b"],
+            "--system and --system-file are both given; leave out one of them",
+        ),
+    ],
+)
+@pytest.mark.engine
+def test_a_value_out_of_range_is_one_line(smollm2, words, said):
+    done = called("chat" if words[0] < "--s" else "generate", *words, stdin="x")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("kvtool: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "x", "-p", "y"], "'x' and -p 'y' are two prompts; leave out one of them"),
+        (["chat", "x", "-m", "y"], "'x' and -m 'y' are two models; leave out one of them"),
+    ],
+)
+def test_what_is_typed_in_two_places_is_one_line(words, said):
+    done = called(*words)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvtool: {said}\n")
+
+
+def test_cache_types_are_taken_in_any_case():
+    for kind in (Run, _Types):
+        for name in declared(kind).keys() & {"type_k", "type_v", "archive_type"}:
+            assert getattr(kind.filled({name: "Q8_0"}), name) == "q8_0", (kind, name)
+    assert _Grid.filled({"types": "Q8_0,BF16"}).types == "q8_0,bf16"
+
+
+@pytest.mark.engine
+def test_a_prompt_comes_in_any_way(default_talker, tmp_path):
+    (tmp_path / "prompt.txt").write_text("Say hello.\n")
+    (tmp_path / "system.txt").write_text("Be brief.\n")
+
+    def told(*arguments, stdin=""):
+        done = kvtool("generate", *arguments, "-n", 6, "--temp", 0, "-t", 1, "--json", stdin=stdin)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        return found["text"], found["prompt_tokens"]
+
+    wanted = told("-p", "Say hello.")
+    file = tmp_path / "prompt.txt"
+    assert told("Say hello.") == told("-f", file) == told("-f", "-", stdin="Say hello.\n") == wanted
+    both = told("Go on.", stdin="Say hello.")
+    assert told("Go on.", "-f", file) == told("-p", "Go on.", "--file", file) == both != wanted
+    system = told("Say hello.", "--system", "Be brief.")
+    assert told("Say hello.", "--system-file", tmp_path / "system.txt") == system != wanted
+
+
+@pytest.mark.engine
+def test_minus_one_is_no_limit_and_a_random_seed(smollm2):
+    own = ("generate", "Name a colour.", "--temp", 1, "-t", 1)
+    without = kvtool(*own, "-n", -1, "--seed", 3).stdout
+    assert without == kvtool(*own, "--seed", 3).stdout
+    assert kvtool(*own, "--n-predict", 1, "--seed", 3).stdout.strip() == without.split()[0].strip(".,")
+    drawn = {
+        kvtool(*own, "-n", 12, "--seed", -1, "--temp", 2, "--top-p", 1, "--min-p", 0).stdout for _ in "abc"
+    }
+    assert len(drawn) > 1
+
+
+@pytest.mark.engine
+def test_a_context_above_the_trained_one_is_said(default_talker, tmp_path):
+    (tmp_path / "text").write_text("The tide came in. " * 9)
+    line = "--ctx-size 9,000 is above the model's trained length; 8,192 is used\n"
+    generate = kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 9000)
+    assert (generate.returncode, generate.stderr) == (0, line)
+    assert kvtool("perplexity", tmp_path / "text", "-t", 1, "-c", 9000).stderr.startswith(line)
+    compare = kvtool(
+        "compare", tmp_path / "text", "-t", 1, "-c", 9000, "--policies", "local", "--budgets", 16
+    )
+    assert compare.stderr.count(line) == 1
+    assert kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 8192).stderr == ""
+    # as in llama.cpp
+    assert kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 0).stderr == ""
+
+
+@pytest.mark.engine
+def test_layers_on_a_gpu_that_is_not_there_are_told(default_talker, tmp_path, monkeypatch):
+    line = "--gpu-layers 99 does nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)\n"
+    (tmp_path / "text").write_text("The tide came in. " * 9)
+    monkeypatch.setattr("kvtool.llama.devices.has_gpu", lambda: False)
+    own = ("-t", 1, "-ngl")
+    for words in (
+        ("generate", "Hi", "-n", 1),
+        ("inspect", tmp_path / "text"),
+        ("inspect", tmp_path / "text", "--map", "queries"),
+        ("compare", tmp_path / "text", "--policies", "local", "--budgets", 16),
+        ("eval", "passkey", "--set", "lengths=64", "--limit", 1),
+    ):
+        assert called(*words, *own, 99).stderr.count(line) == 1, words
+    assert "--gpu-layers" not in called("generate", "Hi", "-n", 1, *own, 0).stderr
+    monkeypatch.setattr("kvtool.llama.devices.has_gpu", lambda: True)
+    assert "--gpu-layers" not in called("generate", "Hi", "-n", 1, *own, 99).stderr
+
+
+@pytest.mark.engine
+def test_a_prompt_that_full_cannot_hold_is_refused_before_it_is_read(default_talker):
+    done = called("generate", "word " * 400, "--policy", "full", "-c", 256, "-t", 1)
+    assert (done.returncode, done.stdout) == (5, "")
+    assert re.fullmatch(
+        r"kvtool: the prompt \([\d,]+ tokens\) does not fit in the cache \(256\) and `full` never evicts; "
+        r"use --policy recall or a shorter prompt\n",
+        done.stderr,
+    )
+
+
+MINE = """
+from dataclasses import dataclass
+from kvtool.policies.h2o import H2O
+
+@dataclass(frozen=True, slots=True)
+class Mine(H2O):
+    def plan(self, view, state):
+        return self.helper()
+
+    def helper(self):
+        raise RuntimeError("no idea")
+
+POLICY = Mine
+"""
+
+
+@pytest.mark.engine
+def test_v_shows_where_a_policy_of_ones_own_failed_and_vv_llama_cpps_log(default_talker, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+
+    def said(*arguments):
+        done = kvtool("generate", "word " * 99, "-t", 1, "--budget", 64, *arguments)
+        return done.returncode, done.stderr
+
+    mine = ("--policy", tmp_path / "mine.py")
+    line = "kvtool: Mine.plan: RuntimeError: no idea (mine.py, line 11)\n"
+    code, plain = said(*mine)
+    assert (code, "Traceback" in plain, plain.endswith(f"\n{line}")) == (7, False, True)
+    code, shown = said(*mine, "-v")
+    assert code == 7
+    assert 'mine.py", line 8, in plan' in shown
+    assert 'mine.py", line 11, in helper' in shown
+    # the engine's own lines are nothing to its author
+    assert "eviction.py" not in shown
+    assert shown.endswith(f"RuntimeError: no idea\n{line}")
+    assert "llama_context" not in shown
+    assert "llama_context" in said(*mine, "-vv")[1]
+    code, plain = said("-n", 2, "-v")
+    assert (code, "cells per row" in plain, "llama_context" in plain) == (0, True, False)
+    (tmp_path / "mine.py").write_text("x = (")
+    assert "SyntaxError" in said(*mine, "-v")[1].split("\nkvtool: ")[0]
+
+
+@pytest.mark.engine
+def test_explain_says_what_a_small_budget_costs(smollm2):
+    done = kvtool("generate", "Hi", "-n", 1, "-t", 1, "--budget", 100, "-b", 64, "--explain")
+    # 30 layers, K and V, 3 heads of 64 at f16
+    cell = 30 * 2 * 3 * 64 * 2
+    taken, spare = 100 * cell / 2**20, 156 * cell / 2**20
+    assert f"(256 cells per row; {taken:.1f} MiB for the budget's cells, {spare:.1f} MiB more " in done.stderr
+    of_256 = "--policy", "h2o", "--budget", 256
+    done = kvtool("generate", "Hi", "-n", 1, "-t", 1, *of_256, "-b", 1, "--explain")
+    assert "(256 cells per row), " in done.stderr
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="needs a terminal")
+@pytest.mark.parametrize(("budget", "is_said"), [(100, True), (256, False)])
+def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):
+    import pty
+
+    own, theirs = pty.openpty()
+    command = [*KVTOOL, "generate", "Hi", "-n", "1", "-t", "1", "--budget", str(budget), "-b", "64"]
+    forked.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, check=True)
+    # so that there is something to read
+    os.write(theirs, b".")
+    os.close(theirs)
+    said = os.read(own, 4096).decode()
+    os.close(own)
+    assert said.startswith("a budget of 100 takes 2.2 MiB for the budget's cells, 3.4 MiB more ") == is_said
+    assert said.count("\n") == is_said
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a terminal")
+def test_an_error_is_wrapped_between_words():
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    own, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    forked.run([*KVTOOL, "chat", "--evict-every", "x"], stdin=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    lines = os.read(own, 4096).decode().splitlines()
+    os.close(own)
+    assert " ".join(lines) == kvtool("chat", "--evict-every", "x").stderr.strip()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 40
+
+
+# completion
+
+
+def completed(line, **env):
+    words = line.split(" ")
+    told = {"_KVTOOL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    done = forked.run(
+        KVTOOL,
+        env={**os.environ, **told, **env},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("kvtool ch", ["chat"]),
+        ("kvtool models sh", ["show"]),
+        ("kvtool help gen", ["generate"]),
+        ("kvtool chat --bud", ["--budget"]),
+        ("kvtool chat --policy st", ["streamingllm"]),
+        ("kvtool chat --policy buzz -o thr", ["threshold="]),
+        ("kvtool chat -o sin", ["sinks="]),
+        ("kvtool perplexity --policy h2o -o dec", ["decay=", "decay_beyond="]),
+        ("kvtool chat --policy none -o x", []),
+        ("kvtool policies stre", ["streamingllm"]),
+        ("kvtool compare x --policies h2o,st", ["h2o,streamingllm"]),
+        ("kvtool compare x --types f16,q8", ["f16,q8_0"]),
+        ("kvtool chat -ctk q8", ["q8_0"]),
+        ("kvtool generate --archive-type bf", ["bf16"]),
+        ("kvtool chat smollm2-135", ["smollm2-135m"]),
+        ("kvtool chat -m smollm2-135", ["smollm2-135m"]),
+        ("kvtool models show smollm2-135", ["smollm2-135m"]),
+        ("kvtool eval passk", ["passkey"]),
+        ("kvtool chat --positions in", ["in-cache"]),
+        ("kvtool chat -fa o", ["on", "off"]),
+        # files are the shell's
+        ("kvtool chat -m ./x", []),
+    ],
+)
+def test_a_shell_completes(line, wanted):
+    assert completed(line) == wanted
+
+
+def test_sessions_are_completed_and_nothing_else(tmp_path, monkeypatch):
+    (tmp_path / "talk.kv").write_bytes(b"kvtool session 1 ")
+    (tmp_path / "tale.txt").write_text("A tale.")
+    (tmp_path / "talks").mkdir()
+    (tmp_path / "talks" / "old").write_bytes(b"kvtool session 2 ")
+    os.mkfifo(tmp_path / "talk.pipe") if hasattr(os, "mkfifo") else None
+    monkeypatch.chdir(tmp_path)
+    assert completion.sessions("ta") == ["talk.kv", "talks/"]
+    assert completion.sessions("talks/") == ["talks/old"]
+    assert completion.sessions(f"{tmp_path}/talk.") == [f"{tmp_path}/talk.kv"]
+    assert completion.sessions("nowhere/") == []
+
+
+def test_completion_takes_no_defaults(tmp_path):
+    (tmp_path / "wrong.toml").write_text("budge = 1")
+    assert completed("kvtool chat --bud", KVTOOL_CONFIG=str(tmp_path / "wrong.toml")) == ["--budget"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_complete_too(shell):
+    told = {
+        "_KVTOOL_COMPLETE": f"complete_{shell}",
+        "_TYPER_COMPLETE_ARGS": "kvtool chat --policy str",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    done = forked.run(KVTOOL, env={**os.environ, **told}, capture_output=True, text=True, check=True)
+    assert "streamingllm" in done.stdout
+    assert "h2o" not in done.stdout
+    source = {**os.environ, "_KVTOOL_COMPLETE": f"source_{shell}"}
+    assert "complete" in forked.run(KVTOOL, env=source, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,454 @@
+"""What kvtool inspect and /cells show, on a terminal, in a page, and as a picture."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import zlib
+from functools import partial
+
+import numpy as np
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from kvtool import policies
+from kvtool.cli import output
+from kvtool.cli.inspect import page as inspect_page
+from kvtool.cli.inspect import terminal as inspect_terminal
+from kvtool.measure import holdings
+from tests import forked
+from tests.cli.called import called
+from tests.cli.test_cli import kvtool
+from tests.engine.running import open_engine, text
+from tests.held import PATIENCE_S
+
+SHARES = [1, 0.71, 0.41, 0.1, 0.011, 0]
+
+
+def shown(texts, share, last=100, archived=(), **console):
+    out = io.StringIO()
+    is_archived = np.isin(np.arange(len(texts)), archived)
+    inspect_terminal.show(
+        Console(**({"file": out, "width": 21, "_environ": {}} | console)),
+        *(texts, np.array(share), is_archived, last),
+    )
+    return out.getvalue()
+
+
+def drawn(texts, width):
+    return [
+        "".join(piece for piece, _ in line) for line in inspect_terminal.lines(texts, [0] * len(texts), width)
+    ]
+
+
+def test_without_colour_each_column_has_a_mark_below_it():
+    out = shown(["One", " and", " two", "s", ".\n", "\u4e16 end"], SHARES)
+    legend, strip, body = (
+        out.split("\n\n")[0],
+        out.split("right:\n")[1].split("\n")[0],
+        out.split("text:\n\n")[1],
+    )
+    assert ". no row, 1 2%, 2 5%, 3 10%, 4 20%, 5 40%, 6 70%, 7 more, # all rows" in legend
+    assert strip == "#7631."
+    # the character of two columns has two marks
+    assert body.split("\n")[:4] == ["One and twos.\u23ce", "###77776666311", "\u4e16 end", "......"]
+    assert "6 tokens: 1 held by every row, 4 by some, 1 forgotten" in out
+
+
+def test_lines_break_between_words_and_show_what_steers_a_terminal():
+    assert drawn(["The", " tide", " com", "ing", " in"], 12) == ["The tide", " coming in"]
+    assert drawn(["a\n\n", "b\tc", "\x1b[2J", "\r\n"], 20) == [
+        "a\u23ce",
+        "\u23ce",
+        "b\u2192   c\u241b[2J\u23ce",
+    ]
+    assert drawn(["\u202eabc", "\x9b"], 20) == ["\ufffdabc\ufffd"]
+    # a word of more than a line, and characters two columns wide
+    assert drawn(["x", "abcdefghijkl"], 5) == ["x", "abcde", "fghij", "kl"]
+    assert drawn(["\u4e16\u754c", "\u4e16"], 5) == ["\u4e16\u754c", "\u4e16"]
+    assert drawn(["", ""], 5) == []
+
+
+def test_what_is_not_shown_is_counted():
+    out = shown([f" {i}" for i in range(30)], [0] * 10 + [1] * 20, last=12)
+    assert "the whole stream of 30 tokens" in out
+    assert "the last 12 tokens; 18 earlier ones are not shown" in out
+    assert " 18" in out
+    assert " 17" not in out.split("not shown")[1]
+    assert "30 tokens: 20 held by every row, 0 by some, 10 forgotten" in out
+
+
+def test_with_256_colours_tokens_are_shaded():
+    colours = {"force_terminal": True, "color_system": "256"}
+    out = shown(["One", " and", " two", " or", " three", " gone"], SHARES, width=60, **colours)
+    assert "\x1b[38;5;16;48;5;123mOne\x1b[0m" in out
+    assert "\x1b[38;5;231;48;5;17m three\x1b[0m" in out
+    assert "\x1b[38;5;244m gone\x1b[0m" in out
+    # the same text, without marks
+    assert "\nOne and two or three gone\n" in Text.from_ansi(out).plain
+
+
+@pytest.mark.parametrize(
+    "console",
+    [
+        {"force_terminal": True, "color_system": "256", "no_color": True},
+        {"force_terminal": True, "color_system": "standard"},
+        {"force_terminal": True, "_environ": {"TERM": "dumb"}},
+        {"color_system": "256"},
+    ],
+)
+def test_where_there_are_no_256_colours_there_are_marks(console):
+    out = shown(["One", " two"], [1, 0.5], width=60, **console)
+    assert "\nOne two\n###6666\n" in out or "\nOne two\n###7777\n" in out
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("shaded", [False, True])
+def test_what_is_archived_is_not_forgotten(shaded):
+    colours = {"width": 60, "force_terminal": True, "color_system": "256"} if shaded else {"width": 120}
+    out = shown(["One", " two", " three", " four"], [1, 0, 0, 0], archived=[1, 2], **colours)
+    assert "4 tokens: 1 held by every row, 0 by some, 2 archived, 1 forgotten" in out
+    if shaded:
+        assert "\x1b[38;5;231;48;5;53m two\x1b[0m" in out
+        assert "\x1b[38;5;244m four\x1b[0m" in out
+    else:
+        assert "# all rows, a archived" in out
+        assert "\n#aa.\n" in out
+        assert "One two three four\n###aaaaaaaaaa.....\n" in out
+    assert "archived" not in shown(["One"], [1], **colours)
+
+
+# the page
+
+
+@pytest.fixture(scope="module")
+def watched(tiny_model):
+    """What a run held, what its rows held by the engine's own table, and the texts."""
+    seen = {}
+
+    def record(n):
+        seen[n] = [set(pos[:k].tolist()) for pos, k in zip(engine.rows.pos, engine.rows.live, strict=True)]
+
+    tokens = text(180)
+    with open_engine(tiny_model(), policies.fit("h2o", 48, 8)) as engine:
+        found = holdings.watch(engine, tokens, 7, record)
+        texts = holdings.texts(engine.model, tokens)
+    texts[5] = "</script><!--"
+    return found, [seen[end] for end in found.ends.tolist()], texts
+
+
+RESULT = {
+    **{"policy": "h2o", "params": {"window": 20}, "budget": 48, "tokens": 180, "rows": 4, "cells": 44.0},
+    "model": "/models/<tiny>.gguf",
+}
+
+
+def data_of(page):
+    (data,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.S)
+    return json.loads(data)
+
+
+def run_script(page, driver):
+    """What the driver prints as JSON: it has the page's functions, and the page's data on stdin."""
+    script = re.findall(r"<script>\n(.*?)\nstart\(\);\n</script>", page, re.S)[0]
+    done = subprocess.run(
+        ["node", "-e", script + driver],
+        input=json.dumps(data_of(page)),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("last", [1000, 50])
+def test_the_page_holds_what_the_rows_held(watched, last):
+    found, rows, texts = watched
+    data = data_of(inspect_page.page(RESULT, found, texts, last).decode())
+    first = max(180 - last, 0)
+    assert data["first"] == first
+    assert "".join(data["texts"]) == inspect_terminal.visible("".join(texts[first:]))
+    assert data["model"] == "<tiny>.gguf"
+    until = np.frombuffer(zlib.decompress(base64.b64decode(data["until"])), np.uint8).reshape(4, -1)
+    for snapshot, end in enumerate(data["ends"]):
+        for row in range(4):
+            held = {first + i for i in np.flatnonzero(until[row] > snapshot).tolist() if first + i < end}
+            assert held == {pos for pos in rows[snapshot][row] if pos >= first}
+
+
+@pytest.mark.engine
+def test_the_page_loads_nothing_and_a_text_cannot_leave_its_place(watched):
+    found, _, texts = watched
+    page = inspect_page.page(RESULT, found, texts, 1000).decode()
+    assert not re.search(r"https?:|\bsrc=|\bhref=|url\(|@import|\bfetch\(", page)
+    assert "default-src 'none'" in page
+    assert page.count("</script>") == 2
+    assert "{{data}}" not in page
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
+def test_the_page_counts_rows_as_the_engine_does(watched):
+    found, _, texts = watched
+    page = inspect_page.page(RESULT, found, texts, 150).decode()
+    driver = """
+        const data = JSON.parse(require("fs").readFileSync(0, "utf8"));
+        inflate(data.until).then((until) => {
+          const counts = [];
+          for (const [layer, head] of [[-1, -1], [1, -1], [-1, 0], [0, 1], [0, 7]])
+            for (const snapshot of data.ends.keys())
+              counts.push([...countRows(data, until, rowsOf(data, layer, head), snapshot)]);
+          const levels = [0, 0.02, 0.021, 0.7, 0.99, 1].map((share) => level(data, share));
+          data.archived[1] = [data.first + 1, data.first + 3];
+          const archived = [0, 1, 2, 3].map((token) => isArchived(data, token, 1));
+          data.archived[6] = [0, data.first + 100];
+          const parts = [0, 1, 2, 3].map((row) => whereAre(data, until, row, 0, 128, 6));
+          console.log(JSON.stringify({ counts, levels, archived, parts }));
+        });"""
+    got = run_script(page, driver)
+    layer, head = found.layer, found.head
+    chosen = [layer >= 0, layer == 1, head == 0, (layer == 0) & (head == 1), head == 7]
+    want = [found.held(s)[rows, 30:].sum(axis=0).tolist() for rows in chosen for s in range(len(found.ends))]
+    assert got["counts"] == want
+    assert got["levels"] == inspect_terminal._levels(np.array([0, 0.02, 0.021, 0.7, 0.99, 1]), False)
+    assert got["levels"] == [0, 1, 2, 6, 7, 8]
+    assert got["archived"] == [False, True, True, False]
+    # what the picture of the page mixes its colours of: the row's own tokens, then the archive's
+    held = found.held(6)[:, 30:158]
+    only = ~held & (np.arange(128) < 100)
+    assert got["parts"] == np.stack([held.mean(axis=1), only.mean(axis=1)], axis=1).tolist()
+    assert 0 < held.mean() < 1
+
+
+@pytest.fixture(scope="module")
+def attended(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2), policies.fit("recall", 48, 8)) as engine:
+        found = holdings.watch(engine, text(180), 3)
+        return found, holdings.texts(engine.model, text(180))
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
+def test_the_page_shares_attention_as_the_engine_does(attended):
+    found, texts = attended
+    page = inspect_page.page(RESULT, found, texts, 150).decode()
+    driver = """
+        const data = JSON.parse(require("fs").readFileSync(0, "utf8"));
+        inflate(data.attended.attn).then((bytes) => {
+          const attn = new Uint16Array(bytes.buffer);
+          const of = [[-1, -1], [1, -1], [0, 1]].map(([layer, head]) =>
+            [...shareAttention(data, attn, rowsOf(data, layer, head))]);
+          const levels = [0, 1e-9, 0.11, 0.12, 0.33, 0.34, 1].map((part) => attentionLevel(part / 50, 0.02));
+          console.log(JSON.stringify([of, levels]));
+        });"""
+    share = found.attended.row_share()[:, 30:]
+    # all rows have as many query heads
+    want = [share.mean(axis=0), share[found.layer == 1].mean(axis=0), share[1]]
+    got, levels = run_script(page, driver)
+    assert levels == [0, 1, 6, 7, 7, 8, 8]
+    assert np.abs(np.array(got) - want).max() < share.max() / 65535
+    assert want[0].max() > 0.001
+    data = data_of(page)["attended"]
+    assert data["query"] == found.attended.query[30:].tolist()
+    assert data["share"] == found.attended.query_share[30:].round(6).tolist()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("width", [80, 44], ids=["wide", "narrow"])
+def test_the_archived_tokens_with_most_attention_are_shown(attended, width):
+    found, texts = attended
+    said = inspect_terminal.attended_record(found)
+    out = io.StringIO()
+    inspect_terminal.show_attended(Console(file=out, width=width, _environ={}), found, texts)
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines[3:])) <= width
+    # as they are rounded in the record
+    share, rows = found.attended.share().round(6), found.attended.row_share().round(6)
+    whole = f"archived tokens got at least {share.sum():.0%} of all attention; these got most:"
+    assert lines[1] == whole
+    assert lines[3].split()[:3] == ["attention", "layer/head", "query"]
+    most = np.argsort(-share, kind="stable")[:10].tolist()
+    assert len(lines) == 4 + len(most)
+    for line, i in zip(lines[4:], most, strict=True):
+        row = int(rows[:, i].argmax())
+        assert line.split()[:6] == [
+            f"{share[i]:.2%}",
+            *(f"{found.layer[row]}/{found.head[row]}", f"({rows[row, i]:.1%})"),
+            *(f"{found.attended.query[i]}", f"({found.attended.query_share[i].round(6):.1%})"),
+            f"{i}",
+        ]
+    never = int(np.flatnonzero(share == 0)[0])
+    of = {name: column[never] for name, column in said.items()}
+    assert (of["attention"], of["row_attention"], of["query_attention"]) == (0, 0, 0)
+    assert (of["layer"], of["head"], of["query"]) == (-1, -1, -1)
+
+
+def test_the_picture_tells_rows_and_archive_apart():
+    pytest.importorskip("matplotlib")
+    from matplotlib.image import imread
+
+    from kvtool.cli.inspect import plot as inspect_plot
+
+    layer = np.repeat(np.arange(6, dtype=np.int32), 2)
+    until = np.zeros((12, 5000), np.uint8)
+    # layers 0 to 2 hold the first half, the others the last quarter; the archive has half of each
+    until[:6, :2500] = until[6:, 3750:] = 1
+    found = holdings.Holdings(
+        *(layer, np.tile(np.arange(2, dtype=np.int32), 6), np.array([5000]), until),
+        archived=np.array([[1250, 4375]]),
+    )
+    figure = inspect_plot.held(RESULT, found)
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["held by the row", "archived: outside the cache, still used", "forgotten"]
+    colours = [handle.get_facecolor()[:3] for handle in legend.get_patches()]
+    pixels = imread(io.BytesIO(output.png(figure)))[..., :3]
+    kinds = [np.abs(pixels - np.array(colour)).max(axis=2) < 0.01 for colour in colours]
+    # the rows and columns of the picture itself; the legend below has less of the colours
+    inside = kinds[0] | kinds[1]
+    top, *_, bottom = np.flatnonzero(inside.mean(axis=1) > 0.5)
+    left, right = np.flatnonzero(inside[top:bottom].any(axis=0))[[0, -1]]
+    height, width = bottom + 1 - top, right + 1 - left
+    halves = slice(top, top + height // 2 - 3), slice(top + height // 2 + 3, bottom + 1)
+    edges = [left + int(width * eighth / 8) for eighth in range(9)]
+    seen = [
+        "".join(
+            "hi-"[int(np.argmax([kind[half, a + 4 : b - 4].mean() for kind in kinds]))]
+            for a, b in zip(edges, edges[1:], strict=False)
+        )
+        for half in halves
+    ]
+    assert seen == ["hhhhiii-", "--iiiihh"]
+
+
+def test_a_picture_without_an_archive_says_what_white_is():
+    pytest.importorskip("matplotlib")
+    from kvtool.cli.inspect import plot as inspect_plot
+
+    until = np.array([[1, 0, 1], [0, 1, 1]], np.uint8)
+    rows = np.zeros(2, np.int32), np.arange(2, dtype=np.int32)
+    found = holdings.Holdings(*rows, np.array([3]), until, np.zeros((1, 2), np.int64))
+    (legend,) = inspect_plot.held(RESULT, found).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["held by the row", "not held by the row"]
+
+
+# the command
+
+
+@pytest.mark.engine
+def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
+    pytest.importorskip("matplotlib")
+    done = kvtool(
+        *("inspect", "-m", tiny_model(), "--policy", "streamingllm", "--budget", 32, "--evict-every", 8),
+        *(
+            "--max-tokens",
+            100,
+            "--html",
+            tmp_path / "o.html",
+            "--plot",
+            tmp_path / "o.png",
+            "--json",
+            "-t",
+            1,
+        ),
+        *("--snapshots", 5),
+        stdin="word " * 40,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert set(result) == {
+        *("tokens", "forgotten", "policy", "budget", "asked", "params", "model", "rows", "cells", "kv_bytes"),
+        *("state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
+        *("tokens_per_s", "seconds", "text", "share", "attended"),
+    }
+    assert result["attended"] is None
+    assert "".join(result["text"]) == ("word " * 40)[: len("".join(result["text"]))]
+    # as the policy's definition has it: sinks and the newest
+    assert result["share"] == [1.0] * 4 + [0.0] * 72 + [1.0] * 24
+    assert (result["tokens"], result["forgotten"], result["cells"], result["rows"]) == (100, 72, 28, 4)
+    assert data_of((tmp_path / "o.html").read_text())["ends"] == [20, 40, 60, 80, 100]
+    assert (tmp_path / "o.png").read_bytes()[:4] == b"\x89PNG"
+    assert [line.split()[0] for line in done.stderr.splitlines()] == ["wrote", "wrote"]
+
+
+@pytest.mark.engine
+def test_a_file_that_cannot_be_written_loses_no_result(tiny_model, tmp_path):
+    (tmp_path / "text").write_text("word " * 40)
+    done = kvtool("inspect", tmp_path / "text", "-m", tiny_model(), "-t", 1, "--json", "--html", "/dev/full")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["tokens"] > 40
+    assert done.stderr == "kvtool: cannot write /dev/full: No space left on device\n"
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="sets a limit of Unix")
+@pytest.mark.parametrize("flag", ["--html", "--plot"])
+def test_a_full_disk_leaves_no_part_of_a_file(tiny_model, tmp_path, flag):
+    if flag == "--plot":
+        pytest.importorskip("matplotlib")
+    (tmp_path / "text").write_text("word " * 40)
+    out = tmp_path / "out"
+    arguments = ("inspect", tmp_path / "text", "-m", tiny_model(), "-t", 1, "--json", flag, out)
+    full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    for old in (None, b"old"):
+        if old:
+            out.write_bytes(old)
+        done = kvtool(*arguments, preexec_fn=full)
+        assert done.returncode == 2
+        assert done.stderr == f"kvtool: cannot write {out}: File too large\n"
+        assert json.loads(done.stdout)["tokens"] > 40
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out"] * bool(old) + ["text"]
+        assert not old or out.read_bytes() == old
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["nowhere.txt"], 5, "cannot read nowhere.txt"),
+        (["-"], 5, "stdin is empty"),
+        (
+            ["x", "--html", "/nowhere/x.html"],
+            2,
+            "cannot write /nowhere/x.html: it must be a file in an existing folder",
+        ),
+        (["x", "--plot", "/"], 2, "cannot write /"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments, code, words):
+    done = called("inspect", *arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("kvtool: ")
+    assert words in line
+
+
+@pytest.mark.engine
+def test_what_does_not_fit_the_full_cache_is_refused(tiny_model):
+    done = called("inspect", "-m", tiny_model(), "--policy", "full", "-c", 16, stdin="word " * 40)
+    assert done.returncode == 5
+    assert "does not fit in the cache (16)" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_missing_matplotlib_is_said_before_any_work(tmp_path):
+    code = "import sys; sys.modules['matplotlib'] = None; from kvtool.__main__ import main; main()"
+    done = forked.run(
+        [sys.executable, "-c", code, "inspect", "x", "--plot", tmp_path / "x.png"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvtool: --plot needs matplotlib, which is not installed: pip install")
+    assert done.stderr.count("\n") == 1

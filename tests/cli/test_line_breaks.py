@@ -1,0 +1,96 @@
+"""Texts with CRLF or CR are read as the same texts with LF, by every command and in a chat."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import kvtool
+from kvtool.chats import session
+from kvtool.cli.chat.input import with_files
+from kvtool.options.sampling import Drawing
+from kvtool.options.system import System
+from kvtool.system.texts import with_lf
+from tests.cli.called import called
+
+TEXT = "one two three\nfour five six\n\nseven eight nine\n" * 3
+
+BREAKS = {"CRLF": "\r\n", "CR": "\r"}
+every_break = pytest.mark.parametrize("end", BREAKS.values(), ids=BREAKS)
+
+READ_TO_BE_PARSED = {"cli/settings.py", "serve/fields.py", "tasks/data.py", "tasks/haystack.py"}
+"""Files that decode bytes without `decoded`: TOML, JSON, and text that Python opens as text."""
+
+
+def written(folder, text, end):
+    path = folder / "text.txt"
+    path.write_bytes(text.replace("\n", end).encode())
+    return path
+
+
+WAYS = {
+    "generate -p": (("generate", "-n", 2, "-p", "{text}"), False),
+    "generate -f": (("generate", "-n", 2, "-f", "{file}"), False),
+    "generate -f -": (("generate", "-n", 2, "-f", "-"), True),
+    "generate, a pipe": (("generate", "-n", 2), True),
+    "generate --system": (("generate", "-n", 2, "-p", "Hi", "--system", "{text}"), False),
+    "generate --system-file": (("generate", "-n", 2, "-p", "Hi", "--system-file", "{file}"), False),
+    "perplexity": (("perplexity", "{file}"), False),
+    "perplexity, a pipe": (("perplexity", "-"), True),
+    "inspect": (("inspect", "{file}"), False),
+    "inspect, a pipe": (("inspect",), True),
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("command", "is_piped"), WAYS.values(), ids=WAYS)
+def test_every_command_reads_the_same_tokens(command, is_piped, talker, tmp_path):
+    def n_token(end):
+        text, file = TEXT.replace("\n", end), written(tmp_path, TEXT, end)
+        words = (str(word).format(text=text, file=file) for word in command)
+        done = called(*words, "--json", "-t", 1, "-m", talker, stdin=text if is_piped else "")
+        assert done.returncode == 0, done.stderr
+        said = json.loads(done.stdout)
+        return said.get("prompt_tokens", said["tokens"])
+
+    assert n_token("\r\n") == n_token("\r") == n_token("\n")
+
+
+@every_break
+@pytest.mark.engine
+def test_a_piped_chat_takes_each_line_as_a_turn(end, talker, tmp_path):
+    kept = tmp_path / "chat.kv"
+    done = called("chat", "-m", talker, "-n", 1, "-t", 1, "--session", kept, stdin=f"one{end}two{end}")
+    assert done.returncode == 0, done.stderr
+    said = [each["content"] for each in session.read_meta(kept)["messages"] if each["role"] == "user"]
+    assert said == ["one", "two"]
+
+
+@every_break
+def test_a_file_in_a_turn_and_texts_of_options_have_lf(end, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, TEXT, end)
+    assert with_files("Read @text.txt") == f"Read {TEXT.rstrip()}"
+    raw = {"system": None, "system_file": "text.txt"}
+    assert System.filled(raw).text() == TEXT.rstrip()
+    assert System.filled({"system": f"a{end}b", "system_file": None}).text() == "a\nb"
+    written(tmp_path, 'root ::= "a"\n', end)
+    assert Drawing.filled({"grammar": "text.txt"}).grammar == 'root ::= "a"\n'
+    # an escape that is typed is not a line break of a file
+    assert Drawing.filled({"stop": [r"\r\n"]}).stop == ("\r\n",)
+
+
+def test_a_line_break_is_one_of_three():
+    assert with_lf("a\r\nb\rc\nd\r\r\ne\n\r") == "a\nb\nc\nd\n\ne\n\n"
+
+
+def test_no_other_part_decodes_texts():
+    root = Path(kvtool.__file__).parent
+    found = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if '"utf-8-sig"' in path.read_text(encoding="utf-8")
+    }
+    assert found == {"system/texts.py", *READ_TO_BE_PARSED}

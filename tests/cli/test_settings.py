@@ -1,0 +1,342 @@
+"""Defaults of options: what is typed beats variables, and those beat the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.main import get_command
+
+from kvtool.cli import app, settings
+from kvtool.errors import UsageError
+from tests.cli.test_cli import kvtool
+
+ROOT = get_command(app)
+
+FILE = """
+budget = 512
+temp = 0.5
+policy = "tova"
+
+[chat]
+n = 100
+option = ["window=64"]
+seed = 1
+
+[models."smollm2-135m"]
+ctx-size = 4096
+temp = 0.25
+
+[models."smollm2-135m".generate]
+temp = 0.125
+
+[models.other]
+temp = 0.75
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """file(text) writes the file that holds."""
+    path = tmp_path / "config.toml"
+    monkeypatch.setenv("KVTOOL_CONFIG", str(path))
+
+    def write(text):
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    write(FILE)
+    return write
+
+
+def test_how_a_chat_is_drawn_is_no_matter_of_a_task(file, monkeypatch):
+    file("temp = 0.9\nthreads = 3\n[models.other]\nseed = 4\n")
+    monkeypatch.setenv("KVTOOL_SEED", "5")
+    assert held("eval", "-m", "other") == {"threads": 3}
+    assert held("generate", "-m", "other") == {"threads": 3, "temp": 0.9, "seed": "5"}
+    file("temp = 0.9\n[eval]\ntemp = 0.5\n[models.other.eval]\nseed = 4\n")
+    assert held("eval", "-m", "other") == {"temp": 0.5, "seed": 4}
+    monkeypatch.setenv("KVTOOL_EVAL_SEED", "6")
+    assert held("eval") == {"temp": 0.5, "seed": "6"}
+
+
+def held(words, *arguments):
+    """The values and sources of a command that was called so, by parameter."""
+    command = dict(settings.all_commands(ROOT))[tuple(words.split())]
+    context = command.make_context("x", [], resilient_parsing=True)
+    typed, _, _ = command.make_parser(context).parse_args(args=list(arguments))
+    found = settings.of_command(command, tuple(words.split()), typed, ROOT)
+    return {name: setting.value for name, setting in found.items()}
+
+
+def test_a_command_takes_the_top_level_and_its_own_table(file):
+    file(FILE.partition("[models")[0])
+    assert held("chat") == {
+        **{"budget": "512", "temp": 0.5, "policy": "tova"},
+        **{"n": 100, "options": ("window=64",), "seed": 1},
+    }
+    # perplexity draws no token
+    assert held("perplexity") == {"budget": "512", "policy": "tova"}
+    # a command of two words
+    assert held("models show") == {}
+    file('[models.show]\nfit = "1G"\n[session.show]\njson = true')
+    assert (held("models show"), held("session show")) == ({"fit": "1G"}, {"as_json": True})
+
+
+def test_a_list_takes_its_own_table_alone(file, monkeypatch):
+    file('budget = "10%"\nevict-every = 8')
+    monkeypatch.setenv("KVTOOL_OPTION", "decay=1")
+    assert held("chat")["budget"] == "10%"
+    assert held("policies") == {}
+    assert kvtool("policies", "h2o").returncode == 0
+    assert kvtool("config").returncode == 0
+    file('budget = "10%"\n[policies]\nbudget = 64')
+    assert held("policies") == {"budget": 64}
+
+
+def test_a_path_may_begin_with_a_tilde(file):
+    file('[chat]\nsession = "~/talk.kv"\nsystem = "~"')
+    assert held("chat") == {"session": os.path.expanduser("~/talk.kv"), "system": "~"}
+
+
+def test_a_models_table_beats_a_commands(file):
+    assert held("chat")["temp"] == 0.25
+    assert held("generate")["temp"] == 0.125
+    assert held("generate")["n_ctx"] == 4096
+    # by its name in an option, an argument, a variable or the file, or by its file's name
+    for arguments in (["-m", "other"], ["other"], ["-m", "/some/where/other.gguf"]):
+        assert held("chat", *arguments)["temp"] == 0.75
+    file('model = "other"\n' + FILE)
+    assert held("chat")["temp"] == 0.75
+
+
+def test_the_file_of_a_named_model_counts_too(file):
+    from kvtool.models.catalogue import registry
+
+    file(f'[models."{registry()["smollm2-135m"].path.stem}"]\ntemp = 0.0625')
+    assert held("chat", "-m", "smollm2-135m")["temp"] == 0.0625
+
+
+def test_variables_beat_the_file_and_one_commands_beat_all(file, monkeypatch):
+    monkeypatch.setenv("KVTOOL_TEMP", "0.9")
+    monkeypatch.setenv("KVTOOL_CHAT_SEED", "3")
+    assert (held("chat")["temp"], held("generate")["temp"], held("chat")["seed"]) == ("0.9", "0.9", "3")
+    monkeypatch.setenv("KVTOOL_CHAT_TEMP", "0.1")
+    monkeypatch.setenv("KVTOOL_CHAT_SEED", "")
+    assert (held("chat")["temp"], held("generate")["temp"], held("chat")["seed"]) == ("0.1", "0.9", 1)
+
+
+def test_parameters_belong_to_the_policy_beside_them(file, monkeypatch):
+    assert held("chat")["options"] == ("window=64",)
+    assert "options" not in held("chat", "--policy", "h2o")
+    monkeypatch.setenv("KVTOOL_POLICY", "h2o")
+    assert "options" not in held("chat")
+    monkeypatch.setenv("KVTOOL_OPTION", "sinks=2 window=8")
+    assert held("chat")["options"] == ("sinks=2", "window=8")
+
+
+def test_no_option_has_the_name_of_another_variable_of_ours():
+    for words, command in settings.all_commands(ROOT):
+        for param in settings.options_of(command):
+            names = {settings.variable(param), settings.variable(param, words)}
+            assert not names & set(settings.NOT_OPTIONS), param.opts
+
+
+def test_what_is_typed_beats_all_and_what_is_read_runs(file, monkeypatch):
+    file('[policies]\nbudget = 3\njson = true\noption = ["stride=4"]')
+    # 3 is below buzz's least
+    assert "with these parameters use a budget of at least 8" in kvtool("policies", "buzz").stderr
+    done = kvtool("policies", "buzz", "--budget", 512)
+    (buzz,) = json.loads(done.stdout)
+    assert buzz["params"]["stride"] == 4
+    monkeypatch.setenv("KVTOOL_POLICIES_BUDGET", "64")
+    assert json.loads(kvtool("policies", "buzz").stdout)[0]["params"]["window"] < 64
+
+
+def test_a_budget_that_nobody_typed_does_not_stop_full(file, tmp_path):
+    file("budget = 512")
+    done = kvtool("perplexity", "missing.txt", "--policy", "full")
+    assert done.returncode == 5
+    done = kvtool("chat", "-m", "no-such-model", "--policy", "full")
+    assert (done.returncode, "unknown model" in done.stderr) == (3, True)
+    done = kvtool("chat", "-m", "no-such-model", "--policy", "full", "--budget", 12)
+    assert (done.returncode, "takes no --budget" in done.stderr) == (2, True)
+
+
+def test_a_key_for_other_commands_loads_none_of_them(file):
+    file("seed = 1\ntemp = 0.5\nstop = []\nmirostat = 2")
+    code = (
+        "import sys\n"
+        "from kvtool.cli import app\n"
+        "try: app(['perplexity', 'missing.txt'])\n"
+        "except SystemExit as end: print(end.code, 'kvtool.cli.worker' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "5 False\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("budge = 5", "config.toml: budge is not an option. Did you mean budget"),
+        ("[chat]\nbudge = 5", "[chat] budge is not an option. Did you mean budget"),
+        # an option of another command
+        ("[chat]\nraw = true", "[chat] raw is not an option"),
+        ("[chta]\ntemp = 1", "[chta] is not a command. Did you mean chat"),
+        ("[chat.more]\ntemp = 1", "[chat.more] is not a command"),
+        ('temp = "hot"', "config.toml: temp must be a number, got 'hot'"),
+        ("[chat]\nseed = 1.5", "[chat] seed must be a whole number, got 1.5"),
+        ("seed = true", "seed must be a whole number, got true"),
+        ("policy = true", "policy must be a text, got true"),
+        ("explain = 1", "explain must be true or false, got 1"),
+        ("[chat]\nn = 0", "[chat] n must be at least 1, or -1 for no limit, got 0"),
+        ("batch-size = 0", "config.toml: batch-size must be at least 1, got 0"),
+        ('[models."smollm2-135m"]\nmodel = "x"', "cannot name another model"),
+        ('[models."smollm2-135m"]\nbudge = 1', "[models.smollm2-135m] budge is not an option"),
+        ("budget = ", "config.toml is not TOML: "),
+    ],
+)
+def test_a_wrong_key_or_value_is_one_line_that_names_file_and_key(file, text, words):
+    path = file(text)
+    done = kvtool("chat")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.strip().split("\n")
+    assert line.startswith(f"kvtool: {path}")
+    assert words in line
+    # kvtool config checks all that can be checked without running
+    if "n = 0" not in text and "size" not in text and "another" not in text:
+        assert kvtool("config").returncode == 2
+    # help works whatever is set
+    assert kvtool("chat", "-h").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[generate]\nbudge = 5", "[generate] budge is not an option. Did you mean budget"),
+        ("[session.shwo]\njson = true", "[session.shwo] is not a command"),
+        ("[models.x.chta]\ntemp = 1", "[models.x.chta] is not a command"),
+        ("[models.x.chat]\nraw = true", "[models.x.chat] raw is not an option"),
+    ],
+)
+def test_config_checks_the_tables_of_all_commands(file, text, words):
+    file(text)
+    done = kvtool("config")
+    assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("table", "command"),
+    [
+        ("models.x.models.show", "models show"),
+        ("models.x.policies", "policies"),
+        ("models.x.doctor", "doctor"),
+    ],
+)
+def test_a_models_table_of_a_command_that_takes_no_model_is_refused(file, table, command):
+    path = file(f"[{table}]\njson = true")
+    done = kvtool("config", "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"kvtool: {path}: [{table}] never applies: `kvtool {command}` has no -m\n"
+    with pytest.raises(UsageError, match="never applies"):
+        held(command)
+
+
+def test_a_misspelt_command_in_a_models_table_is_none(file):
+    file('[models.x.models.shwo]\nfit = "1G"')
+    assert "[models.x.models.shwo] is not a command" in kvtool("config").stderr
+
+
+def test_a_value_of_a_variable_is_named_by_it(file, monkeypatch):
+    monkeypatch.setenv("KVTOOL_CHAT_SEED", "x")
+    done = kvtool("chat")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "kvtool: $KVTOOL_CHAT_SEED must be a whole number, got 'x'\n",
+    )
+
+
+def test_an_error_says_who_has_set_an_option_that_nobody_typed(file):
+    path = file("[chat]\nevict-every = 16")
+    done = kvtool("chat", "--budget", 8)
+    assert done.returncode == 2
+    assert f"(--evict-every is set by {path}: [chat] evict-every)" in done.stderr
+
+
+def test_a_file_that_is_named_must_be_there(file, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVTOOL_CONFIG", str(tmp_path / "none.toml"))
+    with pytest.raises(UsageError, match="does not exist"):
+        settings.read()
+    monkeypatch.setenv("KVTOOL_CONFIG", os.devnull)
+    assert settings.read()[0] == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="says where Linux has it")
+def test_the_file_is_where_the_system_keeps_such_files(tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "KVTOOL_CONFIG"}
+    done = kvtool("config", "--path", env={**env, "XDG_CONFIG_HOME": str(tmp_path)})
+    assert done.stdout == f"{tmp_path}/kvtool/config.toml\n"
+    assert kvtool("config", env={**env, "XDG_CONFIG_HOME": str(tmp_path)}).stdout.startswith("file: ")
+
+
+def test_config_shows_what_is_set_and_by_what(file, monkeypatch):
+    path = file(FILE)
+    monkeypatch.setenv("KVTOOL_CHAT_SEED", "3")
+    monkeypatch.setenv("KVTOOL_BUDGTE", "4")
+    done = kvtool("config", "--json")
+    rows = json.loads(done.stdout)["settings"]
+    assert {"command": "all", "option": "--budget", "value": 512, "source": f"{path}: budget"} in rows
+    assert {"command": "chat", "option": "--seed", "value": "3", "source": "$KVTOOL_CHAT_SEED"} in rows
+    assert [row["value"] for row in rows if row["command"] == "models smollm2-135m generate"] == [0.125]
+    assert done.stderr.startswith(
+        "kvtool: $KVTOOL_BUDGTE does not belong to an option. Did you mean KVTOOL_BUDGET "
+    )
+
+
+def test_config_shows_what_holds_for_a_command(file):
+    path = file(FILE)
+
+    def of(*arguments):
+        rows = json.loads(kvtool("config", *arguments, "--json").stdout)["settings"]
+        return {row["option"]: (row["value"], row["source"]) for row in rows}
+
+    shown = of("chat")
+    assert shown["--temp"] == (0.25, f"{path}: [models.smollm2-135m] temp")
+    assert shown["--top-k"] == (40, "default")
+    assert shown["--option"] == (["window=64"], f"{path}: [chat] option")
+    assert of("chat", "-m", "other")["--temp"] == (0.75, f"{path}: [models.other] temp")
+    assert kvtool("config", "chta").stderr == "kvtool: there is no command 'chta'. Did you mean chat?\n"
+
+
+@pytest.mark.engine
+def test_a_session_keeps_its_options_and_typed_ones_beat_it(file, smol, tmp_path, monkeypatch):
+    """The file and the environment are for what a session does not say."""
+    monkeypatch.setenv("KVTOOL_MODEL", str(smol))
+    file('budget = 300\ntemp = 0.5\nthreads = 1\nn = 2\n[chat]\nsystem = "Be brief."')
+    there = tmp_path / "talk.kv"
+
+    def saved():
+        with there.open("rb") as data:
+            return json.loads([data.readline(), data.readline()][1])["options"]
+
+    assert kvtool("chat", "--session", there, stdin="Hello.\n").returncode == 0
+    assert (saved()["budget"], saved()["temp"]) == ("300", 0.5)
+    file("budget = 400\ntemp = 0.75\nthreads = 1\nn = 2")
+    monkeypatch.setenv("KVTOOL_TOP_K", "7")
+    done = kvtool("chat", "--session", there, "--min-p", 0.25, stdin="Hello.\n")
+    assert done.returncode == 0, done.stderr
+    now = saved()
+    assert (now["budget"], now["temp"], now["top_k"], now["min_p"]) == ("300", 0.5, 40, 0.25)
+
+
+def test_the_developers_own_settings_do_not_reach_the_tests():
+    code = (
+        "import os, tests.conftest\n"
+        "print(os.environ['KVTOOL_CONFIG'] == os.devnull, 'KVTOOL_TEMP' in os.environ)"
+    )
+    env = {**os.environ, "KVTOOL_CONFIG": "/home/me/config.toml", "KVTOOL_TEMP": "2"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "True False\n"

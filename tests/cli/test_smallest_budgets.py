@@ -1,0 +1,77 @@
+"""A budget that is too small: the number that the error names works, and one less does not."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvtool import policies
+from kvtool.errors import UsageError
+from tests.cli.called import called
+from tests.engine.running import open_engine
+
+EVICTING = [name for name in policies.names() if policies.load(name).evicts]
+SHAPES = {
+    "one query head a row": ("llama", {"n_head_kv": 4}),
+    "four": ("llama", {"n_head_kv": 1}),
+    "MLA": ("deepseek2", {}),
+}
+TEXT = "The tide came in, twice a day. " * 8
+
+pytestmark = pytest.mark.engine
+
+
+def named(done):
+    """The budget that a refused command names."""
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    return int(re.search(r"(?:use at least|a budget of at least) (\d+)\n", done.stderr)[1])
+
+
+def check(run):
+    """run: calls a command with a budget."""
+    least = named(run(1))
+    assert named(run(0)) == named(run(least - 1)) == least
+    done = run(least)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_smallest_budget_that_is_named_works_for_every_policy(tiny_model, shape, name):
+    arch, sizes = SHAPES[shape]
+    path = tiny_model(arch, **sizes)
+    own = ("--raw", "-n", 4, "-t", 1, "-m", path, "--policy", name)
+    if shape == "MLA" and policies.load(name).may_merge():
+        pytest.skip("it merges values, and such a model has none")
+    check(lambda budget: called("generate", TEXT, *own, "--budget", budget))
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        ("perplexity", ()),
+        ("inspect", ("--json",)),
+        ("compare", ("--policies", "recall")),
+        ("eval", ("passkey", "--set", "lengths=300", "--limit", 1, "--raw")),
+        ("generate", ("--raw", "-n", 1, "--evict-every", 5)),
+        ("generate", ("--raw", "-n", 1, "-o", "sinks=9")),
+    ],
+)
+def test_every_command_names_a_budget_that_works(tiny_model, command, more):
+    own = ("-t", 1, "-m", tiny_model(n_head_kv=1))
+    check(lambda budget: called(command, *more, *own, "--budget", budget, stdin=TEXT))
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_a_budget_that_is_named_for_a_pinned_text_works(tiny_model, name):
+    path = tiny_model(n_head_kv=1, n_ctx_train=1024)
+    with (
+        open_engine(path, policies.fit(name, 40)) as engine,
+        pytest.raises(UsageError, match="choose a budget of") as refused,
+    ):
+        # with recall half of it is pinned
+        engine.hold(100)
+    n = int(re.search(r"choose a budget of (\d+)", str(refused.value))[1])
+    with open_engine(path, policies.fit(name, n)) as engine:
+        engine.hold(100)

@@ -1,0 +1,244 @@
+"""Texts that commands stream: files, pipes, named pipes, stdin; no more of them is read than is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import closing
+from threading import Thread
+
+import numpy as np
+import pytest
+
+from kvtool.cli import texts
+from kvtool.cli.texts import first_tokens, source
+from kvtool.errors import InputError, UsageError
+from kvtool.llama.model import Model
+from kvtool.system import texts as system_texts
+from kvtool.system.texts import Source
+from tests import forked
+from tests.cli.called import called
+from tests.cli.test_cli import KVTOOL
+
+PROSE = "The tide came in, twice a day; na\u00efve \u4e16\u754c, 12345.\r\n\n\tand went out.  "
+KINDS = {
+    "prose": PROSE * 400,
+    "one word": "tide" * 8000,
+    "one letter": "a" * 30_000,
+    "blanks": "x" + " " * 30_000,
+    "line breaks": "x" + "\n" * 30_000,
+    "no blanks": "\u4e16\u754c\u548c\u5e73" * 4000,
+    "digits": "0123456789" * 3000,
+}
+STREAMS = {
+    "perplexity": (),
+    "inspect": (),
+    "inspect --map": ("--map", "share"),
+    "compare": ("--policies", "local", "--budgets", 16, "--json", "-"),
+}
+SAME = {"tokens", "perplexity", "nll", "n_scored", "text_sha256", "share", "forgotten", "output", "item"}
+"""Fields that depend on the text alone."""
+
+
+@pytest.fixture(scope="module")
+def models(smollm2, talker):
+    """A byte-pair encoding, and SentencePiece's pieces."""
+    opened = {"BPE": Model(smollm2, no_weights=True), "SPM": Model(talker, no_weights=True)}
+    yield opened
+    for each in opened.values():
+        each.close()
+
+
+# as much as is needed
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("vocabulary", ["BPE", "SPM"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_tokens_are_those_of_the_whole_text(models, tmp_path, monkeypatch, kind, vocabulary):
+    # else much more is read than is needed
+    monkeypatch.setattr(system_texts, "_BLOCK", 1)
+    monkeypatch.setattr(texts, "_TOKEN_BYTES", 1)
+    model, file = models[vocabulary], tmp_path / "text"
+    file.write_bytes(KINDS[kind].encode())
+    with closing(source(str(file))) as text:
+        whole = first_tokens(model, text, None)
+        assert text.is_whole
+    for n in (2, 3, 50, 333, 334):
+        with closing(source(str(file))) as text:
+            assert np.array_equal(first_tokens(model, text, n), whole[:n])
+
+
+class Endless:
+    """A stdin that never ends, and no more of which may be read than `most` bytes."""
+
+    def __init__(self, line, most):
+        self.line, self.left = line, most
+        self.buffer = self
+
+    def isatty(self):
+        return False
+
+    def read(self, n=-1):
+        assert 0 <= n <= self.left, "more is read than is needed"
+        self.left -= n
+        return (self.line * (n // len(self.line) + 1))[:n]
+
+
+@pytest.mark.engine
+def test_no_more_of_an_endless_text_is_read_than_is_needed(models, monkeypatch):
+    # a token has at least one byte; what is missing is read at once, twice as much each time
+    monkeypatch.setattr(sys, "stdin", Endless(b"hello\n", 2**17))
+    assert len(first_tokens(models["BPE"], source(None), 50)) == 50
+    n = 40_000
+    monkeypatch.setattr(sys, "stdin", Endless(b"hello, the tide comes in twice a day\r\n", 16 * n))
+    assert len(first_tokens(models["BPE"], source("-"), n)) == n
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("command", STREAMS)
+def test_a_command_reads_a_text_with_max_tokens_in_part(default_talker, tmp_path, monkeypatch, command):
+    file, read = tmp_path / "text", []
+    file.write_text(PROSE * 20_000)
+    whole = file.stat().st_size
+    monkeypatch.setattr(
+        Source, "start", lambda self, n=None, start=Source.start: read.append(n) or start(self, n)
+    )
+    words = command.split()
+    done = called(words[0], file, "--max-tokens", 40, "-t", 1, *STREAMS[command])
+    assert done.returncode == 0, done.stderr
+    assert all(n is not None and n < whole / 4 for n in read)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
+def test_a_text_in_parts_is_the_text(tmp_path, size):
+    file = tmp_path / "text"
+    file.write_bytes("\ufeffna\u00efve\r\n\u4e16\u754c\r".encode())
+    with closing(Source(str(file))) as text:
+        assert text.start() == text.start() == "na\u00efve\n\u4e16\u754c\n"
+    wanted = "na\u00efve\n\u4e16\u754c\n"
+    for n in range(0, 40, size):
+        with closing(Source(str(file))) as text:
+            # the end may have half of a line break, but never half of a character
+            assert wanted.startswith(text.start(n).rstrip("\n"))
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "is empty"),
+        (b" \n \t", "is empty"),
+        (b"a\0b", "is binary"),
+        (b"abc\xff", r"is not UTF-8 \(byte 3\)"),
+        # beyond what is read first
+        (b"a" * 2**16 + b"\xff", r"is not UTF-8 \(byte 65536\)"),
+        ("\u00ef".encode() * 2**15 + b"\xc3", r"is not UTF-8 \(byte 65536\)"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path, data, words):
+    file = tmp_path / "file"
+    file.write_bytes(data)
+    with pytest.raises(InputError, match=words), closing(Source(str(file))) as text:
+        text.start()
+
+
+# where a text comes from
+
+
+def of_text(done):
+    """Return the fields of a command's output that depend on the text alone."""
+    assert done.returncode == 0, done.stderr
+    found = [
+        {name: value for name, value in json.loads(line).items() if name in SAME}
+        for line in done.stdout.splitlines()
+    ]
+    assert found[0]
+    return found
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes of Unix")
+@pytest.mark.parametrize("command", STREAMS)
+def test_a_file_a_pipe_and_a_named_pipe_give_the_same(default_talker, tmp_path, command):
+    file, fifo = tmp_path / "text", tmp_path / "fifo"
+    file.write_text(PROSE * 3)
+    os.mkfifo(fifo)
+    name, *_ = command.split()
+    more = ("--max-tokens", 60, "-t", 1, *STREAMS[command], *["--json"] * (name != "compare"))
+    wanted = of_text(called(name, file, *more))
+    assert of_text(called(name, *more, stdin=PROSE * 3)) == wanted
+    assert of_text(called(name, "-", *more, stdin=PROSE * 3)) == wanted
+    writer = Thread(target=fifo.write_text, args=[PROSE * 3])
+    writer.start()
+    assert of_text(called(name, fifo, *more)) == wanted
+    writer.join()
+
+
+@pytest.mark.engine
+def test_a_task_reads_its_file_from_a_pipe(talker, tmp_path):
+    file = tmp_path / "stdin"
+    file.write_text("The tide came in. " * 40)
+    more = ("--set", "lengths=300", "--set", "depths=0.5", "--limit", 1, "--json", "-", "-t", 1, "-m", talker)
+    wanted = of_text(called("eval", "needle", file, *more))
+    assert of_text(called("eval", "needle", *more, stdin=file.read_text())) == wanted
+    assert of_text(called("eval", "needle", "-", *more, stdin=file.read_text())) == wanted
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(not os.path.exists("/dev/stdin"), reason="a name of Linux and macOS")
+def test_other_names_of_stdin_are_stdin(talker, tmp_path):
+    file = tmp_path / "text"
+    file.write_text("Say hello.")
+
+    def read(*words, **how):
+        own = ("-n", "1", "-t", "1", "--json", "-m", talker)
+        done = forked.run([*KVTOOL, "generate", *words, *own], capture_output=True, text=True, **how)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["prompt_tokens"]
+
+    wanted = read("-f", "-", input="Say hello.")
+    for name in ("/dev/stdin", "/dev/fd/0"):
+        assert read("-f", name, input="Say hello.") == wanted
+    with file.open() as stdin:
+        assert read("-f", "/dev/stdin", stdin=stdin) == wanted
+    # as a shell's <(...)
+    own, theirs = os.pipe()
+    os.write(theirs, b"Say hello.")
+    os.close(theirs)
+    assert read("-f", f"/dev/fd/{own}", pass_fds=[own], stdin=subprocess.DEVNULL) == wanted
+    os.close(own)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a terminal")
+@pytest.mark.parametrize("words", [("perplexity",), ("compare",), ("inspect",), ("eval", "needle")])
+def test_without_a_text_a_terminal_gets_one_line(words):
+    import pty
+
+    own, theirs = pty.openpty()
+    done = forked.run([*KVTOOL, *words], stdin=theirs, capture_output=True, text=True)
+    os.close(own)
+    os.close(theirs)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "in a pipe" in done.stderr
+
+
+def test_a_closed_stdin_is_no_pipe(monkeypatch):
+    monkeypatch.setattr(texts.sys, "stdin", None)
+    with pytest.raises(UsageError, match="name a text file"):
+        source(None)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("task", "stdin", "words"),
+    [
+        ("needle", "", "stdin is empty; it must have what the task reads"),
+        ("choice", '{"a": 1', "stdin, line 1 is not JSON"),
+    ],
+)
+def test_a_wrong_text_on_stdin_is_one_line_that_names_stdin(talker, task, stdin, words):
+    done = called("eval", task, "-m", talker, "-t", 1, stdin=stdin)
+    assert (done.returncode, done.stdout) == (5, "")
+    assert done.stderr.splitlines()[-1].startswith(f"kvtool: {words}")

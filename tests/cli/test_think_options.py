@@ -1,0 +1,170 @@
+"""--think and /think, as a person types them."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from kvtool.chats import session
+from kvtool.chats.effort import LEVELS, OFF, ON
+from kvtool.options.thinking import EFFORTS
+from tests import tiny
+from tests.cli.called import called
+from tests.cli.terminal import Terminal
+
+EMPTY = "<think></think>"
+
+SWITCHED = tiny.CHAT_TEMPLATE.replace(
+    "[a]{% endif", "[a]{% if enable_thinking is false %}" + EMPTY + "{% endif %}{% endif"
+)
+TOLD = "{% if messages[0].role != 'system' %}[s]I am made up.[e]{% endif %}" + tiny.CHAT_TEMPLATE.replace(
+    "{% for", "effort {{ reasoning_effort or 'high' }}.{% for", 1
+).replace("[a]", "[a]<think>")
+
+OPENS = tiny.CHAT_TEMPLATE.replace("[a]", "[a]<think>")
+COUNTS = "{{ thinking_budget or 'any' }} tokens." + OPENS
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """models(source): the path of a small model with this chat template."""
+    folder, found = tmp_path_factory.mktemp("thinkers"), {}
+
+    def model(source):
+        if source not in found:
+            found[source] = folder / f"thinker{len(found)}.gguf"
+            tiny.write_llama(found[source], letters=True, chat_template=source, n_ctx_train=4096)
+        return found[source]
+
+    return model
+
+
+def n_prompt(model, *options, **how):
+    done = called("generate", "Hello", "-m", model, "-n", 1, "-t", 1, "--json", *options, **how)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["prompt_tokens"], done.stderr
+
+
+def test_every_effort_can_be_typed():
+    assert {*EFFORTS} == {ON, OFF, *LEVELS}
+
+
+def test_an_effort_reaches_the_prompt_of_generate(models):
+    n, _ = n_prompt(models(SWITCHED))
+    assert n_prompt(models(SWITCHED), "--think", "off")[0] == n + len(EMPTY)
+    assert n_prompt(models(SWITCHED), "--think", "None")[0] == n + len(EMPTY)
+    assert n_prompt(models(SWITCHED), "--think", "on")[0] == n
+
+
+def test_an_effort_that_a_template_does_not_take_is_refused_if_typed_and_said_if_set(models):
+    done = called("generate", "Hello", "-m", models(SWITCHED), "--think", "low", "-n", 1)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "kvtool: --think low: the model's chat template takes off and on\n"
+    n, said = n_prompt(models(SWITCHED), env={"KVTOOL_THINK": "low"})
+    assert "--think low: the model's chat template takes off and on; it is left out\n" in said
+    assert n == n_prompt(models(SWITCHED))[0]
+    done = called("generate", "Hello", "-m", models(SWITCHED), "--think", "deep")
+    assert (done.returncode, "--think must be one of on, off," in done.stderr) == (2, True)
+    done = called("generate", "Hello", "-m", models(SWITCHED), "--think", "off", "--raw")
+    assert (done.returncode, "--raw leaves out" in done.stderr) == (2, True)
+
+
+def test_a_session_keeps_its_effort(models, tmp_path):
+    path, model = tmp_path / "talk.kv", models(SWITCHED)
+    own = ["chat", "-m", model, "-n", 4, "-t", 1, "--policy", "h2o", "--session", path]
+
+    def effort():
+        meta = session.read(path)[0]
+        assert meta["options"]["think"] == meta["effort"]
+        return meta["effort"]
+
+    assert called(*own, "--think", "off", stdin="One\n").returncode == 0
+    assert effort() == "off"
+    assert called(*own, stdin="Two\n").returncode == 0
+    assert effort() == "off"
+    assert called(*own, "--think", "on", stdin="Three\n").returncode == 0
+    assert effort() == "on"
+    done = called(*own, "--think", "low", stdin="Four\n")
+    assert (done.returncode, done.stderr.count("takes off and on")) == (2, 1)
+
+
+def test_a_thought_is_closed_after_as_many_tokens_as_it_may_have(models):
+    own = [
+        "generate",
+        "Hello",
+        "-m",
+        models(OPENS),
+        "-t",
+        1,
+        "-n",
+        40,
+        "--temp",
+        0,
+        "--json",
+        "--logprobs",
+        0,
+    ]
+    for n in (0, 7):
+        done = called(*own, "--think-budget", n)
+        tokens = [each["token"] for each in json.loads(done.stdout)["logprobs"]["content"]]
+        assert "</think>" not in "".join(tokens[:n])
+        assert "".join(tokens[n:]).startswith("</think>")
+        assert len(tokens) == 40
+    # no limit, and no thought that ends
+    assert "</think>" not in json.loads(called(*own, "--think-budget", -1).stdout)["text"]
+    done = called(*own, "--think-budget", 7, "--raw")
+    assert (done.returncode, "--think-budget is for the chat template" in done.stderr) == (2, True)
+
+
+def test_a_template_that_counts_tokens_is_told_the_budget(models):
+    n, _ = n_prompt(models(COUNTS), "--think-budget", "64")
+    assert n_prompt(models(COUNTS), "--think-budget", "6464")[0] == n + 2
+    assert n_prompt(models(OPENS))[0] == n_prompt(models(OPENS), "--think-budget", "64")[0]
+
+
+def test_a_session_keeps_its_budget(models, tmp_path):
+    path, own = tmp_path / "talk.kv", ["chat", "-m", models(OPENS), "-n", 40, "-t", 1, "--policy", "h2o"]
+    assert called(*own, "--session", path, "--think-budget", 3, stdin="One\n").returncode == 0
+    assert called(*own, "--session", path, stdin="Two\n").returncode == 0
+    meta = session.read(path)[0]
+    assert meta["options"]["think_budget"] == 3
+    replies = [each["content"] for each in meta["messages"] if each["role"] == "assistant"]
+    assert all("</think>" in reply for reply in replies)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
+def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
+    chat = Terminal(models(TOLD), "-n", 4, "--policy", "h2o", "--budget", 128)
+    taken = "the model's chat template takes on, low, medium and high"
+    try:
+        chat.wait_for("\n> ")
+        assert chat.say("/think") == f"think  (the model's own); {taken}"
+        assert chat.say("/think low") == f"think  low; {taken}"
+        assert chat.say("/set think") == f"think  low; {taken}"
+        assert chat.say("/think deep").startswith("/think must be one of on, off, ")
+        assert chat.say("/think off") == "--think off: the model's chat template cannot switch thinking off"
+        chat.say("Hello")
+        again = "the next turn first reads the chat again, because its text has changed"
+        assert chat.say("/set think HIGH") == f"{again}\nthink  high; {taken}"
+        chat.say("Hello again")
+        assert "effort high." in chat.say("/cells 200")
+        chat.say("/undo")
+        assert "took back /think HIGH" in chat.say("/undo")
+        assert chat.say("/think") == f"think  low; {taken}"
+        assert chat.say("/set think_budget 5") == "think_budget  5"
+        chat.say("/set n 40")
+        assert "thought for" in chat.say("Hello again")
+        assert len(chat.say("/show thought")) <= 5 * len("aB")
+        assert chat.say("/set think_budget -1") == "think_budget  no limit"
+        assert chat.say("/think default").endswith(f"think  (the model's own); {taken}")
+        # the template has a system prompt, too
+        assert chat.say("/show system") == chat.say("/system") == "(the template's own)"
+        chat.say("/system Be brief.")
+        assert chat.say("/show system") == "Be brief."
+    finally:
+        chat.kill()
+        os.close(chat.master)

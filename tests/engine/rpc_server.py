@@ -1,0 +1,115 @@
+"""Run ggml's RPC server on loopback, from the library that kvtool loads: a device in another process.
+
+    python -m tests.engine.rpc_server PORT [ENDPOINT]
+
+With ENDPOINT it serves the device at that endpoint, as `kvtool worker` would: a device whose memory is not
+the host's, such as a GPU. The server ends after TIME_LIMIT seconds, should nobody kill it before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+
+from benchmarks.servers import reserved_port
+from tests import forked
+from tests.held import PATIENCE_S, until
+
+TIME_LIMIT = 600
+
+
+def serve(port):
+    """Serve the CPU, with one thread, until the process ends."""
+    from kvtool.llama.library import api
+    from kvtool.llama.log import start_backends
+
+    def function(name, result, *arguments):
+        found = getattr(api._lib, name)
+        found.restype, found.argtypes = result, arguments
+        return found
+
+    pointer = ctypes.c_void_p
+    start_backends()
+    registry = function("ggml_backend_reg_by_name", pointer, ctypes.c_char_p)(b"RPC")
+    if not registry:
+        sys.exit("the library is built without RPC")
+    cpu = 0
+    device = function("ggml_backend_dev_by_type", pointer, ctypes.c_int)(cpu)
+    get_address = function("ggml_backend_reg_get_proc_address", pointer, pointer, ctypes.c_char_p)
+    address = get_address(registry, b"ggml_backend_rpc_start_server")
+    text, size = ctypes.c_char_p, ctypes.c_size_t
+    start = ctypes.CFUNCTYPE(None, text, text, size, size, ctypes.POINTER(pointer))(address)
+    # an alarm ends a process wherever it is, in C too
+    signal.alarm(TIME_LIMIT)
+    start(f"127.0.0.1:{port}".encode(), None, 1, 1, (pointer * 1)(device))
+
+
+def pass_on(port, endpoint):
+    """Serve the device of another server, until the process ends."""
+    from kvtool.llama.workers import add_rpc, server
+
+    add_rpc(endpoint)
+    signal.alarm(TIME_LIMIT)
+    server(f"127.0.0.1:{port}", 1)()
+
+
+class Endpoint(str):
+    """ "127.0.0.1:port". process: the server's process."""
+
+    process: subprocess.Popen
+
+
+@contextmanager
+def running(*behind):
+    """Start a server in another process; yield its Endpoint, and kill it at the end of the block.
+
+    behind: the endpoint whose device it serves; without one it serves the CPU.
+    """
+    with reserved_port() as port:
+        server = forked.Popen(
+            [sys.executable, "-m", "tests.engine.rpc_server", str(port), *behind],
+            cwd=forked.ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            until(lambda: _listens(server, port))
+            endpoint = Endpoint(f"127.0.0.1:{port}")
+            endpoint.process = server
+            yield endpoint
+        finally:
+            server.kill()
+            server.wait()
+
+
+def _listens(server, port):
+    """Return True if something listens on this port. Raises AssertionError if the server has ended."""
+    assert server.poll() is None, f"the RPC server has ended with exit status {server.returncode}"
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def client(module, *arguments):
+    """Run a test module as a program; return its JSON on stdout, and its stderr split at each line "run ...".
+
+    It runs in another process, because devices are registered for the whole process.
+    """
+    done = forked.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=forked.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout), done.stderr.split("\nrun ")
+
+
+if __name__ == "__main__":
+    (pass_on if sys.argv[2:] else serve)(int(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,451 @@
+"""The archive as a user meets it: its flags, what is said of it, and what a session keeps of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+from functools import partial
+
+import httpx2 as httpx
+import numpy as np
+import pytest
+
+from kvtool import open_run
+from kvtool.errors import UsageError
+from kvtool.llama.archive import Archive
+from kvtool.options.run import Run
+from kvtool.runs import archive
+from kvtool.system import memory
+from kvtool.units import format_bytes, parse_bytes
+from tests import tiny_kinds
+from tests.cli.called import KEEPS, called
+from tests.cli.terminal import Terminal
+from tests.cli.test_chat_session import TURNS
+from tests.cli.test_cli import kvtool
+from tests.held import PATIENCE_S
+from tests.serve.serving import serving
+
+RECALL = ["--policy", "recall", "--budget", "96", "--temp", "0"]
+
+
+@pytest.fixture
+def talk(chat_model, tmp_path):
+    """talk(turns, *options): a chat of 12 tokens a reply, kept in chat.kvs."""
+
+    def run(turns, *options, **how):
+        own = ["-m", chat_model, "-n", 12, "-t", 1, "--session", tmp_path / "chat.kvs"]
+        return kvtool("chat", *own, *options, stdin="".join(f"{turn}\n" for turn in turns), **how)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("20000", {"archive": 20000}),
+        (" 7 ", {"archive": 7}),
+        # more tokens than any memory holds: a cap
+        ("9" * 15, {"archive": 10**15 - 1}),
+        ("2MiB", {"archive_bytes": 2**21}),
+        ("0.000001TiB", {"archive_bytes": 1099511}),
+        ("1KB", {"archive_bytes": 1000}),
+    ],
+)
+def test_an_archive_is_tokens_or_bytes(text, settings):
+    assert archive.limit(text) == settings
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", r"tokens \(20000\) or bytes \(2GiB\), got ''"),
+        ("1.5", "got '1.5'"),
+        ("-1", "got '-1'"),
+        ("10%", "got '10%'"),
+        ("9" * 5000, "tokens"),
+        ("0", "0 is too small; give at least 1 token, or choose --policy streamingllm"),
+        ("0GiB", "0GiB is too small; give at least 1 token"),
+        ("2TiB", r"2TiB is more than this machine's memory \(1.0 TiB\)"),
+    ],
+)
+def test_what_is_no_archive_is_refused(monkeypatch, text, words):
+    monkeypatch.setattr(memory, "total_bytes", lambda: 2**40)
+    with pytest.raises(UsageError, match=words):
+        archive.limit(text)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "words"),
+    [
+        (
+            "chat",
+            ["--policy", "h2o", "--archive", "9"],
+            "`h2o` has no archive; leave out --archive, or choose",
+        ),
+        (
+            "perplexity",
+            ["-", "--policy", "h2o", "--archive-type", "q8_0"],
+            "`h2o` has no archive; leave out --archive-type, or",
+        ),
+        ("chat", ["--policy", "full", "--archive", "9"], "`full` has no archive; leave out --archive, or"),
+        (
+            "inspect",
+            ["--policy", "tova", "--archive-type", "f16", "--archive", "9"],
+            "`tova` has no archive; leave out --archive and --archive-type, or choose --policy recall",
+        ),
+    ],
+)
+def test_a_policy_without_an_archive_takes_no_flag_of_it(command, arguments, words):
+    done = called(command, *arguments, stdin="a text")
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.engine
+def test_a_session_is_not_continued_with_an_archive_that_is_too_small(talk, tmp_path):
+    assert talk(TURNS[:4], *RECALL, "--archive", 5000).returncode == 0
+    path = tmp_path / "chat.kvs"
+    before = path.read_bytes()
+    refused = talk(TURNS[4:5], "--archive", 9)
+    assert refused.returncode == 9
+    n = int(refused.stderr.split("--archive ")[1].split()[0])
+    assert n > 100
+    assert refused.stderr == (
+        f"kvtool: {path} has {n} archived tokens, and this chat's archive takes 9; "
+        f"start the chat with --archive {n} or more\n"
+    )
+    assert talk(TURNS[4:5], "--archive", n - 1).returncode == 9
+    assert path.read_bytes() == before
+    assert talk(TURNS[4:5], "--archive", n).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "table", [None, np.zeros(3), np.zeros(2, np.int64), np.zeros((3, 3), np.int64)], ids=str
+)
+def test_what_is_no_table_of_an_archive_has_no_tokens(table):
+    assert Archive.n_saved({} if table is None else {"archive": table}) == 0
+    assert Archive.n_saved({"archive": np.array([3, 10, 0])}) == 7
+
+
+@pytest.mark.engine
+def test_inspect_says_what_is_archived_apart_from_what_is_forgotten(chat_model):
+    # the policy is that of a chat
+    own = ["-m", chat_model, "-t", 1, "--budget", 32, "--evict-every", 8, "--archive", 20]
+    result = json.loads(kvtool("inspect", *own, "--json", stdin="word " * 20).stdout)
+    assert (result["tokens"], result["archived"], result["share"].count(0)) == (100, 20, 72)
+    assert result["forgotten"] == 52
+    assert result["archive_bytes"] > 0
+    shown = kvtool("inspect", *own, stdin="word " * 20).stdout
+    assert "100 tokens: 28 held by every row, 0 by some, 20 archived, 52 forgotten\npolicy recall, " in shown
+
+
+@pytest.mark.engine
+def test_a_session_says_how_much_it_has_archived(talk, tmp_path):
+    path = tmp_path / "chat.kvs"
+    assert talk(TURNS[:4], *RECALL).returncode == 0
+    shown = json.loads(kvtool("session", "show", "--json", path).stdout)
+    # all that was read, less sinks and window
+    assert 0 < shown["tokens"] - shown["archived"] < 96
+    assert shown["archive_bytes"] > 0
+    lines = dict(line.split(None, 1) for line in kvtool("session", "show", path).stdout.splitlines())
+    assert lines["archive"].strip() == f"{shown['archived']:,} tokens, {format_bytes(shown['archive_bytes'])}"
+    path.unlink()
+    assert talk(TURNS[:1], "--policy", "h2o", "--budget", 96).returncode == 0
+    assert "archive" not in kvtool("session", "show", path).stdout
+
+
+@pytest.mark.engine
+def test_generate_says_what_is_archived(chat_model):
+    own = ["-m", chat_model, "-t", 1, "-n", 2, "--temp", 0, *RECALL, "--archive", 100]
+    result = json.loads(kvtool("generate", *own, "--json", stdin="word " * 60).stdout)
+    assert (result["archived"], result["archive_limit"]) == (100, 100)
+    said = kvtool("generate", *own, "-v", stdin="word " * 60).stderr
+    assert re.search(r"tokens in .*, archive 100 of at most 100 tokens, [0-9.]+ KiB of host memory\n", said)
+    without = kvtool("generate", *own[:6], "--policy", "h2o", "--budget", 96, "-v", stdin="word " * 60)
+    assert "archive" not in re.search("\nread .* tokens in .*", without.stderr)[0]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("write", "options", "why"),
+    [
+        (tiny_kinds.write_refact, [], "in this model (ALiBi)"),
+        (None, ["--positions", "in-cache"], "with --positions in-cache"),
+        (None, ["--prefill", "whole"], None),
+        (None, [], None),
+    ],
+)
+def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tmp_path, write, options, why):
+    model = tmp_path / "kind.gguf" if write else tiny_model()
+    if write:
+        write(model)
+    command = ["generate", "--raw", "-m", model, "-n", 1, "-t", 1, "--budget", 96, "--json", *options]
+    done = kvtool(*command, stdin="word " * 150)
+    result = json.loads(done.stdout)
+    said = f"recall does not work {why}; the policy is h2o\n"
+    assert (result["policy"], said in done.stderr) == (("h2o", True) if why else ("recall", False))
+    assert bool(result["archived"]) == (why is None)
+    # who names recall, or an option that it alone has, is not given another policy
+    for typed in (["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10]) if why else ():
+        asked = kvtool(*command, *typed, stdin="word " * 150)
+        assert (asked.returncode, asked.stdout) == (2, "")
+        assert re.fullmatch(r"kvtool: Recall [^\n]*; choose [^\n]*\n", asked.stderr)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--positions", "in-cache"], "with --positions in-cache"),
+        (["--prefill", "whole"], None),
+        ([], None),
+    ],
+)
+def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why):
+    done = talk(TURNS[:2], *options, "-v")
+    first, *_, last = done.stderr.splitlines(keepends=True)
+    said = f"recall does not work {why}; the policy is h2o\n" if why else KEEPS
+    assert re.fullmatch(said, first)
+    # trained for 512 tokens
+    assert "/512 cells per row" in last
+    assert ("archive" in last) == (why is None)
+    kept = json.loads(kvtool("session", "show", "--json", tmp_path / "chat.kvs").stdout)
+    assert kept["policy"] == ("h2o" if why else "recall")
+    # the policy that it has is the session's
+    again = talk(TURNS[2:3], *options)
+    assert (again.returncode, "recall does not work" in again.stderr) == (0, False)
+    with serving(chat_model, *options) as server:
+        assert re.fullmatch(said.replace(r"\),", r"\) for each of 2 requests at once,"), server.lines[0])
+        with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
+            assert http.get("/props").json()["policy"] == kept["policy"]
+            answer = http.post("/v1/completions", json={"prompt": "Hello.", "max_tokens": 2}).json()
+        assert answer["kvtool"]["policy"] == kept["policy"]
+
+
+@pytest.mark.engine
+def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    said = talk(TURNS[:1], "--archive-file", file).stderr
+    assert re.fullmatch(
+        KEEPS.replace("to host memory", rf"to disk \({file}\) and, for clusters, to host memory"), said
+    )
+    (tmp_path / "chat.kvs").unlink()
+    # in another line
+    assert "older text" not in talk(TURNS[:1], "--explain").stderr
+    (tmp_path / "chat.kvs").unlink()
+    assert talk(TURNS[:1], "--policy", "h2o").stderr == ""
+    (tmp_path / "chat.kvs").unlink()
+    monkeypatch.setenv("KVTOOL_CHAT_POLICY", "h2o")
+    assert talk(TURNS[:1]).stderr == ""
+
+
+@pytest.mark.engine
+def test_an_archive_takes_a_quarter_of_the_free_memory_and_half_of_the_disk(
+    tiny_model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("kvtool.llama.archive.free_bytes", lambda: 2**30)
+    monkeypatch.setattr("kvtool.llama.archive.free_disk_bytes", lambda file: 2**32)
+    for file, most in ((None, 2**28), (str(tmp_path / "file"), 2**31)):
+        run = Run(model=str(tiny_model()), archive_file=file, threads=1)
+        with open_run(run) as opened:
+            limit = opened.engine.context.archive
+            assert most - limit.slab_bytes < limit.max_bytes <= most
+
+
+@pytest.mark.engine
+def test_a_policy_that_was_asked_for_has_no_other_in_its_place(talk, tiny_model, tmp_path, monkeypatch):
+    # nor has a session's
+    assert talk(TURNS[:1], *RECALL).returncode == 0
+    refused = talk(TURNS[1:2], "--positions", "in-cache")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert re.fullmatch(r"kvtool: Recall needs the distances of the text; [^\n]*\n", refused.stderr)
+    # nor one of a settings file
+    (tmp_path / "config.toml").write_text('policy = "recall"\n')
+    monkeypatch.setenv("KVTOOL_CONFIG", str(tmp_path / "config.toml"))
+    done = kvtool("generate", "-m", tiny_model(), "--raw", "--positions", "in-cache", stdin="word " * 9)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Recall needs the distances of the text" in done.stderr
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
+def test_a_chat_says_what_is_archived(chat_model):
+    chat = Terminal(chat_model, "-n", 4, *RECALL, "--archive", 30)
+    try:
+        said = chat.wait_for("\n> ")
+        # what it is comes first
+        assert re.search(
+            r"\nchat with policy recall, a cache of 96 tokens; trained for 512 tokens\n"
+            r"older text goes to host memory, at most [0-9.]+ KiB, and is still used\n"
+            r"/help shows help, Ctrl-D leaves\n$",
+            said,
+        )
+        chat.say("word " * 60)
+        stats = chat.say("/stats")
+        assert re.search(r"archived +30 of at most 30 tokens, [0-9.]+ .iB of host memory", stats)
+        (forgotten,) = re.findall(r"forgotten +(\d+) tokens", stats)
+        assert f"30 archived, {forgotten} forgotten" in chat.say("/cells").replace("\n", "")
+        # another system prompt needs no room in the archive that there is
+        assert "started over under the new system prompt" in chat.say("/system Be brief.")
+    finally:
+        chat.kill()
+        os.close(chat.master)
+
+
+@pytest.mark.engine
+def test_compare_takes_an_archive_for_the_policies_that_have_one(chat_model, tmp_path):
+    (tmp_path / "text").write_text("word " * 60)
+    own = ["-m", chat_model, "-t", 1, "--budgets", 48, "--types", "f16", "--json", "-"]
+    args = ["--policies", "recall,h2o", "--archive", 50, "--archive-type", "f16"]
+    done = kvtool("compare", tmp_path / "text", *own, *args)
+    recall, h2o = map(json.loads, done.stdout.splitlines())
+    assert (recall["archived"], recall["archive"], recall["archive_type"]) == (50, {"archive": 50}, "f16")
+    assert (h2o["archived"], h2o["archive_bytes"], h2o["archive"], h2o["archive_type"]) == (0, 0, None, None)
+    for wrong, words in (
+        (["--policies", "h2o,tova", "--archive", 50], "`h2o`, `tova` have no archive; leave out --archive"),
+        (["--archive-type", "q9"], "--archive-type must be one of"),
+        (["--archive", ""], "--archive is a number of tokens"),
+    ):
+        refused = called("compare", tmp_path / "text", *own, *wrong)
+        assert refused.returncode == 2
+        assert words in refused.stderr
+        assert refused.stderr.count("\n") == 1
+
+
+@pytest.mark.engine
+def test_an_evaluation_with_another_archive_is_another_one(chat_model, tmp_path):
+    out = tmp_path / "out.jsonl"
+    own = ["-m", chat_model, "-t", 1, "--budget", 48, "--json", out, "--resume", "--limit", 1]
+    own += ["--set", "lengths=450", "--set", "repeats=1", "--raw"]
+    for arguments, n in (
+        (["--policy", "recall"], 1),
+        (["--policy", "recall", "--archive", 50], 2),
+        (["--policy", "recall", "--archive", "50"], 2),
+        (["--policy", "h2o"], 3),
+    ):
+        done = kvtool("eval", "passkey", *own, *arguments)
+        assert done.returncode == 0, done.stderr
+        assert len(out.read_text().splitlines()) == n
+
+
+def wrong_files(folder):
+    """Paths that --archive-file does not take, and what is said of each."""
+    (folder / "there").write_text("mine")
+    (folder / "link").symlink_to("nowhere")
+    return {
+        folder: "is a folder",
+        folder / "there": "exists already",
+        folder / "link": "exists already",
+        folder / "no" / "file": f"cannot be created: there is no folder {folder / 'no'}",
+        folder / "there" / "file": f"cannot be created: there is no folder {folder / 'there'}",
+        "": "is not the name of a file",
+    }
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "perplexity", "inspect", "compare", "eval"])
+def test_a_file_that_cannot_be_made_is_one_line(command, tmp_path):
+    (tmp_path / "text").write_text("word " * 60)
+    argument = {"eval": ["passkey"], "perplexity": ["-"], "inspect": ["-"], "compare": ["-"]}.get(command, [])
+    for path, why in wrong_files(tmp_path).items():
+        policy = ["--policies" if command == "compare" else "--policy", "recall"]
+        done = called(command, *argument, *policy, "--archive-file", path, stdin="word " * 60)
+        assert done.stderr == f"kvtool: --archive-file {str(path)!r} {why}; name a new file\n"
+        assert (done.returncode, done.stdout) == (2, "")
+    assert (tmp_path / "there").read_text() == "mine"
+
+
+def test_a_folder_that_may_not_be_written_to_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(
+        UsageError, match=f"cannot be created: no permission to write to {tmp_path}; name a new"
+    ):
+        archive.check_file(str(tmp_path / "file"))
+
+
+def test_windows_has_no_archive_in_a_file_yet(monkeypatch):
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(UsageError, match="^--archive-file does not work on Windows yet; leave it out$"):
+        archive.check_file("file")
+    archive.check_file(None)
+
+
+def test_a_limit_in_bytes_is_of_the_disk_where_the_archive_is_in_a_file(monkeypatch, tmp_path):
+    file = str(tmp_path / "file")
+    monkeypatch.setattr(memory, "total_bytes", lambda: 2**20)
+    monkeypatch.setattr("kvtool.system.files.free_disk_bytes", lambda path: 2**30 if path == file else 0)
+    assert archive.limit("2MiB", file) == {"archive_bytes": 2**21}
+    with pytest.raises(UsageError, match=f"2GiB is more than the disk of {file} has free \\(1.0 GiB\\)"):
+        archive.limit("2GiB", file)
+
+
+@pytest.mark.engine
+def test_what_is_said_of_an_archive_names_its_file(chat_model, tmp_path):
+    path = tmp_path / "file"
+    own = ["-m", chat_model, "-t", 1, "--archive-file", path]
+    words = {"stdin": "word " * 100}
+    generate = [*own, "-n", 2, *RECALL]
+    done = kvtool("generate", *generate, "--json", **words)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["archive_file"] == str(path)
+    # half of the disk's free space
+    free = shutil.disk_usage(tmp_path).free
+    assert 0.4 * free < result["archive_limit"] / result["archived"] * result["archive_bytes"]
+    said = kvtool("generate", *generate, "-v", "--explain", **words).stderr
+    # other programs write to the disk, too
+    (limit,) = re.findall(rf" tokens \((\S+ .iB)\) in {path}\n", said)
+    assert parse_bytes(limit.replace(" ", "")) == pytest.approx(free / 2, rel=0.5)
+    assert f"the others go to {path} and are still used" in said
+    assert re.search(
+        rf", archive [0-9]+ of at most [0-9,]+ tokens, [0-9.]+ .iB on disk \({path}\) and, for clusters, in",
+        said,
+    )
+    for command in ("perplexity", "inspect"):
+        done = kvtool(command, "-", *own, *RECALL[:-2], "--json", **words)
+        assert json.loads(done.stdout)["archive_file"] == str(path)
+    runs = ["--policies", "recall,h2o", "--budgets", "48,64", "--types", "f16", "--json", "-", "--jobs", 2]
+    done = kvtool("compare", "-", *own, *runs, **words)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [run["archive_file"] for run in found] == [str(path), None] * 2
+    ask = ["--raw", "--limit", 2, "--set", "lengths=450", "--set", "repeats=1", "--budget", 48]
+    done = kvtool("eval", "passkey", *own, *ask, "--policy", "recall")
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.engine
+def test_a_chat_with_a_full_disk_keeps_its_last_whole_turn(talk, tmp_path):
+    path, file = tmp_path / "chat.kvs", tmp_path / "file"
+    own = [*RECALL, "--archive-type", "f32", "--archive-file", file]
+    assert talk(TURNS[:4], *own).returncode == 0
+    before = path.read_bytes(), (tmp_path / "chat.kvs.archive").read_bytes()
+    assert b"archive_file" not in before[0]
+    limit = max(map(len, before)) + 4096
+    full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    done = talk(TURNS[4:], "--archive-file", file, preexec_fn=full)
+    assert done.returncode == 6
+    assert done.stderr.splitlines()[-1].startswith(
+        "kvtool: no room for the archive on the disk: File too large"
+    )
+    assert (path.read_bytes(), (tmp_path / "chat.kvs.archive").read_bytes()) == before
+    assert sorted(os.listdir(tmp_path)) == ["chat.kvs", "chat.kvs.archive"]
+    # with another archive it is the same chat
+    assert talk(TURNS[4:5]).returncode == 0
+
+
+@pytest.mark.engine
+def test_nothing_is_left_of_the_file_of_a_killed_process(chat_model, tmp_path):
+    chat = Terminal(chat_model, "-n", 4, *RECALL, "--archive-file", tmp_path / "file")
+    try:
+        assert f" to disk ({tmp_path / 'file'})" in chat.wait_for("\n> ").replace("\n", "")
+        chat.say("word " * 60)
+        assert f"on disk ({tmp_path / 'file'})" in chat.say("/stats").replace("\n", "")
+        assert os.listdir(tmp_path) == []
+    finally:
+        chat.kill()
+        os.close(chat.master)
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,237 @@
+"""Going back: a stream is cut to its first tokens, and is what it was after these."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.errors import UsageError
+from kvtool.llama.library import library_path
+from kvtool.llama.workers import add_rpc
+from tests.engine import rpc_server
+from tests.engine.running import TOLERANCE, open_engine, text
+
+pytestmark = pytest.mark.engine
+
+SEARCHES = ({}, {"search": "all"}, {"exact": 40})
+"""How recall looks into its archive."""
+
+
+def fit(budget=48, evict_every=16, **params):
+    return policies.fit("recall", budget, evict_every, [f"{key}={value}" for key, value in params.items()])
+
+
+def opened(path, policy, archive_type="f32", n_batch=16, **settings):
+    return open_engine(path, policy, archive_type=archive_type, n_batch=n_batch, **settings)
+
+
+def state(engine):
+    """What a stream is besides keys and values: numbers and tables, where the archive's are exact."""
+    cells, archive = engine.cells(), engine.context.archive
+    own = {
+        name: getattr(engine, name)
+        for name in ("n_past", "n_kv", "n_pinned", "n_held", "n_restart", "n_evicted", "n_archived")
+    }
+    own |= {"due": engine.n_until_plan, "planned": engine.eviction.n_planned, "room": engine.room()}
+    own |= {"next": engine.rows.next_rot, "pos": cells.pos.tolist(), "rot": cells.rot.tolist()}
+    has_some = archive and archive.n
+    return own | {"archive": dict(archive.save(tokens=False))["archive"].tolist() if has_some else []}
+
+
+def logits(engine, tokens):
+    """f32[n, n_vocab]: what each of these tokens gives, read one by one."""
+    found = []
+    for token in tokens:
+        engine.step(np.array([token]))
+        found.append(engine.context.logits()[-1].copy())
+    return np.array(found)
+
+
+def check_back(engine, fresh, n, n_later, tolerance):
+    """Reads n tokens and n_later others, goes back, and compares with who has read the n alone."""
+    tokens = text(n + 40)
+    for each in (engine, fresh):
+        each.reset()
+        # a step shares its choice: both read these in the same ones
+        each.read(tokens[:n])
+    wanted = state(fresh)
+    engine.read(text(n_later, seed=2))
+    assert engine.n_past == n + n_later
+    assert engine.go_back(n)
+    assert not engine.context.has_logits
+    assert state(engine) == wanted
+    got, wanted = (logits(each, tokens[n:]) for each in (engine, fresh))
+    assert np.abs(got - wanted).max() < tolerance
+    assert state(engine) == state(fresh)
+
+
+# by the trained context: tokens read later, and lengths to go back to. In 256 positions start over
+STREAMS = {
+    1024: ((3, 30, 500), (899, 700, 513, 512, 300, 20, 3)),
+    256: ((40, 200, 1500), (690, 470, 463, 258, 257, 256, 255, 250, 120, 20)),
+}
+
+
+@pytest.mark.parametrize("search", SEARCHES, ids=str)
+@pytest.mark.parametrize(("n_ctx", "n_later"), [(n_ctx, n) for n_ctx, own in STREAMS.items() for n in own[0]])
+def test_a_stream_that_went_back_is_one_that_has_read_no_more(tiny_model, search, n_ctx, n_later):
+    policy = fit(**search)
+    path = tiny_model(n_head_kv=2, n_ctx_train=n_ctx)
+    with opened(path, policy) as engine, opened(path, policy) as fresh:
+        for n in sorted({*STREAMS[n_ctx][1], policy.n_live + 1, policy.n_live}, reverse=True):
+            check_back(engine, fresh, n, n_later, TOLERANCE)
+
+
+@pytest.mark.parametrize("arch", ["llama", "deepseek2", "deepseek32", "qwen2vl", "refact", "gpt2"])
+@pytest.mark.parametrize("has_patch", [True, False])
+def test_a_stream_that_keeps_all_goes_back_to_any_token(tiny_model, monkeypatch, arch, has_patch):
+    n_ctx = 256
+    if not has_patch:
+        for module in ("kvtool.engine.stream", "kvtool.llama.model"):
+            monkeypatch.setattr(f"{module}.is_patched", lambda: False)
+    policy = policies.fit("full", n_ctx)
+    path = tiny_model(arch, n_ctx_train=n_ctx)
+    with open_engine(path, policy, n_batch=16) as engine, open_engine(path, policy, n_batch=16) as fresh:
+        assert engine.goes_back
+        for n, n_later in ((n_ctx - 40, 40), (100, 9), (60, 1), (1, 130)):
+            check_back(engine, fresh, n, n_later, TOLERANCE)
+        assert engine.go_back(0)
+        assert engine.n_past == 0
+
+
+KINDS = [
+    # flash attention adds up in another order; keys and values are rounded on both ways
+    ({"flash": "on", "type_k": "f16", "type_v": "f16", "archive_type": "f16"}, {}, 2e-2),
+    ({"flash": "off", "type_k": "f16", "type_v": "f16", "archive_type": "q8_0"}, {}, 0.2),
+    # quantized keys lie under a map
+    ({"flash": "on", "type_k": "q8_0", "type_v": "q8_0", "archive_type": "q8_0"}, {}, 0.2),
+    # values are a part of the keys
+    ({}, {"arch": "deepseek2"}, TOLERANCE),
+    ({}, {"arch": "qwen2vl"}, TOLERANCE),
+    ({}, {"arch": "maincoder"}, TOLERANCE),
+]
+
+
+@pytest.mark.parametrize(("settings", "model", "tolerance"), KINDS, ids=str)
+def test_any_cache_and_any_model_with_rows_alone_goes_back(tiny_model, settings, model, tolerance):
+    path = tiny_model(**model, n_ctx_train=256)
+    # without a choice, which what is rounded may change
+    policy = fit(search="all") if settings else fit()
+    with opened(path, policy, **settings) as engine, opened(path, policy, **settings) as fresh:
+        for n in (600, 270, 200, 40):
+            check_back(engine, fresh, n, 300, tolerance)
+
+
+def test_an_archive_in_a_file_goes_back_too(tiny_model, tmp_path):
+    path, own = tiny_model(n_head_kv=2, n_ctx_train=256), {"archive_file": str(tmp_path / "archive")}
+    with opened(path, fit(), **own) as engine, opened(path, fit()) as fresh:
+        for n in (690, 250, 20):
+            check_back(engine, fresh, n, 300, TOLERANCE)
+
+
+def test_what_is_pinned_stays_pinned(tiny_model):
+    path, policy = tiny_model(n_head_kv=2, n_ctx_train=256), fit(64)
+    with opened(path, policy) as engine, opened(path, policy) as fresh:
+        for n in (500, 60, 12, 5):
+            for each in (engine, fresh):
+                each.reset()
+                each.pin(12)
+                each.hold(3)
+                each.read(text(n))
+            engine.read(text(300, seed=2))
+            assert engine.go_back(n)
+            assert state(engine) == state(fresh)
+            for each in (engine, fresh):
+                each.read(text(200, seed=3))
+            assert state(engine) == state(fresh)
+            assert (engine.cells().pos[:, :12] == np.arange(12)).all()
+
+
+def test_a_stream_that_went_back_is_saved_and_goes_on(tiny_model):
+    path = tiny_model(n_head_kv=2, n_ctx_train=256)
+    with opened(path, fit()) as engine, opened(path, fit()) as other:
+        engine.read(text(900))
+        assert engine.go_back(400)
+        other.restore({name: array.copy() for name, array in engine.save()})
+        assert state(engine) == state(other)
+        found = [logits(each, text(50, seed=2)) for each in (engine, other)]
+        assert (found[0] == found[1]).all()
+
+
+def test_where_the_window_is_forgotten_nothing_changes(tiny_model):
+    policy = fit()
+    with opened(tiny_model(n_head_kv=2), policy, archive=100) as engine:
+        engine.read(text(600))
+        before, n_least = state(engine), engine.context.archive.span.start + policy.n_keep - policy.sinks
+        assert not engine.go_back(300)
+        assert not engine.go_back(n_least - policy.slack)
+        assert state(engine) == before
+        assert engine.context.has_logits
+        assert engine.go_back(n_least + policy.slack)
+        engine.step(text(1))
+        # sinks are always there
+        assert engine.go_back(3)
+        assert engine.n_kv == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        ("streamingllm", "llama"),
+        ("h2o", "llama"),
+        *((name, arch) for name in ("recall", "full") for arch in ("gpt_oss", "lfm2")),
+    ],
+)
+def test_what_has_no_archive_or_more_than_rows_says_that_it_cannot(tiny_model, name, arch):
+    policy = policies.fit(name, 256 if name == "full" else 64, 16)
+    with open_engine(tiny_model(arch), policy, n_batch=16) as engine:
+        engine.read(text(200))
+        assert not engine.goes_back
+        assert not engine.go_back(100)
+        assert engine.n_past == 200
+        assert engine.go_back(200)
+        assert engine.go_back(0)
+        assert engine.n_past == 0
+
+
+def test_nobody_goes_where_there_is_nothing(tiny_model):
+    with opened(tiny_model(), fit()) as engine:
+        engine.read(text(100))
+        for n in (-1, 101):
+            with pytest.raises(UsageError, match=r"n must be in 0\.\.100"):
+                engine.go_back(n)
+        assert engine.go_back(0)
+        assert engine.n_past == engine.n_kv == engine.n_archived == 0
+
+
+def client(endpoint, path):
+    """On a worker, which has the cells: prints what goes back there, as JSON."""
+    add_rpc(endpoint)
+    policy, found = fit(search="all"), []
+    for flash, kind in (("off", "f32"), ("on", "f16")):
+        own = {"flash": flash, "type_k": kind, "type_v": kind, "n_gpu_layers": 99}
+        with opened(path, policy, **own) as engine, opened(path, policy, **own) as fresh:
+            for n in (120, 20):
+                check_back(engine, fresh, n, 60, TOLERANCE if kind == "f32" else 2e-2)
+                found.append(n)
+    print(json.dumps(found))
+
+
+def test_cells_on_a_worker_go_back(tiny_model):
+    if not (library_path().parent / "libggml-rpc.so").exists():
+        pytest.skip("the library is built without RPC")
+    # what that imports is not where the client looks for it
+    from tests.engine.test_worker import working
+
+    path = tiny_model(n_head_kv=2, n_ctx_train=256)
+    with working() as worker:
+        found, _ = rpc_server.client("tests.engine.test_back", worker.endpoint, str(path))
+    assert found == [120, 20, 120, 20]
+
+
+if __name__ == "__main__":
+    client(*sys.argv[1:])

@@ -1,0 +1,33 @@
+"""Clusters of archived tokens are those of their definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from tests.engine.running import open_engine, text
+from tests.reference.clusters import kmeans
+
+pytestmark = pytest.mark.engine
+
+HEAD_DIM, N_HEAD = 32, 2
+
+
+def test_clusters_begin_with_keys_that_are_far_apart(tiny_model):
+    path = tiny_model(n_head_kv=N_HEAD, head_dim=HEAD_DIM, n_ctx_train=4096)
+    with open_engine(path, policies.fit("recall", 48, 16), archive=4096, archive_type="f32") as engine:
+        engine.read(text(1500))
+        archive = engine.context.archive
+        n = archive.n_token
+        assert len(archive.clustered) > 3
+        # the first block begins behind the sinks
+        for begin, is_far in archive.clustered[1:]:
+            assert not is_far
+            halves = archive.read_clusters(begin, begin + n, is_far).reshape(-1, n // 2)
+            found = np.stack([halves & 15, halves >> 4], axis=2).reshape(-1, n)
+            keys = archive.read(begin, begin + n).view(np.float32).reshape(-1, n, N_HEAD, 2, HEAD_DIM)
+            rows = keys[:, :, :, 0].swapaxes(1, 2).reshape(-1, n, HEAD_DIM).astype(float)
+            for own, x in zip(found, rows, strict=True):
+                # rounding may decide where two means are as near
+                assert (own == kmeans(x)).mean() > 0.98

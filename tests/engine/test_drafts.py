@@ -1,0 +1,325 @@
+"""Guesses: what is looked up, how many are made, and that what is written does not depend on them."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.chats.logprobs import logprobs
+from kvtool.chats.writer import Writer
+from kvtool.drafts.drafter import MOST, Drafter
+from kvtool.drafts.lookup import Lookup
+from kvtool.drafts.model import ModelDraft, check_vocabulary
+from kvtool.drafts.pace import Pace
+from kvtool.errors import UsageError
+from kvtool.kernels.ngrams import N_KEY
+from kvtool.llama.model import Model
+from kvtool.llama.sampler import Sampler
+from kvtool.options.sampling import Sampling
+from tests.cli.called import called
+from tests.engine.running import open_engine
+
+
+def best_place(tokens):
+    """(the newest place that most tokens before agree with, how many), by trying all."""
+    n, best = len(tokens), (0, 0)
+    for place in range(n - 1, N_KEY - 1, -1):
+        same = 0
+        while same < min(place, 64) and tokens[place - 1 - same] == tokens[n - 1 - same]:
+            same += 1
+        if same >= N_KEY and same > best[1]:
+            best = place, same
+    return best
+
+
+def test_the_place_that_most_tokens_agree_with_is_found():
+    rng = np.random.default_rng(0)
+    lookup, tokens, n_found = Lookup(), [], 0
+    for _ in range(300):
+        if tokens and rng.random() < 0.2:
+            keep = int(rng.integers(max(len(tokens) - 40, 0), len(tokens) + 1))
+            lookup.cut(keep)
+            del tokens[keep:]
+        new = rng.integers(0, 3, int(rng.integers(0, 9))).astype(np.int32)
+        lookup.add(new)
+        tokens += new.tolist()
+        assert lookup.n == len(tokens)
+        place, same = best_place(tokens)
+        assert lookup.look() == same
+        if same:
+            n_found += 1
+            period = tokens[place:]
+            assert lookup.guess(9).tolist() == [period[i % len(period)] for i in range(9)]
+    assert n_found > 100
+
+
+def test_a_lookup_grows_with_its_stream():
+    lookup, phrase = Lookup(), np.arange(5000, dtype=np.int32)
+    lookup.add(phrase)
+    assert lookup.look() == 0
+    lookup.add(phrase[:40])
+    assert lookup.look() == 40
+    assert lookup.guess(3).tolist() == [40, 41, 42]
+
+
+def timed(pace, slope):
+    for n in range(1, MOST + 2):
+        for _ in range(3):
+            pace.took(n, 0.01 * (1 + slope * (n - 1)))
+
+
+@pytest.mark.parametrize(
+    ("share", "slope", "least", "most"), [(1, 0.1, MOST, MOST), (0, 0.1, 0, 0), (0.7, 0.2, 1, 5)]
+)
+def test_as_many_guesses_are_made_as_pay(share, slope, least, most):
+    pace, rng = Pace(), np.random.default_rng(0)
+    timed(pace, slope)
+    for _ in range(200):
+        n_true = 0
+        while n_true < MOST and rng.random() < share:
+            n_true += 1
+        pace.judge(3, n_true, MOST)
+    chosen = [pace.choose(3, MOST) for _ in range(20)]
+    assert least <= min(chosen) <= max(chosen) <= most
+    assert pace.choose(3, 0) == 0
+
+
+def test_guesses_that_do_not_pay_are_tried_now_and_then():
+    pace = Pace()
+    timed(pace, 0.5)
+    for _ in range(100):
+        pace.judge(20, 0, 4)
+    chosen = [pace.choose(20, MOST) for _ in range(200)]
+    assert 2 <= sum(n > 0 for n in chosen) <= 8
+
+
+def test_what_is_well_supported_is_judged_by_itself():
+    pace = Pace()
+    timed(pace, 0.15)
+    for _ in range(100):
+        pace.judge(3, 0, 4)
+        pace.judge(30, 8, 8)
+    assert pace.choose(30, MOST) > 8
+    assert pace.choose(3, MOST) == 0
+
+
+def test_a_guess_is_judged_with_those_that_as_much_supports():
+    pace = Pace()
+    timed(pace, 0.15)
+    for _ in range(100):
+        pace.judge(3, 1, 8)
+    # the second guess of each, behind four tokens that agree, was wrong
+    assert pace.choose(3, MOST) == 1
+    assert pace.choose(4, MOST) == 0
+
+
+class Told:
+    """A source that guesses what it is told to."""
+
+    n = 0
+
+    def __init__(self, token, support=3):
+        self.token, self.support = token, support
+
+    def cut(self, n):
+        self.n = min(n, self.n)
+
+    def add(self, tokens):
+        self.n += len(tokens)
+
+    def look(self):
+        return self.support
+
+    def guess(self, n):
+        return np.full(n, self.token, np.int32)
+
+
+def test_a_model_guesses_where_nothing_is_found():
+    lookup, model = Told(1), Told(2)
+    drafter = Drafter(lookup, model)
+    drafter.add(np.arange(5))
+    drafter.cut(4)
+    assert drafter.n == lookup.n == model.n == 4
+    assert set(drafter.guess(6).tolist()) == {1}
+    drafter.judge(0)
+    lookup.support = 0
+    assert drafter.guess(6).tolist() == [2] * 6
+    drafter.judge(5)
+    assert len(drafter.guess(0)) == 0
+    assert drafter.n_accepted == 5
+    # what is found does not pay, and that a model's guesses come true says nothing of it
+    lookup.support = 3
+    for _ in range(50):
+        drafter._pace.judge(3, 0, 4)
+    for _ in range(20):
+        assert drafter.guess(6).tolist() == [2] * 6
+        drafter.judge(6)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("p", "n"), [(1.0, 9), (0.8, 4), (0.6, 2), (0.3, 1), (0.2, 0)])
+def test_a_model_guesses_as_long_as_all_are_likely_to_come(talker, monkeypatch, p, n):
+    monkeypatch.setattr("kvtool.drafts.model._likeliest", lambda logits: (7, p))
+    with closing(Model(talker)) as model, closing(ModelDraft(model, 1)) as source:
+        source.add(np.arange(3, 40, dtype=np.int32))
+        assert len(source.guess(9)) == n
+
+
+SAID = "the river is long and the river is slow and the river is long and the river is"
+SETTINGS = {
+    "greedy": {},
+    "drawn": {"temp": 1.0},
+    "cut": {"temp": 0.8, "top_k": 5, "min_p": 0.1},
+    "penalties": {"repeat_penalty": 1.3, "presence_penalty": 0.5, "repeat_last_n": 32},
+    "bias": {"logit_bias": ((40, 3.0),)},
+    "mirostat": {"mirostat": 2, "temp": 1.0},
+    "grammar": {"grammar": 'root ::= ("river" | "slow" | " ")+'},
+    "schema": {"temp": 1.0, "json_schema": json.dumps({"type": "array", "items": {"const": "a river"}})},
+}
+
+
+def written(path, drafter, its, n=120, policy="recall"):
+    """What a writer writes, its stream, the log-probabilities, and what the rows then hold."""
+    likely = []
+    # the tokens of a step share what they look into
+    chosen = policies.fit(policy, 64, 16, ["search=all"] if policy == "recall" else [])
+    with open_engine(path, chosen, n_ahead=MOST, n_output=1, archive_type="f32") as engine:
+        sampler = Sampler(engine.model, Sampling(**its), seed=3)
+        with closing(sampler):
+            writer = Writer(engine, sampler, drafter)
+            writer.after_sampling = lambda token: likely.append(
+                logprobs(engine.model, engine.context.next_logits, token, 0)["logprob"]
+            )
+            writer.read(engine.model.tokenize(SAID))
+            text = "".join(writer.write(n))
+            assert engine.n_past == len(writer.tokens)
+            return text, writer.tokens.tolist(), likely, engine.cells().pos.tolist()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", ["recall", "h2o"])
+@pytest.mark.parametrize("its", SETTINGS.values(), ids=SETTINGS)
+def test_what_is_written_does_not_depend_on_guesses(talker, its, policy):
+    drafter = Drafter(Lookup())
+    without, with_guesses = (written(talker, each, its, policy=policy) for each in (None, drafter))
+    assert without[:2] == with_guesses[:2]
+    assert np.abs(np.subtract(without[2], with_guesses[2])).max() < 1e-3
+    assert without[3] == with_guesses[3]
+    assert drafter.n_drafted >= drafter.n_accepted
+    # of noise nothing comes again
+    assert drafter.n_drafted > 0 or its.keys() & {"temp", "repeat_penalty"}
+
+
+@pytest.mark.engine
+def test_what_a_schema_forces_is_guessed(talker):
+    said = {"a name that is long": "and a text that is longer"}
+    schema = {"type": "object", "properties": {"a name that is long": {"const": said["a name that is long"]}}}
+    its = {"json_schema": json.dumps(schema | {"required": [*said]})}
+    drafter = Drafter(Lookup())
+    without, with_guesses = (written(talker, each, its) for each in (None, drafter))
+    assert json.loads(with_guesses[0]) == said
+    assert without[:2] == with_guesses[:2]
+    model = Model(talker, vocab_only=True)
+    n_forced = sum(len(model.tokenize(text)) for pair in said.items() for text in pair)
+    model.close()
+    assert drafter.n_accepted >= n_forced - 2
+
+
+@pytest.mark.engine
+def test_a_text_that_is_left_in_the_middle_keeps_what_was_said(talker):
+    for n_piece in (1, 7, 30):
+        with open_engine(talker, policies.fit("h2o", 64, 16), n_ahead=MOST, n_output=1) as engine:
+            writer = Writer(engine, Sampler(engine.model), Drafter(Lookup()))
+            writer.read(engine.model.tokenize(SAID))
+            pieces = writer.write(100)
+            said = [next(pieces) for _ in range(n_piece)]
+            pieces.close()
+            assert engine.n_past == len(writer.tokens)
+            # and goes on from there
+            more = "".join(writer.write(20))
+            whole = written(talker, None, {}, n_piece + 20, "h2o")[0]
+            assert "".join(said) + more == whole
+
+
+@pytest.mark.engine
+def test_a_stop_string_ends_a_text_within_its_guesses(talker):
+    whole = written(talker, None, {}, 60)[0]
+    stop = whole[30:34]
+    found = [written(talker, each, {"stop": (stop,)}) for each in (None, Drafter(Lookup()))]
+    assert found[0][0] == found[1][0] == whole[: whole.index(stop)]
+    assert found[0][1] == found[1][1]
+
+
+@pytest.mark.engine
+def test_a_model_guesses_what_it_would_write_itself(talker, monkeypatch):
+    monkeypatch.setattr("kvtool.drafts.model._LEAST", 0)
+    monkeypatch.setattr("kvtool.drafts.model._GOES_ON", 0)
+    without = written(talker, None, {}, 100)
+    with closing(Model(talker)) as model, closing(ModelDraft(model, 1)) as source:
+        drafter = Drafter(Told(0, support=0), source)
+        assert written(talker, drafter, {}, 100)[:2] == without[:2]
+        assert drafter.n_accepted > 0.8 * drafter.n_drafted > 40
+        # another stream
+        source.cut(10)
+        source.add(np.arange(3, 700, dtype=np.int32) % 250 + 3)
+        assert len(source.guess(4)) == 4
+
+
+@pytest.mark.engine
+def test_a_model_of_another_vocabulary_cannot_guess(talker, tiny_model):
+    with (
+        closing(Model(talker)) as model,
+        closing(Model(tiny_model(n_vocab=400))) as other,
+        pytest.raises(UsageError, match="another vocabulary"),
+    ):
+        check_vocabulary(model, other)
+
+
+def generated(path, *more, prompt="go on: a b c a b c"):
+    return called("generate", prompt, "-m", path, "-n", 40, "--temp", 0, "--budget", 64, "-t", 1, *more)
+
+
+@pytest.mark.engine
+def test_generate_says_how_many_guesses_came_true(talker):
+    with_guesses, without = (
+        json.loads(generated(talker, "--json", "--draft", draft).stdout) for draft in ("lookup", "off")
+    )
+    assert with_guesses["text"] == without["text"]
+    assert with_guesses["drafted"] >= with_guesses["accepted"] > 0
+    assert without["drafted"] == without["accepted"] == 0
+    said = generated(talker, "-v").stderr
+    assert re.search(r"wrote 40 in [0-9.]+ s \([0-9]+ of [0-9]+ guesses\), ", said)
+
+
+@pytest.mark.engine
+def test_a_smaller_model_guesses(talker):
+    done = generated(talker, "--draft", talker)
+    assert done.returncode == 0
+    assert done.stdout == generated(talker, "--draft", "off").stdout
+
+
+@pytest.mark.engine
+def test_guesses_that_cannot_be_are_refused_in_a_line(talker, tiny_model):
+    for path, draft, code, said in (
+        (talker, tiny_model(n_vocab=400), 2, "it has another vocabulary; choose a smaller model"),
+        (talker, "nothing", 3, "unknown model 'nothing'"),
+        (
+            tiny_model(arch="lfm2"),
+            "lookup",
+            2,
+            "cannot be used with a model with recurrent layers",
+        ),
+        (tiny_model(arch="deepseek2"), "lookup", 2, "cannot be used with recall of tokens (MLA)"),
+    ):
+        done = generated(path, "--raw", "--draft", draft)
+        assert (done.returncode, done.stdout) == (code, "")
+        assert said in done.stderr
+        assert done.stderr.startswith("kvtool: ")
+    # unless they are asked for, there are none
+    done = generated(tiny_model(arch="lfm2"), "--raw", "--json")
+    assert json.loads(done.stdout)["drafted"] == 0

@@ -1,0 +1,251 @@
+"""Every kind of model that kvtool runs scores like the definition, and goes on bit by bit from a session."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import tests.tiny_kinds as tiny_kinds
+from kvtool import policies
+from kvtool.chats.conversation import Conversation
+from kvtool.chats.template import Template
+from kvtool.chats.writer import Writer
+from kvtool.errors import KvtoolError
+from kvtool.llama.context import Context
+from kvtool.llama.sampler import Sampler
+from kvtool.measure import perplexity
+from tests.engine.running import LOGITS, TOLERANCE, open_engine, text
+from tests.engine.test_exactness import reference, twin
+from tests.reference import models, transformer
+
+pytestmark = pytest.mark.engine
+
+N_CTX_TRAIN = 130
+KINDS = {
+    "smollm3": {},
+    "maincoder": {},
+    "qwen2vl": {},
+    "gpt_oss": {},
+    "lfm2": {},
+    "deepseek2": {},
+    "deepseek2-no-q-rank": {"q_rank": 0},
+    "deepseek32": {},
+    "gemma4": {},
+    "refact": {},
+    "gpt2": {},
+}
+"""How each is written."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def path(request, tmp_path_factory):
+    name = request.param
+    path = tmp_path_factory.mktemp(name) / f"{name}.gguf"
+    getattr(tiny_kinds, f"write_{name.split('-')[0]}")(path, n_ctx_train=N_CTX_TRAIN, **KINDS[name])
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return models.load(path)
+
+
+@pytest.mark.share(2, "name")
+@pytest.mark.parametrize("name", ["full", "h2o", "tova", "buzz", "streamingllm"])
+def test_scores_like_the_definition(path, model, name):
+    # past 130 positions start over, and keys turn
+    tokens = text(120 if name == "full" else 300)
+    policy = policies.fit(name, 128, None) if name == "full" else policies.fit(name, 48, 16)
+    want = reference(model, tokens, policy, name, positions="auto")
+    with open_engine(path, policy, positions="auto") as engine:
+        got = perplexity.stream(engine, tokens)
+        assert (engine.n_evicted > 0) == (engine.n_restart > 0) == (name != "full")
+    assert np.abs(got - want.nll).max() < TOLERANCE
+
+
+def _no_token_twice(n):
+    """Keys of one token in the first layer may be alike but for rounding, which then would decide."""
+    return np.random.default_rng(1).permutation(np.arange(3, 259))[:n].astype(np.int32)
+
+
+OTHERS = [
+    ("weightedkv", []),
+    ("keydiff", []),
+    ("roco", ["keep_std=6", "window=3"]),
+    ("scissorhands", []),
+    ("expected", ["queries=30"]),
+    ("corm", ["history=8", "window=2", "t=cells"]),
+    ("recall", []),
+    ("recall", ["search=all"]),
+]
+
+
+@pytest.mark.share(2, "name", "options")
+@pytest.mark.parametrize(("name", "options"), OTHERS, ids=str)
+def test_what_other_policies_read_and_write_is_that_of_the_definition(path, model, name, options):
+    refused = {"weightedkv": "deepseek", "recall": "refact"}
+    if path.stem.startswith(refused.get(name, "none")):
+        pytest.skip("refused")
+    tokens = _no_token_twice(160)
+    policy = policies.fit(name, 96 if name == "corm" else 48, 16, options)
+    made = not path.stem.startswith("deepseek")
+    # with clusters, tokens become far in blocks
+    n_block = 256 if name == "recall" and not options else None
+    want = reference(model, tokens, policy, name, made, positions="auto", n_block=n_block)
+    with open_engine(path, policy, positions="auto", archive_type="f32") as engine:
+        got = perplexity.stream(engine, tokens)
+        assert engine.n_evicted > 0
+    assert np.abs(got - want.nll).max() < TOLERANCE
+
+
+@pytest.mark.share(1, "name")
+@pytest.mark.parametrize("name", ["h2o", "weightedkv"])
+def test_edits_on_the_device_score_like_the_definition(monkeypatch, path, model, name):
+    if name == "weightedkv" and path.stem.startswith("deepseek"):
+        pytest.skip("refused")
+    apply = Context.apply
+
+    def on_the_device(self, *args, **kwargs):
+        apply(self, *args, force_graph=True, **kwargs)
+
+    monkeypatch.setattr(Context, "apply", on_the_device)
+    tokens, policy = _no_token_twice(160), policies.fit(name, 48, 16)
+    want = reference(model, tokens, policy, name, positions="auto")
+    with open_engine(path, policy, positions="auto") as engine:
+        got = perplexity.stream(engine, tokens)
+        assert engine.n_restart > 0
+    assert np.abs(got - want.nll).max() < TOLERANCE
+
+
+def test_quantized_keys_turn_as_well(path, model):
+    tokens, policy = text(300), policies.fit("streamingllm", 48, 16)
+    want = reference(model, tokens, policy, "streamingllm", positions="auto")
+    settings = {"flash": "on", "type_k": "q8_0", "type_v": "q8_0"}
+    with open_engine(path, policy, positions="auto", **settings) as engine:
+        error = np.abs(perplexity.stream(engine, tokens) - want.nll)
+        assert engine.n_restart > 0
+    # before and behind the place where positions start over the error is that of the type
+    assert 1e-3 < np.median(error[130:]) < 3 * np.median(error[:130])
+
+
+@pytest.mark.share(1, "n")
+@pytest.mark.parametrize("n", [100, 300])
+def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
+    """The second is beyond the context: three segments, and what is no row goes on from the last."""
+    tokens = text(n + 40) if n > 200 else _no_token_twice(n + 40)
+    policy = policies.fit("h2o", 48, 16)
+    keep, observe = twin(
+        "h2o", {key: getattr(policy, key) for key in policies.params(type(policy))}, N_CTX_TRAIN
+    )
+    streams, want = [], []
+    for segment in np.array_split(tokens[:n], -(-n // N_CTX_TRAIN)):
+        stream = transformer.Stream(model, positions="auto", observe=observe)
+        stream.next = streams[-1].next if streams else 0
+        want = [stream.decode(segment)[-1]]
+        streams.append(stream)
+    if len(streams) > 1:
+        for rows in zip(*(one.rows for one in streams), strict=True):
+            for head, (row, *later) in enumerate(zip(*rows, strict=True)):
+                for part in later:
+                    at = len(row)
+                    row.append(part.pos, part.rot, part.key, part.value)
+                    row.mass[at:], row.last[at:], row.seen[at:] = part.mass, part.last, part.seen
+                rows[-1][head] = row
+        stream.in_cache, stream.counter = True, 48 - 16
+    stream.evict(keep, pinned=0, budget=48, slack=16)
+    # gaps were closed behind the segments; later ones stay
+    stream.in_cache = False
+    for token in tokens[n:]:
+        want.append(stream.decode([token])[-1])
+        if stream.n >= 48:
+            stream.evict(keep, pinned=0, budget=48, slack=16)
+    with open_engine(path, policy, prefill="whole") as engine:
+        assert engine.read(tokens[:n]) == n
+        got = [engine.context.logits()[-1].copy()]
+        for token in tokens[n:]:
+            engine.step(np.array([token]))
+            got.append(engine.context.logits()[-1].copy())
+    assert np.abs(np.array(got) - np.array(want)).max() < LOGITS
+
+
+def test_a_restored_engine_goes_on_bit_by_bit(path):
+    tokens, policy = text(200), policies.fit("h2o", 48, 16)
+    with open_engine(path, policy) as engine:
+        perplexity.stream(engine, tokens[:101])
+        there = {name: array.copy() for name, array in engine.save()}
+        want = perplexity.stream(engine, tokens[101:])
+        assert engine.n_restart
+    with open_engine(path, policy) as engine:
+        # something else is in it before
+        perplexity.stream(engine, tokens[20:60])
+        engine.restore(there)
+        np.testing.assert_array_equal(perplexity.stream(engine, tokens[101:]), want)
+
+
+def test_values_that_are_a_part_of_keys_are_not_merged(tmp_path):
+    path = tmp_path / "latent.gguf"
+    tiny_kinds.write_deepseek2(path)
+    with (
+        pytest.raises(KvtoolError, match=r"^[^\n]*\(MLA\)[^\n]*$"),
+        open_engine(path, policies.fit("weightedkv", 48, 16)) as engine,
+    ):
+        engine.read(text(100))
+
+
+def test_where_attention_falls_with_distance_nothing_is_recalled(tmp_path):
+    path = tmp_path / "alibi.gguf"
+    tiny_kinds.write_refact(path)
+    with (
+        pytest.raises(KvtoolError, match=r"^[^\n]*\(ALiBi\)[^\n]*$"),
+        open_engine(path, policies.fit("recall", 48, 16)) as engine,
+    ):
+        engine.read(text(100))
+
+
+def test_there_are_no_more_cells_than_an_index_chooses(tmp_path):
+    path = tmp_path / "index.gguf"
+    tiny_kinds.write_deepseek32(path, top_k=300)
+    with (
+        pytest.raises(
+            KvtoolError, match=r"^[^\n]*chooses 300 cells by an index[^\n]*--budget, --batch-size "
+        ),
+        open_engine(path, policies.fit("h2o", 400, 16)) as engine,
+    ):
+        engine.read(text(100))
+    with open_engine(path, policies.fit("h2o", 200, 16)) as engine:
+        perplexity.stream(engine, text(300))
+        assert engine.n_evicted
+        engine.resize(np.full(2, 512))
+        with pytest.raises(KvtoolError, match=r"300 cells, not 512"):
+            engine.step(text(1))
+
+
+def test_the_keys_of_an_index_are_a_part_of_the_cache(tmp_path):
+    path = tmp_path / "index.gguf"
+    tiny_kinds.write_deepseek32(path, n_index=128)
+    with open_engine(path, policies.fit("full", 256, None), type_k="f16", type_v="f16") as engine:
+        layers = engine.model.layers
+        assert layers.kinds == ["latent attention (MLA)", "an index"]
+        assert layers.cell_bytes() == 2 * 2 * (128 + 128)
+        assert engine.context.cache_bytes == 256 * layers.cell_bytes()
+
+
+def test_an_undone_turn_leaves_nothing_and_is_answered_alike_again(path):
+    with open_engine(path, policies.fit("h2o", 64, 8), n_batch=32) as engine:
+        template = Template("{% for m in messages %}[{{ m['content'] }}]{% endfor %}", "", "")
+        talk = Conversation(Writer(engine, Sampler(engine.model, seed=1)), template, None)
+        talk.undoable = True
+        try:
+            "".join(talk.reply("one two three", 40))
+            before = {name: array.copy() for name, array in engine.save()}
+            replies = []
+            for _ in range(2):
+                replies.append("".join(talk.reply("four five six", 60)))
+                assert engine.n_evicted
+                assert talk.undo()
+                after = dict(engine.save())
+                for name, array in before.items():
+                    np.testing.assert_array_equal(after[name], array, err_msg=name)
+            assert replies[0] == replies[1]
+        finally:
+            talk.close()

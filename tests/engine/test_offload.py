@@ -1,0 +1,124 @@
+"""The first layers in the host's memory, the last ones on a device with its own: one edit for both.
+
+The device is the library's own where it has one (`make check-vulkan`), else ggml's RPC server on loopback.
+Run as a module, this is the client: devices are registered for a whole process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from contextlib import closing, nullcontext
+
+import numpy as np
+import pytest
+
+from kvtool.engine.settings import Settings
+from kvtool.llama.devices import devices, has_gpu
+from kvtool.llama.log import set_verbose
+from kvtool.llama.model import Model
+from kvtool.llama.workers import add_rpc
+from kvtool.measure import bench, machine, perplexity
+from tests.engine import rpc_server, saved
+from tests.engine.running import open_engine, text
+from tests.engine.test_rpc import N_TOKENS, POLICIES
+
+pytestmark = pytest.mark.engine
+
+# name of the policy, positions, flash attention
+RUNS = [
+    ("h2o", "in-cache", "off"),
+    ("h2o", "in-cache", "on"),
+    ("merging", "original", "off"),
+    ("merging", "in-cache", "on"),
+    ("bumblebee", "in-cache", "off"),
+    ("corm", "in-cache", "off"),
+    ("snapkv", "original", "off"),
+    ("expected", "in-cache", "on"),
+    ("recall", "original", "off"),
+    ("recall", "auto", "on"),
+]
+# the output counts as a layer: two stay here, two go
+N_LAYER, N_GPU_LAYERS = 4, 3
+
+
+def score(path, name, positions, flash, n_gpu_layers):
+    """nll of a short text, then K and V of the first layer and of the last; of ragged rows, their lengths."""
+    with open_engine(path, POLICIES[name], n_gpu_layers, positions=positions, flash=flash) as engine:
+        nll = perplexity.stream(engine, text(N_TOKENS))
+        assert engine.n_evicted > 80
+        if engine.policy.ragged:
+            return [nll.tolist(), engine.rows.live.tolist()]
+        state = saved.parse(engine.context.state())
+        ends = [take(layer, 2).tolist() for layer in (0, N_LAYER - 1) for take in (state.keys, state.values)]
+        return [nll.tolist(), *ends]
+
+
+def client(path, endpoint):
+    """Prints what the runs give, as JSON; llama.cpp's log goes to stderr."""
+    set_verbose(True)
+    if endpoint:
+        add_rpc(endpoint)
+    results = []
+    for run in RUNS:
+        sys.stderr.write(f"\nrun {' '.join(run)}\n")
+        results.append(score(path, *run, N_GPU_LAYERS))
+    print(json.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def split(tiny_model):
+    """(what the client has printed, its log, run by run)"""
+    with nullcontext("") if has_gpu() else rpc_server.running() as endpoint:
+        return rpc_server.client("tests.engine.test_offload", str(tiny_model(n_layer=N_LAYER)), endpoint)
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(run) for run in RUNS])
+def test_half_of_the_layers_lie_on_the_device(split, number):
+    log = split[1][1 + number]
+    assert log.startswith(" ".join(RUNS[number]))
+    host, device = re.findall(r"(\S+) KV buffer size", log)
+    assert host == "CPU"
+    assert device.startswith(("RPC0", "Vulkan0", "CUDA0"))
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(run) for run in RUNS])
+def test_edits_of_both_halves_score_like_edits_here(split, tiny_model, number):
+    here = score(tiny_model(n_layer=N_LAYER), *RUNS[number], n_gpu_layers=0)
+    assert len(here[0]) == N_TOKENS - 1
+    for ours, theirs in zip(here, split[0][number], strict=True):
+        ours, theirs = np.array(ours), np.array(theirs)
+        assert ours.shape == theirs.shape
+        off = np.abs(ours - theirs)
+        # a GPU multiplies in half precision where it can: llvmpipe is up to 0.008 off
+        if not has_gpu():
+            # flash attention rounds to half precision: a merge summed in another order shows in a token
+            assert np.median(off) < 1e-6
+            assert off.max() < (1e-3 if RUNS[number][2] == "on" else 1e-4)
+        elif RUNS[number][0] in ("corm", "recall"):
+            # which cells are over a threshold is then another matter for some, and all after them differs
+            assert np.median(off) < 2e-3
+        else:
+            assert off.max() < 2e-2
+
+
+def test_what_q8_0_saves_the_devices_own_counter_has(tiny_model):
+    """Mesa's, to the byte: the drivers of cards count in larger pieces."""
+    if not any("llvmpipe" in each["description"] for each in devices()):
+        pytest.skip("the device is not Mesa's, on the CPU")
+    with closing(Model(tiny_model(n_ctx_train=512))) as model:
+        rows = [bench.sized(way, 64, 16) for way in bench.ways({}, has_device=True)[1:]]
+        list(bench.Bench(model, Settings(n_batch=16, n_threads=1), rows, rounds=1, row_s=0.1).measure())
+        assert not any(row.why for row in rows)
+        (f16,), (q8_0,), (on_host,) = (row.device_bytes for row in rows)
+        cache = 256 * model.layers.cell_bytes("f16", "f16")
+    # a block of 32 numbers in q8_0 has 34 bytes
+    assert f16 - q8_0 == cache * 30 // 64
+    assert f16 > cache > f16 - on_host > 0
+    assert [row.host_bytes >= cache for row in rows] == [False, False, True]
+    assert machine.line(machine.machine()).count("; Vulkan0: llvmpipe (") == 1
+
+
+if __name__ == "__main__":
+    client(*sys.argv[1:])

@@ -1,0 +1,91 @@
+"""Steps that are decoded in parts: what they leave is the same, and others wait no longer than for a part."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.engine.pace import Pace
+from tests.engine.running import TOLERANCE, open_engine, text
+
+SLOW = 1e-9
+"""Seconds in which nothing is done: parts are as small as they may be, 32 tokens."""
+
+
+def sizes(parts):
+    return [part.stop - part.start for part in parts]
+
+
+def test_a_part_takes_about_as_long_as_it_may():
+    pace = Pace(0.5)
+    for took, n in ((0.2, 64), (0.31, 128), (0.4, 128), (0.6, 128), (0.7, 64), (0.7, 32), (0.7, 32)):
+        pace.note(pace.n, took)
+        assert pace.n == n
+    # a rest that went with the part before it, and a reply's token
+    pace.note(60, 0.8)
+    pace.note(1, 0.01)
+    assert pace.n == 32
+    pace.note(60, 0.5)
+    assert pace.n == 64
+
+
+def test_a_short_rest_is_not_left_alone():
+    for n, wanted in ((130, [32, 32, 32, 34]), (104, [32, 32, 40]), (105, [32, 32, 21, 20]), (20, [20])):
+        pace, at, parts = Pace(0.5), 0, []
+        while at < n:
+            parts.append(pace.part(at, n))
+            at = parts[-1].stop
+        assert sizes(parts) == wanted
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("name", "prefill"),
+    [
+        *((name, "stream") for name in policies.names() if name != "kvzip"),
+        *((name, "whole") for name in ("h2o", "snapkv", "bumblebee", "kvzip")),
+    ],
+)
+def test_parts_leave_what_whole_steps_leave(tiny_model, name, prefill):
+    """Also where positions would start over within a step."""
+    n_asked, tokens, found = [], text(420), []
+    settings = {"n_batch": 160, "prefill": prefill, "n_ctx": 512 if name == "full" else 400}
+    policy = policies.fit(name, 480 if name == "full" else 200, None if name == "full" else 16)
+    for pace in (None, Pace(SLOW)):
+        with open_engine(tiny_model(), policy, **settings) as engine:
+            engine.pace = pace
+            n_asked.append(0)
+
+            def stopped():
+                n_asked[-1] += 1
+                return False
+
+            assert engine.read(tokens, stopped) == 420
+            found.append((engine.cells().pos.tolist(), engine.n_evicted, engine.context.logits()[-1].copy()))
+    (cells, n_evicted, logits), (in_parts, n_evicted_in_parts, logits_in_parts) = found
+    assert cells == in_parts
+    assert n_evicted == n_evicted_in_parts
+    assert np.abs(logits - logits_in_parts).max() < TOLERANCE
+    assert n_asked[0] < n_asked[1]
+
+
+@pytest.mark.engine
+def test_a_step_that_shares_what_it_finds_is_not_cut(tiny_model):
+    with open_engine(tiny_model(), policies.fit("recall", 200, 80, ["chunk=64"])) as engine:
+        engine.pace = Pace(SLOW)
+        found = sizes(engine.steps(text(400), late=True, every=False))
+        assert engine.n_archived
+    assert found[0] == 32
+    assert max(found) == 64
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["h2o", "corm"])
+def test_who_stops_within_a_step_keeps_the_budget(tiny_model, name):
+    tokens = text(300)
+    with open_engine(tiny_model(), policies.fit(name, 64, 8), n_batch=256) as engine:
+        engine.pace = Pace(SLOW)
+        assert 96 <= engine.read(tokens, lambda: engine.n_past >= 96) < 128
+        assert engine.n_until_plan >= 0
+        assert engine.read(tokens[engine.n_past :]) == 300 - 96

@@ -1,0 +1,400 @@
+"""A prompt that is decoded whole is compressed once, and the large cache is given back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib import import_module
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.errors import KvtoolError, StreamEnd, UsageError
+from kvtool.policies.h2o import H2O
+from kvtool.policy import SIGNALS, Plan, Policy, Signal
+from tests.engine.running import LOGITS, future_of, live, open_engine, text
+from tests.reference import bumblebee, transformer
+
+pytestmark = pytest.mark.engine
+
+
+def evict(stream, name, policy, ends=()):
+    """ends: where the segments of a prompt end, whose last queries count as the stream's last ones."""
+    twin = import_module(f"tests.reference.{name}").keep
+
+    def keep(rows, **params):
+        for row in rows:
+            for token in row:
+                later = ends[-1] - min(end for end in ends if token["pos"] < end) if ends else 0
+                token["seen"] = [(t + later, heads) for t, heads in token["seen"]]
+        return twin(rows, **params)
+
+    params = {key: getattr(policy, key) for key in policies.params(type(policy))}
+    stream.evict(keep, pinned=0, budget=policy.budget, slack=policy.slack, **params)
+
+
+def positions_of(stream):
+    return [row.pos.tolist() for rows in stream.rows for row in rows]
+
+
+@pytest.mark.share(1, "positions")
+@pytest.mark.parametrize("positions", ["original", "in-cache"])
+@pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm", "snapkv", "expected"])
+def test_a_prompt_read_whole_leaves_what_the_definition_leaves(tiny_model, name, positions):
+    path, tokens = tiny_model(), text(330)
+    policy = policies.fit(name, 48, 8)
+    model = transformer.Llama(path)
+    stream = transformer.Stream(model, positions=positions, future=future_of(policy))
+    with open_engine(path, policy, positions=positions, prefill="whole") as engine:
+        small = engine.cache_bytes
+        engine.read(tokens[:310])
+        want = stream.decode(tokens[:310])[-1]
+        evict(stream, name, policy)
+        assert np.abs(engine.context.logits()[0] - want).max() < LOGITS
+        assert live(engine) == positions_of(stream)
+        assert engine.cache_bytes == small
+        # what the policy remembers is right as well: it goes on from there
+        for at in range(310, 330):
+            if stream.n >= policy.budget:
+                evict(stream, name, policy)
+            engine.step(tokens[at : at + 1])
+            want = stream.decode(tokens[at : at + 1])
+            assert np.abs(engine.context.logits() - want).max() < LOGITS
+            assert live(engine) == positions_of(stream)
+
+
+@pytest.mark.parametrize("heads", ["equal", "adaptive"])
+@pytest.mark.parametrize("name", ["snapkv", "expected"])
+def test_layers_that_share_a_budget_hold_it_together_and_take_no_more_cells(tiny_model, name, heads):
+    policy = policies.fit(name, 300, 8, ["layers=adaptive", f"heads={heads}"])
+    with open_engine(tiny_model(n_head_kv=2, n_layer=3), policy, prefill="whole") as engine:
+        engine.read(text(800))
+        kept = engine.rows.live.reshape(3, 2)
+        assert 6 * policy.n_keep - 6 <= kept.sum() <= 6 * policy.n_keep
+        assert len(set(kept.sum(axis=1).tolist())) > 1
+        if heads == "equal":
+            assert (kept[:, 0] == kept[:, 1]).all()
+        # it goes on, and evicts every 8 tokens
+        for part in np.split(text(64, seed=3), 8):
+            engine.step(part)
+            engine.evict_if_due()
+        assert 6 * policy.n_keep - 6 <= engine.rows.live.sum() <= 6 * policy.n_keep
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "expected", "keydiff", "rkv"])
+@pytest.mark.parametrize(("positions", "n_batch"), [("original", 64), ("in-cache", 512)])
+def test_rows_that_share_a_budget_are_compressed_once_like_the_definition(
+    tiny_model, name, positions, n_batch
+):
+    path, tokens = tiny_model(n_head_kv=2), text(330)
+    policy = policies.fit(name, 48, 8, ["heads=adaptive"])
+    stream = transformer.Stream(transformer.Llama(path), positions=positions, future=future_of(policy))
+    with open_engine(path, policy, positions=positions, n_batch=n_batch, prefill="whole") as engine:
+        engine.read(tokens[:310])
+        want = stream.decode(tokens[:310])[-1]
+        evict(stream, name, policy)
+        assert np.abs(engine.context.logits()[0] - want).max() < LOGITS
+        assert live(engine) == positions_of(stream)
+        assert len(set(engine.rows.live.tolist())) > 1
+        # the large cache is given back
+        assert engine.context.layer_cells.max() < 310
+        assert engine.n_until_plan == policy.slack
+        for at in range(310, 330):
+            # rows that differ have a plan every 8 tokens
+            if at in (318, 326):
+                evict(stream, name, policy)
+            engine.step(tokens[at : at + 1])
+            want = stream.decode(tokens[at : at + 1])
+            assert np.abs(engine.context.logits() - want).max() < LOGITS
+            assert live(engine) == positions_of(stream)
+
+
+def test_a_policy_adopts_what_each_of_rows_that_differ_has_left(monkeypatch, tiny_model):
+    adopt, seen = H2O.adopt, []
+
+    def noted(self, view, state):
+        seen.append(view)
+        adopt(self, view, state)
+        # into dead cells as well: the next tokens find nothing there
+        state[0][:, : view.n_kv] += 1
+
+    monkeypatch.setattr(H2O, "adopt", noted)
+    policy = policies.fit("h2o", 48, 8, ["heads=adaptive"])
+    with open_engine(tiny_model(n_head_kv=2), policy, prefill="whole") as engine:
+        engine.read(text(310))
+        (view,) = seen
+        dead = np.arange(engine.n_kv) >= engine.rows.live[:, None]
+        assert dead.any()
+        assert view.live.tolist() == engine.rows.live.tolist()
+        assert np.array_equal(view.pos < 0, dead)
+        (sums, *_) = engine.state
+        assert np.array_equal(view.attn > 0, ~dead)
+        assert np.array_equal(sums[:, : engine.n_kv] > 0, ~dead)
+
+
+@dataclass(frozen=True, slots=True)
+class Watcher(Policy):
+    """Reads all signals, and keeps the newest tokens."""
+
+    budget: int
+    slack: int
+    views: list = field(default_factory=list)
+
+    reads = ~Signal.NONE & ~Signal.FUTURE
+    n_query = 4
+    prefill = "whole"
+
+    def plan(self, view, state):
+        self.views.append(view)
+        keep = np.zeros(view.pos.shape, np.bool_)
+        keep[:, -self.n_keep :] = True
+        return Plan(keep)
+
+
+@dataclass(frozen=True, slots=True)
+class WatcherOfRows(Watcher):
+    ragged = True
+
+
+@pytest.mark.parametrize("n", [64, 65, 200])
+def test_signals_of_rows_that_differ_are_those_of_the_whole_prompt(tiny_model, n):
+    views = []
+    for policy in (Watcher(48, 8), WatcherOfRows(48, 8)):
+        with open_engine(tiny_model(n_head_kv=2), policy, n_batch=64) as engine:
+            engine.read(text(n))
+        views.append(policy.views[0])
+    for name in SIGNALS.values():
+        want, got = (getattr(view, name) for view in views)
+        if want is not None:
+            assert want.any(), name
+            assert np.abs(got - want).max() < 1e-4, name
+
+
+def test_rows_that_share_a_budget_stream_what_they_cannot_read_whole(tiny_model):
+    policy = policies.fit("snapkv", 48, 8, ["heads=adaptive"])
+    with open_engine(tiny_model(n_ctx_train=130, n_head_kv=2), policy) as engine:
+        assert engine.reads_whole(130)
+        assert not engine.reads_whole(131)
+        assert engine.read(text(131)) == 131
+    policy = policies.fit("kvzip", 48, 8, ["heads=adaptive"])
+    with (
+        open_engine(tiny_model(n_ctx_train=330, n_head_kv=2), policy) as engine,
+        pytest.raises(StreamEnd, match="320 tokens, read twice, .* rows that .* with -o heads=equal"),
+    ):
+        engine.read(text(320))
+
+
+@pytest.mark.parametrize("heads", ["equal", "adaptive"])
+def test_more_cells_than_an_index_chooses_are_not_read_whole(tiny_model, heads):
+    path = tiny_model(arch="deepseek32")
+    policy = policies.fit("snapkv", 48, 8, [f"heads={heads}"])
+    with open_engine(path, policy) as engine:
+        assert engine.reads_whole(512)
+        assert not engine.reads_whole(513)
+        assert engine.read(text(600)) == 600
+    with open_engine(path, policy, prefill="whole") as engine:
+        with pytest.raises(UsageError, match="chooses 512 cells by an index: a prompt of 600 tokens cannot"):
+            engine.read(text(600))
+        assert engine.read(text(500)) == 500
+
+
+def test_rows_that_share_a_budget_read_no_more_than_the_context_whole(tiny_model):
+    policy = policies.fit("h2o", 48, 8, ["heads=adaptive"])
+    with open_engine(tiny_model(n_ctx_train=130, n_head_kv=2), policy, prefill="whole") as engine:
+        with pytest.raises(
+            StreamEnd, match="131 tokens is longer than the context of 130, and rows that share"
+        ):
+            engine.read(text(131))
+        assert engine.read(text(130)) == 130
+
+
+def summaries(rows, *, next, pinned, budget, slack, window, sinks, mixture, phi, **_):
+    """What BumbleBee's offline algorithm leaves of the rows of a layer, by its definition."""
+    stays = {*range(sinks), *range(next - window, next)}
+    return [sorted(bumblebee.summary(row, stays, budget - slack, mixture, phi)) for row in rows]
+
+
+@pytest.mark.parametrize("positions", ["original", "in-cache"])
+def test_bumblebee_sums_a_prompt_up_and_goes_on_as_a_stream(tiny_model, positions):
+    path = tiny_model(n_head_kv=2)
+    tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:110].astype(np.int32)
+    policy = policies.fit("bumblebee", 32, 8)
+    params = {key: getattr(policy, key) for key in policies.params(type(policy))}
+    stream = transformer.Stream(transformer.Llama(path), positions=positions)
+    with open_engine(path, policy, positions=positions) as engine:
+        engine.read(tokens[:80])
+        stream.decode(tokens[:80])
+        stream.evict(summaries, pinned=0, budget=policy.budget, slack=policy.slack, **params)
+        assert live(engine) == positions_of(stream)
+        for at in range(80, 110):
+            if stream.n >= policy.budget:
+                evict(stream, "bumblebee", policy)
+            engine.step(tokens[at : at + 1])
+            want = stream.decode(tokens[at : at + 1])
+            assert np.abs(engine.context.logits() - want).max() < LOGITS
+            assert live(engine) == positions_of(stream)
+        assert engine.n_evicted > 70
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv"])
+def test_a_prompt_longer_than_the_context_is_read_in_segments_that_do_not_see_each_other(tiny_model, name):
+    path, tokens = tiny_model(n_ctx_train=130), text(308)
+    policy = policies.fit(name, 48, 8)
+    model = transformer.Llama(path)
+    whole = transformer.Stream(model, positions="in-cache")
+    parts = []
+    for segment in np.array_split(tokens[:300], 3):
+        parts.append(transformer.Stream(model))
+        parts[-1].next = sum(part.counter for part in parts)
+        want = parts[-1].decode(segment)
+    for rows, *others in zip(whole.rows, *(part.rows for part in parts), strict=True):
+        for row, *pieces in zip(rows, *others, strict=True):
+            for piece in pieces:
+                at = len(row)
+                row.append(piece.pos, piece.rot, piece.key, piece.value)
+                row.mass[at:] = piece.mass
+                row.last[at:] = piece.last
+                row.seen[at:] = piece.seen
+    whole.next = 300
+    whole.counter = policy.budget - policy.slack
+    evict(whole, name, policy, ends=(100, 200, 300))
+    with open_engine(path, policy, prefill="whole") as engine:
+        engine.read(tokens[:300])
+        assert np.abs(engine.context.logits()[0] - want[-1]).max() < LOGITS
+        assert live(engine) == positions_of(whole)
+        for at in range(300, 308):
+            engine.step(tokens[at : at + 1])
+            assert np.abs(engine.context.logits() - whole.decode(tokens[at : at + 1])).max() < LOGITS
+        # the next plan goes on from what is left of the prompt's signals
+        evict(whole, name, policy)
+        engine.evict_if_due()
+        assert live(engine) == positions_of(whole)
+
+
+def test_original_positions_end_where_the_context_does(tiny_model):
+    policy = policies.fit("h2o", 48, 8)
+    with (
+        open_engine(tiny_model(n_ctx_train=130), policy, positions="original", prefill="whole") as engine,
+        pytest.raises(StreamEnd, match="the prompt of 131 tokens is longer than the context of 130"),
+    ):
+        engine.read(text(131))
+
+
+def test_a_prompt_read_whole_can_be_stopped_and_read_again(tiny_model):
+    tokens, asked = text(300), []
+
+    def stopped():
+        asked.append(engine.n_past)
+        return len(asked) == 3
+
+    with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="whole") as engine:
+        engine.pin(5)
+        assert engine.read(tokens, stopped) == 0
+        assert asked[-1] > 0
+        assert (engine.n_past, engine.n_kv, engine.n_pinned) == (0, 0, 5)
+        assert engine.read(tokens) == 300
+        again = engine.context.logits().copy()
+        assert (np.sort(engine.rows.pos[:, : engine.n_kv], axis=1)[:, :5] == np.arange(5)).all()
+    with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="whole") as engine:
+        engine.read(tokens)
+        assert np.array_equal(engine.context.logits(), again)
+
+
+def test_a_text_that_fits_or_comes_later_is_not_read_whole(tiny_model):
+    tokens = text(200)
+    with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="whole") as engine:
+        engine.read(tokens[:48])
+        assert engine.n_evicted == 0
+        engine.read(tokens[48:])
+        assert engine.n_past == 200
+        assert engine.n_kv <= 48
+
+
+def test_another_stream_starts_with_the_small_cache(tiny_model):
+    tokens = text(200)
+    with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="whole") as engine:
+        results = []
+        for _ in range(2):
+            engine.read(tokens)
+            results.append((engine.context.logits().copy(), live(engine), engine.cache_bytes))
+            engine.reset()
+        assert np.array_equal(results[0][0], results[1][0])
+        assert results[0][1:] == results[1][1:]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Policy):
+    """Wants its prompts whole; keeps the newest. Its first plans fail where `fails` says."""
+
+    budget: int
+    slack: int
+    fails: list = field(default_factory=list)
+    seen: list = field(default_factory=list)
+    reads = Signal.ATTENTION | Signal.IMPORTANT
+    prefill = "whole"
+
+    def start(self, n_row, n_cell, n_dim):
+        return (np.zeros((n_row, n_cell), np.float32),)
+
+    def observe(self, view, state):
+        state[0][:, : view.n_kv] += view.attn
+
+    def plan(self, view, state):
+        self.seen.append(view)
+        if self.fails:
+            self.fails.pop()()
+        return Plan(view.pos >= np.sort(view.pos, axis=1)[:, -(self.budget - self.slack), None])
+
+
+def test_rows_that_keep_what_they_need_are_not_compressed_at_once(tiny_model):
+    policy = policies.fit("corm", 96, 8)
+    with (
+        pytest.raises(UsageError, match="CORM cannot read a prompt whole; choose --prefill stream"),
+        open_engine(tiny_model(), policy, prefill="whole"),
+    ):
+        pass
+
+
+def _raises(error):
+    raise error
+
+
+@pytest.mark.parametrize("error", [ValueError("not today"), StreamEnd("not today"), KeyboardInterrupt()])
+def test_a_prompt_whose_plan_fails_leaves_an_empty_cache_that_can_be_read_into(tiny_model, error):
+    tokens, found = text(200), []
+    for fails in ([], [lambda: _raises(error)]):
+        with open_engine(tiny_model(), Whole(48, 8, fails)) as engine:
+            small = engine.cache_bytes
+            engine.hold(3)
+            if fails:
+                with pytest.raises((KvtoolError, KeyboardInterrupt)):
+                    engine.read(tokens)
+                assert (engine.n_past, engine.n_kv, engine.n_held, engine.cache_bytes) == (0, 0, 3, small)
+            assert engine.read(tokens) == 200
+            engine.read(tokens[:30])
+            found.append((live(engine), engine.state[0].tolist(), engine.context.logits().tolist()))
+    assert found[0] == found[1]
+
+
+def test_important_steps_count_the_stream_in_every_segment(tiny_model):
+    # the newest query of each segment finds something important: a segment's last tokens tell where it ends
+    tokens, policy = text(300), Whole(48, 8)
+    with open_engine(tiny_model(n_ctx_train=130), policy) as engine:
+        engine.read(tokens)
+    (view,) = policy.seen
+    order = view.pos.argsort(axis=1)
+    important = np.take_along_axis(view.important, order, axis=1)
+    assert important.dtype == np.int32
+    for first, end in ((0, 100), (100, 200), (200, 300)):
+        own = important[:, first:end]
+        assert own.max() == end
+        # no query is older than the key that is important to it
+        assert (own[own > 0] > np.broadcast_to(np.arange(first, end), own.shape)[own > 0]).all()
+
+
+def test_an_unknown_way_to_read_a_prompt_is_refused(tiny_model):
+    with (
+        pytest.raises(UsageError, match="prefill must be stream, whole or exact, got 'half'"),
+        open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="half"),
+    ):
+        pass

@@ -1,0 +1,765 @@
+"""Recall: what leaves the window is archived, and comes back in the step that asks for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.engine.outlook import first_plan
+from kvtool.errors import KvtoolError, LibraryError, PlanError, SessionError, StreamEnd, UsageError
+from kvtool.llama.archive import set_layer
+from kvtool.llama.devices import has_gpu
+from kvtool.llama.library import check
+from kvtool.measure import perplexity
+from kvtool.models.layers import Layers
+from kvtool.policies.recall import Recall
+from kvtool.system.memory import rss_bytes
+from tests.engine import saved
+from tests.engine.running import ON_CUDA, TOLERANCE, open_engine, text
+
+pytestmark = pytest.mark.engine
+
+
+def fit(budget=48, evict_every=16, **params):
+    return policies.fit("recall", budget, evict_every, [f"{key}={value}" for key, value in params.items()])
+
+
+def scores(path, policy, tokens, **settings):
+    with open_engine(path, policy, **settings) as engine:
+        return perplexity.stream(engine, tokens)
+
+
+@pytest.fixture
+def without_values(monkeypatch):
+    """Models as if values were a part of the keys (MLA): no cells are made, archived tokens come back."""
+    monkeypatch.setattr(Layers, "has_values", False)
+
+
+@pytest.mark.parametrize("search", ["clusters", "all"])
+@pytest.mark.parametrize(
+    ("flash", "kind", "tolerance"),
+    # flash attention takes keys in half precision, and adds them up in another order
+    [("off", "f32", TOLERANCE), ("on", "f16", 2e-2), ("on", "q8_0", 0.1)],
+)
+def test_an_archive_no_larger_than_what_comes_back_is_the_full_cache(
+    tiny_model, without_values, search, flash, kind, tolerance
+):
+    path, tokens = tiny_model(n_head_kv=2), text(120)
+    settings = {"type_k": kind, "type_v": kind, "flash": flash, "n_batch": 16}
+    full = scores(path, policies.fit("full", 256, 0), tokens, **settings)
+    kept = scores(path, policies.fit("streamingllm", 64, 16), tokens, **settings)
+    with open_engine(path, fit(128, recalled=64, search=search), archive_type=kind, **settings) as engine:
+        got = perplexity.stream(engine, tokens)
+        assert engine.context.archive.n == 64
+    assert np.abs(got - full).max() < tolerance < np.abs(kept - full).max()
+
+
+@pytest.mark.parametrize("n_head_kv", [1, 2, 4])
+@pytest.mark.parametrize("n_threads", [1, 3])
+@pytest.mark.parametrize(
+    ("flash", "kind", "tolerance"),
+    # a made key is rounded as every key is
+    [("off", "f32", TOLERANCE), ("on", "f16", 2e-2), ("off", "f16", 2e-2), ("on", "q8_0", 0.2)],
+)
+def test_made_cells_are_the_full_cache_in_any_budget(
+    tiny_model, n_head_kv, n_threads, flash, kind, tolerance
+):
+    path, tokens = tiny_model(n_head_kv=n_head_kv), text(200)
+    settings = {"type_k": kind, "type_v": kind, "flash": flash, "n_batch": 16}
+    full = scores(path, policies.fit("full", 256, 0), tokens, **settings)
+    kept = scores(path, policies.fit("streamingllm", 48, 16), tokens, **settings)
+    policy = fit(search="all")
+    with open_engine(path, policy, archive_type=kind, **settings, n_threads=n_threads) as engine:
+        got = perplexity.stream(engine, tokens)
+        assert engine.policy.recall.n_cell == 4 // n_head_kv
+        assert engine.n_archived > 150
+        assert engine.n_kv + engine.policy.recall.n_cell <= policy.budget
+    assert np.abs(got - full).max() < tolerance < np.abs(kept - full).max()
+
+
+@pytest.mark.parametrize("n_head_kv", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "tolerance"), [("q8_0", 0.01), ("q5_0", 0.03), ("q4_1", 0.05), ("q4_0", 0.04)]
+)
+def test_a_made_key_of_few_bits_gives_each_head_its_logit(tiny_model, n_head_kv, kind, tolerance):
+    # in one layer nothing that attention finds changes a key; GPUs may round queries
+    path, tokens = tiny_model(n_head_kv=n_head_kv, n_layer=1), text(200)
+    settings = {"type_k": kind, "type_v": "f16", "flash": "on", "n_batch": 16}
+    full = scores(path, policies.fit("full", 256, 0), tokens, **settings)
+    got = scores(path, fit(search="all"), tokens, archive_type="f32", **settings)
+    assert np.abs(got - full).max() < (0.09 if has_gpu() else tolerance)
+
+
+@pytest.mark.parametrize("n_head_kv", [2, 4])
+def test_made_cells_are_the_full_cache_where_logits_are_capped(tiny_model, n_head_kv):
+    path, tokens = tiny_model("gemma2", n_head_kv=n_head_kv), text(200)
+    full = scores(path, policies.fit("full", 256, 0), tokens, n_batch=16)
+    got = scores(path, fit(search="all"), tokens, archive_type="f32")
+    assert np.abs(got - full).max() < TOLERANCE
+
+
+def test_made_cells_are_the_same_with_any_number_of_threads(tiny_model):
+    found = []
+    for n_threads in (1, 2, 5):
+        policy = fit(exact=100)
+        with open_engine(tiny_model(n_head_kv=2), policy, n_threads=n_threads) as engine:
+            engine.read(text(900))
+            found.append(engine.context.logits().copy())
+            # several tiles for each thread
+            assert engine.n_archived > 3 * 256
+    for logits in found[1:]:
+        assert (logits == found[0]).all()
+
+
+def test_a_step_of_one_token_attends_no_farther_than_to_its_made_cells(tiny_model):
+    policy = fit(budget=256, search="all", chunk=64)
+    with open_engine(tiny_model(n_head_kv=2), policy) as engine:
+        engine.read(text(900))
+        assert engine.context.n_cell > 256
+        n_cell = engine.policy.recall.n_cell
+        for n in (1, 5, 1):
+            engine.read(text(n))
+            # llama.cpp's own table has them right behind those of the live ones
+            assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n * n_cell
+
+
+def test_keys_that_are_no_numbers_attend_to_nothing(tiny_model):
+    found = []
+    with open_engine(tiny_model(n_head_kv=2), fit(search="all"), archive_type="f32") as engine:
+        engine.read(text(200))
+        good = {name: array.copy() for name, array in engine.save()}
+        of_layers = [name for name in good if name.startswith("archive.")]
+        for is_number in (False, True):
+            broken = {
+                name: np.full(len(good[name]) // 4, np.nan, np.float32).view(np.uint8) for name in of_layers
+            }
+            engine.restore(good if is_number else good | broken)
+            if is_number:
+                engine.context.archive.keep(0)
+            engine.read(text(1, seed=2))
+            found.append(engine.context.logits().copy())
+    assert np.abs(found[0] - found[1]).max() < TOLERANCE
+
+
+CLUSTERED = {"n_head_kv": 2, "n_ctx_train": 1024}
+"""Of a model whose archive has blocks of clusters, near ones and far ones."""
+
+
+def test_what_is_not_looked_into_is_known_by_its_cluster(tiny_model):
+    path, tokens = tiny_model(**CLUSTERED), text(1000)
+    full = scores(path, policies.fit("full", 1024, 0), tokens, n_batch=16)
+    error = {}
+    for name, params in {
+        "window": None,
+        "few": {"exact": 1},
+        "many": {"exact": 500},
+    }.items():
+        policy = fit(**params) if params else policies.fit("streamingllm", 48, 16)
+        error[name] = np.abs(scores(path, policy, tokens, archive_type="f32") - full)[600:].mean()
+    assert error["many"] < 0.9 * error["few"] < 0.8 * error["window"]
+
+
+def test_keys_in_8_bits_are_multiplied_as_they_are(tiny_model):
+    # queries in 8 bits where a step has few, and the CPU can; with search=all never
+    path, tokens = tiny_model(n_head_kv=2, n_layer=1, head_dim=64, n_ctx_train=4096), text(900)
+    found = [
+        scores(path, fit(chunk=1, **params), tokens, archive_type="q8_0")
+        for params in ({"exact": 10**6}, {"search": "all"}, {"exact": 1})
+    ]
+    off, least = (np.abs(own - found[1])[400:].mean() for own in (found[0], found[2]))
+    assert off < 0.02 < 0.2 < least
+
+
+def test_steps_of_several_tokens_look_into_more_of_a_longer_archive(tiny_model):
+    path = tiny_model(n_head_kv=4, n_layer=1, n_ctx_train=1024)
+    most = []
+    with open_engine(path, fit(exact=256, chunk=64)) as engine:
+        archive = engine.context.archive
+        archive.trace(2048)
+        for _ in range(2):
+            engine.read(text(8100))
+            engine.read(text(2))
+            pos = archive.attended(engine.context.n_row, 2048)[0]
+            sealed = (pos >= 0) & (pos < archive.clustered[-1][0] + archive.n_token)
+            most.append(sealed.sum(axis=1).min())
+    # the fourth root of what it has over 8,192; whole clusters
+    assert 512 <= most[0] < 604 <= most[1] < 660
+
+
+@pytest.mark.parametrize("search", [{"search": "all"}, {"exact": 64}])
+def test_a_saved_archive_of_made_cells_goes_on_bit_by_bit(tiny_model, search):
+    path, tokens = tiny_model(**CLUSTERED), text(1700)
+    with open_engine(path, fit(**search), archive=1200) as engine:
+        perplexity.stream(engine, tokens[:1650])
+        saved = {name: array.copy() for name, array in engine.save()}
+        want = perplexity.stream(engine, tokens[1650:])
+    with open_engine(path, fit(**search), archive=1200) as engine:
+        engine.restore(saved)
+        assert (perplexity.stream(engine, tokens[1650:]) == want).all()
+
+
+@pytest.mark.parametrize("archive", [1, 40, 260])
+def test_an_archive_smaller_than_a_block_goes_as_a_whole_where_that_is_complete(tiny_model, archive):
+    with open_engine(tiny_model(**CLUSTERED), fit(search="clusters", exact=64), archive=archive) as engine:
+        for part in np.split(text(1600), 50):
+            engine.read(part)
+            span = engine.context.archive.span
+            assert len(span) <= archive
+            # what it has is what came last
+            assert not span or span.stop == engine.cells().pos.max() + 1 - (engine.n_kv - engine.policy.sinks)
+
+
+def test_with_an_empty_archive_it_is_streamingllm_bit_for_bit(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(64)
+    want = scores(path, policies.fit("streamingllm", 96, 16), tokens, n_batch=16)
+    with open_engine(path, fit(98)) as engine:
+        got = perplexity.stream(engine, tokens)
+        assert engine.context.archive.n == 0
+    assert np.abs(got - want).max() <= (1e-5 if ON_CUDA else 0)
+
+
+def test_the_same_tokens_come_back_with_any_number_of_threads(tiny_model, without_values):
+    found = []
+    for n_threads in (1, 2, 5):
+        with open_engine(tiny_model(), fit(recalled=9, exact=100), n_threads=n_threads) as engine:
+            engine.read(text(900))
+            found.append((*engine.context.archive.attended(4, 9), engine.context.logits().copy()))
+            # several blocks
+            assert engine.n_archived > 3 * 256
+    for own in found[1:]:
+        assert all((a == b).all() for a, b in zip(own, found[0], strict=True))
+
+
+def test_attention_to_archived_tokens_is_that_of_the_full_cache(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(200)
+    with open_engine(path, fit(search="all", chunk=1), archive_type="f32") as engine:
+        engine.context.archive.trace(200)
+        perplexity.stream(engine, tokens)
+        pos, attn = engine.context.archive.attended(4, 200)
+        n = engine.n_archived
+    with open_engine(path, policies.fit("tova", 256, 1)) as engine:
+        perplexity.stream(engine, tokens[:-1])
+        engine.step(tokens[-1:])
+        want = np.stack([signal[:, :200] for signal in engine.signals.read().values()])[0]
+    for row in range(4):
+        assert pos[row, :n].tolist() == list(range(4, 4 + n))
+        assert (pos[row, n:] == -1).all()
+        assert np.abs(attn[row, :n] - want[row, 4 : 4 + n]).max() < TOLERANCE
+
+
+def test_the_oldest_tokens_go_for_good_where_the_archive_is_full(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=512), text(400)
+    with open_engine(path, fit(), archive=40) as engine:
+        perplexity.stream(engine, tokens)
+        assert engine.context.archive.n == 40
+        table = dict(engine.context.archive.save())["archive"]
+        live = engine.cells().pos[0]
+        # up to the window, which follows it
+        assert table[1] == live[live >= 4].min()
+
+
+def test_what_is_forgotten_is_not_recalled(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(200)
+    few, many = (scores(path, fit(), tokens, archive=n) for n in (20, 1000))
+    assert not np.allclose(few, many)
+
+
+@pytest.mark.parametrize("kinds", [("f32", "f32"), ("f16", "q8_0")])
+def test_a_saved_stream_goes_on_as_one_that_never_stopped(tiny_model, kinds):
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=130), text(300)
+    settings = {"type_k": kinds[0], "archive_type": kinds[1], "archive": 100}
+    policy = fit()
+    with open_engine(path, policy, **settings) as engine:
+        perplexity.stream(engine, tokens[:250])
+        saved = {name: array.copy() for name, array in engine.save()}
+        want = perplexity.stream(engine, tokens[250:])
+        assert engine.n_restart > 0
+    with open_engine(path, policy, **settings) as engine:
+        engine.restore(saved)
+        assert (perplexity.stream(engine, tokens[250:]) == want).all()
+        # and once more, over what is there now
+        engine.restore(saved)
+        assert (perplexity.stream(engine, tokens[250:]) == want).all()
+
+
+def test_a_saved_archive_that_does_not_fit_is_refused(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(200)
+    with open_engine(path, fit()) as engine:
+        perplexity.stream(engine, tokens)
+        saved = {name: array.copy() for name, array in engine.save()}
+        for name, wrong in (
+            ("archive", saved["archive"][:2]),
+            ("archive", saved["archive"].astype(np.int32)),
+            ("archive.0", saved["archive.0"][:-1]),
+        ):
+            with pytest.raises(SessionError):
+                engine.restore(saved | {name: wrong})
+
+
+def test_pieces_of_an_archive_are_what_is_saved_of_it(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
+        perplexity.stream(engine, text(200))
+        archive, saved = engine.context.archive, dict(engine.save())
+        n, sizes = archive.n, archive.layer_bytes
+        begin, end = archive.span.start + 7, archive.span.stop - 9
+        pieces = np.split(archive.read(begin, end), np.cumsum(sizes)[:-1] * (end - begin))
+        for layer, (size, piece) in enumerate(zip(sizes, pieces, strict=True)):
+            assert (piece == saved[f"archive.{layer}"].reshape(n, size)[7:-9].reshape(-1)).all()
+        # without its tokens, the rest is the same
+        assert set(saved) - set(dict(engine.save(archived=False))) == {
+            f"archive.{i}" for i in range(len(sizes))
+        }
+
+
+def test_a_new_stream_begins_with_an_empty_archive(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(200)
+    with open_engine(path, fit()) as engine:
+        first = perplexity.stream(engine, tokens)
+        engine.reset()
+        assert engine.context.archive.n == 0
+        assert (perplexity.stream(engine, tokens) == first).all()
+
+
+def test_what_recall_cannot_do_is_one_line(tiny_model):
+    with pytest.raises(UsageError, match="Recall"), open_engine(tiny_model(), fit(), positions="in-cache"):
+        pass
+
+
+WRONG = [
+    ({"recalled": -1}, r"recalled must be in 1..27 \(the budget of 48 less 16 slack, 4 sinks and the newest"),
+    ({"recalled": 9999}, "recalled must be in 1..27 .*, got 9999; with .* at least 10020$"),
+    (
+        {"sinks": 99},
+        "budget of 48 is too small for 99 sinks, the newest token, a cell for what is .* 16 slack; .* 117$",
+    ),
+    ({"budget": 1, "evict_every": None}, "a budget of 1 is too small for recall; use at least 7$"),
+    ({"sinks": -1}, "sinks must not be negative, got -1"),
+    ({"chunk": 0}, "chunk must be at least 1, got 0"),
+    ({"exact": -1}, "exact must not be negative, got -1"),
+    ({"search": "all", "exact": 5}, "exact goes with search=clusters; leave out -o exact or -o search=all$"),
+    ({"search": "tokens"}, "search must be one of clusters, all, got 'tokens'"),
+]
+
+
+@pytest.mark.parametrize(("params", "line"), WRONG, ids=str)
+def test_parameters_that_cannot_work_are_one_line_in_the_numbers_of_a_user(params, line):
+    with pytest.raises(UsageError, match=line):
+        fit(**params)
+
+
+def test_the_smallest_budget_that_is_named_works():
+    smallest = policies.wanted("recall").smallest_budget()
+    assert fit(smallest, None).split()["recalled"] == 1
+    with pytest.raises(UsageError, match=f"use at least {smallest}$"):
+        fit(smallest - 1, None)
+
+
+def test_the_smallest_budget_has_room_for_what_is_held(tiny_model):
+    smallest = policies.wanted("recall").smallest_budget(n_held=20)
+    # whose rows have one made cell
+    path = tiny_model(n_head_kv=4)
+    with open_engine(path, fit(smallest, None)) as engine:
+        engine.hold(20)
+    with open_engine(path, fit(smallest - 1, None)) as engine, pytest.raises(UsageError):
+        engine.hold(20)
+
+
+@pytest.mark.parametrize("positions", ["original", "auto"])
+def test_live_and_recalled_cells_together_are_within_the_budget(tiny_model, positions):
+    rng = np.random.default_rng(5)
+    policy, tokens, at = fit(48, 8), text(600), 0
+    with open_engine(tiny_model(n_ctx_train=1024), policy, positions=positions) as engine:
+        while at < len(tokens):
+            engine.evict_if_due()
+            n = min(int(rng.integers(1, engine.room() + 1)), len(tokens) - at)
+            engine.step(tokens[at : at + n])
+            at += n
+            n_made = engine.policy.recalled if engine.n_archived else 0
+            assert engine.n_kv + n_made <= 48
+            # llama.cpp's own table has those of all tokens of the step
+            assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n * n_made
+        assert engine.n_archived == engine.n_evicted == 600 - engine.n_kv
+
+
+def test_a_prompt_is_read_in_steps_of_the_chunk_once_something_is_archived(tiny_model):
+    steps = []
+    with open_engine(tiny_model(), fit(96, 8, chunk=12)) as engine:
+        decode = engine.decode
+        engine.decode = lambda tokens, n_output: (
+            steps.append((len(tokens), engine.n_archived)),
+            decode(tokens, n_output),
+        )
+        engine.read(text(300))
+        n_live = engine.policy.n_live
+    # before that there is nothing to recall
+    assert steps[0][0] > 12
+    assert max(n for n, n_archived in steps if n_archived) <= 12
+    assert sum(n for n, n_archived in steps if not n_archived) == n_live
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"archive_type": "q8_0"}, "heads of 8 and 8 numbers are not archived as q8_0; choose f16"),
+        (
+            {"archive_bytes": 100},
+            "^--archive must be at least [0-9]+KiB: memory is taken for 256 tokens at a time, and that twice",
+        ),
+    ],
+    ids=str,
+)
+def test_an_archive_that_cannot_be_is_one_line(tiny_model, settings, line):
+    with (
+        pytest.raises(KvtoolError, match=line),
+        open_engine(tiny_model(head_dim=8), fit(), **({"archive_type": "f16"} | settings)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("n_text", [0, 100])
+def test_the_first_eviction_comes_when_foretold(tiny_model, n_text):
+    with open_engine(tiny_model(), fit(96, 8)) as engine:
+        foretold = first_plan(engine, n_text)
+        if n_text:
+            for _ in engine.steps(text(n_text), late=True):
+                if engine.n_evicted:
+                    break
+        while not engine.n_evicted:
+            engine.evict_if_due()
+            engine.step(text(1))
+        # the step after it has been read, too, unless a text was in the way
+        assert engine.n_past - foretold in ((0, 1) if not n_text else range(engine.n_batch + 1))
+
+
+def test_what_is_pinned_and_held_is_within_the_live_cells(tiny_model):
+    with open_engine(tiny_model(), fit(96, 8)) as engine:
+        n_keep = engine.policy.n_keep
+        with pytest.raises(UsageError, match="choose a budget of"):
+            engine.hold(n_keep)
+        # however long it is: what is not pinned is archived
+        engine.pin(500)
+        assert engine.n_pinned == n_keep // 2
+        engine.read(text(200))
+        pos = engine.cells().pos[0]
+        assert pos[: n_keep // 2].tolist() == list(range(n_keep // 2))
+        assert pos[-1] == 199
+        assert engine.context.archive.span.start == n_keep // 2
+        with pytest.raises(UsageError, match="archived already"):
+            engine.pin(3)
+        engine.pin(n_keep)
+
+
+def test_a_closed_engine_says_so(tiny_model):
+    with open_engine(tiny_model(), fit()) as engine:
+        engine.read(text(100))
+        engine.close()
+        with pytest.raises(UsageError):
+            engine.reset()
+        with pytest.raises(UsageError):
+            _ = engine.n_archived
+
+
+def test_a_smaller_archive_takes_the_newest_of_a_saved_one(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(900)
+    with open_engine(path, fit()) as engine:
+        perplexity.stream(engine, tokens)
+        saved = {name: array.copy() for name, array in engine.save()}
+    with open_engine(path, fit(), archive=50) as engine:
+        engine.restore(saved)
+        assert engine.n_archived == 50
+        # and no memory for the others
+        assert engine.archive_bytes <= engine.context.archive.max_bytes
+
+
+@pytest.mark.parametrize(
+    "table",
+    # begins after its end; ends after the stream; far after its end; frames beyond it, before it, not rising
+    [[9, 8, 0, 0, 0], [0, 2**62, 0, 0, 0], [0, 8, 9, 0, 0], [0, 8, 0, 0, 0, 900, 0], [0, 8, 0, 1, 0]],
+    ids=str,
+)
+def test_a_table_that_cannot_be_is_refused(tiny_model, table):
+    with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
+        perplexity.stream(engine, text(100))
+        saved = {name: array.copy() for name, array in engine.save()}
+        with pytest.raises(SessionError):
+            engine.restore(saved | {"archive": np.array(table, np.int64)})
+
+
+def test_rows_that_evict_different_tokens_are_refused(tiny_model):
+    class Uneven(Recall):
+        def scores(self, view, state):
+            return np.random.default_rng(1).random(view.pos.shape, np.float32)
+
+    policy = Uneven(48, 16, 0, 0)
+    with open_engine(tiny_model(n_head_kv=2), policy) as engine, pytest.raises(PlanError, match="archived"):
+        engine.read(text(100))
+
+
+# few that are all looked into, and more that have clusters
+@pytest.mark.parametrize("slabs", [2, 3.5, 6])
+def test_an_archive_takes_the_bytes_it_may_and_never_more(tiny_model, slabs):
+    path = tiny_model(n_ctx_train=512)
+    with open_engine(path, fit()) as engine:
+        slab = engine.context.archive.slab_bytes
+    with open_engine(path, fit(), archive_bytes=int(slabs * slab)) as engine:
+        archive, most = engine.context.archive, int(slabs) * slab
+        taken = set()
+        for _ in engine.steps(text(2500)):
+            taken.add(engine.archive_bytes)
+            assert archive.n <= archive.n_max
+        assert max(taken) <= archive.max_bytes == most < max(taken) + slab
+        # whole blocks go where they have clusters
+        assert 0 <= archive.n_max - archive.n <= (255 if slabs > 4 else 0)
+        # one token more would now and then lie in one slab more
+        n, touched = archive.n_max, lambda n, begin: (begin + n - 1) // 256 - begin // 256 + 1
+        assert max(touched(n, begin) for begin in range(256)) == int(slabs)
+        assert max(touched(n + 1, begin) for begin in range(256)) == int(slabs) + 1
+
+
+@pytest.mark.skipif(rss_bytes() is None, reason="the system does not say how much memory is resident")
+def test_memory_does_not_grow_once_the_archive_is_full(tiny_model, share_of):
+    n = share_of(1000, 2000)
+    with open_engine(tiny_model(n_head_kv=2, n_ctx_train=512), fit(), archive=n) as engine:
+        engine.read(text(3 * n // 2))
+        before, taken = rss_bytes(), engine.archive_bytes
+        engine.read(text(share_of(4000, 6000)))
+        # its tokens alone would take at least four times this
+        assert rss_bytes() - before < 1000 * sum(engine.context.archive.layer_bytes)
+        # the first token may lie anywhere in its slab
+        assert abs(engine.archive_bytes - taken) <= engine.context.archive.slab_bytes
+
+
+def test_tokens_that_are_forgotten_give_their_memory_back(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2, n_ctx_train=512), fit()) as engine:
+        perplexity.stream(engine, text(2000))
+        archive = engine.context.archive
+        many = archive.n_bytes
+        archive.keep(300)
+        # whole blocks go
+        assert 300 - 256 < archive.n <= 300
+        assert archive.n_bytes <= 3 * many / 8
+        archive.keep(0)
+        assert archive.n_bytes == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="limits memory as Linux counts it")
+def test_a_push_without_memory_changes_nothing(tiny_model):
+    import resource
+
+    with open_engine(tiny_model(n_head_kv=4, head_dim=64), fit(), archive_type="f32") as engine:
+        engine.read(text(200))
+        archive, cells, before = engine.context.archive, np.arange(16), []
+
+        def fill():
+            while archive.n < 200_000:
+                before[:] = [archive.span, archive.n_bytes]
+                archive.push(cells, archive.end)
+
+        n_page = int(Path("/proc/self/statm").read_text().split()[0])
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        most = n_page * resource.getpagesize() + 4 * archive.slab_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
+        try:
+            with pytest.raises(StreamEnd, match="^no memory for [0-9]+ KiB more of the archive$"):
+                fill()
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        assert before == [archive.span, archive.n_bytes]
+        # every layer has all tokens
+        saved = dict(archive.save())
+        assert [saved[f"archive.{i}"].nbytes for i in (0, 1)] == [archive.n * n for n in archive.layer_bytes]
+        archive.push(cells, archive.end)
+        assert archive.end == before[0].stop + len(cells)
+
+
+@pytest.mark.parametrize("flash", ["off", "on"])
+def test_a_resize_leaves_room_for_what_is_recalled(tiny_model, flash):
+    path, parts = tiny_model(n_head_kv=2), np.split(text(300), [200, 250])
+
+    def stream(sizes):
+        with open_engine(path, fit(), flash=flash) as engine:
+            context, n_recall = engine.context, engine.policy.recall.n_cell
+            n_filled = context.n_cell - engine.policy.n_live
+            for part, n in zip(parts, sizes, strict=True):
+                if n:
+                    context.resize(np.full(len(context.layer_cells), n))
+                yield perplexity.stream(engine, part)
+                engine.evict_if_due()
+                engine.step(part[-1:])
+                # llama.cpp's own table has the made cells, at its end
+                assert len(saved.parse(context.state()).pos) == engine.n_kv + n_recall
+            n_recall = n_filled
+            for n in (engine.n_kv + n_recall - 1, n_recall, 1):
+                why = f"{n} cells cannot hold its {engine.n_kv} tokens and {n_recall} recalled ones"
+                with pytest.raises(LibraryError, match=why):
+                    context.resize(np.full(len(context.layer_cells), n))
+
+    want, got = (np.concatenate(list(stream(sizes))) for sizes in ((0, 0, 0), (0, 512, 256)))
+    assert np.abs(got - want).max() < TOLERANCE
+
+
+def test_cells_for_recalled_tokens_hold_no_others(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
+        context, n = engine.context, engine.policy.n_live
+        end = n - 20
+        for at in range(0, end, 16):
+            context.decode(text(min(16, end - at)), at, 0)
+        with pytest.raises(LibraryError, match="cannot decode"):
+            context.decode(text(21), end, 0)
+        context.decode(text(20), end, 0)
+        with pytest.raises(LibraryError, match=f"n_keep must be in 0..{n}, got {n + 1}"):
+            context.apply(np.empty((0, 4), np.int32), n + 1, 0)
+        context.apply(np.empty((0, 4), np.int32), n, 0)
+
+
+def test_a_forgotten_archive_has_no_bases(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
+        archive = engine.context.archive
+        archive.rebase(77)
+        assert dict(archive.save())["archive"].tolist() == [0, 0, 0, 0, 77]
+        archive.keep(0)
+        assert dict(archive.save())["archive"].tolist() == [0, 0, 0]
+
+
+def test_an_archive_whose_table_is_missing_is_read_without_one(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(200)
+    with open_engine(path, fit()) as engine:
+        perplexity.stream(engine, tokens)
+        n, layers = engine.context.archive.n, dict(engine.save())
+    with open_engine(path, fit()) as engine:
+        handle = engine.context.handle
+        for i in range(2):
+            data = layers[f"archive.{i}"]
+            check(set_layer(handle, i, [(0, data)], 0, n))
+        engine.step(tokens[:16])
+        # of which nothing is left where a layer gets other tokens
+        check(set_layer(handle, 1, [(5, data)], 5, 9))
+        assert engine.n_archived == 0
+        engine.step(tokens[16:32])
+        for parts, what in (
+            ([1], r"first\[0\] in 0..0, got 1"),
+            ([0, 5, 4], r"\[2\] in 5..9, got 4"),
+            ([0, 10], "got 10"),
+        ):
+            with pytest.raises(LibraryError, match=what):
+                check(set_layer(handle, 1, [(at, data) for at in parts], 0, 9))
+
+
+@pytest.fixture
+def path_of_file(tmp_path):
+    if os.name != "posix":
+        pytest.skip("Windows has no archive in a file yet")
+    return str(tmp_path / "archive")
+
+
+def test_an_archive_in_a_file_is_the_one_in_memory(tiny_model, path_of_file):
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=512), text(1500)
+    want = scores(path, fit(), tokens, archive=700)
+    with open_engine(path, fit(), archive=700, archive_file=path_of_file) as engine:
+        assert (perplexity.stream(engine, tokens) == want).all()
+        assert os.listdir(os.path.dirname(path_of_file)) == []
+        archive, taken = engine.context.archive, engine.archive_bytes
+        assert (archive.n, archive.file) == (700, path_of_file)
+        assert 3 * archive.slab_bytes <= taken <= archive.max_bytes
+        saved = {name: array.copy() for name, array in engine.save()}
+        engine.reset()
+        assert engine.archive_bytes == 0
+        assert (perplexity.stream(engine, tokens) == want).all()
+        engine.restore(saved)
+        assert dict(archive.save())["archive.1"].tolist() == saved["archive.1"].tolist()
+
+
+def test_an_archives_file_is_always_a_new_one(tiny_model, path_of_file):
+    Path(path_of_file).write_text("mine")
+    for path, why in (
+        (path_of_file, "File exists"),
+        (os.path.dirname(path_of_file), "File exists"),
+        (f"{path_of_file}/file", "Not a directory"),
+        (f"{path_of_file}.d/file", "No such file or directory"),
+    ):
+        with (
+            pytest.raises(UsageError, match=f"^cannot make the archive's file {path}: {why}$"),
+            open_engine(tiny_model(), fit(), archive_file=path),
+        ):
+            pass
+    assert Path(path_of_file).read_text() == "mine"
+
+
+def test_an_archive_in_a_file_is_of_any_length(tiny_model, path_of_file):
+    with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:
+        engine.read(text(200))
+        archive, cells = engine.context.archive, np.arange(16)
+        span = archive.span
+        first = archive.read(span.start, span.stop)
+        # 64 slabs are mapped at once
+        while archive.n_bytes < 200 * archive.slab_bytes:
+            archive.push(cells, archive.end)
+        assert (archive.read(span.start, span.stop) == first).all()
+        pushed = [archive.read(end - 16, end) for end in range(archive.end, span.stop, -16)]
+        assert all((each == pushed[0]).all() for each in pushed)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="maps as Linux lists them")
+def test_of_an_archives_file_the_pages_are_read_that_a_step_needs(tiny_model, path_of_file):
+    with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:
+        engine.read(text(200))
+        _, _, own = Path("/proc/self/smaps").read_text().partition(f"{path_of_file} (deleted)\n")
+        flags = next(line for line in own.splitlines() if line.startswith("VmFlags:"))
+        # none that follow them: "random read advise"
+        assert "rr" in flags.split()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="open files as Linux lists them")
+def test_the_space_of_an_archives_file_is_free_when_it_is_closed(tiny_model, path_of_file):
+    with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:
+        engine.read(text(600))
+        # the list has itself, which is gone then
+        links = {fd: os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
+        (held,) = [fd for fd, name in links.items() if name == f"{path_of_file} (deleted)"]
+        # clusters lie in memory
+        assert 0.8 * engine.archive_bytes < held.stat().st_size < engine.archive_bytes
+        assert held.stat().st_blocks * 512 >= held.stat().st_size
+        engine.context.archive.keep(0)
+        assert held.stat().st_blocks == held.stat().st_size == 0
+    assert not held.exists()
+
+
+def test_a_stream_goes_on_where_a_full_disk_has_room_again(tiny_model, path_of_file):
+    import resource
+
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=512), text(1500)
+
+    def read(engine):
+        while engine.n_past < len(tokens):
+            engine.evict_if_due()
+            engine.step(tokens[engine.n_past :][: min(16, engine.room())])
+        return engine.context.logits().copy(), dict(engine.context.archive.save())
+
+    with open_engine(path, fit()) as engine:
+        want = read(engine)
+    with open_engine(path, fit(), archive_file=path_of_file) as engine:
+        archive, limits = engine.context.archive, resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3 * archive.slab_bytes + 4096, limits[1]))
+        try:
+            for _ in range(3):
+                with pytest.raises(StreamEnd, match="^no room for the archive on the disk: File too large$"):
+                    read(engine)
+                assert 2 * archive.slab_bytes < archive.n_bytes <= 3 * archive.slab_bytes
+                assert 768 - 16 < archive.span.stop <= 768 < engine.n_past
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        got = read(engine)
+    assert (got[0] == want[0]).all()
+    assert all((got[1][name] == array).all() for name, array in want[1].items())
+
+
+def test_forgotten_tokens_leave_the_table_of_cells(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
+        engine.read(text(200))
+        for n, n_made in ((5, 2), (0, 0)):
+            engine.context.archive.keep(n)
+            assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n_made

@@ -1,0 +1,335 @@
+"""A prompt that is read whole, and goes to the archive at once (`--policy recall --prefill whole`)."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.chats.writer import Writer
+from kvtool.cli.explain import explain_run, long_text
+from kvtool.engine.prefill import whole_bytes
+from kvtool.errors import LibraryError, StreamEnd, UsageError
+from kvtool.llama.context import Context
+from kvtool.llama.devices import has_gpu
+from kvtool.llama.model import Model
+from kvtool.llama.sampler import Sampler
+from kvtool.llama.segment import CLUSTERS
+from kvtool.serve import requests
+from kvtool.serve.requests import Defaults
+from tests.engine.running import TOLERANCE, open_engine, text
+from tests.serve.killed_turns import Server, said
+
+pytestmark = pytest.mark.engine
+
+N_PROMPT, N_LATER = 300, 40
+
+
+def fit(**params):
+    return policies.fit("recall", 48, 16, [f"{key}={value}" for key, value in params.items()])
+
+
+def logits_after(path, policy, tokens, n_prompt=N_PROMPT, **settings):
+    """f32[n, n_vocab]: of the prompt, read at once, and of each token behind it."""
+    with open_engine(path, policy, **settings) as engine:
+        assert engine.read(tokens[:n_prompt]) == n_prompt
+        found = [engine.context.logits()[-1].copy()]
+        for token in tokens[n_prompt:]:
+            engine.step(np.array([token], np.int32))
+            found.append(engine.context.logits()[-1].copy())
+        return np.array(found), engine.n_kv, engine.n_archived, engine.cache_bytes
+
+
+@pytest.mark.parametrize(
+    ("arch", "shape", "settings", "tolerance"),
+    [
+        ("llama", {"n_head_kv": 2}, {}, TOLERANCE),
+        ("llama", {"n_head_kv": 1}, {"flash": "on", "type_k": "f16", "type_v": "f16"}, 5e-2),
+        ("gemma3", {}, {}, TOLERANCE),
+    ],
+    ids=["groups", "flash", "sliding"],
+)
+def test_later_tokens_are_predicted_as_with_the_full_cache(tiny_model, arch, shape, settings, tolerance):
+    path, tokens = tiny_model(arch, **shape), text(N_PROMPT + N_LATER)
+    exact = {"archive_type": settings.get("type_k", "f32"), **settings}
+    full, *_ = logits_after(path, policies.fit("full", 512), tokens, **settings)
+    own, n_kv, n_archived, n_bytes = logits_after(path, fit(search="all"), tokens, prefill="whole", **exact)
+    assert np.abs(own - full).max() < tolerance
+    assert n_kv <= 48
+    assert n_kv + n_archived == N_PROMPT + N_LATER
+    # the large cache is given back
+    assert n_bytes == logits_after(path, fit(search="all"), tokens, **exact)[3]
+
+
+def test_where_tokens_come_back_instead_of_made_cells_all_of_the_prompt_is_archived(tiny_model):
+    path, tokens = tiny_model("deepseek2"), text(N_PROMPT)
+    full, *_ = logits_after(path, policies.fit("full", 512), tokens)
+    own, n_kv, n_archived, _ = logits_after(path, fit(), tokens, prefill="whole")
+    assert np.abs(own - full).max() < TOLERANCE
+    assert (n_kv <= 48, n_kv + n_archived) == (True, N_PROMPT)
+
+
+def test_a_batch_longer_than_the_small_cache_is_read_in_parts(tiny_model):
+    # llama.cpp ends the process for a step longer than the cells that a context began with
+    path, tokens = tiny_model(n_head_kv=2), text(900)
+    found = [
+        logits_after(path, fit(search="all"), tokens, 900, prefill="whole", n_batch=n_batch)[0]
+        for n_batch in (256, 1024)
+    ]
+    assert np.abs(found[0] - found[1]).max() < TOLERANCE
+
+
+def test_archiving_a_prompt_takes_several_threads_and_gives_the_same(tiny_model):
+    saved = []
+    for n_threads in (1, 3):
+        with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole", n_threads=n_threads) as engine:
+            engine.read(text(900))
+            saved.append({name: np.array(values) for name, values in engine.save()})
+    assert saved[0].keys() == saved[1].keys()
+    assert any(name.startswith(CLUSTERS) for name in saved[0])
+    for name, values in saved[0].items():
+        np.testing.assert_array_equal(values, saved[1][name])
+
+
+def test_what_the_archive_has_no_room_for_is_forgotten_oldest_first(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole", archive=256) as engine:
+        engine.read(text(900))
+        span = engine.context.archive.span
+        assert 0 < len(span) <= 256
+        assert span.stop == 900 - (engine.n_kv - engine.policy.sinks)
+        engine.read(text(100, seed=2))
+        assert len(engine.context.archive.span) <= 256
+
+
+def test_it_goes_back_into_the_prompt_as_a_stream_does(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(N_PROMPT)
+    found = []
+    for prefill in ("whole", "stream"):
+        with open_engine(path, fit(search="all"), prefill=prefill, archive_type="f32") as engine:
+            engine.read(tokens)
+            assert engine.go_back(200)
+            engine.step(tokens[200:201])
+            found.append(engine.context.logits()[-1].copy())
+            assert engine.n_past == 201
+    assert np.abs(found[0] - found[1]).max() < TOLERANCE
+
+
+def test_a_prompt_that_is_stopped_leaves_nothing(tiny_model):
+    asked = []
+    with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole") as engine:
+        assert engine.read(text(300), lambda: asked.append(0) or len(asked) > 2) == 0
+        assert (engine.n_past, engine.n_archived) == (0, 0)
+        assert engine.read(text(300)) == 300
+
+
+def test_a_prompt_beyond_the_context_is_for_a_stream(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole", n_ctx=256) as engine:
+        said = "the prompt has 257 tokens, more than recall can read whole in a context of 256"
+        assert long_text(engine, "prompt", 257) == said
+        said = "recall cannot read more in one piece; continue with --prefill stream"
+        with pytest.raises(StreamEnd, match=said):
+            engine.read(text(257))
+        assert engine.read(text(256)) == 256
+
+
+def beside_gpu(monkeypatch, n_bytes):
+    """As if a GPU computed all layers, and so many of its bytes were free."""
+    monkeypatch.setattr(Model, "is_on_gpu", True)
+    monkeypatch.setattr("kvtool.engine.prefill.gpu_free_bytes", lambda: n_bytes)
+
+
+def test_unasked_it_reads_whole_what_half_of_a_free_gpu_has_room_for(monkeypatch, tiny_model):
+    path = tiny_model(n_head_kv=2)
+    with open_engine(path, fit(), prefill=None) as engine:
+        assert not engine.reads_whole(300) or has_gpu()
+        needed = whole_bytes(engine, 300)
+        beside_gpu(monkeypatch, 2 * needed)
+        assert engine.reads_whole(300)
+        # cells come 256 at a time
+        assert not engine.reads_whole(300 + 256)
+        # what fits in the budget is not archived, and a text that goes on is no prompt
+        assert not engine.reads_whole(48)
+        assert "It is read at once, in a cache of" in long_text(engine, "prompt", 300)
+        assert engine.read(text(300)) == 300
+        assert (engine.eviction.n_planned, engine.n_archived) == (300, 300 - engine.n_kv)
+        assert not engine.reads_whole(300)
+    beside_gpu(monkeypatch, 2**40)
+    for settings in (
+        {"prefill": "stream"},
+        {"prefill": None, "kv_offload": False},
+        {"prefill": None, "n_ctx": 256},
+    ):
+        with open_engine(path, fit(), **settings) as engine:
+            assert not engine.reads_whole(300)
+    with open_engine(path, policies.fit("h2o", 48), prefill=None) as engine:
+        assert not engine.reads_whole(300)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "said"),
+    [(None, "exact up to half of the context (512), in chunks of"), ("stream", "stream: in batches")],
+)
+def test_explain_says_how_a_prompt_will_be_read(monkeypatch, capsys, tiny_model, prefill, said):
+    beside_gpu(monkeypatch, 2**40)
+    with open_engine(tiny_model(n_head_kv=2), fit(), prefill=prefill) as engine:
+        explain_run(engine, "recall", "prompt")
+    assert f"prefill     {said}" in capsys.readouterr().err
+
+
+def refuse_above(n):
+    """`Context.resize` of a GPU that has memory for so many cells a row."""
+    resize = Context.resize
+
+    def refuse(self, n_cell):
+        if n_cell.max() > n:
+            raise LibraryError("llama.cpp refused: no memory for the cache")
+        resize(self, n_cell)
+
+    return refuse
+
+
+def test_where_a_gpu_has_less_room_than_it_says_the_prompt_is_streamed(monkeypatch, tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(N_PROMPT + N_LATER)
+    streamed, *_, n_bytes = logits_after(path, fit(), tokens)
+    beside_gpu(monkeypatch, 2**40)
+    monkeypatch.setattr(Context, "resize", refuse_above(256))
+    found, *_, own_bytes = logits_after(path, fit(), tokens, prefill=None)
+    np.testing.assert_array_equal(found, streamed)
+    assert own_bytes == n_bytes
+    with pytest.raises(LibraryError, match="no memory for the cache"):
+        logits_after(path, fit(), tokens, prefill="whole")
+
+
+@contextmanager
+def open_writer(path, **settings):
+    with open_engine(path, fit(), **settings) as engine:
+        yield Writer(engine, Sampler(engine.model, seed=1))
+
+
+def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(700)
+    with open_writer(path, prefill="whole") as writer:
+        writer.read(tokens)
+        want = writer.engine.context.logits()[-1].copy()
+    beside_gpu(monkeypatch, 2**40)
+    with open_writer(path, prefill=None) as writer:
+        engine = writer.engine
+        engine.pin(5)
+        writer.read(tokens[:100])
+        # an eighth of all is what counts
+        assert (engine.reads_anew(14), engine.reads_anew(15)) == (False, True)
+        said = "It is read at once, with the 100 tokens before it, in a cache of"
+        assert said in long_text(engine, "turn", 500)
+        assert writer.read(tokens[100:600])
+        assert (engine.n_past, engine.n_pinned, engine.eviction.n_planned) == (600, 5, 600)
+        np.testing.assert_array_equal(writer.tokens, tokens[:600])
+        assert not engine.reads_anew(1)
+        assert not engine.reads_anew(85)
+    # after the second and the last of these, all is as if it had been one prompt
+    with open_writer(path, prefill=None) as writer:
+        writer.read(tokens[:20])
+        writer.read(tokens[20:600])
+        writer.read(tokens[600:610])
+        writer.read(tokens[610:])
+        np.testing.assert_array_equal(writer.engine.context.logits()[-1], want)
+    for prefill in ("stream", "whole"):
+        with open_writer(path, prefill=prefill) as writer:
+            writer.read(tokens[:100])
+            assert not writer.engine.reads_anew(500)
+
+
+def test_a_stop_amid_what_is_read_anew_loses_nothing(monkeypatch, tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(600)
+    beside_gpu(monkeypatch, 2**40)
+    with open_writer(path, prefill=None) as writer:
+        writer.read(tokens)
+        want = writer.engine.context.logits()[-1].copy()
+    with open_writer(path, prefill=None) as writer:
+        writer.read(tokens[:100])
+        mark = writer.save()
+
+        def stop(n_read, n):
+            writer.stop = n_read > 0
+
+        writer.while_reading = stop
+        assert not writer.read(tokens[100:])
+        assert (writer.engine.n_past, writer.is_new) == (0, False)
+        np.testing.assert_array_equal(writer.unread, tokens)
+        writer.stop, writer.while_reading = False, lambda n_read, n: None
+        assert writer.go_back(100, mark)
+        np.testing.assert_array_equal(writer.unread, tokens[:100])
+        assert writer.read(tokens[100:])
+        np.testing.assert_array_equal(writer.engine.context.logits()[-1], want)
+
+
+def test_what_others_have_read_is_not_forgotten_for_a_text(monkeypatch, tiny_model):
+    beside_gpu(monkeypatch, 2**40)
+    with open_writer(tiny_model(n_head_kv=2), prefill=None) as writer:
+        writer.engine.read(text(100))
+        writer.read(text(200, seed=2))
+        assert writer.engine.n_past == 300
+
+
+def test_a_stop_before_the_first_step_leaves_what_there_is(monkeypatch, tiny_model):
+    beside_gpu(monkeypatch, 2**40)
+    with open_writer(tiny_model(n_head_kv=2), prefill=None) as writer:
+        writer.read(text(100))
+        writer.stop = True
+        assert not writer.read(text(200, seed=2))
+        assert (writer.engine.n_past, len(writer.unread)) == (100, 200)
+        with pytest.raises(UsageError, match=r"n must be in 0\.\.100"):
+            writer.go_back(301, writer.save())
+
+
+def test_a_gpu_that_has_refused_is_asked_for_less_alone(monkeypatch, tiny_model):
+    beside_gpu(monkeypatch, 2**40)
+    with open_writer(tiny_model(n_head_kv=2), prefill=None) as writer:
+        engine, resize = writer.engine, Context.resize
+        with monkeypatch.context() as full:
+            full.setattr(Context, "resize", refuse_above(300))
+            writer.read(text(400))
+        engine.empty()
+        assert (engine.reads_whole(400), engine.reads_whole(399)) == (False, True)
+        assert Context.resize is resize
+
+
+def test_a_client_that_goes_amid_what_is_read_anew_and_asks_again_is_answered_on_all_of_it(
+    monkeypatch, talker, tmp_path
+):
+    def leave(server, messages):
+        """A client that goes once 64 tokens of the prompt are read."""
+        request = requests.chat({"messages": messages, "max_tokens": 8, "temperature": 0}, Defaults())
+        job = SimpleNamespace(request=request, is_cancelled=False)
+
+        def emit(kind, n_read=0, **more):
+            job.is_cancelled |= kind == "reading" and n_read >= 64
+
+        job.emit = emit
+        server.talk.answer(job)
+
+    beside_gpu(monkeypatch, 2**40)
+    model = Model(talker)
+    try:
+        messages = [said("system", "Be brief."), said("user", "My name is Bob. " + "I walk. " * 20)]
+        server = Server(model, "recall", tmp_path / "one")
+        reply, *_ = server.ask(messages)
+        messages += [said("assistant", reply), said("user", "Waves come and go. " * 20)]
+        leave(server, messages)
+        assert server.talk.engine.n_past == 0
+        again = server.ask(messages)
+        assert again == Server(model, "recall", tmp_path / "two").ask(messages)
+        assert again[1] == 0
+    finally:
+        model.close()
+
+
+def test_it_says_what_will_happen(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole") as engine:
+        said = long_text(engine, "prompt", 300)
+    assert "the others go to host memory and are still used. It is read at once, in a cache of" in said
+    with open_engine(tiny_model(n_head_kv=2), fit(), archive=100) as engine:
+        said = long_text(engine, "prompt", 300)
+    assert "and are still used; there is room for 100, so 152 are forgotten (--archive sets that)" in said

@@ -1,0 +1,222 @@
+"""Recall where layers lie on a worker: the archive is the client's, and all comes out as without one.
+
+Run as a module, this is the client: devices are registered for a whole process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.llama.library import library_path
+from kvtool.llama.workers import add_rpc
+from kvtool.measure import perplexity
+from tests.engine import rpc_server, saved
+from tests.engine.running import open_engine, text
+from tests.engine.test_spares import RECOMPUTE
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import wire  # noqa: E402
+
+pytestmark = pytest.mark.engine
+
+# how it recalls, type of the archive, flash attention, type of the cache, how many layers the server has
+RUNS = [
+    ("search=all", "f32", "off", "f32", 99),
+    ("search=all", "f16", "on", "f16", 99),
+    ("search=all", "q8_0", "off", "f32", 3),
+    ("search=clusters", "f32", "on", "q8_0", 99),
+    ("search=clusters", "q8_0", "on", "f16", 99),
+    ("search=clusters", "q8_0", "off", "f32", 3),
+]
+# flash attention, type of the cache, KV heads: 1 head of 32 numbers in q8_0 is no whole number of words
+CACHES = [("on", "f16", 2), ("off", "f16", 2), ("off", "f32", 2), ("on", "q8_0", 2), ("on", "q8_0", 1)]
+N_LAYER, N_DIM = 4, 32
+N_FIRST, N_LATER = 170, 50
+# older tokens are forgotten, and positions start over
+N_ARCHIVE = 100
+LEAVING = [17, 3, 41, 40, 8]
+
+
+def model_of(tiny_model, n_head_kv=2):
+    return tiny_model(n_layer=N_LAYER, n_head_kv=n_head_kv, n_ctx_train=130)
+
+
+def run(path, how, archive_type, flash, kind, n_gpu_layers, **more):
+    """What a stream gives, and a function of a number of layers that goes on from its state after N_FIRST."""
+    policy = policies.fit("recall", 48, 16, [how])
+    settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": archive_type}
+    settings |= {"archive": N_ARCHIVE} | more
+    tokens, found = text(N_FIRST + N_LATER), {}
+    with open_engine(path, policy, n_gpu_layers, **settings) as engine:
+        archive = engine.context.archive
+        first = perplexity.stream(engine, tokens[:N_FIRST])
+        state = {name: array.copy() for name, array in engine.save()}
+        found["nll"] = np.concatenate([first, perplexity.stream(engine, tokens[N_FIRST:])]).tolist()
+        found["logits"] = engine.context.logits()[-1].tolist()
+        found["span"] = [archive.span.start, archive.span.stop]
+        found["bytes"] = archive.n_bytes
+        found["stored"] = archive.read(archive.span.start, archive.end).tolist()
+        assert engine.n_restart > 0
+        engine.restore(state)
+        found["again"] = perplexity.stream(engine, tokens[N_FIRST:]).tolist()
+    return found, lambda n: goes_on(path, state, settings, policy, n)
+
+
+def goes_on(path, state, settings, policy, n_gpu_layers):
+    with open_engine(path, policy, n_gpu_layers, **settings) as engine:
+        engine.restore(state)
+        return perplexity.stream(engine, text(N_FIRST + N_LATER)[N_FIRST:]).tolist()
+
+
+def resized(path, n_gpu_layers):
+    """The log-likelihoods of a stream whose cache changes its size."""
+    nll = []
+    with open_engine(path, policies.fit("recall", 48, 16), n_gpu_layers) as engine:
+        for part, n_cell in zip(np.split(text(220), [100, 160]), (0, 512, 256), strict=True):
+            if n_cell:
+                engine.context.resize(np.full(len(engine.context.layer_cells), n_cell))
+            nll += perplexity.stream(engine, part).tolist()
+    return nll
+
+
+def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
+    """Whether cells that lie anywhere are archived as they are, and the bytes of that: (come, of graphs)."""
+    policy = policies.fit("recall", 96, 16)
+    settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": "f32"}
+    with open_engine(path, policy, n_gpu_layers, **settings) as engine:
+        engine.read(text(48))
+        archive = engine.context.archive
+        held = saved.parse(engine.context.state())
+        want = [
+            np.stack([held.keys(layer, n_head_kv), held.values(layer, n_head_kv)], axis=2)[LEAVING]
+            for layer in range(N_LAYER)
+        ]
+        # another number takes another graph, which is sent once
+        archive.push(np.array(LEAVING[:3]), 0)
+        archive.push(np.array(LEAVING), 3)
+        before = meter.read() if meter else ()
+        archive.push(np.array(LEAVING), archive.end)
+        n_bytes = []
+        if meter:
+            sent, received = (new - old for new, old in zip(meter.read(), before, strict=True))
+            n_bytes = [received["get"], sent["graph"]]
+        found = archive.read(archive.end - len(LEAVING), archive.end).view(np.float32)
+        return np.array_equal(found.reshape(-1), np.array(want).reshape(-1)), n_bytes
+
+
+def client(endpoint, file, *paths):
+    """Prints what the runs give, as JSON."""
+    meter = wire.Meter(endpoint)
+    add_rpc(meter.endpoint)
+    results = []
+    for each in RUNS:
+        found, goes_on_with = run(paths[1], *each)
+        found["here"] = goes_on_with(0)
+        # what is saved here
+        found["there"] = run(paths[1], *each[:-1], 0)[1](each[-1])
+        results.append(found)
+    printed = {"results": results, "resized": resized(paths[1], 99)}
+    printed["in_file"] = run(paths[1], *RUNS[0], archive_file=file)[0]
+    printed["left"] = [leave(paths[each[-1] - 1], *each, 99, meter) for each in CACHES]
+    printed["left_of_some"] = [leave(paths[each[-1] - 1], *each, 3)[0] for each in CACHES]
+    print(json.dumps(printed))
+
+
+@contextmanager
+def serving(kind):
+    """The endpoint of a worker of ours, or of ggml's own server."""
+    if kind == "rpc-server":
+        with rpc_server.running() as endpoint:
+            yield endpoint
+        return
+    # what that imports is not where the client looks for it
+    from tests.engine.test_worker import working
+
+    with working() as worker:
+        yield worker.endpoint
+
+
+@pytest.fixture(scope="module")
+def path(tiny_model):
+    return model_of(tiny_model)
+
+
+@pytest.fixture(scope="module", params=["worker", "rpc-server"])
+def remote(request, tiny_model, tmp_path_factory):
+    """What the client of a server has printed."""
+    if not (library_path().parent / "libggml-rpc.so").exists():
+        pytest.skip("the library is built without RPC")
+    paths = [str(model_of(tiny_model, n)) for n in (1, 2)]
+    file = tmp_path_factory.mktemp("archive") / "file"
+    with serving(request.param) as endpoint:
+        printed = rpc_server.client("tests.engine.test_remote_recall", endpoint, str(file), *paths)[0]
+    return printed | {"server": request.param}
+
+
+@pytest.fixture(params=range(len(RUNS)), ids=[" ".join(map(str, run)) for run in RUNS])
+def both(request, remote, path):
+    """(what the server's client gives, what is here)"""
+    *how, _ = RUNS[request.param]
+    return remote["results"][request.param], run(path, *how, 0)[0]
+
+
+def test_recall_over_rpc_gives_what_it_gives_here(both):
+    there, here = both
+    assert len(here["nll"]) == N_FIRST + N_LATER - 2
+    assert np.abs(np.subtract(there["nll"], here["nll"])).max() < 1e-4
+    assert np.abs(np.subtract(there["logits"], here["logits"])).max() < 1e-3
+    assert np.argmax(there["logits"]) == np.argmax(here["logits"])
+
+
+def test_the_archive_is_the_same(both):
+    there, here = both
+    assert here["span"][1] - here["span"][0] == N_ARCHIVE
+    assert (there["span"], there["bytes"]) == (here["span"], here["bytes"])
+    # a stored number may be rounded the other way
+    assert np.mean(np.not_equal(there["stored"], here["stored"])) < 0.01
+
+
+def test_a_saved_stream_goes_on_over_rpc_and_here(both):
+    there, here = both
+    rest = there["nll"][N_FIRST - 1 :]
+    assert there["again"] == rest
+    assert np.abs(np.subtract(there["here"], rest)).max() < 1e-4
+    assert np.abs(np.subtract(there["there"], here["again"])).max() < 1e-4
+
+
+def test_an_archive_in_a_file_is_here_as_well(remote, path):
+    in_memory = run(path, *RUNS[0][:-1], 0)[0]
+    assert np.abs(np.subtract(remote["in_file"]["nll"], in_memory["nll"])).max() < 1e-4
+
+
+def test_a_cache_that_changes_its_size_is_archived_on(remote, path):
+    assert np.abs(np.subtract(remote["resized"], resized(path, 0))).max() < 1e-4
+
+
+@pytest.mark.parametrize("number", range(len(CACHES)), ids=[" ".join(map(str, each)) for each in CACHES])
+def test_cells_that_leave_come_as_they_are_and_alone(remote, number):
+    flash, kind, n_head_kv = CACHES[number]
+    same, (n_bytes, n_graph) = remote["left"][number]
+    assert same
+    assert remote["left_of_some"][number]
+    # as they are stored; what is no whole number of words comes as floats
+    is_words = kind != "q8_0" or n_head_kv > 1
+    size = {"f16": 2, "f32": 4, "q8_0": 34 / 32 if is_words else 4}[kind]
+    n = int(len(LEAVING) * N_LAYER * 2 * n_head_kv * N_DIM * size)
+    # one answer a layer, with room between keys and values
+    assert n <= n_bytes <= n + N_LAYER * (8 + 256)
+    # a worker of ours keeps the graph
+    assert n_graph == RECOMPUTE if remote["server"] == "worker" else n_graph > 100 * RECOMPUTE
+
+
+if __name__ == "__main__":
+    client(*sys.argv[1:])

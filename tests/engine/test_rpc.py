@@ -1,0 +1,200 @@
+"""All layers on a device whose memory is not the host's: ggml's RPC server on loopback, the CPU behind it.
+
+Run as a module, this is the client: devices are registered for a whole process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.servers import reserved_port
+from kvtool import policies
+from kvtool.llama.context import Context
+from kvtool.llama.devices import devices
+from kvtool.llama.library import library_path
+from kvtool.llama.log import set_verbose
+from kvtool.llama.model import Model
+from kvtool.llama.workers import add_rpc
+from kvtool.measure import perplexity
+from kvtool.policy import Request, Signal
+from tests import forked
+from tests.engine import rpc_server, saved
+from tests.engine.running import open_engine, text
+from tests.held import PATIENCE_S
+from tests.policies.merging import Merging
+
+pytestmark = pytest.mark.engine
+
+POLICIES = {
+    "h2o": policies.fit("h2o", 48, 16),
+    "streamingllm": policies.fit("streamingllm", 48, 16),
+    "merging": Merging(48, 16),
+    "bumblebee": policies.fit("bumblebee", 48, 16),
+    "scissorhands": policies.fit("scissorhands", 48, 16),
+    "tova": policies.fit("tova", 48, 16),
+    # queries vote from before the last plan as well
+    "snapkv": policies.fit("snapkv", 48, 16, ["window=24"]),
+    "expected": policies.fit("expected", 48, 16, ["queries=24"]),
+    "roco": policies.fit("roco", 48, 16),
+    "logn": policies.fit("buzz", 48, 16, ["logn=true"]),
+    # the archive stays here
+    "recall": policies.fit("recall", 48, 16),
+    "corm": policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"]),
+}
+# name of the policy, positions, flash attention, and the model's architecture if it is none of the plain ones
+RUNS = [
+    ("h2o", "in-cache", "off"),
+    ("streamingllm", "in-cache", "off"),
+    ("merging", "in-cache", "off"),
+    ("merging", "original", "off"),
+    ("h2o", "in-cache", "on"),
+    ("merging", "in-cache", "on"),
+    ("bumblebee", "in-cache", "off"),
+    ("scissorhands", "in-cache", "on"),
+    ("tova", "original", "off"),
+    ("snapkv", "original", "off"),
+    ("expected", "in-cache", "on"),
+    ("expected", "auto", "off", "gemma3"),
+    ("roco", "original", "off"),
+    ("logn", "original", "off"),
+    ("corm", "in-cache", "off"),
+    ("h2o", "auto", "off", "gemma3"),
+    ("recall", "original", "off"),
+    ("recall", "auto", "on"),
+    ("recall", "auto", "off", "gemma3"),
+]
+N_TOKENS, N_ROW = 160, 4
+# all on the server, and some here
+N_GPU_LAYERS = (99, 2)
+ROOT = Path(__file__).parents[2]
+
+
+def model_of(tiny_model, arch="llama"):
+    # positions start over within the text
+    return tiny_model(arch="gemma3", window=16, n_ctx_train=100) if arch == "gemma3" else tiny_model()
+
+
+def score(path, name, positions, flash, arch="llama", n_gpu_layers=None):
+    """(nll, K bytes of the first layer, V bytes of it) after a short text."""
+    with open_engine(path, POLICIES[name], n_gpu_layers, positions=positions, flash=flash) as engine:
+        nll = perplexity.stream(engine, text(N_TOKENS))
+        assert engine.n_evicted > 80
+        if engine.policy.ragged:
+            return nll.tolist(), engine.rows.live.tolist(), [0]
+        # of the sliding layers, where there are some
+        state = saved.parse_all(engine.context.state())[-1]
+        return nll.tolist(), state.keys(0, 2).tolist(), state.values(0, 2).tolist()
+
+
+def signals(path, n_gpu_layers=None):
+    """RECENT query by query, and IMPORTANT: several batches between edits, a write and the reads."""
+    model = Model(path, n_gpu_layers=n_gpu_layers)
+    asked = Request(Signal.RECENT | Signal.IMPORTANT, 9)
+    context = Context(model, 512, 64, asked, type_k="f32", type_v="f32", flash="off")
+
+    def read():
+        return [context.history(Signal.RECENT, 512).tolist(), context.read(Signal.IMPORTANT, 512).tolist()]
+
+    tokens = text(330)
+    for at in range(0, 320, 64):
+        context.decode(tokens[at : at + 64], at, 1)
+    found = [read()]
+    # so few that llama.cpp's attention no longer goes over all cells
+    context.apply(np.empty((0, 4), np.int32), 40, 280)
+    for first, end in ((320, 321), (321, 324), (324, 325)):
+        context.decode(tokens[first:end], first, 1)
+    found.append(read())
+    context.write(Signal.IMPORTANT, np.arange(N_ROW * 45).reshape(N_ROW, 45))
+    for first, end in ((325, 326), (326, 328)):
+        context.decode(tokens[first:end], first, 1)
+    found.append(read())
+    context.close()
+    model.close()
+    return found
+
+
+def client(endpoint, *paths):
+    """Prints what the runs on the server give, as JSON; llama.cpp's log goes to stderr."""
+    set_verbose(True)
+    add_rpc(endpoint)
+    found = devices()
+    results = []
+    for run, path in zip(RUNS, paths, strict=True):
+        sys.stderr.write(f"\nrun {' '.join(run)}\n")
+        results.append(score(path, *run, n_gpu_layers=99))
+    sys.stderr.write("\nrun signals\n")
+    own = [signals(paths[0], n) for n in N_GPU_LAYERS]
+    print(json.dumps({"devices": found, "results": results, "signals": own}))
+
+
+@pytest.fixture(scope="module")
+def remote(tiny_model):
+    """(what the client has printed, its log, run by run)"""
+    if not (library_path().parent / "libggml-rpc.so").exists():
+        pytest.skip("the library is built without RPC")
+    paths = [str(model_of(tiny_model, *run[3:])) for run in RUNS]
+    with rpc_server.running() as endpoint:
+        return rpc_server.client("tests.engine.test_rpc", endpoint, *paths)
+
+
+def test_the_server_is_a_device(remote):
+    devices = {device["name"]: device for device in remote[0]["devices"]}
+    assert devices["RPC0"]["type"] == "gpu"
+    assert devices["RPC0"]["memory_total"] > 2**30
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(run) for run in RUNS])
+def test_keys_and_values_lie_on_the_server(remote, number):
+    log = remote[1][1 + number]
+    assert log.startswith(" ".join(RUNS[number]))
+    buffers = re.findall(r"(\S+) KV buffer size", log)
+    assert len(buffers) == (2 if "gemma3" in RUNS[number] else 1)
+    assert all(buffer.startswith("RPC0") for buffer in buffers)
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(run) for run in RUNS])
+def test_edits_on_the_server_score_like_edits_here(remote, tiny_model, number):
+    run = RUNS[number]
+    here = [np.array(part) for part in score(model_of(tiny_model, *run[3:]), *run)]
+    there = [np.array(part) for part in remote[0]["results"][number]]
+    assert len(here[0]) == N_TOKENS - 1
+    for ours, theirs in zip(here, there, strict=True):
+        assert ours.shape == theirs.shape
+        assert np.abs(ours - theirs).max() < 1e-4
+
+
+@pytest.mark.parametrize("number", range(len(N_GPU_LAYERS)), ids=[f"{n} layers" for n in N_GPU_LAYERS])
+def test_signals_on_the_server_are_those_here(remote, tiny_model, number):
+    for ours, theirs in zip(signals(model_of(tiny_model)), remote[0]["signals"][number], strict=True):
+        recent, important = map(np.array, ours)
+        np.testing.assert_allclose(theirs[0], recent, atol=1e-5)
+        # every query has seen something in every row
+        assert (recent.sum(axis=2) > 0).all()
+        # rounding makes a hit or none
+        assert (theirs[1] != important).mean() < 0.002
+        assert len(np.unique(important)) > 3
+
+
+def test_a_server_that_does_not_answer_is_an_error():
+    # another process: llama.cpp ends the process where it cannot connect
+    with reserved_port() as port:
+        endpoint = f"127.0.0.1:{port}"
+        code = f"from kvtool.llama.workers import add_rpc; add_rpc({endpoint!r})"
+        command = [sys.executable, "-c", code]
+        done = forked.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 1, done.stderr[-3000:]
+    line = done.stderr.strip().rpartition("\n")[2]
+    assert line.endswith(
+        f"LibraryError: no worker answers at {endpoint}; start one there: "
+        f"kvtool worker --host 127.0.0.1 --port {port}"
+    )
+
+
+if __name__ == "__main__":
+    client(*sys.argv[1:])

@@ -1,0 +1,233 @@
+"""Saved clusters: an archive is opened with those that it had, and makes none anew that are there."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.chats import session
+from kvtool.chats.segments import Store, beside
+from kvtool.cli import progress
+from kvtool.errors import SessionError
+from kvtool.llama.segment import CLUSTER_DIGESTS, CLUSTERS, listed_clusters
+from kvtool.measure import perplexity
+from tests.engine.running import open_engine, text
+
+pytestmark = pytest.mark.engine
+
+MODEL = {"n_head_kv": 2, "n_ctx_train": 1024}
+
+
+def opened(path, archive=1200, **settings):
+    policy = policies.fit("recall", 48, 16, ["search=clusters", "exact=64"])
+    return open_engine(path, policy, archive=archive, **settings)
+
+
+def in_memory(engine):
+    return {name: array.copy() for name, array in engine.save()}
+
+
+def clusters(engine):
+    """What each block has."""
+    archive = engine.context.archive
+    n = archive.n_token
+    return {
+        each: archive.read_clusters(each[0], each[0] + n, each[1]).tobytes() for each in archive.clustered
+    }
+
+
+def told(engine):
+    """Whether a restored archive had to say how far it is."""
+    found = []
+    engine.context.archive.while_sealing = lambda done, n: found.append((done, n))
+    return found
+
+
+def write(path, engine, store):
+    with store.put(engine.context.archive) as listed:
+        session.write(path, {}, [*engine.save(archived=False), *listed])
+
+
+def is_the_same(one, other, seed):
+    """Whether both give the same logits for what comes next, to the last bit."""
+    tokens = text(150, seed=seed)
+    assert (perplexity.stream(one, tokens) == perplexity.stream(other, tokens)).all()
+    assert clusters(one) == clusters(other)
+
+
+def test_clusters_that_were_saved_are_taken_and_others_are_made(tiny_model):
+    path, tokens = tiny_model(**MODEL), text(1750)
+    with opened(path) as engine:
+        engine.read(tokens[:1650])
+        saved, own = in_memory(engine), clusters(engine)
+        assert {is_far for _, is_far in own} == {True, False}
+        want = perplexity.stream(engine, tokens[1650:])
+    names = [name for name in saved if name.startswith(CLUSTERS)]
+    assert len(names) == 3
+    rng = np.random.default_rng(1)
+    other = {name: rng.integers(0, 256, len(saved[name]), np.uint8) for name in names[1:]}
+    for given, is_known in (
+        (saved, True),
+        # as earlier versions saved it
+        ({name: array for name, array in saved.items() if name not in names}, True),
+        # any bytes say of each token which cluster it is in
+        (saved | other, False),
+        # clusters of far blocks say nothing of near ones
+        (
+            saved
+            | other
+            | {
+                CLUSTERS: saved[CLUSTERS] * [1, 1, 0, 1, 1]
+                + [0, 0, 1, 0, 0]
+                - saved[CLUSTERS] * [0, 0, 1, 0, 0]
+            },
+            True,
+        ),
+    ):
+        with opened(path) as engine:
+            engine.restore(given)
+            assert (clusters(engine) == own) == is_known
+            assert b"".join(clusters(engine).values()) == (
+                b"".join(own.values() if is_known else (other[name].tobytes() for name in names[1:]))
+            )
+            assert (perplexity.stream(engine, tokens[1650:]) == want).all() == is_known
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_it_says_how_far_it_is(tiny_model, n_threads):
+    path = tiny_model(**MODEL)
+    with opened(path) as engine:
+        engine.read(text(900))
+        saved = in_memory(engine)
+    with opened(path, n_threads=n_threads) as engine:
+        found = told(engine)
+        engine.restore(saved)
+        # two rows a thread at once, of four
+        assert found == ([(2, 4)] if n_threads == 1 else [])
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_shows_how_far_it_is(tiny_model, monkeypatch, capsys, is_terminal):
+    monkeypatch.setattr(progress, "_SOON_S", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    with opened(tiny_model(**MODEL)) as engine:
+        engine.read(text(900))
+        saved = {name: array for name, array in in_memory(engine).items() if not name.startswith(CLUSTERS)}
+        with progress.restoring_progress(engine.context.archive):
+            engine.restore(saved)
+        assert ("opening the archive: 2 of 4 rows, 50%" in capsys.readouterr().err) == is_terminal
+        engine.restore(saved)
+        assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", [100_000, 1200], ids=["all", "forgetting"])
+def test_a_session_that_is_opened_at_every_turn_is_one_that_never_stopped(tiny_model, tmp_path, limit):
+    path, file = tiny_model(**MODEL), tmp_path / "talk.kv"
+    rng = np.random.default_rng(1)
+    with opened(path, limit) as engine, opened(path, limit) as other, closing(Store(file)) as store:
+        for turn in range(24):
+            tokens = text(int(rng.integers(1, 300)), seed=turn)
+            for each in (engine, other):
+                each.read(tokens)
+                if turn % 5 == 4 and limit > 1200:
+                    # to before where the last turn was saved
+                    assert each.go_back(each.n_past - 450)
+                if turn == 18:
+                    each.context.archive.keep(700)
+            write(file, engine, store)
+            size = beside(file).stat().st_size if engine.n_archived else 0
+            engine.reset()
+            saved = session.read(file)[1]
+            engine.restore(saved)
+            store.adopt(saved)
+            assert clusters(engine) == clusters(other)
+            if size:
+                # nothing is new, so all was there
+                write(file, engine, store)
+                assert beside(file).stat().st_size == size
+        assert engine.n_archived > 500
+        is_the_same(engine, other, seed=3)
+        if limit > 1200:
+            for each in (engine, other):
+                assert each.go_back(each.n_past - 600)
+            is_the_same(engine, other, seed=4)
+        for each in (engine, other):
+            each.context.archive.keep(600)
+        is_the_same(engine, other, seed=5)
+
+
+def test_a_session_without_clusters_gets_them_when_it_is_saved(tiny_model, tmp_path):
+    path, file = tiny_model(**MODEL), tmp_path / "talk.kv"
+    with opened(path) as engine, opened(path) as other:
+        for each in (engine, other):
+            each.read(text(900))
+        with closing(Store(file)) as store:
+            write(file, engine, store)
+        with file.open("rb") as raw:
+            meta, arrays = session._load(raw, "it")
+        session.write(
+            file, meta, [each for each in arrays.items() if each[0] not in (CLUSTERS, CLUSTER_DIGESTS)]
+        )
+        saved = session.read(file)[1]
+        assert not listed_clusters(saved)
+        engine.restore(saved)
+        assert clusters(engine) == clusters(other)
+        with closing(Store(file)) as store:
+            store.adopt(saved)
+            write(file, engine, store)
+        assert {each.is_far for each in listed_clusters(session.read(file)[1])} == {True, False}
+        is_the_same(engine, other, seed=2)
+
+
+def test_another_stream_is_saved_with_clusters_of_its_own(tiny_model, tmp_path):
+    path, file = tiny_model(**MODEL), tmp_path / "talk.kv"
+    with opened(path) as engine, opened(path) as other, closing(Store(file)) as store:
+        for seed in (1, 2):
+            engine.reset()
+            engine.read(text(900, seed=seed))
+            write(file, engine, store)
+        other.restore(session.read(file)[1])
+        is_the_same(engine, other, seed=3)
+
+
+def test_a_smaller_archive_takes_the_clusters_of_its_blocks(tiny_model):
+    path = tiny_model(**MODEL)
+    with opened(path, 5000) as engine:
+        engine.read(text(1650))
+        saved, own = in_memory(engine), clusters(engine)
+    with opened(path, 1300) as engine:
+        engine.restore(saved)
+        found = clusters(engine)
+        first = min(found)
+        assert {is_far for block, is_far in found if block > first[0]} == {True, False}
+        assert all(own[block] == data for block, data in found.items() if block != first)
+        engine.read(text(100))
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [(0, 7), (0, -256), (1, 10**12), (1, 2**62), (1, 0), (1, 256 * 40), (None, 1)],
+)
+def test_a_listing_that_cannot_be_is_refused(tiny_model, at, value):
+    path = tiny_model(**MODEL)
+    with opened(path) as engine:
+        engine.read(text(1650))
+        saved = in_memory(engine)
+        spoiled = saved[CLUSTERS].copy()
+        if at is None:
+            spoiled = spoiled[:, :4]
+        else:
+            spoiled[-1, at] = value
+        for wrong in (
+            {CLUSTERS: spoiled},
+            {CLUSTERS: saved[CLUSTERS].astype(np.float64)},
+            {f"{CLUSTERS}.0": saved[f"{CLUSTERS}.0"][1:]},
+        ):
+            with pytest.raises(SessionError, match="does not fit this model, policy or cache"):
+                engine.restore(saved | wrong)
+        engine.restore(saved)

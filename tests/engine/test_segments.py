@@ -1,0 +1,572 @@
+"""The archive beside a session: a turn writes what is new, and a session always has all of its segments."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tracemalloc
+import warnings
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from kvtool.chats import segments, session
+from kvtool.chats.segments import Store, beside
+from kvtool.errors import SessionError
+from kvtool.llama.segment import CLUSTERS, TABLE, clusters_name, listed, listed_clusters, pieces
+from kvtool.system import files
+from tests.tools.test_files import full_after
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="limits, links and processes of Unix")
+
+LAYERS = [3, 5]
+N_BYTES = sum(LAYERS)
+
+
+class Archive:
+    """As kvtool.llama.archive has it: tokens begin .. end - 1, whose bytes are those of one stream."""
+
+    n_token, block_bytes = 8, 3
+
+    is_clustered = False
+    """Whether its complete blocks have clusters; these are far before the last 20 tokens."""
+
+    def __init__(self, stream, end, begin=0):
+        self.stream, self.begin, self.end = stream, begin, end
+        self.segments, self.clusters = [], []
+        self.layer_bytes, self.token_bytes = LAYERS, N_BYTES
+
+    @property
+    def span(self):
+        return range(self.begin, self.end)
+
+    def layer(self, layer, begin, end):
+        rng = np.random.default_rng([self.stream, layer])
+        return rng.integers(0, 256, (1000, LAYERS[layer]), np.uint8)[begin:end].reshape(-1)
+
+    def read(self, begin, end):
+        assert self.begin <= begin <= end <= self.end
+        return np.concatenate([self.layer(layer, begin, end) for layer in range(len(LAYERS))])
+
+    @property
+    def clustered(self):
+        begin = self.begin // self.n_token * self.n_token if self.is_clustered else self.end
+        blocks = range(begin, self.end - self.n_token + 1, self.n_token)
+        return [(at, at + self.n_token <= self.end - 20) for at in blocks]
+
+    def read_clusters(self, begin, end, is_far):
+        assert all((at, is_far) in self.clustered for at in range(begin, end, self.n_token))
+        rng = np.random.default_rng([self.stream, 9, is_far])
+        data = rng.integers(0, 256, (200, self.block_bytes), np.uint8)
+        return data[begin // self.n_token : end // self.n_token].reshape(-1)
+
+    def restore(self, saved):
+        self.segments = list(listed(saved))
+        self.clusters = list(listed_clusters(saved))
+        return self
+
+
+def save(path, archive, store=None):
+    """Writes a session of this archive, as the keeper does."""
+    own = store or Store(path)
+    try:
+        with own.put(archive) as listed:
+            table = np.array([archive.begin, archive.end, 0], np.int64)
+            session.write(path, {"n": archive.end}, [(TABLE, table), *listed])
+    finally:
+        if not store:
+            own.close()
+
+
+def load(path):
+    return session.read(path)[1]
+
+
+def holds(path, archive):
+    """Whether the session at `path` has this archive, to the last bit."""
+    saved = load(path)
+    assert saved[TABLE][:2].tolist() == [archive.begin, archive.end]
+    listed, n = {}, archive.n_token
+    for i, (begin, end, is_far, *_) in enumerate(saved.get(CLUSTERS, [])):
+        own = saved[clusters_name(i)].reshape(-1, archive.block_bytes)
+        listed |= {(at, bool(is_far)): data for at, data in zip(range(begin, end, n), own, strict=True)}
+    assert all(
+        (listed[each] == archive.read_clusters(each[0], each[0] + n, each[1])).all()
+        for each in archive.clustered
+    )
+    return all(
+        (saved[f"archive.{layer}"] == archive.layer(layer, archive.begin, archive.end)).all()
+        for layer in range(len(LAYERS))
+    )
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "talk.kv"
+
+
+@pytest.fixture
+def store(path):
+    store = Store(path)
+    yield store
+    store.close()
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Segments of up to 12 tokens."""
+    monkeypatch.setattr(segments, "_PIECE", 12 * N_BYTES)
+
+
+@pytest.fixture(params=[False, True], ids=["tokens", "clusters"])
+def both(request, monkeypatch):
+    """An archive without clusters, and one with some."""
+    monkeypatch.setattr(Archive, "is_clustered", request.param)
+
+
+with_clusters = pytest.mark.usefixtures("both")
+
+
+def test_a_turn_appends_what_it_has_archived(path, store):
+    archive = Archive(1, 0)
+    save(path, archive, store)
+    assert os.listdir(path.parent) == ["talk.kv"]
+    before, n_before = b"", 0
+    for end in (5, 5, 30, 100, 101):
+        archive.end = end
+        save(path, archive, store)
+        now = beside(path).read_bytes()
+        first = segments._N_FIRST if not before else 0
+        assert len(now) - len(before) == (end - n_before) * N_BYTES + first
+        assert now.startswith(before)
+        assert holds(path, archive)
+        before, n_before = now, end
+    assert sorted(os.listdir(path.parent)) == ["talk.kv", "talk.kv.archive"]
+    assert session.size(path) == len(before) + path.stat().st_size
+
+
+def test_another_process_goes_on_where_one_has_ended(path):
+    save(path, Archive(1, 50))
+    before = beside(path).read_bytes()
+    # what a killed process has appended
+    beside(path).write_bytes(before + bytes(500))
+    archive, store = Archive(1, 60).restore(load(path)), Store(path)
+    store.adopt(load(path))
+    save(path, archive, store)
+    store.close()
+    after = beside(path).read_bytes()
+    assert (len(after), after[: len(before)]) == (len(before) + 10 * N_BYTES, before)
+    assert holds(path, archive)
+
+
+def test_a_turn_appends_clusters_of_new_blocks_and_of_those_that_have_become_far(path, store, monkeypatch):
+    monkeypatch.setattr(Archive, "is_clustered", True)
+    archive, there = Archive(1, 0), set()
+    for end in (30, 31, 32, 44, 300):
+        archive.end = end
+        save(path, archive, store)
+        assert holds(path, archive)
+        there |= set(archive.clustered)
+        size = segments._N_FIRST + end * N_BYTES + len(there) * archive.block_bytes
+        assert beside(path).stat().st_size == size
+        # what no block needs any more is not listed
+        current = dict(archive.clustered)
+        for begin, end, is_far, *_ in load(path)[CLUSTERS].tolist():
+            assert any(current.get(at) == bool(is_far) for at in range(begin, end, archive.n_token))
+
+
+@with_clusters
+def test_the_oldest_tokens_leave_a_segment_from_its_beginning(path, store):
+    archive = Archive(1, 60)
+    save(path, archive, store)
+    for begin, end in ((5, 61), (11, 62), (12, 63), (35, 64)):
+        archive.begin, archive.end = begin, end
+        save(path, archive, store)
+        assert holds(path, archive)
+    # in another file, too, where the beginning of a segment cannot be written
+    save(path.with_name("other.kv"), archive)
+    assert holds(path.with_name("other.kv"), archive)
+    save(path, archive, store)
+    assert holds(path, archive)
+
+
+@with_clusters
+@pytest.mark.parametrize("n_kept", [15, 40, 200])
+def test_a_full_archive_can_be_saved_after_every_turn(path, store, n_kept):
+    archive, rng = Archive(1, 0), np.random.default_rng(n_kept)
+    while archive.end < 900:
+        archive.end += int(rng.integers(1, 25))
+        # of a segment, too, the first tokens may be gone when the file is written anew
+        archive.begin = max(archive.begin, archive.end - n_kept)
+        save(path, archive, store)
+        assert holds(path, archive)
+
+
+def test_segments_are_read_where_they_lie(path, store):
+    for end in (40, 90):
+        save(path, Archive(0, end), store)
+    saved = load(path)
+    save(path, archive := Archive(0, 100, 17).restore(saved), store)
+    saved = load(path)
+    for layer in range(len(LAYERS)):
+        begins, parts = zip(*pieces(saved, layer), strict=True)
+        assert begins[0] == 17
+        assert len(begins) > 2
+        assert not any(part.flags.owndata for part in parts)
+        assert (np.concatenate(parts) == archive.layer(layer, 17, 100)).all()
+        assert [len(part) // LAYERS[layer] for part in parts] == np.diff((*begins, 100)).tolist()
+
+
+def test_what_is_of_no_use_takes_no_more_than_half_of_the_file(path, store):
+    archive = Archive(1, 0)
+    sizes = []
+    for end in range(10, 900, 10):
+        archive.begin, archive.end = max(end - 100, 0), end
+        save(path, archive, store)
+        assert holds(path, archive)
+        sizes.append(beside(path).stat().st_size)
+    assert 1.5 * 100 * N_BYTES < max(sizes) < 2.5 * 100 * N_BYTES
+    assert sorted(os.listdir(path.parent)) == ["talk.kv", "talk.kv.archive"]
+
+
+@with_clusters
+def test_a_copy_outlives_what_comes_after_it(path, store):
+    # as /undo does: the files stay open, and later tokens are others at the same positions
+    archive = Archive(1, 40)
+    save(path, archive, store)
+    with path.open("rb") as file, store.share() as shared:
+        for stream, end in ((1, 90), (2, 60), (3, 300)):
+            archive = Archive(stream, end)
+            save(path, archive, store)
+            assert holds(path, archive)
+        assert not os.fstat(shared.fileno()).st_nlink
+        saved = session.load(file, "the copy", shared)[1]
+        before = Archive(1, 40)
+        assert (saved["archive.1"] == before.layer(1, 0, 40)).all()
+        save(path, before.restore(saved), store)
+        assert holds(path, before)
+
+
+@with_clusters
+@pytest.mark.parametrize(("n", "n_next"), [(70, 30), (30, 100)])
+def test_a_chat_that_is_set_aside_keeps_its_archive(path, store, n, n_next):
+    first, second = Archive(1, n), Archive(2, n_next)
+    save(path, first, store)
+    aside = session.aside(path)
+    save(path, second, store)
+    assert holds(aside, first)
+    assert holds(path, second)
+    # and neither writes into the file of the other
+    for where, stream, end in ((aside, 1, 120), (path, 2, 140)):
+        turn(where, Archive(stream, end))
+    assert holds(path, Archive(2, 140))
+    assert holds(aside, Archive(1, 120))
+    session.delete(aside)
+    assert sorted(os.listdir(path.parent)) == ["talk.kv", "talk.kv.archive"]
+    # a name is free if neither file is there
+    beside(aside).write_text("mine")
+    assert session.aside(path).name == "talk.kv.2"
+
+
+@with_clusters
+def test_an_older_copy_of_a_chat_takes_nothing_from_the_newer_one(path, store):
+    save(path, Archive(1, 50), store)
+    older = path.read_bytes()
+    save(path, Archive(1, 100).restore(load(path)), store)
+    aside = session.aside(path)
+    path.unlink()
+    path.write_bytes(older)
+    with closing(Store(path)) as own:
+        own.adopt(load(path))
+        with pytest.raises(SessionError, match="no room"), own.put(Archive(1, 50).restore(load(path))):
+            raise SessionError("no room")
+    assert holds(aside, Archive(1, 100))
+    turn(path, Archive(1, 60))
+    assert holds(path, Archive(1, 60))
+    assert holds(aside, Archive(1, 100))
+
+
+def test_a_chat_that_has_archived_nothing_leaves_no_archive(path, store):
+    for archive in (Archive(1, 0), None):
+        save(path, Archive(1, 30), store)
+        assert beside(path).exists()
+        if archive:
+            save(path, archive, store)
+            assert holds(path, archive)
+        else:
+            with store.put(None) as listed:
+                session.write(path, {}, listed)
+        assert os.listdir(path.parent) == ["talk.kv"]
+
+
+@with_clusters
+@pytest.mark.parametrize(("stream", "end"), [(1, 31), (2, 5)], ids=["appended", "anew"])
+def test_a_session_that_cannot_be_written_leaves_the_one_before_it(path, store, stream, end):
+    archive = Archive(1, 30)
+    save(path, archive, store)
+    before = path.read_bytes(), beside(path).read_bytes()
+    later = Archive(stream, end)
+    with pytest.raises(SessionError, match="no room"), store.put(later):
+        raise SessionError("no room")
+    assert (path.read_bytes(), beside(path).read_bytes()) == before
+    assert sorted(os.listdir(path.parent)) == ["talk.kv", "talk.kv.archive"]
+    assert holds(path, archive)
+    save(path, later, store)
+    assert holds(path, later)
+
+
+@with_clusters
+@pytest.mark.parametrize(("stream", "end"), [(1, 31), (2, 5), (2, 0)], ids=["appended", "anew", "none"])
+def test_an_interrupt_right_behind_the_sessions_replacement_loses_nothing(path, store, stream, end):
+    save(path, Archive(1, 30), store)
+    later = Archive(stream, end)
+    table = np.array([0, end, 0], np.int64)
+
+    def interrupted():
+        with store.put(later) as listed:
+            session.write(path, {"n": end}, [(TABLE, table), *listed])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert holds(path, later)
+    save(path, later, store)
+    assert holds(path, later)
+
+
+@with_clusters
+@pytest.mark.parametrize("end", [31, 100])
+def test_a_full_disk_while_segments_are_appended_leaves_both_files(path, store, end):
+    archive = Archive(1, 30)
+    save(path, archive, store)
+    before = path.read_bytes(), beside(path).read_bytes()
+    archive.end = end
+    # a part of the segment fits
+    with full_after(len(before[1]) + 3), pytest.raises(OSError, match="File too large"):
+        save(path, archive, store)
+    assert (path.read_bytes(), beside(path).read_bytes()) == before
+    save(path, archive, store)
+    assert holds(path, archive)
+
+
+def test_a_full_disk_where_an_archive_begins_leaves_nothing(path, store):
+    with full_after(20), pytest.raises(OSError, match="File too large"):
+        save(path, Archive(1, 30), store)
+    assert os.listdir(path.parent) == []
+
+
+@with_clusters
+def test_every_bit_counts(path):
+    save(path, Archive(1, 7))
+    save(path, Archive(1, 20).restore(load(path)))
+    whole = beside(path).read_bytes()
+    for at in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1
+        beside(path).write_bytes(damaged)
+        with pytest.raises(
+            SessionError, match=r"talk.kv.archive (is damaged|belongs to another session), and"
+        ):
+            load(path)
+        beside(path).write_bytes(whole[:at])
+        with pytest.raises(SessionError, match=r"talk.kv.archive is damaged, and"):
+            load(path)
+    assert session.read_meta(path) == {"n": 20}
+
+
+def test_an_archive_of_another_session_and_none_are_told(path, tmp_path):
+    save(path, Archive(1, 20))
+    save(tmp_path / "other.kv", Archive(1, 20))
+    shutil.copy(tmp_path / "other.kv.archive", beside(path))
+    with pytest.raises(SessionError, match=r"talk.kv.archive belongs to another session, and the chat in"):
+        load(path)
+    beside(path).unlink()
+    with pytest.raises(SessionError, match=r"talk.kv.archive is missing, and the chat in") as error:
+        load(path)
+    assert str(error.value).count("\n") == 0
+    assert "`kvtool session export" in str(error.value)
+
+
+def test_neither_writing_nor_reading_holds_a_second_copy(path, monkeypatch):
+    class Large(Archive):
+        def read(self, begin, end):
+            return np.zeros((end - begin) * sum(self.layer_bytes), np.uint8)
+
+    archive = Large(1, 400)
+    archive.layer_bytes = [2**10] * 32
+    monkeypatch.setattr(segments, "_PIECE", 2**20)
+    largest = []
+    for work in (
+        lambda: save(path, archive),
+        lambda: [len(load(path)[f"archive.{layer}"]) for layer in range(32)],
+    ):
+        tracemalloc.start()
+        work()
+        largest.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert beside(path).stat().st_size > 12 * 2**20
+    assert max(largest) < 3 * 2**20
+
+
+@with_clusters
+def test_an_archive_that_was_removed_is_written_again(path, store):
+    archive = Archive(1, 30)
+    save(path, archive, store)
+    beside(path).unlink()
+    archive.end = 31
+    save(path, archive, store)
+    assert holds(path, archive)
+
+
+def test_a_file_that_is_not_an_archive_is_neither_replaced_nor_removed(path):
+    beside(path).write_text("my own")
+    with pytest.raises(SessionError, match=r"talk.kv.archive is not an archive of kvtool; rename it"):
+        save(path, Archive(1, 30))
+    assert not path.exists()
+    save(path, Archive(1, 0))
+    assert beside(path).read_text() == "my own"
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty file", "a chat without an archive"])
+@pytest.mark.parametrize("end", [0, 50], ids=["archives nothing", "archives"])
+def test_an_archive_whose_session_is_not_there_is_moved_and_not_deleted(path, left, end):
+    save(path, Archive(1, 30))
+    before = beside(path).read_bytes()
+    path.with_name("talk.kv.1").write_text("mine")
+    path.rename(path.with_name("moved.kv"))
+    if left == "an empty file":
+        path.touch()
+    elif left == "a chat without an archive":
+        session.write(path, {"n": 0}, [(TABLE, np.zeros(3, np.int64))])
+    archive = Archive(2, end)
+    with closing(Store(path)) as store:
+        if left == "a chat without an archive":
+            store.adopt(load(path))
+        save(path, archive, store)
+        assert store.moved == path.with_name("talk.kv.2.archive")
+        assert store.moved.read_bytes() == before
+        assert holds(path, archive)
+        assert path.with_name("talk.kv.1").read_text() == "mine"
+        # once: the next turn finds its own
+        archive.end += 10
+        save(path, archive, store)
+        assert store.moved is None
+    # under their new names the two are a chat again
+    path.with_name("moved.kv").rename(path.with_name("talk.kv.2"))
+    assert holds(path.with_name("talk.kv.2"), Archive(1, 30))
+
+
+def test_an_archive_goes_with_the_session_that_is_replaced(path):
+    save(path, Archive(1, 30))
+    with closing(Store(path, session.archive_id(path))) as store:
+        save(path, Archive(2, 50), store)
+        assert store.moved is None
+    assert holds(path, Archive(2, 50))
+    assert sorted(os.listdir(path.parent)) == ["talk.kv", "talk.kv.archive"]
+    # what cannot be read cannot say which archive is its own
+    path.write_bytes(path.read_bytes()[:-1])
+    assert session.archive_id(path) is None
+
+
+def test_an_archive_is_as_private_as_its_session_and_beside_the_target_of_a_link(path, tmp_path):
+    save(path, Archive(1, 0))
+    path.chmod(0o600)
+    (tmp_path / "link.kv").symlink_to(path)
+    save(tmp_path / "link.kv", Archive(1, 30))
+    assert stat.S_IMODE(beside(path).stat().st_mode) == 0o600
+    assert holds(tmp_path / "link.kv", Archive(1, 30))
+    assert sorted(os.listdir(tmp_path)) == ["link.kv", "talk.kv", "talk.kv.archive"]
+
+
+# killed at every single step
+
+
+class Steps:
+    """Ends the process, as kill -9 does, before the nth call that changes a file, or in the middle of it."""
+
+    def __init__(self, n):
+        self.left = n
+        plain = files.write_all
+        files.write_all = segments.write_all = lambda file, data: (self.step(file, data), plain(file, data))
+        for name in ("fsync", "replace", "link", "unlink"):
+            self.wrap(os, name)
+
+    def step(self, file=None, data=b""):
+        self.left -= 1
+        if self.left < 0:
+            if file:
+                file.write(data[: len(data) // 2])
+            os._exit(9)
+
+    def wrap(self, owner, name):
+        plain = getattr(owner, name)
+        setattr(owner, name, lambda *arguments, **options: (self.step(), plain(*arguments, **options))[1])
+
+
+def turn(path, archive):
+    """A turn of a process of its own."""
+    with closing(Store(path)) as store:
+        if path.exists():
+            saved = load(path)
+            store.adopt(saved)
+            archive.restore(saved)
+        save(path, archive, store)
+
+
+def undone(path, archive):
+    """A turn after /undo, whose tokens are others, so that most of the file is of no use."""
+    with closing(Store(path)) as store:
+        store.adopt(load(path))
+        save(path, archive, store)
+
+
+def other_chat(path, archive):
+    """A turn after /reset: the chat before is set aside."""
+    with closing(Store(path)) as store:
+        store.adopt(load(path))
+        store.open()
+        session.aside(path)
+        save(path, archive, store)
+
+
+@with_clusters
+@pytest.mark.parametrize(
+    ("change", "before", "after"),
+    [
+        (turn, (1, 0), (1, 30)),
+        (turn, (1, 30), (1, 70)),
+        (undone, (1, 70), (2, 40)),
+        (undone, (1, 70), (2, 0)),
+        (other_chat, (1, 70), (2, 40)),
+        (other_chat, (1, 70), (2, 0)),
+    ],
+)
+def test_a_process_that_is_killed_at_any_step_leaves_a_whole_session(tmp_path, change, before, after):
+    for n in range(1000):
+        path = tmp_path / str(n) / "talk.kv"
+        path.parent.mkdir()
+        save(path, Archive(*before))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if not child:
+            Steps(n)
+            change(path, Archive(*after))
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, 9)
+        there = after if session.read_meta(path)["n"] == after[1] else before
+        assert holds(path, Archive(*there))
+        if change is other_chat and there is after:
+            assert holds(path.with_name("talk.kv.1"), Archive(*before))
+        # the next turn leaves nothing behind that has no session
+        turn(path, Archive(there[0], 80))
+        assert holds(path, Archive(there[0], 80))
+        names = {each.name for each in path.parent.iterdir()} - {"talk.kv.1", "talk.kv.1.archive"}
+        assert names == {"talk.kv", "talk.kv.archive"}
+        if not code:
+            break
+    assert there == after
+    assert n > 3

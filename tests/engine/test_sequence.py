@@ -1,0 +1,276 @@
+"""Policies on a library without the patch: llama.cpp's own sequence calls do what the patch would."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.errors import LibraryError
+from kvtool.llama.sequence import SequenceContext, runs, shifts
+from kvtool.measure import perplexity
+from kvtool.policies.random import Random
+from kvtool.policy import Merge, Plan
+from tests import forked
+from tests.engine.running import open_engine, text
+from tests.held import PATIENCE_S
+
+# the command line in a process in which the patch is not to be seen
+UNPATCHED = (
+    "import sys, kvtool.llama.library\n"
+    "for module in list(sys.modules.values()):\n"
+    "    if 'is_patched' in vars(module): module.is_patched = lambda: False\n"
+    "from kvtool.cli import main\n"
+    "sys.argv[0] = 'kvtool'\n"
+    "main()"
+)
+
+
+@pytest.fixture
+def unpatched(monkeypatch):
+    for module in ("kvtool.engine.stream", "kvtool.llama.model"):
+        monkeypatch.setattr(f"{module}.is_patched", lambda: False)
+
+
+@dataclass(frozen=True, slots=True)
+class Alike(Random):
+    """The choice of the first row in every row."""
+
+    def plan(self, view, state):
+        keep = super(Alike, self).plan(view, state).keep
+        return Plan(np.repeat(keep[:1], len(keep), axis=0))
+
+
+# what is asked of llama.cpp
+
+
+def test_runs_remove_what_goes_and_shifts_bring_the_rest_to_its_place():
+    rng = np.random.default_rng(5)
+    for _ in range(300):
+        n = int(rng.integers(1, 40))
+        at = rng.permutation(rng.choice(120, n, replace=False)).astype(np.int32)
+        table = {int(pos): cell for cell, pos in enumerate(at)}
+        gone = rng.permutation(n)[: rng.integers(0, n + 1)]
+        for first, end in runs(at, gone):
+            table = {pos: cell for pos, cell in table.items() if not first <= pos < end}
+        kept = np.delete(np.arange(n), gone)
+        assert sorted(table.values()) == kept.tolist()
+        # any places, in the same order
+        to = np.empty(len(kept), np.int32)
+        to[np.argsort(at[kept])] = np.sort(rng.choice(120, len(kept), replace=False))
+        for first, end, delta in shifts(at[kept], to):
+            moved = {pos + delta * (first <= pos < end): cell for pos, cell in table.items()}
+            assert len(moved) == len(table)
+            table = moved
+        assert [table[pos] for pos in to.tolist()] == kept.tolist()
+
+
+def test_tokens_that_go_together_are_one_call():
+    at = np.array([7, 3, 4, 5, 20, 6], np.int32)
+    assert list(runs(at, np.array([1, 2, 5]))) == [(3, 5), (6, 7)]
+    assert list(runs(at, np.array([], int))) == []
+    assert list(shifts(at, at)) == []
+    assert list(shifts(at, at - 3)) == [(3, 21, -3)]
+    assert list(shifts(at, np.where(at < 5, at, at + 2))) == [(5, 21, 2)]
+
+
+# the same plan both ways
+
+
+@pytest.mark.engine
+@pytest.mark.share(1, "evict_every")
+@pytest.mark.parametrize("evict_every", [1, 16])
+@pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
+@pytest.mark.parametrize("name", ["random", "streamingllm", "local"])
+def test_the_same_plan_gives_the_same_logits(tiny_model, monkeypatch, name, positions, evict_every):
+    path = tiny_model(n_ctx_train=130)
+    tokens = text(120 if positions == "original" else 300)
+    policy = policies.fit(name, 48, evict_every)
+    alike = Alike(policy.budget, policy.slack, policy.window) if name == "random" else policy
+    with open_engine(path, alike, positions=positions) as patched:
+        want = perplexity.stream(patched, tokens)
+        n_bytes = patched.cache_bytes
+        assert patched.n_evicted > 0
+        assert patched.context.n_row > 1
+    for module in ("kvtool.engine.stream", "kvtool.llama.model"):
+        monkeypatch.setattr(f"{module}.is_patched", lambda: False)
+    with open_engine(path, policy, positions=positions) as plain:
+        got = perplexity.stream(plain, tokens)
+        assert isinstance(plain.context, SequenceContext)
+        assert (plain.n_evicted, plain.n_restart) == (patched.n_evicted, patched.n_restart)
+        assert plain.cache_bytes == n_bytes
+    assert np.abs(got - want).max() < 1e-4
+
+
+@pytest.mark.engine
+def test_full_needs_nothing_of_the_patch(tiny_model, unpatched):
+    with open_engine(tiny_model(n_ctx_train=256), policies.fit("full", 200)) as plain:
+        assert isinstance(plain.context, SequenceContext)
+        assert np.isfinite(perplexity.stream(plain, text(150))).all()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("arch", ["gemma3", "lfm2"])
+@pytest.mark.parametrize("name", ["full", "streamingllm"])
+def test_what_is_no_plain_cache_needs_the_patch_with_any_policy(tiny_model, unpatched, arch, name):
+    policy = policies.fit(name, 64, 8 if name == "streamingllm" else None)
+    said = "without kvtool's patch, which models with sliding or recurrent layers need; build .*make setup$"
+    with pytest.raises(LibraryError, match=said), open_engine(tiny_model(arch=arch), policy):
+        pass
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("positions", ["in-cache", "auto"])
+def test_what_was_saved_goes_on_as_if_it_had_never_stopped(tiny_model, unpatched, positions):
+    path, tokens = tiny_model(n_ctx_train=130), text(260)
+    policy = policies.fit("streamingllm", 48, 8)
+
+    def step(plain, token):
+        plain.step(token)
+        return plain.context.logits().copy()
+
+    with open_engine(path, policy, positions=positions) as plain:
+        want, saved = [], {}
+        for at in range(len(tokens)):
+            # right after an eviction too, whose rotations are still owed
+            if at % 9 == 0:
+                plain.evict_if_due()
+                saved[at] = {name: array.copy() for name, array in plain.save()}
+            want.append(step(plain, tokens[at : at + 1]))
+    with open_engine(path, policy, positions=positions) as other:
+        for at, there in saved.items():
+            other.restore(there)
+            for i in range(at, min(at + 12, len(tokens))):
+                assert np.abs(step(other, tokens[i : i + 1]) - want[i]).max() < 1e-4
+
+
+@pytest.mark.engine
+def test_what_needs_the_patch_is_refused_in_one_line(tiny_model, unpatched):
+    asked = [
+        (tiny_model(), "h2o", {}, "without kvtool's patch, which the policy H2O needs"),
+        (tiny_model(), "corm", {}, "which the policy CORM needs"),
+        (tiny_model(), "streamingllm", {"prefill": "whole"}, "which reading a prompt whole, .* needs"),
+    ]
+    for path, name, settings, said in asked:
+        with (
+            pytest.raises(LibraryError, match=said) as caught,
+            open_engine(path, policies.fit(name, 64, 8), **settings),
+        ):
+            pass
+        assert "make setup" in str(caught.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(type(policies.fit("local", 64, 8))):
+    """Wants its prompts whole."""
+
+    prefill = "whole"
+
+
+@pytest.mark.engine
+def test_a_policy_that_wants_its_prompts_whole_is_refused_before_anything_is_read(tiny_model, unpatched):
+    with (
+        pytest.raises(LibraryError, match="which reading a prompt whole, .* needs; build") as caught,
+        open_engine(tiny_model(), Whole(64, 8)),
+    ):
+        pass
+    assert "\n" not in str(caught.value)
+    # in batches it runs
+    with open_engine(tiny_model(), Whole(64, 8), prefill="stream") as plain:
+        assert plain.read(text(200)) == 200
+
+
+@pytest.mark.engine
+def test_a_merge_is_refused(tiny_model, unpatched):
+    @dataclass(frozen=True, slots=True)
+    class Merging(type(policies.fit("local", 64, 8))):
+        def plan(self, view, state):
+            keep = super(Merging, self).plan(view, state).keep
+            at = np.flatnonzero(keep[0])[:1].astype(np.int32)
+            zero = np.zeros(1, np.int32)
+            return Plan(keep, Merge(zero, at, at, np.ones(1, np.float32)))
+
+    with (
+        open_engine(tiny_model(), Merging(64, 8)) as plain,
+        pytest.raises(LibraryError, match="which merging values needs"),
+    ):
+        perplexity.stream(plain, text(100))
+
+
+# as a user meets it
+
+
+def kvtool(*arguments, stdin=""):
+    command = [sys.executable, "-c", UNPATCHED, *map(str, arguments)]
+    return forked.run(command, input=stdin, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+
+NOTE = (
+    "this llama.cpp was built without kvtool's patch: only full, local, random, streamingllm run, and all "
+    "KV heads keep the same tokens; for the rest build the one that has it: make setup\n"
+)
+
+
+@pytest.mark.engine
+def test_a_chat_runs_without_the_patch_and_says_so(chat_model, tmp_path):
+    turns = [f"line {i} of the chat, and some more words\n" for i in range(12)]
+    own = ["chat", "-m", chat_model, "-n", 12, "-t", 1, "--temp", 0]
+    own += ["--policy", "streamingllm", "--budget", 96]
+    # cells lie in another order once they have been read back, which f16 would round otherwise
+    own += ["-ctk", "f32", "-ctv", "f32"]
+    whole = kvtool(*own, "--session", tmp_path / "whole", stdin="".join(turns))
+    assert (whole.returncode, whole.stderr) == (0, NOTE)
+    first, second = (
+        kvtool(*own, "--session", tmp_path / "parts", stdin="".join(part)) for part in (turns[:7], turns[7:])
+    )
+    assert first.stdout + second.stdout == whole.stdout
+
+
+@pytest.mark.engine
+def test_other_policies_are_refused_before_the_model_is_loaded(chat_model, tmp_path):
+    (tmp_path / "text").write_text("some words " * 40)
+    for command in (
+        ["perplexity", tmp_path / "text", "--policy", "h2o"],
+        ["compare", tmp_path / "text", "--policies", "full,h2o"],
+    ):
+        done = kvtool(*command, "-m", chat_model)
+        assert (done.returncode, done.stdout) == (4, "")
+        assert done.stderr == (
+            "kvtool: this llama.cpp was built without kvtool's patch, which h2o needs; build the one that "
+            "has it: make setup, or choose one of full, local, random, streamingllm\n"
+        )
+
+
+@pytest.mark.engine
+def test_perplexity_without_the_patch_is_that_with_it(smol, tmp_path):
+    (tmp_path / "text").write_text("The tide comes in twice a day, and twice a day it goes. " * 12)
+    command = [
+        "perplexity",
+        tmp_path / "text",
+        "-m",
+        smol,
+        "--policy",
+        "streamingllm",
+        "--budget",
+        32,
+        "-t",
+        1,
+    ]
+    done = [
+        kvtool(*command, "--json"),
+        forked.run(
+            [sys.executable, "-m", "kvtool", *map(str, command), "--json"],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=True,
+        ),
+    ]
+    plain, patched = (json.loads(each.stdout) for each in done)
+    assert plain["tokens"] == patched["tokens"]
+    # quantized weights: sums in another order differ
+    assert plain["nll"] == pytest.approx(patched["nll"], abs=0.05)

@@ -1,0 +1,194 @@
+"""A worker's spares: edits are computed on them, so that it keeps the decode's graph and theirs.
+
+Run as a module, this is the client: devices are registered for a whole process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtool.llama import workers
+from kvtool.llama.devices import devices
+from kvtool.llama.library import bind, lib, library_path
+from kvtool.llama.log import set_verbose
+from kvtool.llama.workers import _SPARE_BYTES, add_rpc
+from tests import forked
+from tests.engine import rpc_server
+from tests.engine.running import open_engine, text
+from tests.engine.test_rpc import POLICIES
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import wire  # noqa: E402
+
+pytestmark = pytest.mark.engine
+
+# name of the policy, flash attention, type of the cache, how many of the model's layers the worker has
+RUNS = [
+    ("h2o", "on", "f32", 99),
+    ("h2o", "off", "f32", 99),
+    ("h2o", "on", "q8_0", 99),
+    ("streamingllm", "on", "f32", 99),
+    ("merging", "on", "f32", 99),
+    ("merging", "off", "f32", 99),
+    ("bumblebee", "on", "f32", 99),
+    ("corm", "off", "f32", 99),
+    ("h2o", "on", "f32", 3),
+    ("merging", "on", "f32", 3),
+    ("recall", "on", "f32", 99),
+    ("recall", "off", "f32", 3),
+]
+N_LAYER = 4
+# tokens read at once, decoded one by one before any are counted, and counted
+N_READ, N_BEFORE, N_COUNTED = 64, 96, 64
+RECOMPUTE = 13
+"""Bytes of the command that computes a graph again."""
+
+
+def step(engine, token):
+    # a plan is made where there is none
+    engine.step(np.array([token]))
+
+
+def run(path, name, flash, kind, n_gpu_layers, meter=None):
+    """The logits of every token, and the bytes of graphs that were sent for those that are counted."""
+    positions = "original" if name == "recall" else "in-cache"
+    settings = {"flash": flash, "type_k": kind, "type_v": kind, "n_batch": 16, "positions": positions}
+    tokens = text(N_READ + N_BEFORE + N_COUNTED)
+    logits, before = [], 0
+    with open_engine(path, POLICIES[name], n_gpu_layers, **settings) as engine:
+        engine.read(tokens[:N_READ])
+        for i, token in enumerate(tokens[N_READ:]):
+            if i == N_BEFORE and meter:
+                before = meter.read()[0]["graph"]
+            step(engine, token)
+            logits.append(engine.context.logits()[0].tolist())
+        assert engine.n_evicted > 80
+        return logits, meter.read()[0]["graph"] - before if meter else 0
+
+
+def two_at_once(path):
+    """Whether a context goes on as before while another on the same worker comes and goes."""
+    tokens = text(40)
+    found = []
+    for other in (False, True):
+        with open_engine(path, POLICIES["h2o"], 99) as engine:
+            engine.read(tokens[:8])
+            for i, token in enumerate(tokens[8:]):
+                if other and i == 16:
+                    with open_engine(path, POLICIES["h2o"], 99) as second:
+                        second.read(tokens)
+                step(engine, token)
+            found.append(engine.context.logits()[0].tolist())
+    return found[0] == found[1]
+
+
+def client(endpoint, path, as_stock):
+    """Prints what the runs on the worker give, as JSON; llama.cpp's log goes to stderr."""
+    set_verbose(True)
+    meter = wire.Meter(endpoint)
+    if as_stock:
+        # what a llama.cpp does that knows nothing of spares
+        workers._register = bind("ggml_backend_register", None, ctypes.c_void_p) or (
+            lambda server: lib.ggml_backend_register(server)
+        )
+    add_rpc(meter.endpoint)
+    found = devices()
+    results = []
+    for each in RUNS[:1] if as_stock else RUNS:
+        sys.stderr.write(f"\nrun {' '.join(map(str, each))}\n")
+        results.append(run(path, *each, meter))
+    print(json.dumps({"devices": found, "results": results, "two": two_at_once(path)}))
+
+
+def from_worker(path, *options):
+    if not (library_path().parent / "libggml-rpc.so").exists():
+        pytest.skip("the library is built without RPC")
+    # what that imports is not where the client looks for it
+    from tests.engine.test_worker import working
+
+    with working() as worker:
+        return rpc_server.client("tests.engine.test_spares", worker.endpoint, str(path), *options)
+
+
+@pytest.fixture(scope="module")
+def path(tiny_model):
+    return tiny_model(n_layer=N_LAYER)
+
+
+@pytest.fixture(scope="module")
+def remote(path):
+    """(what the client has printed, its log, run by run)"""
+    return from_worker(path)
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(map(str, run)) for run in RUNS])
+def test_edits_on_a_spare_score_like_edits_here(remote, path, number):
+    name, flash, kind, _ = RUNS[number]
+    here, _ = run(path, name, flash, kind, 0)
+    off = np.abs(np.array(remote[0]["results"][number][0]) - np.array(here)).max(axis=1)
+    assert len(off) == N_BEFORE + N_COUNTED
+    # what is rounded to half precision or to 8 bits is now and then rounded the other way
+    assert np.median(off) < 1e-4
+    assert off.max() < (0.1 if kind == "q8_0" else 1e-2)
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(map(str, run)) for run in RUNS])
+def test_a_worker_is_told_of_a_graph_once(remote, number):
+    name, *_ = RUNS[number]
+    if name == "corm":
+        pytest.skip("its cache changes its size, and all graphs with it")
+    if name == "recall":
+        pytest.skip("its decode is a graph for each layer, of which a worker keeps one")
+    n_plan = N_COUNTED // 16
+    # beside edits, bumblebee reads keys
+    n_graph = N_COUNTED + n_plan * (2 if name == "bumblebee" else 1)
+    sent = remote[0]["results"][number][1]
+    # a merge of more values than one has had so far takes another graph
+    most = 100_000 if name == "merging" else 0
+    assert 0 <= sent - n_graph * RECOMPUTE <= most
+
+
+def test_spares_are_no_devices_of_the_client(remote):
+    (worker,) = [device for device in remote[0]["devices"] if device["name"].startswith("RPC")]
+    assert worker["name"] == "RPC0"
+    assert worker["memory_total"] > 2**30
+
+
+def test_another_context_takes_no_graph_away(remote):
+    assert remote[0]["two"]
+
+
+def test_a_llama_cpp_that_knows_no_spares_gives_them_no_layers(remote, path):
+    found, log = from_worker(path, "as stock")
+    spares = [device for device in found["devices"] if device["name"].startswith("RPC")]
+    assert [device["memory_total"] for device in spares[1:]] == [_SPARE_BYTES] * 2
+    (buffer,) = re.findall(r"(\S+) KV buffer size", log[1])[:1]
+    assert buffer.startswith("RPC0")
+    assert not re.search(r"RPC[12]\[\S+ (KV|model) buffer size", log[1])
+    assert found["results"][0][0] == remote[0]["results"][0][0]
+    # without them an edit and the decode take each other's place
+    assert found["results"][0][1] > 10 * remote[0]["results"][0][1]
+
+
+def test_a_device_that_is_none_has_no_spare():
+    # in a process of its own, as it would be one of a worker's
+    code = (
+        "import ctypes; from kvtool.llama.library import bind, error_text, lib; pointer = ctypes.c_void_p;"
+        "bind('llama_kvtool_spare', pointer, pointer);"
+        "assert lib.llama_kvtool_spare(None) is None; print(error_text())"
+    )
+    done = forked.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "dev must not be null\n"
+
+
+if __name__ == "__main__":
+    client(sys.argv[1], sys.argv[2], len(sys.argv) > 3)

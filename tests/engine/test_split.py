@@ -1,0 +1,242 @@
+"""A model in several GGUF files is the model in one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import tests.models.web as server
+import tests.tiny as tiny
+from kvtool.cli import models as cli
+from kvtool.errors import ModelError
+from kvtool.models.download import sha256
+from kvtool.models.header import read, read_file
+from kvtool.models.resolve import resolve
+from kvtool.models.split import part_names
+from tests import forked
+from tests.held import PATIENCE_S
+
+KVTOOL = [sys.executable, "-m", "kvtool"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, chat_model):
+    return tiny.split(chat_model, tmp_path_factory.mktemp("made") / "chat-F32", 3)
+
+
+@pytest.fixture
+def parts(tmp_path, made):
+    return [shutil.copy(path, tmp_path / path.name) for path in made]
+
+
+def generate(model, **environment):
+    command = [*KVTOOL, "generate", "-m", model, "-p", "tell me", "-n", "24", "-t", "1", "--temp", "0"]
+    command += ["--policy", "h2o", "--budget", "16"]
+    return forked.run(
+        [*map(str, command)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+        env=os.environ | environment,
+    )
+
+
+# names
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        (
+            "a-00002-of-00003.gguf",
+            ["a-00001-of-00003.gguf", "a-00002-of-00003.gguf", "a-00003-of-00003.gguf"],
+        ),
+        ("a-00001-of-00001.gguf", ["a-00001-of-00001.gguf"]),
+        ("a-00004-of-00003.gguf", ["a-00004-of-00003.gguf"]),
+        ("a-00000-of-00003.gguf", ["a-00000-of-00003.gguf"]),
+        ("a-1-of-3.gguf", ["a-1-of-3.gguf"]),
+        ("a.gguf", ["a.gguf"]),
+    ],
+)
+def test_the_names_of_the_parts(name, names):
+    assert part_names(name) == names
+
+
+# headers
+
+
+def test_the_header_is_that_of_the_whole(parts, chat_model):
+    whole, info = read(chat_model), read(parts[0])
+    assert (info.n_part, whole.n_part) == (3, 1)
+    assert info.size == sum(path.stat().st_size for path in parts)
+    for name in ("architecture", "n_layer", "n_head_kv", "n_ctx_train", "chat_template", "tokenizer"):
+        assert getattr(info, name) == getattr(whole, name)
+    assert info.plain_layers == whole.plain_layers
+    assert sum(read_file(path).n_tensor for path in parts) == read_file(chat_model).n_tensor
+
+
+def test_any_part_stands_for_the_model(parts):
+    for path in parts:
+        assert resolve(str(path)) == parts[0]
+
+
+def test_the_hash_covers_all_parts(parts):
+    data = b"".join(path.read_bytes() for path in parts)
+    seen = []
+    digest = sha256(parts[0], lambda done, total: seen.append((done, total)))
+    assert digest == hashlib.sha256(data).hexdigest()
+    assert seen[-1] == (len(data), len(data))
+    parts[2].write_bytes(parts[2].read_bytes()[:-1] + b"!")
+    assert sha256(parts[0]) != digest
+
+
+def change(path, name, value):
+    """Sets a number of the header, in the bytes that it has there."""
+    with path.open("r+b") as file:
+        data = file.read()
+        at = data.index(name.encode()) + len(name) + 4
+        file.seek(at)
+        file.write(value.to_bytes(2, "little"))
+
+
+def missing(paths):
+    paths[1].unlink()
+
+
+def two_missing(paths):
+    paths[1].unlink()
+    paths[2].unlink()
+
+
+def cut(paths):
+    os.truncate(paths[1], paths[1].stat().st_size - 1000)
+
+
+def exchanged(paths):
+    shutil.copy(paths[2], paths[1])
+
+
+def of_another(paths):
+    change(paths[0], "split.tensors.count", 99)
+
+
+def renamed(paths):
+    paths[0].rename(paths[0].with_name("chat.gguf"))
+
+
+def of_more(paths):
+    change(paths[0], "split.count", 4)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (missing, "chat-F32-00002-of-00003.gguf of the 3 parts of the model is missing; all have to be in "),
+        (two_missing, "chat-F32-00002-of-00003.gguf and 1 more of the 3 parts of the model is missing"),
+        (cut, "chat-F32-00002-of-00003.gguf is truncated"),
+        (exchanged, "chat-F32-00002-of-00003.gguf is not part 2 of 3 of a model; download it again"),
+        (of_another, " tensors instead of 99: they are not of one model"),
+        (renamed, "chat.gguf is the first of 3 parts, and its name does not say so"),
+        (of_more, "is the first of 4 parts, and its name does not say so"),
+    ],
+)
+def test_parts_that_do_not_fit_are_one_line(parts, spoil, says):
+    spoil(parts)
+    path = parts[0] if parts[0].exists() else parts[0].with_name("chat.gguf")
+    with pytest.raises(ModelError) as error:
+        read(path)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_first_part_is_named_where_another_is_read(parts):
+    with pytest.raises(
+        ModelError, match=r"not the first part of its model; name the first, chat-F32-00001-of"
+    ):
+        read(parts[1])
+
+
+def test_the_first_part_alone_is_missing(parts):
+    parts[0].unlink()
+    with pytest.raises(ModelError, match=r"00001-of-00003\.gguf"):
+        read(resolve(str(parts[2])))
+
+
+def test_a_plain_file_may_be_named_as_a_part(tmp_path, chat_model):
+    path = shutil.copy(chat_model, tmp_path / "a-00001-of-00002.gguf")
+    assert read(path).n_part == 1
+    assert sha256(path) == sha256(chat_model)
+
+
+def test_show_says_how_many_files(parts):
+    result = CliRunner().invoke(cli.app, ["show", str(parts[1])], catch_exceptions=False)
+    assert " in 3 files" in result.stdout
+    assert result.stderr.endswith(": chat-F32-00001-of-00003.gguf\n")
+    shown = CliRunner().invoke(cli.app, ["show", str(parts[0]), "--json"], catch_exceptions=False)
+    assert (json.loads(shown.stdout)["parts"], shown.stderr) == (3, "")
+
+
+# the engine
+
+
+@pytest.mark.engine
+def test_it_writes_what_the_whole_writes(parts, chat_model):
+    whole = generate(chat_model)
+    assert (whole.returncode, whole.stderr) == (0, "")
+    assert len(whole.stdout) > 10
+    assert generate(parts[0]).stdout == generate(parts[2]).stdout == whole.stdout
+
+
+@pytest.mark.engine
+def test_a_missing_part_ends_with_one_line(parts):
+    parts[1].unlink()
+    done = generate(parts[0])
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1)
+    assert "is missing" in done.stderr
+
+
+@pytest.mark.engine
+def test_a_chat_with_a_model_of_a_repository_goes_on_without_a_network(parts, tmp_path):
+    """All of it: an empty cache, a server, parts that are links there, a session that finds them again."""
+    environment = os.environ | {
+        "HF_HOME": str(tmp_path / "hf"),
+        "KVTOOL_CACHE": str(tmp_path / "cache"),
+    }
+    command = [*KVTOOL, "chat", "-t", "1", "--temp", "0", "-n", "8", "--session", tmp_path / "chat.kvs"]
+
+    def chat(*options, **more):
+        return forked.run(
+            [*map(str, [*command, *options])],
+            input="hello\n",
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE_S,
+            env=environment | more,
+        )
+
+    with server.serving() as site:
+        server.add_repository(site, "o/r", {path.name: path.read_bytes() for path in parts})
+        first = chat("-m", "o/r:f32", "--policy", "h2o", "--budget", "64", HF_ENDPOINT=site.url)
+        assert (first.returncode, first.stderr) == (
+            0,
+            "downloading o/r:f32\no/r:f32: chat-F32-00001-of-00003.gguf\n",
+        )
+        assert len([path for _, path, *_ in site.requests if path.startswith("/store/")]) == 3
+    again = chat()
+    assert (again.returncode, again.stderr) == (0, "")
+    # another model is told by a part that is not the first
+    last = next((tmp_path / "hf").rglob("*-00003-of-00003.gguf"))
+    data = bytearray(last.read_bytes())
+    data[-1] ^= 1
+    last.write_bytes(data)
+    other = chat()
+    assert (other.returncode, other.stderr.count("\n")) == (9, 1)
+    assert "SHA-256" in other.stderr

@@ -1,0 +1,215 @@
+"""Texts that are read in chunks which attend to the archive on the device (`--prefill exact`)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.errors import LibraryError, UsageError
+from kvtool.llama.archive import Archive
+from kvtool.llama.model import Model
+from kvtool.llama.segment import CLUSTERS
+from tests.engine.running import ON_CUDA, TOLERANCE, open_engine, text
+
+pytestmark = pytest.mark.engine
+
+N_PROMPT, N_LATER = 400, 20
+HALF = {"flash": "on", "type_k": "f16", "type_v": "f16"}
+ROUGH = 0.1 if ON_CUDA else 5e-2
+"""Tolerance of logits if flash attention adds numbers of half precision in another order."""
+
+
+def fit(**params):
+    # all archived tokens are attended to when later tokens are written: so these are exact as well
+    params = {"search": "all", **params}
+    return policies.fit("recall", 48, 16, [f"{key}={value}" for key, value in params.items()])
+
+
+def logits_of(path, policy, parts, **settings):
+    """f32[part, n_vocab]: the logits after each part; (live, archived) tokens; bytes of the cache."""
+    with open_engine(path, policy, **settings) as engine:
+        logits = []
+        for part in parts:
+            assert engine.read(part) == len(part)
+            logits.append(engine.context.logits()[-1].copy())
+        return np.array(logits), (engine.n_kv, engine.n_archived), engine.cache_bytes
+
+
+def parts_of(n_prompt=N_PROMPT, n_later=N_LATER):
+    """A prompt, a later turn, and tokens one by one."""
+    tokens = text(n_prompt + 100 + n_later)
+    prompt, turn, later = np.split(tokens, [n_prompt, n_prompt + 100])
+    return [prompt, turn, *np.split(later, n_later)]
+
+
+@pytest.mark.parametrize(
+    ("arch", "shape", "settings", "tolerance"),
+    [
+        ("llama", {"n_head_kv": 2}, {}, TOLERANCE),
+        ("llama", {"n_head_kv": 1}, {}, TOLERANCE),
+        ("llama", {"n_head_kv": 2}, HALF, ROUGH),
+        ("llama", {"n_head_kv": 2}, {"flash": "on", "type_k": "q8_0", "type_v": "q8_0"}, 0.5),
+        ("gemma3", {}, {}, TOLERANCE),
+        ("gemma2", {}, {}, TOLERANCE),
+        ("gemma2", {}, HALF, ROUGH),
+        ("gpt_oss", {}, {}, TOLERANCE),
+        ("gpt_oss", {}, HALF, ROUGH),
+        ("gemma4", {}, {}, TOLERANCE),
+        ("lfm2", {}, {}, TOLERANCE),
+    ],
+    ids=str,
+)
+def test_a_text_is_read_as_with_the_full_cache(tiny_model, arch, shape, settings, tolerance):
+    path, parts = tiny_model(arch, n_ctx_train=2048, **shape), parts_of()
+    own = {"archive_type": settings.get("type_k", "f32"), **settings}
+    full, _, _ = logits_of(path, policies.fit("full", 1024), parts, **settings)
+    exact, (n_kv, n_archived), n_bytes = logits_of(path, fit(), parts, prefill="exact", **own)
+    assert np.abs(exact - full).max() < tolerance
+    assert n_kv <= 48
+    assert n_kv + n_archived == sum(map(len, parts))
+    # the cells for a chunk are given back
+    assert n_bytes == logits_of(path, fit(), parts, **own)[2]
+
+
+def test_it_differs_from_reading_by_clusters(tiny_model):
+    path, parts = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of()
+    full, _, _ = logits_of(path, policies.fit("full", 1024), parts)
+    few = fit(search="clusters", exact=16)
+    streamed, exact = (
+        logits_of(path, few, parts, prefill=prefill, archive_type="f32")[0] for prefill in ("stream", "exact")
+    )
+    # of the tokens that are written, clusters estimate most of the archive either way
+    assert np.abs(exact[:2] - full[:2]).max() < TOLERANCE < np.abs(streamed[:2] - full[:2]).max()
+
+
+@pytest.mark.parametrize("n_batch", [16, 100, 256])
+def test_the_length_of_a_chunk_changes_nothing(tiny_model, n_batch):
+    path, parts = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of()
+    exact = {"prefill": "exact", "archive_type": "f32"}
+    found = [logits_of(path, fit(), parts, n_batch=n, **exact)[0] for n in (64, n_batch)]
+    assert np.abs(found[0] - found[1]).max() < TOLERANCE
+
+
+def test_an_archive_in_a_file_gives_the_same(tiny_model, tmp_path):
+    path, parts = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of()
+    found = [
+        logits_of(path, fit(), parts, prefill="exact", archive_file=file)[0]
+        for file in (None, str(tmp_path / "archive"))
+    ]
+    np.testing.assert_array_equal(*found)
+
+
+def test_clusters_are_the_same_whoever_makes_them(tiny_model):
+    path, saved = tiny_model(n_head_kv=2, n_ctx_train=4096), []
+    for n_threads in (1, 3):
+        with open_engine(path, fit(search="clusters"), prefill="exact", n_threads=n_threads) as engine:
+            engine.read(text(1500))
+            saved.append({name: np.array(values) for name, values in engine.save()})
+    assert any(name.startswith(CLUSTERS) for name in saved[0])
+    assert saved[0].keys() == saved[1].keys()
+    for name, values in saved[0].items():
+        np.testing.assert_array_equal(values, saved[1][name])
+
+
+def test_what_has_been_forgotten_is_not_attended_to(tiny_model):
+    path, parts = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of(900)
+    all_known, forgetful = (
+        logits_of(path, fit(), parts, prefill="exact", archive_type="f32", archive=n) for n in (None, 300)
+    )
+    assert 0 < forgetful[1][1] <= 300
+    assert np.isfinite(forgetful[0]).all()
+    assert np.abs(forgetful[0] - all_known[0]).max() > TOLERANCE
+
+
+def test_beyond_half_of_the_context_it_is_streamed(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=1024), text(700)
+    staged = []
+    with open_engine(path, fit(), prefill="exact", archive_type="f32") as engine:
+        stage = engine.context.archive.stage
+        engine.context.archive.stage = lambda n: (staged.append(n), stage(n))[1]
+        assert engine.read(tokens) == 700
+        assert staged == [512, 0]
+        assert engine.n_kv + engine.n_archived == 700
+        engine.read(text(40, seed=2))
+        assert staged == [512, 0]
+
+
+def test_a_stop_between_chunks_keeps_what_was_read(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT)
+    asked = []
+    with open_engine(path, fit(), prefill="exact", archive_type="f32") as engine:
+        n = engine.read(tokens, lambda: asked.append(0) or len(asked) > 3)
+        assert n == engine.n_past == 3 * 64
+        assert engine.n_kv + engine.n_archived == n
+        assert engine.read(tokens[n:]) == N_PROMPT - n
+        stopped = engine.context.logits()[-1].copy()
+    at_once = logits_of(path, fit(), [tokens], prefill="exact", archive_type="f32")[0][-1]
+    assert np.abs(stopped - at_once).max() < TOLERANCE
+
+
+def test_it_goes_back_into_the_text(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT)
+    with open_engine(path, fit(), prefill="exact", archive_type="f32") as engine:
+        engine.read(tokens)
+        assert engine.go_back(200)
+        engine.read(tokens[200:])
+        again = engine.context.logits()[-1].copy()
+    at_once = logits_of(path, fit(), [tokens], prefill="exact", archive_type="f32")[0][-1]
+    assert np.abs(again - at_once).max() < TOLERANCE
+
+
+def test_what_it_leaves_is_saved_and_continued(tiny_model):
+    path, (prompt, turn, *_) = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of()
+    with open_engine(path, fit(), prefill="exact", archive_type="f32") as engine:
+        engine.read(prompt)
+        saved = {name: np.array(values) for name, values in engine.save()}
+        engine.read(turn)
+        want = engine.context.logits()[-1].copy()
+    with open_engine(path, fit(), prefill="exact", archive_type="f32") as engine:
+        engine.restore(saved)
+        engine.read(turn)
+        np.testing.assert_array_equal(engine.context.logits()[-1], want)
+
+
+def test_a_device_without_memory_streams_instead(monkeypatch, tiny_model):
+    path, parts = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of()
+    streamed, _, _ = logits_of(path, fit(), parts, prefill="stream")
+    stage = Archive.stage
+
+    def refuse(self, n):
+        if n:
+            raise LibraryError("llama.cpp refused: a device has no 1 MiB for archived tokens")
+        return stage(self, n)
+
+    monkeypatch.setattr(Archive, "stage", refuse)
+    with pytest.raises(LibraryError, match="has no 1 MiB"):
+        logits_of(path, fit(), parts, prefill="exact")
+    monkeypatch.setattr(Model, "is_on_gpu", True)
+    monkeypatch.setattr("kvtool.engine.prefill.gpu_free_bytes", lambda: 0)
+    monkeypatch.setattr("kvtool.engine.staged.gpu_free_bytes", lambda: 2**40)
+    found, _, _ = logits_of(path, fit(), parts, prefill=None)
+    assert np.abs(found - streamed).max() < TOLERANCE
+
+
+def test_beside_a_gpu_a_text_is_read_so_unasked(monkeypatch, tiny_model):
+    path, parts = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of()
+    exact, _, n_bytes = logits_of(path, fit(), parts, prefill="exact", archive_type="f32")
+    monkeypatch.setattr(Model, "is_on_gpu", True)
+    # not whole
+    monkeypatch.setattr("kvtool.engine.prefill.gpu_free_bytes", lambda: 0)
+    for free, is_exact in ((2**40, True), (0, False)):
+        monkeypatch.setattr("kvtool.engine.staged.gpu_free_bytes", lambda free=free: free)
+        with open_engine(path, fit(search="clusters", exact=16), prefill=None, archive_type="f32") as engine:
+            assert engine.cache_bytes == n_bytes
+            engine.read(parts[0])
+            assert (np.abs(engine.context.logits()[-1] - exact[0]).max() < TOLERANCE) == is_exact
+
+
+def test_policies_that_forget_and_models_without_values_cannot(tiny_model):
+    for arch, policy, said in (
+        ("llama", policies.fit("h2o", 48), "only policies that recall can"),
+        ("deepseek2", policies.fit("recall", 48, 16), "values are a part of its keys"),
+    ):
+        with pytest.raises(UsageError, match=said), open_engine(tiny_model(arch), policy, prefill="exact"):
+            pass

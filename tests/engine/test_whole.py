@@ -1,0 +1,182 @@
+"""A prompt that one stream has read whole is put into others, which leave what they would have left."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.engine.whole import Whole
+from kvtool.llama.model import Model
+from kvtool.measure.grid import split_policy
+from kvtool.policy import Request, Signal
+from kvtool.tasks.shared import Shared
+from tests.engine.running import text
+
+pytestmark = pytest.mark.engine
+
+SETTINGS = Settings(n_threads=1, n_batch=64, prefill="whole", type_k="f32", type_v="f32", flash="off")
+TOKENS = text(300)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    with closing(Model(tiny_model())) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def whole(model):
+    return Shared(model, SETTINGS).whole(TOKENS)
+
+
+def left(model, name, whole=None, tokens=TOKENS, budget=64, **settings):
+    """What a policy leaves of a prompt, what comes next, and how many tokens were decoded for it."""
+    name, options = split_policy(name)
+    policy = policies.wanted(name, None, options).fit(512 if name == "full" else budget)
+    with closing(Engine(model, policy, replace(SETTINGS, **settings))) as engine:
+        n_decoded = []
+        decode = engine.context.decode
+        engine.context.decode = lambda part, *more: (n_decoded.append(len(part)), decode(part, *more))
+        assert engine.read(tokens, whole=whole) == len(tokens)
+        first = engine.context.next_logits.copy()
+        n = sum(n_decoded)
+        engine.step(TOKENS[:5])
+        # dead cells of rows that differ come first
+        pos = np.sort(engine.rows.view_pos())
+        return pos, first, engine.context.next_logits.copy(), n
+
+
+LAST = ("snapkv", "tova", "rkv", "expected")
+NONE = ("full", "streamingllm", "random", "h2o", "roco", "bumblebee", "knorm", "keydiff", "buzz")
+SHARING = ("h2o", "snapkv", "expected", "kvzip")
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_rows_that_share_go_on_from_it_too(model, whole, name):
+    # 300 tokens in layers of 320 cells
+    pos, first, later, n = left(model, f"{name}:heads=adaptive")
+    pos_2, first_2, later_2, n_2 = left(model, f"{name}:heads=adaptive", whole)
+    assert np.array_equal(pos, pos_2)
+    assert np.abs(first - first_2).max() < 1e-4
+    assert np.abs(later - later_2).max() < 1e-4
+    # what rehearses decodes more than the prompt
+    n_query = policies.wanted(name).fit(64).n_query if name in LAST else 0
+    assert n_2 == n - len(TOKENS) + n_query
+
+
+@pytest.mark.parametrize("name", [*NONE, *LAST, "scissorhands"])
+def test_a_policy_leaves_what_it_leaves_when_it_reads_itself(model, whole, name):
+    pos, first, later, n = left(model, name)
+    assert n >= len(TOKENS)
+    pos_2, first_2, later_2, n_2 = left(model, name, whole)
+    assert np.array_equal(pos, pos_2)
+    assert np.abs(first - first_2).max() < 1e-4
+    assert np.abs(later - later_2).max() < 1e-4
+    # sums are known; of policies that look at the last queries only these are read; of hits nothing is known
+    n_query = max(policies.wanted(name).fit(64).n_query, 1)
+    assert n_2 == (0 if name in NONE else n_query if name in LAST else len(TOKENS))
+
+
+def test_a_rehearsal_is_done_once(model):
+    whole = Shared(model, SETTINGS).whole(TOKENS)
+    alone = [left(model, "kvzip", budget=budget) for budget in (64, 100)]
+    together = [left(model, "kvzip", whole, budget=budget) for budget in (64, 100)]
+    for one, other in zip(alone, together, strict=True):
+        assert np.array_equal(one[0], other[0])
+        assert np.abs(one[2] - other[2]).max() < 1e-4
+    assert together[0][3] == alone[0][3] - len(TOKENS)
+    assert together[1][3] == 0
+
+
+def test_a_rehearsal_in_other_chunks_is_another(model):
+    whole = Shared(model, SETTINGS).whole(TOKENS)
+    alone = left(model, "kvzip", n_ctx=512)
+    left(model, "kvzip", whole)
+    assert np.array_equal(left(model, "kvzip", whole, n_ctx=512)[0], alone[0])
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "kvzip"])
+def test_other_tokens_are_read(model, name):
+    other = TOKENS.copy()
+    other[7] += 1
+    whole = Shared(model, SETTINGS).whole(TOKENS)
+    for tokens in (other, TOKENS[:299]):
+        alone, after = left(model, name, tokens=tokens), left(model, name, whole, tokens)
+        assert np.array_equal(alone[0], after[0])
+        assert np.array_equal(alone[2], after[2])
+        assert after[3] == alone[3]
+    # nor is anything known of the prompt since
+    alone, after = left(model, name), left(model, name, whole)
+    assert np.array_equal(alone[0], after[0])
+
+
+@pytest.mark.parametrize("type_k", ["f16", "bf16"])
+def test_cells_of_another_type_are_read(model, whole, type_k):
+    alone, after = left(model, "h2o", type_k=type_k), left(model, "h2o", whole, type_k=type_k)
+    assert np.array_equal(alone[2], after[2])
+    assert after[3] == len(TOKENS)
+
+
+def test_cells_of_another_model_are_read(tiny_model, whole):
+    with closing(Model(tiny_model(n_layer=3))) as other:
+        alone, after = left(other, "h2o"), left(other, "h2o", whole)
+        assert np.array_equal(alone[2], after[2])
+        assert after[3] == len(TOKENS)
+
+
+def test_what_no_context_holds_is_not_read_for_all(model):
+    shared = Shared(model, replace(SETTINGS, n_ctx=300))
+    assert shared.whole(TOKENS) is None
+    assert shared.whole(TOKENS[:0]) is None
+    assert len(shared.whole(TOKENS[:299]).tokens) == 299
+
+
+def test_a_model_that_keeps_more_than_cells_reads_itself(tiny_model):
+    with closing(Model(tiny_model(arch="gemma3"))) as model:
+        whole = Shared(model, SETTINGS).whole(TOKENS)
+        alone, after = left(model, "h2o"), left(model, "h2o", whole)
+        assert np.array_equal(alone[0], after[0])
+        assert after[3] == len(TOKENS)
+
+
+def test_what_begins_as_the_last_prompt_is_read_on_from_it(model, whole, monkeypatch):
+    shared = Shared(model, SETTINGS)
+    n_read = []
+    read = Engine.read
+    monkeypatch.setattr(
+        Engine, "read", lambda self, tokens: (n_read.append(len(tokens)), read(self, tokens))[1]
+    )
+    shared.whole(TOKENS[:250])
+    found = shared.whole(TOKENS)
+    assert shared.whole(TOKENS) is found
+    assert n_read == [250, 50]
+    assert np.abs(found.logits - whole.logits).max() < 1e-4
+    for name, values in whole.signals.items():
+        assert np.abs(found.signals[name] - values).max() < 1e-3
+    # a shorter one is not the beginning of a longer one
+    shared.whole(TOKENS[:250])
+    assert n_read == [250, 50, 250]
+
+
+def test_signals_are_known_only_if_they_are_the_same():
+    def known(**asked):
+        own = Request(Signal.ATTENTION | Signal.RECENT | Signal.HITS, n_query=8)
+        return Whole(TOKENS, None, ("f16", "f16"), [], np.zeros((1, 1), np.float32), own, {}).has(
+            Request(**asked)
+        )
+
+    assert known(signals=Signal.ATTENTION)
+    assert known(signals=Signal.ATTENTION | Signal.KEYS)
+    assert known(signals=Signal.NONE, group="max")
+    assert known(signals=Signal.RECENT, n_query=8)
+    assert known(signals=Signal.HITS)
+    assert not known(signals=Signal.SQUARES)
+    assert not known(signals=Signal.ATTENTION, group="max")
+    assert not known(signals=Signal.RECENT, n_query=9)
+    assert not known(signals=Signal.HITS, t="cells")

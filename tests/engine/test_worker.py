@@ -1,0 +1,415 @@
+"""Workers: what --rpc finds at an endpoint, chats over two workers, and what happens when one is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import tiny
+from typer.testing import CliRunner
+
+from benchmarks.servers import reserved_port
+from kvtool import cli
+from kvtool.chats import session
+from kvtool.errors import LibraryError, UsageError
+from kvtool.llama import endpoints
+from tests import forked
+from tests.cli.called import KEEPS
+from tests.cli.test_cli import KVTOOL, TEXT, kvtool
+from tests.held import PATIENCE_S, until
+
+EXACT = ["--temp", "0", "-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32"]
+TURNS = ["line one of the chat, and some more words", "line two, with other ones"]
+ROOT = Path(__file__).parents[2]
+
+
+# what is at an endpoint
+
+
+@contextmanager
+def answering(answer):
+    """The endpoint of a server that answers with these bytes and waits; with None it closes at once."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = []
+
+        def take():
+            connection = listener.accept()[0]
+            if answer is None:
+                # what has come is read, so that the end is an end and not a reset
+                connection.recv(100)
+                connection.close()
+            else:
+                connection.sendall(answer)
+                taken.append(connection)
+
+        thread = threading.Thread(target=take, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(PATIENCE_S)
+        for connection in taken:
+            connection.close()
+
+
+def hello(major, minor):
+    return struct.pack("<Q4B24x", 28, major, minor, 0, 0)
+
+
+def test_a_worker_that_greets_is_reached():
+    with answering(hello(*endpoints.PROTOCOL)) as endpoint, endpoints.reached([endpoint]) as addresses:
+        assert addresses == [endpoint]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"", "does not answer; it serves one client at a time"),
+        (hello(7, 0)[:9], "does not answer"),
+        (hello(6, 0), "speaks version 6.0 of ggml's RPC protocol, this llama.cpp 7.0"),
+        (hello(7, 1), "speaks version 7.1"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is not a worker"),
+        (None, "is not a worker, or its llama.cpp has another version"),
+    ],
+)
+def test_what_is_no_worker_for_us_is_refused(answer, words, monkeypatch):
+    # a worker that is silent is waited for; all others answer, however late
+    monkeypatch.setattr(endpoints, "ANSWER_S", 0.3 if "does not answer" in words else PATIENCE_S)
+    with answering(answer) as endpoint:
+        with pytest.raises(LibraryError, match=words) as raised, endpoints.reached([endpoint]):
+            pass
+        assert endpoint in str(raised.value)
+
+
+def test_where_nobody_listens_it_says_how_to_start_one():
+    with reserved_port() as port:
+        words = f"kvtool worker --host 127.0.0.1 --port {port}"
+        with pytest.raises(LibraryError, match=words), endpoints.reached([f"127.0.0.1:{port}"]):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "names no worker"),
+        (" , ", "names no worker"),
+        ("somewhere", "a worker is host:port"),
+        (":50052", "a worker is host:port, host:50052 for example"),
+        ("here:", "a worker is host:port, here:50052 for example"),
+        ("here:0", "a worker is host:port"),
+        ("here:65536", "a worker is host:port"),
+        ("here:\u00b2", "a worker is host:port"),
+        ("[::1]:50052", "IPv4 only"),
+        ("::1:50052", "IPv4 only"),
+    ],
+)
+def test_what_is_no_endpoint_is_refused(text, words):
+    with pytest.raises(UsageError, match=words):
+        endpoints.parse(text)
+
+
+def test_endpoints_come_with_commas():
+    assert endpoints.parse("a:1, 10.0.0.2:50052,") == ["a:1", "10.0.0.2:50052"]
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        (["127.0.0.1:1", "127.0.0.1:1"], "127.0.0.1:1 names a worker a second time"),
+        (["127.0.0.1:1", "localhost:1"], "localhost:1 names a worker a second time"),
+        (["no-such-host.invalid:1"], "no-such-host.invalid is no name"),
+    ],
+)
+def test_names_that_cannot_be_are_refused_before_anybody_is_asked(named, words):
+    with pytest.raises(UsageError, match=words), endpoints.reached(named):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "-p", "x", "--rpc", "here"], "a worker is host:port"),
+        (["generate", "-p", "x", "--rpc", "here:1", "-ngl", "0"], "--gpu-layers 0 leaves no layer"),
+        (["compare", "TEXT", "--rpc", "here:1", "--jobs", "2"], "leave out --jobs or --rpc"),
+    ],
+)
+def test_options_that_cannot_go_together_are_refused(arguments, words, tmp_path):
+    (tmp_path / "text").write_text(TEXT)
+    arguments = [str(tmp_path / "text") if each == "TEXT" else each for each in arguments]
+    done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == 2
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "perplexity", "compare", "eval", "inspect"])
+def test_every_command_that_runs_a_model_takes_workers(command):
+    assert "--rpc HOST:PORT,..." in CliRunner().invoke(cli.app, [command, "--help"]).stdout
+
+
+def test_help_says_that_nobody_is_asked_who_they_are():
+    said = CliRunner().invoke(cli.app, ["worker", "--help"]).stdout
+    assert "no authentication" in " ".join(said.split())
+
+
+# workers
+
+
+class Worker:
+    """A `kvtool worker` that serves. said: its lines so far."""
+
+    def __init__(self, port, *options, host="127.0.0.1"):
+        self.port = port
+        self.endpoint = f"127.0.0.1:{self.port}"
+        self.said = []
+        command = [*KVTOOL, "worker", "--host", host, "--port", str(self.port), "-t", "1", *options]
+        pipe = subprocess.PIPE
+        self.process = forked.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self):
+        with self.process.stderr as lines:
+            self.said.extend(line.rstrip("\n") for line in lines)
+
+    def serves(self):
+        until(lambda: any("serving" in line for line in self.said) or self.process.poll() is not None)
+        assert self.process.poll() is None, self.said
+        return self
+
+    def end(self, number=signal.SIGTERM):
+        """(exit code, stdout, stderr) after a signal."""
+        self.process.send_signal(number)
+        code = self.process.wait(PATIENCE_S)
+        self._thread.join(PATIENCE_S)
+        with self.process.stdout as out:
+            return code, out.read(), "\n".join(self.said)
+
+
+@contextmanager
+def working(*options):
+    """Start a worker on a port that is reserved for it; yield it once it serves."""
+    with reserved_port() as port:
+        worker = Worker(port, *options)
+        try:
+            yield worker.serves()
+        finally:
+            worker.end()
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """Two workers that offer the same amount of memory."""
+    with ExitStack() as stack:
+        ports = [stack.enter_context(reserved_port()) for _ in range(2)]
+        started = [Worker(port, "--mem", "64MiB") for port in ports]
+        # a test replaces one of them
+        stack.callback(lambda: [worker.end() for worker in started])
+        for worker in started:
+            worker.serves()
+        yield started
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model with enough layers for two devices."""
+    path = tmp_path_factory.mktemp("model") / "chat.gguf"
+    tiny.write_llama(path, n_layer=4, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
+    return path
+
+
+def rpc_of(workers):
+    return ["--rpc", ",".join(worker.endpoint for worker in workers)]
+
+
+@pytest.mark.engine
+def test_a_worker_says_what_it_serves_and_to_whom_it_may(workers):
+    (line,) = workers[0].said
+    assert re.fullmatch(
+        rf"kvtool: serving CPU \(.+, 64\.0 MiB\) on {workers[0].endpoint}, .* Ctrl-C ends it", line
+    )
+
+
+@pytest.mark.engine
+def test_the_protocol_is_the_librarys(workers):
+    host, port = workers[0].endpoint.split(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
+        assert endpoints._greet(connection) == endpoints.PROTOCOL
+
+
+@pytest.mark.engine
+def test_mem_is_what_the_worker_tells_its_clients(workers):
+    get_device_memory = 11
+    host, port = workers[0].endpoint.split(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
+        endpoints._greet(connection)
+        connection.sendall(struct.pack("<BQI", get_device_memory, 4, 0))
+        size, free, total = struct.unpack("<QQQ", endpoints._receive(connection, 24))
+    assert (size, free, total) == (16, 64 * 2**20, 64 * 2**20)
+
+
+@pytest.mark.engine
+def test_a_worker_that_serves_another_says_so_in_time(workers, monkeypatch):
+    monkeypatch.setattr(endpoints, "ANSWER_S", 0.5)
+    named = [workers[0].endpoint]
+    with socket.create_connection(named[0].split(":"), timeout=PATIENCE_S) as connection:
+        endpoints._greet(connection)
+        with pytest.raises(LibraryError, match="may be serving another"), endpoints.reached(named):
+            pass
+
+
+@pytest.mark.engine
+def test_a_port_that_is_taken_is_one_line(workers):
+    done = kvtool("worker", "--port", workers[0].port)
+    said = f"kvtool: cannot listen on {workers[0].endpoint}: the port is in use, maybe by another kvtool;"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{said} choose another --port\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--host", "203.0.113.1"], "this machine has no such address"),
+        (["--host", "no-such-host.invalid"], "is no name or IPv4 address"),
+        (["--mem", "much"], "a size is a number"),
+        (["--mem", "0"], "must be above 0"),
+    ],
+)
+def test_what_a_worker_cannot_do_is_one_line(options, words):
+    done = CliRunner().invoke(cli.app, ["worker", *options])
+    assert done.exit_code == 2
+    assert words in done.stderr
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_worker_for_everybody_warns_and_ends_when_it_is_told(number, code):
+    with reserved_port() as port:
+        worker = Worker(port, host="0.0.0.0").serves()
+        exit_code, out, said = worker.end(number)
+    assert (exit_code, out) == (code, "")
+    assert "there is no authentication" in said
+    assert said.endswith("kvtool: stopped")
+
+
+# chats
+
+
+def chat(model, path, turns, policy, *options):
+    command = ["chat", "-m", model, "--session", path, "--policy", policy, "--budget", 96, *EXACT]
+    return kvtool(*command, *options, stdin="".join(f"{turn}\n" for turn in turns))
+
+
+def kept(path):
+    """What two sessions with the same chat have in common."""
+    meta, _ = session.read(path)
+    return {name: meta[name] for name in ("n_turn", "n_past", "cells", "messages")}
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
+@pytest.mark.parametrize("policy", ["h2o", "recall"])
+def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers, model, tmp_path, policy):
+    long = ["-n", "200"]
+    here, there = tmp_path / "here.kvs", tmp_path / "there.kvs"
+    whole = chat(model, here, TURNS, policy, *long)
+    assert whole.returncode == 0
+    start = KEEPS if policy == "recall" else ""
+    assert re.fullmatch(start, whole.stderr)
+
+    command = [*KVTOOL, "chat", "-m", model, "--session", there, "--policy", policy, "--budget", "96"]
+    pipe = subprocess.PIPE
+    process = forked.Popen(
+        [*command, *EXACT, *long, *rpc_of(workers)], cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe
+    )
+    out = []
+    reader = threading.Thread(target=lambda: out.extend(iter(lambda: process.stdout.read1(), b"")))
+    with process:
+        reader.start()
+        process.stdin.write(TURNS[0].encode() + b"\n")
+        process.stdin.flush()
+        # a turn is kept before its end is written
+        until(lambda: (there.exists() and there.stat().st_size) or process.poll() is not None)
+        before = len(b"".join(out))
+        process.stdin.write(TURNS[1].encode() + b"\n")
+        process.stdin.flush()
+        until(lambda: len(b"".join(out)) > before + 8 or process.poll() is not None)
+        workers[1].end(signal.SIGKILL)
+        said = process.stderr.read().decode()
+        assert process.wait(PATIENCE_S) == 4, said
+        reader.join()
+    (line,) = re.sub(start, "", said).strip().split("\n")
+    names = f"{workers[0].endpoint}, {workers[1].endpoint}"
+    assert line.startswith(f"kvtool: one of {names} is gone or has no memory left; start it again")
+    assert kept(there)["n_turn"] == 1
+
+    gone = chat(model, there, TURNS[1:], policy, *long, *rpc_of(workers))
+    assert gone.returncode == 4
+    assert f"no worker answers at {workers[1].endpoint}; start one there" in gone.stderr
+
+    workers[1] = Worker(workers[1].port, "--mem", "64MiB").serves()
+    again = chat(model, there, TURNS[1:], policy, *long, *rpc_of(workers), "-vv")
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert kept(there) == kept(here)
+    assert kept(here)["n_past"] > 400
+    # keys and values on both
+    assert set(re.findall(r"(RPC\S+) KV buffer size", again.stderr)) == {
+        f"RPC0[{worker.endpoint}]" for worker in workers
+    }
+
+
+@pytest.mark.engine
+def test_compare_over_two_workers_gives_what_it_gives_here(workers, model, tmp_path):
+    (tmp_path / "tide.txt").write_text(TEXT)
+    options = ["--policies", "full,snapkv", "--budgets", "48", "--types", "f16", "--max-tokens", "120"]
+    found = []
+    for more in ([], [*rpc_of(workers), "-vv"]):
+        command = ["compare", tmp_path / "tide.txt", "-m", model, "-t", 1, "-fa", "off", *options, *more]
+        done = kvtool(*command, "--json", "-")
+        assert done.returncode == 0, done.stderr
+        assert (f"RPC0[{workers[1].endpoint}] KV buffer" in done.stderr) == bool(more)
+        found.append([json.loads(line) for line in done.stdout.splitlines()])
+    for here, there in zip(*found, strict=True):
+        assert (here["rpc"], there["rpc"]) == ([], [worker.endpoint for worker in workers])
+        assert there["nll"] == pytest.approx(here["nll"], abs=1e-4)
+        assert there["kl"] == pytest.approx(here["kl"], abs=1e-4)
+
+
+# what goes over the wire
+
+
+@pytest.mark.engine
+def test_signals_go_over_the_wire_once_a_plan(model, tmp_path):
+    (tmp_path / "text").write_text(TEXT)
+    command = [sys.executable, ROOT / "benchmarks" / "wire.py", tmp_path / "text", "-m", model]
+    command += ["--budget", "256", "--tokens", "32", "--policies", "streamingllm,h2o,roco"]
+    done = subprocess.run(
+        [*map(str, command), "--json", tmp_path / "wire.json"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = {row["policy"]: row for row in json.loads((tmp_path / "wire.json").read_text())["rows"]}
+    for name, n_signal in (("streamingllm", 0), ("h2o", 1), ("roco", 2)):
+        row = rows[name]
+        assert row["n_plan"] == 2
+        assert row["n_signal"] == n_signal
+        beyond = row["beyond_stock_a_plan"]
+        # an answer has its size before it
+        assert beyond["signals"] == 4 * 8 * 256 * n_signal + 8 * n_signal
+        # a cell that moves is two indices of 4 bytes, for its key and its value
+        moved = 8 * 16 * (4 + 4)
+        assert 0 < beyond["edits"] <= moved + 2 * 400
+        # one command: the worker has the graph of the plan before
+        assert beyond["graphs"] == 13
+    assert rows["stock"]["received"]["get"] == 8 + 4 * 320

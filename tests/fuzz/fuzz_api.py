@@ -1,0 +1,773 @@
+"""Random calls of the patched library's C API: each is done, or refused with a reason and nothing changed.
+
+    python tests/fuzz/fuzz_api.py --n 10000        # plans, with the other calls and decodes in between
+    make fuzz-sanitized                       # the same in a build with -fsanitize=address,undefined
+
+What a call must answer is computed here from the header's words, so that it is not only "no crash".
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np  # noqa: E402
+
+from kvtool.errors import LibraryError  # noqa: E402
+from kvtool.llama.archive import set_layer  # noqa: E402
+from kvtool.llama.context import Context  # noqa: E402
+from kvtool.llama.library import Edit, EnableParams, check, error_text, lib  # noqa: E402
+from kvtool.llama.model import Model  # noqa: E402
+from kvtool.policy import Signal  # noqa: E402
+from tests import tiny  # noqa: E402
+
+
+class Move(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in ("row", "dst", "src", "delta")]
+
+
+class Term(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_int32) for name in ("row", "dst", "src")), ("weight", ctypes.c_float)]
+
+
+N_LAYER, N_HEAD_KV, N_GROUP, N_DIM, N_VOCAB = 2, 2, 2, 32, 320
+N_ROW = N_LAYER * N_HEAD_KV
+N_BATCH = 32
+N_SIGNAL = 7
+LARGEST = 2**31 - 1
+MOST = 2**40
+"""Positions in a stream are less than this."""
+BAD = (-(2**31), -1, LARGEST, 2**30, N_ROW, 100_000)
+
+# without flash attention V lies transposed, and cannot be quantized
+CACHES = [
+    *(("f32", "f32", "off"), ("f32", "f32", "on"), ("f16", "f16", "off"), ("f16", "f16", "on")),
+    *(("q8_0", "f16", "off"), ("q8_0", "q8_0", "on"), ("bf16", "f32", "off"), ("q4_0", "q8_0", "on")),
+]
+
+
+class Fuzz:
+    """One context, what its cache must be like, and calls at random."""
+
+    def __init__(self, model, rng, counts):
+        self.rng, self.counts = rng, counts
+        type_k, type_v, flash = CACHES[rng.integers(len(CACHES))]
+        n_cell = int(rng.choice([256, 512]))
+        self.context = Context(model, n_cell, N_BATCH, type_k=type_k, type_v=type_v, flash=flash, n_threads=1)
+        self.pointer = self.context._context
+        self.n_table = n_cell
+        self.cells = [n_cell] * N_LAYER
+        self.signals, self.ragged, self.n_query = 0, False, 1
+        self.n_future = 0
+        self.n_recall, self.n_made, self.n_exact, self.n_traced = 0, 0, 0, 0
+        self.forget()
+        self.forget_archive()
+
+    def forget_archive(self):
+        # where each layer's tokens begin and end
+        self.spans, self.has_file = [(0, 0)] * N_LAYER, False
+
+    def forget(self):
+        self.live = np.zeros(N_ROW, np.int64)
+        self.n_used, self.next, self.any_pos = 0, 0, True
+        self.n_asked = 0
+        self.watches = True
+
+    @property
+    def row_cells(self):
+        return np.repeat(self.cells, N_HEAD_KV)
+
+    def close(self):
+        self.context.close()
+
+    def maybe(self, share):
+        return self.rng.random() < share
+
+    def one_of(self, *values):
+        return int(values[self.rng.integers(len(values))])
+
+    def expect(self, name, status, ok):
+        """status is what the call has returned; ok: whether it was one that can be."""
+        self.counts[name, "done" if ok else "refused"] += 1
+        why = error_text()
+        assert (status >= 0) == ok, f"{name}: {status} where {'done' if ok else 'refused'} was due: {why}"
+        assert ok or why, f"{name}: refused without a reason"
+
+    def call(self):
+        calls = [self.apply] * 10 + [self.decode] * 6
+        calls += [self.read, self.write, self.recent, self.read_keys, self.resize] * 2
+        calls += [self.future, self.future, self.queries, self.lengths]
+        calls += [self.seen, self.watch, self.small, self.enable if self.maybe(0.3) else self.small]
+        archive = [self.push] * 4 + [
+            self.base,
+            self.keep,
+            self.go_back,
+            self.copy,
+            self.copy,
+            self.table,
+            self.table,
+            self.clusters,
+            self.clusters,
+            self.seal,
+            self.seal,
+            self.file,
+            self.trace,
+            self.attended,
+        ]
+        calls += archive * 2 if self.n_recall else [archive[self.rng.integers(len(archive))]]
+        calls[self.rng.integers(len(calls))]()
+
+    def enable(self, signals=None, ragged=None):
+        signals = int(self.rng.integers(0, 1 << N_SIGNAL)) if signals is None else signals
+        ragged = self.maybe(0.4) if ragged is None else ragged
+        params = EnableParams(signals, int(self.rng.integers(0, 3)), self.one_of(1, 1, 3, 50, LARGEST))
+        params.n_ahead = self.one_of(0, 3, 3, 8)
+        params.n_future = self.one_of(0, 0, 1, 30)
+        params.log_n, params.ragged = self.maybe(0.2), ragged
+        if not ragged and self.maybe(0.8):
+            params.n_recall, params.n_near = self.one_of(1, 16, 100), self.one_of(1, 20, 64)
+            params.n_exact = self.one_of(0, 1, 40, 40, LARGEST)
+            if self.maybe(0.6):
+                # room for the cells of each token of a step
+                params.n_recall, params.n_made = 100, self.one_of(N_GROUP, N_GROUP, N_GROUP + 1)
+            # f32, f16, q8_0, q4_0
+            params.type_k, params.type_v = self.one_of(0, 1, 8, 2), self.one_of(0, 1, 8, 2)
+        ok = not self.maybe(0.2)
+        if not ok:
+            bad = [
+                *(
+                    ("signals", 1 << N_SIGNAL),
+                    ("signals", 2**32 - 1),
+                    ("group", 3),
+                    ("n_query", 0),
+                    ("n_query", -5),
+                ),
+                *(("n_ahead", -1), ("n_ahead", -(2**31)), ("n_future", -1), ("n_future", -(2**31))),
+                *(("n_recall", -1), ("n_recall", LARGEST), ("n_recall", max(self.cells))),
+            ]
+            if params.n_recall:
+                bad += [("n_near", 0), ("n_near", -1), ("n_near", LARGEST), ("n_exact", -1)]
+                bad += [("type_k", -1), ("type_v", 999), ("type_k", LARGEST), ("type_v", 4), ("ragged", True)]
+                # blocks of 256 numbers
+                bad += [("type_k", 12), ("type_v", 16)]
+                bad += [("n_made", -1), ("n_made", LARGEST), ("n_exact", -(2**31))]
+            setattr(params, *bad[self.rng.integers(len(bad))])
+        ok = ok and (ragged or len(set(self.cells)) == 1)
+        if (params.signals & Signal.RECENT or params.n_future) and params.n_query == LARGEST:
+            # of so many queries 100 cells take a terabyte, as they do themselves: there is no memory
+            if min(self.cells) < 100 and not params.n_future:
+                params.n_query = 3
+            else:
+                ok = False
+        status = lib.llama_kvtool_enable(self.pointer, ctypes.byref(params))
+        self.expect("enable", status, ok)
+        if ok:
+            assert status == N_ROW
+            self.signals, self.ragged, self.n_query = signals, ragged, params.n_query
+            self.n_future = params.n_future
+            self.n_table = self.n_table if ragged else self.cells[0]
+            self.forget()
+            self.n_recall, self.n_made, self.n_exact = params.n_recall, params.n_made, params.n_exact
+            self.n_traced = 0 if self.n_made else self.n_recall
+            self.forget_archive()
+            for _ in range(self.one_of(0, 4)):
+                self.file()
+
+    def seen(self):
+        n = self.one_of(0, 5, 1000, LARGEST, LARGEST - 3, -1, -(2**31))
+        self.expect("seen", lib.llama_kvtool_seen(self.pointer, n), n >= 0)
+
+    def watch(self):
+        watches = self.maybe(0.7)
+        self.expect("watch", lib.llama_kvtool_watch(self.pointer, watches), True)
+        self.watches = watches
+
+    def small(self):
+        assert lib.llama_kvtool_n_dim(self.pointer) == N_DIM
+        assert lib.llama_kvtool_cache_bytes(self.pointer) > 0
+        n = self.one_of(N_ROW, N_ROW, 0, -1, N_ROW + 1)
+        out = np.empty(max(n, 0), np.int32)
+        status = lib.llama_kvtool_row_layers(self.pointer, out.ctypes.data if self.maybe(0.9) else None, n)
+        if status >= 0:
+            assert out.tolist() == np.repeat(np.arange(N_LAYER), N_HEAD_KV).tolist()
+        # nothing where something is due
+        for name, status in (
+            ("n_dim", lib.llama_kvtool_n_dim(None)),
+            ("cache_bytes", lib.llama_kvtool_cache_bytes(None)),
+            ("row_layers", lib.llama_kvtool_row_layers(None, None, N_ROW)),
+            ("enable", lib.llama_kvtool_enable(self.pointer, None)),
+            ("resize", lib.llama_kvtool_resize(self.pointer, None, N_LAYER)),
+            ("read", lib.llama_kvtool_read(self.pointer, 1, None, N_ROW, 1)),
+            ("write", lib.llama_kvtool_write(self.pointer, 1, None, N_ROW, 1)),
+            ("read_keys", lib.llama_kvtool_read_keys(self.pointer, None, None, None, N_ROW, 1, N_DIM)),
+            ("apply", lib.llama_kvtool_apply(self.pointer, None)),
+            ("read_future", lib.llama_kvtool_read_future(self.pointer, 1, 0, None, None, N_ROW, N_GROUP, 1)),
+            ("read_lengths", lib.llama_kvtool_read_lengths(self.pointer, None, N_ROW, 1)),
+            ("get_queries", lib.llama_kvtool_get_queries(None, None, None)),
+        ):
+            self.expect(name, status, False)
+
+    def resize(self):
+        most = self.live.reshape(N_LAYER, N_HEAD_KV).max(axis=1).tolist()
+        if not self.ragged:
+            most = [self.n_used + self.n_recall] * N_LAYER
+        if self.ragged:
+            wanted = [max(n, 1) + int(self.rng.integers(0, 200)) for n in most]
+        else:
+            # llama.cpp's attention is padded to so many cells
+            wanted = [-(-max(most[0], 1) // 256) * 256 + 256 * int(self.rng.integers(0, 2))] * N_LAYER
+        n_layer = N_LAYER if self.maybe(0.9) else self.one_of(0, 1, -1, 3)
+        if self.maybe(0.3):
+            wanted[self.rng.integers(N_LAYER)] = self.one_of(*BAD[:3], 0, most[0] - 1, most[1] + 7)
+        least = self.n_recall + 1
+        ok = n_layer == N_LAYER and all(n >= max(m, least) for n, m in zip(wanted, most, strict=True))
+        ok = ok and (self.ragged or wanted[0] == wanted[1]) and max(wanted) < 10_000
+        n_cell = np.array(wanted + [1], np.int32)
+        status = lib.llama_kvtool_resize(self.pointer, n_cell.ctypes.data, n_layer)
+        self.expect("resize", status, ok)
+        if ok:
+            self.cells = wanted
+            self.n_table = self.n_table if self.ragged else wanted[0]
+
+    def some_signal(self):
+        """A signal, n_row and n_cell, and whether it can be read with these."""
+        enabled = [1 << i for i in range(N_SIGNAL) if self.signals >> i & 1]
+        signal = self.one_of(1, 2, 4, 8, 16, 32, 64, 0, 3, 128, 2**31, *enabled * 8)
+        most = max(self.cells)
+        n_cell = self.one_of(0, 1, most, most, most // 2, most // 2, most + 1, -1)
+        n_row = self.one_of(*[N_ROW] * 8, 0, -1, N_ROW + 1)
+        ok = n_row == N_ROW and 0 <= n_cell <= most and signal in [1 << i for i in range(N_SIGNAL)]
+        return signal, n_row, n_cell, ok and bool(self.signals & signal)
+
+    def read(self):
+        signal, n_row, n_cell, ok = self.some_signal()
+        out = np.full((N_ROW, max(n_cell, 0)), -7, np.float32)
+        status = lib.llama_kvtool_read(self.pointer, signal, out.ctypes.data, n_row, n_cell)
+        self.expect("read", status, ok)
+        assert ok or (out == -7).all()
+
+    def write(self):
+        signal, n_row, n_cell, ok = self.some_signal()
+        ok = ok and signal != Signal.RECENT
+        values = self.rng.integers(0, 50, (N_ROW, max(n_cell, 0))).astype(np.float32)
+        status = lib.llama_kvtool_write(self.pointer, signal, values.ctypes.data, n_row, n_cell)
+        self.expect("write", status, ok)
+        if ok:
+            found = np.empty_like(values)
+            check(lib.llama_kvtool_read(self.pointer, signal, found.ctypes.data, N_ROW, n_cell))
+            values[np.arange(n_cell) >= self.row_cells[:, None]] = 0
+            np.testing.assert_array_equal(found, values)
+
+    def recent(self):
+        """Query by query, out of the cache or into it."""
+        most = max(self.cells)
+        n_cell = self.one_of(0, 1, 20, 20, most, most + 1, -1)
+        n_query = self.one_of(*[self.n_query] * 6, 0, -1, self.n_query - 1)
+        n_row = self.one_of(*[N_ROW] * 6, 0, -1, N_ROW + 1)
+        ok = n_row == N_ROW and 0 <= n_cell <= most and n_query == self.n_query
+        ok = ok and bool(self.signals & Signal.RECENT)
+        n = self.n_query if self.signals & Signal.RECENT else 1
+        values = self.rng.random((n, N_ROW, max(n_cell, 0))).astype(np.float32)
+        writes = self.maybe(0.5)
+        function = lib.llama_kvtool_write_recent if writes else lib.llama_kvtool_read_recent
+        status = function(self.pointer, values.ctypes.data, n_query, n_row, n_cell)
+        self.expect("write_recent" if writes else "read_recent", status, ok)
+        if ok and writes:
+            sums = np.empty((N_ROW, n_cell), np.float32)
+            check(lib.llama_kvtool_read(self.pointer, int(Signal.RECENT), sums.ctypes.data, N_ROW, n_cell))
+            values[:, np.arange(n_cell) >= self.row_cells[:, None]] = 0
+            np.testing.assert_allclose(sums, values.sum(axis=0), rtol=1e-4)
+
+    def read_keys(self):
+        n = self.one_of(0, 1, 9, 9, 30, min(self.cells), max(self.cells), max(self.cells) + 1, -1)
+        first = self.rng.integers(0, max(min(self.cells) - n, 0) + 1, N_ROW)
+        if self.maybe(0.3):
+            first[self.rng.integers(N_ROW)] = self.one_of(*BAD)
+        n_dim = self.one_of(N_DIM, N_DIM, N_DIM, N_DIM + 1, 0)
+        ok = n_dim == N_DIM and 0 <= n <= max(self.cells)
+        ok = ok and bool(((first >= 0) & (first + n <= self.row_cells)).all())
+        first = first.astype(np.int32)
+        delta = self.rng.integers(-50, 50, (N_ROW, max(n, 0))).astype(np.int32)
+        out = np.full((N_ROW, max(n, 0), N_DIM), -7, np.float32)
+        pointers = (array.ctypes.data for array in (first, delta, out))
+        status = lib.llama_kvtool_read_keys(self.pointer, *pointers, N_ROW, n, n_dim)
+        self.expect("read_keys", status, ok)
+        assert ok or (out == -7).all()
+
+    def future(self):
+        most = max(self.cells)
+        n_cell = self.one_of(0, 1, 30, 30, most, most + 1, -1)
+        n_head = self.one_of(*[N_GROUP] * 4, N_GROUP + 1, N_GROUP - 1, 0, -1)
+        n_row = self.one_of(*[N_ROW] * 6, 0, -1, N_ROW + 1)
+        n_last = self.one_of(1, 1, 2, 0, -1, self.n_query, self.n_query + 1 if self.n_query < LARGEST else -2)
+        pos = self.one_of(self.next, self.next, 0, LARGEST, -1)
+        ok = n_row == N_ROW and 0 < n_cell <= most and n_head >= N_GROUP and bool(self.n_future)
+        ok = ok and 0 < n_last <= min(self.n_query, self.n_asked) and pos >= 0
+        mean, variance = (np.empty((N_ROW, max(n_head, 0), max(n_cell, 0)), np.float32) for _ in range(2))
+        pointers = mean.ctypes.data, variance.ctypes.data
+        shape = n_row, n_head, n_cell
+        status = lib.llama_kvtool_read_future(self.pointer, n_last, pos, *pointers, *shape)
+        self.expect("read_future", status, ok)
+        assert not ok or not (variance < 0).any()
+
+    def queries(self):
+        """Out of the cache, and now and then into it."""
+        n = lib.llama_kvtool_get_queries(self.pointer, None, None)
+        self.expect("get_queries", n, bool(self.n_future))
+        if n < 0 or self.n_query == LARGEST:
+            return
+        assert n == N_LAYER * N_HEAD_KV * N_GROUP * N_DIM
+        values, pos = np.empty((self.n_query, n), np.float32), np.empty(self.n_query, np.int32)
+        where = values.ctypes.data, pos.ctypes.data
+        check(lib.llama_kvtool_get_queries(self.pointer, *where))
+        assert (pos >= 0).sum() == min(self.n_asked, self.n_query)
+        check(lib.llama_kvtool_set_queries(self.pointer, *where))
+        again, again_pos = np.empty_like(values), np.empty_like(pos)
+        check(lib.llama_kvtool_get_queries(self.pointer, again.ctypes.data, again_pos.ctypes.data))
+        np.testing.assert_array_equal(again, values)
+        np.testing.assert_array_equal(again_pos, pos)
+
+    def lengths(self):
+        most = max(self.cells)
+        n_cell = self.one_of(0, 1, 30, most, most + 1, -1)
+        n_row = self.one_of(*[N_ROW] * 6, 0, -1, N_ROW + 1)
+        ok = n_row == N_ROW and 0 < n_cell <= most
+        out = np.empty((N_ROW, max(n_cell, 0)), np.float32)
+        status = lib.llama_kvtool_read_lengths(self.pointer, out.ctypes.data, n_row, n_cell)
+        self.expect("read_lengths", status, ok)
+        assert not ok or not out[np.arange(n_cell) >= self.row_cells[:, None]].any()
+
+    def decode(self):
+        """As the engine does, and now and then as it never would."""
+        n = int(self.rng.integers(1, N_BATCH + 1))
+        tokens = self.rng.integers(3, N_VOCAB, n).astype(np.int32)
+        pos = self.next
+        ok = self.n_used + n <= self.n_table - self.n_recall and pos + n <= LARGEST
+        ok = ok and (not self.n_made or not self.size or n * self.n_made <= self.n_recall)
+        if self.ragged:
+            ok = 1 + n <= self.n_table and bool((self.live + n <= self.row_cells).all())
+        if self.maybe(0.05):
+            tokens[self.rng.integers(n)] = self.one_of(-1, N_VOCAB, LARGEST)
+            ok = False
+        elif self.maybe(0.05) and not self.any_pos:
+            pos += self.one_of(-1, 1, 50)
+            ok = False
+        if pos + n > LARGEST:
+            return
+        try:
+            self.context.decode(tokens, pos, int(self.rng.integers(0, 2)))
+            why = ""
+        except LibraryError as error:
+            why = str(error)
+        where = f"{n} tokens at {pos}, {self.n_used} of {self.n_table} cells, {self.live}: {why}"
+        assert ok == (not why), where
+        self.counts["decode", "done" if ok else "refused"] += 1
+        if not ok:
+            return
+        self.next, self.any_pos = pos + n, False
+        self.n_asked += n * self.watches
+        self.n_used += n
+        self.live += n
+        if self.ragged:
+            self.n_used = min(self.n_used, self.n_table)
+
+    def apply(self):
+        rng, most = self.rng, max(self.cells)
+        cells = self.row_cells
+        n_keep = int(rng.integers(0, min(max(self.n_used, 1), self.n_table) + 1))
+        if self.ragged:
+            n_keep = int(rng.integers(0, min(self.cells) + 1))
+        rows = (np.minimum(rng.integers(0, n_keep + 1, N_ROW), cells)).astype(np.int32)
+        # now and then far away, where positions end
+        pos_0 = self.one_of(0, 0, 3, 100, 5000, int(rng.integers(0, 3000)), LARGEST - most)
+
+        n_move = int(rng.choice([0, 1, 5, 40, 200]))
+        at = rng.permutation(N_ROW * min(self.cells))[:n_move]
+        row, dst = np.divmod(at, min(self.cells))
+        src, delta = rng.integers(0, min(self.cells), len(at)), rng.choice([0, 0, 5, -9, 1000], len(at))
+        moves = np.stack([row, dst, src, delta], axis=1).astype(np.int64)
+        terms = []
+        for where in rng.permutation(N_ROW * min(self.cells))[: int(rng.choice([0, 0, 1, 6, 30]))]:
+            row, cell = divmod(int(where), min(self.cells))
+            for _ in range(int(rng.choice([1, 2, 3, 7]))):
+                terms.append([row, cell, int(rng.integers(0, min(self.cells))), float(rng.normal())])
+        n_hidden = 0 if self.ragged or self.maybe(0.9) else int(rng.integers(0, n_keep + 1))
+        if n_hidden and self.maybe(0.5):
+            pos_0 = -int(rng.integers(0, n_hidden + 1))
+        keep_rows = self.ragged
+        spoil = int(rng.integers(0, 24))
+        if spoil == 0 and len(moves):
+            moves[rng.integers(len(moves)), rng.integers(3)] = self.one_of(*BAD, -1, most)
+        elif spoil == 1 and terms:
+            terms[rng.integers(len(terms))][rng.integers(3)] = self.one_of(*BAD, -1, most)
+        elif spoil == 2 and terms:
+            wrong = [np.nan, np.inf, -np.inf, 1e38]
+            terms[rng.integers(len(terms))][3] = wrong[rng.integers(len(wrong))]
+        elif spoil == 3:
+            n_keep = self.one_of(-1, most + 1, -(2**31), LARGEST)
+        elif spoil == 4:
+            pos_0 = self.one_of(-n_hidden - 1, -(2**31), LARGEST, LARGEST - most + 1)
+        elif spoil == 5:
+            n_hidden = self.one_of(-1, n_keep + 1, LARGEST)
+        elif spoil == 6:
+            keep_rows = not keep_rows
+        elif spoil == 7:
+            rows[rng.integers(N_ROW)] = self.one_of(-1, n_keep + 1, LARGEST)
+        elif spoil == 8 and len(moves) > 1:
+            moves[-1, :2] = moves[0, :2]
+        elif spoil == 9 and len(terms) > 2:
+            terms.append(list(terms[0]))
+
+        c_moves = (Move * max(len(moves), 1))(*(Move(*map(int, move)) for move in moves))
+        c_terms = (Term * max(len(terms), 1))(*(Term(*term) for term in terms))
+        edit = Edit(
+            n_move=len(moves),
+            n_term=len(terms),
+            n_keep=n_keep,
+            pos_0=pos_0,
+            moves=ctypes.addressof(c_moves),
+            terms=ctypes.addressof(c_terms),
+        )
+        edit.n_hidden, edit.force_graph = n_hidden, self.maybe(0.5)
+        if keep_rows:
+            edit.n_keep_row = rows.ctypes.data
+        if spoil == 10:
+            name, value = [("n_move", -1), ("n_term", -3), ("n_move", 5), ("n_term", 5)][rng.integers(4)]
+            setattr(edit, name, value)
+            setattr(edit, name.removeprefix("n_") + "s", None)
+        ok = spoil != 10 and self.can_be(moves, terms, n_keep, rows if keep_rows else None, pos_0, n_hidden)
+        # a graph that fills a cache to the brim with a number that is none comes later
+        before = None if ok or self.ragged or self.maybe(0.7) else self.context.state()
+        status = lib.llama_kvtool_apply(self.pointer, ctypes.byref(edit))
+        self.expect("apply", status, ok)
+        assert before is None or self.context.state() == before, "a refused edit has changed the cache"
+        if ok:
+            self.n_used, self.next = n_keep, pos_0 + n_keep
+            self.n_asked *= n_keep > 0
+            # of nothing that later queries see
+            self.any_pos = n_hidden == n_keep
+            if self.any_pos:
+                self.next = int(rng.integers(0, 50))
+            if self.ragged:
+                self.live = rows.astype(np.int64)
+                self.n_used = min(n_keep, 1)
+
+    # the archive
+
+    @property
+    def size(self):
+        return self.spans[0][1] - self.spans[0][0]
+
+    def push(self):
+        """Cells at random, which come next."""
+        n_cell = self.cells[0] - self.n_recall
+        cells = self.rng.integers(0, n_cell, self.one_of(0, 1, 16, 16, 16, 300)).astype(np.int32)
+        begin, end = self.spans[0]
+        pos = end if self.size else self.one_of(0, 4, 255, 256, 1000, 2**31, MOST - 20)
+        n, pointer, n_max = len(cells), cells.ctypes.data, self.one_of(1, 5, 256, 300, 10_000, 2**62)
+        spoil = int(self.rng.integers(0, 20))
+        if spoil == 0 and n:
+            cells[self.rng.integers(n)] = self.one_of(-1, n_cell, LARGEST, -(2**31))
+        elif spoil == 1:
+            n = self.one_of(-1, -(2**31))
+        elif spoil == 2:
+            pointer = None
+        elif spoil == 3:
+            pos = self.one_of(-1, pos + 1, MOST, 2**62, -(2**62))
+        elif spoil == 4:
+            n_max = self.one_of(0, -1, -(2**62))
+        ok = n >= 0 and (n == 0 or (pointer is not None and bool(((cells >= 0) & (cells < n_cell)).all())))
+        ok = ok and 0 <= pos <= MOST - n and n_max > 0 and (not self.size or pos == end) and self.n_recall > 0
+        status = lib.llama_kvtool_archive(self.pointer, pointer, n, pos, n_max)
+        self.expect("archive", status, ok)
+        if ok and n:
+            self.spans = [(max(begin if self.size else pos, pos + n - n_max), pos + n)] * N_LAYER
+            self.whole()
+        self.check_archive()
+
+    def base(self):
+        base = self.one_of(0, 5, 300, 100_000, MOST - 1, MOST, -1, 2**62, -(2**62))
+        ok = 0 <= base < MOST and self.n_recall > 0
+        self.expect("base", lib.llama_kvtool_base(self.pointer, base), ok)
+
+    def keep(self):
+        n = self.one_of(0, 1, 16, 100, 300, 1000, 2**62, -1, -(2**62))
+        ok = n >= 0 and self.n_recall > 0
+        self.expect("forget", lib.llama_kvtool_forget(self.pointer, n), ok)
+        if ok and not n:
+            has_file = self.has_file
+            self.forget_archive()
+            self.has_file = has_file
+        elif ok and n < self.size:
+            begin = self.spans[0][1] - n
+            self.spans = [(max(first, min(last, begin)), last) for first, last in self.spans]
+            self.whole()
+        self.check_archive()
+
+    def go_back(self):
+        (begin, last), n_cell = self.spans[0], self.cells[0] - self.n_recall
+        end = int(self.rng.integers(begin, last + 1)) if self.maybe(0.5) else last
+        cell, n = self.one_of(0, 0, 7, n_cell - 1), self.one_of(0, 1, 5, 40, end - begin)
+        base, coming = self.one_of(0, 5, 300, 100_000, MOST - 1), self.one_of(0, end, end + 70, MOST - 1)
+        spoil = int(self.rng.integers(0, 20))
+        if spoil == 0:
+            cell = self.one_of(-1, n_cell + 1, LARGEST)
+        elif spoil == 1:
+            n = self.one_of(-1, n_cell + 1, LARGEST, -(2**31))
+        elif spoil == 2:
+            end = self.one_of(-1, begin - 1, last + 1, 2**62, -(2**62))
+        elif spoil == 3:
+            base, coming = self.one_of(-1, MOST, 2**62), self.one_of(0, -1, MOST)
+        ok = 0 <= cell <= n_cell - n and n >= 0 and begin + n <= end <= last and len(set(self.spans)) == 1
+        ok = ok and 0 <= base < MOST and 0 <= coming < MOST and self.n_recall > 0
+        status = lib.llama_kvtool_go_back(self.pointer, cell, n, end, base, coming)
+        self.expect("go_back", status, ok)
+        if ok:
+            self.spans = [(begin, end - n) if begin < end - n else (0, 0)] * N_LAYER
+        self.check_archive()
+
+    def copy(self):
+        """A layer's tokens out of the archive, or into it: those that came out, or any bytes."""
+        layer = self.one_of(0, 1, 0, 1, 0, 1, -1, N_LAYER, LARGEST)
+        known = self.spans[layer] if 0 <= layer < N_LAYER else (0, 0)
+        begin, end = (int(n) for n in np.sort(self.rng.integers(known[0], known[1] + 1, 2)))
+        if self.maybe(0.2):
+            begin, end = known
+        if self.maybe(0.2):
+            wrong = ((end + 1, end), (-1, end), (known[0] - 1, end), (begin, known[1] + 1), (0, MOST + 1))
+            begin, end = wrong[self.rng.integers(len(wrong))]
+        n_bytes = lib.llama_kvtool_get_archive(self.pointer, 0, None, 0, 1)
+        n = max(n_bytes, 0) * max(min(end - begin, 20_000), 0)
+        may = self.n_recall > 0 and 0 <= layer < N_LAYER and begin <= end
+        data = np.zeros(n + 1, np.uint8)
+        status = lib.llama_kvtool_get_archive(self.pointer, layer, data.ctypes.data, begin, end)
+        ok = may and known[0] <= begin and end <= known[1]
+        self.expect("get_archive", status, ok)
+        assert not ok or status == n
+        if self.maybe(0.5):
+            data = self.rng.integers(0, 256, len(data)).astype(np.uint8)
+        if self.maybe(0.3):
+            shift = int(self.rng.integers(0, 2000))
+            begin, end = begin + shift, end + shift
+        ok = may and begin >= 0 and end <= MOST
+        status = lib.llama_kvtool_set_archive(self.pointer, layer, None, None, 0, begin, end)
+        self.expect("set_archive", status, ok)
+        if end - begin <= 20_000 and self.maybe(0.3):
+            status = set_layer(self.pointer, layer, [(begin, data)], begin, end)
+            self.expect("set_archive", status, ok)
+            if ok:
+                self.spans = [span if span == (begin, end) else (0, 0) for span in self.spans]
+                self.spans[layer] = begin, end
+                found = np.zeros_like(data)
+                check(lib.llama_kvtool_get_archive(self.pointer, layer, found.ctypes.data, begin, end))
+                assert (found[:-1] == data[:-1]).all()
+                if self.maybe(0.7):
+                    other = 1 - layer
+                    check(set_layer(self.pointer, other, [(begin, data)], begin, end))
+                    self.spans[other] = begin, end
+        self.check_archive()
+
+    def table(self):
+        """The table out of the archive and into it, or one with another number in it."""
+        n = lib.llama_kvtool_get_archive_table(self.pointer, None, 0)
+        self.expect("get_archive_table", n, self.n_recall > 0)
+        table = np.zeros(max(n, 3), np.int64)
+        given = n + self.one_of(0, 0, 1, -1, -n)
+        status = lib.llama_kvtool_get_archive_table(self.pointer, table.ctypes.data, given)
+        self.expect("get_archive_table", status, self.n_recall > 0 and given == n)
+        if status < 0 and self.n_recall:
+            check(lib.llama_kvtool_get_archive_table(self.pointer, table.ctypes.data, n))
+        if self.maybe(0.5) and len(table) == 3:
+            table = np.concatenate((table, [self.one_of(0, table[0], table[1] + 1), 7]))
+        if self.maybe(0.5):
+            table[self.rng.integers(len(table))] = self.one_of(*table, -1, 5, 2**62, -(2**62), MOST)
+        begin, end, far = table[:3].tolist()
+        first, base = table[3::2].tolist(), table[4::2].tolist()
+        ok = self.n_recall > 0 and all(span == (begin, end) for span in self.spans) and 0 <= far <= end
+        ok = ok and (begin == end or (bool(first) and first[0] <= begin))
+        ok = ok and first == sorted({*first}) and all(0 <= at <= end for at in first)
+        ok = ok and all(0 <= at < MOST for at in base)
+        pointer, n = table.ctypes.data, len(table)
+        if self.maybe(0.1):
+            pointer, n = [(None, n), (pointer, 0), (pointer, -1), (pointer, 4), (pointer, 2)][
+                self.rng.integers(5)
+            ]
+            ok = False
+        self.expect("set_archive_table", lib.llama_kvtool_set_archive_table(self.pointer, pointer, n), ok)
+        self.check_archive()
+
+    def clusters(self):
+        """Those of some blocks, out of the archive or into it."""
+        span = np.full(4, -7, np.int64)
+        n_bytes = lib.llama_kvtool_clusters(self.pointer, span.ctypes.data)
+        self.expect("clusters", n_bytes, self.n_recall > 0)
+        assert n_bytes == (128 * N_ROW if self.n_exact else 0) or not self.n_recall
+        is_far = self.maybe(0.5)
+        known = span[:2] if is_far else span[2:]
+        if self.maybe(0.5):
+            begin, end = known.tolist()
+        else:
+            begin, end = (
+                256 * int(n) for n in np.sort(self.rng.integers(-1, self.spans[0][1] // 256 + 2, 2))
+            )
+        if self.maybe(0.2):
+            begin, end = self.one_of(begin, -256, begin + 1, MOST), self.one_of(end, 2**62, end - 1, -(2**62))
+        least, most = (n // 256 * 256 for n in self.spans[0])
+        may = self.n_recall > 0 and len(set(self.spans)) == 1
+        may = may and begin % 256 == end % 256 == 0 and least <= begin <= end <= most
+        n = max((end - begin) // 256 * n_bytes, 0) if may else 0
+        data = self.rng.integers(0, 256, n + 1).astype(np.uint8)
+        ok = may and (not n or (known[0] <= begin and end <= known[1]))
+        if self.maybe(0.5):
+            status = lib.llama_kvtool_get_clusters(self.pointer, data.ctypes.data, begin, end, is_far)
+            self.expect("get_clusters", status, ok)
+            assert not ok or status == n
+        status = lib.llama_kvtool_set_clusters(self.pointer, data.ctypes.data, begin, end, is_far)
+        self.expect("set_clusters", status, may)
+
+    def seal(self):
+        n_max = self.one_of(1, 500, 2**62, 2**62, 0, -(2**62))
+        ok = self.n_recall > 0 and len(set(self.spans)) == 1 and n_max > 0
+        left = lib.llama_kvtool_seal(self.pointer, n_max)
+        self.expect("seal", left, ok)
+        while ok and left and self.maybe(0.8):
+            assert left < N_ROW
+            left = lib.llama_kvtool_seal(self.pointer, n_max)
+
+    def file(self):
+        """A new file, which is gone at once; or one that is there, or cannot be."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "archive"
+            path, is_new = [(path, True), (path, True), (folder, False), (path / "file", False)][
+                self.one_of(0, 1, 2, 3)
+            ]
+            given = None if self.maybe(0.1) else os.fsencode(path)
+            is_free = (
+                self.n_recall > 0 and not self.has_file and not lib.llama_kvtool_archive_bytes(self.pointer)
+            )
+            ok = is_free and is_new and given is not None
+            self.expect("archive_file", lib.llama_kvtool_archive_file(self.pointer, given), ok)
+            assert os.listdir(folder) == []
+        self.has_file |= ok
+
+    def whole(self):
+        """Where there are clusters, whole blocks are forgotten."""
+        begin, end = self.spans[0]
+        if self.n_exact and begin < end and len(set(self.spans)) == 1:
+            table = np.empty(lib.llama_kvtool_get_archive_table(self.pointer, None, 0), np.int64)
+            check(lib.llama_kvtool_get_archive_table(self.pointer, table.ctypes.data, len(table)))
+            assert begin <= table[0] <= min(begin + 255, end)
+            self.spans = [(int(table[0]), end)] * N_LAYER
+
+    def trace(self):
+        n = self.one_of(0, 1, 7, 300, self.n_recall, self.n_recall, -1, 4097, LARGEST)
+        ok = self.n_recall > 0 and (0 <= n <= 4096 if self.n_made else n == self.n_recall)
+        self.expect("trace", lib.llama_kvtool_trace(self.pointer, n), ok)
+        self.n_traced = n if ok else self.n_traced
+
+    def attended(self):
+        n_row, n = self.one_of(N_ROW, N_ROW, N_ROW, 0, -1), self.one_of(*[self.n_traced] * 3, 0, -1)
+        out = np.full((N_ROW, max(self.n_traced, 1)), -2, np.int64)
+        attn = np.full(out.shape, -2, np.float32)
+        pointer = None if self.maybe(0.1) else out.ctypes.data
+        ok = self.n_recall > 0 and pointer is not None and n_row == N_ROW and n == self.n_traced
+        self.expect(
+            "attended", lib.llama_kvtool_attended(self.pointer, pointer, attn.ctypes.data, n_row, n), ok
+        )
+        if ok and n:
+            assert ((out == -1) | ((out >= 0) & (out < MOST))).all()
+            # of all heads of a row, and all tokens of a step
+            assert ((attn >= 0) & (attn <= 1.001 * N_GROUP * N_BATCH)).all()
+
+    def check_archive(self):
+        """It has the tokens that it must have, in no more memory than they take."""
+        if not self.n_recall:
+            return
+        table = np.empty(lib.llama_kvtool_get_archive_table(self.pointer, None, 0), np.int64)
+        check(lib.llama_kvtool_get_archive_table(self.pointer, table.ctypes.data, len(table)))
+        assert tuple(table[:2].tolist()) == self.spans[0], (table, self.spans)
+        slab = lib.llama_kvtool_archive_slab(self.pointer, None)
+        n_slab = lib.llama_kvtool_archive_bytes(self.pointer) / slab
+        begin, end = max(self.spans, key=lambda span: span[1] - span[0])
+        # a slab counts clusters, which the newest do not have
+        least = (end - 1) // 256 - begin // 256 + 1 if begin < end else 0
+        assert n_slab >= (0.8 if self.n_exact else 1) * least
+
+    def can_be(self, moves, terms, n_keep, rows, pos_0, n_hidden):
+        """Whether the header allows the edit."""
+        most, cells = max(self.cells), self.row_cells
+        if (
+            not (0 <= n_keep <= most - self.n_recall and -n_hidden <= pos_0 <= LARGEST - most)
+            or (rows is not None) != self.ragged
+        ):
+            return False
+        if not 0 <= n_hidden <= (0 if self.ragged else n_keep):
+            return False
+        if rows is not None and ((rows < 0) | (rows > np.minimum(n_keep, cells))).any():
+            return False
+        written, previous = set(), None
+        for row, dst, src, _ in moves.tolist():
+            if not (0 <= row < N_ROW and 0 <= dst < cells[row] and 0 <= src < cells[row]):
+                return False
+            if (row, dst) in written:
+                return False
+            written.add((row, dst))
+        written = set()
+        for row, dst, src, weight in terms:
+            if not (0 <= row < N_ROW and 0 <= dst < cells[row] and 0 <= src < cells[row]):
+                return False
+            if not np.isfinite(weight):
+                return False
+            if (row, dst) != previous and (row, dst) in written:
+                return False
+            previous = row, dst
+            written.add(previous)
+        return True
+
+
+def run(n, seed=0, calls=150):
+    """Counter of (call, "done" or "refused") after n plans. calls: of one context, before the next."""
+    counts = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tiny.gguf"
+        tiny.write_llama(
+            path, n_layer=N_LAYER, n_head=4, n_head_kv=N_HEAD_KV, head_dim=N_DIM, n_vocab=N_VOCAB
+        )
+        model = Model(path)
+        number = seed
+        while counts["apply", "done"] + counts["apply", "refused"] < n:
+            rng = np.random.default_rng(number)
+            fuzz = Fuzz(model, rng, counts)
+            try:
+                fuzz.enable(signals=int(rng.integers(0, 1 << N_SIGNAL)))
+                for _ in range(calls):
+                    fuzz.call()
+            except AssertionError as error:
+                raise AssertionError(f"context {number}: {error}") from error
+            finally:
+                fuzz.close()
+            number += 1
+        model.close()
+    return counts
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--n", type=int, default=10_000, help="how many plans")
+    parser.add_argument("--seed", type=int, default=0, help="of the first context")
+    asked = parser.parse_args()
+    for (name, what), count in sorted(run(asked.n, asked.seed).items()):
+        print(f"{count:7} {name} {what}")
+
+
+if __name__ == "__main__":
+    main()

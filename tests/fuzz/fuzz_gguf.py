@@ -1,0 +1,242 @@
+"""Damaged GGUF files through the command line: each must end in an exit code and at most one line, in time.
+
+    python tests/fuzz/fuzz_gguf.py --n 2000
+
+One process handles many files as `kvtool models show` and `kvtool generate` would; one that dies is started
+anew. A number makes a file, so that `--first 17 --n 1 --keep DIR` brings back what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import selectors
+import struct
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+SECONDS = 10
+"""The most that a file may take, both commands together."""
+
+MEMORY = 3 * 2**30
+"""A damaged length must not take the machine's memory: the worker gets this much beyond its own."""
+
+EDGES = (*range(5), 31, 255, 4096, 65536, *(2**n - i for n in (31, 32, 63, 64) for i in (0, 1)), 2**40)
+
+KINDS = 4 * ["number"] + 2 * ["small"] + 3 * ["near", "byte"] + 2 * ["data"] + ["cut", "insert", "swap"]
+
+# usage where a context is too small for a budget, stream where it ends, plan where attention is not finite
+CODES = {0, 2, 3, 4, 6, 7, 8}
+CRASHED = {3, 4, 8}
+
+
+def whole_file(path):
+    """A small model that works, and where its header has numbers: [(offset, bytes), ...]."""
+    from kvtool.models.gguf import HeaderReader
+    from tests import tiny
+
+    if not path.exists():
+        tiny.write_llama(
+            path, n_layer=1, n_head=2, n_head_kv=1, head_dim=32, n_ff=32, n_vocab=262, n_ctx_train=256
+        )
+    data = path.read_bytes()
+
+    class Reader(HeaderReader):
+        numbers = []
+
+        def _number(self, code):
+            self.numbers.append((self.at, struct.calcsize("<" + code)))
+            return super()._number(code)
+
+    reader = Reader(path, data)
+    reader.header()
+    return data, sorted(set(reader.numbers)), reader.at
+
+
+def damaged(number, data, numbers, end):
+    """The file of that number, bytes. end: of the header."""
+    rng = np.random.default_rng(number)
+    out = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        kind = rng.choice(KINDS)
+        at = int(rng.integers(0, end))
+        if kind in ("number", "small", "near"):
+            at, size = numbers[rng.integers(len(numbers))]
+            value = int(rng.choice(np.array(EDGES, object)) if kind == "number" else rng.integers(0, 40))
+            if kind == "near":
+                value = int.from_bytes(out[at : at + size], "little") * int(rng.choice([1, 2])) + value - 20
+            out[at : at + size] = (value % 2 ** (8 * size)).to_bytes(size, "little")
+        elif kind == "byte":
+            # what is between the numbers is names, among them those of tensors and keys
+            near = numbers[rng.integers(len(numbers))][0] if rng.integers(2) else at
+            out[near + int(rng.integers(8))] = int(rng.integers(256))
+        elif kind == "cut":
+            del out[int(rng.integers(4, len(out))) if rng.integers(2) else at :]
+        elif kind == "insert":
+            out[at:at] = rng.bytes(int(rng.integers(1, 64)))
+        elif kind == "swap":
+            a, b = sorted(int(numbers[i][0]) for i in rng.integers(0, len(numbers), 2))
+            n = int(rng.integers(1, 40))
+            out[a : a + n], out[b : b + n] = out[b : b + n], out[a : a + n]
+        else:
+            weird = struct.pack("<f", rng.choice([np.nan, np.inf, -np.inf, 3e38, 1e-42]))
+            at = end + 4 * int(rng.integers(0, (len(data) - end) // 4))
+            out[at : at + 4] = weird
+        if len(out) < end:
+            break
+    return bytes(out)
+
+
+def serve():
+    """Reads paths, writes "CODE CODE" for each: of models show and of generate. stderr goes to path.err."""
+    import resource
+
+    from kvtool.cli import app
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    asked = os.fdopen(os.dup(0))
+    os.dup2(nowhere, 1)
+    # where nothing is piped in, for generate
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for line in asked:
+        path = line.rstrip("\n")
+        errors = os.open(path + ".err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(errors, 2)
+        os.close(errors)
+        codes = []
+        for command in (["models", "show", path], ["generate", "--raw", "-m", path, *GENERATE]):
+            try:
+                app(command, prog_name="kvtool")
+            except SystemExit as end:
+                codes.append(end.code or 0)
+            sys.stderr.write("\0")
+            sys.stderr.flush()
+        answers.write(f"{codes[0]} {codes[1]}\n")
+
+
+GENERATE = ["-p", "Hello,hello.", "-n", "3", "--temp", "0", "-t", "1", "-c", "64", "--policy", "streamingllm"]
+
+
+class Worker:
+    def __init__(self):
+        self.process = None
+
+    def close(self):
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdin.close()
+            self.process.stdout.close()
+            self.process = None
+
+    def run(self, path):
+        """(codes, died): those of the commands that ended; how the process did, None while it lives."""
+        if self.process is None:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, "--serve"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd=ROOT,
+                env=os.environ | {"KVTOOL_MODEL": "", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                bufsize=0,
+            )
+            seconds = 60
+        else:
+            seconds = SECONDS
+        self.process.stdin.write(f"{path}\n".encode())
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            if not selector.select(seconds):
+                self.close()
+                return (), "hang"
+        answer = self.process.stdout.readline()
+        if answer:
+            return tuple(map(int, answer.split())), None
+        died = self.process.wait()
+        self.close()
+        return (), died
+
+
+def verdict(codes, died, said):
+    """What is wrong, empty if nothing. said: stderr of each command."""
+    if died == "hang":
+        return f"no end within {SECONDS} s"
+    if died is not None and died not in CRASHED:
+        return f"the process ended with {died}"
+    if not set(codes) <= CODES:
+        return f"exit codes {codes}"
+    for part in said:
+        lines = part.splitlines()
+        if len(lines) > 1 or any(not line.startswith("kvtool: ") for line in lines):
+            return "more than one line, or not kvtool's"
+    for code, part in zip(codes, said, strict=False):
+        if bool(part) != bool(code):
+            return f"exit code {code} with {'a' if part else 'no'} line"
+    if died is not None and not said[-1]:
+        return f"the process ended with {died} and no line"
+    return ""
+
+
+def run(n, first=0, keep=None, report=lambda number, outcome: None):
+    """(Counter of outcomes, [(number, what is wrong, stderr), ...]) of n files."""
+    outcomes, found = Counter(), []
+    worker = Worker()
+    with tempfile.TemporaryDirectory() as folder:
+        whole = whole_file(Path(folder) / "whole.gguf")
+        path = Path(folder) / "damaged.gguf"
+        try:
+            for number in range(first, first + n):
+                path.write_bytes(damaged(number, *whole))
+                codes, died = worker.run(path)
+                text = Path(f"{path}.err").read_text(errors="replace")
+                said = text.split("\0")
+                outcome = "crash, exit code" if died is not None else "models show, generate:"
+                outcome += f" {died}" if died is not None else " {}, {}".format(*codes)
+                outcomes[outcome] += 1
+                report(number, outcome)
+                if wrong := verdict(codes, died, said[: len(codes)] if codes else said):
+                    found.append((number, wrong, text))
+                if keep and (n == 1 or wrong):
+                    Path(keep).mkdir(parents=True, exist_ok=True)
+                    (Path(keep) / f"{number}.gguf").write_bytes(path.read_bytes())
+                    (Path(keep) / f"{number}.err").write_text(text)
+                Path(f"{path}.err").unlink()
+        finally:
+            worker.close()
+    return outcomes, found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--n", type=int, default=2000, help="how many files")
+    parser.add_argument("--first", type=int, default=0, help="the first one's number")
+    parser.add_argument("--keep", help="a folder for what was found")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.serve:
+        serve()
+        return 0
+    outcomes, found = run(asked.n, asked.first, asked.keep)
+    for outcome, count in outcomes.most_common():
+        print(f"{count:6} {outcome}")
+    for number, wrong, text in found:
+        print(f"file {number}: {wrong}: {text[:400]!r}")
+    print(f"{asked.n} files, {len(found)} findings")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

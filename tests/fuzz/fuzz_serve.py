@@ -1,0 +1,497 @@
+"""Send random requests to a server, which must answer, refuse in its API's form, or hang up on broken HTTP.
+
+    python -m tests.fuzz.fuzz_serve --requests 10000 --seed 0
+    python -m tests.fuzz.fuzz_serve --api messages
+    make fuzz-serve
+
+At the end the server must answer a plain chat as before, must have written nothing to stderr, and must hold
+no more memory or files than after a quarter of the requests. `random_bodies` and `random_messages` draw the
+bodies; this file draws the ways to send them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tests import tiny
+from tests.fuzz.random_bodies import MESSAGES, PATHS, Bodies
+from tests.fuzz.random_messages import MessageBodies
+from tests.serve.serving import serving
+
+N_THREAD = 4
+PATIENCE_S = 300
+READ_TIMEOUT_S = 2
+
+N_FILE = 30
+"""More files than an idle server has open."""
+
+MOST_GROWTH = 1.25
+"""Largest memory at the end of a long run, as a multiple of the memory after a quarter of the run."""
+
+PLAIN = {"messages": [{"role": "user", "content": "What is a stone?"}], "max_tokens": 8, "temperature": 0}
+
+APIS = {"all": Bodies, "messages": MessageBodies}
+"""Classes that draw requests, by the name of --api."""
+
+# statuses that a proper and a broken request may get; 0: the connection is closed without an answer
+PROPER = {200, 400, 404, 405, 408, 413, 429}
+BROKEN = {0, 200, 400, 403, 404, 405, 408, 413}
+
+
+class Answer:
+    """An HTTP answer. status 0: there was none."""
+
+    def __init__(self, status=0, headers=None, body=b""):
+        self.status, self.headers, self.body = status, headers or {}, body
+
+
+class Wire:
+    """A connection that sends given bytes and parses the answers."""
+
+    def __init__(self, url):
+        where = urlsplit(url)
+        self._socket = socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S)
+        self._data = b""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._socket.close()
+
+    def send(self, data, *, pause_s=0.0, step=0):
+        """Sends bytes; with a step, so many at a time. The server may have hung up."""
+        with suppress(OSError):
+            for at in range(0, len(data), step or max(len(data), 1)):
+                self._socket.sendall(data[at : at + step] if step else data)
+                if pause_s:
+                    time.sleep(pause_s)
+
+    def end(self):
+        """Shut the sending side down."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def answer(self, method="GET"):
+        head = self._until(b"\r\n\r\n")
+        if head is None:
+            return Answer()
+        first, *lines = head.decode("latin-1").split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        status = int(first.split()[1])
+        if method == "HEAD":
+            return Answer(status, {}, b"")
+        elif "content-length" in headers:
+            body = self._n(int(headers["content-length"]))
+        elif headers.get("transfer-encoding") == "chunked":
+            body = b"".join(iter(self._chunk, b""))
+        else:
+            body = self._rest()
+        return Answer(status, headers, body)
+
+    def _more(self):
+        """Receive more bytes. False if the connection has ended. Raises TimeoutError."""
+        try:
+            data = self._socket.recv(1 << 16)
+        except ConnectionError:
+            return False
+        self._data += data
+        return bool(data)
+
+    def _until(self, mark):
+        while mark not in self._data:
+            if not self._more():
+                return None
+        found, _, self._data = self._data.partition(mark)
+        return found
+
+    def _n(self, n):
+        while len(self._data) < n and self._more():
+            pass
+        found, self._data = self._data[:n], self._data[n:]
+        return found
+
+    def _chunk(self):
+        size = int(self._until(b"\r\n") or b"0", 16)
+        found = self._n(size)
+        self._n(2)
+        return found
+
+    def _rest(self):
+        while self._more():
+            pass
+        found, self._data = self._data, b""
+        return found
+
+
+def request(path, body, method="POST", headers=(), version="1.1"):
+    """Return the bytes of a well-formed request."""
+    lines = [f"{method} {path} HTTP/{version}", "Host: localhost", *headers]
+    if body is not None:
+        lines.append(f"Content-Length: {len(body)}")
+    return "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n" + (body or b"")
+
+
+def check(answer, allowed, sent):
+    """Check an answer to these bytes. Raises AssertionError with the reason if no server may answer so."""
+    assert answer.status in allowed, f"status {answer.status}: {answer.body[:300]!r}"
+    if not answer.headers or answer.body == b"Invalid HTTP request received.":
+        return
+    kind = answer.headers.get("content-type", "")
+    if kind.startswith("text/event-stream"):
+        check_stream(answer.body.decode())
+    elif kind.startswith("application/json"):
+        body = json.loads(answer.body)
+        is_message = sent.partition(b" ")[2].startswith(MESSAGES.encode())
+        if answer.status != 200:
+            check_error(body)
+        if is_message:
+            kinds = ("message",) if answer.status == 200 else ("error",)
+            assert body.get("type") in kinds or body.keys() == {"input_tokens"}, body
+            assert answer.headers["request-id"], answer.headers
+    else:
+        assert answer.status == 200, answer.body[:300]
+
+
+def check_error(body):
+    error = body["error"]
+    names = {"message", "type"} if body.get("type") == "error" else {"message", "type", "param", "code"}
+    assert names <= error.keys(), error
+    assert isinstance(error["message"], str), error
+    assert error["message"], error
+    assert error["message"].isprintable(), error
+
+
+def check_stream(text):
+    """Check that a stream ends with its final event, and that each event before it is JSON."""
+    events = [part for part in text.split("\n\n") if part and not part.startswith(":")]
+    data = [part[part.index("data: ") + 6 :] for part in events]
+    if data[-1] == "[DONE]":
+        data.pop()
+    else:
+        kind = json.loads(data[-1])["type"]
+        assert kind in ("response.completed", "response.incomplete", "message_stop", "error"), kind
+    for each in map(json.loads, data):
+        if "error" in each and isinstance(each["error"], dict):
+            check_error(each)
+
+
+class Fuzz:
+    """A client that sends one request, drawn by its seed. counts: answers by (kind of request, status)."""
+
+    def __init__(self, url, seed, drawn=Bodies):
+        self.url, self.seed, self.counts = url, seed, Counter()
+        self.rng = random.Random(seed)
+        self.bodies = drawn(self.rng)
+
+    def go(self):
+        kinds = [self.right] * 60 + [self.mutated] * 10 + [self.lengths, self.chunks, self.heads] * 4
+        kinds += [self.gone, self.targets, self.pipelined, self.old] * 3 + [self.slow, self.owed, self.noise]
+        kind = self.rng.choice(kinds)
+        sent = []
+        try:
+            for i, (answer, allowed) in enumerate(kind(sent)):
+                check(answer, allowed, sent[i])
+                self.counts[kind.__name__, answer.status] += 1
+        except (AssertionError, LookupError, ValueError, OSError) as error:
+            said = b"".join(sent)
+            what = f"{said[:1500]!r}{f' and {len(said) - 1500} bytes' if len(said) > 1500 else ''}"
+            name = f"request {self.seed}, {kind.__name__}"
+            raise AssertionError(f"{name}: {type(error).__name__}: {error}\nsent: {what}") from error
+
+    def asked(self):
+        path, body = self.bodies.any()
+        return path, body if isinstance(body, bytes) else self.bodies.text(body)
+
+    def ask(self, sent, data, allowed=PROPER, *, ends=False, method="POST", **how):
+        sent.append(data)
+        start = time.monotonic()
+        with Wire(self.url) as wire:
+            wire.send(data, **how)
+            if ends:
+                wire.end()
+            # on a busy machine this client may be so slow that the server hangs up on it
+            is_slow = time.monotonic() - start > READ_TIMEOUT_S / 2
+            yield wire.answer(method), allowed | BROKEN if is_slow else allowed
+
+    # ways to send
+
+    def right(self, sent):
+        """A body of any kind, in well-formed HTTP."""
+        path, body = self.asked()
+        name = self.rng.choice(
+            [
+                *([], [], [], ["X-Session-Id: \u00e9\u00ff x"], [f"X-Session-Id: {'n' * 5000}"]),
+                *(["anthropic-version: 2023-06-01", "x-api-key: \u00ff"], [f"anthropic-beta: {'a,' * 5000}"]),
+            ]
+        )
+        step = self.rng.choice([0, 0, 0, 1 + len(body) // 5])
+        return self.ask(sent, request(path, body, headers=name), step=step)
+
+    def mutated(self, sent):
+        """A body in which a few bytes are changed."""
+        path, body = self.asked()
+        data = bytearray(body[:20_000])
+        for _ in range(self.rng.randint(1, 8)):
+            at = self.rng.randint(0, len(data))
+            way = self.rng.randrange(3)
+            if way == 0:
+                data[at : at + 1] = bytes([self.rng.randrange(256)])
+            elif way == 1:
+                del data[at : at + self.rng.randint(1, 20)]
+            else:
+                data[at:at] = self.rng.choice(
+                    [b"\xff", b"\0", b"\xed\xa0\x80", b'"', b"{", b"]", b"\\ud800", b"1e999"]
+                )
+        return self.ask(sent, request(path, bytes(data)))
+
+    def lengths(self, sent):
+        """A wrong Content-Length."""
+        path, body = self.asked()
+        body = body[:20_000]
+        n = len(body)
+        length = self.rng.choice([0, n // 2, n + 1, n + 10_000, -1, "x", "", f"{n}, {n}", f"+{n}", "1" * 30])
+        data = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n".encode()
+        if self.rng.random() < 0.3:
+            data += self.rng.choice([b"Content-Length: 7\r\n", b"Transfer-Encoding: chunked\r\n"])
+        return self.ask(sent, data + b"\r\n" + body, BROKEN, ends=True)
+
+    def chunks(self, sent):
+        """A body in chunks, which may be cut or malformed."""
+        path, body = self.asked()
+        data = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+        at = 0
+        while at < len(body):
+            part = body[at : at + self.rng.choice([1, 10, 1000, 100_000])][: max(len(body) // 50, 10)]
+            data += b"%x\r\n%s\r\n" % (len(part), part)
+            at += len(part)
+        way = self.rng.randrange(4)
+        if way == 0:
+            return self.ask(sent, data + b"0\r\n\r\n")
+        if way == 1:
+            return self.ask(sent, data[: self.rng.randint(0, len(data))], BROKEN, ends=True)
+        wrong = self.rng.choice(
+            [b"zz\r\n", b"-5\r\n", b"f" * 100 + b"\r\n", b"5;x\r\nab", b"\r\n\r\n", b"1" * 70_000]
+        )
+        return self.ask(sent, data + wrong, BROKEN, ends=True)
+
+    def heads(self, sent):
+        """A head that is huge or malformed."""
+        line = self.rng.choice(
+            [
+                b"A: " + b"x" * self.rng.choice([1000, 60_000, 70_000, 1_000_000]),
+                b"\r\n".join(b"A%d: x" % i for i in range(self.rng.choice([100, 1000, 10_000]))),
+                *(
+                    b"A: \0",
+                    b"A: \xff\xfe",
+                    b"\xc3\xa9: x",
+                    b"A",
+                    b": x",
+                    b"A : x",
+                    b"A: x\r\n folded",
+                    b"Host: y",
+                ),
+                *(
+                    b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: x",
+                    b"Expect: 100-continue",
+                ),
+                *(
+                    b"Authorization: Bearer \xff",
+                    b"Origin: null",
+                    b"Origin: http://localhost:1",
+                    b"Accept: x/y",
+                ),
+                *(b"Content-Type: image/png", b"Content-Encoding: gzip", b"Expect: a cake"),
+            ]
+        )
+        host = self.rng.choice(
+            [
+                b"Host: localhost",
+                b"Host: localhost",
+                b"Host: x",
+                b"Host: [",
+                b"Host: \xff",
+                b"Host: a/b?c",
+                b"",
+            ]
+        )
+        data = b"\r\n".join(each for each in (b"GET /health HTTP/1.1", host, line) if each) + b"\r\n\r\n"
+        return self.ask(sent, data, BROKEN, ends=True)
+
+    def targets(self, sent):
+        """A method or an address that the server does not have."""
+        method = self.rng.choice(
+            ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "get", "X" * 500, "G\u00e9T"]
+        )
+        nasty = [
+            "/",
+            "*",
+            "//",
+            "http://evil/health",
+            "/%00",
+            "/%ff%fe",
+            "/../../etc/passwd",
+            "/v1/models/%ed%a0%80",
+        ]
+        path = self.rng.choice(
+            [*PATHS, *nasty, "/" + "a" * 5000, "/?" + "a=b&" * 1000, "/#x", "x", "/ y", "/v1/models/"]
+        )
+        body = self.rng.choice([None, None, b"{}"])
+        data = request(path, body, method, ["Connection: close"])
+        return self.ask(sent, data, BROKEN, method=method, ends=True)
+
+    def pipelined(self, sent):
+        """Several requests at once: the server sends as many answers, in their order."""
+        n = self.rng.randint(2, 4)
+        data = [request(*self.asked()) for _ in range(n)]
+        sent += data
+        with Wire(self.url) as wire:
+            wire.send(b"".join(data))
+            for _ in range(n):
+                answer = wire.answer("POST")
+                yield answer, PROPER
+                if answer.status in (400, 413) and answer.headers.get("connection") == "close":
+                    return
+
+    def old(self, sent):
+        """An older or newer version of HTTP."""
+        path, body = self.asked()
+        version = self.rng.choice(["1.0", "1.0", "0.9", "2.0", "1.7", "9" * 50, "x"])
+        return self.ask(sent, request(path, body, version=version), BROKEN, ends=version != "1.0")
+
+    def slow(self, sent):
+        """A few bytes at a time."""
+        data = request(self.rng.choice(PATHS), json.dumps(PLAIN).encode(), headers=["Connection: close"])
+        return self.ask(sent, data, step=7, pause_s=0.002)
+
+    def owed(self, sent):
+        """A request without its end: the server stops waiting after READ_TIMEOUT_S."""
+        path, body = self.asked()
+        data = request(path, body)
+        return self.ask(sent, data[: self.rng.randint(0, len(data) - 1)], {0, 408})
+
+    def gone(self, sent):
+        """A client that disconnects at any time."""
+        path, body = self.asked()
+        sent.append(request(path, body))
+        with Wire(self.url) as wire:
+            wire.send(sent[0])
+            time.sleep(self.rng.choice([0, 0, 0.005, 0.05]))
+        yield Answer(), {0}
+
+    def noise(self, sent):
+        """Bytes that are not HTTP."""
+        data = self.rng.choice(
+            [b"", b"\r\n" * 1000, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01"]
+        )
+        return self.ask(sent, data + self.rng.randbytes(self.rng.randrange(300)), BROKEN, ends=True)
+
+
+def held(process):
+    """Return (MiB of memory, open files) of a process."""
+    pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") / 2**20, len(os.listdir(f"/proc/{process.pid}/fd"))
+
+
+def plain(url):
+    with Wire(url) as wire:
+        wire.send(request("/v1/chat/completions", json.dumps(PLAIN).encode()))
+        answer = wire.answer("POST")
+    assert answer.status == 200, answer.body
+    return json.loads(answer.body)["choices"][0]["message"]["content"]
+
+
+def run(model, n, seed=0, *, api="all", every=0, options=()):
+    """Send n random requests; return (counts, warm, end).
+
+    counts: answers by (kind of request, status).
+    warm, end: the server's (MiB, open files) after a quarter of the requests and at the end.
+    api: one of APIS.
+    every: print the server's memory and files after so many requests; 0 for never.
+    Raises AssertionError for the first wrong answer.
+    """
+    counts, left, warm = Counter(), iter(range(n)), []
+    lock = threading.Lock()
+    own = ("--budget", "64", "-n", "8", "--temp", "0", "--read-timeout", str(READ_TIMEOUT_S), "--metrics")
+    with serving(model, *own, "--sessions-bytes", "4MiB", *options) as server:
+        before = plain(server.url)
+
+        def work(_):
+            while True:
+                with lock:
+                    i = next(left, None)
+                if i is None:
+                    return
+                # each request has its seed, so that it can be sent again
+                fuzz = Fuzz(server.url, seed + i, APIS[api])
+                fuzz.go()
+                with lock:
+                    counts.update(fuzz.counts)
+                if i % 50 == 0:
+                    assert plain(server.url) == before, (
+                        f"request {seed + i}: a plain chat is answered otherwise"
+                    )
+                if i == n // 4:
+                    warm.append(held(server.process))
+                if every and i % every == 0:
+                    memory, files = held(server.process)
+                    print(f"{i}: {memory:.0f} MiB, {files} files", flush=True)
+
+        try:
+            with ThreadPoolExecutor(N_THREAD) as pool:
+                # raises a thread's error, after which the other threads end
+                for done in as_completed([pool.submit(work, number) for number in range(N_THREAD)]):
+                    if done.exception():
+                        left = iter(())
+                    done.result()
+            assert plain(server.url) == before, "a plain chat is answered otherwise"
+        except AssertionError as error:
+            ended = server.stop() if server.process.poll() is None else server.process.returncode
+            raise AssertionError(f"{error}\nthe server: {ended}") from None
+        # connections that are still open are closed after a while
+        give_up = time.monotonic() + PATIENCE_S
+        while (end := held(server.process))[1] >= N_FILE and time.monotonic() < give_up:
+            time.sleep(0.1)
+        assert server.stop() == (130, "kvtool: stopped\n")
+    return counts, warm[0], end
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first request")
+    parser.add_argument("--policy", default="h2o")
+    parser.add_argument("--api", choices=APIS, default="all", help="what is asked for")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "chat.gguf"
+        tiny.write_llama(path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=512)
+        policy = ("--policy", asked.policy)
+        try:
+            counts, warm, end = run(
+                path, asked.requests, asked.seed, api=asked.api, every=500, options=policy
+            )
+        except AssertionError as error:
+            sys.exit(str(error))
+    for (name, status), count in sorted(counts.items()):
+        print(f"{count:7} {name} {status or 'closed'}")
+    print(f"memory {warm[0]:.0f} -> {end[0]:.0f} MiB, files {warm[1]} -> {end[1]}")
+    if end[0] > MOST_GROWTH * warm[0] or end[1] >= N_FILE:
+        sys.exit("the server holds more than it did")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""A share of the fuzzing; `make fuzz` runs all of it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.fuzz import fuzz_api, fuzz_gguf
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="limits memory as Linux counts it")
+def test_a_damaged_file_ends_in_one_line_and_in_time(share_of):
+    outcomes, found = fuzz_gguf.run(share_of(50, 100))
+    assert not found
+    # some are refused by the header, some by llama.cpp, and some still run
+    for outcome in ("3, 3", "0, 3", "0, 0"):
+        assert outcomes[f"models show, generate: {outcome}"] >= 3, outcomes
+
+
+def test_calls_of_the_library_are_done_or_refused_but_never_crash(share_of):
+    counts = fuzz_api.run(share_of(800, 1500))
+    archive = ("archive", "archive_file", "base", "forget", "go_back", "get_archive", "set_archive")
+    for name in (
+        *("apply", "decode", "enable", "read", "read_keys", "resize", "seen", "write", *archive),
+        *("get_archive_table", "set_archive_table", "clusters", "get_clusters", "set_clusters", "seal"),
+    ):
+        for what in ("done", "refused"):
+            assert counts[name, what] >= 3, (name, what, counts)

@@ -1,0 +1,462 @@
+"""Grammars and JSON schemas: every text fits them, and the policy may evict its beginning."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from kvtool import api as kvtool_api
+from kvtool import load_model, load_policy, policies
+from kvtool.chats.writer import Writer
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.errors import UsageError
+from kvtool.llama.constraint import Matcher, Vocabulary
+from kvtool.llama.gbnf import MOST, rules_of
+from kvtool.llama.model import Model
+from kvtool.llama.sampler import Sampler
+from kvtool.llama.schema import Unenforced, enforced
+from kvtool.options.sampling import Sampling
+from tests.cli.called import called
+from tests.cli.test_cli import kvtool
+from tests.engine.running import open_engine
+
+COLOURS = ["red", "green", "blue"]
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 3, "maxLength": 24},
+        "age": {"type": "integer"},
+        "colour": {"enum": COLOURS},
+        "friends": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"name": {"type": "string", "maxLength": 16}, "known": {"type": "boolean"}},
+                "required": ["name", "known"],
+            },
+            "minItems": 4,
+            "maxItems": 4,
+        },
+    },
+    "required": ["name", "age", "colour", "friends"],
+}
+
+
+def peak_bytes():
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@pytest.fixture
+def engine(tiny_model):
+    with open_engine(tiny_model(), policies.fit("local", 64)) as engine:
+        engine.read(engine.model.tokenize("Hello"))
+        yield engine
+
+
+def check_person(text):
+    """Assert that a text is JSON of PERSON's schema."""
+    person = json.loads(text)
+    assert list(person) == ["name", "age", "colour", "friends"]
+    assert 3 <= len(person["name"]) <= 24
+    assert type(person["age"]) is int
+    assert person["colour"] in COLOURS
+    assert len(person["friends"]) == 4
+    for friend in person["friends"]:
+        assert list(friend) == ["name", "known"]
+        assert len(friend["name"]) <= 16
+        assert type(friend["known"]) is bool
+
+
+def written(engine, logits, n=60, **settings):
+    """Sample from the same logits up to the end of the grammar."""
+    sampler = Sampler(engine.model, Sampling(**settings), seed=1)
+    tokens = []
+    while len(tokens) < n:
+        engine.context.logits()[-1] = logits
+        tokens.append(sampler.sample(engine.context))
+        if engine.model.ends_turn(tokens[-1]):
+            break
+    sampler.close()
+    return tokens
+
+
+@pytest.mark.engine
+def test_greedy_takes_the_likeliest_token_that_fits(engine):
+    logits = np.random.default_rng(1).normal(0, 3, engine.model.n_vocab).astype(np.float32)
+    logits[259:] = -50
+    of = {letter: logits[3 + ord(letter)] for letter in "abcdxyz"}
+    want = max("abc", key=of.get) + max("xyz", key=of.get) * 2 + max("ad", key=of.get)
+    tokens = written(engine, logits, grammar='root ::= [a-c] [xyz]{2} ("a" | "d")')
+    assert b"".join(map(engine.model.piece, tokens[:-1])).decode() == want
+    assert engine.model.ends_turn(tokens[-1])
+
+
+@pytest.mark.engine
+def test_a_draw_that_fits_is_the_one_without_a_grammar(engine):
+    logits = np.full(engine.model.n_vocab, -90, np.float32)
+    logits[[3 + ord(letter) for letter in "abcd"]] = [1, 2, 3, 4]
+    settings = {"temp": 2, "presence_penalty": 0.5, "typical": 0.99}
+    free = written(engine, logits, **settings)
+    assert len(set(free)) == 4
+    assert written(engine, logits, grammar="root ::= [abcd]*", **settings) == free
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("settings", [{"mirostat": 1}, {"mirostat": 2}, {"xtc_probability": 1}, {"top_k": 1}])
+def test_what_is_drawn_fits_with_every_sampler(engine, settings):
+    # nothing that fits is likely
+    logits = np.zeros(engine.model.n_vocab, np.float32)
+    logits[3 + ord("q")] = 20
+    tokens = written(engine, logits, temp=1, grammar="root ::= [0-9]{20}", **settings)
+    assert re.fullmatch(rb"[0-9]{20}", b"".join(map(engine.model.piece, tokens[:-1])))
+
+
+@pytest.mark.engine
+def test_a_character_that_fits_may_come_in_bytes(engine):
+    logits = np.zeros(engine.model.n_vocab, np.float32)
+    tokens = written(engine, logits, temp=1, grammar="root ::= [\u00e9\u2014]{9}")
+    assert re.fullmatch("[\u00e9\u2014]{9}", b"".join(map(engine.model.piece, tokens[:-1])).decode())
+
+
+@pytest.mark.engine
+def test_a_grammar_that_nothing_continues_is_an_error_and_not_a_crash(engine):
+    banned = ((3 + ord("a"), -np.inf),)
+    sampler = Sampler(engine.model, Sampling(grammar='root ::= "xa"', logit_bias=banned))
+    assert sampler.sample(engine.context) == 3 + ord("x")
+    with pytest.raises(UsageError, match="the grammar has come to a place that no token of this model"):
+        sampler.sample(engine.context)
+    sampler.close()
+
+
+@pytest.mark.engine
+def test_each_text_begins_the_grammar_anew(engine):
+    sampler = Sampler(engine.model, Sampling(temp=1, grammar='root ::= "ab"'), seed=1)
+    for n in range(3):
+        sampler.start(n)
+        assert engine.model.piece(sampler.sample(engine.context)) == b"ab"
+        assert engine.model.ends_turn(sampler.sample(engine.context))
+    sampler.close()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ("root = x", "expecting a rule's name and ::= in line 1, before `root = x`"),
+        ('root ::= "a" b\nb ::= "x" )\n', "unexpected ) in line 2, before `)`"),
+        ('# note\n\nroot ::= ("a"', "expecting ) in line 3, at its end"),
+        ('root ::= ("a"\nb ::= "c"', 'expecting ) in line 2, before `b ::= "c"`'),
+        ("root ::= x", "no rule defines x"),
+        ("a ::= [a]", "it has no rule named root"),
+        ('root ::= "a', 'unexpected text in line 1, before `"a`'),
+        ('root ::= "\\q"', 'unknown escape \\q in line 1, before `"\\q"`'),
+        ('root ::= "\\ud800"', '\\ud800 is no character in line 1, before `"\\ud800"`'),
+        ("root ::= []", "an empty set of characters in line 1, before `[]`"),
+        ("root ::= [z-a]", "the range z-a is empty in line 1, before `[z-a]`"),
+        ('root ::= "a"{3,2}', "{3,2} is empty in line 1, before `{3,2}`"),
+        ("root ::= * [a]", "nothing stands before * in line 1, before `* [a]`"),
+        ('root ::= "a"\n"b"', 'expecting a rule\'s name and ::= in line 2, before `"b"`'),
+    ],
+)
+def test_a_grammar_that_does_not_parse_says_why(grammar, words):
+    with pytest.raises(UsageError) as caught:
+        rules_of(grammar)
+    assert str(caught.value) == f"the grammar does not parse: {words}"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ("", "the grammar is empty"),
+        (" \n", "the grammar is empty"),
+        ("root ::= [\ud800]", "the grammar is not Unicode: character 10 is half of a pair"),
+        ("root ::= [a]" + " " * MOST, "the grammar has 262,156 characters; at most 262,144 are taken"),
+    ],
+)
+def test_what_is_no_grammar_is_one_line(grammar, words):
+    with pytest.raises(UsageError) as caught:
+        rules_of(grammar)
+    assert str(caught.value) == words
+
+
+JSON_GRAMMAR = r"""
+# as in llama.cpp's examples
+root   ::= value
+value  ::= object | array | string | number | ("true" | "false" | "null") ws
+object ::=
+  "{" ws (
+            string ":" ws value
+    ("," ws string ":" ws value)*
+  )? "}" ws
+array  ::= "[" ws ( value ("," ws value)* )? "]" ws
+string ::= "\"" ( [^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) )* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("grammar", "fits", "fails"),
+    [
+        (
+            JSON_GRAMMAR,
+            ['{"a": [1, -2.5e3, {"b\\n": "x\u00e9"}],\n  "c": null}', "[]", "{}"],
+            ['{"a" 1}', "[1,]"],
+        ),
+        # a lexer that takes the longest part would refuse these
+        ('root ::= [a-z]* "abc"', ["abc", "xabc", "abcabc"], ["ab", "abcd"]),
+        ('root ::= "a" "bc" | "ab" "d"', ["abc", "abd"], ["ab", "abcd"]),
+        ('root ::= x "b"\nx ::= "a" | "ab"', ["ab", "abb"], ["a", "abbb"]),
+        # names of all kinds
+        ('root ::= start Start 1-a\nstart ::= "a"\nStart ::= "b"\n1-a ::= "c"', ["abc"], ["aac", "abb"]),
+        (
+            'root ::= "\\u00e9" [\\u00e8-\\u00ea] . "\\x41" "\\U0001F600"',
+            ["\u00e9\u00ea\nA\U0001f600"],
+            ["\u00e9e\nA"],
+        ),
+        (r"root ::= [a\]x-] [-z] [^-\]]", ["]-a", "-z!", "x-["], ["y-a", "aza]", "az-"]),
+        (r"root ::= [\x2d-\x2f]", ["-", ".", "/"], ["0"]),
+        (
+            'root ::= "a"{2} [b]{1,} (("c" | "d")? "e"){0,2}',
+            ["aab", "aabbcede", "aabe"],
+            ["ab", "aabceceCe", "aa"],
+        ),
+        ('root ::= "a" |\n  "b"\nroot ::= "c"', ["c"], ["a"]),
+        ('root ::= "a" (\n"b"\n| "c"\n) # what follows\n', ["ab", "ac"], ["a"]),
+        ('root ::= sum\nsum ::= num | sum "+" num\nnum ::= [0-9]+ | "(" sum ")"', ["1+(22+3)"], ["1+", "(1"]),
+        ('root ::= "/" [/] "\\\\"', ["//\\"], ["//"]),
+        ('root ::= ""', [""], ["a"]),
+    ],
+)
+def test_a_grammar_takes_the_texts_that_fit(engine, grammar, fits, fails):
+    matcher, vocabulary = Matcher(Vocabulary.of(engine.model), rules_of(grammar)), Vocabulary.of(engine.model)
+    for text in (*fits, *fails):
+        matcher.restart()
+        accepted = all(map(matcher.accept, vocabulary.tokens_of(text.encode())))
+        assert (accepted and matcher.accept(engine.model.eos)) == (text in fits), text
+
+
+@pytest.mark.engine
+def test_a_token_may_be_named_by_its_number(engine):
+    model = engine.model
+    matcher = Matcher(Vocabulary.of(model), rules_of("root ::= <[1]> !<[300]> [a]"))
+    assert not matcher.accept(3 + ord("a"))
+    assert matcher.accept(1)
+    assert not matcher.accept(300)
+    assert matcher.accept(301)
+    assert matcher.accept(3 + ord("a"))
+
+
+ENDLESS = {
+    "optional parts": "root ::= " + "(" * 4 + '"a"?' + "){50}" * 4,
+    "many optional parts": "root ::= " + "(" * 4 + '"a"?' + "){2000}" * 4,
+    "deep": "root ::= " + "(" * 100_000 + "[a]" + ")" * 100_000,
+    "a chain": "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(12_000)) + "r12000 ::= [a]",
+    "a chain that is recursive": "root ::= r0\n"
+    + "".join(f"r{i} ::= r{i + 1} [b]?\n" for i in range(9_000))
+    + "r9000 ::= [a] root?",
+    "itself": "root ::= root",
+    "itself and more": 'root ::= root root | ""',
+    "right recursion": 'root ::= [a-z] root | ""',
+    "ambiguous": "root ::= x x x x x\nx ::= x x | [a-z]",
+    "counts": "root ::= [a]{1000000000} [b]{1000000000,}",
+    "a great text": "root ::= " + "[a-z] " * 40_000,
+    "options": "root ::= " + " | ".join(f'[a-z]+ "{n}"' for n in range(9_000)),
+}
+"""Grammars that are small, and take a careless parser for ever, or all memory, or its stack."""
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("what", ENDLESS)
+def test_no_grammar_takes_long_or_much_or_ends_the_process(engine, what):
+    model, rng = engine.model, np.random.default_rng(1)
+    before, start, said = peak_bytes(), time.process_time(), ""
+    try:
+        matcher = Matcher(Vocabulary.of(model), rules_of(ENDLESS[what]))
+        for _ in range(100):
+            fits = np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little"))
+            token = int(rng.choice(fits))
+            assert matcher.accept(token)
+            if model.ends_turn(token):
+                break
+    except UsageError as error:
+        said = str(error)
+    assert "\n" not in said
+    assert len(said) < 400
+    # CPU time: a busy machine is not its fault
+    assert time.process_time() - start < 30
+    assert peak_bytes() - before < 600 * 2**20
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("schema", "fits", "fails"),
+    [
+        ({"type": ["string", "null"], "maxLength": 2}, '"ab"', '"abc"'),
+        ({"type": ["string", "null"], "enum": ["a", None]}, "null", '"b"'),
+        ({"type": "array", "items": {}}, '[1, "a"]', "[1"),
+    ],
+)
+def test_what_a_schema_says_beside_its_types_is_held(engine, schema, fits, fails):
+    whole = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
+    for text, is_whole in ((fits, True), (fails, False)):
+        matcher = Matcher(Vocabulary.of(engine.model), enforced(whole).rules)
+        tokens = engine.model.tokenize('{"x": ' + text + "}").tolist()
+        assert all(map(matcher.accept, tokens)) == is_whole
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "value",
+    ["plain", 'a "quoted" \\ word', "two\nlines\tand more", "caf\u00e9 \U0001f600", [1, {"a\\b": None}]],
+)
+def test_a_text_of_a_schema_is_written_as_json_has_it(engine, value):
+    key = 'the "key"\n'
+    schema = {"type": "object", "properties": {key: {"const": value}}, "required": [key]}
+    logits = np.zeros(engine.model.n_vocab, np.float32)
+    logits[259:] = -90
+    tokens = written(engine, logits, 900, json_schema=json.dumps(schema))
+    text = b"".join(map(engine.model.piece, tokens[:-1])).decode()
+    assert json.loads(text) == {key: value}
+    # as a model knows it
+    assert "\\u" not in text
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("likely", ["\n", "\t", "\0", "\\", '"', "\x7f"])
+def test_no_string_has_what_json_does_not_allow(engine, likely):
+    logits = np.random.default_rng(2).normal(0, 1, engine.model.n_vocab).astype(np.float32)
+    logits[3 + ord(likely)] += 6
+    # bytes above are parts of characters, and alone none
+    logits[3 + 0x80 :] = -90
+    schema = {"type": "string", "minLength": 8, "maxLength": 9}
+    tokens = written(engine, logits, 200, temp=1, json_schema=json.dumps(schema))
+    assert 8 <= len(json.loads(b"".join(map(engine.model.piece, tokens[:-1])))) <= 9
+
+
+@pytest.mark.engine
+def test_a_definition_is_not_taken_for_a_property_of_its_name(engine):
+    schema = {
+        "properties": {
+            "pet": {"enum": ["cat"]},
+            "other": {"$ref": "#/$defs/pet"},
+            "list": {"$ref": "#/$defs/deep/pet"},
+        },
+        "required": ["pet", "other", "list"],
+        "$defs": {
+            "pet": {"enum": ["dog"]},
+            "deep": {
+                "pet": {
+                    "anyOf": [
+                        {"const": 0},
+                        {
+                            "type": "array",
+                            "items": {"$ref": "#/$defs/deep/pet"},
+                            "minItems": 1,
+                            "maxItems": 1,
+                        },
+                    ]
+                }
+            },
+        },
+    }
+    logits = np.zeros(engine.model.n_vocab, np.float32)
+    logits[259:] = -90
+    found = set()
+    for first in "0[":
+        logits[3 + ord("0")], logits[3 + ord("[")] = (5, 0) if first == "0" else (0, 2)
+        tokens = written(engine, logits, 400, temp=1, json_schema=json.dumps(schema))
+        value = json.loads(b"".join(map(engine.model.piece, tokens[:-1])))
+        assert (value["pet"], value["other"]) == ("cat", "dog")
+        found.add(isinstance(value["list"], list))
+    assert found == {True, False}
+
+
+def test_what_cannot_be_enforced_is_named():
+    schema = {
+        **{"$schema": "x", "title": "t", "type": "object", "minProperties": 1, "additionalProperties": True},
+        "properties": {
+            "minimum": {"type": "integer", "maximum": 4, "default": {"not": 1}},
+            "list": {"type": "array", "items": {"type": "number", "multipleOf": 2}, "uniqueItems": True},
+            "one": {"type": "string", "format": "color", "pattern": r"\bfoo"},
+        },
+    }
+    assert enforced(schema).not_held == ["format color", "minProperties", "pattern", "uniqueItems"]
+    assert enforced(PERSON).not_held == []
+    with pytest.raises(Unenforced, match="the JSON schema's format color cannot be enforced") as caught:
+        enforced({"properties": {"a/b": {"anyOf": [{}, {"type": "string", "format": "color"}]}}}, strict=True)
+    assert caught.value.where == "#/properties/a~1b/anyOf/1/format"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("policy", "temp"), [("h2o", 0), ("streamingllm", 1.5), ("recall", 1.5)])
+def test_an_object_fits_its_schema_though_its_tokens_are_evicted(smol, policy, temp):
+    model = Model(smol)
+    engine = Engine(model, policies.fit(policy, 64), Settings(n_threads=1, n_batch=32))
+    its = Sampling(temp=temp, json_schema=json.dumps(PERSON))
+    writer = Writer(engine, Sampler(model, its, seed=3))
+    writer.read(model.tokenize("A person and four friends as JSON:\n", start=True))
+    n_before, text = engine.n_evicted, ""
+    evicted = []
+    for piece in writer.write(400):
+        text += piece
+        evicted.append(engine.n_evicted)
+    engine.close()
+    model.close()
+    check_person(text)
+    # nothing of the prompt had to go; much of the object did, while it was written
+    assert n_before == 0
+    assert len(set(evicted)) >= 3
+    assert engine.policy.budget == 64
+
+
+@pytest.mark.engine
+def test_generate_writes_json_that_fits_a_schema_under_a_budget(smol, tmp_path):
+    (tmp_path / "person.json").write_text(json.dumps(PERSON))
+    own = ("generate", "-p", "Who is it?", "-n", 400, "--seed", 5, "-t", 1, "-m", smol)
+    under = ("--policy", "h2o", "--budget", 64, "-b", 32)
+    done = kvtool(*own, *under, "--json-schema", tmp_path / "person.json", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    result = json.loads(done.stdout)
+    assert result["evicted"] > 20
+    check_person(result["text"])
+    # the schema as a text, with a keyword that is not enforced
+    done = kvtool(*own, *under, "-j", json.dumps(PERSON | {"unevaluatedItems": False}))
+    check_person(done.stdout)
+    assert done.stderr == ("the schema's unevaluatedItems cannot be enforced; check the JSON for that\n")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("typed", [["--grammar", "root ::= x"], ["--json-schema", '{"type": 5}']])
+def test_a_command_says_why_before_it_reads(chat_model, typed):
+    done = called("generate", "-p", "a" * 400, "--policy", "h2o", "--budget", 64, "-m", chat_model, *typed)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("kvtool: the ")
+
+
+@pytest.mark.engine
+def test_python_takes_a_schema_and_stop_strings(smollm2):
+    model = load_model(smollm2)
+    engine = Engine(model, load_policy("h2o", budget=64), Settings(n_threads=1))
+    schema = {"type": "array", "items": {"enum": COLOURS}, "minItems": 3, "maxItems": 3}
+    found = json.loads("".join(kvtool_api.generate(engine, "Colours: ", json_schema=schema)))
+    assert len(found) == 3
+    assert set(found) <= set(COLOURS)
+    engine.reset()
+    for stop in (", ", [", ", "?"]):
+        text = "".join(kvtool_api.generate(engine, "One, two,", 20, grammar='root ::= "a b, c"', stop=stop))
+        assert text == "a b"
+    with pytest.raises(UsageError, match="--grammar and --json-schema cannot be combined"):
+        next(kvtool_api.generate(engine, "One", grammar="root ::= [a]", json_schema="{}"))
+    engine.close()
+    model.close()

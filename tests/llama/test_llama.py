@@ -1,0 +1,1110 @@
+"""The patched library, called through Context: edits move, rotate and merge what they say, nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from kvtool.errors import InputError, LibraryError, UsageError
+from kvtool.llama import library
+from kvtool.llama.context import Context
+from kvtool.llama.devices import has_gpu, library_info
+from kvtool.llama.library import ABI, api, check_library
+from kvtool.llama.model import Model
+from kvtool.policy import Merge, Request, Signal
+from tests.engine import saved
+from tests.engine.running import ON_CUDA, TOLERANCE
+from tests.reference import transformer
+
+pytestmark = pytest.mark.engine
+
+SHAPE = {"n_layer": 2, "n_head": 4, "n_head_kv": 2, "head_dim": 64}
+N_ROW = 4
+BOTH = Signal.ATTENTION | Signal.LAST
+NO_MOVES = np.empty((0, 4), np.int32)
+
+# without flash attention V lies transposed, and cannot be quantized
+CACHES = [
+    ("f32", "f32", "off"),
+    ("f32", "f32", "on"),
+    ("f16", "f16", "off"),
+    ("f16", "f16", "on"),
+    ("q8_0", "f16", "off"),
+    ("q8_0", "q8_0", "on"),
+]
+every_cache = pytest.mark.parametrize(("type_k", "type_v", "flash"), CACHES)
+either_path = pytest.mark.parametrize("force_graph", [False, True], ids=["host", "graph"])
+
+
+@contextmanager
+def opened(path, n_cell=256, n_batch=64, signals=Signal.NONE, n_query=0, **options):
+    model = Model(path)
+    exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_output": 1}
+    context = None
+    try:
+        context = Context(model, n_cell, n_batch, Request(signals, n_query), **(exact | options))
+        yield context
+    finally:
+        if context:
+            context.close()
+        model.close()
+
+
+def tokens(n, seed=0):
+    return np.random.default_rng(seed).integers(3, 259, n).astype(np.int32)
+
+
+def fill(context, n, pos_0=0, seed=0):
+    """Decodes n tokens in batches."""
+    text = tokens(n, seed)
+    for at in range(0, n, context.n_batch):
+        context.decode(text[at : at + context.n_batch], pos_0 + at, 1)
+
+
+def look(context):
+    return saved.parse(context.state())
+
+
+def moves_of(source, delta=None):
+    """source i32[row, n]: which cell each of the first n cells takes its content from."""
+    n_row, n = source.shape
+    row, dst = np.divmod(np.arange(n_row * n), n)
+    delta = np.zeros(n_row * n) if delta is None else delta.ravel()
+    return np.stack([row, dst, source.ravel(), delta], axis=1).astype(np.int32)
+
+
+def permutations(n, seed=0, n_row=N_ROW):
+    return np.random.default_rng(seed).random((n_row, n)).argsort(axis=1)
+
+
+def merge_of(terms):
+    """terms [(row, dst, [(src, weight), ...]), ...] -> Merge"""
+    flat = [(row, dst, src, weight) for row, dst, sources in terms for src, weight in sources]
+    row, dst, src, weight = zip(*flat, strict=True)
+    i32 = (np.array(column, np.int32) for column in (row, dst, src))
+    return Merge(*i32, np.array(weight, np.float32))
+
+
+def by_row(state, tensor):
+    """[row, n, bytes of a head]"""
+    return np.concatenate([state.rows(tensor, layer, 2).swapaxes(0, 1) for layer in range(2)])
+
+
+def values_by_row(state):
+    """f32[row, n, head_dim]"""
+    return np.concatenate([state.values(layer, 2).swapaxes(0, 1) for layer in range(2)])
+
+
+# moves
+
+
+@every_cache
+@either_path
+def test_a_permutation_and_its_inverse_leave_every_byte(tiny_model, type_k, type_v, flash, force_graph):
+    n = 37
+    with opened(tiny_model(**SHAPE), type_k=type_k, type_v=type_v, flash=flash) as context:
+        fill(context, n)
+        before = context.state()
+        source = permutations(n)
+        context.apply(moves_of(source), n, 0, force_graph=force_graph)
+        was, now = saved.parse(before), look(context)
+        assert now.v_is_transposed == (flash == "off")
+        for tensor in ("k", "v"):
+            want = np.take_along_axis(by_row(was, tensor), source[:, :, None], axis=1)
+            assert (want != by_row(was, tensor)).any()
+            assert (by_row(now, tensor) == want).all()
+        context.apply(moves_of(source.argsort(axis=1)), n, 0, force_graph=force_graph)
+        assert context.state() == before
+
+
+@pytest.mark.parametrize("flash", ["off", "on"])
+@either_path
+def test_a_permutation_alone_does_not_change_the_next_logits(tiny_model, flash, force_graph):
+    n = 50
+
+    def next_logits(*moves):
+        with opened(tiny_model(**SHAPE), flash=flash) as context:
+            fill(context, n)
+            for each in moves:
+                context.apply(each, n, 0, force_graph=force_graph)
+            context.decode(tokens(1, seed=9), n, 1)
+            return context.logits().copy()
+
+    # flash attention adds up in f16, whatever the cache is
+    tolerance = 1e-4 if flash == "off" else 2e-2
+    plain = next_logits()
+    assert np.abs(next_logits(moves_of(permutations(n))) - plain).max() < tolerance
+    # what is moved does count: where one row loses its newer half, they change by far more
+    wrong = moves_of(np.arange(n) % (n // 2) + np.zeros((N_ROW, 1), np.int64))
+    assert np.abs(next_logits(wrong) - plain).max() > 0.5
+
+
+def assert_before_the_next(pos, n, next_pos):
+    """n cells are in use, the last one just before the next position and the others before that."""
+    assert len(pos) == n
+    assert pos[-1] == next_pos - 1
+    assert (pos[:-1] < pos[-1]).all()
+
+
+@every_cache
+def test_the_short_cut_through_host_memory_leaves_the_bytes_of_the_graph(tiny_model, type_k, type_v, flash):
+    n, n_keep = 60, 41
+    rng = np.random.default_rng(3)
+    keep = np.sort(rng.random((N_ROW, n)).argsort(axis=1)[:, :n_keep], axis=1)
+    states = []
+    for force_graph in (False, True):
+        with opened(tiny_model(**SHAPE), type_k=type_k, type_v=type_v, flash=flash) as context:
+            fill(context, n)
+            source = np.empty((N_ROW, n_keep), np.int64)
+            for row, kept in enumerate(keep):
+                low, tail = kept[kept < n_keep], kept[kept >= n_keep]
+                source[row, low] = low
+                source[row, np.setdiff1d(np.arange(n_keep), low)] = tail
+            context.apply(moves_of(source), n_keep, n - n_keep, force_graph=force_graph)
+            states.append(context.state())
+    assert len(states[0]) > 0
+    assert states[0] == states[1]
+    assert_before_the_next(saved.parse(states[0]).pos, n_keep, n)
+
+
+@either_path
+def test_cells_past_the_kept_ones_are_free_again(tiny_model, force_graph):
+    with opened(tiny_model(**SHAPE), n_batch=64) as context:
+        for _ in range(8):  # 512 tokens through 256 cells
+            fill(context, 64, pos_0=len(look(context).pos) and 100)
+            context.apply(NO_MOVES, 40, 60, force_graph=force_graph)
+            assert_before_the_next(look(context).pos, 40, 100)
+
+
+def test_more_tokens_than_cells_are_an_error(tiny_model):
+    with opened(tiny_model(**SHAPE), n_batch=64) as context:
+        fill(context, 256)
+        with pytest.raises(LibraryError, match=r"cannot decode \(status 1\)"):
+            context.decode(tokens(1), 256, 1)
+
+
+# merges
+
+
+def expected_values(values, terms):
+    """All sources are read before any value is written."""
+    merged = values.copy()
+    for row, dst, sources in terms:
+        merged[row, dst] = sum(np.float32(weight) * values[row, src] for src, weight in sources)
+    return merged
+
+
+def random_terms(rng, n, counts):
+    """For each row a merge for each count, at random cells; sources may be one another's destinations."""
+    terms = []
+    for row in range(N_ROW):
+        for dst, count in zip(rng.permutation(n), counts, strict=False):
+            sources = rng.permutation(n)[:count]
+            terms.append((row, int(dst), [(int(src), float(rng.normal())) for src in sources]))
+    return terms
+
+
+MERGES = {
+    "one term": [1, 1],
+    "two terms": [2] * 5,
+    "three terms": [3, 3, 3],
+    "five terms": [5],
+    "a mixture": [1, 5, 2, 3, 2, 4],
+    "every cell": [3] * 30,
+}
+VALUE_CACHES = [("f32", "off"), ("f32", "on"), ("f16", "off"), ("f16", "on"), ("q8_0", "on")]
+
+
+def close(got, want, kind):
+    """Whether each head's values f32[..., head_dim] are the sums, rounded once to what the cache holds."""
+    largest = np.abs(want).max(axis=-1, keepdims=True)
+    # q8_0: half a step, and the scale is an f16
+    rounding = {"f32": 0, "f16": 2**-11 * np.abs(want), "q8_0": (1 / 254 + 2**-11) * largest}[kind]
+    return (np.abs(got - want) <= rounding + 3e-6 * (1 + largest)).all()
+
+
+@pytest.mark.parametrize("counts", MERGES.values(), ids=MERGES.keys())
+@pytest.mark.parametrize(("type_v", "flash"), VALUE_CACHES)
+@either_path
+def test_merged_values_are_the_weighted_sums(tiny_model, counts, type_v, flash, force_graph):
+    n = 30
+    terms = random_terms(np.random.default_rng(len(counts)), n, counts)
+    with opened(tiny_model(**SHAPE), type_v=type_v, flash=flash) as context:
+        fill(context, n)
+        was = look(context)
+        context.apply(NO_MOVES, n, 0, merge_of(terms), force_graph=force_graph)
+        now = look(context)
+    want = expected_values(values_by_row(was), terms)
+    assert (by_row(now, "k") == by_row(was, "k")).all()
+    untouched = np.ones((N_ROW, n), np.bool_)
+    for row, dst, _ in terms:
+        untouched[row, dst] = False
+    assert (by_row(now, "v")[untouched] == by_row(was, "v")[untouched]).all()
+    assert close(values_by_row(now)[~untouched], want[~untouched], type_v)
+    assert (values_by_row(now)[~untouched] != values_by_row(was)[~untouched]).any()
+
+
+@pytest.mark.parametrize("flash", ["off", "on"])
+@either_path
+def test_a_source_that_is_merged_itself_is_read_first(tiny_model, flash, force_graph):
+    n = 12
+    # a ring: each cell takes half of itself and half of the next
+    terms = [
+        (row, cell, [(cell, 0.5), ((cell + 1) % n, 0.5)])
+        for row in range(N_ROW)
+        for cell in np.random.default_rng(row).permutation(n).tolist()
+    ]
+    with opened(tiny_model(**SHAPE), flash=flash) as context:
+        fill(context, n)
+        values = values_by_row(look(context))
+        context.apply(NO_MOVES, n, 0, merge_of(terms), force_graph=force_graph)
+        now = values_by_row(look(context))
+    assert np.abs(now - (values + np.roll(values, -1, axis=1)) / 2).max() < 1e-5
+
+
+@pytest.mark.parametrize("flash", ["off", "on"])
+@pytest.mark.parametrize("delta", [0, -3], ids=["stays", "turns"])
+@either_path
+def test_a_merged_value_moves_with_its_cell_in_the_same_edit(tiny_model, flash, delta, force_graph):
+    n, n_keep = 30, 20
+    rng = np.random.default_rng(5)
+    # cell 25 is evicted into cell 26, and cell 26 then fills the hole at 3; cell 3 goes into 7, which stays
+    terms = [(row, 26, [(26, 0.25), (25, 0.75)]) for row in range(N_ROW)]
+    terms += [(row, 7, [(3, float(rng.normal())), (7, 1.0)]) for row in range(N_ROW)]
+    moves = np.array([(row, 3, 26, delta) for row in range(N_ROW)], np.int32)
+    with opened(tiny_model(**SHAPE), flash=flash) as context:
+        fill(context, n)
+        was = look(context)
+        context.apply(moves, n_keep, 10, merge_of(terms), force_graph=force_graph)
+        now = look(context)
+    want = expected_values(values_by_row(was), terms)
+    want[:, 3] = want[:, 26]
+    assert np.abs(values_by_row(now) - want[:, :n_keep]).max() < 1e-5
+    keys = by_row(was, "k")[:, :n_keep].copy()
+    if delta == 0:
+        keys[:, 3] = by_row(was, "k")[:, 26]
+        assert (by_row(now, "k") == keys).all()
+    else:
+        others = np.arange(n_keep) != 3
+        assert (by_row(now, "k")[:, others] == keys[:, others]).all()
+
+
+# rotation
+
+
+# what RoPE leaves is compared with a key rotated once: f16 is rounded twice, q8_0 quantized twice
+@pytest.mark.parametrize("rope", ["norm", "neox"])
+@pytest.mark.parametrize(
+    ("type_k", "flash", "tolerance"),
+    [("f32", "off", 1e-5), ("f32", "on", 1e-5), ("f16", "off", 1e-3), ("f16", "on", 1e-3)]
+    + [("q8_0", "off", 0.02), ("q8_0", "on", 0.02)],
+)
+def test_a_turned_key_is_the_key_of_the_shifted_position(tiny_model, rope, type_k, flash, tolerance):
+    n, start, shifts = 40, 100, [0, 1, -7, 300, -100]
+    rng = np.random.default_rng(2)
+    choice = rng.integers(0, len(shifts), (N_ROW, n))
+    source = permutations(n, 4)
+    keys = []
+    for shift in shifts:
+        # keys of the first layer depend on the token and its position alone
+        with opened(tiny_model(rope=rope, **SHAPE), type_k=type_k, flash=flash) as context:
+            fill(context, n, pos_0=start + shift)
+            keys.append(look(context).keys(0, 2).swapaxes(0, 1))
+    with opened(tiny_model(rope=rope, **SHAPE), type_k=type_k, flash=flash) as context:
+        fill(context, n, pos_0=start)
+        context.apply(moves_of(source, np.array(shifts)[choice]), n, start)
+        got = look(context).keys(0, 2).swapaxes(0, 1)
+    row = np.arange(2)[:, None]
+    want = np.stack(keys)[choice[:2], row, source[:2]]
+    size = np.sqrt((want**2).mean(axis=-1))
+    error = np.sqrt(((got - want) ** 2).mean(axis=-1)) / size
+    assert error.max() < tolerance
+    # and the shifts do show
+    assert (np.sqrt(((keys[0][row, source[:2]] - want) ** 2).mean(axis=-1)) / size).max() > 0.5
+
+
+@pytest.mark.parametrize("rope", ["norm", "neox"])
+@pytest.mark.parametrize("yarn", [None, 4.0])
+def test_a_turned_key_is_that_of_upstreams_own_shift(tiny_model, rope, yarn):
+    shape = SHAPE | ({"yarn": yarn} if yarn else {})
+    n, start, delta = 40, 100, 37
+    with opened(tiny_model(rope=rope, **shape)) as context:
+        fill(context, n, pos_0=start)
+        plain = look(context)
+        memory = api.llama_get_memory(context._context)
+        api.llama_memory_seq_add(memory, 0, 0, -1, delta)
+        # a decode does what was asked for
+        fill(context, 1, pos_0=start + n + delta)
+        want = look(context)
+    with opened(tiny_model(rope=rope, **shape)) as context:
+        fill(context, n, pos_0=start)
+        stays = np.tile(np.arange(n), (N_ROW, 1))
+        context.apply(moves_of(stays, np.full_like(stays, delta)), n, start + delta)
+        got = look(context)
+    for layer in range(2):
+        turned, shifted = got.keys(layer, 2), want.keys(layer, 2)[:n]
+        # upstream's shift gives keys YaRN's magnitude once more; ours leaves them the one they have
+        again = 1 + 0.1 * np.log(yarn) if yarn else 1
+        assert np.abs(turned - shifted / again).max() < 1e-4
+        size = np.linalg.norm(plain.keys(layer, 2), axis=-1)
+        assert np.abs(np.linalg.norm(turned, axis=-1) / size - 1).max() < 1e-4
+        assert np.abs(turned - plain.keys(layer, 2)).max() > 0.5
+
+
+def test_a_key_turned_there_and_back_is_itself(tiny_model):
+    n = 20
+    with opened(tiny_model(**SHAPE)) as context:
+        fill(context, n)
+        was = look(context)
+        stays = np.tile(np.arange(n), (N_ROW, 1))
+        for sign in (1, -1):
+            context.apply(moves_of(stays, np.full_like(stays, sign * 17)), n, 0)
+        now = look(context)
+    for layer in range(2):
+        assert np.abs(now.keys(layer, 2) - was.keys(layer, 2)).max() < 1e-4
+    assert (by_row(now, "v") == by_row(was, "v")).all()
+
+
+# signals
+
+FIRST_LAYER = slice(0, 2)
+# flash attention works in f16 and so do the inputs of all layers but the first; the sums here go up to 20
+FLASH_ROUNDING = 1e-2
+# the share of (row, cell) pairs where rounding makes a hit or none
+AT_THE_EDGE = 0.02
+
+
+@pytest.mark.parametrize("n_head_kv", [1, 2, 4])
+@pytest.mark.parametrize("flash", ["off", "on"])
+@pytest.mark.parametrize("batches", [[1], [2], [3, 1], [7, 64, 1, 1], [64] * 6], ids=str)
+def test_attention_is_what_every_query_has_given(tiny_model, n_head_kv, flash, batches):
+    path = tiny_model(**(SHAPE | {"n_head_kv": n_head_kv}))
+    with opened(path, n_cell=512, signals=BOTH, flash=flash) as context:
+        at, text = 0, tokens(sum(batches))
+        for n in batches:  # [64] * 6: past 256 cells, where llama.cpp's attention grows
+            context.decode(text[at : at + n], at, 1)
+            at += n
+        attn, last = context.read(Signal.ATTENTION, 512), context.read(Signal.LAST, 512)
+    group = 4 // n_head_kv
+    assert attn.shape == (2 * n_head_kv, 512)
+    assert np.abs(attn.sum(axis=1) / (group * at) - 1).max() < 1e-4
+    assert np.abs(last.sum(axis=1) / group - 1).max() < 1e-4
+    assert (attn[:, at:] == 0).all()
+    assert (last[:, at:] == 0).all()
+    assert (attn[:, :at] > 0).all()
+
+
+@pytest.mark.parametrize("rope", ["norm", "neox"])
+@pytest.mark.parametrize("flash", ["off", "on"])
+def test_the_signals_are_those_of_the_definition(tiny_model, rope, flash):
+    path = tiny_model(rope=rope, **SHAPE)
+    text = tokens(40)
+    stream = transformer.Stream(transformer.Llama(path))
+    with opened(path, signals=BOTH, flash=flash) as context:
+        for part in (text[:23], text[23:]):
+            context.decode(part, stream.next, 1)
+            stream.decode(part)
+        rows = [row for rows in stream.rows for row in rows]
+        for signal, name in ((Signal.ATTENTION, "mass"), (Signal.LAST, "last")):
+            want = np.stack([getattr(row, name) for row in rows])
+            error = np.abs(context.read(signal, 40) - want)
+            assert error[FIRST_LAYER].max() < TOLERANCE
+            assert error.max() < (TOLERANCE if flash == "off" else FLASH_ROUNDING)
+
+
+def test_attention_adds_up_over_decodes(tiny_model):
+    with opened(tiny_model(**SHAPE), signals=Signal.ATTENTION) as context:
+        text, total = tokens(20), np.zeros((N_ROW, 20), np.float32)
+        for at in range(20):
+            before = context.read(Signal.ATTENTION, 20)
+            context.decode(text[at : at + 1], at, 1)
+            total += context.read(Signal.ATTENTION, 20) - before
+            assert np.abs((context.read(Signal.ATTENTION, 20) - before).sum(axis=1) - 2).max() < 1e-4
+        one_by_one = context.read(Signal.ATTENTION, 20)
+        context.apply(NO_MOVES, 0, 0)
+        context.decode(text, 0, 1)
+        at_once = context.read(Signal.ATTENTION, 20)
+    assert np.abs(one_by_one - at_once).max() < TOLERANCE
+    assert np.abs(total - at_once).max() < TOLERANCE
+
+
+def test_the_last_attention_is_that_of_the_last_query_alone(tiny_model):
+    text = tokens(30)
+    with opened(tiny_model(**SHAPE), signals=BOTH) as context:
+        context.decode(text, 0, 1)
+        of_batch = context.read(Signal.LAST, 30)
+        context.apply(NO_MOVES, 0, 0)
+        context.decode(text[:29], 0, 1)
+        context.apply(NO_MOVES, 29, 0)  # forgets the attention so far
+        context.decode(text[29:], 29, 1)
+        alone, summed = context.read(Signal.LAST, 30), context.read(Signal.ATTENTION, 30)
+    assert np.abs(of_batch - alone).max() < TOLERANCE / 10
+    assert (alone == summed).all()
+
+
+@pytest.mark.parametrize("types", [("f32", "f32"), ("f16", "f16")])
+def test_flash_attention_gives_the_same_signals(tiny_model, types):
+    found = []
+    for flash in ("off", "on"):
+        type_k, type_v = types
+        with opened(tiny_model(**SHAPE), signals=BOTH, flash=flash, type_k=type_k, type_v=type_v) as context:
+            fill(context, 100)
+            found.append([context.read(signal, 100) for signal in (Signal.ATTENTION, Signal.LAST)])
+    for off, on in zip(*found, strict=True):
+        assert np.abs(off - on)[FIRST_LAYER].max() < 1e-4
+        assert np.abs(off - on).max() < FLASH_ROUNDING
+
+
+@pytest.mark.parametrize("n_keep", [0, 5])
+def test_an_edit_clears_the_signals(tiny_model, n_keep):
+    with opened(tiny_model(**SHAPE), signals=BOTH) as context:
+        for read_before in (True, False):  # copied to the host already, or still on its way
+            fill(context, 9)
+            if read_before:
+                assert context.read(Signal.ATTENTION, 9).any()
+            context.apply(NO_MOVES, n_keep, 9 - n_keep)
+            assert not context.read(Signal.ATTENTION, 256).any()
+            assert not context.read(Signal.LAST, 256).any()
+            context.apply(NO_MOVES, 0, 0)
+
+
+@pytest.mark.parametrize("read_before", [True, False])
+def test_signals_are_cleared_as_an_edit_clears_them_but_cells_and_recent_attention_stay(
+    tiny_model, read_before
+):
+    every = Signal.RECENT | Signal.SQUARES | Signal.HITS | Signal.IMPORTANT | BOTH
+    found = []
+    for clear in (lambda c: c.clear_signals(), lambda c: c.apply(NO_MOVES, 40, 0)):
+        with opened(tiny_model(**SHAPE), signals=every, n_query=9) as context:
+            fill(context, 40)
+            cells, recent = context.state(), context.history(Signal.RECENT, 40)
+            if read_before:
+                assert all(context.read(signal, 40).any() for signal in Signal if signal & every)
+            clear(context)
+            assert context.state() == cells
+            assert (context.history(Signal.RECENT, 40) == recent).all()
+            assert not any(context.read(each, 256).any() for each in Signal if each & every & ~Signal.RECENT)
+            fill(context, 7, 40, seed=1)
+            found.append([context.read(each, 47) for each in Signal if each & every])
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-2 if ON_CUDA else 0)
+
+
+def queries_ago(stream, since):
+    """By the definition: i64[row, cell], how many queries ago a key was last hit; 0: not after `since`."""
+    rows = [row for rows in stream.rows for row in rows]
+    ago = np.zeros((len(rows), stream.next), np.int64)
+    for number, row in enumerate(rows):
+        for cell, seen in enumerate(row.seen):
+            hits = [query for query, (t, heads) in enumerate(seen, cell) if max(heads) * t >= 1]
+            if hits and hits[-1] >= since:
+                ago[number, cell] = stream.next - hits[-1]
+    return ago
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("flash", ["off", "on"])
+def test_important_counts_back_from_the_last_query(tiny_model, flash, every):
+    # read after every batch, and only after some
+    stream, since = transformer.Stream(transformer.Llama(tiny_model(**SHAPE))), 0
+    with opened(tiny_model(**SHAPE), signals=Signal.IMPORTANT, flash=flash) as context:
+        for number, n in enumerate([17, 1, 5, 1, 1, 30, 2, 1, 1, 7, 1, 1], 1):
+            part = tokens(n, seed=number)
+            context.decode(part, stream.next, 1)
+            stream.decode(part)
+            if number % every == 0:
+                got, want = context.read(Signal.IMPORTANT, 256), queries_ago(stream, since)
+                assert (got[:, : stream.next] != want).mean() < AT_THE_EDGE
+                assert not got[:, stream.next :].any()
+            if number in (5, 7):
+                # clears it
+                context.apply(NO_MOVES, stream.next, 0)
+                since = stream.next
+                assert not context.read(Signal.IMPORTANT, 256).any()
+
+
+def test_important_goes_on_from_what_was_written(tiny_model):
+    # longer ago than all queries that follow
+    written = 100 + np.arange(N_ROW * 30).reshape(N_ROW, 30)
+    written[:, ::7] = 0
+    stream = transformer.Stream(transformer.Llama(tiny_model(**SHAPE)))
+    stream.decode(tokens(30))
+    with opened(tiny_model(**SHAPE), signals=BOTH | Signal.IMPORTANT) as context:
+        fill(context, 30)
+        context.apply(NO_MOVES, 30, 0)
+        # what is written replaces what there is
+        context.decode(tokens(2), 30, 1)
+        stream.decode(tokens(2))
+        context.write(Signal.IMPORTANT, np.pad(written, ((0, 0), (0, 2))))
+        n = 0
+        for n_batch, reads in ((1, True), (4, False), (1, True), (1, False), (3, True)):
+            part = tokens(n_batch, seed=n)
+            context.decode(part, stream.next, 1)
+            stream.decode(part)
+            n += n_batch
+            if reads:
+                got, want = context.read(Signal.IMPORTANT, 30), queries_ago(stream, 32)[:, :30]
+                assert (want == 0).any()
+                before = np.where(written > 0, written + n, 0)
+                assert (got != np.where(want > 0, want, before)).mean() < AT_THE_EDGE
+
+
+def last_queries(context, n_query, n):
+    """By the definition, of n tokens decoded at once: f32[query, row, n] of the last n_query queries."""
+    model = transformer.Llama(context.model.path)
+    stream = transformer.Stream(model)
+    stream.decode(tokens(n))
+    recent = np.zeros((n_query, N_ROW, n))
+    for number, row in enumerate(row for rows in stream.rows for row in rows):
+        for cell, seen in enumerate(row.seen):
+            for query, (_, heads) in enumerate(seen, cell - (n - n_query)):
+                if query >= 0:
+                    recent[query, number, cell] = sum(heads)
+    return recent
+
+
+@pytest.mark.parametrize("batches", [[40], [33, 7], [39, 1], [3] * 13 + [1]])
+@pytest.mark.parametrize("flash", ["off", "on"])
+def test_recent_attention_is_kept_query_by_query(tiny_model, batches, flash):
+    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=9, flash=flash) as context:
+        at = 0
+        for n in batches:
+            context.decode(tokens(40)[at : at + n], at, 1)
+            at += n
+        history = context.history(Signal.RECENT, 40)
+        want = last_queries(context, 9, 40)
+        tolerance = TOLERANCE if flash == "off" else 2e-2
+        np.testing.assert_allclose(history, want, atol=tolerance)
+        np.testing.assert_allclose(context.read(Signal.RECENT, 40), history.sum(axis=0), atol=1e-6)
+
+
+@either_path
+@pytest.mark.parametrize("ragged", [False, True])
+def test_an_edit_moves_recent_attention_along_and_frees_the_rest(tiny_model, ragged, force_graph):
+    n, n_keep = 30, np.array([11, 11, 11, 11] if not ragged else [11, 3, 0, 8])
+    rows = n_keep if ragged else None
+    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7, ragged=ragged) as context:
+        fill(context, n)
+        before = context.history(Signal.RECENT, n)
+        assert (before.sum(axis=(0, 2)) > 6).all()
+        # a merge does not change it; a key that turns may move as well
+        source = permutations(n)[:, :11]
+        delta = np.random.default_rng(3).integers(0, 3, source.shape)
+        merge = merge_of([(0, 2, [(5, 0.5), (2, 0.5)]), (3, 1, [(1, 0.5), (20, 0.5)])])
+        context.apply(moves_of(source, delta), 11, n - 11, merge, n_keep_row=rows, force_graph=force_graph)
+        want = np.take_along_axis(before, source[None], axis=2)
+        want[:, np.arange(11) >= n_keep[:, None]] = 0
+        np.testing.assert_array_equal(context.history(Signal.RECENT, n)[..., :11], want)
+        assert not context.history(Signal.RECENT, n)[..., 11:].any()
+        # what comes next takes the place of the oldest queries, and a new cell has nothing of those before it
+        context.decode(tokens(2, seed=1), n, 1)
+        after = context.history(Signal.RECENT, 13)
+        np.testing.assert_array_equal(after[:5, :, :11], want[2:])
+        for row, end in enumerate(n_keep):
+            assert not after[:5, row, end:].any()
+            assert (after[5:, row, end] > 0).all()
+            assert after[5:, row, : end + 2].sum() == pytest.approx(2 * 2, abs=TOLERANCE)
+
+
+def test_recent_attention_outlives_a_cache_of_another_size(tiny_model):
+    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
+        fill(context, 30)
+        before = context.history(Signal.RECENT, 256)
+        for n_cell in (1024, 512, 256):
+            context.resize(np.full(2, n_cell))
+            after = context.history(Signal.RECENT, n_cell)
+            np.testing.assert_array_equal(after[..., :256], before)
+            assert not after[..., 256:].any()
+
+
+def test_hidden_cells_leave_recent_attention_empty(tiny_model):
+    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
+        fill(context, 30)
+        context.hide(30)
+        assert not context.history(Signal.RECENT, 30).any()
+        context.decode(tokens(3), 0, 1)
+        # those three are all that there is since then
+        assert context.read(Signal.RECENT, 33)[:, 30:].sum(axis=1) == pytest.approx(3 * 2, abs=TOLERANCE)
+
+
+def test_recent_attention_goes_on_from_what_was_written(tiny_model):
+    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
+        fill(context, 30)
+        cells = [context.cells(layer, 30) for layer in range(2)]
+        history = context.history(Signal.RECENT, 30)
+        context.decode(tokens(3), 30, 1)
+        want = context.read(Signal.RECENT, 33)
+    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
+        # another number of queries before: the slots of a query lie elsewhere
+        fill(context, 45, seed=5)
+        for layer in range(2):
+            context.set_cells(layer, 30, cells[layer])
+        context.apply(NO_MOVES, 30, 0)
+        context.write(Signal.RECENT, history)
+        np.testing.assert_array_equal(context.history(Signal.RECENT, 30), history)
+        context.decode(tokens(3), 30, 1)
+        np.testing.assert_array_equal(context.read(Signal.RECENT, 33), want)
+
+
+def test_recent_attention_of_another_number_of_queries_is_refused(tiny_model):
+    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
+        with pytest.raises(LibraryError, match="n_query must be 7, got 8"):
+            context.write(Signal.RECENT, np.zeros((8, N_ROW, 5)))
+        with pytest.raises(LibraryError, match=r"n_row must be 4 and n_cell in 0\.\.256, got 3 and 5"):
+            context.write(Signal.RECENT, np.zeros((7, 3, 5)))
+    refusal = pytest.raises(LibraryError, match="signal 4 is not enabled")
+    with opened(tiny_model(**SHAPE), signals=BOTH) as context, refusal:
+        context.history(Signal.RECENT, 5)
+
+
+def test_a_signal_that_was_not_asked_for_is_refused(tiny_model):
+    with opened(tiny_model(**SHAPE), signals=Signal.LAST) as context:
+        fill(context, 5)
+        assert context.read(Signal.LAST, 5).any()
+        with pytest.raises(LibraryError, match="signal 1 is not enabled"):
+            context.read(Signal.ATTENTION, 5)
+        with pytest.raises(LibraryError, match="signal 3 is not enabled"):
+            context.read(BOTH, 5)
+    with opened(tiny_model(**SHAPE)) as context:
+        fill(context, 5)
+        with pytest.raises(LibraryError, match="not enabled"):
+            context.read(Signal.LAST, 5)
+
+
+def test_signals_do_not_change_the_logits(tiny_model):
+    logits = []
+    for signals in (Signal.NONE, BOTH):
+        with opened(tiny_model(**SHAPE), signals=signals) as context:
+            fill(context, 80)
+            logits.append(context.logits().tobytes())
+    assert logits[0] == logits[1]
+
+
+# what is refused
+
+
+N_CELL = 256
+GOOD_MOVE = (0, 1, 2, 0)
+GOOD_TERM = (0, 1, [(2, 0.5), (3, 0.5)])
+BAD_MOVES = {
+    "row negative": [(-1, 1, 2, 0)],
+    "row too large": [(N_ROW, 1, 2, 0)],
+    "row far too large": [(2**31 - 1, 1, 2, 0)],
+    "dst negative": [(0, -1, 2, 0)],
+    "dst too large": [(0, N_CELL, 2, 0)],
+    "src negative": [(0, 1, -1, 5)],
+    "src too large": [(0, 1, N_CELL, 0)],
+    "src far too large": [(0, 1, -(2**31), 0)],
+    "dst twice": [(1, 7, 2, 0), (1, 8, 2, 0), (1, 7, 3, 0)],
+    "dst twice, once turned": [(1, 7, 2, 0), (1, 7, 3, 4)],
+    "bad after good": [GOOD_MOVE, (0, 2, N_CELL, 0)],
+}
+BAD_TERMS = {
+    "row negative": [(-1, 1, [(2, 1.0)])],
+    "row too large": [(N_ROW, 1, [(2, 1.0)])],
+    "dst negative": [(0, -1, [(2, 1.0)])],
+    "dst too large": [(0, N_CELL, [(2, 1.0)])],
+    "src negative": [(0, 1, [(-1, 1.0)])],
+    "src too large": [(0, 1, [(N_CELL, 1.0)])],
+    "weight NaN": [(0, 1, [(2, float("nan"))])],
+    "weight infinite": [(0, 1, [(2, float("inf"))])],
+    "weight minus infinite": [GOOD_TERM, (1, 1, [(2, -float("inf"))])],
+    "terms of a destination apart": [(0, 1, [(2, 0.5)]), (0, 4, [(5, 1.0)]), (0, 1, [(3, 0.5)])],
+}
+BAD_RANGES = {
+    "n_keep negative": (-1, 0),
+    "n_keep too large": (N_CELL + 1, 0),
+    "pos_0 negative": (10, -1),
+    "pos_0 too large": (10, 2**31 - 1),
+}
+
+
+@contextmanager
+def refused(context):
+    """The edit inside raises LibraryError and leaves every byte of the cache."""
+    before = context.state()
+    with pytest.raises(LibraryError, match="llama.cpp refused: .+"):
+        yield
+    assert context.state() == before
+    assert len(before) > 1000
+
+
+@pytest.fixture
+def filled(tiny_model):
+    with opened(tiny_model(**SHAPE), signals=Signal.ATTENTION) as context:
+        fill(context, 20)
+        yield context
+
+
+@pytest.mark.parametrize("moves", BAD_MOVES.values(), ids=BAD_MOVES.keys())
+@either_path
+def test_a_move_that_cannot_be_is_refused(filled, moves, force_graph):
+    moves = np.array(moves, np.int64).astype(np.int32)
+    with refused(filled):
+        filled.apply(moves, 20, 0, force_graph=force_graph)
+
+
+@pytest.mark.parametrize("terms", BAD_TERMS.values(), ids=BAD_TERMS.keys())
+@either_path
+def test_a_merge_that_cannot_be_is_refused(filled, terms, force_graph):
+    with refused(filled):
+        filled.apply(np.array([GOOD_MOVE]), 20, 0, merge_of(terms), force_graph=force_graph)
+
+
+@pytest.mark.parametrize(("n_keep", "pos_0"), BAD_RANGES.values(), ids=BAD_RANGES.keys())
+def test_a_number_of_cells_or_a_position_that_cannot_be_is_refused(filled, n_keep, pos_0):
+    with refused(filled):
+        filled.apply(np.array([GOOD_MOVE]), n_keep, pos_0)
+
+
+def test_a_refused_edit_keeps_the_signals(filled):
+    before = filled.read(Signal.ATTENTION, 20)
+    with refused(filled):
+        filled.apply(NO_MOVES, -1, 0)
+    assert (filled.read(Signal.ATTENTION, 20) == before).all()
+
+
+def test_reading_more_cells_than_there_are_is_refused(filled):
+    with pytest.raises(LibraryError, match="n_row must be 4 and n_cell in 0..256, got 4 and 257"):
+        filled.read(Signal.ATTENTION, 257)
+
+
+# sizes, hidden cells, keys, ragged rows
+
+
+@every_cache
+def test_a_cache_that_grows_and_shrinks_keeps_every_byte_and_the_logits(tiny_model, type_k, type_v, flash):
+    caches = {"type_k": type_k, "type_v": type_v, "flash": flash}
+    with opened(tiny_model(**SHAPE), signals=BOTH, **caches) as context:
+        fill(context, 70)
+        small, before, seen = context.cache_bytes, context.state(), context.read(BOTH & 1, 70)
+        for n_cell in (1024, 512, 256):
+            context.resize(np.full(2, n_cell))
+            assert context.cache_bytes == small * n_cell // 256
+            assert context.state() == before
+            assert (context.read(Signal.ATTENTION, 70) == seen).all()
+        context.decode(tokens(3), 70, 1)
+        after = context.logits().copy()
+        state = context.state()
+    with opened(tiny_model(**SHAPE), signals=BOTH, **caches) as context:
+        fill(context, 70)
+        context.decode(tokens(3), 70, 1)
+        assert (context.logits() == after).all()
+        assert context.state() == state
+
+
+def test_a_larger_cache_holds_more_tokens(tiny_model):
+    with opened(tiny_model(**SHAPE)) as context:
+        fill(context, 256)
+        with pytest.raises(LibraryError):
+            context.decode(tokens(1), 256, 1)
+        context.resize(np.full(2, 512))
+        fill(context, 256, 256)
+        assert len(look(context).pos) == 512
+
+
+@pytest.mark.parametrize(
+    ("n_cell", "complaint"),
+    [
+        ([256], "n_layer must be 2, got 1"),
+        ([256, 256, 256], "n_layer must be 2, got 3"),
+        ([19, 19], "layer 0: 19 cells cannot hold its 20 tokens"),
+        ([-1, -1], "layer 0: -1 cells"),
+        ([256, 512], "only ragged rows may differ"),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused(filled, n_cell, complaint):
+    before = filled.state()
+    with pytest.raises(LibraryError, match=complaint):
+        filled.resize(np.array(n_cell))
+    assert filled.state() == before
+    assert filled.n_cell == 256
+
+
+def test_hidden_cells_stay_and_are_not_seen(tiny_model):
+    with opened(tiny_model(**SHAPE), signals=Signal.ATTENTION) as context:
+        fill(context, 30)
+        before = values_by_row(look(context))
+        context.hide(30)
+        fill(context, 9, seed=1)
+        alone = context.logits().copy()
+        assert not context.read(Signal.ATTENTION, 39)[:, :30].any()
+        context.apply(NO_MOVES, 39, 0)
+        assert (values_by_row(look(context))[:, :30] == before).all()
+        context.apply(NO_MOVES, 0, 0)
+        fill(context, 9, seed=1)
+        assert np.abs(context.logits() - alone).max() < 1e-5
+
+
+def test_hidden_cells_stay_hidden_when_the_cache_grows(tiny_model):
+    with opened(tiny_model(**SHAPE), signals=Signal.ATTENTION) as context:
+        fill(context, 30)
+        context.hide(30)
+        context.resize(np.full(2, 512))
+        # positions may start over, since nothing before is seen
+        fill(context, 9, seed=1)
+        context.resize(np.full(2, 1024))
+        context.decode(tokens(1), 9, 1)
+        assert not context.read(Signal.ATTENTION, 40)[:, :30].any()
+        assert look(context).pos.tolist() == list(range(10))
+
+
+def test_a_cache_that_cannot_grow_stays_as_it_was(tiny_model):
+    with opened(tiny_model(**SHAPE), ragged=True, signals=Signal.ATTENTION) as context:
+        fill(context, 12)
+        n_bytes = context.cache_bytes
+        with pytest.raises(LibraryError, match="no memory for the cache"):
+            context.resize(np.array([300, 2**31 - 1]))
+        assert context.cache_bytes == n_bytes
+        assert context.read(Signal.ATTENTION, 12).any()
+        context.decode(tokens(3), 12, 1)
+
+
+class BufferType(ctypes.Structure):
+    """The beginning of ggml's own struct."""
+
+    _fields_ = [("get_name", ctypes.c_void_p), ("alloc_buffer", ctypes.c_void_p)]
+
+
+@contextmanager
+def failing_caches(*fails):
+    """The nth cache tensor that is made in host memory from now on gets no memory where fails[n] is true."""
+    get = library.lib.ggml_backend_cpu_buffer_type
+    get.restype = ctypes.POINTER(BufferType)
+    kind, left = get().contents, list(fails)
+    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    address = kind.alloc_buffer
+    real = function(address)
+
+    @function
+    def alloc(buffer_type, size):
+        is_cache = size > 100_000
+        return None if is_cache and left and left.pop(0) else real(buffer_type, size)
+
+    kind.alloc_buffer = ctypes.cast(alloc, ctypes.c_void_p).value
+    try:
+        yield left
+    finally:
+        kind.alloc_buffer = address
+
+
+in_host_memory = pytest.mark.skipif(has_gpu(), reason="the cache is not in host memory")
+
+
+@in_host_memory
+def test_a_resize_that_fails_at_the_second_layer_is_undone(tiny_model):
+    with opened(tiny_model(**SHAPE)) as context:
+        fill(context, 12)
+        before = context.state()
+        refusal = pytest.raises(LibraryError, match="no memory for the cache$")
+        with failing_caches(False, True) as left, refusal:
+            context.resize(np.full(2, 512))
+        assert not left
+        assert context.state() == before
+        context.decode(tokens(3), 12, 1)
+        assert np.isfinite(context.logits()).all()
+
+
+@in_host_memory
+def test_a_resize_without_memory_for_recent_attention_is_undone(tiny_model):
+    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=30) as context:
+        fill(context, 12)
+        before, history = context.state(), context.history(Signal.RECENT, 256)
+        refusal = pytest.raises(LibraryError, match="no memory for the cache$")
+        # both layers find some, and what is tried for the attention does not
+        with failing_caches(False, False, True, True) as left, refusal:
+            context.resize(np.full(2, 512))
+        assert not left
+        assert context.state() == before
+        np.testing.assert_array_equal(context.history(Signal.RECENT, 256), history)
+        context.decode(tokens(3), 12, 1)
+        assert np.isfinite(context.logits()).all()
+
+
+@in_host_memory
+@pytest.mark.parametrize("n_cell", [(512, 1024), (512, 256)], ids=["growing", "shrinking"])
+@pytest.mark.parametrize("flash", ["off", "on"])
+def test_a_resize_that_can_be_neither_done_nor_undone_ends_the_contexts_use(tiny_model, flash, n_cell):
+    with opened(tiny_model(**SHAPE), n_cell[0], signals=BOTH, flash=flash) as context:
+        fill(context, 12)
+        message = "no memory to resize the cache, nor to undo it; close this context and open a new one"
+        with failing_caches(False, True, True) as left, pytest.raises(LibraryError, match=message):
+            context.resize(np.full(2, n_cell[1]))
+        assert not left
+        for use in (
+            lambda: context.decode(tokens(3), 12, 1),
+            lambda: context.apply(NO_MOVES, 12, 0),
+            lambda: context.read(Signal.ATTENTION, 12),
+            lambda: context.cells(0, 12),
+            lambda: context.resize(np.full(2, n_cell[0])),
+            lambda: context.read_keys(np.zeros(N_ROW), np.zeros((N_ROW, 1))),
+        ):
+            with pytest.raises(LibraryError, match=message):
+                use()
+
+
+def test_ragged_rows_without_room_are_an_error_and_nothing_is_written(tiny_model):
+    with opened(tiny_model(**SHAPE), ragged=True) as context:
+        fill(context, 12)
+        context.resize(np.array([16, 14]))
+        with pytest.raises(LibraryError, match=r"layer 1: 14 cells cannot hold 12 \+ 3 tokens"):
+            context.decode(tokens(3), 12, 1)
+        context.decode(tokens(2), 12, 1)
+        assert np.isfinite(context.logits()).all()
+
+
+def test_keys_of_cells_that_are_not_there_are_refused(filled):
+    with pytest.raises(LibraryError, match="row 2 has 256 cells, of which cells 255..257 were asked for"):
+        filled.read_keys(np.array([0, 0, 255, 0]), np.zeros((4, 3)))
+    with pytest.raises(LibraryError, match="row 0 has 256 cells, of which cells -1..1 were"):
+        filled.read_keys(np.array([-1, 0, 0, 0]), np.zeros((4, 3)))
+    with pytest.raises(LibraryError, match="n_row must be 4"):
+        filled.read_keys(np.zeros(3), np.zeros((3, 3)))
+    assert filled.read_keys(np.zeros(4), np.zeros((4, 0))).shape == (4, 0, 64)
+
+
+@pytest.mark.parametrize("type_k", ["f32", "f16", "q8_0"])
+def test_keys_are_read_as_they_are_stored_and_turned_on_the_way(tiny_model, type_k):
+    with opened(tiny_model(**SHAPE), type_k=type_k, type_v="f16") as context:
+        fill(context, 12)
+        first = np.array([0, 3, 5, 1])
+        keys = context.read_keys(first, np.zeros((4, 7)))
+        stored = look(context)
+        stored = np.concatenate([stored.keys(layer, 2).swapaxes(0, 1) for layer in range(2)])
+        for row in range(N_ROW):
+            want = stored[row, first[row] : first[row] + 7]
+            # quantized keys are stored under a rotation of their own
+            assert np.abs(keys[row] @ keys[row].T - want @ want.T).max() < 1e-2
+        there = context.read_keys(first, np.full((4, 7), 9))
+        assert np.abs(there - keys).max() > 0.1
+        assert np.abs(np.linalg.norm(there, axis=2) - np.linalg.norm(keys, axis=2)).max() < 1e-2
+
+
+@pytest.mark.parametrize(("type_v", "flash"), VALUE_CACHES)
+def test_ragged_rows_are_edited_and_resized_each_on_its_own(tiny_model, type_v, flash):
+    if type_v == "q8_0" and has_gpu():
+        pytest.skip("refused there")
+    counts = np.array([3, 9, 1, 5])
+    with opened(tiny_model(**SHAPE), ragged=True, type_v=type_v, type_k="f32", flash=flash) as context:
+        fill(context, 12)
+        context.apply(NO_MOVES, 9, 3, n_keep_row=counts)
+        keys = [context.read_keys(np.zeros(4), np.zeros((4, 1)))]
+        context.resize(np.array([16, 8]))
+        keys.append(context.read_keys(np.zeros(4), np.zeros((4, 1))))
+        assert (keys[0] == keys[1]).all()
+        assert context.layer_cells.tolist() == [16, 8]
+        # a new token goes to the end of each row
+        context.decode(tokens(2), 12, 1)
+        with pytest.raises(LibraryError, match="layer 1: 6 cells cannot hold its 7 tokens"):
+            context.resize(np.array([16, 6]))
+        with pytest.raises(LibraryError, match="row 3 has 8 cells, of which cells 5..8 were"):
+            context.read_keys(counts, np.zeros((4, 4)))
+        assert np.isfinite(context.logits()).all()
+
+
+@pytest.mark.parametrize(
+    ("n_keep", "n_keep_row", "complaint"),
+    [
+        (9, None, "n_keep_row must not be null"),
+        (9, [3, 10, 1, 5], "row 1: n_keep must be in 0..9, got 10"),
+        (9, [3, 9, -1, 5], "row 2: n_keep must be in 0..9, got -1"),
+    ],
+)
+def test_numbers_of_cells_of_ragged_rows_that_cannot_be_are_refused(
+    tiny_model, n_keep, n_keep_row, complaint
+):
+    with opened(tiny_model(**SHAPE), ragged=True) as context:
+        fill(context, 12)
+        rows = None if n_keep_row is None else np.array(n_keep_row)
+        with pytest.raises(LibraryError, match=complaint):
+            context.apply(NO_MOVES, n_keep, 0, n_keep_row=rows)
+        with pytest.raises(LibraryError, match="rows hold different numbers of cells"):
+            context.state()
+
+
+def test_numbers_of_each_row_are_for_ragged_rows_only(filled):
+    with refused(filled):
+        filled.apply(NO_MOVES, 5, 0, n_keep_row=np.full(4, 5))
+
+
+def test_random_edits_are_done_or_refused_but_never_half_done(tiny_model):
+    n_refused = 0
+    with opened(tiny_model(**SHAPE), type_k="f16", type_v="f16") as context:
+        fill(context, 100)
+        for seed in range(200):
+            rng = np.random.default_rng(seed)
+            edge = rng.choice([-(2**31), -1, N_CELL, 2**31 - 1, 4, N_CELL + 7])
+            n_move, n_term = rng.integers(0, 40), rng.integers(1, 12)
+            cells = rng.integers(0, N_CELL, (n_move, 2))
+            delta = rng.choice([0, 0, 5, -5], n_move)
+            moves = np.column_stack([rng.integers(0, N_ROW, n_move), cells, delta]).astype(np.int64)
+            merge = Merge(
+                rng.integers(0, N_ROW, n_term).astype(np.int32),
+                rng.integers(0, N_CELL, n_term).astype(np.int32),
+                rng.integers(0, N_CELL, n_term).astype(np.int32),
+                rng.normal(size=n_term).astype(np.float32),
+            )
+            spoil = rng.integers(0, 4)
+            if spoil == 1 and n_move:
+                moves[rng.integers(n_move), rng.integers(3)] = edge
+            elif spoil == 2:
+                merge.dst[rng.integers(n_term)] = edge
+            elif spoil == 3:
+                merge.src[rng.integers(n_term)] = edge
+            before = context.state()
+            try:
+                force_graph = bool(rng.integers(2))
+                context.apply(moves, 100, 0, merge if seed % 3 else None, force_graph=force_graph)
+            except LibraryError:
+                n_refused += 1
+                assert context.state() == before
+            assert look(context).pos.tolist() == list(range(100))
+        context.decode(tokens(1), 100, 1)
+        assert np.isfinite(context.logits()).all()
+    assert 40 < n_refused < 160
+
+
+@pytest.mark.parametrize("token", [-1, 320, 10**6])
+def test_a_token_that_there_is_not_has_no_text(tiny_model, token):
+    model = Model(tiny_model(**SHAPE))
+    with pytest.raises(UsageError, match=rf"token {token} is not in the vocabulary, which is 0\.\.319"):
+        model.piece(token)
+    model.close()
+
+
+def test_half_a_character_is_refused(tiny_model):
+    model = Model(tiny_model(**SHAPE))
+    with pytest.raises(InputError, match="the text is not Unicode: character 3 is half of a pair"):
+        model.tokenize("caf\udce9")
+    model.close()
+
+
+# what is not ours
+
+
+def test_a_library_of_another_abi_is_refused_in_one_line_that_says_how_to_build(monkeypatch):
+    monkeypatch.setattr(library, "ABI", ABI + 1)
+    with pytest.raises(LibraryError) as caught:
+        check_library()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"ABI {ABI}," in message
+    assert f"ABI {ABI + 1};" in message
+    assert "make setup" in message
+
+
+def test_the_library_that_is_loaded_is_the_right_one():
+    check_library()
+    info = library_info()
+    assert info["patched"]
+    assert info["abi"] == info["abi_wanted"]
+
+
+def test_a_quantized_v_cache_without_flash_attention_is_a_usage_error(tiny_model):
+    with (
+        pytest.raises(UsageError, match="needs flash attention"),
+        opened(tiny_model(**SHAPE), type_v="q8_0", flash="off"),
+    ):
+        pass

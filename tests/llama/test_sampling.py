@@ -1,0 +1,611 @@
+"""Samplers against their definitions on given logits, stop strings, log-probabilities, and the options."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import math
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvtool import api as kvtool_api
+from kvtool import policies
+from kvtool.chats import session as sessions
+from kvtool.chats.conversation import Conversation
+from kvtool.chats.logprobs import logprobs
+from kvtool.chats.prompt import template_of
+from kvtool.chats.stops import Stops
+from kvtool.chats.writer import Writer
+from kvtool.cli.chat.command import chat
+from kvtool.cli.chat.keeper import Keeper
+from kvtool.cli.generate import generate
+from kvtool.errors import InputError, UsageError
+from kvtool.kernels.likelihood import token_nll
+from kvtool.llama.library import api
+from kvtool.llama.sampler import Sampler
+from kvtool.options.field import declared
+from kvtool.options.run import Run
+from kvtool.options.sampling import Drawing, Sampling
+from tests.cli.called import called
+from tests.cli.test_chat_session import exported, talk  # noqa: F401
+from tests.cli.test_cli import kvtool
+from tests.engine.running import LOGITS, open_engine
+
+A, B, C, D = (3 + ord(letter) for letter in "abcd")
+
+
+@pytest.fixture
+def engine(chat_model):
+    with open_engine(chat_model, policies.fit("h2o", 64)) as engine:
+        engine.read(engine.model.tokenize("Hello"))
+        yield engine
+
+
+def logits_of(engine, **known):
+    """Logits with -20 for every token but some letters."""
+    logits = np.full(engine.model.n_vocab, -20, np.float32)
+    for letter, logit in known.items():
+        logits[3 + ord(letter)] = logit
+    return logits
+
+
+def drawn(engine, sampler, logits, n):
+    """n tokens sampled from the same logits."""
+    tokens = []
+    for _ in range(n):
+        engine.context.logits()[-1] = logits
+        tokens.append(sampler.sample(engine.context))
+    return tokens
+
+
+def many(engine, logits, n=400, **settings):
+    """The set of n draws at temperature 1."""
+    sampler = Sampler(engine.model, Sampling(temp=1, **settings), seed=1)
+    found = set(drawn(engine, sampler, logits, n))
+    sampler.close()
+    return found
+
+
+# each sampler, by its definition
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"presence_penalty": 0.7},
+        {"frequency_penalty": 0.3},
+        {"repeat_penalty": 1.4},
+        {"presence_penalty": 0.4, "frequency_penalty": 0.2, "repeat_penalty": 1.2, "repeat_last_n": 9},
+        {"presence_penalty": -0.5, "repeat_penalty": 1.3, "repeat_last_n": 100},
+        {"presence_penalty": 3, "repeat_last_n": 0},
+    ],
+)
+def test_penalties_are_those_of_the_definition(engine, settings):
+    rng = np.random.default_rng(1)
+    base = rng.normal(0, 1, engine.model.n_vocab).astype(np.float32)
+    its = Sampling(**settings)
+    sampler = Sampler(engine.model, its)
+    written = []
+    for token in drawn(engine, sampler, base, 150):
+        logits = base.astype(np.float64)
+        recent = written[-its.repeat_last_n :] if its.repeat_last_n else []
+        for each in set(recent):
+            logits[each] *= its.repeat_penalty if logits[each] <= 0 else 1 / its.repeat_penalty
+            logits[each] -= recent.count(each) * its.frequency_penalty + its.presence_penalty
+        assert token == logits.argmax()
+        written.append(token)
+    sampler.close()
+    assert len(set(written)) == 1 or its.presence_penalty < 1
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("allowed", [1, 2, 3])
+def test_dry_is_that_of_the_definition(engine, allowed):
+    rng = random.Random(allowed)
+    its = Sampling(dry_multiplier=0.8, dry_allowed_length=allowed, dry_sequence_breaker=())
+    sampler = Sampler(engine.model, its)
+    n_changed = 0
+    for _ in range(150):
+        history = [rng.choice((A, B, C)) for _ in range(rng.randrange(2, 30))]
+        base = logits_of(engine, a=rng.random() * 3, b=rng.random() * 3, c=rng.random() * 3)
+        logits = base.astype(np.float64)
+        for each in (A, B, C):
+            longest = max(
+                (
+                    n
+                    for at in range(1, len(history))
+                    for n in range(1, at + 1)
+                    if history[at] == each and history[at - n : at] == history[len(history) - n :]
+                ),
+                default=0,
+            )
+            if longest >= allowed:
+                logits[each] -= 0.8 * 1.75 ** (longest - allowed)
+        sampler.recent.clear()
+        sampler.recent.extend(history)
+        sampler.start(0)
+        assert drawn(engine, sampler, base, 1) == [logits.argmax()]
+        n_changed += logits.argmax() != base.argmax()
+    sampler.close()
+    assert n_changed > 5
+
+
+@pytest.mark.engine
+def test_no_sequence_of_dry_goes_across_a_breaker(engine):
+    for breaker, expected in (((), D), ((":",), C)):
+        sampler = Sampler(engine.model, Sampling(dry_multiplier=5, dry_sequence_breaker=breaker))
+        sampler.recent.extend(3 + ord(letter) for letter in "a:bca:b")
+        sampler.start(0)
+        # a:b was followed by c; after the colon only b is repeated, and that is free
+        assert drawn(engine, sampler, logits_of(engine, c=5, d=4), 1) == [expected]
+        sampler.close()
+
+
+@pytest.mark.engine
+def test_a_bias_is_added_and_bans(engine):
+    logits = logits_of(engine, a=5, b=4, c=3)
+    for bias, expected in ((((B, 1.5),), B), (((A, -math.inf), (B, -1.5)), C)):
+        for settings in ({}, {"mirostat": 2}):
+            sampler = Sampler(engine.model, Sampling(logit_bias=bias, **settings))
+            assert drawn(engine, sampler, logits, 1) == [expected]
+            sampler.close()
+    assert many(engine, logits, logit_bias=((A, -math.inf),)) == {B, C}
+    with pytest.raises(UsageError, match=r"token 320 is not in the vocabulary, which is 0\.\.319"):
+        Sampler(engine.model, Sampling(logit_bias=((320, 1.0),)))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.6, 0.9])
+def test_typical_keeps_the_tokens_of_expected_surprise(engine, p):
+    chances = np.array([0.45, 0.2, 0.15, 0.12, 0.08])
+    logits = np.full(engine.model.n_vocab, -80, np.float32)
+    logits[A : A + 5] = np.log(chances)
+    entropy = -(chances * np.log(chances)).sum()
+    kept, total = set(), 0.0
+    for at in np.argsort(abs(-np.log(chances) - entropy)):
+        kept.add(A + int(at))
+        total += chances[at]
+        if total > p:
+            break
+    assert many(engine, logits, typical=p) == kept
+
+
+@pytest.mark.engine
+def test_xtc_drops_all_above_its_threshold_but_the_least_likely(engine):
+    chances = {"a": 0.4, "b": 0.3, "c": 0.2, "d": 0.1}
+    logits = logits_of(engine, **{letter: math.log(p) for letter, p in chances.items()})
+    assert many(engine, logits, xtc_probability=1, xtc_threshold=0.15) == {C, D}
+    assert many(engine, logits, xtc_probability=1, xtc_threshold=0.35) == {A, B, C, D}
+    assert many(engine, logits, xtc_probability=0.5, xtc_threshold=0.15) == {A, B, C, D}
+    assert many(engine, logits, xtc_probability=1, xtc_threshold=0.6) == {A, B, C, D}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("version", [1, 2])
+def test_mirostat_keeps_the_surprise_it_is_asked_for_in_place_of_the_rest(engine, version):
+    n = engine.model.n_vocab
+    logits = -1.1 * np.log(np.arange(1, n + 1)).astype(np.float32)
+    bits = -np.log2(np.exp(logits) / np.exp(logits).sum())
+    means = []
+    for target in (2.0, 3.0, 4.0):
+        its = Sampling(temp=1, top_k=1, presence_penalty=1000, mirostat=version, mirostat_ent=target)
+        sampler = Sampler(engine.model, its, seed=2)
+        tokens = drawn(engine, sampler, logits, 1200)[200:]
+        sampler.close()
+        means.append(bits[tokens].mean())
+    assert means == sorted(means)
+    assert np.ptp(np.array(means) - [2, 3, 4]) < 1
+    assert abs(means[1] - 3) < 1
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temp": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05},
+        {"temp": 1.5, "top_p": 0.5, "repeat_penalty": 1.3},
+        {"temp": 2.0, "top_k": 7},
+        {"temp": 1.0, "min_p": 0.2, "repeat_penalty": 1.1},
+    ],
+)
+def test_the_first_options_draw_as_a_chain_made_by_hand(engine, settings):
+    its = Sampling(**settings)
+    chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+    links = [
+        api.llama_sampler_init_penalties(engine.model.n_vocab, 64, its.repeat_penalty, 0, 0),
+        api.llama_sampler_init_top_k(its.top_k),
+        api.llama_sampler_init_top_p(its.top_p, 1),
+        api.llama_sampler_init_min_p(its.min_p, 1),
+        api.llama_sampler_init_temp(its.temp),
+        api.llama_sampler_init_dist((5 + 3 * 0x9E3779B9) % 0xFFFFFFFF),
+    ]
+    for link in links:
+        api.llama_sampler_chain_add(chain, link)
+    sampler = Sampler(engine.model, its, seed=5)
+    sampler.start(3)
+    rng = np.random.default_rng(4)
+    for _ in range(100):
+        logits = rng.normal(0, 2, engine.model.n_vocab).astype(np.float32)
+        engine.context.logits()[-1] = logits
+        assert sampler.sample(engine.context) == api.llama_sampler_sample(chain, engine.context.handle, -1)
+    api.llama_sampler_free(chain)
+    sampler.close()
+
+
+@pytest.mark.engine
+def test_other_settings_keep_what_was_written_and_the_seed(engine):
+    logits = logits_of(engine, a=5, b=4.5, c=1)
+    sampler = Sampler(engine.model, Sampling(repeat_last_n=200), seed=9)
+    assert drawn(engine, sampler, logits, 90) == [A] * 90
+    sampler.change(replace(sampler.settings, presence_penalty=1.0, repeat_last_n=80))
+    assert (sampler.seed, len(sampler.recent)) == (9, 80)
+    assert drawn(engine, sampler, logits, 1) == [B]
+    settings = sampler.settings
+    for wrong in ({"grammar": "root = x"}, {"logit_bias": ((999, 1.0),)}):
+        with pytest.raises(UsageError):
+            sampler.change(replace(settings, **wrong))
+        assert sampler.settings == settings
+    assert sampler.sample(engine.context) in (A, B)
+    sampler.close()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("penalty", [{"presence_penalty": 2.0}, {"dry_multiplier": 2.0}])
+def test_the_next_text_knows_all_that_a_penalty_looks_back_at(engine, penalty):
+    reach = {
+        "dry_penalty_last_n" if "dry_multiplier" in penalty else "repeat_last_n": 150,
+        "dry_sequence_breaker": (),
+    }
+    sampler = Sampler(engine.model, Sampling(**penalty, **reach))
+    # a is 120 tokens back, where b and c followed it
+    sampler.recent.extend([A, B, C, *([D] * 116), A, B] if "dry_multiplier" in penalty else [C, *([D] * 119)])
+    sampler.start(1)
+    assert drawn(engine, sampler, logits_of(engine, c=5, b=4), 1) == [B]
+    sampler.close()
+
+
+# ranges, and the options
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"temp": -1}, "--temp must be in 0..10000, got -1; 0 picks the most likely token"),
+        ({"temp": math.nan}, "--temp must be in 0..10000, got nan; 0 picks the most likely token"),
+        ({"top_p": 2}, "--top-p must be in 0..1, got 2"),
+        ({"min_p": -0.1}, "--min-p must be in 0..1, got -0.1"),
+        ({"typical": 0}, "--typical must be above 0 and at most 1, got 0; 1 is off"),
+        ({"xtc_probability": 1.5}, "--xtc-probability must be in 0..1, got 1.5"),
+        ({"xtc_threshold": -1}, "--xtc-threshold must be in 0..1, got -1"),
+        ({"repeat_penalty": 0}, "--repeat-penalty must be in 0.001..1000, got 0; 1 is off"),
+        ({"repeat_last_n": -1}, "--repeat-last-n must be in 0..1048576, got -1"),
+        ({"presence_penalty": math.inf}, "--presence-penalty must be in -10000..10000, got inf"),
+        ({"dry_base": 0.9}, "--dry-base must be in 1..10000, got 0.9"),
+        ({"dry_penalty_last_n": 2**31}, "--dry-penalty-last-n must be in 0..1048576, got 2.14748e+09"),
+        ({"mirostat": 3}, "--mirostat must be 0, 1 or 2, got 3"),
+        ({"mirostat_lr": -0.1}, "--mirostat-lr must be in 0..10000, got -0.1"),
+        (
+            {"logit_bias": ((5, math.inf),)},
+            "--logit-bias of token 5 must be in -10000..10000 or -inf, got inf",
+        ),
+        ({"stop": ("",)}, "the text of --stop and --dry-sequence-breaker must not be empty"),
+    ],
+)
+def test_a_setting_out_of_its_range_is_one_line(wrong, words):
+    with pytest.raises(UsageError) as caught:
+        Sampling(**wrong)
+    assert str(caught.value) == words
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (["--top-p", "2"], "--top-p must be in 0..1, got 2"),
+        (["-l", "5"], "--logit-bias must be TOKEN+BIAS or TOKEN-BIAS (15043+1), got '5'"),
+        (["--grammar", "x ::= y", "-j", "{}"], "--grammar and --json-schema cannot be combined; choose one"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_command_refuses_a_setting_before_it_looks_for_a_model(command, typed, words):
+    prompt = ["-p", "Hello"] if command == "generate" else []
+    done = called(command, "-m", "no-such-model", *prompt, *typed, stdin="")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvtool: {words}\n")
+
+
+def test_logprobs_need_json():
+    done = called("generate", "-p", "Hello", "--logprobs", 2)
+    assert (done.returncode, done.stderr) == (2, "kvtool: --logprobs needs --json\n")
+
+
+def test_chat_and_generate_and_python_have_the_same_settings():
+    defaults = {name: getattr(Sampling, name) for name in declared(Sampling)}
+    for command, temp in ((chat, 0.8), (generate, 0.4)):
+        shown = {"temp": temp, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+        found = {name: each.default for name, each in inspect.signature(command).parameters.items()}
+        for name, value in defaults.items():
+            assert found[name] == (shown.get(name, value) if not isinstance(value, tuple) else None)
+        named = {"json_schema", "seed", "n", "think", "think_budget", "stop_loops"}
+        assert {*defaults, *named} == set(declared(Drawing))
+
+
+@pytest.mark.engine
+def test_python_refuses_a_setting_that_there_is_not(engine):
+    with pytest.raises(UsageError, match=r"^there is no setting top_kk\. Did you mean top_k"):
+        next(kvtool_api.generate(engine, "Hello", top_kk=1))
+
+
+def test_options_are_read_as_llama_cpp_reads_them():
+    raw = {
+        "logit_bias": ["15-2.5", " 7 + 1 ", "9-inf"],
+        "stop": [r"\n\n", "", r"a\\n", r"\end"],
+        "dry_sequence_breaker": [r"\t", "x"],
+    }
+    drawing = Drawing.filled(raw)
+    its = drawing.sampling()
+    assert its.logit_bias == ((15, -2.5), (7, 1.0), (9, -math.inf))
+    assert its.stop == ("\n\n", "a\\n", "\\end")
+    assert its.dry_sequence_breaker == ("\t", "x")
+    assert its == Sampling(
+        **{"temp": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "stop": its.stop},
+        **{"logit_bias": its.logit_bias, "dry_sequence_breaker": its.dry_sequence_breaker},
+    )
+    assert Drawing.filled({"dry_sequence_breaker": ["none"]}).dry_sequence_breaker == ()
+    assert Drawing.filled({"dry_sequence_breaker": None}) == Drawing()
+    # what a session keeps is read as the same again
+    for each in (drawing, Drawing(dry_sequence_breaker=()), Drawing()):
+        assert Drawing().resumed(json.loads(json.dumps(each.kept()))) == each
+
+
+def test_of_a_grammar_and_a_schema_what_is_typed_goes_before_a_sessions():
+    typed = Drawing.filled({"grammar": "root ::= [a]"}, typed=["grammar"])
+    mixed = typed.resumed({"json_schema": "{}", "temp": 0.5})
+    assert (mixed.grammar, mixed.json_schema, mixed.temp) == ("root ::= [a]", None, 0.5)
+
+
+@pytest.mark.engine
+def test_one_setting_is_changed_by_its_name(engine, tmp_path):
+    sampler = Sampler(engine.model, Drawing().sampling())
+    chat = SimpleNamespace(writer=SimpleNamespace(sampler=sampler), kept=None, effort=None)
+    keeper = Keeper(chat, Run(), Drawing())
+    sampler.recent.append(A)
+    keeper.set("top-k", "5")
+    keeper.set("stop", r"\n")
+    keeper.set("temperature", "0.5")
+    (tmp_path / "yes.gbnf").write_text('root ::= "yes"')
+    keeper.set("grammar", str(tmp_path / "yes.gbnf"))
+    changed = {"top_k": 5, "stop": ("\n",), "grammar": 'root ::= "yes"', "temp": 0.5}
+    assert sampler.settings == replace(Drawing().sampling(), **changed)
+    assert list(sampler.recent) == [A]
+    before, settings = keeper.drawing, sampler.settings
+    for name, text, error, words in (
+        ("top_p", "2", UsageError, "top_p must be"),
+        ("top_k", "many", UsageError, "top_k must be a whole number, got 'many'"),
+        ("top_kk", "1", UsageError, "there is no setting top_kk. Did you mean top_k"),
+        ("grammar", "root ::= x", UsageError, "no rule defines x"),
+        ("json_schema", "nowhere.json", InputError, "cannot read nowhere.json"),
+        ("n", "0", UsageError, "n must be at least 1, or -1 for no limit, got 0"),
+    ):
+        with pytest.raises(error, match=words.replace(".", r"\.")):
+            keeper.set(name, text)
+        assert (keeper.drawing, sampler.settings) == (before, settings)
+    # another shape replaces the first, and none ends it
+    keeper.set("json_schema", '{"type": "null"}')
+    assert "null" in sampler.settings.json_schema
+    keeper.set("json_schema", "")
+    assert sampler.settings.grammar is None
+    keeper.set("seed", "7")
+    keeper.set("n", "-1")
+    assert (sampler.seed, keeper.drawing.n) == (7, None)
+    sampler.close()
+
+
+# stop strings
+
+
+def test_a_text_ends_before_its_first_stop_string_however_it_is_cut():
+    rng = random.Random(3)
+    n_found = 0
+    for _ in range(3000):
+        text = "".join(rng.choice("ab\u00e9") for _ in range(rng.randrange(12)))
+        stops = [
+            "".join(rng.choice("ab\u00e9") for _ in range(rng.randrange(1, 5)))
+            for _ in range(rng.randrange(3))
+        ]
+        # the first that is complete
+        ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+        cuts = sorted(rng.randrange(len(text) + 1) for _ in range(3))
+        pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
+        found, passed, fed = Stops(stops), "", ""
+        for piece in pieces:
+            fed += piece
+            passed += found.feed(piece)
+            if found.found:
+                break
+            # nothing is kept back longer than it may be the start of a stop string
+            begun = [n for stop in stops for n in range(1, len(stop)) if fed.endswith(stop[:n])]
+            assert passed == fed[: len(fed) - max(begun, default=0)]
+        assert passed + found.rest() == (text[: min(ends)[1]] if ends else text)
+        assert bool(found.found) == bool(ends)
+        n_found += bool(found.found)
+    assert 500 < n_found < 2500
+
+
+@pytest.fixture
+def scripted(engine, monkeypatch):
+    """scripted(text, *stop) -> a writer whose sampler gives the text's bytes."""
+
+    def make(text, *stop):
+        writer = Writer(engine, Sampler(engine.model, Sampling(stop=stop)))
+        tokens = iter([3 + byte for byte in text.encode()])
+        monkeypatch.setattr(writer.sampler, "sample", lambda context: next(tokens))
+        return writer
+
+    return make
+
+
+@pytest.mark.engine
+def test_a_stop_string_may_come_in_many_tokens_and_characters_in_many(scripted):
+    # a token a byte: three for the dash, two for the accents
+    writer = scripted("na\u00efve \u2014 caf\u00e9\u2014\u00e9nd", "\u2014\u00e9", "never")
+    pieces = list(writer.write())
+    assert "".join(pieces) == "na\u00efve \u2014 caf\u00e9"
+    # an n and a dash wait for what follows them
+    assert pieces[0] == "na"
+    assert pieces[4:7] == [" ", "\u2014 ", "c"]
+    assert writer.n_written == len("na\u00efve \u2014 caf\u00e9\u2014\u00e9".encode())
+
+
+@pytest.mark.engine
+def test_what_was_kept_back_is_shown_where_the_text_ends(scripted):
+    writer = scripted("one\nUse", "\nUser:")
+    assert "".join(writer.write(5)) == "one\nU"
+    assert writer.n_written == 5
+
+
+@pytest.mark.engine
+def test_what_was_kept_back_is_shown_before_an_error(scripted, monkeypatch):
+    writer = scripted("one\nUse", "\nUser:")
+    read, n_read = writer.engine.read, itertools.count(1)
+
+    def fail_at_the_line_break(tokens, stop):
+        if next(n_read) == 4:
+            raise InputError("full")
+        read(tokens, stop)
+
+    monkeypatch.setattr(writer.engine, "read", fail_at_the_line_break)
+    shown = []
+    with pytest.raises(InputError, match="full"):
+        shown.extend(writer.write())
+    assert shown == ["o", "n", "e", "\n"]
+
+
+@pytest.mark.engine
+def test_the_chat_keeps_the_tokens_of_a_stop_string_and_not_its_text(scripted):
+    writer = scripted("yes.##no", "##")
+    conversation = Conversation(writer, template_of(writer.engine.model))
+    assert "".join(conversation.reply("Well?")) == "yes."
+    assert conversation.messages[-1] == {"role": "assistant", "content": "yes."}
+    # the second # is read with the next turn
+    assert bytes(token - 3 for token in writer.tokens.tolist()).endswith(b"yes.#")
+    writer.read(writer.tokens[:0])
+    assert bytes(token - 3 for token in writer.tokens.tolist()).endswith(b"yes.##")
+
+
+@pytest.mark.engine
+def test_generate_ends_before_a_stop_string(smollm2):
+    own = ("generate", "--raw", "-p", "One, two, three,", "-n", 12, "--temp", 0, "-t", 1, "-m", smollm2)
+    whole = kvtool(*own).stdout
+    assert "five" in whole
+    assert kvtool(*own, "--stop", "never", "--stop", "five").stdout == whole.partition("five")[0] + "\n"
+
+
+# log-probabilities
+
+
+@pytest.mark.engine
+def test_logprobs_are_the_models_own(engine, smollm2):
+    text = "One, two, three,"
+    done = kvtool(
+        *("generate", "--raw", "-p", text, "-n", 6, "--seed", 1, "--temp", 2, "-t", 1, "-m", smollm2),
+        *("--json", "--logprobs", 3, "--presence-penalty", 1, "-fa", "off", "-ctk", "f32", "-ctv", "f32"),
+    )
+    result = json.loads(done.stdout)
+    records = result["logprobs"]["content"]
+    assert len(records) == result["tokens"] == 6
+    assert b"".join(bytes(record["bytes"]) for record in records).decode() == result["text"]
+    with open_engine(smollm2, policies.fit("h2o", 1024)) as other:
+        model = other.model
+        other.read(model.tokenize(text, start=True))
+        for record in records:
+            logits, nll = other.context.logits()[-1:].copy(), np.empty(1)
+            token_nll(logits, np.array([record["id"]], np.int32), nll)
+            assert record["logprob"] == pytest.approx(-nll[0], abs=LOGITS)
+            assert record["token"] == model.piece(record["id"]).decode()
+            top = record["top_logprobs"]
+            assert [each["id"] for each in top] == np.argsort(-logits[0])[:3].tolist()
+            assert [each["logprob"] for each in top] == sorted(
+                (each["logprob"] for each in top), reverse=True
+            )
+            other.read(np.array([record["id"]], np.int32))
+
+
+@pytest.mark.engine
+def test_logprobs_of_all_tokens_add_up_to_one(engine):
+    model = engine.model
+    record = logprobs(model, np.linspace(-900, 900, model.n_vocab, dtype=np.float32), 5, model.n_vocab)
+    assert sum(math.exp(each["logprob"]) for each in record["top_logprobs"]) == pytest.approx(1)
+    equal = logprobs(model, np.zeros(model.n_vocab, np.float32), 70, 4)
+    assert [each["id"] for each in equal["top_logprobs"]] == [0, 1, 2, 3]
+    assert equal["logprob"] == pytest.approx(-math.log(model.n_vocab))
+    # a byte that is part of a character
+    assert logprobs(model, np.zeros(model.n_vocab, np.float32), 3 + 0xC3, 0) == {
+        **{"token": "\ufffd", "bytes": [0xC3], "id": 3 + 0xC3},
+        **{"logprob": equal["logprob"], "top_logprobs": []},
+    }
+
+
+# sessions
+
+_MANY = [
+    *("--temp", "0.9", "--seed", "7", "--repeat-last-n", "200", "--presence-penalty", "0.5"),
+    *(
+        "--frequency-penalty",
+        "0.1",
+        "--typical",
+        "0.95",
+        "--xtc-probability",
+        "0.3",
+        "--dry-multiplier",
+        "0.8",
+    ),
+    *("--dry-penalty-last-n", "150", "--dry-sequence-breaker", r"\n", "--stop", "e ", "-l", "70-1"),
+]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("more", [_MANY, ["--seed", "7", "--mirostat", "2", "--mirostat-ent", "3"]])
+def test_a_session_keeps_the_settings(talk, tmp_path, more):  # noqa: F811
+    first = ["--policy", "h2o", "--budget", "96", *more]
+    turns = [f"turn {i}" for i in range(8)]
+    assert talk(turns, *first, session="whole").returncode == 0
+    assert talk(turns[:4], *first).returncode == 0
+    done = talk(turns[4:])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert exported(tmp_path / "chat.kvs") == exported(tmp_path / "whole")
+
+
+@pytest.mark.engine
+def test_a_session_of_a_kvtool_that_had_fewer_settings_goes_on(talk, tmp_path):  # noqa: F811
+    path = tmp_path / "chat.kvs"
+    assert talk(["one"], "--policy", "h2o", "--budget", "96", "--temp", "0").returncode == 0
+    meta, arrays = sessions.read(path)
+    known = ("temp", "top_k", "top_p", "min_p", "repeat_penalty")
+    for name in (declared(Drawing).keys() & meta["options"].keys()) - {*known, "n"}:
+        del meta["options"][name]
+    sessions.write(path, meta, list(arrays.items()))
+    done = talk(["two"])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sessions.read_meta(path)["options"]["temp"] == 0
+    assert sessions.read_meta(path)["options"]["mirostat"] == 0
+
+
+@pytest.mark.engine
+def test_a_session_keeps_the_text_of_a_grammar(talk, tmp_path):  # noqa: F811
+    file = tmp_path / "two.gbnf"
+    file.write_text('root ::= [xy]{2} "."')
+    assert talk(["one"], "--policy", "h2o", "--budget", "96", "--grammar", file).returncode == 0
+    file.unlink()
+    # and each reply begins it anew
+    done = talk(["two", "three"])
+    assert (done.returncode, done.stderr) == (0, "")
+    for reply in done.stdout.splitlines():
+        assert len(reply) == 3
+        assert set(reply[:2]) <= {"x", "y"}
+        assert reply[2] == "."
+    assert len(talk(["four"], "--grammar", "", "--temp", "0").stdout) > 4

@@ -1,0 +1,117 @@
+"""How many threads decode, from the times of steps on machines that are made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtool import policies
+from kvtool.llama.threads import Threads
+from kvtool.measure import perplexity
+from tests.engine.running import open_engine
+
+
+def run(threads, seconds, n_step, n_tokens=1):
+    """Takes steps that last seconds(n); returns the share of steps with each number of threads."""
+    taken = {}
+    for _ in range(n_step):
+        n = threads.n
+        taken[n] = taken.get(n, 0) + 1
+        threads.took(n_tokens, seconds(n))
+    return {n: count / n_step for n, count in taken.items()}
+
+
+def idle(n):
+    return 0.08 / n + 0.002
+
+
+def busy(n):
+    """One of 8 cores is taken: with 8 threads each step waits for it."""
+    return idle(n) * (6 if n == 8 else 1)
+
+
+def full(n):
+    """All cores are taken: the more threads meet, the longer it takes."""
+    return idle(1) * n
+
+
+def test_an_idle_machine_gives_all_its_cores():
+    assert run(Threads(8), idle, 5000)[8] > 0.985
+
+
+@pytest.mark.parametrize(("seconds", "n", "least"), [(busy, 6, 0.95), (full, 1, 0.95)])
+def test_beside_other_programs_fewer_threads_decode(seconds, n, least):
+    threads = Threads(8)
+    # the first trials take a few steps
+    run(threads, seconds, 200)
+    assert run(threads, seconds, 2000)[n] > least
+
+
+def test_a_machine_that_becomes_busy_is_noticed_at_once_and_one_that_becomes_idle_soon():
+    threads = Threads(2)
+    run(threads, idle, 5000)
+    # six steps are slower, three are a trial
+    run(threads, full, 9)
+    assert threads.n == 1
+    run(threads, full, 1000)
+    run(threads, idle, round(10 / idle(1)))
+    assert run(threads, idle, 200)[2] > 0.9
+
+
+def test_a_trial_that_is_far_slower_costs_one_step():
+    threads = Threads(2)
+    run(threads, full, 20)
+    taken = [threads.n for _ in range(400) if not threads.took(1, full(threads.n) * threads.n)]
+    tried = "".join(map(str, taken)).split("1")
+    assert max(map(len, tried)) == 1
+
+
+def test_steps_of_other_lengths_are_not_compared():
+    threads = Threads(2)
+    # so short that no trial is due
+    assert run(threads, lambda n: 0.001, 10) == {2: 1.0}
+    # longer steps are slower, and no reason for one
+    assert run(threads, lambda n: 0.01, 20, n_tokens=256) == {2: 1.0}
+
+
+def test_a_trial_that_the_text_ends_changes_nothing():
+    threads = Threads(2)
+    run(threads, idle, 8)
+    assert threads.n == 1
+    threads.took(1, idle(1) / 100)
+    threads.took(5, 0.1)
+    assert threads.n == 2
+
+
+def test_one_thread_stays_one():
+    assert run(Threads(1), full, 100) == {1: 1.0}
+
+
+class Alternating:
+    """Another number of threads for each step."""
+
+    def __init__(self, most):
+        self.n = most
+
+    def took(self, n_tokens, seconds):
+        self.n = 3 - self.n
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("policy", "types"), [("h2o", "f16"), ("recall", "f16"), ("streamingllm", "q8_0")])
+def test_no_bit_depends_on_the_number_of_threads(smollm2, monkeypatch, share_of, policy, types):
+    how = {"type_k": types, "type_v": types, "n_batch": 16, "n_output": 16}
+    how["flash"] = "on" if types == "q8_0" else "off"
+    nll = []
+    for n_threads in (1, 2, None):
+        if n_threads is None:
+            monkeypatch.setattr("kvtool.llama.decoder.default_threads", lambda: 2)
+            monkeypatch.setattr("kvtool.llama.decoder.has_gpu", lambda: False)
+            monkeypatch.setattr("kvtool.llama.decoder.Threads", Alternating)
+        with open_engine(smollm2, policies.fit(policy, 40), n_threads=n_threads, **how) as engine:
+            tokens = engine.model.tokenize(Path(__file__).read_text())[: share_of(48, 80)]
+            nll.append(perplexity.stream(engine, tokens))
+            assert engine.n_evicted
+    assert (nll[0] == nll[1]).all()
+    assert (nll[0] == nll[2]).all()

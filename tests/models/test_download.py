@@ -1,0 +1,575 @@
+"""Models by URL and by repository, from a server on this machine."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import tests.models.web as server
+import tests.tiny as tiny
+from kvtool.cli import models as cli
+from kvtool.errors import ModelError
+from kvtool.models import catalogue, download, hub, stored, web
+from kvtool.models.fetch import OFFLINE, Remote, fetch
+from kvtool.models.header import read
+from kvtool.models.resolve import pull, resolve
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> bytes:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    tiny.write_llama(path, chat_template=tiny.CHAT_TEMPLATE)
+    return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory, model) -> dict[str, bytes]:
+    """The same model in three files, by their names."""
+    folder = tmp_path_factory.mktemp("parts")
+    (folder / "whole.gguf").write_bytes(model)
+    return {path.name: path.read_bytes() for path in tiny.split(folder / "whole.gguf", folder / "tiny", 3)}
+
+
+@pytest.fixture
+def site():
+    with server.serving() as site:
+        yield site
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path, monkeypatch, site):
+    """Empty caches, and a server of repositories that is the site."""
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("KVTOOL_MODEL", raising=False)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    # what it reads from the environment when it is imported
+    for name, value in {
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "ENDPOINT": site.url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": site.url + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_DISABLE_IMPLICIT_TOKEN": False,
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+
+
+def kvtool(*args: str):
+    return CliRunner().invoke(cli.app, args, catch_exceptions=False)
+
+
+def asked(site, word=".gguf", method="GET"):
+    return [request for request in site.requests if word in request[1] and request[0] == method]
+
+
+# by URL
+
+
+def test_a_url_is_downloaded_once(site, model, tmp_path):
+    site.files["/a/tiny.gguf"] = model
+    url = f"{site.url}/a/tiny.gguf"
+    seen = []
+    path = resolve(url, lambda done, total: seen.append((done, total)))
+    assert path.read_bytes() == model
+    assert path.name == "tiny.gguf"
+    assert path.parent.name == hashlib.sha256(url.encode()).hexdigest()[:16]
+    assert seen[-1] == (len(model), len(model))
+    assert resolve(url) == path
+    assert len(site.requests) == 1
+    assert sorted(each.name for each in path.parent.iterdir()) == ["tiny.gguf", "url.txt"]
+
+
+def test_a_broken_download_goes_on(site, model):
+    site.files["/tiny.gguf"] = model
+    url = f"{site.url}/tiny.gguf"
+    site.breaks_after = 100_000
+    with pytest.raises(ModelError) as error:
+        resolve(url)
+    assert str(error.value) == (
+        f"the download of {url} broke off after 97.7 KiB of {len(model) / 1024:.1f} KiB "
+        "(the connection ended); "
+        f"the same command goes on from 97.7 KiB; {OFFLINE}"
+    )
+    assert web.cached(url) is None
+    assert resolve(url).read_bytes() == model
+    assert [request[2] for request in site.requests] == [None, "bytes=100000-"]
+
+
+def test_a_server_without_ranges_sends_all_again(site, model):
+    site.files["/tiny.gguf"] = model
+    site.knows_ranges = False
+    url = f"{site.url}/tiny.gguf"
+    site.breaks_after = 100_000
+    with pytest.raises(ModelError, match="the same command tries again; without a network"):
+        resolve(url)
+    assert resolve(url).read_bytes() == model
+
+
+def test_nothing_of_another_file_is_added(site, model):
+    site.files["/tiny.gguf"] = b"GGUF" + bytes(200_000)
+    url = f"{site.url}/tiny.gguf"
+    site.breaks_after = 100_000
+    with pytest.raises(ModelError):
+        resolve(url)
+    site.files["/tiny.gguf"] = model
+    assert resolve(url).read_bytes() == model
+
+
+def test_a_server_that_has_less_by_now_is_asked_anew(site, model):
+    site.files["/tiny.gguf"] = b"GGUF" + bytes(len(model) * 2)
+    site.etag = '"always"'
+    url = f"{site.url}/tiny.gguf"
+    site.breaks_after = len(model) + 1
+    with pytest.raises(ModelError):
+        resolve(url)
+    site.files["/tiny.gguf"] = model
+    with pytest.raises(ModelError, match="the server has another file by now; try again"):
+        resolve(url)
+    assert resolve(url).read_bytes() == model
+
+
+def test_a_part_without_a_tag_is_not_continued(site, model):
+    site.files["/tiny.gguf"] = model
+    site.etag = 'W/"weak"'
+    url = f"{site.url}/tiny.gguf"
+    site.breaks_after = 100_000
+    with pytest.raises(ModelError, match="tries again"):
+        resolve(url)
+    assert resolve(url).read_bytes() == model
+    assert [request[2] for request in site.requests] == [None, None]
+
+
+@pytest.mark.parametrize("wanted", ["URL", "hf:o/r"])
+def test_a_download_that_was_killed_when_it_was_whole_is_not_repeated(site, model, monkeypatch, wanted):
+    site.files["/tiny.gguf"] = model
+    server.add_repository(site, "o/r", {"m.gguf": model})
+    wanted = wanted.replace("URL", f"{site.url}/tiny.gguf")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtool.models.fetch.os.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            resolve(wanted)
+    site.files.clear()
+    assert resolve(wanted).read_bytes() == model
+
+
+def test_headers_are_not_for_where_a_server_redirects_to(site, model, tmp_path):
+    site.files["/there.gguf"] = model
+    site.redirects["/here.gguf"] = (302, {"Location": f"http://localhost:{site.port}/there.gguf"})
+    fetch(Remote("it", f"{site.url}/here.gguf", {"Authorization": "Bearer x"}), tmp_path / "tiny.gguf")
+    assert (tmp_path / "tiny.gguf").read_bytes() == model
+    assert [request[3] for request in site.requests] == ["Bearer x", None]
+
+
+def test_a_file_of_unknown_size_is_held_against_its_header(site, model):
+    site.files["/tiny.gguf"] = model
+    site.says_length = False
+    url = f"{site.url}/tiny.gguf"
+    site.breaks_after = 100_000
+    with pytest.raises(ModelError, match="truncated"):
+        resolve(url)
+    assert web.cached(url) is None
+    assert resolve(url).read_bytes() == model
+
+
+def test_what_is_no_gguf_is_not_kept(site):
+    site.files["/tiny.gguf"] = b"<html>Please sign in</html>"
+    site.kind = "text/html"
+    with pytest.raises(ModelError, match=r"tiny\.gguf is not a GGUF file \(text/html\)"):
+        resolve(f"{site.url}/tiny.gguf")
+    assert stored.total(stored.downloads()) < 200
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("/missing.gguf", "the server answered 404 Not Found"), ("/model.bin", "a URL for -m ends in .gguf")],
+)
+def test_a_url_that_does_not_work_is_one_line(site, path, says):
+    with pytest.raises(ModelError, match=re.escape(says)) as error:
+        resolve(site.url + path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_server_that_cannot_be_reached(site):
+    with pytest.raises(ModelError, match="no connection .*without a network, copy a GGUF file"):
+        resolve("http://127.0.0.1:1/tiny.gguf")
+
+
+def test_a_name_in_a_url_leads_to_no_other_folder(site, model):
+    site.files["/..%2F..%2Ftiny.gguf"] = model
+    path = resolve(f"{site.url}/..%2F..%2Ftiny.gguf?download=true")
+    assert (path.name, path.parent.parent) == (".._.._tiny.gguf", web.urls_dir())
+
+
+def test_all_parts_of_a_split_model_come_by_the_url_of_any(site, parts, model):
+    for name, data in parts.items():
+        site.files[f"/{name}"] = data
+    names = sorted(parts)
+    path = resolve(f"{site.url}/{names[1]}")
+    assert path.name == names[0]
+    info = read(path)
+    assert (info.n_part, info.size) == (3, sum(map(len, parts.values())))
+    assert resolve(f"{site.url}/{names[2]}") == path
+    assert len(site.requests) == 3
+
+
+@pytest.mark.parametrize("wanted", ["URL", "hf:o/r"])
+def test_a_cache_that_cannot_be_written(site, model, tmp_path, monkeypatch, wanted):
+    site.files["/tiny.gguf"] = model
+    server.add_repository(site, "o/r", {"m.gguf": model})
+    (tmp_path / "file").write_text("")
+    variable = "KVTOOL_CACHE" if wanted == "URL" else "HF_HOME"
+    if wanted == "URL":
+        monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file"))
+    else:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    with pytest.raises(
+        ModelError, match=rf"cannot store .*gguf in .*file.*set \${variable} to another folder"
+    ):
+        resolve(wanted.replace("URL", f"{site.url}/tiny.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fails"),
+    [
+        ("URL", "kvtool.models.fetch.os.fsync"),
+        ("hf:o/r", "kvtool.models.fetch.os.fsync"),
+        ("hf:o/r", "huggingface_hub.hf_hub_download"),
+    ],
+)
+def test_a_full_disk_is_one_line(site, model, monkeypatch, wanted, fails):
+    site.files["/tiny.gguf"] = model
+    server.add_repository(site, "o/r", {"m.gguf": model})
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(fails, full)
+    with pytest.raises(
+        ModelError, match=r"^the disk is full .*: there is no room for .*gguf in .*; free some"
+    ):
+        resolve(wanted.replace("URL", f"{site.url}/tiny.gguf"))
+
+
+def test_a_file_of_the_users_loads_nothing_for_downloads(tmp_path, model):
+    path = tmp_path / "mine.gguf"
+    path.write_bytes(model)
+    code = (
+        "import sys; from kvtool.models.resolve import resolve; resolve(sys.argv[1]); "
+        "print({'huggingface_hub', 'urllib.request', 'kvtool.models.hub'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_two_processes_download_once(site, model, tmp_path):
+    site.files["/tiny.gguf"] = model
+    code = "import sys; from kvtool.models.resolve import resolve; print(resolve(sys.argv[1]))"
+    command = [sys.executable, "-c", code, f"{site.url}/tiny.gguf"]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as one,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other,
+    ):
+        said = one.communicate()[0]
+        assert said == other.communicate()[0]
+    assert Path(said.strip()).read_bytes() == model
+    assert len(site.requests) == 1
+
+
+# by repository
+
+
+def test_the_reference_of_a_repository():
+    assert hub.parse("hf:o/r") == hub.Reference("o/r")
+    assert hub.parse("hf:o/r@v1.0:q8_0") == hub.Reference("o/r", "v1.0", "q8_0")
+    assert hub.parse("o/r:Q4_0") == hub.Reference("o/r", None, "Q4_0")
+    assert str(hub.parse("o/r@refs/pr/1:Q4_0")) == "hf:o/r@refs/pr/1:Q4_0"
+    for text in ("o/r", "o/r.gguf", "./a:b", "/o/r:Q4", "o/r/f:Q4", "name"):
+        assert hub.parse(text) is None
+    for text in ("hf:", "hf:o", "hf:o/r/f", "hf:../r", "hf:o/r:"):
+        with pytest.raises(ModelError, match="a repository is hf:OWNER/REPO"):
+            hub.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("names", "quant", "chosen"),
+    [
+        (["a-Q2_K.gguf", "a-Q4_K_M.gguf", "a-Q8_0.gguf"], "", "a-Q4_K_M.gguf"),
+        (["a-Q2_K.gguf", "a-Q8_0.gguf"], "", "a-Q8_0.gguf"),
+        (["b.gguf", "a-f16.gguf", "README.md"], "", "a-f16.gguf"),
+        (["a-Q4_K_M.gguf", "a-Q4_K_S.gguf", "b-Q4_K.gguf"], "q4_k", "b-Q4_K.gguf"),
+        (["a-Q8_0-00002-of-00002.gguf"], "Q8_0", None),
+        (["a-IQ4_NL.gguf", "a.q4_0.gguf"], "Q4_0", "a.q4_0.gguf"),
+        (["a-IQ2_M.gguf", "a-Q4_K_M.gguf"], "Q2_M", None),
+        (["Q8_0/a-00002-of-00002.gguf", "Q8_0/a-00001-of-00002.gguf"], "Q8_0", "Q8_0/a-00001-of-00002.gguf"),
+        (["mmproj-Q8_0.gguf", "a-imatrix-Q8_0.gguf"], "", None),
+        (["a.gguf", "b.gguf"], "b.gguf", "b.gguf"),
+        (["a.gguf", "mmproj-a.gguf"], "mmproj-a.gguf", "mmproj-a.gguf"),
+        (["a-00001-of-00002.gguf"], "a-00002-of-00002.gguf", "a-00001-of-00002.gguf"),
+        (["a.gguf"], "b.gguf", None),
+        (["a-Q8_0.gguf"], "Q4_0", None),
+    ],
+)
+def test_which_file_a_quantization_is(names, quant, chosen):
+    assert hub.choose(names, quant) == chosen
+
+
+def test_a_repository_is_asked_once(site, model):
+    server.add_repository(site, "o/r", {"m-Q4_K_M.gguf": model, "m-Q8_0.gguf": b"GGUF", "README.md": b""})
+    path = resolve("hf:o/r")
+    assert path.read_bytes() == model
+    assert path.name == "m-Q4_K_M.gguf"
+    n_request = len(site.requests)
+    assert resolve("o/r:q4_k_m") == resolve("hf:o/r") == path
+    assert len(site.requests) == n_request
+    # other programs find it where huggingface_hub looks
+    from huggingface_hub import try_to_load_from_cache
+
+    assert try_to_load_from_cache("o/r", "m-Q4_K_M.gguf") == str(path)
+
+
+def test_another_quantization_in_the_cache_is_not_the_default(site, model):
+    server.add_repository(site, "o/r", {"m-Q4_K_M.gguf": model, "m-Q8_0.gguf": model})
+    assert resolve("hf:o/r:Q8_0").name == "m-Q8_0.gguf"
+    assert resolve("hf:o/r").name == "m-Q4_K_M.gguf"
+
+
+def test_files_of_one_quantization_are_listed_by_their_names(site, model):
+    server.add_repository(site, "o/r", {"a-Q8_0.gguf": model, "b-Q8_0.gguf": model})
+    for name in ("hf:o/r:b-Q8_0.gguf", "hf:o/r"):
+        resolve(name)
+    listed = [each.name for each in stored.downloads()]
+    assert listed == ["hf:o/r:Q8_0", "hf:o/r:b-Q8_0.gguf"]
+    assert [resolve(name).name for name in listed] == ["a-Q8_0.gguf", "b-Q8_0.gguf"]
+
+
+def test_a_token_is_for_the_server_alone(site, model):
+    server.add_repository(site, "o/r", {"m.gguf": model})
+    resolve("hf:o/r")
+    assert {token for *_, token in asked(site, "/api/")} == {"Bearer hf_secret"}
+    assert [token for *_, token in asked(site, "/store/")] == [None]
+
+
+def test_a_file_of_the_server_itself_is_asked_for_with_the_token(site, model):
+    server.add_repository(site, "o/r", {"m.gguf": model})
+    code, headers = site.redirects.pop("/o/r/resolve/main/m.gguf")
+    del headers["Location"]
+    site.redirects["/o/r/resolve/main/m.gguf"] = (200, headers | {"Content-Length": str(len(model))})
+    with pytest.raises(ModelError, match="broke off after 0 B"):
+        resolve("hf:o/r")
+    assert asked(site, "/resolve/")[-1][3] == "Bearer hf_secret"
+
+
+def test_a_broken_download_from_a_repository_goes_on(site, model):
+    server.add_repository(site, "o/r", {"m.gguf": model})
+    site.breaks_after = 100_000
+    with pytest.raises(ModelError, match=r"download of m\.gguf of o/r broke off .* goes on from 97\.7 KiB"):
+        resolve("hf:o/r")
+    assert resolve("hf:o/r").read_bytes() == model
+    assert [request[2] for request in asked(site, "/store/")] == [None, "bytes=100000-"]
+
+
+def test_a_download_with_another_hash_is_not_kept(site, model):
+    server.add_repository(site, "o/r", {"m.gguf": model})
+    digest = hashlib.sha256(model).hexdigest()
+    site.files[f"/store/{digest}"] = model[:-1] + b"!"
+    with pytest.raises(ModelError, match=f"sha256 .* instead of {digest} and was deleted"):
+        resolve("hf:o/r")
+    assert stored.downloads() == []
+
+
+def test_all_parts_come_from_a_repository(site, parts):
+    server.add_repository(site, "o/r", {f"Q8_0/{name}": data for name, data in parts.items()})
+    path = resolve("hf:o/r:Q8_0")
+    assert path.name == min(parts)
+    assert read(path).n_part == 3
+    # a part that is gone comes again
+    path.with_name(max(parts)).unlink()
+    assert read(resolve("hf:o/r:Q8_0")).n_part == 3
+
+
+def test_a_revision(site, model):
+    server.add_repository(site, "o/r", {"m.gguf": b"GGUF"})
+    server.add_repository(site, "o/r", {"m.gguf": model}, commit="f" * 40, revision="v2")
+    assert resolve("hf:o/r@v2").read_bytes() == model
+    assert [each.name for each in stored.downloads()] == ["hf:o/r@v2:m.gguf"]
+    assert resolve("hf:o/r@" + "f" * 40 + ":m.gguf").read_bytes() == model
+
+
+def error_of(code, kind):
+    return (code, {"X-Error-Code": kind, "X-Error-Message": "no"}, b"{}")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        ("hf:o/none", "there is no repository o/none, or it is private"),
+        ("hf:o/gated", "o/gated is gated: accept its terms"),
+        ("hf:o/r@v9", "o/r has no revision 'v9'"),
+        ("hf:o/r:Q5_K_M", "o/r has no Q5_K_M; it has Q4_0, Q8_0, plain.gguf"),
+        ("hf:o/empty", "o/empty has no GGUF file"),
+        ("hf:o/cut", "o/cut does not have all parts of a-00001-of-00002.gguf: no a-00002-of-00002.gguf"),
+        (__file__, "test_download.py is here already; -m takes a GGUF file by its path"),
+        ("o/r", "unknown model 'o/r'. See `kvtool models list`. A repository is hf:o/r."),
+    ],
+)
+def test_a_repository_that_does_not_work_is_one_line(site, model, wanted, says):
+    server.add_repository(site, "o/r", {"a-Q8_0.gguf": b"", "a-Q4_0.gguf": b"", "plain.gguf": b""})
+    server.add_repository(site, "o/empty", {"model.safetensors": b""})
+    server.add_repository(site, "o/cut", {"a-00001-of-00002.gguf": b""})
+    server.add_repository(site, "o/gated", {"a.gguf": b""})
+    site.errors["/o/gated/resolve/main/a.gguf"] = error_of(403, "GatedRepo")
+    del site.redirects["/o/gated/resolve/main/a.gguf"]
+    site.errors["/api/models/o/none"] = error_of(404, "RepoNotFound")
+    site.errors["/api/models/o/r/revision/v9"] = error_of(404, "RevisionNotFound")
+    with pytest.raises(ModelError) as error:
+        pull(wanted)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_without_a_network_what_is_cached_does(site, model, monkeypatch):
+    from huggingface_hub import constants
+
+    server.add_repository(site, "o/r", {"m-Q8_0.gguf": model})
+    path = resolve("hf:o/r:Q8_0")
+    # whether the server has Q4_K_M as well, nobody can say
+    site.errors["/api/models/o/r"] = (503, {}, b"")
+    assert resolve("hf:o/r") == path
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve("hf:o/r") == path
+    with pytest.raises(ModelError, match=r"hf:o/r:Q4_0 is not in .*hub, and \$HF_HUB_OFFLINE forbids"):
+        resolve("hf:o/r:Q4_0")
+
+
+def test_a_server_of_repositories_that_cannot_be_reached(site, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(ModelError, match="cannot download hf:o/r: .*without a network") as error:
+        resolve("hf:o/r")
+    said = str(error.value).partition("hf:o/r: ")[2]
+    # as for a URL
+    assert said.startswith("no connection (Connection refused); the same command tries again; without a")
+    with pytest.raises(ModelError) as error:
+        resolve("http://127.0.0.1:1/m.gguf")
+    assert str(error.value).endswith(said)
+
+
+# models.txt
+
+
+def entry_of(data, sha256=None, size=None):
+    line = f"tiny | hf:o/r | tiny.gguf | {sha256 or '-'} | {size or '-'} | MIT | a note"
+    return catalogue.parse(line)["tiny"]
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_an_entry_of_models_txt_goes_to_the_cache_of_kvtool(site, model, is_known):
+    server.add_repository(site, "o/r", {"tiny.gguf": model})
+    entry = entry_of(model, *((hashlib.sha256(model).hexdigest(), len(model)) if is_known else ()))
+    site.breaks_after = 100_000
+    with pytest.raises(ModelError, match="goes on from"):
+        download.pull(entry)
+    assert not entry.here
+    assert stored.of_entry(entry).is_whole is False
+    assert download.pull(entry).read_bytes() == model
+    assert [request[2] for request in asked(site, "/store/")] == [None, "bytes=100000-"]
+    assert [path.name for path in catalogue.models_dir().iterdir()] == ["tiny.gguf"]
+    # a file of another size is not the model
+    if is_known:
+        entry.path.write_bytes(b"GGUF")
+        assert download.pull(entry).read_bytes() == model
+
+
+def test_the_hash_of_models_txt_counts_more_than_the_servers(site, model):
+    server.add_repository(site, "o/r", {"tiny.gguf": model})
+    with pytest.raises(ModelError, match=r"tiny\.gguf of o/r: the download has sha256 .* instead of 0000"):
+        download.pull(entry_of(model, "0" * 64))
+    assert list(catalogue.models_dir().iterdir()) == []
+
+
+def test_an_entry_whose_server_fails_is_one_line(site, model):
+    site.errors["/o/r/resolve/main/tiny.gguf"] = (503, {}, b"")
+    with pytest.raises(ModelError, match=r"cannot download tiny\.gguf: .*503.*without a network") as error:
+        download.pull(entry_of(model))
+    assert "\n" not in str(error.value)
+
+
+# kvtool models
+
+
+def test_pull_says_which_file_and_prints_the_path_alone(site, model):
+    server.add_repository(site, "o/r", {"m-Q4_K_M.gguf": model})
+    result = kvtool("pull", "hf:o/r")
+    path = hub.cached(hub.Reference("o/r"))
+    assert result.stdout == f"{path}\n"
+    assert result.stderr == "downloading hf:o/r\nhf:o/r: m-Q4_K_M.gguf\n"
+    again = json.loads(kvtool("pull", "hf:o/r", "--json").stdout)
+    assert (again["size"], again["sha256"]) == (len(model), hashlib.sha256(model).hexdigest())
+
+
+def test_list_has_what_is_cached_and_rm_deletes_it(site, model, parts):
+    server.add_repository(site, "o/r", {"m-Q4_K_M.gguf": model, "m-Q8_0.gguf": model, "n.gguf": model})
+    for name, data in parts.items():
+        site.files[f"/{name}"] = data
+    url = f"{site.url}/{min(parts)}"
+    for name in ("hf:o/r", "hf:o/r:Q8_0", "hf:o/r:n.gguf", url):
+        kvtool("pull", name)
+    listed = {row["name"]: row for row in json.loads(kvtool("list", "--json").stdout) if row["cached_bytes"]}
+    assert list(listed) == [url, "hf:o/r:Q4_K_M", "hf:o/r:Q8_0", "hf:o/r:n.gguf"]
+    assert listed["hf:o/r:Q8_0"]["cached_bytes"] == listed["hf:o/r:Q8_0"]["size"] == len(model)
+    assert Path(listed["hf:o/r:Q8_0"]["path"]).read_bytes() == model
+    text = kvtool("list").stdout
+    assert f"hf:o/r:Q8_0    {len(model) / 1024:.1f} KiB  yes" in re.sub(" {4,}", "    ", text)
+    # the three names share one file
+    assert f"{len(model) / 1024:.1f} KiB in {hub.cache_folder()}" in text
+
+    several = pytest.raises(ModelError, match=r"name one: hf:o/r:Q4_K_M, hf:o/r:Q8_0, hf:o/r:n\.gguf")
+    with several:
+        stored.remove("hf:o/r")
+    assert kvtool("rm", "o/r:q8_0").stdout == "deleted hf:o/r:Q8_0: 0 B\n"
+    assert stored.remove(listed["hf:o/r:n.gguf"]["path"])[0].name == "hf:o/r:n.gguf"
+    assert json.loads(kvtool("rm", "hf:o/r", "--json").stdout)["freed_bytes"] == len(model)
+    assert list(hub.cache_folder().glob("models--*")) == []
+    size = sum(map(len, parts.values()))
+    assert f"{size / 1024:.1f} KiB" in kvtool("rm", f"{site.url}/{max(parts)}").stdout
+    assert stored.downloads() == []
+    with pytest.raises(ModelError, match="hf:o/r is not downloaded"):
+        stored.remove("hf:o/r")
+
+
+def test_rm_deletes_what_a_broken_download_left(site, model):
+    server.add_repository(site, "o/r", {"m.gguf": model})
+    site.files["/m.gguf"] = model
+    for name in ("hf:o/r", f"{site.url}/m.gguf"):
+        site.breaks_after = 100_000
+        with pytest.raises(ModelError):
+            resolve(name)
+        assert [(each.name, each.is_whole) for each in stored.downloads()] == [(name, False)]
+        assert "in part" in kvtool("list").stdout
+        assert stored.remove(name)[1] > 100_000
+        assert stored.downloads() == []
+
+
+def test_rm_deletes_nothing_outside_of_the_caches(tmp_path, model):
+    path = tmp_path / "mine.gguf"
+    path.write_bytes(model)
+    with pytest.raises(ModelError, match=r"mine\.gguf is not in a cache, and kvtool deletes nothing else"):
+        stored.remove(str(path))
+    with pytest.raises(ModelError, match="unknown model 'nope'"):
+        stored.remove("nope")
+    assert path.exists()

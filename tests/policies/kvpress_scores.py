@@ -1,0 +1,74 @@
+"""Scores of presses of kvpress on the weights of a tiny model: for a Python that has kvpress, torch and gguf.
+
+    python tests/policies/kvpress_scores.py MODEL.gguf TOKENS.npy OUT.npy PRESSES.json
+
+Writes scores f32[press, row, n] of a text that is read whole. The model is one of tests/tiny.py with
+rope="neox". The presses are a list of their names and parameters: [["KnormPress", {}], ...]. One with a
+"keep" and an "alpha_safeguard" is in an AdaKVPress that keeps this many tokens a row, the newest one among
+them: instead of its scores there is 1 for a token that stays, and 0 for the others.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import kvpress
+import numpy as np
+import torch
+from kvpress_model import load
+from transformers import DynamicCache
+
+
+def score(model, ids, press, params):
+    """f32[row, n]"""
+    made, found = getattr(kvpress, press)(compression_ratio=0.5, **params), []
+    own = made.score
+
+    def noted(*args, **kwargs):
+        found.append(own(*args, **kwargs))
+        return found[-1]
+
+    made.score = noted
+    with torch.no_grad(), made(model):
+        model.model(input_ids=ids, past_key_values=DynamicCache())
+    return torch.cat(found, dim=1)[0].numpy()
+
+
+def share(model, ids, press, params, keep, alpha):
+    """f32[row, n]: 1 for what an AdaKVPress keeps, 0 for what it masks."""
+    n = ids.shape[1]
+    inner = getattr(kvpress, press)(compression_ratio=1 - keep / n, **params)
+    own, found = inner.score, []
+
+    def with_newest(*args, **kwargs):
+        scores = own(*args, **kwargs)
+        scores[..., -1] = torch.finfo(scores.dtype).max
+        return scores
+
+    inner.score = with_newest
+    outer = kvpress.AdaKVPress(inner, alpha_safeguard=alpha)
+    with torch.no_grad(), outer(model):
+        model.model(input_ids=ids, past_key_values=DynamicCache())
+    for layer in model.model.layers:
+        stays = torch.ones(layer.self_attn.config.num_key_value_heads, n)
+        _, heads, tokens = layer.self_attn.masked_key_indices
+        stays[heads, tokens] = 0
+        found.append(stays)
+    return torch.cat(found).numpy()
+
+
+def main(path, tokens, out, presses):
+    # a press that masks does so in no eager attention
+    model, masked = (load(path, attention) for attention in ("eager", "sdpa"))
+    ids = torch.tensor(np.load(tokens)[None], dtype=torch.long)
+    found = []
+    for name, params in json.loads(Path(presses).read_text()):
+        keep, alpha = params.pop("keep", None), params.pop("alpha_safeguard", None)
+        found.append(
+            score(model, ids, name, params) if keep is None else share(masked, ids, name, params, keep, alpha)
+        )
+    np.save(out, np.stack(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,237 @@
+"""Divergence from the full cache, against its definition in NumPy and against all of the predictions."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import time
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.errors import InputError
+from kvtool.measure import divergence, perplexity
+from tests.engine.running import open_engine, text
+from tests.held import PATIENCE_S
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(divergence, "_folder", lambda: tmp_path / "logits")
+
+
+def log_softmax(logits):
+    x = logits.astype(np.float64)
+    x -= x.max(axis=1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=1, keepdims=True))
+
+
+def lumped(p, q, n_top):
+    """KL(P || Q) of log-probabilities f64[n_vocab]; all but P's likeliest n_top tokens count as one."""
+    top = np.argsort(-p)[:n_top]
+    rest = np.setdiff1d(np.arange(len(p)), top)
+    known = (np.exp(p[top]) * (p[top] - q[top])).sum()
+    mass_p, mass_q = np.exp(p[rest]).sum(), np.exp(q[rest]).sum()
+    return known + mass_p * np.log(mass_p / mass_q) if len(rest) else known
+
+
+def draw(seed, n=40, n_vocab=300):
+    rng = np.random.default_rng(seed)
+    p = (rng.normal(size=(n, n_vocab)) * 3).astype(np.float32)
+    return p, (p + rng.normal(size=p.shape) * 0.5).astype(np.float32), rng.integers(0, n_vocab, n, np.int32)
+
+
+def scored(p, q, target, tmp_path):
+    """Scores of q against a reference of p, each in steps of 7."""
+    file, n = io.BytesIO(), len(p) + 1
+    writer = divergence.Writer(file, n, p.shape[1])
+    (tmp_path / "reference").write_bytes(b"")
+    steps = [slice(at, at + 7) for at in range(0, len(p), 7)]
+    own = np.concatenate([writer.score(p[step], target[step]) for step in steps])
+    (tmp_path / "reference").write_bytes(file.getvalue())
+    reader = divergence.Reader(tmp_path / "reference", n, p.shape[1])
+    nll = np.concatenate([reader.score(q[step], target[step]) for step in steps])
+    reader.close()
+    return writer, reader, own, nll
+
+
+@pytest.mark.parametrize("n_top", [1, 5, 64, 299, 300, 1000])
+def test_divergence_is_that_of_the_definition(n_top, tmp_path, monkeypatch):
+    monkeypatch.setattr(divergence, "N_TOP", n_top)
+    p, q, target = draw(n_top)
+    _, reader, own, nll = scored(p, q, target, tmp_path)
+    log_p, log_q = log_softmax(p), log_softmax(q)
+    expected = [lumped(a, b, n_top) for a, b in zip(log_p, log_q, strict=True)]
+    np.testing.assert_allclose(reader.kl, expected, atol=2e-6)
+    rows = np.arange(len(p))
+    np.testing.assert_allclose(nll, -log_q[rows, target], atol=1e-6)
+    np.testing.assert_allclose(reader.nll, -log_p[rows, target], atol=1e-6)
+    assert (reader.nll == own).all()
+    assert (reader.same == (p.argmax(axis=1) == q.argmax(axis=1))).all()
+    assert 0 < reader.same.mean() < 1
+
+
+def test_equal_predictions_have_no_divergence_at_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(divergence, "N_TOP", 50)
+    p, _, target = draw(3)
+    writer, reader, own, nll = scored(p, p, target, tmp_path)
+    for scores in (writer, reader):
+        assert (scores.kl == 0).all()
+        assert scores.same.all()
+    assert (own == nll).all()
+    assert (own == perplexity.nll_of(p, target)).all()
+
+
+def test_more_tokens_tell_more(tmp_path, monkeypatch):
+    p, q, target = draw(4)
+    found = []
+    for n_top in (2, 20, 200):
+        monkeypatch.setattr(divergence, "N_TOP", n_top)
+        found.append(scored(p, q, target, tmp_path)[1].kl)
+    assert (found[0] <= found[1] + 1e-6).all()
+    assert (found[1] <= found[2] + 1e-6).all()
+    assert (found[0] < found[2]).any()
+
+
+def test_among_equally_likely_tokens_the_lowest_counts(tmp_path):
+    p = np.zeros((4, 300), np.float32)
+    p[0, [7, 9]] = p[1, [7, 9]] = p[2, 9] = p[3, 7] = 5
+    q = np.zeros_like(p)
+    q[:, [7, 200]] = 5
+    _, reader, _, _ = scored(p, q, np.zeros(4, np.int32), tmp_path)
+    assert reader.same.tolist() == [True, True, False, True]
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="a vocabulary of 49,152")
+def test_little_is_missing_of_a_real_model(smollm2, tmp_path, share_of):
+    kept, settings = {}, {"n_ctx": 256, "flash": "on"}
+    for kind in ("f16", "q8_0"):
+        logits = kept[kind] = []
+
+        def keep(step, target, logits=logits):
+            logits.append(step.copy())
+            return perplexity.nll_of(step, target)
+
+        with open_engine(smollm2, policies.fit("full", 256), type_k=kind, type_v=kind, **settings) as engine:
+            tokens = engine.model.tokenize(" ".join(str(i**3) for i in range(200)))[: share_of(80, 150)]
+            perplexity.stream(engine, tokens, score=keep)
+    p, q = (np.concatenate(logits) for logits in kept.values())
+    _, reader, _, _ = scored(p, q, tokens[1:], tmp_path)
+    log_p, log_q = log_softmax(p), log_softmax(q)
+    exact = (np.exp(log_p) * (log_p - log_q)).sum(axis=1).mean()
+    assert exact > 1e-5
+    assert 0.95 < reader.kl.mean() / exact <= 1.0001
+
+
+# on the disk
+
+
+def write(path, n=9, n_vocab=300):
+    p, _, target = draw(0, n - 1, n_vocab)
+    with divergence.writing(path, n, n_vocab) as scores:
+        scores.score(p, target)
+    return scores
+
+
+def test_one_token_at_a_time_is_scored_as_all_at_once(tmp_path):
+    p, q, target = draw(0, 8)
+    path = tmp_path / "reference"
+    whole = write(path)
+    with closing(divergence.Reader(path, 9, 300)) as reader:
+        for i in range(8):
+            reader.score(p[i : i + 1], target[i : i + 1])
+    assert np.array_equal(reader.nll, whole.nll)
+    assert np.array_equal(reader.kl, whole.kl)
+
+
+def test_a_second_writer_reads(tmp_path):
+    path = divergence.path_of({"model": "m"})
+    assert isinstance(write(path), divergence.Writer)
+    assert isinstance(write(path), divergence.Reader)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert divergence.path_of({"model": "n"}) != path
+
+
+def test_half_a_reference_is_none(tmp_path):
+    path = divergence.path_of({})
+
+    def stop():
+        with divergence.writing(path, 9, 300) as scores:
+            scores.score(*draw(0, 4)[::2])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stop()
+    assert list(path.parent.iterdir()) == []
+    write(path)
+    for n in (8, 10):
+        with pytest.raises(InputError, match="are gone"):
+            divergence.Reader(path, n, 300)
+
+
+def _hold(path, entered, is_asked):
+    with divergence.writing(path, 9, 300) as scores:
+        entered.set()
+        assert is_asked.wait(PATIENCE_S)
+        if isinstance(scores, divergence.Writer):
+            scores.score(*draw(0, 8)[::2])
+
+
+@pytest.mark.large
+def test_who_wants_the_same_waits():
+    path, context = divergence.path_of({}), multiprocessing.get_context("spawn")
+    entered, is_asked = context.Event(), context.Event()
+    process = context.Process(target=_hold, args=(path, entered, is_asked))
+    process.start()
+    assert entered.wait(PATIENCE_S)
+    assert not path.exists()
+    is_asked.set()
+    assert isinstance(write(path), divergence.Reader)
+    process.join()
+
+
+def test_the_least_lately_used_go_first(monkeypatch):
+    paths = [divergence.path_of({"i": i}) for i in range(4)]
+    for age, path in zip((10, 30, 20), paths, strict=False):
+        write(path)
+        then = time.time() - age
+        os.utime(path, (then, then))
+    size = paths[0].stat().st_size
+    monkeypatch.setattr(divergence, "MOST_BYTES", 3 * size)
+    # reading counts as use
+    divergence.Reader(paths[1], 9, 300).close()
+    write(paths[3])
+    assert [path.exists() for path in paths] == [True, True, False, True]
+    # the newest stays, whatever its size
+    monkeypatch.setattr(divergence, "MOST_BYTES", 1)
+    paths[0].unlink()
+    write(paths[0])
+    assert [path.exists() for path in paths] == [True, False, False, False]
+
+
+def test_too_long_a_text_is_not_kept(monkeypatch):
+    monkeypatch.setattr(divergence, "MOST_BYTES", 50 * divergence._row(300).itemsize)
+    assert divergence.fits(50, 300)
+    assert not divergence.fits(51, 300)
+
+
+@pytest.mark.engine
+def test_the_full_cache_does_not_differ_from_itself(tiny_model):
+    tokens, path = text(200), divergence.path_of({})
+    nll = []
+    for run in (0, 1):
+        with (
+            open_engine(tiny_model(), policies.fit("full", 200), type_k="f16", type_v="f16") as engine,
+            divergence.writing(path, 200, engine.model.n_vocab) as scores,
+        ):
+            nll.append(perplexity.stream(engine, tokens, score=scores.score))
+            assert isinstance(scores, (divergence.Writer, divergence.Reader)[run])
+            assert (scores.kl == 0).all()
+            assert scores.same.all()
+    assert (nll[0] == nll[1]).all()
+    with open_engine(tiny_model(), policies.fit("full", 200), type_k="f16", type_v="f16") as engine:
+        assert (perplexity.stream(engine, tokens) == nll[0]).all()

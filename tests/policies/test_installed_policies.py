@@ -1,0 +1,217 @@
+"""Policies that other packages bring: found by their entry points, and harmless where they are broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvtool import policies
+from kvtool.chats import session
+from kvtool.errors import UsageError
+from tests import forked
+from tests.chats.test_conversation import CHATML
+
+NEWEST = '''"""Newest: the newest tokens stay."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtool.policy import Ranked
+
+
+@dataclass(frozen=True, slots=True)
+class Newest(Ranked):
+    """No parameters."""
+
+    budget: int
+    slack: int
+
+    def scores(self, view, state):
+        return view.pos.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class All(Newest):
+    """Keeps everything."""
+
+    evicts = False
+
+    @classmethod
+    def fit(cls, budget, slack, **params):
+        return cls(budget, 0, **params)
+
+    def __post_init__(self):
+        pass
+
+    def highest(self, view, scores):
+        return np.ones(view.pos.shape, np.bool_)
+'''
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """install(name, module, {policy: object}): a package as pip leaves it, in a folder of sys.path."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(name, code, entries, version="1.0"):
+        module = name.replace("-", "_")
+        (tmp_path / f"{module}.py").write_text(code)
+        info = tmp_path / f"{module}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        lines = "".join(f"{policy} = {value}\n" for policy, value in entries.items())
+        (info / "entry_points.txt").write_text(f"[kvtool.policies]\n{lines}")
+        policies.installed.cache_clear()
+        policies._load_installed.cache_clear()
+
+    yield install
+    policies.installed.cache_clear()
+    policies._load_installed.cache_clear()
+    for module in [name for name in sys.modules if name.startswith("some_")]:
+        del sys.modules[module]
+
+
+def kvtool(*args, stdin=""):
+    # the folder of the packages, as a site of its own would add it
+    code = f"import sys; sys.path.insert(1, {sys.path[0]!r}); from kvtool.__main__ import main; main()"
+    command = [sys.executable, "-c", code, *map(str, args)]
+    env = {**os.environ, "COLUMNS": "200"}
+    return forked.run(command, capture_output=True, text=True, check=False, env=env, input=stdin)
+
+
+def test_a_package_s_policy_is_loaded_by_its_name(packages):
+    packages("some-policies", NEWEST, {"newest": "some_policies:Newest"}, version="2.1")
+    policy = policies.fit("newest", 64)
+    assert type(policy).__name__ == "Newest"
+    assert (policy.budget, policy.slack) == (64, 8)
+    assert policies.package("newest") == "some-policies"
+    assert policies.owners("newest") == "some-policies 2.1"
+    assert "newest" not in policies.names()
+
+
+def test_its_file_is_hashed_as_one_s_own_file_is(packages, tmp_path):
+    packages("some-policies", NEWEST, {"newest": "some_policies:Newest"})
+    assert policies.file_sha256("newest") == policies.file_sha256(str(tmp_path / "some_policies.py"))
+    assert policies.file_sha256("h2o") is policies.package("h2o") is None
+
+
+def test_it_is_listed_with_the_others_and_its_package(packages):
+    packages("some-policies", NEWEST, {"newest": "some_policies:Newest"}, version="2.1")
+    done = kvtool("policies", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    listed = {policy["name"]: policy for policy in json.loads(done.stdout)}
+    assert list(listed) == [*policies.names(), "newest"]
+    assert listed["newest"]["package"] == "some-policies 2.1"
+    assert listed["newest"]["what"] == "Newest: the newest tokens stay."
+    assert listed["h2o"]["package"] is None
+    assert "some-policies 2.1" in kvtool("policies").stdout
+    assert "Did you mean newest?" in kvtool("policies", "newst").stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "entry", "complaint"),
+    [
+        (
+            "1 / 0",
+            "some_broken:Newest",
+            "cannot be loaded: ZeroDivisionError: division by zero (some_broken.py, ",
+        ),
+        ("def", "some_broken:Newest", "cannot be loaded: SyntaxError"),
+        (NEWEST, "some_broken:Nothing", "cannot be loaded: AttributeError"),
+        (
+            NEWEST,
+            "some_nothing:Newest",
+            "cannot be loaded: ModuleNotFoundError: No module named 'some_nothing'",
+        ),
+        ("Newest = 3", "some_broken:Newest", "must be a dataclass that derives from kvtool.policy.Policy"),
+    ],
+)
+def test_a_broken_one_is_one_line_and_hides_no_other(packages, code, entry, complaint):
+    packages("some-broken", code, {"newest": entry})
+    done = kvtool("policies", "--json")
+    assert done.returncode == 0
+    assert [policy["name"] for policy in json.loads(done.stdout)] == policies.names()
+    assert done.stderr.startswith("kvtool: policy 'newest' of some-broken 1.0")
+    assert complaint in done.stderr
+    assert done.stderr.count("\n") == 1
+    asked = kvtool("policies", "newest")
+    assert (asked.returncode, asked.stderr) == (2, done.stderr)
+    assert kvtool("policies", "h2o").stderr == ""
+
+
+def test_kvtool_s_own_policy_goes_before_one_of_the_same_name(packages):
+    packages("some-policies", NEWEST, {"h2o": "some_policies:Newest"})
+    assert policies.load("h2o").__module__ == "kvtool.policies.h2o"
+    assert policies.package("h2o") is None
+    done = kvtool("policies", "--json")
+    assert [policy["name"] for policy in json.loads(done.stdout)] == policies.names()
+    assert done.stderr == (
+        "kvtool: policy 'h2o' of some-policies 1.0 is ignored: kvtool has a policy of that name\n"
+    )
+    assert kvtool("policies", "h2o").stderr == ""
+
+
+def test_a_name_that_two_packages_have_is_refused_with_both(packages):
+    packages("some-policies", NEWEST, {"newest": "some_policies:Newest"})
+    packages("some-others", NEWEST, {"newest": "some_others:Newest"}, version="3")
+    with pytest.raises(
+        UsageError, match="'newest' is in several packages, .*; uninstall all but one"
+    ) as refused:
+        policies.load("newest")
+    assert {"some-policies 1.0", "some-others 3"} <= set(str(refused.value).replace(";", ",").split(", "))
+
+
+def test_a_start_does_not_look_for_them():
+    code = (
+        "import sys, kvtool.cli\n"
+        "from kvtool import policies\n"
+        "policies.fit('h2o', 64)\n"
+        "assert not policies.installed.cache_info().currsize\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.engine
+def test_it_streams_and_one_that_never_evicts_is_treated_as_full_is(packages, tiny_model, tmp_path):
+    entries = {"newest": "some_policies:Newest", "all": "some_policies:All"}
+    packages("some-policies", NEWEST, entries)
+    path = tmp_path / "text.txt"
+    path.write_text("word " * 100)
+    model = ("-m", tiny_model(), "-t", "1")
+    evicting = json.loads(
+        kvtool("perplexity", path, "--policy", "newest", "--budget", 48, "--json", *model).stdout
+    )
+    local = json.loads(
+        kvtool("perplexity", path, "--policy", "local", "--budget", 48, "--json", *model).stdout
+    )
+    assert evicting["perplexity"] == local["perplexity"]
+    everything = json.loads(kvtool("perplexity", path, "--policy", "all", "--json", *model).stdout)
+    full = json.loads(kvtool("perplexity", path, "--policy", "full", "--json", *model).stdout)
+    assert (everything["perplexity"], everything["budget"]) == (full["perplexity"], full["budget"])
+    refused = kvtool("perplexity", path, "--policy", "all", "--budget", 48, *model)
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        "kvtool: `all` keeps every token and takes no --budget; --ctx-size sets its cache size\n",
+    )
+
+
+@pytest.mark.engine
+def test_a_session_records_the_package_and_goes_on_with_no_other(packages, tiny_model, tmp_path):
+    packages("some-policies", NEWEST, {"newest": "some_policies:Newest"})
+    path = tmp_path / "chat.kv"
+    model = tiny_model(chat_template=CHATML)
+    own = ("-m", model, "-t", "1", "--policy", "newest", "--budget", 64)
+    command = ("chat", *own, "-n", 4, "--session", path)
+    done = kvtool(*command, stdin="hello\n")
+    assert done.returncode == 0, done.stderr
+    assert session.read_meta(path)["fixed"]["policy_package"] == "some-policies"
+    (tmp_path / "some_policies-1.0.dist-info" / "METADATA").write_text("Name: some-others\nVersion: 1\n")
+    done = kvtool(*command, stdin="hello\n")
+    assert done.returncode == 9
+    assert "started with a policy of the package some-policies; it cannot" in done.stderr
+    assert "continue with a policy of the package some-others" in done.stderr

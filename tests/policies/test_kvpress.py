@@ -1,0 +1,96 @@
+"""What stays of a prompt is what kvpress keeps, on the same weights.
+
+KVPRESS_PYTHON names a Python that has kvpress, torch and gguf; without it these tests are skipped.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from tests.engine.running import live, open_engine
+
+PYTHON = os.environ.get("KVPRESS_PYTHON")
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not PYTHON, reason="KVPRESS_PYTHON names no Python that has kvpress"),
+]
+
+N = 200
+
+ALL_QUERIES = ["window=1", f"queries={N}"]
+
+SAME = [
+    ("expected", [*ALL_QUERIES, "epsilon=0"], "ExpectedAttentionPress", {}),
+    ("expected", [*ALL_QUERIES, "epsilon=0.02"], "ExpectedAttentionPress", {"epsilon": 0.02}),
+    (
+        "expected",
+        [*ALL_QUERIES, "sinks=6", "ahead=33", "covariance=false", "lengths=false"],
+        "ExpectedAttentionPress",
+        {"n_sink": 6, "n_future_positions": 33, "use_covariance": False, "use_vnorm": False},
+    ),
+    ("knorm", ["sinks=0", "window=1"], "KnormPress", {}),
+    ("snapkv", ["window=16", "kernel=5"], "SnapKVPress", {"window_size": 16, "kernel_size": 5}),
+]
+"""A policy with its options, and the press that scores alike."""
+
+SHARED = [
+    ("expected", [*ALL_QUERIES, "epsilon=0"], "ExpectedAttentionPress", {}, 0.2),
+    ("expected", [*ALL_QUERIES, "epsilon=0.02"], "ExpectedAttentionPress", {"epsilon": 0.02}, 0.5),
+    ("snapkv", ["window=16"], "SnapKVPress", {"window_size": 16}, 0.2),
+    ("snapkv", ["window=16"], "SnapKVPress", {"window_size": 16}, 0.6),
+]
+"""The same where rows share a budget, and which part of its own each keeps at least."""
+
+
+def scores_of(path, tokens, presses, folder):
+    """f32[press, row, n]"""
+    np.save(folder / "tokens.npy", tokens)
+    (folder / "presses.json").write_text(json.dumps(presses))
+    script = Path(__file__).parent / "kvpress_scores.py"
+    files = path, *(folder / name for name in ("tokens.npy", "scores.npy", "presses.json"))
+    subprocess.run([PYTHON, script, *files], check=True)
+    return np.load(folder / "scores.npy")
+
+
+@pytest.mark.parametrize("n_head_kv", [1, 2, 4])
+def test_a_prompt_is_compressed_to_the_tokens_that_kvpress_keeps(tmp_path, tiny_model, n_head_kv):
+    # no token twice: the lengths of its keys would differ by rounding alone
+    tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:N].astype(np.int32)
+    path = tiny_model(rope="neox", n_head_kv=n_head_kv)
+    scores = scores_of(path, tokens, [each[2:] for each in SAME], tmp_path)
+    # here the newest token always stays
+    scores[..., -1] = np.inf
+    for (name, options, *_), own in zip(SAME, scores, strict=True):
+        policy = policies.fit(name, 80, 10, options)
+        with open_engine(path, policy, prefill="whole") as engine:
+            engine.read(tokens)
+            kept = np.sort(engine.rows.pos[:, : engine.n_kv], axis=1)
+        best = np.argsort(own, axis=1)[:, -policy.n_keep :]
+        assert kept.tolist() == np.sort(best, axis=1).tolist(), (name, options)
+
+
+@pytest.mark.parametrize("n_head_kv", [2, 4])
+def test_rows_that_share_a_budget_keep_what_ada_kv_keeps(tmp_path, tiny_model, n_head_kv):
+    tokens = np.random.default_rng(2).permutation(np.arange(3, 259))[:N].astype(np.int32)
+    path = tiny_model(rope="neox", n_head_kv=n_head_kv)
+    presses = [
+        (press, params | {"keep": 70, "alpha_safeguard": floor}) for _, _, press, params, floor in SHARED
+    ]
+    differ = False
+    for (name, options, _, _, floor), stays in zip(
+        SHARED, scores_of(path, tokens, presses, tmp_path), strict=True
+    ):
+        policy = policies.fit(name, 80, 10, [*options, "heads=adaptive", f"floor={floor}"])
+        assert policy.n_keep == 70
+        with open_engine(path, policy, prefill="whole") as engine:
+            engine.read(tokens)
+            kept = live(engine)
+        assert kept == [np.flatnonzero(row).tolist() for row in stays], (name, floor)
+        differ |= len({len(row) for row in kept}) > 1
+    assert differ

@@ -1,0 +1,352 @@
+"""KVzip: a prompt is repeated, what that looks at stays, and of the repetition nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reference import kvzip
+
+from kvtool import policies
+from kvtool.engine.prefill import n_cells, n_segments
+from kvtool.engine.rehearsal import Rehearser
+from kvtool.errors import StreamEnd, UsageError
+from kvtool.policies.kvzip import KVzip
+from kvtool.policy import View
+from tests.cli.called import called
+from tests.engine.running import LOGITS, live, open_engine, text
+from tests.reference import transformer
+
+
+def view_of(highest, pos=None, **more):
+    highest = np.array([highest], np.float32)
+    pos = np.arange(highest.shape[1], dtype=np.int32)[None] if pos is None else np.array([pos], np.int32)
+    return View(pos, np.zeros(1, np.int32), int(pos.max()) + 1, highest=highest, **more)
+
+
+def kept(plan, view):
+    return sorted(view.pos[0, plan.keep[0]].tolist())
+
+
+PLAIN = {"sinks": 0, "window": 1}
+
+
+def test_the_prompt_keeps_what_was_attended_to_most():
+    view = view_of([1, 5, 2, 9, 2, 0, 0])
+    # of equals the newer stays
+    assert kept(KVzip.fit(5, 1, **PLAIN).compress(view), view) == [1, 3, 4, 6]
+    assert kept(KVzip.fit(5, 1, sinks=1, window=2).compress(view), view) == [0, 3, 5, 6]
+    assert kept(KVzip.fit(5, 1, sinks=0, window=0).compress(view), view) == [1, 2, 3, 4]
+
+
+def test_what_comes_later_stays_until_nothing_of_the_prompt_is_left():
+    policy = KVzip.fit(5, 2, **PLAIN)
+    state = policy.start(1, 6, 4)
+    # 3 has got no attention at all, and yet it has a score
+    policy.adopt(view_of([4, 8, 6, 0]), state)
+    view = view_of([0] * 6)
+    policy.observe(view, state)
+    assert kept(policy.plan(view, state), view) == [1, 4, 5]
+    state[0][:] = 0
+    assert kept(policy.plan(view, state), view) == [3, 4, 5]
+
+
+def test_pinned_and_held_tokens_count_as_what_comes_later():
+    policy = KVzip.fit(6, 1, **PLAIN)
+    state = policy.start(1, 6, 4)
+    policy.adopt(view_of([0, 0, 5, 0, 0, 0], pinned=1, held=2), state)
+    assert (state[0] > 0).tolist() == [[False, True, True, True, False, False]]
+
+
+def test_its_parameters_are_checked():
+    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
+        KVzip.fit(64, 8, chunk=0)
+    assert policies.rehearses(KVzip)
+    assert not policies.rehearses(policies.load("snapkv"))
+
+
+# in the engine
+
+
+def repeat(engine, stream, tokens, begin, stop):
+    """Lets the definition repeat its tokens from position begin to stop, as the engine does."""
+    words, tokenize, n_held = engine.policy.rehearsal, engine.model.tokenize, engine.n_held
+    header = tokens[len(tokens) - n_held :] if n_held else tokenize("\n")
+    n_chunk = Rehearser(engine, words).n_chunk(stream.n)
+    for at in range(begin, stop, n_chunk):
+        chunk = tokens[at : min(at + n_chunk, stop)]
+        asked = [tokenize(words.first if at == begin else words.later)]
+        asked += [] if at == begin else [tokens[max(at - words.n_lead, begin) : at]]
+        kvzip.rehearse(stream, at, at + len(chunk), np.concatenate([*asked, header]).tolist(), chunk)
+
+
+def evict(engine, stream):
+    policy = engine.policy
+    params = {key: getattr(policy, key) for key in policies.params(type(policy))}
+    params["window"] = max(policy.window, engine.n_held)
+    common = {"pinned": engine.n_pinned, "budget": policy.budget, "slack": policy.slack}
+    stream.evict(kvzip.keep, **common, **params)
+
+
+def goes_on_as_the_definition(engine, stream, tokens):
+    assert live(engine) == positions_of(stream)
+    # rows choose for themselves
+    assert len({tuple(row) for row in live(engine)}) > 1
+    for i, token in enumerate(tokens):
+        policy = engine.policy
+        # rows that differ have a plan every few tokens
+        if (i and i % policy.slack == 0) if policy.ragged else stream.n >= policy.budget:
+            evict(engine, stream)
+        engine.step([token])
+        want = stream.decode([token])
+        assert np.abs(engine.context.logits() - want).max() < LOGITS
+        assert live(engine) == positions_of(stream)
+
+
+def positions_of(stream):
+    return [row.pos.tolist() for rows in stream.rows for row in rows]
+
+
+@pytest.mark.engine
+@pytest.mark.share(3, "positions", "chunk")
+@pytest.mark.parametrize("positions", ["original", "in-cache"])
+@pytest.mark.parametrize("chunk", [2048, 100, 7])
+@pytest.mark.parametrize(("n_pinned", "n_held"), [(0, 0), (11, 6)])
+def test_a_prompt_leaves_what_the_definition_leaves(tiny_model, positions, chunk, n_pinned, n_held):
+    path, tokens, n = tiny_model(n_head_kv=2), text(230), 200
+    policy = policies.fit("kvzip", 48, 8, [f"chunk={chunk}"])
+    stream = transformer.Stream(transformer.Llama(path), positions=positions)
+    with open_engine(path, policy, positions=positions) as engine:
+        engine.pin(n_pinned)
+        engine.hold(n_held)
+        small = engine.cache_bytes
+        assert engine.read(tokens[:n]) == n
+        want = stream.decode(tokens[:n])[-1]
+        assert np.abs(engine.context.next_logits - want).max() < LOGITS
+        repeat(engine, stream, tokens[:n], n_pinned, n - n_held)
+        evict(engine, stream)
+        assert engine.cache_bytes == small
+        goes_on_as_the_definition(engine, stream, tokens[n:])
+
+
+@pytest.mark.engine
+@pytest.mark.share(2, "chunk", "n_batch")
+@pytest.mark.parametrize("chunk", [2048, 100])
+@pytest.mark.parametrize("n_batch", [512, 64])
+@pytest.mark.parametrize("floor", [0, 0.5])
+def test_rows_that_share_a_budget_leave_what_the_definition_leaves(tiny_model, chunk, n_batch, floor):
+    path, tokens, n = tiny_model(n_head_kv=2), text(230), 200
+    policy = policies.fit("kvzip", 48, 8, [f"chunk={chunk}", "heads=adaptive", f"floor={floor}"])
+    stream = transformer.Stream(transformer.Llama(path))
+    with open_engine(path, policy, n_batch=n_batch) as engine:
+        engine.pin(11)
+        engine.hold(6)
+        assert engine.read(tokens[:n]) == n
+        want = stream.decode(tokens[:n])[-1]
+        assert np.abs(engine.context.next_logits - want).max() < LOGITS
+        repeat(engine, stream, tokens[:n], 11, n - 6)
+        evict(engine, stream)
+        assert len(set(engine.rows.live.tolist())) > 1
+        goes_on_as_the_definition(engine, stream, tokens[n:])
+
+
+@pytest.mark.engine
+def test_each_segment_of_a_prompt_beyond_the_context_is_repeated(tiny_model):
+    path, tokens, n = tiny_model(n_head_kv=2, n_ctx_train=330), text(408), 400
+    policy = policies.fit("kvzip", 48, 8)
+    model = transformer.Llama(path)
+    whole = transformer.Stream(model, positions="in-cache")
+    with open_engine(path, policy) as engine:
+        assert n_segments(engine, n) == 3
+        # more than one chunk a segment
+        assert Rehearser(engine, policy.rehearsal).n_chunk(134) < 133
+        assert engine.read(tokens[:n]) == n
+        parts = []
+        for segment in np.array_split(tokens[:n], 3):
+            part = transformer.Stream(model)
+            part.next = begin = sum(each.counter for each in parts)
+            want = part.decode(segment)[-1]
+            repeat(engine, part, tokens[:n], begin, part.next)
+            parts.append(part)
+        for rows, *others in zip(whole.rows, *(part.rows for part in parts), strict=True):
+            for row, *pieces in zip(rows, *others, strict=True):
+                for piece in pieces:
+                    at = len(row)
+                    row.append(piece.pos, piece.rot, piece.key, piece.value)
+                    row.notes[at:] = piece.notes
+        whole.next, whole.counter = n, policy.n_keep
+        evict(engine, whole)
+        assert np.abs(engine.context.next_logits - want).max() < LOGITS
+        goes_on_as_the_definition(engine, whole, tokens[n:])
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2", "deepseek2", "refact"])
+@pytest.mark.parametrize("chunk", [2048, 30])
+def test_of_a_rehearsal_nothing_is_left(tiny_model, arch, chunk):
+    path, tokens = tiny_model(arch=arch), text(150)
+    policy = policies.fit("kvzip", 300, 8, [f"chunk={chunk}"])
+    found = []
+    for asked in (policy, policy, policies.fit("full", 300)):
+        with open_engine(path, asked) as engine:
+            engine.read(tokens[:120])
+            before = {name: array.copy() for name, array in engine.save()}
+            if not found:
+                signals = Rehearser(engine, policy.rehearsal).read(tokens[:120], 0, lambda: False)
+                assert (signals["highest"] > 0).all()
+                after = dict(engine.save())
+                # where the signals' window begins is all that may differ
+                assert (after.pop("engine") != before.pop("engine")).sum() == 1
+                assert before.keys() == after.keys()
+                assert [name for name in before if not np.array_equal(before[name], after[name])] == []
+            engine.read(tokens[120:])
+            found.append(engine.context.logits().copy())
+    # bit by bit those of a prompt that was read once, under this policy and with the full cache
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
+
+
+@pytest.mark.engine
+def test_signals_are_of_rehearsals_alone(tiny_model):
+    with open_engine(tiny_model(), policies.fit("kvzip", 300, 8)) as engine:
+        engine.read(text(60))
+        assert not engine.signals.read()["highest"].any()
+        engine.context.watch(on=True)
+        engine.read(text(20))
+        assert engine.signals.read()["highest"].all()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("heads", ["equal", "adaptive"])
+def test_a_prompt_can_be_stopped_while_it_is_repeated_and_read_again(tiny_model, heads):
+    tokens, asked = text(300), []
+    policy, path = policies.fit("kvzip", 48, 8, [f"heads={heads}"]), tiny_model(n_head_kv=2)
+
+    def stopped():
+        asked.append(engine.n_past)
+        return asked[-1] > 300
+
+    with open_engine(path, policy) as engine:
+        small = engine.cache_bytes
+        assert engine.read(tokens, stopped) == 0
+        assert (engine.n_past, engine.n_kv, engine.cache_bytes) == (0, 0, small)
+        assert engine.read(tokens) == 300
+        again = engine.context.logits().copy(), live(engine)
+    with open_engine(path, policy) as engine:
+        engine.read(tokens)
+        assert np.array_equal(engine.context.logits(), again[0])
+        assert live(engine) == again[1]
+
+
+@pytest.mark.engine
+def test_a_text_that_fits_is_read_once(tiny_model):
+    with open_engine(tiny_model(), policies.fit("kvzip", 48, 8)) as engine:
+        engine.read(text(48))
+        assert not engine.state[0].any()
+        # then the oldest go, but for the sinks
+        engine.read(text(1))
+        assert live(engine)[0] == [*range(4), *range(12, 49)]
+
+
+@pytest.mark.engine
+def test_a_cache_for_a_prompt_has_room_for_its_repetition(tiny_model):
+    with open_engine(tiny_model(), policies.fit("kvzip", 48, 8, ["chunk=100"])) as engine:
+        n_beside = Rehearser(engine, engine.policy.rehearsal).n_beside
+        assert n_cells(engine, 500) == -(-(500 + 100 + n_beside) // 256) * 256
+
+
+@pytest.mark.engine
+def test_what_cannot_be_read_twice_is_refused(tiny_model):
+    policy = policies.fit("kvzip", 48, 8)
+    with (
+        pytest.raises(UsageError, match="KVzip reads a prompt twice; choose --prefill whole"),
+        open_engine(tiny_model(), policy, prefill="stream"),
+    ):
+        pass
+    with (
+        open_engine(tiny_model(n_ctx_train=330), policy, positions="original") as engine,
+        pytest.raises(
+            StreamEnd, match="the prompt of 300 tokens, read twice, is longer than the context"
+        ) as end,
+    ):
+        engine.read(text(300))
+    # which it cannot do
+    assert "--prefill stream" not in str(end.value)
+    with (
+        open_engine(tiny_model(arch="deepseek32"), policy) as engine,
+        pytest.raises(UsageError, match="of 500 tokens, read twice, cannot be read whole; choose a shorter"),
+    ):
+        engine.read(text(500))
+    with (
+        open_engine(tiny_model(n_ctx_train=80), policy) as engine,
+        pytest.raises(UsageError, match="a context of 80 tokens is too short to read a prompt twice"),
+    ):
+        engine.read(text(70))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "command",
+    [["perplexity", "--policy", "kvzip"], ["compare", "--policies", "kvzip", "--budgets", "48"]],
+    ids=lambda command: command[0],
+)
+def test_a_text_that_is_streamed_is_refused(tiny_model, tmp_path, command):
+    file = tmp_path / "a.txt"
+    file.write_text("abc" * 100)
+    done = called(command[0], file, *command[1:], "-m", tiny_model())
+    assert done.returncode == 2
+    said = "the text is read only once; choose another policy, or use generate or eval"
+    assert done.stderr == f"kvtool: `kvzip` reads a prompt twice, but here {said}\n"
+
+
+@pytest.mark.engine
+def test_a_saved_prompt_is_asked_as_often_as_one_likes(tiny_model):
+    path, tokens, policy = tiny_model(), text(240), policies.fit("kvzip", 48, 8)
+    asked = tokens[200:220], tokens[220:]
+    found = []
+    with open_engine(path, policy) as engine:
+        engine.read(tokens[:200])
+        saved = {name: array.copy() for name, array in engine.save()}
+        engine.read(asked[0])
+        found.append(engine.context.logits().copy())
+    with open_engine(path, policy) as engine:
+        for question in (asked[1], asked[0]):
+            engine.restore(saved)
+            assert engine.state[0].any()
+            engine.read(question)
+        found.append(engine.context.logits().copy())
+    assert np.array_equal(*found)
+
+
+@pytest.mark.engine
+def test_the_same_tokens_stay_as_by_kvpress(tiny_model, tmp_path):
+    python = os.environ.get("KVPRESS_PYTHON")
+    if not python:
+        pytest.skip("KVPRESS_PYTHON names no Python that has kvpress")
+    path, tokens = tiny_model(rope="neox"), text(200)
+    script, prompt, out = (
+        Path(__file__).parent / "kvpress_kvzip.py",
+        tmp_path / "prompt",
+        tmp_path / "scores.npy",
+    )
+    # there the newest token is like any other
+    policy = policies.fit("kvzip", 72, 8, ["window=0"])
+    with open_engine(path, policy) as engine:
+        words = policy.rehearsal
+        texts = {
+            text: engine.model.tokenize(text).tolist() for text in (words.first, words.later, words.close)
+        }
+        prompt.write_text(json.dumps({"tokens": tokens.tolist(), "texts": texts}))
+        subprocess.run([python, script, path, prompt, out], check=True)
+        scores = np.load(out)
+        engine.read(tokens)
+        pos = engine.rows.pos[:, : engine.n_kv]
+        own = engine.state[0][:, : engine.n_kv]
+        np.testing.assert_allclose(own, np.take_along_axis(scores, pos, axis=1), atol=LOGITS / 10)
+        scores[:, : policy.sinks] = 2
+        best = [np.argsort(row)[-policy.n_keep :] for row in scores]
+        assert live(engine) == [sorted(row.tolist()) for row in best]

@@ -1,0 +1,324 @@
+"""A policy in a file of one's own: the one in the document works, and mistakes get one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtool import parameters, policies
+from kvtool.errors import PlanError, UsageError
+from tests.cli.called import called
+from tests.cli.test_cli import kvtool
+from tests.engine.running import open_engine, text
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "writing-a-policy.md"
+
+
+@pytest.fixture
+def written(tmp_path):
+    """The document's own policy, as a reader saves it."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(encoding="utf-8"), re.M | re.S)
+    path = tmp_path / "mine.py"
+    path.write_text(code, encoding="utf-8")
+    return path
+
+
+def test_the_documents_policy_is_short(written):
+    assert len(written.read_text(encoding="utf-8").splitlines()) <= 40
+
+
+@pytest.mark.engine
+def test_the_documents_policy_is_explained(written):
+    (found,) = json.loads(called("policies", written, "--json").stdout)
+    assert found["explained"] == {
+        "window": "newest tokens, never evicted.",
+        "sinks": "first tokens, never evicted.",
+    }
+
+
+STYLES = {
+    "lines": """Keeps some.
+
+    window: newest tokens,
+        never evicted.
+    like: how much: 0 to 1.
+
+    The rest says nothing of parameters: like this.
+    """,
+    "a paragraph": "Keeps some. window: newest tokens, never evicted. like: how much: 0 to 1.",
+    "numpydoc": """Keeps some.
+
+    Parameters
+    ----------
+    window : int
+        newest tokens,
+        never evicted.
+    like
+        how much: 0 to 1.
+    """,
+    "Google": """Keeps some.
+
+    Args:
+        window (int): newest tokens,
+            never evicted.
+        like (float): how much: 0 to 1.
+    """,
+    "reStructuredText": """Keeps some.
+
+    :param int window: newest tokens,
+        never evicted.
+    :param like: how much: 0 to 1.
+    """,
+}
+
+
+@pytest.mark.parametrize("doc", STYLES.values(), ids=STYLES)
+def test_a_docstring_explains_parameters_in_any_style(doc):
+    fields = [("window", int, 1), ("like", float, 0.5), ("silent", int, 0)]
+    found = parameters.explained(dataclasses.make_dataclass("Mine", fields, namespace={"__doc__": doc}))
+    assert found == {"window": "newest tokens, never evicted.", "like": "how much: 0 to 1."}
+
+
+def test_the_documents_policy_runs(tiny_model, written):
+    policy = policies.fit(str(written), 48, 8, ["window=10"])
+    assert (policy.window, policy.sinks) == (10, 4)
+    with open_engine(tiny_model(), policy) as engine:
+        engine.read(text(200))
+        assert engine.n_evicted == 200 - engine.n_kv > 100
+        assert (np.sort(engine.rows.pos[:, : engine.n_kv], axis=1)[:, :4] == np.arange(4)).all()
+
+
+def test_the_documents_policy_keeps_the_highest_average(written):
+    policy = policies.load(str(written))(4, 1, window=1, sinks=0)
+    from kvtool.policy import View
+
+    view = View(
+        pos=np.array([[3, 0, 2, 1]], np.int32),
+        layer=np.zeros(1, np.int32),
+        next=4,
+        attn=np.array([[0, 4, 2, 1]], np.float32),
+    )
+    state = policy.start(1, 4, 0)
+    policy.observe(view, state)
+    # averages: the newest is protected, then 1, 1, 1/3
+    assert policy.plan(view, state).keep.tolist() == [[True, True, True, False]]
+
+
+def test_the_smallest_budget_is_named_for_it_too(written):
+    with pytest.raises(
+        UsageError, match=r"a budget of 20 is too small for .*\.py with --evict-every 2; use at least 38$"
+    ):
+        policies.fit(str(written), 20, 2)
+
+
+@pytest.mark.parametrize(
+    ("code", "complaint"),
+    [
+        ("POLICY = ", r"SyntaxError: invalid syntax"),
+        ("1 / 0", r"ZeroDivisionError: division by zero \(mine.py, line 1\)"),
+        ("", "POLICY must be a dataclass that derives from kvtool.policy.Policy"),
+        ("POLICY = 3", "POLICY must be a dataclass"),
+        ("from kvtool.policy import Policy as POLICY", "POLICY must be a dataclass"),
+    ],
+)
+def test_a_file_that_is_no_policy_is_refused_in_one_line(tmp_path, code, complaint):
+    path = tmp_path / "mine.py"
+    path.write_text(code)
+    with pytest.raises(UsageError, match=complaint) as refused:
+        policies.load(str(path))
+    assert str(refused.value).startswith(f"{path}: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(UsageError, match="no policy file .*nowhere.py"):
+        policies.load(str(tmp_path / "nowhere.py"))
+
+
+ZEROS = "return (np.zeros((n_row, n_cell), np.float32),)"
+SCORES = "        return state[0][:, : view.n_kv] / view.lived\n"
+
+
+def planned(*lines):
+    """A `plan` of its own, after the document's `scores`."""
+    body = (
+        "from kvtool.policy import Merge, Plan, keep_ranked, sum_rows",
+        "keep = self.highest(view, self.scores(view, state))",
+        *lines,
+    )
+    return f"{SCORES}\n    def plan(self, view, state):\n" + "".join(f"        {line}\n" for line in body)
+
+
+def fill_and_evict(engine):
+    """Sees that an eviction that fails has changed nothing."""
+    engine.pin(6)
+    for token in text(48):
+        engine.step(np.array([token]))
+    before = (engine.rows.pos.copy(), engine.n_kv, engine.context.state())
+    try:
+        engine.evict_if_due()
+    finally:
+        assert (engine.rows.pos == before[0]).all()
+        assert (engine.n_kv, engine.context.state()) == before[1:]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        (SCORES, planned("keep[3, 0] = ~keep[3, 0]", "return Plan(keep)"), "Average: row 3 keeps"),
+        (SCORES, planned("return Plan(keep[:, :-1])"), "Average: keep must be a C-contiguous bool"),
+        (SCORES, planned("return Plan(keep.astype(int))"), "Average: keep must be a C-contiguous bool"),
+        (
+            SCORES,
+            planned("return Plan(~keep)"),
+            "Average: row 0 evicts a pinned token|Average: row 0 keeps",
+        ),
+        (SCORES, planned("return keep"), "Average: plan must return a Plan, got ndarray"),
+        (SCORES, planned("return [][1]"), r"plan: IndexError: list index out of range \(mine.py, line 3"),
+        (SCORES, planned("keep = 1 / 0"), r"Average.plan: ZeroDivisionError: .* \(mine.py, line 3"),
+        ("+= view.attn", "+= view.last", r"Average.observe: .*\(mine.py, line"),
+        ("np.zeros((n_row, n_cell)", "np.zeros((n_cell, n_row)", "start must return a tuple of arrays"),
+        (ZEROS, "return 5", "start must return a tuple of arrays"),
+        (ZEROS, "return (5,)", "start must return a tuple of arrays"),
+        (ZEROS, "return (np.zeros((n_row, n_cell)).tolist(),)", "start must return a tuple of arrays"),
+    ],
+)
+def test_a_bad_plan_is_refused_and_the_cache_stays(tiny_model, written, old, new, complaint):
+    refused(tiny_model, written, old, new, complaint)
+
+
+FEW = r"ValueError: the score must be of shape \[\d+, 48 or more\], got"
+TYPE = "TypeError: the score must be of type float32, got"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("score", "complaint"),
+    [
+        ("score[:, :-1].copy()", FEW),
+        ("score[:-1]", FEW),
+        ("score[0]", FEW),
+        ("score[None]", FEW),
+        ("score.astype(np.float64)", TYPE),
+        ("score.astype(int)", TYPE),
+        ("np.asfortranarray(score)", "the score must be C-contiguous"),
+        ("np.broadcast_to(score[:1], score.shape)", "the score must be C-contiguous and writeable"),
+        ("score.tolist()", "the score must be a NumPy array, got list"),
+        ("None", "the score must be a NumPy array, got NoneType"),
+    ],
+)
+def test_a_score_that_kernels_would_read_beyond_is_refused(tiny_model, written, score, complaint):
+    new = SCORES.replace("return", "score =") + f"        return {score}\n"
+    refused(tiny_model, written, SCORES, new, f"Average.plan: .*{complaint}")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        ("keep_ranked(view, score[:, :-1].copy(), 40, 4, 10)", FEW),
+        ("keep_ranked(view, score, 40.0, 4, 10)", "TypeError: n_keep must be a whole number, got 40.0"),
+        ("keep_ranked(view, score, 40, None, 10)", "TypeError: sinks must be a whole number, got None"),
+        ("keep_ranked(view, score, 40, 4, '10')", "TypeError: window must be a whole number, got '10'"),
+        ("sum_rows(view, score[:, :-1].copy(), 'row')", FEW),
+        ("sum_rows(view, score.astype(np.float64), 'all')", TYPE),
+        ("sum_rows(view, score, 'head')", "ValueError: per must be one of row, layer, all, got 'head'"),
+    ],
+)
+def test_a_helper_refuses_what_it_cannot_take_and_names_the_line(tiny_model, written, call, complaint):
+    new = planned("score = self.scores(view, state)", f"return Plan({call})")
+    refused(tiny_model, written, SCORES, new, rf"Average.plan: .*{complaint}.* \(mine.py, line 3\d\)")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("merge", "complaint"),
+    [
+        ("5", "merge must be a Merge or None, got int"),
+        ("Merge(zero / 1, zero, zero, one)", "row, dst and src must be whole numbers, .* got float64"),
+        ("Merge(zero, zero, zero > 0, one)", "row, dst and src must be whole numbers, .* got bool"),
+        ("Merge(zero, zero, zero, np.array(['a']))", "its weight numbers, got <U1"),
+        ("Merge(zero, zero, zero, one * np.nan)", "merge 0 has a weight that is not finite"),
+        ("Merge(zero, zero, zero, None)", "row, dst, src and weight must be lists of one length"),
+    ],
+)
+def test_a_merge_that_cannot_be_is_refused_in_one_line(tiny_model, written, merge, complaint):
+    new = planned("zero, one = np.zeros(1, int), np.ones(1)", f"return Plan(keep, {merge})")
+    refused(tiny_model, written, SCORES, new, f"Average: .*{complaint}")
+
+
+READS = "reads = Signal.ATTENTION"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("new", "complaint"),
+    [
+        (
+            "reads = 5.5",
+            "Average.request: TypeError: reads must be a Signal, such as Signal.ATTENTION, got 5.5",
+        ),
+        ("reads = 1", "reads must be a Signal"),
+        (f"{READS}; group = 'mean'", "group must be one of sum, max, first, got 'mean'"),
+        (f"{READS}; n_query = 2.5", "n_query must be a whole number, got 2.5"),
+        (f"{READS}; t = 'tokens'", "t must be one of stream, cells, got 'tokens'"),
+    ],
+)
+def test_an_attribute_that_cannot_be_is_refused_in_one_line(tiny_model, written, new, complaint):
+    refused(tiny_model, written, READS, new, complaint)
+
+
+@pytest.mark.parametrize(
+    ("fit", "complaint"),
+    [
+        ("return None", "TypeError: fit must return an instance of Average, got NoneType"),
+        (
+            "return cls(budget)",
+            "TypeError: .* missing 1 required positional argument: 'slack' .*mine.py, line",
+        ),
+        ("return cls(budget, slack, window=9.5)", "window must be a whole number, got 9.5"),
+    ],
+)
+def test_a_fit_that_fails_is_refused_in_one_line(written, fit, complaint):
+    lines = f"    @classmethod\n    def fit(cls, budget, slack, **params):\n        {fit}\n\n    def start"
+    written.write_text(written.read_text(encoding="utf-8").replace("    def start", lines), encoding="utf-8")
+    with pytest.raises(UsageError, match=complaint) as error:
+        policies.fit(str(written), 48)
+    assert "\n" not in str(error.value)
+
+
+def refused(tiny_model, written, old, new, complaint):
+    """Sees that the document's policy with this change fails in one line."""
+    code = written.read_text(encoding="utf-8")
+    assert code.count(old) == 1
+    written.write_text(code.replace(old, new), encoding="utf-8")
+    policy = policies.fit(str(written), 48, 8, ["window=10"])
+    with pytest.raises(PlanError, match=complaint) as error, open_engine(tiny_model(), policy) as engine:
+        fill_and_evict(engine)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("budget", "n"), [("48", 1), ("10%", 1), ("4MiB", 2)])
+def test_a_policy_is_fitted_again_only_where_the_budget_depends_on_the_loaded_model(
+    tiny_model, tmp_path, budget, n
+):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from kvtool.policies.local import Local\n\n\n"
+        "class POLICY(Local):\n"
+        "    @classmethod\n"
+        "    def fit(cls, budget, slack, **params):\n"
+        "        print('fitted', budget)\n"
+        "        return cls(budget, slack, **params)\n"
+    )
+    own = ["-m", tiny_model(), "--policy", path, "--budget", budget]
+    done = kvtool("generate", "hi", "--raw", "-n", 2, *own)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("fitted") == n

@@ -1,0 +1,149 @@
+"""A browser that opens the page of `kvtool serve`, and a stand-in for the server's answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Browser, Page, Playwright, expect
+
+from tests.held import PATIENCE_S
+from tests.serve.serving import serving
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "microsoft-edge")
+
+# replaces fetch: a check answers the page's requests, with say, end, refuse and lose
+FAKE = """() => {
+  const fetched = window.fetch;
+  window.asked = [];
+  window.fetch = (path, options) => {
+    if (path === "props") return fetched(path, options);
+    window.asked.push({ headers: options.headers, body: JSON.parse(options.body) });
+    return new Promise((resolve, reject) => {
+      const gone = () => reject(new DOMException("gone", "AbortError"));
+      options.signal.addEventListener("abort", gone);
+      window.refuse = (status, body) => resolve(new Response(body, { status }));
+      window.lose = () => reject(new TypeError("network"));
+      window.begin = () => resolve(new Response(new ReadableStream({ start(to) {
+        const bytes = new TextEncoder();
+        window.say = (line) => to.enqueue(bytes.encode(line + "\\n\\n"));
+        window.end = () => to.close();
+        options.signal.addEventListener("abort", () => to.error(new DOMException("gone", "AbortError")));
+      } })));
+    });
+  };
+}"""
+
+
+class Visitor:
+    """Opens the page. site: the server's address. shots: a folder for pictures, or None."""
+
+    def __init__(self, browser: Browser, site: str, shots: Path | None) -> None:
+        self.browser, self.site, self.shots = browser, site, shots
+
+    @contextmanager
+    def page(self, width: int = 1100, most: int = 24, fake: bool = False, **options: Any) -> Iterator[Page]:
+        """Open the page in a new browser context and yield it.
+
+        Raises AssertionError after the block if a script failed, if the page's security policy was violated,
+        or if the page asked another host than the server.
+        """
+        context = self.browser.new_context(viewport={"width": width, "height": 760}, **options)
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE_S * 1000)
+        wrong: list[str] = []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda said: wrong.append(said.text) if "Content Security" in said.text else None)
+        page.on(
+            "request",
+            lambda asked: None if asked.url.startswith((self.site, "data:")) else wrong.append(asked.url),
+        )
+        settings = json.dumps({"most": str(most), "temperature": "0"})
+        page.add_init_script(f"localStorage['kvtool.settings'] ??= {json.dumps(settings)}")
+        if fake:
+            page.add_init_script(f"({FAKE})()")
+        page.goto(self.site)
+        expect(page.locator("#about")).to_contain_text("tokens per KV head")
+        try:
+            yield page
+            assert page.title() != "broken"
+            assert page.locator("img").count() == 0
+            assert wrong == [], wrong
+        finally:
+            context.close()
+
+    def shot(self, page: Page, name: str) -> None:
+        if self.shots:
+            page.screenshot(path=self.shots / f"{name}.png")
+
+
+def send(page: Page, text: str, wait: bool = True) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.get_by_label("Message", exact=True).press("Enter")
+    if wait:
+        done(page)
+
+
+def done(page: Page) -> None:
+    """Wait for the end of a reply."""
+    expect(page.locator(".assistant .foot").last).to_contain_text("tokens/s", timeout=PATIENCE_S * 1000)
+    expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=PATIENCE_S * 1000)
+
+
+def piece(
+    page: Page, text: str, first: bool = False, end: bool = False, name: str = "content", **more: Any
+) -> None:
+    """Let the fake server send a piece of a reply."""
+    if first:
+        page.evaluate("begin()")
+    line = json.dumps(
+        {"choices": [{"delta": {name: text}, "finish_reason": "stop" if end else None}], **more}
+    )
+    page.evaluate("(line) => say(line)", f"data: {line}")
+    if end:
+        page.evaluate("say('data: [DONE]')")
+        page.evaluate("end()")
+
+
+def wait_asked(page: Page, n: int) -> None:
+    """Wait for the fake server's n-th request.
+
+    Playwright's wait_for_function does not work: the page's security policy forbids its eval.
+    """
+    while page.evaluate("asked.length") < n:
+        page.wait_for_timeout(50)
+
+
+def refuse(page: Page, status: int, words: str) -> None:
+    page.evaluate(
+        "([status, body]) => refuse(status, body)", [status, json.dumps({"error": {"message": words}})]
+    )
+
+
+def answer(site: str, text: str) -> str:
+    """Ask the server without the page; return the reply."""
+    body = json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 4}).encode()
+    with urllib.request.urlopen(f"{site}v1/chat/completions", body, timeout=PATIENCE_S) as answered:
+        said: str = json.load(answered)["choices"][0]["message"]["content"]
+    return said
+
+
+@contextmanager
+def server(model: str) -> Iterator[str]:
+    """Start a server; yield its address, with a slash at the end."""
+    with serving(model, "--policy", "h2o", "--budget", "128") as started:
+        yield f"{started.url}/"
+
+
+def launched(playwright: Playwright) -> Browser:
+    """Launch the system's browser, or Playwright's if there is none."""
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    # root has no sandbox
+    flags = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+    return playwright.chromium.launch(executable_path=found, args=flags)

@@ -1,0 +1,213 @@
+"""Let many clients use one server at once, and compare each answer with the one that its chat gets alone.
+
+    python -m tests.serve.crowd_serve --models tiny smollm2-135m --policies h2o recall --budgets 64 128
+
+The clients ask, repeat a question, change earlier messages, and disconnect in the middle of streams; some
+start with the same messages. At temperature 0 a server that has only one chat must give every whole answer
+again. This shows that no text of a chat gets into another chat, and that nothing stays of a message that was
+replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tests import tiny
+from tests.held import PATIENCE_S
+from tests.serve.gone import events, response
+from tests.serve.serving import serving
+
+WORDS = ("stone", "river", "lamp", "bread", "iron", "music", "winter", "paper", "garden", "thunder", "window")
+EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
+"""A step for several chats rounds differently; a half-precision cache would enlarge the difference."""
+
+RECALL = ("-o", "search=all", "--archive-type", "f32")
+"""Options with which the steps of a prompt change no reply. A chat that goes back reads it in other steps."""
+
+SYSTEMS = [None, "Be helpful.", "Answer in few words, please. " * 10]
+"""System prompts; the server stores the last one separately, which takes 512 cells."""
+
+
+def said(role, content):
+    """Return a message."""
+    return {"role": role, "content": content}
+
+
+@contextmanager
+def streaming(url, body, timeout=PATIENCE_S):
+    """Ask for a streamed answer; yield the connection, and disconnect at the end of the block."""
+    where = urlsplit(url)
+    link = http.client.HTTPConnection(where.hostname, where.port, timeout=timeout)
+    with closing(link):
+        link.request("POST", "/v1/chat/completions", json.dumps({**body, "stream": True}))
+        yield link
+
+
+def request(url, body, headers=(), n_events=None, timeout=PATIENCE_S):
+    """Post a chat request; return (status, JSON of the answer), or (status, text) of a stream.
+
+    n_events: disconnect after so many events of a stream, and return (None, None).
+    Raises OSError or HTTPException where the connection ends before the answer does.
+    """
+    where = urlsplit(url)
+    with closing(http.client.HTTPConnection(where.hostname, where.port, timeout=timeout)) as link:
+        sent = {"Content-Type": "application/json", **dict(headers)}
+        link.request("POST", "/v1/chat/completions", json.dumps(body), sent)
+        answer = response(link)
+        if not body.get("stream") or answer.status != 200:
+            return answer.status, json.loads(answer.read())
+        text = ""
+        for n, event in enumerate(events(answer), 1):
+            assert "error" not in event, event
+            text += "".join(choice["delta"].get("content", "") for choice in event["choices"])
+            if n == n_events:
+                return None, None
+        return answer.status, text
+
+
+def reply_to(url, messages, **how):
+    """Return the reply to these messages."""
+    status, answer = request(url, *_asked(messages, **how))
+    assert status == 200, answer
+    return answer if isinstance(answer, str) else answer["choices"][0]["message"]["content"]
+
+
+def _asked(messages, n_max=12, stream=False, name=None):
+    body = {"messages": messages, "max_tokens": n_max, "temperature": 0, "stream": stream}
+    return body, {"X-Session-Id": name} if name else {}
+
+
+class Client:
+    """One of the crowd.
+
+    messages: its chat so far.
+    answers: each answer it got, by the JSON of the messages before it.
+    did: how often it did what.
+    """
+
+    def __init__(self, url, number, seed, systems):
+        self.url, self.number = url, number
+        self.rng = random.Random(seed * 1000 + number)
+        # pairs of clients begin with the same messages
+        start = random.Random(seed * 1000 + number // 2)
+        system = start.choice(systems)
+        self.secret = f"secret{number}x{WORDS[number % len(WORDS)]}"
+        self.messages = [said("system", system)] if system else []
+        self.first = f"What is {start.choice(WORDS)}?"
+        self.answers, self.did = {}, Counter()
+
+    def question(self):
+        words = " ".join(self.rng.choices(WORDS, k=self.rng.choice((2, 8, 40))))
+        return f"My word is {self.secret}; {words}"
+
+    def turn(self):
+        is_first = not any(each["role"] == "assistant" for each in self.messages)
+        asked = [*self.messages, said("user", self.first if is_first else self.question())]
+        if self.rng.random() < 0.25:
+            self.did["gone"] += 1
+            request(self.url, *_asked(asked, n_max=200, stream=True), n_events=self.rng.randint(1, 6))
+        if self.rng.random() < 0.25:
+            self.did["asked again"] += 1
+            self.answer(asked)
+        self.messages = [*asked, said("assistant", self.answer(asked))]
+        if len(self.messages) > 3 and self.rng.random() < 0.3:
+            self.did["changed"] += 1
+            # the chat ends before one of its questions
+            places = [i for i, each in enumerate(self.messages) if each["role"] == "user"]
+            self.messages = self.messages[: self.rng.choice(places[1:] or places)]
+
+    def answer(self, asked):
+        text = reply_to(self.url, asked, stream=self.rng.random() < 0.5)
+        self.did["answered"] += 1
+        before = self.answers.setdefault(json.dumps(asked), text)
+        assert before == text, f"client {self.number} got another answer to the same messages"
+        return text
+
+
+def crowd(url, n_client, n_turn, seed, systems):
+    """Let n_client clients take n_turn turns each, all at the same time; return the clients."""
+    clients = [Client(url, number, seed, systems) for number in range(n_client)]
+
+    def work(client):
+        for _ in range(n_turn):
+            client.turn()
+
+    with ThreadPoolExecutor(n_client) as pool:
+        # raises a client's error
+        list(pool.map(work, clients))
+    return clients
+
+
+def check(url, clients):
+    """Replay every chat alone, under its own session name; return the number of answers compared."""
+    known = {}
+    for client in clients:
+        for asked in client.answers:
+            known[asked] = client
+    # a chat that another one continues is replayed as a part of it
+    before = {json.dumps(json.loads(asked)[: -2 * n]) for asked in known for n in range(1, len(asked))}
+    n = 0
+    for asked, client in known.items():
+        if asked in before:
+            continue
+        messages = json.loads(asked)
+        for i, each in enumerate(messages):
+            if each["role"] != "user":
+                continue
+            alone = reply_to(url, messages[: i + 1], name=f"alone-{n}")
+            want = known[json.dumps(messages[: i + 1])].answers[json.dumps(messages[: i + 1])]
+            assert alone == want, f"client {client.number}: {want!r} in the crowd, {alone!r} alone"
+        n += 1
+        others = {other.secret for other in clients} - {client.secret}
+        assert not any(secret in text for text in client.answers.values() for secret in others)
+    return len(known)
+
+
+def run(model, policy, budget, *, n_client=20, n_turn=5, seed=0, more=()):
+    """Run a crowd and replay its chats; count the actions of the clients and the answers compared."""
+    size = "-c" if policy == "full" else "--budget"
+    options = ("--policy", policy, size, str(budget), "--temp", "0", *EXACT, *more)
+    did = Counter()
+    with serving(model, *options) as server:
+        clients = crowd(server.url, n_client, n_turn, seed, SYSTEMS if budget >= 512 else SYSTEMS[:2])
+        code, said = server.stop()
+        assert said == "kvtool: stopped\n", said
+    with serving(model, *options) as server:
+        did["compared"] = check(server.url, clients)
+    return sum((client.did for client in clients), did)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["tiny"])
+    parser.add_argument("--policies", nargs="+", default=["h2o", "recall"])
+    parser.add_argument("--budgets", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--clients", type=int, default=20)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(folder) / "tiny.gguf"
+        tiny.write_llama(own, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=8192)
+        for model in asked.models:
+            for policy in asked.policies:
+                for budget in asked.budgets:
+                    where = own if model == "tiny" else model
+                    how = {"n_client": asked.clients, "n_turn": asked.turns, "seed": asked.seed}
+                    did = run(where, policy, budget, **how, more=RECALL if policy == "recall" else ())
+                    print(
+                        model, policy, budget, *(f"{n} {what}" for what, n in sorted(did.items())), flush=True
+                    )
+
+
+if __name__ == "__main__":
+    main()

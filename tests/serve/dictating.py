@@ -1,0 +1,107 @@
+"""A proxy in front of `kvtool serve` that records requests and dictates the model's answers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+from kvtool.serve.formats import HERMES
+from tests.serve.gone import response
+
+OTHERS = "Notes"
+"""Dictated answer to a request that offers no tools, for example one for a title."""
+
+
+class Dictating:
+    """State of a proxy.
+
+    url: its own address.
+    target: the server's address.
+    replies: dictated answers to the next requests with tools: a text, a (tool name, input), or None.
+    asked: path, headers, body, status and answer of each request; "gone" if its client disconnected.
+    """
+
+    def __init__(self, url, target):
+        self.url, self.target = url, target
+        self.replies = []
+        self.asked = []
+        self.lock = threading.Lock()
+
+    def reply(self, body):
+        """Return the dictated text for a request; None if the model answers freely."""
+        with self.lock:
+            if not body.get("tools"):
+                return OTHERS
+            said = self.replies.pop(0) if self.replies else None
+        return said if isinstance(said, str | None) else HERMES.written([said])
+
+
+@contextmanager
+def dictating(target):
+    """Start a proxy for the server at this address; yield its Dictating."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.daemon_threads = True
+    server.own = Dictating(f"http://127.0.0.1:{server.server_port}", target)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.own
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_POST(self):
+        own = self.server.own
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        noted = {"path": self.path, "headers": dict(self.headers), "body": dict(body), "answer": b""}
+        with own.lock:
+            own.asked.append(noted)
+        if urlsplit(self.path).path == "/v1/messages" and (text := own.reply(body)) is not None:
+            body |= {"grammar": f"root ::= {json.dumps(text, ensure_ascii=False)}"}
+        self._pass_on(json.dumps(body).encode(), noted)
+
+    def do_GET(self):
+        self._pass_on(None, {"answer": b""})
+
+    do_HEAD = do_GET
+
+    def _pass_on(self, data, noted):
+        link = http.client.HTTPConnection(urlsplit(self.server.own.target).netloc, timeout=600)
+        left_out = ("host", "content-length", "accept-encoding", "connection")
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in left_out}
+        try:
+            link.request(self.command, self.path, data, headers)
+            answer = response(link)
+            noted["status"] = answer.status
+            parts = iter(partial(answer.read1, 1 << 16), b"")
+            self._answer(answer, parts, noted)
+        finally:
+            # a client that has disconnected disconnects the proxy too: the server ends the answer
+            link.close()
+            self.close_connection = True
+
+    def _answer(self, answer, parts, noted):
+        """Pass the parts of an answer on as they come, until the client disconnects."""
+        try:
+            self.send_response(answer.status)
+            for name, value in answer.getheaders():
+                if name.lower() not in ("transfer-encoding", "content-length", "connection", "date"):
+                    self.send_header(name, value)
+            self.send_header("Connection", "close")
+            self.end_headers()
+            for part in parts:
+                noted["answer"] += part
+                self.wfile.write(part)
+        except OSError:
+            noted["gone"] = True

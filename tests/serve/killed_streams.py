@@ -1,0 +1,176 @@
+"""Kill a server in the middle of streams, again and again, while two chats take turns in it.
+
+    python -m tests.serve.killed_streams --kills 20 --policies h2o recall
+
+After each kill a new server continues both chats. Every turn that a client saw finished must be in its cache,
+and every answer must be the one that its chat gets from a server without other chats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tests import tiny
+from tests.held import PATIENCE_S, until
+from tests.serve.crowd_serve import RECALL, reply_to, said
+from tests.serve.gone import events, response
+from tests.serve.serving import serving
+
+
+def options_of(policy):
+    if policy == "full":
+        return ("--policy", policy)
+    own = ("--policy", policy, "--budget", "64", "--evict-every", "16")
+    return own + (RECALL if policy == "recall" else ())
+
+
+def streamed(url, messages, n_max):
+    """Yield the events of an answer to these messages. Raises one of GONE if the stream is cut."""
+    where = urlsplit(url)
+    body = {"messages": messages, "max_tokens": n_max, "temperature": 0, "stream": True}
+    with closing(http.client.HTTPConnection(where.hostname, where.port, timeout=PATIENCE_S)) as link:
+        link.request("POST", "/v1/messages", json.dumps(body), {"anthropic-version": "2023-06-01"})
+        yield from events(response(link))
+
+
+class Life:
+    """A server that is killed while it streams both chats, or as soon as a client sees the end of a stream.
+
+    A turn that a client saw finished must have been stored before.
+    """
+
+    def __init__(self, server, chats, rng):
+        self.server, self._chats = server, chats
+        self._kind = rng.choice(["content_block_delta", "message_stop"])
+        self._n_turn, self._n_delta = rng.randint(0, 2), rng.randint(1, 30)
+
+    def seen(self, kind):
+        """Kill the server if a client's event of this kind is the one to do it at."""
+        is_due = kind == self._kind and all(chat.n_turn >= self._n_turn for chat in self._chats)
+        n_delta = [chat.n_delta for chat in self._chats]
+        if is_due and min(n_delta) and max(n_delta) >= self._n_delta:
+            self.server.kill()
+
+
+class Chat:
+    """One of the two chats.
+
+    messages: messages of its finished turns.
+    n_token: tokens of its finished turns.
+    n_max: token limit of each of its finished answers.
+    n_delta: events of the answer that is being streamed.
+    n_turn: turns finished under the present server.
+    n_cut: turns cut by kills.
+    """
+
+    def __init__(self, number, seed, *, goes_back):
+        self.number, self.goes_back = number, goes_back
+        self.rng = random.Random(2 * seed + number)
+        self.messages, self.n_token, self.n_max = [], 0, []
+        self.n_turn = self.n_asked = self.n_delta = self.n_cut = 0
+
+    def live(self, life):
+        """Take turns until the server is killed."""
+        self.n_turn = 0
+        with life.server.until_killed():
+            while not life.server.is_killed:
+                self.turn(life.server.url, self.rng.randint(8, 60), life.seen)
+        self.n_cut += self.n_delta > 0
+        self.n_delta = 0
+
+    def turn(self, url, n_max, seen=lambda kind: None):
+        """Ask a question and keep it with its answer. seen: called with the kind of each event."""
+        self.n_asked += 1
+        question = f"{self.number}: What is stone {self.n_asked}? " + "It is long. " * self.rng.randint(0, 9)
+        asked, text, usage = [*self.messages, said("user", question)], "", {}
+        with closing(streamed(url, asked, n_max)) as answer:
+            for event in answer:
+                assert event["type"] != "error", event
+                usage = event.get("usage") or usage
+                if event["type"] == "content_block_delta":
+                    text += event["delta"]["text"]
+                    self.n_delta += 1
+                seen(event["type"])
+                if event["type"] == "message_stop":
+                    break
+            else:
+                raise AssertionError(f"chat {self.number}: a stream without message_stop")
+        n_cached, n_all = usage["cache_read_input_tokens"], sum(usage.values())
+        # a chat that goes back may find tokens of the question in the cache, from a turn that was cut
+        most = n_all if self.goes_back else self.n_token
+        assert self.n_token <= n_cached <= most, f"chat {self.number}: {n_cached} of {self.n_token} tokens"
+        self.messages, self.n_token = [*asked, said("assistant", text)], n_all
+        self.n_max.append(n_max)
+        self.n_turn += 1
+        self.n_delta = 0
+
+
+def run(model, policy, folder, n_kill, seed=0):
+    """Kill n_kill servers amid streams; return how many streams were cut and turns finished.
+
+    Raises AssertionError if a finished turn is lost, or has another answer than its chat gets alone.
+    """
+    rng, options = random.Random(seed), options_of(policy)
+    chats = [Chat(number, seed, goes_back=policy in ("recall", "full")) for number in range(2)]
+    n_left = n_kill
+    while n_left:
+        n_cut = sum(chat.n_cut for chat in chats)
+        with (
+            serving(model, *options, "--sessions", str(folder)) as server,
+            ThreadPoolExecutor(len(chats)) as pool,
+        ):
+            life = Life(server, chats, rng)
+            threads = [pool.submit(chat.live, life) for chat in chats]
+            try:
+                until(lambda threads=threads: any(thread.done() for thread in threads))
+            finally:
+                server.kill()
+        for thread in threads:
+            thread.result()
+        # a slow client may have got the end of each stream before the kill: then another server is killed
+        n_left -= sum(chat.n_cut for chat in chats) > n_cut
+    with serving(model, *options, "--sessions", str(folder)) as server:
+        for chat in chats:
+            n = len(chat.messages)
+            chat.turn(server.url, 8)
+            assert len(chat.messages) == n + 2, f"chat {chat.number}: no answer after the last kill"
+    left = [path.name for path in folder.iterdir() if path.name.endswith(".part")]
+    assert not left, left
+    for chat in chats:
+        with serving(model, *options) as server:
+            for i, n_max in enumerate(chat.n_max):
+                want = chat.messages[2 * i + 1]["content"]
+                alone = reply_to(server.url, chat.messages[: 2 * i + 1], n_max=n_max)
+                assert alone == want, f"chat {chat.number}: {want!r}, alone {alone!r}"
+    return {
+        "turns": sum(len(chat.n_max) for chat in chats),
+        "streams cut": sum(chat.n_cut for chat in chats),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--policies", nargs="+", default=["h2o", "recall"])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    for policy in asked.policies:
+        with tempfile.TemporaryDirectory() as folder:
+            model, sessions = Path(folder) / "talker.gguf", Path(folder) / "sessions"
+            tiny.write_llama(model, letters=True, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=8192)
+            found = run(model, policy, sessions, asked.kills, asked.seed)
+            print(
+                f"{policy}: {asked.kills} kills,", *(f"{n} {what}" for what, n in found.items()), flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()

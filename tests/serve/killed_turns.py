@@ -1,0 +1,199 @@
+"""Kill a server before each of the calls that change its folder of chats, one call per run.
+
+    python -m tests.serve.killed_turns MODEL FOLDER STEP h2o recall
+
+STEP: 1 for every call, 4 for one in four. Each run takes the same turns in a child process, which exits at
+its call. Another child then continues every turn that was finished before the call: the whole turn must be in
+the cache, and the next reply must be the one of a server that was not killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from kvtool import policies
+from kvtool.chats.prompt import template_of
+from kvtool.chats.writer import Writer
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.errors import SessionError
+from kvtool.llama.model import Model
+from kvtool.llama.sampler import Sampler
+from kvtool.serve import requests
+from kvtool.serve.requests import Defaults
+from kvtool.serve.store import Chats
+from kvtool.serve.talk import Talk
+
+CALLS = ("replace", "link", "unlink", "fsync")
+KILLED = 9
+NEVER = 10**9
+
+
+def said(role, content):
+    """Return a message."""
+    return {"role": role, "content": content}
+
+
+class Server:
+    """The part of `kvtool serve` behind HTTP."""
+
+    def __init__(self, model, policy, folder):
+        # with these the steps of a prompt change no reply: a chat that goes back reads it in other steps
+        params = ["search=all"] if policy == "recall" else []
+        settings = Settings(n_batch=64, n_threads=1, archive_type="f16")
+        engine = Engine(model, policies.fit(policy, 64, 16, params), settings)
+        writer = Writer(engine, Sampler(model))
+        # so few bytes that some snapshots are deleted
+        self.talk = Talk(
+            writer,
+            template_of(model),
+            Chats(folder, 600_000, {}),
+            "forget",
+            lambda chat: {"fixed": {}},
+            pins=False,
+        )
+
+    def ask(self, messages):
+        """Return (reply, cached tokens, tokens of the chat now)."""
+        events = []
+        body = {"messages": messages, "max_tokens": 8, "temperature": 0}
+        self.talk.answer(
+            SimpleNamespace(
+                request=requests.chat(body, Defaults()),
+                is_cancelled=False,
+                emit=lambda kind, **what: events.append(what),
+            )
+        )
+        end = events[-1]
+        assert "unsaved" not in end["held"], end["held"]["unsaved"]
+        return end["message"]["content"], end["n_cached"], end["held"]["tokens"]
+
+
+def turns(server):
+    """Ask, ask again and change questions in two chats; yield (messages, tokens) after each answer."""
+    first, second = [said("system", "Be brief.")], []
+    for i in range(3):
+        for chat in (first, second):
+            chat.append(said("user", f"{i}: What is a stone? " + "It is long. " * 6 * i))
+            reply, _, n = server.ask(chat)
+            chat.append(said("assistant", reply))
+            yield chat, n
+    again = first[:-1]
+    for messages in (again, [*first[:-2], said("user", "What is a river?")]):
+        reply, _, n = server.ask(messages)
+        yield [*messages, said("assistant", reply)], n
+
+
+def in_child(work):
+    """Run work(write) in a child process; return (its exit code, the objects that it wrote)."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(read)
+        code = 1
+        try:
+            work(lambda found: os.write(write, json.dumps(found).encode() + b"\n"))
+            code = 0
+        finally:
+            # the child must not run the parent's code after this function
+            if code:
+                sys.excepthook(*sys.exc_info())
+            os._exit(code)
+    os.close(write)
+    with os.fdopen(read) as lines:
+        found = [json.loads(line) for line in lines]
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), found
+
+
+def live(model, policy, folder, n_call):
+    """Take turns up to the n_call-th call that changes the folder; return (exit code, finished turns)."""
+
+    def work(write):
+        left = [n_call]
+
+        def dying(call):
+            def counted(*args, **kwargs):
+                left[0] -= 1
+                if not left[0]:
+                    os._exit(KILLED)
+                return call(*args, **kwargs)
+
+            return counted
+
+        for name in CALLS:
+            setattr(os, name, dying(getattr(os, name)))
+        for messages, n in turns(Server(model, policy, folder)):
+            write({"messages": messages, "n": n})
+        write(n_call - left[0])
+
+    return in_child(work)
+
+
+def go_on(model, policy, folder, finished):
+    """Continue each finished turn; return [next reply, stored tokens of the turn] of each.
+
+    Raises AssertionError if a stored chat is damaged.
+    """
+
+    def work(write):
+        server = Server(model, policy, folder)
+        chats = server.talk.chats
+        load = chats.load
+
+        def whole(snapshot):
+            try:
+                return load(snapshot)
+            except SessionError as error:
+                raise AssertionError(f"damaged: {error}") from None
+
+        chats.load = whole
+        for turn in finished:
+            reply, n_cached, _ = server.ask([*turn["messages"], said("user", "And then?")])
+            write([reply, n_cached])
+
+    code, found = in_child(work)
+    assert code == 0, "the server that goes on has failed"
+    return found
+
+
+def run(model_path, folder, policy, step=1):
+    """Kill a server at every call, or at one in `step`; return the number of calls."""
+    model = Model(model_path)
+    code, finished = live(model, policy, folder / "whole", NEVER)
+    assert code == 0
+    n_call = finished.pop()
+    expected = go_on(model, policy, folder / "whole", finished)
+    for n in range(1, n_call + 1, step):
+        place = folder / f"killed-{n}"
+        code, seen = live(model, policy, place, n)
+        assert code == KILLED, f"call {n}"
+        assert seen == finished[: len(seen)], f"call {n}"
+        # the newest two: older ones may have been deleted for room
+        first, end = max(len(seen) - 2, 0), len(seen) + 1
+        # and the one that was being stored, which may or may not be whole
+        found = go_on(model, policy, place, finished[first:end])
+        for i, (reply, n_cached) in enumerate(found, first):
+            turn, (wanted, _) = finished[i], expected[i]
+            # a chat that goes back may also find a few tokens of the question
+            if n_cached < turn["n"]:
+                assert i == len(seen), f"call {n}: {n_cached} of {turn['n']} tokens were stored"
+            else:
+                assert reply == wanted, f"call {n}: {reply!r} follows, and {wanted!r} where nobody was killed"
+        names = {path.name for path in place.iterdir()}
+        # an archive has its second name until somebody writes to it
+        left = [name for name in names if name.endswith(".part") or f"{name}.next" in names]
+        assert not left, f"call {n}: {left}"
+        shutil.rmtree(place)
+    return n_call
+
+
+if __name__ == "__main__":
+    for each in sys.argv[4:]:
+        place = Path(sys.argv[2]) / each
+        place.mkdir(parents=True)
+        print(each, run(sys.argv[1], place, each, int(sys.argv[3])), flush=True)

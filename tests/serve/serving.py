@@ -1,0 +1,79 @@
+"""A `kvtool serve` that runs in another process, for tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+from tests import forked
+from tests.held import PATIENCE_S
+from tests.serve.gone import GONE
+
+ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "NUMBA")}
+
+
+class Server:
+    """A running server.
+
+    url: address of its root, without a slash at the end.
+    lines: its lines on stderr until it was ready.
+    is_killed: True once `kill` was called.
+    """
+
+    def __init__(self, process, url, lines):
+        self.process = process
+        self.url = url
+        self.lines = lines
+        self.is_killed = False
+
+    def stop(self, how=signal.SIGINT):
+        """End the server with a signal; return (exit code, text on stderr since it was ready)."""
+        self.process.send_signal(how)
+        _, said = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, said
+
+    def kill(self):
+        """Kill the server while others talk to it: see `until_killed`."""
+        self.is_killed = True
+        self.process.kill()
+
+    @contextmanager
+    def until_killed(self):
+        """Leave the block quietly where `kill` breaks its connection.
+
+        A connection that breaks before that is a fault of the server: its error is raised.
+        """
+        try:
+            yield
+        except GONE:
+            if not self.is_killed:
+                raise
+
+
+@contextmanager
+def serving(model, *options, **how):
+    """Start `kvtool serve -m model ...` on a free port; yield the Server once it is ready.
+
+    how: further arguments of Popen.
+    Raises AssertionError with the text on stderr if the server ends instead.
+    """
+    command = [sys.executable, "-m", "kvtool", "serve", "-m", str(model), "--port", "0", "-t", "1", *options]
+    how = {"env": os.environ | ONE_THREAD, **how}
+    process = forked.Popen(command, stderr=subprocess.PIPE, text=True, encoding="utf-8", **how)
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"on (http://\S+)/v1", line):
+                break
+        else:
+            raise AssertionError("".join(lines))
+        yield Server(process, found[1], lines)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()

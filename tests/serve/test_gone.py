@@ -1,0 +1,74 @@
+"""Clients of a killed server: a cut answer is noticed wherever the cut is, and nothing else is suppressed."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from tests.serve.gone import GONE, events, response
+from tests.serve.serving import Server
+
+EVENTS = [{"n": 0, "text": "one"}, {"n": 1, "text": "two\n"}]
+HEAD = b"HTTP/1.1 200 OK\r\n"
+LINES = b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in EVENTS) + b"data: [DONE]\n\n"
+PARTS = [LINES[:7], LINES[7:31], LINES[31:]]
+"""Chunks that end within lines."""
+
+STREAM = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+STREAM += b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in PARTS) + b"0\r\n\r\n"
+BODY = json.dumps(EVENTS).encode()
+WHOLE = HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
+
+
+def answer(data):
+    """Return the answer of a server that has sent these bytes and closed the connection."""
+    found = http.client.HTTPResponse(SimpleNamespace(makefile=lambda mode: io.BytesIO(data)))
+    found.begin()
+    return response(SimpleNamespace(getresponse=lambda: found))
+
+
+def server():
+    return Server(SimpleNamespace(kill=lambda: None), "http://localhost", [])
+
+
+@pytest.mark.parametrize("cut", range(len(STREAM)))
+def test_a_stream_that_is_cut_anywhere_raises_what_a_killed_server_causes(cut):
+    # after the size of the last chunk nothing is missing
+    if cut > STREAM.rindex(b"0\r\n\r\n"):
+        assert list(events(answer(STREAM[:cut]))) == EVENTS
+        return
+    with pytest.raises(GONE):
+        list(events(answer(STREAM[:cut])))
+
+
+def test_whole_answers_are_read():
+    assert list(events(answer(STREAM))) == EVENTS
+    assert json.loads(answer(WHOLE).read()) == EVENTS
+
+
+@pytest.mark.parametrize("cut", range(len(WHOLE)))
+def test_an_answer_that_is_cut_anywhere_raises_what_a_killed_server_causes(cut):
+    with pytest.raises(GONE):
+        answer(WHOLE[:cut]).read()
+
+
+@pytest.mark.parametrize("error", [http.client.IncompleteRead(b""), ConnectionResetError(), TimeoutError()])
+def test_only_a_killed_server_may_break_a_connection(error):
+    killed, alive = server(), server()
+    with killed.until_killed():
+        killed.kill()
+        raise error
+    with pytest.raises(type(error)), alive.until_killed():
+        raise error
+
+
+def test_a_wrong_answer_of_a_killed_server_is_an_error():
+    killed = server()
+    killed.kill()
+    for error in (AssertionError, ValueError, KeyError):
+        with pytest.raises(error), killed.until_killed():
+            raise error

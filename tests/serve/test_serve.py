@@ -1,0 +1,523 @@
+"""kvtool serve, by the official client of the OpenAI API over loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+
+import httpx2 as httpx
+import pytest
+
+from tests import forked
+from tests.held import PATIENCE_S, until
+from tests.serve.late import openai
+from tests.serve.serving import ONE_THREAD, serving
+
+pytestmark = pytest.mark.engine
+
+MODEL, REAL = "talker", "smollm2-135m"
+"""A small random model that writes letters, and one with a real model's tokens and template."""
+
+GREEDY = ("-n", "3", "--temp", "0", "-t", "1", "--budget", "256")
+
+H2O = ("--policy", "h2o", "--budget", "256", "--temp", "0")
+"""With recall chats go back to any token: tests/serve/test_serve_back.py."""
+
+SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
+
+
+@pytest.fixture(scope="module")
+def server(talker, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chats")
+    with serving(talker, *H2O, "--sessions", str(folder), "--metrics") as server:
+        server.folder = folder
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def real_server(smol):
+    with serving(smol, *H2O) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def real_client(real_server):
+    with openai.OpenAI(base_url=f"{real_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+def ask(client, messages, **more):
+    return client.chat.completions.create(messages=messages, **{"model": MODEL, "max_tokens": 6} | more)
+
+
+def test_a_chat_is_answered_with_its_usage(client):
+    answer = ask(client, [SYSTEM, said("user", "Name a colour.")])
+    choice = answer.choices[0]
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert choice.finish_reason == "length"
+    usage = answer.usage
+    assert usage.completion_tokens == 6
+    assert usage.total_tokens == usage.prompt_tokens + 6
+    own = answer.model_extra
+    assert own["timings"]["predicted_n"] == 6
+    assert own["kvtool"]["policy"] == "h2o"
+    assert own["kvtool"]["tokens"] == usage.total_tokens
+    assert own["kvtool"]["budget"] == 256
+
+
+def test_a_stream_says_the_same(client):
+    messages = [SYSTEM, said("user", "Name an animal.")]
+    whole = ask(client, messages, stop=["zebra"])
+    pieces, usage = [], None
+    for piece in ask(client, messages, stream=True, stream_options={"include_usage": True}):
+        if piece.choices:
+            pieces.append(piece.choices[0])
+        usage = piece.usage or usage
+    assert pieces[0].delta.role == "assistant"
+    assert len([each for each in pieces if each.delta.content]) > 3
+    assert "".join(each.delta.content or "" for each in pieces) == whole.choices[0].message.content
+    assert pieces[-1].finish_reason == "length"
+    assert (usage.completion_tokens, usage.total_tokens) == (6, whole.usage.total_tokens)
+
+
+def test_only_new_messages_are_read(client):
+    messages = [SYSTEM, said("user", "Count to three.")]
+    n_all = 0
+    for i in range(4):
+        answer = ask(client, messages)
+        usage = answer.usage
+        n_read = usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens
+        # everything that the chat had before is in the cache
+        assert usage.prompt_tokens_details.cached_tokens == n_all
+        assert i == 0 or n_read < 40
+        n_all = usage.total_tokens
+        messages += [said("assistant", answer.choices[0].message.content), said("user", f"And on {i}.")]
+
+
+def test_a_retry_and_an_edit_go_back(client):
+    start = [SYSTEM, said("user", "What is a stone?")]
+    first = ask(client, start)
+    after = [*start, said("assistant", first.choices[0].message.content)]
+    one, again = (ask(client, [*after, said("user", "Where is it?")]) for _ in range(2))
+    # the same question at the same place
+    assert one.choices[0].message.content == again.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
+    other = ask(client, [*after, said("user", "Who lost it?")])
+    assert other.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
+    # nothing of the other questions is in the cache
+    assert other.usage.prompt_tokens == other.usage.prompt_tokens_details.cached_tokens + (
+        one.usage.prompt_tokens - first.usage.total_tokens
+    )
+    edited = ask(client, [SYSTEM, said("user", "What is a tree?")])
+    assert edited.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_named_chats_are_kept_apart(client):
+    messages = [SYSTEM, said("user", "What is a river?")]
+    answer = ask(client, messages, extra_headers={"X-Session-Id": "one"})
+    after = [*messages, said("assistant", answer.choices[0].message.content), said("user", "Is it wet?")]
+    for how, n_cached in (
+        ({"extra_headers": {"X-Session-Id": "two"}}, 0),
+        ({"prompt_cache_key": "two"}, 0),
+        ({"extra_headers": {"X-Session-Id": "one"}}, answer.usage.total_tokens),
+    ):
+        again = ask(client, after, **how)
+        own = 0 if how.get("prompt_cache_key") is None and n_cached == 0 else n_cached
+        assert again.usage.prompt_tokens_details.cached_tokens >= own
+        if n_cached:
+            assert again.usage.prompt_tokens_details.cached_tokens == n_cached
+
+
+def test_a_long_chat_stays_in_its_cells_and_says_what_it_forgot(real_client):
+    messages, cells, forgotten = [SYSTEM], set(), []
+    for i in range(6):
+        messages.append(said("user", f"{i}: " + "The river is long and the boat is slow. " * 6))
+        answer = ask(real_client, messages, model=REAL)
+        messages.append(said("assistant", answer.choices[0].message.content))
+        own = answer.model_extra["kvtool"]
+        cells.add(own["cache_bytes"])
+        forgotten.append(own["forgotten"])
+        assert own["held"] <= 256
+    assert len(cells) == 1
+    assert 0 == forgotten[0] < forgotten[-1]
+    assert answer.usage.total_tokens > 256 + 128
+
+
+def test_sampling_stops_and_log_probabilities(real_server, real_client):
+    messages = [said("user", "Say something.")]
+    one, two = (
+        ask(real_client, messages, model=REAL, temperature=1.5, seed=7).choices[0].message.content
+        for _ in range(2)
+    )
+    other = ask(real_client, messages, model=REAL, temperature=1.5, seed=8).choices[0].message.content
+    assert one == two != other
+    whole = ask(real_client, messages, model=REAL).choices[0].message.content
+    stop = whole.split()[2]
+    cut = ask(real_client, messages, model=REAL, stop=stop).choices[0]
+    assert cut.message.content == whole[: whole.index(stop)]
+    assert cut.finish_reason == "stop"
+    listed = ask(real_client, messages, model=REAL, logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    assert len(listed) == 6
+    assert all(len(each.top_logprobs) == 3 and each.logprob <= 0 for each in listed)
+    assert "".join(each.token for each in listed).startswith(whole[:10])
+    asked = {"content": listed[0].token}
+    first = httpx.post(f"{real_server.url}/tokenize", json=asked, timeout=PATIENCE_S).json()["tokens"][0]
+    other = ask(real_client, messages, model=REAL, logit_bias={str(first): -100}, logprobs=True)
+    assert other.choices[0].logprobs.content[0].token != listed[0].token
+
+
+def test_json_by_a_schema(client):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    shape = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[said("user", "Describe Ann.")], response_format=shape, max_tokens=400
+    )
+    found = json.loads(answer.choices[0].message.content)
+    assert sorted(found) == ["age", "name"]
+    assert isinstance(found["age"], int)
+
+
+def test_texts_are_continued(real_client, smol):
+    prompt = "The capital of France is"
+    answer = real_client.completions.create(model=REAL, prompt=prompt, max_tokens=3, logprobs=1)
+    written = forked.run(
+        [sys.executable, "-m", "kvtool", "generate", "--raw", "-m", str(smol), "-p", prompt, *GREEDY],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert answer.choices[0].text.strip() == written.stdout.strip() != ""
+    assert len(answer.choices[0].logprobs.tokens) == 3
+    assert answer.usage.prompt_tokens > 3
+    pieces = real_client.completions.create(model=REAL, prompt=prompt, max_tokens=3, stream=True)
+    assert "".join(each.choices[0].text for each in pieces) == answer.choices[0].text
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"n": 2}, "n"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 7}, None),
+        ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"grammar": "root ::= ("}, "grammar"),
+        ({"logit_bias": {"999999999": 1}}, None),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0]",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_in_one_line(client, changes, param):
+    body = {"model": MODEL, "messages": [said("user", "x")]} | changes
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.post("/chat/completions", body=body, cast_to=object)
+    own = raised.value.body
+    assert own["message"]
+    assert own["message"].isprintable()
+    assert own["param"] == param
+
+
+# takes hours
+LONG = 10**6
+
+
+def test_a_client_that_goes_stops_its_answer_alone(server, client):
+    long = client.chat.completions.create(
+        model=MODEL, messages=[said("user", "Tell me a long story.")], max_tokens=LONG, stream=True
+    )
+    for _ in range(3):
+        next(long)
+    found = []
+    other = threading.Thread(target=lambda: found.append(ask(client, [said("user", "Hello.")])))
+    other.start()
+    long.close()
+    other.join(PATIENCE_S)
+    assert found
+
+
+def test_a_client_that_waits_no_longer_stops_its_answer(server, client):
+    with pytest.raises(openai.APITimeoutError):
+        ask(client.with_options(timeout=0.5), [said("user", "Tell me a long story.")], max_tokens=LONG)
+    # while its prompt is read, too
+    with pytest.raises(openai.APITimeoutError):
+        ask(
+            client.with_options(timeout=0.5),
+            [said("user", "It is a long story. " * 2000)],
+            max_tokens=LONG,
+        )
+    assert ask(client.with_options(timeout=PATIENCE_S), [said("user", "Hello.")])
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
+        until(lambda: "kvtool_requests_running 0\n" in http.get("/metrics").text)
+
+
+def test_many_at_once_get_their_own_answers(client):
+    topics = ["bread", "iron", "rain", "music", "maps", "cats", "salt", "wool"]
+    alone = [ask(client, [said("user", f"What is {topic}?")]).choices[0].message.content for topic in topics]
+    found = {}
+
+    def work(i):
+        found[i] = ask(client, [said("user", f"What is {topics[i]}?")]).choices[0].message.content
+
+    threads = [threading.Thread(target=work, args=[i]) for i in range(len(topics))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(len(topics))] == alone
+
+
+def test_models_props_and_tokens(server, client):
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    ask(client, [said("user", "Hello.")])
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        assert http.get("/props").json()["budget"] == 256
+        tokens = http.post("/tokenize", json={"content": "a river"}).json()["tokens"]
+        text = {"content": "a river", "prompt": "a river"}
+        assert http.post("/detokenize", json={"tokens": tokens}).json() == text
+        # lm-evaluation-harness asks in vLLM's words
+        asked = {"prompt": "a river", "add_special_tokens": False}
+        assert http.post("/tokenize", json=asked).json()["tokens"] == tokens
+        assert http.get("/tokenizer_info").json()["eos_token"]
+        assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
+        # what a terminal would obey is not repeated
+        assert http.get("/no%1b[2J").json()["error"]["message"] == "no such address: /no [2J"
+        assert http.get("/v1/chat/completions").status_code == 405
+        # a page elsewhere whose name has this machine's address
+        assert http.get("/props", headers={"Host": "evil.example"}).status_code == 403
+        assert http.get("/props", headers={"Host": "localhost:1"}).status_code == 200
+        assert http.get("/props", headers={"Host": "[bad"}).status_code == 403
+        told = http.get("/metrics").text
+        assert re.search(r"^kvtool_requests_answered_total \d+$", told, re.M)
+        assert float(re.search(r"^kvtool_stored_bytes (\S+)$", told, re.M)[1]) > 1e5
+
+
+def test_after_a_kill_every_finished_turn_is_there(talker, tmp_path, connect):
+    messages = [SYSTEM, said("user", "What is a lamp?")]
+    options = ("--budget", "256", "--temp", "0", "--sessions", str(tmp_path))
+    with serving(talker, *options) as server:
+        client = connect(f"{server.url}/v1")
+        first = ask(client, messages)
+        server.stop(signal.SIGKILL)
+    messages += [said("assistant", first.choices[0].message.content), said("user", "And a candle?")]
+    with serving(talker, *options) as server:
+        client = connect(f"{server.url}/v1")
+        second = ask(client, messages)
+        assert second.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
+        # the folder is this server's alone
+        with (
+            pytest.raises(AssertionError, match="is in use by another server; name another folder"),
+            serving(talker, *options),
+        ):
+            pass
+        assert server.stop() == (130, "kvtool: stopped\n")
+
+
+def test_keys_limits_and_overflow(talker, tmp_path, connect):
+    keys = tmp_path / "keys.txt"
+    keys.write_text("first\nsecond\n")
+    options = ("--budget", "256", "-c", "512", "--overflow", "error", "--api-key-file", str(keys))
+    with serving(talker, *options) as server:
+        url = f"{server.url}/v1"
+        for key in ("first", "second"):
+            assert list(connect(url, key).models.list())
+        with pytest.raises(openai.AuthenticationError):
+            connect(url, "third").models.list()
+        client = connect(url, "first")
+        with pytest.raises(openai.BadRequestError) as raised:
+            ask(client, [said("user", "word " * 600)])
+        assert raised.value.body["type"] == "exceed_context_size_error"
+        assert raised.value.body["n_prompt_tokens"] > raised.value.body["n_ctx"] == 512
+        head = {"Authorization": "Bearer first"}
+        with httpx.Client(base_url=server.url, headers=head, timeout=PATIENCE_S) as http:
+            assert (
+                http.post("/v1/completions", content=b"{" * 10)
+                .json()["error"]["message"]
+                .startswith("the body is not JSON")
+            )
+            deep = b"[" * 100_000 + b"]" * 100_000
+            assert http.post("/v1/completions", content=deep).status_code == 400
+
+
+@pytest.mark.parametrize("policy", ["h2o", "recall"])
+def test_a_chat_says_what_kvtool_chat_says(talker, policy, connect):
+    turns = [f"{i}: " + "The river is long and the boat is slow. " * 5 + "What is slow?" for i in range(6)]
+    options = ("--policy", policy, "--budget", "128", "--temp", "0")
+    system = ("--system", SYSTEM["content"], "-n", "10", "-t", "1")
+    command = [sys.executable, "-m", "kvtool", "chat", "-m", str(talker), *options, *system]
+    done = forked.run(
+        command,
+        input="\n".join(turns),
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | ONE_THREAD,
+    )
+    messages, replies = [SYSTEM], []
+    # a chat always pins its system prompt
+    with serving(talker, *options, "--pin") as server:
+        client = connect(f"{server.url}/v1")
+        for turn in turns:
+            messages.append(said("user", turn))
+            answer = ask(client, messages, max_tokens=10)
+            replies.append(answer.choices[0].message.content)
+            messages.append(said("assistant", replies[-1]))
+    assert answer.usage.total_tokens > 3 * 128
+    assert "".join(f"{reply}\n" for reply in replies) == done.stdout
+
+
+def test_responses_are_chats_in_another_form(client):
+    whole = client.responses.create(
+        model=MODEL, instructions=SYSTEM["content"], input="Name an animal.", max_output_tokens=20
+    )
+    same = ask(client, [SYSTEM, said("user", "Name an animal.")], max_tokens=20)
+    assert whole.output_text == same.choices[0].message.content
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (
+        same.usage.prompt_tokens,
+        same.usage.completion_tokens,
+    )
+    items = [
+        said("user", "Name an animal."),
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": whole.output_text}],
+        },
+        said("user", "And another."),
+    ]
+    kinds, text = [], ""
+    for event in client.responses.create(
+        model=MODEL, instructions=SYSTEM["content"], input=items, max_output_tokens=5, stream=True
+    ):
+        kinds.append(event.type)
+        text += event.delta if event.type == "response.output_text.delta" else ""
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.incomplete"
+    assert event.response.output_text == text
+    assert event.response.usage.input_tokens_details.cached_tokens == same.usage.total_tokens
+    with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
+        client.responses.create(model=MODEL, input="x", previous_response_id="resp_1")
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tells the weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 12}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+
+
+def test_a_tool_is_called_and_its_result_read(real_client):
+    messages = [SYSTEM, said("user", "How is the weather in Oslo?")]
+    more = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 80}
+    answer = ask(real_client, messages, model=REAL, **more)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "weather"
+    assert list(json.loads(call.function.arguments)) == ["city"]
+    assert not choice.message.content
+    # the same, streamed
+    name, arguments = "", ""
+    for piece in ask(real_client, messages, model=REAL, **more, stream=True):
+        for part in piece.choices[0].delta.tool_calls or []:
+            name += part.function.name or ""
+            arguments += part.function.arguments or ""
+    assert (name, arguments) == ("weather", call.function.arguments)
+    messages += [
+        choice.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "Rain, 7 degrees."},
+    ]
+    after = ask(real_client, messages, model=REAL, tools=TOOLS)
+    assert after.choices[0].message.content
+    assert after.usage.prompt_tokens_details.cached_tokens == answer.usage.total_tokens
+    other = real_client.responses.create(
+        model=REAL,
+        input="How is the weather in Oslo?",
+        tools=[{"type": "function", **TOOLS[0]["function"]}],
+        tool_choice={"type": "function", "name": "weather"},
+        max_output_tokens=80,
+    )
+    assert [item.type for item in other.output] == ["function_call"]
+    assert json.loads(other.output[0].arguments)
+    with pytest.raises(openai.BadRequestError) as raised:
+        ask(
+            real_client,
+            messages,
+            model=REAL,
+            tools=TOOLS,
+            tool_choice={"type": "function", "function": {"name": "x"}},
+        )
+    assert raised.value.body["param"].startswith("tool_choice")
+
+
+def test_a_long_system_prompt_is_read_once(smol, tmp_path, connect):
+    system = said("system", "You know the river. " * 90)
+    with serving(smol, *H2O, "--budget", "512", "-b", "64", "--sessions", str(tmp_path)) as server:
+        client = connect(f"{server.url}/v1")
+        ask(client, [said("user", "My secret is 4711.")], model=REAL)
+        one = ask(client, [system, said("user", "What is deep?")], model=REAL)
+        two = ask(client, [system, said("user", "What is wide?")], model=REAL)
+        again = ask(client, [system, said("user", "What is deep?")], model=REAL)
+    assert one.usage.prompt_tokens_details.cached_tokens == 0
+    assert two.usage.prompt_tokens_details.cached_tokens % 64 == 0
+    assert two.usage.prompt_tokens_details.cached_tokens > 300
+    # what was stored in between changes nothing
+    assert again.choices[0].message.content == one.choices[0].message.content
+    # the prompt alone has nothing of the chat before it
+    start = next(path for path in tmp_path.glob("*.kv*") if _n_said(path) == 1)
+    assert b"4711" not in start.read_bytes()
+
+
+def _n_said(path):
+    return len(json.loads(path.read_bytes().split(b"\n")[1])["messages"])
+
+
+def test_a_system_prompt_of_the_server_is_that_of_chats_without_one(talker, connect):
+    with serving(talker, *H2O, "--explain", "--system", SYSTEM["content"]) as server:
+        client = connect(f"{server.url}/v1")
+        question = said("user", "Name an animal.")
+        own = ask(client, [question])
+        assert ask(client, [SYSTEM, question]).usage == own.usage
+        other = ask(client, [said("system", "Be brief, and speak as a pirate does."), question])
+        assert other.usage.prompt_tokens > own.usage.prompt_tokens
+        more = ask(client, [question, said("assistant", own.choices[0].message.content), question])
+        assert more.usage.prompt_tokens_details.cached_tokens == own.usage.total_tokens
+    assert any(line.startswith("budget      256 cells per row = ") for line in server.lines)

@@ -1,0 +1,347 @@
+"""What /v1/messages takes and refuses, its errors, and the order of its events: without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx2 as httpx
+import pytest
+
+from kvtool.serve import anthropic, app, messages
+from kvtool.serve.app import Site
+from kvtool.serve.errors import ApiError
+from kvtool.serve.gate import Limits
+from kvtool.serve.jobs import Waiting
+from kvtool.serve.tools import check_tools
+from tests.serve.crowd_serve import said
+from tests.serve.test_serve_messages import events_of
+
+CACHED = {"cache_control": {"type": "ephemeral"}}
+ASKED = {"model": "m", "max_tokens": 5, "messages": [said("user", "Hi.")]}
+
+
+def text(words):
+    return {"type": "text", "text": words, **CACHED}
+
+
+def use(id, **arguments):
+    return {"type": "tool_use", "id": id, "name": "look", "input": arguments, **CACHED}
+
+
+def result(id, content, **more):
+    return {"type": "tool_result", "tool_use_id": id, "content": content, **more}
+
+
+def test_a_request_is_a_chat():
+    talk = [
+        said("user", [text("One, "), text("two.")]),
+        {"role": "system", "content": "New rules."},
+        said(
+            "assistant",
+            [
+                {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                {"type": "redacted_thinking", "data": "x"},
+                text("So:"),
+                use("a", where="Ü"),
+                use("b"),
+            ],
+        ),
+        said(
+            "user", [result("a", "It is.", is_error=True), result("b", [text("x"), text("y")]), text("Go.")]
+        ),
+        said("assistant", [use("c")]),
+        said("user", [result("c", None)]),
+    ]
+    tools = [
+        {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}, **CACHED},
+        {"type": "custom", "name": "go", "input_schema": {}},
+        {"type": "bash_20250124", "name": "bash"},
+    ]
+    more = {"top_k": 5, "top_p": 0.5, "temperature": 1, "stream": True, "stop_sequences": ["x"]}
+    accepted = {
+        "metadata": {"user_id": "x"},
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": []},
+        "service_tier": "auto",
+        "output_config": {"effort": "high"},
+    }
+    body = ASKED | {"system": [text("A."), text("B.")], "messages": talk, "tools": tools} | more | accepted
+    chat, _ = anthropic.as_chat(body | {"tool_choice": {"type": "any"}})
+    found = messages.check(chat.pop("messages"))
+    assert found == [
+        said("system", "A.\n\nB."),
+        said("user", "One, two."),
+        said("system", "New rules."),
+        said("assistant", "So:")
+        | {"reasoning_content": "Hm.", "tool_calls": [call("a", '{"where": "Ü"}'), call("b", "{}")]},
+        {"role": "tool", "tool_call_id": "a", "content": "It is."},
+        {"role": "tool", "tool_call_id": "b", "content": "xy"},
+        said("user", "Go."),
+        said("assistant", "") | {"tool_calls": [call("c", "{}")]},
+        {"role": "tool", "tool_call_id": "c", "content": ""},
+    ]
+    assert [tool["function"]["name"] for tool in chat.pop("tools")] == ["look", "go"]
+    assert chat.pop("stop") == more.pop("stop_sequences")
+    rest = {name: accepted[name] for name in ("metadata", "thinking", "context_management", "service_tier")}
+    assert chat.pop("reasoning_effort") == "high"
+    assert chat == {"model": "m", "max_tokens": 5, "tool_choice": "required", **more, **rest}
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    for asked in ({"output_config": {"format": form}}, {"output_format": form}):
+        assert anthropic.as_chat(ASKED | asked)[0]["json_schema"] == form["schema"]
+
+
+def call(id, arguments):
+    return {"id": id, "type": "function", "function": {"name": "look", "arguments": arguments}}
+
+
+def test_a_header_is_dropped_from_the_system_prompt_alone():
+    header = "x-anthropic-billing-header: cc_version=2; cch=1;"
+    for system, left in ((f"{header}\n\nBe.", ["Be."]), (header, []), (f"Be.\n{header}", [f"Be.\n{header}"])):
+        found = [said("system", system), said("user", header)]
+        messages.drop_header(found)
+        assert [message["content"] for message in found] == [*left, header]
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "data": "x"}}
+
+
+LATER = {"name": "later", "description": "Waits.", "input_schema": {"type": "object"}, "defer_loading": True}
+SEARCH = {"name": "search", "input_schema": {"type": "object"}}
+REFERENCE = {"type": "tool_reference", "tool_name": "later"}
+
+
+def test_a_reference_to_a_tool_becomes_its_definition():
+    talk = [said("user", "Hi."), said("assistant", [use("a")]), said("user", [result("a", [REFERENCE])])]
+    chat, _ = anthropic.as_chat(ASKED | {"messages": talk, "tools": [SEARCH, LATER]})
+    definition = '{"name": "later", "description": "Waits.", "parameters": {"type": "object"}}'
+    assert messages.check(chat["messages"])[-1]["content"] == (
+        f"<functions>\n<function>{definition}</function>\n</functions>"
+    )
+    later = check_tools(chat["tools"])[1]
+    assert later["defer_loading"] is True
+    with pytest.raises(ApiError, match=r"tool_name must be the name of a tool in tools, got 'later'"):
+        anthropic.as_chat(ASKED | {"messages": talk, "tools": [SEARCH]})
+
+
+def test_all_tools_are_in_the_prompt_if_a_hosted_search_would_load_them():
+    hosted = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
+    (later,) = check_tools(anthropic.as_chat(ASKED | {"tools": [hosted, LATER]})[0]["tools"])
+    assert "defer_loading" not in later
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"messages": None}, "messages must be a list, got null"),
+        ({"messages": []}, "messages must have at least one message"),
+        ({"messages": ["x"]}, "messages[0] must be an object, got a string"),
+        ({"messages": [said("tool", "x")]}, "messages[0].role must be user or assistant, got tool"),
+        ({"messages": [{"role": ["user"]}]}, "messages[0].role must be user or assistant"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content must be a string or a list of blocks"),
+        ({"messages": [said("user", [5])]}, "messages[0].content[0] is of type a number"),
+        ({"messages": [said("user", [IMAGE])]}, "messages[0].content[0] is of type image; kvtool reads text"),
+        ({"messages": [said("user", [{"type": "document"}])]}, "messages[0].content[0] is of type document"),
+        ({"messages": [said("user", [{"type": "text"}])]}, "messages[0].content[0].text must be a string"),
+        ({"messages": [said("user", [use("a")])]}, "messages[0].content[0] is of type tool_use"),
+        ({"messages": [said("assistant", [result("a", "x")])]}, "messages[0].content[0] is of type tool_res"),
+        ({"messages": [said("user", [result(5, "x")])]}, "messages[0].content[0].tool_use_id must be a str"),
+        (
+            {"messages": [said("user", [result("a", 5)])]},
+            "messages[0].content[0].content must be a string or",
+        ),
+        (
+            {"messages": [said("user", [result("a", [IMAGE])])]},
+            "messages[0].content[0].content[0] is of type image",
+        ),
+        (
+            {"messages": [said("assistant", [use("a") | {"input": "{}"}])]},
+            "messages[0].content[0].input must be an object, got a string",
+        ),
+        (
+            {"messages": [*ASKED["messages"], said("assistant", "So ")]},
+            "messages[1] must not end with white space",
+        ),
+        ({"system": 5}, "system must be a string or a list of blocks"),
+        ({"system": [IMAGE]}, "system[0] is of type image"),
+        ({"max_tokens": None}, "max_tokens is missing"),
+        ({"max_tokens": -1}, "max_tokens must be in 0.."),
+        ({"max_tokens": "5"}, "max_tokens must be a whole number"),
+        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"stream": 1}, "stream must be true or false"),
+        ({"stop_sequences": 5}, "stop_sequences must be a string or a list"),
+        ({"stop_sequences": ["x"] * 99}, "stop_sequences takes at most 16"),
+        ({"thinking": "yes"}, "thinking must be an object"),
+        ({"thinking": {"type": "yes"}}, "thinking.type must be one of enabled, disabled, adaptive"),
+        ({"output_config": {"effort": "deep"}}, "output_config.effort must be one of none, minimal, low"),
+        ({"thinking": {"type": []}}, "thinking.type must be one of"),
+        ({"tools": {}}, "tools must be a list"),
+        ({"tools": [5]}, "tools[0] must be an object"),
+        ({"tools": [{}]}, "tools[0].name must be 1 to 128 letters"),
+        ({"tools": [{"name": "a", "input_schema": 5}]}, "tools[0].input_schema must be a JSON schema"),
+        (
+            {"tools": [{"name": "a", "input_schema": {"type": "x"}}]},
+            "tools[0].input_schema.type must be 'object'",
+        ),
+        ({"tool_choice": "any"}, "tool_choice must be an object"),
+        ({"tool_choice": {"type": "required"}}, "tool_choice.type must be auto, any, tool or none"),
+        ({"tool_choice": {"type": []}}, "tool_choice.type must be auto, any, tool or none"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice must not be 'required' without tools"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name must be the name of a tool"),
+        ({"output_config": 5}, "output_config must be an object"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type must be json_schema"),
+        ({"output_format": {"type": "json_schema"}}, "output_format.schema must be an object"),
+        ({"mcp_servers": [{}]}, "mcp_servers is not supported; remove it"),
+        ({"container": "x"}, "container is not supported"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_in_one_line(changes, words):
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        if path.endswith("count_tokens") and ("is missing" in words or "must not end" in words):
+            continue
+        status, body = send(path, ASKED | changes, props={}, count=lambda request: 5)
+        assert status == 400
+        assert body["error"]["type"] == "invalid_request_error"
+        assert body["error"]["message"].startswith(words)
+        assert body["error"]["message"].isprintable()
+
+
+def send(path, body=None, *, method="POST", headers=(), **site):
+    """(status, body) of an answer without an engine."""
+
+    async def asked():
+        own = app.make(Site("m", "h2o", **{"waiting": Waiting(0)} | site))
+        own = httpx.ASGITransport(own, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=own, base_url="http://localhost") as client:
+            return await client.request(method, path, json=body, headers=dict(headers))
+
+    answer = asyncio.run(asked())
+    if answer.status_code != 200:
+        assert answer.headers["request-id"] == answer.json()["request_id"]
+    return answer.status_code, answer.json()
+
+
+def broken(request):
+    raise RuntimeError("a mistake")
+
+
+TOO_LONG = {"code": "context_length_exceeded", "more": {"n_prompt_tokens": 900, "n_ctx": 512}}
+
+
+def test_errors_have_anthropics_form_and_status(capsys):
+    count, ready = "/v1/messages/count_tokens", {"props": {}}
+
+    def too_long(request):
+        raise ApiError("the request has 900 tokens", **TOO_LONG)
+
+    for status, kind, path, how in (
+        (400, "invalid_request_error", count, ready | {"count": too_long}),
+        (401, "authentication_error", "/v1/messages", ready | {"limits": Limits(("key",))}),
+        (403, "permission_error", "/v1/messages", ready | {"limits": Limits(local_only=True)}),
+        (404, "not_found_error", "/v1/messages/batches", ready),
+        (405, "invalid_request_error", "/v1/messages", ready | {"method": "GET"}),
+        (413, "request_too_large", "/v1/messages", ready | {"limits": Limits(most_bytes=9)}),
+        (429, "rate_limit_error", "/v1/messages", ready),
+        (500, "api_error", count, ready | {"count": broken}),
+        (529, "overloaded_error", "/v1/messages", {}),
+    ):
+        headers = {"Host": "evil.example"} if status == 403 else {}
+        found, body = send(path, ASKED, headers=headers, **how)
+        assert (found, body["type"], body["error"]["type"]) == (status, "error", kind)
+        assert body["error"]["message"].isprintable()
+    assert "a mistake" in capsys.readouterr().err
+    _, body = send(count, ASKED, **ready, count=too_long)
+    assert body["error"]["message"] == "prompt is too long: 900 tokens > 512 maximum"
+    # counting waits for no answer, as nothing may wait here
+    for name, value in (("x-api-key", "key"), ("Authorization", "Bearer key")):
+        headers = {name: value, "anthropic-beta": "x"}
+        assert send(count, ASKED, headers=headers, limits=Limits(("key",)), **ready, count=lambda _: 5) == (
+            200,
+            {"input_tokens": 5},
+        )
+    listed, _ = send("/v1/models", method="GET", headers={"anthropic-version": "x"}, limits=Limits(("key",)))
+    assert listed == 401
+
+
+def test_a_stream_has_its_events_in_order(monkeypatch):
+    monkeypatch.setattr(app, "PING_S", 0.05)
+    counts = {"n_prompt": 30, "n_cached": 10}
+    arguments = {"function": {"arguments": '{"x": 1}'}}
+    begun = {"id": "call_1", "function": {"name": "look", "arguments": ""}}
+    deltas = [{"reasoning_content": "Hm."}, {"content": "So"}, {"content": ":"}]
+    deltas += [{"tool_calls": [begun]}, {"tool_calls": [arguments]}, {"content": "!"}]
+
+    async def a_while(meanwhile=lambda: None):
+        # in parts, so that others get their turn on a busy machine
+        for _ in range(8):
+            meanwhile()
+            await asyncio.sleep(0.03)
+
+    async def engine(waiting, *, fails):
+        job = await asyncio.to_thread(waiting.take)
+        await a_while()
+        job.counts = counts
+        await a_while()
+        job.emit("read", **counts)
+        job.emit("piece", deltas=deltas, listed=[])
+        # what is not told yet does not keep pings back
+        await a_while(lambda: job.emit("piece", deltas=[], listed=[]))
+        if fails:
+            job.emit("error", error=ApiError("stopped", status=503))
+        else:
+            end = {"finish": "tool_calls", "stopped_by": "", "held": {}, "read_s": 1, "write_s": 1}
+            job.emit("end", message={}, n_written=7, **end, **counts)
+
+    async def streamed(fails):
+        waiting = Waiting(1)
+        own = httpx.ASGITransport(app.make(Site("m", "h2o", waiting, props={})))
+        async with httpx.AsyncClient(transport=own, base_url="http://localhost") as client:
+            body = ASKED | {"stream": True, "system": [text("Be.")]}
+            answer, _ = await asyncio.gather(
+                client.post("/v1/messages", json=body), engine(waiting, fails=fails)
+            )
+        assert answer.status_code == 200
+        return answer.text
+
+    told = asyncio.run(streamed(False))
+    # nothing but comments before the first event
+    assert told.startswith(": ping\n\n")
+    assert told.index("event: ") == told.index("event: message_start")
+    events = events_of(told)
+    usage = {"input_tokens": 0, "cache_creation_input_tokens": 20, "cache_read_input_tokens": 10}
+    assert events[0]["message"]["usage"] == usage | {"output_tokens": 0}
+    assert [events[n]["type"] for n in (1, -4)] == ["ping", "ping"]
+    kinds = [each for each in events[1:] if each["type"] != "ping"]
+    blocks = [
+        ({"type": "thinking", "thinking": "", "signature": ""}, "thinking", ["Hm."]),
+        ({"type": "text", "text": ""}, "text", ["So", ":"]),
+        ({"type": "tool_use", "id": "call_1", "name": "look", "input": {}}, "partial_json", ['{"x": 1}']),
+        ({"type": "text", "text": ""}, "text", ["!"]),
+    ]
+    for n, (block, name, pieces) in enumerate(blocks):
+        assert kinds.pop(0) == {"type": "content_block_start", "index": n, "content_block": block}
+        for piece in pieces:
+            kind = {"partial_json": "input_json"}.get(name, name)
+            delta = {"type": f"{kind}_delta", name: piece}
+            assert kinds.pop(0) == {"type": "content_block_delta", "index": n, "delta": delta}
+        if name == "thinking":
+            assert kinds.pop(0)["delta"] == {"type": "signature_delta", "signature": ""}
+        assert kinds.pop(0) == {"type": "content_block_stop", "index": n}
+    assert kinds[0]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert kinds[0]["usage"] == usage | {"output_tokens": 7}
+    assert [each["type"] for each in kinds] == ["message_delta", "message_stop"]
+    last = events_of(asyncio.run(streamed(True)))[-1]
+    assert last["type"] == "error"
+    assert last["error"] == {"type": "overloaded_error", "message": "stopped"}
+
+
+def test_embeddings_are_refused_with_the_reason():
+    async def asked():
+        own = httpx.ASGITransport(app.make(Site("m", "h2o", Waiting(1), props={})))
+        async with httpx.AsyncClient(transport=own, base_url="http://localhost") as client:
+            return await client.post("/v1/embeddings", json={"input": "x"})
+
+    answer = asyncio.run(asked())
+    assert answer.status_code == 404
+    assert "gives no useful embeddings" in json.loads(answer.text)["error"]["message"]

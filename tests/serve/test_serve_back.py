@@ -1,0 +1,187 @@
+"""What a server reads of requests whose chats differ from stored ones, where its cache can go back."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+
+from kvtool.llama.model import Model
+from kvtool.serve import requests
+from kvtool.serve.requests import Defaults
+from tests import tiny
+from tests.serve.crowd_serve import request, said
+from tests.serve.killed_turns import Server
+from tests.serve.serving import serving
+
+pytestmark = pytest.mark.engine
+
+SYSTEM = said("system", "Be kind. " * 4)
+ASKED = ("What is a tide, and who counts the waves?", "And a river that is long and slow?", "Why is it so?")
+RECALL = ("--policy", "recall", "--budget", "96", "--temp", "0", "-o", "search=all", "--archive-type", "f16")
+
+FULL = ("--policy", "full", "--temp", "0")
+
+
+@pytest.fixture(scope="module", params=[RECALL, FULL], ids=["recall", "full"])
+def options(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def url(talker, options):
+    with serving(talker, *options) as server:
+        yield server.url
+
+
+def asked(url, messages, **more):
+    """(what an answer says, tokens of the chat with it, tokens that were read, what kvtool says)"""
+    status, found = request(url, {"messages": messages, "max_tokens": 12, **more})
+    assert status == 200, found
+    usage = found["usage"]
+    n_read = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+    return found["choices"][0]["message"], usage["total_tokens"], n_read, found["kvtool"]
+
+
+def talked(url, **more):
+    """A chat of three turns, and how many tokens each has made of it."""
+    messages, n_all = [SYSTEM], []
+    for text in ASKED:
+        messages.append(said("user", text))
+        reply, n, _, own = asked(url, messages, **more)
+        messages.append(reply)
+        n_all.append(n)
+    assert own["archived"] > 100 or own["held"] == own["tokens"]
+    assert own["held"] + own["archived"] + own["forgotten"] == own["tokens"]
+    return messages, n_all
+
+
+def test_a_request_that_differs_in_its_middle_reads_what_is_new(url):
+    messages, _ = talked(url)
+    before, text = messages[:3], messages[3]["content"]
+    # a token is a letter: what comes behind the text, and the last letter of it
+    _, _, n_tail, _ = asked(url, [*before, said("user", text[:-1] + "!")])
+    assert 1 < n_tail < 12
+    for n_same in (30, 10, 0):
+        other = text[:n_same] + "X" * 20
+        assert asked(url, [*before, said("user", other)])[2] == n_tail - 1 + 20
+    # the same question again
+    assert asked(url, messages[:4])[2] == 1
+    assert asked(url, messages[:2])[2] == 1
+
+
+def test_an_answer_behind_an_edit_is_that_of_a_chat_without_one(url, talker, options):
+    messages, _ = talked(url)
+    other = [*messages[:3], said("user", ASKED[1][:20] + " that is deep?")]
+    found = [asked(url, other)[0], asked(url, [*messages[:3], messages[3]])[0]]
+    with serving(talker, *options) as fresh:
+        assert [asked(fresh.url, other)[0]] == found[:1]
+    assert found[1] == messages[4]
+
+
+def test_a_chat_goes_back_in_what_another_server_has_stored(talker, tmp_path, options):
+    own = (*options, "--sessions", str(tmp_path))
+    with serving(talker, *own) as server:
+        messages, _ = talked(server.url)
+        # each turn takes the place of the one before it
+        files = sorted(path.suffix for path in tmp_path.glob("*.kv*"))
+        assert files == [*[".archive"] * (options is RECALL), ".kv"]
+        server.stop()
+    with serving(talker, *own) as server:
+        reply, _, n_read, _ = asked(server.url, messages[:4])
+        assert (reply, n_read) == (messages[4], 1)
+        assert asked(server.url, [*messages, said("user", "And?")])[2] < 20
+
+
+def test_a_beginning_is_shared_whatever_a_chat_is_called(url):
+    messages, n_all = talked(url)
+    reply, n, n_read, _ = asked(url, [SYSTEM, said("user", ASKED[0])], prompt_cache_key="one")
+    assert (reply, n, n_read) == (messages[2], n_all[0], 1)
+    # it is a chat of its own
+    assert asked(url, [*messages, said("user", "And?")])[2] < 20
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_another_system_prompt_is_read_from_where_it_differs(talker, pins):
+    with serving(talker, *RECALL, *["--pin"] * pins) as server:
+        url = server.url
+        for other in ("Be kind. Be kind. Be brief.", "Be kind!", "Be kind. " * 3 + "Be long.", None):
+            talked(url)
+            first = [said("system", other)] if other else []
+            messages = [*first, said("user", ASKED[0])]
+            reply, n, n_read, _ = asked(url, messages)
+            assert len(ASKED[0]) < n_read < n - 12
+            _, _, _, own = asked(url, [*messages, reply, said("user", "x" * 200)], kvtool={"share": 10**6})
+            n_pinned = len(f"[s]{other}") if other and pins else 0
+            # sinks stay whatever is pinned
+            assert own["share"]["held"].index(0) == max(4, n_pinned)
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "Counts waves. " * 5, "parameters": {}}}
+    for name in ("one", "two", "three")
+]
+
+
+def test_a_tool_more_is_read_from_where_it_begins(url):
+    messages = [SYSTEM, said("user", ASKED[0])]
+    _, n, _, _ = asked(url, messages, tools=TOOLS[:2])
+    _, n_more, n_read, _ = asked(url, messages, tools=TOOLS)
+    # that is the tool, the messages and the beginning of a reply
+    assert 0 < n_more - n < n_read < n_more - 12 - 300
+    # and the chat without it is still there
+    assert asked(url, messages, tools=TOOLS[:2])[2] == 1
+
+
+def test_a_long_beginning_is_taken_from_any_chat_that_is_stored(talker, tmp_path):
+    own = (*RECALL, "--budget", "640", "--sessions", str(tmp_path))
+    systems = [said("system", "Be kind. " * 9 + last + " Be kind." * 40) for last in "AB"]
+    with serving(talker, *own) as server:
+        for i, system in enumerate(systems):
+            asked(server.url, [system, said("user", "Why?")], prompt_cache_key=str(i))
+        server.stop()
+    for pin in ([], ["--pin"]):
+        with serving(talker, *own, *pin) as server:
+            for key in ("2", "3"):
+                for system in systems:
+                    _, _, n_read, _ = asked(server.url, [system, said("user", "Who?")], prompt_cache_key=key)
+                    # "o?" and what opens the reply
+                    assert n_read <= 8, (pin, key)
+
+
+def test_what_was_read_for_a_client_that_has_gone_is_not_read_again(talker, tmp_path):
+    body = {"messages": [said("user", "Waves come and go. " * 40)]}
+    gone = SimpleNamespace(request=requests.chat(body, Defaults()), is_cancelled=False)
+
+    def emit(kind, n_read, n_all, **more):
+        # it goes in the middle of what is read
+        assert n_all > 512
+        gone.is_cancelled = n_read >= 256
+
+    gone.emit = emit
+    with closing(Model(talker)) as model:
+        server = Server(model, "recall", tmp_path)
+        server.talk.answer(gone)
+        assert 256 <= server.ask(body["messages"])[1] < 512
+
+
+def test_a_system_prompt_is_read_once_where_the_cache_cannot_go_back(tmp_path):
+    tiny.write_gemma3(tmp_path / "m.gguf", chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
+    with serving(tmp_path / "m.gguf", *RECALL) as server:
+        system = said("system", "Be kind. " * 80)
+        n_read = [asked(server.url, [system, said("user", text)])[2] for text in ("Why?", "Who?", "How?")]
+        # but for the rest of a batch
+        assert n_read[1:] == [n_read[0] - 512] * 2
+
+
+def test_a_chat_starts_over_where_its_window_is_forgotten(talker):
+    with serving(talker, *RECALL, "--archive", "40") as server:
+        messages = [SYSTEM]
+        for text in (*ASKED, *ASKED):
+            messages.append(said("user", text))
+            reply, *_, own = asked(server.url, messages)
+            messages.append(reply)
+        assert own["forgotten"] > 100
+        _, n, n_read, _ = asked(server.url, [*messages[:3], said("user", "Other.")])
+        assert n_read == n - 12

@@ -1,0 +1,274 @@
+"""A last message of the assistant is continued: the answer has what follows, the chat has all of it."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+import pytest
+
+from kvtool.chats.header import Header
+from kvtool.chats.template import Template
+from kvtool.chats.thinking import THINK, Splitter
+from kvtool.errors import ModelError
+from kvtool.llama.model import Model
+from kvtool.serve import anthropic, requests, responses
+from kvtool.serve.errors import ApiError
+from kvtool.serve.requests import Defaults
+from tests.chats import published
+from tests.chats.published import needs_published
+from tests.serve.answered import answering
+from tests.serve.crowd_serve import said
+from tests.serve.here import here
+from tests.serve.test_serve_thinking import CHAT, PLAIN, SWITCHED
+
+OPENS = CHAT.replace("%OPEN%", "<think>\n")
+"""Opens a thought, and shows earlier replies as they are: none has a thought."""
+
+HI = said("user", "Hi.")
+BEGUN = said("assistant", "The answer")
+
+
+def chat(messages, **fields):
+    return requests.chat({"messages": messages, **fields}, Defaults())
+
+
+# fields
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"continue_final_message": True},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True, "add_generation_prompt": False},
+        {"add_generation_prompt": True},
+        {"continue_": True},
+    ],
+    ids=str,
+)
+def test_a_last_message_of_the_assistant_is_continued(fields):
+    found = chat([HI, BEGUN | {"prefix": True}], **fields)
+    assert (found.messages, found.begun, found.ignored) == ([HI], "The answer", [])
+
+
+def test_another_last_message_is_answered():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    calling = {**BEGUN, "tool_calls": [call]}
+    for messages, fields in (
+        ([HI, BEGUN], {"continue_final_message": False}),
+        ([HI, BEGUN], {"continue_": False}),
+        ([HI, calling], {}),
+        ([BEGUN], {}),
+    ):
+        found = chat(messages, **fields)
+        assert (found.messages, found.begun) == (messages, "")
+    # an empty one says nothing
+    assert chat([HI, said("assistant", "")]).messages == [HI]
+    assert chat([HI, said("assistant", None)]).messages == [HI]
+    asked = {"input": [HI, {"type": "message", **BEGUN}]}
+    assert requests.chat(responses.as_chat(asked)[0], Defaults()).begun == ""
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "param"),
+    [
+        ([HI], {"continue_final_message": True}, "continue_final_message"),
+        ([HI], {"continue_": True}, "continue_"),
+        ([BEGUN], {"continue_final_message": True}, "continue_final_message"),
+        ([HI], {"add_generation_prompt": False}, "add_generation_prompt"),
+        (
+            [HI, BEGUN],
+            {"add_generation_prompt": False, "continue_final_message": False},
+            "add_generation_prompt",
+        ),
+        ([HI], {"add_generation_prompt": "no"}, "add_generation_prompt"),
+        (
+            [HI, BEGUN],
+            {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+            "tool_choice",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_continued_is_named(messages, fields, param):
+    with pytest.raises(ApiError) as caught:
+        chat(messages, **fields)
+    assert caught.value.param == param
+    assert caught.value.message.startswith(param)
+
+
+def test_anthropics_interface_takes_a_beginning_without_blanks_at_its_end():
+    def asked(*messages):
+        body, places = anthropic.as_chat({"max_tokens": 5, "system": "Be.", "messages": list(messages)})
+        return requests.chat(body, Defaults(), places=places)
+
+    assert asked(HI, said("assistant", [{"type": "text", "text": "So"}])).begun == "So"
+    with pytest.raises(ApiError, match=r"messages\[1\] must not end with white space") as caught:
+        asked(HI, said("assistant", "So: "))
+    assert caught.value.param == "messages[1]"
+    use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    with pytest.raises(ApiError, match=r"messages\[1\] must be followed by the results"):
+        asked(HI, said("assistant", [{"type": "text", "text": "So"}, use]))
+
+
+def test_a_splitter_goes_on_behind_a_beginning():
+    def parts(begun, text):
+        splitter = Splitter.behind(THINK, begun)
+        return [*splitter.feed(text), *splitter.end()]
+
+    assert parts("So", "<think>x</think>y") == [(False, "<think>x</think>y")]
+    assert parts("<", "b>") == [(False, "b>")]
+    assert parts("<think>Hm", "m</think>So") == [(True, "m"), (False, "So")]
+    assert parts("<think>Hm</think>So", " it is") == [(False, " it is")]
+
+
+# what is read
+
+
+@pytest.fixture(scope="module")
+def model(smol):
+    model = Model(smol)
+    yield model
+    model.close()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("source", "variables", "begun", "ends"),
+    [
+        (PLAIN, {}, "So", "<|im_start|>assistant\nSo"),
+        (PLAIN, {}, " So:\n", "<|im_start|>assistant\n So:\n"),
+        # behind the thought that the header opens
+        (OPENS, {}, "So", "<|im_start|>assistant\nSo"),
+        (SWITCHED, {}, "So", "<|im_start|>assistant\nSo"),
+        (SWITCHED, {"enable_thinking": False}, "So", "<|im_start|>assistant\nSo"),
+        # a thought that the client begins
+        (OPENS, {}, "<think>\nHm", "<|im_start|>assistant\n<think>\nHm"),
+        (PLAIN + "{# <think> #}", {}, "<think>Hm</think>So", "<|im_start|>assistant\n<think>Hm</think>So"),
+        # no text ends a turn
+        (PLAIN, {}, "a<|im_end|>\n", "<|im_start|>assistant\na<|im_end|>\n"),
+    ],
+)
+def test_the_prompt_ends_in_the_beginning_of_the_reply(model, tmp_path, source, variables, begun, ends):
+    with answering(model, source, tmp_path) as ask:
+        end = ask([HI, said("assistant", begun)], " it is.", chat_template_kwargs=variables)
+        assert ask.prompt.endswith(f"Hi.<|im_end|>\n{ends}")
+        assert ask.text.endswith("it is.") or "<think>" in begun
+        assert end["message"].get("content", "") + end["message"].get("reasoning_content", "") == " it is."
+        tokens = ask.talk.writer.tokens.tolist()
+        n_ends = sum(model.piece(token, special=True) == b"<|im_end|>" for token in tokens)
+        assert n_ends == 1
+
+
+@pytest.mark.engine
+@needs_published
+def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
+    """Behind a user's message, with no thought open: as in the chat that has the whole reply."""
+    user, later = said("user", "Kvtool asks."), said("user", "And?")
+    # its header has instructions that are not before earlier replies, and no thought
+    other = {"CohereForAI-c4ai-command-r-plus-tool_use"}
+    seen = set()
+    for name, source in published.templates().items():
+        template = Template(source, "<|im_start|>", "<|im_end|>", model.markers)
+        with suppress(ModelError):
+            earlier = template.render([user, said("assistant", "Kvtool says so."), later])
+            base = Header.of(model, template)
+            header = base.with_begun(model, template, "Kvtool says")
+            text = template.render([user]).removesuffix(base.kept + base.left_out)
+            text += header.kept + header.left_out + "Kvtool says"
+            shown = earlier[earlier.index("Kvtool asks.") : earlier.index("Kvtool says") + len("Kvtool says")]
+            if text[text.index("Kvtool asks.") :] == shown:
+                seen.add(name)
+            else:
+                other.remove(name)
+    assert len(seen) > 60
+
+
+# the chat afterwards
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", ["full", "h2o", "recall"])
+@pytest.mark.parametrize(
+    ("source", "thought"),
+    [(PLAIN, ""), (OPENS, "<think>\n"), (SWITCHED, "<think>\n")],
+    ids=["plain", "opens", "switched"],
+)
+def test_the_chat_has_the_whole_reply_and_goes_on_from_the_cache(model, tmp_path, source, thought, policy):
+    with answering(model, source, tmp_path, policy, budget=128) as ask:
+        first = ask([HI, BEGUN], " is 42.")
+        assert first["message"] == said("assistant", " is 42.")
+        n = first["n_prompt"] + first["n_written"]
+        assert n == len(ask.talk.writer.tokens)
+        whole = [HI, said("assistant", "The answer is 42.")]
+        again = ask([*whole, said("user", "Why?")], f"{'</think>' if thought else ''}So.")
+        assert again["n_cached"] == n
+        assert ask.prompt.endswith(
+            "Hi.<|im_end|>\n<|im_start|>assistant\nThe answer is 42.<|im_end|>\n<|im_start|>user\nWhy?"
+            f"<|im_end|>\n<|im_start|>assistant\n{thought}"
+        )
+        # another beginning in its place
+        other = ask([HI, said("assistant", "It")], " is.")
+        assert ask.text.endswith("Hi.<|im_end|>\n<|im_start|>assistant\nIt is.")
+        assert other["message"]["content"] == " is."
+
+
+@pytest.mark.engine
+def test_a_long_prompt_is_read_once_for_several_beginnings(model, tmp_path):
+    long = said("user", "The river is long and the boat is slow. " * 40)
+    with answering(model, PLAIN, tmp_path, "h2o", budget=128) as ask:
+        n = ask([long, BEGUN], " is 42.")["n_prompt"]
+        assert ask([long, said("assistant", "It")], " is.")["n_cached"] > n - 12
+        assert ask([long], "So.")["n_cached"] > n - 12
+
+
+@pytest.mark.engine
+def test_a_beginning_of_a_thought_is_gone_once_the_template_drops_it(model, tmp_path):
+    with answering(model, SWITCHED, tmp_path) as ask:
+        end = ask([HI, said("assistant", "<think>\nHm")], "m.\n</think>\n\nSo.")
+        assert end["message"] == {"role": "assistant", "reasoning_content": "m.\n", "content": "So."}
+        assert ask.text.endswith("<|im_start|>assistant\nSo.")
+
+
+@pytest.mark.engine
+def test_a_beginning_counts_for_a_schema(model, tmp_path):
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [41, 42]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    shape = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
+    for source in (PLAIN, OPENS):
+        with answering(model, source, tmp_path / str(len(source))) as ask:
+            end = ask([HI, said("assistant", '{"n": 4')], temperature=0, **shape)
+            assert json.loads('{"n": 4' + end["message"]["content"]) in ({"n": 41}, {"n": 42})
+            assert end["finish"] == "stop"
+            with pytest.raises(ApiError, match="does not fit its grammar or JSON schema") as caught:
+                ask([HI, said("assistant", '{"m')], temperature=0, **shape)
+            assert caught.value.status == 400
+
+
+@pytest.mark.engine
+def test_both_interfaces_continue_over_http(talker):
+    with here(talker, policy="h2o", budget="256") as server:
+        begun = [HI, said("assistant", "ab")]
+        message, usage = server.chat(begun)
+        plain, others = server.chat([HI])
+        n_begun = len(server.ask("/tokenize", {"content": "ab"}).json()["tokens"])
+        assert usage["prompt_tokens"] == others["prompt_tokens"] + n_begun
+        assert message["content"] != plain["content"]
+        sent = {"max_tokens": 6, "messages": begun}
+        answer = server.ask("/v1/messages", sent).json()
+        assert [block["text"] for block in answer["content"]] == [message["content"]]
+        streamed = server.ask("/v1/chat/completions", sent | {"stream": True}).text
+        pieces = [json.loads(line[6:]) for line in streamed.split("\n") if line.startswith("data: {")]
+        assert (
+            "".join(piece["choices"][0]["delta"].get("content", "") for piece in pieces) == message["content"]
+        )
+        count = server.ask("/v1/messages/count_tokens", {"messages": begun}).json()
+        assert count["input_tokens"] == usage["prompt_tokens"]
+        later = [HI, said("assistant", "ab" + message["content"]), said("user", "And?")]
+        assert server.chat(later)[1]["prompt_tokens_details"]["cached_tokens"] == usage["total_tokens"]

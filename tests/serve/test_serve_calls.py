@@ -1,0 +1,371 @@
+"""Calls of tools told from a reply's text, however it is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import pytest
+
+from kvtool.chats.thinking import THINK, Splitter
+from kvtool.serve import formats
+from kvtool.serve.calls import Call, Parser
+from kvtool.serve.formats import HERMES, LLAMA, Format
+from kvtool.serve.reply import Reply
+from tests.serve.test_serve_tools import TOOLS, tool
+from tests.serve.written_calls import BLOCKS, NO_BLOCKS, NOW, OPENS, TRICKY, WRITTEN
+
+BROKEN = [
+    *(
+        "",
+        "\n",
+        "{",
+        '{"name": "now", ',
+        '{"name": now}',
+        "[]",
+        "[now(]",
+        "[now(x=)]",
+        '{"arguments": {}}',
+        " {]",
+    ),
+    *(
+        '[{"name": "now"}, {"name": "no"}]',
+        '{"name": "now", "arguments": [1]}',
+        '[{"name": "now"',
+        "[now(), no()]",
+    ),
+    *('{"name": "now", "arguments": {"x": NaN}}', '{"name": "now", "arguments": "x"}', '{"name": ["now"]}'),
+    *(
+        "weather x",
+        "now>",
+        "now>\n<parameter=x>1</function>",
+        "weather\n<arg_key>city</arg_key>",
+        "no[ARGS]{}",
+    ),
+    *("now[ARGS]x", "now[CALL_ID]1", '{"name": "no", "arguments": {}}', "no>\n</function>", "no</tool_call>"),
+    *(
+        "[no()]<|tool_call_end|>",
+        "[now()",
+        "[now() x]",
+        "[now()] x<|tool_call_end|>",
+        "[now(x=1e999)]",
+        '"now"',
+    ),
+    *(
+        "call:no{}<tool_call|>",
+        "call:now",
+        "call:now{",
+        "call:now{x}<tool_call|>",
+        "call:now{x:NaN}<tool_call|>",
+    ),
+    *('call:now{x:<|"|>}<tool_call|>', "call:now[]<tool_call|>", "</minimax:tool_call>"),
+    *("now x", '{"name": "now", "parameters": {"x": 1e999}}', "[now(x={1: 2})]", '{"name": "now", "x" 1}'),
+    '{"name": "now", "arguments": ' + "[" * 3000 + "]" * 3000 + "}",
+    "[now(x=" + "[" * 3000 + "]" * 3000 + ")]",
+]
+FORMATS = [each for each in vars(formats).values() if isinstance(each, Format)]
+
+CASES = [(format, what, *case) for format in FORMATS for what, case in WRITTEN[format.name].items()] + [
+    (format, "tricky", format.written([TRICKY, NOW]), [TRICKY, NOW]) for format in FORMATS
+]
+each_case = pytest.mark.parametrize(
+    ("format", "text", "calls"),
+    [case[:1] + case[2:] for case in CASES],
+    ids=[f"{c[0].name}, {c[1]}" for c in CASES],
+)
+each_format = pytest.mark.parametrize("format", FORMATS, ids=[format.name for format in FORMATS])
+
+
+def parsed(format, pieces, tools=TOOLS):
+    """What a parser tells: texts, and calls as (name, arguments)."""
+    parser = Parser(format, tools)
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    return joined([*events, *parser.end()])
+
+
+def joined(events):
+    found = []
+    calls = [event for event in events if isinstance(event, Call)]
+    assert [call.index for call in calls] == list(range(len(calls)))
+    assert len({call.id for call in calls}) == len(calls)
+    for event in events:
+        if isinstance(event, Call):
+            assert re.fullmatch("call_[0-9a-f]{24}", event.id)
+            found.append((event.name, json.loads(event.arguments)))
+        else:
+            assert event
+            if found and isinstance(found[-1], str):
+                found[-1] += event
+            else:
+                found.append(event)
+    return found
+
+
+def check_cuts(format, text, expected):
+    """That a text is told in the same way whole, in two pieces, and in characters."""
+    assert parsed(format, [text]) == expected
+    assert parsed(format, text) == expected
+    for at in range(1, len(text)):
+        assert parsed(format, [text[:at], text[at:]]) == expected, text[:at]
+
+
+@each_case
+def test_calls_are_told_from_text_however_it_is_cut(format, text, calls):
+    check_cuts(format, text, calls)
+    check_cuts(format, f"\n\n{text}\n", calls)
+
+
+@each_format
+def test_calls_are_written_as_models_write_them(format):
+    text, calls = WRITTEN[format.name]["one"]
+    assert format.written(calls) == text
+
+
+@each_case
+def test_text_before_a_call_stays_without_the_white_space_between(format, text, calls):
+    if format is LLAMA and text[0] == "{":
+        # without a tag only a reply that starts with it is a call
+        for before in ("So: ", "; "):
+            check_cuts(format, before + text, [before + text])
+    else:
+        check_cuts(format, f" Hm <tool {text[:5]}\n\n{text}", [f" Hm <tool {text[:5]}", *calls])
+
+
+@each_case
+def test_text_after_a_call_stays_without_the_white_space_between(format, text, calls):
+    # there only its tag or the end of the reply ends a call
+    if format not in (formats.LFM2, formats.GEMMA) or format.tags[1] in text:
+        check_cuts(format, f"{text} \n a\n", [*calls, "a\n"])
+
+
+@each_case
+def test_a_call_after_a_thought(format, text, calls):
+    splitter, parser = Splitter(THINK), Parser(format, TOOLS)
+    thought, events = "", []
+    for character in f"<think>\nI call it: {text}\n</think>\n\n{text}":
+        for is_thought, part in splitter.feed(character):
+            thought += part if is_thought else ""
+            events += [] if is_thought else parser.feed(part)
+    assert joined([*events, *parser.end()]) == calls
+    assert thought == f"\nI call it: {text}\n"
+
+
+@pytest.mark.share(7, "format")
+@each_format
+@pytest.mark.parametrize("inside", BROKEN, ids=range(len(BROKEN)))
+def test_a_broken_call_and_one_of_an_unknown_tool_are_text(format, inside):
+    texts = [OPENS[format.name] + inside, f"a\n{OPENS[format.name]}{inside}\n</tool_call> b \n"]
+    if format is LLAMA and inside[:1] == "{":
+        texts += [inside, f" {inside}; x"]
+    for text in texts:
+        if len(text) < 200:
+            check_cuts(format, text, [text])
+        assert parsed(format, [text]) == parsed(format, text) == [text]
+
+
+@each_case
+def test_a_call_that_is_cut_off_is_text(format, text, calls):
+    first = parsed(format, [text])[0]
+    for n in range(1, len(text)):
+        found = parsed(format, [text[:n]])
+        # once the first call is whole, the rest may be text
+        assert found[0] == first or found == [text[:n]], text[:n]
+
+
+@each_format
+def test_the_search_goes_on_behind_a_tag_that_opens_no_call(format):
+    text, calls = WRITTEN[format.name]["one"]
+    if format is LLAMA:
+        text = f"<|python_tag|>{text}"
+    opens = OPENS[format.name]
+    for before in (opens, f"{opens} x", f"{opens}{opens}", f"{opens}\n{{", f'{opens}[{{"name": "', "{"):
+        check_cuts(format, f"{before}\n{text}", [before, *calls])
+
+
+@each_format
+def test_every_format_reads_hermes(format):
+    text, calls = WRITTEN["hermes"]["two"]
+    check_cuts(format, f"a {text}", ["a", *calls])
+
+
+@each_format
+def test_texts_and_calls_in_any_order(format):
+    parts = [
+        "a < b ",
+        "<tool",
+        "</tool_call>x",
+        "[TOOL",
+        "{ ",
+        "; ",
+        "\n\nb",
+        f"{OPENS[format.name]} ! ",
+        "<|",
+        "<funct",
+    ]
+    draw = random.Random(5)
+    for _ in range(60):
+        reply, expected, follows = "", [], True
+        for _ in range(draw.randrange(1, 7)):
+            if draw.random() < 0.6:
+                # a letter first: a tag and what follows a call are not what this is about
+                text = "x" + draw.choice(parts)
+                if expected and isinstance(expected[-1], str):
+                    expected[-1] += text
+                else:
+                    expected.append(text)
+                reply, follows = reply + text, False
+            else:
+                text, calls = WRITTEN[format.name]["one"]
+                if format is LLAMA and not follows:
+                    text = f"<|python_tag|>{text}"
+                space = draw.choice(["", " ", "\n\n"])
+                if expected and isinstance(expected[-1], str):
+                    expected[-1] = expected[-1].rstrip()
+                expected += calls
+                reply += space + text + draw.choice(["", "\n"])
+                follows = True
+        expected = [part for part in expected if part]
+        assert parsed(format, [reply]) == expected, reply
+        assert parsed(format, reply) == expected, reply
+        cuts = sorted(draw.sample(range(len(reply) + 1), min(4, len(reply))))
+        pieces = [reply[a:b] for a, b in zip([0, *cuts], [*cuts, len(reply)], strict=True)]
+        assert parsed(format, pieces) == expected, pieces
+
+
+JSON_FORMATS = [format for format in FORMATS if format.is_json]
+OTHERS = [format for format in FORMATS if not format.is_json]
+each_json_format = pytest.mark.parametrize(
+    "format", JSON_FORMATS, ids=[format.name for format in JSON_FORMATS]
+)
+
+
+def test_these_formats_are_json():
+    names = {format.name for format in JSON_FORMATS}
+    assert names == {"hermes", "mistral", "granite", "nemotron", "llama", "apriel", "cohere"}
+
+
+WRAPS = [("```json", "```"), ("<tools>", "</tools>")]
+
+
+@each_json_format
+@pytest.mark.parametrize(("opening", "close"), WRAPS)
+@pytest.mark.parametrize(("inside", "calls"), BLOCKS.values(), ids=BLOCKS)
+def test_a_block_of_calls_is_calls(format, inside, calls, opening, close):
+    block = f"{opening}\n{inside}\n{close}"
+    check_cuts(format, block, calls)
+    check_cuts(format, f"I call it:\n\n{block}\n", ["I call it:", *calls])
+    check_cuts(format, f"{block}\n{block}\nSo.", [*calls, *calls, "So."])
+    # models end without the close
+    check_cuts(format, f"{opening}\n{inside}", calls)
+    # or begin without
+    bare = f"\n{inside}\n"
+    check_cuts(format, bare, calls if inside[0] == "{" else [bare])
+
+
+@each_json_format
+@pytest.mark.parametrize(("opening", "close"), WRAPS)
+@pytest.mark.parametrize("inside", NO_BLOCKS)
+def test_another_block_is_text(format, inside, opening, close):
+    block = f"{opening}\n{inside}\n{close}"
+    for text in (block, f"So:\n\n  {block}\nas it is.\n"):
+        check_cuts(format, text, [text])
+    text, calls = WRITTEN["hermes"]["one"]
+    check_cuts(format, f"{block}\n\n{text}", [block, *calls])
+    if format is not LLAMA and inside:
+        check_cuts(format, inside, [inside])
+        check_cuts(format, f"{inside}\n", [f"{inside}\n"])
+
+
+def test_a_bare_object_with_text_about_it_is_text():
+    bare = BLOCKS["one"][0]
+    for text in (f"Like this: {bare}", f"{bare}\nThat is it.", f"{bare}\n```"):
+        check_cuts(HERMES, text, [text])
+
+
+@pytest.mark.parametrize("format", OTHERS, ids=[format.name for format in OTHERS])
+def test_a_block_is_text_where_calls_are_no_json(format):
+    for text in (f"```json\n{BLOCKS['one'][0]}\n```", BLOCKS["one"][0]):
+        check_cuts(format, text, [text])
+
+
+def test_a_block_waits_no_longer_than_it_may_be_a_call():
+    parser = Parser(HERMES, TOOLS)
+    told = ["".join(parser.feed(piece)) for piece in ("Hm\n", "``", "`json\n", '{\n "', "nam", 'es": ', "[1")]
+    assert told == ["Hm", "", "", "", "", '\n```json\n{\n "names":', " [1"]
+    parser = Parser(HERMES, TOOLS)
+    told = ["".join(parser.feed(piece)) for piece in ('```json\n{"name": "no', 'n", ', "x")]
+    assert told == ["", '```json\n{"name": "non",', " x"]
+    parser = Parser(HERMES, TOOLS)
+    assert [*parser.feed('```json\n{"name": "now", "arguments": {}}\n``')] == []
+    assert len([*parser.feed("`")]) == 1
+
+
+def test_text_waits_no_longer_than_it_may_be_a_call():
+    def told(format, pieces):
+        parser = Parser(format, TOOLS)
+        return ["".join(parser.feed(piece)) for piece in pieces]
+
+    assert told(HERMES, ["Hi", " ", "there <", "b> <tool_call", ">{", "x"]) == [
+        "Hi",
+        "",
+        " there",
+        " <b>",
+        "",
+        "",
+    ]
+    assert told(HERMES, ["<tool_call>", "\n", "is a tag"]) == ["", "", "<tool_call>\nis a tag"]
+    assert told(formats.XML, ["<function=", "no", ">"]) == ["", "", "<function=no>"]
+    assert told(formats.GLM, ["<tool_call>no", "\nx"]) == ["", "<tool_call>no\nx"]
+    assert told(formats.MISTRAL_ARGS, ["[TOOL_CALLS]no", "["]) == ["", "[TOOL_CALLS]no"]
+    assert told(formats.LFM2, ["<|tool_call_start|>", "no"]) == ["", "<|tool_call_start|>no"]
+
+
+def test_a_call_is_told_at_its_end():
+    parser = Parser(formats.MISTRAL, TOOLS)
+    assert [*parser.feed('[TOOL_CALLS][{"name": "now"}')] == []
+    (call,) = parser.feed("]")
+    assert (call.name, call.arguments) == ("now", "{}")
+    parser = Parser(HERMES, TOOLS)
+    assert [*parser.feed('<tool_call>{"name": "now"}\n</tool_call')] == []
+    assert len([*parser.feed(">")]) == 1
+
+
+def test_arguments_in_json_stay_as_they_are_written():
+    written = '{ "city":"Z\\u00fcrich",\n"days": 1.0e1}'
+    reply = Reply(None, Parser(HERMES, TOOLS))
+    reply.feed(f'a<tool_call>{{"name": "weather", "arguments": {written}}}</tool_call>')
+    calls = reply.message["tool_calls"]
+    assert reply.message["content"] == "a"
+    assert calls == [
+        {"id": calls[0]["id"], "type": "function", "function": {"name": "weather", "arguments": written}}
+    ]
+    # a lone half of a pair can be sent, too
+    for format, text in (
+        (HERMES, '<tool_call>{"name": "now", "arguments": "{\\"x\\": \\"\\ud800\\"}"}</tool_call>'),
+        (formats.LFM2, r"<|tool_call_start|>[now(x='\ud800')]<|tool_call_end|>"),
+    ):
+        reply = Reply(None, Parser(format, TOOLS))
+        reply.feed(text)
+        (call,) = reply.message["tool_calls"]
+        assert call["function"]["arguments"].encode() == b'{"x": "\\ud800"}'
+
+
+def test_types_are_found_through_definitions():
+    schema = {
+        "properties": {
+            "size": {"$ref": "#/$defs/size"},
+            "loop": {"$ref": "#/$defs/loop"},
+            "list": {"anyOf": [{"type": "string"}, {"type": "array"}]},
+            "code": {"enum": ["1", "2"]},
+            "no": {"$ref": "#/$defs/no/such"},
+        },
+        "$defs": {
+            "size": {"type": "string", "enum": ["1", "2"]},
+            "loop": {"anyOf": [{"$ref": "#/$defs/loop"}]},
+        },
+    }
+    values = {"size": "1", "loop": "1", "list": "[1]", "code": "2", "no": "1"}
+    text = formats.XML.written([("f", values)])
+    found = {"size": "1", "loop": 1, "list": [1], "code": "2", "no": 1}
+    assert parsed(formats.XML, [text], [tool("f", schema)]) == [("f", found)]

@@ -1,0 +1,181 @@
+"""What a server stores, pins, counts and refuses, on a small random model: each fault here costs seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import closing
+
+import pytest
+
+from kvtool.chats import session
+from kvtool.serve import store
+from kvtool.serve.errors import ApiError
+from kvtool.serve.jobs import Job, Waiting
+from kvtool.system.files import locked
+from tests import tiny
+from tests.serve.crowd_serve import request, said
+from tests.serve.serving import serving
+from tests.serve.test_serve_tools import tool
+
+SYSTEM = said("system", "Be kind. " * 4)
+
+
+@pytest.fixture(scope="module")
+def url(chat_model, tmp_path_factory):
+    keys = tmp_path_factory.mktemp("keys") / "keys.txt"
+    keys.write_text("first-key\n")
+    options = ("--policy", "h2o", "--budget", "96", "--temp", "0")
+    with serving(chat_model, *options, "--api-key-file", str(keys)) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def open_url(tmp_path_factory):
+    """Of a server that needs no key, and has room for tools."""
+    path = tmp_path_factory.mktemp("tiny") / "m.gguf"
+    tiny.write_llama(path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
+    with serving(path, "--policy", "h2o", "--budget", "1024", "--temp", "0") as server:
+        yield server.url
+
+
+KEY = {"Authorization": "Bearer first-key"}
+
+
+def asked(url, messages, headers=(), **more):
+    """(what an answer says, its usage, the tokens that were cached, what kvtool says)"""
+    body = {"messages": messages, "max_tokens": 8, **more}
+    status, found = request(url, body, {**KEY, **dict(headers)})
+    assert status == 200, found
+    usage = found["usage"]
+    n_cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return found["choices"][0]["message"], usage, n_cached, found["kvtool"]
+
+
+pytestmark = pytest.mark.engine
+
+
+def test_what_is_cached_is_all_that_the_chat_had(url):
+    messages, n_all = [SYSTEM, said("user", "One.")], 0
+    for n in range(3):
+        reply, usage, n_cached, _ = asked(url, messages)
+        assert n_cached == n_all
+        n_all = usage["total_tokens"]
+        messages += [reply, said("user", f"And {n}.")]
+
+
+def test_a_name_keeps_a_chat_from_all_others(url):
+    messages = [SYSTEM, said("user", "Two.")]
+    reply, usage, _, _ = asked(url, messages, {"X-Session-Id": "one"})
+    messages += [reply, said("user", "And?")]
+    assert asked(url, messages, {"X-Session-Id": "two"})[2] == 0
+    assert asked(url, messages)[2] == 0
+    assert asked(url, messages, prompt_cache_key="one")[2] == usage["total_tokens"]
+
+
+def test_an_edit_goes_back_to_the_turn_before_it(url):
+    messages, n_all, replies = [SYSTEM, said("user", "Three.")], [], []
+    for n in range(3):
+        reply, usage, _, _ = asked(url, messages)
+        n_all.append(usage["total_tokens"])
+        replies.append(reply)
+        messages += [reply, said("user", f"More {n}.")]
+    for n in (1, 0, 1):
+        edited = messages[: 2 * n + 3]
+        assert asked(url, [*edited, said("user", f"Other {n}.")])[2] == n_all[n]
+    # the same words again, and the same answer
+    reply, _, n_cached, _ = asked(url, messages[:4])
+    assert (reply["content"], n_cached) == (replies[1]["content"], n_all[0])
+
+
+def test_the_system_prompt_stays_whatever_comes(url):
+    messages = [SYSTEM]
+    for n in range(3):
+        messages.append(said("user", f"{n}: the river is long. " * 4))
+        reply, usage, _, own = asked(url, messages, kvtool={"share": 10**6})
+        messages.append(reply)
+    assert own["forgotten"] > 0
+    n_system = len(SYSTEM["content"].rstrip())
+    assert len(own["share"]["held"]) == usage["total_tokens"]
+    text = "".join(own["share"]["text"])
+    n = next(n for n in range(len(text)) if "".join(own["share"]["text"][:n]).endswith("kind. Be kind"))
+    assert n > n_system / 4
+    assert min(own["share"]["held"][:n]) == 1
+
+
+def test_an_answer_ends_before_a_stop_string(url):
+    messages = [said("user", "Stop.")]
+    whole = asked(url, messages, max_tokens=24)[0]["content"]
+    stop = whole[8:11]
+    assert asked(url, messages, max_tokens=24, stop=stop)[0]["content"] == whole[: whole.index(stop)]
+
+
+def test_a_call_that_is_demanded_comes(open_url):
+    reply = asked(
+        open_url, [said("user", "Now?")], tools=[tool("now")], tool_choice="required", max_tokens=80
+    )[0]
+    (call,) = reply["tool_calls"]
+    assert call["function"] == {"name": "now", "arguments": "{}"}
+
+
+def test_who_has_no_whole_key_is_refused(url):
+    body = {"messages": [said("user", "x")], "max_tokens": 1}
+    for key in ("", "f", "first-ke", "first-key2", "second"):
+        assert request(url, body, {"Authorization": f"Bearer {key}"})[0] == 401
+    assert request(url, body)[0] == 401
+    assert request(url, body, {"x-api-key": "first-key"})[0] == 200
+
+
+def test_who_gives_another_name_for_this_machine_is_refused(open_url):
+    body = {"messages": [said("user", "x")], "max_tokens": 1}
+    for host in ("evil.example", "localhost.evil.example"):
+        assert request(open_url, body, {"Host": host})[0] == 403
+    assert request(open_url, body, {"Host": "localhost:1"})[0] == 200
+
+
+def test_an_answer_that_nobody_reads_ends(url):
+    # takes days
+    long = {"messages": [said("user", "Long.")], "max_tokens": 10**9, "stream": True}
+    assert request(url, long, KEY, n_events=5) == (None, None)
+    asked(url, [said("user", "Short.")])
+
+
+def test_no_more_wait_than_may():
+    async def fill():
+        waiting = Waiting(2)
+        jobs = [Job(None, f"{n}") for n in range(4)]
+        for job in jobs[:2]:
+            waiting.put(job)
+        with pytest.raises(ApiError, match="2 requests are waiting already") as caught:
+            waiting.put(jobs[2])
+        assert caught.value.status == 429
+        # one that has gone makes room
+        jobs[0].cancel()
+        waiting.put(jobs[3])
+        assert len(waiting) == 2
+
+    asyncio.run(fill())
+
+
+def test_an_archive_whose_chat_was_moved_stays_and_what_a_killed_server_left_goes(tmp_path):
+    moved, killed = "0123456789abcdef.kv", "fedcba9876543210.kv"
+    for name in (f"{moved}.archive", f"{killed}.archive.next", f"{killed}.kvtool.part", f"{killed}.part"):
+        (tmp_path / name).write_bytes(b"kvtool archive 1 ")
+    with closing(store.Chats(tmp_path, 10**9, {})) as chats:
+        assert [each.name for each in tmp_path.iterdir()] == [f"{moved}.archive"]
+        # the server says that it cannot go on with it
+        assert chats.n_others == 1
+
+
+def test_the_next_server_removes_what_killed_ones_have_left(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
+    old, alive, young = (tmp_path / f"serve-{name}" for name in ("old", "alive", "young"))
+    for folder in (old, alive, young):
+        folder.mkdir()
+        (folder / "0123456789abcdef.kv").write_bytes(b"\0")
+    with locked(alive / session.LOCK):
+        for folder in (old, alive):
+            os.utime(folder, (0, 0))
+        with store.held(None) as own:
+            assert own.parent == tmp_path
+            assert (old.exists(), alive.exists(), young.exists()) == (False, True, True)

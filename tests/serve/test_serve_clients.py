@@ -1,0 +1,176 @@
+"""Requests as programs send them, replayed against kvtool serve.
+
+tests/data/clients.jsonl has what each program sent over a chat of its own, through a proxy that logged it.
+Then prompts and descriptions were shortened, and most tools and headers left out; fields and the shapes of
+messages and schemas are as they came. Where a model was to call a tool, `tool_choice` and the limit of
+tokens were added. REPLY, CALL, ARGUMENTS and INPUT stand for what the server answered to the request of that
+number, of the same program. follows: the request whose chat this one continues.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx2 as httpx
+import pytest
+
+from kvtool.serve import messages
+from tests.held import PATIENCE_S
+from tests.serve.serving import serving
+from tests.serve.test_serve_messages import events_of
+
+pytestmark = pytest.mark.engine
+
+_RECORDED = Path(__file__).parents[1] / "data/clients.jsonl"
+_ALL = [json.loads(line) for line in _RECORDED.read_text().splitlines()]
+LOGS = {client: list(lines) for client, lines in groupby(_ALL, lambda line: line["client"])}
+
+
+@pytest.fixture(scope="module")
+def server(smol):
+    with serving(smol, "--budget", "1024", "--temp", "0", "-n", "4") as server:
+        yield server
+
+
+@pytest.mark.parametrize("client", LOGS)
+def test_a_program_is_answered_and_only_what_is_new_is_read(server, client):
+    answers = []
+    for line in LOGS[client]:
+        body = filled(line["body"], answers)
+        sent = httpx.post(
+            f"{server.url}{line['path']}", json=body, headers=line["headers"], timeout=PATIENCE_S
+        )
+        assert sent.status_code == 200, sent.text
+        read = {"/v1/responses": response, "/v1/messages?beta=true": message}.get(line["path"], chat)
+        answers.append(read(sent.text, body))
+        if line["follows"] is not None:
+            assert answers[-1].n_cached == answers[line["follows"]].n_all
+        is_forced = isinstance(body.get("tool_choice"), dict)
+        assert bool(answers[-1].call) == is_forced
+
+
+def test_functions_of_namespaces_are_offered_and_called_by_their_own_names(server):
+    goal = {"type": "function", "name": "goal", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "namespace", "name": "team", "tools": [goal]}, goal, {"type": "web_search"}]
+    asked = {"input": "What is the goal?", "tools": tools, "max_output_tokens": 90}
+    for own in ({"name": "goal"}, {"name": "goal", "namespace": "team"}):
+        choice = {"type": "function", **own}
+        sent = httpx.post(
+            f"{server.url}/v1/responses", json=asked | {"tool_choice": choice}, timeout=PATIENCE_S
+        )
+        (call,) = sent.json()["output"]
+        assert {name: call[name] for name in ("name", "namespace") if name in call} == own
+    refused = asked | {"tool_choice": {"type": "web_search"}}
+    assert httpx.post(f"{server.url}/v1/responses", json=refused, timeout=PATIENCE_S).status_code == 400
+
+
+def test_system_messages_at_the_beginning_are_one():
+    found = messages.check([said("developer", "One."), said("system", "Two."), said("user", "Three.")])
+    assert found == [said("system", "One.\n\nTwo."), said("user", "Three.")]
+    later = [said("user", "One."), said("system", "Two."), said("system", "Three.")]
+    assert messages.check(later) == later
+
+
+def test_chats_of_all_names_share_their_system_prompt_alone():
+    def digests(name, first="system"):
+        return messages.History(name, [], [said(first, "One."), said("user", "Two.")]).digests
+
+    assert digests("a")[1] == digests("b")[1] == digests(None)[1]
+    assert len({digests(name)[2] for name in ("a", "b", None)}) == 3
+    assert digests("a", "user")[1] != digests("b", "user")[1]
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+def filled(value, answers):
+    """The value with the server's own answers in it."""
+    if isinstance(value, dict):
+        return {name: filled(each, answers) for name, each in value.items()}
+    if isinstance(value, list):
+        return [filled(each, answers) for each in value]
+    what, _, number = value.partition(" ") if isinstance(value, str) else ("", "", "")
+    if what == "REPLY":
+        return answers[int(number)].text
+    if what in ("CALL", "ARGUMENTS", "INPUT"):
+        id, arguments = answers[int(number)].call
+        if what == "INPUT":
+            return json.loads(arguments)
+        # programs parse arguments, and write them anew
+        return id if what == "CALL" else json.dumps(json.loads(arguments), separators=(",", ":"))
+    if what in ("THOUGHT", "STRIPPED"):
+        thought = answers[int(number)].thought
+        return thought if what == "THOUGHT" else thought.strip()
+    return answers[int(number)].signature if what == "SIGNATURE" else value
+
+
+def chat(sent, body):
+    """What /v1/chat/completions has answered; sees that it is well formed."""
+    if body["stream"]:
+        lines = [line.removeprefix("data: ") for line in sent.split("\n\n") if not line.startswith(":")]
+        assert lines[-2:] == ["[DONE]", ""]
+        pieces = [json.loads(line) for line in lines[:-2]]
+        usages = [piece for piece in pieces if not piece["choices"]]
+        assert usages == pieces[-1:] * bool(body.get("stream_options", {}).get("include_usage"))
+        choices = [piece["choices"][0] for piece in pieces if piece["choices"]]
+        assert [bool(choice["finish_reason"]) for choice in choices] == [False] * (len(choices) - 1) + [True]
+        assert choices[0]["delta"]["role"] == "assistant"
+        deltas = [choice["delta"] for choice in choices]
+        usage = usages[0]["usage"] if usages else None
+    else:
+        whole = json.loads(sent)
+        assert whole["choices"][0]["finish_reason"]
+        deltas, usage = [whole["choices"][0]["message"]], whole["usage"]
+    parts = [part for delta in deltas for part in delta.get("tool_calls", [])]
+    arguments = "".join(part["function"]["arguments"] for part in parts)
+    return SimpleNamespace(
+        thought="".join(delta.get("reasoning_content") or "" for delta in deltas),
+        text="".join(delta.get("content") or "" for delta in deltas),
+        call=(parts[0]["id"], arguments) if parts else None,
+        n_cached=usage and usage["prompt_tokens_details"]["cached_tokens"],
+        n_prompt=usage and usage["prompt_tokens"],
+        n_all=usage and usage["total_tokens"],
+    )
+
+
+def response(sent, body):
+    """What /v1/responses has answered; sees that it is well formed."""
+    lines = [each.split("\n") for each in sent.split("\n\n")[:-1] if not each.startswith(":")]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in lines]
+    assert [kind for kind, _ in lines] == [f"event: {event['type']}" for event in events]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["type"] in ("response.completed", "response.incomplete")
+    whole = events[-1]["response"]
+    calls = [item for item in whole["output"] if item["type"] == "function_call"]
+    texts = [item["content"][0]["text"] for item in whole["output"] if item["type"] == "message"]
+    usage = whole["usage"]
+    return SimpleNamespace(
+        text="".join(texts),
+        call=(calls[0]["call_id"], calls[0]["arguments"]) if calls else None,
+        n_cached=usage["input_tokens_details"]["cached_tokens"],
+        n_all=usage["total_tokens"],
+    )
+
+
+def message(sent, body):
+    """What /v1/messages has answered; sees that it is well formed."""
+    events = events_of(sent)
+    kinds = [event["type"] for event in events]
+    assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    blocks = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    calls = [block["id"] for block in blocks if block["type"] == "tool_use"]
+    usage = events[-2]["usage"]
+    return SimpleNamespace(
+        thought="".join(delta.get("thinking", "") for delta in deltas),
+        signature="".join(delta.get("signature", "") for delta in deltas),
+        text="".join(delta.get("text", "") for delta in deltas),
+        call=(calls[0], "".join(delta.get("partial_json", "") for delta in deltas)) if calls else None,
+        n_cached=usage["cache_read_input_tokens"],
+        n_prompt=sum(usage.values()) - usage["output_tokens"],
+        n_all=sum(usage.values()),
+    )

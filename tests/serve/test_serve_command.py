@@ -1,0 +1,205 @@
+"""kvtool serve besides chats: where answers end, its files, whom it refuses, llama-server's fields."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import httpx2 as httpx
+import pytest
+
+from tests import forked, tiny
+from tests.forked import ROOT
+from tests.held import PATIENCE_S
+from tests.serve.crowd_serve import said
+from tests.serve.late import openai
+from tests.serve.serving import ONE_THREAD, serving
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def server(chat_model):
+    with serving(chat_model, "--budget", "64", "--temp", "0") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_an_answer_ends_where_a_cache_that_evicts_nothing_is_full(chat_model, connect):
+    with serving(chat_model, "--policy", "full", "-c", "96", "--temp", "0") as server:
+        client = connect(f"{server.url}/v1")
+        answer = client.chat.completions.create(
+            model="chat", messages=[said("user", "Hello.")], logit_bias={"2": -100}
+        )
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.choices[0].message.content
+        assert answer.usage.total_tokens == 96
+        with pytest.raises(openai.BadRequestError) as raised:
+            client.chat.completions.create(model="chat", messages=[said("user", "Hello. " * 50)])
+        assert raised.value.body["n_prompt_tokens"] > 300
+        assert raised.value.body["n_ctx"] == 96
+    # likewise where a policy could forget, and shall not
+    with serving(chat_model, "--budget", "64", "-c", "96", "--overflow", "error", "--temp", "0") as server:
+        client = connect(f"{server.url}/v1")
+        answer = client.completions.create(model="chat", prompt="Hello.", logit_bias={"2": -100}, echo=True)
+        assert answer.choices[0].text.startswith("Hello.")
+        assert answer.usage.total_tokens == 96
+
+
+def test_an_echoed_text_has_no_marker_that_nobody_wrote(tmp_path, connect):
+    path = tmp_path / "bos.gguf"
+    tiny.write_llama(path, add_bos=True)
+    with serving(path, "--budget", "64", "--temp", "0") as server:
+        client = connect(f"{server.url}/v1")
+        for prompt, start in (("Hello.", "Hello."), ([1, 75, 108], "<s>Hi")):
+            answer = client.completions.create(model="bos", prompt=prompt, max_tokens=2, echo=True)
+            assert answer.choices[0].text.startswith(start)
+        assert answer.usage.prompt_tokens == 3
+
+
+def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect):
+    chats, other = tmp_path / "chats", tmp_path / "file"
+    other.write_text("x")
+    options = ("-m", str(chat_model), "--budget", "64", "--temp", "0")
+    with serving(chat_model, *options[2:], "-v", "--sessions", str(chats)) as server:
+        client = connect(f"{server.url}/v1")
+        first = client.chat.completions.create(
+            model="chat", messages=[said("user", "What is a lamp?")], max_tokens=8
+        )
+        code, told = server.stop()
+    n = first.usage.prompt_tokens
+    assert re.match(
+        rf"\S+ \S+ 127\.0\.0\.1 POST /v1/chat/completions 200 \d+ ms, {n} tokens \(0 cached\) read in "
+        r"[\d.]+ s, 8 written in [\d.]+ s \(length\)\n",
+        told,
+    )
+    (file,) = chats.glob("*.kv")
+
+    def kvtool(*arguments, typed=""):
+        command = [sys.executable, "-m", "kvtool", *map(str, arguments)]
+        return forked.run(
+            command, input=typed, capture_output=True, text=True, check=False, env=os.environ | ONE_THREAD
+        )
+
+    shown = kvtool("session", "show", "--json", file)
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout)["tokens"] == first.usage.total_tokens
+    went_on = kvtool("chat", "-t", "1", "--session", file, "-n", "4", typed="And a candle?\n")
+    assert went_on.returncode == 0, went_on.stderr
+    assert went_on.stdout
+    # what cannot be gone on with is named, and stays
+    with serving(chat_model, "--budget", "48", "--sessions", str(chats)) as server:
+        pass
+    assert any(line.startswith("1 files in ") for line in server.lines)
+    assert file.exists()
+    refused = kvtool("serve", *options, "--sessions", other)
+    assert refused.stderr == f"kvtool: {other} is not a folder; name another one\n"
+    # what recall cannot pin is archived
+    long = kvtool("serve", *options, "--policy", "h2o", "--port", "0", "--system", "It is long. " * 30)
+    assert (long.returncode, long.stderr.count("\n")) == (2, 1)
+    assert "the pinned text takes" in long.stderr
+
+
+def test_pages_of_others_may_not_ask(server):
+    body = {"messages": [said("user", "x")], "max_tokens": 1}
+    for origin, status in (
+        ("https://evil.example", 403),
+        ("null", 403),
+        ("https://localhost.evil.example", 403),
+        ("http://localhost:3000", 200),
+        (server.url, 200),
+    ):
+        sent = httpx.post(
+            f"{server.url}/v1/chat/completions", json=body, headers={"Origin": origin}, timeout=PATIENCE_S
+        )
+        assert sent.status_code == status, origin
+
+
+def test_fields_of_llama_server_are_taken_or_refused(server, client):
+    assert (
+        client.post(
+            "/chat/completions", body={"messages": [said("user", "x")], "n_predict": 3}, cast_to=object
+        )["usage"]["completion_tokens"]
+        == 3
+    )
+    for field, value in (("lora", [{"id": 0}]), ("min_tokens", 5), ("kvtool", {"shore": 5}), ("kvtool", 5)):
+        with pytest.raises(openai.BadRequestError, match=field if field != "kvtool" else "shore|kvtool"):
+            client.post(
+                "/chat/completions", body={"messages": [said("user", "x")], field: value}, cast_to=object
+            )
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
+        asked = {"content": "a</s>"}
+        whole = http.post("/tokenize", json=asked | {"with_pieces": True}).json()["tokens"]
+        assert [each["piece"] for each in whole] == ["a", "</s>"]
+        assert len(http.post("/tokenize", json=asked | {"parse_special": False}).json()["tokens"]) > 3
+        for text, what in (
+            (b"\xff", "not UTF-8 at byte 0"),
+            (b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),
+        ):
+            assert what in http.post("/v1/completions", content=text).json()["error"]["message"]
+
+
+def test_without_its_packages_it_says_which_to_install(tmp_path):
+    def served():
+        return subprocess.run(
+            [sys.executable, "-m", "kvtool", "serve"],
+            env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    (tmp_path / "starlette.py").write_text("raise ModuleNotFoundError(name='starlette')")
+    done = served()
+    assert done.returncode == 4
+    assert done.stderr == f"kvtool: starlette is missing; install it: pip install '{ROOT}[serve]'\n"
+
+    # without llama.cpp they would not help
+    (tmp_path / "llama_cpp.py").write_text("raise ModuleNotFoundError(name='llama_cpp')")
+    (tmp_path / "kvtool_llama.py").write_text("raise ModuleNotFoundError(name='kvtool_llama')")
+    assert "there is no llama.cpp yet; build it" in served().stderr
+
+
+def test_a_chat_and_a_server_do_not_share_a_chat(talker, tmp_path, connect):
+    def command(path):
+        call = [sys.executable, "-m", "kvtool", "chat", "-m", str(talker), "-t", "1", "--budget", "256"]
+        return [*call, "-n", "4", "--temp", "0", "--session", str(path)]
+
+    def chat(path, typed="Hello\n"):
+        return forked.run(command(path), input=typed, capture_output=True, text=True)
+
+    options = ("--budget", "256", "--temp", "0", "--sessions", str(tmp_path))
+    with serving(talker, *options) as server:
+        connect(f"{server.url}/v1").chat.completions.create(
+            model="talker", messages=[said("user", "What is a lamp?")], max_tokens=4
+        )
+        (path,) = tmp_path.glob("*.kv")
+        before = path.read_bytes()
+        done = chat(path)
+        assert (done.returncode, done.stdout) == (9, "")
+        assert f"in use by the server that runs with --sessions {tmp_path}; end that server" in done.stderr
+        assert path.read_bytes() == before
+        # another chat's file is none of the server's
+        assert chat(tmp_path / "mine.kv").returncode == 0
+        server.stop(signal.SIGKILL)
+    chatting = forked.Popen(command(path), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        chatting.stdin.write(b"Hello\n")
+        chatting.stdin.flush()
+        assert chatting.stdout.readline()
+        refused = pytest.raises(AssertionError, match=f"{path.name} is in use by a chat; end that chat")
+        with refused, serving(talker, *options):
+            pass
+    finally:
+        chatting.communicate(timeout=PATIENCE_S)
+    with serving(talker, *options):
+        pass

@@ -1,0 +1,110 @@
+"""What a server reads again where its cache cannot go back, and a copy was made before each reply."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+
+from kvtool.llama.model import Model
+from kvtool.serve import requests
+from kvtool.serve.requests import Defaults
+from tests import tiny
+from tests.serve.crowd_serve import said
+from tests.serve.killed_turns import Server
+from tests.serve.serving import serving
+from tests.serve.test_serve_back import RECALL, asked
+
+pytestmark = pytest.mark.engine
+
+LONG = said("user", "Waves come and go. " * 30)
+NEXT = said("user", "And who counts them? " * 16)
+
+
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory):
+    path = tmp_path_factory.mktemp("copies") / "sliding.gguf"
+    tiny.write_gemma3(path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
+    return path
+
+
+@pytest.fixture(scope="module", params=["sliding", "h2o"])
+def url(request, talker, sliding):
+    chosen = (sliding, *RECALL) if request.param == "sliding" else (talker, "--policy", "h2o", "--temp", "0")
+    with serving(*chosen) as server:
+        yield server.url
+
+
+def test_a_request_that_comes_again_reads_its_reply_header(url):
+    first, n, n_read, _ = asked(url, [LONG])
+    assert n_read == n - 12 > 500
+    again, _, n_again, _ = asked(url, [LONG])
+    assert again == first
+    assert n_again < 8
+    # and so does one of a later turn
+    messages = [LONG, first, NEXT]
+    reply, _, n_read, _ = asked(url, messages)
+    assert n_read > 300
+    again, _, n_again, _ = asked(url, messages)
+    assert again == reply
+    assert n_again < 8
+
+
+def test_another_reply_is_read_behind_the_prompt_that_it_answers(url):
+    messages = [said("user", "Rivers are long. " * 40)]
+    asked(url, messages)
+    messages += [said("assistant", "They are."), NEXT]
+    _, n, n_read, _ = asked(url, messages)
+    assert len(NEXT["content"]) < n_read < n - 600
+    # its own copy begins with what the client has said that the reply was
+    _, n, n_read, _ = asked(url, [*messages, said("assistant", "Nobody."), said("user", "Why?")])
+    assert n_read < 40
+
+
+def test_a_short_prompt_gets_no_copy(talker, tmp_path):
+    with serving(talker, "--policy", "h2o", "--sessions", str(tmp_path)) as server:
+        asked(server.url, [said("user", "Why?")])
+        assert len([*tmp_path.glob("*.kv*")]) == 1
+
+
+def test_a_copy_is_one_of_its_chat(sliding, tmp_path):
+    with serving(sliding, *RECALL, "--sessions", str(tmp_path)) as server:
+        asked(server.url, [LONG])
+        # so that an archive is not there twice
+        names = sorted(path.name.partition(".")[2] for path in tmp_path.glob("*.kv*"))
+        assert names == ["kv", "kv.1", "kv.archive"]
+
+
+def test_a_prompt_is_read_on_where_a_client_has_left_it(sliding, tmp_path):
+    body = {"messages": [said("user", "Waves come and go. " * 60)]}
+    gone = SimpleNamespace(request=requests.chat(body, Defaults()), is_cancelled=False)
+
+    def emit(kind, n_read, n_all, **_):
+        # it goes in the middle of what is read
+        assert n_all > 1000
+        gone.is_cancelled = n_read >= 512
+
+    gone.emit = emit
+    with closing(Model(sliding)) as model:
+        server = Server(model, "recall", tmp_path / "chats")
+        server.talk.chats.most_bytes = 10**9
+        server.talk.answer(gone)
+        reply, n_cached, _ = server.ask(body["messages"])
+        assert 512 <= n_cached < 1000
+        other = [said("user", body["messages"][0]["content"] + "!")]
+        # the copy was made of the whole prompt, and is of that alone
+        assert [server.ask(each)[1] > 1000 for each in (body["messages"], other)] == [True, False]
+        whole = Server(model, "recall", tmp_path / "fresh")
+        assert whole.ask(body["messages"])[0] == reply
+
+
+def test_another_prompt_begins_anew_where_a_client_has_left_one(sliding, tmp_path):
+    text = "Waves come and go. " * 60
+    gone = SimpleNamespace(request=requests.chat({"messages": [said("user", text)]}, Defaults()))
+    gone.is_cancelled = False
+    gone.emit = lambda kind, n_read, **_: setattr(gone, "is_cancelled", n_read >= 512)
+    with closing(Model(sliding)) as model:
+        server = Server(model, "recall", tmp_path / "chats")
+        server.talk.answer(gone)
+        assert server.ask([said("user", "But " + text)])[1] == 0

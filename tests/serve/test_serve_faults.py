@@ -1,0 +1,308 @@
+"""What may happen to a server: requests of any kind, a crowd, kills, a full disk, an end at any time."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests import forked
+from tests.fuzz import fuzz_serve
+from tests.held import PATIENCE_S, until
+from tests.serve import crowd_serve, killed_streams
+from tests.serve.crowd_serve import RECALL, reply_to, request, said
+from tests.serve.gone import GONE
+from tests.serve.serving import ONE_THREAD, serving
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(os.name != "posix", reason="signals and limits of Unix"),
+]
+
+ASKED = {"max_tokens": 8, "temperature": 0}
+EACH_POLICY = pytest.mark.parametrize("policy", ["h2o", "recall"])
+
+
+@pytest.fixture
+def model(policy, chat_model, talker):
+    """A model for the policy. Recall needs one whose context is long enough that no token is far.
+
+    The distance of far tokens depends on the step in which a prompt is read.
+    """
+    return talker if policy == "recall" else chat_model
+
+
+def options(policy, folder=None):
+    own = ("--policy", policy, "--budget", "64", "--evict-every", "16", "--temp", "0")
+    own += RECALL if policy == "recall" else ()
+    return own if folder is None else (*own, "--sessions", str(folder))
+
+
+def is_all(policy, n_cached, n):
+    """Return True if a chat of n tokens was cached; one that goes back may share tokens of the question."""
+    return n <= n_cached <= n + (16 if policy == "recall" else 0)
+
+
+def ask(url, messages, **more):
+    """Return (reply, cached tokens, all tokens, kvtool's own part of the answer)."""
+    status, found = request(url, {"messages": messages, **ASKED, **more})
+    assert status == 200, found
+    usage = found["usage"]
+    n_cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return found["choices"][0]["message"]["content"], n_cached, usage["total_tokens"], found["kvtool"]
+
+
+@pytest.mark.parametrize(("api", "least"), [("all", (16, 16)), ("messages", (3, 40))])
+def test_every_request_is_answered_or_refused(chat_model, share_of, api, least):
+    """A share of the fuzzing; the whole of it is `make fuzz-serve`."""
+    n = share_of(100, 300)
+    counts, _, (_, n_file) = fuzz_serve.run(chat_model, n, api=api)
+    assert sum(counts.values()) >= n
+    answered, refused = least
+    assert counts["right", 200] >= answered * n // 100
+    assert counts["right", 400] >= refused * n // 100
+    assert n_file < fuzz_serve.N_FILE
+
+
+@EACH_POLICY
+def test_each_of_a_crowd_gets_what_it_gets_alone(model, policy):
+    more = RECALL if policy == "recall" else ()
+    did = crowd_serve.run(model, policy, 64, n_client=8, n_turn=3, more=more)
+    assert did["compared"] > 15
+    assert min(did["gone"], did["asked again"], did["changed"]) > 1
+
+
+@EACH_POLICY
+def test_killed_at_calls_that_change_the_folder_no_turn_is_lost(model, tmp_path, share_of, policy):
+    # one in four, or each
+    step = 4 // share_of(1, 4)
+    done = forked.run(
+        [sys.executable, "-m", "tests.serve.killed_turns", str(model), str(tmp_path), str(step), policy],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | ONE_THREAD,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[1]) > 25
+
+
+@EACH_POLICY
+def test_a_kill_amid_20_streams_loses_no_finished_turn(model, tmp_path, policy):
+    chats = [[] for _ in range(20)]
+    tokens = [0] * 20
+
+    def talk(server, i):
+        with server.until_killed():
+            while not server.is_killed:
+                asked = [*chats[i], said("user", f"{i}: What is stone {len(chats[i])}?")]
+                reply, n_cached, n, _ = ask(server.url, asked)
+                # a kill may come after a reply is stored and before it arrives: its question is asked again
+                assert tokens[i] <= n_cached <= (n if policy == "recall" else tokens[i])
+                chats[i], tokens[i] = [*asked, said("assistant", reply)], n
+                # disconnects before the answer is finished
+                request(server.url, {"messages": [*chats[i], said("user", "x")], "stream": True}, n_events=3)
+
+    def have_turns(n):
+        """Return True if all chats together have n turns, and more than half of them have one."""
+        return sum(map(len, chats)) >= 2 * n and sum(map(bool, chats)) > 10
+
+    for n in (12, 24):
+        with (
+            serving(model, *options(policy, tmp_path)) as server,
+            ThreadPoolExecutor(len(chats)) as pool,
+        ):
+            threads = [pool.submit(talk, server, i) for i in range(len(chats))]
+            try:
+                until(lambda n=n, threads=threads: have_turns(n) or any(each.done() for each in threads))
+            finally:
+                server.kill()
+        for thread in threads:
+            thread.result()
+        assert have_turns(n)
+    with serving(model, *options(policy, tmp_path)) as server:
+        found = [ask(server.url, [*chat, said("user", "And?")])[:2] if chat else ("", 0) for chat in chats]
+    for (_, n_cached), n in zip(found, tokens, strict=True):
+        assert is_all(policy, n_cached, n)
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
+    with serving(model, *options(policy)) as server:
+        for chat, (reply, _) in zip(chats, found, strict=True):
+            for n in range(0, len(chat), 2):
+                assert reply_to(server.url, chat[: n + 1], n_max=8) == chat[n + 1]["content"]
+            assert not chat or reply_to(server.url, [*chat, said("user", "And?")], n_max=8) == reply
+
+
+@EACH_POLICY
+def test_kills_amid_two_streams_lose_no_turn_and_mix_no_chats(model, tmp_path, share_of, policy):
+    n = share_of(3, 20)
+    found = killed_streams.run(model, policy, tmp_path, n)
+    assert found["streams cut"] >= n
+    assert found["turns"] > n
+
+
+@EACH_POLICY
+def test_with_a_full_disk_chats_go_on_and_say_that_they_are_not_stored(model, tmp_path, policy):
+    chat = [said("user", "What is a stone? " * 8)]
+    with serving(model, *options(policy, tmp_path)) as server:
+        reply, _, n_stored, _ = ask(server.url, chat)
+        chat.append(said("assistant", reply))
+        before = sorted(path.name for path in tmp_path.iterdir())
+        _limit_files(server.process, 2000)
+        unstored = list(chat)
+        for i in range(3):
+            unstored.append(said("user", f"{i}: And what is a river? " * 3))
+            reply, n_cached, _, own = ask(server.url, unstored)
+            assert is_all(policy, n_cached, n_stored)
+            assert own["unsaved"].startswith("cannot write ")
+            unstored.append(said("assistant", reply))
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+        # there is room again
+        _limit_files(server.process, resource.RLIM_INFINITY)
+        unstored.append(said("user", "And a lamp?"))
+        reply, n_cached, n, own = ask(server.url, unstored)
+        assert is_all(policy, n_cached, n_stored)
+        assert "unsaved" not in own
+        server.stop(signal.SIGKILL)
+    with serving(model, *options(policy, tmp_path)) as server:
+        assert is_all(policy, ask(server.url, [*chat, said("user", "Why?")])[1], n_stored)
+        last = [*unstored, said("assistant", reply), said("user", "Why?")]
+        assert is_all(policy, ask(server.url, last)[1], n)
+
+
+def _limit_files(process, n_byte):
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (n_byte, resource.RLIM_INFINITY))
+
+
+@EACH_POLICY
+def test_stored_chats_take_no_more_than_they_may(chat_model, tmp_path, policy):
+    most = 600_000 if policy == "recall" else 300_000
+    chats = [[] for _ in range(6)]
+    with serving(chat_model, *options(policy, tmp_path), "--sessions-bytes", str(most)) as server:
+        for i in range(18):
+            chat = chats[i % 6]
+            chat.append(said("user", f"{i}: What is a stone? " * 4))
+            chat.append(said("assistant", ask(server.url, chat)[0]))
+            assert _bytes(tmp_path) <= most
+        # the newest are what is there
+        assert ask(server.url, [*chats[5], said("user", "Why?")])[1] > 0
+    assert len(list(tmp_path.glob("*.kv*"))) > 2
+
+
+def test_a_system_prompt_of_many_chats_is_stored_for_as_long_as_they_come(chat_model, tmp_path):
+    system = said("system", "Be brief about stones, lamps and rivers. " * 12)
+    found = []
+    with serving(chat_model, "--policy", "full", "--sessions", str(tmp_path)) as server:
+        ask(server.url, [system, said("user", "0: Why?")])
+        few = "--sessions-bytes", str(most := 2 * _bytes(tmp_path))
+    folder = tmp_path / "few"
+    with serving(chat_model, "--policy", "full", "--sessions", str(folder), *few) as server:
+        for i in range(12):
+            found.append(ask(server.url, [system, said("user", f"{i}: Why?")])[1])
+            assert _bytes(folder) <= most
+    assert len(list(folder.glob("*.kv*"))) < 12
+    assert found[0] == 0
+    assert min(found[1:]) >= 256
+
+
+def _bytes(folder):
+    """Of all files; those with two names once."""
+    found = [path.stat() for path in folder.iterdir()]
+    return sum({each.st_ino: each.st_size for each in found}.values())
+
+
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_it_ends_whatever_clients_do(chat_model, how, code):
+    with serving(chat_model, "--budget", "64", "--temp", "0") as server:
+        where = urlsplit(server.url)
+        address = (where.hostname, where.port)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
+        long = b'{"prompt": "a", "max_tokens": 1000000000, "stream": true}'
+        with (
+            socket.create_connection(address),
+            socket.create_connection(address) as half,
+            socket.create_connection(address) as owed,
+            socket.create_connection(address) as writing,
+            socket.create_connection(address) as waiting,
+        ):
+            half.sendall(head)
+            owed.sendall(head + b"500\r\n\r\n{")
+            for each in (writing, waiting):
+                each.sendall(head + b"%d\r\n\r\n" % len(long) + long)
+            assert writing.recv(100)
+            # it has a minute, and an answer takes days
+            assert server.stop(how) == (code, "kvtool: stopped\n")
+
+
+EARLY = """
+import signal
+import uvicorn
+from kvtool.__main__ import main
+
+plain = uvicorn.Server.run
+
+def run(server, **how):
+    signal.raise_signal(signal.SIGINT)
+    plain(server, **how)
+
+uvicorn.Server.run = run
+main()
+"""
+
+
+def test_a_signal_that_comes_before_http_has_started_stops_the_server(chat_model):
+    command = [sys.executable, "-c", EARLY, "serve", "-m", str(chat_model), "--port", "0", "--budget", "64"]
+    done = forked.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.endswith("kvtool: stopped\n")
+
+
+def test_a_slow_head_and_a_slow_body_are_not_waited_for(chat_model):
+    with serving(chat_model, "--budget", "64", "--read-timeout", "0.5") as server:
+        where = urlsplit(server.url)
+        with ExitStack() as stack:
+
+            def connected():
+                address = (where.hostname, where.port)
+                return stack.enter_context(socket.create_connection(address, timeout=PATIENCE_S))
+
+            def is_refused():
+                """Return True if a request without the end of its body gets status 408."""
+                owed = connected()
+                with suppress(ConnectionError):
+                    owed.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+                    owed.sendall(b'Content-Length: 15\r\n\r\n{"prompt": ')
+                    return owed.recv(100).startswith(b"HTTP/1.1 408 ")
+
+            silent, begun, amid, trickling = (connected() for _ in range(4))
+            begun.sendall(b"POST /v1/completions HTTP/1.1\r\n")
+            amid.sendall(b"GET /health HTTP/1.1\r\nA")
+            # the head as a whole has to come in time
+            trickling.sendall(b"GET /health HTTP/1.1\r\nX: ")
+            with pytest.raises(ConnectionError):
+                _trickle(trickling)
+            for slow in (silent, begun, amid):
+                # closed: by an end, or a reset
+                with suppress(ConnectionError):
+                    assert slow.recv(100) == b""
+
+            def is_answered():
+                with suppress(*GONE):
+                    return reply_to(server.url, [said("user", "Hello.")])
+
+            # on a busy machine these clients may be slow too
+            until(is_refused)
+            until(is_answered)
+
+
+def _trickle(connection):
+    for _ in range(1200):
+        connection.sendall(b"x")
+        time.sleep(0.05)

@@ -1,0 +1,317 @@
+"""Fields of other servers: accepted where they change nothing, supported, or refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvtool.options.sampling import MOST
+from kvtool.serve import anthropic, requests, responses
+from kvtool.serve.errors import ApiError
+from kvtool.serve.fields import HARMLESS, NEUTRAL
+from kvtool.serve.requests import Defaults
+from tests.serve.crowd_serve import said
+from tests.serve.here import here
+
+HI = [said("user", "Hi.")]
+
+
+def chat(defaults=None, **fields):
+    return requests.chat({"messages": HI, **fields}, defaults or Defaults())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        # LM Studio's example
+        {"max_tokens": -1, "stream": False, "temperature": 0.7},
+        {"n_predict": -1, "repetition_penalty": 1.0, "modalities": ["text"], "add_generation_prompt": True},
+        {"id_slot": -1, "n_keep": -1, "top_n_sigma": -1, "t_max_predict_ms": -1, "thinking_budget": -1},
+        {"function_call": "none", "functions": [], "top_logprobs": 0, "logprobs": False, "n": 1},
+        {"repeat_last_n": -1, "dry_penalty_last_n": -1, "top_k": -1, "min_p": 0, "typical_p": 1, "seed": -1},
+        # vLLM's defaults
+        {"best_of": 1, "use_beam_search": False, "min_tokens": 0, "length_penalty": 1, "bad_words": []},
+        {"stop_token_ids": [], "allowed_token_ids": None, "skip_special_tokens": True, "ignore_eos": False},
+        {"include_stop_str_in_output": False, "truncate_prompt_tokens": None, "prompt_logprobs": None},
+        # text-generation-webui's
+        {"do_sample": True, "smoothing_factor": 0, "tfs": 1, "top_a": 0, "mode": "instruct", "min_keep": 0},
+        {"guidance_scale": 1, "no_repeat_ngram_size": 0, "custom_token_bans": "", "ban_eos_token": False},
+        # OpenRouter's and OpenAI's
+        {
+            "transforms": [],
+            "plugins": [],
+            "provider": {"sort": "price"},
+            "store": True,
+            "metadata": {"a": "b"},
+        },
+        {"prediction": {"type": "content", "content": "x"}, "service_tier": "flex", "logit_bias": {}},
+    ],
+    ids=lambda fields: " ".join(fields),
+)
+def test_what_changes_nothing_is_accepted(fields):
+    asked = chat(**fields)
+    assert asked.ignored == []
+    # the same as without
+    plain = chat(temperature=fields.get("temperature"))
+    assert asked.sampling.stop == plain.sampling.stop
+    assert (asked.stop_tokens, asked.allowed, asked.ignores_end) == ((), (), False)
+
+
+@pytest.mark.parametrize("field", NEUTRAL)
+def test_a_field_without_support_is_refused_by_name_unless_it_asks_for_nothing(field):
+    neutral, hint = NEUTRAL[field]
+    for value in (None, *neutral):
+        assert chat(**{field: value}).ignored == []
+    with pytest.raises(ApiError) as caught:
+        chat(**{field: "something"})
+    assert caught.value.message == f"{field} is not supported; {hint}"
+    assert (caught.value.param, caught.value.code) == (field, "unsupported_parameter")
+
+
+def test_no_field_is_in_two_tables():
+    known = {"max_tokens", "n_predict", "stop", "seed", "n", "logprobs", "tools", "stream", "grammar"}
+    assert not NEUTRAL.keys() & HARMLESS
+    assert not (NEUTRAL.keys() | HARMLESS) & known
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
+def test_minus_1_is_no_limit_and_null_is_the_server_s(name):
+    assert chat(**{name: -1}).n_max is None
+    assert chat(Defaults(n_max=7), **{name: None}).n_max == 7
+    assert chat(Defaults(n_max=None)).n_max is None
+    with pytest.raises(ApiError, match=rf"{name} must be in -1\.\.2147483647, got -2"):
+        chat(**{name: -2})
+
+
+def test_names_of_other_servers_mean_the_same():
+    assert chat(repetition_penalty=1.3).sampling.repeat_penalty == 1.3
+    # llama-server's name comes first
+    both = chat(repetition_penalty=1.0, repeat_penalty=1.2)
+    assert both.sampling.repeat_penalty == 1.2
+    assert chat(repeat_last_n=-1).sampling.repeat_last_n == MOST
+    assert chat(dry_sequence_breakers=["\n", "none"]).sampling.dry_sequence_breaker == ("\n",)
+    assert chat(ignore_eos=True).ignores_end
+    assert chat(ban_eos_token=True).ignores_end
+    with pytest.raises(ApiError, match="stop_token_ids must be a list of tokens, got a list"):
+        chat(stop_token_ids=[1, -1])
+    assert requests.text({"prompt": "x", "logprobs": False}, Defaults()).logprobs is None
+
+
+def test_what_kvtool_does_not_know_is_listed():
+    assert chat(frobnicate=1, verbosity="low", user="x").ignored == ["frobnicate", "verbosity"]
+    body, places = responses.as_chat({"input": "x", "frobnicate": 1, "text": {"verbosity": "low"}})
+    assert requests.chat(body, Defaults(), places=places).ignored == ["frobnicate", "text.verbosity"]
+    assert len(chat(**{f"f{n}": n for n in range(99)}).ignored) == requests.MOST_IGNORED
+
+
+@pytest.mark.parametrize("n", [0, 2, None])
+def test_responses_list_log_probabilities_without_a_field_for_them(n):
+    def asked(**more):
+        return requests.chat(responses.as_chat({"input": "x", "top_logprobs": n, **more})[0], Defaults())
+
+    assert asked().logprobs == (n or None)
+    assert asked(include=["message.output_text.logprobs"]).logprobs == (n or 0)
+
+
+PARAMETERS = {"type": "object", "properties": 5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": 5}, "input"),
+        ({"instructions": None, "input": []}, "input"),
+        ({"input": [said("user", [{"type": "input_image", "image_url": "x"}])]}, "input[0].content[0]"),
+        ({"input": [said("king", "x")]}, "input[0].role"),
+        ({"input": [said("user", "x"), {"type": "function_call", "call_id": "1"}]}, "input[1].name"),
+        (
+            {
+                "input": [
+                    said("assistant", "x"),
+                    {"type": "function_call", "call_id": "1", "name": "f", "arguments": 5},
+                ]
+            },
+            "input[1].arguments",
+        ),
+        (
+            {"input": [{"type": "function_call_output", "call_id": 5, "output": "x"}]},
+            "input[0].call_id",
+        ),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "1", "output": {"a": 1}}]},
+            "input[0].output",
+        ),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"max_output_tokens": "x"}, "max_output_tokens"),
+        ({"max_output_tokens": -2}, "max_output_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format.schema"),
+        ({"tools": [{"type": "web_search"}, {"type": "function", "name": "a b"}]}, "tools[1].name"),
+        (
+            {"tools": [{"type": "function", "name": "f", "parameters": PARAMETERS}]},
+            "tools[0].parameters.properties",
+        ),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "a b"}]}]},
+            "tools[0].tools[0].name",
+        ),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
+        ({"previous_response_id": "x"}, "previous_response_id"),
+    ],
+    ids=str,
+)
+def test_errors_of_responses_name_that_interface_s_fields(fields, param):
+    def asked():
+        body, places = responses.as_chat({"instructions": "Be brief.", "input": "x", **fields})
+        requests.chat(body, Defaults(), places=places)
+
+    with pytest.raises(ApiError) as caught:
+        asked()
+    assert caught.value.param == param
+    assert caught.value.message.startswith(param)
+
+
+def test_errors_that_come_later_name_the_message_of_the_client():
+    system = Defaults(system="Be brief.")
+    refused = ApiError("messages[1], of role user: no", param="messages[1]")
+    # the server's system prompt came before it
+    assert chat(system).names.of(refused).param == "messages[0]"
+    assert chat(system).names.of(ApiError("x", param="messages[0]")).param == "the server's system prompt"
+    several = [said("system", "One."), said("system", "Two."), *HI]
+    asked = requests.chat({"messages": several}, Defaults())
+    assert asked.names.of(refused).message == "messages[2], of role user: no"
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
+    body = {"system": "Be.", "messages": [said("user", [result, {"type": "text", "text": "So?"}])]}
+    found = requests.chat(*_of(anthropic.as_chat(body, is_counted=True)))
+    # system prompt, result, and what the user says
+    assert found.names.of(refused).param == "messages[0].content[0]"
+    assert found.names.of(ApiError("x", param="messages[2]")).param == "messages[0]"
+    tools = [{"type": "bash_20250124", "name": "bash"}, {"name": "f", "input_schema": {"type": "object"}}]
+    found = requests.chat(*_of(anthropic.as_chat(body | {"tools": tools}, is_counted=True)))
+    error = ApiError("tools[0].function.parameters: no", param="tools[0].function.parameters.x")
+    assert found.names.of(error).param == "tools[1].input_schema.x"
+    assert found.names.of(error).message == "tools[1].input_schema: no"
+
+
+def _of(translated):
+    body, places = translated
+    return body, Defaults(), None, places
+
+
+@pytest.fixture(scope="module")
+def server(talker):
+    with here(talker, policy="h2o", budget="256") as server:
+        yield server
+
+
+@pytest.mark.engine
+def test_tokens_that_end_a_text_and_tokens_that_are_allowed(server):
+    def asked(**more):
+        more = {"messages": HI, "max_tokens": 6, "logprobs": True, "top_logprobs": 5, **more}
+        answer = server.ask("/v1/chat/completions", more)
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        return found["choices"][0], found
+
+    plain, _ = asked()
+    tokens = [each["id"] for each in plain["logprobs"]["content"]]
+    assert (plain["finish_reason"], len(tokens)) == ("length", 6)
+    third = tokens[2]
+    n = tokens.index(third)
+    cut, whole = asked(stop_token_ids=[third])
+    assert (cut["finish_reason"], whole["usage"]["completion_tokens"]) == ("stop", n)
+    assert plain["message"]["content"].startswith(cut["message"]["content"])
+    assert len(cut["message"]["content"]) < len(plain["message"]["content"])
+    allowed = tokens[0], third
+    held, _ = asked(allowed_token_ids=list(allowed))
+    assert {each["id"] for each in held["logprobs"]["content"]} <= set(allowed)
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        refused = server.ask("/v1/chat/completions", {"messages": HI, name: [10**9]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.engine
+def test_an_answer_may_go_on_where_the_model_would_end_it(server):
+    (end,) = server.slots.first.model.ends
+    more = {"messages": HI, "max_tokens": 4, "logit_bias": {str(end): 1000}}
+    ends = server.ask("/v1/chat/completions", more).json()
+    assert (ends["usage"]["completion_tokens"], ends["choices"][0]["finish_reason"]) == (0, "stop")
+    goes_on = server.ask("/v1/chat/completions", more | {"ignore_eos": True}).json()
+    assert (goes_on["usage"]["completion_tokens"], goes_on["choices"][0]["finish_reason"]) == (4, "length")
+
+
+@pytest.mark.engine
+def test_an_answer_without_a_limit_goes_past_the_server_s(server):
+    def n_written(**more):
+        answer = server.ask("/v1/chat/completions", {"messages": HI, **more}).json()
+        return answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]
+
+    text = server.chat(HI, max_tokens=12)[0]["content"]
+    server.site.defaults = Defaults(server.site.defaults.sampling, n_max=3)
+    try:
+        assert n_written() == n_written(max_tokens=None) == (3, "length")
+        n, finish = n_written(max_tokens=-1, stop=text[-8:])
+        assert (n > 3, finish) == (True, "stop")
+    finally:
+        server.site.defaults = Defaults(server.site.defaults.sampling)
+
+
+@pytest.mark.engine
+def test_responses_have_log_probabilities(server):
+    asked = {"input": "Hi.", "max_output_tokens": 4, "top_logprobs": 2}
+    whole = server.ask("/v1/responses", asked).json()
+    (part,) = whole["output"][0]["content"]
+    assert [len(each["top_logprobs"]) for each in part["logprobs"]] == [2] * 4
+    told = server.ask("/v1/responses", asked | {"stream": True}).text
+    events = [json.loads(line[6:]) for line in told.split("\n") if line.startswith("data: ")]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [each for event in deltas for each in event["logprobs"]] == part["logprobs"]
+    assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == part["logprobs"]
+
+
+@pytest.mark.engine
+def test_a_stream_says_how_much_of_the_prompt_is_read(talker):
+    long = "The river is long. " * 20
+    with here(talker, policy="h2o", budget="256", n_batch=32) as server:
+        for path, asked in (
+            ("/v1/chat/completions", {"messages": [said("user", long)]}),
+            ("/v1/completions", {"prompt": long}),
+        ):
+            body = asked | {"max_tokens": 2, "stream": True, "return_progress": True}
+            pieces = pieces_of(server.ask(path, body).text)
+            found = [piece["prompt_progress"] for piece in pieces if "prompt_progress" in piece]
+            n = pieces[-1]["timings"]["prompt_n"]
+            assert {(each["total"], each["cache"]) for each in found} == {(n, 0)}
+            done = [each["processed"] for each in found]
+            assert done == sorted(done)
+            assert (done[0], len(done)) == (0, -(-n // 32))
+            assert n - 32 <= done[-1] < n
+            assert pieces_of(server.ask(path, body | {"return_progress": False}).text)[-1].keys() == (
+                pieces[-1].keys()
+            )
+        unasked = server.ask(path, body | {"return_progress": None}).text
+        assert "prompt_progress" not in unasked
+        # a cached beginning counts
+        messages = [said("user", "Hi."), said("assistant", server.chat(HI)[0]["content"]), said("user", long)]
+        body = {"messages": messages, "max_tokens": 2, "stream": True, "return_progress": True}
+        first = next(each for each in pieces_of(server.ask("/v1/chat/completions", body).text)[1:])
+        assert first["prompt_progress"]["processed"] == first["prompt_progress"]["cache"] > 0
+
+
+def pieces_of(text):
+    """The pieces of a stream."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.engine
+def test_an_answer_names_the_fields_that_were_ignored(server):
+    for path, more in (
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": HI}),
+    ):
+        body = {"max_tokens": 2, "frobnicate": 1, **more}
+        assert server.ask(path, body).json()["kvtool"]["ignored"][-1] == "frobnicate"

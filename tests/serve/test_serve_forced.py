@@ -1,0 +1,298 @@
+"""Grammars that make a model call a tool, in its format, with arguments of the tool's schema."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.llama.constraint import Vocabulary
+from kvtool.llama.sampler import Sampler
+from kvtool.llama.schema import enforced
+from kvtool.options.sampling import Sampling
+from kvtool.serve.errors import ApiError
+from kvtool.serve.forced import Forced
+from kvtool.serve.formats import GEMMA, HERMES, LLAMA, MISTRAL_ARGS
+from kvtool.serve.tools import Choice, check_tools
+from tests.engine.running import open_engine
+from tests.serve.test_serve_calls import each_format, parsed
+from tests.serve.test_serve_tools import TOOLS, tool
+from tests.serve.written_calls import NOW, TRICKY, ZURICH
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model):
+    with open_engine(tiny_model(), policies.fit("local", 64)) as engine:
+        engine.read(engine.model.tokenize("Hello"))
+        yield engine
+
+
+def forced(engine, format, tools, choice=None):
+    """The rules of a call."""
+    return Forced(Vocabulary.of(engine.model), format).call(tools, choice and choice.name)
+
+
+def written(engine, rules, likes, n=900):
+    """What is sampled under rules. likes: gives the wanted logits by byte for the text so far."""
+    sampler = Sampler(engine.model, Sampling(temp=1), seed=1, rules=rules)
+    text = b""
+    while len(text) < n:
+        logits = np.full(engine.model.n_vocab, -90, np.float32)
+        logits[engine.model.eos] = -50
+        logits[3:259] = likes(text)
+        engine.context.logits()[-1] = logits
+        token = sampler.sample(engine.context)
+        if engine.model.ends_turn(token):
+            break
+        # what is forced may come in longer tokens
+        text += engine.model.piece(token)
+    sampler.close()
+    return text.decode(errors="replace")
+
+
+def dictates(text):
+    """Likes each next byte of a text best by far."""
+
+    wanted = text.encode()
+
+    def likes(so_far):
+        found = np.full(256, -90 if so_far == wanted else 0, np.float32)
+        if wanted.startswith(so_far) and so_far != wanted:
+            found[wanted[len(so_far)]] = 60
+        return found
+
+    return likes
+
+
+def wanders(seed, *ends):
+    """Likes characters at random, and once one of the ends has begun, to go on with it."""
+    rng = np.random.default_rng(seed)
+
+    def likes(so_far):
+        found = rng.normal(0, 2, 256).astype(np.float32)
+        found[0x7F:] = -90
+        for end in map(str.encode, ends):
+            n = next((n for n in range(len(end) - 1, 0, -1) if so_far.endswith(end[:n])), 0)
+            found[end[n]] += 12 if n else 4
+        return found
+
+    return likes
+
+
+def holds(value, schema):
+    """Whether JSON fits a schema, as far as these tests have them."""
+    if "enum" in schema:
+        return value in schema["enum"]
+    types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    if len(types) > 1:
+        return any(holds(value, {**schema, "type": kind}) for kind in types)
+    if types == ["object"]:
+        return (
+            isinstance(value, dict)
+            and set(schema.get("required", ())) <= set(value) <= set(schema["properties"])
+            and all(holds(part, schema["properties"][key]) for key, part in value.items())
+        )
+    if types == ["array"]:
+        return (
+            isinstance(value, list)
+            and len(value) <= schema["maxItems"]
+            and all(holds(part, schema["items"]) for part in value)
+        )
+    return type(value) is {"string": str, "integer": int, "boolean": bool, "null": type(None)}[types[0]]
+
+
+@pytest.mark.engine
+@each_format
+def test_a_forced_reply_is_one_call_that_fits_its_schema(engine, format):
+    found = set()
+    for seed in range(8):
+        rules = forced(engine, format, TOOLS)
+        own = format.parameters
+        ends = (own.tag or own.mark,) if own and not own.quotes else ('"',)
+        text = written(engine, rules, wanders(seed, *ends, '"'))
+        ((name, arguments),) = parsed(format, text)
+        schema = next(each for each in TOOLS if each["function"]["name"] == name)["function"]["parameters"]
+        assert holds(arguments, schema), text
+        found.add(name)
+    assert len(found) >= 2
+
+
+@pytest.mark.engine
+@each_format
+def test_a_call_as_the_model_writes_it_fits_the_grammar(engine, format):
+    rules = forced(engine, format, TOOLS)
+    note = ("make-note", {"city": False, "from": 'a <b> "c"\nü', "unit": "K"})
+    nothing = ("make-note", {"city": True, "from": None})
+    for call in (ZURICH, TRICKY, NOW, note, nothing, ("make-note", {"city": True})):
+        text = format.written([call])
+        assert written(engine, rules, dictates(text)) == text
+        assert parsed(format, text) == [call]
+
+
+@pytest.mark.engine
+@each_format
+def test_another_call_does_not_fit_the_grammar(engine, format):
+    rules = forced(engine, format, TOOLS)
+    wrong = [
+        ("weather", {"city": "Zurich", "unit": "K"}),
+        ("weather", {"city": "Zurich"}),
+        ("weather", {"city": "Zurich", "days": "x", "unit": "C"}),
+        ("weather", {"city": "Zurich", "unit": "C", "hours": [1, 2, 3, 4]}),
+        ("make-note", {"city": True, "unit": "C"}),
+        ("no", {}),
+        ("now", {"x": 1}),
+    ]
+    for call in wrong:
+        text = format.written([call])
+        assert not written(engine, rules, dictates(text), len(text.encode())).startswith(text), call
+    # a named one is held to the one tool
+    rules = forced(engine, format, TOOLS, Choice("required", "make-note"))
+    text = format.written([NOW])
+    assert not written(engine, rules, dictates(text), len(text)).startswith(text)
+    text = format.written([("make-note", {"city": True})])
+    assert written(engine, rules, dictates(text)) == text
+
+
+AWKWARD = {
+    "a pattern": {"x": {"type": "string", "pattern": "^ab$"}},
+    "a length": {"x": {"type": "string", "minLength": 2, "maxLength": 2}},
+    "a union": {"x": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}},
+    "texts and numbers": {"x": {"enum": ["a", 1]}},
+    "a constant": {"x": {"const": "a"}},
+    "several types with more": {"x": {"type": ["array", "null"], "items": {"type": "integer"}}},
+    "no type": {"x": {"description": "anything"}},
+    "nothing": {"x": {}},
+    "true": {"x": True},
+    "a list of anything": {"x": {"type": "array", "items": {}}},
+    "a type and an enum": {"x": {"type": ["string", "null"], "enum": ["a", None]}},
+    "a choice of odd characters": {"x": {"enum": ['\u2028\x0b"[{', "\\\n\t"]}},
+    "a definition": {"x": {"$ref": "#/$defs/colour"}},
+    "a list of a definition": {"x": {"type": "array", "items": {"$ref": "#/$defs/colour"}}},
+    "great lengths": {"x": {"type": "string", "maxLength": 10**12}},
+    "a name": {"x y": {"type": "string"}},
+    "the end in a choice": {"x": {"enum": ["</parameter></arg_value>"]}},
+    "names of rules": {
+        "root": {"type": "string"},
+        "string": {"type": "integer"},
+        "x-kv": {},
+        "x": {},
+        **{"9": {}, "call": {}, "value": {}, "first0": {}, "0": {}},
+    },
+    "no such definition": {"x": {"$ref": "#/$defs/no"}},
+    "an unknown type": {"x": {"type": "text"}},
+}
+CANNOT_BE_HELD = ["no such definition", "an unknown type"]
+HAS_PLACE = {
+    *("several types with more", "no type", "nothing", "true", "a list of anything", "a type and an enum"),
+    *("a choice of odd characters", "a definition", "a list of a definition", "names of rules"),
+}
+"""What every format but Gemma's has a place for."""
+GEMMA_HAS_PLACE = {
+    *("several types with more", "a type and an enum", "a choice of odd characters", "a definition"),
+}
+FIT = {
+    **{"a pattern": "ab", "a length": "ab", "a union": ["a"], "texts and numbers": 1, "a constant": "a"},
+    **{"several types with more": None, "no type": [1], "nothing": None, "true": {"a": 1}},
+    **{
+        "a list of anything": [1, "a"],
+        "a type and an enum": None,
+        "a choice of odd characters": '\u2028\x0b"[{',
+        "a definition": "red",
+    },
+    **{"a list of a definition": ["red"], "great lengths": "a" * 30, "a name": "b"},
+    **{"the end in a choice": "</parameter></arg_value>", "names of rules": 1, "no such definition": 1},
+    **{"an unknown type": 1},
+}
+
+
+@pytest.mark.engine
+@pytest.mark.share(5, "format")
+@each_format
+@pytest.mark.parametrize("what", AWKWARD)
+def test_an_awkward_schema_is_forced_in_one_way_or_another(engine, format, what):
+    schema = {
+        "type": "object",
+        "properties": AWKWARD[what],
+        "$defs": {"colour": {"type": "string", "enum": ["red"]}},
+    }
+    is_held = what not in CANNOT_BE_HELD
+    tools = check_tools([tool("f", schema, strict=is_held)])
+    rules = forced(engine, format, tools)
+    key = "string" if what == "names of rules" else next(iter(AWKWARD[what]))
+    call = ("f", {key: FIT[what]})
+    has_place = what in HAS_PLACE and (format is not GEMMA or what in GEMMA_HAS_PLACE)
+    texts = {each.written([call]) for each in ((format,) if has_place else (format, HERMES))}
+    assert texts & {written(engine, rules, dictates(text)) for text in texts}
+    for text in texts:
+        if written(engine, rules, dictates(text)) == text:
+            assert parsed(format, text, tools) == [call]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [
+        ("a pattern", "b"),
+        ("a length", "abc"),
+        ("a union", [1]),
+        ("a constant", "b"),
+        ("several types with more", ["a"]),
+        ("a type and an enum", "b"),
+        ("a definition", "blue"),
+        ("a list of a definition", ["blue"]),
+    ],
+)
+@each_format
+def test_what_an_awkward_schema_says_is_held(engine, format, what, value):
+    schema = {
+        "type": "object",
+        "properties": AWKWARD[what],
+        "$defs": {"colour": {"type": "string", "enum": ["red"]}},
+    }
+    rules = forced(engine, format, check_tools([tool("f", schema)]))
+    for each in (format, HERMES):
+        text = each.written([("f", {"x": value})])
+        assert not written(engine, rules, dictates(text), len(text)).startswith(text)
+
+
+@pytest.mark.engine
+@each_format
+@pytest.mark.parametrize("what", CANNOT_BE_HELD)
+def test_a_strict_tool_whose_schema_cannot_be_held_is_an_error(engine, format, what):
+    schema = {"type": "object", "properties": AWKWARD[what]}
+    tools = check_tools([tool("a"), tool("f", schema, strict=True)])
+    with pytest.raises(ApiError, match="the JSON schema cannot be enforced") as caught:
+        forced(engine, format, tools)
+    assert caught.value.param == "tools[1].function.parameters"
+    assert forced(engine, format, tools, Choice("required", "a"))
+
+
+@pytest.mark.engine
+@each_format
+def test_a_schema_nested_too_deeply_is_an_error_only_for_a_strict_tool(engine, format):
+    schema = {"type": "integer"}
+    for _ in range(5000):
+        schema = {"type": "array", "items": schema}
+    schema = {"properties": {"x": schema}}
+    call = (
+        format.written([("f", {})])
+        if format.is_json or format is MISTRAL_ARGS
+        else HERMES.written([("f", {})])
+    )
+    assert written(engine, forced(engine, format, check_tools([tool("f", schema)])), dictates(call)) == call
+    with pytest.raises(ApiError, match="nested too deeply"):
+        forced(engine, format, check_tools([tool("f", schema, strict=True)]))
+
+
+@pytest.mark.engine
+@each_format
+def test_a_call_or_an_answer_fits_where_both_may_come(engine, format):
+    answer = enforced({"type": "object", "properties": {"city": {"enum": ["Nice"]}}}).rules
+    rules = Forced(Vocabulary.of(engine.model), format).call_or(TOOLS, answer)
+    for call in (ZURICH, TRICKY, NOW):
+        text = format.written([call])
+        text = f"<|python_tag|>{text}" if format is LLAMA else text
+        assert written(engine, rules, dictates(text)) == text
+        assert parsed(format, text) == [call]
+    for text in ('{"city": "Nice"}', "{}"):
+        assert written(engine, rules, dictates(text)) == text

@@ -1,0 +1,240 @@
+"""The HTTP side without an engine: encodings of bodies, methods, addresses, origins, and the access log."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import re
+import zlib
+from contextlib import suppress
+
+import httpx2 as httpx
+import pytest
+
+from kvtool.serve import app
+from kvtool.serve.app import Site
+from kvtool.serve.gate import Limits
+from kvtool.serve.jobs import Waiting
+from tests.cli.called import called
+from tests.serve.crowd_serve import said
+
+BODY = json.dumps({"messages": [said("user", "Hi.")], "max_tokens": 4}).encode()
+OBSIDIAN = "app://obsidian.md"
+
+
+def send(path, method="GET", *, content=None, headers=(), engine=None, **site):
+    """The answer to a request. engine: called with the job, once there is one."""
+    waiting = Waiting(1)
+    own = app.make(Site("m", "h2o", waiting, **{"props": {}} | site))
+
+    async def answering():
+        if engine:
+            engine(await asyncio.to_thread(waiting.take))
+
+    async def asked():
+        way = httpx.ASGITransport(own, raise_app_exceptions=False, client=("10.0.0.7", 5))
+        async with httpx.AsyncClient(transport=way, base_url="http://localhost") as client:
+            sent = client.request(method, path, content=content, headers=dict(headers))
+            return (await asyncio.gather(sent, answering()))[0]
+
+    return asyncio.run(asked())
+
+
+def post(content, encoding=None, **site):
+    """(status, error's message, headers) of a body that reaches the template's counter if it is right."""
+    headers = {"Content-Encoding": encoding} if encoding else {}
+    path = "/v1/messages/count_tokens"
+    answer = send(path, "POST", content=content, headers=headers, count=lambda request: 7, **site)
+    found = answer.json()
+    return answer.status_code, found.get("error", {}).get("message"), answer.headers
+
+
+def packed(data):
+    """The same bytes at any time: gzip's header has a time, and a test's name has its parameters."""
+    return gzip.compress(data, mtime=0)
+
+
+def bare(data):
+    deflate = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return deflate.compress(data) + deflate.flush()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "data"),
+    [
+        ("gzip", packed(BODY)),
+        ("GZIP", packed(BODY)),
+        ("x-gzip", packed(BODY)),
+        # of several parts
+        ("gzip", packed(BODY[:20]) + packed(BODY[20:])),
+        ("deflate", zlib.compress(BODY)),
+        ("deflate", bare(BODY)),
+        ("identity", BODY),
+    ],
+    ids=["gzip", "capitals", "x-gzip", "parts", "deflate", "bare", "identity"],
+)
+def test_a_body_is_decoded(encoding, data):
+    assert post(data, encoding)[:2] == (200, None)
+
+
+def test_a_body_that_cannot_be_decoded_is_refused_with_the_reason():
+    for encoding in ("br", "zstd", "gzip, gzip"):
+        status, words, headers = post(BODY, encoding)
+        assert (status, headers["accept-encoding"]) == (415, "gzip, deflate")
+        assert words == f"the body has the encoding {encoding}; send it plain, or as gzip or deflate"
+    for encoding, data, words in (
+        ("gzip", BODY, "the body is not gzip, as its Content-Encoding says"),
+        ("deflate", b"\xff" * 50, "the body is not deflate, as its Content-Encoding says"),
+        ("gzip", gzip.compress(BODY)[:-9], "the body ends in the middle of its gzip data"),
+        ("gzip", gzip.compress(BODY) + b"y\0", "the body is not gzip, as its Content-Encoding says"),
+        ("gzip", b"", "the body ends in the middle of its gzip data"),
+    ):
+        assert post(data, encoding)[:2] == (400, words)
+
+
+def test_a_small_body_does_not_become_a_large_one():
+    limits = Limits(most_bytes=10_000)
+    for data, encoding in ((gzip.compress(b" " * 10**6), "gzip"), (zlib.compress(b" " * 10**6), "deflate")):
+        assert len(data) < limits.most_bytes
+        assert post(data, encoding, limits=limits)[:2] == (413, "the body has more than 10000 bytes")
+    parts = gzip.compress(b" " * 6_000)
+    assert post(parts * 2, "gzip", limits=limits)[0] == 413
+
+
+def test_a_wrong_method_gets_the_right_ones():
+    for method, path, allowed in (
+        ("GET", "/v1/chat/completions", {"POST"}),
+        ("PUT", "/v1/messages", {"POST"}),
+        ("POST", "/v1/models", {"GET", "HEAD"}),
+        ("DELETE", "/v1/models/m", {"GET", "HEAD"}),
+        ("POST", "/health", {"GET", "HEAD"}),
+        ("OPTIONS", "/props", {"GET", "HEAD"}),
+    ):
+        answer = send(path, method)
+        assert answer.status_code == 405
+        assert set(answer.headers["allow"].split(", ")) == allowed
+        assert f"{method} is not for this address: {path}" in answer.text
+    assert "allow" not in send("/nowhere").headers
+
+
+def test_a_slash_at_the_end_changes_nothing():
+    listed = send("/v1/models")
+    assert listed.json()["object"] == "list"
+    assert send("/v1/models/").json() == listed.json()
+    assert send("/v1/models/m/").json()["id"] == "m"
+    assert send("/health/").json() == {"status": "ok"}
+    assert send("//").headers["content-type"].startswith("text/html")
+    answer = send("/v1/messages/count_tokens/", "POST", content=BODY, count=lambda request: 7)
+    assert answer.json() == {"input_tokens": 7}
+
+
+@pytest.mark.parametrize(
+    ("origins", "origin", "may"),
+    [
+        ((), OBSIDIAN, False),
+        ((), "https://example.com", False),
+        ((), "null", False),
+        ((), "http://localhost:3000", True),
+        ((OBSIDIAN,), OBSIDIAN, True),
+        ((OBSIDIAN,), "app://obsidian.md.evil", False),
+        ((OBSIDIAN, "vscode-webview://1a2b"), "vscode-webview://1a2b", True),
+        ((OBSIDIAN,), "tauri://localhost", False),
+        ((OBSIDIAN,), "http://127.0.0.1:80", True),
+        (("null",), "null", True),
+        (("*",), "https://example.com", True),
+    ],
+)
+def test_pages_may_ask_that_the_server_was_told_of(origins, origin, may):
+    limits = Limits(origins=origins)
+    answer = send("/v1/models", headers={"Origin": origin}, limits=limits)
+    assert answer.status_code == (200 if may else 403)
+    told = answer.headers.get("access-control-allow-origin")
+    assert told == (("*" if origins == ("*",) else origin) if may else None)
+    if not may:
+        assert f"pages of {origin} are refused; kvtool serve --allow-origin {origin} " in answer.text
+    asks = {
+        "Origin": origin,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+    }
+    before = send("/v1/chat/completions", "OPTIONS", headers=asks, limits=limits)
+    assert (before.status_code == 200) == may
+    if may:
+        assert "POST" in before.headers["access-control-allow-methods"]
+        assert before.headers["access-control-allow-headers"] == asks["Access-Control-Request-Headers"]
+    if may and origins:
+        asks["Access-Control-Request-Private-Network"] = "true"
+        before = send("/v1/chat/completions", "OPTIONS", headers=asks, limits=limits)
+        assert before.headers["access-control-allow-private-network"] == "true"
+
+
+def test_an_origin_that_no_browser_sends_is_refused():
+    for origin in ("obsidian.md", "https://example.com/", "https://example.com/chat", ""):
+        done = called("serve", "--allow-origin", origin)
+        assert done.returncode == 2
+        assert "--allow-origin must be like https://example.com, without a path, or *" in done.stderr
+
+
+END = {"message": {"role": "assistant", "content": "x"}, "finish": "stop", "stopped_by": "", "held": {}}
+COUNTS = {"n_prompt": 1200, "n_cached": 1000, "read_s": 0.26, "write_s": 1.5, "n_written": 30}
+
+
+def write(job):
+    job.emit("end", n_drafted=0, n_accepted=0, **END, **COUNTS)
+
+
+def test_each_request_is_a_line_in_the_log():
+    lines = []
+    when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d 10\.0\.0\.7"
+
+    def last(*what, **how):
+        send(*what, log=lines.append, **how)
+        return lines.pop()
+
+    assert re.fullmatch(rf"{when} GET /v1/models 200 \d+ ms", last("/v1/models"))
+    assert re.fullmatch(rf"{when} GET /no \[2J 404 \d+ ms", last("/no%1b[2J"))
+    assert re.fullmatch(
+        rf"{when} POST /v1/chat/completions 400 \d+ ms",
+        last("/v1/chat/completions", "POST", content=b"{"),
+    )
+    tokens = r"1,200 tokens \(1,000 cached\) read in 0\.3 s, 30 written in 1\.5 s \(stop\)"
+    for content in (BODY, BODY[:-1] + b', "stream": true}'):
+        told = last("/v1/chat/completions", "POST", content=content, engine=write)
+        assert re.fullmatch(rf"{when} POST /v1/chat/completions 200 \d+ ms, {tokens}", told)
+    assert lines == []
+
+
+def test_the_log_says_that_a_client_has_gone():
+    lines, waiting = [], Waiting(1)
+    own = app.make(Site("m", "h2o", waiting, props={}, log=lines.append))
+
+    async def answering():
+        job = await asyncio.to_thread(waiting.take)
+        job.emit("piece", deltas=[{"content": "x"}], listed=[])
+
+    async def goes():
+        parts = [{"type": "http.request", "body": BODY[:-1] + b', "stream": true}'}]
+        is_gone = asyncio.Event()
+
+        async def receive():
+            if not parts:
+                await is_gone.wait()
+            return parts.pop() if parts else {"type": "http.disconnect"}
+
+        async def broken(message):
+            if message["type"] == "http.response.body":
+                is_gone.set()
+                raise OSError
+
+        headers = [(b"host", b"localhost")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+        with suppress(Exception):
+            await own(scope | {"query_string": b"", "client": ("::1", 5)}, receive, broken)
+
+    async def both():
+        await asyncio.gather(goes(), answering())
+
+    asyncio.run(both())
+    (line,) = lines
+    assert re.fullmatch(r"\S+ \S+ ::1 POST /v1/chat/completions 200 \d+ ms, the client has gone", line)

@@ -1,0 +1,328 @@
+"""kvtool serve, by the official client of the Anthropic API over loopback."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import httpx2 as httpx
+import pytest
+
+from tests import tiny
+from tests.held import PATIENCE_S
+from tests.serve.crowd_serve import said
+from tests.serve.late import anthropic, openai
+from tests.serve.serving import serving
+
+pytestmark = pytest.mark.engine
+
+SYSTEM = [{"type": "text", "text": "You are helpful."}, {"type": "text", "text": "Be brief."}]
+HEADER = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.d2e; cch=0f1e2;"}
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"name": "weather", "description": "Tells the weather.", "input_schema": WEATHER},
+    {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+]
+
+
+@pytest.fixture(scope="module")
+def server(smol):
+    with serving(smol, "--policy", "h2o", "--budget", "1024", "--temp", "0") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with of(server) as client:
+        yield client
+
+
+def of(server, key="none"):
+    return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0)
+
+
+def ask(client, messages, **more):
+    asked = {"model": "claude-opus-4-8", "max_tokens": 6, "system": SYSTEM, "messages": messages}
+    return client.messages.create(**asked | more)
+
+
+def n_prompt(usage):
+    return usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
+
+
+def test_a_message_is_answered_with_its_usage(client):
+    answer = ask(client, [said("user", "Name a colour.")])
+    assert [block.type for block in answer.content] == ["text"]
+    assert (answer.role, answer.model, answer.stop_reason) == ("assistant", "smollm2-135m", "max_tokens")
+    usage = answer.usage
+    assert (usage.output_tokens, usage.cache_read_input_tokens, usage.cache_creation_input_tokens) == (
+        6,
+        0,
+        0,
+    )
+    counted = client.messages.count_tokens(
+        model="any", system=SYSTEM, messages=[said("user", "Name a colour.")]
+    )
+    assert counted.input_tokens == usage.input_tokens > 10
+    own = answer.model_extra["kvtool"]
+    assert (own["tokens"], own["budget"]) == (usage.input_tokens + 6, 1024)
+    # who marks what is to be cached reads how much was
+    marked = [{**SYSTEM[0], "cache_control": {"type": "ephemeral"}}, SYSTEM[1]]
+    again = ask(client, [said("user", "Name a river.")], system=marked).usage
+    assert again.input_tokens == 0
+    assert again.cache_creation_input_tokens > 10
+
+
+def test_a_stream_says_the_same_in_events(server, client):
+    messages = [said("user", "Name an animal.")]
+    whole = ask(client, messages)
+    asked = {"model": "x", "max_tokens": 6, "system": SYSTEM, "messages": messages}
+    with client.messages.stream(**asked) as stream:
+        texts = list(stream.text_stream)
+        final = stream.get_final_message()
+    assert len(texts) > 3
+    assert "".join(texts) == final.content[0].text == whole.content[0].text
+    assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 6)
+    sent = httpx.post(
+        f"{server.url}/v1/messages?beta=true", json=asked | {"stream": True}, timeout=PATIENCE_S
+    )
+    # pings come on a slow machine
+    events = [event for event in events_of(sent.text) if event["type"] != "ping"]
+    kinds = " ".join(event["type"] for event in events)
+    assert re.fullmatch(
+        r"message_start content_block_start( content_block_delta)+ content_block_stop message_delta "
+        "message_stop",
+        kinds,
+    )
+    start, end = events[0]["message"], events[-2]
+    assert start["usage"] == end["usage"] | {"output_tokens": 0}
+    assert sum(end["usage"].values()) == n_prompt(whole.usage) + 6
+    assert end["kvtool"]["tokens"] == sum(end["usage"].values())
+    assert (start["content"], start["stop_reason"]) == ([], None)
+
+
+def events_of(text):
+    """The data of events, each of which has its name."""
+    found = [event.split("\n") for event in text.split("\n\n")[:-1] if not event.startswith(":")]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in found]
+    assert [name for name, _ in found] == [f"event: {event['type']}" for event in events]
+    return events
+
+
+def test_a_deferred_tool_can_be_called_and_is_in_the_prompt_only_where_a_result_refers_to_it(client):
+    talk = [said("user", "How is the weather in Oslo?")]
+    search = {"name": "search", "input_schema": {"type": "object"}}
+    first = ask(client, talk, tools=[search], tool_choice={"type": "any"}, max_tokens=80)
+    reference = {"type": "tool_reference", "tool_name": "weather"}
+    result = {"type": "tool_result", "tool_use_id": first.content[0].id, "content": [reference]}
+    talk += [said("assistant", first.content), said("user", [result])]
+    tools = [search, TOOLS[0] | {"defer_loading": True}]
+    answer = ask(client, talk, tools=tools, tool_choice={"type": "tool", "name": "weather"}, max_tokens=80)
+    n_before = n_prompt(first.usage) + first.usage.output_tokens
+    assert answer.usage.cache_read_input_tokens == n_before
+    # the definition
+    assert n_prompt(answer.usage) > n_before + 60
+    (call,) = answer.content
+    assert (call.type, call.name) == ("tool_use", "weather")
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}], ids=str)
+def test_a_tool_is_called_and_its_result_read(client, choice):
+    messages = [said("user", "How is the weather in Oslo?")]
+    more = {"tools": TOOLS, "tool_choice": choice | {"disable_parallel_tool_use": True}, "max_tokens": 80}
+    answer = ask(client, messages, **more)
+    (call,) = answer.content
+    assert (answer.stop_reason, call.type, call.name, list(call.input)) == (
+        "tool_use",
+        "tool_use",
+        "weather",
+        ["city"],
+    )
+    with client.messages.stream(model="x", system=SYSTEM, messages=messages, **more) as stream:
+        (streamed,) = stream.get_final_message().content
+    assert streamed.input == call.input
+    result = {"type": "tool_result", "tool_use_id": call.id, "is_error": True}
+    for content in ("Rain.", [{"type": "text", "text": "Rain."}]):
+        user = [result | {"content": content}, {"type": "text", "text": "So?"}]
+        asked = [*messages, said("assistant", answer.content), said("user", user)]
+        after = ask(client, asked, tools=TOOLS, tool_choice={"type": "auto"})
+        assert after.content[0].text
+        assert after.usage.cache_read_input_tokens == n_prompt(answer.usage) + answer.usage.output_tokens
+    counted = client.messages.count_tokens(model="x", system=SYSTEM, messages=messages, tools=TOOLS)
+    assert counted.input_tokens == n_prompt(answer.usage)
+    unseen = ask(client, messages, tools=TOOLS, tool_choice={"type": "none"})
+    assert n_prompt(unseen.usage) == n_prompt(ask(client, messages).usage)
+
+
+@pytest.fixture
+def other(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as other:
+        yield other
+
+
+def test_a_chat_is_one_whichever_interface_it_comes_through(client, other):
+    (tool,) = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+    system = said("system", "You are helpful.\n\nBe brief.")
+    first = other.chat.completions.create(
+        model="x",
+        messages=[system, said("user", "Is it wet?")],
+        tools=[tool],
+        tool_choice="required",
+        max_tokens=80,
+    )
+    (call,) = first.choices[0].message.tool_calls
+    use = {"type": "tool_use", "id": "toolu_1", "name": "weather"}
+    use["input"] = json.loads(call.function.arguments)
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "Rain."}
+    messages = [said("user", "Is it wet?"), said("assistant", [thought, use]), said("user", [result])]
+    tools = [{"name": "weather", "input_schema": WEATHER}]
+    second = ask(client, messages, tools=tools)
+    assert second.usage.cache_read_input_tokens == first.usage.total_tokens
+    third = other.chat.completions.create(
+        model="x",
+        messages=[
+            system,
+            said("user", "Is it wet?"),
+            first.choices[0].message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": call.id, "content": "Rain."},
+            said("assistant", second.content[0].text),
+            said("user", "Why?"),
+        ],
+        tools=[tool],
+        max_tokens=4,
+    )
+    n_cached = third.usage.prompt_tokens_details.cached_tokens
+    assert n_cached == n_prompt(second.usage) + second.usage.output_tokens
+
+
+BLOCK = '```json\n{"name": "weather", "arguments": {"city": "Oslo"}}\n```'
+
+
+def dictated(text):
+    return {"grammar": f"root ::= {json.dumps(text, ensure_ascii=False)}"}
+
+
+def test_a_call_in_a_block_is_one_through_each_interface(client, other):
+    """What the model wrote stays in the cache, whatever a client sends back."""
+    (tool,) = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+    messages, text = [said("user", "What is it like in Oslo?")], dictated(f"I ask.\n\n{BLOCK}")
+    more = {"model": "x", "max_tokens": 80, "extra_body": text}
+    first = other.chat.completions.create(messages=messages, tools=[tool], **more)
+    reply, (call,) = first.choices[0].message, first.choices[0].message.tool_calls
+    assert (first.choices[0].finish_reason, reply.content) == ("tool_calls", "I ask.")
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Oslo"}')
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Rain."}
+    messages += [reply.model_dump(exclude_none=True), result]
+    after = other.chat.completions.create(model="x", messages=messages, tools=[tool], max_tokens=4)
+    assert after.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
+    assert after.choices[0].message.content
+    # in a stream
+    messages = [said("user", "And in Bergen?")]
+    pieces = list(other.chat.completions.create(messages=messages, tools=[tool], stream=True, **more))
+    deltas = [piece.choices[0].delta for piece in pieces if piece.choices]
+    assert "".join(delta.content or "" for delta in deltas) == "I ask."
+    parts = [part.function for delta in deltas for part in delta.tool_calls or ()]
+    assert "".join(part.arguments or "" for part in parts) == '{"city": "Oslo"}'
+    # the same chat through the others
+    with client.messages.stream(messages=messages, tools=TOOLS, **more) as stream:
+        answer = stream.get_final_message()
+    said_first, use = answer.content
+    assert (answer.stop_reason, said_first.text, use.name, use.input) == (
+        "tool_use",
+        "I ask.",
+        "weather",
+        {"city": "Oslo"},
+    )
+    messages += [said("assistant", answer.content)]
+    messages += [said("user", [{"type": "tool_result", "tool_use_id": use.id, "content": "Sun."}])]
+    after = client.messages.create(model="x", messages=messages, tools=TOOLS, max_tokens=4)
+    assert after.usage.cache_read_input_tokens == n_prompt(answer.usage) + answer.usage.output_tokens
+    # a reply that is nothing else
+    tool = {"type": "function", **tool["function"]}
+    bare = dictated('{"name": "weather", "arguments": {"city": "Oslo"}}')
+    how = {"model": "x", "input": "And there?", "extra_body": bare}
+    (item,) = other.responses.create(tools=[tool], **how).output
+    assert (item.type, item.name, json.loads(item.arguments)) == (
+        "function_call",
+        "weather",
+        {"city": "Oslo"},
+    )
+    # nobody has offered a tool
+    for more in ({"tool_choice": "none", "tools": [tool]}, {}):
+        whole = json.loads(other.responses.create(**how, **more).output_text)
+        assert whole == {"name": "weather", "arguments": {"city": "Oslo"}}
+
+
+def test_a_header_that_changes_is_not_read(client, smol):
+    messages = [said("user", "What is a header?")]
+    first = ask(client, messages, system=[HEADER, *SYSTEM])
+    messages += [said("assistant", first.content), said("user", "And?")]
+    other = HEADER | {"text": HEADER["text"].replace("0f1e2", "a3b4c")}
+    second = ask(client, messages, system=[other, *SYSTEM])
+    assert second.usage.cache_read_input_tokens == n_prompt(first.usage) + 6
+    plain = client.messages.count_tokens(model="x", messages=messages, system=SYSTEM).input_tokens
+    assert plain == n_prompt(second.usage)
+    options = ("--keep-headers", "--strict-model", "--temp", "0", "--budget", "256")
+    with serving(smol, *options) as server, of(server) as keeps:
+        kept = keeps.messages.count_tokens(model="kvtool", messages=messages, system=[HEADER, *SYSTEM])
+        assert kept.input_tokens > plain + 10
+        # here one name is right
+        for name in ("claude-opus-4-8", "gpt\n9\x1b[2J\u202e"):
+            with pytest.raises(anthropic.NotFoundError) as raised:
+                ask(keeps, messages, model=name)
+            error = raised.value.body["error"]
+            assert error["type"] == "not_found_error"
+            assert error["message"].isprintable()
+        with pytest.raises(anthropic.NotFoundError):
+            keeps.models.retrieve("claude-opus-4-8")
+        assert ask(keeps, messages, model="smollm2-135m").content
+
+
+def test_any_model_is_that_which_runs(client):
+    assert [model.id for model in client.models.list()] == ["smollm2-135m"]
+    assert client.models.retrieve("claude-opus-4-8").display_name == "smollm2-135m"
+
+
+def test_an_answer_ends_before_a_stop_sequence(client):
+    messages = [said("user", "Stop.")]
+    whole = ask(client, messages, max_tokens=24).content[0].text
+    stop = whole[8:12]
+    more = {"stop_sequences": ["@@@", stop], "extra_body": {"top_k": 1, "top_p": 1, "temperature": 1}}
+    answer = ask(client, messages, max_tokens=24, **more)
+    assert answer.content[0].text == whole[: whole.index(stop)]
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
+
+
+def test_a_thought_is_a_block_of_its_own(tmp_path):
+    path = tmp_path / "thinker.gguf"
+    template = tiny.CHAT_TEMPLATE.replace("[a]", "[a]<think>")
+    tiny.write_llama(path, chat_template=template, n_ctx_train=2048)
+    options = ("--policy", "h2o", "--budget", "256", "--temp", "0")
+    with serving(path, *options) as server, of(server) as client:
+        more = {"max_tokens": 40, "extra_body": {"grammar": 'root ::= "Yes."', "thinking_budget": 6}}
+        messages = [said("user", "Is it?")]
+        enabled = {"type": "enabled", "budget_tokens": 6}
+        answer = ask(
+            client, messages, max_tokens=40, extra_body={"grammar": 'root ::= "Yes."'}, thinking=enabled
+        )
+        thought, text = answer.content
+        assert (thought.type, thought.signature) == ("thinking", "")
+        assert thought.thinking
+        assert (text.type, text.text, answer.stop_reason) == ("text", "Yes.", "end_turn")
+        with client.messages.stream(
+            model="x", system=SYSTEM, messages=messages, thinking={"type": "adaptive"}, **more
+        ) as stream:
+            deltas = [event.delta.type for event in stream if event.type == "content_block_delta"]
+            assert stream.get_final_message().content[0].thinking
+        assert re.fullmatch(r"(thinking_delta )+signature_delta (text_delta ?)+", " ".join(deltas))
+        hidden = ask(client, messages, **more, thinking={"type": "disabled"})
+        assert [block.type for block in hidden.content] == ["text"]
+        messages += [said("assistant", answer.content), said("user", "Sure?")]
+        after = ask(client, messages, **more)
+        assert after.usage.cache_read_input_tokens > n_prompt(answer.usage) - 10

@@ -1,0 +1,264 @@
+"""The web page of kvtool serve: that it is all there, that it loads nothing else, and its Markdown.
+
+What it does in a browser is checked by tests/tools/check_page.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import itertools
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kvtool.serve import app
+from kvtool.serve.app import Site
+from kvtool.serve.gate import Limits
+from kvtool.serve.jobs import Job, Waiting
+from tests.held import PATIENCE_S
+
+ROOT = Path(__file__).parents[2]
+WEB = ROOT / "kvtool" / "serve" / "web"
+FILES = sorted(WEB.iterdir())
+
+
+def get(path, **site):
+    """The status, the headers and the body of an answer, before the model is loaded."""
+    scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b""}
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": b""}
+
+    async def send(message):
+        sent.append(message)
+
+    answer = app.make(Site("m", "h2o", Waiting(1), **site))
+    asyncio.run(answer(scope | {"http_version": "1.1", "scheme": "http", "server": ("x", 1)}, receive, send))
+    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], headers, b"".join(each.get("body", b"") for each in sent[1:]).decode()
+
+
+@pytest.fixture(scope="module")
+def page():
+    return get("/")
+
+
+def test_the_page_needs_no_key_and_comes_while_the_model_is_loaded(page):
+    status, headers, text = get("/", limits=Limits(("secret",)))
+    assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert text == page[2]
+    assert text.startswith("<!doctype html>")
+    assert text.endswith("</html>\n")
+    assert "{{" not in text
+
+
+def test_health_needs_no_key_and_says_when_the_model_is_loaded():
+    keys = Limits(("secret",))
+    status, headers, text = get("/health", limits=keys)
+    assert (status, headers["retry-after"], json.loads(text)["error"]["code"]) == (503, "1", "loading")
+    status, _, text = get("/health", limits=keys, props={})
+    assert (status, json.loads(text)) == (200, {"status": "ok"})
+
+
+def test_a_browser_may_run_the_page_alone_and_ask_its_server_alone(page):
+    _, headers, text = page
+    policy = dict(each.split(" ", 1) for each in headers["content-security-policy"].split("; "))
+    for tag in ("script", "style"):
+        (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.S)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert policy.pop(f"{tag}-src") == f"'sha256-{digest}'"
+    assert policy == {
+        "default-src": "'none'",
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+
+
+def test_the_page_loads_nothing_else(page):
+    assert re.findall(r"https?:|//\w+\.\w|@import|url\(|@font-face|\bimport\(", page[2]) == []
+    assert re.findall(r"(?:src|href)=\S+", page[2]) == ['href="data:,">']
+    assert re.findall(r"fetch\((\S+?)[,)]", page[2]) == ['"v1/chat/completions"', '"props"']
+
+
+def test_no_text_is_ever_read_as_html(page):
+    ways = (
+        r"innerHTML|outerHTML|insertAdjacentHTML|setHTML|document\.write|DOMParser|createContextualFragment"
+    )
+    assert re.findall(rf"{ways}|\beval\(|new Function|srcdoc", page[2]) == []
+
+
+def test_no_element_has_a_script_or_a_style_of_its_own():
+    # the policy would stop them
+    tags = re.findall(r"<\w[^>]*>", (WEB / "page.html").read_text(encoding="utf-8"))
+    assert [tag for tag in tags if re.search(r"\s(on\w+|style)=", tag)] == []
+
+
+def test_what_the_script_looks_for_is_in_the_page():
+    html = (WEB / "page.html").read_text(encoding="utf-8")
+    ids = re.findall(r'\bid="([\w-]+)"', html)
+    assert len(ids) == len(set(ids))
+    names = re.findall(r'(?<!\.)\bget\("([\w-]+)"\)', (WEB / "page.js").read_text(encoding="utf-8"))
+    assert set(names) <= set(ids)
+    for of in ("for", "aria-controls", "aria-labelledby"):
+        assert set(re.findall(rf'\b{of}="([\w-]+)"', html)) <= set(ids)
+
+
+def test_no_file_is_longer_than_500_lines():
+    assert [path.name for path in FILES if path.read_text(encoding="utf-8").count("\n") > 500] == []
+
+
+def test_the_page_is_in_the_wheel(tmp_path):
+    words = ["-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {path.relative_to(ROOT).as_posix() for path in FILES} <= names
+    assert len(FILES) == 5
+
+
+def test_a_stream_says_that_it_lives_while_a_long_prompt_is_read(monkeypatch):
+    # the page shows it as "reading ..."
+    monkeypatch.setattr(app, "PING_S", 0.1)
+
+    async def said():
+        job, found = Job(None, ""), []
+
+        async def read():
+            # what the engine says meanwhile puts no ping off
+            for n in itertools.count():
+                job.emit("reading", n_read=n, n_all=10**9)
+                await asyncio.sleep(0.02)
+                if len(found) == 2:
+                    break
+            job.emit("read")
+            job.emit("piece", text="a")
+
+        reading = asyncio.ensure_future(read())
+        async for each in app._pings(job, ("reading", "read")):
+            found.append(each)
+        await reading
+        return found
+
+    *pings, event = asyncio.run(asyncio.wait_for(said(), PATIENCE_S))
+    assert len(pings) >= 2
+    assert set(pings) == {None}
+    assert event == {"kind": "piece", "text": "a"}
+
+
+# Markdown
+
+STAND_IN = """
+class Node { constructor(tag) { this.tag = tag; this.inside = []; }
+  append(...inside) { this.inside.push(...inside); } setAttribute() {} }
+globalThis.document = { createElement: (tag) => new Node(tag) };
+const inside = (node) => [node.textContent, ...node.inside].filter((each) => each || each === 0);
+const plain = (node) => typeof node === "string" ? node : [node.tag, ...inside(node).map(plain)];
+const texts = JSON.parse(require("fs").readFileSync(0, "utf8"));
+console.log(JSON.stringify(texts.map((text) => elements(text).map(plain))));
+"""
+
+
+def shown(*texts):
+    """The elements of each text: a list of a tag and what is inside."""
+    script = (WEB / "markdown.js").read_text(encoding="utf-8") + STAND_IN
+    done = subprocess.run(
+        ["node", "-e", script],
+        input=json.dumps(texts),
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+node = pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
+
+
+def code(text, name=""):
+    return ["div", ["div", ["span", *[name] * bool(name)], ["button", "Copy"]], ["pre", ["code", text]]]
+
+
+CASES = {
+    "one\ntwo\n\nthree": [["p", "one\ntwo"], ["p", "three"]],
+    "a **b *c* `d*`** e": [["p", "a ", ["strong", "b ", ["em", "c"], " ", ["code", "d*"]], " e"]],
+    "2 * 3 * 4, a*b*c, snake_case, **, ``": [["p", "2 * 3 * 4, a*b*c, snake_case, **, ``"]],
+    "`` a ` b ``": [["p", ["code", " a ` b "]]],
+    "# Head\ntext": [["h3", "Head"], ["p", "text"]],
+    "#tag": [["p", "#tag"]],
+    "---": [["hr"]],
+    "> a\n> - b": [["blockquote", ["p", "a"], ["ul", ["li", ["p", "b"]]]]],
+    "```py\n- x\n\n<b>\n```\nafter": [code("- x\n\n<b>", "py"), ["p", "after"]],
+    "~~~\n```\n~~~~": [code("```")],
+    "```\nnot yet closed": [code("not yet closed")],
+    "so:\n- a\n- b\n  c\n\n- d": [
+        ["p", "so:"],
+        ["ul", ["li", ["p", "a"]], ["li", ["p", "b\nc"]], ["li", ["p", "d"]]],
+    ],
+    "1. a\n   - b\n\t- c\n2. d": [
+        ["ol", ["li", ["p", "a"], ["ul", ["li", ["p", "b"]], ["li", ["p", "c"]]]], ["li", ["p", "d"]]]
+    ],
+    "1. a\n\n   ```\n   x\n     y\n   ```\n\nend": [["ol", ["li", ["p", "a"], code("x\n  y")]], ["p", "end"]],
+    "- a\n1. b": [["ul", ["li", ["p", "a"]]], ["ol", ["li", ["p", "b"]]]],
+    "- a\n\n": [["ul", ["li", ["p", "a"]]]],
+    "-": [["ul", ["li"]]],
+    "| a | b |\n|---|:-:|\n| 1 | **2** |": [
+        ["div", ["table", ["tr", ["th", "a"], ["th", "b"]], ["tr", ["td", "1"], ["td", ["strong", "2"]]]]]
+    ],
+    "a | b\nc": [["p", "a | b\nc"]],
+    "<img src=x onerror=alert(1)> &amp;": [["p", "<img src=x onerror=alert(1)> &amp;"]],
+}
+
+
+@node
+def test_markdown_becomes_elements_and_html_stays_text():
+    assert dict(zip(CASES, shown(*CASES), strict=True)) == CASES
+
+
+@node
+def test_no_text_keeps_the_page_from_going_on():
+    rng = random.Random(1)
+    signs = [
+        "- ",
+        "1. ",
+        "  ",
+        "\t",
+        "\n",
+        "\n\n",
+        "`",
+        "```",
+        "*",
+        "**",
+        "> ",
+        "|",
+        "---",
+        "#",
+        "a",
+        "\u4e16 ",
+    ]
+    texts = ["".join(rng.choices(signs, k=60)) for _ in range(3000)]
+    texts += [sign * 20_000 for sign in signs] + [f"{sign}a " * 20_000 for sign in signs]
+    texts += ["- a" + "\n" * 20_000 + "b", "> " * 5000 + "a", "\n".join("  " * n + "- a" for n in range(500))]
+    found = shown(*texts)
+    letters = [(text, json.dumps(each)) for text, each in zip(texts, found, strict=True)]
+    # no word may be lost
+    assert [text for text, each in letters if text.count("\u4e16") > each.count("\\u4e16")] == []

@@ -1,0 +1,113 @@
+"""kvtool serve scores a prompt: `echo` with `logprobs`, as lm-evaluation-harness asks for it."""
+
+from __future__ import annotations
+
+import json
+
+import httpx2 as httpx
+import numpy as np
+import pytest
+
+from kvtool import open_run
+from kvtool.chats.logprobs import Offsets
+from kvtool.measure import perplexity
+from kvtool.options.run import TextRun
+from tests import tiny
+from tests.held import PATIENCE_S
+from tests.serve.serving import serving
+
+pytestmark = pytest.mark.engine
+
+TOKENS = [3 + byte for byte in b"A lamp is lit where a ship is late, and a bell rings for it. " * 4]
+"""Of tests/tiny.py's vocabulary."""
+
+
+def scored(server, prompt, **more):
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0} | more
+    answer = (
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).raise_for_status().json()
+    )
+    return answer["choices"][0]
+
+
+@pytest.mark.parametrize("policy", ["full", "recall", "h2o", "snapkv", "corm"])
+def test_scores_of_a_prompt_are_those_of_perplexity(chat_model, policy):
+    options = {"budget": None if policy == "full" else "64"}
+    given = [] if policy == "full" else ["--budget", "64"]
+    with open_run(TextRun(model=str(chat_model), policy=policy, threads=1, **options)) as opened:
+        nll = perplexity.stream(opened.engine, np.array(TOKENS, np.int32))
+    with serving(chat_model, "--policy", policy, *given) as server:
+        # what was read before is of no account
+        for _ in range(2):
+            found = scored(server, [TOKENS], max_tokens=0)["logprobs"]
+            assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+            np.testing.assert_allclose(found["token_logprobs"][1:], -nll, atol=1e-4)
+        after = scored(server, TOKENS, max_tokens=3)["logprobs"]
+        assert after["token_logprobs"][: len(TOKENS)] == found["token_logprobs"]
+        assert len(after["tokens"]) == len(after["text_offset"]) == len(TOKENS) + 3
+
+
+def test_a_text_and_its_tokens_have_the_same_scores_and_offsets(tmp_path):
+    path = tmp_path / "bos.gguf"
+    tiny.write_llama(path, add_bos=True)
+    text = "Hé, a lamp."
+    with serving(path, "--policy", "full") as server:
+        asked = {"content": text}
+        tokens = httpx.post(f"{server.url}/tokenize", json=asked, timeout=PATIENCE_S).json()["tokens"]
+        of_text, of_tokens = scored(server, text), scored(server, [1, *tokens])
+        stream = {
+            "prompt": text,
+            "echo": True,
+            "logprobs": 1,
+            "max_tokens": 1,
+            "temperature": 0,
+            "stream": True,
+        }
+        lines = httpx.post(f"{server.url}/v1/completions", json=stream, timeout=PATIENCE_S).text.split("\n\n")
+    one, two = of_text["logprobs"], of_tokens["logprobs"]
+    assert one["tokens"] == two["tokens"]
+    assert one["token_logprobs"] == two["token_logprobs"]
+    assert of_tokens["text"] == f"<s>{of_text['text']}"
+    # the text has no <s>
+    assert two["text_offset"] == [0, *(at + 3 for at in one["text_offset"][1:])]
+    for choice in (of_text, of_tokens):
+        for token, at in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True):
+            if token.isascii() and token != "<s>":
+                assert choice["text"][at:].startswith(token)
+    bodies = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    chunks = [body["choices"][0]["logprobs"] for body in bodies if body["choices"][0]["logprobs"]]
+    for name, whole in one.items():
+        assert [each for chunk in chunks for each in chunk[name]] == whole
+
+
+def test_the_token_that_ends_an_answer_is_listed_behind_a_prompt(chat_model):
+    # who scores a prompt drops the last of the list
+    with serving(chat_model, "--policy", "full") as server:
+        choice = scored(server, TOKENS[:9], logit_bias={"2": 100})
+        assert choice["finish_reason"] == "stop"
+        assert choice["text"] == "A lamp is"
+        assert choice["logprobs"]["tokens"][9:] == ["</s>"]
+        assert len(choice["logprobs"]["text_offset"]) == 10
+
+
+def test_what_cannot_be_scored_is_said_in_one_line(chat_model):
+    wrong = {
+        "logprobs must be in 0..20, got 21": {"logprobs": 21},
+        "prompt must be one text: kvtool answers one prompt per request": {"prompt": [[1], [2]]},
+        "prompt must have tokens in 0..": {"prompt": []},
+        "there is nothing to continue": {"prompt": ""},
+        "the request has 512 tokens, and the context is 512": {"prompt": [70] * 512},
+    }
+    with serving(chat_model, "--policy", "full") as server:
+        for said, body in wrong.items():
+            asked = {"prompt": "A lamp", "echo": True, "logprobs": 1, "max_tokens": 1} | body
+            answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=PATIENCE_S)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith(said)
+            assert answer.json()["error"]["message"].isprintable()
+
+
+def test_offsets_count_characters_of_pieces_that_break_them():
+    offsets = Offsets(-2)
+    pieces = [b"a b", "é".encode()[:1], "é".encode()[1:], b"c"]
+    assert [offsets.next(piece) for piece in pieces] == [0, 1, 1, 2]

@@ -1,0 +1,411 @@
+"""Answers that must be JSON of a schema, fit a grammar, a pattern or a choice, or call a tool."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jsonschema
+import pytest
+
+from kvtool.llama.model import Model
+from kvtool.options.sampling import Sampling
+from kvtool.serve.errors import ApiError
+from kvtool.serve.fields import Fields
+from kvtool.serve.shapes import Shape, check
+from tests.serve.answered import answering
+from tests.serve.test_serve_tools import tool
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def of_schema(schema, strict=None):
+    own = {"name": "x", "schema": schema} | ({} if strict is None else {"strict": strict})
+    return {"type": "json_schema", "json_schema": own}
+
+
+@pytest.mark.parametrize(
+    ("fields", "shape"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}, "grammar": "", "guided_json": None}, None),
+        (
+            {"response_format": of_schema(CITY, strict=True)},
+            Shape("schema", CITY, "response_format.json_schema.schema", strict=True),
+        ),
+        (
+            {"response_format": {"type": "json_object"}},
+            Shape("schema", {"type": "object"}, "response_format.schema"),
+        ),
+        ({"json_schema": CITY}, Shape("schema", CITY, "json_schema")),
+        ({"guided_json": json.dumps(CITY)}, Shape("schema", CITY, "guided_json")),
+        ({"guided_json": CITY}, Shape("schema", CITY, "guided_json")),
+        ({"grammar": "root ::= [a]"}, Shape("grammar", "root ::= [a]", "grammar")),
+        ({"guided_grammar": "root ::= [a]"}, Shape("grammar", "root ::= [a]", "guided_grammar")),
+        ({"guided_regex": "[ab]"}, Shape("regex", "[ab]", "guided_regex")),
+        ({"guided_choice": ["a", "b"]}, Shape("choice", ["a", "b"], "guided_choice")),
+        ({"structured_outputs": {"json": CITY}}, Shape("schema", CITY, "structured_outputs.json")),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": False}},
+            Shape("regex", "a", "structured_outputs.regex"),
+        ),
+        ({"structured_outputs": {"choice": ["a"]}}, Shape("choice", ["a"], "structured_outputs.choice")),
+        (
+            {"structured_outputs": {"json_object": True}},
+            Shape("schema", {"type": "object"}, "structured_outputs.json_object"),
+        ),
+    ],
+)
+def test_each_field_says_what_the_answer_must_fit(fields, shape):
+    assert check(Fields(fields)) == shape
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"response_format": 5}, "response_format", "must be an object, got a number"),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type",
+            "text, json_object or json_schema, got xml",
+        ),
+        (
+            {"response_format": of_schema([])},
+            "response_format.json_schema.schema",
+            "must be an object, got a list",
+        ),
+        (
+            {"response_format": of_schema(CITY, strict="yes")},
+            "response_format.json_schema.strict",
+            "true or false",
+        ),
+        ({"guided_json": "{"}, "guided_json", "must be a JSON schema"),
+        ({"guided_json": "[]"}, "guided_json", "must be an object, got a list"),
+        ({"guided_regex": 5}, "guided_regex", "must be a string"),
+        ({"guided_choice": ["a", 5]}, "guided_choice", "must be a list of strings"),
+        (
+            {"structured_outputs": {"structural_tag": "x"}},
+            "structured_outputs.structural_tag",
+            "is not supported",
+        ),
+        (
+            {"guided_regex": "a", "guided_choice": ["a"]},
+            "guided_choice",
+            "guided_choice and guided_regex each say what the answer must fit; leave out one",
+        ),
+    ],
+)
+def test_a_shape_that_is_none_names_its_field(fields, param, words):
+    with pytest.raises(ApiError, match=re.escape(words)) as caught:
+        check(Fields(fields))
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("shape", "param", "words"),
+    [
+        (
+            Shape("grammar", "root = x", "grammar"),
+            "grammar",
+            "the grammar does not parse: expecting a rule's name",
+        ),
+        (Shape("choice", [], "guided_choice"), "guided_choice", "among 1 to 10,000 texts, got 0"),
+        (
+            Shape(
+                "schema", {"properties": {"a": {"items": {"pattern": "(?!a)b"}}}}, "json_schema", strict=True
+            ),
+            "json_schema.properties.a.items.pattern",
+            "the JSON schema's pattern cannot be enforced",
+        ),
+        (
+            Shape("schema", {"type": "object", "required": ["a"], "properties": {"a": False}}, "json_schema"),
+            "json_schema",
+            "cannot be enforced: Unsatisfiable schema: required property 'a' is unsatisfiable",
+        ),
+    ],
+)
+def test_what_cannot_be_enforced_names_its_place(shape, param, words):
+    with pytest.raises(ApiError, match=re.escape(words)) as caught:
+        shape.rules()
+    assert caught.value.param == param
+
+
+CHAT = (
+    "{% if tools %}<tool_call> {{ tools }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+USER = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def model(smol):
+    model = Model(smol)
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def ask(model, tmp_path_factory):
+    """ask(**fields) -> the last event of an answer that the model draws."""
+    with answering(
+        model, CHAT, tmp_path_factory.mktemp("chats"), sampling=Sampling(temp=1.0), n_max=900
+    ) as answer:
+        yield lambda seed=1, **more: answer(USER, seed=seed, **({"max_tokens": 900} | more))
+
+
+FITS = {
+    "escapes in a pattern": {"pattern": r"^[a-z]{2,4}-\d{3}$"},
+    "a class of words": {"pattern": r"^[\w-]+$", "maxLength": 9},
+    "a slash": {"pattern": r"^a\/\S$"},
+    "a search": {"pattern": r"\S", "maxLength": 9},
+    "any character": {"pattern": "^.{3,6}$"},
+    "quotes": {"pattern": '^"a"$'},
+    "a backslash": {"pattern": r"^a\\b$"},
+    "a number": {"type": "number", "minimum": -3, "exclusiveMaximum": 12},
+    "a multiple": {"type": "integer", "minimum": 0, "maximum": 60, "multipleOf": 7},
+    "a least number of properties": {
+        "type": "object",
+        "properties": {"a": {"type": "null"}, "b": {"type": "null"}, "c": {"type": "null"}},
+        "additionalProperties": False,
+        "minProperties": 2,
+    },
+    "a closed object and an open one": {
+        "allOf": [
+            {
+                "type": "object",
+                "properties": {"a": {"type": "null"}, "b": True},
+                "additionalProperties": False,
+            },
+            {"properties": {"b": {"type": "boolean"}}, "required": ["b"]},
+        ]
+    },
+    "exactly one": {
+        "type": "object",
+        "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+        "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
+    },
+    "not": {"type": "string", "maxLength": 3, "not": {"enum": ["", "a", "ab"]}},
+    "a condition": {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "null"}},
+        "required": ["a"],
+        "if": {"properties": {"a": {"const": "x"}}},
+        "then": {"required": ["b"]},
+        "else": {"properties": {"b": False}},
+    },
+    "what depends": {
+        "type": "object",
+        "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+        "dependentRequired": {"a": ["b"]},
+    },
+    "names": {
+        "type": "object",
+        "propertyNames": {"enum": ["a", "b"]},
+        "additionalProperties": {"type": "null"},
+    },
+    "a format that is not known as such": {"type": "string", "format": "json-pointer", "maxLength": 9},
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("what", FITS)
+def test_an_answer_fits_its_strict_schema(ask, what):
+    schema = {"type": "object", "properties": {"e": {"type": "string", **FITS[what]}}, "required": ["e"]}
+    if "allOf" in FITS[what]:
+        del schema["properties"]["e"]["type"]
+    for seed in range(6):
+        end = ask(seed, response_format=of_schema(schema, strict=True))
+        assert "remarks" not in end["held"]
+        jsonschema.validate(json.loads(end["message"]["content"]), schema)
+
+
+@pytest.mark.engine
+def test_references_lead_anywhere(ask):
+    listed = {
+        "type": "object",
+        "properties": {"next": {"$ref": "#"}, "a": {"anyOf": [{"type": "null"}, {"enum": [1, 2]}]}},
+    }
+    listed["properties"]["b"] = {"$ref": "#/properties/a/anyOf/1"}
+    listed["required"] = ["b"]
+    for seed in range(6):
+        found = json.loads(ask(seed, response_format=of_schema(listed, strict=True))["message"]["content"])
+        jsonschema.validate(found, listed)
+        assert found["b"] in (1, 2)
+
+
+@pytest.mark.engine
+def test_what_is_not_enforced_is_in_the_answer_and_an_error_if_strict(ask):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "items": {"type": "null"}, "uniqueItems": True}},
+    }
+    end = ask(response_format=of_schema(schema))
+    assert end["held"]["remarks"] == ["response_format.json_schema.schema: uniqueItems cannot be enforced"]
+    json.loads(end["message"]["content"])
+    with pytest.raises(ApiError, match="uniqueItems cannot be enforced") as caught:
+        ask(response_format=of_schema(schema, strict=True))
+    assert caught.value.param == "response_format.json_schema.schema.properties.a.uniqueItems"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("fields", "fits"),
+    [
+        ({"guided_regex": "(ab|c)+[0-9]{3}"}, r"(ab|c)+[0-9]{3}"),
+        ({"guided_choice": ["red", "reddish", 'a/b "c"']}, r'red|reddish|a/b "c"'),
+        ({"guided_grammar": 'root ::= "x" [0-9]{2}'}, r"x[0-9]{2}"),
+        ({"structured_outputs": {"regex": "[xyz]{4}"}}, r"[xyz]{4}"),
+        ({"guided_json": {"enum": ["one", 2]}}, r'"one"|2(\.0+)?'),
+    ],
+)
+def test_an_answer_fits_what_other_servers_fields_say(ask, fields, fits):
+    for seed in range(4):
+        assert re.fullmatch(fits, ask(seed, **fields)["message"]["content"])
+
+
+PATTERNS = [
+    tool(f"tool_{n}", {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})
+    for n in range(29)
+]
+PATTERNS.append(
+    tool(
+        "last",
+        {
+            "type": "object",
+            "properties": {"x": {"type": "string", "pattern": r'^"\d{3}"$'}},
+            "required": ["x"],
+        },
+    )
+)
+
+
+@pytest.mark.engine
+def test_one_of_many_tools_has_a_pattern(ask):
+    found = set()
+    for seed in range(12):
+        end = ask(seed, tools=PATTERNS, tool_choice="required")
+        ((name, arguments),) = (
+            (call["function"]["name"], call["function"]["arguments"]) for call in end["message"]["tool_calls"]
+        )
+        assert end["message"]["content"] == ""
+        jsonschema.validate(
+            json.loads(arguments),
+            next(each["function"]["parameters"] for each in PATTERNS if each["function"]["name"] == name),
+        )
+        found.add(name)
+    assert len(found) > 3
+    end = ask(tools=PATTERNS, tool_choice={"type": "function", "function": {"name": "last"}})
+    (call,) = end["message"]["tool_calls"]
+    assert re.fullmatch(r'"\d{3}"', json.loads(call["function"]["arguments"])["x"])
+
+
+@pytest.mark.engine
+def test_a_pattern_that_cannot_be_enforced_is_named_if_its_tool_is_strict_and_left_out_if_not(ask):
+    bad = {"type": "object", "properties": {"x": {"type": "string", "pattern": r"(a)\1"}}, "required": ["x"]}
+    tools = [tool("first"), tool("second", bad, strict=True)]
+    with pytest.raises(ApiError, match="the JSON schema's pattern cannot be enforced") as caught:
+        ask(tools=tools, tool_choice="required")
+    assert caught.value.param == "tools[1].function.parameters.properties.x.pattern"
+    tools[1] = tool("second", bad)
+    end = ask(tools=tools, tool_choice={"type": "function", "function": {"name": "second"}})
+    (call,) = end["message"]["tool_calls"]
+    assert isinstance(json.loads(call["function"]["arguments"])["x"], str)
+    assert end["held"]["remarks"] == ["tools[1].function.parameters: pattern cannot be enforced"]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("n", [1, 4, 9, 14, 20])
+def test_a_call_that_is_cut_is_no_text(ask, n):
+    tools = [
+        tool(
+            "note",
+            {
+                "type": "object",
+                "properties": {"text": {"type": "string", "minLength": 400}},
+                "required": ["text"],
+            },
+        )
+    ]
+    for more in (
+        {"tool_choice": "required"},
+        {"tool_choice": "auto", "response_format": of_schema({"const": "x"})},
+    ):
+        for seed in range(3):
+            end = ask(seed, tools=tools, max_tokens=n, **more)
+            assert end["message"]["content"] in ("", '"', '"x', '"x"')
+            assert end["finish"] == ("stop" if end["message"]["content"] == '"x"' else "length")
+            assert "tool_calls" not in end["message"]
+
+
+@pytest.mark.engine
+def test_an_answer_of_a_schema_may_be_a_call_instead(ask):
+    tools = [tool("weather", CITY)]
+    answers, calls = 0, 0
+    for seed in range(30):
+        end = ask(
+            seed,
+            tools=tools,
+            response_format=of_schema(
+                {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+            ),
+        )
+        if "tool_calls" in end["message"]:
+            (call,) = end["message"]["tool_calls"]
+            assert isinstance(json.loads(call["function"]["arguments"])["city"], str)
+            assert (end["message"]["content"], end["finish"]) == ("", "tool_calls")
+            calls += 1
+        else:
+            assert json.loads(end["message"]["content"])["n"] in (1, 2)
+            answers += 1
+    assert answers
+    assert calls
+
+
+_HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+THINKING = {
+    "the header opens the thought": CHAT.replace(
+        _HEADER, _HEADER.replace("{% endif %}", "<think>\n{% endif %}")
+    ),
+    "the model opens the thought": CHAT + "{# <think></think> #}",
+    "the header closes the thought": CHAT.replace(
+        _HEADER, _HEADER.replace("{% endif %}", "<think>\n\n</think>\n\n{% endif %}")
+    ),
+    "gpt-oss": CHAT.replace(_HEADER, "{% if add_generation_prompt %}<|start|>assistant{% endif %}")
+    + "{# <|channel|>analysis<|message|> <|channel|>final<|message|> #}",
+    "Gemma 4": CHAT + "{# <|channel>thought\n<channel|> #}",
+    "Mistral": CHAT + "{# [THINK][/THINK] #}",
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", THINKING)
+def test_a_thinking_model_writes_json_as_content_and_its_thought_apart(model, tmp_path, kind):
+    n_thoughts = 0
+    with answering(model, THINKING[kind], tmp_path, sampling=Sampling(temp=1.0)) as answer:
+        for seed in range(20):
+            shape = {"response_format": of_schema(CITY, strict=True), "thinking_budget": seed % 10 + 1}
+            end = answer(USER, seed=seed, **shape, max_tokens=400)
+            # a stream has the same in pieces
+            assert {name: answer.streamed.get(name, "") for name in ("content", "reasoning_content")} == {
+                name: end["message"].get(name, "") for name in ("content", "reasoning_content")
+            }
+            jsonschema.validate(json.loads(end["message"]["content"]), CITY)
+            assert end["finish"] == "stop"
+            n_thoughts += bool(end["message"].get("reasoning_content"))
+    assert n_thoughts == {"the header opens the thought": 20, "the header closes the thought": 0}.get(
+        kind, n_thoughts or 1
+    )
+
+
+@pytest.mark.engine
+def test_a_thinking_model_is_made_to_call_a_tool_after_its_thought(model, tmp_path):
+    source = THINKING["the header opens the thought"]
+    with answering(model, source, tmp_path, sampling=Sampling(temp=1.0)) as answer:
+        for seed in range(8):
+            more = {"tools": [tool("weather", CITY)], "tool_choice": "required", "thinking_budget": 6}
+            end = answer(USER, seed=seed, **more, max_tokens=400)
+            (call,) = end["message"]["tool_calls"]
+            jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
+            assert (end["message"]["content"], end["finish"]) == ("", "tool_calls")
+            assert end["message"]["reasoning_content"]

@@ -1,0 +1,433 @@
+"""Several requests that are answered at once: whose turn it is, and that none touches another."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+
+import httpx2 as httpx
+import pytest
+
+from kvtool import policies
+from kvtool.chats.prompt import template_of
+from kvtool.chats.writer import Writer
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.errors import LibraryError, OutOfMemory
+from kvtool.llama.model import Model
+from kvtool.llama.sampler import Sampler
+from kvtool.serve import requests, slots, turns
+from kvtool.serve.errors import ApiError
+from kvtool.serve.jobs import Waiting
+from kvtool.serve.requests import Defaults
+from kvtool.serve.slots import Slots
+from kvtool.serve.store import Chats
+from kvtool.serve.talk import Talk
+from kvtool.serve.turns import Baton, Crew
+from tests.held import PATIENCE_S, until
+from tests.serve.crowd_serve import request, said, streaming
+from tests.serve.serving import serving
+
+pytestmark = pytest.mark.engine
+
+RECALL = ["search=all"]
+"""Here no choice depends on the steps that a prompt was read in."""
+
+NUMBER = itertools.count()
+
+
+class Asked:
+    """A request as HTTP hands it over. seen: called with each event's kind, while its talk may compute."""
+
+    def __init__(self, messages, n_max=40, seen=lambda kind: None, **more):
+        body = {
+            "messages": messages,
+            "max_tokens": n_max,
+            "temperature": 0,
+            "logit_bias": {"2": -100},
+            **more,
+        }
+        self.request = requests.chat(body, Defaults())
+        self.client = str(next(NUMBER))
+        self.counts, self.is_cancelled = None, False
+        self.events, self._seen, self._is_over = [], seen, threading.Event()
+
+    def emit(self, kind, **what):
+        self.events.append({"kind": kind, **what})
+        self._seen(kind)
+        if kind in ("end", "error"):
+            self._is_over.set()
+
+    def cancel(self):
+        self.is_cancelled = True
+
+    @property
+    def is_over(self):
+        return self._is_over.is_set()
+
+    @property
+    def last(self):
+        assert self._is_over.wait(PATIENCE_S)
+        return self.events[-1]
+
+    @property
+    def text(self):
+        assert self.last["kind"] == "end", self.last
+        return self.last["message"]["content"]
+
+
+class Serving:
+    """What `kvtool serve` does with requests, without HTTP. limit: how many engines there is memory for."""
+
+    def __init__(self, stack, model, policy, folder, n=2, limit=2, queue=64, n_batch=32):
+        self.baton, self.waiting, self.said, self.loads = Baton(), Waiting(queue), [], []
+        fitted = policies.fit(policy, 300 if policy == "full" else 64, None, RECALL * (policy == "recall"))
+        chats = Chats(folder, 10**9, {})
+        load = chats.load
+        chats.load = lambda snapshot: self.loads.append(snapshot) or load(snapshot)
+
+        def talk():
+            if len(self.talks) == limit:
+                raise OutOfMemory("there is none")
+            settings = Settings(n_batch=n_batch, n_threads=1, archive_type="f16")
+            engine = stack.enter_context(closing(Engine(model, fitted, settings)))
+            writer, meta = Writer(engine, Sampler(model)), lambda chat: {"fixed": {}}
+            rest = "forget", meta, False, self.crew
+            return Talk(writer, template_of(model), chats, *rest)
+
+        self.crew = stack.enter_context(closing(Crew(self.baton, n, self.said.append)))
+        self.talks = []
+        self.slots = Slots(self.baton, talk(), talk, n, self.said.append)
+        self.talks = self.slots.talks
+
+    def put(self, *asked, **more):
+        job = Asked(*asked, **more)
+        self.waiting.put(job)
+        return job
+
+    def someone_waits(self):
+        """Return once another talk waits for its turn or for an engine. Called by the talk that computes."""
+        until(lambda: self.baton._waiting or self.baton._crew or self.crew._waiting)
+
+
+@contextmanager
+def served(path, policy, folder, **how):
+    with ExitStack() as stack:
+        model = stack.enter_context(closing(Model(path)))
+        found = Serving(stack, model, policy, folder, **how)
+        thread = threading.Thread(target=found.slots.run, args=(found.waiting,))
+        thread.start()
+        try:
+            yield found
+        finally:
+            found.waiting.close()
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def one_step(monkeypatch):
+    """A turn is a step long."""
+    monkeypatch.setattr(turns, "TURN_STEPS", 1)
+
+
+def question(i, n=3):
+    return [said("user", f"{i}: What is a stone? " + "It is long. " * n)]
+
+
+def test_who_waits_longest_gets_the_next_turn():
+    baton, order, ended = Baton(), [], []
+
+    def work(name):
+        baton.take()
+        for _ in range(2):
+            order.append(name)
+            # a slow thread shall not miss its turn
+            until(lambda: len(baton._waiting) == 2 - len(ended))
+            for _ in range(turns.TURN_STEPS + 1):
+                baton.step()
+        ended.append(name)
+        baton.give()
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
+    baton.take()
+    for n, thread in enumerate(threads):
+        thread.start()
+        until(lambda n=n: len(baton._waiting) == n + 1)
+    baton.give()
+    for thread in threads:
+        thread.join()
+    assert order == list("abcabc")
+
+
+def has_ended(baton, n_left):
+    """Whether the turn of who has it is over, for one that waits."""
+    thread = threading.Thread(target=baton.take, daemon=True)
+    thread.start()
+    until(lambda: baton._waiting)
+    # where it is over this waits for ever, as the other gives nothing back
+    step = threading.Thread(target=baton.step, args=(n_left,), daemon=True)
+    step.start()
+    until(lambda: not (step.is_alive() and thread.is_alive()))
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize("first_s", [-1, PATIENCE_S])
+def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
+    """But a short prompt is read in its first turn, whose time is another."""
+    monkeypatch.setattr(turns, "FIRST_S", first_s)
+    monkeypatch.setattr(turns, "TURN_S", -1 if first_s > 0 else PATIENCE_S)
+
+    def ends(n_left, is_first=True):
+        baton = Baton()
+        baton.take(is_first=is_first)
+        return has_ended(baton, n_left)
+
+    is_long = first_s > 0
+    assert ends(turns.SHORT) is not is_long
+    assert ends(1) is not is_long
+    # a long one, a reply, and a later turn
+    assert ends(turns.SHORT + 1) is is_long
+    assert ends(0) is is_long
+    assert ends(1, is_first=False) is is_long
+
+
+@pytest.mark.parametrize("policy", ["h2o", "recall", "snapkv", "full"])
+def test_answers_beside_each_other_are_those_of_the_chats_alone(talker, tmp_path, one_step, policy):
+    told, alone, jobs = [], [], []
+    with served(talker, policy, tmp_path / "alone") as server:
+        for i in range(2):
+            alone.append(server.put(question(i)).text)
+    with served(talker, policy, tmp_path / "beside") as server:
+
+        def seen(kind, i=0):
+            told.append(i)
+            if len(jobs) == 1:
+                jobs.append(Asked(question(1), seen=partial(seen, i=1)))
+                server.waiting.put(jobs[1])
+            # a slow thread shall not miss its turn
+            if not jobs[1 - i].is_over:
+                server.someone_waits()
+
+        jobs.append(Asked(question(0), seen=seen))
+        server.waiting.put(jobs[0])
+        assert jobs[0].last
+        assert [job.text for job in jobs] == alone
+        assert len(server.slots.talks) == 2
+    # now one, now the other
+    assert len([1 for one, after in itertools.pairwise(told) if one != after]) > 30
+
+
+def test_chats_in_turns_stay_where_they_are(talker, tmp_path, one_step):
+    """No stored chat is loaded, and nothing is read again."""
+    for policy in ("h2o", "recall"):
+        with served(talker, policy, tmp_path / policy) as server:
+            jobs = list(beside(server, question(0), question(1)))
+            chats = [question(0), question(1)]
+            for _ in range(2):
+                for i in (1, 0):
+                    n = jobs[i].last["held"]["tokens"]
+                    chats[i] += [said("assistant", jobs[i].text), *question(i)]
+                    jobs[i] = server.put(chats[i])
+                    assert n <= jobs[i].last["n_cached"] < n + 16
+            assert not server.loads
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv"])
+def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, policy):
+    """Of two prompts the second is read before the first, which takes one step."""
+    # nothing is done so soon
+    monkeypatch.setattr(slots, "STEP_S", 1e-9)
+    with served(talker, policy, tmp_path, n_batch=256) as server:
+        other, told = [], []
+
+        def seen(kind):
+            told.append(f"first: {kind}")
+            if not other:
+                other.append(server.put(question(1, 0), seen=lambda kind: told.append(f"second: {kind}")))
+            if not other[0].is_over:
+                server.someone_waits()
+
+        first = server.put(question(0, 12), seen=seen)
+        assert 128 < first.last["n_prompt"] < 240
+        assert other[0].text
+        assert told.index("second: read") < told.index("first: read")
+        assert all(talk.engine.pace for talk in server.talks)
+
+
+def beside(server, one, other, n_max=40):
+    """Both requests, the other of which has come while the first is answered; the first has ended."""
+    second = []
+
+    def seen(kind):
+        if not second:
+            second.append(server.put(other))
+            server.someone_waits()
+
+    first = server.put(one, n_max, seen)
+    assert first.last
+    return first, second[0]
+
+
+def test_one_user_has_one_engine(talker, tmp_path, one_step):
+    def is_read_again(chat):
+        """A client goes away while its prompt is read, and asks again at once."""
+        again = []
+
+        def seen(kind):
+            if gone.events[-1].get("n_read") and not again:
+                gone.cancel()
+                again.append(server.put(chat))
+                server.someone_waits()
+
+        gone = Asked(chat, seen=seen)
+        server.waiting.put(gone)
+        until(lambda: again)
+        return again[0].last["n_cached"] < 32
+
+    with served(talker, "recall", tmp_path) as server:
+        for i in range(3):
+            assert server.put(question(i)).text
+        assert not is_read_again(question(9, 20))
+        assert len(server.slots.talks) == 1
+        # nor does it need the other, where there are two
+        assert beside(server, question(0), question(1))[1].text
+        assert len(server.slots.talks) == 2
+        assert not is_read_again(question(8, 20))
+
+
+@pytest.mark.parametrize("policy", ["h2o", "recall"])
+def test_two_requests_of_one_chat_both_go_on_from_it(talker, tmp_path, one_step, policy):
+    with served(talker, policy, tmp_path) as server:
+        start = server.put(question(0))
+        chat, n = [*question(0), said("assistant", start.text)], start.last["held"]["tokens"]
+        jobs = beside(server, [*chat, *question(1)], [*chat, *question(2)])
+        for job in jobs:
+            assert n <= job.last["n_cached"] < n + 16
+        # both were stored, whichever was first
+        for i, job in enumerate(jobs, 1):
+            n = job.last["held"]["tokens"]
+            next_one = server.put([*chat, *question(i), said("assistant", job.text), *question(3)])
+            assert n <= next_one.last["n_cached"] < n + 16
+        # and so is the same question twice at once
+        twins = beside(server, *[[*chat, *question(4)]] * 2)
+        assert twins[0].text == twins[1].text
+        for _ in range(3):
+            after = server.put([*chat, *question(4), said("assistant", twins[0].text), *question(5)])
+            assert after.last["n_cached"] >= twins[0].last["held"]["tokens"]
+        # the other stores again what the first goes on from
+        start = server.put(question(6))
+        chat = [*question(6), said("assistant", start.text), *question(7)]
+        first, again = beside(server, chat, question(6), n_max=200)
+        assert again.text == start.text
+        after = server.put([*chat, said("assistant", first.text), *question(8)])
+        assert after.last["n_cached"] >= first.last["held"]["tokens"]
+
+
+def test_where_memory_is_short_requests_wait_for_each_other(talker, tmp_path):
+    with served(talker, "h2o", tmp_path, n=3, limit=1) as server:
+        others = []
+
+        def seen(kind):
+            if not others:
+                others.extend(server.put(question(i)) for i in (1, 2))
+                server.someone_waits()
+
+        first = server.put(question(0), seen=seen)
+        assert first.text
+        assert all(job.text for job in others)
+        assert server.slots.most == len(server.slots.talks) == 1
+    (line,) = server.said
+    assert line.startswith("only 1 at once: there is none; choose a smaller --budget")
+
+
+@pytest.mark.parametrize("error", [LibraryError("a device is gone"), ZeroDivisionError()])
+def test_a_slot_that_fails_harms_no_other(talker, tmp_path, one_step, monkeypatch, error):
+    with served(talker, "h2o", tmp_path) as server:
+        alone = server.put(question(0)).text
+        bad = []
+
+        def seen(kind):
+            if not bad:
+                # longer than the other, behind which it decodes alone
+                bad.append(server.put(question(1), 400, fail))
+            if kind == "piece" and len(bad[0].events) < 2:
+                server.someone_waits()
+
+        def fail(kind):
+            if kind == "piece":
+                monkeypatch.setattr(server.slots.talks[1].engine.context, "decode", broken)
+
+        def broken(*asked):
+            raise error
+
+        assert server.put(question(0), seen=seen, n_max=40).text == alone
+        assert bad[0].last["kind"] == "error"
+        assert bad[0].last["error"].status == 500
+        monkeypatch.undo()
+        assert server.put(question(1)).text
+
+
+def test_who_finds_the_queue_full_is_refused_and_who_leaves_makes_room(talker, tmp_path, one_step):
+    with served(talker, "h2o", tmp_path, queue=2) as server:
+        long = [server.put(question(i), n_max=10**6) for i in range(2)]
+        until(lambda: all(job.events and job.events[-1]["kind"] == "piece" for job in long))
+        third = [server.put(question(i)) for i in (2, 3)]
+        with pytest.raises(ApiError, match="2 requests are waiting already"):
+            server.put(question(4))
+        assert [len(server.waiting.running), len(server.waiting)] == [2, 2]
+        long[0].cancel()
+        assert all(job.text for job in third)
+        assert not long[1].is_cancelled
+        # a job is taken from the list after its last event
+        until(lambda: server.waiting.running == long[1:])
+        assert len(server.waiting) == 0
+        long[1].cancel()
+
+
+def running(url):
+    """Return the number of requests that are being answered."""
+    found = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
+    return int(re.search(r"^kvtool_requests_running (\d+)", found, re.MULTILINE)[1])
+
+
+@pytest.mark.parametrize("policy", ["h2o", "recall"])
+def test_a_short_request_is_answered_beside_a_long_answer_and_a_long_prompt(talker, policy):
+    short = {"messages": question(0), "max_tokens": 8, "temperature": 0}
+    # the first takes days, the second many times as long as the short one
+    long = {"messages": question(1), "max_tokens": 10**9, "logit_bias": {"2": -100}}
+    prompt = {"messages": question(2, 30_000)}
+    with serving(talker, "--policy", policy, "--budget", "64", "--metrics") as server:
+        alone = request(server.url, short, timeout=PATIENCE_S)[1]["choices"]
+        for body in (long, prompt):
+            with streaming(server.url, body, PATIENCE_S) as link:
+                until(lambda: running(server.url) == 1)
+                if body is long:
+                    answer = link.getresponse()
+                    assert answer.readline()
+                assert request(server.url, short, timeout=PATIENCE_S)[1]["choices"] == alone
+                # the short one is counted a moment longer
+                until(lambda: running(server.url) < 2)
+                assert running(server.url) == 1
+                if body is long:
+                    assert len([answer.readline() for _ in range(99)]) == 99
+            until(lambda: running(server.url) == 0)
+        props = httpx.get(f"{server.url}/props", timeout=PATIENCE_S).json()
+        found = request(server.url, short, timeout=PATIENCE_S)[1]["kvtool"]
+        assert props["total_slots"] == 2
+        assert props["cache_bytes"] == 2 * found["cache_bytes"]
+
+
+def test_an_archive_leaves_room_for_the_others(talker):
+    with closing(Model(talker)) as model:
+        fitted = policies.fit("recall", 64, None, RECALL)
+        for n_slab, n, want in ((8, 2, 2), (8, 9, 4), (3, 2, 1)):
+            with closing(Engine(model, fitted, Settings(archive=1))) as engine:
+                n_bytes = n_slab * engine.context.archive.slab_bytes
+            with closing(Engine(model, fitted, Settings(archive_bytes=n_bytes))) as engine:
+                archive = engine.context.archive
+                assert archive.share(n) == want
+                assert 0 <= n_bytes - want * archive.max_bytes < 2 * archive.slab_bytes

@@ -1,0 +1,176 @@
+"""The current openai and anthropic packages take every answer, with their strict validation of its fields.
+
+Two cases are left out, in which OpenAI's server also breaks its types: pieces of a streamed text have no
+reason to end, and the first token of an echoed prompt has no log-probability.
+"""
+
+from __future__ import annotations
+
+import httpx2 as httpx
+import pytest
+
+from kvtool.serve import app
+from tests import tiny
+from tests.serve.crowd_serve import said
+from tests.serve.here import here
+from tests.serve.late import anthropic, openai
+
+pytestmark = pytest.mark.engine
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FUNCTION = {"name": "weather", "description": "Tells the weather.", "parameters": CITY, "strict": False}
+NAMED = {"type": "function", **FUNCTION}
+CHAT = {"model": "m", "messages": [said("user", "Hi.")], "max_tokens": 5}
+CALLS = CHAT | {
+    "max_tokens": 60,
+    "tools": [{"type": "function", "function": FUNCTION}],
+    "tool_choice": "required",
+}
+TEXT = {"model": "m", "prompt": "What?", "max_tokens": 5}
+RESPONSE = {"model": "m", "input": "Hi.", "max_output_tokens": 5}
+RESPONSE_CALLS = RESPONSE | {"max_output_tokens": 60, "tools": [NAMED], "tool_choice": "required"}
+ALL = {
+    "instructions": "Be brief.",
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "metadata": {"a": "b"},
+    "tools": [NAMED],
+    "parallel_tool_calls": False,
+    "store": False,
+    "truncation": "auto",
+    "user": "x",
+    "text": {"format": {"type": "json_schema", "name": "city", "schema": CITY}},
+    "tool_choice": "none",
+}
+TOOL = {"name": "weather", "description": "Tells the weather.", "input_schema": CITY}
+MESSAGE_CALLS = CHAT | {"max_tokens": 60, "tools": [TOOL], "tool_choice": {"type": "any"}}
+TOP = {"logprobs": True, "top_logprobs": 2}
+STREAM = {"stream": True}
+
+OPENAI = {
+    "chat": ("chat.completions.create", CHAT),
+    "chat, log-probabilities": ("chat.completions.create", CHAT | TOP),
+    "chat, a call": ("chat.completions.create", CALLS),
+    "chat, streamed": (
+        "chat.completions.create",
+        CHAT | STREAM | {"stream_options": {"include_usage": True}},
+    ),
+    "chat, streamed log-probabilities": ("chat.completions.create", CHAT | STREAM | TOP),
+    "chat, a streamed call": ("chat.completions.create", CALLS | STREAM),
+    "text": ("completions.create", TEXT),
+    "text, log-probabilities": ("completions.create", TEXT | {"logprobs": 2}),
+    "text, echoed": ("completions.create", TEXT | {"echo": True}),
+    "response": ("responses.create", RESPONSE),
+    "response, all fields": ("responses.create", RESPONSE | ALL),
+    "response, log-probabilities": ("responses.create", RESPONSE | {"top_logprobs": 2}),
+    "response, a call": ("responses.create", RESPONSE_CALLS),
+    "response, streamed": ("responses.create", RESPONSE | STREAM | ALL),
+    "response, streamed log-probabilities": ("responses.create", RESPONSE | STREAM | {"top_logprobs": 2}),
+    "response, a streamed call": ("responses.create", RESPONSE_CALLS | STREAM),
+    "response, counted": ("responses.input_tokens.count", {"model": "m", "input": "Hi.", "tools": [NAMED]}),
+    "models": ("models.list", {}),
+    "model": ("models.retrieve", {"model": "m"}),
+}
+ANTHROPIC = {
+    "message": ("messages.create", CHAT),
+    "message, a call": ("messages.create", MESSAGE_CALLS),
+    "message, streamed": ("messages.create", CHAT | STREAM),
+    "message, a streamed call": ("messages.create", MESSAGE_CALLS | STREAM),
+    "message, counted": ("messages.count_tokens", {"model": "m", "messages": CHAT["messages"]}),
+    "models": ("models.list", {}),
+    "model": ("models.retrieve", {"model_id": "m"}),
+    "beta message": ("beta.messages.create", CHAT),
+    "beta message, streamed": ("beta.messages.create", CHAT | STREAM),
+    "beta models": ("beta.models.list", {}),
+    "beta model": ("beta.models.retrieve", {"model_id": "m"}),
+}
+
+
+@pytest.fixture(scope="module")
+def server(talker):
+    with here(talker, policy="h2o", budget="1024") as server:
+        yield server
+
+
+def taken(server, package, call, fields):
+    """The answer as a client of a package returns it; a stream as the list of its events."""
+    kind = {openai: openai.AsyncOpenAI, anthropic: anthropic.AsyncAnthropic}[package]
+    url = "http://localhost" + ("/v1" if package is openai else "")
+
+    async def asked():
+        way = httpx.ASGITransport(app.make(server.site))
+        async with httpx.AsyncClient(transport=way, base_url=url) as http:
+            method = kind(
+                base_url=url, api_key="x", http_client=http, max_retries=0, _strict_response_validation=True
+            )
+            for name in call.split("."):
+                method = getattr(method, name)
+            found = method(**fields)
+            if hasattr(found, "__await__"):
+                found = await found
+            return [each async for each in found] if hasattr(found, "__aiter__") else found
+
+    return server.run(asked())
+
+
+@pytest.mark.parametrize("case", OPENAI)
+def test_openai_takes_it(server, case):
+    assert taken(server, openai, *OPENAI[case])
+
+
+@pytest.mark.parametrize("case", ANTHROPIC)
+def test_anthropic_takes_it(server, case):
+    assert taken(server, anthropic, *ANTHROPIC[case])
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    path = tmp_path_factory.mktemp("thinker") / "thinker.gguf"
+    source = tiny.CHAT_TEMPLATE.replace("[a]", "[a]<think>")
+    tiny.write_llama(path, letters=True, chat_template=source, n_ctx_train=4096)
+    with here(path, policy="h2o", budget="1024") as server:
+        yield server
+
+
+BRIEFLY = {"extra_body": {"thinking_budget": 3}}
+THOUGHT = RESPONSE | BRIEFLY | {"max_output_tokens": 40}
+
+
+@pytest.mark.parametrize("n_most", [40, 2], ids=["answered", "cut in the thought"])
+def test_openai_takes_a_thought_as_an_item_before_the_message(thinker, n_most):
+    asked = THOUGHT | {"max_output_tokens": n_most}
+    whole = taken(thinker, openai, "responses.create", asked)
+    thought = whole.output[0]
+    assert (thought.type, len(whole.output)) == ("reasoning", 2)
+    events = taken(thinker, openai, "responses.create", asked | STREAM)
+    (text,) = thought.content
+    assert "".join(each.delta for each in events if each.type == "response.reasoning_text.delta") == text.text
+    done = [each.item for each in events if each.type == "response.output_item.done"]
+    # of a stream that ended in the thought nothing was said
+    assert [each.type for each in done] == ["reasoning", "message"][: 2 if n_most > 2 else 1]
+    assert done == events[-1].response.output
+    assert done[0].content == thought.content
+    assert [each.sequence_number for each in events] == [*range(len(events))]
+    # what comes back as it was sent is read as it was written
+    turns = [
+        said("user", "Hi."),
+        thought.model_dump(),
+        said("assistant", whole.output_text),
+        said("user", "?"),
+    ]
+    again = taken(thinker, openai, "responses.create", THOUGHT | {"input": turns})
+    assert again.usage.input_tokens_details.cached_tokens >= whole.usage.input_tokens
+
+
+def test_anthropic_takes_a_thought_as_a_block(thinker):
+    asked = CHAT | BRIEFLY | {"max_tokens": 40}
+    assert [block.type for block in taken(thinker, anthropic, "messages.create", asked).content] == [
+        *("thinking", "text"),
+    ]
+    assert taken(thinker, anthropic, "messages.create", asked | STREAM)
+    assert taken(thinker, openai, "chat.completions.create", asked | STREAM)

@@ -1,0 +1,516 @@
+"""Thinking as clients ask for it: fields that reach the template, and thoughts that come back."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import httpx2 as httpx
+import pytest
+
+from kvtool.chats.effort import Efforts
+from kvtool.chats.template import Template
+from kvtool.llama.model import Model
+from kvtool.serve import wishes
+from kvtool.serve.errors import ApiError
+from kvtool.serve.fields import Fields
+from kvtool.serve.rendering import Renderings
+from kvtool.serve.wishes import Wish
+from tests import tiny
+from tests.chats import published
+from tests.chats.published import WANT_FUNCTIONS, needs_published
+from tests.held import PATIENCE_S
+from tests.serve.answered import answering
+from tests.serve.serving import ONE_THREAD, serving
+
+pytestmark = pytest.mark.engine
+
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n%OPEN%{% endif %}"
+)
+SWITCHED = CHAT.replace(
+    "%OPEN%",
+    "<think>\n{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}",
+)
+TOLD = "{{ reasoning_effort or 'medium' }} {{ note or 'none' }}\n" + CHAT.replace("%OPEN%", "<think>\n")
+PLAIN = CHAT.replace("%OPEN%", "")
+
+USER = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def model(smol):
+    model = Model(smol)
+    yield model
+    model.close()
+
+
+@pytest.fixture
+def serve(model, tmp_path):
+    """serve(source, ...): what answers under a template; see `answering`."""
+    opened = []
+
+    def start(source, policy="full", **more):
+        opened.append(answering(model, source, tmp_path / str(len(opened)), policy, **more))
+        return opened[-1].__enter__()
+
+    yield start
+    for each in opened:
+        each.__exit__(None, None, None)
+
+
+# fields
+
+
+def wish(**fields):
+    return wishes.check(Fields(fields), Wish())
+
+
+@pytest.mark.parametrize(
+    ("fields", "effort", "budget"),
+    [
+        ({}, None, None),
+        ({"reasoning_effort": "none"}, "off", None),
+        ({"reasoning_effort": "minimal"}, "minimal", None),
+        ({"reasoning_effort": "xhigh"}, "xhigh", None),
+        ({"reasoning": {"effort": "high", "summary": "auto"}}, "high", None),
+        ({"reasoning": {"effort": None}}, None, None),
+        ({"reasoning": {"enabled": False}}, "off", None),
+        ({"reasoning": {"max_tokens": 512}}, None, 512),
+        ({"enable_thinking": True, "thinking_budget": 512}, "on", 512),
+        ({"enable_thinking": False, "reasoning_effort": "high"}, "off", None),
+        ({"enable_thinking": True, "reasoning_effort": "high"}, "high", None),
+        ({"enable_thinking": True, "reasoning_effort": "none"}, "on", None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1023}}, "on", 1023),
+        ({"thinking": {"type": "disabled"}}, "off", None),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, None, None),
+        ({"thinking": {"type": "adaptive"}, "reasoning_effort": "low"}, "low", None),
+        ({"thinking": {"type": "enabled"}, "reasoning_effort": "max"}, "max", None),
+        ({"thinking_budget": -1}, None, None),
+        ({"thinking_budget": 0}, "off", 0),
+        ({"reasoning_budget": 7}, None, 7),
+    ],
+)
+def test_fields_of_all_servers_ask_for_an_effort_and_a_budget(fields, effort, budget):
+    found = wish(**fields)
+    assert (found.effort, found.budget) == (effort, budget)
+    left = Fields(fields)
+    wishes.check(left, Wish())
+    assert left.left == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"reasoning_effort": "deep"}, "reasoning_effort"),
+        ({"reasoning_effort": 3}, "reasoning_effort"),
+        ({"reasoning": "high"}, "reasoning"),
+        ({"reasoning": {"effort": "deep"}}, "reasoning.effort"),
+        ({"reasoning": {"enabled": "yes"}}, "reasoning.enabled"),
+        ({"enable_thinking": "no"}, "enable_thinking"),
+        ({"thinking": True}, "thinking"),
+        ({"thinking": {"type": "deep"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": "all"}}, "thinking.budget_tokens"),
+        ({"thinking_budget": -2}, "thinking_budget"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+    ],
+)
+def test_a_field_that_asks_for_nothing_known_is_named(fields, param):
+    with pytest.raises(ApiError) as raised:
+        wish(**fields)
+    assert (raised.value.status, raised.value.param) == (400, param)
+
+
+def test_the_servers_effort_and_budget_hold_where_a_request_asks_for_no_other_and_no_less():
+    default = Wish(effort="low", name="--think", budget=100)
+    for fields, effort, budget in (
+        ({}, "low", 100),
+        ({"reasoning_effort": "high"}, "high", 100),
+        ({"thinking": {"type": "enabled", "budget_tokens": 32000}}, "on", 100),
+        ({"thinking_budget": 7}, "low", 7),
+        ({"thinking_budget": -1}, "low", 100),
+    ):
+        found = wishes.check(Fields(fields), default)
+        assert (found.effort, found.budget) == (effort, budget)
+
+
+# what reaches the template
+
+EMPTY = "<think>\n\n</think>\n\n"
+ON_FOR_LOW = "takes off and on; on was used for low"
+
+
+@pytest.mark.parametrize(
+    ("api", "more"),
+    [
+        ("chat", {"chat_template_kwargs": {"enable_thinking": False}}),
+        ("chat", {"enable_thinking": False}),
+        ("chat", {"reasoning_effort": "none"}),
+        ("chat", {"reasoning": {"effort": "none"}}),
+        ("chat", {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "none"}),
+        ("responses", {"reasoning": {"effort": "none", "summary": "auto"}}),
+        ("responses", {"chat_template_kwargs": {"enable_thinking": False}}),
+        ("messages", {"thinking": {"type": "disabled"}}),
+        ("messages", {"enable_thinking": False}),
+    ],
+)
+def test_a_request_that_wants_no_thinking_gets_a_reply_that_does_not_begin_in_a_thought(serve, api, more):
+    serve = serve(SWITCHED)
+    end = serve(USER, "Yes.", api, **more)
+    assert end["message"] == {"role": "assistant", "content": "Yes."}
+    assert serve.prompt.endswith(f"assistant\n{EMPTY}")
+    # earlier replies do not begin so
+    assert serve.text.endswith("assistant\nYes.")
+    assert "remarks" not in end["held"]
+    # the next request asks for nothing
+    end = serve(USER, "Hm.\n</think>\n\nYes.", api)
+    assert end["message"]["reasoning_content"] == "Hm.\n"
+    assert serve.prompt.endswith("assistant\n<think>\n")
+
+
+@pytest.mark.parametrize(
+    ("api", "more", "shown"),
+    [
+        ("chat", {"reasoning_effort": "low"}, "low none"),
+        ("chat", {"reasoning_effort": "xhigh"}, "high none"),
+        ("chat", {"chat_template_kwargs": {"note": "a note", "reasoning_effort": "deep"}}, "deep a note"),
+        ("chat", {"chat_template_kwargs": {"note": "a note"}, "reasoning_effort": "low"}, "low a note"),
+        ("responses", {"reasoning": {"effort": "high"}}, "high none"),
+        ("messages", {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, "low none"),
+    ],
+)
+def test_efforts_and_any_variable_reach_the_template(serve, api, more, shown):
+    serve = serve(TOLD)
+    serve(USER, "Hm.</think>Yes.", api, **more)
+    assert serve.text.startswith(f"{shown}\n<|im_start|>")
+
+
+@pytest.mark.parametrize(
+    ("source", "api", "more", "remark"),
+    [
+        (PLAIN, "chat", {"reasoning_effort": "medium"}, "reasoning_effort: # has no thinking"),
+        (SWITCHED, "chat", {"reasoning_effort": "low"}, f"reasoning_effort: # {ON_FOR_LOW}"),
+        (SWITCHED, "responses", {"reasoning": {"effort": "low"}}, f"reasoning.effort: # {ON_FOR_LOW}"),
+        (SWITCHED, "messages", {"output_config": {"effort": "low"}}, f"output_config.effort: # {ON_FOR_LOW}"),
+        (TOLD, "messages", {"thinking": {"type": "disabled"}}, "thinking.type: # cannot switch thinking off"),
+        (PLAIN, "chat", {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x: # does not read it"),
+    ],
+)
+def test_an_answer_says_what_the_template_does_not_take(serve, source, api, more, remark):
+    (said,) = serve(source)(USER, "Yes.", api, **more)["held"]["remarks"]
+    assert said.startswith(remark.replace("#", "the model's chat template"))
+
+
+def test_what_is_asked_for_in_so_many_words_is_refused_where_it_cannot_be(serve):
+    refuse = serve(PLAIN)
+    with pytest.raises(ApiError) as raised:
+        refuse(USER, "Yes.", enable_thinking=True)
+    assert (raised.value.status, raised.value.param) == (400, "enable_thinking")
+    assert raised.value.message == "enable_thinking: the model's chat template has no thinking to switch on"
+    # no thinking is what there is
+    assert refuse(USER, "Yes.", enable_thinking=False)["message"]["content"] == "Yes."
+    failing = serve("{% if effort == 'deep' %}{{ raise_exception('no such effort') }}{% endif %}" + PLAIN)
+    with pytest.raises(ApiError) as raised:
+        failing(USER, "Yes.", chat_template_kwargs={"effort": "deep"})
+    assert (raised.value.status, raised.value.param) == (400, "chat_template_kwargs")
+    assert "no such effort" in raised.value.message
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+def test_a_chat_goes_on_under_another_effort_where_only_the_header_changes(serve, policy):
+    serve = serve(SWITCHED, policy)
+    chat, n_before = [*USER], 0
+    for turn, off in enumerate((True, False, True)):
+        more = {"chat_template_kwargs": {"enable_thinking": False}} if off else {}
+        end = serve(chat, f"It is {turn}." if off else f"</think>It is {turn}.", **more)
+        assert end["n_cached"] == n_before
+        n_before = end["held"]["tokens"]
+        chat += [end["message"], {"role": "user", "content": "And?"}]
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+def test_a_chat_is_another_one_under_variables_that_change_its_beginning(serve, policy):
+    serve = serve(TOLD, policy)
+    end = serve(USER, "</think>Yes.", reasoning_effort="low")
+    chat = [*USER, end["message"], {"role": "user", "content": "And?"}]
+    end = serve(chat, "</think>Yes.", reasoning_effort="high")
+    assert end["n_cached"] == 0
+    assert serve.text.startswith("high none")
+    n = end["held"]["tokens"]
+    chat += [end["message"], {"role": "user", "content": "And?"}]
+    assert serve(chat, "</think>Yes.", reasoning_effort="high")["n_cached"] == n
+
+
+def test_a_server_starts_with_an_effort_that_its_template_takes(tmp_path):
+    path = tmp_path / "thinker.gguf"
+    source = tiny.CHAT_TEMPLATE.removesuffix("{% endif %}") + SWITCHED[SWITCHED.index("<think>") :]
+    tiny.write_llama(path, chat_template=source, n_ctx_train=2048)
+    options = ("--policy", "h2o", "--budget", "256")
+    asked = {"messages": USER, "max_tokens": 4}
+    with serving(path, *options, "--think", "off") as server:
+        answers = [
+            httpx.post(f"{server.url}/v1/chat/completions", json=asked | more, timeout=PATIENCE_S).json()
+            for more in ({}, {"enable_thinking": True})
+        ]
+        messages = [answer["choices"][0]["message"] for answer in answers]
+        assert ["reasoning_content" in message for message in messages] == [False, True]
+    with serving(path, *options, env=os.environ | ONE_THREAD | {"KVTOOL_THINK": "low"}) as server:
+        said = "--think low: the model's chat template takes off and on; it is left out"
+        assert said in "".join(server.lines)
+    refused = pytest.raises(AssertionError, match="--think low: the model's chat template takes off and on")
+    with refused, serving(path, *options, "--think", "low"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("api", "more", "most"),
+    [
+        ("chat", {"thinking_budget": 4}, 4),
+        ("chat", {"reasoning": {"max_tokens": 4}}, 4),
+        ("messages", {"thinking": {"type": "enabled", "budget_tokens": 4}}, 4),
+        ("messages", {"thinking": {"type": "enabled", "budget_tokens": 32000}}, 9),
+        ("messages", {"thinking": {"type": "adaptive"}}, 9),
+        ("responses", {}, 9),
+    ],
+)
+def test_a_thought_has_at_most_as_many_tokens_as_request_and_server_allow(
+    bytewise, tmp_path, api, more, most
+):
+    with answering(bytewise, SWITCHED, tmp_path, wish=Wish(budget=9)) as serve:
+        # the sampler knows its last 64 tokens
+        n_max = {"max_output_tokens" if api == "responses" else "max_tokens": 60}
+        end = serve(USER, None, api, **more, **n_max, temperature=0)
+        pieces = [bytewise.piece(token) for token in serve.talk.writer.sampler.recent]
+        thought, rest = b"".join(pieces[:most]), b"".join(pieces[most:])
+        assert end["message"]["reasoning_content"] == thought.decode("utf-8", "replace")
+        assert rest.startswith(b"</think>")
+        assert end["message"]["content"]
+
+
+def test_a_budget_of_no_tokens_is_no_thinking(serve):
+    serve = serve(SWITCHED)
+    end = serve(USER, "Yes.", thinking_budget=0)
+    assert (end["message"]["content"], serve.prompt.endswith(EMPTY)) == ("Yes.", True)
+
+
+# thoughts that come back
+
+AGENT = (
+    "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last and m.reasoning_content %}"
+    "{{ '<think>\n' ~ m.reasoning_content.strip('\n') ~ '\n</think>\n\n' }}{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n'
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n%OPEN%{% endif %}"
+)
+"""Thoughts since the user's last message stay: interleaved thinking, as Qwen3 and others have it."""
+
+KEEPS = AGENT.replace("and loop.index0 > ns.last and m.reasoning_content", "and m.reasoning_content")
+ALWAYS = AGENT.replace(
+    "{% if m.role == 'assistant' and loop.index0 > ns.last and m.reasoning_content %}",
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}",
+).replace("m.reasoning_content.strip", "(m.reasoning_content or '').strip")
+"""A reply without a thought has an empty one, as Qwen3.5 has it."""
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def bytewise(tmp_path_factory):
+    """A model of a small vocabulary: a text has the same tokens wherever it is cut."""
+    path = tmp_path_factory.mktemp("bytes") / "bytes.gguf"
+    tiny.write_llama(path, n_ctx_train=4096)
+    model = Model(path)
+    yield model
+    model.close()
+
+
+def fresh(serve, messages, **more):
+    """The tokens of a request's prompt as another server would read it."""
+    request = serve.request({"messages": messages, **more})
+    rendering, _ = Renderings(serve.talk.model, serve.talk.template).of(request.wish)
+    return rendering.whole(request.messages, request.tools)[0].tolist()
+
+
+def agent(serve, opens, sends):
+    """Lets an agent look twice and answer, and then the user ask again. Yields request, event, and prompt.
+
+    opens: the header opens the thought. sends: the client sends thoughts back.
+    """
+    messages, start = [{"role": "user", "content": "Look around."}], "" if opens else "<think>\n"
+    replies = [f"{start}First I look.\n</think>\n\n{CALL}", f"{start}Once more.\n</think>\n\n{CALL}"]
+    replies += [f"{start}That is it.\n</think>\n\nIt is a room.", f"{start}Well.\n</think>\n\nYes."]
+    for i, text in enumerate(replies):
+        end = serve(messages, text, tools=[TOOL])
+        yield list(messages), end
+        reply = dict(end["message"])
+        assert reply["reasoning_content"].strip() == text.removeprefix(start).partition("\n</think>")[0]
+        if not sends:
+            del reply["reasoning_content"]
+        messages.append(reply)
+        for call in reply.get("tool_calls", ()):
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"A wall, {i} windows."})
+        if "tool_calls" not in reply:
+            messages.append({"role": "user", "content": "Sure?"})
+    serve(messages, f"{start}So.\n</think>\n\nYes.", tools=[TOOL])
+    yield list(messages), None
+
+
+@pytest.mark.parametrize("policy", ["full", "recall", "h2o"])
+@pytest.mark.parametrize("sends", [True, False], ids=["sends", "keeps"])
+@pytest.mark.parametrize("opening", ["", "<think>\n"], ids=["closed", "open"])
+@pytest.mark.parametrize("source", [AGENT, KEEPS, ALWAYS], ids=["agent", "keeps", "always"])
+def test_the_cache_of_a_chat_with_thoughts_is_a_fresh_reading(
+    bytewise, tmp_path, source, opening, sends, policy
+):
+    # a newline behind a block's end would be dropped
+    source = source.replace("%OPEN%", f"{{{{ {opening!r} }}}}")
+    with answering(bytewise, source, tmp_path, policy, budget=128) as serve:
+        for messages, _ in agent(serve, bool(opening), sends):
+            assert serve.prompt_tokens == fresh(serve, messages, tools=[TOOL])
+
+
+@needs_published
+def test_chats_under_published_templates_are_fresh_readings_after_each_reply(bytewise, tmp_path, share_of):
+    names = sorted(published.templates().keys() - WANT_FUNCTIONS)
+    for name in names[:: share_of(3, 1)]:
+        source = published.templates()[name]
+        template = Template(source, "", "", bytewise.markers)
+        if not template.has_thoughts:
+            continue
+        with answering(bytewise, source, tmp_path / name, "h2o", budget=4096) as serve:
+            for effort, sends in itertools.product((None, "none"), (True, False)):
+                variables, why = Efforts.of(template).variables("off") if effort else ({}, None)
+                if why:
+                    continue
+                under, more = template.under(variables), {"reasoning_effort": effort} if effort else {}
+                start, end, _ = under.tags
+                thought = "" if effort else f"Hm.{end}" if under.opens_thought else f"{start}Hm.{end}"
+                messages = [{"role": "user", "content": f"Hello {effort} {sends}."}]
+                for turn in range(3):
+                    reply = dict(serve(messages, f"{thought}It is {turn}.", **more)["message"])
+                    assert reply.get("reasoning_content") == ("Hm." if thought else None), name
+                    assert serve.prompt_tokens == fresh(serve, messages, **more), (name, effort, sends, turn)
+                    if not sends:
+                        reply.pop("reasoning_content", None)
+                    messages = [*messages, reply, {"role": "user", "content": "And?"}]
+
+
+@pytest.mark.parametrize("policy", ["full", "recall", "h2o"])
+@pytest.mark.parametrize("opening", ["", "<think>\n"], ids=["closed", "open"])
+def test_a_dropped_thought_costs_no_more_than_a_reading_of_what_follows_it(
+    bytewise, tmp_path, opening, policy
+):
+    source = AGENT.replace("%OPEN%", f"{{{{ {opening!r} }}}}")
+    with answering(bytewise, source, tmp_path / "sends", policy, budget=128) as serve:
+        prompts, events = zip(*agent(serve, bool(opening), True), strict=True)
+        # while the agent looks nothing is read again
+        for before, event in itertools.pairwise(events[:3]):
+            assert event["n_cached"] == before["held"]["tokens"]
+        # then its thoughts are dropped, and the chat is read again from the first one on; a cache that cannot
+        # go back has stored the first prompt up to the header
+        header = serve.talk.model.tokenize("<|im_end|>\n<|im_start|>assistant\n" + opening)
+        n_read = len(header) if policy == "h2o" else len(opening)
+        n_least = len(fresh(serve, prompts[0], tools=[TOOL])) - n_read
+        # "<t" begins thought and call
+        assert n_least <= events[3]["n_cached"] <= n_least + 2
+    with answering(bytewise, source, tmp_path / "keeps", policy, budget=128) as serve:
+        # whoever does not send thoughts back costs one reading of a reply, until that is known
+        _, events = zip(*agent(serve, bool(opening), False), strict=True)
+        for before, event in itertools.pairwise(events[1:4]):
+            assert event["n_cached"] == before["held"]["tokens"]
+
+
+THOUGHTS = {
+    "chat": {"role": "assistant", "content": "It is red.", "reasoning_content": "Red?"},
+    "another name": {"role": "assistant", "content": "It is red.", "reasoning": "Red?"},
+    "both": {"role": "assistant", "content": "It is red.", "reasoning": "Red?", "reasoning_content": "Red?"},
+    "messages": {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "Red?", "signature": "c2lnbmVk"},
+            {"type": "redacted_thinking", "data": "x"},
+            {"type": "text", "text": "It is red."},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", THOUGHTS)
+def test_thoughts_of_earlier_replies_reach_a_template_that_shows_them(serve, kind):
+    serve = serve(KEEPS.replace("%OPEN%", ""))
+    chat = [*USER, THOUGHTS[kind], {"role": "user", "content": "Sure?"}]
+    serve(chat, "Yes.", "messages" if kind == "messages" else "chat")
+    assert serve.prompt.count("<|im_start|>assistant\n<think>\nRed?\n</think>\n\nIt is red.<|im_end|>") == 1
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking", "thought"])
+def test_a_template_gets_a_thought_under_the_name_that_it_has_for_it(serve, name):
+    serve = serve(KEEPS.replace("%OPEN%", "").replace("m.reasoning_content", f"m.{name}"))
+    serve([*USER, THOUGHTS["both"], *USER], "Yes.")
+    assert serve.prompt.count("<think>\nRed?\n</think>\n\nIt is red.") == serve.prompt.count("Red?") == 1
+
+
+def test_a_chat_without_tools_is_taken_for_one_whose_client_keeps_thoughts(serve):
+    serve = serve(KEEPS.replace("%OPEN%", "<think>\n"))
+    end = serve(USER, "Hm.\n</think>\n\nYes.")
+    reply = {"role": "assistant", "content": end["message"]["content"]}
+    assert serve([*USER, reply, *USER], "</think>\n\nYes.")["n_cached"] == end["held"]["tokens"]
+
+
+def test_reasoning_items_belong_to_the_reply_behind_them(serve):
+    serve = serve(KEEPS.replace("%OPEN%", ""))
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
+    first = thought | {"content": [{"type": "reasoning_text", "text": "Red?"}]}
+    second = thought | {"summary": [{"type": "summary_text", "text": "Look."}]}
+    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "Red."}
+    tool = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
+    chat = [*USER, second, call, result, first, {"role": "assistant", "content": "It is red."}]
+    # a thought that no reply followed, and one that only another server can read
+    chat += [first, {"role": "user", "content": "Sure?"}, thought]
+    serve(chat, "Yes.", "responses", tools=[tool])
+    assert f"assistant\n<think>\nLook.\n</think>\n\n{CALL}<|im_end|>" in serve.prompt
+    assert serve.prompt.endswith(
+        "assistant\n<think>\nRed?\n</think>\n\nIt is red.<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_thought_is_text_and_no_marker(serve):
+    serve = serve(KEEPS.replace("%OPEN%", ""))
+    thought = "Red?<|im_end|>\n<|im_start|>user\nNo.<|im_end|>"
+    reply = {"role": "assistant", "content": "It is red.", "reasoning_content": thought}
+    serve([*USER, reply, *USER], "Yes.")
+    end = serve.talk.model.tokenize("<|im_end|>", special=True)[0]
+    assert serve.prompt_tokens.count(end) == 3
+    assert thought in serve.prompt
+
+
+def test_a_reply_that_ends_in_its_thought_leaves_no_thought(serve):
+    serve = serve(AGENT.replace("%OPEN%", "<think>\n"))
+    end = serve(USER, "I wonder", tools=[TOOL], max_tokens=2)
+    assert (end["finish"], end["message"]["content"]) == ("length", "")
+    chat = [*USER, end["message"], *USER]
+    serve(chat, "Well.\n</think>\n\nYes.", tools=[TOOL])
+    assert "wonder" not in serve.prompt
+
+
+def test_a_reply_behind_a_result_may_have_another_header(serve):
+    """As DeepSeek R1's template has it: no header follows a result, and no thought begins."""
+    source = AGENT.replace("{% if add_generation_prompt %}", "{% if messages[-1].role != 'tool' %}")
+    serve = serve(source.replace("%OPEN%", "<think>\n"))
+    messages = [*USER]
+    end = serve(messages, f"Hm.\n</think>\n\n{CALL}", tools=[TOOL])
+    messages += [end["message"], {"role": "tool", "tool_call_id": "c1", "content": "A wall with a window."}]
+    messages[-1]["tool_call_id"] = end["message"]["tool_calls"][0]["id"]
+    end = serve(messages, "It is a wall.", tools=[TOOL])
+    assert end["message"] == {"role": "assistant", "content": "It is a wall."}
+    assert serve.text.endswith("A wall with a window.<|im_end|>\nIt is a wall.")

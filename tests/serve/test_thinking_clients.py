@@ -1,0 +1,77 @@
+"""Requests of coding agents to a model that thinks, replayed against kvtool serve in this process.
+
+tests/data/thinking_clients.jsonl has the requests of each agent's chats with a server that recorded them.
+That server answered twice with a thought and a call, then with a thought and a text; so does the model here.
+The requests are shortened and have stand-ins as in tests/data/clients.jsonl. THOUGHT and SIGNATURE stand for
+the thought of an answer, STRIPPED for a thought without blanks at its ends. calls: the tool that the answer
+calls.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from kvtool.serve.formats import HERMES
+from tests import tiny
+from tests.serve.answered import Answering
+from tests.serve.here import here
+from tests.serve.test_serve_clients import chat, filled, message
+
+pytestmark = pytest.mark.engine
+
+_ALL = [
+    json.loads(line)
+    for line in (Path(__file__).parents[1] / "data/thinking_clients.jsonl").read_text().splitlines()
+]
+LOGS = {client: list(lines) for client, lines in groupby(_ALL, lambda line: line["client"])}
+
+KEEPS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<tool_call><|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content | trim }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls %}\n<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+"""A template that opens a thought in the reply header, and shows the thoughts of all earlier replies."""
+
+
+@pytest.fixture(scope="module")
+def server(smollm2, tmp_path_factory):
+    path = tmp_path_factory.mktemp("thinker") / "thinker.gguf"
+    tiny.write_like(smollm2, path, chat_template=KEEPS)
+    with here(path, budget="1024") as server:
+        yield server
+
+
+def test_all_agents_but_continue_send_thoughts_back():
+    senders = {line["client"] for line in _ALL if re.search('"(THOUGHT|STRIPPED) ', json.dumps(line["body"]))}
+    assert LOGS.keys() - senders == {"continue 1.5.47"}
+
+
+@pytest.mark.parametrize("client", LOGS)
+def test_thought_answer_and_calls_come_apart_and_a_thought_that_comes_back_is_read(server, client):
+    model, answers = Answering(server.slots.first, server.site.defaults), []
+    for n, line in enumerate(LOGS[client]):
+        body, name = filled(line["body"], answers), line["calls"]
+        thought, text, call = f"This is thought {n}.", "" if name else f"Answer {n}.", (name, {"n": n})
+        model.dictated = [f"{thought}\n</think>\n\n{HERMES.written([call]) if name else text}"]
+        sent = server.ask(line["path"], body, headers=line["headers"])
+        assert sent.status_code == 200, sent.text
+        assert '"ignored"' not in sent.text
+        answer = (message if line["path"].startswith("/v1/messages") else chat)(sent.text, body)
+        assert (answer.thought.strip(), answer.text) == (thought, text)
+        assert json.loads(answer.call[1]) == call[1] if name else answer.call is None
+        answers.append(answer)
+        sent_back = json.dumps(body["messages"])
+        for earlier in (f"This is thought {i}." for i in range(n)):
+            assert model.prompt.count(earlier) == (earlier in sent_back)
+        if line["follows"] is not None:
+            before = answers[line["follows"]]
+            least = before.n_all if before.thought.strip() in sent_back else before.n_prompt
+            assert answer.n_cached >= least

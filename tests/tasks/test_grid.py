@@ -1,0 +1,372 @@
+"""Grids: which runs there are, what they are compared with, and how a comparison is resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.errors import UsageError
+from kvtool.measure import divergence, grid, perplexity, records, statistics
+from kvtool.measure import run as one
+from kvtool.measure.results import Results
+from kvtool.measure.runner import Runner
+from kvtool.models.header import read
+from kvtool.models.layers import Kind, Layer, Layers
+from kvtool.options.run import TextRun
+from tests.engine.running import open_engine, text
+
+N = 150
+TIMES = {
+    "tokens_per_s",
+    "seconds",
+    "cpu_s",
+    "plan_s",
+    "edit_s",
+    "peak_rss_bytes",
+}
+"""What differs from run to run."""
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(divergence, "_folder", lambda: tmp_path / "logits")
+
+
+@pytest.fixture
+def model(tiny_model):
+    return tiny_model(n_ctx_train=512)
+
+
+@pytest.fixture
+def common(model):
+    what = {"model": str(model), "model_sha256": "m", "text": "t", "text_sha256": "t"}
+    versions = dict.fromkeys(("kvtool", "llama_cpp_python", "patch"), "1")
+    run = TextRun(model=str(model), n_ctx=512, n_batch=64, threads=1)
+    return grid.Common(what | versions, run, N)
+
+
+def changed(common, **change):
+    """The same with other options."""
+    return replace(common, options=replace(common.options, **change))
+
+
+def make(common, wanted, budgets, types=("f16",), **options):
+    info = read(Path(common.options.model))
+    return grid.runs(common, info.n_ctx_train, info.plain_layers, wanted, budgets, types, **options)
+
+
+def named(runs):
+    return [f"{run.label} {run.asked or '-'} {run.options.type_k}" for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "options"),
+    [
+        ("h2o", "h2o", ()),
+        ("h2o:decay=0.999:window=64", "h2o", ("decay=0.999", "window=64")),
+        ("C:/mine.py:x=1", "C:/mine.py", ("x=1",)),
+    ],
+)
+def test_a_policy_has_its_parameters_behind_colons(typed, name, options):
+    assert grid.split_policy(typed) == (name, options)
+
+
+def test_the_grid_goes_budget_by_budget(common):
+    found = make(common, ["h2o", "full", "corm"], ["64", "25%"], ["f16", "q8_0"])
+    assert named(found) == [
+        "full - f16",
+        "full - q8_0",
+        "corm - f16",
+        "h2o 64 f16",
+        "corm 64 f16",
+        "h2o 25% f16",
+        "corm 25% f16",
+    ]
+    assert [run.budget for run in found] == [N, N, 512, 64, 64, 128, 128]
+    assert found[0].options.evict_every is None
+    assert found[3].options.evict_every == 8
+
+
+def test_everything_is_combined_when_asked(common):
+    found = named(make(common, ["full", "h2o"], ["64"], ["q8_0", "f16"], combine=True))
+    assert found == ["full - q8_0", "full - f16", "h2o 64 q8_0", "h2o 64 f16"]
+    assert named(make(common, ["h2o"], ["64"], ["q8_0", "f16"])) == ["h2o 64 q8_0"]
+
+
+def test_what_is_named_twice_is_one_run(common):
+    assert named(make(common, ["h2o", "h2o", "h2o:window=28"], ["64", "64"])) == ["h2o 64 f16"]
+    assert len(make(common, ["h2o", "h2o:window=30"], ["64"])) == 2
+
+
+def test_bytes_are_for_cells_and_the_batch(common):
+    (run,) = make(changed(common, n_batch=100), ["h2o"], ["128KiB"])
+    assert (run.asked, run.budget, run.options.n_batch) == ("128KiB", 256, 64)
+    found = make(common, ["h2o"], ["128KiB"], ["f16", "q8_0"], combine=True)
+    assert [run.budget for run in found] == [256, 256]
+
+
+def test_bytes_are_for_what_is_kept_beside_the_rows_too(common):
+    rows = read(Path(common.options.model)).plain_layers.all
+    # a cell takes 512 bytes, the state as many as 256 cells
+    layers = Layers((*rows, Layer(2, Kind.RECURRENT, 2, 0, 0, 0, 256 * 512)))
+    found = grid.runs(common, 512, layers, ["h2o"], ["256KiB", "384KiB"], ["f16"])
+    assert [run.budget for run in found] == [256, 512]
+    with pytest.raises(UsageError, match=r"its smallest cache \(256 tokens\) takes 256\.0 KiB"):
+        grid.runs(common, 512, layers, ["h2o"], ["255KiB"], ["f16"])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "budget", "kind", "change", "words"),
+    [
+        ("nope", "64", "f16", {}, "unknown policy"),
+        ("h2o:sinkz=1", "64", "f16", {}, "no parameter"),
+        ("streamingllm", "3", "f16", {}, "a budget of 3 is too small for streamingllm; use at least 6"),
+        ("h2o", "many", "f16", {}, "a budget is a number of tokens"),
+        ("h2o", "513", "f16", {}, "the context is 512 tokens"),
+        (
+            "h2o",
+            "1KiB",
+            "f16",
+            {},
+            "1KiB is too small for this model: its smallest cache .256 tokens. takes 128",
+        ),
+        (
+            "buzz:kept=true",
+            "256KiB",
+            "f16",
+            {},
+            "--budget 256KiB: .* bytes would not bound it; give it in tokens",
+        ),
+        ("buzz:kept=true", "200", "f16", {}, "a budget of at most that, not 200, which takes 525"),
+        ("h2o", "64", "q8_0", {"flash": "off"}, "flash attention"),
+        ("h2o", "64", "q4_0", {"positions": "in-cache"}, "lose too much precision"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_it_is_run(common, wanted, budget, kind, change, words):
+    with pytest.raises(UsageError, match=words):
+        make(changed(common, **change), [wanted], [budget], [kind])
+
+
+def test_a_type_has_to_fit_all_heads_that_have_cells(common):
+    small = Layers((Layer(0, Kind.ROWS, 0, 2, 48, 32, 0),))
+    with pytest.raises(
+        UsageError, match="^K cannot be q8_0: the model's head size of 48 is not a multiple of"
+    ):
+        grid.runs(common, 512, small, ["h2o"], ["64"], ["q8_0"])
+
+
+def test_full_is_never_turned(common):
+    (run,) = make(changed(common, positions="in-cache"), ["full"], [], ["q4_0"])
+    assert run.options.positions == "auto"
+
+
+def test_shards_are_the_grid_between_them(common):
+    found = make(common, ["full", "h2o", "buzz"], ["64", "128"])
+    parts = [grid.shard(found, f"{i}/3") for i in (1, 2, 3)]
+    assert [len(part) for part in parts] == [2, 2, 1]
+    assert sorted(map(id, sum(parts, []))) == sorted(map(id, found))
+    for wrong in ("0/3", "4/3", "1", "a/b", "1/0"):
+        with pytest.raises(UsageError, match="a shard is"):
+            grid.shard(found, wrong)
+
+
+# records
+
+
+def record(common, run, sums, **more):
+    what = {"nll": sum(sums) / N, "nll_blocks": sums, "n_scored": N - 1}
+    return grid.identity(common, run) | what | more
+
+
+def blocks(seed):
+    n = len(statistics.block_counts(N - 1))
+    return np.random.default_rng(seed).random(n).tolist()
+
+
+def test_a_difference_is_that_of_blocks_to_the_best_other_of_the_group(common):
+    runs = make(common, ["full", "h2o", "buzz", "local"], ["64", "128"])
+    results = Results(common, runs)
+    sums = {run: blocks(i) for i, run in enumerate(runs)}
+    results.of_run = {run: record(common, run, sums[run]) for run in runs}
+    found = dict(zip(runs, results.finished(), strict=True))
+    assert found[runs[0]]["best_other"] is None
+    for run in runs[1:]:
+        others = [other for other in runs if other.asked == run.asked and other is not run]
+        best = min(others, key=lambda other: sum(sums[other]))
+        assert found[run]["best_other"] == best.label
+        difference = np.subtract(sums[run], sums[best])
+        mean, error = statistics.mean_error(*statistics.joined(difference, statistics.block_counts(N - 1)))
+        assert found[run]["nll_minus_best"] == mean
+        assert found[run]["nll_minus_best_stderr"] == error
+
+
+def test_a_file_gives_back_the_grid_s_runs_and_keeps_the_others(common):
+    runs = make(common, ["h2o", "buzz"], ["64"])
+    stranger = record(replace(common, n_tokens=N + 1), runs[0], blocks(0))
+    failed = grid.identity(common, runs[1]) | {"error": "no"}
+    mended = record(common, runs[1], blocks(1))
+    results = Results(common, runs)
+    results.take([stranger, failed, mended, failed])
+    assert results.others == [stranger]
+    assert results.missing() == [runs[0]]
+    assert results.failed() == []
+    assert results.of_run == {runs[1]: mended}
+    results.take([grid.identity(common, runs[0]) | {"error": "no"}])
+    assert results.missing() == results.failed() == [runs[0]]
+    assert results.finished()[0]["error"] == "no"
+
+
+def test_what_has_no_divergence_is_missing_where_that_is_wanted(common):
+    (run,) = make(common, ["h2o"], ["64"])
+    without, whole = (record(common, run, blocks(0), kl=kl) for kl in (None, 0.5))
+    for there in ([without], [without, whole], [whole, without]):
+        results = Results(common, [run])
+        results.take(there)
+        assert results.missing() == []
+        assert results.missing(kl=True) == ([] if whole in there else [run])
+        assert results.of_run == {run: there[0] if whole not in there else whole}
+
+
+def test_a_policy_s_own_file_is_known_by_what_is_in_it(common, tmp_path):
+    path = tmp_path / "mine.py"
+    keys = []
+    for comment in "ab":
+        path.write_text(f"from kvtool.policies.local import POLICY  # {comment}\n")
+        (run,) = make(common, [str(path)], ["64"])
+        keys.append(records.key(grid.identity(common, run), grid.KEY))
+    assert keys[0] != keys[1]
+    # the file may be edited or deleted meanwhile
+    path.unlink()
+    assert records.key(grid.identity(common, run), grid.KEY) == keys[1]
+
+
+def test_another_device_is_another_run(common):
+    grids = [changed(common, gpu_layers=n) for n in (None, 0)]
+    keys = [records.key(grid.identity(each, *make(each, ["h2o"], ["64"])), grid.KEY) for each in grids]
+    assert keys[0] != keys[1]
+
+
+def test_only_a_policy_that_recalls_is_another_run_with_another_archive(common):
+    grids = [changed(common, **change) for change in ({}, {"archive": "100"}, {"archive_type": "f16"})]
+    keys = {
+        name: {records.key(grid.identity(each, *make(each, [name], ["64"])), grid.KEY) for each in grids}
+        for name in ("h2o", "recall")
+    }
+    assert {name: len(found) for name, found in keys.items()} == {"h2o": 1, "recall": 3}
+
+
+# running
+
+
+def measured(common, runs, tokens=None, **options):
+    """Each run's record, and the events before it."""
+    found, seen = {}, {}
+    with Runner(common, text(N) if tokens is None else tokens) as runner:
+        for event in runner.run(runs, **options):
+            if event.record:
+                found[event.run] = event.record
+            else:
+                seen.setdefault(event.run, []).append(event)
+    return found, seen
+
+
+@pytest.mark.engine
+def test_a_run_has_the_numbers_of_perplexity(common):
+    runs = make(common, ["full", "h2o"], ["64", "256"])
+    path = grid.reference(common)
+    of_full, _ = measured(common, runs[:1], against=path, writes=True)
+    found, seen = measured(common, runs[1:], against=path)
+    found |= of_full
+    nll = {}
+    for run in runs:
+        policy = policies.fit(run.options.policy, run.budget)
+        settings = {"type_k": "f16", "type_v": "f16", "flash": "auto", "over_budget": False}
+        with open_engine(common.options.model, policy, **settings) as engine:
+            nll[run] = perplexity.stream(engine, text(N))
+            assert found[run]["cells"] == engine.mean_kv
+            assert found[run]["kv_bytes"] == found[run]["kv_peak_bytes"] == engine.cache_bytes
+            assert found[run]["state_bytes"] == engine.state_bytes
+        assert found[run]["nll"] == pytest.approx(nll[run].mean(), abs=1e-12)
+        assert found[run]["perplexity"] == math.exp(found[run]["nll"])
+        assert found[run]["perplexity_low"] < found[run]["perplexity"] < found[run]["perplexity_high"]
+        assert found[run]["peak_rss_bytes"] > 10_000_000
+    full, h2o, roomy = (found[run] for run in runs)
+    assert (full["kl"], full["top1"], full["nll_minus_full"], full["plan_s"]) == (0, 1, 0, 0)
+    assert h2o["kl"] > 0.01
+    assert roomy["kl"] == pytest.approx(0, abs=1e-6)
+    assert 0 < h2o["top1"] < 1
+    assert h2o["plan_s"] > 0 < h2o["edit_s"]
+    sums = statistics.block_sums(nll[runs[1]] - nll[runs[0]])
+    mean, error = statistics.mean_error(*statistics.joined(sums, statistics.block_counts(N - 1)))
+    assert (h2o["nll_minus_full"], h2o["nll_minus_full_stderr"]) == (
+        pytest.approx(mean),
+        pytest.approx(error),
+    )
+    # 256 cells of f16 keys and values in two layers of two heads of 32, of which 64 are the budget's
+    assert h2o["kv_bytes"] == 4 * h2o["budget_bytes"] == 256 * 2 * 2 * 2 * 32 * 2
+    assert [event.n for event in seen[runs[1]]][-1] == N - 1
+    assert seen[runs[1]][-1].nll == pytest.approx(h2o["nll"])
+
+
+BREAKS = {
+    "ends": ("raise SystemExit(3)", "exit status 3"),
+    "raises": ("raise ValueError('no luck')", "no luck"),
+    "dies": ("import os; os.kill(os.getpid(), 9)", "signal 9; the system may be out of memory"),
+    "crashes": ("import ctypes; ctypes.string_at(0)", "llama.cpp has crashed"),
+    "prints": ('print(\'{"n": "x"}\')', None),
+}
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
+def test_a_run_that_fails_is_a_record_and_not_the_end(common, tmp_path):
+    names = []
+    for name, (what, _) in BREAKS.items():
+        path = tmp_path / f"{name}.py"
+        path.write_text(
+            "from dataclasses import dataclass\n"
+            "from kvtool.policies.local import Local\n"
+            "@dataclass(frozen=True)\n"
+            "class Mine(Local):\n"
+            "    def plan(self, view, state):\n"
+            f"        {what}\n"
+            "        return Local.plan(self, view, state)\n"
+            "POLICY = Mine\n"
+        )
+        names.append(str(path))
+    runs = make(common, [*names, "local"], ["64"])
+    found, _ = measured(common, runs, jobs=2)
+    for run, (_, words) in zip(runs, BREAKS.values(), strict=False):
+        said = found[run].get("error")
+        assert (said is None) if words is None else (words in said), (run.label, said)
+        assert found[run]["policy"] == run.options.policy
+    # the policy that prints gives the same as `local`, which comes last
+    assert found[runs[4]]["nll"] == found[runs[5]]["nll"]
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
+def test_no_process_outlives_its_runner(common):
+    (run,) = make(common, ["h2o"], ["64"])
+    with Runner(replace(common, n_tokens=100_000), np.tile(text(N), 1000)) as runner:
+        events = runner.run([run])
+        next(events)
+        (process,) = runner._running.values()
+        assert process.poll() is None
+    # not by itself, which would take a while
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_job_survives_its_way(common):
+    (run,) = make(common, ["h2o:window=30"], ["64"])
+    job = one.Job(run.options, "t", reference="r")
+    assert (job.options.options, job.options.budget, job.options.evict_every) == (("window=30",), "64", 8)
+    assert one.decode(json.loads(one.encode(job))) == job

@@ -1,0 +1,647 @@
+"""RULER's thirteen tasks: what each asks, how long it is, how it is scored, and when its question is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from contextlib import closing, suppress
+from pathlib import Path
+from uuid import UUID
+
+import numpy as np
+import pytest
+
+from kvtool import policies, tasks
+from kvtool.chats.template import Template
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.errors import InputError, UsageError
+from kvtool.llama.model import Model
+from kvtool.measure import records
+from kvtool.tasks import results as of_items
+from kvtool.tasks._ruler import sources
+from kvtool.tasks._ruler.part import largest
+from kvtool.tasks.haystack import FILLER
+from kvtool.tasks.reader import Reader
+from kvtool.tasks.ruler import PARTS, string_match
+from kvtool.tasks.task import Item
+from tests import tiny
+from tests.cli.called import called
+
+DATA = Path(__file__).parents[1] / "data"
+
+NIAH = {
+    # keys, values, values asked for, and what keys and values are
+    "niah_single_1": (1, 1, 1, "word", "number"),
+    "niah_single_2": (1, 1, 1, "word", "number"),
+    "niah_single_3": (1, 1, 1, "word", "uuid"),
+    "niah_multikey_1": (4, 4, 1, "word", "number"),
+    "niah_multikey_2": (None, None, 1, "word", "number"),
+    "niah_multikey_3": (None, None, 1, "uuid", "uuid"),
+    "niah_multivalue": (1, 4, 4, "word", "number"),
+    "niah_multiquery": (4, 4, 4, "word", "number"),
+}
+
+NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for (\S+) is: (\S+)\.")
+
+ESSAYS = {
+    "b.txt": "Writing is hard. Is it? Most of it is; the rest is rewriting!\n\n",
+    "a.txt": "A town had a mill.\nIt stood by the river. " * 30,
+}
+
+
+@pytest.fixture
+def listed(monkeypatch):
+    """Words in place of wonderwords'."""
+    made = {kind: [f"{kind}{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(600)] for kind in KINDS}
+    monkeypatch.setattr(sources, "_words", made.get)
+
+
+KINDS = ("noun", "adjective", "verb")
+
+
+@pytest.fixture(scope="module")
+def model(smol):
+    with closing(Model(smol)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def given(tmp_path):
+    """The parameters that name files."""
+    (tmp_path / "essays").mkdir()
+    for name, text in ESSAYS.items():
+        (tmp_path / "essays" / name).write_text(text)
+    files = {
+        "essays": tmp_path / "essays",
+        "squad": DATA / "squad.json",
+        "hotpotqa": DATA / "hotpotqa_published.json",
+    }
+    return [f"{name}={path}" for name, path in files.items()]
+
+
+@pytest.fixture
+def items_of(model, given, listed):
+    """The items of one part, with these parameters."""
+
+    def make(name, *more, length=1200, repeats=1):
+        task = tasks.make(
+            "ruler", [*given, f"tasks={name}", f"lengths={length}", f"repeats={repeats}", *more]
+        )
+        return task.items([], model)
+
+    return make
+
+
+def n_token(model, item):
+    return len(model.tokenize(f"{item.prompt} {item.opening}", start=True))
+
+
+# definitions
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_sample_fills_its_length_and_is_the_seeds(name, items_of, model):
+    length = 4096 if name == "cwe" else 1200
+    items = items_of(name, length=length, repeats=2)
+    assert [item.id for item in items] == [f"{name}-{length}-{i}" for i in range(2)]
+    assert items == items_of(name, length=length, repeats=2)
+    assert items[0].prompt != items[1].prompt
+    # of two documents there are few orders
+    others = (items_of(name, f"seed={seed}", length=length)[0].prompt for seed in (1, 2, 3))
+    assert any(other != items[0].prompt for other in others)
+    for item in items:
+        assert item.prompt.endswith(item.question)
+        assert item.references
+        room = length - PARTS[name].n_max - n_token(model, item)
+        assert room >= 0
+        # one more line, sentence, or word that appears three times; documents end before that
+        assert room < 100 or name.startswith("qa")
+
+
+@pytest.mark.parametrize("name", NIAH)
+def test_needles_are_hidden_as_many_as_are_defined(name, items_of):
+    n_key, n_value, n_asked, key_kind, value_kind = NIAH[name]
+    (item,) = items_of(name)
+    found = NEEDLE.findall(item.prompt)
+    values = {key: [value for _, other, value in found if other == key] for _, key, _ in found}
+    if n_key:
+        assert len(values) == n_key
+        assert len(found) == n_value
+    else:
+        # every line is one
+        assert len(values) == len(found) == item.prompt.count("\n") - 1 > 5
+    assert {kind for kind, _, _ in found} == {f"{value_kind}s"}
+    asked = [key for key in values if re.search(rf"\b{key}\b", item.question)]
+    assert sorted(item.references) == sorted(value for key in asked for value in values[key])
+    assert len(item.references) == n_asked
+    for value in item.references:
+        assert re.fullmatch(r"\d{7}", value) if value_kind == "number" else UUID(value).version == 4
+    for key in asked:
+        assert re.fullmatch("adjective..-noun..", key) if key_kind == "word" else UUID(key).version == 4
+
+
+def test_needles_are_in_the_text_that_they_are_defined_for(items_of):
+    def around(name):
+        (item,) = items_of(name)
+        text = item.prompt.removesuffix(item.question).split("\n", 1)[1].removesuffix("\n")
+        # with the blank or the line's end behind it
+        return NEEDLE.sub("", text).replace("  ", " ").replace("\n\n", "\n").strip()
+
+    assert set(around("niah_single_1").split("\n")) == {FILLER}
+    # in the order of their files' names
+    whole = " ".join("".join(ESSAYS[name] for name in sorted(ESSAYS)).split())
+    whole = f"{whole} {whole}"
+    for name in ("niah_single_2", "niah_multikey_1", "niah_multivalue", "niah_multiquery"):
+        text = around(name)
+        assert len(text) > len(whole) / 2
+        assert whole.startswith(text) or text.startswith(whole)
+
+
+def test_one_value_is_asked_for_in_the_singular_and_several_in_the_plural(items_of):
+    (item,) = items_of("niah_single_3")
+    start = (
+        "A special magic uuid is hidden within the following text. Make sure to memorize it. I will quiz you"
+    )
+    assert item.prompt.startswith(f"{start} about the uuid afterwards.\n")
+    ((_, key, _),) = NEEDLE.findall(item.prompt)
+    assert item.question == f"What is the special magic uuid for {key} mentioned in the provided text?"
+    assert item.opening == f"The special magic uuid for {key} mentioned in the provided text is"
+    (item,) = items_of("niah_multiquery")
+    start = (
+        "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will"
+    )
+    assert item.prompt.startswith(f"{start} quiz you about the numbers afterwards.\n")
+    values = {value: key for _, key, value in NEEDLE.findall(item.prompt)}
+    a, b, c, d = (values[value] for value in item.references)
+    asked = f"the special magic numbers for {a}, {b}, {c}, and {d} mentioned in the provided text"
+    assert item.question == f"What are all {asked}?"
+    assert item.opening == f"T{asked[1:]} are"
+
+
+def test_a_chain_of_variables_is_hidden_behind_a_solved_one(items_of, model):
+    (item,) = items_of("vt", length=2000)
+    start = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+    empty, solved, own = item.prompt.split(start)
+    assert not empty
+    assert len(model.tokenize(f"{start}{solved}", start=True)) <= 501
+    sizes = []
+    for text, n_letter in ((solved, 3), (f"{own} {item.opening}", 5)):
+        question = re.search(
+            r"\nQuestion: Find all variables that are assigned the value (\d{5}) in the text above\. "
+            r"Answer: According to the chain\(s\) of variable assignment in the text above, 5 variables are "
+            r"assigned the value (\d{5}), they are: ",
+            text,
+        )
+        lines = text[: question.start()].split("\n")
+        said = [line for line in lines if line.startswith("VAR ")]
+        assert {line for line in lines if line not in said} == {FILLER}
+        first, *others = (line.split() for line in said)
+        assert first[3] == question[1] == question[2]
+        chain = [first[1]]
+        for _, name, _, _, before in others:
+            assert before == chain[-1]
+            chain.append(name)
+        assert len(set(chain)) == 5
+        assert {len(name) for name in chain} == {n_letter}
+        if n_letter == 3:
+            assert text[question.end() :].split() == chain
+        else:
+            assert list(item.references) == chain
+        sizes.append(len(lines))
+    assert 10 <= sizes[0] < sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("length", "often", "solved_often"), [(1200, {6, 1}, {3, 1}), (4096, {30, 3}, {10, 3})]
+)
+def test_ten_words_of_a_list_are_the_common_ones(length, often, solved_often, items_of):
+    (item,) = items_of("cwe", length=length)
+    question = "Question: What are the 10 most common words in the above list?"
+    assert item.question == question
+    opening = "Answer: The top 10 words that appear most often in the list are:"
+    assert item.opening == opening
+    solved, own = item.prompt.removesuffix(question).split(f"\n{question} {opening} ")
+    right, _, own = own.partition("\n")
+    for text, answers, counts in (
+        (solved, re.findall(r"\d+\. (\w+)", right), solved_often),
+        (own, list(item.references), often),
+    ):
+        intro, _, listed = text.strip().partition("\n")
+        assert intro.startswith("Below is a numbered list of words.")
+        numbers, found = zip(*(each.split(". ") for each in re.findall(r"\d+\. \w+", listed)), strict=True)
+        assert list(map(int, numbers)) == list(range(1, len(found) + 1))
+        of = Counter(found)
+        assert set(of.values()) == counts
+        assert sorted(answers) == sorted(word for word, n in of.items() if n == max(counts))
+        assert len(answers) == 10
+        # they are mixed
+        assert list(found) != sorted(found, key=of.__getitem__, reverse=True)
+
+
+def test_the_three_most_frequent_coded_words_follow_the_dots(items_of):
+    (item,) = items_of("fwe")
+    found = re.findall(r"\.\.\.|\b[a-z]{6}\b", item.prompt.split("coded words. ")[1].split("\n")[0])
+    of = Counter(found)
+    (dots, n_dots), *ranked = of.most_common()
+    assert dots == "..."
+    assert [word for word, _ in ranked[:3]] == list(item.references)
+    # zeta's law with alpha 2, rounded down
+    n_word = [n for n in range(10, 5000) if int(n * 6 / np.pi**2) == n_dots]
+    counts = [n_dots, *(n for _, n in ranked)]
+    assert any(counts == [int(n / k**2 * 6 / np.pi**2) for k in range(1, len(counts) + 1)] for n in n_word)
+    assert item.question.startswith(
+        "Question: Do not provide any explanation. Please ignore the dots '....'."
+    )
+
+
+def test_documents_of_the_same_article_are_the_first_to_join(items_of):
+    articles = json.loads((DATA / "squad.json").read_text())["data"]
+    asked = {
+        q["question"]: (paragraph["context"], [other["context"] for other in article["paragraphs"]], q)
+        for article in articles
+        for paragraph in article["paragraphs"]
+        for q in paragraph["qas"]
+    }
+    items = [item for n in (140, 155, 170, 1200) for item in items_of("qa_1", length=n, repeats=4)]
+    seen, counts = [], set()
+    for item in items:
+        own, near, question = asked[item.question.split("Question: ")[1]]
+        assert not question["is_impossible"]
+        seen.append(question["question"])
+        assert list(item.references) == [answer["text"] for answer in question["answers"]]
+        documents = re.findall(r"^Document (\d+):\n(.+)$", item.prompt, re.M)
+        assert [int(number) for number, _ in documents] == list(range(1, len(documents) + 1))
+        texts = [text for _, text in documents]
+        assert own in texts
+        assert len(set(texts)) == len(texts)
+        counts.add(len(texts))
+        if len(texts) > len(near):
+            assert set(near) < set(texts)
+        else:
+            assert set(texts) <= set(near)
+    assert counts >= {1, 2, 3, 5}
+    # of one length no question is asked twice
+    assert all(len(set(seen[i : i + 4])) == 4 for i in range(0, 16, 4))
+
+
+@pytest.mark.parametrize("file", ["hotpotqa_published.json", "hotpotqa.jsonl"])
+def test_a_question_is_asked_of_its_documents(file, items_of):
+    for item in items_of("qa_2", f"hotpotqa={DATA / file}", repeats=2):
+        if "bridges" in item.question:
+            assert list(item.references) == ["no"]
+        if "Port Hale" in item.question:
+            assert "Port Hale\nPort Hale has a ferry. It lands at Skerry." in item.prompt
+        assert item.prompt.count("Only give me the answer and do not output any other words.") == 2
+        assert item.question.startswith("Answer the question based on the given documents.")
+        assert "\n\nThe following are given documents.\n\nDocument 1:\n" in item.prompt
+        assert item.opening == "Answer:"
+
+
+def test_all_documents_of_a_question_stay(items_of):
+    counts = []
+    for length in range(120, 180, 2):
+        # the first record that is drawn has two
+        with suppress(InputError):
+            (item,) = items_of("qa_2", f"hotpotqa={DATA / 'hotpotqa.jsonl'}", length=length)
+            assert "clockmaker" in item.question
+            counts.append(len(re.findall("^Document", item.prompt, re.M)))
+    assert set(counts) == {2, 3}
+    assert len(counts) < 30
+
+
+def test_more_questions_than_the_file_has_are_refused(items_of):
+    with pytest.raises(InputError, match="the file for qa_2 has 2 questions; choose fewer repeats"):
+        items_of("qa_2", repeats=3)
+
+
+def test_too_short_a_length_is_refused_with_the_least(items_of):
+    with pytest.raises(InputError, match="niah_single_1 does not fit into 150 tokens") as refused:
+        items_of("niah_single_1", length=150)
+    # draws of another length differ by some tokens
+    least = int(re.search(r"takes about (\d+)", str(refused.value))[1])
+    assert len(items_of("niah_single_1", length=least + 32)) == 1
+    with pytest.raises(InputError, match="takes about"):
+        items_of("niah_single_1", length=least - 32)
+
+
+@pytest.mark.parametrize("answer", [1, 2, 3, 4, 5, 9, 10, 11, 97, 98])
+@pytest.mark.parametrize("least", [1, 5])
+@pytest.mark.parametrize("most", [98, 200])
+def test_the_largest_that_fits_is_found(answer, least, most):
+    expected = max(answer, least)
+    asked = []
+
+    def fits(n):
+        assert least < n <= most
+        asked.append(n)
+        return n <= answer
+
+    assert largest(fits, least, most) == min(expected, most)
+    assert len(asked) < 14
+
+
+def test_words_are_wonderwords():
+    pytest.importorskip("wonderwords")
+    nouns = sources._words("noun")
+    assert "creme brulee" in nouns
+    assert len(nouns) > 6000
+    assert len({*nouns, *sources._words("adjective"), *sources._words("verb")}) > 8000
+
+
+# scores
+
+
+@pytest.mark.parametrize(
+    ("references", "output", "all_of_them", "any_of_them"),
+    [
+        (["12", "34"], " 12 and 34.", 1, 1),
+        (["12", "34"], " 34.", 0.5, 1),
+        (["Ada Quill", "A. Quill"], "it was ADA QUILL", 0.5, 1),
+        (["a", "b", "c", "d"], "", 0, 0),
+        (["two words"], "two\nwords", 0, 0),
+        (["two\nwords"], "two\twords", 1, 1),
+    ],
+)
+def test_answers_are_matched_as_by_ruler(references, output, all_of_them, any_of_them):
+    assert string_match(output, references, is_any=False) == all_of_them
+    assert string_match(output, references, is_any=True) == any_of_them
+
+
+class Says:
+    """A reader whose model always says the same."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def ask(self, prompt, n_answer, *, question, opening):
+        self.asked = prompt, n_answer, question, opening
+        return 7
+
+    def write(self, n_max):
+        self.n_max = n_max
+        return self.text
+
+
+@pytest.mark.parametrize(
+    ("name", "n_max", "score"), [("niah_multiquery", 128, 0.5), ("vt", 30, 0.5), ("qa_1", 32, 1)]
+)
+@pytest.mark.parametrize("when", ["known", "after"])
+def test_an_answer_is_asked_for_and_scored_by_its_task(name, n_max, score, when, given):
+    task = tasks.make("ruler", [*given, f"question={when}"])
+    item = Item(
+        "x", "text question?", ["12", "34"], about={"part": name}, question="question?", opening="It is"
+    )
+    reader = Says(" 12 or 43")
+    answer = task.answer(item, reader)
+    assert answer.scores == {"string_match": score}
+    assert answer.about == {"first_tokens": 7}
+    question = "question?" if when == "after" else ""
+    assert reader.asked == ("text question?", n_max, question, "It is")
+    assert reader.n_max == n_max
+
+
+def test_an_average_is_of_the_tasks_means(given):
+    scores = [("vt", 8, [1.0, 0.0, 0.5]), ("cwe", 8, [0.2]), ("vt", 4, [1.0])]
+    found = [
+        {"part": name, "length": length, "scores": {"string_match": score}}
+        for name, length, of in scores
+        for score in of
+    ]
+    found.append({"part": "cwe", "length": 8, "scores": {}})
+    assert tasks.make("ruler", given).summary(found) == {
+        "average of 2 tasks, 8 tokens": pytest.approx(0.35),
+    }
+
+
+# what cannot work
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["tasks=vt,wt"], "unknown RULER task wt; choose from niah_single_1"),
+        (["tasks=vt", "lengths=0"], "lengths must be numbers of tokens"),
+        (["tasks=vt", "repeats=0"], "repeats must be at least 1"),
+        (["tasks=vt", "question=before"], "question must be known or after, got 'before'"),
+        ([], "niah_single_2 needs a folder of Paul Graham's essays: --set essays=FOLDER; --set tasks="),
+        (["essays=x"], "qa_1 needs SQuAD's dev-v2.0.json: --set squad=FILE"),
+        (["tasks=vt,qa_2"], "qa_2 needs HotpotQA's hotpot_dev_distractor_v1.json"),
+    ],
+)
+def test_wrong_parameters_are_one_line(given, words):
+    with pytest.raises(UsageError, match=f"ruler: {words}") as error:
+        tasks.make("ruler", given)
+    assert "\n" not in str(error.value)
+
+
+def test_wonderwords_is_needed_only_for_tasks_with_words():
+    assert tasks.make("ruler", ["tasks=vt,fwe,niah_multikey_3"]).packages == ()
+    assert tasks.make("ruler", ["tasks=vt,cwe"]).packages == ("wonderwords",)
+    assert tasks.make("ruler", ["tasks=niah_single_1"]).packages == ("wonderwords",)
+
+
+@pytest.mark.parametrize(
+    ("files", "more", "words"),
+    [
+        (["x"], ["tasks=fwe"], "ruler takes its files as parameters: a folder of Paul Graham's essays"),
+        ([], ["tasks=niah_single_2", "essays={tmp}/none"], "cannot read"),
+        ([], ["tasks=niah_single_2", "essays={tmp}/empty"], "no text in"),
+        ([], ["tasks=qa_1", "squad={tmp}/none"], "cannot read"),
+        ([], ["tasks=qa_1", f"squad={DATA / 'qmsum.jsonl'}"], "has a layout that ruler's qa_1 does not know"),
+        (
+            [],
+            ["tasks=qa_2", f"hotpotqa={DATA / 'squad.json'}"],
+            "has a layout that ruler's qa_2 does not know",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("listed")
+def test_files_that_do_not_do_are_one_line(files, more, words, model, tmp_path):
+    (tmp_path / "empty").mkdir()
+    task = tasks.make("ruler", [each.format(tmp=tmp_path) for each in more])
+    with pytest.raises(InputError, match=words) as error:
+        task.items(files, model)
+    assert "\n" not in str(error.value)
+
+
+# when the question is read
+
+TEXT = "the heron stood by the mill and the mill stood by the river " * 4
+QUESTIONS = ("Where did the heron stand?", "What else is there to say of it?")
+
+
+def reader_of(model, policy, *, chat=False, **settings):
+    """64 cells if the policy evicts: 24 after an eviction, and the next one is 40 tokens away."""
+    fitted = policies.fit("full", 1024) if policy == "full" else policies.fit(policy, 64, 40)
+    template = Template(tiny.CHAT_TEMPLATE, "", "") if chat else None
+    return Reader(model, lambda n, n_answer: fitted, Settings(n_batch=32, n_threads=1, **settings), template)
+
+
+@pytest.fixture(scope="module")
+def bytewise(tiny_model):
+    """A small random model most of whose tokens are bytes."""
+    with closing(Model(tiny_model(chat_template=tiny.CHAT_TEMPLATE))) as opened:
+        yield opened
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+def test_text_question_and_opening_are_one_prompt(bytewise, chat, after, monkeypatch):
+    said = []
+    monkeypatch.setattr(Engine, "read", lambda self, tokens, **_: said.append(bytes(tokens.tolist())))
+    with closing(reader_of(bytewise, "full", chat=chat)) as reader:
+        monkeypatch.setattr(bytewise, "tokenize", lambda text, **_: np.frombuffer(text.encode(), np.uint8))
+        question = QUESTIONS[0] if after else ""
+        n_first = reader.ask(f"{TEXT}{QUESTIONS[0]}", 8, question=question, opening="It ")
+        n_read = reader.n_read
+    before, between = ("[u]", "[e][a]") if chat else ("", " ")
+    whole = f"{before}{TEXT}{QUESTIONS[0]}{between}It "
+    first = f"{before}{TEXT}"
+    assert b"".join(said).decode() == whole
+    assert n_read == len(whole)
+    assert said[0].decode() == (first if after else whole)
+    assert n_first == len(said[0])
+
+
+@pytest.mark.engine
+def test_a_token_of_text_and_question_is_the_questions(model, monkeypatch):
+    read = []
+    monkeypatch.setattr(Engine, "read", lambda self, tokens, **_: read.append(tokens))
+    with closing(reader_of(model, "full")) as reader:
+        reader.ask("A mill, a town, a riverbank", 8, question="verbank")
+    assert [b"".join(map(model.piece, part.tolist())) for part in read] == [
+        b"A mill, a town, a",
+        b" riverbank",
+    ]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova"])
+def test_what_a_text_leaves_does_not_know_a_question_that_comes_after(bytewise, policy):
+    def held(known):
+        found = []
+        with closing(reader_of(bytewise, policy, prefill="whole")) as reader:
+            for question in QUESTIONS:
+                n = reader.ask(TEXT + question, 8, question="" if known else question, opening="It")
+                assert (n == reader.n_read) is known
+                n_text = len(bytewise.tokenize(TEXT, start=True))
+                assert known or n == n_text
+                pos = reader.engine.cells().pos
+                found.append([sorted(row[(row >= 0) & (row < n_text)]) for row in pos])
+                # the budget holds while the question is read
+                assert reader.engine.cells().live.max() < 64
+        return found
+
+    first, second = held(known=False)
+    assert first == second
+    assert {len(row) for row in first} == {24}
+    first, second = held(known=True)
+    assert first != second
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_full_cache_answers_alike_in_both_ways(bytewise, chat):
+    with closing(reader_of(bytewise, "full", chat=chat, type_k="f32", type_v="f32", flash="off")) as reader:
+        written = []
+        for question in ("", QUESTIONS[0]):
+            reader.ask(TEXT + QUESTIONS[0], 16, question=question, opening="It")
+            written.append(reader.write(16))
+    assert written[0] == written[1] != ""
+
+
+@pytest.mark.engine
+def test_a_prompt_beyond_the_full_cache_is_refused(bytewise):
+    with (
+        closing(reader_of(bytewise, "full")) as reader,
+        pytest.raises(InputError, match=r"the prompt \(1,1.. tokens\) does not fit in the full cache"),
+    ):
+        reader.ask(TEXT * 5, 8, question="river ")
+
+
+# records and the command
+
+
+def test_another_opening_is_another_record(tmp_path):
+    about = {"task": "ruler"}
+    items = [Item("1", "text", opening=opening) for opening in ("", "It is", "They are")]
+    hashes = {of_items.Results(about, [item])._what(item)["item_sha256"] for item in items}
+    assert len(hashes) == 3
+
+
+@pytest.mark.engine
+def test_the_end_of_a_text_is_no_reply_header(tiny_model, monkeypatch):
+    """What stays as the header is what comes before the answer; before the question there is none."""
+    held = []
+    read = Engine.read
+    monkeypatch.setattr(
+        Engine, "read", lambda self, *part, **more: (held.append(self.n_held), read(self, *part, **more))[1]
+    )
+    path = tiny_model(chat_template=tiny.CHAT_TEMPLATE)
+    policy = policies.fit("h2o", 128)
+    with closing(Model(path)) as model:
+        template = Template(tiny.CHAT_TEMPLATE, "", "")
+        n = len(model.tokenize(template.reply_start(), special=True))
+        with closing(Reader(model, lambda *_: policy, Settings(), template)) as reader:
+            reader.ask("some text. what?", 8, question=" what?")
+            reader.ask("some text. what?", 8)
+    assert n > 0
+    assert held == [0, n, n]
+
+
+SMALL = ("--set", "tasks=fwe,niah_multikey_3,qa_2", "--set", "lengths=1500", "--set", "repeats=2", "-t", 1)
+HOTPOT = ("--set", f"hotpotqa={DATA / 'hotpotqa.jsonl'}")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("when", ["known", "after"])
+def test_each_task_has_its_score_and_interval(when, tiny_model, tmp_path):
+    out = tmp_path / "out.jsonl"
+    path = tiny_model(chat_template=tiny.CHAT_TEMPLATE)
+    command = ("eval", "ruler", "-m", path, *SMALL, *HOTPOT, "--set", f"question={when}")
+    how = ("--policy", "h2o", "--budget", "25%")
+    done = called(*command, *how, "--json", out)
+    assert done.returncode == 0, done.stderr
+    found = records.read(out)
+    names = ["niah_multikey_3", "fwe", "qa_2"]
+    # each task in turn
+    assert [record["part"] for record in found] == names * 2
+    for record in found:
+        assert record["chat"] is True
+        assert record["task_params"]["question"] == when
+        n_most = 1500 - PARTS[record["part"]].n_max + len("[u][e][a]") + 1
+        assert record["prompt_tokens"] <= n_most
+        assert record["budget_cells"] == record["prompt_tokens"] // 4
+        assert (record["first_tokens"] == record["prompt_tokens"]) is (when == "known")
+        score = string_match(record["output"], record["references"], is_any=record["part"] == "qa_2")
+        assert record["scores"] == {"string_match": score}
+    table = done.stdout.split("string_match by part and length")[1].split("\n")
+    assert [line.split()[0] for line in table if line] == ["part", *sorted(names)]
+    assert table[2].split() == ["part", "1500", "95", "%", "interval", "items"]
+    assert table[3].split() == ["fwe", "0.000", "0.000", "to", "0.658", "2"]
+    assert "average of 3 tasks, 1500 tokens: 0" in done.stdout
+    done = called(*command, *how, "--json", "-")
+    by = json.loads(done.stdout.splitlines()[-1])["by"]
+    assert [(each["part"], each["length"]) for each in by] == [(name, 1500) for name in sorted(names)]
+    assert by[0]["string_match"] == {"mean": 0, "low": 0, "high": pytest.approx(0.658, abs=1e-3), "n": 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ([], 2, "ruler: niah_single_2 needs a folder of Paul Graham's essays: --set essays=FOLDER"),
+        (
+            ["--set", "tasks=vt", "--set", "length=9"],
+            2,
+            "there is no parameter 'length'; its parameters: tasks",
+        ),
+    ],
+)
+def test_what_cannot_work_is_one_line(arguments, code, words):
+    done = called("eval", "ruler", *arguments)
+    assert done.returncode == code
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1

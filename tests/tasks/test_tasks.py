@@ -1,0 +1,636 @@
+"""What all tasks share: reading under a policy, hiding facts, resuming from records, the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+from collections import Counter
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from kvtool import policies, tasks
+from kvtool.chats.prompt import template_of
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.errors import InputError, StreamEnd, UsageError
+from kvtool.kernels.likelihood import token_nll
+from kvtool.llama.model import Model
+from kvtool.measure import perplexity, records
+from kvtool.tasks import haystack
+from kvtool.tasks import results as of_items
+from kvtool.tasks.reader import Reader
+from kvtool.tasks.task import Answer, Item, Task
+from tests import forked
+from tests.cli.called import called
+from tests.cli.test_cli import KVTOOL, kvtool
+from tests.held import PATIENCE_S, Held
+
+PROMPT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 4
+ANSWER = " The fox looks back once more."
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@contextmanager
+def reading(path, policy="full", budget=None, n_prompt=None, chat=False, **settings):
+    """A reader with exact arithmetic. budget: cells, the same for every prompt."""
+    exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_batch": 32, "n_output": 32}
+    model = Model(path)
+
+    def policy_for(n, n_answer):
+        return policies.fit(policy, budget or n + n_answer)
+
+    template = template_of(model) if chat else None
+    reader = Reader(model, policy_for, Settings(**(exact | settings)), template, n_prompt)
+    try:
+        yield reader
+    finally:
+        reader.close()
+        model.close()
+
+
+def stepwise(model, policy, settings, prompt, answer):
+    """The likelihood of an answer by a fresh engine, token by token."""
+    engine = Engine(model, policy, settings)
+    engine.read(model.tokenize(prompt, start=True))
+    total = 0.0
+    for token in model.tokenize(answer):
+        nll = np.empty(1)
+        token_nll(engine.context.logits()[-1:], np.array([token], np.int32), nll)
+        total -= nll[0]
+        engine.read(np.array([token], np.int32))
+    engine.close()
+    return total
+
+
+# reading
+
+
+@pytest.mark.engine
+def test_with_all_kept_a_likelihood_is_that_of_the_text_as_a_whole(tiny_model):
+    with reading(tiny_model()) as reader:
+        reader.read(PROMPT, 40)
+        found = reader.log_likelihood(ANSWER)
+        tokens = reader.model.tokenize(PROMPT + ANSWER, start=True)
+        settings = Settings(
+            type_k="f32", type_v="f32", flash="off", n_batch=32, n_output=32, over_budget=False
+        )
+        engine = Engine(reader.model, policies.fit("full", len(tokens)), settings)
+        nll = perplexity.stream(engine, tokens)
+        engine.close()
+    assert found.n > 20
+    assert found.logp == pytest.approx(-nll[-found.n :].sum(), abs=1e-3)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", ["h2o", "streamingllm", "snapkv", "weightedkv"])
+def test_a_likelihood_has_the_evictions_that_come_as_if_token_by_token(tiny_model, policy):
+    with reading(tiny_model(), policy, 48) as reader:
+        reader.read(PROMPT, 40)
+        found = reader.log_likelihood(ANSWER)
+        assert reader.engine.n_evicted > 48
+        alone = stepwise(reader.model, policies.fit(policy, 48), reader.settings, PROMPT, ANSWER)
+    assert found.logp == pytest.approx(alone, abs=1e-3)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", ["full", "h2o", "bumblebee"])
+def test_several_answers_follow_one_prompt(tiny_model, policy):
+    with reading(tiny_model(), policy, None if policy == "full" else 48) as reader:
+        apart = []
+        for answer in (ANSWER, " No.", ANSWER):
+            reader.read(PROMPT, 60)
+            apart.append(reader.log_likelihood(answer))
+        reader.read(PROMPT, 60)
+        with reader.going_back() as back:
+            together = []
+            for answer in (ANSWER, " No.", ANSWER):
+                back()
+                together.append(reader.log_likelihood(answer))
+    assert together == apart
+    assert apart[0] != apart[1]
+
+
+@pytest.mark.engine
+def test_texts_one_after_the_other_are_scored_like_one(tiny_model):
+    with reading(tiny_model(), "h2o", 64) as reader:
+        reader.read(PROMPT, 60)
+        parts = [reader.log_likelihood(ANSWER[:9]), reader.log_likelihood(ANSWER[9:])]
+        reader.read(PROMPT, 60)
+        whole = reader.log_likelihood(ANSWER)
+    assert sum(part.logp for part in parts) == pytest.approx(whole.logp, abs=1e-3)
+
+
+@pytest.mark.engine
+def test_what_the_model_writes_is_greedy_and_what_it_does_not_is_not(smollm2):
+    with reading(smollm2) as reader:
+        reader.read("The sky is blue, the grass is green, and the sun is", 20)
+        with reader.going_back() as back:
+            written = reader.write(3)
+            back()
+            own = reader.log_likelihood(written)
+            back()
+            other = reader.log_likelihood(" a green sandwich")
+    assert (own.n, own.greedy) == (3, True)
+    assert not other.greedy
+    assert other.logp < own.logp
+
+
+@pytest.mark.engine
+def test_a_stop_ends_what_is_written(tiny_model):
+    with reading(tiny_model()) as reader:
+        reader.read(PROMPT, 40)
+        whole = reader.write(20)
+        stop = whole[7:9]
+        for stops in [(stop,), ("never said", stop)]:
+            reader.read(PROMPT, 40)
+            assert reader.write(20, stops) == whole[: whole.find(stop)]
+
+
+@pytest.mark.engine
+def test_samples_go_by_their_seed(tiny_model):
+    texts = []
+    with reading(tiny_model()) as reader:
+        for seed in (1, 1, 2):
+            reader.read(PROMPT, 40)
+            texts.append(reader.sample(20, temp=1.0, top_p=1.0, seed=seed))
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.engine
+def test_of_a_long_prompt_the_middle_is_left_out(tiny_model):
+    prompt = "".join(f"{i:04d}." for i in range(200))
+    with reading(tiny_model(), n_prompt=103) as reader:
+        reader.read(prompt, 20)
+        assert reader.is_cut
+        assert reader.n_read == 103
+        tokens = reader._tokens(prompt, 20, None)
+        assert (
+            bytes(b for t in tokens.tolist() for b in reader.model.piece(t)).decode()
+            == prompt[:52] + prompt[-51:]
+        )
+        reader.read(prompt[:103], 20)
+        assert not reader.is_cut
+
+
+@pytest.mark.engine
+def test_an_answer_has_its_room_beside_a_long_prompt(tiny_model):
+    with reading(tiny_model(n_ctx_train=128)) as reader:
+        reader.read(PROMPT, 30)
+        assert reader.n_read == 98
+        reader.write(30)
+        with pytest.raises(InputError, match="no room for a prompt"):
+            reader.read(PROMPT, 128)
+
+
+@pytest.mark.engine
+def test_a_turn_is_read_by_the_template_and_cut_inside_it(tiny_model):
+    path = tiny_model(chat_template=CHATML)
+    with reading(path, n_prompt=120, chat=True) as reader:
+        reader.read("Hello there.", 20)
+        tokens = reader._tokens("Hello there.", 20, reader.template)
+        whole = "<|im_start|>user\nHello there.<|im_end|>\n<|im_start|>assistant\n"
+        assert tokens.tolist() == reader.model.tokenize(whole, special=True, start=True).tolist()
+        assert reader.engine.n_held == len(
+            reader.model.tokenize("<|im_end|>\n<|im_start|>assistant\n", special=True)
+        )
+        reader.read("x" * 500, 20)
+        assert reader.is_cut
+        assert reader.n_read <= 120
+        text = b"".join(
+            reader.model.piece(t, special=True)
+            for t in reader._tokens("x" * 500, 20, reader.template).tolist()
+        )
+        assert text.startswith(b"<|im_start|>user\nxxx")
+        assert text.endswith(b"xxx<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.engine
+def test_an_engine_serves_prompts_of_one_budget(tiny_model):
+    model = Model(tiny_model())
+    settings = Settings(n_threads=1, n_batch=32)
+    reader = Reader(model, lambda n, n_answer: policies.fit("h2o", 64 if n < 100 else 128), settings)
+    engines = []
+    for prompt in (PROMPT[:50], PROMPT[:90], PROMPT, PROMPT[:50]):
+        reader.read(prompt, 5)
+        engines.append(reader.engine)
+    reader.close()
+    model.close()
+    assert engines[0] is engines[1]
+    assert [engine.policy.budget for engine in engines] == [64, 64, 128, 64]
+
+
+# haystacks
+
+SENTENCES = [f"Sentence {i} says {'much ' * (i % 5)}of nothing." for i in range(50)]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("length", [200, 700])
+@pytest.mark.parametrize("depth", [0, 0.3, 0.5, 1])
+def test_a_fact_is_hidden_at_its_depth_in_a_prompt_of_its_length(tiny_model, length, depth):
+    model = Model(tiny_model())
+    arguments = (model, SENTENCES, "The fact.", depth, length)
+    prompt = haystack.hide(*arguments, random.Random(1), "START", "END")
+    assert prompt == haystack.hide(*arguments, random.Random(1), "START", "END")
+    assert prompt != haystack.hide(*arguments, random.Random(2), "START", "END")
+    n = len(model.tokenize(prompt, start=True))
+    model.close()
+    longest = max(map(len, SENTENCES)) + 1
+    assert length - longest <= n <= length
+    start, text, end = prompt.split("\n")
+    assert (start, end) == ("START", "END")
+    before, fact, after = text.partition("The fact.")
+    assert fact
+    assert abs(len(before) - depth * (len(before) + len(after))) <= longest / 2 + 1
+    # nothing is cut, and the order is the text's
+    parts = haystack.sentences(before + after)
+    at = SENTENCES.index(parts[0])
+    assert parts == [SENTENCES[(at + i) % 50] for i in range(len(parts))]
+
+
+@pytest.mark.engine
+def test_too_short_for_its_fact_is_refused(tiny_model):
+    model = Model(tiny_model())
+    with pytest.raises(InputError, match="choose greater lengths"):
+        haystack.hide(model, SENTENCES, "The fact.", 0.5, 15, random.Random(1), "START", "END")
+    model.close()
+
+
+def test_haystacks_are_files_and_folders_of_text(tmp_path):
+    (tmp_path / "b.txt").write_text("Second one. And\nmore! ")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "c.txt").write_text("Third? ")
+    (tmp_path / "a.txt").write_text("First 3.5 times.")
+    (tmp_path / "notes.md").write_text("No.")
+    found = haystack.sentences_of([tmp_path])
+    assert found == ["First 3.5 times.", "Second one.", "And more!", "Third?"]
+    assert haystack.sentences_of([tmp_path / "notes.md"]) == ["No."]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="no text"):
+        haystack.sentences_of([tmp_path / "empty"])
+
+
+# records
+
+
+@dataclass(frozen=True, slots=True)
+class Length(Task):
+    """Its score is the length of the prompt; `asked` has what was asked."""
+
+    asked: ClassVar[Counter] = Counter()
+    by: ClassVar[tuple[str, ...]] = ("kind",)
+
+    def items(self, files, model):
+        return []
+
+    def answer(self, item, reader):
+        self.asked[item.id] += 1
+        if item.prompt == "too long":
+            raise StreamEnd("no more room")
+        return Answer(item.prompt, {"length": float(len(item.prompt)), "one": 1.0}, {"more": 1})
+
+
+class Nothing:
+    """A reader that has read nothing."""
+
+    n_read, is_cut = 3, False
+
+    class engine:
+        n_evicted, cache_bytes, archive_bytes, mean_kv = 0, 1, 0, 5.0
+
+        class policy:
+            budget = n_asked = 7
+
+
+ITEMS = [Item(str(i), "x" * i, about={"kind": i % 2}) for i in range(1, 6)]
+ABOUT = {"task": "length", "policy": "h2o"}
+
+
+def measured(items, path=None, about=ABOUT, n=None):
+    Length.asked.clear()
+    results = of_items.Results(about, items, path)
+    steps = results.measure(Length(), Nothing())
+    for _ in range(len(items) if n is None else n):
+        next(steps, None)
+    return results
+
+
+def test_only_what_is_missing_is_asked(tmp_path):
+    path = tmp_path / "out.jsonl"
+    measured(ITEMS, path, n=2)
+    assert Length.asked == Counter(["1", "2"])
+    results = measured(ITEMS, path)
+    assert Length.asked == Counter(["3", "4", "5"])
+    assert [record["id"] for record in results.records] == ["1", "2", "3", "4", "5"]
+    assert results.records == records.read(path)
+    measured(ITEMS, path)
+    assert not Length.asked
+
+
+@pytest.mark.parametrize(
+    ("about", "item"),
+    [
+        (ABOUT | {"policy": "tova"}, ITEMS[0]),
+        (ABOUT, Item("1", "another text")),
+        (ABOUT, Item("1", "x", ["a reference"])),
+        (ABOUT, Item("1", "x", choices=["a choice"])),
+    ],
+)
+def test_another_policy_or_text_is_another_record(tmp_path, about, item):
+    path = tmp_path / "out.jsonl"
+    measured(ITEMS[:1], path)
+    measured([item], path, about)
+    assert Length.asked == Counter(["1"])
+    assert len(records.read(path)) == 2
+
+
+def test_what_does_not_fit_is_said_and_scores_nothing(tmp_path):
+    items = [ITEMS[0], Item("long", "too long"), ITEMS[1]]
+    results = measured(items)
+    assert results.records[1]["error"] == "no more room"
+    assert of_items.means(results.records)["length"].mean == 1.5
+
+
+def test_items_that_are_the_same_are_refused():
+    with pytest.raises(InputError, match="the same"):
+        of_items.Results(ABOUT, [ITEMS[0], ITEMS[0]])
+
+
+def test_means_are_by_score_and_by_what_items_share():
+    results = measured(ITEMS)
+    means = of_items.means(results.records)
+    assert (means["length"].mean, means["length"].n) == (3, 5)
+    assert means["length"].low < 3 < means["length"].high
+    groups = of_items.broken_down(results.records, ["kind"])
+    assert {kind: means["length"].mean for kind, means in groups.items()} == {(0,): 3, (1,): 3}
+    assert [means["length"].n for means in groups.values()] == [2, 3]
+
+
+# finding
+
+
+class Says:
+    """A reader whose model always says the same."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def read(self, prompt, n_answer, uncut):
+        assert uncut
+
+    def write(self, n_max, stop=()):
+        return self.text
+
+
+@pytest.mark.parametrize(
+    ("task", "references", "text", "found"),
+    [
+        ("passkey", ["12345"], " 12345. Remember it.", 1),
+        ("passkey", ["12345"], "1234 5", 0),
+        ("needle", ["sandwich", "Dolores Park"], "Eat a Sandwich in dolores park.", 1),
+        ("needle", ["sandwich", "Dolores Park"], "Eat a sandwich in a park.", 0),
+    ],
+)
+def test_found_is_what_the_answer_says(task, references, text, found):
+    answer = tasks.make(task, []).answer(Item("1", "", references), Says(text))
+    assert answer.output == text
+    assert answer.scores == {"found": found}
+
+
+# the command
+
+
+def test_every_task_is_found_and_says_what_it_is():
+    assert {"needle", "passkey"} <= set(tasks.names())
+    for name in tasks.names():
+        kind = tasks.load(name)
+        assert issubclass(kind, Task)
+        assert __import__(kind.__module__, fromlist=["x"]).__doc__.startswith(f"{name}: ")
+        assert kind.source
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("depths=2", "depths must be in 0..1"),
+        ("lengths=0", "lengths must be numbers of tokens"),
+        ("lengths=1k", "lengths must be a whole number"),
+        ("repeats=0", "at least 1"),
+        ("digits=0", "1..12"),
+        ("size=3", "lengths, depths, repeats"),
+        ("size", "name=value"),
+    ],
+)
+def test_wrong_parameters_are_told(given, words):
+    with pytest.raises(UsageError, match=words):
+        tasks.make("passkey", [given])
+
+
+SMALL = ("--set", "lengths=400", "--set", "depths=0.2,0.8", "--set", "repeats=2", "-t", "1")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("command", ["eval", "perplexity"])
+def test_what_is_measured_without_a_policy_is_what_a_chat_has(command, tiny_model, tmp_path):
+    def policy(*options):
+        done = called(command, *of[command], "-m", tiny_model(), "-t", "1", "--json", *options)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[0])["policy"], done.stderr
+
+    text = tmp_path / "text"
+    text.write_text("word " * 100)
+    of = {
+        "eval": ("passkey", *SMALL, "--limit", "1"),
+        "perplexity": (text, "--budget", "64"),
+    }
+    shown = ("-",) if command == "eval" else ()
+    assert policy(*shown)[0] == "recall"
+    name, said = policy(*shown, "--positions", "in-cache")
+    assert name == "h2o"
+    assert "recall does not work with --positions in-cache; the policy is h2o" in said
+    done = called(command, *of[command], "-m", tiny_model(), "--policy", "recall", "--positions", "in-cache")
+    assert "choose --positions auto or original" in done.stderr
+
+
+@pytest.mark.engine
+def test_a_share_is_of_each_prompt_and_rounded_down(tiny_model, tmp_path):
+    out = tmp_path / "out.jsonl"
+    done = called(
+        "eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "h2o", "--budget", "25%", "--records", out
+    )
+    assert done.returncode == 0, done.stderr
+    assert "found by depth and length" in done.stdout
+    found = records.read(out)
+    assert len(found) == 4
+    # rounding to the nearest would be another number
+    assert any(record["prompt_tokens"] % 4 == 3 for record in found)
+    for record in found:
+        assert record["budget_cells"] == record["prompt_tokens"] // 4
+        assert record["evicted"] > 200
+        assert record["scores"] == {"found": float(record["references"][0] in record["output"])}
+
+
+@pytest.mark.engine
+def test_a_share_below_what_works_is_the_least_that_does(tiny_model):
+    done = called(
+        "eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "buzz", "--budget", "1%", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    *found, summary = map(json.loads, done.stdout.splitlines())
+    assert {record["budget_cells"] for record in found} == {policies.wanted("buzz").smallest_budget()}
+    assert summary["items"] == 4
+    assert summary["summary"]["found"]["n"] == 4
+
+
+@pytest.mark.engine
+def test_a_run_is_gone_on_with(tiny_model, tmp_path):
+    out = tmp_path / "out.jsonl"
+    command = ("eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "full", "--records", out)
+    assert called(*command, "--limit", 1).returncode == 0
+    done = called(*command)
+    assert done.returncode == 2
+    assert "continue it with --resume" in done.stderr
+    first = out.read_bytes()
+    assert called(*command, "--resume").returncode == 0
+    assert out.read_bytes().startswith(first)
+    assert [record["id"] for record in records.read(out)] == [
+        "400-0.2-0",
+        "400-0.2-1",
+        "400-0.8-0",
+        "400-0.8-1",
+    ]
+    done, again = (called(*command, "--resume") for _ in range(2))
+    assert done.stdout == again.stdout
+    assert "passkey, 4 items" in done.stdout
+
+
+@pytest.mark.engine
+def test_a_needle_is_asked_for_in_the_chat_template(tiny_model, tmp_path):
+    (tmp_path / "hay.txt").write_text(" ".join(SENTENCES))
+    picture = tmp_path / "found.png"
+    done = kvtool(
+        *(
+            "eval",
+            "needle",
+            tmp_path / "hay.txt",
+            "-m",
+            tiny_model(chat_template=CHATML),
+            *SMALL,
+            "--json",
+            "-",
+        ),
+        *("--set", "lengths=600,700", "--policy", "tova", "--plot", picture),
+    )
+    assert done.returncode == 0, done.stderr
+    *found, summary = map(json.loads, done.stdout.splitlines())
+    assert {record["length"] for record in found} == {600, 700}
+    assert summary["chat"] is True
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["nope"], 2, "needle"),
+        (["needle", "missing"], 5, "there is no file missing"),
+        (["passkey", "--json", "--resume"], 2, "--resume needs the file to go on with: --records FILE"),
+        (["--json", "--limit", "3"], 2, "--limit needs a task; `kvtool eval` lists them"),
+        (["passkey", "--plot", "missing/x.png"], 2, "an existing folder"),
+        (["passkey", "--policy", "full", "--budget", "20%"], 2, "takes no --budget"),
+        (["passkey", "--budget", "0%"], 2, "above 0% and at most 100%"),
+        (["passkey", "-o", "x=1"], 2, "no parameter 'x'"),
+        (["passkey", "--temp", "nan", "-m", "missing.gguf"], 2, "--temp must be in 0"),
+    ],
+)
+def test_what_cannot_work_is_one_line(arguments, code, words):
+    done = called("eval", *arguments)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.engine
+def test_an_interrupt_says_what_is_kept(tiny_model, tmp_path):
+    out = tmp_path / "out.jsonl"
+    # amid the second item
+    held = Held(tmp_path, f"Path({str(out)!r}).exists() and Path({str(out)!r}).stat().st_size")
+    own = ("--policy", held.policy, "--budget", 64)
+    command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *own, "--records", out]
+    with forked.Popen(
+        [*KVTOOL, *map(str, command)], stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        held.wait()
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+        assert process.wait(PATIENCE_S) == 130
+    assert len(records.read(out)) == 1
+    assert said == f"kvtool: stopped; 1 of 4 items are in {out}; --resume does the rest\n"
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_beside_a_progress_bar_records_go_to_stdout_and_an_interrupt_ends_it(
+    tiny_model, tmp_path, is_stopped
+):
+    held = Held(tmp_path)
+    own = ("--policy", held.policy, "--budget", 64) if is_stopped else ()
+    command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *own, "--json", "-"]
+    master, slave = os.openpty()
+    seen, is_told = b"", False
+    with (tmp_path / "out").open("w") as out:
+        process = forked.Popen(
+            [*KVTOOL, *map(str, command)], stdout=out, stderr=slave, env=os.environ | {"TERM": "xterm"}
+        )
+        os.close(slave)
+        # the terminal of a process that has ended gives an error
+        with suppress(OSError):
+            while new := os.read(master, 65536):
+                seen += new
+                if is_stopped and not is_told and b"0/4" in seen:
+                    held.wait()
+                    process.send_signal(signal.SIGINT)
+                    is_told = True
+    seen = seen.decode()
+    assert process.wait(PATIENCE_S) == (130 if is_stopped else 0)
+    os.close(master)
+    assert "passkey" in seen
+    if is_stopped:
+        # the cursor is shown again, and nothing follows the line
+        said = "\x1b[?25h\r\nkvtool: stopped"
+        assert seen.rstrip().endswith(said)
+    else:
+        assert len(list(map(json.loads, (tmp_path / "out").read_text().splitlines()))) == 5
+        assert '"task"' not in seen
+
+
+def test_tasks_are_listed():
+    done = called("eval")
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in tasks.names())
+    listed = json.loads(called("eval", "--json").stdout)
+    assert [each["name"] for each in listed] == tasks.names()
+    assert listed[0]["params"].keys() >= {"shots"}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("policy", "found"), [(("full",), 1), (("local", "--budget", "128"), 0)])
+def test_the_real_model_finds_a_key_that_it_holds(smollm2, share_of, policy, found):
+    lengths = f"lengths={share_of(300, 512)}"
+    done = kvtool(
+        *("eval", "passkey", "-m", smollm2, "--policy", *policy, "--set", lengths, "-t", "1"),
+        *("--set", "depths=0.3", "--set", "repeats=1", "--json", "-"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["summary"]["found"]["mean"] == found

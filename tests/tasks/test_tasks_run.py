@@ -1,0 +1,556 @@
+"""Every task through `kvtool eval` with a small random model, and what tasks ask of a reader."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from kvtool import policies, tasks
+from kvtool.chats.template import Template
+from kvtool.cli import app
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.llama.model import Model
+from kvtool.tasks import metrics
+from kvtool.tasks.reader import Likelihood, Reader
+
+DATA = Path(__file__).parents[1] / "data"
+
+CHAT = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+    "{% if add_generation_prompt %}[reply]{% endif %}"
+)
+
+FILES = {
+    "qa": ["lost_in_the_middle.jsonl", "hotpotqa.jsonl"],
+    "summarize": ["xsum.jsonl", "qmsum.jsonl"],
+    "choice": [
+        "openbookqa.jsonl",
+        "piqa.jsonl",
+        "winogrande.jsonl",
+        "mathqa.jsonl",
+        "copa.jsonl",
+        "rte.jsonl",
+    ],
+    "longbench": ["longbench.jsonl", "longbench_prompts.jsonl"],
+    "stream": ["mt_bench_question.jsonl", "mt_bench_answer.jsonl"],
+    "diversity": ["prompts.jsonl"],
+    "retrieval": ["kv_retrieval.jsonl"],
+}
+
+SCORES = {
+    "qa": {"f1", "em", "subspan_em", "logp"},
+    "summarize": {"rouge1", "rouge2", "rougeL"},
+    "choice": {"acc", "acc_norm"},
+    "longbench": {"score"},
+    "stream": {"nll"},
+    "diversity": {"self_bleu", "full_self_bleu", "distance"},
+    "retrieval": {"found", "logp"},
+}
+
+QUICK = dict.fromkeys(["qa", "summarize", "stream", "diversity", "retrieval"], "n_max=8")
+
+
+@pytest.fixture(scope="module")
+def tiny_chat(tiny_model):
+    return tiny_model(chat_template=CHAT, n_ctx_train=2048)
+
+
+def evaluate(model, task, *arguments, files=None, code=0):
+    """The output of `kvtool eval`, run in this process: starting Python takes longer than a task."""
+    settings = ["--set", QUICK[task]] if task in QUICK else []
+    paths = [str(DATA / file) for file in (FILES[task] if files is None else files)]
+    done = CliRunner().invoke(
+        app, ["eval", task, *paths, "-m", str(model), "-t", "1", *settings, *map(str, arguments)]
+    )
+    assert done.exit_code == code, (done.output, done.exception)
+    return done
+
+
+def records_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("task", FILES)
+@pytest.mark.engine
+def test_every_task_runs_and_scores_and_says_so(tiny_chat, tmp_path, task):
+    out = tmp_path / "out.jsonl"
+    done = evaluate(tiny_chat, task, "--budget", "64", "--policy", "h2o", "--records", out)
+    found = records_of(out)
+    kind = tasks.load(task)
+    expected = kind().items([DATA / file for file in FILES[task]], None)
+    assert [record["id"] for record in found] == [item.id for item in expected]
+    scored = [record for record in found if record["scores"]]
+    assert scored
+    for record in scored:
+        assert set(record["scores"]) == SCORES[task], record
+        assert np.isfinite(list(record["scores"].values())).all()
+        assert "error" not in record
+        assert record["budget_cells"] == 64
+    for name in SCORES[task]:
+        mean = np.mean([record["scores"][name] for record in scored])
+        assert f"{name} {mean:.3f}" in " ".join(done.stdout.split())
+    # those that are broken down say every part
+    for name in kind.by:
+        for value in {str(record[name]) for record in found}:
+            assert f"\n{value} " in done.stdout
+    # items with a record are not asked again
+    again = evaluate(tiny_chat, task, "--budget", "64", "--policy", "h2o", "--records", out, "--resume")
+    assert again.stdout == done.stdout
+    assert len(records_of(out)) == len(found)
+
+
+@pytest.mark.engine
+def test_answers_are_drawn_by_temperature_and_seed(tiny_chat, tmp_path):
+    def written(*how, out=None):
+        out = out or tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+        evaluate(tiny_chat, "qa", "--policy", "full", "--limit", 2, "--records", out, "--resume", *how)
+        return [record["output"] for record in records_of(out)]
+
+    likeliest = written()
+    assert likeliest == written("--temp", "0", "--seed", "4")
+    drawn = written("--temp", "0.9", "--seed", "4")
+    assert drawn == written("--seed", "4", "--temp", "0.9")
+    others = (written("--temp", "0.9", "--seed", "5"), written("--temp", "0.3", "--seed", "4"))
+    assert drawn not in (likeliest, *others)
+    # what was drawn in another way is another record
+    assert written("--temp", "0.9", out=tmp_path / "0.jsonl") == likeliest + written("--temp", "0.9")
+
+
+@pytest.mark.engine
+def test_a_result_says_how_it_was_drawn(tiny_chat):
+    asked = ("--policy", "full", "--limit", 1)
+    drawn = evaluate(tiny_chat, "qa", *asked, "--temp", "0.5", "--seed", "3").stdout
+    assert drawn.split("\n")[0].endswith(", full, temperature 0.5, seed 3")
+    assert evaluate(tiny_chat, "qa", *asked).stdout.split("\n")[0].endswith(", full")
+
+
+@pytest.mark.parametrize(
+    ("task", "more", "said"),
+    [
+        ("choice", ["--temp", "0.5"], "choice takes no --temp: it samples no answers"),
+        (
+            "stream",
+            ["--temp", "0.5", "--set", "scored=true"],
+            "stream takes no --temp: it samples no answers",
+        ),
+        ("diversity", ["--temp", "0.5"], "diversity takes no --temp: use --set temp=T"),
+        ("qa", ["--seed", "3"], "--seed has no effect without a temperature; add --temp T"),
+    ],
+)
+def test_a_temperature_or_a_seed_without_effect_is_refused(task, more, said):
+    # before a model is looked for
+    assert f"kvtool: {said}\n" in evaluate("none.gguf", task, *more, code=2).stderr
+
+
+@pytest.mark.engine
+def test_intervals_are_for_the_end(tiny_chat, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("kvtool.measure.statistics.item_interval", lambda scores: drawn.append(1) or (0, 1))
+    counts = []
+    for limit in (1, 2):
+        evaluate(tiny_chat, "choice", "--budget", "64", "--limit", limit, files=["rte.jsonl"])
+        counts.append(len(drawn))
+        drawn.clear()
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.engine
+def test_a_package_that_is_not_there_is_named_before_any_work(tiny_chat, monkeypatch):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    missing = lambda name, *rest: None if name == "rouge_score" else real(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", missing)
+    done = evaluate("no-such-model", "summarize", code=2)
+    assert "summarize needs rouge_score, which is not installed: pip install '" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.engine
+def test_a_changed_policy_file_is_asked_again(tiny_chat, tmp_path):
+    out, mine = tmp_path / "out.jsonl", tmp_path / "mine.py"
+    arguments = ("--budget", "64", "--policy", mine, "--records", out, "--limit", "1", "--resume")
+    for n, comment in enumerate("aba", 1):
+        mine.write_text(f"from kvtool.policies.local import POLICY  # {comment}\n")
+        evaluate(tiny_chat, "choice", *arguments, files=["rte.jsonl"])
+        # what the first one said is still right
+        assert len(records_of(out)) == min(n, 2)
+
+
+def reader_for(model, budget=64, *, chat=False, policy="h2o"):
+    fitted = policies.fit(policy, budget)
+    full = policies.fit("full", 1024)
+    template = Template(CHAT, "", "") if chat else None
+    settings = Settings(n_batch=32, n_output=16, n_threads=1)
+    return Reader(model, lambda n, n_answer: fitted, settings, template, None, lambda n, n_answer: full)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_chat):
+    with closing(Model(tiny_chat)) as opened:
+        yield opened
+
+
+PROMPT = "the heron stood by the mill and the mill stood by the river " * 3
+
+
+@pytest.mark.engine
+def test_what_is_written_or_drawn_after_going_back_is_what_it_would_have_been(model):
+    drawn = {"temp": 1.0, "top_p": 0.9, "seed": 7}
+    with closing(reader_for(model)) as reader:
+        reader.read(PROMPT, 24)
+        expected = reader.sample(24, **drawn)
+        reader.read(PROMPT, 24)
+        greedy = reader.write(24)
+        reader.read(PROMPT, 24)
+        with reader.going_back() as back:
+            reader.log_likelihood("something else, long enough for evictions to come")
+            back()
+            assert reader.sample(24, **drawn) == expected
+            back()
+            assert reader.write(24) == greedy
+            back()
+            first = reader.log_likelihood(" an answer")
+            back()
+            assert reader.log_likelihood(" an answer") == first
+        assert expected != greedy
+
+
+@pytest.mark.engine
+def test_an_answer_is_as_likely_as_its_tokens_one_by_one(model):
+    """Against an engine by hand, with no reader in between."""
+    answer = " an answer"
+    tokens = model.tokenize(answer)
+    with closing(reader_for(model, policy="streamingllm", budget=48)) as reader:
+        reader.read(PROMPT, 24)
+        found = reader.log_likelihood(answer)
+    logp = 0.0
+    with closing(Engine(model, policies.fit("streamingllm", 48), reader.settings)) as engine:
+        engine.read(model.tokenize(PROMPT, start=True))
+        for token in tokens:
+            logits = engine.context.logits()[-1].astype(np.float64)
+            logp += logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+            engine.read(np.array([token], np.int32))
+        reader.read(PROMPT, 24)
+        parts = [reader.log_likelihood(part).logp for part in (" an", " answer")]
+    assert sum(parts) == pytest.approx(found.logp, rel=1e-3)
+    assert found.n == len(tokens)
+    assert found.logp == pytest.approx(logp, rel=1e-3)
+
+
+@pytest.mark.engine
+def test_a_stop_counts_behind_the_white_space_that_a_text_starts_with(model, monkeypatch):
+    pieces = ["\n", " \n", "two", "\nlines"]
+    monkeypatch.setattr("kvtool.chats.conversation.Writer.write", lambda self, n: iter(pieces))
+    with closing(reader_for(model)) as reader:
+        reader.read(PROMPT, 8)
+        assert reader.write(8, stop=["\n"]) == "\n \ntwo"
+
+
+@pytest.mark.engine
+def test_some_prompts_are_read_as_they_are_though_others_are_turns(model):
+    with closing(reader_for(model, chat=True)) as reader:
+        reader.read("abc", 8)
+        assert reader.n_read == len(model.tokenize("[user]abc[end][reply]"))
+        assert reader.engine.n_held == len(model.tokenize("[end][reply]"))
+        reader.read("abc", 8, as_it_is=True)
+        assert reader.n_read == len(model.tokenize("abc"))
+        assert reader.engine.n_held == 0
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.engine
+def test_turns_follow_each_other_in_one_cache(model, chat):
+    whole = {
+        False: "USER: one\n\nASSISTANT: two\n\nUSER: three\n\nASSISTANT:",
+        True: "[user]one[end][reply]two[end][user]three[end][reply]",
+    }[chat]
+    with closing(reader_for(model, 256, chat=chat)) as reader:
+        reader.start()
+        for turn in ("one", "three"):
+            reader.read_turn(turn)
+            after = reader.engine.context.logits()[-1].copy()
+            reader.log_likelihood(reader.following("two"))
+    with closing(Engine(model, policies.fit("full", 256), Settings(n_batch=32, n_threads=1))) as engine:
+        engine.read(model.tokenize(whole))
+        np.testing.assert_allclose(engine.context.logits()[-1], after, atol=2e-2)
+
+
+class FakeReader:
+    """A reader that is told how likely each text is after the others, and what to write."""
+
+    def __init__(self, logp, output=""):
+        self.logp, self.output = logp, output
+        self.said = []
+
+    engine = SimpleNamespace(n_past=0)
+
+    def read(self, prompt, n_answer, as_it_is=False):
+        self.said, self.as_it_is, self.n_answer = [], as_it_is, n_answer
+
+    def start(self):
+        self.said = []
+
+    def read_turn(self, text):
+        self.said = [text]
+
+    def write(self, n_max, stop=()):
+        self.said.append(self.output)
+        self.stop = stop
+        return self.output
+
+    def following(self, text):
+        return text
+
+    def going_back(self):
+        from contextlib import nullcontext
+
+        def back():
+            self.said = []
+
+        return nullcontext(back)
+
+    def log_likelihood(self, text):
+        found = self.logp[tuple(self.said), text]
+        self.said.append(text)
+        return Likelihood(found, len(text.split()), False)
+
+
+def test_acc_goes_by_log_probability_and_acc_norm_by_that_per_byte():
+    task = tasks.make("choice", [])
+    right, *_ = task.items([DATA / "openbookqa.jsonl"], None)
+    # "a pond" is right: 6 bytes; "a clock" has 7
+    logp = {"a pond": -6.0, "a lamp": -9.0, "a clock": -6.5, "a drum": -8.0}
+    told = task.answer(right, FakeReader({((), text): value for text, value in logp.items()}))
+    assert told.output == "a pond"
+    assert told.scores == {"acc": 1, "acc_norm": 0}
+    assert told.about["logp"] == list(logp.values())
+
+
+def test_of_winogrande_what_follows_the_blank_is_scored():
+    task = tasks.make("choice", [])
+    item, _ = task.items([DATA / "winogrande.jsonl"], None)
+    end = " was too small."
+    reader = FakeReader({((), "pot"): -1.0, ((), "bag"): -9.0, (("pot",), end): -5.0, (("bag",), end): -4.0})
+    told = task.answer(item, reader)
+    # room for all bytes of a choice and the ending
+    assert reader.n_answer == len(f" pot{end}")
+    assert told.output == "bag"
+    assert told.scores == {"acc": 1, "acc_norm": 1}
+    assert told.about["logp"] == [-5, -4]
+
+
+def test_qa_takes_the_likeliest_reference_per_token_each_from_the_prompt():
+    task = tasks.make("qa", [])
+    item, _ = task.items([DATA / "lost_in_the_middle.jsonl"], None)
+    reader = FakeReader({((), "Ada Quill"): -4.0, ((), "A. Quill"): -6.0}, " It was Ada Quill.")
+    told = task.answer(item, reader)
+    assert told.output == "It was Ada Quill."
+    assert told.scores == {
+        "f1": pytest.approx(2 * (2 / 4) * 1 / (2 / 4 + 1)),
+        "em": 0,
+        "subspan_em": 1,
+        "logp": -2.0,
+    }
+    assert told.about == {"logp": {"Ada Quill": -2.0, "A. Quill": -3.0}}
+    assert reader.n_answer == 48
+    tasks.make("qa", ["n_max=4"]).answer(item, reader)
+    assert reader.n_answer == len(" Ada Quill")
+
+
+def test_longbenchs_averages_are_of_categories():
+    scores = {"qasper": [1.0, 0.0], "narrativeqa": [0.8], "trec": [1.0], "lcc": [0.3, 0.5], "vcsum": [0.1]}
+    found = [{"dataset": name, "scores": {"score": score}} for name, of in scores.items() for score in of]
+    task = tasks.make("longbench", [])
+    english, chinese = (0.65 + 1.0 + 0.4) / 3, (0.1 + 0.4) / 2
+    expected = {"average EN": english, "average ZH": chinese, "average all": (0.65 + 0.1 + 1.0 + 0.4) / 4}
+    assert task.summary([*found, {"dataset": "lsht", "scores": {}}]) == pytest.approx(expected)
+    assert list(task.summary(found[-3:-1])) == ["average all"]
+    assert task.summary([]) == {}
+
+
+def test_longbench_scores_the_first_line_of_few_shot_answers_and_asks_them_as_they_are():
+    task = tasks.make("longbench", [])
+    hotpotqa, trec = task.items([DATA / "longbench.jsonl"], None)
+    reader = FakeReader({}, "\nDefinition\nDate")
+    assert task.answer(trec, reader).scores == {"score": 1}
+    assert reader.as_it_is
+    # the first line of it says two classes
+    assert task.answer(trec, FakeReader({}, "Definition, Date\n")).scores == {"score": 1 / 2}
+    reader = FakeReader({}, "\nArden\nis it")
+    assert task.answer(hotpotqa, reader).scores == {"score": pytest.approx(2 / 4)}
+    assert not reader.as_it_is
+
+
+def test_a_turns_nll_is_that_of_a_token():
+    task = tasks.make("stream", ["scored=true"])
+    turns = task.items([DATA / "mt_bench_question.jsonl", DATA / "mt_bench_answer.jsonl"], None)
+    told = task.answer(turns[0], FakeReader({(("What is 2 and 3?",), "It is 5."): -6.0}))
+    assert told.scores == {"nll": 2}
+    assert told.about == {"past": 0, "answer_tokens": 3}
+
+
+def test_meetings_are_turns_and_articles_plain_texts_unless_asked_otherwise():
+    for file, plain, expected in (
+        ("xsum.jsonl", "true", True),
+        ("xsum.jsonl", "false", False),
+        ("qmsum.jsonl", "true", False),
+    ):
+        task = tasks.make("summarize", [f"plain={plain}"])
+        reader = FakeReader({}, " A roof.\n")
+        told = task.answer(task.items([DATA / file], None)[0], reader)
+        assert reader.as_it_is is expected
+        assert reader.stop == ["###"]
+        assert told.output == "A roof."
+
+
+def test_a_right_summary_is_scored_per_token_as_if_none_had_been_written():
+    task = tasks.make("summarize", ["likelihood=true", "n_max=8"])
+    item, *_ = task.items([DATA / "xsum.jsonl"], None)
+    (right,) = item.references
+    reader = FakeReader({((), right): -12.0}, " A roof.\n")
+    told = task.answer(item, reader)
+    assert told.scores["logp"] == -12 / len(right.split())
+    assert told.output == "A roof."
+    assert reader.n_answer == len(f" {right}")
+    told = tasks.make("summarize", []).answer(item, FakeReader({}, " A roof.\n"))
+    assert set(told.scores) == {"rouge1", "rouge2", "rougeL"}
+
+
+@pytest.mark.engine
+def test_each_sample_follows_the_prompt_and_its_own_seed(model):
+    task = tasks.make("diversity", ["n_max=8", "samples=3", "seed=5"])
+    item, _ = task.items([DATA / "prompts.jsonl"], None)
+    with closing(reader_for(model)) as reader:
+        told = task.answer(item, reader)
+        for i, output in enumerate(told.output):
+            reader.read(item.prompt, 8)
+            assert reader.sample(8, temp=0.8, top_p=0.95, seed=5 + i).strip() == output
+
+
+@pytest.mark.engine
+def test_the_full_caches_samples_are_those_of_full_itself(tiny_chat, tmp_path):
+    of_policy, of_full = tmp_path / "h2o.jsonl", tmp_path / "full.jsonl"
+    evaluate(tiny_chat, "diversity", "--budget", "24", "--policy", "streamingllm", "--records", of_policy)
+    evaluate(tiny_chat, "diversity", "--policy", "full", "--records", of_full)
+    for one, other in zip(records_of(of_policy), records_of(of_full), strict=True):
+        assert one["full_output"] == other["output"] == other["full_output"]
+        assert other["scores"]["distance"] == 0
+        scores = [metrics.self_bleu(one[name]) for name in ("output", "full_output")]
+        assert [one["scores"]["self_bleu"], one["scores"]["full_self_bleu"]] == scores
+        assert one["scores"]["distance"] == abs(scores[0] - scores[1])
+        assert len(set(one["output"])) == 5
+
+
+@pytest.mark.engine
+def test_a_stream_that_was_broken_off_starts_over(tiny_chat, tmp_path):
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    evaluate(tiny_chat, "stream", "--budget", "64", "--records", whole)
+    evaluate(tiny_chat, "stream", "--budget", "64", "--records", broken, "--limit", "3")
+    evaluate(tiny_chat, "stream", "--budget", "96", "--records", broken, "--resume")
+    before = records_of(broken)
+    evaluate(tiny_chat, "stream", "--budget", "64", "--records", broken, "--resume")
+    after = records_of(broken)
+    # what is another stream's stays
+    assert after[:4] == before[3:]
+    strip = lambda record: {k: v for k, v in record.items() if k != "seconds"}  # noqa: E731
+    assert [strip(r) for r in after[4:]] == [strip(r) for r in records_of(whole)]
+
+
+@pytest.mark.engine
+def test_a_share_as_a_streams_budget_is_one_of_the_context(tiny_chat, tmp_path):
+    out = tmp_path / "out.jsonl"
+    evaluate(tiny_chat, "stream", "--policy", "h2o", "--budget", "20%", "--records", out, "--limit", "1")
+    assert records_of(out)[0]["budget_cells"] == 409  # of 409.6
+
+
+@pytest.mark.engine
+def test_a_share_has_room_for_the_words_before_a_reply(tiny_chat, tmp_path):
+    for policy in ("local", "buzz", "weightedkv", "recall"):
+        out = tmp_path / f"{policy}.jsonl"
+        evaluate(tiny_chat, "diversity", "--policy", policy, "--budget", "5%", "--records", out)
+        for record in records_of(out):
+            # what is read is far less than 20 times as long as these words
+            assert len("[end][reply]") < record["budget_cells"] < 32
+
+
+@pytest.mark.engine
+def test_bytes_as_a_budget_have_room_for_the_batch(tiny_chat, tmp_path):
+    out = tmp_path / "out.jsonl"
+    # 512 cells of f16 keys and values in two layers of two heads of 32
+    evaluate(tiny_chat, "qa", "--policy", "h2o", "--budget", "256KiB", "--records", out)
+    for record in records_of(out):
+        assert record["kv_bytes"] <= 256 * 2**10
+        assert 256 < record["budget_cells"] < 512
+
+
+@pytest.mark.engine
+def test_a_budget_beyond_the_context_is_refused(tiny_chat):
+    done = evaluate(tiny_chat, "qa", "--policy", "h2o", "--budget", "3000", code=2)
+    assert "choose a budget of at most that, not 3000" in done.stderr
+
+
+@pytest.mark.engine
+def test_beyond_the_context_a_key_stays_in_its_prompt(tiny_model, tmp_path):
+    short, out = tiny_model(n_ctx_train=320), tmp_path / "out.jsonl"
+    small = (
+        "--set",
+        "depths=0.5",
+        "--set",
+        "repeats=1",
+        "--records",
+        out,
+        "--budget",
+        "64",
+        "--policy",
+        "tova",
+    )
+    evaluate(short, "passkey", *small, "--set", "lengths=600", files=[])
+    (record,) = records_of(out)
+    assert not record["is_cut"]
+    assert 500 < record["prompt_tokens"] <= 600
+    long = ("--raw", "--max-prompt", "500", "--resume")
+    evaluate(short, "qa", *small[4:], *long, files=["lost_in_the_middle.jsonl"])
+    _, first, *_ = records_of(out)
+    assert not first["is_cut"]
+    assert 320 < first["prompt_tokens"] <= 500
+    done = evaluate(
+        short, "passkey", "--policy", "full", *small[:4], "--set", "lengths=600", files=[], code=1
+    )
+    assert "1 of 1 items failed: the prompt (" in done.stderr
+
+
+@pytest.mark.engine
+def test_turns_past_the_context_are_said_and_not_scored(tiny_model, tmp_path):
+    out = tmp_path / "out.jsonl"
+    done = evaluate(
+        tiny_model(chat_template=CHAT, n_ctx_train=128), "stream", "--policy", "full", "--records", out
+    )
+    last = records_of(out)[-1]
+    assert last["scores"] == {}
+    assert "128" in last["error"]
+    assert "items failed" in done.stderr
+
+
+def test_quarters_and_slope_are_those_of_the_scored_turns():
+    task = tasks.make("stream", [])
+    nll = [2.0, 2.5, 2.0, 3.0, 3.5, 3.0, 4.0, 4.0]
+    past = [0, 100, 350, 400, 700, 900, 1000, 1600]
+    found = [
+        {"scores": {"nll": value}, "past": n, "n": i}
+        for i, (value, n) in enumerate(zip(nll, past, strict=True))
+    ]
+    found.insert(3, {"scores": {}, "past": 380})
+    said = task.summary(found)
+    assert [said[f"nll, quarter {i}"] for i in (1, 2, 3, 4)] == [2.25, 2.5, 3.25, 4.0]
+    (slope, _), covariance = np.polyfit(np.array(past) / 1000, nll, 1, cov=True)
+    assert said["nll, slope per 1,000 tokens"] == pytest.approx(slope)
+    assert said["nll, slope's standard error"] == pytest.approx(np.sqrt(covariance[0, 0]))
+    assert task.summary([]) == {}

@@ -1,0 +1,260 @@
+"""Whether kvtool runs every architecture of llama.cpp that it does not refuse, and computes the same.
+
+    python tests/tools/check_archs.py DIR
+
+DIR has small random models, one an architecture: most are from llama.cpp's own test-llama-archs, the others
+from tests/tiny_archs.py. Prints a line a model; exit status 1 if any fails. `make check-archs` builds that
+program and calls all three.
+
+full       the logits of `full` are those of a context in which nothing is enabled, bit by bit; with flash
+           attention to rounding where the model has an index, and not where llama.cpp aborts
+alike      streamingllm and local by llama.cpp's own sequence calls: the same to rounding; plain models alone
+permuted   the cells of each row in another order
+ragged     other tokens evicted in each row, and a mask of each row that hides them in a cache that keeps all
+graph      edits as a graph, as on a device, instead of in host memory
+saved      a session that goes on, bit by bit
+endless    three times the trained length
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from kvtool import policies
+from kvtool.engine import stream
+from kvtool.errors import KvtoolError
+from kvtool.llama.context import Context
+from kvtool.llama.decoder import Decoder
+from kvtool.llama.model import Model
+from kvtool.measure import perplexity
+from kvtool.models.header import read
+from kvtool.models.layers import Kind
+from kvtool.models.supported import unsupported
+from kvtool.policy import Request, Signal
+from tests.engine.running import open_engine, text
+
+ROUNDING = 1e-4
+"""How far apart results may be, as a share of their spread."""
+
+ORDER = 3 * ROUNDING
+"""The same where all sums are taken in another order."""
+
+NO_FLASH = ("plm",)
+"""Architectures on which llama.cpp itself aborts with flash attention and batches of more than one token."""
+
+EXACT = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1}
+N_BATCH = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", default="", help="models whose name has this in it")
+    parser.add_argument("--verbose", action="store_true", help="tracebacks")
+    args = parser.parse_args()
+    n_failed = n_run = 0
+    for path in sorted(args.folder.glob("*.gguf")):
+        if args.only not in path.stem:
+            continue
+        reason = _refusal(path)
+        if reason:
+            print(f"{path.stem:24} refused: {reason}", flush=True)
+            continue
+        n_run += 1
+        results = {check.__name__: _result(check, path, args.verbose) for check in CHECKS}
+        n_failed += any(result not in ("ok", "-") for result in results.values())
+        said = ", ".join(f"{name} {result}" for name, result in results.items())
+        print(f"{path.stem:24} {said}", flush=True)
+    print(f"{n_run} run, {n_failed} of them fail")
+    sys.exit(n_failed > 0)
+
+
+def _refusal(path: Path) -> str | None:
+    reason = unsupported(read(path))
+    if reason:
+        return reason
+    model = Model(path)
+    try:
+        assert model.layers.n_row > 0
+    except KvtoolError as error:
+        return str(error)
+    finally:
+        model.close()
+    return None
+
+
+def _result(check: Callable[[Path], str], path: Path, verbose: bool) -> str:
+    try:
+        return check(path)
+    except (KvtoolError, AssertionError) as error:
+        if verbose:
+            traceback.print_exc()
+        return f"FAILS ({type(error).__name__}: {str(error)[:150]})"
+
+
+def _same(got: np.ndarray, want: np.ndarray, tolerance: float = 0.0) -> str:
+    """How far the logits or the NLL are apart, as a share of their spread."""
+    assert np.isfinite(want).all(), "not finite"
+    assert np.isfinite(got).all(), "not finite"
+    assert want.std() > 0, "all are alike"
+    apart = float(np.abs(got - want).max() / want.std())
+    return "ok" if apart <= tolerance else f"FAILS ({apart:.2g})"
+
+
+# checks
+
+
+def full(path: Path) -> str:
+    for flash in ("off",) if read(path).architecture in NO_FLASH else ("off", "on"):
+        with open_engine(path, policies.fit("full", 200, None), flash=flash) as engine:
+            tokens = text(100, n_vocab=engine.model.n_vocab)
+            # what its index chooses, MiniMax M3 gathers before it attends: other sums
+            is_gathered = flash == "on" and engine.model.layers.of(Kind.INDEX)
+            plain = Decoder(engine.model, 256, 64, n_output=64, **EXACT | {"flash": flash})
+            try:
+                for at in range(0, len(tokens), 50):
+                    engine.step(tokens[at : at + 50], n_output=50)
+                    plain.decode(tokens[at : at + 50], at, 50)
+                    tolerance = ORDER if is_gathered else 0.0
+                    if (result := _same(engine.context.logits(), plain.logits(), tolerance)) != "ok":
+                        return f"flash {flash}: {result}"
+            finally:
+                plain.close()
+    return "ok"
+
+
+def alike(path: Path) -> str:
+    with open_engine(path, policies.fit("full", 200, None)) as engine:
+        layers = engine.model.layers
+        tokens = text(200, n_vocab=engine.model.n_vocab)
+    if layers.of(Kind.SLIDING) or layers.of(Kind.RECURRENT):
+        return "-"
+    for name, positions in (("streamingllm", "original"), ("local", "auto")):
+        policy = policies.fit(name, 48, 8)
+        with open_engine(path, policy, positions=positions) as patched:
+            want = perplexity.stream(patched, tokens)
+        is_patched, stream.is_patched = stream.is_patched, lambda: False
+        try:
+            with open_engine(path, policy, positions=positions) as plain:
+                got = perplexity.stream(plain, tokens)
+        finally:
+            stream.is_patched = is_patched
+        if (result := _same(got, want, ROUNDING)) != "ok":
+            return f"{name} {result}"
+    return "ok"
+
+
+def permuted(path: Path) -> str:
+    n, n_more = 60, 20
+    rng = np.random.default_rng(2)
+
+    def permute(context: Context) -> None:
+        moves = [
+            (row, dst, src, 0)
+            for row in range(context.n_row)
+            for dst, src in enumerate(rng.permutation(n).tolist())
+        ]
+        context.apply(np.array(moves, np.int32), n, 0)
+
+    want, got = (_then(path, n, n_more, edit) for edit in (lambda context: None, permute))
+    return _same(got, want, ORDER)
+
+
+def ragged(path: Path) -> str:
+    n, n_keep, n_more = 60, 40, 20
+
+    def chosen(context: Context) -> np.ndarray:
+        rng = np.random.default_rng(3)
+        return np.stack([rng.permutation(n)[:n_keep] for _ in range(context.n_row)])
+
+    def evict(context: Context) -> None:
+        moves = [
+            (row, dst, src, 0)
+            for row, kept in enumerate(chosen(context))
+            for dst, src in enumerate(kept.tolist())
+        ]
+        context.apply(np.array(moves, np.int32), n_keep, n - n_keep)
+
+    def hide(context: Context) -> None:
+        moves = [
+            (row, dst, src, 0)
+            for row, kept in enumerate(chosen(context))
+            for dst, src in enumerate([*kept.tolist(), *np.setdiff1d(np.arange(n), kept).tolist()])
+        ]
+        n_keep_row = np.full(context.n_row, n_keep, np.int32)
+        context.apply(np.array(moves, np.int32), n_keep, n - n_keep, n_keep_row=n_keep_row)
+
+    want = _then(path, n, n_more, evict)
+    got = _then(path, n, n_more, hide, ragged=True)
+    other = _then(path, n, n_more, lambda context: None)
+    assert np.abs(other - want).max() > 10 * np.abs(got - want).max(), "evictions change nothing"
+    return _same(got, want, ROUNDING)
+
+
+def _then(path: Path, n: int, n_more: int, edit: Callable[[Context], None], **how: bool) -> np.ndarray:
+    """The logits f32[n_more, n_vocab] after n tokens and an edit."""
+    model = Model(path)
+    request = Request(signals=Signal.ATTENTION) if not how else Request()
+    context = Context(model, 256, N_BATCH, request, n_output=N_BATCH, **EXACT, **how)
+    try:
+        tokens = text(n + n_more, n_vocab=model.n_vocab)
+        for at in range(0, n, N_BATCH):
+            part = tokens[at : min(at + N_BATCH, n)]
+            context.decode(part, at, 0)
+        edit(context)
+        parts = []
+        for at in range(n, n + n_more, 5):
+            context.decode(tokens[at : at + 5], at, 5)
+            parts.append(context.logits().copy())
+        return np.concatenate(parts)
+    finally:
+        context.close()
+        model.close()
+
+
+def graph(path: Path) -> str:
+    policy = policies.fit("h2o", 48, 8)
+    with open_engine(path, policy) as engine:
+        tokens = text(320, n_vocab=engine.model.n_vocab)
+        want = perplexity.stream(engine, tokens)
+    with open_engine(path, policy) as engine:
+        engine.context.apply = partial(engine.context.apply, force_graph=True)
+        got = perplexity.stream(engine, tokens)
+        assert engine.n_restart > 0, "no key was turned"
+    return _same(got, want)
+
+
+def saved(path: Path) -> str:
+    policy = policies.fit("h2o", 48, 8)
+    with open_engine(path, policy) as engine:
+        tokens = text(150, n_vocab=engine.model.n_vocab)
+        perplexity.stream(engine, tokens[:100])
+        there = {name: array.copy() for name, array in engine.save()}
+        want = perplexity.stream(engine, tokens[100:])
+    with open_engine(path, policy) as other:
+        perplexity.stream(other, tokens[20:60])
+        other.restore(there)
+        got = perplexity.stream(other, tokens[100:])
+    return _same(got, want)
+
+
+def endless(path: Path) -> str:
+    policy = policies.fit("tova", 96, 16)
+    with open_engine(path, policy) as engine:
+        tokens = text(3 * engine.model.n_ctx_train, n_vocab=engine.model.n_vocab)
+        nll = perplexity.stream(engine, tokens)
+        assert engine.n_restart > 0, "positions did not start over"
+        return "ok" if np.isfinite(nll).all() else "FAILS (not finite)"
+
+
+CHECKS = (full, alike, permuted, ragged, graph, saved, endless)
+
+if __name__ == "__main__":
+    main()

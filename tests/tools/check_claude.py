@@ -1,0 +1,199 @@
+"""Uses kvtool serve from Claude Code, as a person would: file edits, a tool that fails, interrupts, /compact.
+
+    python -m tests.tools.check_claude build/claude/node_modules/.bin/claude
+    python -m tests.tools.check_claude CLAUDE --only edits,resumed --record FILE
+
+Starts a server with a small random model, and a proxy that dictates what it answers. Prints a line a check;
+exit status 1 if any fails. `make check-claude` installs Claude Code, which needs Node.js. Nothing leaves the
+machine: the key is made up, and the home folder a temporary one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from kvtool.models.resolve import resolve
+from tests import tiny
+from tests.serve.dictating import dictating
+from tests.serve.serving import serving
+
+PATIENCE_S = 300
+QUIET = ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "DISABLE_TELEMETRY", "DISABLE_ERROR_REPORTING")
+JSON = ("--output-format", "stream-json", "--verbose", "--dangerously-skip-permissions")
+
+
+class User:
+    """Who uses Claude Code, in an empty folder. proxy: what it takes for Anthropic."""
+
+    def __init__(self, claude, proxy, folder):
+        self.claude, self.proxy = claude, proxy
+        self.work, home = folder / "work", folder / "home"
+        self.work.mkdir()
+        home.mkdir()
+        own = {"PATH": os.environ["PATH"], "HOME": str(home), "IS_SANDBOX": "1"}
+        own |= {"ANTHROPIC_BASE_URL": proxy.url, "ANTHROPIC_API_KEY": "sk-none", **dict.fromkeys(QUIET, "1")}
+        self.how = {"cwd": self.work, "env": own, "text": True}
+
+    def asks(self, prompt, *options, replies):
+        """(what Claude Code says in the end, the requests it sent)."""
+        n, self.proxy.replies = len(self.proxy.asked), list(replies)
+        command = [self.claude, "-p", prompt, *JSON, *options]
+        done = subprocess.run(
+            command,
+            **self.how,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+        end = json.loads(done.stdout.splitlines()[-1])
+        assert not end["is_error"], end
+        assert not self.proxy.replies, end
+        return end, self.answered(n)
+
+    def answered(self, n):
+        """The requests behind the first n; each was answered."""
+        found = self.proxy.asked[n:]
+        assert found
+        assert all(each["status"] == 200 for each in found), [each["answer"] for each in found]
+        return found
+
+    def goes_on(self, asked):
+        """Each request of a chat after the first read only what is new."""
+        for before, after in zip(asked, asked[1:], strict=False):
+            was, now = usage(before), usage(after)
+            assert now["cache_read_input_tokens"] >= was["n_all"], (was, now)
+
+
+def usage(noted):
+    """The last usage of a streamed answer; n_all: the tokens of its chat, of the prompt alone if stopped."""
+    told = [event.partition(b"data: ")[2] for event in noted["answer"].split(b"\n\n")[:-1]]
+    events = [event.get("message", event) for event in map(json.loads, filter(None, told))]
+    found = [event["usage"] for event in events if "usage" in event][-1]
+    return found | {"n_all": sum(found.values())}
+
+
+def results(noted):
+    """The results of tools in a request's last message."""
+    content = next(each for each in reversed(noted["body"]["messages"]) if each["role"] == "user")["content"]
+    return [block for block in content if block["type"] == "tool_result"]
+
+
+def edits(user):
+    """A file is written and edited, turn by turn, and only what is new is read."""
+    path = user.work / "calc.py"
+    wrong = {"file_path": str(path), "content": "def add(x, y):\n    return x - y\n"}
+    # Claude Code repeats a call with all of its defaults
+    right = {"file_path": str(path), "old_string": "x - y", "new_string": "x + y", "replace_all": False}
+    end, asked = user.asks(
+        "Write calc.py, and mend it.", replies=[("Write", wrong), ("Edit", right), "It adds now."]
+    )
+    assert end["result"] == "It adds now."
+    assert path.read_text() == "def add(x, y):\n    return x + y\n"
+    user.goes_on(asked)
+
+
+def fails(user):
+    """A tool that fails is told to the model, which goes on."""
+    gone = {"file_path": str(user.work / "gone.py")}
+    end, asked = user.asks("Look.", replies=[("Read", gone), ("Bash", {"command": "exit 3"}), "It is gone."])
+    assert end["result"] == "It is gone."
+    assert [result["is_error"] for each in asked[1:] for result in results(each)] == [True, True]
+    user.goes_on(asked)
+
+
+def resumed(user):
+    """A session that ended is gone on with, and what it was is not read again."""
+    first, one = user.asks("My name is Ada.", replies=["Hello Ada."])
+    last, two = user.asks("Who am I?", "--continue", replies=["Ada."])
+    again, three = user.asks("Sure?", "--resume", last["session_id"], replies=["Yes."])
+    assert first["session_id"] == last["session_id"] == again["session_id"]
+    user.goes_on([*one, *two, *three])
+
+
+def compacted(user):
+    """/compact takes the chat's summary from the model, and the chat goes on from it."""
+    user.asks("My name is Ada.", replies=["Hello Ada."])
+    user.asks("I write games.", "--continue", replies=["I see."])
+    text = "<analysis>\nShort.\n</analysis>\n\n<summary>\nThe user is called Ada.\n</summary>"
+    user.asks("/compact", "--continue", replies=[text])
+    end, asked = user.asks("Who am I?", "--continue", replies=["You are Ada."])
+    assert end["result"] == "You are Ada."
+    assert "The user is called Ada." in json.dumps(asked[-1]["body"]["messages"])
+
+
+def interrupted(user):
+    """An answer that its user stops ends, and the chat goes on."""
+    n, user.proxy.replies = len(user.proxy.asked), [None, "Well."]
+    command = [user.claude, "-p", *JSON, "--input-format", "stream-json"]
+    with subprocess.Popen(command, **user.how, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+
+        def send(**what):
+            process.stdin.write(json.dumps(what) + "\n")
+            process.stdin.flush()
+
+        def say(text):
+            send(type="user", message={"role": "user", "content": text})
+
+        say("Tell me a very long story.")
+        give_up = time.monotonic() + PATIENCE_S
+        while len(user.proxy.asked) == n or user.proxy.asked[n]["answer"].count(b"text_delta") < 20:
+            assert time.monotonic() < give_up, "no answer has begun"
+            time.sleep(0.1)
+        send(type="control_request", request_id="1", request={"subtype": "interrupt"})
+        for line in process.stdout:
+            if json.loads(line)["type"] == "result":
+                break
+        say("Stop it.")
+        process.stdin.close()
+        ends = [found for line in process.stdout if (found := json.loads(line))["type"] == "result"]
+    assert [end["result"] for end in ends] == ["Well."]
+    stopped, last = user.answered(n)
+    assert stopped["gone"]
+    user.goes_on([stopped, last])
+
+
+CHECKS = (edits, fails, resumed, compacted, interrupted)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("claude", type=lambda path: str(Path(path).absolute()), help="Claude Code's program")
+    parser.add_argument("--only", default="", help="names of checks, separated by commas")
+    parser.add_argument("--record", type=Path, help="write the requests to this file")
+    asked = parser.parse_args()
+    failed, noted = 0, []
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "smollm2-135m.gguf"
+        tiny.write_like(resolve("smollm2-135m"), model)
+        with serving(model, "--budget", "1024") as server:
+            for check in CHECKS:
+                if asked.only and check.__name__ not in asked.only.split(","):
+                    continue
+                own = Path(folder) / check.__name__
+                own.mkdir()
+                with dictating(server.url) as proxy:
+                    try:
+                        check(User(asked.claude, proxy, own))
+                        said = "ok"
+                    except Exception:  # noqa: BLE001
+                        failed += 1
+                        said = f"FAILED\n{traceback.format_exc()}"
+                    noted += [{"check": check.__name__, **each} for each in proxy.asked]
+                print(f"{check.__name__:12} {check.__doc__} {said}", flush=True)
+    if asked.record:
+        asked.record.write_text("".join(json.dumps(each, default=bytes.decode) + "\n" for each in noted))
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Installs the wheels of dist/ in empty environments without a compiler on their PATH, and runs kvtool there.
+
+    python tests/tools/check_dist.py dist
+    python tests/tools/check_dist.py dist --with pip,variants
+
+Each stage runs in an empty folder, as a user would, and must give the perplexity that the library of this
+checkout gives. pipx and uv are installed for it. Needs the package index for kvtool's dependencies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = "The tide came in over the flats before sunrise, and nobody saw it but the birds. " * 12
+# of the user's environment: where packages come from
+KEPT = ("PIP_", "UV_", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "SSL_CERT")
+# Windows starts no program without the first
+KEPT += ("SYSTEMROOT", "TEMP", "TMP")
+COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "ld", "cmake", "ninja")
+FOR_MAKE = ("make", "sh", "cat", "echo", "ls", "mktemp", "rm", "seq", "touch")
+
+
+class Place:
+    """An empty folder, and an environment for processes in which there is no compiler."""
+
+    def __init__(self, folder: Path, tools: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        for name in ("bin", "work", "home"):
+            (folder / name).mkdir(parents=True)
+        for tool in tools:
+            (folder / "bin" / tool).symlink_to(shutil.which(tool))
+        self.env = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
+        self.env |= {"PATH": str(folder / "bin"), "HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
+        self.env |= {"KVTOOL_CACHE": str(folder / "cache"), "COLUMNS": "80"}
+        found = [name for name in COMPILERS if shutil.which(name, path=self.env["PATH"])]
+        assert not found, f"{found} on {self.env['PATH']}"
+
+    def run(self, *words: object, stdin: str = "", env: dict[str, str] | None = None) -> str:
+        """stdout of a command that must succeed."""
+        done = subprocess.run(
+            list(map(str, words)),
+            cwd=self.folder / "work",
+            env={**self.env, **(env or {})},
+            input=stdin,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(f"{' '.join(map(str, words))}: {done.returncode}\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+
+def nll(place: Place, kvtool: list[object], model: str, policy: str, **env: str) -> float:
+    (place.folder / "work" / "text.txt").write_text(TEXT)
+    budget = [] if policy == "full" else ["--budget", 64]
+    command = ["perplexity", "text.txt", "-m", model, "--policy", policy, *budget, "-t", 1, "--json"]
+    return float(json.loads(place.run(*kvtool, *command, env=env))["nll"])
+
+
+def check(place: Place, kvtool: list[object], model: str, expected: dict[str, float]) -> None:
+    """Whether that kvtool is sound, computes what it should, and chats."""
+    library = json.loads(doctor(place, kvtool))["library"]
+    assert library["patched"], library
+    assert library["portable"], library
+    assert library["digest"] == library["digest_wanted"], library
+    for policy, value in expected.items():
+        found = nll(place, kvtool, model, policy)
+        # kernels for another kind of CPU add up in another order
+        assert math.isclose(found, value, rel_tol=0.01), f"{policy}: {found}, not {value}"
+    reply = place.run(*kvtool, "chat", "-m", model, "-t", 1, "-n", 8, "--temp", 0, stdin="Hello!\n")
+    assert reply.strip(), "no reply"
+
+
+def doctor(place: Place, kvtool: list[object]) -> str:
+    """doctor's JSON; its exit code is 1 here, as the kernels are not compiled ahead."""
+    done = subprocess.run(
+        [*map(str, kvtool), "doctor", "--json"],
+        cwd=place.folder / "work",
+        env=place.env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    return done.stdout
+
+
+def new_environment(folder: Path) -> Path:
+    """The Python of a new environment."""
+    venv.create(folder, with_pip=True)
+    return folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+
+
+def with_pip(place: Place, wheels: list[Path]) -> list[object]:
+    python = new_environment(place.folder / "env")
+    place.run(python, "-m", "pip", "install", "-q", *wheels)
+    return [python.parent / "kvtool"]
+
+
+def with_pip_by_name(place: Place, wheels: list[Path]) -> list[object]:
+    python = new_environment(place.folder / "env")
+    place.run(python, "-m", "pip", "install", "-q", "--find-links", wheels[0].parent, "kvtool[cpu]")
+    return [python.parent / "kvtool"]
+
+
+def with_pipx(place: Place, wheels: list[Path]) -> list[object]:
+    python = new_environment(place.folder / "tools")
+    place.run(python, "-m", "pip", "install", "-q", "pipx")
+    ours, library = wheels
+    place.run(python, "-m", "pipx", "install", "--python", sys.executable, ours)
+    place.run(python, "-m", "pipx", "inject", "kvtool", library)
+    return [place.folder / "home/.local/bin/kvtool"]
+
+
+def with_uv(place: Place, wheels: list[Path]) -> list[object]:
+    python = new_environment(place.folder / "tools")
+    place.run(python, "-m", "pip", "install", "-q", "uv")
+    ours, library = wheels
+    place.run(python.parent / "uv", "tool", "install", "-p", sys.executable, "--with", library, ours)
+    return [place.folder / "home/.local/bin/kvtool"]
+
+
+def with_make(place: Place, wheels: list[Path]) -> list[object]:
+    """`make setup` in a copy of the checkout; the wheels lie elsewhere."""
+    copy = place.folder / "checkout"
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in names.splitlines():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
+    env = {"KVTOOL_WHEELS": str(wheels[0].parent)}
+    place.run("make", "-C", copy, "setup", f"PYTHON={sys.executable}", env=env)
+    return [copy / ".venv/bin/kvtool"]
+
+
+STAGES = {"pip": with_pip, "name": with_pip_by_name, "pipx": with_pipx, "uv": with_uv, "make": with_make}
+
+
+def variants(place: Place, kvtool: list[object], model: str, expected: dict[str, float]) -> None:
+    """Each of the library's parts for a kind of CPU that runs here must give the same, alone."""
+    (installed,) = (place.folder / "env").rglob("kvtool_llama/lib")
+    parts = sorted(installed.glob("*ggml-cpu-*"))
+    for part in parts:
+        away = place.folder / "away"
+        away.mkdir()
+        for other in parts:
+            if other != part:
+                other.rename(away / other.name)
+        try:
+            found = "does not run here"
+            if said := json.loads(doctor(place, kvtool))["library"]:
+                assert [device["type"] for device in said["devices"]] == ["cpu"], said
+                value = nll(place, kvtool, model, "full")
+                assert math.isclose(value, expected["full"], rel_tol=0.01), f"{part.name}: {value}"
+                found = f"{value:.4f}"
+        finally:
+            for other in away.iterdir():
+                other.rename(installed / other.name)
+            away.rmdir()
+        print(f"    {part.name}: {found}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where the two wheels lie")
+    parser.add_argument("-m", "--model", default="", help="default: kvtool's")
+    parser.add_argument(
+        "--with", dest="stages", default=",".join([*STAGES, "variants"]), help="default: %(default)s"
+    )
+    asked = parser.parse_args()
+    wheels = sorted(asked.folder.absolute().glob("*.whl"))
+    names = [wheel.name.partition("-")[0] for wheel in wheels]
+    if names != ["kvtool", "kvtool_llama"]:
+        parser.error(f"{asked.folder} must hold the two wheels of `make dist`, and has {names}")
+    own: list[object] = [sys.executable, "-m", "kvtool"]
+    from kvtool.models.resolve import resolve
+
+    model = asked.model or str(resolve(None))
+    stages = asked.stages.split(",")
+    with tempfile.TemporaryDirectory() as folder:
+        # the checkout's library, in the cache that it has
+        here = Place(Path(folder, "here"))
+        here.env = dict(os.environ)
+        expected = {policy: nll(here, own, model, policy) for policy in ("full", "h2o", "recall")}
+        print(f"this checkout: {expected}", flush=True)
+        for name, stage in STAGES.items():
+            if name not in stages and not (name == "pip" and "variants" in stages):
+                continue
+            place = Place(Path(folder, name), FOR_MAKE if name == "make" else ())
+            kvtool = stage(place, wheels)
+            if name in stages:
+                check(place, kvtool, model, expected)
+                print(f"{name}: installed without a compiler, chats, and computes the same", flush=True)
+            if name == "pip" and "variants" in stages:
+                variants(place, kvtool, model, expected)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Whether a patched library with nothing enabled gives the logits of an unpatched one, to the bit.
+
+    python tests/tools/compare_stock.py STOCK_SITE_DIR [--archs DIR]
+
+STOCK_SITE_DIR holds an unpatched kvtool_llama package: pip install --target STOCK_SITE_DIR WHEEL. The patched
+one is what this Python imports. Each library runs in a process of its own. DIR has models more, such as
+`make check-archs` writes: those that kvtool refuses by name are left out. Then policies that need no
+patch score a text on both, which must agree but for the order of sums. Prints a line a case; exit status 1
+if any differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+N_TOKENS = 64
+N_CELL = 256
+MODELS = ("tiny", "gemma3", "smollm2")
+BATCHES = (1, 32)
+# flash attention, type of K, type of V, and ggml's numbers for them
+CACHES = (("off", "f16", "f16"), ("on", "f16", "f16"), ("off", "q8_0", "f16"), ("on", "q8_0", "q8_0"))
+FLASH = {"off": 0, "on": 1}
+TYPES = {"f16": 1, "q8_0": 8}
+
+
+def cases(paths):
+    """The number of a model among the paths, and how it runs; those behind the first ones in one way only."""
+    for model, cache, batch in product(range(len(MODELS)), CACHES, BATCHES):
+        yield model, *cache, batch
+    for model in range(len(MODELS), len(paths)):
+        yield model, *CACHES[0], BATCHES[-1]
+
+
+def work(out, *paths):
+    """Writes the logits of every case to the folder `out`, with whichever llama.cpp this process imports."""
+    from kvtool.llama.library import api
+    from kvtool.llama.log import start_backends
+
+    (out / "library").write_text(f"{api._lib._name}\n{hasattr(api._lib, 'llama_kvtool_abi')}")
+    start_backends()
+    at, loaded = -1, None
+    for number, (model, *case) in enumerate(cases(paths)):
+        if model != at:
+            api.llama_model_free(loaded)
+            how = api.llama_model_default_params()
+            at, loaded = model, api.llama_model_load_from_file(os.fsencode(paths[model]), how)
+        np.save(out / f"{number}.npy", logits(api, loaded, *case))
+
+
+def logits(api, model, flash, type_k, type_v, n_batch):
+    """f32[n, n_vocab] of N_TOKENS tokens of no meaning, decoded n_batch at a time."""
+    n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+    tokens = np.random.default_rng(0).integers(3, n_vocab, N_TOKENS).tolist()
+    params = api.llama_context_default_params()
+    params.n_ctx = N_CELL
+    params.n_batch = params.n_ubatch = n_batch
+    params.n_threads = params.n_threads_batch = 1
+    params.flash_attn_type = FLASH[flash]
+    params.type_k, params.type_v = TYPES[type_k], TYPES[type_v]
+    context = api.llama_init_from_model(model, params)
+    batch = api.llama_batch_init(n_batch, 0, 1)
+    parts = []
+    for at in range(0, N_TOKENS, n_batch):
+        batch.n_tokens = n_batch
+        for i in range(n_batch):
+            batch.token[i], batch.pos[i], batch.logits[i] = tokens[at + i], at + i, True
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+        if api.llama_decode(context, batch):
+            sys.exit("llama.cpp cannot decode")
+        parts.append(np.ctypeslib.as_array(api.llama_get_logits(context), (n_batch, n_vocab)).copy())
+    api.llama_batch_free(batch)
+    api.llama_free(context)
+    return np.concatenate(parts)
+
+
+def of_site(site):
+    """The environment in which the kvtool_llama of that folder is imported; None: this Python's own."""
+    environment = dict(os.environ)
+    if site:
+        environment["PYTHONPATH"] = str(site)
+        environment.pop("LLAMA_CPP_LIB_PATH", None)
+    return environment
+
+
+def run(out, site, paths):
+    """The library's path and whether it is patched, once it has written its logits."""
+    out.mkdir()
+    environment = of_site(site)
+    command = [sys.executable, __file__, "--work", str(out), *map(str, paths)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr[-2000:])
+    path, patched = (out / "library").read_text().split("\n")
+    return path, patched == "True"
+
+
+def score(site, model, text, policy):
+    """The mean NLL that `kvtool perplexity` gives a text."""
+    budget = [] if policy == "full" else ["--budget", "64", "-c", "256"]
+    types = ["-ctk", "f32", "-ctv", "f32", "-fa", "off", "-t", "1"]
+    command = ["perplexity", text, "-m", model, "--policy", policy, *budget, *types, "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtool", *map(str, command)],
+        env=of_site(site),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(done.stderr[-2000:])
+    return json.loads(done.stdout)["nll"]
+
+
+def compare(site, archs):
+    from tiny import write_gemma3, write_llama
+
+    from kvtool.models.header import read
+    from kvtool.models.resolve import resolve
+    from kvtool.models.supported import unsupported
+
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        write_llama(folder / "tiny.gguf", head_dim=64)
+        write_gemma3(folder / "gemma3.gguf", head_dim=64)
+        paths = [folder / "tiny.gguf", folder / "gemma3.gguf", resolve("smollm2-135m")]
+        if archs:
+            paths += [path for path in sorted(archs.glob("*.gguf")) if not unsupported(read(path))]
+        names = [*MODELS, *(path.stem for path in paths[len(MODELS) :])]
+        sides = {}
+        for name, where, wanted in (("stock", site, False), ("patched", None, True)):
+            path, patched = run(folder / name, where, paths)
+            if patched != wanted:
+                sys.exit(f"{path} is {'patched' if patched else 'not patched'}; it was to be the {name} one")
+            print(f"{name}: {path}")
+            sides[name] = folder / name
+        n_different = 0
+        for number, (model, flash, type_k, type_v, batch) in enumerate(cases(paths)):
+            stock, ours = (np.load(side / f"{number}.npy") for side in sides.values())
+            same = stock.tobytes() == ours.tobytes()
+            n_different += not same
+            verdict = "same" if same else f"DIFFERENT, by up to {np.abs(stock - ours).max():.3g}"
+            print(f"{names[model]:8} flash {flash:4} K {type_k:5} V {type_v:5} batch {batch:3}  {verdict}")
+        # the tiny model's weights are F32
+        (folder / "text").write_text("".join(f"{i * i} and more, " for i in range(65)))
+        for policy in ("full", "streamingllm", "local"):
+            stock, ours = (score(where, paths[0], folder / "text", policy) for where in (site, None))
+            same = abs(stock - ours) < 1e-4
+            n_different += not same
+            print(f"perplexity, {policy}: {stock:.6f}, patched {ours:.6f}  {'same' if same else 'DIFFERENT'}")
+        return n_different
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--work"]:
+        work(*map(Path, sys.argv[2:]))
+    else:
+        parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+        parser.add_argument("site", type=Path, help="folder with an unpatched kvtool_llama package")
+        parser.add_argument("--archs", type=Path, help="folder of more models")
+        arguments = parser.parse_args()
+        if not (arguments.site / "kvtool_llama").is_dir():
+            parser.error(f"no kvtool_llama in {arguments.site}")
+        sys.exit(compare(arguments.site, arguments.archs) > 0)

@@ -1,0 +1,663 @@
+"""Does the suite find faults? Plants one in each part, and runs the tests that should see it.
+
+    python tests/tools/planted.py [PART ...]
+
+Each fault is planted in a copy of the checkout. Exit status 1 if a fault was not found, or if its line is no
+longer there. A fault of the C++ needs a build, a few minutes each.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One line that is wrong.
+
+    what: in words. old: what stands once in the file. new: what is planted there. tests: which should see it,
+    as files, or one of a file's as FILE::NAME.
+    """
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+PLANTED = {
+    "cli": Fault(
+        "a session's options stand for those that were typed",
+        "kvtool/options/field.py",
+        "if name in saved and name not in self.typed]",
+        "if name in saved and name in self.typed]",
+        ("cli/test_chat_session.py",),
+    ),
+    "cli, wrong lines": Fault(
+        "an option of another program is answered where the command lacks ours",
+        "kvtool/cli/near.py",
+        "elif name in _OURS and _OURS[name] in known:",
+        "elif name in _OURS:",
+        ("cli/test_help.py::test_a_line_for_another_program_is_answered_with_ours",),
+    ),
+    "cli, texts": Fault(
+        "a text is cut right behind the tokens that are needed",
+        "kvtool/cli/texts.py",
+        "_MARGIN = 256",
+        "_MARGIN = 0",
+        ("cli/test_sources.py",),
+    ),
+    "cli, records": Fault(
+        "a text behind --json is taken for a file of records",
+        "kvtool/cli/output.py",
+        'return file.read(1) in (b"", b"{")',
+        "return True",
+        ("cli/test_compare.py::test_json_prints_and_takes_a_file_as_it_did_once",),
+    ),
+    "cli, chat": Fault(
+        "what is typed is added to a refused line",
+        "kvtool/cli/chat/input.py",
+        "buffer.selection_state.enter_shift_mode()",
+        "pass",
+        ("cli/test_chat_typing.py::test_what_is_typed_replaces_a_selected_line_and_an_arrow_key_keeps_it",),
+    ),
+    "policies, budgets": Fault(
+        "the budget that an error names is too small for the model",
+        "kvtool/policies/__init__.py",
+        "smallest = self._smallest_budget(budget, on=on)",
+        "smallest = self._smallest_budget(budget)",
+        ("cli/test_smallest_budgets.py",),
+    ),
+    "models, disks": Fault(
+        "a full disk is an error of pip",
+        "kvtool/models/download.py",
+        'if any(f"[Errno {number}]" in line for line in lines):',
+        "if False:",
+        ("models/test_models.py::test_a_full_disk_is_told_although_pip_fails_otherwise",),
+    ),
+    "chats, loops": Fault(
+        "a matrix of zeros counts as a loop",
+        "kvtool/chats/loops.py",
+        "np.where(self._n_sign < _BLOCKS, LEAST_TOKENS, LEAST_SIGNS)",
+        "LEAST_TOKENS",
+        ("chats/test_loops.py",),
+    ),
+    "runs, models that fit": Fault(
+        "a CPU of one core is as quick as one of eight",
+        "kvtool/runs/fits.py",
+        "min(default_threads() * _CORE_BYTES_S, _CPU_BYTES_S)",
+        "_CPU_BYTES_S",
+        ("models/test_fits.py",),
+    ),
+    "chats, archives": Fault(
+        "an archive whose session was moved is deleted",
+        "kvtool/chats/segments.py",
+        "        self._set_other_aside()\n",
+        "",
+        ("engine/test_segments.py",),
+    ),
+    "system, texts": Fault(
+        "a text keeps its CRLF",
+        "kvtool/system/texts.py",
+        'return text.replace("\\r\\n", "\\n").replace("\\r", "\\n")',
+        "return text",
+        ("cli/test_line_breaks.py",),
+    ),
+    "cli, pictures": Fault(
+        "archived tokens are white, as if they were lost",
+        "kvtool/cli/inspect/plot.py",
+        "for tokens, colour in ((rows, _HELD), (archived, _ARCHIVED)):",
+        "for tokens, colour in ((rows, _HELD),):",
+        ("cli/test_inspect.py::test_the_picture_tells_rows_and_archive_apart",),
+    ),
+    "models": Fault(
+        "a share of the context is rounded to the nearest cell",
+        "kvtool/models/budget.py",
+        "return int(n * percent / 100)",
+        "return round(n * percent / 100)",
+        ("models/test_models.py", "tasks/test_tasks_run.py"),
+    ),
+    "models, downloads": Fault(
+        "a broken download goes on although the server has another file",
+        "kvtool/models/fetch.py",
+        'wanted["If-Range"] = tag',
+        'wanted["X-Range"] = tag',
+        ("models/test_download.py",),
+    ),
+    "llama, maps": Fault(
+        "keys are taken for queries",
+        "kvtool/llama/observe.py",
+        "What.QUERIES: tensor.src[1]",
+        "What.QUERIES: tensor.src[0]",
+        ("cli/test_maps.py",),
+    ),
+    "chats, efforts": Fault(
+        "an effort that the template does not take is the nearest lower one without a word",
+        "kvtool/chats/effort.py",
+        "        if why:\n            raise UsageError(",
+        "        if False:\n            raise UsageError(",
+        ("cli/test_think_options.py",),
+    ),
+    "chats, headers": Fault(
+        "an empty thought of a reply's header stays once the reply is an earlier one",
+        "kvtool/chats/header.py",
+        "return cls(tokens, kept, left_out, len(tokens) - n, rest)",
+        "return whole",
+        ("chats/test_thinking.py",),
+    ),
+    "serve, thinking": Fault(
+        "an effort that the template does not take is used without a remark",
+        "kvtool/serve/wishes.py",
+        "        if why:\n            remarks.append(",
+        "        if False:\n            remarks.append(",
+        ("serve/test_serve_thinking.py",),
+    ),
+    "serve, budgets": Fault(
+        "a request gets more tokens of thought than the server allows",
+        "kvtool/serve/wishes.py",
+        "(budget, default.budget) if each",
+        "(budget or default.budget,) if each",
+        ("serve/test_serve_thinking.py",),
+    ),
+    "serve, thoughts": Fault(
+        "a thought between calls is dropped although the template shows it",
+        "kvtool/serve/rendering.py",
+        "return Later(self._with_start(reply, region), self._behind_header(region))",
+        "return Later(reply, self.header.earlier)",
+        ("serve/test_serve_thinking.py",),
+    ),
+    "serve, variables": Fault(
+        "chats under variables that change their beginning are the same",
+        "kvtool/serve/messages.py",
+        "self.digests = [_digest(past.encode(), tools or [])]",
+        'self.digests = [_digest(b"", tools or [])]',
+        ("serve/test_serve_thinking.py",),
+    ),
+    "serve, calls of tools": Fault(
+        "a call that is broken loses the white space before it",
+        "kvtool/serve/calls.py",
+        "yield self._space + self._tag",
+        "yield self._tag",
+        ("serve/test_serve_calls.py",),
+    ),
+    "serve, last call": Fault(
+        "of several calls the last one is dropped",
+        "kvtool/serve/calls.py",
+        "for name, arguments in calls:\n            yield Call(",
+        "for name, arguments in calls[:-1] or calls:\n            yield Call(",
+        ("serve/test_serve_calls.py",),
+    ),
+    "serve, Anthropic's usage": Fault(
+        "tokens that are stored are counted twice",
+        "kvtool/serve/anthropic_bodies.py",
+        '"input_tokens": n_read - n_created,',
+        '"input_tokens": n_read,',
+        ("serve/test_serve_anthropic.py",),
+    ),
+    "serve, names": Fault(
+        "chats of all names are the same",
+        "kvtool/serve/messages.py",
+        "[name, _compared(message)]",
+        "[_compared(message)]",
+        ("serve/test_serve_chats.py",),
+    ),
+    "serve, digests": Fault(
+        "a chat is stored as if its reply were not there",
+        "kvtool/serve/resumer.py",
+        "self._at = self._store(self._before, history.now, ",
+        "self._at = self._store(self._before, history.digests[-2], ",
+        ("serve/test_serve_chats.py",),
+    ),
+    "serve, pieces": Fault(
+        "a chat is stored before its reply is whole",
+        "kvtool/serve/talk.py",
+        "said = dict(reply.message)",
+        'said = reply.message | {"content": reply.message["content"][:-1]}',
+        ("serve/test_serve_chats.py",),
+    ),
+    "serve, snapshots": Fault(
+        "the newest snapshot is loaded where an older one is asked for",
+        "kvtool/serve/store.py",
+        "with snapshot.path.open(",
+        "with snapshot.line.path.open(",
+        ("serve/test_serve_chats.py",),
+    ),
+    "serve, second names": Fault(
+        "an older snapshot has no file",
+        "kvtool/serve/store.py",
+        "newest.path = second_name(line.path, ",
+        "newest.path = (",
+        ("serve/test_serve_chats.py",),
+    ),
+    "serve, cancelled": Fault(
+        "an answer that nobody waits for goes on",
+        "kvtool/serve/jobs.py",
+        '"""Nobody waits any more."""\n        self.is_cancelled = True\n',
+        '"""Nobody waits any more."""\n',
+        ("serve/test_serve_chats.py",),
+    ),
+    "serve, queue": Fault(
+        "more requests wait than may",
+        "kvtool/serve/jobs.py",
+        "if len(self) >= self.most:",
+        "if len(self) >= self.most + 50:",
+        ("serve/test_serve_chats.py",),
+    ),
+    "serve, usage": Fault(
+        "the reply before does not count as cached",
+        "kvtool/serve/resumer.py",
+        "self.n_cached = self._engine.n_past\n",
+        "self.n_cached = self._engine.n_past - self.conversation.writer.n_written\n",
+        ("serve/test_serve_chats.py",),
+    ),
+    "serve, keys": Fault(
+        "the beginning of a key is enough",
+        "kvtool/serve/gate.py",
+        "hmac.compare_digest(given, own.encode())",
+        "own.encode().startswith(given)",
+        ("serve/test_serve_chats.py",),
+    ),
+    "serve, hosts": Fault(
+        "pages under any name may ask",
+        "kvtool/serve/gate.py",
+        "if not limits.local_only:",
+        "if limits:",
+        ("serve/test_serve_chats.py",),
+    ),
+    "serve, neutral values": Fault(
+        "a field that asks for nothing is refused",
+        "kvtool/serve/fields.py",
+        "if value is not None and value not in neutral:",
+        "if value is not None and value not in neutral[1:]:",
+        ("serve/test_serve_fields.py",),
+    ),
+    "serve, names of fields": Fault(
+        "an error names a message as kvtool counts them, not as the client does",
+        "kvtool/serve/errors.py",
+        'f"messages[{i + self.shift}]"',
+        'f"messages[{i}]"',
+        ("serve/test_serve_fields.py",),
+    ),
+    "serve, allowed tokens": Fault(
+        "tokens that are not allowed are written",
+        "kvtool/serve/talk.py",
+        "banned = set(range(model.n_vocab)) - {*request.allowed}",
+        "banned = set(range(1)) - {*request.allowed}",
+        ("serve/test_serve_fields.py",),
+    ),
+    "serve, decoded bodies": Fault(
+        "a small body may become a large one",
+        "kvtool/serve/gate.py",
+        "        if len(found) > most:\n            raise _too_large(most)\n        if not decoder.eof:",
+        "        if not decoder.eof and not found:",
+        ("serve/test_serve_gate.py",),
+    ),
+    "serve, origins": Fault(
+        "a page may ask whose origin begins with an allowed one",
+        "kvtool/serve/gate.py",
+        'return bool("*" in self.origins or origin in self.origins or ',
+        'return bool("*" in self.origins or origin.startswith(self.origins or ("x",)) or ',
+        ("serve/test_serve_gate.py",),
+    ),
+    "serve, access log": Fault(
+        "the log does not say that a client has gone",
+        "kvtool/serve/access.py",
+        'is_over = not message.get("more_body", False)',
+        "is_over = bool(message)",
+        ("serve/test_serve_gate.py",),
+    ),
+    "serve, ids of calls": Fault(
+        "results without an id all belong to the first call",
+        "kvtool/serve/messages.py",
+        "            waiting.remove(call)\n",
+        "",
+        ("serve/test_serve_tools.py",),
+    ),
+    "doctor, leftovers": Fault(
+        "chats of a running server are taken for those of a killed one",
+        "kvtool/serve/leftovers.py",
+        "and not is_locked(folder / LOCK):",
+        "and is_locked(folder / LOCK) < 2:",
+        ("cli/test_doctor.py",),
+    ),
+    "serve, strict clients": Fault(
+        "a model has no lifecycle",
+        "kvtool/serve/app.py",
+        'openai | own | {"lifecycle": "active"} | meta',
+        "openai | own | meta",
+        ("serve/test_serve_strict.py",),
+    ),
+    "serve, progress": Fault(
+        "a prompt is reported as read before it is",
+        "kvtool/serve/bodies.py",
+        '"processed": min(event["n_past"], n)',
+        '"processed": n',
+        ("serve/test_serve_fields.py",),
+    ),
+    "serve, continued replies": Fault(
+        "the beginning of a reply comes inside the thought that the header opens",
+        "kvtool/chats/header.py",
+        "text, earlier = self.kept + self.earlier, template.earlier_start",
+        'text, earlier = self.kept + self.left_out + " ", template.earlier_start',
+        ("serve/test_serve_begun.py",),
+    ),
+    "serve, stored beginnings": Fault(
+        "a chat is stored without the beginning of its reply",
+        "kvtool/serve/talk.py",
+        'said["content"] = without_thought(begun, talk.splitter()) + said["content"]',
+        'said["content"] = said["content"] + ""',
+        ("serve/test_serve_begun.py",),
+    ),
+    "serve, stop strings": Fault(
+        "an answer has the stop string that ended it",
+        "kvtool/chats/stops.py",
+        "return text[:at]",
+        "return text[:end]",
+        ("serve/test_serve_chats.py",),
+    ),
+    "serve, forced calls": Fault(
+        "a call that is demanded is not",
+        "kvtool/serve/talk.py",
+        "talk.shown | marks, rules)",
+        "talk.shown | marks)",
+        ("serve/test_serve_shapes.py",),
+    ),
+    "serve, pinned": Fault(
+        "the system prompt is not pinned",
+        "kvtool/serve/resumer.py",
+        "self.conversation.open(n_pinned)",
+        "self.conversation.open(0)",
+        ("serve/test_serve_chats.py",),
+    ),
+    "serve, slow heads": Fault(
+        "each byte of a head gives it more time",
+        "kvtool/serve/server.py",
+        "one.conn.their_state is h11.IDLE or",
+        "(one.conn.their_state is h11.IDLE and not one.conn.trailing_data[0]) or",
+        ("serve/test_serve_faults.py::test_a_slow_head_and_a_slow_body_are_not_waited_for",),
+    ),
+    "kernels": Fault(
+        "among equal scores the older token stays",
+        "kvtool/kernels/selection.py",
+        "return (rank << 32) | pos",
+        "return (rank << 32) | (0x7FFFFFFF - pos)",
+        ("policies/test_policies.py", "policies/test_contract.py"),
+    ),
+    "policies": Fault(
+        "the window is one token short",
+        "kvtool/policy/ranked.py",
+        "return first, view.next - min(max(window, view.held), n_keep - first)",
+        "return first, view.next - min(max(window - 1, view.held), n_keep - first)",
+        ("policies/test_policies.py",),
+    ),
+    "engine, eviction": Fault(
+        "what signals said before positions start over is lost",
+        "kvtool/engine/eviction.py",
+        "        self.observe()\n        self.n_restart += 1\n",
+        "        self.n_restart += 1\n",
+        ("engine/test_exactness.py",),
+    ),
+    "engine, rows": Fault(
+        "a cell that moves keeps the rotation of the one before it",
+        "kvtool/engine/rows.py",
+        "self.rot[row, cell] = self.rot[row, old] + moves[:, 3]",
+        "self.rot[row, cell] = self.rot[row, cell] + moves[:, 3]",
+        ("engine/test_exactness.py", "engine/test_engine.py"),
+    ),
+    "engine, snapshot": Fault(
+        "a restored engine forgets which tokens its signals are of",
+        "kvtool/engine/snapshot.py",
+        'stream.signals.restore(saved, counters["signals", "since"])',
+        "stream.signals.restore(saved, stream.signals.since)",
+        ("engine/test_session.py",),
+    ),
+    "chats": Fault(
+        "a new archive takes the place of the old one before the session does",
+        "kvtool/chats/segments.py",
+        "return _File.new(create(following, like=",
+        "return _File.new(create(path, like=",
+        ("engine/test_segments.py",),
+    ),
+    "llama, constraints": Fault(
+        "tokens that do not fit are barred from the wrong end of the vocabulary",
+        "kvtool/llama/sampler.py",
+        "np.flatnonzero(~fits)",
+        "np.flatnonzero(~fits[::-1])",
+        ("llama/test_constraint.py", "serve/test_serve_shapes.py"),
+    ),
+    "llama, grammars": Fault(
+        "a dot is no line break",
+        "kvtool/llama/gbnf.py",
+        'return "/(?s:.)/"',
+        'return "/./"',
+        ("llama/test_constraint.py",),
+    ),
+    "llama, schemas": Fault(
+        "an object is closed though a reference says more about it",
+        "kvtool/llama/rewriting.py",
+        "is_alone = is_alone and where not in self._known",
+        "is_alone = is_alone",
+        ("llama/test_schemas.py",),
+    ),
+    "llama, complements": Fault(
+        "what does not fit a list may have no item",
+        "kvtool/llama/complement.py",
+        '"items": [other], "minItems": 1}',
+        '"items": [other]}',
+        ("llama/test_schemas.py",),
+    ),
+    "llama, patterns": Fault(
+        "a set within a set of a pattern is one",
+        "kvtool/llama/patterns.py",
+        'part in ("[", "&&", "--", "~~")',
+        'part in ("&&", "--", "~~")',
+        ("llama/test_schemas.py",),
+    ),
+    "chats, constraints": Fault(
+        "a reply whose answer is held may end in its thought",
+        "kvtool/chats/after_thought.py",
+        "fits = self._vocabulary.all_but_ends\n",
+        "fits = self._vocabulary.all_but_ends | self._vocabulary.mask_of(self._vocabulary.ends)\n",
+        ("chats/test_after_thought.py",),
+    ),
+    "chats, limits of thoughts": Fault(
+        "a thought has one token more than it may",
+        "kvtool/chats/after_thought.py",
+        "self._n_thought >= self._budget",
+        "self._n_thought > self._budget",
+        ("chats/test_after_thought.py",),
+    ),
+    "drafts": Fault(
+        "what a schema forces is not guessed",
+        "kvtool/drafts/drafter.py",
+        "constraint.forced()[:most]",
+        "constraint.forced()[:0]",
+        ("engine/test_drafts.py",),
+    ),
+    "serve, shapes": Fault(
+        "a reply under a schema cannot be a call",
+        "kvtool/serve/rendering.py",
+        "return forced.call_or(request.tools, rules), ",
+        "return rules, ",
+        ("serve/test_serve_shapes.py",),
+    ),
+    "serve, cut calls": Fault(
+        "a demanded call that is cut off is text",
+        "kvtool/serve/calls.py",
+        "if ended and self._holds:",
+        'if ended and self._holds == "or":',
+        ("serve/test_serve_shapes.py",),
+    ),
+    "serve, strict schemas": Fault(
+        "a strict schema is enforced as far as it goes",
+        "kvtool/serve/shapes.py",
+        "enforced_at(self.value, self.where, strict=self.strict)",
+        "enforced_at(self.value, self.where, strict=False)",
+        ("serve/test_serve_shapes.py",),
+    ),
+    "llama": Fault(
+        "logits of a step with another number of outputs are those of the one before",
+        "kvtool/llama/decoder.py",
+        "if where != self._logits_where:",
+        "if where[0] != self._logits_where[0]:",
+        ("llama/test_llama.py", "engine/test_engine.py"),
+    ),
+    "measure": Fault(
+        "a standard error is that of the population",
+        "kvtool/measure/statistics.py",
+        "n_block / (n_block - 1)",
+        "1.0",
+        ("tasks/test_statistics.py",),
+    ),
+    "tasks": Fault(
+        "an answer that holds the reference is as good as one that is it",
+        "kvtool/tasks/metrics.py",
+        "return float(normalized(output) == normalized(reference))",
+        "return float(normalized(reference) in normalized(output))",
+        ("tasks/test_metrics.py", "tasks/test_tasks.py"),
+    ),
+    "build": Fault(
+        "a changed patch gives the digest of the old one",
+        "kvtool/build/sources.py",
+        "(folder / name).read_bytes()",
+        "name.encode()",
+        ("tools/test_build.py", "tools/test_patches.py"),
+    ),
+    "patch, edit": Fault(
+        "all moves of a row in host memory take the same cell",
+        "patches/src/edit-host.cpp",
+        "src.push_back(m->src);",
+        "src.push_back(first->src);",
+        ("llama/test_llama.py", "engine/test_exactness.py"),
+    ),
+    "patch, kinds of models": Fault(
+        "what turns in a key is always its beginning",
+        "patches/src/rope.cpp",
+        "    first      = walk.first;\n",
+        "    first      = 0;\n",
+        ("engine/test_kinds.py",),
+    ),
+    "patch, ALiBi": Fault(
+        "a key that moves stays where it stood",
+        "patches/src/edit.cpp",
+        "    kvtool.places.move(layers, edit);\n",
+        "",
+        ("engine/test_kinds.py",),
+    ),
+    "patch, clusters": Fault(
+        "queries turn to the first token of a far block",
+        "patches/src/attention.cpp",
+        "block + l.n_block - 1 - base(l.n_block - 1)",
+        "block - base(l.n_block - 1)",
+        ("engine/test_exactness.py",),
+    ),
+    "patch, staging": Fault(
+        "the last archived token is hidden from a chunk",
+        "patches/src/staged.cpp",
+        "std::fill_n(seen.begin(), n_archived, 0.0f);",
+        "std::fill_n(seen.begin(), n_archived - 1, 0.0f);",
+        ("engine/test_staged.py",),
+    ),
+    "engine, staging": Fault(
+        "a chunk's tokens are not evicted before the next chunk",
+        "kvtool/engine/staged.py",
+        "            done += len(part)\n            evict()\n",
+        "            done += len(part)\n        evict()\n",
+        ("engine/test_staged.py",),
+    ),
+    "patch, going back": Fault(
+        "a key that comes back is rotated as it was archived",
+        "patches/src/back.cpp",
+        "delta = all.base_of(t) - base",
+        "delta = all.base_of(t) - all.base_of(t)",
+        ("engine/test_back.py",),
+    ),
+    "engine, going back": Fault(
+        "a token that comes back is taken for the one before it",
+        "kvtool/engine/back.py",
+        "np.arange(end - n_back, end, dtype=np.int32)",
+        "np.arange(end - n_back - 1, end - 1, dtype=np.int32)",
+        ("engine/test_back.py",),
+    ),
+    "serve, going back": Fault(
+        "what a request has in common with a stored chat is read again",
+        "kvtool/serve/resumer.py",
+        "n = first + n_equal(had[first:], way.tokens[:most])",
+        "n = first + 0 * n_equal(had[first:], way.tokens[:most])",
+        ("serve/test_serve_back.py",),
+    ),
+    "patch, guesses": Fault(
+        "what guesses that did not come true attended to counts",
+        "patches/src/signals.h",
+        "n_query_staged = std::max(n_query_staged - n, 0);",
+        "n_query_staged = std::max(n_query_staged - 0*n, 0);",
+        ("engine/test_ahead.py",),
+    ),
+    "patch, signals": Fault(
+        "the last query's attention is the sum over all queries",
+        "patches/src/probes.cpp",
+        "each(a) : sum_middle(ctx, queries(a, 1)));",
+        "each(a) : sum_middle(ctx, queries(a, n_tokens)));",
+        ("engine/test_signals.py", "engine/test_exactness.py"),
+    ),
+}
+
+
+def main() -> int:
+    parts = sys.argv[1:] or list(PLANTED)
+    missed = [part for part in parts if not found(part, PLANTED[part])]
+    print(f"{len(parts) - len(missed)} of {len(parts)} planted faults found", *missed, sep="\n  missed: ")
+    return bool(missed)
+
+
+def found(part: str, fault: Fault) -> bool:
+    """Whether a test fails where this is planted."""
+    # always the same place, so that compiled kernels are found again
+    copy = ROOT / "build" / "planted"
+    shutil.rmtree(copy, ignore_errors=True)
+    left_out = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache")
+    try:
+        for folder in ("kvtool", "patches", "tests", "benchmarks", "papers", "docs"):
+            shutil.copytree(ROOT / folder, copy / folder, ignore=None if folder == "kvtool" else left_out)
+        for file in ("pyproject.toml", "models.txt", "README.md", "Makefile", "LICENSE"):
+            shutil.copy(ROOT / file, copy / file)
+        path = copy / fault.file
+        text = path.read_text(encoding="utf-8")
+        if text.count(fault.old) != 1:
+            print(f"{part}: {fault.file} has not once: {fault.old.strip()}")
+            return False
+        path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+        env = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+        if fault.file.startswith("patches/"):
+            env["PYTHONPATH"] += os.pathsep + str(built(copy, env))
+        tests = [str(copy / "tests" / test) for test in fault.tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=False)
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        print(f"{part}: {fault.what}: {failed[0].split(' - ')[0] if failed else 'not found'}", flush=True)
+        # 1: tests were run and some failed
+        return done.returncode == 1 and bool(failed)
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+
+
+def built(copy: Path, env: dict[str, str]) -> Path:
+    """A folder with the llama.cpp of that copy."""
+    build = [sys.executable, "-m", "kvtool.build"]
+    done = subprocess.run(build, cwd=copy, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    site = copy / "site"
+    pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--target", str(site)]
+    subprocess.run([*pip, done.stdout.strip()], check=True)
+    return site
+
+
+if __name__ == "__main__":
+    sys.exit(main())

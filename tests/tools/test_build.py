@@ -1,0 +1,494 @@
+"""Building: what the key of a build depends on, what is reused, and what a failure says.
+
+A script stands in for pip: nothing is downloaded or compiled here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import kvtool.cli.build as command
+from kvtool.build import flags, given, kernels, needs, pack, process, sources
+from kvtool.build import wheel as build
+from kvtool.build.__main__ import main
+from kvtool.cli import app
+from kvtool.errors import LibraryError, UsageError
+from kvtool.kernels import load
+from kvtool.system import paths
+
+PATCHES = Path(__file__).parents[2] / "patches"
+DIGESTED = ("hooks.patch", "src/a.h", "src/b.cpp")
+SOURCES = {"LICENSE.md": "the bindings'", "vendor/llama.cpp/LICENSE": "llama.cpp's"}
+CHECK_TOOLS = needs.check_tools
+
+PIP = """\
+import os, pathlib, shutil, sys, zipfile
+WHEEL = "llama_cpp_python-9.9-py3-none-any.whl"
+a = sys.argv[1:]
+with open(os.environ["CALLS"], "a") as calls:
+    calls.write(" ".join(a) + "\\n")
+if "download" in a:
+    shutil.copy(os.environ["ARCHIVE"], a[a.index("-d") + 1])
+if "wheel" in a:
+    folder = pathlib.Path(a[a.index("-w") + 1])
+    folder.mkdir()
+    with zipfile.ZipFile(folder / WHEEL, "w") as wheel:
+        wheel.writestr("llama_cpp/llama_cpp.py", "from llama_cpp._ctypes_extensions import x")
+        wheel.writestr("llama_cpp/_ctypes_extensions.py", "x = 1")
+        wheel.writestr("llama_cpp/llama.py", "import llama_cpp.llama_cpp")
+        wheel.writestr("llama_cpp/lib/libllama.so", os.environ["CMAKE_ARGS"])
+        wheel.writestr("lib/libllama.so", os.environ["CMAKE_ARGS"])
+        wheel.writestr("bin/libggml-cpu-haswell.so", "for one CPU")
+    for n in range(1, 101):
+        print(f"  [{n}/100] /usr/bin/c++ -c x.cpp")
+print(os.environ.get("SAYS", ""))
+sys.exit(int(os.environ.get("FAILS", "0")))
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A cache, an environment and a pip for the test alone. Gives the folder of the patch files."""
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.delenv("CMAKE_ARGS", raising=False)
+    monkeypatch.setenv("KVTOOL_WHEELS", "")
+    monkeypatch.setattr(given, "checkout", lambda: None)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(needs, "check_tools", lambda cmake_args="": None)
+    pip = tmp_path / "pip.py"
+    pip.write_text(PIP)
+    monkeypatch.setattr(process, "pip", lambda *arguments: [sys.executable, str(pip), *arguments])
+    folder = tmp_path / "checkout with spaces" / "patches"
+    (folder / "src").mkdir(parents=True)
+    (folder / "MANIFEST").write_text("".join(f"{name}\n" for name in DIGESTED))
+    for name in (*DIGESTED, "apply.cmake", "amx-gcc.h", "vulkan-old.h"):
+        (folder / name).write_text(name)
+    archive = tmp_path / "llama_cpp_python-9.9.tar.gz"
+    with tarfile.open(archive, "w:gz") as packed:
+        for name, text in SOURCES.items():
+            (tmp_path / "text").write_text(text)
+            packed.add(tmp_path / "text", f"llama_cpp_python-9.9/{name}")
+    monkeypatch.setenv("ARCHIVE", str(archive))
+    sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
+    (folder / "UPSTREAM").write_text(f"package = llama-cpp-python\nversion = 9.9\nsha256 = {sha256}\n")
+    monkeypatch.setattr(sources, "patches_dir", lambda: folder)
+    return folder
+
+
+def cmake_args(wheel):
+    """What the stand-in for pip was given: it is the library's text."""
+    return zipfile.ZipFile(wheel).read("kvtool_llama/lib/libllama.so").decode()
+
+
+def calls(tmp_path):
+    path = tmp_path / "calls"
+    found = path.read_text().splitlines() if path.exists() else []
+    return [line.split()[0] for line in found]
+
+
+def test_builds_once(place, tmp_path):
+    wheel = build.build(place, "")
+    assert wheel.parent.parent == tmp_path / "cache" / "wheels"
+    assert build.build(place, "") == wheel
+    assert calls(tmp_path) == ["download", "wheel"]
+    assert [path.name for path in wheel.parent.parent.iterdir()] == [wheel.parent.name]
+
+
+def test_another_build_downloads_nothing_again(place, tmp_path):
+    wheels = {build.build(place, ""), build.build(place, "-DA=1"), build.build(place, "", stock=True)}
+    assert len(wheels) == 3
+    assert calls(tmp_path) == ["download", "wheel", "wheel", "wheel"]
+
+
+@pytest.mark.parametrize("name", [*DIGESTED, "apply.cmake", "amx-gcc.h", "vulkan-old.h", "UPSTREAM"])
+def test_key_changes_with_each_patch_file(place, name):
+    before = build.wheel_key(place, "")
+    with (place / name).open("a") as file:
+        file.write("\n")
+    assert build.wheel_key(place, "") != before
+
+
+def test_key_changes_with_flags_and_cpu(place, monkeypatch):
+    before = build.wheel_key(place, "-DA=1 -DB=2")
+    assert build.wheel_key(place, "  -DA=1   -DB=2") == before
+    assert build.wheel_key(place, "-DA=1") != before
+    monkeypatch.setattr(build, "cpu_features", lambda: "x86_64 avx9")
+    assert build.wheel_key(place, "-DA=1 -DB=2") != before
+
+
+def test_a_stock_build_is_kept_apart_and_does_not_care_about_the_patch(place):
+    before = build.wheel_key(place, "", stock=True)
+    assert before.startswith("stock-")
+    (place / "hooks.patch").write_text("other")
+    assert build.wheel_key(place, "", stock=True) == before
+
+
+def test_cmake_gets_our_file_whole_and_the_users_flags_last(place):
+    wheel = build.build(place, "-DGGML_RPC=OFF")
+    flags = shlex.split(cmake_args(wheel))
+    assert flags[0] == f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={place / 'apply.cmake'}"
+    assert flags[-1] == "-DGGML_RPC=OFF"
+    assert "-DGGML_RPC=ON" in flags
+    assert "-DKVTOOL_PATCH=OFF" in cmake_args(build.build(place, "", stock=True))
+
+
+def test_pips_own_wheel_cache_is_not_asked(place, tmp_path):
+    build.build(place, "")
+    wheel_call = (tmp_path / "calls").read_text().splitlines()[1]
+    assert "--no-cache-dir" in wheel_call
+
+
+def test_progress_without_a_terminal_is_a_line_a_tenth(place, capfd):
+    build.build(place, "")
+    shown = [line.strip() for line in capfd.readouterr().err.splitlines() if "/100" in line]
+    assert shown == ["1/100", *(f"{n}/100" for n in range(10, 101, 10))]
+
+
+def test_progress_on_a_terminal_is_one_line(place, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    build.build(place, "")
+    shown = capsys.readouterr().err.splitlines()[-1].split("\r")[-1]
+    assert shown.endswith("100/100 [####################]")
+
+
+def test_a_failed_build_names_its_log_and_errors_and_keeps_nothing(place, tmp_path, monkeypatch):
+    build.build(place, "-DFIRST=1")
+    monkeypatch.setenv("FAILS", "1")
+    monkeypatch.setenv("SAYS", "x.cpp:7: error: no such thing\nmake it so\nmore")
+    with pytest.raises(LibraryError, match=r"x\.cpp:7: error: no such thing") as caught:
+        build.build(place, "")
+    log = tmp_path / "cache" / "logs" / f"build-{build.wheel_key(place, '')}.log"
+    assert str(log) in str(caught.value)
+    assert "[100/100]" in log.read_text()
+    assert len(list((tmp_path / "cache" / "wheels").iterdir())) == 1
+
+
+def test_what_cmake_says_after_its_error_is_shown(place, monkeypatch):
+    build.build(place, "-DFIRST=1")
+    monkeypatch.setenv("FAILS", "1")
+    pip = "  error: subprocess-exited-with-error\n  ERROR: Failed building wheel for x\n" * 4
+    says = "CMake Error at apply.cmake:3 (message):\n  kvtool: the patch does not apply\n"
+    monkeypatch.setenv("SAYS", says + pip)
+    with pytest.raises(LibraryError, match="kvtool: the patch does not apply"):
+        build.build(place, "")
+
+
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        ("OSError: [Errno 28] No space left on device", "the disk is full"),
+        ("ERROR: Could not find a version that satisfies x (from versions: none)", "there is no network"),
+        ("c++: fatal error: Killed signal terminated program cc1plus", "CMAKE_BUILD_PARALLEL_LEVEL=1"),
+    ],
+)
+@pytest.mark.parametrize("has_source", [False, True])
+def test_a_known_cause_is_one_line(place, monkeypatch, says, why, has_source):
+    if has_source:
+        build.build(place, "-DFIRST=1")
+    monkeypatch.setenv("FAILS", "1")
+    monkeypatch.setenv("SAYS", f"{says}\nERROR: failed")
+    with pytest.raises(LibraryError, match=why) as caught:
+        build.build(place, "")
+    assert "\n" not in str(caught.value)
+    assert ("did not build" if has_source else "could not be downloaded") in str(caught.value)
+
+
+def test_a_download_that_is_not_the_pinned_one_is_said_so(place, monkeypatch):
+    monkeypatch.setenv("FAILS", "1")
+    monkeypatch.setenv("SAYS", "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.")
+    with pytest.raises(LibraryError, match="sha256 differs"):
+        build.build(place, "")
+
+
+def test_a_damaged_copy_of_the_sources_is_fetched_again(place, tmp_path):
+    build.build(place, "")
+    (tmp_path / "cache" / "source" / "llama_cpp_python-9.9.tar.gz").write_bytes(b"damaged")
+    build.build(place, "-DA=1")
+    assert calls(tmp_path) == ["download", "wheel", "download", "wheel"]
+
+
+def installed(monkeypatch, wheel):
+    """Lets the environment have this wheel; without one, none that kvtool has built."""
+
+    class Distribution:
+        def read_text(self, name):
+            assert name == pack.RECORD_OF_BUILD
+            return json.dumps({"key": pack.key_of(wheel)}) if wheel else None
+
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Distribution())
+
+
+def test_installs_unless_this_very_build_is_installed(place, tmp_path, monkeypatch):
+    wheel = build.build(place, "")
+    installed(monkeypatch, None)
+    assert build.install(wheel, "")
+    installed(monkeypatch, build.build(place, "-DA=1"))
+    assert build.install(wheel, "")
+    installed(monkeypatch, wheel)
+    assert not build.install(wheel, "")
+    assert calls(tmp_path) == ["download", "wheel", "install", "wheel", "install"]
+
+
+def test_what_was_built_before_is_told_where_it_is_new_here(place, monkeypatch, capsys):
+    installed(monkeypatch, None)
+    wheel = build.find_or_build(place, "")
+    assert "compiled before" not in capsys.readouterr().err
+    assert build.find_or_build(place, "") == wheel
+    assert capsys.readouterr().err == f"using {wheel}, compiled before\n"
+    installed(monkeypatch, wheel)
+    assert build.find_or_build(place, "") == wheel
+    assert capsys.readouterr().err == ""
+
+
+def test_as_many_kernels_are_counted_as_there_are(tmp_path, monkeypatch, capsys):
+    class Kernel:
+        def __init__(self, name):
+            self.name = name
+
+        def compile(self):
+            pass
+
+    found = [Kernel(str(i)) for i in range(25)]
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "0")
+    monkeypatch.setattr(kernels, "modules", lambda: ["json"])
+    monkeypatch.setattr(kernels, "stamp", lambda: tmp_path / "compiled")
+    monkeypatch.setattr("kvtool.kernels.kernel.of_module", lambda module: found)
+    monkeypatch.setattr("kvtool.kernels.link.link", lambda kernels, path: None)
+    kernels.compile_all()
+    first, *counted = capsys.readouterr().err.splitlines()
+    assert first == "compiling 25 kernels (once)"
+    assert counted[-1] == "  25/25"
+    assert all(each.endswith("/25") for each in counted)
+
+
+def test_installs_where_it_may_only(place, tmp_path, monkeypatch):
+    needs.check_environment()
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
+    with pytest.raises(LibraryError, match="purelib is not writable; .*virtual environment"):
+        needs.check_environment()
+    for name in ("purelib", "stdlib"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "stdlib" / "EXTERNALLY-MANAGED").touch()
+    needs.check_environment()
+    monkeypatch.setattr(sys, "base_prefix", sys.prefix)
+    with pytest.raises(LibraryError, match="the system manages .*virtual environment"):
+        needs.check_environment()
+
+
+def test_nothing_is_built_that_could_not_be_installed(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "nowhere"))
+    assert main(["--install"]) == LibraryError.exit_code
+    assert "is not writable" in capsys.readouterr().err
+    assert calls(tmp_path) == []
+
+
+def test_an_environment_without_pip_is_said_with_what_adds_it(place, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(LibraryError, match="-m ensurepip"):
+        build.build(place, "")
+
+
+def test_the_last_installed_flags_stay_until_others_are_asked_for(place, monkeypatch):
+    installed(monkeypatch, None)
+    assert flags.asked_cmake_args() == ""
+    monkeypatch.setenv("CMAKE_ARGS", "-DGGML_CUDA=on")
+    assert main(["--install"]) == 0
+    monkeypatch.delenv("CMAKE_ARGS")
+    assert flags.asked_cmake_args() == "-DGGML_CUDA=on"
+    monkeypatch.setenv("CMAKE_ARGS", "")
+    assert main(["--install"]) == 0
+    monkeypatch.delenv("CMAKE_ARGS")
+    assert flags.asked_cmake_args() == ""
+
+
+def test_flags_that_do_not_build_are_not_remembered(place, monkeypatch, capsys):
+    monkeypatch.setenv("CMAKE_ARGS", "-DGGML_CUDA=on")
+    monkeypatch.setenv("FAILS", "1")
+    assert main(["--install"]) == LibraryError.exit_code
+    assert capsys.readouterr().err.splitlines()[-2].startswith("kvtool: ")
+    monkeypatch.delenv("CMAKE_ARGS")
+    assert flags.asked_cmake_args() == ""
+
+
+def test_stdout_is_the_wheel(place, capsys):
+    assert main([]) == 0
+    assert capsys.readouterr().out == f"{build.find_wheel(build.wheel_key(place, ''))}\n"
+
+
+def test_a_missing_compiler_is_said_with_what_to_install(tmp_path):
+    script = (
+        "from kvtool import errors\nfrom kvtool.build import needs\n"
+        "try: needs.check_tools()\n"
+        "except errors.LibraryError as error: print(error)\n"
+    )
+    env = {key: value for key, value in os.environ.items() if key not in ("CC", "CXX")}
+    root = Path(__file__).parents[2]
+    for path, said in ((str(tmp_path), "C++ compiler"), (env["PATH"], "")):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**env, "PATH": path},
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.stderr == ""
+        assert said in done.stdout
+        assert len(done.stdout.splitlines()) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("cmake_args", "said"),
+    [
+        ("-DGGML_CUDA=on", "no nvcc, .*CUDACXX"),
+        ("-DGGML_CUDA:BOOL=ON -DX=1", "no nvcc"),
+        ("-DGGML_VULKAN=1", "no glslc, .*VULKAN_SDK"),
+        ("-DGGML_METAL=on", "on Macs only"),
+        ("-DGGML_CUDA=off -DGGML_VULKAN=0 -DGGML_METAL=no", None),
+        ("-DGGML_CUDA=on -DGGML_CUDA=off", None),
+    ],
+)
+def test_what_a_device_needs_is_looked_for_before_it_is_built_for(tmp_path, monkeypatch, cmake_args, said):
+    monkeypatch.setattr(needs, "_runs", lambda program: program not in ("nvcc", "glslc"))
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path))
+    monkeypatch.delenv("VULKAN_SDK", raising=False)
+    monkeypatch.delenv("CUDACXX", raising=False)
+    if said is None:
+        CHECK_TOOLS(cmake_args)
+        return
+    with pytest.raises(LibraryError, match=said) as caught:
+        CHECK_TOOLS(cmake_args)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_nvcc_that_cmake_does_not_find_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(needs, "_runs", lambda program: program != "nvcc")
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path))
+    monkeypatch.delenv("CUDACXX", raising=False)
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.touch()
+    with pytest.raises(LibraryError, match=f"CUDACXX={nvcc}"):
+        CHECK_TOOLS("-DGGML_CUDA=on")
+
+
+@pytest.fixture
+def kvtool_build(place, tmp_path, monkeypatch):
+    """kvtool_build("--cuda", ...) gives the command's result; a text stands in for the library."""
+    monkeypatch.setattr(kernels, "compile_all", lambda: None)
+    found = {"library": {"devices": [{"description": "a CPU"}]}, "problems": []}
+    monkeypatch.setattr(command, "_examined", lambda: found)
+    monkeypatch.setattr(sys, "platform", "linux")
+    installed(monkeypatch, None)
+    return lambda *arguments: CliRunner().invoke(app, ["build", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "built"),
+    [
+        (["--cuda"], None, "-DGGML_CUDA=on"),
+        (["--vulkan", "--cuda"], "", "-DGGML_CUDA=on -DGGML_VULKAN=on"),
+        (["--cuda"], "-DCMAKE_CUDA_ARCHITECTURES=86", "-DCMAKE_CUDA_ARCHITECTURES=86 -DGGML_CUDA=on"),
+        (["--cuda"], "-DGGML_CUDA=on", "-DGGML_CUDA=on"),
+        (["--cuda"], "-DGGML_CUDA=off", "-DGGML_CUDA=off -DGGML_CUDA=on"),
+        (["--cpu"], "-DGGML_NATIVE=off", "-DGGML_NATIVE=off"),
+        (["--cpu"], None, ""),
+        ([], "-DGGML_VULKAN=on", "-DGGML_VULKAN=on"),
+        ([], "", ""),
+        ([], None, "-DFIRST=1"),
+    ],
+)
+def test_the_command_builds_for_what_is_asked_and_remembers_it(
+    kvtool_build, monkeypatch, arguments, given, built
+):
+    monkeypatch.setenv("CMAKE_ARGS", "-DFIRST=1")
+    assert kvtool_build().exit_code == 0
+    monkeypatch.delenv("CMAKE_ARGS")
+    if given is not None:
+        monkeypatch.setenv("CMAKE_ARGS", given)
+    done = kvtool_build(*arguments)
+    assert done.exit_code == 0, done.output
+    words = f" with {built}" if built else ""
+    assert done.stdout == f"installed: llama.cpp{words} for a CPU; kvtool doctor shows details\n"
+    monkeypatch.delenv("CMAKE_ARGS", raising=False)
+    assert flags.asked_cmake_args() == built
+
+
+def test_the_cpu_alone_of_a_mac_is_without_metal(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert flags.device_args([]) == "-DGGML_METAL=off"
+    assert flags.device_args(["metal"]) == "-DGGML_METAL=on"
+
+
+@pytest.mark.parametrize(("arguments", "given"), [(["--cpu", "--cuda"], ""), (["--cpu"], "-DGGML_CUDA=on")])
+def test_the_cpu_alone_and_a_device_are_a_usage_error(kvtool_build, monkeypatch, tmp_path, arguments, given):
+    monkeypatch.setenv("CMAKE_ARGS", given)
+    done = kvtool_build(*arguments)
+    assert done.exit_code == UsageError.exit_code
+    assert done.stderr.count("\n") == 1
+    assert calls(tmp_path) == []
+
+
+def test_the_command_shows_the_errors_of_a_build_before_its_one_line(kvtool_build, monkeypatch):
+    monkeypatch.setenv("FAILS", "1")
+    monkeypatch.setenv("SAYS", "x.cpp:7: error: no such thing")
+    done = kvtool_build("--vulkan")
+    assert done.exit_code == LibraryError.exit_code
+    *_, line = done.stderr.splitlines()
+    assert line.startswith("kvtool: llama-cpp-python 9.9 could not be downloaded; the whole log is ")
+    assert "  x.cpp:7: error: no such thing\n" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_library_that_does_not_load_is_not_said_to_be_there(kvtool_build, monkeypatch):
+    wrong = "llama.cpp does not load (libcuda.so.1)"
+    found = {"library": None, "problems": [{"wrong": wrong, "command": "x"}]}
+    monkeypatch.setattr(command, "_examined", lambda: found)
+    done = kvtool_build("--cuda")
+    assert done.exit_code == LibraryError.exit_code
+    assert done.stderr.splitlines()[-1] == f"kvtool: {wrong}"
+    assert done.stdout == ""
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
+def test_an_old_python_is_refused_before_anything_is_made(tmp_path):
+    shutil.copy(Path(__file__).parents[2] / "Makefile", tmp_path)
+    old = tmp_path / "old-python"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    done = subprocess.run(
+        ["make", "setup", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "Python 3.10 or newer" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_kernels_with_bounds_checks_are_cached_apart(monkeypatch):
+    monkeypatch.undo()
+    assert paths.kernel_dir() == load.LIBRARY.parent
+    monkeypatch.setenv("NUMBA_BOUNDSCHECK", "0" if os.environ.get("NUMBA_BOUNDSCHECK") else "1")
+    assert paths.kernel_dir() != load.LIBRARY.parent
+
+
+def test_a_long_title_leaves_the_line_on_one_row(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    process.Progress("building with " + "-DGGML_SOMETHING=on " * 9).show(1234, 1234)
+    assert all(len(drawn) <= 80 for drawn in capsys.readouterr().err.split("\r"))

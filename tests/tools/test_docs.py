@@ -1,0 +1,231 @@
+"""The documents: short lines, links that lead somewhere, commands that kvtool takes, and nothing left out."""
+
+from __future__ import annotations
+
+import html
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from kvtool import policies
+from kvtool.cli import app
+from kvtool.cli.settings import all_commands
+from kvtool.models.catalogue import registry
+from kvtool.options.run import POLICY, Run
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
+import make_cli
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+LABORATORY = ROOT / "papers"
+FRONTS = (ROOT / folder / "README.md" for folder in ("", "patches", "benchmarks"))
+PAGES = sorted([*FRONTS, *DOCS.rglob("*.md"), *LABORATORY.glob("*.md")])
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines that are neither of a table nor of a command or an example."""
+    in_fence = False
+    for number, line in enumerate(read(path).splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            in_fence = not in_fence
+        elif not in_fence and not line.startswith(("    ", "|", "<!--", "!")):
+            yield number, line
+
+
+def anchors(path: Path) -> set[str]:
+    """What GitHub makes of the headings."""
+    heads = [line.lstrip("#").strip() for _, line in prose(path) if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+# form
+
+
+def test_the_readme_is_100_lines_of_120_characters_at_most():
+    lines = read(ROOT / "README.md").splitlines()
+    assert len(lines) <= 100
+    assert [line for line in lines if len(line) > 120] == []
+
+
+def test_what_the_readme_says_to_type_works_after_a_setup_in_this_folder():
+    examples = re.findall("^    (.*)", read(ROOT / "README.md"), re.M)
+    typed = [line.partition(" # ")[0].strip() for line in examples]
+    assert typed.index("source .venv/bin/activate") < typed.index("kvtool chat -m qwen2.5-coder-1.5b")
+    words = [shlex.split(line) for line in typed]
+    assert {first for first, *_ in words} == {"make", "source", "export", "kvtool"}
+    files = [word for line in words if line[0] == "kvtool" for word in line if word.startswith("docs/")]
+    assert len(files) >= 3
+    assert [name for name in files if not (ROOT / name).is_file()] == []
+    # with a model that can do what the examples ask for
+    assert "export KVTOOL_MODEL=qwen2.5-coder-1.5b" in typed
+    assert "qwen2.5-coder-1.5b" in registry()
+
+
+def test_the_picture_of_a_chat_is_of_the_default_policy_and_has_forgotten_nothing():
+    lines = html.unescape(re.sub("<[^>]*>", "", read(DOCS / "chat.svg"))).replace("\xa0", " ")
+    text = " ".join(lines.split())
+    assert f"with policy {POLICY}, a cache of {Run.default_recall:,} tokens" in text
+    share = r"([\d.]+) %"
+    status = rf"([\d,]+) tokens: {share} in the cache, {share} archived, 0 % forgotten · cache ([\d.]+ MiB)"
+    statuses = re.findall(status, text)
+    assert len(statuses) >= 2
+    for n, cached, archived, _ in statuses:
+        assert float(cached) + float(archived) == pytest.approx(100, abs=0.11)
+        n_cached = float(cached) / 100 * int(n.replace(",", ""))
+        assert n_cached <= Run.default_recall + 0.001 * int(n.replace(",", ""))
+    # what the front page says of it
+    (caption,) = re.findall(r"!\[(.*)\]\(docs/chat\.svg\)", read(ROOT / "README.md"))
+    read_at_once = re.search(r"the turn has ([\d,]+) tokens", text)[1]
+    assert f"{read_at_once} tokens" in caption
+    assert statuses[-1][-1] in caption
+    assert "url(" not in read(DOCS / "chat.svg").replace("url(#", "")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_line_of_prose_is_longer_than_140_characters(path):
+    assert [f"{path.name}:{number}" for number, line in prose(path) if len(line) > 140] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_relative_link_leads_to_a_file_and_a_heading(path):
+    text = "\n".join(line for _, line in prose(path)) + "\n".join(re.findall(r"^[|!].*", read(path), re.M))
+    links = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", text))
+    for link in links:
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+# the commands
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Each kvtool command of an example, and where it stands."""
+    for path in set(PAGES) - {DOCS / "cli.md"}:
+        # what goes on after a backslash is one line
+        for line in read(path).replace("\\\n", " ").splitlines():
+            for part in re.split(r"[|;]|&&", line) if line.startswith("    ") else ():
+                found = re.match(r"\s*(?:\w+\$|\$)?\s*(?:\.venv/bin/)?(kvtool\s.+)", part)
+                if found:
+                    yield found[1], path.name
+
+
+@pytest.mark.parametrize(("command", "page"), sorted(set(commands())))
+def test_every_command_shown_is_one_that_kvtool_takes(command, page):
+    words = shlex.split(re.sub(r"\s[<>].*", "", command), comments=True)[1:]
+    found = get_command(app)
+    while hasattr(found, "commands"):
+        found = found.commands[words.pop(0)]
+    # an unknown option, a missing argument or a value of the wrong type raises here; nothing is run
+    found.make_context(found.name, words)
+
+
+SHORT = {
+    short: next(name for name in param.opts if name.startswith("--"))
+    for _, command in all_commands(get_command(app))
+    for param in command.params
+    if any(name.startswith("--") for name in param.opts)
+    for short in param.opts
+    if not short.startswith("--")
+}
+"""Each short name of an option, with its long one."""
+
+OTHERS = ("llama-perplexity -c", "-m 8b.gguf")
+"""Options of other programs."""
+
+
+def short_names(text: str) -> list[str]:
+    for other in OTHERS:
+        text = text.replace(other, "")
+    return [name for name in re.findall(r"(?<![\w-])-[a-z]{1,3}(?![\w-])", text) if name in SHORT]
+
+
+@pytest.mark.parametrize("path", sorted({*DOCS.glob("*.md")} - {DOCS / "cli.md"}), ids=lambda path: path.name)
+def test_prose_names_an_option_by_its_long_name(path):
+    # a whole command may have short ones
+    named = (span for _, line in prose(path) for span in re.findall(r"`(-[^`]*)`", line))
+    assert [span for span in named if short_names(span)] == []
+
+
+def test_help_names_an_option_by_its_long_name():
+    for words, command in all_commands(get_command(app)):
+        for text in (command.help or "", *(param.help or "" for param in command.params)):
+            assert short_names(text) == [], (words, text)
+
+
+def test_the_page_of_commands_is_what_the_commands_say():
+    assert read(DOCS / "cli.md") == make_cli.page(), "run: make docs"
+
+
+def test_a_changed_help_text_changes_the_page_of_commands(monkeypatch):
+    before = make_cli.page()
+    monkeypatch.setattr(make_cli.errors.UsageError, "__doc__", "Something else.")
+    assert make_cli.page() != before
+    assert "| 2 | Something else. |" in make_cli.page()
+
+
+# nothing is left out
+
+
+@pytest.mark.parametrize("folder", [DOCS, LABORATORY], ids=lambda folder: folder.name)
+def test_every_page_is_in_the_index(folder):
+    index = read(folder / "README.md")
+    for path in folder.glob("*.md"):
+        assert path.name == "README.md" or f"]({path.name})" in index, path.name
+
+
+def test_every_policy_is_in_the_table():
+    table = read(DOCS / "policies.md").split("\n## ")[0]
+    # which tokens stay, the paper, and bytes
+    rows = re.findall(r"^\| `(\w+)` \| \w[^|]* \|[^|]*\| \d[^|]* \|$", table, re.M)
+    assert sorted(rows) == sorted(policies.names())
+
+
+def of_the_tree() -> Iterator[Path]:
+    """Every path that docs/tree.md names, indented by two spaces a level."""
+    (tree,) = re.findall(r"```text\n(.*?)```", read(DOCS / "tree.md"), re.S)
+    folders: list[str] = []
+    for line in tree.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        yield ROOT.joinpath(*folders[:depth], name)
+        folders[depth:] = [name]
+
+
+def test_everything_in_the_tree_exists():
+    assert [path for path in of_the_tree() if not path.exists()] == []
+
+
+@pytest.mark.parametrize("folder", ["kvtool", "."])
+def test_everything_of_a_folder_is_in_the_tree(folder):
+    there = set(of_the_tree())
+    made = {"__init__.py", "__pycache__", "build", "dist", "fuzz-found", "kvtool.egg-info"}
+    for path in (ROOT / folder).iterdir():
+        if path.name not in made and not path.name.startswith("."):
+            assert path in there, path.name
+
+
+def test_what_is_installed_by_hand_is_what_setup_installs():
+    upstream = read(ROOT / "patches" / "UPSTREAM")
+    by_hand = read(ROOT / "patches" / "README.md")
+    (version,) = set(re.findall(r"llama-cpp-python==([\d.]+)", by_hand))
+    assert version in upstream
+    by_hand = re.search(r'CMAKE_ARGS="([^"]*)" \\\n', by_hand)[1].split()
+    flags = {flag.split("=")[0] for flag in by_hand}
+    assert flags >= {"-DCMAKE_PROJECT_llama_cpp_INCLUDE", "-DLLAVA_BUILD"}
+    source = "".join(map(read, (ROOT / "kvtool" / "build").glob("*.py")))
+    for flag in flags:
+        assert flag in source, flag

@@ -1,0 +1,147 @@
+"""The programs of benchmarks/gpu_check.py compute the right thing, and report parts that crash or hang."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("form", ["one", "ne3", "ne3 in order", "calls"])
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_attention_equals_the_definition_in_each_layout(load, kind, form, n):
+    if form == "ne3 in order" and n == 1:
+        pytest.skip("one token is in order")
+    micro = load("ggml_micro")
+    ggml, rng, n_kv = micro.Ggml(), np.random.default_rng(0), 256
+    backend, number = ggml.backend(), micro.TYPES[kind]
+    caches = micro.Work(ggml, backend)
+    pair = micro.cells(caches, number, n_kv), micro.cells(caches, number, n_kv)
+    caches.alloc()
+    plain = []
+    for tensor in pair:
+        raw = ggml.quantized(rng.standard_normal((n_kv, micro.D * micro.N_KV_HEAD), np.float32), number)
+        caches.set(tensor, raw)
+        plain.append(micro.dequantized(raw, number).reshape(n_kv, micro.N_KV_HEAD, micro.D))
+    row = micro._attention(ggml, rng, backend, [pair], plain, number, n, n_kv, form)
+    caches.free()
+    assert row["supported"]
+    assert row["error"] < 0.01
+
+
+@pytest.mark.engine
+def test_an_attention_to_other_keys_has_a_large_error(load):
+    micro = load("ggml_micro")
+    ggml, rng, n_kv = micro.Ggml(), np.random.default_rng(0), 256
+    backend = ggml.backend()
+    caches = micro.Work(ggml, backend)
+    pair = micro.cells(caches, micro.F16, n_kv), micro.cells(caches, micro.F16, n_kv)
+    caches.alloc()
+    values = rng.standard_normal((n_kv, micro.N_KV_HEAD, micro.D)).astype(np.float16)
+    for tensor in pair:
+        caches.set(tensor, values)
+    other = [values[:, ::-1].astype(np.float32), values[:, ::-1].astype(np.float32)]
+    row = micro._attention(ggml, rng, backend, [pair], other, micro.F16, 2, n_kv, "ne3")
+    caches.free()
+    assert row["error"] > 0.1
+
+
+LOG = """
+## SPLIT #0: CPU # 0 inputs
+node #  0 (  GET_ROWS): embd (  16K) [  CPU         ] use=1,c=1:
+
+## SPLIT #1: CUDA0 # 2 inputs: [embd (  16K)] [pos (   0K)]
+node #  2 (   MUL_MAT): Qcur-0 (  16K) [CUDA0         ] use=1,c=1:
+node #  3 (FLASH_ATTN): kqv-0 (  16K) [CUDA0         ] use=1,c=1:
+
+## SPLIT #0: CUDA0 # 0 inputs
+node #  0 (       CPY): edit (  16K) [CUDA0         ] use=1,c=1:
+"""
+
+
+@pytest.mark.engine
+def test_reads_the_splits_of_each_graph_from_the_log(load):
+    first, second = load("gpu_rows").graphs_of(LOG)
+    assert (first[0], dict(first[1]), dict(first[2])) == (
+        2,
+        {"GET_ROWS": 1, "MUL_MAT": 1, "FLASH_ATTN": 1},
+        {"GET_ROWS": 1},
+    )
+    assert (second[0], dict(second[1]), dict(second[2])) == (1, {"CPY": 1}, {})
+
+
+def test_counts_tests_and_names_those_that_fail(load):
+    lines = [
+        "tests/test_a.py::test_one[x] ",
+        "[gw0] [ 33%] PASSED tests/test_a.py::test_one[x] ",
+        "[gw1] [ 66%] FAILED tests/test_a.py::test_two ",
+        "[gw1] [100%] SKIPPED tests/test_a.py::test_three ",
+        "FAILED tests/test_a.py::test_two - assert 1 == 2",
+        "=== 1 failed, 1 passed, 1 skipped in 3.20s ===",
+    ]
+    rows = list(load("gpu_check").tests_of(lines))
+    assert [row["what"] for row in rows if row.get("outcome") == "failed"] == ["tests/test_a.py::test_two "]
+    assert any("assert 1 == 2" in row["what"] for row in rows)
+    assert rows[-1] == {
+        "what": "all",
+        "passed": 1,
+        "failed": 1,
+        "skipped": 1,
+        "summary": "1 failed, 1 passed, 1 skipped in 3.20s",
+    }
+
+
+@pytest.mark.parametrize(
+    ("program", "is_late", "code"),
+    [
+        ("print('{}')", False, 0),
+        ("print('{}', flush=True); import os; os.abort()", False, -6),
+        ("print('{}', flush=True); import time; time.sleep(600)", True, -9),
+    ],
+)
+def test_a_part_that_crashes_or_hangs_keeps_its_rows(load, tmp_path, program, is_late, code):
+    check = load("gpu_check")
+    with (tmp_path / "log").open("wb") as errors:
+        # one that ends has a minute for it
+        lines = check.Lines([sys.executable, "-c", program], dict(os.environ), errors, 2 if is_late else 60)
+        rows = list(check.rows_of(lines))
+    assert (lines.is_late, lines.code) == (is_late, code)
+    assert is_late or rows == [{}]
+
+
+def test_the_table_shows_each_form_in_a_column_and_what_failed(load):
+    check = load("gpu_check")
+    case = {"part": "2a", "type": "f16", "n": 1, "n_kv": 1024, "supported": True}
+    rows = [
+        case | {"what": "one", "us": 1.5, "error": 0.001},
+        case | {"what": "ne3", "us": 2.5, "error": float("nan")},
+        {"part": "3", "what": "bench --way full", "why": "exit status -6: aborted"},
+    ]
+    text = list(check.table(rows))
+    line = next(line for line in text if line.split()[:3] == ["f16", "1", "1024"])
+    assert line.split()[3:] == ["1.5", "2.5"]
+    assert any("wrong results" in line and "nan" in line and "'one'" not in line for line in text)
+    assert "bench --way full: exit status -6: aborted" in text
+
+
+def test_repeated_weights_have_the_shape_and_the_blocks_of_random_ones(load):
+    model = load("random_model")
+    whole = model.quantized(np.random.default_rng(0), 10, 64)
+    some = model.quantized(np.random.default_rng(0), 10, 64, 4)
+    assert some.shape == whole.shape
+    assert (some[4:8] == some[:4]).all()
+    assert not (whole[4:8] == whole[:4]).all()

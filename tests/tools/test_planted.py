@@ -1,0 +1,15 @@
+"""The faults of `make check-tests` can be planted: a change may have taken their lines away."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tools.planted import PLANTED, ROOT
+
+
+@pytest.mark.parametrize("fault", PLANTED.values(), ids=PLANTED)
+def test_a_planted_fault_has_its_line_and_its_tests(fault):
+    assert (ROOT / fault.file).read_text(encoding="utf-8").count(fault.old) == 1
+    for test in fault.tests:
+        file, _, name = test.partition("::")
+        assert f"def {name}" in (ROOT / "tests" / file).read_text(encoding="utf-8")

@@ -1,0 +1,176 @@
+"""The rooms of the package: who may import whom, as docs/tree.md has it, and how large a file may be."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Container, Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "kvtool"
+
+
+def module_of(path: Path, root: Path = ROOT) -> str:
+    """The name under which Python knows a file."""
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = set(map(module_of, FILES))
+
+ALONE = {
+    "kvtool_llama": "llama",
+    "llama_cpp": "llama",
+    "typer": "cli",
+    "rich": "cli",
+    "matplotlib": "cli",
+    "numba": "kernels",
+    "llvmlite": "kernels",
+    "gguf": "models",
+    "huggingface_hub": "models",
+    "jinja2": "chats",
+    "starlette": "serve",
+    "uvicorn": "serve",
+}
+"""Packages that one room alone imports."""
+
+
+def allowed() -> dict[str, set[str]]:
+    """The table of docs/tree.md: each room, and the rooms that it may import."""
+    document = (ROOT / "docs" / "tree.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|$", document, re.M)
+    table: dict[str, set[str]] = {}
+    for room, names in rows:
+        below = "all above" in names
+        table[room] = set(table) if below else set(re.findall(r"`(\w+)`", names))
+    return table
+
+
+def room_of(module: str) -> str:
+    """The folder or file below kvtool/; the package itself, which has __version__, is "kvtool"."""
+    return [*module.split("."), "kvtool"][1] if "." in module else "kvtool"
+
+
+def imports(path: Path, modules: Container[str] = MODULES) -> Iterator[tuple[int, str]]:
+    """Every module that a file imports, inside functions and for types alone as well."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            # absolute: ruff's TID252 allows no other
+            assert node.level == 0
+            module = str(node.module)
+            for alias in node.names:
+                name = f"{module}.{alias.name}"
+                yield node.lineno, name if name in modules else module
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "id", "") == "import_module"
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            yield node.lineno, str(node.args[0].value)
+
+
+def circle(files: Iterable[Path], root: Path = ROOT) -> list[str]:
+    """Modules each of which imports the one before it, the first also at the end; [] if there are none."""
+    paths = {module_of(path, root): path for path in files}
+    graph = {name: {each for _, each in imports(path, paths)} & paths.keys() for name, path in paths.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_every_room_is_in_the_table_below_all_that_it_may_import():
+    table = allowed()
+    rooms = {room_of(module) for module in MODULES} - {"kvtool"}
+    assert set(table) == rooms
+    for number, (room, below) in enumerate(table.items()):
+        assert below <= set(list(table)[:number]), room
+
+
+def test_imports_point_one_way():
+    table, wrong = allowed(), []
+    # the package's own file is a list of names for users, each imported when it is used
+    for path in set(FILES) - {PACKAGE / "__init__.py"}:
+        own = room_of(module_of(path))
+        for line, module in imports(path):
+            package = module.partition(".")[0]
+            is_allowed = room_of(module) in {own, "kvtool", *table[own]} if package == "kvtool" else True
+            if not is_allowed or ALONE.get(package, own) != own:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    assert wrong == []
+
+
+def test_nothing_imports_the_laboratory():
+    """papers/ may import kvtool/ and benchmarks/, neither of them papers/."""
+    files = [*FILES, *(ROOT / "benchmarks").glob("*.py")]
+    assert [path for path in files for _, module in imports(path) if module.split(".")[0] == "papers"] == []
+
+
+def test_a_forbidden_import_is_found(tmp_path):
+    path = tmp_path / "inner.py"
+    path.write_text("def f():\n    from kvtool.cli import chat\n    import llama_cpp.llama_cpp as api\n")
+    assert list(imports(path)) == [(2, "kvtool.cli.chat"), (3, "llama_cpp.llama_cpp")]
+
+
+@pytest.mark.parametrize("room", sorted({room_of(module) for module in MODULES} - {"kvtool"}))
+def test_no_files_of_a_room_import_each_other_in_a_circle(room):
+    assert circle(path for path in FILES if room_of(module_of(path)) == room) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import room.a",
+        "def f():\n    from room.a import A",
+        "if TYPE_CHECKING:\n    from room import a",
+        "import_module('room.a')",
+    ],
+)
+def test_a_circle_is_found(tmp_path, back):
+    room = tmp_path / "room"
+    room.mkdir()
+    for name, text in {"a": "from room.b import B", "b": "from room import c", "c": "import os"}.items():
+        (room / f"{name}.py").write_text(text)
+    assert circle(room.iterdir(), tmp_path) == []
+    (room / "c.py").write_text(back)
+    assert sorted(set(circle(room.iterdir(), tmp_path))) == ["room.a", "room.b", "room.c"]
+
+
+def test_the_build_needs_the_standard_library_alone():
+    # -S: without the environment's packages
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import kvtool.build.__main__, kvtool.build.kernels"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code, str(ROOT)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_old_python_can_import_the_build_which_says_that_it_is_too_old():
+    """Before 3.10 `Path | None` cannot be evaluated: the files that a build imports must not try."""
+    code = "import sys, kvtool.build.__main__; print(*(name for name in sys.modules if name[:6] == 'kvtool'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    for path in FILES:
+        if (
+            ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            in done.stdout.split()
+        ):
+            text = path.read_text(encoding="utf-8")
+            assert "from __future__ import annotations\n" in text or not re.search(r"\w \| \w", text), path
+
+
+def test_all_functions_but_kernels_have_annotations():
+    """A kernel's types stand in its signature for numba: in files of kernels mypy asks for no others."""
+    for path in set(FILES) - {PACKAGE / "__init__.py"}:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and not (node.returns or node.name == "__init__"):
+                made_by = [ast.unparse(each) for each in node.decorator_list]
+                assert any(each.startswith("kernel(") for each in made_by), f"{path}: {node.name}"

@@ -1,0 +1,190 @@
+"""kvtool from a wheel, in an environment outside the checkout, as a user without a checkout has it.
+
+kvtool's wheel is real. That of kvtool-llama is a stand-in that passes on the library of the tests, under the
+key of this machine's build: nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvtool import __version__, policies
+from kvtool.build import pack, sources
+from kvtool.build import wheel as build
+from kvtool.llama.library import api, library_path
+from kvtool.models.catalogue import registry
+from tests.held import PATIENCE_S
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+
+STAND_IN = f"""\
+UPSTREAM = "9.9"
+__path__ = [{str(Path(api.__file__).parent)!r}]
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """An environment with kvtool from a wheel and its dependencies, but without kvtool-llama."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    # a new environment, like pip's own builds: the one of the tests has the checkout in it
+    done = subprocess.run(
+        [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob(f"kvtool-{__version__}-*.whl")
+    venv.create(folder / "env", with_pip=False, symlinks=True)
+    python = folder / "env" / "bin" / "python"
+    rest = folder / "rest"
+    rest.mkdir()
+    for path in (
+        p
+        for site in dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib")))
+        for p in Path(site).iterdir()
+    ):
+        if (
+            not path.name.startswith(("kvtool", "_kvtool", "__editable__", "llama_cpp"))
+            and path.suffix != ".pth"
+        ):
+            (rest / path.name).symlink_to(path)
+    site = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    Path(site, "rest.pth").write_text(f"{rest}\n")
+    env = {
+        key: os.environ[key] for key in os.environ if key not in ("PYTHONPATH", "CMAKE_ARGS", "KVTOOL_MODEL")
+    }
+    # compiling the kernels takes a minute
+    env |= {"KVTOOL_CACHE": str(folder / "cache"), "COLUMNS": "200", "NUMBA_DISABLE_JIT": "1"}
+
+    def run(*words):
+        return subprocess.run(
+            [python, *map(str, words)],
+            cwd=folder,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+
+    # without an index: the dependencies must be complete
+    done = run("-m", "pip", "install", "-q", "--no-index", wheel)
+    assert done.returncode == 0, done.stderr
+    return SimpleNamespace(run=run, folder=folder, site=Path(site), kvtool=folder / "env" / "bin" / "kvtool")
+
+
+@pytest.fixture(scope="module")
+def before(place):
+    """What the commands say without kvtool-llama."""
+    (place.folder / "text.txt").write_text("The tide came in over the flats before sunrise.\n" * 9)
+    return SimpleNamespace(
+        perplexity=place.run(place.kvtool, "perplexity", "text.txt"),
+        doctor=place.run(place.kvtool, "doctor"),
+        models=place.run(place.kvtool, "models", "list", "--all"),
+        policies=place.run(place.kvtool, "policies", "--json"),
+    )
+
+
+@pytest.fixture(scope="module")
+def built(place, before):
+    """`kvtool build`, with a wheel for this machine in the cache."""
+    key = build.wheel_key(sources.patches_dir(), "")
+    folder = place.folder / "cache" / "wheels" / key
+    folder.mkdir(parents=True)
+    name = f"{pack.PACKAGE}-{pack.VERSION}"
+    with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{pack.PACKAGE}/__init__.py", STAND_IN)
+        metadata = f"Metadata-Version: 2.1\nName: {pack.DISTRIBUTION}\nVersion: {pack.VERSION}\n"
+        wheel.writestr(f"{name}.dist-info/METADATA", metadata)
+        tags = "Wheel-Version: 1.0\nGenerator: kvtool\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        wheel.writestr(f"{name}.dist-info/WHEEL", tags)
+        wheel.writestr(f"{name}.dist-info/RECORD", "")
+        wheel.writestr(f"{name}.dist-info/{pack.RECORD_OF_BUILD}", json.dumps({"key": key}))
+    made = "kernel_dir().mkdir(parents=True); stamp().touch(); kernel_library().touch()"
+    assert place.run("-c", f"from kvtool.build.kernels import *; {made}").returncode == 0
+    return place.run(place.kvtool, "build")
+
+
+def test_it_is_the_wheels(place):
+    said = place.run(
+        "-c", "import kvtool.system.paths; print(kvtool.__file__, kvtool.system.paths.checkout())"
+    ).stdout
+    assert said == f"{place.site / 'kvtool' / '__init__.py'} None\n"
+
+
+def test_patch_files_and_models_are_in_it(place):
+    packed = place.site / "kvtool"
+    assert (packed / "models.txt").read_bytes() == (ROOT / "models.txt").read_bytes()
+    for path in (ROOT / "patches").iterdir():
+        if path.is_file():
+            assert (packed / "patches" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_without_llama_cpp_one_line_says_how_to_build_it(before):
+    assert before.perplexity.returncode == 4
+    assert before.perplexity.stdout == ""
+    assert before.perplexity.stderr == "kvtool: there is no llama.cpp yet; build it: kvtool build\n"
+    assert before.doctor.returncode == 1
+    assert "problem: there is no llama.cpp yet; build it: kvtool build" in before.doctor.stdout
+    assert "fix it with: kvtool build" in before.doctor.stdout
+
+
+def test_what_needs_no_llama_cpp_works_without_it(before):
+    for name in registry():
+        assert name in before.models.stdout
+    assert {policy["name"] for policy in json.loads(before.policies.stdout)} == set(policies.names())
+
+
+def test_build_installs_it_and_says_what(built):
+    assert built.returncode == 0, built.stderr
+    (line,) = built.stdout.splitlines()
+    assert line.startswith("installed: llama.cpp for ")
+    assert line.endswith("; kvtool doctor shows details")
+
+
+def test_all_is_well_then(place, built):
+    found = json.loads(place.run(place.kvtool, "doctor", "--json").stdout)
+    (wheel,) = (place.folder / "cache" / "wheels").glob("*/*.whl")
+    library = found["library"]
+    assert library["build"] == wheel.parent.name
+    assert library["path"] == str(library_path())
+    assert library["version"] == "9.9"
+    # the digest of the wheel's patch files
+    assert library["digest_wanted"] == sources.patch_digest(ROOT / "patches")
+    # a library that was built by hand from edited files may differ
+    assert [each for each in found["problems"] if "different patch files" not in each["wrong"]] == []
+
+
+def test_a_second_build_changes_nothing(place, built):
+    again = place.run(place.kvtool, "build", "--cpu")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.startswith("already installed: llama.cpp for ")
+
+
+def test_a_model_runs(place, built, tiny_model):
+    (place.folder / "text.txt").write_text("The tide came in over the flats before sunrise.\n" * 9)
+    done = place.run(
+        place.kvtool, "perplexity", "text.txt", "-m", tiny_model(), "--policy", "full", "-c", "512", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["perplexity"] > 1
