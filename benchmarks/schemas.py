@@ -27,6 +27,7 @@ from rich.table import Table
 
 from kvtool import policies
 from kvtool.chats.writer import Writer
+from kvtool.config.generation import GenerationOptions
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
@@ -35,7 +36,6 @@ from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.schema import Enforced, enforced
 from kvtool.models.resolve import resolve
-from kvtool.options.sampling import Drawing
 
 MOST = 3000
 """Most tokens of a sample."""
@@ -118,7 +118,7 @@ def tried(schema: dict[str, object], wanderer: Wanderer, n: int) -> Counter[str]
     return counts
 
 
-def token_s(engine: Engine, drawing: Drawing, n: int, seed: int) -> float:
+def token_s(engine: Engine, drawing: GenerationOptions, n: int, seed: int) -> float:
     """CPU seconds of a token, of n that are written."""
     sampler = Sampler(engine.model, drawing.sampling(), seed=seed)
     writer = Writer(engine, sampler)
@@ -135,7 +135,7 @@ def ratios(model: Model, rounds: int, n: int) -> list[float]:
     """Time of a token under a schema over that of one without, in turns."""
     # neither may end before the other
     bans = tuple((token, -np.inf) for token in model.ends)
-    free, held = Drawing(logit_bias=bans), Drawing(json_schema=json.dumps(PEOPLE))
+    free, held = GenerationOptions(logit_bias=bans), GenerationOptions(json_schema=json.dumps(PEOPLE))
     found = []
     engine = Engine(model, policies.fit("full", 4096), Settings(n_threads=1))
     token_s(engine, held, 16, 0)

@@ -33,10 +33,10 @@ from common import (
     write_json,
 )
 
+from kvtool.config.run import ScoreOptions
 from kvtool.llama.library import api
 from kvtool.llama.model import Model
 from kvtool.measure.run import Job, measure
-from kvtool.options.run import TextRun
 
 N_CHUNK, N_CELL = 64, 512
 
@@ -61,7 +61,7 @@ def main() -> None:
 
         def scored(name: str) -> float:
             budget = None if name == "full" else str(args.budget)
-            run = TextRun(name, budget, model=str(model.path), n_batch=N_CHUNK, threads=args.threads)
+            run = ScoreOptions(name, budget, model=str(model.path), n_batch=N_CHUNK, threads=args.threads)
             reference = str(Path(folder) / "full.ref")
             return measure(Job(run, str(path), reference, writes=name == "full"))["cpu_s"]
 

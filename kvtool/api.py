@@ -18,10 +18,10 @@ from kvtool.engine.loop import Engine
 from kvtool.errors import UsageError, suggestion
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
+from kvtool.llama.sampling import Sampling
 from kvtool.models.fetch import Progress
 from kvtool.models.resolve import check, resolve
-from kvtool.options.field import declared
-from kvtool.options.sampling import Sampling
+from kvtool.options import declared
 from kvtool.policy import Policy
 
 

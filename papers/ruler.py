@@ -114,7 +114,7 @@ class Row:
         and UsageError for a policy that there is not.
         """
         name, options = split_policy(self.policy)
-        wanted = policies.wanted(name, _ROOM if self.removed else None, options)
+        wanted = policies.spec(name, _ROOM if self.removed else None, options)
         if self.budget:
             return wanted.fit(self.budget)
         if n >= n_ctx:

@@ -16,7 +16,7 @@ from typer.main import get_command
 from kvtool.cli import near
 from kvtool.cli.listed import flag, words_of
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.options.field import ARCHIVES, DRAWS, KEEPS, RUNS, SERVES, SHOWS
+from kvtool.options import ARCHIVE, CACHE, HARDWARE, OUTPUT, SAMPLING, SERVER
 
 if TYPE_CHECKING:
     from kvtool.cli.settings import Setting
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CLICK: Any = sys.modules[typer.BadParameter.__module__]
 """The module with click's exceptions; newer versions of typer bring their own click."""
 
-_ORDER = ("Arguments", "Options", KEEPS, DRAWS, SERVES, RUNS, ARCHIVES, SHOWS, "Help")
+_ORDER = ("Arguments", "Options", CACHE, SAMPLING, SERVER, HARDWARE, ARCHIVE, OUTPUT, "Help")
 """All groups. "Options" has the options of a single command."""
 
 _HELP = ("help", "version", "install_completion", "show_completion")

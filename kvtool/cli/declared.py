@@ -12,12 +12,12 @@ from kvtool.cli import completion
 from kvtool.cli.command import BadValue
 from kvtool.cli.listed import flag
 from kvtool.errors import UsageError
-from kvtool.options.field import SHOWS, Option, Options, declared
+from kvtool.options import OUTPUT, Option, Options, declared
 
 Typed = NewType("Typed", Mapping[str, str])
 """The typed options: the names of parameters, each with its flag."""
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=SHOWS)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)]
 """--json of the commands that print one result."""
 
 ModelName = Annotated[

@@ -20,21 +20,22 @@ from kvtool.cli.console import say, table, table_console
 from kvtool.cli.declared import Json, Typed, options
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import tokens_progress
+from kvtool.config.generation import GenerationOptions
+from kvtool.config.run import RunOptions
 from kvtool.errors import InputError, KvtoolError, UsageError
-from kvtool.options.field import Options, again, option, repeated
-from kvtool.options.run import Run
-from kvtool.options.sampling import Drawing, Sampling
+from kvtool.llama.sampling import Sampling
+from kvtool.options import Options, option, redeclared, repeated
 from kvtool.system import interrupt
 from kvtool.system.files import spare_folder
 from kvtool.system.texts import is_stdin, json_text
 
 if TYPE_CHECKING:
+    from kvtool.config.opening import Resolved
     from kvtool.llama.model import Model
     from kvtool.measure.records import Record
     from kvtool.models.header import ModelInfo
-    from kvtool.policies import Wanted
+    from kvtool.policies import PolicySpec
     from kvtool.policy import Policy
-    from kvtool.runs.opening import Resolved
     from kvtool.tasks.reader import Reader
     from kvtool.tasks.results import Groups, Mean, Results
     from kvtool.tasks.task import Task
@@ -46,11 +47,11 @@ _STEP = 1024
 
 
 @dataclass(frozen=True)
-class _Run(Run):
+class _Run(RunOptions):
     hidden: ClassVar = ("explain",)
 
-    budget: str = again(
-        Run,
+    budget: str = redeclared(
+        RunOptions,
         "budget",
         "20%",
         help="Cache size: tokens kept per KV head (512), share of each prompt (20%, rounded down), "
@@ -61,15 +62,16 @@ class _Run(Run):
 
 @dataclass(frozen=True)
 class _Drawn(Options):
-    temp: float = again(
+    temp: float = redeclared(
         Sampling,
         "temp",
         help="Temperature of answers; 0 picks the most likely tokens. Above 0 the other samplers are as "
-        f"in kvtool generate: --top-k {Drawing.top_k}, --top-p {Drawing.top_p}, --min-p {Drawing.min_p}.",
+        f"in kvtool generate: --top-k {GenerationOptions.top_k}, --top-p {GenerationOptions.top_p}, "
+        f"--min-p {GenerationOptions.min_p}.",
         least=0,
     )
-    seed: int = again(
-        Drawing,
+    seed: int = redeclared(
+        GenerationOptions,
         "seed",
         0,
         help="Random seed of each answer; needs --temp.",
@@ -82,7 +84,12 @@ class _Drawn(Options):
         """The sampler's settings; None where the likeliest tokens are taken."""
         if not self.temp:
             return None
-        return Sampling(self.temp, top_k=Drawing.top_k, top_p=Drawing.top_p, min_p=Drawing.min_p)
+        return Sampling(
+            self.temp,
+            top_k=GenerationOptions.top_k,
+            top_p=GenerationOptions.top_p,
+            min_p=GenerationOptions.min_p,
+        )
 
 
 @dataclass(frozen=True)
@@ -144,7 +151,7 @@ def evaluate(
     """
     from kvtool import tasks
 
-    run: Run = given
+    run: RunOptions = given
     if task is None:
         if alone := [flag for name, flag in typed.items() if name != "as_json"]:
             raise UsageError(f"{alone[0]} needs a task; `kvtool eval` lists them")
@@ -167,7 +174,7 @@ def evaluate(
     # values out of range are refused before a download
     _check_drawing(drawn, chosen, task)
 
-    from kvtool.runs.opening import gpu_note, instead, loaded, located, n_ctx_of, patch_note, resolved
+    from kvtool.config.opening import gpu_note, instead, loaded, located, n_ctx_of, patch_note, resolved
 
     asked = resolved(run)
     path, info = located(run.model, locate)
@@ -245,10 +252,10 @@ def _check_drawing(drawn: _Drawn, chosen: Task, task: str) -> None:
     drawn.sampling()
 
 
-def _check_budget(wanted: Wanted, run: Run, info: ModelInfo) -> None:
+def _check_budget(wanted: PolicySpec, run: RunOptions, info: ModelInfo) -> None:
     """Raise UsageError for a budget that cannot work, before the model is loaded."""
-    from kvtool.models import budget
-    from kvtool.runs.opening import early_fitted
+    from kvtool.config import budget
+    from kvtool.config.opening import early_fitted
 
     if not wanted.kind.evicts:
         return
@@ -260,14 +267,16 @@ def _check_budget(wanted: Wanted, run: Run, info: ModelInfo) -> None:
         early_fitted(wanted, run, text, info)
 
 
-def _policy_for(wanted: Wanted, run: Run, n_ctx: int, model: Model, n_held: int) -> tuple[PolicyFor, int]:
+def _policy_for(
+    wanted: PolicySpec, run: RunOptions, n_ctx: int, model: Model, n_held: int
+) -> tuple[PolicyFor, int]:
     """A function that gives the policy for a prompt and an answer of so many tokens, and the batch size.
 
     n_held: tokens that no eviction removes. Raises UsageError.
     """
+    from kvtool.config import budget
+    from kvtool.config.opening import fitted
     from kvtool.engine.stream import on_model
-    from kvtool.models import budget
-    from kvtool.runs.opening import fitted
 
     n_batch = run.n_batch or run.default_n_batch
     if not wanted.kind.evicts:
@@ -282,27 +291,33 @@ def _policy_for(wanted: Wanted, run: Run, n_ctx: int, model: Model, n_held: int)
     return lambda n, n_answer: wanted.fit(max(min(budget.share(percent, n), n_ctx), least)), n_batch
 
 
-def _full_for(wanted: Wanted, n_ctx: int) -> PolicyFor:
+def _full_for(wanted: PolicySpec, n_ctx: int) -> PolicyFor:
     """A policy that never evicts, with cells for prompt and answer."""
     return lambda n, n_answer: wanted.fit(min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
 
 
 def _reader(
-    asked: Resolved, run: Run, n_ctx: int, model: Model, as_chat: bool, max_prompt: int | None, drawn: _Drawn
+    asked: Resolved,
+    run: RunOptions,
+    n_ctx: int,
+    model: Model,
+    as_chat: bool,
+    max_prompt: int | None,
+    drawn: _Drawn,
 ) -> Reader:
     from kvtool.chats.prompt import template_of
-    from kvtool.runs.opening import settings_of
+    from kvtool.config.opening import settings_of
     from kvtool.tasks.reader import N_OUTPUT, Reader, n_held
 
     wanted, template = asked.wanted, template_of(model) if as_chat else None
     held = n_held(model, template)
     policy_for, n_batch = _policy_for(wanted, run, n_ctx, model, held)
     settings = settings_of(run, asked.limit, n_ctx, n_batch, N_OUTPUT)
-    full_for = _full_for(policies.wanted("full"), n_ctx) if wanted.kind.evicts else None
+    full_for = _full_for(policies.spec("full"), n_ctx) if wanted.kind.evicts else None
     return Reader(model, policy_for, settings, template, max_prompt, full_for, drawn.sampling(), drawn.seed)
 
 
-def _about(asked: Resolved, run: Run, path: Path) -> dict[str, object]:
+def _about(asked: Resolved, run: RunOptions, path: Path) -> dict[str, object]:
     """Return the fields of a record that identify its result, without the task."""
     from kvtool.measure import records
     from kvtool.models.download import sha256

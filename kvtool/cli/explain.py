@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.cli.console import say
 from kvtool.cli.model_advice import too_much
-from kvtool.options.run import Run
+from kvtool.config.run import RunOptions
 from kvtool.units import format_bytes
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ def explain_run(engine: Engine, policy: str, what: str, n_text: int = 0) -> None
     say((f"{name:<11} {text}" for name, text in lines.items()), indent=12)
 
 
-def before_text(engine: Engine, run: Run, what: str, n: int = 0, info: ModelInfo | None = None) -> None:
+def before_text(
+    engine: Engine, run: RunOptions, what: str, n: int = 0, info: ModelInfo | None = None
+) -> None:
     """Says on stderr what --explain asks for, or only what may surprise, before a text of n tokens is read.
 
     what: "prompt", for example. n: 0 if unknown. info: of the model, if it is to answer.

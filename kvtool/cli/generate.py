@@ -17,11 +17,11 @@ from kvtool.cli.explain import before_text, unpinned
 from kvtool.cli.opening import open_run, sampling_of, with_thinking
 from kvtool.cli.progress import reading_progress
 from kvtool.cli.texts import check_length
+from kvtool.config.generation import GenerationOptions
+from kvtool.config.run import WriteOptions
+from kvtool.config.system import SystemOptions
 from kvtool.errors import InputError, KvtoolError, UsageError
-from kvtool.options.field import SHOWS, Options, again, option
-from kvtool.options.run import WriteRun
-from kvtool.options.sampling import Drawing
-from kvtool.options.system import System
+from kvtool.options import OUTPUT, Options, option, redeclared
 from kvtool.system import interrupt
 from kvtool.system.texts import is_stdin, json_text, read_stdin, read_text, utf8
 
@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Drawing(Drawing):
-    n: int | None = again(Drawing, "n", help="Maximum tokens of the answer; -1 means no limit.")
+class _Drawing(GenerationOptions):
+    n: int | None = redeclared(
+        GenerationOptions, "n", help="Maximum tokens of the answer; -1 means no limit."
+    )
     # at 0.8 fewer questions are answered right (docs/sampling.md)
-    temp: float = again(Drawing, "temp", 0.4)
+    temp: float = redeclared(GenerationOptions, "temp", 0.4)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class _Printed(Options):
         None,
         "With --json: the log-probability of each token, and of the N most likely ones, before any "
         "sampler changes them.",
-        group=SHOWS,
+        group=OUTPUT,
         words="off",
         least=0,
         most=1000,
@@ -68,10 +70,10 @@ def generate(
         typer.Argument(metavar="[PROMPT]", help="The prompt. Text on stdin follows it.", show_default=False),
     ] = None,
     asked: _Asked,
-    system: System,
+    system: SystemOptions,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without a chat template.")] = False,
     drawing: _Drawing,
-    run: WriteRun,
+    run: WriteOptions,
     as_json: Json = False,
     printed: _Printed,
 ) -> None:
@@ -108,9 +110,9 @@ def generate(
         from kvtool.chats.marks import escaped
         from kvtool.chats.prompt import pin_prefix
         from kvtool.chats.writer import Writer
+        from kvtool.config import drafting
+        from kvtool.config.report import line, report
         from kvtool.llama.sampler import Sampler
-        from kvtool.runs import drafting
-        from kvtool.runs.report import line, report
 
         engine = opened.engine
         drafts = stack.enter_context(drafting.opened(run, engine.model))
@@ -168,7 +170,7 @@ def generate(
 
 
 def _rendered(
-    writer: Writer, drawing: Drawing, system: str | None, request: str, first: str
+    writer: Writer, drawing: GenerationOptions, system: str | None, request: str, first: str
 ) -> tuple[str, str]:
     """The request in the model's chat template, and the part of it that is pinned.
 

@@ -44,8 +44,8 @@ def better_model() -> str | None:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     except (OSError, RuntimeError):
         return None
+    from kvtool.cli import fits
     from kvtool.models.catalogue import registry
-    from kvtool.runs import fits
 
     if not (found := fits.best(registry().values(), fits.room())):
         return None
@@ -65,8 +65,8 @@ def too_much(info: ModelInfo, n: int, n_before: int = 0) -> str | None:
         why = f"{name} was trained for {info.n_ctx_train:,} tokens, not for {n_all:,}: it may miss facts"
     else:
         why = f"{name} is too small for questions about long texts"
+    from kvtool.cli import fits
     from kvtool.models.catalogue import registry
-    from kvtool.runs import fits
 
     with suppress(KvtoolError):
         larger = (each for each in registry().values() if (each.about_bytes or 0) > info.size)

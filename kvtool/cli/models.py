@@ -13,9 +13,9 @@ from kvtool.cli.console import print_table, table_console
 from kvtool.cli.declared import Json, options
 from kvtool.cli.listed import COMMANDS
 from kvtool.cli.locate import locate
+from kvtool.config.run import RunOptions
 from kvtool.errors import KvtoolError
-from kvtool.options.field import Options, again, declared
-from kvtool.options.run import Run
+from kvtool.options import Options, declared, redeclared
 from kvtool.system.texts import json_text, shown
 from kvtool.units import format_bytes, parse_bytes
 
@@ -51,10 +51,10 @@ def list_(
 
     --json lists all.
     """
+    from kvtool.cli import fits
     from kvtool.models import stored
     from kvtool.models.catalogue import models_dir, registry
     from kvtool.models.hub import cache_folder
-    from kvtool.runs import fits
 
     known = [(entry, stored.of_entry(entry)) for entry in registry().values()]
     others, default = stored.downloads(), known[0][0]
@@ -144,7 +144,7 @@ def rm(name: Name, as_json: Json = False) -> None:
 
 def _type(of: str, letter: str) -> Any:
     flags = (f"-ct{letter}", f"--cache-type-{letter}", f"--type-{letter}")
-    return again(Run, f"type_{letter}", flags=flags, help=f"Type of the cached {of}.", group=None)
+    return redeclared(RunOptions, f"type_{letter}", flags=flags, help=f"Type of the cached {of}.", group=None)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def show(
         str | None,
         typer.Argument(
             metavar="[MODEL]",
-            help=declared(Run)["model"].help,
+            help=declared(RunOptions)["model"].help,
             show_default="{model}",
             autocompletion=completion.models,
         ),
@@ -249,7 +249,7 @@ def _kept(layers: Layers, types: dict[str, Any], n_ctx_train: int, n_bytes: int)
     """What the model keeps for a token, and beside its rows; how many tokens fit into so many bytes."""
     from kvtool.models.layers import Kind
 
-    fit_cells, fit_batch = layers.cache_that_fits(n_bytes, n_ctx_train, Run.default_n_batch, **types)
+    fit_cells, fit_batch = layers.cache_that_fits(n_bytes, n_ctx_train, RunOptions.default_n_batch, **types)
     return {
         "kinds": layers.kinds,
         "rows": layers.n_row,
@@ -261,7 +261,7 @@ def _kept(layers: Layers, types: dict[str, Any], n_ctx_train: int, n_bytes: int)
         "recurrent_layers": len(layers.of(Kind.RECURRENT)),
         **types,
         "cell_bytes": layers.cell_bytes(**types),
-        "swa_bytes": layers.swa_bytes(Run.default_n_batch, **types),
+        "swa_bytes": layers.swa_bytes(RunOptions.default_n_batch, **types),
         "recurrent_bytes": layers.recurrent_bytes,
         "fit_bytes": n_bytes,
         "fit_cells": fit_cells,
@@ -273,7 +273,7 @@ def _kept(layers: Layers, types: dict[str, Any], n_ctx_train: int, n_bytes: int)
 def _lines(kept: dict[str, Any]) -> list[list[str]]:
     """The same in words."""
     of = {name: format_bytes(size) for name, size in kept.items() if name.endswith("_bytes")}
-    types, n_batch = f"K {kept['type_k']}, V {kept['type_v']}", Run.default_n_batch
+    types, n_batch = f"K {kept['type_k']}, V {kept['type_v']}", RunOptions.default_n_batch
     lines = [
         ["kind", ", ".join(kept["kinds"]) or "plain attention"],
         ["rows", f"{kept['rows']} in {kept['row_layers']} layers"],

@@ -11,30 +11,31 @@ from typing import TYPE_CHECKING, TypeVar
 from kvtool.cli import near
 from kvtool.cli.console import say
 from kvtool.cli.locate import locate
+from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
-from kvtool.options.run import Run
 
 if TYPE_CHECKING:
+    from kvtool.config.generation import GenerationOptions
+    from kvtool.config.opening import Opened
     from kvtool.llama.model import Model
-    from kvtool.options.sampling import Drawing, Sampling
-    from kvtool.runs.opening import Opened
+    from kvtool.llama.sampling import Sampling
 
 T = TypeVar("T")
 
 
 @contextmanager
 def open_run(
-    run: Run, *, length: Callable[[Model], int] | None = None, n_output: int = 1
+    run: RunOptions, *, length: Callable[[Model], int] | None = None, n_output: int = 1
 ) -> Iterator[Opened]:
     """As `runs.opening` does it, for a program."""
-    from kvtool.runs import opening
+    from kvtool.config import opening
 
     with opening.open_run(run, length=length, find=locate, guarded=True, n_output=n_output) as opened:
         say(opened.notes)
         yield opened
 
 
-def of_model(run: Run, name: str | None) -> Run:
+def of_model(run: RunOptions, name: str | None) -> RunOptions:
     """The options with a model that may come as an argument. Raises UsageError for both."""
     if name is None:
         return run
@@ -45,7 +46,7 @@ def of_model(run: Run, name: str | None) -> Run:
     return replace(run, model=name, typed=run.typed | {"model"}, given=run.given | {"model"})
 
 
-def with_thinking(drawing: Drawing, think: Callable[[str | None, int | None], T]) -> T:
+def with_thinking(drawing: GenerationOptions, think: Callable[[str | None, int | None], T]) -> T:
     """Call think(effort, budget) with what is asked for.
 
     An effort that the model's template does not take is an error only if it was typed. One of a setting or a
@@ -60,7 +61,7 @@ def with_thinking(drawing: Drawing, think: Callable[[str | None, int | None], T]
         return think(None, drawing.think_budget)
 
 
-def sampling_of(drawing: Drawing) -> Sampling:
+def sampling_of(drawing: GenerationOptions) -> Sampling:
     """The sampler's settings. Says on stderr which parts of a schema are not enforced. Raises UsageError."""
     if drawing.json_schema is not None:
         from kvtool.llama import schema

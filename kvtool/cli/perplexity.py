@@ -17,9 +17,9 @@ from kvtool.cli.explain import before_text
 from kvtool.cli.opening import open_run
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import File, check_length, first_tokens, source
+from kvtool.config.run import ScoreOptions
 from kvtool.errors import UsageError
-from kvtool.options.field import Options, option
-from kvtool.options.run import TextRun
+from kvtool.options import Options, option
 from kvtool.system.texts import json_text
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Run(TextRun):
+class _Run(ScoreOptions):
     hidden: ClassVar = ("prefill",)
 
 
@@ -62,10 +62,10 @@ def perplexity(
     if own.stride is not None and (own.windows is None or own.stride >= own.windows):
         raise UsageError("--stride needs --windows, and must be smaller")
 
+    from kvtool.config.opening import check_stream
+    from kvtool.config.report import line, report
     from kvtool.llama.model import Model
     from kvtool.measure import perplexity as measure
-    from kvtool.runs.opening import check_stream
-    from kvtool.runs.report import line, report
     from kvtool.system.memory import peak_rss_bytes
 
     tokens: np.ndarray

@@ -13,9 +13,9 @@ from kvtool import parameters
 from kvtool.cli.completion import policies as complete
 from kvtool.cli.console import table, table_console
 from kvtool.cli.declared import Json, options
+from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
-from kvtool.options.field import Options, again, option
-from kvtool.options.run import Run
+from kvtool.options import Options, option, redeclared
 from kvtool.system.texts import json_text
 
 
@@ -24,8 +24,8 @@ class _Fitted(Options):
     budget: int | None = option(
         "--budget N", None, "Show the parameters for a budget of N tokens per KV head."
     )
-    evict_every: int | None = again(Run, "evict_every")
-    options: tuple[str, ...] = again(Run, "options")
+    evict_every: int | None = redeclared(RunOptions, "evict_every")
+    options: tuple[str, ...] = redeclared(RunOptions, "options")
 
 
 @options

@@ -17,11 +17,11 @@ from kvtool.cli.explain import explain_run
 from kvtool.cli.locate import locate
 from kvtool.cli.opening import of_model, open_run, sampling_of, with_thinking
 from kvtool.cli.worker import listener
+from kvtool.config.generation import GenerationOptions
+from kvtool.config.run import RunOptions, WriteOptions
+from kvtool.config.system import SystemOptions
 from kvtool.errors import LibraryError, UsageError
-from kvtool.options.field import SERVES, Options, again, option
-from kvtool.options.run import Run, WriteRun
-from kvtool.options.sampling import Drawing
-from kvtool.options.system import System
+from kvtool.options import SERVER, Options, option, redeclared
 from kvtool.system import interrupt
 from kvtool.system.paths import extra_command
 from kvtool.system.texts import read_text, shown
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvtool.serve.slots import Slots
 
 
-_serving = partial(option, group=SERVES)
+_serving = partial(option, group=SERVER)
 
 
 def _origins(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
@@ -93,9 +93,9 @@ class _Serving(Options):
 
 
 @dataclass(frozen=True)
-class _Drawing(Drawing):
-    n: int = again(
-        Drawing,
+class _Drawing(GenerationOptions):
+    n: int = redeclared(
+        GenerationOptions,
         "n",
         help="Maximum tokens of an answer if a request sets no limit; -1 means no limit.",
     )
@@ -103,7 +103,12 @@ class _Drawing(Drawing):
 
 @options
 def serve(
-    *, model_name: ModelName = None, serving: _Serving, system: System, drawing: _Drawing, asked: WriteRun
+    *,
+    model_name: ModelName = None,
+    serving: _Serving,
+    system: SystemOptions,
+    drawing: _Drawing,
+    asked: WriteOptions,
 ) -> None:
     """Serve the OpenAI and Anthropic APIs, from caches that never fill."""
     run = of_model(asked, model_name)
@@ -118,10 +123,10 @@ def serve(
     except ModuleNotFoundError as error:
         raise LibraryError(f"{error.name} is missing; install it: {extra_command('serve')}") from None
 
+    from kvtool.config.opening import located, n_ctx_of, resolved
+    from kvtool.config.report import archive_limit
     from kvtool.llama import endpoints
     from kvtool.models.catalogue import registry
-    from kvtool.runs.opening import located, n_ctx_of, resolved
-    from kvtool.runs.report import archive_limit
     from kvtool.serve.jobs import Waiting
     from kvtool.serve.requests import Defaults
     from kvtool.serve.wishes import Wish
@@ -184,18 +189,23 @@ def serve(
 
 @contextmanager
 def _opened(
-    site: Site, run: Run, drawing: Drawing, serving: _Serving, system: str | None, most_bytes: int
+    site: Site,
+    run: RunOptions,
+    drawing: GenerationOptions,
+    serving: _Serving,
+    system: str | None,
+    most_bytes: int,
 ) -> Iterator[Slots]:
     """The first engine, and what it and others need to answer. Tells the site which policy it got."""
     from kvtool.chats.conversation import Conversation
     from kvtool.chats.effort import Efforts
     from kvtool.chats.prompt import template_of
     from kvtool.chats.writer import Writer
+    from kvtool.config import drafting
     from kvtool.engine.loop import Engine
     from kvtool.errors import ModelError, OutOfMemory
     from kvtool.llama.devices import has_gpu
     from kvtool.llama.sampler import Sampler
-    from kvtool.runs import drafting
     from kvtool.serve.slots import Slots
     from kvtool.serve.store import Chats, held
     from kvtool.serve.talk import N_OUTPUT, Talk

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtool.cli.listed import COMMANDS, GROUPS, flag, words_of
+from kvtool.config.generation import GenerationOptions
+from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError, suggestion
-from kvtool.options.field import declared
-from kvtool.options.run import Run
-from kvtool.options.sampling import Drawing
+from kvtool.options import declared
 
 VARIABLE = "KVTOOL_"
 NOT_OPTIONS = ("KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_WHEELS")
@@ -240,7 +240,12 @@ def names_of(param: Any) -> list[str]:
 def _is_known(name: str, root: Any) -> bool:
     """Whether any command has an option of that name."""
     # most are here; importing all commands takes as long as loading a small model
-    flags = (flag for kind in (Run, Drawing) for its in declared(kind).values() for flag in its.flags)
+    flags = (
+        flag
+        for kind in (RunOptions, GenerationOptions)
+        for its in declared(kind).values()
+        for flag in its.flags
+    )
     return name in {flag.lstrip("-") for flag in flags} or name in all_names(root)
 
 

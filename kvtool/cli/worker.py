@@ -16,7 +16,7 @@ from typing import TextIO
 from kvtool.cli.declared import options
 from kvtool.errors import LibraryError, UsageError
 from kvtool.llama import endpoints
-from kvtool.options.field import Options, option, within
+from kvtool.options import Options, option, within
 from kvtool.system import interrupt
 from kvtool.system.cpu import default_threads
 from kvtool.units import MOST_THREADS, format_bytes, parse_bytes

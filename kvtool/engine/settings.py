@@ -5,8 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtool.errors import UsageError
-from kvtool.options.field import declared
-from kvtool.options.run import Run
+from kvtool.options import check_choice
+from kvtool.units import CACHE_TYPES, MOST_THREADS
+
+POSITIONS = ("original", "in-cache", "auto")
+PREFILLS = ("stream", "whole", "exact")
+FLASH = ("on", "off", "auto")
+"""Values of `Settings.positions`, `prefill` and `flash`."""
+
+_CHOICES = {
+    "positions": POSITIONS,
+    "prefill": PREFILLS,
+    "flash": FLASH,
+    **dict.fromkeys(("type_k", "type_v", "archive_type"), tuple(CACHE_TYPES)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +88,12 @@ class Settings:
     kv_offload: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("positions", "prefill", "flash", "type_k", "type_v", "archive_type"):
-            declared(Run)[name].check(getattr(self, name), name)
+        for name, choices in _CHOICES.items():
+            check_choice(getattr(self, name), choices, name)
         for name in ("n_ctx", "n_batch", "n_output", "n_threads", "archive", "archive_bytes"):
             if (n := getattr(self, name)) is not None and n < 1:
                 raise UsageError(f"{name} must be at least 1, got {n}")
-        declared(Run)["threads"].check(self.n_threads, "n_threads")
+        if self.n_threads is not None and self.n_threads > MOST_THREADS:
+            raise UsageError(f"n_threads must be in 1..{MOST_THREADS}, got {self.n_threads}")
         if not 0 <= self.n_ahead < self.n_batch:
             raise UsageError(f"n_ahead must be in 0..{self.n_batch - 1}, got {self.n_ahead}")

@@ -18,7 +18,7 @@ from kvtool.llama.decoder import Decoder
 from kvtool.llama.library import api
 from kvtool.llama.model import Model
 from kvtool.llama.rules import Rules
-from kvtool.options.sampling import Sampling
+from kvtool.llama.sampling import Sampling
 
 Around = Callable[[Constraint | None], Constraint | None]
 """Makes the constraint of a text from that of the settings."""

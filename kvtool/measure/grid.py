@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from kvtool import policies
+from kvtool.config import archive
+from kvtool.config.opening import check_stream, fitted, settings_of, workers_of
+from kvtool.config.run import ScoreOptions
 from kvtool.engine.checks import check
 from kvtool.errors import UsageError
 from kvtool.measure import divergence, records
 from kvtool.models.layers import Layers
-from kvtool.options.field import declared
-from kvtool.options.run import TextRun
-from kvtool.runs import archive
-from kvtool.runs.opening import check_stream, fitted, settings_of, workers_of
+from kvtool.options import declared
 
 KEY = (
     *("model_sha256", "text_sha256", "tokens", "policy", "policy_sha256", "params", "budget"),
-    *(name for name, its in declared(TextRun).items() if its.identity and name != "prefill"),
+    *(name for name, its in declared(ScoreOptions).items() if its.identity and name != "prefill"),
     *("archive", "kvtool", "llama_cpp_python", "patch"),
 )
 """Fields of a record that identify a run."""
@@ -47,7 +47,7 @@ class Common:
     """
 
     what: Mapping[str, Any]
-    options: TextRun
+    options: ScoreOptions
     n_tokens: int
 
     @property
@@ -80,7 +80,7 @@ class Run:
     """
 
     label: str
-    options: TextRun
+    options: ScoreOptions
     params: Mapping[str, Any]
     asked: str | None
     budget: int
@@ -199,7 +199,7 @@ def shard(grid: Sequence[Run], text: str) -> list[Run]:
     return list(grid[i - 1 :: n])
 
 
-def _options(common: Common, name: str, options: tuple[str, ...], kind: str, **more: Any) -> TextRun:
+def _options(common: Common, name: str, options: tuple[str, ...], kind: str, **more: Any) -> ScoreOptions:
     """Return the options of a run. Options typed for the whole grid count as given by the user."""
     own = {"policy": name, "options": options, "type_k": kind, "type_v": kind, **more}
     if not policies.load(name).evicts:
@@ -214,7 +214,7 @@ def _run(common: Common, n_ctx_train: int, layers: Layers, label: str, asked: st
     name, options = split_policy(label)
     check_stream(common.options, name)
     its = _options(common, name, options, kind)
-    wanted = policies.wanted(name, its.evict_every, options)
+    wanted = policies.spec(name, its.evict_every, options)
     # raises for a type that does not fit the model's heads
     layers.cell_bytes(kind, kind)
     n = common.n_ctx if wanted.kind.evicts else min(common.n_ctx, common.n_tokens)

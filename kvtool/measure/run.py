@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool.config.run import ScoreOptions
 from kvtool.errors import KvtoolError, ModelError, OutOfMemory, where
-from kvtool.options.run import TextRun
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,7 +47,7 @@ class Job:
         True if this run, of the full cache, writes that file.
     """
 
-    options: TextRun
+    options: ScoreOptions
     tokens: str
     reference: str | None = None
     writes: bool = False
@@ -57,9 +57,9 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
     """Execute the run in this process, and return its record. Raises KvtoolError."""
     import numpy as np
 
+    from kvtool.config.opening import open_run
+    from kvtool.config.report import report as said
     from kvtool.measure import divergence, perplexity
-    from kvtool.runs.opening import open_run
-    from kvtool.runs.report import report as said
     from kvtool.system.memory import peak_rss_bytes
 
     tokens, run = np.load(job.tokens), job.options
@@ -158,7 +158,7 @@ def encode(job: Job) -> bytes:
 
 def decode(data: Mapping[str, Any]) -> Job:
     """Build the job from a decoded JSON object."""
-    return Job(**{**data, "options": TextRun.filled(data["options"], given=["policy"])})
+    return Job(**{**data, "options": ScoreOptions.filled(data["options"], given=["policy"])})
 
 
 def main() -> None:

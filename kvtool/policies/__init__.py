@@ -150,11 +150,11 @@ def parse_options(name: str, policy: type[Policy], options: Iterable[str]) -> di
         raise UsageError(f"{name}: {where(error)}") from error
 
 
-On = Callable[["Policy"], "Policy"]
+Adapt = Callable[["Policy"], "Policy"]
 """Function that adapts a policy to a model, as `Policy.on` does."""
 
 
-class Wanted(NamedTuple):
+class PolicySpec(NamedTuple):
     """Requested policy, before its budget is known.
 
     Attributes
@@ -178,7 +178,7 @@ class Wanted(NamedTuple):
         """Tokens from one eviction to the next: 16 unless given, fewer for a small budget."""
         return self.evict_every or max(1, min(16, budget // 8))
 
-    def fit(self, budget: int, on: On = lambda policy: policy) -> Policy:
+    def fit(self, budget: int, on: Adapt = lambda policy: policy) -> Policy:
         """Return the policy for a budget in cells. Raises UsageError with the smallest budget that works.
 
         on: adapts the policy to a model; raises ValueError if the budget is too small for it.
@@ -203,7 +203,7 @@ class Wanted(NamedTuple):
         except Exception as error:
             raise UsageError(f"{self.name}: {where(error)}") from error
 
-    def smallest_budget(self, n_held: int = 0, on: On = lambda policy: policy) -> int:
+    def smallest_budget(self, n_held: int = 0, on: Adapt = lambda policy: policy) -> int:
         """Return the smallest budget that works, in cells, if n_held cells are never evicted.
 
         on: adapts the policy to a model. Raises UsageError if no budget works.
@@ -218,7 +218,7 @@ class Wanted(NamedTuple):
             raise TypeError(f"fit must return an instance of {kind}, got {got}")
         return fitted
 
-    def _smallest_budget(self, above: int, n_held: int = 0, on: On = lambda policy: policy) -> int | None:
+    def _smallest_budget(self, above: int, n_held: int = 0, on: Adapt = lambda policy: policy) -> int | None:
         def works(budget: int) -> bool:
             try:
                 return on(self._fitted(budget)).n_keep > n_held
@@ -231,14 +231,14 @@ class Wanted(NamedTuple):
         return next(filter(works, range(least, largest + 1))) if works(largest) else None
 
 
-def wanted(name: str, evict_every: int | None = None, options: Iterable[str] = ()) -> Wanted:
+def spec(name: str, evict_every: int | None = None, options: Iterable[str] = ()) -> PolicySpec:
     """Return a requested policy by name or file, with options as typed. Raises UsageError for unknown names.
     """
     kind = load(name)
-    return Wanted(name, kind, parse_options(name, kind, options), evict_every)
+    return PolicySpec(name, kind, parse_options(name, kind, options), evict_every)
 
 
 def fit(name: str, budget: int, evict_every: int | None = None, options: Iterable[str] = ()) -> Policy:
     """Return the named policy for a budget in cells. Raises UsageError with the smallest budget that works.
     """
-    return wanted(name, evict_every, options).fit(budget)
+    return spec(name, evict_every, options).fit(budget)

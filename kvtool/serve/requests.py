@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, get_type_hints
 
+from kvtool.config.generation import GenerationOptions
 from kvtool.errors import UsageError
-from kvtool.options.field import declared
-from kvtool.options.sampling import MOST, Drawing, Sampling
+from kvtool.llama.sampling import MOST, Sampling
+from kvtool.options import declared
 from kvtool.serve import messages, shapes, wishes
 from kvtool.serve.errors import ApiError, Names
 from kvtool.serve.fields import Fields, shown, wrong
@@ -298,7 +299,7 @@ def _common(fields: Fields, defaults: Defaults) -> dict[str, Any]:
 
 def _most(fields: Fields, default: int | None) -> int | None:
     """The most tokens of the answer. -1 is no limit, as in llama-server."""
-    given = [fields.whole(name, -1, 2**31 - 1) for name in declared(Drawing)["n"].request]
+    given = [fields.whole(name, -1, 2**31 - 1) for name in declared(GenerationOptions)["n"].request]
     n = next((n for n in given if n is not None), default)
     return None if n == -1 else n
 

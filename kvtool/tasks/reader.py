@@ -18,7 +18,7 @@ from kvtool.errors import InputError
 from kvtool.kernels.likelihood import token_nll
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
-from kvtool.options.sampling import Sampling
+from kvtool.llama.sampling import Sampling
 from kvtool.policy import Policy
 from kvtool.tasks.shared import Shared
 

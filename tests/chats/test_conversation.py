@@ -21,14 +21,14 @@ from kvtool.chats.writer import Writer
 from kvtool.cli.chat.keeper import Keeper
 from kvtool.cli.chat.screen import Terminal, whereabouts
 from kvtool.cli.chat.slash_commands import Commands
+from kvtool.config.generation import GenerationOptions
+from kvtool.config.run import RunOptions
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import ModelError, SessionError, StreamEnd, UsageError
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
-from kvtool.options.run import Run
-from kvtool.options.sampling import Drawing
 from tests.engine.running import KINDS
 
 CHATML = (
@@ -261,7 +261,7 @@ def test_a_turn_is_taken_back_from_the_session_of_the_one_before(chat, tmp_path,
     path = tmp_path / "chat.kvs"
     talk = chat()
     talk.undoable = True
-    keeper = Keeper(talk, Run(policy="buzz"), Drawing(), path)
+    keeper = Keeper(talk, RunOptions(policy="buzz"), GenerationOptions(), path)
 
     def turn(text):
         "".join(talk.reply(text, 12))
@@ -298,7 +298,7 @@ def test_a_turn_is_taken_back_from_the_session_of_the_one_before(chat, tmp_path,
 def test_a_session_that_was_reset_is_no_copy_of_the_new_chat(chat, tmp_path):
     talk = chat()
     talk.undoable = True
-    keeper = Keeper(talk, Run(policy="buzz"), Drawing(), tmp_path / "chat.kvs")
+    keeper = Keeper(talk, RunOptions(policy="buzz"), GenerationOptions(), tmp_path / "chat.kvs")
     "".join(talk.reply("Name a fruit.", 4))
     keeper.keep()
     talk.remember("/reset")
@@ -319,7 +319,7 @@ def keep(chat):
         # an archive in the cache's type: what comes back from it is what left
         talk = chat("recall", 64, "Be brief.", archive_type="f16")
         talk.undoable = True
-        keepers.append(Keeper(talk, Run(policy="recall"), Drawing(), path))
+        keepers.append(Keeper(talk, RunOptions(policy="recall"), GenerationOptions(), path))
         return talk, keepers[-1]
 
     yield make
@@ -499,7 +499,7 @@ def test_where_nobody_can_be_asked_another_chat_is_not_replaced(chat, tmp_path):
     path = tmp_path / "chat.kvs"
     first, second = chat(), chat()
     for talk in (first, second):
-        keeper = Keeper(talk, Run(policy="buzz"), Drawing())
+        keeper = Keeper(talk, RunOptions(policy="buzz"), GenerationOptions())
         "".join(talk.reply("Name a fruit.", 4))
         assert keeper.save(path) == (talk is first)
         assert session.read_meta(path)["id"] == first.id

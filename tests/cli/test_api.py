@@ -230,6 +230,8 @@ def test_a_model_that_is_none_is_one_line(tmp_path, tiny_model, monkeypatch):
 def test_every_name_is_there_and_no_other():
     for name in kvtool.__all__:
         assert getattr(kvtool, name).__name__ == name
+    # its earlier name
+    assert kvtool.Run is kvtool.RunOptions
     assert set(kvtool.__all__) <= set(dir(kvtool))
     assert list(kvtool._MODULES) == kvtool.__all__
     other = "nothing"

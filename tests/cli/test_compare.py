@@ -17,11 +17,11 @@ from rich.console import Console
 from kvtool.cli import output
 from kvtool.cli.compare import table as compare_table
 from kvtool.cli.compare.command import _run
+from kvtool.config.run import ScoreOptions
 from kvtool.errors import UsageError
 from kvtool.measure import grid, runner
 from kvtool.measure.grid import Run
 from kvtool.measure.results import Results
-from kvtool.options.run import TextRun
 from kvtool.system.paths import cache_dir
 from tests import forked
 from tests.cli.test_cli import KVTOOL, TEXT, kvtool
@@ -172,7 +172,7 @@ def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
 
     monkeypatch.setattr(runner, "Runner", Runner)
     monkeypatch.setattr(grid, "reference", lambda common: tmp_path / "none")
-    common = grid.Common({}, TextRun(n_ctx=512), 100)
+    common = grid.Common({}, ScoreOptions(n_ctx=512), 100)
     results = Results(common, [run("local", "64")])
     for _ in range(2):
         _run(results, None, True, 1, None)
@@ -351,7 +351,7 @@ def test_an_interrupt_keeps_what_is_done(model, folder, environment, tmp_path):
 
 
 def run(label, asked=None, kind="f16"):
-    options = TextRun(policy=label.split(":")[0], type_k=kind, type_v=kind)
+    options = ScoreOptions(policy=label.split(":")[0], type_k=kind, type_v=kind)
     return Run(label, options, {}, asked, 64)
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from kvtool import policies
 from kvtool.cli.explain import Notice, _budget, explain_run, long_text, policy_line
+from kvtool.config import report
 from kvtool.engine.outlook import first_plan, whole_signal_bytes
 from kvtool.engine.prefill import whole_bytes
 from kvtool.measure import perplexity
-from kvtool.runs import report
 from tests.cli.test_cli import kvtool
 from tests.engine.running import open_engine, text
 

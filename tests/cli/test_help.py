@@ -20,8 +20,8 @@ from kvtool.cli.compare.command import _Grid
 from kvtool.cli.examples import EXAMPLES
 from kvtool.cli.models import _Types
 from kvtool.cli.settings import all_commands
-from kvtool.options.field import declared
-from kvtool.options.run import Run
+from kvtool.config.run import RunOptions
+from kvtool.options import declared
 from tests import forked
 from tests.cli.called import called
 from tests.cli.test_cli import KVTOOL, kvtool
@@ -326,7 +326,7 @@ def test_what_is_typed_in_two_places_is_one_line(words, said):
 
 
 def test_cache_types_are_taken_in_any_case():
-    for kind in (Run, _Types):
+    for kind in (RunOptions, _Types):
         for name in declared(kind).keys() & {"type_k", "type_v", "archive_type"}:
             assert getattr(kind.filled({name: "Q8_0"}), name) == "q8_0", (kind, name)
     assert _Grid.filled({"types": "Q8_0,BF16"}).types == "q8_0,bf16"

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from kvtool.cli.chat import keeper
 from kvtool.cli.declared import Typed, options, parameters
+from kvtool.config import report
+from kvtool.config.generation import GenerationOptions
+from kvtool.config.opening import open_run
+from kvtool.config.run import RunOptions, ScoreOptions
 from kvtool.errors import UsageError
-from kvtool.options.field import Options, again, declared, option, within
-from kvtool.options.run import Run, TextRun
-from kvtool.options.sampling import Drawing
-from kvtool.runs import report
-from kvtool.runs.opening import open_run
+from kvtool.options import Options, declared, option, redeclared, within
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Calm(Tide):
     hidden: ClassVar = ("names", "moon")
     default_height: ClassVar[int] = 2
 
-    share: float = again(Tide, "share", 0.25, help="Of the night.")
+    share: float = redeclared(Tide, "share", 0.25, help="Of the night.")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_command_gets_its_options_filled_and_what_was_typed():
     assert called("-h2", "0").exit_code == 2
 
 
-@pytest.mark.parametrize("kind", [Run, TextRun, Drawing])
+@pytest.mark.parametrize("kind", [RunOptions, ScoreOptions, GenerationOptions])
 def test_all_that_is_kept_is_read_as_the_same_again(kind):
     values = {
         "positions": "in-cache",
@@ -114,9 +114,14 @@ def test_all_that_is_kept_is_read_as_the_same_again(kind):
 
 
 def test_no_two_options_have_a_name_in_common():
-    flags = [flag for kind in (Run, Drawing) for its in declared(kind).values() for flag in its.flags]
+    flags = [
+        flag
+        for kind in (RunOptions, GenerationOptions)
+        for its in declared(kind).values()
+        for flag in its.flags
+    ]
     assert len(flags) == len(set(flags))
-    named = [name for field, its in declared(Drawing).items() for name in {*its.names(field)}]
+    named = [name for field, its in declared(GenerationOptions).items() for name in {*its.names(field)}]
     assert len(named) == len(set(named))
 
 
@@ -126,17 +131,17 @@ def test_no_two_options_have_a_name_in_common():
 @pytest.mark.engine
 def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
     path = str(tiny_model(n_ctx_train=512))
-    with open_run(Run(model=path, policy="h2o", n_ctx=9999, threads=1)) as opened:
+    with open_run(RunOptions(model=path, policy="h2o", n_ctx=9999, threads=1)) as opened:
         assert opened.notes == ["--ctx-size 9,999 is above the model's trained length; 512 is used"]
         assert opened.engine.policy.budget == 512
         said = report.report(opened.engine, opened.run.policy)
         assert (said["policy"], said["budget"], said["archive_limit"]) == ("h2o", 512, None)
         assert report.line(said).startswith("0/512 cells per row, cache ")
-    with open_run(TextRun(model=path, threads=1), length=lambda model: 40) as opened:
+    with open_run(ScoreOptions(model=path, threads=1), length=lambda model: 40) as opened:
         # each token is scored, and no batch goes over the budget
         assert opened.engine.settings.n_output == opened.engine.settings.n_batch == 64
         assert not opened.engine.settings.over_budget
-    with open_run(Run(model=path, policy="full", threads=1), length=lambda model: 40) as opened:
+    with open_run(RunOptions(model=path, policy="full", threads=1), length=lambda model: 40) as opened:
         assert opened.engine.policy.budget == 40
 
 
@@ -153,7 +158,7 @@ def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
     ],
 )
 def test_a_budget_that_is_not_given_is_the_policys(tiny_model, options, policy, budget):
-    run = Run(model=str(tiny_model(n_ctx_train=2048)), threads=1, **options)
+    run = RunOptions(model=str(tiny_model(n_ctx_train=2048)), threads=1, **options)
     with open_run(run) as opened:
         assert (opened.run.policy, opened.engine.policy.budget) == (policy, budget)
         is_other = policy not in (run.policy, options.get("policy"))
@@ -166,12 +171,12 @@ def test_a_session_goes_on_with_the_policy_and_the_budget_that_it_began_with():
         fixed = {"parameters": {"budget": 1024}}
         return keeper.resumed(run, {"options": {"policy": policy, "budget": budget}, "fixed": fixed})
 
-    h2o, recall = (resumed(Run(), policy) for policy in ("h2o", "recall"))
+    h2o, recall = (resumed(RunOptions(), policy) for policy in ("h2o", "recall"))
     assert (h2o.policy, h2o.budget, h2o.instead) == ("h2o", None, None)
     # when it began, the default was another one
     assert (recall.policy, recall.budget, recall.instead) == ("recall", "1024", None)
-    assert resumed(Run(), "recall", "10%").budget == "10%"
-    typed = Run(budget="96", typed=frozenset({"budget"}))
+    assert resumed(RunOptions(), "recall", "10%").budget == "10%"
+    typed = RunOptions(budget="96", typed=frozenset({"budget"}))
     assert resumed(typed, "recall").budget == "96"
 
 
@@ -193,5 +198,5 @@ def test_what_cannot_work_is_refused_before_a_model_is_looked_for(wrong, words):
     def find(name):
         raise AssertionError(name)
 
-    with pytest.raises(UsageError, match=words), open_run(Run(**wrong), find=find):
+    with pytest.raises(UsageError, match=words), open_run(RunOptions(**wrong), find=find):
         pass

@@ -9,7 +9,7 @@ import pytest
 
 from kvtool.chats import session
 from kvtool.chats.effort import LEVELS, OFF, ON
-from kvtool.options.thinking import EFFORTS
+from kvtool.config.generation import EFFORTS
 from tests import tiny
 from tests.cli.called import called
 from tests.cli.terminal import Terminal

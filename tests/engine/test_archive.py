@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from kvtool import open_run
+from kvtool.config import archive
+from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
 from kvtool.llama.archive import Archive
-from kvtool.options.run import Run
-from kvtool.runs import archive
 from kvtool.system import memory
 from kvtool.units import format_bytes, parse_bytes
 from tests import tiny_kinds
@@ -250,7 +250,7 @@ def test_an_archive_takes_a_quarter_of_the_free_memory_and_half_of_the_disk(
     monkeypatch.setattr("kvtool.llama.archive.free_bytes", lambda: 2**30)
     monkeypatch.setattr("kvtool.llama.archive.free_disk_bytes", lambda file: 2**32)
     for file, most in ((None, 2**28), (str(tmp_path / "file"), 2**31)):
-        run = Run(model=str(tiny_model()), archive_file=file, threads=1)
+        run = RunOptions(model=str(tiny_model()), archive_file=file, threads=1)
         with open_run(run) as opened:
             limit = opened.engine.context.archive
             assert most - limit.slab_bytes < limit.max_bytes <= most

@@ -20,7 +20,7 @@ from kvtool.errors import UsageError
 from kvtool.kernels.ngrams import N_KEY
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
-from kvtool.options.sampling import Sampling
+from kvtool.llama.sampling import Sampling
 from tests.cli.called import called
 from tests.engine.running import open_engine
 

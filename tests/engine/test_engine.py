@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvtool import policies
+from kvtool.config.report import report as said
 from kvtool.engine.loop import Engine
 from kvtool.engine.outlook import first_plan
 from kvtool.engine.prefill import whole_bytes
@@ -22,7 +23,6 @@ from kvtool.llama.log import start_backends
 from kvtool.llama.model import Model
 from kvtool.measure import perplexity
 from kvtool.policy import Merge, Plan, Policy, Signal
-from kvtool.runs.report import report as said
 from kvtool.units import CACHE_TYPES
 from tests.engine import saved
 from tests.engine.running import KINDS, LOGITS, ON_CUDA, TOLERANCE, open_engine, text
@@ -809,7 +809,7 @@ def test_what_signals_take_beside_the_cache_counts_as_state(
     with open_engine(path, policies.fit(policy, 48, 4, options), n_ahead=n_ahead) as engine:
         assert engine.context.n_cell == 256
         # guesses that are taken back may not have taken the place of older queries
-        n_query = policies.wanted(policy, None, options).fit(48).n_query
+        n_query = policies.spec(policy, None, options).fit(48).n_query
         more = (n_query + n_ahead) / n_query if policy in ("snapkv", "expected") else 1
         n_float = (per_cell * 2 * 2 * 256 + per_query) * more
         assert engine.signal_bytes == 4 * n_float

@@ -352,14 +352,14 @@ def test_parameters_that_cannot_work_are_one_line_in_the_numbers_of_a_user(param
 
 
 def test_the_smallest_budget_that_is_named_works():
-    smallest = policies.wanted("recall").smallest_budget()
+    smallest = policies.spec("recall").smallest_budget()
     assert fit(smallest, None).split()["recalled"] == 1
     with pytest.raises(UsageError, match=f"use at least {smallest}$"):
         fit(smallest - 1, None)
 
 
 def test_the_smallest_budget_has_room_for_what_is_held(tiny_model):
-    smallest = policies.wanted("recall").smallest_budget(n_held=20)
+    smallest = policies.spec("recall").smallest_budget(n_held=20)
     # whose rows have one made cell
     path = tiny_model(n_head_kv=4)
     with open_engine(path, fit(smallest, None)) as engine:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from kvtool import policies
+from kvtool.config import budget
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.llama.context import Context
 from kvtool.llama.library import api
 from kvtool.llama.model import Model
 from kvtool.measure import perplexity
-from kvtool.models import budget
 from kvtool.models.catalogue import registry
 from kvtool.models.header import read
 from kvtool.models.layers import Kind

@@ -38,7 +38,7 @@ def whole(model):
 def left(model, name, whole=None, tokens=TOKENS, budget=64, **settings):
     """What a policy leaves of a prompt, what comes next, and how many tokens were decoded for it."""
     name, options = split_policy(name)
-    policy = policies.wanted(name, None, options).fit(512 if name == "full" else budget)
+    policy = policies.spec(name, None, options).fit(512 if name == "full" else budget)
     with closing(Engine(model, policy, replace(SETTINGS, **settings))) as engine:
         n_decoded = []
         decode = engine.context.decode
@@ -66,7 +66,7 @@ def test_rows_that_share_go_on_from_it_too(model, whole, name):
     assert np.abs(first - first_2).max() < 1e-4
     assert np.abs(later - later_2).max() < 1e-4
     # what rehearses decodes more than the prompt
-    n_query = policies.wanted(name).fit(64).n_query if name in LAST else 0
+    n_query = policies.spec(name).fit(64).n_query if name in LAST else 0
     assert n_2 == n - len(TOKENS) + n_query
 
 
@@ -79,7 +79,7 @@ def test_a_policy_leaves_what_it_leaves_when_it_reads_itself(model, whole, name)
     assert np.abs(first - first_2).max() < 1e-4
     assert np.abs(later - later_2).max() < 1e-4
     # sums are known; of policies that look at the last queries only these are read; of hits nothing is known
-    n_query = max(policies.wanted(name).fit(64).n_query, 1)
+    n_query = max(policies.spec(name).fit(64).n_query, 1)
     assert n_2 == (0 if name in NONE else n_query if name in LAST else len(TOKENS))
 
 

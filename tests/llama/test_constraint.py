@@ -21,8 +21,8 @@ from kvtool.llama.constraint import Matcher, Vocabulary
 from kvtool.llama.gbnf import MOST, rules_of
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
+from kvtool.llama.sampling import Sampling
 from kvtool.llama.schema import Unenforced, enforced
-from kvtool.options.sampling import Sampling
 from tests.cli.called import called
 from tests.cli.test_cli import kvtool
 from tests.engine.running import open_engine

@@ -24,13 +24,14 @@ from kvtool.chats.writer import Writer
 from kvtool.cli.chat.command import chat
 from kvtool.cli.chat.keeper import Keeper
 from kvtool.cli.generate import generate
+from kvtool.config.generation import GenerationOptions
+from kvtool.config.run import RunOptions
 from kvtool.errors import InputError, UsageError
 from kvtool.kernels.likelihood import token_nll
 from kvtool.llama.library import api
 from kvtool.llama.sampler import Sampler
-from kvtool.options.field import declared
-from kvtool.options.run import Run
-from kvtool.options.sampling import Drawing, Sampling
+from kvtool.llama.sampling import Sampling
+from kvtool.options import declared
 from tests.cli.called import called
 from tests.cli.test_chat_session import exported, talk  # noqa: F401
 from tests.cli.test_cli import kvtool
@@ -331,7 +332,7 @@ def test_chat_and_generate_and_python_have_the_same_settings():
         for name, value in defaults.items():
             assert found[name] == (shown.get(name, value) if not isinstance(value, tuple) else None)
         named = {"json_schema", "seed", "n", "think", "think_budget", "stop_loops"}
-        assert {*defaults, *named} == set(declared(Drawing))
+        assert {*defaults, *named} == set(declared(GenerationOptions))
 
 
 @pytest.mark.engine
@@ -346,7 +347,7 @@ def test_options_are_read_as_llama_cpp_reads_them():
         "stop": [r"\n\n", "", r"a\\n", r"\end"],
         "dry_sequence_breaker": [r"\t", "x"],
     }
-    drawing = Drawing.filled(raw)
+    drawing = GenerationOptions.filled(raw)
     its = drawing.sampling()
     assert its.logit_bias == ((15, -2.5), (7, 1.0), (9, -math.inf))
     assert its.stop == ("\n\n", "a\\n", "\\end")
@@ -355,24 +356,24 @@ def test_options_are_read_as_llama_cpp_reads_them():
         **{"temp": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "stop": its.stop},
         **{"logit_bias": its.logit_bias, "dry_sequence_breaker": its.dry_sequence_breaker},
     )
-    assert Drawing.filled({"dry_sequence_breaker": ["none"]}).dry_sequence_breaker == ()
-    assert Drawing.filled({"dry_sequence_breaker": None}) == Drawing()
+    assert GenerationOptions.filled({"dry_sequence_breaker": ["none"]}).dry_sequence_breaker == ()
+    assert GenerationOptions.filled({"dry_sequence_breaker": None}) == GenerationOptions()
     # what a session keeps is read as the same again
-    for each in (drawing, Drawing(dry_sequence_breaker=()), Drawing()):
-        assert Drawing().resumed(json.loads(json.dumps(each.kept()))) == each
+    for each in (drawing, GenerationOptions(dry_sequence_breaker=()), GenerationOptions()):
+        assert GenerationOptions().resumed(json.loads(json.dumps(each.kept()))) == each
 
 
 def test_of_a_grammar_and_a_schema_what_is_typed_goes_before_a_sessions():
-    typed = Drawing.filled({"grammar": "root ::= [a]"}, typed=["grammar"])
+    typed = GenerationOptions.filled({"grammar": "root ::= [a]"}, typed=["grammar"])
     mixed = typed.resumed({"json_schema": "{}", "temp": 0.5})
     assert (mixed.grammar, mixed.json_schema, mixed.temp) == ("root ::= [a]", None, 0.5)
 
 
 @pytest.mark.engine
 def test_one_setting_is_changed_by_its_name(engine, tmp_path):
-    sampler = Sampler(engine.model, Drawing().sampling())
+    sampler = Sampler(engine.model, GenerationOptions().sampling())
     chat = SimpleNamespace(writer=SimpleNamespace(sampler=sampler), kept=None, effort=None)
-    keeper = Keeper(chat, Run(), Drawing())
+    keeper = Keeper(chat, RunOptions(), GenerationOptions())
     sampler.recent.append(A)
     keeper.set("top-k", "5")
     keeper.set("stop", r"\n")
@@ -380,7 +381,7 @@ def test_one_setting_is_changed_by_its_name(engine, tmp_path):
     (tmp_path / "yes.gbnf").write_text('root ::= "yes"')
     keeper.set("grammar", str(tmp_path / "yes.gbnf"))
     changed = {"top_k": 5, "stop": ("\n",), "grammar": 'root ::= "yes"', "temp": 0.5}
-    assert sampler.settings == replace(Drawing().sampling(), **changed)
+    assert sampler.settings == replace(GenerationOptions().sampling(), **changed)
     assert list(sampler.recent) == [A]
     before, settings = keeper.drawing, sampler.settings
     for name, text, error, words in (
@@ -586,7 +587,7 @@ def test_a_session_of_a_kvtool_that_had_fewer_settings_goes_on(talk, tmp_path): 
     assert talk(["one"], "--policy", "h2o", "--budget", "96", "--temp", "0").returncode == 0
     meta, arrays = sessions.read(path)
     known = ("temp", "top_k", "top_p", "min_p", "repeat_penalty")
-    for name in (declared(Drawing).keys() & meta["options"].keys()) - {*known, "n"}:
+    for name in (declared(GenerationOptions).keys() & meta["options"].keys()) - {*known, "n"}:
         del meta["options"][name]
     sessions.write(path, meta, list(arrays.items()))
     done = talk(["two"])

@@ -7,8 +7,8 @@ from decimal import Decimal
 
 import pytest
 
+from kvtool.config import budget
 from kvtool.errors import UsageError
-from kvtool.models import budget
 from kvtool.models.layers import Kind, Layer, Layers
 
 N_CTX_TRAIN = 1000

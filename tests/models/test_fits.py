@@ -12,12 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from kvtool.chats.writer import Writer
-from kvtool.cli import model_advice
+from kvtool.cli import fits, model_advice
 from kvtool.cli import models as cli
 from kvtool.cli.model_advice import better_model, too_much
 from kvtool.llama import devices
 from kvtool.models.catalogue import parse, registry
-from kvtool.runs import fits
 from kvtool.system import memory as system_memory
 from tests.cli.called import called
 from tests.cli.terminal import Terminal

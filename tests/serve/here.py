@@ -10,7 +10,7 @@ from functools import partial
 import httpx2 as httpx
 
 from kvtool.cli import serve
-from kvtool.options.run import WriteRun
+from kvtool.config.run import WriteOptions
 from kvtool.serve import app
 from kvtool.serve.app import Site
 from kvtool.serve.jobs import Waiting
@@ -60,7 +60,7 @@ class Here:
 def here(model, **options):
     """Serves a model, greedily unless a request says otherwise. options: fields of `WriteRun`."""
     raw = {"model": str(model), "threads": 1, **options}
-    run, drawing = WriteRun.filled(raw, given=raw), serve._Drawing(temp=0)
+    run, drawing = WriteOptions.filled(raw, given=raw), serve._Drawing(temp=0)
     site = Site("here", run.policy, Waiting(64), Defaults(drawing.sampling()))
     opened = partial(serve._opened, site, run, drawing, serve._Serving(), None, 2**32)
     ready, slots, failed = threading.Event(), [], []

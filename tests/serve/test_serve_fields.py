@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvtool.options.sampling import MOST
+from kvtool.llama.sampling import MOST
 from kvtool.serve import anthropic, requests, responses
 from kvtool.serve.errors import ApiError
 from kvtool.serve.fields import HARMLESS, NEUTRAL

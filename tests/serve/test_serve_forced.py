@@ -8,8 +8,8 @@ import pytest
 from kvtool import policies
 from kvtool.llama.constraint import Vocabulary
 from kvtool.llama.sampler import Sampler
+from kvtool.llama.sampling import Sampling
 from kvtool.llama.schema import enforced
-from kvtool.options.sampling import Sampling
 from kvtool.serve.errors import ApiError
 from kvtool.serve.forced import Forced
 from kvtool.serve.formats import GEMMA, HERMES, LLAMA, MISTRAL_ARGS

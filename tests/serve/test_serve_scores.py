@@ -10,8 +10,8 @@ import pytest
 
 from kvtool import open_run
 from kvtool.chats.logprobs import Offsets
+from kvtool.config.run import ScoreOptions
 from kvtool.measure import perplexity
-from kvtool.options.run import TextRun
 from tests import tiny
 from tests.held import PATIENCE_S
 from tests.serve.serving import serving
@@ -34,7 +34,7 @@ def scored(server, prompt, **more):
 def test_scores_of_a_prompt_are_those_of_perplexity(chat_model, policy):
     options = {"budget": None if policy == "full" else "64"}
     given = [] if policy == "full" else ["--budget", "64"]
-    with open_run(TextRun(model=str(chat_model), policy=policy, threads=1, **options)) as opened:
+    with open_run(ScoreOptions(model=str(chat_model), policy=policy, threads=1, **options)) as opened:
         nll = perplexity.stream(opened.engine, np.array(TOKENS, np.int32))
     with serving(chat_model, "--policy", policy, *given) as server:
         # what was read before is of no account

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from kvtool.llama.model import Model
-from kvtool.options.sampling import Sampling
+from kvtool.llama.sampling import Sampling
 from kvtool.serve.errors import ApiError
 from kvtool.serve.fields import Fields
 from kvtool.serve.shapes import Shape, check

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvtool import policies
+from kvtool.config.run import ScoreOptions
 from kvtool.errors import UsageError
 from kvtool.measure import divergence, grid, perplexity, records, statistics
 from kvtool.measure import run as one
@@ -20,7 +21,6 @@ from kvtool.measure.results import Results
 from kvtool.measure.runner import Runner
 from kvtool.models.header import read
 from kvtool.models.layers import Kind, Layer, Layers
-from kvtool.options.run import TextRun
 from tests.engine.running import open_engine, text
 
 N = 150
@@ -49,7 +49,7 @@ def model(tiny_model):
 def common(model):
     what = {"model": str(model), "model_sha256": "m", "text": "t", "text_sha256": "t"}
     versions = dict.fromkeys(("kvtool", "llama_cpp_python", "patch"), "1")
-    run = TextRun(model=str(model), n_ctx=512, n_batch=64, threads=1)
+    run = ScoreOptions(model=str(model), n_ctx=512, n_batch=64, threads=1)
     return grid.Common(what | versions, run, N)
 
 

@@ -487,7 +487,7 @@ def test_a_share_below_what_works_is_the_least_that_does(tiny_model):
     )
     assert done.returncode == 0, done.stderr
     *found, summary = map(json.loads, done.stdout.splitlines())
-    assert {record["budget_cells"] for record in found} == {policies.wanted("buzz").smallest_budget()}
+    assert {record["budget_cells"] for record in found} == {policies.spec("buzz").smallest_budget()}
     assert summary["items"] == 4
     assert summary["summary"]["found"]["n"] == 4
 

@@ -36,7 +36,7 @@ class Fault:
 PLANTED = {
     "cli": Fault(
         "a session's options stand for those that were typed",
-        "kvtool/options/field.py",
+        "kvtool/options.py",
         "if name in saved and name not in self.typed]",
         "if name in saved and name in self.typed]",
         ("cli/test_chat_session.py",),
@@ -92,7 +92,7 @@ PLANTED = {
     ),
     "runs, models that fit": Fault(
         "a CPU of one core is as quick as one of eight",
-        "kvtool/runs/fits.py",
+        "kvtool/cli/fits.py",
         "min(default_threads() * _CORE_BYTES_S, _CPU_BYTES_S)",
         "_CPU_BYTES_S",
         ("models/test_fits.py",),
@@ -120,7 +120,7 @@ PLANTED = {
     ),
     "models": Fault(
         "a share of the context is rounded to the nearest cell",
-        "kvtool/models/budget.py",
+        "kvtool/config/budget.py",
         "return int(n * percent / 100)",
         "return round(n * percent / 100)",
         ("models/test_models.py", "tasks/test_tasks_run.py"),

@@ -15,8 +15,8 @@ from typer.main import get_command
 from kvtool import policies
 from kvtool.cli import app
 from kvtool.cli.settings import all_commands
+from kvtool.config.run import POLICY, RunOptions
 from kvtool.models.catalogue import registry
-from kvtool.options.run import POLICY, Run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 import make_cli
@@ -74,7 +74,7 @@ def test_what_the_readme_says_to_type_works_after_a_setup_in_this_folder():
 def test_the_picture_of_a_chat_is_of_the_default_policy_and_has_forgotten_nothing():
     lines = html.unescape(re.sub("<[^>]*>", "", read(DOCS / "chat.svg"))).replace("\xa0", " ")
     text = " ".join(lines.split())
-    assert f"with policy {POLICY}, a cache of {Run.default_recall:,} tokens" in text
+    assert f"with policy {POLICY}, a cache of {RunOptions.default_recall:,} tokens" in text
     share = r"([\d.]+) %"
     status = rf"([\d,]+) tokens: {share} in the cache, {share} archived, 0 % forgotten · cache ([\d.]+ MiB)"
     statuses = re.findall(status, text)
@@ -82,7 +82,7 @@ def test_the_picture_of_a_chat_is_of_the_default_policy_and_has_forgotten_nothin
     for n, cached, archived, _ in statuses:
         assert float(cached) + float(archived) == pytest.approx(100, abs=0.11)
         n_cached = float(cached) / 100 * int(n.replace(",", ""))
-        assert n_cached <= Run.default_recall + 0.001 * int(n.replace(",", ""))
+        assert n_cached <= RunOptions.default_recall + 0.001 * int(n.replace(",", ""))
     # what the front page says of it
     (caption,) = re.findall(r"!\[(.*)\]\(docs/chat\.svg\)", read(ROOT / "README.md"))
     read_at_once = re.search(r"the turn has ([\d,]+) tokens", text)[1]

@@ -15,9 +15,9 @@ from kvtool.cli.console import plain_console, say
 from kvtool.cli.declared import Json, options
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import tokens_progress
+from kvtool.config.run import RunOptions
 from kvtool.errors import KvtoolError, LibraryError, UsageError
-from kvtool.options.field import Options, again, option
-from kvtool.options.run import Run
+from kvtool.options import Options, option, redeclared
 from kvtool.system import interrupt
 from kvtool.system.cpu import default_threads
 from kvtool.system.texts import json_text
@@ -35,17 +35,17 @@ class _Stopped(KvtoolError):
 
 
 @dataclass(frozen=True)
-class _Run(Run):
+class _Run(RunOptions):
     hidden: ClassVar = (
         *("policy", "options", "evict_every", "positions", "prefill", "n_ctx", "type_k", "type_v"),
         *("archive", "archive_file", "archive_type", "flash", "explain"),
     )
 
-    budget: str | None = again(
-        Run, "budget", words="{default_recall:,} tokens with recall, {default_budget:,} with h2o"
+    budget: str | None = redeclared(
+        RunOptions, "budget", words="{default_recall:,} tokens with recall, {default_budget:,} with h2o"
     )
-    threads: int | None = again(Run, "threads", words="one per core")
-    verbose: int = again(Run, "verbose", help="-vv shows llama.cpp's log.")
+    threads: int | None = redeclared(RunOptions, "threads", words="one per core")
+    verbose: int = redeclared(RunOptions, "verbose", help="-vv shows llama.cpp's log.")
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ def bench(*, own: _Own, run: _Run, as_json: Json = False) -> None:
     depths = own.n_tokens()
     output.check_picture("--plot", own.plot)
 
+    from kvtool.config import opening
     from kvtool.measure import bench as measure
-    from kvtool.runs import opening
 
     old = measure.earlier(own.compare.expanduser()) if own.compare else None
     workers = opening.workers_of(run.rpc, run.gpu_layers)
@@ -131,13 +131,13 @@ def bench(*, own: _Own, run: _Run, as_json: Json = False) -> None:
 
 def _budgets(run: _Run, info: ModelInfo, layers: Any) -> dict[str, int]:
     """The budget of each policy, in cells. Raises UsageError."""
-    from kvtool.runs import opening
+    from kvtool.config import opening
 
     found = {}
     for name in _POLICIES:
         default = run.default_recall if policies.recalls(policies.load(name)) else run.default_budget
         text = run.budget or str(min(default, info.n_ctx_train))
-        found[name] = opening.fitted(policies.wanted(name), run, text, info.n_ctx_train, layers).n
+        found[name] = opening.fitted(policies.spec(name), run, text, info.n_ctx_train, layers).n
     return found
 
 

@@ -17,10 +17,10 @@ from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
 from kvtool.cli.model_advice import base_model
 from kvtool.cli.opening import of_model, open_run, sampling_of, with_thinking
-from kvtool.options.field import SHOWS, Options, option
-from kvtool.options.run import WriteRun
-from kvtool.options.sampling import Drawing
-from kvtool.options.system import System
+from kvtool.config.generation import GenerationOptions
+from kvtool.config.run import WriteOptions
+from kvtool.config.system import SystemOptions
+from kvtool.options import OUTPUT, Options, option
 from kvtool.system import interrupt
 from kvtool.system.texts import stdin_lines
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class _Own(Options):
     plain: bool = option(
-        "--plain", False, "Show replies as the model writes them, without colours.", group=SHOWS
+        "--plain", False, "Show replies as the model writes them, without colours.", group=OUTPUT
     )
-    hide_thinking: bool = option("--hide-thinking", False, "Do not show the model's reasoning.", group=SHOWS)
+    hide_thinking: bool = option("--hide-thinking", False, "Do not show the model's reasoning.", group=OUTPUT)
     session: Path | None = option(
         "--session",
         None,
@@ -45,7 +45,12 @@ class _Own(Options):
 
 @options
 def chat(
-    *, model_name: ModelName = None, system: System, drawing: Drawing, own: _Own, asked: WriteRun
+    *,
+    model_name: ModelName = None,
+    system: SystemOptions,
+    drawing: GenerationOptions,
+    own: _Own,
+    asked: WriteOptions,
 ) -> None:
     """Start a chat of any length, in a cache of a fixed size. Piped stdin: each line is a turn."""
     run, system_prompt = of_model(asked, model_name), system.text()
@@ -68,9 +73,9 @@ def chat(
         from kvtool.chats.conversation import Conversation
         from kvtool.chats.prompt import template_of
         from kvtool.chats.writer import Writer
+        from kvtool.config import drafting
+        from kvtool.config.report import archive_limit, line, report
         from kvtool.llama.sampler import Sampler
-        from kvtool.runs import drafting
-        from kvtool.runs.report import archive_limit, line, report
 
         drafts = stack.enter_context(drafting.opened(run, engine.model))
         sampler = Sampler(engine.model, sampling, seed=drawing.seed)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import kvtool
 from kvtool.cli.opening import sampling_of
 from kvtool.cli.progress import bytes_progress, restoring_progress
+from kvtool.config.generation import GenerationOptions
+from kvtool.config.run import RunOptions
 from kvtool.errors import SessionError, UsageError
-from kvtool.options.run import Run
-from kvtool.options.sampling import Drawing
 from kvtool.system.files import Log
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ class Keeper:
         Files that had been set aside, which it deleted since the session has all of them again.
     """
 
-    def __init__(self, chat: Conversation, run: Run, drawing: Drawing, path: Path | None = None) -> None:
+    def __init__(
+        self, chat: Conversation, run: RunOptions, drawing: GenerationOptions, path: Path | None = None
+    ) -> None:
         self.chat = chat
         self.run = run
         self._drawing = drawing
@@ -69,7 +71,7 @@ class Keeper:
         chat.kept = self._kept
 
     @property
-    def drawing(self) -> Drawing:
+    def drawing(self) -> GenerationOptions:
         """How tokens are drawn, with the chat's effort."""
         return self._drawing.changed(think=self.chat.effort)
 
@@ -338,7 +340,7 @@ def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
     } | ({"archive_type": settings.archive_type} if engine.policy.recall else {})
 
 
-def resumed(run: Run, saved: Meta) -> Run:
+def resumed(run: RunOptions, saved: Meta) -> RunOptions:
     """The options of a chat that continues a session, whose policy counts as asked for. Raises UsageError.
 
     Where that policy had parameters that it has no more, an earlier version wrote the session: of its options

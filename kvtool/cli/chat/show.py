@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from kvtool.cli.console import table
 from kvtool.cli.explain import policy_line
+from kvtool.config.generation import GenerationOptions
+from kvtool.config.report import archive_line, report
 from kvtool.errors import UsageError
-from kvtool.options.field import declared
-from kvtool.options.sampling import Drawing
-from kvtool.runs.report import archive_line, report
+from kvtool.options import declared
 
 if TYPE_CHECKING:
     from kvtool.cli.chat.screen import Terminal
@@ -128,19 +128,19 @@ def setting(terminal: Terminal, name: str) -> str:
 
 def settings(terminal: Terminal) -> None:
     """What /set changes most, and what is not as it is by default."""
-    drawing, default = terminal.keeper.drawing, Drawing()
+    drawing, default = terminal.keeper.drawing, GenerationOptions()
     names = [
         name
-        for name in declared(Drawing)
+        for name in declared(GenerationOptions)
         if name in _MOST or getattr(drawing, name) != getattr(default, name)
     ]
     _table(terminal, {name: setting(terminal, name) for name in names})
-    terminal.note(f"/show settings shows all {len(declared(Drawing))}")
+    terminal.note(f"/show settings shows all {len(declared(GenerationOptions))}")
 
 
 SHOWN: dict[str, Callable[[Terminal], None]] = {
     "system": lambda on: system(on),
-    "settings": lambda on: _table(on, {name: setting(on, name) for name in declared(Drawing)}),
+    "settings": lambda on: _table(on, {name: setting(on, name) for name in declared(GenerationOptions)}),
     "template": lambda on: on.console.print(on.conversation.template.source),
     "policy": lambda on: on.console.print(policy_line(on.engine, on.policy)),
     "thought": lambda on: on.note(on.thought.strip() or "the last reply has no thought"),

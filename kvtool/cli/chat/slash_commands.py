@@ -13,10 +13,9 @@ from kvtool.cli.chat import show
 from kvtool.cli.chat.keeper import turns
 from kvtool.cli.explain import may_lose_system, unpinned
 from kvtool.cli.progress import restoring_progress
+from kvtool.config.generation import EFFORTS, GenerationOptions
 from kvtool.errors import KvtoolError, SessionError, UsageError
-from kvtool.options.field import declared
-from kvtool.options.sampling import Drawing
-from kvtool.options.thinking import EFFORTS
+from kvtool.options import declared
 from kvtool.system.texts import shown, with_lf
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class Commands:
     def words(self) -> Mapping[str, Callable[[], Iterable[str]] | None]:
         """The commands, each with the words that may follow it; None means a path."""
         found: dict[str, Callable[[], Iterable[str]] | None] = {"/save": None, "/load": None}
-        found |= {"/show": lambda: show.SHOWN, "/set": lambda: declared(Drawing)}
+        found |= {"/show": lambda: show.SHOWN, "/set": lambda: declared(GenerationOptions)}
         found["/help"] = lambda: (*show.MORE, *(name[1:] for name in self._with_text | self._plain))
         found["/think"] = lambda: (*EFFORTS, _DEFAULT)
         return dict.fromkeys([*self._plain, *self._with_text, *_ALIASES, "/exit"], tuple) | found
@@ -169,7 +168,7 @@ class Commands:
             show.settings(self.terminal)
             return
         self._check_start(name, given)
-        name = Drawing.field(name)
+        name = GenerationOptions.field(name)
         if name == "think":
             self._think(value)
             return
@@ -183,7 +182,7 @@ class Commands:
         self.terminal.note(f"{name}  {show.setting(self.terminal, name)}")
         if given and name == "temp" and self.keeper.drawing.temp > _HOT:
             self.terminal.note(
-                f"above {_HOT} a reply is mostly random words; the default is {Drawing.temp:g}"
+                f"above {_HOT} a reply is mostly random words; the default is {GenerationOptions.temp:g}"
             )
 
     def _check_start(self, name: str, value: str) -> None:
@@ -217,7 +216,7 @@ class Commands:
     def _think(self, text: str) -> None:
         chat = self.conversation
         if text:
-            its = declared(Drawing)["think"]
+            its = declared(GenerationOptions)["think"]
             effort = None if text.lower() == _DEFAULT else its.taken(text)
             its.check(effort, "/think")
             if not self._rethink(effort, chat.thought_budget, f"/think {text}"):

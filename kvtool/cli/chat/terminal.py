@@ -17,7 +17,7 @@ def run(terminal: Terminal) -> None:
     """Each text is a command or a turn."""
     from rich.text import Text
 
-    from kvtool.runs.report import archive_limit
+    from kvtool.config.report import archive_limit
 
     engine, commands = terminal.engine, Commands(terminal)
     model, policy = (engine.model.path.stem, "bold"), (terminal.policy, "bold")

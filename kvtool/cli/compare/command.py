@@ -17,9 +17,9 @@ from kvtool.cli.declared import Json, options
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import bytes_progress, runs_progress
 from kvtool.cli.texts import File, check_positions, first_tokens, source
+from kvtool.config.run import ScoreOptions
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.options.field import KEEPS, Options, option
-from kvtool.options.run import TextRun
+from kvtool.options import CACHE, Options, option
 from kvtool.system import interrupt
 from kvtool.system.cpu import default_threads
 from kvtool.system.texts import Source, json_text
@@ -41,7 +41,7 @@ class _Stopped(KvtoolError):
     exit_code = interrupt.EXIT_CODE
 
 
-_listed = partial(option, group=KEEPS)
+_listed = partial(option, group=CACHE)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class _Grid(Options):
         completes="cache_type_list",
         read=lambda raw, flag: raw.lower(),
     )
-    combine: bool = option("--combine", False, "Run every policy with every cache type.", group=KEEPS)
+    combine: bool = option("--combine", False, "Run every policy with every cache type.", group=CACHE)
     max_tokens: int | None = option(
         "--max-tokens N", None, "Use only the first N tokens of the text.", words="all", least=2
     )
@@ -86,7 +86,7 @@ class _Grid(Options):
 
 
 @dataclass(frozen=True)
-class _Run(TextRun):
+class _Run(ScoreOptions):
     hidden: ClassVar = ("policy", "budget", "options", "prefill", "type_k", "type_v", "explain")
 
 
@@ -119,8 +119,8 @@ def compare(
     path = output.records_path(own.records, own.resume)
     output.check_picture("--plot", own.plot)
 
+    from kvtool.config import archive, opening
     from kvtool.measure import grid as of_runs
-    from kvtool.runs import archive, opening
 
     if opening.workers_of(run.rpc, run.gpu_layers) and own.jobs > 1:
         raise UsageError("a worker serves one run at a time; leave out --jobs or --rpc")

@@ -18,9 +18,9 @@ from kvtool.cli.explain import explain_run
 from kvtool.cli.opening import open_run
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import File, check_length, first_tokens, source
+from kvtool.config.run import RunOptions, ScoreOptions
 from kvtool.errors import UsageError
-from kvtool.options.field import Options, again, option, repeated
-from kvtool.options.run import Run, TextRun
+from kvtool.options import Options, option, redeclared, repeated
 from kvtool.system.texts import Source, json_text
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def _numbers(usage: str, help: str, words: str) -> Any:
 
 
 @dataclass(frozen=True)
-class _Run(TextRun):
-    prefill: str | None = again(
-        TextRun,
+class _Run(ScoreOptions):
+    prefill: str | None = redeclared(
+        ScoreOptions,
         "prefill",
         "stream",
         help="How to read the text: stream (evict after each batch) or whole (evict once at the end).",
@@ -122,9 +122,9 @@ def inspect(
 
     from kvtool.cli.inspect.page import page
     from kvtool.cli.inspect.terminal import attended_record, show, show_attended
+    from kvtool.config.report import line, report
     from kvtool.llama.model import Model
     from kvtool.measure import holdings
-    from kvtool.runs.report import line, report
 
     tokens: np.ndarray
 
@@ -169,7 +169,7 @@ def inspect(
             show_attended(table_console(), found, texts)
 
 
-def _show_map(kind: str, own: _Own, run: Run, text: Source, as_json: bool) -> None:
+def _show_map(kind: str, own: _Own, run: RunOptions, text: Source, as_json: bool) -> None:
     from kvtool.cli.inspect import map as inspect_map
 
     drawn, title = inspect_map.read(kind, own.layer, own.head, run, text, own.max_tokens or N_TOKENS)

@@ -13,13 +13,13 @@ from kvtool.cli.console import say
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import first_tokens
+from kvtool.config.opening import gpu_note, loaded, located, workers_of
+from kvtool.config.run import RunOptions
 from kvtool.errors import InputError, UsageError
 from kvtool.llama.model import Model
 from kvtool.llama.observe import What
 from kvtool.measure import maps
 from kvtool.measure.maps import Heads, Place, Reading
-from kvtool.options.run import Run
-from kvtool.runs.opening import gpu_note, loaded, located, workers_of
 from kvtool.system.texts import Source
 
 NEAR = (1, 16, 256)
@@ -46,7 +46,7 @@ class Drawn(NamedTuple):
 
 
 def read(
-    kind: str, layers: Sequence[int], heads: Sequence[int], run: Run, text: Source, n_tokens: int
+    kind: str, layers: Sequence[int], heads: Sequence[int], run: RunOptions, text: Source, n_tokens: int
 ) -> tuple[Drawn, str]:
     """Read the text with the full cache. Returns the map, and a title for its picture. Raises KvtoolError."""
     workers = workers_of(run.rpc, run.gpu_layers)

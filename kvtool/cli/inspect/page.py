@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from kvtool.cli.inspect.terminal import BOUNDS, visible
+from kvtool.config.report import budget
 from kvtool.measure.holdings import Holdings
-from kvtool.runs.report import budget
 
 
 def page(result: dict[str, Any], found: Holdings, texts: list[str], last: int) -> bytes:

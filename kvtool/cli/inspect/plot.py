@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from kvtool.config.report import budget
 from kvtool.measure.holdings import Holdings
 from kvtool.measure.maps import Attention, Place, Queries, Share, Values
-from kvtool.runs.report import budget
 
 MOST_PIXELS, MOST_COLUMNS = 800, 1600
 """Longer texts have several tokens in a pixel of a map, and in a column of the picture of rows."""

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvtool.options.field import (
-    ARCHIVES,
-    KEEPS,
-    RUNS,
-    SHOWS,
+from kvtool.engine.settings import FLASH, POSITIONS, PREFILLS
+from kvtool.options import (
+    ARCHIVE,
+    CACHE,
+    HARDWARE,
+    OUTPUT,
     Options,
-    again,
     declared,
     option,
+    redeclared,
     repeated,
     unless,
     within,
@@ -28,17 +29,17 @@ h2o is best or second best on three texts with 512 and 1,024 cells, and on a str
 """
 
 
-_kept = partial(option, group=KEEPS, kept=True, identity=True)
+_kept = partial(option, group=CACHE, kept=True, identity=True)
 """An option that a session keeps, and that a result depends on."""
 
 # model files and llama.cpp's documents have both Q8_0 and q8_0
 _type = partial(_kept, choices=tuple(CACHE_TYPES), read=lambda raw, flag: raw.lower())
 
-_runs = partial(option, group=RUNS)
+_runs = partial(option, group=HARDWARE)
 
 
 @dataclass(frozen=True)
-class Run(Options):
+class RunOptions(Options):
     """The options of a run.
 
     Attributes
@@ -64,7 +65,7 @@ class Run(Options):
         "--policy NAME",
         POLICY,
         "Eviction policy: which tokens stay in the cache. A name (kvtool policies) or a Python file.",
-        group=KEEPS,
+        group=CACHE,
         completes="policies",
     )
     budget: str | None = _kept(
@@ -96,7 +97,7 @@ class Run(Options):
         "auto",
         "Positions of the kept tokens: original, in-cache (renumbered without gaps), or auto (original; "
         "renumbered whenever the trained context is full).",
-        choices=("original", "in-cache", "auto"),
+        choices=POSITIONS,
     )
     prefill: str | None = _kept(
         "--prefill MODE",
@@ -104,7 +105,7 @@ class Run(Options):
         "How to read a prompt longer than the budget: stream (evict after each batch), whole (decode all "
         "of it, then evict once), or exact (recall alone: each batch attends to all evicted tokens).",
         words="the policy's own",
-        choices=("stream", "whole", "exact"),
+        choices=PREFILLS,
     )
     model: str | None = _runs(
         "-m, --model MODEL",
@@ -118,7 +119,7 @@ class Run(Options):
         None,
         "Context length, at most the trained length; 0 means the trained length. With `full`, also the cache "
         "size.",
-        group=RUNS,
+        group=HARDWARE,
         words="the model's trained length",
         least=0,
         read=unless(0),
@@ -127,7 +128,7 @@ class Run(Options):
         "-b, --batch-size N",
         None,
         "Maximum tokens decoded per batch.",
-        group=RUNS,
+        group=HARDWARE,
         words="{default_n_batch}",
         least=1,
     )
@@ -164,7 +165,7 @@ class Run(Options):
         "--archive SIZE",
         None,
         "With --policy recall: limit of the archive, in tokens (20000) or bytes (2GiB).",
-        group=ARCHIVES,
+        group=ARCHIVE,
         words="a quarter of the free memory; half of the disk's free space with --archive-file",
     )
     archive_file: str | None = option(
@@ -172,30 +173,33 @@ class Run(Options):
         None,
         "With --policy recall: keep the archive in a new file on this machine instead of in host memory. "
         "The file's name is removed at once, and its space is freed when kvtool ends.",
-        group=ARCHIVES,
+        group=ARCHIVE,
         words="host memory",
     )
     archive_type: str = _type(
         "--archive-type TYPE",
         "q8_0",
         "With --policy recall: type of the archived keys and values: any type that cached keys can have.",
-        group=ARCHIVES,
+        group=ARCHIVE,
     )
     flash: str = _kept(
         "-fa, --flash-attn MODE",
         "auto",
         "Flash attention: on, off or auto.",
-        group=RUNS,
-        choices=("on", "off", "auto"),
+        group=HARDWARE,
+        choices=FLASH,
     )
     explain: bool = option(
-        "--explain", False, "Explain the budget, and what will happen, on stderr before the run.", group=SHOWS
+        "--explain",
+        False,
+        "Explain the budget, and what will happen, on stderr before the run.",
+        group=OUTPUT,
     )
     verbose: int = option(
         "-v, --verbose",
         0,
         "Show statistics on stderr, and where your own policy failed; -vv also shows llama.cpp's log.",
-        group=SHOWS,
+        group=OUTPUT,
         words=False,
         is_count=True,
     )
@@ -203,12 +207,12 @@ class Run(Options):
     @property
     def instead(self) -> str | None:
         # a policy, or an option of it, that was asked for is refused if it cannot run
-        archive = {name for name, its in declared(Run).items() if its.group == ARCHIVES}
+        archive = {name for name, its in declared(RunOptions).items() if its.group == ARCHIVE}
         return None if self.typed & archive or self.given & {"policy", "options"} else INSTEAD
 
 
 @dataclass(frozen=True)
-class WriteRun(Run):
+class WriteOptions(RunOptions):
     """The same for text that the model writes, with speculative decoding."""
 
     draft: str = _runs(
@@ -221,11 +225,11 @@ class WriteRun(Run):
 
 
 @dataclass(frozen=True)
-class TextRun(Run):
+class ScoreOptions(RunOptions):
     """The same for a text that is streamed, and each token of which is scored."""
 
     default_budget: ClassVar[int] = 512
     default_n_batch: ClassVar[int] = 64
     scores: ClassVar[bool] = True
 
-    budget: str | None = again(Run, "budget", words="{default_budget:,} tokens")
+    budget: str | None = redeclared(RunOptions, "budget", words="{default_budget:,} tokens")

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
+from kvtool.config.ahead import LOOKUP, OFF
+from kvtool.config.run import WriteOptions
 from kvtool.drafts.drafter import Drafter
-from kvtool.options.run import WriteRun
-from kvtool.runs.ahead import LOOKUP, OFF
 
 if TYPE_CHECKING:
+    from kvtool.config.run import RunOptions
     from kvtool.engine.loop import Engine
     from kvtool.llama.model import Model
-    from kvtool.options.run import Run
 
 
 class Drafts:
@@ -45,14 +45,14 @@ class Drafts:
 
 
 @contextmanager
-def opened(run: Run, model: Model) -> Iterator[Drafts]:
+def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
     """Loads the model that guesses, if one does. Raises KvtoolError where it cannot."""
-    draft_name = run.draft if isinstance(run, WriteRun) else OFF
+    draft_name = run.draft if isinstance(run, WriteOptions) else OFF
     if draft_name in (LOOKUP, OFF):
         yield Drafts(None)
         return
+    from kvtool.config.opening import loaded, located
     from kvtool.drafts.model import check_vocabulary
-    from kvtool.runs.opening import loaded, located
 
     path, _ = located(draft_name)
     with loaded(path, run.gpu_layers, (), verbose=run.verbose > 1) as draft:

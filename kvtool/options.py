@@ -10,12 +10,12 @@ from typing import Any, ClassVar, TypeVar
 
 from kvtool.errors import UsageError
 
-KEEPS = "Cache and eviction"
-DRAWS = "Sampling"
-RUNS = "Model and hardware"
-ARCHIVES = "Archive (--policy recall)"
-SHOWS = "Output"
-SERVES = "Server"
+CACHE = "Cache and eviction"
+SAMPLING = "Sampling"
+HARDWARE = "Model and hardware"
+ARCHIVE = "Archive (--policy recall)"
+OUTPUT = "Output"
+SERVER = "Server"
 """Groups of options in the help."""
 
 Some = TypeVar("Some", bound="Options")
@@ -92,11 +92,8 @@ class Option:
     def check(self, value: Any, name: str) -> None:
         """Raise UsageError for a value that is out of range. name: how the error calls the option."""
         for each in value if isinstance(value, tuple) else () if value is None else (value,):
-            if self.choices and each not in self.choices:
-                *first, last = self.choices
-                listed = f"one of {', '.join(self.choices)}"
-                needed = f"{', '.join(first)} or {last}" if len(first) < 3 else listed
-                raise UsageError(f"{name} must be {needed}, got {each!r}")
+            if self.choices:
+                check_choice(each, self.choices, name)
             if self.fits and not self.fits(each):
                 needed, semicolon, hint = self.needed.partition(";")
                 raise UsageError(f"{name} must be {needed}, got {each:g}{semicolon}{hint}")
@@ -127,7 +124,7 @@ def option(usage: str, default: Any, help: str, **more: Any) -> Any:
     return field(default=default, metadata={"option": its})
 
 
-def again(kind: type[Options], name: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
+def redeclared(kind: type[Options], name: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
     """The field of that name once more, for a class of options in which something of it is different."""
     (known,) = (each for each in fields(kind) if each.name == name)
     changed = dataclasses.replace(known.metadata["option"], **more)
@@ -202,6 +199,14 @@ def declared(kind: type) -> dict[str, Option]:
 @cache
 def _declared(kind: Any) -> dict[str, Option]:
     return {each.name: each.metadata["option"] for each in fields(kind) if "option" in each.metadata}
+
+
+def check_choice(value: str | None, choices: tuple[str, ...], name: str) -> None:
+    """Raise UsageError unless the value is None or a choice. name: the value's name in the error."""
+    if value is not None and value not in choices:
+        *first, last = choices
+        needed = f"{', '.join(first)} or {last}" if len(first) < 3 else f"one of {', '.join(choices)}"
+        raise UsageError(f"{name} must be {needed}, got {value!r}")
 
 
 def within(low: float, high: float, hint: str = "") -> dict[str, Any]:

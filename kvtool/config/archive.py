@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from kvtool import policies
+from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
-from kvtool.options.field import ARCHIVES, declared
-from kvtool.options.run import Run
+from kvtool.options import ARCHIVE, declared
 from kvtool.system import files, memory
 from kvtool.units import format_bytes, parse_count
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvtool.policy import Policy
 
 
-def checked(run: Run, kinds: Mapping[str, type[Policy]]) -> dict[str, int]:
+def checked(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> dict[str, int]:
     """The limit of an archive, as `limit` gives it. Raises UsageError for options of it that cannot work.
 
     kinds: the policies that the options are for, by name.
@@ -31,7 +31,7 @@ def checked(run: Run, kinds: Mapping[str, type[Policy]]) -> dict[str, int]:
 
 def check_recalls(kinds: Mapping[str, type[Policy]], typed: Collection[str]) -> None:
     """Raise UsageError if options of the archive were typed, and none of the policies has one."""
-    its = {name: option for name, option in declared(Run).items() if option.group == ARCHIVES}
+    its = {name: option for name, option in declared(RunOptions).items() if option.group == ARCHIVE}
     flags = [option.flags[0] for name, option in its.items() if name in typed]
     if flags and not any(map(policies.recalls, kinds.values())):
         have = "has" if len(kinds) == 1 else "have"

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any, get_type_hints
+from typing import Any
 
-from kvtool.errors import UsageError, alike
-from kvtool.options.field import DRAWS, Options, again, declared, option, unless, within
-from kvtool.options.thinking import Thinking
+from kvtool.errors import UsageError
+from kvtool.options import SAMPLING, Options, option, within
 from kvtool.system.texts import read_text, shown, utf8
 
 MOST = 2**20
@@ -62,20 +61,13 @@ def _or_file(is_text: Callable[[str], bool]) -> Callable[[str | None, str], str 
     return lambda raw, flag: (utf8(flag, raw) if is_text(raw) else read_text(raw)) if raw else None
 
 
-def _limit(raw: int | None, flag: str) -> int | None:
-    """-1 is no limit, as in llama.cpp."""
-    if raw == 0:
-        raise UsageError(f"{flag} must be at least 1, or -1 for no limit, got 0")
-    return None if raw == -1 else raw
-
-
-_drawn = partial(option, group=DRAWS, kept=True)
+_option = partial(option, group=SAMPLING, kept=True)
 
 
 def _number(usage: str, default: Any, fits: dict[str, Any], help: str, **more: Any) -> Any:
     """A number, and its range. Its name in a request is that of its option unless another is given."""
     name = usage.partition(" ")[0].strip(",-").replace("-", "_")
-    return _drawn(usage, default, help, **{"request": (name,), **fits, **more})
+    return _option(usage, default, help, **{"request": (name,), **fits, **more})
 
 
 @dataclass(frozen=True)
@@ -163,7 +155,7 @@ class Sampling(Options):
         within(0, MOST),
         "Number of latest tokens that DRY looks at; 0 means off.",
     )
-    dry_sequence_breaker: tuple[str, ...] = _drawn(
+    dry_sequence_breaker: tuple[str, ...] = _option(
         "--dry-sequence-breaker TEXT",
         ("\n", ":", '"', "*"),
         "Text at which a sequence of DRY ends, instead of the default texts; `none` means no such text. "
@@ -192,27 +184,27 @@ class Sampling(Options):
         "Target entropy (tau) of Mirostat, in bits.",
         request=("mirostat_tau",),
     )
-    logit_bias: tuple[tuple[int, float], ...] = _drawn(
+    logit_bias: tuple[tuple[int, float], ...] = _option(
         "-l, --logit-bias TOKEN+BIAS",
         (),
         "Raise or lower the logit of a token: 15043+1, 15043-2.5; 15043-inf bans it. Repeatable.",
         read=lambda raw, flag: tuple(map(_bias, raw or ())),
         write=lambda pairs: [f"{token}{bias:+}" for token, bias in pairs],
     )
-    stop: tuple[str, ...] = _drawn(
+    stop: tuple[str, ...] = _option(
         "--stop TEXT",
         (),
         r"Stop before this text; \n is a line break. Repeatable.",
         read=_stops,
         write=_escaped,
     )
-    grammar: str | None = _drawn(
+    grammar: str | None = _option(
         "--grammar FILE|TEXT",
         None,
         "Write only text that fits this GBNF grammar: a file, or the grammar itself.",
         read=_or_file(lambda text: "::=" in text),
     )
-    json_schema: str | None = _drawn(
+    json_schema: str | None = _option(
         "-j, --json-schema FILE|TEXT",
         None,
         "Write only JSON that fits this schema: a file, or the schema itself.",
@@ -237,111 +229,3 @@ class Sampling(Options):
     def n_recent(self) -> int:
         """Tokens written that the penalties must know."""
         return max(64, self.repeat_last_n, self.dry_penalty_last_n)
-
-
-@dataclass(frozen=True)
-class _Limit(Options):
-    n: int | None = _drawn(
-        "-n, --predict, --n-predict N",
-        2048,
-        "Maximum tokens of a reply; -1 means no limit.",
-        least=-1,
-        read=_limit,
-        request=("max_completion_tokens", "max_tokens", "n_predict"),
-        also=("predict", "num_predict", "max_new_tokens"),
-    )
-
-
-@dataclass(frozen=True)
-class Drawing(Sampling, Thinking, _Limit):
-    """The sampling options of a command: the sampler's settings, the limit, thinking, and the seed.
-
-    The defaults are llama.cpp's. If both a grammar and a schema are set, the typed one stays. Raises
-    UsageError if both were typed.
-    """
-
-    temp: float = again(Sampling, "temp", 0.8)
-    top_k: int = again(Sampling, "top_k", 40)
-    top_p: float = again(Sampling, "top_p", 0.95)
-    min_p: float = again(Sampling, "min_p", 0.05)
-    stop_loops: str = _drawn(
-        "--stop-loops on|off",
-        "on",
-        "End a reply that repeats the same words over and over (docs/sampling.md says when).",
-        choices=("on", "off"),
-    )
-    seed: int | None = option(
-        "--seed N",
-        None,
-        "Random seed of the sampler.",
-        group=DRAWS,
-        words="random",
-        least=-1,
-        read=unless(-1),
-    )
-
-    def __post_init__(self) -> None:
-        typed = self.typed & {*_SHAPES}
-        if self.grammar and self.json_schema and len(typed) == 1:
-            (other,) = {*_SHAPES} - typed
-            object.__setattr__(self, other, None)
-        super().__post_init__()
-
-    def cut(self, n_written: int) -> str | None:
-        """Return the note for a text that ended at the limit of tokens; None if the limit was asked for."""
-        if "n" in self.given:
-            return None
-        return f"stopped after {n_written:,} tokens; -n N changes the limit, and -n -1 removes it"
-
-    @staticmethod
-    def looped(n_block: int, n_times: int, off: str = "--stop-loops off") -> str:
-        """The line about a reply that ended in a loop. off: how to let the next one go on."""
-        tokens = f"the same {n_block} tokens" if n_block > 1 else "the same token"
-        return f"stopped: the model wrote {tokens} {n_times} times; {off} lets it go on"
-
-    def sampling(self) -> Sampling:
-        """The sampler's settings."""
-        return Sampling(**{name: getattr(self, name) for name in declared(Sampling)})
-
-    @classmethod
-    def field(cls, name: str) -> str:
-        """Return the field of a name, which may be that of its option or of a request. Raises UsageError."""
-        names = {each: field for field, its in declared(cls).items() for each in its.names(field)}
-        name = name.lstrip("-").replace("-", "_")
-        if name not in names:
-            # a name of a request leads to the setting, under the name that the list has
-            meant = dict.fromkeys(names[each] for each in alike(name, names))
-            hint = f" Did you mean {' or '.join(meant)}?" if meant else ""
-            raise UsageError(f"there is no setting {name}.{hint} There are: {', '.join(declared(cls))}")
-        return names[name]
-
-    def set(self, name: str, text: str) -> Drawing:
-        """Return these options with one setting changed, as its option would change it.
-
-        name: as `field` takes it. text: the value; for a repeatable option its only value, or "" for none.
-        Raises UsageError or InputError.
-        """
-        name = self.field(name)
-        none = dict.fromkeys(_SHAPES, None) if name in _SHAPES else {}
-        its = declared(Drawing)[name]
-        value = its.taken(_raw(name, text), name)
-        # the error has the typed name, and not the option's
-        its.check(value, name)
-        return self.changed(**none | {name: value})
-
-
-_SHAPES = ("grammar", "json_schema")
-
-
-def _raw(name: str, text: str) -> Any:
-    """Return the typed text of a field in the type that its option takes."""
-    kind = str(get_type_hints(Drawing)[name])
-    if kind.startswith("tuple"):
-        return [text] if text else None
-    if "str" in kind:
-        return text or None
-    try:
-        return float(text) if "float" in kind else int(text)
-    except ValueError:
-        what = "a number" if "float" in kind else "a whole number"
-        raise UsageError(f"{name} must be {what}, got {text!r}") from None

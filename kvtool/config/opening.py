@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtool import policies
+from kvtool.config import archive, budget
+from kvtool.config.ahead import n_ahead_of
+from kvtool.config.run import RunOptions
 from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError, UsageError
 from kvtool.llama import endpoints
-from kvtool.models import budget, resolve
+from kvtool.models import resolve
 from kvtool.models.header import ModelInfo
 from kvtool.models.layers import Layers
-from kvtool.options.run import Run
-from kvtool.runs import archive
-from kvtool.runs.ahead import n_ahead_of
 
 if TYPE_CHECKING:
     from kvtool.engine.loop import Engine
@@ -47,7 +47,7 @@ class Opened:
 
     engine: Engine
     info: ModelInfo
-    run: Run
+    run: RunOptions
     notes: list[str]
 
 
@@ -77,7 +77,7 @@ class Fitted(NamedTuple):
 
 @contextmanager
 def open_run(
-    run: Run,
+    run: RunOptions,
     *,
     length: Callable[[Model], int] | None = None,
     find: Find = resolve.resolve,
@@ -152,12 +152,12 @@ class Resolved(NamedTuple):
         Of --rpc, "HOST:PORT" each.
     """
 
-    wanted: policies.Wanted
+    wanted: policies.PolicySpec
     limit: dict[str, int]
     workers: tuple[str, ...]
 
 
-def resolved(run: Run) -> Resolved:
+def resolved(run: RunOptions) -> Resolved:
     """What the options stand for. Raises UsageError for those that cannot work, whatever the model is."""
     kind = policies.load(run.policy)
     if not kind.evicts and "budget" in run.typed:
@@ -166,11 +166,11 @@ def resolved(run: Run) -> Resolved:
         )
     check_stream(run, run.policy)
     params = policies.parse_options(run.policy, kind, run.options)
-    wanted = policies.Wanted(run.policy, kind, params, run.evict_every if kind.evicts else None)
+    wanted = policies.PolicySpec(run.policy, kind, params, run.evict_every if kind.evicts else None)
     return Resolved(wanted, archive.checked(run, {run.policy: kind}), workers_of(run.rpc, run.gpu_layers))
 
 
-def check_stream(run: Run, name: str) -> None:
+def check_stream(run: RunOptions, name: str) -> None:
     """Raises UsageError where a text is streamed under a policy that reads it twice. name: the policy's."""
     if run.scores and run.prefill is None and policies.rehearses(policies.load(name)):
         raise UsageError(
@@ -179,7 +179,7 @@ def check_stream(run: Run, name: str) -> None:
         )
 
 
-def instead(run: Run, kind: type[Policy], layers: Layers) -> tuple[Run, str | None]:
+def instead(run: RunOptions, kind: type[Policy], layers: Layers) -> tuple[RunOptions, str | None]:
     """The options that hold where nothing can be recalled and nobody asked for that, and what to say of it.
 
     kind: the policy. layers: of the loaded model.
@@ -231,7 +231,7 @@ def loaded(
         model.close()
 
 
-def _budget(run: Run, kind: type[Policy], n_ctx: int) -> str:
+def _budget(run: RunOptions, kind: type[Policy], n_ctx: int) -> str:
     """The budget as it was given, or the default one."""
     if run.budget is not None:
         return run.budget
@@ -291,7 +291,7 @@ def runnable() -> dict[str, type[Policy]]:
     return dict(sorted(found.items(), key=lambda item: item[1].evicts))
 
 
-def early_fitted(wanted: policies.Wanted, run: Run, text: str, info: ModelInfo) -> Fitted:
+def early_fitted(wanted: policies.PolicySpec, run: RunOptions, text: str, info: ModelInfo) -> Fitted:
     """Return what `fitted` does before the model is loaded.
 
     Raises UsageError, with the smallest budget that works for the model of this header.
@@ -304,7 +304,7 @@ def early_fitted(wanted: policies.Wanted, run: Run, text: str, info: ModelInfo) 
 
 
 def fitted(
-    wanted: policies.Wanted, run: Run, text: str, n_ctx_train: int, layers: Layers | None = None
+    wanted: policies.PolicySpec, run: RunOptions, text: str, n_ctx_train: int, layers: Layers | None = None
 ) -> Fitted:
     """Return the policy for a budget as it was typed, and the batch size that goes with it.
 
@@ -337,7 +337,7 @@ def _suits(policy: Policy, layers: Layers) -> bool:
     return False
 
 
-def _beside_made(found: Fitted, wanted: policies.Wanted, model: Model) -> Fitted:
+def _beside_made(found: Fitted, wanted: policies.PolicySpec, model: Model) -> Fitted:
     """The same in as many cells less as a step fills with what is recalled, so that bytes bound those too."""
     from kvtool.engine.stream import on_model
 
@@ -349,7 +349,7 @@ def _beside_made(found: Fitted, wanted: policies.Wanted, model: Model) -> Fitted
 
 
 def settings_of(
-    run: Run, limit: Mapping[str, int], n_ctx: int, n_batch: int, n_output: int, n_ahead: int = 0
+    run: RunOptions, limit: Mapping[str, int], n_ctx: int, n_batch: int, n_output: int, n_ahead: int = 0
 ) -> Settings:
     """The engine's settings. limit: of the archive. Raises UsageError."""
     own: dict[str, Any] = {"n_ctx": n_ctx, "n_batch": n_batch, "n_threads": run.threads, **limit}

@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtool import policies
+from kvtool.config.run import WriteOptions
 from kvtool.drafts.drafter import MOST
 from kvtool.errors import UsageError
 from kvtool.models.layers import Kind, Layers
-from kvtool.options.run import WriteRun
 
 if TYPE_CHECKING:
-    from kvtool.options.run import Run
+    from kvtool.config.run import RunOptions
     from kvtool.policy import Policy
 
 LOOKUP, OFF = "lookup", "off"
 
 
-def n_ahead_of(run: Run, layers: Layers, kind: type[Policy], n_batch: int) -> int:
+def n_ahead_of(run: RunOptions, layers: Layers, kind: type[Policy], n_batch: int) -> int:
     """Return the most guesses of a step. Raises UsageError if guesses were asked for and are impossible."""
-    if not isinstance(run, WriteRun) or run.draft == OFF:
+    if not isinstance(run, WriteOptions) or run.draft == OFF:
         return 0
     why = ""
     if layers.of(Kind.RECURRENT):

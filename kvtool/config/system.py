@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtool.errors import UsageError
-from kvtool.options.field import Options, option
+from kvtool.options import Options, option
 from kvtool.system.texts import read_text, utf8
 
 
 @dataclass(frozen=True)
-class System(Options):
+class SystemOptions(Options):
     """The system prompt, as a text or in a file. Raises UsageError for both."""
 
     system: str | None = option(

@@ -1,0 +1,1 @@
+"""Options of a run, and the way from them to an engine."""

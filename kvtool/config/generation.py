@@ -1,0 +1,149 @@
+"""Options of generated text: the sampler's settings, the length limit, thinking and the seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_type_hints
+
+from kvtool.errors import UsageError, alike
+from kvtool.llama.sampling import Sampling
+from kvtool.options import SAMPLING, Options, declared, option, redeclared, unless
+
+EFFORTS = ("on", "off", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Values of `--think`; a chat template supports some of them."""
+
+_option = partial(option, group=SAMPLING, kept=True)
+
+
+def _limit(raw: int | None, flag: str) -> int | None:
+    """Read a limit of tokens; -1 means no limit, as in llama.cpp."""
+    if raw == 0:
+        raise UsageError(f"{flag} must be at least 1, or -1 for no limit, got 0")
+    return None if raw == -1 else raw
+
+
+@dataclass(frozen=True)
+class _LengthOptions(Options):
+    """Length of a reply, and of the thought before it."""
+
+    n: int | None = _option(
+        "-n, --predict, --n-predict N",
+        2048,
+        "Maximum tokens of a reply; -1 means no limit.",
+        least=-1,
+        read=_limit,
+        request=("max_completion_tokens", "max_tokens", "n_predict"),
+        also=("predict", "num_predict", "max_new_tokens"),
+    )
+    think: str | None = _option(
+        "--think EFFORT",
+        None,
+        "Thinking before the answer: on, off, or a level (low, medium, high) if the model has levels.",
+        words="the model's own",
+        choices=EFFORTS,
+        read=lambda raw, flag: raw and {"none": "off"}.get(raw.lower(), raw.lower()),
+    )
+    think_budget: int | None = _option(
+        "--think-budget N",
+        None,
+        "Maximum tokens of a thought: then it is closed, and the answer follows; -1 means no limit.",
+        words="no limit",
+        least=-1,
+        read=unless(-1),
+    )
+
+
+@dataclass(frozen=True)
+class GenerationOptions(Sampling, _LengthOptions):
+    """The sampling options of a command: the sampler's settings, the limit, thinking, and the seed.
+
+    The defaults are llama.cpp's. If both a grammar and a schema are set, the typed one stays. Raises
+    UsageError if both were typed.
+    """
+
+    temp: float = redeclared(Sampling, "temp", 0.8)
+    top_k: int = redeclared(Sampling, "top_k", 40)
+    top_p: float = redeclared(Sampling, "top_p", 0.95)
+    min_p: float = redeclared(Sampling, "min_p", 0.05)
+    stop_loops: str = _option(
+        "--stop-loops on|off",
+        "on",
+        "End a reply that repeats the same words over and over (docs/sampling.md says when).",
+        choices=("on", "off"),
+    )
+    seed: int | None = option(
+        "--seed N",
+        None,
+        "Random seed of the sampler.",
+        group=SAMPLING,
+        words="random",
+        least=-1,
+        read=unless(-1),
+    )
+
+    def __post_init__(self) -> None:
+        typed = self.typed & {*_SHAPES}
+        if self.grammar and self.json_schema and len(typed) == 1:
+            (other,) = {*_SHAPES} - typed
+            object.__setattr__(self, other, None)
+        super().__post_init__()
+
+    def cut(self, n_written: int) -> str | None:
+        """Return the note for a text that ended at the limit of tokens; None if the limit was asked for."""
+        if "n" in self.given:
+            return None
+        return f"stopped after {n_written:,} tokens; -n N changes the limit, and -n -1 removes it"
+
+    @staticmethod
+    def looped(n_block: int, n_times: int, off: str = "--stop-loops off") -> str:
+        """The line about a reply that ended in a loop. off: how to let the next one go on."""
+        tokens = f"the same {n_block} tokens" if n_block > 1 else "the same token"
+        return f"stopped: the model wrote {tokens} {n_times} times; {off} lets it go on"
+
+    def sampling(self) -> Sampling:
+        """The sampler's settings."""
+        return Sampling(**{name: getattr(self, name) for name in declared(Sampling)})
+
+    @classmethod
+    def field(cls, name: str) -> str:
+        """Return the field of a name, which may be that of its option or of a request. Raises UsageError."""
+        names = {each: field for field, its in declared(cls).items() for each in its.names(field)}
+        name = name.lstrip("-").replace("-", "_")
+        if name not in names:
+            # a name of a request leads to the setting, under the name that the list has
+            meant = dict.fromkeys(names[each] for each in alike(name, names))
+            hint = f" Did you mean {' or '.join(meant)}?" if meant else ""
+            raise UsageError(f"there is no setting {name}.{hint} There are: {', '.join(declared(cls))}")
+        return names[name]
+
+    def set(self, name: str, text: str) -> GenerationOptions:
+        """Return these options with one setting changed, as its option would change it.
+
+        name: as `field` takes it. text: the value; for a repeatable option its only value, or "" for none.
+        Raises UsageError or InputError.
+        """
+        name = self.field(name)
+        none = dict.fromkeys(_SHAPES, None) if name in _SHAPES else {}
+        its = declared(GenerationOptions)[name]
+        value = its.taken(_raw(name, text), name)
+        # the error has the typed name, and not the option's
+        its.check(value, name)
+        return self.changed(**none | {name: value})
+
+
+_SHAPES = ("grammar", "json_schema")
+
+
+def _raw(name: str, text: str) -> Any:
+    """Return the typed text of a field in the type that its option takes."""
+    kind = str(get_type_hints(GenerationOptions)[name])
+    if kind.startswith("tuple"):
+        return [text] if text else None
+    if "str" in kind:
+        return text or None
+    try:
+        return float(text) if "float" in kind else int(text)
+    except ValueError:
+        what = "a number" if "float" in kind else "a whole number"
+        raise UsageError(f"{name} must be {what}, got {text!r}") from None
