@@ -54,8 +54,8 @@ def _ours(args, model, tokens: np.ndarray) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "reference"
         with path.open("wb") as file:
-            _read(args, model, tokens, "f16", divergence.Writer(file, n, model.n_vocab))
-        scores = divergence.Reader(path, n, model.n_vocab)
+            _read(args, model, tokens, "f16", divergence.ReferenceWriter(file, n, model.n_vocab))
+        scores = divergence.ReferenceReader(path, n, model.n_vocab)
         _read(args, model, tokens, args.type, scores)
         scores.close()
 

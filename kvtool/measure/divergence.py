@@ -79,7 +79,7 @@ class Scores(ABC):
         return nll
 
 
-class Reader(Scores):
+class ReferenceReader(Scores):
     """Score against a reference of n - 1 predictions. Raises InputError if no reference of that size exists.
 
     The file is not memory-mapped: its pages would count in this process's measured memory.
@@ -105,7 +105,7 @@ class Reader(Scores):
         self._file.close()
 
 
-class Writer(Scores):
+class ReferenceWriter(Scores):
     """Write a reference to an open file, and score the same predictions against it."""
 
     def __init__(self, file: BinaryIO, n: int, n_vocab: int) -> None:
@@ -128,18 +128,20 @@ class Writer(Scores):
 
 @contextmanager
 def writing(path: Path, n: int, n_vocab: int) -> Iterator[Scores]:
-    """Yield a Writer, whose file appears only when complete; or a Reader if another process finished first.
+    """Yield a `ReferenceWriter`, whose file appears only when complete.
+
+    Yields a `ReferenceReader` if another process finished the file first.
 
     Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_suffix(".lock")):
         if path.exists():
-            with closing(Reader(path, n, n_vocab)) as reader:
+            with closing(ReferenceReader(path, n, n_vocab)) as reader:
                 yield reader
             return
         with replacing(path) as file:
-            yield Writer(file, n, n_vocab)
+            yield ReferenceWriter(file, n, n_vocab)
     _make_room(path)
 
 

@@ -47,12 +47,12 @@ def draw(seed, n=40, n_vocab=300):
 def scored(p, q, target, tmp_path):
     """Scores of q against a reference of p, each in steps of 7."""
     file, n = io.BytesIO(), len(p) + 1
-    writer = divergence.Writer(file, n, p.shape[1])
+    writer = divergence.ReferenceWriter(file, n, p.shape[1])
     (tmp_path / "reference").write_bytes(b"")
     steps = [slice(at, at + 7) for at in range(0, len(p), 7)]
     own = np.concatenate([writer.score(p[step], target[step]) for step in steps])
     (tmp_path / "reference").write_bytes(file.getvalue())
-    reader = divergence.Reader(tmp_path / "reference", n, p.shape[1])
+    reader = divergence.ReferenceReader(tmp_path / "reference", n, p.shape[1])
     nll = np.concatenate([reader.score(q[step], target[step]) for step in steps])
     reader.close()
     return writer, reader, own, nll
@@ -141,7 +141,7 @@ def test_one_token_at_a_time_is_scored_as_all_at_once(tmp_path):
     p, q, target = draw(0, 8)
     path = tmp_path / "reference"
     whole = write(path)
-    with closing(divergence.Reader(path, 9, 300)) as reader:
+    with closing(divergence.ReferenceReader(path, 9, 300)) as reader:
         for i in range(8):
             reader.score(p[i : i + 1], target[i : i + 1])
     assert np.array_equal(reader.nll, whole.nll)
@@ -150,8 +150,8 @@ def test_one_token_at_a_time_is_scored_as_all_at_once(tmp_path):
 
 def test_a_second_writer_reads(tmp_path):
     path = divergence.path_of({"model": "m"})
-    assert isinstance(write(path), divergence.Writer)
-    assert isinstance(write(path), divergence.Reader)
+    assert isinstance(write(path), divergence.ReferenceWriter)
+    assert isinstance(write(path), divergence.ReferenceReader)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     assert divergence.path_of({"model": "n"}) != path
 
@@ -170,14 +170,14 @@ def test_half_a_reference_is_none(tmp_path):
     write(path)
     for n in (8, 10):
         with pytest.raises(InputError, match="are gone"):
-            divergence.Reader(path, n, 300)
+            divergence.ReferenceReader(path, n, 300)
 
 
 def _hold(path, entered, is_asked):
     with divergence.writing(path, 9, 300) as scores:
         entered.set()
         assert is_asked.wait(PATIENCE_S)
-        if isinstance(scores, divergence.Writer):
+        if isinstance(scores, divergence.ReferenceWriter):
             scores.score(*draw(0, 8)[::2])
 
 
@@ -190,7 +190,7 @@ def test_who_wants_the_same_waits():
     assert entered.wait(PATIENCE_S)
     assert not path.exists()
     is_asked.set()
-    assert isinstance(write(path), divergence.Reader)
+    assert isinstance(write(path), divergence.ReferenceReader)
     process.join()
 
 
@@ -203,7 +203,7 @@ def test_the_least_lately_used_go_first(monkeypatch):
     size = paths[0].stat().st_size
     monkeypatch.setattr(divergence, "MOST_BYTES", 3 * size)
     # reading counts as use
-    divergence.Reader(paths[1], 9, 300).close()
+    divergence.ReferenceReader(paths[1], 9, 300).close()
     write(paths[3])
     assert [path.exists() for path in paths] == [True, True, False, True]
     # the newest stays, whatever its size
@@ -229,7 +229,7 @@ def test_the_full_cache_does_not_differ_from_itself(tiny_model):
             divergence.writing(path, 200, engine.model.n_vocab) as scores,
         ):
             nll.append(perplexity.stream(engine, tokens, score=scores.score))
-            assert isinstance(scores, (divergence.Writer, divergence.Reader)[run])
+            assert isinstance(scores, (divergence.ReferenceWriter, divergence.ReferenceReader)[run])
             assert (scores.kl == 0).all()
             assert scores.same.all()
     assert (nll[0] == nll[1]).all()
