@@ -85,15 +85,15 @@ def _measure(model, name: str, args) -> dict[str, list[dict[str, object]]]:
     facts = list(zip(names, draws.sample(range(1000, 10000), len(names)), strict=True))
     for i in range(0, len(facts), N_STATED):
         stated = (f"{FACT.format(who)} {code}." for who, code in facts[i : i + N_STATED])
-        chat.hear(" ".join(["Please remember this.", *stated]))
+        chat.read_turn(" ".join(["Please remember this.", *stated]))
         _say(chat, model.tokenize("I will remember that."))
-    chat.hear("Please tell me a long story.")
+    chat.read_turn("Please tell me a long story.")
     words, at, turns = args.file.read_text(encoding="utf-8-sig").split(), 0, []
     for n in args.at:
         while engine.n_past < n:
             _say(chat, model.tokenize(" ".join(words[at : at + N_WORDS])))
             at += N_WORDS
-            chat.hear("Please go on.")
+            chat.read_turn("Please go on.")
         n_past, n_bytes, start = engine.n_past, engine.archive_bytes, time.process_time()
         said = model.tokenize(" ".join(words[at : at + args.score]))[: args.score]
         at += args.score
@@ -102,7 +102,7 @@ def _measure(model, name: str, args) -> dict[str, list[dict[str, object]]]:
         turns[-1]["archive_bytes"] = n_bytes
         note(f"{n_past:,} tokens, perplexity {math.exp(nll.mean()):.2f}")
         _say(chat, said[-1:])
-        chat.hear("Please go on.")
+        chat.read_turn("Please go on.")
     return {"turns": turns, "facts": _ask(chat, facts)}
 
 

@@ -12,14 +12,14 @@ import numpy as np
 
 from kvtool.chats import session
 from kvtool.chats.after_thought import after_thought
+from kvtool.chats.archive_file import Listing
 from kvtool.chats.effort import Efforts
 from kvtool.chats.header import Header
 from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
-from kvtool.chats.segments import Listing
 from kvtool.chats.template import Message, Template
 from kvtool.chats.thinking import THINK, Splitter, apart, control_tokens, without_thought
-from kvtool.chats.undo import Before, of_turn
+from kvtool.chats.undo import UndoPoint, turn_label
 from kvtool.chats.undoable import Undoable
 from kvtool.chats.writer import Writer
 from kvtool.errors import UsageError
@@ -54,7 +54,7 @@ class Conversation(Undoable):
     template
         The chat template, under the variables for `effort`.
     effort
-        How much replies think, as `think` takes it; None: as the template has it by default.
+        How much replies think, as `set_effort` takes it; None: as the template has it by default.
     header
         The reply header. Its tokens are held in the cache; its last part, with which earlier replies do not
         begin, is left out once the reply is written.
@@ -74,24 +74,24 @@ class Conversation(Undoable):
         super().__init__(writer, undoable=undoable)
         self.thought_budget: int | None = None
         self.effort = None
-        self._before: Before | None = None
+        self._before: UndoPoint | None = None
         self._has_header = True
         self._written: list[str] = []
-        self.use(template)
+        self.use_template(template)
         # the text of these tokens tells thoughts from the rest of a reply
         self.shown = writer.shown = control_tokens(writer.engine.model, template.tags)
         self.reset(system)
 
-    def use(self, template: Template, header: Header | None = None) -> None:
+    def use_template(self, template: Template, header: Header | None = None) -> None:
         """Take this template, with this reply header, from the next reply on; the cache stays."""
         self.template = template
         self.header = header or Header.of(self.writer.engine.model, template)
 
-    def hold(self) -> None:
+    def hold_header(self) -> None:
         """Hold the reply header in the cache. Raises UsageError for one that leaves no room in it."""
         self.writer.engine.hold(self.header.n - self.header.n_begun)
 
-    def think(self, effort: str | None, budget: int | None = None) -> None:
+    def set_effort(self, effort: str | None, budget: int | None = None) -> None:
         """Let replies think so much from now on; None: as the template has it by default.
 
         budget: as in `thought_budget`. If the template then renders the chat so far differently, the next
@@ -99,17 +99,17 @@ class Conversation(Undoable):
         the template does not take.
         """
         template, again, before = self._under(effort, budget), self.rereads(effort, budget), self.template
-        self.use(template)
+        self.use_template(template)
         try:
             if again:
                 self._postpone_past()
             elif self.n_turn:
-                self.hold()
+                self.hold_header()
             elif self.writer.engine.n_held:
                 self.pin_system()
         except UsageError:
             # the header leaves no room in the cache
-            self.use(before)
+            self.use_template(before)
             raise
         self.effort, self.thought_budget = effort, budget
 
@@ -119,7 +119,7 @@ class Conversation(Undoable):
         return Efforts.of(self.template)
 
     def rereads(self, effort: str | None, budget: int | None = None) -> bool:
-        """True if the template renders the chat so far differently under these. Raises as `think`."""
+        """True if the template renders the chat so far differently under these. Raises as `set_effort`."""
         template = self._under(effort, budget)
         return bool(self.n_turn) and self._past(template) != self._past(self.template)
 
@@ -154,12 +154,12 @@ class Conversation(Undoable):
         super().restore(meta, arrays, seed=seed)
         # sessions of earlier versions have none
         if (effort := meta.get("effort")) != self.effort:
-            self.use(self._under(effort, self.thought_budget))
+            self.use_template(self._under(effort, self.thought_budget))
             self.effort = effort
 
     def close(self) -> None:
         """Drops copies and marks."""
-        self.settle(None)
+        self.finish_reply(None)
         super().close()
 
     @property
@@ -190,7 +190,7 @@ class Conversation(Undoable):
         if self.writer.is_new:
             self._start("x")
 
-    def check(self, system: str) -> None:
+    def check_system(self, system: str) -> None:
         """Raises what `pin_system` would raise in a chat under this system prompt; changes nothing."""
         engine, own = self.writer.engine, (self.messages, self.system, self.is_pinned)
         try:
@@ -204,25 +204,25 @@ class Conversation(Undoable):
 
         A turn that is stopped while it is read stays; the rest of it is read first the next time.
         """
-        if self.hear(text):
+        if self.read_turn(text):
             yield from self.answer(n_max)
 
-    def hear(self, text: str) -> bool:
+    def read_turn(self, text: str) -> bool:
         """Reads a turn of the user; returns False if stopped before its end. Raises as `reply` does."""
         self.writer.stop = False
         tokens = self._tokens_of_turn(text)
-        self.remember(of_turn(text), text)
+        self.remember(turn_label(text), text)
         self.version += 1
         self.messages.append({"role": "user", "content": text})
         is_read = False
         try:
-            is_read = self.take(tokens)
+            is_read = self.read_prompt(tokens)
         finally:
             if not is_read:
                 self.messages.append({"role": "assistant", "content": ""})
         return is_read
 
-    def take(self, tokens: np.ndarray) -> bool:
+    def read_prompt(self, tokens: np.ndarray) -> bool:
         """Reads i32[n] tokens that end with the reply header; returns False if stopped before their end.
 
         The part of the header that earlier replies do not begin with is read by `write`, as is a beginning
@@ -233,7 +233,7 @@ class Conversation(Undoable):
         self._opening = tokens[n:]
         return self.writer.read(tokens[:n])
 
-    def open(self, n_pinned: int) -> None:
+    def start_over(self, n_pinned: int) -> None:
         """Starts over with an empty cache for a chat whose first n_pinned tokens will stay.
 
         Raises UsageError for too many.
@@ -241,7 +241,7 @@ class Conversation(Undoable):
         self.writer.reset()
         self._pin(n_pinned)
 
-    def follow(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def set_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Takes over the messages of a chat that a client keeps; the cache holds their tokens."""
         self.version += 1
         self.messages = [*map(dict, messages)]
@@ -250,7 +250,7 @@ class Conversation(Undoable):
     def answer(self, n_max: int | None = None) -> Iterator[str]:
         """Yields the reply to the turn that was heard last, piece by piece. Raises as `reply` does.
 
-        Where the template drops the thoughts of earlier replies, so does the cache: see `settle`.
+        Where the template drops the thoughts of earlier replies, so does the cache: see `finish_reply`.
         """
         template, header = self.template, self.header
         try:
@@ -260,16 +260,16 @@ class Conversation(Undoable):
             before, reply = self.messages, _reply("".join(self._written), template, splitter)
             self.messages = [*before, reply]
             stays = splitter.had_thought and not template.drops_thoughts
-            self.settle(None if stays else header.start(template, before, reply))
+            self.finish_reply(None if stays else header.start(template, before, reply))
 
     def write(self, n_max: int | None, *, may_change: bool) -> Iterator[str]:
-        """Yields the reply behind its beginning, piece by piece. Call `settle` behind it.
+        """Yields the reply behind its beginning, piece by piece. Call `finish_reply` behind it.
 
-        may_change: True if `settle` may get a text.
+        may_change: True if `finish_reply` may get a text.
         """
-        self.settle(None)
+        self.finish_reply(None)
         self._written = [self.header.begun]
-        self.start()
+        self.start_sampling()
         self.n_reply += 1
         self._before = self._copy_of_now() if may_change and self._has_header else None
         if self.writer.read(self._opening):
@@ -277,14 +277,14 @@ class Conversation(Undoable):
                 self._written.append(piece)
                 yield piece
 
-    def start(self) -> None:
+    def start_sampling(self) -> None:
         """Begin the reply's draws. Raises UsageError if its beginning does not fit its constraint."""
         model, begun = self.writer.engine.model, self.header.begun
         header = None if self._has_header else ""
         around = after_thought(model, self.template, self.thought_budget, header, begun)
         self.writer.sampler.start(self.n_reply, around)
 
-    def settle(self, start: str | None) -> None:
+    def finish_reply(self, start: str | None) -> None:
         """Make the reply in the cache that which the template shows once it is an earlier one.
 
         start: the text that the template then has between `header.kept` and the answer, such as a thought;
@@ -305,7 +305,7 @@ class Conversation(Undoable):
         is_open = self.template.opens_thought and self._has_header and not self.header.begun
         return Splitter(self.template.tags, is_open=is_open)
 
-    def _read_again(self, before: Before, start: str, said: str) -> None:
+    def _read_again(self, before: UndoPoint, start: str, said: str) -> None:
         """Goes back there and reads these texts."""
         messages, sampler = self.messages, self.writer.sampler
         recent, seed = list(sampler.recent), sampler.seed
@@ -333,7 +333,7 @@ class Conversation(Undoable):
     def _pin(self, n: int) -> None:
         """Pins the first n tokens and holds the reply header."""
         self.writer.engine.pin(n)
-        self.hold()
+        self.hold_header()
 
     def _first(self, text: str) -> tuple[np.ndarray, int]:
         """The tokens of a first turn, and how many of them are the system prompt's."""

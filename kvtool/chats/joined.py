@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtool.chats.segments import ID, LAYERS, SUFFIX, id_of, places
+from kvtool.chats.archive_file import ID, LAYERS, SUFFIX, archive_paths, id_of
 from kvtool.errors import SessionError
 from kvtool.llama.segment import Part, clusters_name, layer_name, listed, listed_clusters, listed_parts, span
 
@@ -107,7 +107,7 @@ def join(path: Path, arrays: Mapping[str, np.ndarray]) -> Joined:
     """
     found = None
     with ExitStack() as stack:
-        for place in places(path):
+        for place in archive_paths(path):
             with suppress(FileNotFoundError):
                 file = stack.enter_context(place.open("rb", buffering=0))
                 if not found or id_of(file) == bytes(arrays[ID]):

@@ -3,7 +3,7 @@
 Line 1 holds the format's number, the SHA-256 of line 2, and the SHA-256 of the rest. Line 2 is JSON with
 everything that a person may want to read; it can be read even if the rest is damaged. The rest is arrays:
 for each a line with name, dtype and shape, then its bytes. They list what a second file beside it has of the
-chat: what its policy has archived (`segments`).
+chat: what its policy has archived (`archive_file`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from kvtool.chats import segments
+from kvtool.chats import archive_file
 from kvtool.chats.joined import Joined, join
 from kvtool.errors import SessionError
 from kvtool.llama.segment import SEGMENTS
-from kvtool.system.files import LOCK, is_locked, locked, replacing, set_aside
+from kvtool.system import files
+from kvtool.system.files import LOCK, is_locked, locked, replacing
 
 FORMAT, FORMAT_BESIDE = 1, 2
 """Increases when the meaning of what is saved changes; the second: of a session with an archive beside it."""
@@ -44,7 +45,7 @@ _ALIGN = 64
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
+def lock(path: Path) -> Iterator[None]:
     """Keeps other kvtool processes out of this session. Raises SessionError where one has it already.
 
     Also raises SessionError for a folder, a device or a pipe.
@@ -113,25 +114,25 @@ def peek(path: Path) -> Meta | None:
 def archive_id(path: Path) -> bytes | None:
     """The id of the archive that the session at `path` lists; None without one, or if it cannot be read."""
     with suppress(OSError, ValueError, SessionError), path.open("rb") as file:
-        return segments.id_in(_load(file, str(path))[1])
+        return archive_file.id_in(_load(file, str(path))[1])
     return None
 
 
 def size(path: Path) -> int:
     """Bytes of a session and its archive. Raises OSError."""
-    archive = segments.beside(path)
+    archive = archive_file.archive_path(path)
     return path.stat().st_size + (archive.stat().st_size if archive.exists() else 0)
 
 
-def aside(path: Path) -> Path:
+def set_aside(path: Path) -> Path:
     """Gives a session and its archive a second name, and returns that. Raises OSError."""
-    return set_aside(path, segments.SUFFIX, "")
+    return files.set_aside(path, archive_file.SUFFIX, "")
 
 
 def delete(path: Path) -> None:
     """Removes a session and its archive. Raises OSError."""
     path.unlink()
-    segments.delete(path)
+    archive_file.delete(path)
 
 
 def dump(file: BinaryIO, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -> None:

@@ -15,7 +15,7 @@ MOST_BYTES = 512 * 2**20
 """Bytes that the copies may take together; the newest one is kept whatever it takes, and what it shares."""
 
 
-def of_turn(text: str) -> str:
+def turn_label(text: str) -> str:
     """What a turn is called as a change: by its first words, on one line."""
     words = " ".join(text.split())
     brief = words if len(words) <= 40 else words[:39] + "\u2026"
@@ -82,20 +82,20 @@ class Mark(NamedTuple):
         """What `saved` returned, in a chat of these messages."""
         n_past, n_message, n_reply, writer = saved
         turn = messages[n_message]["content"]
-        return cls(of_turn(turn), n_past, n_message, n_reply, writer, turn)
+        return cls(turn_label(turn), n_past, n_message, n_reply, writer, turn)
 
 
-Before: TypeAlias = "Copy | Mark"
+UndoPoint: TypeAlias = "Copy | Mark"
 """A chat as it was before a change."""
 
 
-class Copies:
+class UndoStack:
     """A stack of copies and marks, which drops the oldest to stay within `most` copies and `most_bytes`."""
 
     def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
         self.most = most
         self.most_bytes = most_bytes
-        self._copies: list[Before] = []
+        self._copies: list[UndoPoint] = []
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -134,12 +134,12 @@ class Copies:
         newest = takewhile(lambda each: isinstance(each, Mark), reversed(self._copies))
         return [each for each in newest if isinstance(each, Mark)][::-1]
 
-    def push(self, copy: Before) -> None:
+    def push(self, copy: UndoPoint) -> None:
         self._copies.append(copy)
         while self._is_full():
             self.drop_oldest()
 
-    def pop(self) -> Before:
+    def pop(self) -> UndoPoint:
         """Takes the newest copy out."""
         return self._copies.pop()
 

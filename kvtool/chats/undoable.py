@@ -12,9 +12,9 @@ from typing import BinaryIO
 import numpy as np
 
 from kvtool.chats import session
-from kvtool.chats.segments import Listing, Store
+from kvtool.chats.archive_file import ArchiveFile, Listing
 from kvtool.chats.template import Message
-from kvtool.chats.undo import Before, Copies, Copy, Mark
+from kvtool.chats.undo import Copy, Mark, UndoPoint, UndoStack
 from kvtool.chats.writer import Writer
 from kvtool.errors import UsageError
 from kvtool.llama.archive import Archive
@@ -41,9 +41,9 @@ class Undoable:
         Replies begun, including those taken back, so that another attempt draws other tokens.
     undoable
         Whether `remember` marks or copies the chat, so that `undo` can take a change back.
-    copies
+    undo_stack
         Those marks and copies.
-    kept
+    open_saved
         Opens the files that hold the chat as it is now, or returns None. It saves writing a copy.
     """
 
@@ -55,10 +55,10 @@ class Undoable:
     def __init__(self, writer: Writer, *, undoable: bool) -> None:
         self.writer = writer
         self.undoable = undoable
-        self.copies = Copies()
-        self.kept: Callable[[], tuple[BinaryIO, FileIO | None] | None] = lambda: None
+        self.undo_stack = UndoStack()
+        self.open_saved: Callable[[], tuple[BinaryIO, FileIO | None] | None] = lambda: None
         # where copies have their archive, if not in the session's
-        self._store = Store()
+        self._archive_file = ArchiveFile()
         self.n_reply = self.version = 0
 
     @property
@@ -67,7 +67,10 @@ class Undoable:
         return self.writer.engine.context.archive
 
     def save(self, listed: Listing) -> tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]:
-        """The whole chat: what JSON can hold, and arrays, one at a time. listed: as `Store.put` yields it."""
+        """Return the whole chat: its part in JSON, and its arrays one at a time.
+
+        listed: as `ArchiveFile.write` yields it.
+        """
         arrays = chain([("tokens", self.writer.tokens)], self.writer.engine.save(archived=False), listed)
         return {
             "id": self.id,
@@ -75,7 +78,7 @@ class Undoable:
             "messages": self.messages,
             "n_reply": self.n_reply,
             "writer": self.writer.save(),
-            "marks": [mark.saved() for mark in self.copies.marks],
+            "marks": [mark.saved() for mark in self.undo_stack.marks],
         }, arrays
 
     def restore(self, meta: session.Meta, arrays: session.Arrays, *, seed: int | None = None) -> None:
@@ -96,7 +99,7 @@ class Undoable:
         self.restore(meta, arrays)
         # sessions of earlier versions have none
         for saved in meta.get("marks", ()):
-            self.copies.push(Mark.restored(saved, self.messages))
+            self.undo_stack.push(Mark.restored(saved, self.messages))
 
     @property
     def goes_back(self) -> bool:
@@ -108,7 +111,7 @@ class Undoable:
         n = self.writer.engine.n_past, len(self.messages), self.n_reply
         return Mark(change, *n, self.writer.save(), turn)
 
-    def _go_to(self, before: Before) -> None:
+    def _go_to(self, before: UndoPoint) -> None:
         """Makes the chat what it was. Raises as `undo` does; then nothing changes."""
         if isinstance(before, Copy):
             self.restore(*session.load(before.file, "the copy of the chat", before.archive))
@@ -128,20 +131,20 @@ class Undoable:
         """
         if turn is not None and self.goes_back:
             # a session keeps it for a chat that is undoable
-            self.copies.push(self._mark(change, turn))
+            self.undo_stack.push(self._mark(change, turn))
             return True
         if not self.undoable:
-            self.copies.close()
+            self.undo_stack.close()
             return False
         while True:
             try:
-                self.copies.push(Copy(change, *(self.kept() or self._copy()), turn))
+                self.undo_stack.push(Copy(change, *(self.open_saved() or self._copy()), turn))
             except OSError:
                 # copies without a gap, or none
-                if not len(self.copies):
-                    self._store.close()
+                if not len(self.undo_stack):
+                    self._archive_file.close()
                     return False
-                self.copies.drop_oldest()
+                self.undo_stack.drop_oldest()
             else:
                 return True
 
@@ -151,17 +154,17 @@ class Undoable:
         Raises SessionError for a damaged copy, which is then dropped; nothing else changes. Raises UsageError
         likewise where the archive has forgotten what a mark needs.
         """
-        return self._take_back().change if len(self.copies) else None
+        return self._undo_last().change if len(self.undo_stack) else None
 
-    def take_back(self) -> str | None:
+    def undo_turn(self) -> str | None:
         """Takes the last turn back, if that is the last change; returns what the user said, or None.
 
         Raises as `undo` does.
         """
-        return self._take_back().turn if self.copies.newest_turn is not None else None
+        return self._undo_last().turn if self.undo_stack.newest_turn is not None else None
 
-    def _take_back(self) -> Before:
-        with closing(self.copies.pop()) as before:
+    def _undo_last(self) -> UndoPoint:
+        with closing(self.undo_stack.pop()) as before:
             n_reply = self.n_reply
             self._go_to(before)
         self.n_reply = max(n_reply, self.n_reply)
@@ -169,20 +172,20 @@ class Undoable:
 
     def close(self) -> None:
         """Drops copies and marks."""
-        self.copies.close()
-        self._store.close()
+        self.undo_stack.close()
+        self._archive_file.close()
 
     def _copy(self) -> tuple[BinaryIO, FileIO | None]:
         with ExitStack() as stack:
             file = stack.enter_context(temporary())
-            with self._store.put(self.archive) as listed:
+            with self._archive_file.write(self.archive) as listed:
                 session.dump(file, *self.save(listed))
                 file.flush()
-            archive = self._store.share()
+            archive = self._archive_file.reopen()
             stack.pop_all()
             return file, archive
 
-    def _copy_of_now(self) -> Before | None:
+    def _copy_of_now(self) -> UndoPoint | None:
         if self.goes_back:
             return self._mark("")
         try:

@@ -56,7 +56,7 @@ class Writer:
         self.sampler = sampler
         self.stop = False
         self.n_written = 0
-        self.n_anew = 0
+        self.n_reread = 0
         self.is_cut = False
         self.loop: Loop | None = None
         self.ends_loops = False
@@ -79,7 +79,7 @@ class Writer:
     ) -> None:
         """Prepare the next text: another sampler, which replaces the present one, callbacks, and its ends."""
         self.sampler.close()
-        self.sampler, self.shown, self.stop, self.n_anew = sampler, shown, False, 0
+        self.sampler, self.shown, self.stop, self.n_reread = sampler, shown, False, 0
         self.ends = ends
         self.after_sampling, self.while_reading = after_sampling, while_reading
 
@@ -179,7 +179,7 @@ class Writer:
         if after_step is None and knows_all and not self.stop and self.engine.reads_anew(len(self._unread)):
             whole = np.concatenate([self.tokens, self._unread])
             self.engine.empty()
-            self.n_anew += len(self._decoded)
+            self.n_reread += len(self._decoded)
             # a stop leaves all of it to be read
             self._unread, self._decoded = whole, array("i")
         before, n_all = self.engine.n_past, len(self._unread)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtool.cli.chat.keeper import fixed_of, meta_of
+from kvtool.cli.chat.files import fixed_of, meta_of
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import explain_run
@@ -207,7 +207,7 @@ def _opened(
     from kvtool.llama.devices import has_gpu
     from kvtool.llama.sampler import Sampler
     from kvtool.serve.slots import Slots
-    from kvtool.serve.store import Chats, held
+    from kvtool.serve.store import ChatStore, lock_folder
     from kvtool.serve.talk import N_OUTPUT, Talk
     from kvtool.serve.turns import Baton, Crew
     from kvtool.serve.wishes import Wish
@@ -218,9 +218,9 @@ def _opened(
         opened = stack.enter_context(open_run(run, n_output=N_OUTPUT))
         engine, run = opened.engine, opened.run
         site.policy = run.policy
-        path = stack.enter_context(held(serving.sessions))
+        path = stack.enter_context(lock_folder(serving.sessions))
         fixed = fixed_of(engine, run.policy)
-        chats = stack.enter_context(closing(Chats(path, most_bytes, fixed)))
+        chats = stack.enter_context(closing(ChatStore(path, most_bytes, fixed)))
         if chats.n_others:
             others = f"{chats.n_others:,} files in {serving.sessions} are damaged, archives without a chat"
             say([f"{others}, or of another model, policy or options; they stay as they are"])
@@ -238,7 +238,7 @@ def _opened(
             site.defaults = replace(site.defaults, wish=with_thinking(drawing, wish))
         if template and system:
             # it must fit before anybody asks
-            Conversation(Writer(engine, Sampler(engine.model)), template).check(system)
+            Conversation(Writer(engine, Sampler(engine.model)), template).check_system(system)
 
         def meta(chat: Conversation) -> Meta:
             return meta_of(chat, fixed, kept)

@@ -71,7 +71,11 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
         against: AbstractContextManager[Scores | None] = nullcontext()
         if job.reference:
             reference = Path(job.reference), len(tokens), engine.model.n_vocab
-            against = divergence.writing(*reference) if job.writes else closing(divergence.ReferenceReader(*reference))
+            against = (
+                divergence.writing(*reference)
+                if job.writes
+                else closing(divergence.ReferenceReader(*reference))
+            )
         with against as scores:
             parts, n, total, kv_peak_bytes = [], 0, 0.0, engine.cache_bytes
             start, cpu = time.perf_counter(), time.process_time()

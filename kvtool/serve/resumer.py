@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvtool.chats import session
+from kvtool.chats.archive_file import Listing
 from kvtool.chats.conversation import Conversation
-from kvtool.chats.segments import Listing
 from kvtool.errors import ModelError, SessionError
 from kvtool.serve.messages import History, Message
 from kvtool.serve.rendering import Rendering
-from kvtool.serve.store import Chats, Snapshot, Turn, n_equal
+from kvtool.serve.store import ChatStore, ReplyEnd, Snapshot, n_equal
 
 _LEAST_START = 256
 """Tokens of a beginning that are worth a snapshot of their own, or to load another chat's."""
@@ -40,7 +40,7 @@ class _Way(NamedTuple):
     tokens: np.ndarray
     first: int
     n_pinned: int | None
-    turns: list[Turn]
+    turns: list[ReplyEnd]
 
 
 class Resumer:
@@ -67,7 +67,7 @@ class Resumer:
         self,
         conversation: Conversation,
         rendering: Rendering,
-        chats: Chats,
+        chats: ChatStore,
         meta: Callable[[Conversation], session.Meta],
         pins: bool,
     ) -> None:
@@ -81,7 +81,7 @@ class Resumer:
         self._before: Snapshot | None = None
         self._at: Snapshot | None = None
         # where earlier replies of the chat end
-        self._turns: list[Turn] = []
+        self._turns: list[ReplyEnd] = []
         # whether the engine has the beginning of a prompt whose rest nobody waited for
         self._is_cut = False
         # tokens of the system prompt and the tools of the chat that was rendered last
@@ -97,7 +97,7 @@ class Resumer:
         """Render by this from now on, as a request asks for."""
         if rendering is not self.rendering:
             self.rendering = rendering
-            self.conversation.use(rendering.template, rendering.header)
+            self.conversation.use_template(rendering.template, rendering.header)
 
     def n_shared(self, messages: list[Message], tools: list[Any], name: str | None) -> int:
         """How many of a chat's tokens the engine has, as far as it can go on from there."""
@@ -138,7 +138,7 @@ class Resumer:
                 # damaged, or the template cannot say what follows
                 at, digests = None, digests[:i]
         tokens, n_pinned = self._whole(messages, tools)
-        self.conversation.open(n_pinned)
+        self.conversation.start_over(n_pinned)
         self._before, self._turns, self.n_cached = None, [], 0
         return tokens
 
@@ -151,7 +151,7 @@ class Resumer:
         may have more: that of the engine, which nothing has to be loaded for, or a stored one.
         """
         ways: list[_Way] = []
-        if shared := self.chats.share(history.beginnings, at):
+        if shared := self.chats.find_shared(history.beginnings, at):
             i, snapshot = shared
             had = self._had if snapshot is at else self.chats.tokens(snapshot)
             turns = [turn for turn in snapshot.line.turns if turn.n_message <= i and turn.n_token <= len(had)]
@@ -161,7 +161,7 @@ class Resumer:
                 return ways
         whole, n_pinned = self._whole(messages, tools)
         ways.append(_Way(n_equal(self._had, whole), at, whole, 0, n_pinned, []))
-        if alike := self.chats.alike(whole):
+        if alike := self.chats.find_similar(whole):
             # to load it takes longer than to read a few tokens
             ways.append(_Way(alike[0] - _LEAST_START, alike[1], whole, 0, n_pinned, []))
         return sorted((way for way in ways if way.n > 0), key=attrgetter("n"), reverse=True)
@@ -214,7 +214,7 @@ class Resumer:
         return tokens, self._n_start if self._pins else 0
 
     def _after(
-        self, turns: list[Turn], messages: list[Message], tools: list[Any]
+        self, turns: list[ReplyEnd], messages: list[Message], tools: list[Any]
     ) -> tuple[np.ndarray, int, int | None]:
         """The tokens i32[n] behind the last of these turns, where that is, and None.
 
@@ -273,7 +273,7 @@ class Resumer:
             return tokens
         if not self.conversation.writer.read(tokens[:n]):
             return tokens[:0]
-        self.conversation.follow(messages[:1])
+        self.conversation.set_messages(messages[:1])
         self._store(None, history.digests[1], [])
         return tokens[n:]
 
@@ -294,7 +294,7 @@ class Resumer:
             return tokens
         if not self.conversation.writer.read(tokens[:n]):
             return tokens[:0]
-        self.conversation.follow(messages)
+        self.conversation.set_messages(messages)
         self._before = self._store(self._before, history.now, history.beginnings) or self._before
         return tokens[n:]
 
@@ -304,13 +304,13 @@ class Resumer:
         The reply's thought stays in the cache if the template will show it. reply: see `Rendering.later`.
         """
         later = self.rendering.later(messages, reply, tools)
-        self.conversation.settle(later.start)
+        self.conversation.finish_reply(later.start)
         self.conversation.messages.append(reply)
         history.add(later.message)
         self._is_cut = False
         writer = self.conversation.writer
         n_token = self._engine.n_past + len(writer.unread)
-        self._turns.append(Turn(len(history.digests) - 1, n_token, list(writer.sampler.recent)))
+        self._turns.append(ReplyEnd(len(history.digests) - 1, n_token, list(writer.sampler.recent)))
         self._at = self._store(self._before, history.now, history.beginnings)
 
     def _store(self, before: Snapshot | None, digest: bytes, beginnings: list[bytes]) -> Snapshot | None:
@@ -323,7 +323,7 @@ class Resumer:
 
         self.unsaved = None
         try:
-            return self.chats.put(
+            return self.chats.add(
                 before,
                 digest,
                 talk.writer.tokens,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvtool.chats import segments, session
+from kvtool.chats import archive_file, session
 from kvtool.errors import SessionError
 from kvtool.llama.archive import Archive
 from kvtool.serve.leftovers import PREFIX, SUFFIX, leftovers, remove
@@ -33,11 +33,11 @@ _UNFINISHED = re.compile(rf"([0-9a-f]{{16}}){re.escape(SUFFIX)}(?:((?:\.kvtool)?
 _NEWEST = 2**62
 """Stands for the number of a file without one: it comes last."""
 
-Saved = Callable[[segments.Listing], tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]]
+Saved = Callable[[archive_file.Listing], tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]]
 """Gives what is to be written, with the listing of the archive."""
 
 
-class Turn(NamedTuple):
+class ReplyEnd(NamedTuple):
     """Where a reply of a chat ends.
 
     Attributes
@@ -54,7 +54,7 @@ class Turn(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Line:
+class StoredChat:
     """A chat: its snapshots, the oldest first. The newest one's file has no number.
 
     Attributes
@@ -66,11 +66,11 @@ class Line:
     """
 
     path: Path
-    store: segments.Store
+    archive_file: archive_file.ArchiveFile
     snapshots: list[Snapshot] = field(default_factory=list)
     n_named: int = 0
     beginnings: list[bytes] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ReplyEnd] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -88,10 +88,10 @@ class Snapshot:
     used
         When it was last needed, by a clock that only goes forward.
     tokens
-        Of its stream, i32[n], once they are known; see `Chats.tokens`.
+        Of its stream, i32[n], once they are known; see `ChatStore.tokens`.
     """
 
-    line: Line
+    line: StoredChat
     digest: bytes
     path: Path
     n_bytes: int
@@ -104,7 +104,7 @@ class Snapshot:
         return self.line.snapshots[-1:] == [self]
 
 
-class Chats:
+class ChatStore:
     """All chats in a folder.
 
     Parameters
@@ -132,8 +132,8 @@ class Chats:
         self.most_bytes = most_bytes
         self.fixed = fixed
         self._by_digest: dict[bytes, Snapshot] = {}
-        self._lines: list[Line] = []
-        self._by_beginning: dict[bytes, list[Line]] = {}
+        self._lines: list[StoredChat] = []
+        self._by_beginning: dict[bytes, list[StoredChat]] = {}
         self.n_others = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ class Chats:
     def n_bytes(self) -> int:
         """Bytes of all snapshots and archives."""
         snapshots = (each.n_bytes for line in self._lines for each in line.snapshots)
-        return sum(segments.size(line.path) for line in self._lines) + sum(snapshots)
+        return sum(archive_file.size(line.path) for line in self._lines) + sum(snapshots)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -159,7 +159,7 @@ class Chats:
                 return i, found
         return None
 
-    def share(self, beginnings: list[bytes], at: Snapshot | None) -> tuple[int, Snapshot] | None:
+    def find_shared(self, beginnings: list[bytes], at: Snapshot | None) -> tuple[int, Snapshot] | None:
         """The newest snapshot of a chat that shares the longest of these beginnings, and that one's place.
 
         at: the one that the engine is at. The beginning without messages is shared with that alone.
@@ -174,7 +174,7 @@ class Chats:
                 return i, found
         return None
 
-    def alike(self, tokens: np.ndarray) -> tuple[int, Snapshot] | None:
+    def find_similar(self, tokens: np.ndarray) -> tuple[int, Snapshot] | None:
         """The newest snapshot whose stream begins like these tokens i32[n] for longest, and for how long.
 
         Of equal ones the shortest, which is loaded soonest.
@@ -208,10 +208,10 @@ class Chats:
             # such as too many open files: it may be read the next time
             raise session.cannot("read", snapshot.path, error) from None
         if snapshot.is_newest:
-            snapshot.line.store.adopt(arrays)
+            snapshot.line.archive_file.adopt(arrays)
         return meta, arrays
 
-    def put(
+    def add(
         self,
         before: Snapshot | None,
         digest: bytes,
@@ -220,7 +220,7 @@ class Chats:
         saved: Saved,
         *,
         beginnings: list[bytes],
-        turns: list[Turn],
+        turns: list[ReplyEnd],
         is_enough: bool = False,
     ) -> Snapshot:
         """Writes a chat as it is now; it is on the disk when this returns.
@@ -232,7 +232,7 @@ class Chats:
         tokens
             Of its stream, i32[n].
         beginnings, turns
-            As `Line` has them.
+            As `StoredChat` has them.
         is_enough
             Whether this snapshot takes the place of `before`.
 
@@ -250,7 +250,7 @@ class Chats:
             try:
                 if not is_enough:
                     _number(line)
-                with line.store.put(archive) as listed:
+                with line.archive_file.write(archive) as listed:
                     meta, arrays = saved(listed)
                     session.write(line.path, meta | own, arrays)
                 found = Snapshot(line, digest, line.path, line.path.stat().st_size, tokens=tokens)
@@ -258,7 +258,7 @@ class Chats:
                 raise session.cannot("write", line.path, error) from None
             failed.pop_all()
         # nothing stays open: there may be thousands of chats
-        line.store.adopt(dict(listed))
+        line.archive_file.adopt(dict(listed))
         if twin := self._by_digest.get(digest):
             # the same chat again, of a repeated request
             self.drop(twin)
@@ -294,7 +294,7 @@ class Chats:
         if self._by_digest.get(snapshot.digest) is snapshot:
             del self._by_digest[snapshot.digest]
 
-    def _index(self, line: Line, beginnings: list[bytes], turns: list[Turn]) -> None:
+    def _index(self, line: StoredChat, beginnings: list[bytes], turns: list[ReplyEnd]) -> None:
         """Lets a chat be found by these beginnings, and by no others."""
         for digest in set(line.beginnings):
             lines = self._by_beginning[digest]
@@ -308,11 +308,11 @@ class Chats:
     def close(self) -> None:
         """Closes what is open; the files stay."""
         for line in self._lines:
-            line.store.close()
+            line.archive_file.close()
 
-    def _new_line(self) -> Line:
+    def _new_line(self) -> StoredChat:
         path = self.folder / f"{secrets.token_hex(8)}{SUFFIX}"
-        return Line(path, segments.Store(path))
+        return StoredChat(path, archive_file.ArchiveFile(path))
 
     def _shrink(self, keep: Snapshot) -> None:
         """Drops what was not needed for the longest time, until the rest is small enough."""
@@ -333,7 +333,7 @@ class Chats:
                 found.setdefault(match[1], []).append((number, self.folder / name))
         for key, files in found.items():
             path = self.folder / f"{key}{SUFFIX}"
-            line = Line(path, segments.Store(path))
+            line = StoredChat(path, archive_file.ArchiveFile(path))
             line.n_named = max((number for number, _ in files if number < _NEWEST), default=0)
             for _, file in sorted(files):
                 self._read_one(line, file)
@@ -353,13 +353,13 @@ class Chats:
             elif match[1] not in keys:
                 self.n_others += 1
 
-    def _read_one(self, line: Line, path: Path) -> None:
+    def _read_one(self, line: StoredChat, path: Path) -> None:
         try:
             meta = session.read_meta(path)
             digest, stat = bytes.fromhex(meta["digest"]), path.stat()
             # earlier versions have none
             beginnings = [bytes.fromhex(each) for each in meta.get("beginnings", ())]
-            turns = [Turn(*each) for each in meta.get("turns", ())]
+            turns = [ReplyEnd(*each) for each in meta.get("turns", ())]
             if meta.get("fixed") != self.fixed:
                 raise ValueError
         except (SessionError, OSError, KeyError, ValueError, TypeError):
@@ -375,7 +375,7 @@ class Chats:
         self._by_digest[digest] = snapshot
         self._index(line, beginnings, turns)
 
-    def _drop_second(self, line: Line, digest: bytes) -> None:
+    def _drop_second(self, line: StoredChat, digest: bytes) -> None:
         """Forgets the name of a snapshot whose file has another one."""
         second = self._by_digest.pop(digest)
         line.snapshots.remove(second)
@@ -383,7 +383,7 @@ class Chats:
             second.path.unlink()
 
 
-def _number(line: Line) -> None:
+def _number(line: StoredChat) -> None:
     """Gives the newest snapshot a second name, and lets that be its name. Raises OSError."""
     newest = line.snapshots[-1] if line.snapshots else None
     # after a kill or a failure it may have one
@@ -392,7 +392,7 @@ def _number(line: Line) -> None:
         newest.path = second_name(line.path, line.path.with_name(f"{line.path.name}.{line.n_named}"))
 
 
-def _give_up(line: Line) -> None:
+def _give_up(line: StoredChat) -> None:
     """Leaves nothing of a turn that could not be written."""
     if not line.snapshots:
         _delete(line)
@@ -404,10 +404,10 @@ def _give_up(line: Line) -> None:
             newest.path = line.path
 
 
-def _delete(line: Line) -> None:
+def _delete(line: StoredChat) -> None:
     """Removes a chat without snapshots: its archive first, since a later server would not remove that."""
-    line.store.close()
-    segments.delete(line.path)
+    line.archive_file.close()
+    archive_file.delete(line.path)
     with suppress(OSError):
         line.path.unlink(missing_ok=True)
 
@@ -420,7 +420,7 @@ def n_equal(one: np.ndarray, other: np.ndarray) -> int:
 
 
 @contextmanager
-def held(folder: Path | None) -> Iterator[Path]:
+def lock_folder(folder: Path | None) -> Iterator[Path]:
     """The folder for one server alone; one that goes at the end, where none is named.
 
     Raises SessionError where another server has it, or a chat one of its files.

@@ -33,7 +33,7 @@ from kvtool.serve.rendering import Rendering, Renderings
 from kvtool.serve.reply import Reply
 from kvtool.serve.requests import ChatRequest, Request, TextRequest, of_usage
 from kvtool.serve.resumer import Resumer
-from kvtool.serve.store import Chats
+from kvtool.serve.store import ChatStore
 from kvtool.serve.turns import Crew
 from kvtool.serve.wishes import Wish
 
@@ -66,7 +66,7 @@ class Talk:
         self,
         writer: Writer,
         template: Template | None,
-        chats: Chats,
+        chats: ChatStore,
         overflow: str,
         meta: Callable[[Conversation], session.Meta],
         pins: bool = True,
@@ -157,10 +157,10 @@ class Talk:
         self._draw(job, request, talk.shown | marks, rules)
         if request.begun:
             # it must fit a grammar
-            talk.start()
+            talk.start_sampling()
         started = time.perf_counter()
         tokens = resumer.begin(request.messages, tools, history)
-        talk.hold()
+        talk.hold_header()
         self._check_length(resumer.n_cached + len(tokens))
         n_prompt = resumer.n_cached + len(self.writer.unread) + len(tokens) - talk.header.n_left_out
         job.counts = {"n_prompt": n_prompt, "n_cached": resumer.n_cached}
@@ -168,14 +168,14 @@ class Talk:
         if not self.writer.stop:
             keeps_thought = bool(tools) and request.sends_thoughts and rendering.template.has_thoughts
             tokens = resumer.read_prompt(tokens, request.messages, history, keeps_thought=keeps_thought)
-        if self.writer.stop or not talk.take(tokens):
+        if self.writer.stop or not talk.read_prompt(tokens):
             return
         counts = {
             "n_prompt": n_prompt,
-            "n_cached": max(resumer.n_cached - self.writer.n_anew, 0),
+            "n_cached": max(resumer.n_cached - self.writer.n_reread, 0),
             "read_s": time.perf_counter() - started,
         }
-        talk.follow(request.messages)
+        talk.set_messages(request.messages)
         parser = _parser(rendering, request, callable_tools)
         begun = request.begun
         splitter = Splitter.behind(talk.template.tags, begun) if begun else talk.splitter()

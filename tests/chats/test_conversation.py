@@ -16,9 +16,9 @@ from kvtool.chats import session
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.prompt import template_of
 from kvtool.chats.template import GEMMA, Template
-from kvtool.chats.undo import Copies, Copy
+from kvtool.chats.undo import Copy, UndoStack
 from kvtool.chats.writer import Writer
-from kvtool.cli.chat.keeper import Keeper
+from kvtool.cli.chat.files import ChatFiles
 from kvtool.cli.chat.screen import Terminal, whereabouts
 from kvtool.cli.chat.slash_commands import Commands
 from kvtool.config.generation import GenerationOptions
@@ -261,11 +261,11 @@ def test_a_turn_is_taken_back_from_the_session_of_the_one_before(chat, tmp_path,
     path = tmp_path / "chat.kvs"
     talk = chat()
     talk.undoable = True
-    keeper = Keeper(talk, RunOptions(policy="buzz"), GenerationOptions(), path)
+    files = ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions(), path)
 
     def turn(text):
         "".join(talk.reply(text, 12))
-        keeper.keep()
+        files.keep()
 
     def saved():
         meta, arrays = session.read(path)
@@ -280,11 +280,11 @@ def test_a_turn_is_taken_back_from_the_session_of_the_one_before(chat, tmp_path,
     turn("And a colour.")
     assert saved() != before
     assert talk.undo()
-    keeper.keep_session()
+    files.keep_session()
     assert saved() == before
     # what is not what the chat was before the turn is no copy of it
     monkeypatch.undo()
-    monkeypatch.setattr(keeper, "_write", _fails)
+    monkeypatch.setattr(files, "_write", _fails)
     turn("And an animal.")
     turn("And a tree.")
     assert talk.undo()
@@ -298,9 +298,9 @@ def test_a_turn_is_taken_back_from_the_session_of_the_one_before(chat, tmp_path,
 def test_a_session_that_was_reset_is_no_copy_of_the_new_chat(chat, tmp_path):
     talk = chat()
     talk.undoable = True
-    keeper = Keeper(talk, RunOptions(policy="buzz"), GenerationOptions(), tmp_path / "chat.kvs")
+    files = ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions(), tmp_path / "chat.kvs")
     "".join(talk.reply("Name a fruit.", 4))
-    keeper.keep()
+    files.keep()
     talk.remember("/reset")
     talk.reset()
     "".join(talk.reply("Name a colour.", 4))
@@ -312,25 +312,25 @@ def test_a_session_that_was_reset_is_no_copy_of_the_new_chat(chat, tmp_path):
 
 @pytest.fixture
 def keep(chat):
-    """keep(path) -> a chat with a tiny archive in a session, and its keeper; None: without a session."""
-    keepers = []
+    """keep(path) -> a chat with a tiny archive in a session, and its files; None: without a session."""
+    opened = []
 
     def make(path):
         # an archive in the cache's type: what comes back from it is what left
         talk = chat("recall", 64, "Be brief.", archive_type="f16")
         talk.undoable = True
-        keepers.append(Keeper(talk, RunOptions(policy="recall"), GenerationOptions(), path))
-        return talk, keepers[-1]
+        opened.append(ChatFiles(talk, RunOptions(policy="recall"), GenerationOptions(), path))
+        return talk, opened[-1]
 
     yield make
-    for keeper in keepers:
-        keeper.close()
+    for files in opened:
+        files.close()
 
 
-def say(talk, keeper, text):
+def say(talk, files, text):
     "".join(talk.reply(text, 24))
-    keeper.keep()
-    keeper.check()
+    files.keep()
+    files.check()
 
 
 def everything(talk):
@@ -352,39 +352,39 @@ def check_alike(talk, other):
 @pytest.mark.parametrize("has_session", [True, False])
 def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, has_session):
     story = "Tell me a story of the sea, of the keeper of a light, and of the waves that he counts."
-    talk, keeper = keep(tmp_path / "chat.kvs" if has_session else None)
+    talk, files = keep(tmp_path / "chat.kvs" if has_session else None)
     for text in (story, "And of a storm that lasts for a week.", "And then?"):
-        say(talk, keeper, text)
+        say(talk, files, text)
     archived = talk.archive.end
     for text in ("What did he eat?", "And of a storm that lasts for a week."):
         for _ in range(2):
             assert talk.undo()
-            keeper.keep_session(undone=True)
+            files.keep_session(undone=True)
         assert talk.archive.end < archived
         for other in (text, "Of whom?"):
-            say(talk, keeper, other)
+            say(talk, files, other)
     # a store of the copies alone, too, has what they share once
-    assert talk.copies.n_bytes < 4 * len(talk.copies) * 2**20
+    assert talk.undo_stack.n_bytes < 4 * len(talk.undo_stack) * 2**20
 
-    plain, plain_keeper = keep(tmp_path / "plain.kvs")
+    plain, plain_files = keep(tmp_path / "plain.kvs")
     for text in (story, "And of a storm that lasts for a week.", "Of whom?"):
-        say(plain, plain_keeper, text)
+        say(plain, plain_files, text)
     assert talk.messages == plain.messages
     check_alike(talk, plain)
     if has_session:
-        again, again_keeper = keep(tmp_path / "chat.kvs")
-        keeper.close()
-        again_keeper.resume(tmp_path / "chat.kvs")
+        again, again_files = keep(tmp_path / "chat.kvs")
+        files.close()
+        again_files.resume(tmp_path / "chat.kvs")
         check_alike(again, plain)
-        for each in (again, again_keeper), (plain, plain_keeper):
+        for each in (again, again_files), (plain, plain_files):
             say(*each, "Why?")
         assert again.messages == plain.messages
         # turns of the run before, too
         assert again.undo() == 'the turn "Why?"'
         assert again.undo() == 'the turn "Of whom?"'
-        again_keeper.keep_session(undone=True)
+        again_files.keep_session(undone=True)
         for text in ("Of whom?", "Why?"):
-            say(again, again_keeper, text)
+            say(again, again_files, text)
         assert again.messages == plain.messages
         check_alike(again, plain)
         assert sorted(path.name for path in tmp_path.glob("chat*")) == ["chat.kvs", "chat.kvs.archive"]
@@ -405,14 +405,14 @@ def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
         said.append("".join(talk.reply(text, 12)))
     engine, n_all = talk.writer.engine, talk.writer.engine.n_past
     assert engine.n_archived > 200
-    assert (len(talk.copies), talk.copies.n_bytes) == (len(texts), 0)
+    assert (len(talk.undo_stack), talk.undo_stack.n_bytes) == (len(texts), 0)
     read, plain = [], engine.context.decode
     monkeypatch.setattr(
         engine.context, "decode", lambda tokens, *rest: read.append(tokens) or plain(tokens, *rest)
     )
     # one by one to the middle, and from there to the beginning
     for turn in (12, 11, 5, 4, 1):
-        while len(talk.copies) > turn:
+        while len(talk.undo_stack) > turn:
             assert talk.undo()
         assert not read
         assert (engine.n_past, talk.n_turn) == (sizes[turn], turn)
@@ -433,7 +433,7 @@ def test_an_undo_that_the_archive_has_forgotten_is_one_line(chat):
     text = "Tell me a story of the sea, and of the keeper of a light."
     said = ["".join(talk.reply(text, 12)) for _ in range(6)]
     # by then it forgets, and copies are made
-    assert len(talk.copies.on_disk) == 4
+    assert len(talk.undo_stack.on_disk) == 4
     for _ in range(4):
         assert talk.undo()
     before = list(talk.messages)
@@ -449,36 +449,36 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
     def names():
         return sorted(path.name for path in tmp_path.iterdir())
 
-    talk, keeper = keep(tmp_path / "a")
+    talk, files = keep(tmp_path / "a")
     for text in ("Tell me a story of the sea, of the keeper of a light, and of waves.", "And of a storm."):
-        say(talk, keeper, text)
+        say(talk, files, text)
     first = everything(talk)
     # saved: complete in itself
-    assert keeper.save(tmp_path / "b")
+    assert files.save(tmp_path / "b")
     assert names() == ["a", "a.archive", "b", "b.archive"]
     for path in tmp_path.glob("a*"):
         path.rename(path.with_name(path.name.replace("a", "moved", 1)))
-    other, other_keeper = keep(tmp_path / "a")
-    say(other, other_keeper, "Name as many fruits as you can think of, and then their colours, in a list.")
-    say(other, other_keeper, "And animals.")
+    other, other_files = keep(tmp_path / "a")
+    say(other, other_files, "Name as many fruits as you can think of, and then their colours, in a list.")
+    say(other, other_files, "And animals.")
     second = everything(other)
     # loaded, and set aside by the reply that follows
     assert other.remember("/load")
-    other.restore(*other_keeper.read(tmp_path / "b"))
+    other.restore(*other_files.read(tmp_path / "b"))
     assert everything(other) == first
-    say(other, other_keeper, "And then?")
+    say(other, other_files, "And then?")
     assert names() == ["a", "a.1", "a.1.archive", "a.archive", "b", "b.archive", "moved", "moved.archive"]
     third = everything(other)
     for path, want in (("a.1", second), ("a", third), ("moved", first)):
-        with_archive, its_keeper = keep(tmp_path / path)
-        its_keeper.resume(tmp_path / path)
+        with_archive, its_files = keep(tmp_path / path)
+        its_files.resume(tmp_path / path)
         assert everything(with_archive) == want
         with_archive.writer.engine.close()
     # taken back: what was set aside is not needed any more
     for _ in range(2):
         assert other.undo()
-        other_keeper.keep_session(undone=True)
-        other_keeper.check()
+        other_files.keep_session(undone=True)
+        other_files.check()
     assert everything(other) == second
     rest = ["b", "b.archive", "moved", "moved.archive"]
     # the loaded chat, which is not in it, is kept
@@ -487,10 +487,10 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
     other.remember("/reset")
     other.reset("Be brief.")
     for text in ("Tell me of the moon, of the sun, of the stars and of all that is above.", "And then?"):
-        say(other, other_keeper, text)
+        say(other, other_files, text)
     fourth = everything(other)
-    again, again_keeper = keep(tmp_path / "a")
-    again_keeper.resume(tmp_path / "a")
+    again, again_files = keep(tmp_path / "a")
+    again_files.resume(tmp_path / "a")
     assert everything(again) == fourth
 
 
@@ -499,11 +499,11 @@ def test_where_nobody_can_be_asked_another_chat_is_not_replaced(chat, tmp_path):
     path = tmp_path / "chat.kvs"
     first, second = chat(), chat()
     for talk in (first, second):
-        keeper = Keeper(talk, RunOptions(policy="buzz"), GenerationOptions())
+        files = ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions())
         "".join(talk.reply("Name a fruit.", 4))
-        assert keeper.save(path) == (talk is first)
+        assert files.save(path) == (talk is first)
         assert session.read_meta(path)["id"] == first.id
-    assert keeper.save(path, lambda what: "holds another chat (1 turn, saved " in what)
+    assert files.save(path, lambda what: "holds another chat (1 turn, saved " in what)
     assert session.read_meta(path)["id"] == second.id
 
 
@@ -535,7 +535,7 @@ def test_what_copies_share_drops_none_of_them():
     with copy_of(300) as large, copy_of(90) as older, tempfile.NamedTemporaryFile() as named:
         named.write(b"x" * 500)
         named.flush()
-        copies = Copies(9, 100)
+        copies = UndoStack(9, 100)
         for archive, n_bytes, left in (
             (large, 310, 1),
             (large, 320, 2),
@@ -550,7 +550,7 @@ def test_what_copies_share_drops_none_of_them():
 
 @pytest.mark.parametrize(("sizes", "left"), [([1] * 5, 3), ([60, 60], 1), ([200], 1), ([40, 40, 40], 2)])
 def test_the_oldest_copies_are_dropped(sizes, left):
-    copies, given = Copies(3, 100), [copy_of(n) for n in sizes]
+    copies, given = UndoStack(3, 100), [copy_of(n) for n in sizes]
     for i, file in enumerate(given):
         copies.push(Copy(str(i), file))
     assert len(copies) == left
@@ -572,13 +572,13 @@ def test_where_there_is_no_room_older_copies_go_first_and_leave_no_gap(chat, mon
 
     def dump(file, *what):
         # there is room for one copy
-        if len(talk.copies) > n_free:
+        if len(talk.undo_stack) > n_free:
             raise OSError("no space left")
         plain(file, *what)
 
     monkeypatch.setattr(session, "dump", dump)
     "".join(talk.reply("four", 2))
-    assert len(talk.copies) == 2
+    assert len(talk.undo_stack) == 2
     n_free = -1
     "".join(talk.reply("five", 2))
     assert not talk.remember("/reset")
@@ -592,7 +592,7 @@ def test_a_copy_that_is_damaged_is_dropped_and_the_one_before_it_is_there(chat):
     talk.undoable = True
     for text in ("one", "two"):
         "".join(talk.reply(text, 2))
-    file = talk.copies._copies[-1].file
+    file = talk.undo_stack._copies[-1].file
     file.seek(-1, os.SEEK_END)
     last = file.read(1)
     file.seek(-1, os.SEEK_END)

@@ -146,9 +146,9 @@ def test_checking_a_system_prompt_changes_nothing(engine):
     talk = conversation(engine, CHATML, "Be brief.")
     talk.pin_system()
     before = (engine.n_pinned, engine.n_held, talk.system, talk.messages, talk.is_pinned, talk.version)
-    talk.check("You count waves.")
+    talk.check_system("You count waves.")
     with pytest.raises(UsageError, match="choose a budget of"):
-        talk.check("waves " * 300)
+        talk.check_system("waves " * 300)
     assert before == (
         *(engine.n_pinned, engine.n_held, talk.system, talk.messages, talk.is_pinned, talk.version),
     )

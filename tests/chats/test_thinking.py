@@ -265,7 +265,7 @@ def test_after_each_reply_the_cache_is_a_fresh_reading_of_the_chat(talk, source,
     efforts = [None, "low", "high", None] if source is TOLD else [None, "off", "off", "on"]
     efforts = efforts if source in (SWITCHED, OPENED, TOLD) else [None] * 3
     for turn, effort in enumerate(efforts):
-        ours.think(effort)
+        ours.set_effort(effort)
         thinks, opens = effort != "off", ours.template.opens_thought
         says(ours, thinks * ("" if opens else "<think>\n") + thinks * "Hm.\n</think>\n\n" + f"It is {turn}.")
         pieces = "".join(ours.reply(f"And {turn}?"))
@@ -281,7 +281,7 @@ def test_an_effort_that_changes_the_header_alone_keeps_what_is_read(talk):
     before = ours.writer.tokens.tolist()
     assert ours.splitter().had_thought
     assert not ours.rereads("off")
-    ours.think("off")
+    ours.set_effort("off")
     assert (ours.effort, ours.splitter().had_thought) == ("off", False)
     assert ours.writer.tokens.tolist() == before
     says(ours, "Yes.")
@@ -299,7 +299,7 @@ def test_an_effort_in_the_prompt_has_the_chat_read_again_and_is_undone_with_it(t
     before, template = ours.writer.tokens.tolist(), ours.template
     assert ours.rereads("low")
     assert ours.remember("/think low")
-    ours.think("low")
+    ours.set_effort("low")
     # nothing is read until somebody says something
     assert ours.writer.engine.n_past == 0
     says(ours, "Hm.</think>Yes.")
@@ -316,11 +316,11 @@ def test_an_effort_in_the_prompt_has_the_chat_read_again_and_is_undone_with_it(t
 @pytest.mark.engine
 def test_an_effort_that_a_template_does_not_take_changes_nothing(talk):
     ours = talk(OPENED)
-    ours.think("off")
+    ours.set_effort("off")
     with pytest.raises(UsageError, match="--think low: the model's chat template takes off and on"):
-        ours.think("low")
+        ours.set_effort("low")
     with pytest.raises(UsageError, match="has no thinking to switch on"):
-        talk(DROPS.replace("</think>", "</x>").replace("%OPEN%", "")).think("high")
+        talk(DROPS.replace("</think>", "</x>").replace("%OPEN%", "")).set_effort("high")
     assert (ours.effort, ours.template.opens_thought) == ("off", False)
 
 
@@ -330,11 +330,11 @@ def test_an_effort_pins_the_system_prompt_that_it_changes(talk):
     ours.reset("Be brief.")
     ours.pin_system()
     n = ours.writer.engine.n_pinned
-    ours.think("low")
+    ours.set_effort("low")
     assert ours.writer.engine.n_pinned == n + len(ours.writer.engine.model.tokenize("low")) - len(
         ours.writer.engine.model.tokenize("medium")
     )
-    ours.think("high")
+    ours.set_effort("high")
     assert ours.writer.is_new
 
 

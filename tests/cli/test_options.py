@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvtool.cli.chat import keeper
+from kvtool.cli.chat import files
 from kvtool.cli.declared import Typed, options, parameters
 from kvtool.config import report
 from kvtool.config.generation import GenerationOptions
@@ -169,7 +169,7 @@ def test_a_budget_that_is_not_given_is_the_policys(tiny_model, options, policy, 
 def test_a_session_goes_on_with_the_policy_and_the_budget_that_it_began_with():
     def resumed(run, policy, budget=None):
         fixed = {"parameters": {"budget": 1024}}
-        return keeper.resumed(run, {"options": {"policy": policy, "budget": budget}, "fixed": fixed})
+        return files.resumed(run, {"options": {"policy": policy, "budget": budget}, "fixed": fixed})
 
     h2o, recall = (resumed(RunOptions(), policy) for policy in ("h2o", "recall"))
     assert (h2o.policy, h2o.budget, h2o.instead) == ("h2o", None, None)

@@ -10,7 +10,7 @@ import pytest
 
 from kvtool import policies
 from kvtool.chats import session
-from kvtool.chats.segments import Store, beside
+from kvtool.chats.archive_file import ArchiveFile, archive_path
 from kvtool.cli import progress
 from kvtool.errors import SessionError
 from kvtool.llama.segment import CLUSTER_DIGESTS, CLUSTERS, listed_clusters
@@ -48,7 +48,7 @@ def told(engine):
 
 
 def write(path, engine, store):
-    with store.put(engine.context.archive) as listed:
+    with store.write(engine.context.archive) as listed:
         session.write(path, {}, [*engine.save(archived=False), *listed])
 
 
@@ -129,7 +129,7 @@ def test_a_terminal_shows_how_far_it_is(tiny_model, monkeypatch, capsys, is_term
 def test_a_session_that_is_opened_at_every_turn_is_one_that_never_stopped(tiny_model, tmp_path, limit):
     path, file = tiny_model(**MODEL), tmp_path / "talk.kv"
     rng = np.random.default_rng(1)
-    with opened(path, limit) as engine, opened(path, limit) as other, closing(Store(file)) as store:
+    with opened(path, limit) as engine, opened(path, limit) as other, closing(ArchiveFile(file)) as store:
         for turn in range(24):
             tokens = text(int(rng.integers(1, 300)), seed=turn)
             for each in (engine, other):
@@ -140,7 +140,7 @@ def test_a_session_that_is_opened_at_every_turn_is_one_that_never_stopped(tiny_m
                 if turn == 18:
                     each.context.archive.keep(700)
             write(file, engine, store)
-            size = beside(file).stat().st_size if engine.n_archived else 0
+            size = archive_path(file).stat().st_size if engine.n_archived else 0
             engine.reset()
             saved = session.read(file)[1]
             engine.restore(saved)
@@ -149,7 +149,7 @@ def test_a_session_that_is_opened_at_every_turn_is_one_that_never_stopped(tiny_m
             if size:
                 # nothing is new, so all was there
                 write(file, engine, store)
-                assert beside(file).stat().st_size == size
+                assert archive_path(file).stat().st_size == size
         assert engine.n_archived > 500
         is_the_same(engine, other, seed=3)
         if limit > 1200:
@@ -166,7 +166,7 @@ def test_a_session_without_clusters_gets_them_when_it_is_saved(tiny_model, tmp_p
     with opened(path) as engine, opened(path) as other:
         for each in (engine, other):
             each.read(text(900))
-        with closing(Store(file)) as store:
+        with closing(ArchiveFile(file)) as store:
             write(file, engine, store)
         with file.open("rb") as raw:
             meta, arrays = session._load(raw, "it")
@@ -177,7 +177,7 @@ def test_a_session_without_clusters_gets_them_when_it_is_saved(tiny_model, tmp_p
         assert not listed_clusters(saved)
         engine.restore(saved)
         assert clusters(engine) == clusters(other)
-        with closing(Store(file)) as store:
+        with closing(ArchiveFile(file)) as store:
             store.adopt(saved)
             write(file, engine, store)
         assert {each.is_far for each in listed_clusters(session.read(file)[1])} == {True, False}
@@ -186,7 +186,7 @@ def test_a_session_without_clusters_gets_them_when_it_is_saved(tiny_model, tmp_p
 
 def test_another_stream_is_saved_with_clusters_of_its_own(tiny_model, tmp_path):
     path, file = tiny_model(**MODEL), tmp_path / "talk.kv"
-    with opened(path) as engine, opened(path) as other, closing(Store(file)) as store:
+    with opened(path) as engine, opened(path) as other, closing(ArchiveFile(file)) as store:
         for seed in (1, 2):
             engine.reset()
             engine.read(text(900, seed=seed))

@@ -12,8 +12,8 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from kvtool.chats import segments, session
-from kvtool.chats.segments import Store, beside
+from kvtool.chats import archive_file, session
+from kvtool.chats.archive_file import ArchiveFile, archive_path
 from kvtool.errors import SessionError
 from kvtool.llama.segment import CLUSTERS, TABLE, clusters_name, listed, listed_clusters, pieces
 from kvtool.system import files
@@ -69,10 +69,10 @@ class Archive:
 
 
 def save(path, archive, store=None):
-    """Writes a session of this archive, as the keeper does."""
-    own = store or Store(path)
+    """Writes a session of this archive, as `ChatFiles` does."""
+    own = store or ArchiveFile(path)
     try:
-        with own.put(archive) as listed:
+        with own.write(archive) as listed:
             table = np.array([archive.begin, archive.end, 0], np.int64)
             session.write(path, {"n": archive.end}, [(TABLE, table), *listed])
     finally:
@@ -109,7 +109,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def store(path):
-    store = Store(path)
+    store = ArchiveFile(path)
     yield store
     store.close()
 
@@ -117,7 +117,7 @@ def store(path):
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Segments of up to 12 tokens."""
-    monkeypatch.setattr(segments, "_PIECE", 12 * N_BYTES)
+    monkeypatch.setattr(archive_file, "_PIECE", 12 * N_BYTES)
 
 
 @pytest.fixture(params=[False, True], ids=["tokens", "clusters"])
@@ -137,8 +137,8 @@ def test_a_turn_appends_what_it_has_archived(path, store):
     for end in (5, 5, 30, 100, 101):
         archive.end = end
         save(path, archive, store)
-        now = beside(path).read_bytes()
-        first = segments._N_FIRST if not before else 0
+        now = archive_path(path).read_bytes()
+        first = archive_file._N_FIRST if not before else 0
         assert len(now) - len(before) == (end - n_before) * N_BYTES + first
         assert now.startswith(before)
         assert holds(path, archive)
@@ -149,14 +149,14 @@ def test_a_turn_appends_what_it_has_archived(path, store):
 
 def test_another_process_goes_on_where_one_has_ended(path):
     save(path, Archive(1, 50))
-    before = beside(path).read_bytes()
+    before = archive_path(path).read_bytes()
     # what a killed process has appended
-    beside(path).write_bytes(before + bytes(500))
-    archive, store = Archive(1, 60).restore(load(path)), Store(path)
+    archive_path(path).write_bytes(before + bytes(500))
+    archive, store = Archive(1, 60).restore(load(path)), ArchiveFile(path)
     store.adopt(load(path))
     save(path, archive, store)
     store.close()
-    after = beside(path).read_bytes()
+    after = archive_path(path).read_bytes()
     assert (len(after), after[: len(before)]) == (len(before) + 10 * N_BYTES, before)
     assert holds(path, archive)
 
@@ -169,8 +169,8 @@ def test_a_turn_appends_clusters_of_new_blocks_and_of_those_that_have_become_far
         save(path, archive, store)
         assert holds(path, archive)
         there |= set(archive.clustered)
-        size = segments._N_FIRST + end * N_BYTES + len(there) * archive.block_bytes
-        assert beside(path).stat().st_size == size
+        size = archive_file._N_FIRST + end * N_BYTES + len(there) * archive.block_bytes
+        assert archive_path(path).stat().st_size == size
         # what no block needs any more is not listed
         current = dict(archive.clustered)
         for begin, end, is_far, *_ in load(path)[CLUSTERS].tolist():
@@ -226,7 +226,7 @@ def test_what_is_of_no_use_takes_no_more_than_half_of_the_file(path, store):
         archive.begin, archive.end = max(end - 100, 0), end
         save(path, archive, store)
         assert holds(path, archive)
-        sizes.append(beside(path).stat().st_size)
+        sizes.append(archive_path(path).stat().st_size)
     assert 1.5 * 100 * N_BYTES < max(sizes) < 2.5 * 100 * N_BYTES
     assert sorted(os.listdir(path.parent)) == ["talk.kv", "talk.kv.archive"]
 
@@ -236,7 +236,7 @@ def test_a_copy_outlives_what_comes_after_it(path, store):
     # as /undo does: the files stay open, and later tokens are others at the same positions
     archive = Archive(1, 40)
     save(path, archive, store)
-    with path.open("rb") as file, store.share() as shared:
+    with path.open("rb") as file, store.reopen() as shared:
         for stream, end in ((1, 90), (2, 60), (3, 300)):
             archive = Archive(stream, end)
             save(path, archive, store)
@@ -254,7 +254,7 @@ def test_a_copy_outlives_what_comes_after_it(path, store):
 def test_a_chat_that_is_set_aside_keeps_its_archive(path, store, n, n_next):
     first, second = Archive(1, n), Archive(2, n_next)
     save(path, first, store)
-    aside = session.aside(path)
+    aside = session.set_aside(path)
     save(path, second, store)
     assert holds(aside, first)
     assert holds(path, second)
@@ -266,8 +266,8 @@ def test_a_chat_that_is_set_aside_keeps_its_archive(path, store, n, n_next):
     session.delete(aside)
     assert sorted(os.listdir(path.parent)) == ["talk.kv", "talk.kv.archive"]
     # a name is free if neither file is there
-    beside(aside).write_text("mine")
-    assert session.aside(path).name == "talk.kv.2"
+    archive_path(aside).write_text("mine")
+    assert session.set_aside(path).name == "talk.kv.2"
 
 
 @with_clusters
@@ -275,12 +275,12 @@ def test_an_older_copy_of_a_chat_takes_nothing_from_the_newer_one(path, store):
     save(path, Archive(1, 50), store)
     older = path.read_bytes()
     save(path, Archive(1, 100).restore(load(path)), store)
-    aside = session.aside(path)
+    aside = session.set_aside(path)
     path.unlink()
     path.write_bytes(older)
-    with closing(Store(path)) as own:
+    with closing(ArchiveFile(path)) as own:
         own.adopt(load(path))
-        with pytest.raises(SessionError, match="no room"), own.put(Archive(1, 50).restore(load(path))):
+        with pytest.raises(SessionError, match="no room"), own.write(Archive(1, 50).restore(load(path))):
             raise SessionError("no room")
     assert holds(aside, Archive(1, 100))
     turn(path, Archive(1, 60))
@@ -291,12 +291,12 @@ def test_an_older_copy_of_a_chat_takes_nothing_from_the_newer_one(path, store):
 def test_a_chat_that_has_archived_nothing_leaves_no_archive(path, store):
     for archive in (Archive(1, 0), None):
         save(path, Archive(1, 30), store)
-        assert beside(path).exists()
+        assert archive_path(path).exists()
         if archive:
             save(path, archive, store)
             assert holds(path, archive)
         else:
-            with store.put(None) as listed:
+            with store.write(None) as listed:
                 session.write(path, {}, listed)
         assert os.listdir(path.parent) == ["talk.kv"]
 
@@ -306,11 +306,11 @@ def test_a_chat_that_has_archived_nothing_leaves_no_archive(path, store):
 def test_a_session_that_cannot_be_written_leaves_the_one_before_it(path, store, stream, end):
     archive = Archive(1, 30)
     save(path, archive, store)
-    before = path.read_bytes(), beside(path).read_bytes()
+    before = path.read_bytes(), archive_path(path).read_bytes()
     later = Archive(stream, end)
-    with pytest.raises(SessionError, match="no room"), store.put(later):
+    with pytest.raises(SessionError, match="no room"), store.write(later):
         raise SessionError("no room")
-    assert (path.read_bytes(), beside(path).read_bytes()) == before
+    assert (path.read_bytes(), archive_path(path).read_bytes()) == before
     assert sorted(os.listdir(path.parent)) == ["talk.kv", "talk.kv.archive"]
     assert holds(path, archive)
     save(path, later, store)
@@ -325,7 +325,7 @@ def test_an_interrupt_right_behind_the_sessions_replacement_loses_nothing(path, 
     table = np.array([0, end, 0], np.int64)
 
     def interrupted():
-        with store.put(later) as listed:
+        with store.write(later) as listed:
             session.write(path, {"n": end}, [(TABLE, table), *listed])
             raise KeyboardInterrupt
 
@@ -341,12 +341,12 @@ def test_an_interrupt_right_behind_the_sessions_replacement_loses_nothing(path, 
 def test_a_full_disk_while_segments_are_appended_leaves_both_files(path, store, end):
     archive = Archive(1, 30)
     save(path, archive, store)
-    before = path.read_bytes(), beside(path).read_bytes()
+    before = path.read_bytes(), archive_path(path).read_bytes()
     archive.end = end
     # a part of the segment fits
     with full_after(len(before[1]) + 3), pytest.raises(OSError, match="File too large"):
         save(path, archive, store)
-    assert (path.read_bytes(), beside(path).read_bytes()) == before
+    assert (path.read_bytes(), archive_path(path).read_bytes()) == before
     save(path, archive, store)
     assert holds(path, archive)
 
@@ -361,16 +361,16 @@ def test_a_full_disk_where_an_archive_begins_leaves_nothing(path, store):
 def test_every_bit_counts(path):
     save(path, Archive(1, 7))
     save(path, Archive(1, 20).restore(load(path)))
-    whole = beside(path).read_bytes()
+    whole = archive_path(path).read_bytes()
     for at in range(len(whole)):
         damaged = bytearray(whole)
         damaged[at] ^= 1
-        beside(path).write_bytes(damaged)
+        archive_path(path).write_bytes(damaged)
         with pytest.raises(
             SessionError, match=r"talk.kv.archive (is damaged|belongs to another session), and"
         ):
             load(path)
-        beside(path).write_bytes(whole[:at])
+        archive_path(path).write_bytes(whole[:at])
         with pytest.raises(SessionError, match=r"talk.kv.archive is damaged, and"):
             load(path)
     assert session.read_meta(path) == {"n": 20}
@@ -379,10 +379,10 @@ def test_every_bit_counts(path):
 def test_an_archive_of_another_session_and_none_are_told(path, tmp_path):
     save(path, Archive(1, 20))
     save(tmp_path / "other.kv", Archive(1, 20))
-    shutil.copy(tmp_path / "other.kv.archive", beside(path))
+    shutil.copy(tmp_path / "other.kv.archive", archive_path(path))
     with pytest.raises(SessionError, match=r"talk.kv.archive belongs to another session, and the chat in"):
         load(path)
-    beside(path).unlink()
+    archive_path(path).unlink()
     with pytest.raises(SessionError, match=r"talk.kv.archive is missing, and the chat in") as error:
         load(path)
     assert str(error.value).count("\n") == 0
@@ -396,7 +396,7 @@ def test_neither_writing_nor_reading_holds_a_second_copy(path, monkeypatch):
 
     archive = Large(1, 400)
     archive.layer_bytes = [2**10] * 32
-    monkeypatch.setattr(segments, "_PIECE", 2**20)
+    monkeypatch.setattr(archive_file, "_PIECE", 2**20)
     largest = []
     for work in (
         lambda: save(path, archive),
@@ -406,7 +406,7 @@ def test_neither_writing_nor_reading_holds_a_second_copy(path, monkeypatch):
         work()
         largest.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert beside(path).stat().st_size > 12 * 2**20
+    assert archive_path(path).stat().st_size > 12 * 2**20
     assert max(largest) < 3 * 2**20
 
 
@@ -414,26 +414,26 @@ def test_neither_writing_nor_reading_holds_a_second_copy(path, monkeypatch):
 def test_an_archive_that_was_removed_is_written_again(path, store):
     archive = Archive(1, 30)
     save(path, archive, store)
-    beside(path).unlink()
+    archive_path(path).unlink()
     archive.end = 31
     save(path, archive, store)
     assert holds(path, archive)
 
 
 def test_a_file_that_is_not_an_archive_is_neither_replaced_nor_removed(path):
-    beside(path).write_text("my own")
+    archive_path(path).write_text("my own")
     with pytest.raises(SessionError, match=r"talk.kv.archive is not an archive of kvtool; rename it"):
         save(path, Archive(1, 30))
     assert not path.exists()
     save(path, Archive(1, 0))
-    assert beside(path).read_text() == "my own"
+    assert archive_path(path).read_text() == "my own"
 
 
 @pytest.mark.parametrize("left", ["nothing", "an empty file", "a chat without an archive"])
 @pytest.mark.parametrize("end", [0, 50], ids=["archives nothing", "archives"])
 def test_an_archive_whose_session_is_not_there_is_moved_and_not_deleted(path, left, end):
     save(path, Archive(1, 30))
-    before = beside(path).read_bytes()
+    before = archive_path(path).read_bytes()
     path.with_name("talk.kv.1").write_text("mine")
     path.rename(path.with_name("moved.kv"))
     if left == "an empty file":
@@ -441,7 +441,7 @@ def test_an_archive_whose_session_is_not_there_is_moved_and_not_deleted(path, le
     elif left == "a chat without an archive":
         session.write(path, {"n": 0}, [(TABLE, np.zeros(3, np.int64))])
     archive = Archive(2, end)
-    with closing(Store(path)) as store:
+    with closing(ArchiveFile(path)) as store:
         if left == "a chat without an archive":
             store.adopt(load(path))
         save(path, archive, store)
@@ -460,7 +460,7 @@ def test_an_archive_whose_session_is_not_there_is_moved_and_not_deleted(path, le
 
 def test_an_archive_goes_with_the_session_that_is_replaced(path):
     save(path, Archive(1, 30))
-    with closing(Store(path, session.archive_id(path))) as store:
+    with closing(ArchiveFile(path, session.archive_id(path))) as store:
         save(path, Archive(2, 50), store)
         assert store.moved is None
     assert holds(path, Archive(2, 50))
@@ -475,7 +475,7 @@ def test_an_archive_is_as_private_as_its_session_and_beside_the_target_of_a_link
     path.chmod(0o600)
     (tmp_path / "link.kv").symlink_to(path)
     save(tmp_path / "link.kv", Archive(1, 30))
-    assert stat.S_IMODE(beside(path).stat().st_mode) == 0o600
+    assert stat.S_IMODE(archive_path(path).stat().st_mode) == 0o600
     assert holds(tmp_path / "link.kv", Archive(1, 30))
     assert sorted(os.listdir(tmp_path)) == ["link.kv", "talk.kv", "talk.kv.archive"]
 
@@ -488,8 +488,13 @@ class Steps:
 
     def __init__(self, n):
         self.left = n
-        plain = files.write_all
-        files.write_all = segments.write_all = lambda file, data: (self.step(file, data), plain(file, data))
+        write_all = files.write_all
+
+        def counted(file, data):
+            self.step(file, data)
+            write_all(file, data)
+
+        files.write_all = archive_file.write_all = counted
         for name in ("fsync", "replace", "link", "unlink"):
             self.wrap(os, name)
 
@@ -507,7 +512,7 @@ class Steps:
 
 def turn(path, archive):
     """A turn of a process of its own."""
-    with closing(Store(path)) as store:
+    with closing(ArchiveFile(path)) as store:
         if path.exists():
             saved = load(path)
             store.adopt(saved)
@@ -517,17 +522,17 @@ def turn(path, archive):
 
 def undone(path, archive):
     """A turn after /undo, whose tokens are others, so that most of the file is of no use."""
-    with closing(Store(path)) as store:
+    with closing(ArchiveFile(path)) as store:
         store.adopt(load(path))
         save(path, archive, store)
 
 
 def other_chat(path, archive):
     """A turn after /reset: the chat before is set aside."""
-    with closing(Store(path)) as store:
+    with closing(ArchiveFile(path)) as store:
         store.adopt(load(path))
         store.open()
-        session.aside(path)
+        session.set_aside(path)
         save(path, archive, store)
 
 

@@ -22,7 +22,7 @@ from kvtool.chats.prompt import template_of
 from kvtool.chats.stops import Stops
 from kvtool.chats.writer import Writer
 from kvtool.cli.chat.command import chat
-from kvtool.cli.chat.keeper import Keeper
+from kvtool.cli.chat.files import ChatFiles
 from kvtool.cli.generate import generate
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
@@ -373,17 +373,17 @@ def test_of_a_grammar_and_a_schema_what_is_typed_goes_before_a_sessions():
 def test_one_setting_is_changed_by_its_name(engine, tmp_path):
     sampler = Sampler(engine.model, GenerationOptions().sampling())
     chat = SimpleNamespace(writer=SimpleNamespace(sampler=sampler), kept=None, effort=None)
-    keeper = Keeper(chat, RunOptions(), GenerationOptions())
+    files = ChatFiles(chat, RunOptions(), GenerationOptions())
     sampler.recent.append(A)
-    keeper.set("top-k", "5")
-    keeper.set("stop", r"\n")
-    keeper.set("temperature", "0.5")
+    files.set("top-k", "5")
+    files.set("stop", r"\n")
+    files.set("temperature", "0.5")
     (tmp_path / "yes.gbnf").write_text('root ::= "yes"')
-    keeper.set("grammar", str(tmp_path / "yes.gbnf"))
+    files.set("grammar", str(tmp_path / "yes.gbnf"))
     changed = {"top_k": 5, "stop": ("\n",), "grammar": 'root ::= "yes"', "temp": 0.5}
     assert sampler.settings == replace(GenerationOptions().sampling(), **changed)
     assert list(sampler.recent) == [A]
-    before, settings = keeper.drawing, sampler.settings
+    before, settings = files.drawing, sampler.settings
     for name, text, error, words in (
         ("top_p", "2", UsageError, "top_p must be"),
         ("top_k", "many", UsageError, "top_k must be a whole number, got 'many'"),
@@ -393,16 +393,16 @@ def test_one_setting_is_changed_by_its_name(engine, tmp_path):
         ("n", "0", UsageError, "n must be at least 1, or -1 for no limit, got 0"),
     ):
         with pytest.raises(error, match=words.replace(".", r"\.")):
-            keeper.set(name, text)
-        assert (keeper.drawing, sampler.settings) == (before, settings)
+            files.set(name, text)
+        assert (files.drawing, sampler.settings) == (before, settings)
     # another shape replaces the first, and none ends it
-    keeper.set("json_schema", '{"type": "null"}')
+    files.set("json_schema", '{"type": "null"}')
     assert "null" in sampler.settings.json_schema
-    keeper.set("json_schema", "")
+    files.set("json_schema", "")
     assert sampler.settings.grammar is None
-    keeper.set("seed", "7")
-    keeper.set("n", "-1")
-    assert (sampler.seed, keeper.drawing.n) == (7, None)
+    files.set("seed", "7")
+    files.set("n", "-1")
+    assert (sampler.seed, files.drawing.n) == (7, None)
     sampler.close()
 
 

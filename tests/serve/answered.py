@@ -14,7 +14,7 @@ from kvtool.llama.sampler import Sampler
 from kvtool.serve import anthropic, jobs, requests, responses
 from kvtool.serve.jobs import Job
 from kvtool.serve.requests import Defaults
-from kvtool.serve.store import Chats
+from kvtool.serve.store import ChatStore
 from kvtool.serve.talk import Talk
 
 
@@ -94,7 +94,7 @@ def answering(model, source, folder, policy="full", budget=64, **defaults):
     recall = ["search=all"] if policy == "recall" else []
     fitted = policies.fit(policy, 2048 if policy == "full" else budget, None, recall)
     with closing(Engine(model, fitted, Settings(n_batch=32, n_threads=1))) as engine:
-        chats = Chats(folder, 10**9, {})
+        chats = ChatStore(folder, 10**9, {})
         template = Template(source, "", "", model.markers)
         talk = Talk(Writer(engine, Sampler(model)), template, chats, "forget", lambda chat: {"fixed": {}})
         with closing(chats):

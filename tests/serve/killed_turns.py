@@ -26,7 +26,7 @@ from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.serve import requests
 from kvtool.serve.requests import Defaults
-from kvtool.serve.store import Chats
+from kvtool.serve.store import ChatStore
 from kvtool.serve.talk import Talk
 
 CALLS = ("replace", "link", "unlink", "fsync")
@@ -52,7 +52,7 @@ class Server:
         self.talk = Talk(
             writer,
             template_of(model),
-            Chats(folder, 600_000, {}),
+            ChatStore(folder, 600_000, {}),
             "forget",
             lambda chat: {"fixed": {}},
             pins=False,

@@ -24,7 +24,7 @@ from kvtool.serve.errors import ApiError
 from kvtool.serve.jobs import Waiting
 from kvtool.serve.requests import Defaults
 from kvtool.serve.slots import Slots
-from kvtool.serve.store import Chats
+from kvtool.serve.store import ChatStore
 from kvtool.serve.talk import Talk
 from kvtool.serve.turns import Baton, Crew
 from tests.held import PATIENCE_S, until
@@ -85,7 +85,7 @@ class Serving:
     def __init__(self, stack, model, policy, folder, n=2, limit=2, queue=64, n_batch=32):
         self.baton, self.waiting, self.said, self.loads = Baton(), Waiting(queue), [], []
         fitted = policies.fit(policy, 300 if policy == "full" else 64, None, RECALL * (policy == "recall"))
-        chats = Chats(folder, 10**9, {})
+        chats = ChatStore(folder, 10**9, {})
         load = chats.load
         chats.load = lambda snapshot: self.loads.append(snapshot) or load(snapshot)
 

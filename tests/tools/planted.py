@@ -99,7 +99,7 @@ PLANTED = {
     ),
     "chats, archives": Fault(
         "an archive whose session was moved is deleted",
-        "kvtool/chats/segments.py",
+        "kvtool/chats/archive_file.py",
         "        self._set_other_aside()\n",
         "",
         ("engine/test_segments.py",),
@@ -373,8 +373,8 @@ PLANTED = {
     "serve, pinned": Fault(
         "the system prompt is not pinned",
         "kvtool/serve/resumer.py",
-        "self.conversation.open(n_pinned)",
-        "self.conversation.open(0)",
+        "self.conversation.start_over(n_pinned)",
+        "self.conversation.start_over(0)",
         ("serve/test_serve_chats.py",),
     ),
     "serve, slow heads": Fault(
@@ -421,9 +421,9 @@ PLANTED = {
     ),
     "chats": Fault(
         "a new archive takes the place of the old one before the session does",
-        "kvtool/chats/segments.py",
-        "return _File.new(create(following, like=",
-        "return _File.new(create(path, like=",
+        "kvtool/chats/archive_file.py",
+        "return _SegmentFile.new(create(following, like=",
+        "return _SegmentFile.new(create(path, like=",
         ("engine/test_segments.py",),
     ),
     "llama, constraints": Fault(

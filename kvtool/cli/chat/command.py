@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from kvtool.cli.chat.keeper import Keeper, moved_line, open_transcript, resumed
+from kvtool.cli.chat.files import ChatFiles, moved_line, open_transcript, resumed
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
@@ -59,7 +59,7 @@ def chat(
         if own.session:
             from kvtool.chats import session as sessions
 
-            stack.enter_context(sessions.held(own.session))
+            stack.enter_context(sessions.lock(own.session))
             if saved := sessions.peek(own.session):
                 run, drawing = resumed(run, saved), drawing.resumed(saved["options"])
         sampling = sampling_of(drawing)
@@ -82,13 +82,13 @@ def chat(
         writer = Writer(engine, sampler, drafts.of(engine))
         conversation = Conversation(writer, template_of(engine.model), system_prompt, undoable=is_terminal)
         stack.callback(conversation.close)
-        keeper = stack.enter_context(closing(Keeper(conversation, run, drawing, own.session)))
+        files = stack.enter_context(closing(ChatFiles(conversation, run, drawing, own.session)))
         if own.session and saved:
-            keeper.resume(own.session)
-        with_thinking(drawing, conversation.think)
+            files.resume(own.session)
+        with_thinking(drawing, conversation.set_effort)
         conversation.pin_system()
         if own.transcript:
-            keeper.transcript = stack.enter_context(closing(open_transcript(own.transcript)))
+            files.transcript = stack.enter_context(closing(open_transcript(own.transcript)))
         if not (is_terminal or run.explain):
             say([archive_limit(engine)])
         if not is_terminal:
@@ -101,18 +101,18 @@ def chat(
             from kvtool.cli.chat import terminal
             from kvtool.cli.chat.screen import Terminal
 
-            terminal.run(Terminal(conversation, keeper, run.policy, own.plain, own.hide_thinking))
+            terminal.run(Terminal(conversation, files, run.policy, own.plain, own.hide_thinking))
         else:
-            _pipe(conversation, keeper, stdin_lines())
+            _pipe(conversation, files, stdin_lines())
             if run.verbose:
                 guessed = f", {writer.n_accepted} of {writer.n_drafted} guesses" if writer.drafter else ""
                 say([f"{engine.n_past:,} tokens{guessed}, {line(report(engine, run.policy))}"])
-    keeper.check()
+    files.check()
 
 
-def _pipe(conversation: Conversation, keeper: Keeper, lines: Iterator[str]) -> None:
+def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) -> None:
     """Takes each line as a turn; only replies go to stdout."""
-    writer, drawing = conversation.writer, keeper.drawing
+    writer, drawing = conversation.writer, files.drawing
     for line in lines:
         if not line.strip():
             continue
@@ -121,10 +121,10 @@ def _pipe(conversation: Conversation, keeper: Keeper, lines: Iterator[str]) -> N
         for piece in conversation.reply(line, drawing.n):
             sys.stdout.write(piece)
             sys.stdout.flush()
-        keeper.keep()
-        if keeper.moved:
-            say([moved_line(keeper.moved)])
-        keeper.check()
+        files.keep()
+        if files.moved:
+            say([moved_line(files.moved)])
+        files.check()
         sys.stdout.write("\n")
         sys.stdout.flush()
         if writer.stop:

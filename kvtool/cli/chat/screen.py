@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.thinking import Splitter
+from kvtool.cli.chat.files import ChatFiles, moved_line
 from kvtool.cli.chat.input import confirmed, typed_as, with_files
-from kvtool.cli.chat.keeper import Keeper, moved_line
 from kvtool.cli.console import plain_console
 from kvtool.errors import InputError, ModelError, SessionError, StreamEnd, UsageError
 from kvtool.system import interrupt
@@ -57,7 +57,7 @@ class Terminal:
     """
 
     conversation: Conversation
-    keeper: Keeper
+    files: ChatFiles
     policy: str
     plain: bool = False
     hide_thinking: bool = False
@@ -105,13 +105,13 @@ class Terminal:
 
     def saved(self) -> None:
         """Says what could not be saved, and where another chat was put."""
-        if self.keeper.unsaved:
-            self.error(self.keeper.unsaved)
-        if self.keeper.aside:
-            self.note(f"the previous chat of {self.keeper.path} is now in {self.keeper.aside.name}")
-        if self.keeper.moved:
-            self.note(moved_line(self.keeper.moved))
-        for spare in self.keeper.back:
+        if self.files.unsaved:
+            self.error(self.files.unsaved)
+        if self.files.aside:
+            self.note(f"the previous chat of {self.files.path} is now in {self.files.aside.name}")
+        if self.files.moved:
+            self.note(moved_line(self.files.moved))
+        for spare in self.files.back:
             # FILE.1 was made of FILE
             self.note(f"the chat of {spare.name} is in {spare.stem} again")
 
@@ -138,7 +138,7 @@ class Terminal:
         try:
             said = with_files(text)
             if again:
-                self.conversation.take_back()
+                self.conversation.undo_turn()
         except (InputError, SessionError, UsageError) as error:
             self.error(f"{error}; nothing was sent")
             self.typed = typed_as(text) if again or "\n" not in text else ""
@@ -151,7 +151,7 @@ class Terminal:
         self.tokens_per_s, self.thought = 0.0, ""
         self.console.print()
         try:
-            if not self._hear(text):
+            if not self._read_turn(text):
                 return self._cancel(text if again else None)
             self._answer()
         except (ModelError, StreamEnd, UsageError) as error:
@@ -159,15 +159,15 @@ class Terminal:
         if writer.stop:
             self.note("stopped")
         elif writer.loop:
-            drawing = self.keeper.drawing
+            drawing = self.files.drawing
             self.note(drawing.looped(writer.loop.n_block, writer.loop.n_times, "/set stop_loops off"))
         elif writer.is_cut:
             self.note(f"stopped after {writer.n_written:,} tokens (-n); /set n changes the limit")
-        self.keeper.keep(undone=again)
+        self.files.keep(undone=again)
         self.saved()
         self.note(self.status())
 
-    def _hear(self, text: str) -> bool:
+    def _read_turn(self, text: str) -> bool:
         """Reads a turn, and says how far it is."""
         from rich.text import Text
 
@@ -181,7 +181,7 @@ class Terminal:
         with self.console.status(Text("reading")) as line, interrupt.told(lambda: line.update(stopping)):
             writer.while_reading = show
             try:
-                return self.conversation.hear(text)
+                return self.conversation.read_turn(text)
             finally:
                 writer.while_reading = lambda done, n: None
 
@@ -191,10 +191,10 @@ class Terminal:
         writer, splitter = self.conversation.writer, self.conversation.splitter()
         view = ReplyView(self.console, splitter, plain=self.plain, hide=self.hide_thinking)
         started = time.monotonic()
-        writer.ends_loops = self.keeper.drawing.stop_loops == "on"
+        writer.ends_loops = self.files.drawing.stop_loops == "on"
         try:
             with view:
-                for piece in self.conversation.answer(self.keeper.drawing.n):
+                for piece in self.conversation.answer(self.files.drawing.n):
                     view.write(piece)
         finally:
             n, seconds = writer.n_written - 1, time.monotonic() - started
@@ -207,7 +207,7 @@ class Terminal:
 
     def _cancel(self, instead: str | None) -> None:
         """Takes back a turn that was stopped while it was read. instead: the turn, if it replaced another."""
-        if self.conversation.take_back() is None:
+        if self.conversation.undo_turn() is None:
             self.note(
                 "stopped; there is no copy to restore, so the rest of the turn is read with the next one"
             )

@@ -41,7 +41,7 @@ def stats(terminal: Terminal) -> None:
     from kvtool.system.memory import rss_bytes
     from kvtool.units import format_bytes
 
-    engine, copies = terminal.engine, terminal.conversation.copies
+    engine, copies = terminal.engine, terminal.conversation.undo_stack
     n_made, writer, resident = engine.mean_kv - engine.mean_live, terminal.conversation.writer, rss_bytes()
     held, most = f"{engine.mean_live:,.0f}", f"{engine.policy.budget:,}"
     rows = {
@@ -114,7 +114,7 @@ def system(terminal: Terminal) -> None:
 
 def setting(terminal: Terminal, name: str) -> str:
     """What /set may change, in words. name: of a field of `Drawing`."""
-    drawing = terminal.keeper.drawing
+    drawing = terminal.files.drawing
     if name == "seed":
         return str(terminal.conversation.writer.sampler.seed)
     value = drawing.kept()[name]
@@ -128,7 +128,7 @@ def setting(terminal: Terminal, name: str) -> str:
 
 def settings(terminal: Terminal) -> None:
     """What /set changes most, and what is not as it is by default."""
-    drawing, default = terminal.keeper.drawing, GenerationOptions()
+    drawing, default = terminal.files.drawing, GenerationOptions()
     names = [
         name
         for name in declared(GenerationOptions)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.cli import near
 from kvtool.cli.chat import show
-from kvtool.cli.chat.keeper import turns
+from kvtool.cli.chat.files import turns
 from kvtool.cli.explain import may_lose_system, unpinned
 from kvtool.cli.progress import restoring_progress
 from kvtool.config.generation import EFFORTS, GenerationOptions
@@ -36,7 +36,7 @@ class Commands:
     def __init__(self, terminal: Terminal) -> None:
         self.terminal = terminal
         self.conversation = terminal.conversation
-        self.keeper = terminal.keeper
+        self.files = terminal.files
         self._plain: dict[str, Callable[[], None]] = {
             "/stats": lambda: show.stats(terminal),
             "/retry": self._retry,
@@ -119,12 +119,12 @@ class Commands:
             stay = f"/undo cannot go back further: the chat still has {turns(n_turn)}"
             self.terminal.note(stay if n_turn else "there is nothing to undo")
             return
-        n_more = len(self.conversation.copies)
+        n_more = len(self.conversation.undo_stack)
         more = f"; /undo can take back {n_more} more" if n_more else ""
         if len(changes) < int(n or 1):
             more = "; /undo cannot go back further"
         what = changes[0] if len(changes) == 1 else f"{len(changes)} changes, the first of them {changes[-1]}"
-        self.keeper.keep_session(undone=True)
+        self.files.keep_session(undone=True)
         has = f"the chat has {turns(self.conversation.n_turn)}"
         self.terminal.note(f"took back {what}; {has}{more}{self._previous()}")
         self.terminal.saved()
@@ -139,7 +139,7 @@ class Commands:
 
     def _last_turn(self) -> str:
         """Return the last turn. Raises UsageError where that cannot be taken back."""
-        text = self.conversation.copies.newest_turn
+        text = self.conversation.undo_stack.newest_turn
         if text is None:
             raise UsageError(
                 "the last turn cannot be taken back" if self.conversation.n_turn else "the chat has no turns"
@@ -174,13 +174,13 @@ class Commands:
             return
         if given and name == "think_budget":
             # it may be in the prompt
-            budget = self.keeper.drawing.set(name, value).think_budget
+            budget = self.files.drawing.set(name, value).think_budget
             if not self._rethink(self.conversation.effort, budget, f"/set {name} {value}"):
                 return
         if given:
-            self.keeper.set(name, value)
+            self.files.set(name, value)
         self.terminal.note(f"{name}  {show.setting(self.terminal, name)}")
-        if given and name == "temp" and self.keeper.drawing.temp > _HOT:
+        if given and name == "temp" and self.files.drawing.temp > _HOT:
             self.terminal.note(
                 f"above {_HOT} a reply is mostly random words; the default is {GenerationOptions.temp:g}"
             )
@@ -190,7 +190,7 @@ class Commands:
         if name == "system":
             raise UsageError("/system TEXT starts over with another system prompt")
         ours = near.ours(name)
-        for its in declared(type(self.keeper.run)).values():
+        for its in declared(type(self.files.run)).values():
             if ours in its.flags:
                 call = " ".join(filter(None, ("kvtool chat", its.name, value)))
                 raise UsageError(f"{name} is fixed when a chat starts; leave with /exit and start `{call}`")
@@ -205,7 +205,7 @@ class Commands:
             show.system(self.terminal)
         else:
             text = shown(text)
-            self.conversation.check(text)
+            self.conversation.check_system(text)
             if self._remember("/system"):
                 self.conversation.reset(text)
                 self.conversation.pin_system()
@@ -230,14 +230,14 @@ class Commands:
         again = chat.rereads(effort, budget)
         if again and not self._remember(change):
             return False
-        chat.think(effort, budget)
+        chat.set_effort(effort, budget)
         if again:
             self.terminal.note("the next turn first reads the chat again, because its text has changed")
         return True
 
     def _save(self, name: str) -> None:
         path = _path("/save", name)
-        if self.keeper.save(path, lambda what: self.terminal.confirm(f"{what}. Replace it?")):
+        if self.files.save(path, lambda what: self.terminal.confirm(f"{what}. Replace it?")):
             self.terminal.note(f"saved to {path}")
             self.terminal.saved()
         else:
@@ -245,7 +245,7 @@ class Commands:
 
     def _load(self, name: str) -> None:
         path = _path("/load", name)
-        meta, arrays = self.keeper.read(path)
+        meta, arrays = self.files.read(path)
         if not self._remember(f"/load {name}"):
             return
         with restoring_progress(self.conversation.archive):
@@ -264,7 +264,7 @@ class Commands:
 
     def _previous(self) -> str:
         """Return the addition to a note if the session's file holds another chat; else ""."""
-        path, has_it = self.keeper.path, self.keeper.has_previous
+        path, has_it = self.files.path, self.files.has_previous
         return f"; {path} holds the previous chat until the next reply" if has_it else ""
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvtool.cli.chat.files import turns
 from kvtool.cli.chat.input import Prompt, meant
-from kvtool.cli.chat.keeper import turns
 from kvtool.cli.chat.screen import Terminal
 from kvtool.cli.chat.slash_commands import Commands
 from kvtool.cli.model_advice import base_model, better_model
@@ -23,7 +23,7 @@ def run(terminal: Terminal) -> None:
     model, policy = (engine.model.path.stem, "bold"), (terminal.policy, "bold")
     rest = f", a cache of {engine.policy.budget:,} tokens; trained for {engine.model.n_ctx_train:,} tokens"
     terminal.console.print(Text.assemble(model, " with policy ", policy, rest))
-    if not terminal.keeper.run.explain and (limit := archive_limit(engine, brief=True)):
+    if not terminal.files.run.explain and (limit := archive_limit(engine, brief=True)):
         terminal.note(limit)
     if base := base_model(engine.model.path):
         terminal.note(base)
@@ -31,9 +31,9 @@ def run(terminal: Terminal) -> None:
     if n := terminal.conversation.n_turn:
         terminal.note(f"continuing after {turns(n)}, {engine.n_past:,} tokens")
         terminal.show_last()
-    elif terminal.keeper.path:
-        terminal.note(f"a new chat, saved in {terminal.keeper.path}")
-    if terminal.keeper.run.model is None and (better := better_model()):
+    elif terminal.files.path:
+        terminal.note(f"a new chat, saved in {terminal.files.path}")
+    if terminal.files.run.model is None and (better := better_model()):
         terminal.note(better)
     prompt = Prompt(commands.words())
     while (typed := _ask(terminal, prompt)) is not None:

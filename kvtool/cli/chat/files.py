@@ -22,13 +22,13 @@ from kvtool.system.files import Log
 if TYPE_CHECKING:
     from io import FileIO
 
+    from kvtool.chats.archive_file import ArchiveFile
     from kvtool.chats.conversation import Conversation
-    from kvtool.chats.segments import Store
     from kvtool.chats.session import Arrays, Meta
     from kvtool.engine.loop import Engine
 
 
-class Keeper:
+class ChatFiles:
     """Keeps a chat: its session, if it has a file for one, and its transcript.
 
     The session's file changes only when a turn is finished or taken back. If it holds turns that the chat
@@ -68,7 +68,7 @@ class Keeper:
         self._version_there: int | None = None
         self._there: Meta | None = None
         self._asides: list[Path] = []
-        chat.kept = self._kept
+        chat.open_saved = self._open_saved
 
     @property
     def drawing(self) -> GenerationOptions:
@@ -81,7 +81,7 @@ class Keeper:
         meta, arrays = self.read(path)
         with restoring_progress(self.chat.archive):
             self.chat.resume(meta, arrays)
-        self._store.adopt(arrays)
+        self._archive_file.adopt(arrays)
         self._version_there = self.chat.version if seed is None else None
         self._there = self._said()
         if system and system != self.chat.system:
@@ -132,7 +132,7 @@ class Keeper:
             self.keep_session()
             self.check()
             return True
-        with session.held(path):
+        with session.lock(path):
             there = session.peek(path)
             if there and self._would_lose(there) and not may_replace(self._described(path, there)):
                 return False
@@ -191,9 +191,9 @@ class Keeper:
         is_undone = undone and self._there is not None and self._there["id"] == self.chat.id
         if self.has_previous and not is_undone and path.exists():
             try:
-                self._store.open()
-                self._store.settle()
-                aside = session.aside(path)
+                self._archive_file.open()
+                self._archive_file.finish_rename()
+                aside = session.set_aside(path)
             except OSError as error:
                 raise SessionError(f"cannot set {path} aside: {error.strerror}; it was not written") from None
         try:
@@ -238,21 +238,21 @@ class Keeper:
 
     def _write(self, path: Path) -> None:
         """Raises SessionError."""
-        from kvtool.chats import segments, session
+        from kvtool.chats import archive_file, session
 
         is_own = self._is_own(path)
-        store = self._store if is_own else segments.Store(path, session.archive_id(path))
+        own = self._archive_file if is_own else archive_file.ArchiveFile(path, session.archive_id(path))
         try:
-            with store.put(self.chat.archive) as listed:
+            with own.write(self.chat.archive) as listed:
                 saved, arrays = self.chat.save(listed)
                 options = self.run.kept() | self.drawing.kept()
                 session.write(path, meta_of(self.chat, self._fixed, options) | saved, arrays)
         except OSError as error:
-            raise session.cannot("write", segments.beside(path), error, path) from None
+            raise session.cannot("write", archive_file.archive_path(path), error, path) from None
         finally:
-            self.moved = store.moved
+            self.moved = own.moved
             if not is_own:
-                store.close()
+                own.close()
 
     def _is_own(self, path: Path) -> bool:
         return self.path is not None and os.path.realpath(path) == os.path.realpath(self.path)
@@ -267,28 +267,28 @@ class Keeper:
         what = "another chat" if there.get("id") != self.chat.id else "more of this chat"
         return f"{path} holds {what} ({turns(there['n_turn'])}, saved {there['saved']})"
 
-    def _kept(self) -> tuple[BinaryIO, FileIO | None] | None:
+    def _open_saved(self) -> tuple[BinaryIO, FileIO | None] | None:
         """Opens the session if it holds the chat as it is. An open file outlives its replacement on POSIX."""
         if self.path and self._version_there == self.chat.version and os.name == "posix":
             with ExitStack() as stack, suppress(OSError):
                 # an OSError: someone has removed it
                 file = stack.enter_context(self.path.open("rb"))
-                archive = self._store.share()
+                archive = self._archive_file.reopen()
                 stack.pop_all()
                 return file, archive
         return None
 
     @cached_property
-    def _store(self) -> Store:
+    def _archive_file(self) -> ArchiveFile:
         """Where the session has its archive."""
-        from kvtool.chats.segments import Store
+        from kvtool.chats.archive_file import ArchiveFile
 
-        return Store(self.path)
+        return ArchiveFile(self.path)
 
     def close(self) -> None:
         """Closes what is open."""
-        if "_store" in vars(self):
-            self._store.close()
+        if "_archive_file" in vars(self):
+            self._archive_file.close()
 
     @cached_property
     def _fixed(self) -> dict[str, Any]:

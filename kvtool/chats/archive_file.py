@@ -59,7 +59,7 @@ _PIECE = 4 * 2**20
 Listing = list[tuple[str, np.ndarray]]
 
 
-def beside(path: Path) -> Path:
+def archive_path(path: Path) -> Path:
     """The file with the archive of the session at `path`; where that is a link, beside its target."""
     real = Path(os.path.realpath(path))
     return real.with_name(real.name + SUFFIX)
@@ -67,11 +67,11 @@ def beside(path: Path) -> Path:
 
 def delete(path: Path) -> None:
     """Removes the archive of the session at `path`, if it has one. Leaves files that are not kvtool's."""
-    for place in places(path):
+    for place in archive_paths(path):
         _delete(place)
 
 
-class Store:
+class ArchiveFile:
     """Where a chat's archive is kept: the file beside its session's, or a temporary one.
 
     Parameters
@@ -92,7 +92,7 @@ class Store:
         self._session = session
         self._replaces = replaces
         self._listed: Mapping[str, np.ndarray] = {}
-        self._file: _File | None = None
+        self._file: _SegmentFile | None = None
 
     def adopt(self, saved: Mapping[str, np.ndarray]) -> None:
         """Goes on with the file that the session lists, which was read and is `saved`."""
@@ -102,7 +102,7 @@ class Store:
         self._listed = {name: np.array(saved[name]) for name in names if name in saved}
 
     @contextmanager
-    def put(self, archive: Archive | None) -> Iterator[Listing]:
+    def write(self, archive: Archive | None) -> Iterator[Listing]:
         """Writes what is new in an archive, and yields the arrays that list all of it.
 
         The caller writes the session inside. Whatever fails, the session that was there still has its
@@ -143,29 +143,29 @@ class Store:
 
     def open(self) -> None:
         """Opens the file that the session lists, unless it is open. Raises OSError."""
-        if self._file and (not self._session or self._file.is_at(places(self._session))):
+        if self._file and (not self._session or self._file.is_at(archive_paths(self._session))):
             return
         saved = self._listed
         self.close()
         if not self._session or not len(saved.get(SEGMENTS, ())):
             return
-        both = _, following = places(self._session)
+        both = _, following = archive_paths(self._session)
         for place in both:
             with ExitStack() as stack, suppress(FileNotFoundError):
                 file = stack.enter_context(place.open("r+b", buffering=0))
                 if id_of(file) == bytes(saved[ID]):
-                    self._file = _File(file, bytes(saved[ID]), listed_parts(saved), saved[LAYERS])
+                    self._file = _SegmentFile(file, bytes(saved[ID]), listed_parts(saved), saved[LAYERS])
                     stack.pop_all()
                     break
         # what a killed process did not come to
-        self.settle()
+        self.finish_rename()
         if self._file:
             _delete(following)
 
-    def settle(self) -> None:
+    def finish_rename(self) -> None:
         """Gives an open file that has only its second name the first. Raises OSError."""
         if self._file and self._session:
-            path, following = places(self._session)
+            path, following = archive_paths(self._session)
             if not self._file.is_at([path]):
                 os.replace(following, path)
 
@@ -174,7 +174,7 @@ class Store:
         self.moved = None
         if not self._session:
             return
-        place, known = beside(self._session), {self._replaces, id_in(self._listed)}
+        place, known = archive_path(self._session), {self._replaces, id_in(self._listed)}
         try:
             with place.open("rb", buffering=0) as file:
                 # what has a second name was set aside before a process was killed
@@ -186,7 +186,7 @@ class Store:
             place.unlink()
             self.moved = spare.with_name(spare.name + SUFFIX)
 
-    def share(self) -> FileIO | None:
+    def reopen(self) -> FileIO | None:
         """Opens the file as it is now, to read what a copy of the session lists; None if that lists nothing.
 
         Raises OSError.
@@ -204,42 +204,42 @@ class Store:
             self._file.raw.close()
         self._file, self._listed = None, {}
 
-    def _begin(self) -> _File:
+    def _begin(self) -> _SegmentFile:
         """An empty file, to become the store's own."""
         if not self._session:
-            return _File.new(cast(FileIO, temporary(buffering=0)))
-        path, following = places(self._session)
+            return _SegmentFile.new(cast(FileIO, temporary(buffering=0)))
+        path, following = archive_paths(self._session)
         for place in (path, following):
             if place.exists() and not _is_ours(place):
                 raise SessionError(f"{place} is not an archive of kvtool; rename it, or name another session")
-        self.settle()
+        self.finish_rename()
         try:
-            return _File.new(create(following, like=Path(os.path.realpath(self._session))))
+            return _SegmentFile.new(create(following, like=Path(os.path.realpath(self._session))))
         except BaseException:
             _delete(following)
             raise
 
-    def _keep(self, file: _File | None) -> None:
+    def _keep(self, file: _SegmentFile | None) -> None:
         """Makes this file the store's own, now that the session lists it; without one there is none."""
         if file is not self._file:
             self.close()
             self._file = file
             # if not now, then when it is opened the next time
             with suppress(OSError):
-                self.settle()
+                self.finish_rename()
         if not file and self._session:
             delete(self._session)
 
-    def _drop(self, file: _File | None) -> None:
+    def _drop(self, file: _SegmentFile | None) -> None:
         """Deletes a new file, which no session lists."""
         if not file:
             return
         file.raw.close()
         if self._session:
-            _delete(places(self._session)[1])
+            _delete(archive_paths(self._session)[1])
 
 
-class _File:
+class _SegmentFile:
     """An open file of segments.
 
     Attributes
@@ -261,7 +261,7 @@ class _File:
         self.end = max(ends, default=_N_FIRST)
 
     @classmethod
-    def new(cls, raw: FileIO) -> _File:
+    def new(cls, raw: FileIO) -> _SegmentFile:
         file = cls(raw, secrets.token_bytes(_N_ID), {})
         try:
             write_all(raw, _FIRST % file.name.hex().encode())
@@ -275,10 +275,10 @@ class _File:
         """Whether it has a second name: that of a session that was set aside."""
         return os.fstat(self.raw.fileno()).st_nlink > 1
 
-    def is_at(self, places: Iterable[Path]) -> bool:
+    def is_at(self, paths: Iterable[Path]) -> bool:
         """Whether it has one of these names still."""
         own = os.fstat(self.raw.fileno())
-        return any(place.exists() and os.path.samestat(own, place.stat()) for place in places)
+        return any(place.exists() and os.path.samestat(own, place.stat()) for place in paths)
 
     def takes(self, archive: Archive, wanted: list[Part]) -> bool:
         """Whether segments should go here: most of it would be of use then, and no other session has it."""
@@ -367,7 +367,7 @@ def _wanted_clusters(archive: Archive, at: Mapping[Part, int]) -> list[Clusters]
     return found
 
 
-def _listing(archive: Archive, file: _File | None) -> Listing:
+def _listing(archive: Archive, file: _SegmentFile | None) -> Listing:
     return [
         (ID, np.frombuffer(file.name if file else bytes(_N_ID), np.uint8)),
         (LAYERS, np.array(archive.layer_bytes, np.int64)),
@@ -378,15 +378,15 @@ def _listing(archive: Archive, file: _File | None) -> Listing:
 def size(session: Path) -> int:
     """Bytes of the archive of the session at `session`, with what a killed process has left of a next one."""
     n = 0
-    for place in places(session):
+    for place in archive_paths(session):
         with suppress(OSError):
             n += place.stat().st_size
     return n
 
 
-def places(session: Path) -> tuple[Path, Path]:
+def archive_paths(session: Path) -> tuple[Path, Path]:
     """The two names of a session's archive."""
-    path = beside(session)
+    path = archive_path(session)
     return path, path.with_name(path.name + _NEXT)
 
 
