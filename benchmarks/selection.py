@@ -128,8 +128,8 @@ class Cache:
             each = shape[0], 3, shape[1]
             signals["future_mean"] = self.rng.standard_normal(each, np.float32)
             signals["future_variance"] = self.rng.standard_normal(each, np.float32) ** 2
-        if Signal.LENGTHS in self.policy.reads:
-            signals["lengths"] = self.rng.standard_normal(shape, np.float32) ** 2
+        if Signal.VALUE_NORMS in self.policy.reads:
+            signals["value_norms"] = self.rng.standard_normal(shape, np.float32) ** 2
         if self.policy.reads & (Signal.HITS | Signal.FUTURE):
             signals["n_head"] = np.full(shape[0], 3, np.int32)
         return View(self.pos.copy(), self.layer, self.next, **signals)

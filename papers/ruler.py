@@ -146,11 +146,11 @@ class Row:
         """Whether it is asked so.
 
         A question that is known changes nothing where nothing is evicted, or what is evicted is recalled. And
-        what rehearses its prompt does so for questions that nobody knows yet.
+        what reads its prompt twice does so for questions that nobody knows yet.
         """
         kind = policies.load(split_policy(self.policy)[0])
         forgets = kind.evicts and not policies.recalls(kind)
-        return question == "after" or (forgets and not policies.rehearses(kind))
+        return question == "after" or (forgets and not policies.has_reconstruction(kind))
 
 
 def rows(names: Sequence[str], removed: Sequence[float], others: Sequence[str]) -> Iterator[Row]:

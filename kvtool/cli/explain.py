@@ -107,7 +107,7 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
             who = "recall" if engine.policy.recall else "rows that share a budget"
             return f"{start}, more than {who} can read whole in a context of {engine.n_ctx:,}"
         how = f"in {segments} parts that do not see each other" if segments > 1 else "at once"
-        how += ", twice" if engine.policy.rehearsal else ""
+        how += ", twice" if engine.policy.reconstruction else ""
         how += f", with the {n_before:,} tokens before it" if n_before else ""
         cache = format_bytes(whole_bytes(engine, n_before + n))
         if n_bytes := whole_signal_bytes(engine, n_before + n):
@@ -273,7 +273,7 @@ def _prefill(engine: Engine) -> str:
     if (engine.settings.prefill or engine.policy.prefill) == "whole":
         return (
             f"whole: a prompt of more than {engine.policy.n_asked:,} tokens is decoded whole, "
-            f"{'read once more, ' if engine.policy.rehearsal else ''}then compressed once"
+            f"{'read once more, ' if engine.policy.reconstruction else ''}then compressed once"
         )
     stream = f"in batches of up to {_batch(engine):,} tokens"
     if engine.n_chunk:

@@ -172,7 +172,7 @@ def resolved(run: RunOptions) -> Resolved:
 
 def check_stream(run: RunOptions, name: str) -> None:
     """Raises UsageError where a text is streamed under a policy that reads it twice. name: the policy's."""
-    if run.scores and run.prefill is None and policies.rehearses(policies.load(name)):
+    if run.scores and run.prefill is None and policies.has_reconstruction(policies.load(name)):
         raise UsageError(
             f"`{name}` reads a prompt twice, but here the text is read only once; choose another policy, or "
             "use generate or eval"

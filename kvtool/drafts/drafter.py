@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvtool.drafts.pace import Pace
+from kvtool.drafts.draft_length import DraftLength
 from kvtool.llama.constraint import Constraint
 
 MOST = 15
@@ -52,7 +52,7 @@ class Drafter:
         self._lookup, self._model = lookup, model
         self._sources: list[Source] = [lookup, model] if model else [lookup]
         self.n_drafted = self.n_accepted = 0
-        self._pace = Pace()
+        self._pace = DraftLength()
         # 0 if the draft model makes the draft tokens
         self._support = self._n = 0
         self._started = 0.0

@@ -20,7 +20,10 @@ def can_go_back(stream: Stream) -> bool:
     """
     keeps_all = stream.context.archive or not stream.policy.slack
     return bool(
-        keeps_all and not stream.context.beside and not stream.state and stream.policy.reads == Signal.NONE
+        keeps_all
+        and not stream.context.fixed_state
+        and not stream.state
+        and stream.policy.reads == Signal.NONE
     )
 
 

@@ -29,7 +29,7 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
         )
     if how_read(policy, settings) == "whole" and policy.capped:
         raise UsageError(f"{type(policy).__name__} cannot read a prompt whole; choose --prefill stream")
-    if policy.rehearsal and how_read(policy, settings) != "whole":
+    if policy.reconstruction and how_read(policy, settings) != "whole":
         raise UsageError(f"{type(policy).__name__} reads a prompt twice; choose --prefill whole")
     if settings.prefill == "exact" and not (policy.recall and layers.has_values):
         why = "its values are a part of its keys (MLA)" if policy.recall else "only policies that recall can"

@@ -143,8 +143,8 @@ class Eviction:
             n_last = max(min(self.cache.queries.n, rows.n_past - self.policy.n_skip), 1)
             future = self.cache.queries.future(n_last, rows.next_rot, rows.n_kv)
             signals = signals | dict(zip(("future_mean", "future_variance"), future, strict=True))
-        if Signal.LENGTHS in self._reads:
-            signals = signals | {"lengths": self.cache.read_lengths(rows.n_kv)}
+        if Signal.VALUE_NORMS in self._reads:
+            signals = signals | {"value_norms": self.cache.read_value_norms(rows.n_kv)}
         if rows.ragged:
             signals = signals | {"live": rows.live.copy()}
         if self._reads & (Signal.HITS | Signal.FUTURE):

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from kvtool.engine import prefill, staged
+from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.cells import Cells
 from kvtool.engine.stream import Stream
-from kvtool.engine.whole import Whole
 from kvtool.errors import LibraryError, UsageError
 
 _I32 = np.dtype(np.int32)
@@ -59,7 +59,7 @@ class Engine(Stream):
         if self.prefill != "whole":
             # a text that is read by chunks takes less memory and time
             return staged.n_readable(self, n) < n and prefill.has_room(self, n)
-        has_to = self.settings.prefill == "whole" or self.policy.rehearsal is not None
+        has_to = self.settings.prefill == "whole" or self.policy.reconstruction is not None
         return has_to or prefill.fits_at_once(self, n)
 
     def reads_anew(self, n: int) -> bool:
@@ -144,18 +144,18 @@ class Engine(Stream):
         self,
         tokens: np.ndarray,
         stopped: Callable[[], bool] = lambda: False,
-        whole: Whole | None = None,
+        cached: CachedPrompt | None = None,
     ) -> int:
         """Decodes a text i32[n] of any length; its last token gives logits.
 
         The first text of a stream is read whole if policy or settings say so. `stopped` is asked before each
-        step, or part of one, whether to end. whole: what another stream has read; where that is the same
+        step, or part of one, whether to end. cached: what another stream has read; where that is the same
         text with the same model and cache types, and nothing is evicted amid it, it is not read again.
         Returns how many tokens were read; of a text read whole all or none. Raises what `step` raises.
         """
         if self.reads_whole(len(tokens)):
             try:
-                return prefill.read_whole(self, _checked(tokens, self.model.n_vocab), stopped, whole)
+                return prefill.read_whole(self, _checked(tokens, self.model.n_vocab), stopped, cached)
             except LibraryError:
                 # nobody has asked for it where a GPU has less room than it says
                 if self.prefill == "whole":
@@ -169,8 +169,8 @@ class Engine(Stream):
                 return (done or 0) + self.read(tokens[done or 0 :], stopped)
             return done
         fits_in = self.n_past == 0 and not self.policy.evicts and len(tokens) <= self.n_cell
-        if whole and fits_in and whole.fits(self, tokens):
-            n = whole.put(self)
+        if cached and fits_in and cached.fits(self, tokens):
+            n = cached.put(self)
             return n + self.read(tokens[n:], stopped)
         steps, done = self.steps(tokens, late=True, every=False), 0
         while done < len(tokens) and not stopped():
@@ -186,7 +186,7 @@ class Engine(Stream):
         Evicts if that is due for the next token. Raises what `evict_if_due` raises.
         """
         self.evict_if_due()
-        if self.crew and self.crew.is_several:
+        if self.joint_decoder and self.joint_decoder.is_several:
             return 0
         n_left = min(self.n_until_plan, self.room(), self.n_ctx - self.rows.next_rot)
         return max(min(self.settings.n_ahead, n_left - 1), 0)

@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from kvtool.engine.rehearsal import Rehearser
+from kvtool.engine.cached_prompt import CachedPrompt
+from kvtool.engine.reconstruction import Reconstruction
 from kvtool.engine.stream import Stream, pad
 from kvtool.engine.watched import decode_watched
-from kvtool.engine.whole import Whole
 from kvtool.errors import KvtoolError, StreamEnd, UsageError
 from kvtool.llama.devices import gpu_free_bytes
 
 
 def read_whole(
-    stream: Stream, tokens: np.ndarray, stopped: Callable[[], bool], whole: Whole | None = None
+    stream: Stream, tokens: np.ndarray, stopped: Callable[[], bool], whole: CachedPrompt | None = None
 ) -> int:
     """Decodes a prompt into a cache that holds all of it, and lets the policy compress it once.
 
     A prompt beyond the context is decoded in segments that do not see each other (BumbleBee 6.4). If the
-    policy asks for a rehearsal, each is then read once more. `stopped` is asked before each batch whether to
+    policy has a reconstruction pass, each is then read again. `stopped` is asked before each batch whether to
     end. whole: what another stream has read; of the same prompt, only what that lacks is read here. Returns
     how many tokens were read: all or none. After none, or an error, the cache is empty and what was pinned
     and held is so again. Raises StreamEnd if original positions do not reach so far, and what `Engine.step`
@@ -31,7 +31,7 @@ def read_whole(
     """
     n = len(tokens)
     segments = np.array_split(tokens, n_segments(stream, n))
-    twice = ", read twice," if stream.policy.rehearsal else ""
+    twice = ", read twice," if stream.policy.reconstruction else ""
     if len(segments) > 1 and not in_segments(stream):
         apart = "without -o heads=adaptive and layers=adaptive"
         instead = "with -o heads=equal" if twice else f"with --prefill stream, or {apart}"
@@ -103,8 +103,8 @@ def in_segments(stream: Stream) -> bool:
 
 def n_segments(stream: Stream, n: int) -> int:
     """In how many segments a prompt of n tokens is read whole. Raises UsageError for too short a context."""
-    words = stream.policy.rehearsal
-    longest = Rehearser(stream, words).longest if words else stream.n_ctx
+    words = stream.policy.reconstruction
+    longest = Reconstruction(stream, words).longest if words else stream.n_ctx
     if longest < 1:
         raise UsageError(f"a context of {stream.n_ctx} tokens is too short to read a prompt twice")
     return -(-n // longest)
@@ -112,9 +112,9 @@ def n_segments(stream: Stream, n: int) -> int:
 
 def n_cells(stream: Stream, n: int) -> int:
     """The most cells of a row while a prompt of n tokens is read whole."""
-    if words := stream.policy.rehearsal:
-        rehearser = Rehearser(stream, words)
-        n += rehearser.n_beside + rehearser.n_chunk(-(-n // n_segments(stream, n)))
+    if words := stream.policy.reconstruction:
+        reconstruction = Reconstruction(stream, words)
+        n += reconstruction.n_beside + reconstruction.n_chunk(-(-n // n_segments(stream, n)))
     if stream.policy.recall:
         # behind the live cells are those for what is recalled
         n += int(stream.layer_cells.max()) - stream.policy.n_live
@@ -130,7 +130,7 @@ def empty(stream: Stream) -> None:
 
 
 def _decode(
-    stream: Stream, segments: list[np.ndarray], stopped: Callable[[], bool], whole: Whole | None
+    stream: Stream, segments: list[np.ndarray], stopped: Callable[[], bool], whole: CachedPrompt | None
 ) -> dict[str, np.ndarray] | None:
     """Decodes the segments into a cache made for them. Returns the signals of all; None if stopped."""
     rows, eviction = stream.rows, stream.eviction
@@ -142,8 +142,8 @@ def _decode(
         stream.resize(np.full_like(stream.layer_cells, n_cells(stream, n)))
     elif whole:
         stream.make_room(n)
-    words = stream.policy.rehearsal
-    rehearser = Rehearser(stream, words) if words else None
+    words = stream.policy.reconstruction
+    reconstruction = Reconstruction(stream, words) if words else None
     signals: dict[str, np.ndarray] = {}
     for segment in segments:
         first = rows.n_past
@@ -154,8 +154,8 @@ def _decode(
             stream.make_room(len(segment) - n_known)
         found: Mapping[str, np.ndarray] | None
         found = decode_watched(stream, segment[n_known:], int(first + len(segment) == n), stopped)
-        if rehearser and found is not None:
-            found = _rehearsed(stream, rehearser, np.concatenate(segments), first, stopped, whole)
+        if reconstruction and found is not None:
+            found = _reconstructed(stream, reconstruction, np.concatenate(segments), first, stopped, whole)
         elif whole and n_known == n:
             found = {name: whole.signals[name] for name in stream.signals.of}
         if found is None:
@@ -169,25 +169,25 @@ def _decode(
     return signals
 
 
-def _rehearsed(
+def _reconstructed(
     stream: Stream,
-    rehearser: Rehearser,
+    reconstruction: Reconstruction,
     tokens: np.ndarray,
     first: int,
     stopped: Callable[[], bool],
-    whole: Whole | None,
+    whole: CachedPrompt | None,
 ) -> dict[str, np.ndarray] | None:
-    """The signals of a rehearsal, as `Rehearser.read` gives them; the logits stay those of the prompt."""
-    n_chunk = rehearser.n_chunk(stream.n_past - first)
-    how = stream.policy.request(), rehearser.words, stream.n_pinned, stream.n_held, n_chunk
-    if whole and (known := whole.rehearsed.get(how)):
+    """Signals of a reconstruction pass, as `Reconstruction.read`; the logits stay those of the prompt."""
+    n_chunk = reconstruction.n_chunk(stream.n_past - first)
+    how = stream.policy.request(), reconstruction.words, stream.n_pinned, stream.n_held, n_chunk
+    if whole and (known := whole.reconstructed.get(how)):
         return known
     logits = stream.context.logits().copy() if stream.n_past == len(tokens) else None
-    found = rehearser.read(tokens, first, stopped)
+    found = reconstruction.read(tokens, first, stopped)
     if found is not None and logits is not None:
         stream.context.take_logits(logits)
     if found is not None and whole:
-        whole.rehearsed[how] = found
+        whole.reconstructed[how] = found
     return found
 
 
@@ -211,7 +211,7 @@ def _compress(stream: Stream, signals: dict[str, np.ndarray], *, close: bool) ->
     kept: dict[str, Any] = {
         field: np.take_along_axis(values, which, axis=axis)
         for fields, which, axis in (
-            (("pos", *signals, "lengths"), source, 1),
+            (("pos", *signals, "value_norms"), source, 1),
             (("keys",), source[..., None], 1),
             (("future_mean", "future_variance"), source[:, None], 2),
         )

@@ -60,8 +60,8 @@ def save(stream: Stream, *, archived: bool = True) -> Iterator[tuple[str, np.nda
         yield f"cells.{layer}", context.cells(layer, n_live)
     if context.archive:
         yield from context.archive.save(tokens=archived)
-    if context.beside:
-        yield from zip(_BESIDE, context.beside.save(), strict=True)
+    if context.fixed_state:
+        yield from zip(_BESIDE, context.fixed_state.save(), strict=True)
 
 
 def restore(stream: Stream, saved: Mapping[str, np.ndarray]) -> None:
@@ -91,7 +91,7 @@ def restore(stream: Stream, saved: Mapping[str, np.ndarray]) -> None:
 
 def _check_beside(stream: Stream, saved: Mapping[str, np.ndarray]) -> None:
     """Raises SessionError where sliding layers had other cells, whose number goes with the batch size."""
-    beside = stream.context.beside
+    beside = stream.context.fixed_state
     if beside and saved[_BESIDE[0]].shape != beside.shapes[0]:
         raise SessionError(
             "what was saved does not fit: its sliding layers have another number of cells; "
@@ -132,7 +132,7 @@ def _fits(stream: Stream, saved: Mapping[str, np.ndarray], counters: Counters) -
         )
         and stream.signals.fits(saved, n)
         and (not context.archive or context.archive.fits(saved, n_past))
-        and (not context.beside or context.beside.fits(*(saved[name] for name in _BESIDE)))
+        and (not context.fixed_state or context.fixed_state.fits(*(saved[name] for name in _BESIDE)))
         and [(own.dtype, own.shape) for own in _states(stream, saved)] == own_state
     )
 
@@ -158,6 +158,6 @@ def _put(stream: Stream, saved: Mapping[str, np.ndarray], counters: Counters) ->
         context.archive.rebase(rows.n_past - rows.next_rot)
     stream.eviction.edit(rows.live, rows.next_rot)
     context.set_places(saved["rot"])
-    if context.beside:
-        context.beside.restore(*(saved[name] for name in _BESIDE))
+    if context.fixed_state:
+        context.fixed_state.restore(*(saved[name] for name in _BESIDE))
     stream.signals.restore(saved, counters["signals", "since"])

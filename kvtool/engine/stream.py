@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kvtool.engine.checks import check, how_read
+from kvtool.engine.chunk_size import ChunkSize
 from kvtool.engine.eviction import Eviction, ask
-from kvtool.engine.pace import Pace
 from kvtool.engine.rows import Rows
 from kvtool.engine.settings import Settings
 from kvtool.engine.signals import Signals
@@ -55,7 +55,7 @@ def on_model(policy: Policy, model: Model) -> Policy:
         raise UsageError(str(error)) from error
 
 
-class Crew(Protocol):
+class JointDecoder(Protocol):
     """Streams that are decoded together."""
 
     @property
@@ -93,7 +93,7 @@ class Stream:
         The policy at work: its state, and what it has evicted.
     layer_cells
         i32[layer]: the cells that each layer has at first.
-    crew
+    joint_decoder
         Decodes steps of several streams at once; None where this one is alone.
     pace
         In which parts the steps of a prompt are decoded, where something else waits for them.
@@ -122,13 +122,13 @@ class Stream:
         # the tokens of a prompt that a GPU had no room to read whole
         self.n_refused: int | None = None
         self.n_chunk = chunk(model, policy, settings)
-        self.pace: Pace | None = None
-        self.crew: Crew | None = None
+        self.chunk_size: ChunkSize | None = None
+        self.joint_decoder: JointDecoder | None = None
         self._request = ask(policy, "request")
         self._needs_t = self._request.needs_t
         n_start += policy.recall.n_filled(model.layers.has_values) if policy.recall else 0
         self.context = self._cache(pad(n_start))
-        if policy.rehearsal and isinstance(self.context, Context):
+        if policy.reconstruction and isinstance(self.context, Context):
             self.context.watch(on=False)
         self.layer_cells = self.context.layer_cells
         self.rows = Rows(self.context.row_layers, self.context.n_cell, ragged=policy.ragged)
@@ -266,7 +266,7 @@ class Stream:
     def part(self, at: int, end: int) -> slice:
         """Which of a step's tokens from here to its end are decoded at once."""
         # those of a step share what they find in an archive
-        return self.pace.part(at, end) if self.pace and not self.n_archived else slice(at, end)
+        return self.chunk_size.part(at, end) if self.chunk_size and not self.n_archived else slice(at, end)
 
     def decode(self, tokens: np.ndarray, n_output: int) -> None:
         """Decodes i32[n] tokens behind the live cells, whatever the budget says: what a step is made of."""
@@ -277,13 +277,13 @@ class Stream:
         if self._needs_t:
             self.context.see(rows.n_past if self._request.t == "stream" else rows.n_kv)
         began = time.perf_counter()
-        if self.crew:
+        if self.joint_decoder:
             assert isinstance(self.context, Context)
-            self.crew.decode(self.context, tokens, rows.next_rot, n_output)
+            self.joint_decoder.decode(self.context, tokens, rows.next_rot, n_output)
         else:
             self.context.decode(tokens, rows.next_rot, n_output)
-        if self.pace:
-            self.pace.note(len(tokens), time.perf_counter() - began)
+        if self.chunk_size:
+            self.chunk_size.note(len(tokens), time.perf_counter() - began)
         rows.append(len(tokens))
 
     def batches(self, tokens: np.ndarray) -> list[np.ndarray]:

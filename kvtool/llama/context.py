@@ -10,16 +10,16 @@ import numpy as np
 
 from kvtool.errors import ModelError
 from kvtool.llama.archive import Archive
-from kvtool.llama.beside import Beside
 from kvtool.llama.decoder import Decoder
+from kvtool.llama.fixed_state import FixedState
 from kvtool.llama.library import TERM, Edit, EnableParams, check, error_text, lib
 from kvtool.llama.model import Model
 from kvtool.llama.queries import Queries
-from kvtool.policy import Merge, Recalls, Request, Signal
+from kvtool.policy import Merge, Recalls, Signal, SignalRequest
 from kvtool.units import CACHE_TYPES
 
 GROUPS = {"sum": 0, "max": 1, "first": 2}
-"""The C API's numbers for `Request.group`."""
+"""The C API's numbers for `SignalRequest.group`."""
 
 
 class Context(Decoder):
@@ -77,7 +77,7 @@ class Context(Decoder):
         model: Model,
         n_cell: int,
         n_batch: int,
-        request: Request | None = None,
+        request: SignalRequest | None = None,
         *,
         ragged: bool = False,
         archive_type: str = "f16",
@@ -89,11 +89,11 @@ class Context(Decoder):
         archive_file: str | None = None,
         **how: Any,
     ) -> None:
-        ask = request or Request()
+        ask = request or SignalRequest()
         # llama.cpp takes no batch longer than the cells that there are at first
         super().__init__(model, max(n_cell, n_batch) if ask.recall else n_cell, n_batch, ragged=ragged, **how)
         # these are no signals of the decode's graph: they are read from the cache
-        signals = int(ask.signals & ~(Signal.KEYS | Signal.FUTURE | Signal.LENGTHS))
+        signals = int(ask.signals & ~(Signal.KEYS | Signal.FUTURE | Signal.VALUE_NORMS))
         self._recent = Signal.RECENT in ask.signals
         self._cleared = [each for each in Signal if each & signals and each is not Signal.RECENT]
         self._n_query = max(ask.n_query, 1)
@@ -115,7 +115,7 @@ class Context(Decoder):
         check(lib.llama_kvtool_row_layers(self._context, self.row_layers.ctypes.data, self.n_row))
         layers, self._layer = np.unique(self.row_layers, return_inverse=True)
         n_layer = len(layers)
-        self.beside = Beside.of(self)
+        self.fixed_state = FixedState.of(self)
         self.queries = Queries(self, self._n_query, self.n_row, self.n_head) if ahead[0] else None
         self.archive: Archive | None = None
         if ask.recall:
@@ -213,7 +213,7 @@ class Context(Decoder):
         check(lib.llama_kvtool_read_keys(self._context, *pointers, n_row, n, self.n_dim))
         return out
 
-    def read_lengths(self, n_kv: int) -> np.ndarray:
+    def read_value_norms(self, n_kv: int) -> np.ndarray:
         """f32[row, n_kv]: the length of each cell's value."""
         out = np.empty((self.n_row, n_kv), np.float32)
         check(lib.llama_kvtool_read_lengths(self._context, out.ctypes.data, *out.shape))

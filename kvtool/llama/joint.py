@@ -25,7 +25,7 @@ class Part:
     n_output: int
 
 
-class Joint:
+class JointContext:
     """Decodes for up to n_most contexts in one step. It has no tokens of its own.
 
     Parameters

@@ -33,7 +33,7 @@ class SequenceContext(Decoder):
     n_row = 1
     # no policy that reads keys runs here
     n_dim = 0
-    archive = queries = beside = None
+    archive = queries = fixed_state = None
 
     def __init__(self, model: Model, n_cell: int, n_batch: int, **how: Any) -> None:
         super().__init__(model, n_cell, n_batch, **how)
@@ -96,7 +96,7 @@ class SequenceContext(Decoder):
         """What an unpatched llama.cpp cannot do. The engine refuses such a policy before it comes to this."""
         raise LibraryError(f"{UNPATCHED}, which this step needs; {HOW_TO_BUILD}")
 
-    see = read = history = history_shape = write = read_keys = hide = resize = read_lengths = _refuse
+    see = read = history = history_shape = write = read_keys = hide = resize = read_value_norms = _refuse
 
     def cell_bytes(self, layer: int) -> int:
         """Bytes of K and V that one cell takes in all layers."""

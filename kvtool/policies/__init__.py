@@ -124,11 +124,11 @@ def recalls(policy: type[Policy]) -> bool:
     return policy.recall is not Policy.recall
 
 
-def rehearses(policy: type[Policy]) -> bool:
+def has_reconstruction(policy: type[Policy]) -> bool:
     """True if the policy runs a reconstruction pass over a prompt before compressing it."""
     from kvtool.policy import Policy
 
-    return policy.rehearsal is not Policy.rehearsal
+    return policy.reconstruction is not Policy.reconstruction
 
 
 def params(policy: type[Policy]) -> dict[str, object]:

@@ -84,7 +84,7 @@ class Expected(Ranked):
 
     @property
     def reads(self) -> Signal:
-        return Signal.FUTURE | Signal.LENGTHS if self.lengths else Signal.FUTURE
+        return Signal.FUTURE | Signal.VALUE_NORMS if self.lengths else Signal.FUTURE
 
     @property
     def n_query(self) -> int:
@@ -101,7 +101,7 @@ class Expected(Ranked):
     def scores(self, view: View, state: State) -> np.ndarray:
         # positions in a row are distinct, so the sort need not be stable
         order = np.argsort(view.pos, axis=1)
-        lengths, epsilon = view.lengths, self.epsilon
+        lengths, epsilon = view.value_norms, self.epsilon
         if not self.lengths:
             lengths, epsilon = np.ones(view.pos.shape, np.float32), 0.0
         score = np.zeros(view.pos.shape, np.float32)

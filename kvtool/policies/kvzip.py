@@ -24,7 +24,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.policy import FLOOR, Plan, Ranked, Rehearsal, Signal, State, View
+from kvtool.policy import FLOOR, Plan, Ranked, ReconstructionPass, Signal, State, View
 
 _TINY = np.float32(1e-30)
 """Smallest score: 0 marks a token without a score."""
@@ -67,8 +67,8 @@ class KVzip(Ranked):
             raise ValueError(f"chunk must be at least 1, got {self.chunk}")
 
     @property
-    def rehearsal(self) -> Rehearsal:
-        return Rehearsal(
+    def reconstruction(self) -> ReconstructionPass:
+        return ReconstructionPass(
             first="\n\nRepeat the previous context exactly.",
             later="\n\nRepeat the part of the previous context exactly, starting with",
             n_chunk=self.chunk,

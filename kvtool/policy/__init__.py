@@ -8,7 +8,7 @@ from kvtool.policy.base import Policy, State, split_budget
 from kvtool.policy.checks import check_choice, check_kept, check_whole
 from kvtool.policy.plan import Merge, Plan, true_cells
 from kvtool.policy.ranked import FLOOR, Ranked, keep_ranked, protected, sum_rows
-from kvtool.policy.view import SIGNALS, Recalls, Rehearsal, Request, Signal, View
+from kvtool.policy.view import SIGNALS, Recalls, ReconstructionPass, Signal, SignalRequest, View
 
 __all__ = [
     "FLOOR",
@@ -18,8 +18,8 @@ __all__ = [
     "Policy",
     "Ranked",
     "Recalls",
-    "Rehearsal",
-    "Request",
+    "ReconstructionPass",
+    "SignalRequest",
     "Signal",
     "State",
     "View",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 
 from kvtool.policy.plan import Plan, true_cells
-from kvtool.policy.view import Recalls, Rehearsal, Request, Signal, View
+from kvtool.policy.view import Recalls, ReconstructionPass, Signal, SignalRequest, View
 
 if TYPE_CHECKING:
     from typing import Self
@@ -153,7 +153,7 @@ class Policy:
         return None
 
     @property
-    def rehearsal(self) -> Rehearsal | None:
+    def reconstruction(self) -> ReconstructionPass | None:
         """Reconstruction pass over a prompt before it is compressed; None: no such pass.
 
         A policy with a reconstruction pass reads prompts whole, and gets signals only from that pass.
@@ -177,10 +177,10 @@ class Policy:
         """Sinks and window: number of first and of newest tokens that are never evicted."""
         return getattr(self, "sinks", 0), getattr(self, "window", 0)
 
-    def request(self) -> Request:
+    def request(self) -> SignalRequest:
         """Return the signals and scaling that llama.cpp computes for this policy."""
         ahead = self.n_future, self.n_skip
-        return Request(self.reads, self.n_query, self.group, self.t, self.logn, self.recall, *ahead)
+        return SignalRequest(self.reads, self.n_query, self.group, self.t, self.logn, self.recall, *ahead)
 
     @classmethod
     def needs_patch(cls) -> bool:

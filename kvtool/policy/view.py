@@ -38,7 +38,7 @@ class Signal(IntFlag):
     logits are averaged over the next `n_future` positions. Soft caps and distance biases (ALiBi) are left
     out.
     """
-    LENGTHS = 512
+    VALUE_NORMS = 512
     """Norms of values: the Euclidean norm of each cell's value; 1 if values are part of the keys (MLA)."""
 
 
@@ -82,7 +82,7 @@ class Recalls:
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class ReconstructionPass:
     """Reconstruction pass: a prompt read whole is read again, in chunks, before it is compressed.
 
     The model reads a request to repeat the text, then the reply header, then the chunk as if it were the
@@ -112,7 +112,7 @@ class Rehearsal:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SignalRequest:
     """Signals that llama.cpp computes for a policy, and the scaling of attention logits.
 
     Attributes
@@ -206,8 +206,8 @@ class View:
     future_mean, future_variance
         f32[row, head, n_kv]: the signal FUTURE, by the heads of a row's group. Zero for heads that a smaller
         group does not have.
-    lengths
-        f32[row, n_kv]: the signal LENGTHS.
+    value_norms
+        f32[row, n_kv]: the signal VALUE_NORMS.
     """
 
     pos: np.ndarray
@@ -229,7 +229,7 @@ class View:
     keys: np.ndarray = _ABSENT
     future_mean: np.ndarray = _ABSENT
     future_variance: np.ndarray = _ABSENT
-    lengths: np.ndarray = _ABSENT
+    value_norms: np.ndarray = _ABSENT
 
     @property
     def n_kv(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvtool.engine.pace import Pace
+from kvtool.engine.chunk_size import ChunkSize
 from kvtool.errors import KvtoolError
 from kvtool.serve import jobs
 from kvtool.serve.jobs import Job, Waiting
@@ -58,7 +58,7 @@ class Slots:
 
     def _keep_pace(self, talk: Talk) -> None:
         if self.most > 1:
-            talk.engine.pace = Pace(STEP_S)
+            talk.engine.chunk_size = ChunkSize(STEP_S)
 
     def run(self, waiting: Waiting) -> None:
         """Answers requests until the queue is closed; a failure ends its request alone."""

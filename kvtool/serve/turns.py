@@ -15,7 +15,7 @@ import numpy as np
 from kvtool.engine.loop import Engine
 from kvtool.errors import KvtoolError
 from kvtool.llama.context import Context
-from kvtool.llama.joint import Joint, Part
+from kvtool.llama.joint import JointContext, Part
 
 TURN_STEPS, TURN_S = 16, 0.25
 """A turn ends after so many steps, or behind the first one that ends so many seconds after its beginning."""
@@ -140,7 +140,7 @@ class Crew:
         self.n = 0
         self._baton, self._most, self._say = baton, most, say
         self._waiting: list[_Waiting] = []
-        self._joint: Joint | None = None
+        self._joint: JointContext | None = None
         self._is_joint = most > 1
         # always the same one: each thread that decodes has threads of llama.cpp, which would wait for work
         # beside those that have some
@@ -160,18 +160,18 @@ class Crew:
 
     def step(self, engine: Engine, n_left: int) -> None:
         """Called before a step of an engine; n_left as in `Baton.step`."""
-        if engine.crew is None or not self.is_several:
+        if engine.joint_decoder is None or not self.is_several:
             self._baton.step(n_left)
 
     @contextmanager
     def writing(self, engine: Engine) -> Iterator[None]:
         """The engine belongs to the crew inside."""
         self.n += 1
-        engine.crew = self
+        engine.joint_decoder = self
         try:
             yield
         finally:
-            engine.crew = None
+            engine.joint_decoder = None
             self.n -= 1
             if self._waiting and len(self._waiting) == self.n:
                 self._decode_all()
@@ -211,7 +211,7 @@ class Crew:
         """Decodes the parts in one step. Returns False where that cannot be, and nothing is decoded."""
         if not self._joint:
             try:
-                self._joint = Joint(parts[0].context, self._most, self._most)
+                self._joint = JointContext(parts[0].context, self._most, self._most)
             except KvtoolError as error:
                 # it would fail at each step again
                 self._is_joint = False

@@ -145,7 +145,7 @@ class Reader:
             # the first part does not end with a reply header
             self.engine.hold(0)
         if len(first):
-            self.engine.read(first, whole=self.shared.whole(first) if self.shared else None)
+            self.engine.read(first, cached=self.shared.whole(first) if self.shared else None)
         if len(rest):
             self.engine.hold(self._n_held if self.template else 0)
             self.engine.read(rest)

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.engine.stream import pad
-from kvtool.engine.whole import Whole
 from kvtool.llama.model import Model
 from kvtool.policy import Plan, Policy, Signal, State, View
 
@@ -38,9 +38,9 @@ class Shared:
 
     def __init__(self, model: Model, settings: Settings) -> None:
         self._model, self._settings = model, settings
-        self._last: Whole | None = None
+        self._last: CachedPrompt | None = None
 
-    def whole(self, tokens: np.ndarray) -> Whole | None:
+    def whole(self, tokens: np.ndarray) -> CachedPrompt | None:
         """Read the prompt i32[n]. If it begins with the whole last prompt, reads only the rest.
 
         Returns None for an empty prompt and for one longer than the context. Raises Engine's errors.
@@ -59,6 +59,6 @@ class Shared:
                 # freed first, or two would be in memory
                 last = None
                 engine.read(tokens[n:])
-                last = Whole.of(engine, tokens)
+                last = CachedPrompt.of(engine, tokens)
         self._last = last
         return last

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
+from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.stream import pad
-from kvtool.engine.whole import Whole
 from kvtool.errors import InputError
 from kvtool.measure import records
 from kvtool.system import interrupt
@@ -153,8 +153,8 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
         out, lambda there: [each for each in there if each["policy"] != "full" or "vt" in each["id"]]
     )
     read = []
-    of = Whole.of
-    monkeypatch.setattr(Whole, "of", lambda *what: (read.append(what), of(*what))[1])
+    of = CachedPrompt.of
+    monkeypatch.setattr(CachedPrompt, "of", lambda *what: (read.append(what), of(*what))[1])
     ruler.main(
         [*command, "--policies", "h2o,snapkv", "--removed", "0.5", "--others", "", "--question", "after"]
     )

@@ -12,10 +12,10 @@ import pytest
 from kvtool import policies
 from kvtool.chats.logprobs import logprobs
 from kvtool.chats.writer import Writer
+from kvtool.drafts.draft_length import DraftLength
 from kvtool.drafts.drafter import MOST, Drafter
 from kvtool.drafts.lookup import Lookup
 from kvtool.drafts.model import ModelDraft, check_vocabulary
-from kvtool.drafts.pace import Pace
 from kvtool.errors import UsageError
 from kvtool.kernels.ngrams import N_KEY
 from kvtool.llama.model import Model
@@ -77,7 +77,7 @@ def timed(pace, slope):
     ("share", "slope", "least", "most"), [(1, 0.1, MOST, MOST), (0, 0.1, 0, 0), (0.7, 0.2, 1, 5)]
 )
 def test_as_many_guesses_are_made_as_pay(share, slope, least, most):
-    pace, rng = Pace(), np.random.default_rng(0)
+    pace, rng = DraftLength(), np.random.default_rng(0)
     timed(pace, slope)
     for _ in range(200):
         n_true = 0
@@ -90,7 +90,7 @@ def test_as_many_guesses_are_made_as_pay(share, slope, least, most):
 
 
 def test_guesses_that_do_not_pay_are_tried_now_and_then():
-    pace = Pace()
+    pace = DraftLength()
     timed(pace, 0.5)
     for _ in range(100):
         pace.judge(20, 0, 4)
@@ -99,7 +99,7 @@ def test_guesses_that_do_not_pay_are_tried_now_and_then():
 
 
 def test_what_is_well_supported_is_judged_by_itself():
-    pace = Pace()
+    pace = DraftLength()
     timed(pace, 0.15)
     for _ in range(100):
         pace.judge(3, 0, 4)
@@ -109,7 +109,7 @@ def test_what_is_well_supported_is_judged_by_itself():
 
 
 def test_a_guess_is_judged_with_those_that_as_much_supports():
-    pace = Pace()
+    pace = DraftLength()
     timed(pace, 0.15)
     for _ in range(100):
         pace.judge(3, 1, 8)

@@ -14,7 +14,7 @@ from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError, OutOfMemory
 from kvtool.llama.devices import has_gpu
-from kvtool.llama.joint import Joint, Part
+from kvtool.llama.joint import JointContext, Part
 from kvtool.llama.model import Model
 from kvtool.policy import Signal
 from kvtool.serve import turns
@@ -173,7 +173,7 @@ def test_where_there_is_no_memory_for_joint_steps_it_is_said_once(tiny_model, mo
         raise OutOfMemory("no memory to decode for 2 chats at once")
 
     tried, lines = [], []
-    monkeypatch.setattr(turns, "Joint", no_room)
+    monkeypatch.setattr(turns, "JointContext", no_room)
     with closing(Model(tiny_model(n_ctx_train=400))) as model:
         tokens = [text(100, seed=i) for i in range(2)]
         lives(
@@ -215,7 +215,7 @@ def test_nothing_is_decoded_where_one_has_no_room(tiny_model):
         one, other = (
             stack.enter_context(closing(Engine(model, policy, Settings(**EXACT)))) for _ in range(2)
         )
-        joint = stack.enter_context(closing(Joint(one.context, 2, 4)))
+        joint = stack.enter_context(closing(JointContext(one.context, 2, 4)))
         one.read(tokens[:100])
         other.read(tokens[:100])
         # llama.cpp has no cell left for it
@@ -283,7 +283,7 @@ def test_what_cannot_be_joint_is_one_line(tiny_model, n_most):
     with ExitStack() as stack:
         model = stack.enter_context(closing(Model(tiny_model(n_ctx_train=400))))
         engine = stack.enter_context(closing(Engine(model, policies.fit("h2o", 48), Settings(**EXACT))))
-        joint = stack.enter_context(closing(Joint(engine.context, 4, 4)))
+        joint = stack.enter_context(closing(JointContext(engine.context, 4, 4)))
         part = Part(engine.context, text(1), 0, 1)
         with pytest.raises(LibraryError, match=r"member|n_member"):
             joint.decode([part] * (n_most or 2))

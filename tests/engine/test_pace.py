@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.engine.pace import Pace
+from kvtool.engine.chunk_size import ChunkSize
 from tests.engine.running import TOLERANCE, open_engine, text
 
 SLOW = 1e-9
@@ -18,7 +18,7 @@ def sizes(parts):
 
 
 def test_a_part_takes_about_as_long_as_it_may():
-    pace = Pace(0.5)
+    pace = ChunkSize(0.5)
     for took, n in ((0.2, 64), (0.31, 128), (0.4, 128), (0.6, 128), (0.7, 64), (0.7, 32), (0.7, 32)):
         pace.note(pace.n, took)
         assert pace.n == n
@@ -32,7 +32,7 @@ def test_a_part_takes_about_as_long_as_it_may():
 
 def test_a_short_rest_is_not_left_alone():
     for n, wanted in ((130, [32, 32, 32, 34]), (104, [32, 32, 40]), (105, [32, 32, 21, 20]), (20, [20])):
-        pace, at, parts = Pace(0.5), 0, []
+        pace, at, parts = ChunkSize(0.5), 0, []
         while at < n:
             parts.append(pace.part(at, n))
             at = parts[-1].stop
@@ -52,9 +52,9 @@ def test_parts_leave_what_whole_steps_leave(tiny_model, name, prefill):
     n_asked, tokens, found = [], text(420), []
     settings = {"n_batch": 160, "prefill": prefill, "n_ctx": 512 if name == "full" else 400}
     policy = policies.fit(name, 480 if name == "full" else 200, None if name == "full" else 16)
-    for pace in (None, Pace(SLOW)):
+    for pace in (None, ChunkSize(SLOW)):
         with open_engine(tiny_model(), policy, **settings) as engine:
-            engine.pace = pace
+            engine.chunk_size = pace
             n_asked.append(0)
 
             def stopped():
@@ -73,7 +73,7 @@ def test_parts_leave_what_whole_steps_leave(tiny_model, name, prefill):
 @pytest.mark.engine
 def test_a_step_that_shares_what_it_finds_is_not_cut(tiny_model):
     with open_engine(tiny_model(), policies.fit("recall", 200, 80, ["chunk=64"])) as engine:
-        engine.pace = Pace(SLOW)
+        engine.chunk_size = ChunkSize(SLOW)
         found = sizes(engine.steps(text(400), late=True, every=False))
         assert engine.n_archived
     assert found[0] == 32
@@ -85,7 +85,7 @@ def test_a_step_that_shares_what_it_finds_is_not_cut(tiny_model):
 def test_who_stops_within_a_step_keeps_the_budget(tiny_model, name):
     tokens = text(300)
     with open_engine(tiny_model(), policies.fit(name, 64, 8), n_batch=256) as engine:
-        engine.pace = Pace(SLOW)
+        engine.chunk_size = ChunkSize(SLOW)
         assert 96 <= engine.read(tokens, lambda: engine.n_past >= 96) < 128
         assert engine.n_until_plan >= 0
         assert engine.read(tokens[engine.n_past :]) == 300 - 96

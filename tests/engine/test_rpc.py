@@ -22,7 +22,7 @@ from kvtool.llama.log import set_verbose
 from kvtool.llama.model import Model
 from kvtool.llama.workers import add_rpc
 from kvtool.measure import perplexity
-from kvtool.policy import Request, Signal
+from kvtool.policy import Signal, SignalRequest
 from tests import forked
 from tests.engine import rpc_server, saved
 from tests.engine.running import open_engine, text
@@ -95,7 +95,7 @@ def score(path, name, positions, flash, arch="llama", n_gpu_layers=None):
 def signals(path, n_gpu_layers=None):
     """RECENT query by query, and IMPORTANT: several batches between edits, a write and the reads."""
     model = Model(path, n_gpu_layers=n_gpu_layers)
-    asked = Request(Signal.RECENT | Signal.IMPORTANT, 9)
+    asked = SignalRequest(Signal.RECENT | Signal.IMPORTANT, 9)
     context = Context(model, 512, 64, asked, type_k="f32", type_v="f32", flash="off")
 
     def read():

@@ -194,7 +194,7 @@ def test_keys_are_those_before_rope_of_the_new_cells(tiny_model, flash):
             np.testing.assert_allclose(got @ got.T, new @ new.T, atol=tolerance, rtol=tolerance)
 
 
-FUTURE = Signal.FUTURE | Signal.LENGTHS
+FUTURE = Signal.FUTURE | Signal.VALUE_NORMS
 
 
 def check_future(views, want):
@@ -209,8 +209,8 @@ def check_future(views, want):
             assert not view.future_mean[number, n_head:].any()
             got = np.stack((view.future_mean, view.future_variance), axis=-1)[number][:n_head, cells]
             np.testing.assert_allclose(got.swapaxes(0, 1), future, atol=TOLERANCE, rtol=TOLERANCE)
-            lengths = [token["length"] for token in row]
-            np.testing.assert_allclose(view.lengths[number, cells], lengths, atol=TOLERANCE, rtol=TOLERANCE)
+            norms = [token["length"] for token in row]
+            np.testing.assert_allclose(view.value_norms[number, cells], norms, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.share(3, "n_head_kv", "restores")
@@ -245,7 +245,7 @@ def test_future_logits_are_nearly_so_with_keys_in_eight_bits(tiny_model):
             got = view.future_mean[number][:, order].T
             assert np.abs(got - future[..., 0]).max() < 0.1 * np.abs(future[..., 0]).max()
             lengths = np.array([token["length"] for token in row])
-            np.testing.assert_allclose(view.lengths[number, order], lengths, rtol=0.05)
+            np.testing.assert_allclose(view.value_norms[number, order], lengths, rtol=0.05)
 
 
 def test_signals_are_the_same_beside_flash_attention(tiny_model):

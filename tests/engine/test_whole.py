@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from kvtool import policies
+from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
-from kvtool.engine.whole import Whole
 from kvtool.llama.model import Model
 from kvtool.measure.grid import split_policy
-from kvtool.policy import Request, Signal
+from kvtool.policy import Signal, SignalRequest
 from kvtool.tasks.shared import Shared
 from tests.engine.running import text
 
@@ -43,7 +43,7 @@ def left(model, name, whole=None, tokens=TOKENS, budget=64, **settings):
         n_decoded = []
         decode = engine.context.decode
         engine.context.decode = lambda part, *more: (n_decoded.append(len(part)), decode(part, *more))
-        assert engine.read(tokens, whole=whole) == len(tokens)
+        assert engine.read(tokens, cached=whole) == len(tokens)
         first = engine.context.next_logits.copy()
         n = sum(n_decoded)
         engine.step(TOKENS[:5])
@@ -65,7 +65,7 @@ def test_rows_that_share_go_on_from_it_too(model, whole, name):
     assert np.array_equal(pos, pos_2)
     assert np.abs(first - first_2).max() < 1e-4
     assert np.abs(later - later_2).max() < 1e-4
-    # what rehearses decodes more than the prompt
+    # a reconstruction pass decodes more than the prompt
     n_query = policies.spec(name).fit(64).n_query if name in LAST else 0
     assert n_2 == n - len(TOKENS) + n_query
 
@@ -83,7 +83,7 @@ def test_a_policy_leaves_what_it_leaves_when_it_reads_itself(model, whole, name)
     assert n_2 == (0 if name in NONE else n_query if name in LAST else len(TOKENS))
 
 
-def test_a_rehearsal_is_done_once(model):
+def test_a_reconstruction_pass_is_done_once(model):
     whole = Shared(model, SETTINGS).whole(TOKENS)
     alone = [left(model, "kvzip", budget=budget) for budget in (64, 100)]
     together = [left(model, "kvzip", whole, budget=budget) for budget in (64, 100)]
@@ -94,7 +94,7 @@ def test_a_rehearsal_is_done_once(model):
     assert together[1][3] == 0
 
 
-def test_a_rehearsal_in_other_chunks_is_another(model):
+def test_a_reconstruction_in_other_chunks_is_another(model):
     whole = Shared(model, SETTINGS).whole(TOKENS)
     alone = left(model, "kvzip", n_ctx=512)
     left(model, "kvzip", whole)
@@ -166,9 +166,9 @@ def test_what_begins_as_the_last_prompt_is_read_on_from_it(model, whole, monkeyp
 
 def test_signals_are_known_only_if_they_are_the_same():
     def known(**asked):
-        own = Request(Signal.ATTENTION | Signal.RECENT | Signal.HITS, n_query=8)
-        return Whole(TOKENS, None, ("f16", "f16"), [], np.zeros((1, 1), np.float32), own, {}).has(
-            Request(**asked)
+        own = SignalRequest(Signal.ATTENTION | Signal.RECENT | Signal.HITS, n_query=8)
+        return CachedPrompt(TOKENS, None, ("f16", "f16"), [], np.zeros((1, 1), np.float32), own, {}).has(
+            SignalRequest(**asked)
         )
 
     assert known(signals=Signal.ATTENTION)

@@ -14,7 +14,7 @@ from kvtool.llama.context import Context
 from kvtool.llama.devices import has_gpu, library_info
 from kvtool.llama.library import ABI, api, check_library
 from kvtool.llama.model import Model
-from kvtool.policy import Merge, Request, Signal
+from kvtool.policy import Merge, Signal, SignalRequest
 from tests.engine import saved
 from tests.engine.running import ON_CUDA, TOLERANCE
 from tests.reference import transformer
@@ -45,7 +45,7 @@ def opened(path, n_cell=256, n_batch=64, signals=Signal.NONE, n_query=0, **optio
     exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_output": 1}
     context = None
     try:
-        context = Context(model, n_cell, n_batch, Request(signals, n_query), **(exact | options))
+        context = Context(model, n_cell, n_batch, SignalRequest(signals, n_query), **(exact | options))
         yield context
     finally:
         if context:

@@ -73,7 +73,7 @@ class Cache:
         return Signal.FUTURE in self.policy.reads
 
     def _look_ahead(self):
-        """Makes up logits and lengths of values."""
+        """Makes up logits and norms of values."""
         shape = len(self.rows), self.group, self.n_kv
         self.future_mean, self.future_variance = (
             (self.rng.integers(low, self.n_value, shape) / 4).astype(np.float32) for low in (-self.n_value, 0)
@@ -144,8 +144,8 @@ class Cache:
         live = self.live.copy() if self.policy.ragged else None
         if self.reads_future:
             signals |= {name: getattr(self, name) for name in ("future_mean", "future_variance")}
-        if Signal.LENGTHS in self.policy.reads:
-            signals["lengths"] = self.lengths
+        if Signal.VALUE_NORMS in self.policy.reads:
+            signals["value_norms"] = self.lengths
         if self.policy.reads & (Signal.HITS | Signal.FUTURE):
             signals["n_head"] = np.full(len(self.rows), self.group, np.int32)
         return View(

@@ -1,4 +1,4 @@
-"""Expected Attention's own: what is expected of logits, lengths of values, and which queries count."""
+"""Expected Attention's own: what is expected of logits, norms of values, and which queries count."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def kept(mean, n_keep, variance=None, norms=None, n_head=1, **params):
         n_head=np.full(1, n_head, np.int32),
         future_mean=mean,
         future_variance=variance,
-        lengths=norms,
+        value_norms=norms,
     )
     policy = Expected.fit(n_keep + 1, 1, window=1, **params)
     return np.flatnonzero(policy.plan(view, ()).keep[0]).tolist()
@@ -65,7 +65,7 @@ def test_looks_at_as_many_queries_as_asked_for_but_those_of_sinks():
     policy = policies.fit("expected", 512, None, ["queries=20", "ahead=7", "sinks=3"])
     request = policy.request()
     assert (request.n_query, request.n_future, request.n_skip) == (20, 7, 3)
-    assert policy.reads == Signal.FUTURE | Signal.LENGTHS
+    assert policy.reads == Signal.FUTURE | Signal.VALUE_NORMS
     assert policies.fit("expected", 512, None, ["lengths=false"]).reads == Signal.FUTURE
     # nothing is remembered of a cell
     assert policy.start(2, 512, 64) == ()

@@ -13,7 +13,7 @@ from reference import kvzip
 
 from kvtool import policies
 from kvtool.engine.prefill import n_cells, n_segments
-from kvtool.engine.rehearsal import Rehearser
+from kvtool.engine.reconstruction import Reconstruction
 from kvtool.errors import StreamEnd, UsageError
 from kvtool.policies.kvzip import KVzip
 from kvtool.policy import View
@@ -65,8 +65,8 @@ def test_pinned_and_held_tokens_count_as_what_comes_later():
 def test_its_parameters_are_checked():
     with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
         KVzip.fit(64, 8, chunk=0)
-    assert policies.rehearses(KVzip)
-    assert not policies.rehearses(policies.load("snapkv"))
+    assert policies.has_reconstruction(KVzip)
+    assert not policies.has_reconstruction(policies.load("snapkv"))
 
 
 # in the engine
@@ -74,14 +74,14 @@ def test_its_parameters_are_checked():
 
 def repeat(engine, stream, tokens, begin, stop):
     """Lets the definition repeat its tokens from position begin to stop, as the engine does."""
-    words, tokenize, n_held = engine.policy.rehearsal, engine.model.tokenize, engine.n_held
+    words, tokenize, n_held = engine.policy.reconstruction, engine.model.tokenize, engine.n_held
     header = tokens[len(tokens) - n_held :] if n_held else tokenize("\n")
-    n_chunk = Rehearser(engine, words).n_chunk(stream.n)
+    n_chunk = Reconstruction(engine, words).n_chunk(stream.n)
     for at in range(begin, stop, n_chunk):
         chunk = tokens[at : min(at + n_chunk, stop)]
         asked = [tokenize(words.first if at == begin else words.later)]
         asked += [] if at == begin else [tokens[max(at - words.n_lead, begin) : at]]
-        kvzip.rehearse(stream, at, at + len(chunk), np.concatenate([*asked, header]).tolist(), chunk)
+        kvzip.reconstruct(stream, at, at + len(chunk), np.concatenate([*asked, header]).tolist(), chunk)
 
 
 def evict(engine, stream):
@@ -163,7 +163,7 @@ def test_each_segment_of_a_prompt_beyond_the_context_is_repeated(tiny_model):
     with open_engine(path, policy) as engine:
         assert n_segments(engine, n) == 3
         # more than one chunk a segment
-        assert Rehearser(engine, policy.rehearsal).n_chunk(134) < 133
+        assert Reconstruction(engine, policy.reconstruction).n_chunk(134) < 133
         assert engine.read(tokens[:n]) == n
         parts = []
         for segment in np.array_split(tokens[:n], 3):
@@ -187,7 +187,7 @@ def test_each_segment_of_a_prompt_beyond_the_context_is_repeated(tiny_model):
 @pytest.mark.engine
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2", "deepseek2", "refact"])
 @pytest.mark.parametrize("chunk", [2048, 30])
-def test_of_a_rehearsal_nothing_is_left(tiny_model, arch, chunk):
+def test_of_a_reconstruction_nothing_is_left(tiny_model, arch, chunk):
     path, tokens = tiny_model(arch=arch), text(150)
     policy = policies.fit("kvzip", 300, 8, [f"chunk={chunk}"])
     found = []
@@ -196,7 +196,7 @@ def test_of_a_rehearsal_nothing_is_left(tiny_model, arch, chunk):
             engine.read(tokens[:120])
             before = {name: array.copy() for name, array in engine.save()}
             if not found:
-                signals = Rehearser(engine, policy.rehearsal).read(tokens[:120], 0, lambda: False)
+                signals = Reconstruction(engine, policy.reconstruction).read(tokens[:120], 0, lambda: False)
                 assert (signals["highest"] > 0).all()
                 after = dict(engine.save())
                 # where the signals' window begins is all that may differ
@@ -211,7 +211,7 @@ def test_of_a_rehearsal_nothing_is_left(tiny_model, arch, chunk):
 
 
 @pytest.mark.engine
-def test_signals_are_of_rehearsals_alone(tiny_model):
+def test_signals_are_of_reconstructions_alone(tiny_model):
     with open_engine(tiny_model(), policies.fit("kvzip", 300, 8)) as engine:
         engine.read(text(60))
         assert not engine.signals.read()["highest"].any()
@@ -255,7 +255,7 @@ def test_a_text_that_fits_is_read_once(tiny_model):
 @pytest.mark.engine
 def test_a_cache_for_a_prompt_has_room_for_its_repetition(tiny_model):
     with open_engine(tiny_model(), policies.fit("kvzip", 48, 8, ["chunk=100"])) as engine:
-        n_beside = Rehearser(engine, engine.policy.rehearsal).n_beside
+        n_beside = Reconstruction(engine, engine.policy.reconstruction).n_beside
         assert n_cells(engine, 500) == -(-(500 + 100 + n_beside) // 256) * 256
 
 
@@ -336,7 +336,7 @@ def test_the_same_tokens_stay_as_by_kvpress(tiny_model, tmp_path):
     # there the newest token is like any other
     policy = policies.fit("kvzip", 72, 8, ["window=0"])
     with open_engine(path, policy) as engine:
-        words = policy.rehearsal
+        words = policy.reconstruction
         texts = {
             text: engine.model.tokenize(text).tolist() for text in (words.first, words.later, words.close)
         }

@@ -22,7 +22,7 @@ def keep(rows, *, chunk, **how):
     return keep_ranked(scores, ends(**how))
 
 
-def rehearse(stream, begin, end, asked, repeated):
+def reconstruct(stream, begin, end, asked, repeated):
     """Let a stream repeat its tokens from position begin to end, then rewind it.
 
     asked: the tokens that come before the repeated ones.

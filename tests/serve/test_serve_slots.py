@@ -255,7 +255,7 @@ def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, p
         assert 128 < first.last["n_prompt"] < 240
         assert other[0].text
         assert told.index("second: read") < told.index("first: read")
-        assert all(talk.engine.pace for talk in server.talks)
+        assert all(talk.engine.chunk_size for talk in server.talks)
 
 
 def beside(server, one, other, n_max=40):

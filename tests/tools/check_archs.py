@@ -37,7 +37,7 @@ from kvtool.measure import perplexity
 from kvtool.models.header import read
 from kvtool.models.layers import Kind
 from kvtool.models.supported import unsupported
-from kvtool.policy import Request, Signal
+from kvtool.policy import Signal, SignalRequest
 from tests.engine.running import open_engine, text
 
 ROUNDING = 1e-4
@@ -201,7 +201,7 @@ def ragged(path: Path) -> str:
 def _then(path: Path, n: int, n_more: int, edit: Callable[[Context], None], **how: bool) -> np.ndarray:
     """The logits f32[n_more, n_vocab] after n tokens and an edit."""
     model = Model(path)
-    request = Request(signals=Signal.ATTENTION) if not how else Request()
+    request = SignalRequest(signals=Signal.ATTENTION) if not how else SignalRequest()
     context = Context(model, 256, N_BATCH, request, n_output=N_BATCH, **EXACT, **how)
     try:
         tokens = text(n + n_more, n_vocab=model.n_vocab)

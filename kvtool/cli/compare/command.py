@@ -157,7 +157,7 @@ def compare(
     if not names:
         # a model whose values are a part of its keys has none to merge, and a stream is read once
         kinds = opening.runnable()
-        kinds = {name: kind for name, kind in kinds.items() if not policies.rehearses(kind)}
+        kinds = {name: kind for name, kind in kinds.items() if not policies.has_reconstruction(kind)}
         names = [n for n, kind in kinds.items() if layers.has_values or not kind.may_merge()]
     say([opening.patch_note(kinds), None if run.rpc else opening.gpu_note(run.gpu_layers)])
     names, why_not = _against_full(common, n_vocab, names)

@@ -1,4 +1,4 @@
-"""A rehearsal: a prompt in the cache is read once more, as the answer to a request to repeat it.
+"""Reconstruction pass: a prompt in the cache is read once more, as the answer to a request to repeat it.
 
 What is decoded for it is forgotten again; what remains are the signals of its queries.
 """
@@ -12,20 +12,20 @@ import numpy as np
 from kvtool.engine.stream import Stream
 from kvtool.engine.watched import decode_watched
 from kvtool.llama.context import Context
-from kvtool.policy import Rehearsal
+from kvtool.policy import ReconstructionPass
 
 _LEAST = 256
 """A prompt that leaves no room to repeat so many tokens at a time is read in segments."""
 
 
-class Rehearser:
-    """Repeats what is in a stream's cache, chunk by chunk, as its policy's `Rehearsal` says.
+class Reconstruction:
+    """Repeats what is in a stream's cache, chunk by chunk, as its policy's `ReconstructionPass` says.
 
     Pinned and held tokens are not repeated: they stay anyway. The held ones are the reply header; they come
     again before each chunk, so that the model seems to answer. words: the policy's.
     """
 
-    def __init__(self, stream: Stream, words: Rehearsal) -> None:
+    def __init__(self, stream: Stream, words: ReconstructionPass) -> None:
         tokenize = stream.model.tokenize
         self._stream = stream
         self.words = words
@@ -51,7 +51,7 @@ class Rehearser:
     def read(
         self, tokens: np.ndarray, first: int, stopped: Callable[[], bool]
     ) -> dict[str, np.ndarray] | None:
-        """The signals of a rehearsal of the tokens from `first` on: f32[row, n_past] by their fields.
+        """Signals of a pass over the tokens from `first` on: f32[row, n_past] by their fields.
 
         tokens: i32[n] of the whole prompt, of which as many as are in the cache have been read. A token has
         the signals of the queries of its own chunk, and zeros if it is not repeated. The cache is then as it
@@ -63,7 +63,7 @@ class Rehearser:
         end, n_chunk = rows.n_past, self.n_chunk(rows.n_past - first)
         begin, stop = max(first, stream.n_pinned), min(end, len(tokens) - stream.n_held)
         header = tokens[len(tokens) - stream.n_held :] if stream.n_held else self._close
-        beside = context.beside.save() if context.beside else None
+        beside = context.fixed_state.save() if context.fixed_state else None
         # nothing has been watched so far
         signals = {name: np.zeros_like(values) for name, values in stream.signals.read().items()}
         context.watch(on=True)
@@ -80,8 +80,8 @@ class Rehearser:
                     signals[name][:, chunk] = values[:, chunk]
                 rows.take_back(len(text))
                 stream.eviction.edit(rows.live, rows.next_rot, n_hidden=first)
-                if context.beside and beside:
-                    context.beside.restore(*beside)
+                if context.fixed_state and beside:
+                    context.fixed_state.restore(*beside)
         finally:
             context.watch(on=False)
         return signals

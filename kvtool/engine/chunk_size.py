@@ -6,7 +6,7 @@ _LEAST = 32
 """Tokens of the smallest part: fewer take longer, each."""
 
 
-class Pace:
+class ChunkSize:
     """How many tokens of a step are decoded at once.
 
     Parameters

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
 from kvtool.engine.stream import Stream
 from kvtool.llama.context import Context
 from kvtool.llama.model import Model
-from kvtool.policy import Rehearsal, Request, Signal
+from kvtool.policy import ReconstructionPass, Signal, SignalRequest
 
-_OF_CELLS = Signal.KEYS | Signal.LENGTHS
+_OF_CELLS = Signal.KEYS | Signal.VALUE_NORMS
 """What a view reads from the cache."""
 
 _OF_LAST = Signal.LAST | Signal.RECENT | Signal.FUTURE
 """What only the last queries decide."""
 
 
+Pass: TypeAlias = "tuple[SignalRequest, ReconstructionPass, int, int, int]"
+"""A reconstruction pass: request, texts, and number of tokens pinned, held and repeated at a time."""
+
+
 @dataclass(frozen=True, slots=True)
-class Whole:
+class CachedPrompt:
     """A prompt in a cache that holds all of it, before anything of it is evicted.
 
     Attributes
@@ -37,9 +42,8 @@ class Whole:
         What the policy that read it asked of the attention.
     signals
         f32[row, n]: its signals, by their fields in a view.
-    rehearsed
-        The same of policies that have rehearsed the prompt, by their requests and rehearsals, and by how
-        many tokens were pinned, held and repeated at a time.
+    reconstructed
+        The same of policies that have reconstructed the prompt, by `Pass`.
     """
 
     tokens: np.ndarray
@@ -47,14 +51,12 @@ class Whole:
     types: tuple[str, str]
     cells: Sequence[np.ndarray]
     logits: np.ndarray
-    request: Request
+    request: SignalRequest
     signals: Mapping[str, np.ndarray]
-    rehearsed: dict[tuple[Request, Rehearsal, int, int, int], dict[str, np.ndarray]] = field(
-        default_factory=dict
-    )
+    reconstructed: dict[Pass, dict[str, np.ndarray]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, stream: Stream, tokens: np.ndarray) -> Whole:
+    def of(cls, stream: Stream, tokens: np.ndarray) -> CachedPrompt:
         """The prompt i32[n], which is all that the stream has read, and of which it has evicted nothing."""
         context, n = stream.context, len(tokens)
         assert stream.n_past == stream.n_kv == n
@@ -68,7 +70,7 @@ class Whole:
         return (
             np.array_equal(tokens, self.tokens)
             and isinstance(stream.context, Context)
-            and not stream.context.beside
+            and not stream.context.fixed_state
             and (stream.model, _types(stream)) == (self.model, self.types)
             and not (stream.policy.logn or self.request.log_n)
         )
@@ -77,7 +79,7 @@ class Whole:
         """Puts the first tokens of the prompt into the empty cache of a stream that fits. Returns how many.
 
         The others are to be decoded there, so that the stream has its signals: none if `signals` has them, or
-        the policy rehearses; the queries that it looks at, if those are the last ones; else all.
+        the policy has a reconstruction pass; its queries, if only the last ones count; else all.
         """
         context, rows = stream.context, stream.rows
         n = self._n_known(stream)
@@ -95,13 +97,13 @@ class Whole:
 
     def _n_known(self, stream: Stream) -> int:
         asked, n = stream.policy.request(), len(self.tokens)
-        if self.has(asked) or stream.policy.rehearsal:
+        if self.has(asked) or stream.policy.reconstruction:
             return n
         if not asked.signals & ~(_OF_CELLS | _OF_LAST):
             return max(n - max(asked.n_query, 1), 0)
         return 0
 
-    def has(self, asked: Request) -> bool:
+    def has(self, asked: SignalRequest) -> bool:
         """Whether `signals` are what a policy with this request would have read."""
         wanted, own = asked.signals & ~_OF_CELLS, self.request
         if wanted & ~own.signals:

@@ -28,7 +28,7 @@ _TRY_EVERY = 32
 """Steps between trials of draft tokens while drafting seems not to pay off."""
 
 
-class Pace:
+class DraftLength:
     """Choose the number of draft tokens of each step.
 
     The probability that a draft token is accepted depends on its support, which includes the draft tokens

@@ -8,16 +8,16 @@ from kvtool.llama.decoder import Decoder
 from kvtool.llama.library import check, lib
 
 
-class Beside:
+class FixedState:
     """What sliding and recurrent layers of a context hold; one without such layers has none of it."""
 
     def __init__(self, context: Decoder) -> None:
         self._context = context
 
     @staticmethod
-    def of(context: Decoder) -> Beside | None:
+    def of(context: Decoder) -> FixedState | None:
         """That of a context; None where nothing lies beside its rows."""
-        return Beside(context) if lib.llama_kvtool_n_beside(context.handle) else None
+        return FixedState(context) if lib.llama_kvtool_n_beside(context.handle) else None
 
     @property
     def shapes(self) -> list[tuple[int]]:
