@@ -113,10 +113,7 @@ def list_(
 
 @app.command()
 def pull(name: Name, as_json: Json = False) -> None:
-    """Download a model unless it is there, and print its path.
-
-    The same command continues a download that broke off. Models that come as Python packages start over.
-    """
+    """Download a model unless it is there, and print its path."""
     from kvtool.models.download import sha256
     from kvtool.models.split import part_paths
 

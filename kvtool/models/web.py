@@ -1,4 +1,4 @@
-"""Models by URL. The files of a URL are in a folder that is named by a digest of it."""
+"""Models by URL. Each model has its own folder, named by a digest of the URL of its first file."""
 
 import hashlib
 import re
@@ -7,60 +7,50 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from kvtool.errors import ModelError
 from kvtool.models.catalogue import models_dir
-from kvtool.models.fetch import Progress, Remote, fetch, storing
-from kvtool.models.header import read_file
+from kvtool.models.fetch import Progress, fetch, storing
 from kvtool.models.split import part_names
 
 URL_FILE = "url.txt"
-"""In each folder: the URL of its first file."""
+"""File in each of these folders that holds the URL of the model's first file."""
 
 
 def is_url(text: str) -> bool:
-    """Whether `-m` names a URL."""
+    """Return True if the text is an http or https URL."""
     return text.lower().startswith(("http://", "https://"))
 
 
 def urls_dir() -> Path:
-    """The folder of the folders."""
+    """Return the folder that holds the folders of all URLs."""
     return models_dir() / "urls"
 
 
 def folder_of(url: str) -> Path:
-    """Where the files of a URL are, or will be. A model that was split has one folder. Raises ModelError."""
+    """Return the folder for a model's files: one folder for all parts of a split model. Raises ModelError."""
     return urls_dir() / hashlib.sha256(_files(url)[0][0].encode()).hexdigest()[:16]
 
 
 def cached(url: str) -> Path | None:
-    """The file of a URL, or the first of its parts; None unless all are there. Raises ModelError."""
+    """Return the model's file or first part, None unless all parts are downloaded. Raises ModelError."""
     folder = folder_of(url)
     paths = [folder / name for _, name in _files(url)]
     return paths[0] if all(path.is_file() for path in paths) else None
 
 
 def pull(url: str, progress: Progress | None = None) -> Path:
-    """Download the file of a URL, or all its parts. Returns the first. Raises ModelError.
-
-    A second call needs no network.
-    """
-    if found := cached(url):
-        return found
+    """Download the model's file, or all its parts, unless here. Return the first. Raises ModelError."""
+    if path := cached(url):
+        return path
     folder, files = folder_of(url), _files(url)
     with storing(files[0][1], folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / URL_FILE).write_text(files[0][0], encoding="utf-8")
-        for each, name in files:
-            fetch(Remote(each, each), folder / name, progress)
-            try:
-                # a server that does not say the size may have sent a part of the file
-                read_file(folder / name)
-            except ModelError:
-                (folder / name).unlink()
-                raise
+        for part_url, name in files:
+            fetch(part_url, folder / name, progress)
     return folder / files[0][1]
 
 
 def _files(url: str) -> list[tuple[str, str]]:
-    """URL and file name of each file. Raises ModelError."""
+    """Return URL and local file name of each of the model's files. Raises ModelError."""
     parts = urlsplit(url)
     before, _, last = parts.path.rpartition("/")
     name = unquote(last)
@@ -68,10 +58,10 @@ def _files(url: str) -> list[tuple[str, str]]:
         raise ModelError(f"{url} does not name a GGUF file: a URL for -m ends in .gguf")
     names = part_names(name)
     if len(names) == 1:
-        return [(url, _plain(name))]
-    return [(urlunsplit(parts._replace(path=f"{before}/{quote(each)}")), _plain(each)) for each in names]
+        return [(url, _safe(name))]
+    return [(urlunsplit(parts._replace(path=f"{before}/{quote(part)}")), _safe(part)) for part in names]
 
 
-def _plain(name: str) -> str:
-    """A name that every file system takes, and that leads to no other folder."""
+def _safe(name: str) -> str:
+    """Return a file name that every file system accepts and that names no other folder."""
     return re.sub(r"[^\w.+-]", "_", name)

@@ -79,8 +79,8 @@ PLANTED = {
     "models, disks": Fault(
         "a full disk is an error of pip",
         "kvtool/models/download.py",
-        'if any(f"[Errno {number}]" in line for line in lines):',
-        "if False:",
+        "if error := full_disk(output):",
+        "if error := None:",
         ("models/test_models.py::test_a_full_disk_is_told_although_pip_fails_otherwise",),
     ),
     "chats, loops": Fault(
@@ -126,10 +126,10 @@ PLANTED = {
         ("models/test_models.py", "tasks/test_tasks_run.py"),
     ),
     "models, downloads": Fault(
-        "a broken download goes on although the server has another file",
+        "a download that broke off counts as whole",
         "kvtool/models/fetch.py",
-        'wanted["If-Range"] = tag',
-        'wanted["X-Range"] = tag',
+        "if size in (None, done):",
+        "if True:",
         ("models/test_download.py",),
     ),
     "llama, maps": Fault(
