@@ -20,10 +20,10 @@ from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.llama.model import Model
-from kvtool.llama.observe import What, observe
 from kvtool.measure import records
 from kvtool.measure.grid import split_policy
-from kvtool.measure.maps import drawn_layers
+from papers.maps.measure import drawn_layers
+from papers.maps.observe import What, observe
 
 
 def main() -> None:

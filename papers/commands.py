@@ -265,7 +265,7 @@ class Inspect:
 
 @dataclass(frozen=True, slots=True)
 class Map(ByText):
-    """A `kvtool inspect --map` for each text; instead of policies, a line has a part of what the map says.
+    """A `papers.maps` for each text; instead of policies, a line has a part of what the map says.
 
     Attributes
     ----------
@@ -282,7 +282,7 @@ class Map(ByText):
     minutes: int = 0
 
     def shown(self) -> str:
-        command = shell(self._command("FILE")[:-1], self.model)
+        command = shell(self._command("FILE"), self.model)
         return f"{command} --plot {self.kind}.png{each_of(self.files)}"
 
     def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
@@ -300,7 +300,7 @@ class Map(ByText):
                 }
 
     def _command(self, file: str) -> tuple[str, ...]:
-        return ("inspect", file, "--map", self.kind, "--max-tokens", str(self.max_tokens), "--json")
+        return ("papers.maps", self.kind, file, "--max-tokens", str(self.max_tokens))
 
 
 def _label(labels: Sequence[str], record: records.Record) -> str:

@@ -45,7 +45,7 @@ class Entry:
 
 _DRAWING = "a drawing; nothing to measure"
 _ONE_MERGE = "merging.md#one-merge"
-_MAPS = "../docs/inspect.md#what-does-the-models-attention-look-like"
+_MAPS = "maps.md"
 
 PAPERS: dict[str, tuple[Entry, ...]] = {
     "weightedkv": (

@@ -1,4 +1,4 @@
-"""What a line keeps of a record: an item's scores, and a few means of each map of `kvtool inspect`."""
+"""What a line keeps of a record: an item's scores, and a few means of each map."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ EXAMPLES = {
     "eval": ("kvtool eval", "kvtool eval retrieval --policy snapkv --budget 20% --limit 50"),
     "inspect": (
         "kvtool inspect book.txt --max-tokens 2000 --policy h2o --budget 256",
-        "kvtool inspect book.txt --map attention --layer 15 --plot map.png",
+        "kvtool inspect book.txt --policy recall --budget 512 --html book.html",
     ),
     "policies": ("kvtool policies", "kvtool policies buzz --budget 512 -o stride=4"),
     "models list": ("kvtool models list", "kvtool models list --all"),

@@ -108,7 +108,7 @@ def test_of_a_map_its_means_are_kept():
         for label, of in (("the most similar query", near), ("by chance", chance))
         for n in (1, 16, 256)
     }
-    assert [ask.command[1] for ask in queries.missing(found, "made-up")] == ["b.txt"]
+    assert [ask.command[2] for ask in queries.missing(found, "made-up")] == ["b.txt"]
     ranks = {"keys_before": [2, 4], "keys": [4, 4], "values": [6, 8]}
     values = {name: {"rank": rank, "normalised": [1.0] * 10} for name, rank in ranks.items()}
     found = list(Map("values", ("a.txt",), 64).lines([about | values]))

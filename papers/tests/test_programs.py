@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.llama.observe import What
 from kvtool.measure import perplexity
 from papers import ungroup
+from papers.maps.observe import What
 from papers.one_merge import rows
+from papers.tests.test_maps import Watched
 from tests import tiny, tiny_kinds
-from tests.cli.test_maps import Watched
 from tests.engine.running import open_engine, text
 from tests.reference import models
 

@@ -389,7 +389,6 @@ def test_layers_on_a_gpu_that_is_not_there_are_told(default_talker, tmp_path, mo
     for words in (
         ("generate", "Hi", "-n", 1),
         ("inspect", tmp_path / "text"),
-        ("inspect", tmp_path / "text", "--map", "queries"),
         ("compare", tmp_path / "text", "--policies", "local", "--budgets", 16),
         ("eval", "passkey", "--set", "lengths=64", "--limit", 1),
     ):

@@ -35,7 +35,6 @@ KINDS = {
 STREAMS = {
     "perplexity": (),
     "inspect": (),
-    "inspect --map": ("--map", "share"),
     "compare": ("--policies", "local", "--budgets", 16, "--json", "-"),
 }
 SAME = {"tokens", "perplexity", "nll", "n_scored", "text_sha256", "share", "forgotten", "output", "item"}

@@ -132,13 +132,6 @@ PLANTED = {
         "if True:",
         ("models/test_download.py",),
     ),
-    "llama, maps": Fault(
-        "keys are taken for queries",
-        "kvtool/llama/observe.py",
-        "What.QUERIES: tensor.src[1]",
-        "What.QUERIES: tensor.src[0]",
-        ("cli/test_maps.py",),
-    ),
     "chats, efforts": Fault(
         "an effort that the template does not take is the nearest lower one without a word",
         "kvtool/chats/effort.py",

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from kvtool.cli import output
-from kvtool.cli.console import plain_console, print_table, table_console
-from kvtool.cli.declared import Json, Typed, options
+from kvtool.cli.console import plain_console, table_console
+from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import explain_run
 from kvtool.cli.opening import open_run
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import File, check_length, first_tokens, source
-from kvtool.config.run import RunOptions, ScoreOptions
-from kvtool.errors import UsageError
-from kvtool.options import Options, option, redeclared, repeated
-from kvtool.system.texts import Source, json_text
+from kvtool.config.run import ScoreOptions
+from kvtool.options import Options, option, redeclared
+from kvtool.system.texts import json_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,24 +27,6 @@ if TYPE_CHECKING:
 LAST = 2048
 """Tokens that a terminal shows by default."""
 _LAST_HTML = 20_000
-
-KINDS = ("attention", "queries", "values", "share")
-
-N_TOKENS = 512
-"""Default of --max-tokens with --map."""
-
-TAKEN = {
-    *("file", "kind", "layer", "head", "plot", "max_tokens", "model", "threads", "gpu_layers", "rpc"),
-    *("verbose", "as_json"),
-}
-"""The parameters of kvtool inspect that go with --map."""
-
-OF_PLACES = ("attention", "queries")
-"""The kinds that take --layer and --head."""
-
-
-def _numbers(usage: str, help: str, words: str) -> Any:
-    return option(usage, (), help, least=0, words=words, read=repeated)
 
 
 @dataclass(frozen=True)
@@ -68,7 +48,7 @@ class _Own(Options):
         None,
         "Use only the first N tokens of the text.",
         least=2,
-        words=f"all; {N_TOKENS} with --map",
+        words="all",
     )
     snapshots: int = option("--snapshots N", 32, "Points in time that --html can show.", least=1, most=255)
     last: int | None = option(
@@ -76,26 +56,7 @@ class _Own(Options):
     )
     html: Path | None = option("--html", None, "Write a web page with sliders for layer, head and time.")
     plot: Path | None = option(
-        "--plot, --png PNG",
-        None,
-        "Draw which tokens the rows hold, or the map, into this picture; needs matplotlib.",
-    )
-    kind: str | None = option(
-        "--map KIND",
-        None,
-        "Show the full cache instead: attention, queries (their similarity), values (singular "
-        "values of keys and values) or share (of important keys).",
-        choices=KINDS,
-    )
-    layer: tuple[int, ...] = _numbers(
-        "--layer N",
-        "With --map attention or queries: a layer to draw. Repeatable.",
-        "the first, the middle and the last",
-    )
-    head: tuple[int, ...] = _numbers(
-        "--head N",
-        "With --map attention or queries: a query head to draw. Repeatable.",
-        "the first and the middle",
+        "--plot, --png PNG", None, "Draw which tokens the rows hold into this picture; needs matplotlib."
     )
 
 
@@ -106,19 +67,10 @@ def inspect(
     asked: _Run,
     own: _Own,
     as_json: Json = False,
-    typed: Typed,
 ) -> None:
-    """Stream a text through the cache and show which of its tokens the rows still hold.
-
-    With --map show instead what attention looks like with the full cache.
-    """
-    _check(own, typed)
+    """Stream a text through the cache and show which of its tokens the rows still hold."""
     output.check_writable(own.html)
     output.check_picture("--plot", own.plot)
-    if own.kind:
-        with closing(source(file)) as text:
-            _show_map(own.kind, own, asked, text, as_json)
-        return
 
     from kvtool.cli.inspect.page import page
     from kvtool.cli.inspect.terminal import attended_record, show, show_attended
@@ -167,29 +119,3 @@ def inspect(
             show(plain_console(), texts, share, archived, own.last or LAST)
             typer.echo(f"policy {run.policy}, {line(result)}")
             show_attended(table_console(), found, texts)
-
-
-def _show_map(kind: str, own: _Own, run: RunOptions, text: Source, as_json: bool) -> None:
-    from kvtool.cli.inspect import map as inspect_map
-
-    drawn, title = inspect_map.read(kind, own.layer, own.head, run, text, own.max_tokens or N_TOKENS)
-    with output.written((own.plot, lambda: inspect_map.picture(kind, drawn, title))):
-        if as_json:
-            typer.echo(json_text(drawn.record))
-        else:
-            print_table(drawn.columns, drawn.rows)
-
-
-def _check(own: _Own, typed: Mapping[str, str]) -> None:
-    """Raise UsageError for options that do not go with the map, or that only go with one.
-
-    typed: the parameters that were typed, with their flags.
-    """
-    of_places = [flag for name, flag in typed.items() if name in ("layer", "head")]
-    if own.kind is None:
-        if of_places:
-            raise UsageError(f"{of_places[0]} needs --map")
-    elif other := [flag for name, flag in typed.items() if name not in TAKEN]:
-        raise UsageError(f"--map shows the full cache, without a policy: leave out {', '.join(other)}")
-    elif own.kind not in OF_PLACES and of_places:
-        raise UsageError(f"--map {own.kind} shows all layers and heads: leave out {min(of_places)}")

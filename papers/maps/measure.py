@@ -17,11 +17,8 @@ import numpy as np
 
 from kvtool.errors import ModelError
 from kvtool.llama.model import Model
-from kvtool.llama.observe import What, observe
 from kvtool.models.layers import Kind
-
-Progress = Callable[[int], None]
-"""Called with the number of layers read so far."""
+from papers.maps.observe import What, observe
 
 Place = tuple[int, int]
 """Layer, and head in it."""
@@ -47,14 +44,11 @@ class Reading:
         i32[n], n >= 2.
     n_threads
         CPU threads; None: `Decoder` chooses.
-    progress
-        Called when layers have been read.
     """
 
     model: Model
     tokens: np.ndarray
     n_threads: int | None = None
-    progress: Progress = lambda n: None
 
     def columns(self, kind: str, wanted: Collection[What], measure: Measure) -> list[np.ndarray]:
         """Return i32[head] layers, i32[head] heads, then f64[head] for each number measured of a head.
@@ -66,7 +60,6 @@ class Reading:
         def visit(what: What, layer: int, head: int, array: np.ndarray) -> None:
             if (numbers := measure(what, (layer, head), array)) is not None:
                 found.append((layer, head, *numbers))
-            self.progress(layer + 1)
 
         observe(self.model, self.tokens, wanted, drawn_layers(self.model, kind), visit, self.n_threads)
         layers, heads, *rest = zip(*found, strict=True)
@@ -274,7 +267,7 @@ def drawn_layers(model: Model, kind: str) -> list[int]:
     if layers.has_index:
         raise ModelError(f"{name} chooses by an index which tokens a query sees: there is no whole map of it")
     if kind in ("queries", "values") and not layers.has_values:
-        raise ModelError(f"{name} keeps keys and values as one (MLA): --map {kind} cannot show them")
+        raise ModelError(f"{name} keeps keys and values as one (MLA): there is no map of its {kind}")
     found = [each.number for each in layers.of(Kind.ROWS) if kind != "values" or each.is_owner]
     if not found:
         raise ModelError(f"{name} has no layer that attends to all tokens: there is no map of it")

@@ -1,25 +1,21 @@
-"""What kvtool inspect --map shows, against the definitions and the transformer in NumPy."""
+"""Maps of a model's attention against the definitions and the transformer in NumPy."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
-import resource
-from functools import partial
 
 import numpy as np
 import pytest
 
 import tests.tiny_kinds as tiny_kinds
-from kvtool.cli.inspect import map as inspect_map
-from kvtool.cli.inspect.command import KINDS
 from kvtool.errors import ModelError, UsageError
 from kvtool.llama.model import Model
-from kvtool.llama.observe import What, observe
-from kvtool.measure import maps
+from kvtool.measure import records
 from kvtool.models.layers import Kind
-from tests.cli.test_cli import kvtool
+from papers.maps import __main__ as command
+from papers.maps import measure as maps
+from papers.maps.observe import What, observe
 from tests.engine.running import TOLERANCE, text
 from tests.reference import models, transformer
 
@@ -269,7 +265,7 @@ def test_the_maps_are_those_of_the_transformer(tiny_model):
 def test_only_layers_that_attend_to_all_tokens_are_shown(tmp_path, capsys):
     for name, drawn in (("gemma3", [1, 3]), ("lfm2", [1, 3]), ("gemma4", [1, 3, 5, 6])):
         model = Model(tiny_path(name, tmp_path))
-        assert inspect_map._drawn_layers(model, "share") == drawn
+        assert command.drawn_layers(model, "share") == drawn
         rest = ", ".join(str(layer) for layer in range(len(model.layers.all)) if layer not in drawn)
         assert capsys.readouterr().err == f"layers {rest} are left out: they do not attend to all tokens\n"
         if name == "gemma4":
@@ -283,12 +279,12 @@ def test_only_layers_that_attend_to_all_tokens_are_shown(tmp_path, capsys):
     ("name", "kinds", "words"),
     [
         ("deepseek2", ("queries", "values"), r"keeps keys and values as one \(MLA\)"),
-        ("deepseek32", KINDS, "chooses by an index which tokens a query sees"),
+        ("deepseek32", command.MAPS, "chooses by an index which tokens a query sees"),
     ],
 )
 def test_a_model_without_such_a_map_is_refused(name, kinds, words, tmp_path):
     model = Model(tiny_path(name, tmp_path))
-    for kind in KINDS:
+    for kind in command.MAPS:
         if kind in kinds:
             with pytest.raises(ModelError, match=words):
                 maps.drawn_layers(model, kind)
@@ -311,7 +307,7 @@ def pixels(figure):
 
 def test_important_keys_are_green_and_two_queries_are_framed():
     pytest.importorskip("matplotlib")
-    from kvtool.cli.inspect import plot as inspect_plot
+    from papers.maps import plot
 
     n = 1000
     mask = np.zeros((n, n), np.bool_)
@@ -321,7 +317,7 @@ def test_important_keys_are_green_and_two_queries_are_framed():
     of = maps.AttentionMap(attention.astype(np.float32), mask, similar)
     ones = np.ones(1)
     found = maps.Attention(np.zeros(1, int), np.zeros(1, int), ones, ones, ones, ones, {(0, 0): of})
-    figure = inspect_plot.attention(found, "x")
+    figure = plot.attention(found, "x")
     (legend,) = figure.legends
     names = [text.get_text() for text in legend.get_texts()]
     assert "a query and the earlier query most similar to it" in names
@@ -342,10 +338,10 @@ def test_important_keys_are_green_and_two_queries_are_framed():
 @pytest.mark.parametrize("n", [5, 800, 801, 2000])
 def test_a_pixel_is_the_mean_of_its_tokens(n):
     pytest.importorskip("matplotlib")
-    from kvtool.cli.inspect import plot as inspect_plot
+    from papers.maps import plot
 
     array = np.random.default_rng(1).random((n, n))
-    coarse = inspect_plot._coarse(array)
+    coarse = plot._coarse(array)
     assert len(coarse) == min(n, 800)
     if n <= 800:
         assert np.abs(coarse - array).max() < 1e-12
@@ -358,8 +354,8 @@ def test_a_pixel_is_the_mean_of_its_tokens(n):
 
 # the command
 
-COMMON = {"map", "tokens", "model", "layers", "layer", "head"}
-OWN = {
+COMMON = {"file", "map", "tokens", "model", "layers", "layer", "head"}
+NUMBERS = {
     "attention": {"share", "similar", "previous", "random", "mean"},
     "queries": {"cosine", "within_1", "within_16", "within_256", "chance", "mean"},
     "values": {"keys_before", "keys", "values"},
@@ -367,24 +363,40 @@ OWN = {
 }
 
 
+@pytest.fixture
+def program(monkeypatch, capsys, tmp_path, tiny_model):
+    """Run `python -m papers.maps` on a text: its exit code or message, stdout and stderr."""
+
+    def run(kind, *arguments, letters="the tide comes in. " * 20):
+        path = tmp_path / "text"
+        path.write_text(letters)
+        words = ["maps", kind, path, "-m", tiny_model(), *arguments]
+        monkeypatch.setattr("sys.argv", list(map(str, words)))
+        code = 0
+        try:
+            command.main()
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
 @pytest.mark.engine
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_map_is_json_a_table_and_a_picture(kind, tiny_model, tmp_path):
+@pytest.mark.parametrize("kind", command.MAPS)
+def test_a_map_is_json_a_table_and_a_picture(kind, program, tmp_path):
     pytest.importorskip("matplotlib")
-    arguments = ("inspect", "-m", tiny_model(), "-t", 1, "--map", kind, "--max-tokens", 60)
-    done = kvtool(*arguments, "--json", "--plot", tmp_path / "o.png", stdin="the tide comes in. " * 20)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert set(result) == COMMON | OWN[kind]
+    files = ("--json", tmp_path / "o.json", "--plot", tmp_path / "o.png")
+    code, table, err = program(kind, "--max-tokens", 60, *files)
+    assert (code, err) == (0, "")
+    result = json.loads((tmp_path / "o.json").read_text())
+    assert set(result) == COMMON | NUMBERS[kind] | set(records.versions())
     assert (result["map"], result["tokens"], result["layers"]) == (kind, 60, [0, 1])
     n_head = 4 if kind == "values" else 8
     assert len(result["layer"]) == len(result["head"]) == n_head
     assert (tmp_path / "o.png").read_bytes()[:4] == b"\x89PNG"
-    assert [line.split()[0] for line in done.stderr.splitlines()] == ["wrote"]
 
-    table = kvtool(*arguments, stdin="the tide comes in. " * 20)
-    assert (table.returncode, table.stderr) == (0, "")
-    lines = table.stdout.splitlines()
+    lines = table.splitlines()
     if kind == "values":
         assert [line.split("  ")[0] for line in lines[1:]] == ["keys before RoPE", "keys", "values"]
         assert f"{np.mean(result['keys']['rank']):.1f}" in lines[2]
@@ -400,61 +412,38 @@ def test_a_map_is_json_a_table_and_a_picture(kind, tiny_model, tmp_path):
 
 
 @pytest.mark.engine
-def test_layers_and_heads_are_those_asked_for(tiny_model):
+def test_layers_and_heads_are_those_asked_for(program):
     chosen = ("--layer", 1, "--head", 3, "--head", 1, "--head", 3)
-    arguments = ("inspect", "-m", tiny_model(), "-t", 1, "--map", "queries", *chosen)
-    done = kvtool(*arguments, stdin="the tide comes in. " * 5)
-    assert [line.split()[:2] for line in done.stdout.splitlines()[1:3]] == [["1", "3"], ["1", "1"]]
+    _, table, _ = program("queries", "--max-tokens", 20, *chosen)
+    assert [line.split()[:2] for line in table.splitlines()[1:3]] == [["1", "3"], ["1", "1"]]
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("arguments", "n_word", "code", "words"),
+    ("arguments", "words"),
     [
-        (["--layer", 2], 40, 2, "--layer must be one of 0 to 1, got 2"),
-        (["--head", 4], 40, 2, "--head must be one of 0 to 3, got 4"),
-        ([], 0.2, 5, "stdin is too short: 1 token, at least 2 needed"),
-        (["--max-tokens", 2000], 400, 5, "2,000 tokens are more than the model was trained on"),
+        (["--layer", 2], "--layer must be one of 0, 1, got 2"),
+        (["--head", 4], "--head must be one of 0 to 3, got 4"),
+        (["--head", -1], "--head must be one of 0 to 3, got -1"),
+        (["--max-tokens", 2000], "text is too short"),
     ],
 )
-def test_what_does_not_fit_the_model_gets_one_line(tiny_model, arguments, n_word, code, words):
-    letters = ("word " * 400)[: int(5 * n_word)]
-    done = kvtool("inspect", "-m", tiny_model(), "-t", 1, "--map", "attention", *arguments, stdin=letters)
-    assert (done.returncode, done.stdout) == (code, "")
-    (line,) = done.stderr.splitlines()
-    assert words in line
+def test_what_does_not_fit_the_model_gets_one_line(program, arguments, words):
+    message, table, _ = program("attention", "--max-tokens", 40, *arguments)
+    assert words in message
+    assert table == ""
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--map", "keys"], "--map must be one of attention, queries, values, share, got 'keys'"),
-        (
-            ["--map", "share", "--policy", "h2o", "--budget", "64", "--html", "x.html", "--last", "5"],
-            "--map shows the full cache, without a policy: leave out --policy, --budget, --last, --html",
-        ),
-        (["--map", "share", "-ctk", "q8_0", "-c", "100"], "leave out --ctx-size, --cache-type-k"),
-        (["--map", "share", "--layer", "1"], "--map share shows all layers and heads: leave out --layer"),
-        (["--map", "values", "--head", "1"], "--map values shows all layers and heads: leave out --head"),
-        (["--layer", "1"], "--layer needs --map"),
-        (["--head", "1", "--budget", "64"], "--head needs --map"),
+        (["keys"], "invalid choice: 'keys'"),
+        (["share", "--layer", 1], "share shows all layers and heads: leave out --layer and --head"),
+        (["values", "--head", 1], "values shows all layers and heads: leave out --layer and --head"),
+        (["share", "--max-tokens", 1], "--max-tokens must be at least 2"),
     ],
 )
-def test_options_that_make_no_sense_are_refused_in_one_line(arguments, words):
-    done = kvtool("inspect", "x", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert line.endswith(words)
-
-
-@pytest.mark.engine
-@pytest.mark.skipif(os.name != "posix", reason="sets a limit of Unix")
-def test_a_picture_that_cannot_be_written_loses_no_result(tiny_model, tmp_path):
-    pytest.importorskip("matplotlib")
-    full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-    arguments = ("inspect", "-m", tiny_model(), "-t", 1, "--map", "share", "--json", "--plot", tmp_path / "o")
-    done = kvtool(*arguments, stdin="word " * 40, preexec_fn=full)
-    assert done.returncode == 2
-    assert done.stderr == f"kvtool: cannot write {tmp_path / 'o'}: File too large\n"
-    assert json.loads(done.stdout)["map"] == "share"
-    assert list(tmp_path.iterdir()) == []
+def test_options_that_make_no_sense_are_refused(program, arguments, words):
+    code, table, err = program(*arguments)
+    assert (code, table) == (2, "")
+    assert words in err
