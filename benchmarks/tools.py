@@ -39,7 +39,7 @@ from servers import reserved_port
 from kvtool.chats.prompt import template_of
 from kvtool.llama.model import Model
 from kvtool.models.resolve import resolve
-from kvtool.serve import requests, responses
+from kvtool.serve.api import requests, responses
 from kvtool.serve.rendering import Rendering
 
 REQUESTS = Path(__file__).parent / "data" / "tools.jsonl.xz"

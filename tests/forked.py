@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 IMPORTED = """
     gguf jinja2 markdown_it prompt_toolkit.shortcuts pytest rich.live rich.progress rich.table
-    kvtool.api kvtool.llama.sampler kvtool.serve.server kvtool.tasks.longbench
+    kvtool.api kvtool.llama.sampler kvtool.serve.http.server kvtool.tasks.longbench
     kvtool.cli.chat.command kvtool.cli.chat.input kvtool.cli.chat.reply kvtool.cli.chat.terminal
     kvtool.cli.compare.command kvtool.cli.config kvtool.cli.doctor kvtool.cli.eval kvtool.cli.explain
     kvtool.cli.generate kvtool.cli.inspect.command kvtool.cli.models kvtool.cli.perplexity

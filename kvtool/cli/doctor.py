@@ -66,7 +66,7 @@ def examine(*, remove: bool = False) -> dict[str, Any]:
 
 def _leftovers(remove: bool) -> list[dict[str, Any]]:
     """The folders of killed servers. The next server also removes them."""
-    from kvtool.serve import leftovers
+    from kvtool.serve.store import leftovers
 
     return [
         {**each._asdict(), "path": str(each.path), "removed": leftovers.remove(each.path) if remove else None}

@@ -29,8 +29,8 @@ from kvtool.system.texts import read_text, shown
 if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
     from kvtool.chats.session import Meta
-    from kvtool.serve.app import Site
-    from kvtool.serve.slots import Slots
+    from kvtool.serve.http.app import Site
+    from kvtool.serve.pool import Slots
 
 
 _serving = partial(option, group=SERVER)
@@ -117,9 +117,9 @@ def serve(
     import kvtool.llama.bindings  # noqa: F401
 
     try:
-        from kvtool.serve.app import Site
-        from kvtool.serve.gate import Limits
-        from kvtool.serve.server import serve as answer
+        from kvtool.serve.http.app import Site
+        from kvtool.serve.http.gate import Limits
+        from kvtool.serve.http.server import serve as answer
     except ModuleNotFoundError as error:
         raise LibraryError(f"{error.name} is missing; install it: {extra_command('serve')}") from None
 
@@ -127,9 +127,9 @@ def serve(
     from kvtool.config.report import archive_limit
     from kvtool.llama import endpoints
     from kvtool.models.catalogue import registry
-    from kvtool.serve.jobs import Waiting
-    from kvtool.serve.requests import Defaults
-    from kvtool.serve.wishes import Wish
+    from kvtool.serve.api.requests import Defaults
+    from kvtool.serve.api.thinking import Wish
+    from kvtool.serve.queue import Waiting
     from kvtool.units import parse_bytes
 
     prompt, address = system.text(), endpoints.address(serving.host)
@@ -206,11 +206,11 @@ def _opened(
     from kvtool.errors import ModelError, OutOfMemory
     from kvtool.llama.devices import has_gpu
     from kvtool.llama.sampler import Sampler
-    from kvtool.serve.slots import Slots
-    from kvtool.serve.store import ChatStore, lock_folder
-    from kvtool.serve.talk import N_OUTPUT, Talk
-    from kvtool.serve.turns import Baton, Crew
-    from kvtool.serve.wishes import Wish
+    from kvtool.serve.api.thinking import Wish
+    from kvtool.serve.batching import Baton, Crew
+    from kvtool.serve.pool import Slots
+    from kvtool.serve.slot import N_OUTPUT, Talk
+    from kvtool.serve.store.chats import ChatStore, lock_folder
     from kvtool.system.memory import free_bytes
     from kvtool.units import format_bytes
 
@@ -271,14 +271,14 @@ def _opened(
 
 def _tell(site: Site, slots: Slots) -> None:
     """Lets the routes know the engines."""
-    from kvtool.serve.talk import text_of
+    from kvtool.serve.slot import text_of
 
     talk = slots.first
     engine, model, template = talk.engine, talk.model, talk.template
 
     def detokenize(tokens: list[int]) -> str:
         if any(not 0 <= token < model.n_vocab for token in tokens):
-            from kvtool.serve.errors import ApiError
+            from kvtool.serve.api.errors import ApiError
 
             raise ApiError(f"tokens must be in 0..{model.n_vocab - 1}", param="tokens")
         return text_of(model, tokens)

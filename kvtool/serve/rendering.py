@@ -20,13 +20,14 @@ from kvtool.errors import ModelError
 from kvtool.llama.constraint import Vocabulary
 from kvtool.llama.model import Model
 from kvtool.llama.rules import Rules
-from kvtool.serve.errors import ApiError
-from kvtool.serve.forced import Forced
-from kvtool.serve.formats import Format
-from kvtool.serve.messages import START, History, Message
-from kvtool.serve.requests import ChatRequest
-from kvtool.serve.tools import for_template, tools_text
-from kvtool.serve.wishes import Wish, template_for
+from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.messages import Message
+from kvtool.serve.api.requests import ChatRequest
+from kvtool.serve.api.thinking import Wish, template_for
+from kvtool.serve.store.history import START, History
+from kvtool.serve.tools.forced import Forced
+from kvtool.serve.tools.formats import Format
+from kvtool.serve.tools.prompt import for_template, tools_text
 
 _MOST = 16
 """Sets of variables whose renderings are kept."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvtool.chats.thinking import Splitter
-from kvtool.serve.calls import Call, Event, Parser
+from kvtool.serve.tools.calls import Call, Event, Parser
 
 Delta = dict[str, Any]
 

@@ -10,11 +10,12 @@ from kvtool.chats.prompt import prefix_tokens
 from kvtool.chats.template import Template
 from kvtool.errors import ModelError
 from kvtool.llama.model import Model
-from kvtool.serve.errors import ApiError
-from kvtool.serve.formats import HERMES, MISTRAL
-from kvtool.serve.messages import check
+from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.messages import check
+from kvtool.serve.api.tools import check_tools
 from kvtool.serve.rendering import Rendering
-from kvtool.serve.tools import check_tools, tools_text
+from kvtool.serve.tools.formats import HERMES, MISTRAL
+from kvtool.serve.tools.prompt import tools_text
 from tests import tiny
 from tests.held import PATIENCE_S
 from tests.serve.serving import serving

@@ -12,9 +12,9 @@ from kvtool.chats.marks import CUT, JOINT, tokens_of
 from kvtool.chats.prompt import request_prefix, system_prefix, template_of
 from kvtool.chats.template import Template
 from kvtool.llama.model import Model
-from kvtool.serve.messages import check
+from kvtool.serve.api.messages import check
+from kvtool.serve.api.tools import check_tools
 from kvtool.serve.rendering import Rendering
-from kvtool.serve.tools import check_tools
 from tests import tiny
 from tests.cli.called import called
 from tests.held import PATIENCE_S

@@ -17,8 +17,8 @@ from kvtool.llama.devices import has_gpu
 from kvtool.llama.joint import JointContext, Part
 from kvtool.llama.model import Model
 from kvtool.policy import Signal
-from kvtool.serve import turns
-from kvtool.serve.turns import Baton, Crew
+from kvtool.serve import batching
+from kvtool.serve.batching import Baton, Crew
 from tests.engine.running import LOGITS, ON_CUDA, TOLERANCE, text
 from tests.held import PATIENCE_S, until
 
@@ -173,7 +173,7 @@ def test_where_there_is_no_memory_for_joint_steps_it_is_said_once(tiny_model, mo
         raise OutOfMemory("no memory to decode for 2 chats at once")
 
     tried, lines = [], []
-    monkeypatch.setattr(turns, "JointContext", no_room)
+    monkeypatch.setattr(batching, "JointContext", no_room)
     with closing(Model(tiny_model(n_ctx_train=400))) as model:
         tokens = [text(100, seed=i) for i in range(2)]
         lives(
@@ -245,7 +245,7 @@ def test_nothing_is_decoded_where_one_has_no_room(tiny_model):
 
 
 def test_others_get_their_turns_beside_a_crew(tiny_model, monkeypatch):
-    monkeypatch.setattr(turns, "TURN_STEPS", 4)
+    monkeypatch.setattr(batching, "TURN_STEPS", 4)
     seen, is_over = [], threading.Event()
 
     class Crowded(Counting):

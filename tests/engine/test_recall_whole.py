@@ -18,8 +18,8 @@ from kvtool.llama.devices import has_gpu
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.segment import CLUSTERS
-from kvtool.serve import requests
-from kvtool.serve.requests import Defaults
+from kvtool.serve.api import requests
+from kvtool.serve.api.requests import Defaults
 from tests.engine.running import TOLERANCE, open_engine, text
 from tests.serve.killed_turns import Server, said
 

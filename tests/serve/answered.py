@@ -11,11 +11,12 @@ from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.llama.sampler import Sampler
-from kvtool.serve import anthropic, jobs, requests, responses
-from kvtool.serve.jobs import Job
-from kvtool.serve.requests import Defaults
-from kvtool.serve.store import ChatStore
-from kvtool.serve.talk import Talk
+from kvtool.serve import queue
+from kvtool.serve.api import anthropic, requests, responses
+from kvtool.serve.api.requests import Defaults
+from kvtool.serve.queue import Job
+from kvtool.serve.slot import Talk
+from kvtool.serve.store.chats import ChatStore
 
 
 class Answering:
@@ -64,7 +65,7 @@ class Answering:
 
     async def _answered(self, request):
         job = Job(request, "test")
-        jobs.answer(job, self.talk.answer)
+        queue.answer(job, self.talk.answer)
         self.streamed = {}
         while (end := await job.next_but("read", "reading"))["kind"] == "piece":
             for delta in end["deltas"]:

@@ -10,7 +10,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-from kvtool.serve.formats import HERMES
+from kvtool.serve.tools.formats import HERMES
 from tests.serve.gone import response
 
 OTHERS = "Notes"

@@ -11,10 +11,10 @@ import httpx2 as httpx
 
 from kvtool.cli import serve
 from kvtool.config.run import WriteOptions
-from kvtool.serve import app
-from kvtool.serve.app import Site
-from kvtool.serve.jobs import Waiting
-from kvtool.serve.requests import Defaults
+from kvtool.serve.api.requests import Defaults
+from kvtool.serve.http import app
+from kvtool.serve.http.app import Site
+from kvtool.serve.queue import Waiting
 from tests.held import PATIENCE_S
 
 

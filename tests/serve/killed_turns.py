@@ -24,10 +24,10 @@ from kvtool.engine.settings import Settings
 from kvtool.errors import SessionError
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
-from kvtool.serve import requests
-from kvtool.serve.requests import Defaults
-from kvtool.serve.store import ChatStore
-from kvtool.serve.talk import Talk
+from kvtool.serve.api import requests
+from kvtool.serve.api.requests import Defaults
+from kvtool.serve.slot import Talk
+from kvtool.serve.store.chats import ChatStore
 
 CALLS = ("replace", "link", "unlink", "fsync")
 KILLED = 9

@@ -8,12 +8,13 @@ import json
 import httpx2 as httpx
 import pytest
 
-from kvtool.serve import anthropic, app, messages
-from kvtool.serve.app import Site
-from kvtool.serve.errors import ApiError
-from kvtool.serve.gate import Limits
-from kvtool.serve.jobs import Waiting
-from kvtool.serve.tools import check_tools
+from kvtool.serve.api import anthropic, messages
+from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.tools import check_tools
+from kvtool.serve.http import app
+from kvtool.serve.http.app import Site
+from kvtool.serve.http.gate import Limits
+from kvtool.serve.queue import Waiting
 from tests.serve.crowd_serve import said
 from tests.serve.test_serve_messages import events_of
 

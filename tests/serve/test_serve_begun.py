@@ -12,9 +12,9 @@ from kvtool.chats.template import Template
 from kvtool.chats.thinking import THINK, Splitter
 from kvtool.errors import ModelError
 from kvtool.llama.model import Model
-from kvtool.serve import anthropic, requests, responses
-from kvtool.serve.errors import ApiError
-from kvtool.serve.requests import Defaults
+from kvtool.serve.api import anthropic, requests, responses
+from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.requests import Defaults
 from tests.chats import published
 from tests.chats.published import needs_published
 from tests.serve.answered import answering

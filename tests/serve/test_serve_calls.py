@@ -9,10 +9,10 @@ import re
 import pytest
 
 from kvtool.chats.thinking import THINK, Splitter
-from kvtool.serve import formats
-from kvtool.serve.calls import Call, Parser
-from kvtool.serve.formats import HERMES, LLAMA, Format
 from kvtool.serve.reply import Reply
+from kvtool.serve.tools import formats
+from kvtool.serve.tools.calls import Call, Parser
+from kvtool.serve.tools.formats import HERMES, LLAMA, Format
 from tests.serve.test_serve_tools import TOOLS, tool
 from tests.serve.written_calls import BLOCKS, NO_BLOCKS, NOW, OPENS, TRICKY, WRITTEN
 

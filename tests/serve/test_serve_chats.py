@@ -9,9 +9,9 @@ from contextlib import closing
 import pytest
 
 from kvtool.chats import session
-from kvtool.serve import store
-from kvtool.serve.errors import ApiError
-from kvtool.serve.jobs import Job, Waiting
+from kvtool.serve.api.errors import ApiError
+from kvtool.serve.queue import Job, Waiting
+from kvtool.serve.store.chats import ChatStore, lock_folder
 from kvtool.system.files import locked
 from tests import tiny
 from tests.serve.crowd_serve import request, said
@@ -161,7 +161,7 @@ def test_an_archive_whose_chat_was_moved_stays_and_what_a_killed_server_left_goe
     moved, killed = "0123456789abcdef.kv", "fedcba9876543210.kv"
     for name in (f"{moved}.archive", f"{killed}.archive.next", f"{killed}.kvtool.part", f"{killed}.part"):
         (tmp_path / name).write_bytes(b"kvtool archive 1 ")
-    with closing(store.ChatStore(tmp_path, 10**9, {})) as chats:
+    with closing(ChatStore(tmp_path, 10**9, {})) as chats:
         assert [each.name for each in tmp_path.iterdir()] == [f"{moved}.archive"]
         # the server says that it cannot go on with it
         assert chats.n_others == 1
@@ -176,6 +176,6 @@ def test_the_next_server_removes_what_killed_ones_have_left(tmp_path, monkeypatc
     with locked(alive / session.LOCK):
         for folder in (old, alive):
             os.utime(folder, (0, 0))
-        with store.lock_folder(None) as own:
+        with lock_folder(None) as own:
             assert own.parent == tmp_path
             assert (old.exists(), alive.exists(), young.exists()) == (False, True, True)

@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import httpx2 as httpx
 import pytest
 
-from kvtool.serve import messages
+from kvtool.serve.api import messages
+from kvtool.serve.store.history import History
 from tests.held import PATIENCE_S
 from tests.serve.serving import serving
 from tests.serve.test_serve_messages import events_of
@@ -76,7 +77,7 @@ def test_system_messages_at_the_beginning_are_one():
 
 def test_chats_of_all_names_share_their_system_prompt_alone():
     def digests(name, first="system"):
-        return messages.History(name, [], [said(first, "One."), said("user", "Two.")]).digests
+        return History(name, [], [said(first, "One."), said("user", "Two.")]).digests
 
     assert digests("a")[1] == digests("b")[1] == digests(None)[1]
     assert len({digests(name)[2] for name in ("a", "b", None)}) == 3

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvtool.llama.model import Model
-from kvtool.serve import requests
-from kvtool.serve.requests import Defaults
+from kvtool.serve.api import requests
+from kvtool.serve.api.requests import Defaults
 from tests import tiny
 from tests.serve.crowd_serve import said
 from tests.serve.killed_turns import Server

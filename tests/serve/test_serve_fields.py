@@ -7,10 +7,10 @@ import json
 import pytest
 
 from kvtool.llama.sampling import MOST
-from kvtool.serve import anthropic, requests, responses
-from kvtool.serve.errors import ApiError
-from kvtool.serve.fields import HARMLESS, NEUTRAL
-from kvtool.serve.requests import Defaults
+from kvtool.serve.api import anthropic, requests, responses
+from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.fields import HARMLESS, NEUTRAL
+from kvtool.serve.api.requests import Defaults
 from tests.serve.crowd_serve import said
 from tests.serve.here import here
 

@@ -10,10 +10,10 @@ from kvtool.llama.constraint import Vocabulary
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.llama.schema import enforced
-from kvtool.serve.errors import ApiError
-from kvtool.serve.forced import Forced
-from kvtool.serve.formats import GEMMA, HERMES, LLAMA, MISTRAL_ARGS
-from kvtool.serve.tools import Choice, check_tools
+from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.tools import Choice, check_tools
+from kvtool.serve.tools.forced import Forced
+from kvtool.serve.tools.formats import GEMMA, HERMES, LLAMA, MISTRAL_ARGS
 from tests.engine.running import open_engine
 from tests.serve.test_serve_calls import each_format, parsed
 from tests.serve.test_serve_tools import TOOLS, tool

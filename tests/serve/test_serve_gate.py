@@ -12,10 +12,10 @@ from contextlib import suppress
 import httpx2 as httpx
 import pytest
 
-from kvtool.serve import app
-from kvtool.serve.app import Site
-from kvtool.serve.gate import Limits
-from kvtool.serve.jobs import Waiting
+from kvtool.serve.http import app
+from kvtool.serve.http.app import Site
+from kvtool.serve.http.gate import Limits
+from kvtool.serve.queue import Waiting
 from tests.cli.called import called
 from tests.serve.crowd_serve import said
 

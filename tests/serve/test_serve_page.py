@@ -20,14 +20,14 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.serve import app
-from kvtool.serve.app import Site
-from kvtool.serve.gate import Limits
-from kvtool.serve.jobs import Job, Waiting
+from kvtool.serve.http import app
+from kvtool.serve.http.app import Site
+from kvtool.serve.http.gate import Limits
+from kvtool.serve.queue import Job, Waiting
 from tests.held import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
-WEB = ROOT / "kvtool" / "serve" / "web"
+WEB = ROOT / "kvtool" / "serve" / "http" / "web"
 FILES = sorted(WEB.iterdir())
 
 

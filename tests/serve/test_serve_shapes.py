@@ -10,9 +10,9 @@ import pytest
 
 from kvtool.llama.model import Model
 from kvtool.llama.sampling import Sampling
-from kvtool.serve.errors import ApiError
-from kvtool.serve.fields import Fields
-from kvtool.serve.shapes import Shape, check
+from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.fields import Fields
+from kvtool.serve.api.output_format import Shape, check
 from tests.serve.answered import answering
 from tests.serve.test_serve_tools import tool
 

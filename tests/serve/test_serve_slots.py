@@ -19,14 +19,15 @@ from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError, OutOfMemory
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
-from kvtool.serve import requests, slots, turns
-from kvtool.serve.errors import ApiError
-from kvtool.serve.jobs import Waiting
-from kvtool.serve.requests import Defaults
-from kvtool.serve.slots import Slots
-from kvtool.serve.store import ChatStore
-from kvtool.serve.talk import Talk
-from kvtool.serve.turns import Baton, Crew
+from kvtool.serve import batching, pool
+from kvtool.serve.api import requests
+from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.requests import Defaults
+from kvtool.serve.batching import Baton, Crew
+from kvtool.serve.pool import Slots
+from kvtool.serve.queue import Waiting
+from kvtool.serve.slot import Talk
+from kvtool.serve.store.chats import ChatStore
 from tests.held import PATIENCE_S, until
 from tests.serve.crowd_serve import request, said, streaming
 from tests.serve.serving import serving
@@ -131,7 +132,7 @@ def served(path, policy, folder, **how):
 @pytest.fixture
 def one_step(monkeypatch):
     """A turn is a step long."""
-    monkeypatch.setattr(turns, "TURN_STEPS", 1)
+    monkeypatch.setattr(batching, "TURN_STEPS", 1)
 
 
 def question(i, n=3):
@@ -147,7 +148,7 @@ def test_who_waits_longest_gets_the_next_turn():
             order.append(name)
             # a slow thread shall not miss its turn
             until(lambda: len(baton._waiting) == 2 - len(ended))
-            for _ in range(turns.TURN_STEPS + 1):
+            for _ in range(batching.TURN_STEPS + 1):
                 baton.step()
         ended.append(name)
         baton.give()
@@ -178,8 +179,8 @@ def has_ended(baton, n_left):
 @pytest.mark.parametrize("first_s", [-1, PATIENCE_S])
 def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
     """But a short prompt is read in its first turn, whose time is another."""
-    monkeypatch.setattr(turns, "FIRST_S", first_s)
-    monkeypatch.setattr(turns, "TURN_S", -1 if first_s > 0 else PATIENCE_S)
+    monkeypatch.setattr(batching, "FIRST_S", first_s)
+    monkeypatch.setattr(batching, "TURN_S", -1 if first_s > 0 else PATIENCE_S)
 
     def ends(n_left, is_first=True):
         baton = Baton()
@@ -187,10 +188,10 @@ def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
         return has_ended(baton, n_left)
 
     is_long = first_s > 0
-    assert ends(turns.SHORT) is not is_long
+    assert ends(batching.SHORT) is not is_long
     assert ends(1) is not is_long
     # a long one, a reply, and a later turn
-    assert ends(turns.SHORT + 1) is is_long
+    assert ends(batching.SHORT + 1) is is_long
     assert ends(0) is is_long
     assert ends(1, is_first=False) is is_long
 
@@ -240,7 +241,7 @@ def test_chats_in_turns_stay_where_they_are(talker, tmp_path, one_step):
 def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, policy):
     """Of two prompts the second is read before the first, which takes one step."""
     # nothing is done so soon
-    monkeypatch.setattr(slots, "STEP_S", 1e-9)
+    monkeypatch.setattr(pool, "STEP_S", 1e-9)
     with served(talker, policy, tmp_path, n_batch=256) as server:
         other, told = [], []
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import httpx2 as httpx
 import pytest
 
-from kvtool.serve import app
+from kvtool.serve.http import app
 from tests import tiny
 from tests.serve.crowd_serve import said
 from tests.serve.here import here

@@ -11,11 +11,11 @@ import pytest
 from kvtool.chats.effort import Efforts
 from kvtool.chats.template import Template
 from kvtool.llama.model import Model
-from kvtool.serve import wishes
-from kvtool.serve.errors import ApiError
-from kvtool.serve.fields import Fields
+from kvtool.serve.api import thinking
+from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.fields import Fields
+from kvtool.serve.api.thinking import Wish
 from kvtool.serve.rendering import Renderings
-from kvtool.serve.wishes import Wish
 from tests import tiny
 from tests.chats import published
 from tests.chats.published import WANT_FUNCTIONS, needs_published
@@ -64,7 +64,7 @@ def serve(model, tmp_path):
 
 
 def wish(**fields):
-    return wishes.check(Fields(fields), Wish())
+    return thinking.check(Fields(fields), Wish())
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_fields_of_all_servers_ask_for_an_effort_and_a_budget(fields, effort, bu
     found = wish(**fields)
     assert (found.effort, found.budget) == (effort, budget)
     left = Fields(fields)
-    wishes.check(left, Wish())
+    thinking.check(left, Wish())
     assert left.left == []
 
 
@@ -133,7 +133,7 @@ def test_the_servers_effort_and_budget_hold_where_a_request_asks_for_no_other_an
         ({"thinking_budget": 7}, "low", 7),
         ({"thinking_budget": -1}, "low", 100),
     ):
-        found = wishes.check(Fields(fields), default)
+        found = thinking.check(Fields(fields), default)
         assert (found.effort, found.budget) == (effort, budget)
 
 

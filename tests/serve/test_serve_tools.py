@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from kvtool.chats.template import Template
-from kvtool.serve import formats, messages
-from kvtool.serve.errors import ApiError
-from kvtool.serve.formats import HERMES, Format, shown_tokens
-from kvtool.serve.tools import Choice, check_choice, check_tools, for_template, tools_text
+from kvtool.serve.api import messages
+from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.tools import Choice, check_choice, check_tools
+from kvtool.serve.store.history import History
+from kvtool.serve.tools import formats
+from kvtool.serve.tools.formats import HERMES, Format, shown_tokens
+from kvtool.serve.tools.prompt import for_template, tools_text
 
 
 def tool(name, parameters=None, **more):
@@ -157,7 +160,7 @@ def test_calls_in_another_form_are_the_same_chat():
     def digest(call, **result):
         asked = {"role": "assistant", "content": "", "tool_calls": [call]}
         found = messages.check([asked, {"role": "tool", "content": "Rain.", **result}])
-        return messages.History(None, [], found).now
+        return History(None, [], found).now
 
     whole = {"id": "1", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
     short = {"function": {"name": "weather", "arguments": {"city": "Oslo"}}}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.serve.formats import HERMES
+from kvtool.serve.tools.formats import HERMES
 from tests import tiny
 from tests.serve.answered import Answering
 from tests.serve.here import here

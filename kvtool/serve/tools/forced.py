@@ -12,10 +12,10 @@ from kvtool.llama.complement import SAYS
 from kvtool.llama.constraint import Vocabulary
 from kvtool.llama.rules import Rules, literal
 from kvtool.llama.schema import Enforced, json_texts
-from kvtool.serve.errors import ApiError
-from kvtool.serve.formats import HERMES, LLAMA, Format, Parameters
-from kvtool.serve.shapes import enforced_at, remarks_of
-from kvtool.serve.values import resolved, types_of
+from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.output_format import enforced_at, remarks_of
+from kvtool.serve.tools.formats import HERMES, LLAMA, Format, Parameters
+from kvtool.serve.tools.values import resolved, types_of
 
 _ANY_OBJECT = {"type": "object"}
 _HELD_OF_TEXT = {"pattern", "format", "minLength", "maxLength", "enum", "const", "allOf"}

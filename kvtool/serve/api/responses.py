@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from kvtool.serve.bodies import Answer, Body
-from kvtool.serve.errors import ApiError
-from kvtool.serve.fields import Fields, shown, wrong
+from kvtool.serve.api.completions import Answer, Body
+from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.fields import Fields, shown, wrong
 
 _REFUSED = ("previous_response_id", "background", "conversation", "prompt", "max_tool_calls")
 """Fields that only a server that remembers responses can support."""

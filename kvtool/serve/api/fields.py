@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any, NoReturn
 
-from kvtool.serve.errors import ApiError
+from kvtool.serve.api.errors import ApiError
 
 MOST_DEEP = 200
 """The most levels of a request's JSON: what looks through it later may recurse."""

@@ -25,7 +25,7 @@ import numpy as np
 from kvtool.chats import archive_file, session
 from kvtool.errors import SessionError
 from kvtool.llama.archive import Archive
-from kvtool.serve.leftovers import PREFIX, SUFFIX, leftovers, remove
+from kvtool.serve.store.leftovers import PREFIX, SUFFIX, leftovers, remove
 from kvtool.system.files import LOCK, is_locked, locked, second_name, spare_folder
 
 _UNFINISHED = re.compile(rf"([0-9a-f]{{16}}){re.escape(SUFFIX)}(?:((?:\.kvtool)?\.part)|\.archive(\.next)?)")

@@ -12,9 +12,10 @@ from kvtool.chats import session
 from kvtool.chats.archive_file import Listing
 from kvtool.chats.conversation import Conversation
 from kvtool.errors import ModelError, SessionError
-from kvtool.serve.messages import History, Message
+from kvtool.serve.api.messages import Message
 from kvtool.serve.rendering import Rendering
-from kvtool.serve.store import ChatStore, ReplyEnd, Snapshot, n_equal
+from kvtool.serve.store.chats import ChatStore, ReplyEnd, Snapshot, n_equal
+from kvtool.serve.store.history import History
 
 _LEAST_START = 256
 """Tokens of a beginning that are worth a snapshot of their own, or to load another chat's."""

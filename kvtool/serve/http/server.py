@@ -14,8 +14,8 @@ import h11
 import uvicorn
 
 from kvtool.errors import KvtoolError, LibraryError
-from kvtool.serve.app import Site, make
-from kvtool.serve.slots import Slots
+from kvtool.serve.http.app import Site, make
+from kvtool.serve.pool import Slots
 
 _HEADERS = 64 * 2**10
 """The most bytes of a request's head."""

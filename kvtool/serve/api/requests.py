@@ -11,13 +11,13 @@ from kvtool.config.generation import GenerationOptions
 from kvtool.errors import UsageError
 from kvtool.llama.sampling import MOST, Sampling
 from kvtool.options import declared
-from kvtool.serve import messages, shapes, wishes
-from kvtool.serve.errors import ApiError, Names
-from kvtool.serve.fields import Fields, shown, wrong
-from kvtool.serve.messages import Message
-from kvtool.serve.shapes import Shape
-from kvtool.serve.tools import Choice, check_choice, check_tools
-from kvtool.serve.wishes import Wish
+from kvtool.serve.api import messages, output_format, thinking
+from kvtool.serve.api.errors import ApiError, Names
+from kvtool.serve.api.fields import Fields, shown, wrong
+from kvtool.serve.api.messages import Message
+from kvtool.serve.api.output_format import Shape
+from kvtool.serve.api.thinking import Wish
+from kvtool.serve.api.tools import Choice, check_choice, check_tools
 
 MOST_LOGPROBS = 20
 MOST_STOPS = 16
@@ -208,7 +208,7 @@ def _chat(body: object, defaults: Defaults, name: str | None, places: Mapping[st
     return ChatRequest(
         messages=found,
         begun=begun,
-        wish=wishes.check(fields, defaults.wish),
+        wish=thinking.check(fields, defaults.wish),
         name=name or key,
         tools=tools,
         choice=choice,
@@ -282,7 +282,7 @@ def _common(fields: Fields, defaults: Defaults) -> dict[str, Any]:
     stream = fields.flag("stream")
     found = {
         "sampling": _sampling(fields, defaults.sampling),
-        "shape": shapes.check(fields),
+        "shape": output_format.check(fields),
         "n_max": _most(fields, defaults.n_max),
         "seed": _seed(fields, defaults.seed),
         "stop_tokens": fields.tokens("stop_token_ids"),

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvtool.chats.stops import n_begun
-from kvtool.serve import formats
-from kvtool.serve.formats import Format
-from kvtool.serve.values import Broken, calls_in_json, calls_in_python, dumped, json_of_marked, typed
+from kvtool.serve.tools import formats
+from kvtool.serve.tools.formats import Format
+from kvtool.serve.tools.values import Broken, calls_in_json, calls_in_python, dumped, json_of_marked, typed
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The schema of each tool's parameters, by the tool's name."""

@@ -11,8 +11,8 @@ from kvtool.errors import UsageError
 from kvtool.llama import gbnf
 from kvtool.llama.rules import Rules, of_choice, of_regex
 from kvtool.llama.schema import Enforced, Unenforced, enforced
-from kvtool.serve.errors import ApiError
-from kvtool.serve.fields import Fields, shown, wrong
+from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.fields import Fields, shown, wrong
 
 Kind = Literal["schema", "grammar", "regex", "choice"]
 

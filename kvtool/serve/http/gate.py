@@ -14,8 +14,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
-from kvtool.serve.errors import ApiError
-from kvtool.serve.fields import parsed, shown
+from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.fields import parsed, shown
 
 _LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Origins of web pages that may always ask."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from kvtool.serve.errors import ApiError, bug
+from kvtool.serve.api.errors import ApiError, bug
 
 Event = dict[str, Any]
 """What the engine says of a request: "kind" is "read", "piece", "end" or "error"."""

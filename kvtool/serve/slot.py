@@ -25,17 +25,17 @@ from kvtool.llama.rules import Rules
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
 from kvtool.measure.holdings import n_forgotten
-from kvtool.serve.calls import Parser
-from kvtool.serve.errors import ApiError
-from kvtool.serve.formats import shown_tokens
-from kvtool.serve.jobs import Job
+from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.requests import ChatRequest, Request, TextRequest, of_usage
+from kvtool.serve.api.thinking import Wish
+from kvtool.serve.batching import Crew
+from kvtool.serve.queue import Job
 from kvtool.serve.rendering import Rendering, Renderings
 from kvtool.serve.reply import Reply
-from kvtool.serve.requests import ChatRequest, Request, TextRequest, of_usage
-from kvtool.serve.resumer import Resumer
-from kvtool.serve.store import ChatStore
-from kvtool.serve.turns import Crew
-from kvtool.serve.wishes import Wish
+from kvtool.serve.store.chats import ChatStore
+from kvtool.serve.store.resumer import Resumer
+from kvtool.serve.tools.calls import Parser
+from kvtool.serve.tools.formats import shown_tokens
 
 N_OUTPUT = 16
 """The most tokens of a step where a request asks for its prompt's log-probabilities."""

@@ -8,8 +8,8 @@ from typing import Any
 from kvtool.chats.effort import LEVELS, OFF, ON, Efforts
 from kvtool.chats.template import RAW, Template
 from kvtool.errors import ModelError
-from kvtool.serve.errors import ApiError
-from kvtool.serve.fields import Fields, shown, wrong
+from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.fields import Fields, shown, wrong
 
 _KINDS = {"enabled": ON, "disabled": OFF, "adaptive": None, "auto": None}
 """Values of thinking.type."""

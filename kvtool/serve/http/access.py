@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvtool.serve.fields import shown
+from kvtool.serve.api.fields import shown
 
 
 class Access:

@@ -36,7 +36,7 @@ def response() -> Response:
 @cache
 def _read() -> tuple[str, str]:
     """The page, and its Content-Security-Policy, which names script and style by their digests."""
-    folder = files("kvtool.serve").joinpath("web")
+    folder = files("kvtool.serve.http").joinpath("web")
 
     def read(name: str) -> str:
         return folder.joinpath(name).read_text(encoding="utf-8")

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from kvtool.engine.chunk_size import ChunkSize
 from kvtool.errors import KvtoolError
-from kvtool.serve import jobs
-from kvtool.serve.jobs import Job, Waiting
-from kvtool.serve.talk import Talk
-from kvtool.serve.turns import Baton
+from kvtool.serve import queue
+from kvtool.serve.batching import Baton
+from kvtool.serve.queue import Job, Waiting
+from kvtool.serve.slot import Talk
 
 STEP_S = 0.5
 """Seconds that a step of a prompt may take, about: so long others wait for their turn."""
@@ -80,7 +80,7 @@ class Slots:
     def _answer(self, waiting: Waiting, talk: Talk, job: Job) -> None:
         """Answers a request in a thread of its own, to which the baton has come with it."""
         try:
-            jobs.answer(job, talk.answer)
+            queue.answer(job, talk.answer)
         finally:
             # before others compute: who asks again at once needs no other engine
             self._free.append(talk)

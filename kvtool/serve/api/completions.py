@@ -7,7 +7,7 @@ import secrets
 import time
 from typing import Any
 
-from kvtool.serve.errors import ApiError
+from kvtool.serve.api.errors import ApiError
 
 DONE = "data: [DONE]\n\n"
 

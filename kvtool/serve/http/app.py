@@ -17,17 +17,18 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvtool.serve import anthropic, gate, metrics, page, requests, responses
-from kvtool.serve.access import Access
-from kvtool.serve.anthropic_bodies import MessageBodies
-from kvtool.serve.bodies import Bodies, Body
-from kvtool.serve.errors import ApiError, bug
-from kvtool.serve.fields import Fields
-from kvtool.serve.gate import Limits
-from kvtool.serve.jobs import Job, Waiting
-from kvtool.serve.metrics import Counts
-from kvtool.serve.requests import ChatRequest, Defaults, Request
-from kvtool.serve.responses import ResponseBodies
+from kvtool.serve.api import anthropic, requests, responses
+from kvtool.serve.api.anthropic import MessageBodies
+from kvtool.serve.api.completions import Bodies, Body
+from kvtool.serve.api.errors import ApiError, bug
+from kvtool.serve.api.fields import Fields
+from kvtool.serve.api.requests import ChatRequest, Defaults, Request
+from kvtool.serve.api.responses import ResponseBodies
+from kvtool.serve.http import gate, metrics, page
+from kvtool.serve.http.access import Access
+from kvtool.serve.http.gate import Limits
+from kvtool.serve.http.metrics import Counts
+from kvtool.serve.queue import Job, Waiting
 
 _T = TypeVar("_T")
 

@@ -1,0 +1,1 @@
+"""The APIs of OpenAI and Anthropic: fields of requests, and bodies of answers."""

@@ -1,0 +1,1 @@
+"""HTTP: the server, its routes, limits on clients, and the web page."""

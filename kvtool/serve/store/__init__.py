@@ -1,0 +1,1 @@
+"""Stored chats: files on disk, and how a request continues one."""
