@@ -1,4 +1,4 @@
-// How a call fails: it returns a negative number, and llama_kvtool_error says why.
+// Errors of the C API: a failing call returns a negative number, and llama_kvtool_error gives the reason.
 
 #pragma once
 
@@ -11,15 +11,15 @@
 
 namespace kvtool {
 
-// sets what llama_kvtool_error says on this thread; returns -1
+// set the text of llama_kvtool_error on this thread; returns -1
 int32_t fail(const std::string & why);
 
-// there is no memory for the archive, or no disk
+// no memory or no disk space for the archive
 struct no_room : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// what f returns, or a negative number where it throws: no exception may cross into C
+// result of f, or a negative number if f throws: no exception may cross into C
 template <typename F>
 auto guarded(F && f) -> decltype(f()) {
     try {

@@ -1,4 +1,4 @@
-// What hooks.patch calls from llama.cpp's own files.
+// Functions that hooks.patch calls from llama.cpp's own files.
 
 #pragma once
 
@@ -23,33 +23,34 @@ class joint_input;
 
 } // namespace kvtool
 
-// what kvtool has added to a graph
+// kvtool's part of a graph
 struct llama_kvtool_graph {
     static constexpr int n_signal = 7;
 
-    // the signals of the rows of one layer
+    // signals of the rows of one layer
     struct probe {
-        int i; // the layer's index in the cache
+        int i; // index of the layer in the cache
 
-        ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv], or of each query [n_kv, n_tokens, n_head_kv]
+        ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv], or per query [n_kv, n_tokens, n_head_kv]
     };
 
-    // those that the host adds up; null where the device does
+    // signals that the host adds up; null if the device does
     std::vector<probe> probes;
 
-    // those that later layers, which read the same cells, add to; of the recent signal and of squares [n_kv, q, n_head_kv]
+    // signals that later layers reading the same cells add to; the recent signal and squares are [n_kv, q,
+    // n_head_kv]
     std::vector<probe> shared;
 
     llama_kvtool_input * input = nullptr;
 
-    // of a joint step, whose members have signals of their own
+    // set in a joint step, whose members have separate signals
     kvtool::joint_input * joint = nullptr;
 };
 
-// Notes how the new keys are rotated; they are null where a layer reads an earlier layer's cells. Ragged rows: stores keys
-// and values at each row's own end and sets k and v to views of the layer's cells; returns false where rows are not ragged.
-// v stays as it is where values are a part of the keys. unused: inputs that nothing reads then; some of llama.cpp's memories
-// fill them all the same
+// Note how the new keys are rotated; k_cur is null if a layer reads an earlier layer's cells. If rows are ragged:
+// store keys and values at each row's own end, set k and v to views of the layer's cells and return true (v is
+// unchanged if values are a part of the keys). Otherwise return false. unused: inputs of the graph that nothing reads
+// then; they must stay in it, as some of llama.cpp's memories fill them anyway
 bool llama_kvtool_store(
         const llm_graph_context & graph,
         ggml_tensor * k_cur,
@@ -59,18 +60,19 @@ bool llama_kvtool_store(
                 int   il,
         std::initializer_list<ggml_tensor *> unused = {});
 
-// with an archive: fills the layer's last cells with the archived tokens that the queries q attend to most
+// with an archive: fill the layer's last cells with the archived tokens that the queries q attend to most, or with
+// synthetic cells
 void llama_kvtool_recall(
         const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, ggml_tensor * sinks, float scale, int il);
 
-// ragged rows: a mask with each row's own length; ALiBi: with each row's own distances; else kq_mask
+// mask of a layer. Ragged rows: with each row's own length. ALiBi: with each row's own distances. Otherwise kq_mask
 ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il);
 
-// while archived tokens are staged: attention of the queries q to all of them and to the live cells; else null
+// while archived tokens are staged: attention of the queries q to all of them and to the live cells; otherwise null
 ggml_tensor * llama_kvtool_staged(
         const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il);
 
-// a step of several contexts: the attention of each one's tokens to its own cells, one after the other; null in other steps
+// joint step: each context's tokens attend to that context's cells; the results are concatenated. Null in other steps
 ggml_tensor * llama_kvtool_join(
         const llm_graph_context & graph, llm_graph_input_attn_kv * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
         ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);
@@ -81,14 +83,14 @@ ggml_tensor * llama_kvtool_join(
         const llm_graph_context & graph, llm_graph_input_attn_kv_iswa * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
         ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);
 
-// log n: the queries scaled by log_512(t); else q
+// with log_n: the queries scaled by log_512(t); otherwise q
 ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k);
 
-// Whether a model's index has nothing to choose, as it may choose all cells that there are: with kvtool there are no more. So
-// its keys need not follow when cells move
+// True if a model's index has nothing to choose. With kvtool a context never has more cells than the index may
+// choose, so all are chosen, and the index's keys need not be moved along with the cells
 bool llama_kvtool_dense(const llm_graph_context & graph);
 
-// adds one layer's signals to the graph; p: the probabilities [n_kv, n_tokens, n_head], null with flash attention
+// add one layer's signals to the graph; p: the probabilities [n_kv, n_tokens, n_head], null with flash attention
 void llama_kvtool_build(
         const llm_graph_context & graph,
         ggml_tensor * q,
@@ -99,12 +101,12 @@ void llama_kvtool_build(
               float   kq_scale,
                 int   il);
 
-// whether n_tokens more can be decoded: every row has cells for them, beside those for recalled tokens, which llama.cpp's
-// own table does not know, nor what ragged rows hold; and the context may still be used
+// True if n_tokens more can be decoded: the context is usable, and every row has free cells for them apart from those
+// for recalled tokens. llama.cpp's own table knows neither these nor the lengths of ragged rows
 bool llama_kvtool_fits(const llama_context & lctx, uint32_t n_tokens);
 
-// counts the queries of a computed graph, and starts to copy the signals that the host adds up
+// count the queries of a computed graph and start to copy the signals that the host adds up
 void llama_kvtool_extract(llama_context & lctx, const llm_graph_result & res, uint32_t n_tokens);
 
-// the most nodes that kvtool adds to a graph
+// maximum number of nodes that kvtool adds to a graph
 uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool * kvtool, uint32_t n_tokens);

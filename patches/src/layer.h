@@ -1,4 +1,4 @@
-// A layer of the cache that kvtool edits.
+// One layer of the cache that kvtool edits.
 
 #pragma once
 
@@ -9,18 +9,18 @@
 namespace kvtool {
 
 struct layer {
-    int il;     // its number in the model
-    int n_head; // its KV heads, each of which is a row
-    int row_0;  // the first of these rows
-    int n_cell; // its cells
+    int il;     // number of the layer in the model
+    int n_head; // KV heads; each is a row
+    int row_0;  // number of its first row
+    int n_cell; // number of cells
 
     ggml_tensor * k;
-    ggml_tensor * v; // null: values are a part of the keys (MLA)
+    ggml_tensor * v; // null if values are a part of the keys (MLA)
 
-    int n_embd_k; // numbers in a key of one head
-    int n_embd_v; // and in a value; 0 without values
+    int n_embd_k; // elements of a key of one head
+    int n_embd_v; // elements of a value of one head; 0 without values
 
-    int last; // the last layer of the model that reads its cells, which may be a later one
+    int last; // number of the last layer of the model that reads its cells
 
     kvtool::rope rope = {};
 };

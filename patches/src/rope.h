@@ -1,4 +1,4 @@
-// How the keys of a layer are rotated: as the model's graph says, so that no model has to be known by its name.
+// Rotation (RoPE) of a layer's keys. It is read from the model's graph, so that no model has to be known by its name.
 
 #pragma once
 
@@ -9,12 +9,13 @@
 namespace kvtool {
 
 struct rope {
-    bool is_known = false; // the layer's keys have been seen in a graph
+    bool is_known = false; // a graph with the layer's keys has been read
 
-    bool is_mapped = false; // quantized keys are stored under a map
+    bool is_mapped = false; // quantized keys are stored multiplied by a Hadamard matrix
 
-    int n_dims = 0; // numbers of a key that turn, in pairs; 0: the layer knows no positions
-    int first  = 0; // the first of them: MLA has others before
+    // elements of a key that are rotated, in pairs; 0: the layer has no RoPE
+    int n_dims = 0;
+    int first  = 0; // index of the first rotated element; in MLA others precede it
 
     int mode       = 0; // GGML_ROPE_TYPE_*
     int n_ctx_orig = 0;
@@ -27,22 +28,25 @@ struct rope {
 
     int sections[GGML_MROPE_SECTIONS] = {};
 
-    ggml_tensor * factors = nullptr; // of the model: one a pair, by which its angle is divided
-    ggml_tensor * scale   = nullptr; // of the model: what each number of a rotated key is multiplied by; a norm's weights
+    // tensor of the model: one divisor of the angle per pair
+    ggml_tensor * factors = nullptr;
+    // tensor of the model: weights of a norm, by which a rotated key is multiplied element by element
+    ggml_tensor * scale   = nullptr;
 
     bool is_rotary() const { return n_dims > 0; }
 
-    // whether a token has several positions (M-RoPE), which for text are one; that of the last section is 0
+    // true if a token has several positions (M-RoPE). In text they are equal, except that the last section's is 0
     bool is_multi() const { return (mode & GGML_ROPE_TYPE_MROPE) != 0; }
 
-    // whether pair i turns with a text's position
+    // true if pair i is rotated by a text's position
     bool has_pair(int i) const;
 
-    // Sets this from what computes a layer's keys. Returns why it cannot be known how they depend on positions, or nothing.
+    // Read the rotation from the graph that computes a layer's keys. Returns the reason if the dependence on
+    // positions cannot be determined, otherwise an empty string.
     std::string read(const ggml_tensor * keys);
 
-    // rotates keys F32 [n_embd, n] by so many positions, n_head of them, one after the other, by as many; delta: I32 [n/n_head], or
-    // four times that where tokens have several positions
+    // Rotate keys F32 [n_embd, n]. n_head consecutive keys share one entry of delta: I32 [n/n_head], or four
+    // times as many entries if tokens have several positions
     ggml_tensor * build(ggml_context * ctx, ggml_tensor * keys, ggml_tensor * delta, int64_t n_head = 1) const;
 };
 

@@ -1,4 +1,4 @@
-// What kvtool keeps of a context. Its functions alone touch the private members of llama.cpp's context.
+// kvtool's state of a context. The only code, with sizes.cpp, that touches private members of llama.cpp's context.
 
 #pragma once
 
@@ -25,86 +25,93 @@ struct llama_hparams;
 struct llama_kvtool {
     llama_kvtool_params params;
 
-    std::vector<kvtool::layer> layers;  // those with rows
-    std::vector<kvtool::layer> sliding; // those with a sliding window: llama.cpp keeps their cache, and they have no rows
+    std::vector<kvtool::layer> layers;  // layers with rows
+    // layers with a sliding window: llama.cpp manages their cache, and they have no rows
+    std::vector<kvtool::layer> sliding;
 
-    std::vector<kvtool::layer> index; // keys of an index, by which a model chooses among its cells; see llama_kvtool_dense
+    // keys by which a model's index chooses cells; see llama_kvtool_dense
+    std::vector<kvtool::layer> index;
 
-    std::vector<ggml_tensor *> states; // of recurrent layers, which llama.cpp keeps as well
+    std::vector<ggml_tensor *> states; // states of recurrent layers, managed by llama.cpp
 
     std::vector<int> layer_of_row;
-    std::vector<int> index_of_il; // in layers: whose cells a layer of the model reads; -1: it has none of them
+    // for each layer of the model, the index in `layers` of the layer whose cells it reads; -1: none
+    std::vector<int> index_of_il;
 
-    int  n_most  = INT32_MAX; // cells that a layer may have when tokens are decoded
+    int  n_most  = INT32_MAX; // maximum number of cells of a layer when tokens are decoded
     int  n_row   = 0;
-    bool v_trans = false; // V is stored transposed
+    bool v_trans = false; // values are stored transposed
 
-    int n_own   = 0; // cells of each row that are in use, unless rows are ragged
-    int n_guess = 0; // tokens of the next batch that are guesses
-    int n_back  = 0; // of the last tokens: those that can be taken back
+    int n_own   = 0; // cells in use in each row, unless rows are ragged
+    int n_guess = 0; // draft tokens at the end of the next batch
+    int n_back  = 0; // last tokens that can be removed
 
     int64_t n_seen = 0; // tokens that the next query has seen before itself
 
     bool is_watching = true; // decodes compute the signals
 
-    std::vector<int32_t> live; // ragged: how many cells of each row are in use
+    std::vector<int32_t> live; // ragged: cells in use of each row
 
-    std::string broken; // why nothing may be done with the context any more; empty: it may be used
+    std::string broken; // reason why the context is unusable; empty: it is usable
 
     kvtool::signals signals { layers, params };
     kvtool::recent  recent  { layers, params };
     kvtool::queries queries { params };
     kvtool::graphs  graphs;
-    kvtool::places  places; // with ALiBi alone
+    kvtool::places  places; // used with ALiBi only
 
-    std::vector<std::vector<float>> mean_turns; // of each layer, once it has been needed: see read_future
+    std::vector<std::vector<float>> mean_turns; // mean rotation of each layer, made when first needed: see
+                                                // read_future
 
-    std::unique_ptr<kvtool::recaller> archive; // null: there is none
+    std::unique_ptr<kvtool::recaller> archive; // null: no archive
     std::unique_ptr<kvtool::staging>  staging; // null: steps recall from the archive on the host
 
-    uint64_t version = 0; // of the tensors that graphs view, and of what they do with them: no two contexts have the same
+    // version of the tensors that graphs view, unique over all contexts; raised when graphs made for the older
+    // tensors become invalid
+    uint64_t version = 0;
 
-    std::unique_ptr<kvtool::joint> joint; // null: the context's steps are its own
+    std::unique_ptr<kvtool::joint> joint; // null: the context decodes its own tokens
 
     explicit llama_kvtool(const llama_kvtool_params & params) : params(params) {}
 
     llama_kvtool(const llama_kvtool &) = delete;
 
-    // see llama_kvtool_enable; with joint, its steps are those of others
+    // see llama_kvtool_enable; joint: not null if the context computes steps of other contexts
     static int32_t enable(llama_context & lctx, const llama_kvtool_params & params, std::unique_ptr<kvtool::joint> joint = nullptr);
 
-    // null, with the error set, where kvtool is not enabled or the context may not be used any more
+    // null, with the error set, if kvtool is not enabled or the context is unusable
     static llama_kvtool * get(const llama_context * ctx);
 
     //
     // counts
     //
 
-    // tokens in the archive
+    // number of tokens in the archive
     int64_t n_archived() const { return archive ? archive->tokens.size() : 0; }
 
-    // whether a step attends to all archived tokens on the device; without any, llama.cpp's own attention sees everything
+    // true if the next step attends to all archived tokens on the device. With an empty archive, llama.cpp's own
+    // attention sees all tokens
     bool is_staging() const { return staging && n_archived() > 0; }
 
     // see llama_kvtool_stage
     int64_t stage(llama_context & lctx, int64_t n_archived);
 
-    // why the archive's tokens cannot be staged for the next step; empty: they can
+    // reason why the archive's tokens cannot be staged for the next step; empty if they can
     std::string unstaged() const;
 
-    // the layer whose cells this layer of the model reads, itself or an earlier one; null if these are no rows
+    // layer whose cells this layer of the model reads, itself or an earlier one; null if it reads no rows
     const kvtool::layer * find(int il) const;
 
-    // a graph has a layer with these keys: from now on it is known how they are rotated
+    // read from a graph how the keys of a layer are rotated
     void see(int il, const ggml_tensor * keys);
 
-    // whether k is a view of the cache; other keys belong to an encoder or to cross-attention
+    // true if k is a view of the cache; other keys belong to an encoder or to cross-attention
     bool has_keys(const ggml_tensor * k) const;
 
     int most_cells() const;
     int most_live(const kvtool::layer & l) const;
 
-    // whether all rows of a layer hold as many tokens: their queries then see the same cells
+    // true if all rows of a layer hold the same number of tokens: their queries then see the same cells
     bool is_even(const kvtool::layer & l) const;
 
     std::vector<int> layer_cells() const;
@@ -113,10 +120,11 @@ struct llama_kvtool {
     int64_t n_bytes() const;
     int32_t n_dim()   const;
 
-    // of the tables of copy_beside
+    // entries of the table of copy_beside
     int32_t n_beside() const;
 
-    // whether the next batch's tokens are kept apart, so that some of them can be left out: see llama_kvtool_guess
+    // true if the signals of the next batch are stored per token, so that draft tokens can be removed: see
+    // llama_kvtool_guess
     bool is_apart() const { return n_guess > 0; }
 
     void guess(int n);
@@ -127,7 +135,7 @@ struct llama_kvtool {
     // see llama_kvtool_take_back
     int32_t take_back(llama_context & lctx, int n);
 
-    // a batch has been computed
+    // update the state after a batch has been computed
     void decoded(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens);
 
     //
@@ -141,12 +149,13 @@ struct llama_kvtool {
     // copies
     //
 
-    // a layer's first n cells as bytes, keys and then values, each cell by cell: copies to out or from in, or nothing
-    // where both are null; returns how many bytes these are
+    // Copy a layer's first n cells (all keys, then all values, cell by cell) to out or from in, or nothing if
+    // both are null; returns the number of bytes
     int64_t copy_cells(llama_context & lctx, const kvtool::layer & l, uint8_t * out, const uint8_t * in, int n) const;
 
-    // what a model keeps beside its rows: all cells of the sliding layers, then the states of recurrent ones; the tables are
-    // [where the next token of the sliding layers goes, each cell's position or -1, the newest token's position or -1]
+    // Copy the memory of layers without rows: all cells of the sliding layers, then the recurrent states. The
+    // tables are [cell of the sliding layers' next token, each cell's position or -1, position of the newest
+    // token or -1]
     int64_t copy_beside(llama_context & lctx, int32_t * table_out, uint8_t * out, const int32_t * table_in, const uint8_t * in) const;
 
     //
@@ -155,9 +164,9 @@ struct llama_kvtool {
 
     // see memory
     int  n_used       (const llama_context & lctx) const;
-    void fill_recalled(const llama_context & lctx, int n_tokens = 1) const; // of a step
+    void fill_recalled(const llama_context & lctx, int n_tokens = 1) const; // n_tokens: of the step
 
-    // the next decode makes a new graph; reserve: it needs other compute buffers, too
+    // make the next decode build a new graph; reserve: its compute buffers have another size, too
     static void forget_graphs(llama_context & lctx, bool reserve);
 
     //
@@ -175,13 +184,14 @@ struct llama_kvtool {
 private:
     static bool begin(kvtool::member & m, const llama_batch & batch);
 
-    std::string unreadable; // why it cannot be known how the keys of a layer are rotated
+    // reason why the rotation of a layer's keys cannot be determined
+    std::string unreadable;
 
     void add_layers(const llama_context & lctx);
     bool keep_queries(const llama_hparams & hparams);
     void make_archive(const llama_kv_cache & kv);
 
-    // why a layer's keys cannot be turned; empty: all can
+    // reason why some layer's keys cannot be rotated; empty if all can
     std::string unseen() const;
     std::string no_archive(const llama_hparams & hparams) const;
 
