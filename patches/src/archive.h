@@ -1,4 +1,4 @@
-// Keys and values that have left the cache, in host memory or in a file.
+// Archive: keys and values that have left the cache, in host memory or in a file.
 
 #pragma once
 
@@ -20,14 +20,14 @@
 
 namespace kvtool {
 
-// A stretch of the stream whose keys are rotated to their positions less `base`: a long stream starts over at the end of
-// the context.
+// A run of tokens whose keys are rotated to their positions minus `base`. A long stream starts another run whenever
+// its positions start over at the end of the context.
 struct frame {
-    int64_t first; // the position of its first token
+    int64_t first; // position of its first token
     int64_t base;
 };
 
-// what the layers of an archive have in common
+// parameters of all layers of an archive; see llama_kvtool_params
 struct archive_params {
     int32_t n_recall;
     int32_t n_near;
@@ -38,66 +38,66 @@ struct archive_params {
     int32_t n_exact;
 };
 
-// one of them
+// shape of one layer
 struct archive_shape {
     int32_t n_head;
-    int32_t n_embd_k; // of a head
+    int32_t n_embd_k; // elements of a head's key
     int32_t n_embd_v;
 
     rotation turns;
 };
 
-// tokens that leave the cache
+// tokens that leave the cache for the archive
 struct leaving {
     const int32_t * cells;
 
     int32_t n_cell;
-    int64_t pos_0; // of the first of them
-    int64_t n_max; // tokens that stay in the archive: the newest
-    int64_t next;  // what the next token of the cache will be rotated to
+    int64_t pos_0; // position of the first of them
+    int64_t n_max; // maximum size of the archive; the newest tokens stay
+    int64_t next;  // position that the cache's next token will be rotated to
 
     int64_t end() const { return pos_0 + n_cell; }
 
-    // the oldest token that an archive has with these, which has tokens begin .. end - 1 now
+    // oldest token of an archive that has tokens begin .. end - 1 now and receives these
     int64_t first(int64_t begin, int64_t end) const { return std::max(begin < end ? begin : pos_0, this->end() - n_max); }
 };
 
-// what cells of a layer hold, cell by cell
+// contents of some cells of a layer, cell by cell
 struct gathered {
     ggml_type type_k;
     ggml_type type_v;
 
     std::vector<uint8_t> k;
-    std::vector<uint8_t> v; // empty where values are a part of the keys
+    std::vector<uint8_t> v; // empty if values are a part of the keys (MLA)
 };
 
-// The archived tokens of one layer, by their positions in the stream, which have no gaps.
+// Archived tokens of one layer. Their positions in the stream are consecutive.
 class archived_layer {
 public:
-    // at: where the layer's part of a slab begins
+    // at: offset of the layer's part of a slab
     archived_layer(
             const store & memory, size_t at, int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, ggml_type type_v);
 
     int64_t begin() const { return first; }
     int64_t end()   const { return last; }
 
-    // the tokens that there are from now on; the memory has slabs for them
+    // set the range of tokens; the memory has slabs for them
     void set_span(int64_t begin, int64_t end);
 
-    // stores token i: the keys of all heads and the values of all heads
+    // store token i: the keys and the values of all heads
     void put(int64_t i, const float * k, const float * v);
 
-    // puts a complete block's keys and values into another order: the token that lies in each place from `first` on
+    // reorder a complete block: place first + i gets the token of place from[first + i]
     void sort(int head, int64_t block, int first, const uint8_t * from);
 
     size_t token_bytes() const { return n_head*size; }
 
-    // tokens of blocks that are sorted are given by their places from here on
+    // below, tokens of clustered blocks are addressed by their places
 
-    // as f32: keys i .. i + n - 1 of a head, which lie in one block
+    // keys i .. i + n - 1 of a head as f32; all lie in one block
     void keys(int head, int64_t i, int n, float * out) const;
 
-    // the same of values
+    // the same for values
     void values(int head, int64_t i, int n, float * out) const;
 
     // a key and a value as they are stored
@@ -107,14 +107,14 @@ public:
     uint8_t * raw_key  (int head, int64_t i) { return key_at  (head, i); }
     uint8_t * raw_value(int head, int64_t i) { return value_at(head, i); }
 
-    // where the block of token i ends
+    // end of the block of token i
     static int64_t block_end(int64_t i) { return (i/n_block + 1)*n_block; }
 
-    // where the layer's part of a slab ends
+    // end of the layer's part of a slab
     size_t slab_end() const;
 
     const int     n_head;
-    const int64_t n_embd_k; // of a head
+    const int64_t n_embd_k; // elements of a head's key
     const int64_t n_embd_v;
 
     const ggml_type type_k;
@@ -122,7 +122,7 @@ public:
 
     const size_t size_k; // bytes of a key
     const size_t size_v;
-    const size_t size;   // of both, which lie side by side
+    const size_t size;   // bytes of a key and the value stored behind it
 
     static constexpr int n_block = store::n_block;
 
@@ -130,7 +130,7 @@ private:
     const store & memory;
 
 
-    // in a slab: [n_head][n_block] keys, each with its value behind it; [n_head][n_block/n_side] sides
+    // offset in a slab; there lie [n_head][n_block] keys, each followed by its value
     const size_t at_k;
 
     int64_t first = 0;
@@ -140,90 +140,97 @@ private:
     uint8_t * value_at(int head, int64_t i) const { return key_at(head, i) + size_k; }
 };
 
-// tokens of a layer as `get` gives them, from this one on
+// tokens of a layer in the format of archive::get, beginning with token `first`
 struct archive_part {
     const uint8_t * data;
     int64_t         first;
 };
 
-// archived tokens whose keys are rotated alike
+// archived tokens whose keys have the same rotation
 struct stretch {
     int64_t begin;
     int64_t end;
 
-    int64_t delta; // how far a query turns that is to be multiplied with them
+    int64_t delta; // positions by which a query is rotated before it is multiplied with their keys
 };
 
 class archive {
 public:
-    // layers of these shapes, all empty
+    // create empty layers of these shapes
     void make(const archive_params & params, const std::vector<archive_shape> & shapes);
 
-    // from now on it lies in a new file at that path; nothing may be archived yet. Throws where that cannot be.
+    // put the archive into a new file at that path; nothing may be archived yet. Throws std::runtime_error on
+    // failure.
     void open(const std::string & path) { memory.open(path); }
 
     bool has_file() const { return memory.has_file(); }
 
-    // Archives cells of all rows: `reserve` takes the memory, and throws no_room; `start` forgets what is too old, and returns the
-    // oldest token that stays; `put` stores a layer's tokens from pos on, none of which is too old; `finish` ends it.
+    // Archiving takes four steps: `reserve` allocates the memory (throws no_room); `start` deletes tokens that
+    // are too old and returns the oldest token that stays; `put` stores a layer's tokens from pos on; `finish`
+    // completes the archive, clusters included.
     void reserve(const leaving & some) { memory.reserve(first_of(some), some.end()); }
     int64_t start(const leaving & some);
     void put    (size_t layer, int64_t pos, const gathered & cells);
     void finish (const leaving & some, int64_t first, int n_thread);
 
-    // stores one token, of a key and a value of all heads
+    // store one token: keys and values of all heads
     void put(size_t layer, int64_t pos, ggml_type type_k, const uint8_t * k, ggml_type type_v, const uint8_t * v);
 
-    // the oldest token that there is with these
+    // oldest token of the archive once it has received these
     int64_t first_of(const leaving & some) const {
         const int64_t begin = size() > 0 ? this->begin() : some.pos_0;
         return whole(begin, some.first(begin, end()), some.end());
     }
 
-    // While it is deferred, `finish` makes no clusters: `seal_layer` makes those of complete blocks, of one head of a layer. Heads may
-    // be sealed at the same time. Nothing else may read or change the layer meanwhile. The end of it makes what is left.
+    // While clustering is deferred, `finish` computes no clusters; instead `seal_layer` clusters the complete
+    // blocks of one head of a layer. Several heads may be clustered at the same time, but nothing else may read
+    // or change the layer. Ending the deferral clusters what is left.
     void defer_seal(bool on, int n_thread);
     void seal_layer(size_t layer, int head);
 
     bool has_clusters() const { return !clusters.empty(); }
 
-    // keys in the cache are rotated to their positions less base
+    // set the base: keys in the cache are rotated to their positions minus base
     void set_base(int64_t base);
 
-    // the same: of the newest frame
+    // base of the newest run
     int64_t base() const { return frames.empty() ? 0 : frames.back().base; }
 
-    // keeps the newest n tokens
+    // delete all but the newest n tokens
     void keep(int64_t n);
 
-    // Forgets the tokens from this one on. What is left is as it was when these had just come, and position `next` came next in
-    // the stream. `set_base` follows: a frame may have gone.
+    // Delete the tokens from this one on. The remaining archive is as it was when its last token had just been
+    // archived and the stream's next position was `next`. The caller then calls `set_base`, as runs may have been
+    // removed.
     void cut(int64_t end, int64_t next);
 
     void clear();
 
-    // Layers with other tokens than begin .. end - 1 forget them. Throws no_room, and nothing has changed then.
+    // Empty the layers that hold other tokens than begin .. end - 1. Throws no_room, and nothing has changed
+    // then.
     void expect(int64_t begin, int64_t end);
 
-    // a layer's keys and values as they are stored, token by token; and the bytes of a token
+    // copy a layer's keys and values as they are stored, token by token; and the bytes of a token
     void   get(size_t layer, uint8_t * out, int64_t begin, int64_t end) const;
     size_t token_bytes(size_t layer) const { return layers[layer].token_bytes(); }
 
-    // a layer's tokens are begin .. end - 1, in parts that follow each other
+    // set a layer's tokens begin .. end - 1 from consecutive parts
     void fill(size_t layer, const std::vector<archive_part> & in, int64_t begin, int64_t end, int n_thread);
 
-    // The clusters of blocks, for a saved archive: see llama_kvtool_clusters. They are given after the layers and before the table.
-    // `get_clusters` says whether all rows have them so.
+    // Clusters of blocks in a saved archive: see llama_kvtool_clusters. They are set after the layers and before
+    // the table. `get_clusters` returns false if some row lacks such clusters.
     std::array<int64_t, 4> clustered() const;
     size_t                 cluster_bytes() const { return n_row()*sizeof(membership); }
 
     bool get_clusters(uint8_t * out, int64_t begin, int64_t end, bool is_far) const;
     void set_clusters(const uint8_t * in, int64_t begin, int64_t end, bool is_far);
 
-    // Makes clusters that rows lack behind `set_table`, of a few rows; returns how many rows are left. n_max: tokens that there may be
+    // Compute clusters that are missing after `set_table`, for a few rows; returns how many rows are left. n_max:
+    // maximum size of the archive
     int seal_some(int64_t n_max, int n_thread);
 
-    // see llama_kvtool_get_archive_table; set_table says why it cannot be, or nothing, and makes the clusters anew
+    // see llama_kvtool_get_archive_table; set_table returns the reason if it fails, otherwise an empty string,
+    // and marks all rows as not clustered
     std::vector<int64_t> table() const;
     std::string          set_table(const std::vector<int64_t> & table);
 
@@ -231,7 +238,7 @@ public:
     int64_t end()   const { return layers.empty() ? 0 : layers[0].end(); }
     int64_t size()  const { return end() - begin(); }
 
-    // with those of the clusters, which lie in host memory where slabs lie in a file, too
+    // clusters included; they lie in host memory even if slabs lie in a file
     int64_t bytes()      const;
     int64_t slab_bytes() const;
 
@@ -239,32 +246,33 @@ public:
 
     const archived_layer & operator[](size_t i) const { return layers[i]; }
 
-    // where token i of a row lies: its block may be sorted
+    // place of token i of a row: clustered blocks are stored in another order
     int64_t place_of(size_t layer, int head, int64_t i) const;
 
     const turns & turns_of(size_t i) const { return rope[i]; }
 
-    // The tokens before this one are far: they all have the same distance from a query. Where there are clusters, the blocks are
-    // that are sealed as far.
+    // Tokens before this one are beyond n_near: all have the same distance from a query. Clustered blocks store
+    // whether they were clustered as far.
     int64_t far_end() const { return far; }
 
-    std::vector<frame> frames; // those of the tokens that are not far, and the last one
+    // runs of the tokens within n_near, and the newest run
+    std::vector<frame> frames;
 
-    // All tokens: those before far_end as they were before RoPE, for queries that are turned by far_turn.
+    // All tokens by their rotation. Tokens before far_end count as not rotated, for queries rotated by far_turn.
     std::vector<stretch> stretches(int64_t far_end, int64_t far_turn) const;
 
-    // the base of the frame of token i
+    // base of the run of token i
     int64_t base_of(int64_t i) const;
 
-    int64_t n_near = 0; // the distance of far tokens
+    int64_t n_near = 0; // distance that farther tokens are treated as having
 
-    // of a row's keys; none unless n_exact is given
+    // clusters of a row's keys; only if n_exact > 0
     const row_clusters & clusters_of(size_t layer, int head) const { return clusters[layer][head]; }
 
-    // how far the key of token i has to be turned, for its block's bearing
+    // positions by which the key of token i is rotated before its block is clustered
     int64_t turn_to(const bearing & to, int64_t i) const { return base_of(i) - (to.is_far ? i : to.base); }
 
-    // positions are less than this, so that nothing that is made of them overflows
+    // limit of positions, so that no computed value overflows
     static constexpr int64_t most = (int64_t) 1 << 40;
 
 private:
@@ -274,22 +282,22 @@ private:
     std::vector<turns>          rope;
 
     int64_t far    = 0;
-    int64_t n_most = most; // tokens that there may be
+    int64_t n_most = most; // maximum size of the archive
 
-    // the first token that stays where those before `to` are forgotten: a block that may be sealed goes as a whole
+    // first token that stays if the tokens before `to` are deleted: a clustered block is deleted as a whole
     int64_t whole(int64_t begin, int64_t to, int64_t end) const;
 
     std::vector<std::vector<row_clusters>> clusters; // [layer][head]
 
-    // so many of the last rows lack clusters of an archive that has been set
+    // number of last rows that lack clusters after set_table
     int n_unsealed = 0;
 
-    // of blocks, near or far: what `set_clusters` has given; [row]
+    // clusters given by `set_clusters`, by block and whether it is far; [row]
     std::map<std::pair<int64_t, bool>, std::vector<membership>> known;
 
     int n_row() const;
 
-    // what clusters a row has: of the blocks from the archive's first to `to`, as far before `far`
+    // blocks of a row that are clustered: from the archive's first block to block `to`, as far before block `far`
     struct row_span {
         int64_t far;
         int64_t to;
@@ -298,17 +306,17 @@ private:
 
     void move_far(int64_t end);
 
-    // Makes the clusters of blocks that are complete by now, and anew of those that have become far; forgets those of blocks that
-    // are not there any more.
+    // Cluster the blocks that have become complete, cluster those again that are now beyond n_near, and remove
+    // the clusters of deleted blocks.
     void seal(int n_thread);
     void seal_row(int row);
 
     bool is_deferred = false;
-    // keys, values: room for a block's
+    // keys, values: buffers for a block
     void seal(size_t layer, int head, int row, int64_t block, bool is_far, std::vector<float> & keys, std::vector<float> & values);
     void clear_clusters();
 
-    // forgets the tokens before this one, which have lost their memory
+    // remove the tokens before this one, whose memory is gone
     void forget(int64_t begin);
 };
 

@@ -1,4 +1,4 @@
-// Attention over archived tokens where they lie: of each query a value, and the logarithm of its softmax's sum.
+// Attention to archived tokens on the host: per query a value, and the logarithm of the softmax's denominator.
 
 #pragma once
 
@@ -11,79 +11,80 @@
 
 namespace kvtool {
 
-// what the threads that attend for a layer share
+// data shared by the threads of a layer's attention
 class attention_work : public meeting {
 public:
     std::vector<searched_row> rows;
 
-    // of each row and part of the tokens, for each query: the highest logit, the sum of the exponentials beside it, and the
-    // sum of the values by them
+    // partial softmax sums per row, part of its tokens and query: maximum logit, sum of the exponentials relative
+    // to it, and sum of the values weighted by them
     std::vector<float> parts;
 
-    // of each row and query, what its softmax adds up to, as a logarithm; and of each row the attention that the tokens that are
-    // looked into get, one after the other
+    // sums: logarithm of the softmax's denominator per row and query; attn: per row, the attention of each token
+    // that is attended to exactly
     std::vector<double>             sums;
     std::vector<std::vector<float>> attn;
 };
 
-// an archived token that a row attends to
+// an archived token and a row's attention to it
 struct attended_token {
     int64_t pos;
     int64_t place;
-    int64_t turn; // how far its key turns, to have its distance from the first query
+    int64_t turn; // positions by which its key is rotated to have the right distance from the first query
 
-    float attn; // the sum over the row's queries
+    float attn; // summed over the row's queries
 };
 
 struct attention_memory {
-    // what is attended to at once: some tokens that lie side by side
+    // consecutive tokens of the current batch
     struct piece {
         int64_t begin;
         int     n;
-        int     at; // of them all
+        int     at; // index of the first one in the batch
     };
 
     std::vector<piece> pieces;
 
-    // the queries, turned to the end of a block
+    // queries rotated for the last token of a block
     std::vector<float> turned;
 
     std::vector<float> keys;   // [token][n_embd_k]
     std::vector<float> values; // [token][n_value]
-    std::vector<float> powers; // [token][n_column]; of few queries [query][n_together]
+    std::vector<float> powers; // exponentials of the logits: [token][n_column]; with few queries [query][n_together]
 
-    std::vector<float> most, factor, sum; // of each query
+    std::vector<float> most, factor, sum; // per query
 };
 
-// a thread's share in one layer's attention
+// one thread's share of a layer's attention; attention.cpp describes the order of calls
 class attention : used_again<attention_memory> {
 public:
-    // rot: what the first query is rotated to; n_query: queries of each row; n_exact: see search
+    // rot: position that the first query is rotated to; n_query: queries of each row; n_exact: see search
     attention(
             const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact, attention_work & work);
 
-    // one thread calls it, before any attends
+    // called by one thread before all else
     void make_room();
 
-    // what a row looks into; one thread calls it for each row, before any attends to it. queries: [n_query][n_embd_k]
+    // choose the tokens that a row attends to exactly; called by one thread per row, before any thread calls
+    // attend. queries: [n_query][n_embd_k]
     void find(int head, const float * queries);
 
-    // The work of a row is cut into parts, each of which is for one thread. They depend on the numbers of rows and tokens alone,
-    // so that a sum does not depend on the threads.
+    // Number of parts that the work is divided into; each is done by one thread. The division depends on the
+    // numbers of rows and tokens only, so that sums do not depend on the number of threads.
     int n_part() const { return l.n_head*n_span; }
 
     void attend(int part);
 
-    // Once all parts are there: value[n_embd_v] of a query, and the logarithm of its sum. Keys, queries or values that are no
-    // numbers give -INFINITY.
+    // Combine all parts: value[n_embd_v] of a query; returns the logarithm of its softmax's denominator. If keys,
+    // queries or values are not finite, value is 0 and the result -INFINITY.
     double result(int head, int query, float * value) const;
 
-    // Then how much attention each token gets, in parts as before: `set_sum` first, of all queries. sum: of the whole softmax, as a
-    // logarithm; -INFINITY: the query counts for nothing
+    // Attention of each token. First set_sum of all queries, then weigh for all parts. sum: logarithm of the
+    // denominator over live cells and archive; -INFINITY: the query is ignored
     void set_sum(int head, int query, double sum) { work.sums[head*n_query + query] = sum; }
     void weigh(int part);
 
-    // and the k tokens that get most, the oldest first; among equal ones the newer one is chosen
+    // the k tokens with the most attention, the oldest first; among equals the newer is chosen. After weigh
     std::vector<attended_token> most_attended(int head, int k) const;
 
 private:
@@ -92,12 +93,12 @@ private:
     const turns          & rope;
 
     const int  n_query;
-    const bool is_few;   // queries: keys and values are multiplied where they lie
-    const int  n_column; // of queries
-    const int  n_value;  // columns of a value
+    const bool is_few;   // few queries: keys and values are multiplied in their stored format
+    const int  n_column; // padded number of queries
+    const int  n_value;  // padded length of a value
     const int  n_span;   // parts of a row
 
-    const float least;   // what a token's power has to be for its value to count
+    const float least;   // minimum exponential for which a token's value is added
 
     const logit_params logits;
 
@@ -105,16 +106,16 @@ private:
 
     search looking;
 
-    // what `turned` is for
+    // block and query rotation that `turned` was made for
     int64_t turned_block = -1;
     int     turned_way   = -1;
 
-    // of a row those of the parts, then of what the search has estimated
+    // partial sums of a row's parts; index n_span holds those of the search's estimate
     float * part_of(int head, int span, int query) const {
         return work.parts.data() + ((size_t) (head*(n_span + 1) + span)*n_query + query)*(2 + n_value);
     }
 
-    // the row's tokens that are a part's, some at a time: done(n) once n of them are read
+    // read the tokens of a part of a row in batches; done(n) is called when n tokens have been read
     template <typename F>
     void read_part(int head, int span, F && done);
 

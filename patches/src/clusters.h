@@ -1,4 +1,5 @@
-// Clusters of a row's archived keys: what a search ranks, and what stands for the tokens that it does not look into.
+// Clusters of a row's archived keys. A search ranks their means, and the means represent tokens that are not attended
+// to exactly.
 
 #pragma once
 
@@ -14,36 +15,37 @@
 
 namespace kvtool {
 
-// Of a block of archived tokens, and blocks of a group. A group's clusters are in as many sets as a side has keys, and a set has
-// as many clusters.
+// n_cluster: clusters of a block of archived tokens. n_grouped: blocks of a group. The clusters of a group are
+// divided into n_set sets of n_side clusters each.
 constexpr int n_cluster = 16;
 constexpr int n_set     = n_side;
 constexpr int n_grouped = n_set*n_side/n_cluster;
 
-// how the keys of a block are rotated, once they are turned to what its clusters' are
+// rotation of the keys that a block's cluster means are made of
 struct bearing {
-    bool    is_far; // as before RoPE
-    int64_t base;   // or to their positions less this
+    bool    is_far; // as before RoPE, for tokens beyond n_near
+    int64_t base;   // otherwise rotated to their positions minus this
 
     bool operator==(const bearing & other) const { return is_far == other.is_far && (is_far || base == other.base); }
 };
 
-// which cluster each token of a block is in, two tokens a byte; 0 where there is none. All else follows from it.
+// cluster of each token of a block, two tokens a byte; 0 for tokens before the archive's first. Everything else about
+// a clustered block can be computed from it and the keys.
 using membership = std::array<uint8_t, store::n_block/2>;
 
-// a block's tokens by their clusters
+// a clustered block: its tokens are stored in the order of their clusters
 struct sealed_block {
     bearing to;
-    int     first; // its first token: not 0 where the archive begins in it
+    int     first; // index of its first token; not 0 if the archive begins inside the block
 
-    std::array<uint8_t,  store::n_block> order; // the token that lies in each place
-    std::array<uint16_t, n_cluster + 1> start; // where a cluster's begin
+    std::array<uint8_t,  store::n_block> order; // index of the token stored at each place
+    std::array<uint16_t, n_cluster + 1> start; // first place of each cluster
 
     membership members() const;
 };
 
-// What is known of some clusters, or of sets of them: mean keys in 8 bits by sides, numbers of tokens, and mean values, which are
-// in 8 bits as well where they can be.
+// Summaries of clusters or of sets of clusters: mean keys in 8 bits (in sides), numbers of tokens, and mean values
+// (in 8 bits if the value length allows it).
 struct means {
     means(int64_t n_embd_k, int64_t n_embd_v);
 
@@ -53,7 +55,7 @@ struct means {
 
     void resize (size_t n);
     void reserve(size_t n);
-    void erase  (size_t n); // the first n
+    void erase  (size_t n); // removes the first n
 
     const uint8_t * value(size_t i) const { return values.data() + i*size_v; }
 
@@ -63,58 +65,58 @@ struct means {
     int64_t   n_embd_v;
     ggml_type type_v;
     size_t    size_k; // bytes of a side
-    size_t    size_v; // of a value
+    size_t    size_v; // bytes of a value
 };
 
-// The clusters of a row's complete blocks, which follow each other. Clusters lie in places, n_cluster of them a block; those of
-// a group are put in order of their sets once they are rotated alike.
+// Clusters of a row's complete blocks, which are consecutive. Each block has n_cluster consecutive places, one per
+// cluster. When all blocks of a group have keys with the same rotation, the group's clusters are reordered by set.
 class row_clusters {
 public:
     row_clusters(int64_t n_embd_k, int64_t n_embd_v)
         : clusters(n_embd_k, n_embd_v), sets(n_embd_k, n_embd_v), n_embd_k(n_embd_k), n_embd_v(n_embd_v) {}
 
-    // both 0 where there is none
+    // both 0 if there are no blocks
     int64_t begin() const { return first; }
     int64_t end()   const { return first + (int64_t) blocks.size(); }
 
     const sealed_block & operator[](int64_t block) const { return blocks[block - first]; }
 
-    // Clusters for a block that there is, or for the one that follows. keys: [256 - first][n_embd_k], rotated as said; values:
-    // [256 - first][n_embd_v]; known: which cluster each token is in, or null. What the store has to be put in order of afterwards
-    // is in the block.
+    // Compute the clusters of an existing block or of the next one. keys: [256 - first][n_embd_k], rotated as
+    // `to` describes; values: [256 - first][n_embd_v]; known: the cluster of each token, or null. Afterwards the
+    // caller has to store the block's tokens in the order given by the block.
     void set(int64_t block, int first, const bearing & to, const float * keys, const float * values, const membership * known);
 
-    // takes the memory for clusters of these blocks at once: to grow by a few at a time takes longer than to make them
+    // allocate memory for clusters of these blocks at once: growing in small steps takes longer than clustering
     void reserve(int64_t block, int64_t end);
 
-    // forgets the blocks before this one
+    // remove the blocks before this one
     void forget(int64_t block);
 
-    // forgets the blocks from this one on
+    // remove the blocks from this one on
     void cut(int64_t block);
 
     void clear() { forget(end()); }
 
-    // the places of a block begin here
+    // first place of a block
     size_t place(int64_t block) const { return (block - first)*n_cluster; }
 
-    // the block of the cluster in a place, and which of its clusters it is
+    // block of the cluster at a place, and the cluster's number in that block
     int64_t block_at(size_t place) const {
         const int64_t block = first + (int64_t) place/n_cluster;
         return is_grouped(block) ? block/n_grouped*n_grouped + member[place]/n_cluster : block;
     }
     int     cluster_at(size_t place) const { return member[place] % n_cluster; }
 
-    // whether the group of a block is in order: then its sets are known
+    // true if the block's group is ordered by set, and its sets have summaries
     bool is_grouped(int64_t block) const { return grouped[block/n_grouped - first/n_grouped]; }
 
-    // where the clusters of a set begin, one of a group's
+    // first place of the clusters of a set
     size_t place_of_set(size_t set) const {
         const int64_t group = first/n_grouped + (int64_t) set/n_set;
         return place(group*n_grouped) + set % n_set*n_side;
     }
 
-    // where the sets of a block's group begin
+    // index of the first set of a block's group
     size_t set_place(int64_t block) const { return (block/n_grouped - first/n_grouped)*n_set; }
 
     means clusters;
@@ -133,15 +135,16 @@ private:
 
     std::vector<sealed_block> blocks;
 
-    // of each place: the cluster that lies there, counted from the first of its group, or from the first of its block
+    // cluster at each place, counted from the first one of its group if that is ordered by set, otherwise from
+    // the first one of its block
     std::vector<uint8_t> member;
 
-    std::vector<uint8_t> grouped; // one a group
+    std::vector<uint8_t> grouped; // one flag per group
 
     void group  (int64_t block);
     void ungroup(int64_t block);
 
-    // puts the clusters of a group in this order: each place of the group gets the cluster from another one
+    // reorder the clusters of a group: place i gets the cluster of place from[i]
     void permute(size_t at, const std::vector<uint8_t> & from);
 };
 

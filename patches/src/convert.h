@@ -1,4 +1,4 @@
-// Rows of numbers in other formats.
+// Conversions of rows of numbers between formats.
 
 #pragma once
 
@@ -15,7 +15,7 @@ void from_float(ggml_type type, const float * x, void  * y, int64_t n);
 void to_half(const float * x, ggml_fp16_t * y, int64_t n);
 void to_half(ggml_type type, const void * x, ggml_fp16_t * y, int64_t n);
 
-// from [n_row][n_column] to [n_column][n_row], elements of `one` bytes
+// transpose [n_row][n_column] to [n_column][n_row]; an element has `one` bytes
 void transpose(const uint8_t * from, uint8_t * to, int64_t n_row, int64_t n_column, size_t one);
 
 } // namespace kvtool

@@ -1,4 +1,4 @@
-// Which vector instructions this CPU has: libllama is built for the oldest one, and faster ones are asked for at run time.
+// Vector instructions of this CPU. libllama is built for the oldest CPU; faster instructions are chosen at run time.
 
 #pragma once
 

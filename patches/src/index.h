@@ -1,4 +1,5 @@
-// Keys in 8 bits, to be multiplied with queries fast: sixteen keys lie side by side.
+// Keys in 8 bits, interleaved so that 16 of them are multiplied with a query at once. Such a pack of 16 keys is
+// called a side.
 
 #pragma once
 
@@ -8,15 +9,15 @@
 
 namespace kvtool {
 
-// keys that are compared at once
+// keys of a side
 constexpr int n_side = 16;
 
-// Numbers in 8 bits; returns their scale. What is no number becomes 0.
+// Convert numbers to 8 bits; returns their scale. NaN and values out of range become 0.
 float to_bytes(const float * x, int64_t n, int8_t * out);
 
 // a query in 8 bits
 struct small_query {
-    std::vector<int32_t> fours; // four numbers in each
+    std::vector<int32_t> fours; // four 8-bit numbers in each
 
     float   scale = 0.0f;
     int32_t sum   = 0;
@@ -24,19 +25,19 @@ struct small_query {
     void set(const float * query, int64_t n_embd);
 };
 
-// the bytes of n_side keys: [n_embd/4][n_side][4] bytes, then n_side scales. n_embd: a multiple of 8
+// bytes of a side: [n_embd/4][n_side][4] bytes, then n_side scales. n_embd: a multiple of 8
 size_t side_bytes(int64_t n_embd);
 
 // key i of a side
 void set_key(uint8_t * side, int i, const float * key, int64_t n_embd);
 
-// key i of a side, as the side has it
+// read key i of a side, with the precision that the side has
 void get_key(const uint8_t * side, int i, float * key, int64_t n_embd);
 
-// the same from one side to another
+// copy key j of one side to key i of another
 void copy_key(uint8_t * side, int i, const uint8_t * from, int j, int64_t n_embd);
 
-// out[n*n_side]: the products of n sides with a query
+// out[n*n_side]: products of n sides with a query
 void multiply(const uint8_t * sides, int n, const small_query & query, int64_t n_embd, float * out);
 
 } // namespace kvtool

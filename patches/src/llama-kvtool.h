@@ -58,7 +58,9 @@ struct llama_kvtool_params {
     uint32_t group;
     int32_t  n_query; // queries of the recent signal, at least 1; each takes one float per row and cell
 
-    int32_t  n_future; // positions that `llama_kvtool_read_future` looks ahead: the last n_query queries are kept for it; 0: none are
+    // positions that `llama_kvtool_read_future` looks ahead; the last n_query queries are stored for it. 0: no
+    // queries are stored
+    int32_t  n_future;
 
     int32_t n_ahead; // maximum number of tokens that `llama_kvtool_take_back` removes
 

@@ -1,4 +1,6 @@
-// Made cells: a row's cells for one token, one for each of its query heads, that stand for all that the archive adds to them.
+// Synthetic cells. For one token and one row there is one synthetic cell per query head of the row. Their keys and
+// values are computed such that attention to the live cells and the synthetic ones equals attention to the live cells
+// and the whole archive.
 
 #pragma once
 
@@ -11,16 +13,17 @@
 
 namespace kvtool {
 
-// The keys and values of a token's made cells in one row. Softmax over the live cells and these is softmax over the live cells
-// and the archive: the keys give each head logits whose exponentials add up to the archive's sum, nearly all of it in the
-// head's own cell, and the values are solved for what the heads find together.
+// Keys and values of a token's synthetic cells in one row. Each key is a combination of the row's queries. It is
+// chosen such that a head's logits on the cells have exponentials that add up to the archive's softmax sum of that
+// head, most of it on the head's own cell. The values are the solution of a linear system: weighted by these
+// exponentials they give each head's attention output over the archive.
 class made_cells {
 public:
-    // n_head: query heads of the row; type_k: of the cache that keys are rounded to
+    // n_head: query heads of the row; type_k: type of the cache's keys, to which keys are rounded
     made_cells(int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, const logit_params & logits);
 
-    // queries: [n_head][n_embd_k]; sums[n_head]: the logarithm of the archive's sum, -INFINITY where it adds nothing;
-    // found: [n_head][n_embd_v], the archive's attention
+    // queries: [n_head][n_embd_k]; sums[n_head]: logarithm of the archive's softmax sum, -INFINITY if it adds
+    // nothing; found: [n_head][n_embd_v], attention output over the archive
     void make(const float * queries, const double * sums, const float * found);
 
     std::vector<float> keys;   // [n_head][n_embd_k]
@@ -34,30 +37,31 @@ private:
     const ggml_type    type_k;
     const logit_params logits;
 
-    std::vector<float>       rounded; // the queries, as the cache's keys are multiplied with them
+    std::vector<float>       rounded; // queries, rounded as the cache's attention rounds them
     std::vector<ggml_fp16_t> halves;
-    std::vector<uint8_t>     bytes;   // of what was quantized last
-    std::vector<double>      gram;    // of the queries [n_head][n_head]
-    std::vector<double>      root;    // of that with a ridge
-    std::vector<double>      weights; // [cell][n_head]: of the queries, whose sum a key is
-    std::vector<double>      target;  // of one cell: the logit of each head
-    std::vector<double>      share;   // [head][cell]: of the head's sum, in each cell
+    std::vector<uint8_t>     bytes;   // buffer of the last quantization
+    std::vector<double>      gram;    // Gram matrix of the queries [n_head][n_head]
+    std::vector<double>      root;    // Cholesky factor of the Gram matrix plus a ridge
+    std::vector<double>      weights; // [cell][n_head]: a key is the sum of the queries with these weights
+    std::vector<double>      target;  // [n_head]: change of each head's products
+    std::vector<double>      share;   // [head][cell]: share of the head's sum in each cell
 
-    // the logits of a cell to the heads become products with the queries
+    // conversions between a logit and a product (query . key)
     double product(double logit) const;
     double logit(double product) const;
 
-    // the shares of keys that have these products with the queries
+    // set `share` for keys with these products
     template <typename F> void find_shares(const std::vector<double> & sums, F && product_of);
 
     void set_keys();
     void round(float * x, int64_t n, ggml_type type);
 
-    // Numbers of k, which is key as round has left it, go to the next ones on key's other side where that brings the heads'
-    // products nearer to those with key. The cache's rounding leaves them as they are. c: the cell
+    // Improve a quantized key. k is key after rounding. Elements of k move to the neighbouring quantized value on
+    // the other side of key if that brings the products with the heads closer to those of key. Values that the
+    // cache will quantize without change are kept. c: the cell
     void nudge(float * k, const std::vector<double> & key, int c) const;
 
-    // elsewhere, own: a head's share of its sum in the cells of other heads and in its own, as it was wanted
+    // elsewhere, own: intended share of a head's sum in each other head's cell and in its own
     void set_values(const float * found, double elsewhere, double own);
 };
 

@@ -1,4 +1,4 @@
-// Where the threads of one operation wait for each other.
+// Barrier for the threads of one ggml operation.
 
 #pragma once
 
@@ -9,7 +9,7 @@ namespace kvtool {
 
 class meeting {
 public:
-    // returns once n threads are here
+    // wait until n threads have called this
     void meet(int n) {
         const int met = n_met;
         if (++n_here == n) {

@@ -1,4 +1,4 @@
-// What a step looks into: archived tokens that its queries attend to, and clusters that stand for the others.
+// Choice of the archived tokens that a step attends to exactly; clusters represent the others.
 
 #pragma once
 
@@ -13,33 +13,33 @@
 
 namespace kvtool {
 
-// how a layer's products become logits
+// conversion of a layer's products (query . key) to logits
 struct logit_params {
     float scale = 0.0f;
-    float cap   = 0.0f; // cap*tanh(logit/cap); 0: they stay as they are
+    float cap   = 0.0f; // soft cap: cap*tanh(logit/cap); 0: none
 };
 
-// some of a row's archived tokens, which lie side by side in one block
+// consecutive places of a row's archived tokens in one block
 struct token_range {
-    int64_t begin; // the first one's place in the archive
+    int64_t begin; // place of the first token
     int     n;
-    int     way; // how queries are turned for them
+    int     way; // index of the query rotation used for them
 
     bool                 is_far;
-    const sealed_block * sealed; // null: they lie in the stream's order
+    const sealed_block * sealed; // null if the block is not clustered
 };
 
-// what threads share that search in a layer, of one row
+// search results of one row, shared by the threads of a layer
 struct searched_row {
-    std::vector<float> turned;  // the queries: [way][query][n_embd_k]
-    std::vector<float> columns; // the same [way][n_embd_k][query], where many are multiplied at once
-    byte_columns       bytes;   // the same in 8 bits, if the search has them
+    std::vector<float> turned;  // rotated queries: [way][query][n_embd_k]
+    std::vector<float> columns; // transposed: [way][n_embd_k][query], for steps with many queries
+    byte_columns       bytes;   // in 8 bits, if search::has_bytes
 
-    std::vector<token_range> looked; // what is looked into
+    std::vector<token_range> looked; // tokens that are attended to exactly
     int64_t                  n_looked = 0;
 };
 
-// What a thread's searches and attention use one after the other: memory that is taken anew in each layer takes time.
+// Buffers of type T that a thread uses again in each layer, as allocating them anew takes time.
 template <typename T>
 class used_again : public T {
 public:
@@ -56,13 +56,13 @@ private:
 };
 
 struct search_memory {
-    std::vector<int64_t> ways; // how far queries turn
+    std::vector<int64_t> ways; // rotations of the queries, in positions
 
-    // clusters or sets of them that lie side by side, whose keys are rotated alike
+    // consecutive clusters, or sets of clusters, whose keys have the same rotation
     struct run {
         const means * all;
 
-        size_t place; // of the first
+        size_t place; // place of the first
         int    n;
         int    way;
         bool   is_set;
@@ -70,39 +70,43 @@ struct search_memory {
 
     std::vector<run> runs;
 
-    // of what the runs have, one after the other: x has logits or powers of a query every n_room numbers
+    // per cluster or set of all runs ("item"), one after the other; x holds the logits or exponentials of query q
+    // from x[q*n_room] on
     std::vector<float>   x;
     std::vector<float>   logs;
-    std::vector<float>   inverse; // of their numbers of tokens
+    std::vector<float>   inverse; // 1/number of tokens
     std::vector<float>   score;
     std::vector<int32_t> size;
     std::vector<uint8_t> chosen;
 
-    std::vector<int>          looked; // the items that are looked into
-    std::vector<weighted_row> some;   // values that count
+    std::vector<int>          looked; // items that are attended to exactly
+    std::vector<weighted_row> some;   // values with a weight that matters
 
-    // of many queries: [value][columns(n_embd_v)], [query][value]; powers are those of sets before
+    // for steps with many queries: values [value][columns(n_embd_v)], and exponentials [query][value] (before
+    // that, those of the sets)
     std::vector<float> values;
     std::vector<float> powers;
 
     std::vector<small_query> small; // [way][query]
 };
 
-// a thread's search in a layer, for queries of one step
+// search of one thread in one layer, for the queries of a step
 class search : used_again<search_memory> {
 public:
-    // rot: what the first query is rotated to; n_exact: tokens that are looked into beside those without clusters; 0: all
+    // rot: position that the first query is rotated to. n_exact: tokens of clusters to attend to exactly, in
+    // addition to those without clusters; 0: all
     search(const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact);
 
-    // Says what a row looks into. queries: [n_query][n_embd_k]. Clusters that are not looked into are added up as the tokens that
-    // they have: of each query the highest logit, the sum of the exponentials beside it, and the values by them, in estimate +
-    // query*stride, where nothing is yet
+    // Choose the tokens that a row attends to exactly. queries: [n_query][n_embd_k]. The other clusters are added
+    // up as if each of their tokens had the mean key and value: estimate + query*stride receives per query the
+    // maximum logit, the sum of the exponentials relative to it, and the sum of the values weighted by them
     void find(int head, const float * queries, searched_row & row, float * estimate, int64_t stride);
 
-    // whether a row's queries are given in 8 bits as well
+    // true if a row's queries are also provided in 8 bits
     bool has_bytes() const { return is_few && n_exact > 0 && can_multiply_bytes(l.type_k, l.n_embd_k); }
 
-    // how far the key of a token in a range has to be turned
+    // positions by which the key of a token in a range is rotated before it is multiplied with the range's
+    // queries
     int64_t turn_of(const token_range & range, int64_t place) const {
         const int64_t i = pos_of(range, place);
         if (range.sealed) {
@@ -111,12 +115,12 @@ public:
         return range.is_far ? all.base_of(i) - i : 0;
     }
 
-    // the token in a place of a range
+    // position of the token at a place of a range
     int64_t pos_of(const token_range & range, int64_t place) const {
         return range.sealed ? place - place % l.n_block + range.sealed->order[place % l.n_block] : place;
     }
 
-    // how far the key of a range's token turns, to have its distance from the first query
+    // positions by which the key of a token is rotated so that it has the right distance from the first query
     int64_t turn_back(const token_range & range, int64_t i) const {
         return all.base_of(i) - (range.is_far ? i + far_turn : all.base());
     }
@@ -128,11 +132,11 @@ private:
     const turns          & rope;
 
     const int          n_query;
-    const bool         is_few; // queries: keys and values are multiplied where they lie
+    const bool         is_few; // few queries: keys and values are multiplied in their stored format
     const logit_params logits;
     const int64_t      n_exact;
 
-    int64_t far_turn; // for keys as before RoPE
+    int64_t far_turn; // query rotation for keys as before RoPE
 
     size_t n_item = 0;
     size_t n_room = 0;

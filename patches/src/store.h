@@ -1,4 +1,4 @@
-// Memory for archived tokens, in slabs: a slab has n_block tokens of all layers. It is host memory, or lies in a file.
+// Memory for archived tokens, in slabs of n_block tokens of all layers. It is host memory, or a mapped file.
 
 #pragma once
 
@@ -10,13 +10,14 @@
 
 namespace kvtool {
 
-// Slabs in maps of memory, or of a file: what is seldom read leaves the memory for the disk.
+// Slabs in mapped memory, anonymous or of a file. The operating system writes pages of a file that are seldom read
+// back to the disk.
 class slab_maps {
 public:
     explicit slab_maps(size_t n_bytes);
 
-    // A new file at that path, which has lost its name when this returns: nothing is left of it, however the process ends.
-    // Throws where that cannot be.
+    // Create a file at that path and unlink it at once, so that nothing is left however the process ends. Throws
+    // std::runtime_error on failure.
     slab_maps(const std::string & path, size_t n_bytes);
     ~slab_maps();
 
@@ -24,31 +25,31 @@ public:
 
     bool has_file() const { return fd >= 0; }
 
-    // one slab more; throws no_room
+    // allocate one more slab; throws no_room
     uint8_t * take();
 
-    // a slab's memory; not in a file
+    // return a slab's memory to the system; not for slabs of a file
     void give_back(uint8_t * slab);
 
-    // gives back all, and makes the file empty
+    // free all slabs and truncate the file
     void clear();
 
 private:
     const int     fd; // -1: no file
-    const size_t  size; // of a slab
+    const size_t  size; // bytes of a slab
     const int64_t n_region; // slabs that are mapped together
 
     int64_t n_slab = 0;
 
     std::vector<uint8_t *> regions;
-    std::vector<uint8_t *> empty; // given back
+    std::vector<uint8_t *> empty; // slabs that were given back
 };
 
 class store {
 public:
     static constexpr int n_block = 256;
 
-    // how many slabs these tokens lie in
+    // number of slabs that the tokens begin .. end - 1 lie in
     static int64_t n_slab(int64_t begin, int64_t end) { return begin < end ? (end - 1)/n_block - begin/n_block + 1 : 0; }
 
     store() = default;
@@ -56,26 +57,26 @@ public:
 
     store(const store &) = delete;
 
-    // from now on, slabs have room for so many bytes; there must be none yet
+    // set the bytes of a slab; no slab may exist yet
     void make(size_t n_bytes);
 
-    // From now on slabs lie in a new file at that path; there must be none yet. Throws where that cannot be.
+    // Put slabs into a new file at that path; no slab may exist yet. Throws std::runtime_error on failure.
     void open(const std::string & path);
 
-    // Has slabs for the tokens begin .. end - 1. Those that have been there stay as they are; others are used again. Throws
-    // no_room where there is no memory, and then all is as it was.
+    // Provide slabs for exactly the tokens begin .. end - 1. Slabs of tokens that were there already are
+    // unchanged; others are used again. Throws no_room, and nothing has changed then.
     void fit(int64_t begin, int64_t end);
 
-    // takes the memory that `fit` will need. Throws no_room.
+    // allocate the memory that `fit` will need; throws no_room
     void reserve(int64_t begin, int64_t end);
 
-    // gives back what is not in use, but for what lies in a file
+    // return unused slabs to the system, except those in a file
     void trim();
 
-    // gives everything back
+    // free all slabs
     void clear();
 
-    // the slab with token i
+    // slab of token i
     uint8_t * at(int64_t i) const { return slabs[i/n_block - first]; }
 
     bool has_file() const { return maps && maps->has_file(); }
@@ -84,9 +85,9 @@ public:
     int64_t bytes()      const { return (slabs.size() + spares.size())*size; }
 
 private:
-    size_t size = 0; // of a slab
+    size_t size = 0; // bytes of a slab
 
-    int64_t first = 0; // slab of the stream: that of token i has number i/n_block
+    int64_t first = 0; // number of the first slab; token i lies in slab i/n_block
 
     std::vector<uint8_t *> slabs;
     std::vector<uint8_t *> spares;

@@ -1,4 +1,4 @@
-// Work in parts that do not depend on each other, by several threads.
+// Independent parts of work, shared by several threads.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace kvtool {
 
-// work(i) for 0 <= i < n. What one throws comes out when the others have ended.
+// Call work(i) for 0 <= i < n. An exception of one thread is thrown again after the others have ended.
 template <typename F>
 void together(int n_thread, int n, F && work) {
     std::atomic<int> next(0);
@@ -32,7 +32,7 @@ void together(int n_thread, int n, F && work) {
             others.emplace_back(run, thread);
         }
     } catch (const std::system_error &) {
-        // there are no more threads: those that there are do the work
+        // no more threads can be started: the existing ones do the work
     }
     run(0);
     for (auto & other : others) {

@@ -1,4 +1,4 @@
-// RoPE on the host: turns keys and queries by whole positions.
+// RoPE on the host: rotates keys and queries by whole positions.
 
 #pragma once
 
@@ -12,18 +12,18 @@ namespace kvtool {
 
 struct layer;
 
-// how a layer's keys are rotated, in numbers alone: nothing of it lies in a model
+// rotation of a layer's keys as plain numbers, without tensors of the model
 struct rotation {
     rotation() = default;
 
-    // n_map: the size of the map that quantized keys are stored under
+    // n_map: size of the Hadamard matrix that quantized keys are multiplied by
     rotation(const layer & l, int n_map);
 
     kvtool::rope rope; // its tensors are null
 
-    int n_map = 0; // 0: there is no map
+    int n_map = 0; // 0: no matrix
 
-    std::vector<float> factors; // what the rope's tensors hold
+    std::vector<float> factors; // contents of the tensors factors and scale
     std::vector<float> scale;
 };
 
@@ -31,59 +31,62 @@ class turns {
 public:
     turns() = default;
 
-    // the rotation of keys of n_embd numbers, for turns by less than n_most positions either way
+    // r: rotation of keys with n_embd elements; tables are made for fewer than n_most positions in either
+    // direction
     turns(const rotation & r, int64_t n_embd, int n_most);
 
-    // takes the tables of another one that turns alike: those of all layers would not stay in a processor's cache
+    // use the tables of another object with the same rotation: separate tables for every layer would not fit in a
+    // processor's cache
     void share(const turns & other);
 
-    // rotates a key by delta positions
+    // rotate a key by delta positions
     void turn(float * key, int64_t delta) const { turn(key, delta, scale, unscale); }
 
-    // rotates a query, so that its product with a key becomes that with a key rotated the other way
+    // rotate a query so that its product with a key equals the query's product with that key rotated by -delta
     void turn_query(float * query, int64_t delta) const { turn(query, delta, unscale, scale); }
 
-    // all numbers turn and nothing else is done to them, so that keys can be turned while they are multiplied
+    // true if all elements are rotated and not scaled, so that keys can be rotated while they are multiplied
     bool is_plain() const { return n_pair > 0 && first == 0 && 2*n_pair == n_embd && n_map == 0 && scale.empty(); }
     bool are_halves() const { return is_neox; }
 
-    // of turns by 0 .. n_small - 1 positions, in a row of their own: what each number is multiplied by, then what the other one
-    // of its pair is
+    // table of rotations by 0 .. n_small - 1 positions. A rotation's row holds the factor of each element, then
+    // the factor of the other element of its pair
     const float * small_turns() const { return rows->small.data(); }
 
     static constexpr int n_small = 256;
 
 private:
     bool is_neox = false;
-    int  first   = 0; // in a key, the first number that turns
-    int  n_pair  = 0; // none: the layer has no RoPE
+    int  first   = 0; // first rotated element of a key
+    int  n_pair  = 0; // 0: the layer has no RoPE
     int  n_map   = 0;
 
     int64_t n_embd = 0;
 
-    // the map, which undoes itself
+    // multiply by the Hadamard matrix, which is its own inverse
     void map(float * x) const;
 
     int at(int pair, bool second) const;
 
-    // adds the row of a turn by delta positions to a table: cosines, then sines, which are negative for the first of a pair
+    // append the rotation by delta positions to a table: cosines, then sines, which are negative for the first
+    // element of a pair
     void add_row(std::vector<float> & table, int64_t delta) const;
 
-    // what each number of a key is multiplied by behind its rotation, and what undoes that; none: by nothing
+    // factor of each key element after its rotation, and its inverse; empty: none
     std::vector<float> scale;
     std::vector<float> unscale;
 
-    // before, after: what undoes a scale, and what does it again
+    // before, after: factors applied before and after the rotation
     void turn(float * x, int64_t delta, const std::vector<float> & after, const std::vector<float> & before) const;
 
-    std::vector<double> omega; // [n_pair], radians a position
+    std::vector<double> omega; // [n_pair], radians per position
 
-    // turns by 0 .. n_small - 1 positions, and by multiples of n_small
+    // rotations by 0 .. n_small - 1 positions, and by multiples of n_small
     struct tables {
         std::vector<float> small;
         std::vector<float> large;
 
-        int first_large = 0; // the multiple that `large` begins with
+        int first_large = 0; // multiple that `large` begins with
     };
 
     std::shared_ptr<const tables> rows;

@@ -1,4 +1,4 @@
-// Threads that do work in the background, in the order in which it is given.
+// Background threads that do work in the order in which it is added.
 
 #pragma once
 
@@ -16,12 +16,12 @@ namespace kvtool {
 
 class workers {
 public:
-    // Work that is waited for together.
+    // Work items that a caller waits for together.
     class group {
         friend class workers;
 
         int         n_left = 0;
-        std::string failed; // why some of it could not be done
+        std::string failed; // reason of the last failure
     };
 
     explicit workers(size_t n_thread) {
@@ -30,7 +30,7 @@ public:
         }
     }
 
-    // Work that has not begun is left out.
+    // Work that has not begun is dropped.
     ~workers() {
         {
             std::lock_guard<std::mutex> lock(mutex);
@@ -56,7 +56,7 @@ public:
         changed.notify_all();
     }
 
-    // Returns once all of a group is done: why some could not be, or nothing.
+    // Wait until all work of a group is done. Returns the reason of a failure, or an empty string.
     std::string wait(group & of) {
         std::unique_lock<std::mutex> lock(mutex);
         changed.wait(lock, [&] { return of.n_left == 0; });
