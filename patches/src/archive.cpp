@@ -12,7 +12,7 @@ namespace kvtool {
 // one layer
 //
 
-// parts of a slab begin where a line of the processor's cache does
+// parts of a slab begin at a cache line of the processor
 static size_t padded(size_t n) {
     return (n + 63)/64*64;
 }
@@ -87,7 +87,7 @@ int64_t archive::start(const leaving & some) {
     memory.fit(first, some.end());
 
     if (size() == 0) {
-        // another stream, whose tokens may be before those that were here
+        // another stream, whose positions may be lower than the previous one's
         frames.assign(1, { first, base() });
         far = first;
         clear_clusters();
@@ -111,7 +111,7 @@ void archive::put(size_t layer, int64_t pos, const gathered & cells) {
 void archive::put(size_t layer, int64_t pos, ggml_type type_k, const uint8_t * k, ggml_type type_v, const uint8_t * v) {
     auto & l = layers[layer];
 
-    // each thread's own, used again
+    // buffers of each thread
     thread_local std::vector<float> key, value;
     key  .resize(l.n_head*l.n_embd_k);
     value.resize(l.n_head*l.n_embd_v);
@@ -136,7 +136,7 @@ void archive::finish(const leaving & some, int64_t first, int n_thread) {
 
 void archive::set_base(int64_t base) {
     if (frames.empty() || frames.back().base != base) {
-        // a frame in which nothing was archived is not needed
+        // a run without archived tokens is not needed
         if (size() == 0) {
             frames.clear();
         } else if (!frames.empty() && frames.back().first == end()) {
@@ -214,7 +214,7 @@ void archive::expect(int64_t begin, int64_t end) {
     for (auto & l : layers) {
         if (l.begin() != begin || l.end() != end) {
             l.set_span(0, 0);
-            // until the table says more
+            // until set_table
             frames.clear();
             far = begin;
         }
@@ -227,7 +227,7 @@ void archive::fill(size_t layer, const std::vector<archive_part> & in, int64_t b
     auto & l = layers[layer];
     l.set_span(begin, end);
 
-    // slabs: memory that is touched for the first time takes time
+    // slab by slab: touching memory for the first time takes time
     const int64_t first = begin/store::n_block;
     together(n_thread, store::n_slab(begin, end), [&](int i) {
         const int64_t from = std::max(begin, (first + i)*store::n_block);

@@ -10,13 +10,14 @@
 
 namespace kvtool {
 
-// parts that a layer's work is cut into, about: enough for many threads, and few enough that their sums take little memory
+// approximate number of parts of a layer's work: enough for many threads, and few enough that their sums take little
+// memory
 static constexpr int n_parts = 16;
 
-// tokens that are attended to at once
+// tokens of a batch
 static constexpr int n_together = 64;
 
-// ranges whose memory is asked for before they are attended to
+// ranges that are prefetched ahead
 static constexpr size_t n_ahead = 1;
 
 attention::attention(
@@ -45,12 +46,13 @@ void attention::find(int head, const float * queries) {
     work.attn[head].resize(work.rows[head].n_looked);
 }
 
-// products of n tokens from `begin` on, which become those from `at` on
+// multiply the keys of n tokens from place `begin` on with the queries; the results are tokens at .. at + n - 1 of
+// the batch
 void attention::read(int head, const token_range & range, int64_t begin, int n, int at) {
     const int64_t d = l.n_embd_k;
     const auto & row = work.rows[head];
 
-    // a query's beside each other where they are few
+    // [query][token] for few queries, [token][query] for many
     float * to = powers.data() + (is_few ? at : at*n_column);
 
     const float * queries = row.turned.data() + (size_t) range.way*n_query*d;
@@ -71,7 +73,7 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
         return;
     }
     if (is_few && is_one && range.sealed && rope.is_plain() && can_turn(l.type_k, d)) {
-        // queries turn to the last token of the block, and keys from there
+        // the queries are rotated for the block's last token, and each key by the rest
         if (turned_block != block || turned_way != range.way) {
             turned.assign(queries, queries + n_query*d);
             for (int q = 0; q < n_query; ++q) {
@@ -100,7 +102,7 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
 
 void attention::add_values(int head, float * to) {
     if (n_value == 0) {
-        // they are a part of the keys
+        // values are a part of the keys
         return;
     }
     for (const auto & p : pieces) {
@@ -121,7 +123,7 @@ void attention::add_values(int head, float * to) {
     }
 }
 
-// A soft cap makes logits of products. Returns the scale that is left to the softmax.
+// Apply the soft cap, if there is one. Returns the scale that is left to the softmax.
 static float softened(float * x, int n, const logit_params & logits) {
     if (!(logits.cap > 0.0f)) {
         return logits.scale;
@@ -132,7 +134,7 @@ static float softened(float * x, int n, const logit_params & logits) {
     return 1.0f;
 }
 
-// the same of few queries, one by one
+// add for few queries, one by one
 void attention::add_few(int head, int span, int n) {
     for (int q = 0; q < n_query; ++q) {
         float * own = part_of(head, span, q);
@@ -161,7 +163,7 @@ void attention::add_few(int head, int span, int n) {
     add_values(head, part_of(head, span, 0) + 2);
 }
 
-// what is there of n tokens
+// add a batch of n tokens to the sums of a part
 void attention::add(int head, int span, int n) {
     if (is_few) {
         return add_few(head, span, n);
@@ -193,14 +195,14 @@ void attention::read_part(int head, int span, F && done) {
 
     keys  .resize(n_together*l.n_embd_k);
     values.resize(n_together*n_value, 0.0f);
-    powers.resize(n_together*n_column); // with few queries fewer, a query's beside each other
+    powers.resize(n_together*n_column); // with few queries [query][n_together] is smaller
 
     const auto & row = work.rows[head];
 
     const int64_t begin = row.n_looked*span/n_span;
     const int64_t end   = row.n_looked*(span + 1)/n_span;
 
-    // memory is asked for before it is needed: clusters lie far apart
+    // prefetched, as clusters are far apart in memory
     const auto ask = [&](size_t r) {
         if (r < row.looked.size()) {
             prefetch(l.raw_key(head, row.looked[r].begin), row.looked[r].n*l.size);
@@ -301,7 +303,7 @@ void attention::weigh(int part) {
             }
         }
         for (int j = 0; j < n; ++j) {
-            // a key that is no number gets none
+            // 0 if the key is not finite
             to[j] = to[j] > 0.0f ? to[j] : 0.0f;
         }
         to += n;

@@ -1,4 +1,4 @@
-// A stream that goes back: the archive's newest tokens return to cells, and what came later is forgotten.
+// Rewinding: the archive's newest tokens return to cells, and later tokens are deleted.
 
 #include "convert.h"
 #include "recaller.h"
@@ -17,7 +17,7 @@ void archive::cut(int64_t end, int64_t next) {
         return;
     }
 
-    // what an eviction then would have called far
+    // as an eviction at that time would have set it
     far = std::max(begin(), std::min({ far, end, next - n_near }));
 
     for (auto & l : layers) {
@@ -33,7 +33,7 @@ void archive::cut(int64_t end, int64_t next) {
     seal(1);
 }
 
-// copies tokens first .. first + n - 1 of a layer into its cells from `cell` on
+// copy tokens first .. first + n - 1 of a layer into its cells from `cell` on
 static void fill_cells(const archive & all, size_t i, const layer & own, bool v_trans, int32_t cell, int32_t n, int64_t first, int64_t base) {
     const auto & l = all[i];
 
@@ -59,7 +59,7 @@ static void fill_cells(const archive & all, size_t i, const layer & own, bool v_
     if (!own.v) {
         return;
     }
-    // transposed, a number's cells lie side by side
+    // transposed, the cells of an element are consecutive
     const size_t one    = v_trans ? ggml_type_size(own.v->type) : 0;
     const size_t stride = v_trans ? one*n_embd_v : own.v->nb[1];
 

@@ -10,10 +10,10 @@
 
 namespace kvtool {
 
-// blocks that memory is taken for at once
+// blocks that memory is reserved for at once
 static constexpr size_t n_more = 16;
 
-// not twice what is needed, as a vector would grow by itself
+// resize in small steps; by default a vector may double its capacity
 template <typename T>
 static void grow(std::vector<T> & list, size_t n, size_t n_each) {
     if (list.capacity() < n*n_each) {
@@ -174,7 +174,7 @@ void row_clusters::group(int64_t block) {
     constexpr int n  = n_grouped*n_cluster;
     const size_t  at = place(begin);
 
-    // a cluster of one token counts as much as any: it is to lie beside what is like it
+    // all clusters have the same weight, so that a cluster of one token lies in a set with clusters similar to it
     std::vector<float> keys(n*n_embd_k), weight(n);
     for (int i = 0; i < n; ++i) {
         member[at + i] = i;

@@ -20,7 +20,7 @@ void from_float(ggml_type type, const float * x, void * y, int64_t n) {
     }
 }
 
-// q8_0: a scale in half precision, then n_group numbers of one byte
+// q8_0: a scale in half precision, then n_group signed bytes
 static constexpr int n_group   = 32;
 static constexpr int q8_0_size = sizeof(ggml_fp16_t) + n_group;
 

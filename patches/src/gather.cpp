@@ -50,7 +50,7 @@ static gathered gather_host(const layer & l, bool v_trans, const int32_t * cells
 // on a device
 //
 
-// a tensor's bytes from `offset` on, as n numbers of another type
+// view of a tensor's bytes from `offset` on, as n numbers of another type
 static ggml_tensor * as(ggml_context * ctx, ggml_tensor * t, ggml_type type, int64_t n, size_t offset) {
     ggml_tensor * res = ggml_view_1d(ctx, t, 1, offset);
 
@@ -62,18 +62,18 @@ static ggml_tensor * as(ggml_context * ctx, ggml_tensor * t, ggml_type type, int
     return res;
 }
 
-// A layer's keys or values, which are copied cell by cell: as they are stored where a cell is whole words, as a device gathers
-// these as they are. Other numbers it gathers as floats.
+// A layer's keys or values, copied cell by cell. If a cell's bytes are whole 32-bit words they are copied unchanged,
+// as words. Otherwise the device converts the numbers to floats.
 struct cell_rows {
     cell_rows(const ggml_tensor * t, bool trans) : t(t), trans(trans), is_words(!trans && t->nb[1] % sizeof(int32_t) == 0) {}
 
-    // of the copies
+    // type of the copies
     ggml_type type() const { return is_words || (trans && t->type == GGML_TYPE_F16) ? t->type : GGML_TYPE_F32; }
 
-    // bytes of a cell
+    // bytes of a copied cell
     size_t size() const { return ggml_row_size(type(), t->ne[0]); }
 
-    // [numbers of a cell, n], or transposed
+    // result: [elements of a cell, n], or transposed
     ggml_tensor * build(ggml_context * ctx, ggml_tensor * idx) const {
         auto * from = const_cast<ggml_tensor *>(t);
 
@@ -81,7 +81,7 @@ struct cell_rows {
         const int64_t n_cell = t->ne[1];
         if (trans) {
             const size_t one = ggml_type_size(t->type);
-            // the same cells of each element's row
+            // the same cells for each element's row
             ggml_tensor * all = ggml_view_1d(ctx, idx, idx->ne[0], 0);
             all->ne[1] = n_embd;
             all->nb[1] = all->nb[2] = all->nb[3] = 0;
@@ -96,7 +96,7 @@ struct cell_rows {
         return ggml_get_rows(ctx, rows, idx);
     }
 
-    // the type that a device takes them for
+    // type that the device copies them as
     ggml_type word() const { return is_words ? GGML_TYPE_I32 : type(); }
 
     const ggml_tensor * t;
@@ -121,7 +121,7 @@ static bool gather_device(
         p.kept->clear();
     }
 
-    // where values begin, behind the keys
+    // offset of the values behind the keys
     const auto begin_v = [&](const layer & l) { return GGML_PAD(n*cell_rows(l.k, false).size(), p.align()); };
 
     const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor *) {

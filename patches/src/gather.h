@@ -1,4 +1,4 @@
-// Cells copied to host memory, on whatever device the cache lies.
+// Copies of cells to host memory, from any device.
 
 #pragma once
 
@@ -13,8 +13,8 @@ struct llama_context;
 
 namespace kvtool {
 
-// f(i, what these cells of layer i hold) for each layer: a device is asked once a layer, and for these cells alone. False: a
-// device has failed
+// Call f(i, contents of these cells of layer i) for each layer. Each device is asked once per layer, and only for
+// these cells. Returns false if a device failed
 bool gather(
         graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const int32_t * cells, int32_t n,
         const std::function<void (size_t, gathered &&)> & f);

@@ -10,14 +10,14 @@
 
 namespace kvtool {
 
-// how often means are computed anew
+// iterations after the first assignment
 static constexpr int n_round = 4;
 
-// how often the longest direction is
+// iterations of the power method
 static constexpr int n_turn = 3;
 
-// Where clusters begin: the point that is farthest from the mean, then each time the one that is farthest from all before. What is
-// like nothing else, such as a number in a text, gets a cluster of its own, and is found.
+// Initial means: the point farthest from the mean, then repeatedly the point farthest from all chosen ones. A point
+// that resembles no other, such as a number in a text, thus gets a separate cluster and is found by the search.
 static std::vector<float> far_apart(const float * x, int n, int64_t d, int n_some) {
     std::vector<float> res(n_some*d);
     std::vector<float> from(d, 0.0f);
@@ -29,7 +29,7 @@ static std::vector<float> far_apart(const float * x, int n, int64_t d, int n_som
         }
     }
     for (int c = 0; c < n_some; ++c) {
-        // of distances to one point, what differs: x x - 2 x p
+        // squared distances to one point, up to rounding: x.x - 2 x.p + p.p
         float own = 0.0f;
         for (const float e : from) {
             own += e*e;
@@ -55,7 +55,7 @@ std::vector<int> kmeans(const float * x, int n, int64_t d, int n_cluster) {
     std::vector<int>   size(n_cluster);
 
     for (int round = 0; round <= n_round; ++round) {
-        // the nearest mean m of x: that with the highest x m - m m/2
+        // the nearest mean m of x has the highest x.m - m.m/2
         for (int c = 0; c < n_cluster; ++c) {
             float square = 0.0f;
             for (int64_t e = 0; e < d; ++e) {
@@ -85,7 +85,7 @@ std::vector<int> kmeans(const float * x, int n, int64_t d, int n_cluster) {
     return of;
 }
 
-// where some points are along the direction in which they differ most
+// coordinates of some points along the direction of their largest variance
 static std::vector<float> along(const float * x, const float * weight, const int * some, int n, int64_t d) {
     std::vector<float> mean(d, 0.0f);
     float all = 0.0f;
@@ -104,7 +104,7 @@ static std::vector<float> along(const float * x, const float * weight, const int
             rest[i*d + e] = x[some[i]*d + e] - mean[e];
         }
     }
-    // several at a time: no sum waits for the one before
+    // several sums at once, so that none waits for the previous addition
     constexpr int n_sum = 8;
     for (int begin = 0; begin < n; begin += n_sum) {
         const int n_own = std::min(n - begin, n_sum);
@@ -118,7 +118,7 @@ static std::vector<float> along(const float * x, const float * weight, const int
         std::copy_n(sums, n_own, far.begin() + begin);
     }
 
-    // what the farthest point lies along, then what a step of the power method makes of it
+    // power method, started from the farthest point
     const float * farthest = rest.data() + (std::max_element(far.begin(), far.end()) - far.begin())*d;
     std::vector<float> direction(farthest, farthest + d);
     std::vector<float> at(n);

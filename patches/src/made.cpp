@@ -8,7 +8,7 @@
 
 namespace kvtool {
 
-// a [n][n], positive definite, becomes the lower half of its square root
+// Cholesky factorization: a [n][n], positive definite, becomes its lower factor
 static void factor(std::vector<double> & a, int n) {
     for (int r = 0; r < n; ++r) {
         for (int c = 0; c <= r; ++c) {
@@ -21,7 +21,7 @@ static void factor(std::vector<double> & a, int n) {
     }
 }
 
-// x of a x = b, where root is a's; b becomes x
+// solve a x = b, where root is the Cholesky factor of a; b becomes x
 static void solve(const std::vector<double> & root, double * b, int n) {
     for (int r = 0; r < n; ++r) {
         for (int e = 0; e < r; ++e) {
@@ -37,18 +37,20 @@ static void solve(const std::vector<double> & root, double * b, int n) {
     }
 }
 
-// Of the mean square of the queries: what keeps keys short where queries of a row are nearly alike. What it changes in the
-// logits is mended afterwards.
+// Ridge, relative to the mean square of the queries: keeps keys short if queries of a row are nearly equal. The error
+// that it causes in the logits is corrected afterwards.
 static constexpr double ridge = 1e-4;
 
-// how often that is done: each time leaves a ridge's part of the difference
+// number of these corrections; each reduces the error by about the factor `ridge`
 static constexpr int n_mend = 3;
 
-// where a quantized key is nudged: how often each number may be, and what the products with other heads than the cell's count
+// nudging of quantized keys: rounds over all elements, and weight of the products with heads other than the cell's
+// own
 static constexpr int    n_nudge          = 3;
 static constexpr double weight_elsewhere = 0.25;
 
-// a head's share of its sum in each cell of another head: less would make longer keys, whose logits are rounded more
+// intended share of a head's sum in each other head's cell: a smaller share would need longer keys, whose logits have
+// larger rounding errors
 static double share_elsewhere(int n_head) {
     return 0.25/n_head;
 }
@@ -71,7 +73,7 @@ double made_cells::logit(double product) const {
 }
 
 static double dot(const float * a, const float * b, int64_t n) {
-    // enough sums that none waits for the one before
+    // independent sums, so that none waits for the previous addition
     double sum[4] = {};
     for (int64_t e = 0; e < n; e += 4) {
         for (int64_t i = e; i < std::min(e + 4, n); ++i) {
@@ -97,7 +99,7 @@ void made_cells::round(float * x, int64_t n, ggml_type type) {
 }
 
 void made_cells::nudge(float * k, const std::vector<double> & key, int c) const {
-    // how far each head's product is from that with key
+    // error of each head's product, relative to key
     std::vector<double> off(n_head), by(n_head);
     for (int j = 0; j < n_head; ++j) {
         for (int64_t e = 0; e < n_embd_k; ++e) {
@@ -109,12 +111,12 @@ void made_cells::nudge(float * k, const std::vector<double> & key, int c) const 
     for (int64_t first = 0; first < n_nudge*n_embd_k; first += n_block) {
         const int64_t begin = first % n_embd_k;
 
-        // blocks of all types of caches begin with it
+        // all types of caches store the scale at the start of a block
         ggml_fp16_t scale;
         memcpy(&scale, bytes.data() + ggml_row_size(type_k, begin), sizeof(scale));
         const float step = std::fabs(ggml_fp16_to_fp32(scale));
 
-        // the cache finds the scale by these, so they stay
+        // the cache computes the scale from the extremes, so these elements stay
         const auto  ends  = std::minmax_element(k + begin, k + begin + n_block);
         const float least = *ends.first;
         const float most  = *ends.second;
@@ -173,11 +175,11 @@ void made_cells::make(const float * queries, const double * given, const float *
 
     std::copy_n(queries, g*n_embd_k, rounded.begin());
     if (type_k == GGML_TYPE_F16) {
-        // attention rounds them, too
+        // attention rounds queries, too
         round(rounded.data(), rounded.size(), type_k);
     }
 
-    // a head that finds nothing gets a logit that no other comes near
+    // a head without archived attention gets a logit far below the others
     std::vector<double> sums(given, given + g);
     const double most = *std::max_element(sums.begin(), sums.end());
     double least = std::isfinite(most) ? most : 0.0;
@@ -212,7 +214,8 @@ void made_cells::make(const float * queries, const double * given, const float *
         solve(root, products, g);
     }
 
-    // the ridge is in all of them: one change of all keys mends the heads' sums
+    // the ridge changes all logits of a head alike: adding the same combination of queries to all keys corrects
+    // the heads' sums
     for (int n = 0; n < n_mend; ++n) {
         find_shares(sums, [&](int head, int cell) {
             double x = 0.0;
@@ -255,8 +258,9 @@ void made_cells::make(const float * queries, const double * given, const float *
 void made_cells::set_values(const float * found, double elsewhere, double own) {
     const int g = n_head;
 
-    // The values for which each head's shares add up to what it found: to = share^-1, but near to what it would be if the
-    // shares were as wanted, where queries are so much alike that little tells their cells apart
+    // Solve for values such that the cells, weighted by each head's shares, give its attention output: to =
+    // share^-1. Nearly equal queries make `share` nearly singular, so the solution is regularized towards the
+    // inverse of the intended shares
     std::vector<double> square(g*g), to(g*g), off(g);
     for (int i = 0; i < g; ++i) {
         for (int c = 0; c < g; ++c) {

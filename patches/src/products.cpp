@@ -7,7 +7,7 @@
 namespace kvtool {
 
 #if defined(__GNUC__)
-// as it may lie anywhere
+// without alignment
 typedef float lanes __attribute__((vector_size(8*sizeof(float)), aligned(sizeof(float)), may_alias));
 static constexpr int n_lane = 8;
 #else
@@ -15,7 +15,7 @@ typedef float lanes;
 static constexpr int n_lane = 1;
 #endif
 
-// n_row rows of c, n_vector vectors of columns
+// one block of c: n_row rows, n_vector vectors of columns
 template <int n_row, int n_vector>
 static inline KVTOOL_INLINE void multiply_block(float * c, int cs, const float * a, int as, int ak, const float * b, int bs, int k) {
     lanes sum[n_row][n_vector];
@@ -45,7 +45,7 @@ static inline KVTOOL_INLINE void multiply_block(float * c, int cs, const float *
 
 template <int n_vector>
 static inline KVTOOL_INLINE void multiply_columns(float * c, int cs, const float * a, int as, int ak, const float * b, int bs, int m, int k) {
-    // enough sums at once that none waits for the one before
+    // enough independent sums that none waits for the previous addition
     constexpr int n_row = n_vector < 8 ? 8/n_vector : 1;
 
     int i = 0;

@@ -1,5 +1,5 @@
-// Recall in the decode's graph: each layer attends to its archive, and puts what it finds into the row's last cells, where
-// attention finds it: made cells, or the tokens that got most attention.
+// Recall in the decode's graph. Each layer attends to its archive and writes the result to the row's last cells:
+// synthetic cells, or the tokens with the most attention. Attention over the cache then includes them.
 
 #include "hooks.h"
 #include "input.h"
@@ -14,8 +14,8 @@
 
 namespace kvtool {
 
-// of each query's products with the live cells, or its logits where they are capped, the highest one, and its probability beside
-// them and the attention sink: both [1, 1, n_tokens*n_head]
+// Per query, the highest product with the live cells (or logit, if there is a soft cap) and its probability among the
+// live cells and the attention sink: both [1, 1, n_tokens*n_head]
 static std::pair<ggml_tensor *, ggml_tensor *> live_logits(
         const llm_graph_context & graph, const llama_kvtool & kvtool, const layer & l, ggml_tensor * q, ggml_tensor * mask,
         ggml_tensor * sinks, const logit_params & logits) {
@@ -46,7 +46,7 @@ static std::pair<ggml_tensor *, ggml_tensor *> live_logits(
     return { highest(kq), highest(p) };
 }
 
-// what attention does with products of keys and queries
+// how the model's attention converts products to logits
 static logit_params logits_of(const llm_graph_context & graph, float scale) {
     const auto & hparams = graph.hparams;
     return { scale, hparams.attn_soft_cap || graph.arch == LLM_ARCH_GROK ? hparams.f_attn_logit_softcapping : 0.0f };
@@ -86,7 +86,7 @@ void llama_kvtool_recall(
 
     const int64_t first = l.n_cell - kvtool->params.n_recall;
 
-    // a batch that is only reserved for may be longer than a step
+    // the graph that only reserves memory may have more tokens than a step
     const int64_t k = n_made > 0 ? n_made*std::min<int64_t>(q->ne[2], kvtool->params.n_recall/n_made) : kvtool->params.n_recall;
 
     const int64_t n_embd_k = l.k->ne[0];
@@ -97,7 +97,7 @@ void llama_kvtool_recall(
         input.rot = new_input(ctx, GGML_TYPE_I32, 1, 1, 1);
     }
 
-    // devices copy to a cache in half precision from the same, and to others from floats
+    // devices copy F16 to a cache in F16, and floats to all others
     const bool is_half = l.k->type == GGML_TYPE_F16 && (!l.v || l.v->type == GGML_TYPE_F16);
     const auto type    = is_half ? GGML_TYPE_F16 : GGML_TYPE_F32;
 
@@ -110,11 +110,12 @@ void llama_kvtool_recall(
     ggml_tensor * t = input.kvtool.archive->build(graph, i, l.k, args, type, k*(n_embd_k + n_embd_v), logits);
     ggml_build_forward_expand(graph.gf, t);
 
-    // the first k cells behind those of the rows' own tokens
+    // write to the first k cells behind those of the rows' own tokens
     const auto write = [&](ggml_tensor * cache, int64_t n_embd, int64_t at) {
         ggml_tensor * from = ggml_view_2d(ctx, t, n_embd, k, ggml_row_size(type, n_embd), at*ggml_type_size(type));
         if (ggml_is_quantized(cache->type)) {
-            // Vulkan does not copy to blocks that begin anywhere, but it writes rows, as llama.cpp's caches are written
+            // Vulkan cannot copy to quantized blocks at arbitrary offsets, but it can set rows, which is
+            // also how llama.cpp writes its caches
             ggml_tensor * all = ggml_reshape_2d(ctx, cache, n_embd, ggml_nelements(cache)/n_embd);
             ggml_build_forward_expand(graph.gf, ggml_set_rows(ctx, all, from, cells_from(graph, first, k)));
             return;

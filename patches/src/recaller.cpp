@@ -14,7 +14,7 @@
 
 namespace kvtool {
 
-// how chosen tokens are given to the cache
+// writes chosen tokens in the cache's format
 template <typename T>
 struct gathering {
     const archived_layer & l;
@@ -35,7 +35,7 @@ struct gathering {
     static void from(const float * x, ggml_fp16_t * y, int64_t n) { to_half(x, y, n); }
     static void from(const float * x, float       * y, int64_t n) { std::copy_n(x, n, y); }
 
-    // a head's; zeros where there are less than k
+    // write the tokens of a head, filled up with zeros to k tokens
     void copy(int head, const std::vector<attended_token> & some) {
         const int n = some.size();
 
@@ -73,11 +73,11 @@ struct gathering {
     }
 };
 
-// so many tokens of a step look each into tokens of their own, and more tokens into no more
+// Each of the first tokens of a step adds n_exact tokens to those attended to exactly; further tokens add none
 static constexpr int n_apart = 5;
 
-// In a long archive more tokens look like what is asked for: of 16 times as many, such a step looks into twice as many. A step of
-// one token does not, as it takes long for what it finds.
+// A long archive has more tokens similar to the query: with an archive 16 times as long, such a step attends exactly
+// to twice as many tokens. A step of one token does not, as its time depends on their number.
 static constexpr double n_short = 8192.0;
 
 static int64_t exact_of(const recaller & all, int n_tokens) {
@@ -85,17 +85,17 @@ static int64_t exact_of(const recaller & all, int n_tokens) {
 
     const int64_t n = (int64_t) (all.params.n_exact*longer)*std::min(n_tokens, n_apart);
 
-    // as many as are chosen are looked into
+    // at least as many as are recalled
     return n > 0 && all.params.n_made == 0 ? std::max<int64_t>(n, all.params.n_recall) : n;
 }
 
-// the tokens of a step that look into the archive together
+// tokens of a step that attend to the same archived tokens
 struct some_tokens {
     int first;
     int n;
 };
 
-// of a row's queries, token by token, as attention to the live cells has them
+// queries of a row, token by token, rounded as attention to the live cells rounds them
 static std::vector<float> queries_of(const ggml_tensor * q, some_tokens some, int head, int n_gqa, ggml_type type_q) {
     std::vector<float> res;
     for (int64_t t = some.first; t < some.first + some.n; ++t) {
@@ -112,7 +112,7 @@ static std::vector<float> queries_of(const ggml_tensor * q, some_tokens some, in
     return res;
 }
 
-// the attention of a layer in a graph; all threads make one
+// attention of a layer; each thread creates one, and they share layer.all->attending
 static attention attention_of(const ggml_tensor * dst, some_tokens some, recalled_layer & layer) {
     const ggml_tensor * q = dst->src[0];
 
@@ -120,11 +120,10 @@ static attention attention_of(const ggml_tensor * dst, some_tokens some, recalle
 
     const int n_gqa = q->ne[1]/layer.all->tokens[layer.i].n_head;
 
-    // they share what is looked into
     return attention(layer.all->tokens, layer.i, rot, n_gqa*some.n, layer.logits, exact_of(*layer.all, some.n), layer.all->attending);
 }
 
-// all threads call it
+// called by all threads
 static void attend(attention & one, const ggml_tensor * dst, some_tokens some, recalled_layer & layer, int ith, int nth) {
     const ggml_tensor * q = dst->src[0];
 
@@ -149,7 +148,8 @@ static void attend(attention & one, const ggml_tensor * dst, some_tokens some, r
     all.meet(nth);
 }
 
-// Then, what each token gets of all attention, that to the live cells included. All threads call it, each with its rows' sums.
+// Attention of each archived token, relative to live cells and archive together. Called by all threads after attend;
+// each sets the sums of its rows.
 static void weigh(attention & one, const ggml_tensor * dst, recalled_layer & layer, int ith, int nth) {
     const ggml_tensor * q = dst->src[0];
 
@@ -225,7 +225,7 @@ void recall_into(ggml_tensor * dst, int ith, int nth, void * userdata) {
     }
 }
 
-// the cells of some tokens of a step
+// synthetic cells of some tokens of a step
 template <typename T>
 static void make(ggml_tensor * dst, some_tokens some, recalled_layer & layer, int ith, int nth) {
     const auto & l = layer.all->tokens[layer.i];
@@ -253,7 +253,7 @@ static void make(ggml_tensor * dst, some_tokens some, recalled_layer & layer, in
         const int head = i/some.n;
         const int t    = i % some.n;
 
-        // the first of this thread's tokens there
+        // first token of this thread in this row
         if (t < nth) {
             queries = queries_of(q, some, head, n_gqa, layer.type_q);
         }
@@ -324,11 +324,11 @@ void recaller::trace(int32_t n) {
 }
 
 void recaller::push(graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const leaving & some, int n_thread, kvtool::staging * staging) {
-    // what is gathered of all layers lies on a device at once
+    // copies of this many cells of all layers fit on a device at once
     static constexpr int32_t n_most = 128;
 
     if (some.n_cell <= n_most) {
-        // a step's few tokens are stored before threads have started
+        // few tokens are stored in less time than threads take to start
         n_thread = 1;
     }
 
@@ -340,7 +340,7 @@ void recaller::push(graphs & graphs, llama_context & lctx, const std::vector<lay
 
     tokens.reserve(some);
     const int64_t first = tokens.start(some);
-    // what is to be forgotten at once is not stored
+    // tokens that would be deleted at once are not stored
     for (int32_t c = std::max<int64_t>(0, first - some.pos_0); c < some.n_cell; c += n_most) {
         const auto keep = [&](size_t i, gathered && cells) { found[i] = std::move(cells); };
         if (!gather(graphs, lctx, layers, some.cells + c, std::min(n_most, some.n_cell - c), keep)) {
@@ -361,13 +361,13 @@ ggml_tensor * recaller::build(
         const logit_params & logits) {
     recalled[i].logits = logits;
     recalled[i].type_k = k->type;
-    // quantized keys are multiplied with bytes
+    // ggml converts queries to 8 bits for quantized keys
     recalled[i].type_q = ggml_is_quantized(k->type) ? GGML_TYPE_Q8_0 : GGML_TYPE_F32;
 
     const bool made = params.n_made > 0;
 
     ggml_tensor * t = ggml_custom_4d(graph.ctx0, type, n, 1, 1, 1, args, n_traced > 0 ? 4 : 2, made ? make_into : recall_into, GGML_N_TASKS_MAX, &recalled[i]);
-    // what another machine's device says it can do, it may not
+    // always on the host: the device of another machine may claim to support custom operations
     ggml_backend_sched_set_tensor_backend(graph.sched, t, graph.backend_cpu);
 
     return t;

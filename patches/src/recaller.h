@@ -1,4 +1,4 @@
-// The archive, in this process's memory or in a file, and what recalls from it while a graph is computed.
+// The archive of a context, and the ggml operation that recalls from it while a graph is computed.
 
 #pragma once
 
@@ -17,32 +17,34 @@ class graphs;
 class recaller;
 class staging;
 
-// what recall of one layer reads
+// data for the recall of one layer
 struct recalled_layer {
     recaller * all;
     size_t     i;
 
-    logit_params logits; // in the graph that was made last
-    ggml_type    type_k; // of the cache there
-    ggml_type    type_q; // to which attention to it rounds queries, F32: to none
+    logit_params logits; // of the newest graph
+    ggml_type    type_k; // type of the cache's keys in the newest graph
+    ggml_type    type_q; // type that attention to the cache rounds queries to; F32: none
 
-    std::vector<attended_token> attended; // [n_head][n_traced]: those that its rows attended to most in the last step, then -1
+    // [n_head][n_traced]: tokens that each row attended to most in the last step, then tokens with position -1
+    std::vector<attended_token> attended;
 };
 
-// Recalls tokens, as an operation of ggml's; userdata: a recalled_layer. dst: K [k][n_head][n_embd_k], then V
-// [k][n_head][n_embd_v] or transposed, as F16 or F32; src: the queries [n_embd_k, n_head_q, n_tokens], where the first of them
-// is rotated to, and of their products with the live cells the highest one and its probability, both [n_head_q][n_tokens]
+// Custom ggml operation that recalls tokens; userdata: a recalled_layer. dst: K [k][n_head][n_embd_k], then V
+// [k][n_head][n_embd_v] or transposed, as F16 or F32. src: the queries [n_embd_k, n_head_q, n_tokens], the position
+// that the first of them is rotated to, and of their products with the live cells the maximum and its probability,
+// both [n_head_q][n_tokens]
 void recall_into(ggml_tensor * dst, int ith, int nth, void * userdata);
 
-// The same with made cells, n_made a token; src: the same, or without tracing the first two
+// The same with synthetic cells, n_made per token; src: the same, or the first two without tracing
 void make_into(ggml_tensor * dst, int ith, int nth, void * userdata);
 
 class recaller {
 public:
     recaller(const archive_params & params, const std::vector<archive_shape> & shapes);
 
-    // Copies these cells of all rows; the cache stays as it is. Throws no_room, and nothing has changed then. staging: null, or what may store
-    // them later
+    // Archive these cells of all rows; the cache is unchanged. Throws no_room, and nothing has changed then.
+    // staging: null, or the staging that may store the cells later
     void push(graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const leaving & some, int n_thread, staging * staging);
 
     // see llama_kvtool_go_back
@@ -51,24 +53,26 @@ public:
 
     void clear();
 
-    // What recalls tokens of layer i, whose keys are k, in a graph: see recall_into and make_into. n: the numbers that it gives
+    // Add the recall of layer i, whose cached keys are k, to a graph: see recall_into and make_into. n: elements
+    // of the result
     ggml_tensor * build(
             const llm_graph_context & graph, size_t i, const ggml_tensor * k, ggml_tensor ** args, ggml_type type, int64_t n,
             const logit_params & logits);
 
-    // from now on each row says which tokens it attends to most in a step, so many; recalled ones are said anyway
+    // record the n tokens that each row attends to most in a step; recalled tokens are always recorded
     void trace(int32_t n);
 
     const archive_params params;
 
     int32_t n_traced = 0;
 
-    bool is_apart = false; // whether each token of the next step looks into what it would look into alone
+    // each token of the next step chooses alone which tokens it attends to exactly
+    bool is_apart = false;
 
     archive        tokens;
     attention_work attending;
 
-    std::vector<recalled_layer> recalled; // one a layer
+    std::vector<recalled_layer> recalled; // one per layer
 };
 
 } // namespace kvtool

@@ -1,4 +1,5 @@
-// The clusters of an archive: blocks that are complete are sealed, which puts their tokens into the order of their clusters.
+// Clusters of an archive. When a block is complete it is clustered ("sealed"): its tokens are stored in the order of
+// their clusters.
 
 #include "archive.h"
 
@@ -12,7 +13,7 @@ namespace kvtool {
 
 static constexpr int64_t n_block = archived_layer::n_block;
 
-// tokens that are better looked into all: so small an archive has no clusters, and forgets token by token
+// archives up to this size have no clusters: all their tokens are attended to exactly, and deleted one by one
 static constexpr int64_t n_few = 4*n_block;
 
 int64_t archive::bytes() const {
@@ -46,7 +47,7 @@ void archive::clear_clusters() {
 }
 
 int64_t archive::whole(int64_t begin, int64_t to, int64_t end) const {
-    // rows take turns with it: the first one's blocks are sealed first
+    // rows are clustered at different times; the first row's blocks come first
     const bool is_sealed = !clusters.empty() && to/n_block < clusters[0][0].end() && clusters[0][0].begin() < clusters[0][0].end();
 
     return !is_sealed || to <= begin || to % n_block == 0 ? to : std::min(archived_layer::block_end(to), end);
@@ -62,7 +63,7 @@ void archived_layer::sort(int head, int64_t block, int first, const uint8_t * fr
     }
 }
 
-// where each token lies
+// place of each token of a block
 static std::array<uint8_t, n_block> places_of(const sealed_block & block) {
     std::array<uint8_t, n_block> res;
     for (int i = 0; i < n_block; ++i) {
@@ -91,7 +92,7 @@ void archive::seal(size_t layer, int head, int row, int64_t block, bool is_far, 
     const bearing to    = { is_far, is_far ? 0 : base_of((block + 1)*n_block - 1) };
 
     if (!is_new) {
-        // as they came
+        // back to the order of the stream
         l.sort(head, block, first, places_of(own[block]).data());
     }
 
@@ -117,7 +118,8 @@ int archive::n_row() const {
 }
 
 archive::row_span archive::span_of(int row) const {
-    // rows take turns, so that no step waits for all of them; but soon, as tokens without clusters are all looked into
+    // Rows are clustered at different steps, so that no step waits for all of them. The delay is short, as tokens
+    // without clusters are all attended to exactly
     const int64_t late = (int64_t) row*(n_block/4)/n_row();
 
     return { (far - late)/n_block, n_most < n_few ? 0 : (end() - late)/n_block };
@@ -137,7 +139,7 @@ void archive::seal_row(int row) {
     const auto [near, to] = span_of(row);
 
     own.forget(begin()/n_block);
-    // where the stream has gone back, what is left of a block lies as it came
+    // after a rewind a block may be incomplete: its tokens return to the order of the stream
     for (int64_t block = std::max(to, own.begin()); block < own.end() && block*n_block < end(); ++block) {
         layers[i].sort(head, block, own[block].first, places_of(own[block]).data());
     }
@@ -199,7 +201,7 @@ std::array<int64_t, 4> archive::clustered() const {
     if (clusters.empty() || size() == 0 || n_unsealed > 0 || n_most < n_few) {
         return {};
     }
-    // the last row's come last
+    // the last row is clustered last
     const row_span one  = span_of(0);
     const row_span last = span_of(n_row() - 1);
 

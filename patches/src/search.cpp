@@ -10,13 +10,13 @@
 
 namespace kvtool {
 
-// what a cluster's part of a sum has to be to count
+// minimum share of the softmax sum for which a cluster's value is added
 static constexpr float least_part = 3e-4f;
 
-// tokens whose clusters are ranked by themselves, for each that is looked into: those of the best sets
+// clusters are ranked one by one in the best sets, which hold this many tokens for each one attended to exactly
 static constexpr int n_ranked = 16;
 
-// of numbers of tokens
+// tables by number of tokens
 struct number_tables {
     std::vector<float> logs;
     std::vector<float> inverses;
@@ -56,7 +56,7 @@ void search::add_run(const means & some, size_t place, int n, int way, bool is_s
     n_item += n;
 }
 
-// all tokens that no cluster has
+// attend exactly to all tokens without clusters
 void search::look_into_unsealed(int head, searched_row & row) {
     int64_t begin = all.begin();
     if (n_exact > 0) {
@@ -73,7 +73,7 @@ void search::look_into_unsealed(int head, searched_row & row) {
     }
 }
 
-// logits of the runs from `first` on, whose numbers begin with `item`
+// logits of the runs from `first` on, whose items begin at `item`
 void search::multiply_runs(size_t first, size_t item) {
     const auto * own_logs = numbers().logs.data();
     const auto * inverses = numbers().inverses.data();
@@ -83,7 +83,7 @@ void search::multiply_runs(size_t first, size_t item) {
         const auto & run = runs[r];
         const auto * sizes = run.all->sizes.data() + run.place;
         for (int i = 0; i < run.n; ++i) {
-            // a set that is picked has so many clusters
+            // a picked set is replaced by n_side clusters, so it counts as at least so many tokens
             const int n = run.is_set && sizes[i] > 0 ? std::max<int>(sizes[i], n_side) : sizes[i];
             size   [item + i] = n;
             inverse[item + i] = inverses[n];
@@ -102,8 +102,8 @@ void search::multiply_runs(size_t first, size_t item) {
     }
 }
 
-// Of each item the parts of all queries' sums, for each of its tokens: where a limit on tokens is to hold the most of the sums, the
-// densest come first.
+// Score of each item: its share of the softmax sums of all queries, per token. With a limited number of tokens, the
+// items with the most attention per token cover the most.
 void search::set_scores(const std::vector<float> & powers, const std::vector<softmax_part> & parts) {
     std::fill_n(score.begin(), n_item, 0.0f);
     for (int q = 0; q < n_query; ++q) {
@@ -116,7 +116,7 @@ void search::set_scores(const std::vector<float> & powers, const std::vector<sof
     }
 }
 
-// the sum of the sizes of those with this score or more
+// total size of the items with this score or more
 static inline KVTOOL_INLINE int64_t size_above(const int32_t * score, const int32_t * size, int n, int32_t least) {
     int32_t sum = 0;
     for (int i = 0; i < n; ++i) {
@@ -126,7 +126,7 @@ static inline KVTOOL_INLINE int64_t size_above(const int32_t * score, const int3
 }
 
 static inline KVTOOL_INLINE int32_t cut_of(const int32_t * score, const int32_t * size, int n, int64_t wanted) {
-    // no two that differ by less than a two-thousandth are told apart
+    // scores that differ by less than 1/2000 count as equal
     int32_t cut = 0;
     for (int bit = 30; bit >= 12; --bit) {
         const int32_t higher = cut | 1 << bit;
@@ -159,10 +159,10 @@ KVTOOL_AVX2 static void choose_avx2(const int32_t * score, const int32_t * size,
 }
 #endif
 
-// Of the items begin .. end - 1 those with the highest scores, until they have as many tokens; of nearly equal ones the last
-// first.
+// Choose the items of begin .. end - 1 with the highest scores until they have `wanted` tokens; among nearly equal
+// ones the last come first.
 void search::choose(size_t begin, size_t end, int64_t wanted) {
-    // of numbers that are not negative, bits are in the same order
+    // the bits of non-negative floats have the order of their values
     const auto * bits = (const int32_t *) score.data() + begin;
 #ifdef KVTOOL_X86
     if (vectors() != PLAIN) {
@@ -172,7 +172,7 @@ void search::choose(size_t begin, size_t end, int64_t wanted) {
     choose_of(bits, size.data() + begin, end - begin, wanted, chosen.data() + begin);
 }
 
-// the best sets give way to their clusters
+// replace the best sets by their clusters
 void search::pick_sets(const row_clusters & own, size_t n_sets) {
     if (n_sets == 0) {
         return;
@@ -222,7 +222,7 @@ void search::look_into_clusters(const row_clusters & own, searched_row & row) {
 }
 
 void search::estimate_rest(const std::vector<softmax_part> & parts, float * estimate, int64_t stride) {
-    // where any query's power counts
+    // items with a weight that matters for any query
     std::fill_n(score.begin(), n_item, 0.0f);
     std::vector<float> by(n_query, 0.0f);
     for (int q = 0; q < n_query; ++q) {
@@ -242,7 +242,7 @@ void search::estimate_rest(const std::vector<softmax_part> & parts, float * esti
         if (kept > 0.0f) {
             own[0] = parts[q].most;
             own[1] = std::max(sum, kept);
-            // whose values do not count is taken to have those of the others
+            // the weight of dropped items is distributed over the kept ones
             by[q] = own[1]/kept;
             add(score.data(), own_x, n_item, 1.0f);
         }
@@ -349,7 +349,7 @@ void search::find(int head, const float * queries, searched_row & row, float * e
         small[i].scale *= logits.scale;
     }
 
-    // sets are picked until they have enough tokens, so one more than that at most
+    // sets are picked until they have enough tokens, so there is at most one more than needed
     n_room = n_item + std::min<size_t>(n_ranked*n_exact/n_side + 1, n_sets)*n_side + n_side;
     n_room = (n_room + n_side - 1)/n_side*n_side;
     x     .resize(n_room*n_query);

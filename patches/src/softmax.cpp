@@ -10,7 +10,7 @@
 
 namespace kvtool {
 
-// numbers that are looked at together; a compiler makes of them what vectors the CPU has
+// numbers processed at once; the compiler maps them to the CPU's vectors
 #if defined(__GNUC__)
 static constexpr int n_lane = 16;
 static constexpr int n_few  = 8;
@@ -34,7 +34,8 @@ typedef int32_t few_ints;
 #define KVTOOL_CONVERT(x, type) (type) (x)
 #endif
 
-// f = 2^f = 2^whole * 2^(f - whole), the second of Taylor's series around -0.5, within 2e-7 of itself; f <= 0
+// f becomes 2^f = 2^whole * 2^(f - whole). The second factor is a Taylor series around -0.5 with a relative error
+// below 2e-7. f <= 0
 template <typename F, typename I>
 static inline KVTOOL_INLINE void power_of_2(F & f) {
     f = f > -126.0f ? f : F {} - 126.0f;
@@ -87,7 +88,7 @@ static inline KVTOOL_INLINE void exponential_columns_of(float * x, int n, int n_
         few_floats f, top = few_floats {} - INFINITY;
         for (int i = 0; i < n; ++i) {
             memcpy(&f, x + i*n_column + q, sizeof(f));
-            // what is no number is not higher
+            // a comparison with NaN is false
             top = f > top ? f : top;
         }
         float lane[n_few];
@@ -103,7 +104,8 @@ static inline KVTOOL_INLINE void exponential_columns_of(float * x, int n, int n_
         for (int i = 0; i < n; ++i) {
             memcpy(&f, x + i*n_column + q, sizeof(f));
             f = f*scale - top;
-            // what is no number, or beside nothing, is nothing; the highest one may be rounded to more than itself
+            // NaN (also from -INFINITY - -INFINITY) becomes 2^-126; the maximum may be rounded to
+            // slightly more than itself
             f = f < 1.0f ? f : few_floats {} - 126.0f;
             f = (f < 0.0f ? f : few_floats {})*1.44269504f;
             power_of_2<few_floats, few_ints>(f);

@@ -1,5 +1,6 @@
-// Attention of a step's queries to all archived tokens, on the device. A layer's archived rows are copied there while the layer
-// before is computed; the live cells are written in front of them, and one attention reads both.
+// Attention of a step's queries to all archived tokens, on the device. A layer's archived rows are copied to the
+// device while the previous layer is computed. The live cells are written in front of them, and a single attention
+// operation reads both.
 
 #include "hooks.h"
 #include "input.h"
@@ -21,7 +22,7 @@ static constexpr int64_t n_together = 256;
 // inputs
 //
 
-// of a staged row: [n_head*n_live] for the live cells, cell by cell
+// index of the row for each live cell: [n_head*n_live], cell by cell
 static ggml_tensor * rows_of(const llm_graph_context & graph, llama_kvtool_input::staged & in, int n_head, int64_t n_token) {
     for (const auto & r : in.rows) {
         if (r.n_head == n_head) {
@@ -43,7 +44,7 @@ void llama_kvtool_input::staged::set_input(staging & to) const {
         }
         ggml_backend_tensor_set(r.idx, idx.data(), 0, ggml_nbytes(r.idx));
     }
-    // behind the live cells all queries see the same
+    // all queries see the same archived tokens
     std::vector<float> seen(tail->ne[0], -INFINITY);
     std::fill_n(seen.begin(), n_archived, 0.0f);
     if (tail->type == GGML_TYPE_F16) {
@@ -60,7 +61,7 @@ void llama_kvtool_input::staged::set_input(staging & to) const {
 // graph
 //
 
-// all cells of a layer that queries may see, as F32 [n_embd, n_head*n_live], cell by cell
+// cells of a layer that queries may see, as F32 [n_embd, n_head*n_live], cell by cell
 static ggml_tensor * live_rows(ggml_context * ctx, ggml_tensor * cache, int64_t n_embd, int64_t n_head, int64_t n_cell, int64_t n_live, bool is_transposed) {
     if (is_transposed) {
         ggml_tensor * t = ggml_view_2d(ctx, cache, n_live, n_embd*n_head, n_cell*ggml_type_size(cache->type), 0);
@@ -131,7 +132,7 @@ ggml_tensor * llama_kvtool_staged(
         in.mask       = ggml_concat(ctx, live_mask, ggml_repeat_4d(ctx, in.tail, in.tail->ne[0], live_mask->ne[1], 1, 1), 0);
     }
 
-    // layers that share cells stage them once each
+    // layers that share cells stage them separately
     ggml_tensor * idx = rows_of(graph, in, l.n_head, stage.n_token());
 
     const auto write = [&](ggml_tensor * to, ggml_tensor * cache, int64_t n_embd, bool is_transposed) {

@@ -10,16 +10,17 @@
 
 namespace kvtool {
 
-// Threads that copy: one reads host memory more slowly than a device takes it. Eight keep up with PCIe 5.0.
+// Maximum number of copying threads. One thread reads host memory more slowly than a device receives it; eight keep
+// up with PCIe 5.0.
 static constexpr unsigned n_most_copiers = 8;
 
-// One thread in four clusters: that keeps up with a device, whose own work needs a thread.
+// One thread in four clusters: this keeps up with a device, whose own work needs a thread.
 static constexpr int n_sealer_part = 4;
 
-// Pieces of memory that a thread copies through in turn: it fills one while the device reads the other.
+// Pinned buffers of a thread: it fills one while the device reads the other.
 static constexpr size_t n_bounce = 2;
 
-// Bytes behind the rows: devices read past a tensor's end.
+// Bytes behind the rows, as devices read past a tensor's end.
 static constexpr size_t n_padding = 4096;
 
 static constexpr int64_t n_block = archived_layer::n_block;
@@ -38,7 +39,7 @@ std::string staging::unsupported(const archive & tokens, const std::vector<layer
 
 static ggml_backend_dev_t device_of(ggml_backend_buffer_type_t buft) {
     ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
-    // llama.cpp's own host memory has none
+    // llama.cpp's own host memory has no device
     return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
 }
 
@@ -56,7 +57,7 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
     : tokens(tokens), layers(layers), n_room(n_token), is_apart(!v_trans && lie_apart(layers))
     , copiers(std::clamp(std::thread::hardware_concurrency()/2, 1u, n_most_copiers))
     , sealers(tokens.has_clusters() ? std::max(n_thread/n_sealer_part, 1) : 0) {
-    // of the largest layer of each device
+    // bytes per token of the largest layer of each device
     std::map<ggml_backend_buffer_type_t, size_t> most;
     for (size_t i = 0; i < layers.size(); ++i) {
         size_t & n_bytes = most[ggml_backend_buffer_get_type(layers[i].k->buffer)];
@@ -75,7 +76,7 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
             if (!d.buffers[b]) {
                 throw no_device_memory(2*n_bytes);
             }
-            // rows that are never written may be no numbers, which attention would keep
+            // rows that are never written could hold NaN, which attention would propagate
             ggml_backend_buffer_clear(d.buffers[b].get(), 0);
 
             d.bytes[b] = ggml_new_tensor_1d(d.ctx.get(), GGML_TYPE_I8, n_bytes);
@@ -115,7 +116,7 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
         const auto rows = [&](int64_t n_embd, ggml_type type, size_t offset) {
             ggml_tensor * t = ggml_new_tensor_2d(d.ctx.get(), type, n_embd, n_token*l.n_head);
 
-            // a key and its value lie side by side
+            // a key is followed by its value
             t->nb[1] = l.size;
             t->nb[2] = t->nb[3] = l.size*t->ne[1];
 
@@ -133,7 +134,7 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
 }
 
 staging::~staging() {
-    // copies into the buffers have to end before these go
+    // copies into the buffers must end before the buffers are freed
     copiers.wait(arriving);
     copiers.wait(fetching);
     sealers.wait(sealing);
@@ -152,7 +153,7 @@ int64_t staging::bytes() const {
 //
 
 void staging::begin(const std::vector<mark> & marks, int64_t n_live) {
-    // a step that failed has left its copies
+    // a failed step may have left copies under way
     copiers.wait(arriving);
     copiers.wait(fetching);
     sealers.wait(sealing);
@@ -189,13 +190,13 @@ bool staging::reach(ggml_tensor * node, bool ask, void * self) {
         own.seal(layer);
     }
     if (++own.n_reached < own.marks.size()) {
-        // the layer before has been computed: its buffer is free
+        // the previous layer has been computed, so its buffer is free
         own.copy(own.marks[own.n_reached].layer);
     }
     return true;
 }
 
-// whether no later layer reads the layer's cells
+// true if no later layer reads the layer's cells
 bool staging::is_last(size_t layer) const {
     return std::none_of(marks.begin() + n_reached + 1, marks.end(), [&](const mark & m) { return m.layer == layer; });
 }
@@ -205,7 +206,7 @@ void staging::copy(size_t layer) {
 
     for (size_t t = 0; t < copiers.size(); ++t) {
         copiers.add(arriving, [this, layer](size_t thread) {
-            // the newest come first: they may have to be stored
+            // the newest block first: it may still have to be stored
             for (int64_t block; (block = next--) >= 0;) {
                 copy_block(thread, layer, block);
             }
@@ -226,9 +227,9 @@ void staging::copy_block(size_t thread, size_t layer, int64_t block) {
         store(layer, begin, end);
     }
 
-    const size_t n_bytes = (end - begin)*l.size; // of a head
+    const size_t n_bytes = (end - begin)*l.size; // per head
     const size_t offset  = (n_live + begin - tokens.begin())*l.size;
-    const size_t from    = n_block*l.size;       // to the next head
+    const size_t from    = n_block*l.size;       // distance between heads
     const size_t to      = n_room*l.size;
 
     auto & q = s.home->queues[thread];
@@ -260,7 +261,7 @@ void staging::seal(size_t layer) {
 // new tokens
 //
 
-// copies all cells of a layer to the host
+// copy all cells of a layer to the host
 void staging::fetch(size_t layer) {
     if (!is_apart) {
         return;
@@ -282,7 +283,7 @@ void staging::fetch(size_t layer) {
     });
 }
 
-// stores the tokens begin .. end - 1 as far as they were pushed last
+// store those of the tokens begin .. end - 1 that were pushed last
 void staging::store(size_t layer, int64_t begin, int64_t end) {
     const auto & l = layers[layer];
     const auto & s = staged[layer];

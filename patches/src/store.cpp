@@ -68,7 +68,7 @@ static size_t page_bytes() {
     return sysconf(_SC_PAGESIZE);
 }
 
-// a new file
+// create a new file
 static int create(const std::string & path) {
     const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd < 0) {
@@ -77,7 +77,7 @@ static int create(const std::string & path) {
     return fd;
 }
 
-// gives a file n bytes more on the disk; returns an error number, 0 if there is none
+// extend a file by n bytes and reserve the disk space; returns an error number, 0 on success
 static int grow(int fd, off_t n_old, off_t n) {
     int error = 0;
 #if defined(__APPLE__)
@@ -96,10 +96,10 @@ static int grow(int fd, off_t n_old, off_t n) {
     return error;
 }
 
-// of a file many slabs: a process has few maps (65,530 on Linux)
+// slabs of a file that are mapped together: a process may have few maps (65,530 on Linux)
 static constexpr int64_t n_region_of_file = 64;
 
-// of memory a few: what no slab has of a region is not touched
+// bytes of memory that are mapped together; pages without a slab are never touched
 static constexpr size_t region_bytes = 64u << 20;
 
 slab_maps::slab_maps(size_t n_bytes) : fd(-1), size(n_bytes), n_region(std::max<size_t>(1, region_bytes/std::max<size_t>(1, n_bytes))) {}
@@ -128,7 +128,7 @@ uint8_t * slab_maps::take() {
     if (n_slab/n_region == (int64_t) regions.size()) {
         regions.reserve(regions.size() + 1);
 
-        // a file ends before it, and may grow into it
+        // the map may extend past the end of the file, which grows into it later
         void * p = mmap(nullptr, n_region*size, PROT_READ | PROT_WRITE, has_file() ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, fd,
                 has_file() ? n_slab*size : 0);
         if (p == MAP_FAILED) {
@@ -136,12 +136,13 @@ uint8_t * slab_maps::take() {
         }
 #if defined(MADV_HUGEPAGE)
         if (!has_file()) {
-            // clusters lie far apart: to find small pages takes longer than to read them
+            // clusters are far apart in memory: address translation of small pages would take longer than
+            // reading them
             madvise(p, n_region*size, MADV_HUGEPAGE);
         }
 #endif
         if (has_file()) {
-            // a step reads a few pages here and there: what lies behind them would push others out of memory
+            // a step reads few scattered pages: read-ahead would push other pages out of memory
             posix_madvise(p, n_region*size, POSIX_MADV_RANDOM);
         }
         regions.push_back((uint8_t *) p);

@@ -14,10 +14,10 @@
 
 namespace kvtool {
 
-// numbers that have one scale in q8_0
+// numbers that share a scale in q8_0
 static constexpr int n_group = 32;
 
-// rows that are added at once
+// rows collected before they are added
 static constexpr int n_listed = 64;
 
 static bool any(const float * w, int64_t wx, int n) {
@@ -29,7 +29,7 @@ static bool any(const float * w, int64_t wx, int n) {
     return false;
 }
 
-// row by row, converted
+// row by row, through a converted copy
 static void multiply_converted(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os) {
     std::vector<float> row(d);
     for (int i = 0; i < n; ++i) {
@@ -69,7 +69,7 @@ void prefetch(const uint8_t * rows, size_t n_bytes) {
 
 #ifdef KVTOOL_X86
 
-// a group's numbers in four vectors
+// the numbers of a q8_0 group in four vectors
 struct group {
     __m256 x[4];
 };
@@ -103,7 +103,7 @@ struct of_q8_0 {
     }
 };
 
-// sum[q] += a group . x[q*d]
+// sum[q] += group . x[q*d]
 template <int N>
 KVTOOL_AVX2 static inline KVTOOL_INLINE void multiply_group(const group & row, const float * x, int64_t d, __m256 * sum) {
 #pragma GCC unroll 4
@@ -141,7 +141,7 @@ KVTOOL_AVX2 static void multiply_avx2(const uint8_t * rows, size_t size, int n, 
     }
 }
 
-// sums of products of 8 bits, of two groups beside each other
+// 8-bit products (AVX512 VNNI)
 template <int N>
 KVTOOL_AVX512 static void multiply_bytes_avx512(
         const uint8_t * rows, size_t size, int n, int64_t d, const int8_t * x, const float * scales, float * out, int os) {
@@ -149,7 +149,7 @@ KVTOOL_AVX512 static void multiply_bytes_avx512(
 
     const int64_t n_scale = d/n_group;
 
-    // of the numbers' sign, which is a bit here
+    // flips the sign bit: turns signed bytes into unsigned ones with an offset of 128
     const __m256i sign = _mm256_set1_epi8((char) 0x80);
 
     for (int i = 0; i < n; ++i, rows += size) {
@@ -173,7 +173,7 @@ KVTOOL_AVX512 static void multiply_bytes_avx512(
     }
 }
 
-// pairs lie side by side, or half of the numbers apart
+// HALVES: the elements of a pair are d/2 apart; otherwise they are neighbours
 template <typename S, int N, bool HALVES>
 KVTOOL_AVX2 static void multiply_turned_avx2(
         const uint8_t * rows, size_t size, int n, int64_t d, const float * x, const float * turns, const uint8_t * by, float * out, int os) {
@@ -211,7 +211,7 @@ KVTOOL_AVX2 static void multiply_turned_avx2(
     }
 }
 
-// a group of each row at a time, so that its sums stay in registers
+// one group of all rows at a time, so that its sums stay in registers
 template <typename S, int N>
 KVTOOL_AVX2 static void add_avx2(
         const weighted_row * rows, int n, int64_t d, int first, int64_t wx, float * y, int64_t ys) {

@@ -78,7 +78,7 @@ void turns::share(const turns & other) {
     }
 }
 
-// where a pair's numbers lie among those that turn
+// index of a pair's first or second element among the rotated elements
 int turns::at(int pair, bool second) const {
     return is_neox ? pair + second*n_pair : 2*pair + second;
 }
@@ -116,7 +116,8 @@ void turns::map(float * x) const {
     }
 }
 
-// numbers of pairs, turned by both a and b: each is multiplied by a cosine, and the other one of its pair by a sine, 2*n_pair later
+// Rotate pairs by the rotation a followed by b. A rotation has 2*n_pair factors for the elements, then 2*n_pair
+// factors for the other element of each pair
 static void turn_pairs_plain(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
     for (int i = 0; i < n_pair; ++i) {
         const int j = is_neox ? i : 2*i;
@@ -134,7 +135,7 @@ static void turn_pairs_plain(const float * a, const float * b, int n_pair, bool 
 
 #ifdef KVTOOL_X86
 KVTOOL_AVX2 static void turn_pairs_avx2(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
-    // numbers of a row: as many cosines, then sines
+    // factors of each kind
     const int n = 2*n_pair;
 
     const auto cosine = [&](int i) KVTOOL_AVX2 {
