@@ -13,10 +13,10 @@
 
 using namespace kvtool;
 
-// more tokens than a person looks at, and few enough that all rows' fit in memory
+// more tokens than anyone inspects, and few enough that those of all rows fit in memory
 static constexpr int32_t most_traced = 4096;
 
-// null, with the error set, where there is no archive
+// null, with the error set, if there is no archive
 static llama_kvtool * with_archive(llama_context * ctx) {
     auto * kvtool = llama_kvtool::get(ctx);
     if (kvtool && !kvtool->archive) {
@@ -26,7 +26,7 @@ static llama_kvtool * with_archive(llama_context * ctx) {
     return kvtool;
 }
 
-// the same, once nothing works at the archive any more
+// the same, after background work on the archive has ended
 static llama_kvtool * with_settled_archive(llama_context * ctx) {
     auto * kvtool = with_archive(ctx);
     if (!kvtool || !kvtool->staging) {
@@ -39,7 +39,7 @@ static llama_kvtool * with_settled_archive(llama_context * ctx) {
     return status < 0 ? nullptr : kvtool;
 }
 
-// whether the archives of all layers have the same tokens; sets the error where they do not
+// true if the archives of all layers have the same tokens; otherwise the error is set
 static bool same_tokens(const llama_kvtool & kvtool) {
     const auto & all = kvtool.archive->tokens;
     for (size_t i = 1; i < all.n_layer(); ++i) {

@@ -1,4 +1,4 @@
-// The C API: checks what a caller hands over, and passes it on.
+// The C API: checks arguments and calls the implementation.
 
 #include "digest.h"
 #include "edit.h"
@@ -203,7 +203,7 @@ int64_t llama_kvtool_set_beside(llama_context * ctx, const int32_t * table, cons
 // signals
 //
 
-// the index of a signal that can be read or written; negative: it cannot
+// index of a signal that can be read or written; negative if it cannot
 static int signal_index(const llama_kvtool & kvtool, uint32_t signal, const float * data, int32_t n_row, int32_t n_cell) {
     if (!data || n_row != kvtool.n_row || n_cell < 0 || n_cell > kvtool.most_cells()) {
         return fail(format("the buffer must not be null, n_row must be %d and n_cell in 0..%d, got %d and %d",

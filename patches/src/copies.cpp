@@ -1,4 +1,4 @@
-// Copies of what a context holds: cells, and what a model keeps beside its rows.
+// Copies of a context's cells, and of the memory of layers without rows.
 
 #include "convert.h"
 #include "memory.h"
@@ -38,7 +38,7 @@ int64_t llama_kvtool::copy_cells(llama_context & lctx, const layer & l, uint8_t 
         return size_k + size_v;
     }
 
-    // the bytes must not depend on how the device stores V
+    // the bytes must not depend on the layout of V on the device
     const size_t  one    = ggml_type_size(l.v->type);
     const int64_t n_embd = l.v->ne[0];
 
@@ -55,7 +55,7 @@ int64_t llama_kvtool::copy_cells(llama_context & lctx, const layer & l, uint8_t 
     return size_k + size_v;
 }
 
-// all of a tensor's bytes, to out or from in, or nothing where both are null; returns how many these are
+// Copy all bytes of a tensor to out or from in, or nothing if both are null; returns their number
 static int64_t copy_tensor(ggml_tensor * t, uint8_t * out, const uint8_t * in) {
     const size_t size = ggml_nbytes(t);
     if (out) {

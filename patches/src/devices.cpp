@@ -39,7 +39,7 @@ static void get_limited_memory(ggml_backend_dev_t dev, size_t * free, size_t * t
 //
 
 static std::mutex                                  g_spares_mutex;
-static std::map<ggml_backend_dev_t, spare_devices> g_spares; // a client's: of each of a worker's devices
+static std::map<ggml_backend_dev_t, spare_devices> g_spares; // in a client: spares of each of a worker's devices
 
 bool find_spares(ggml_backend_dev_t dev, spare_devices & spares) {
     std::lock_guard<std::mutex> lock(g_spares_mutex);
@@ -53,9 +53,9 @@ bool find_spares(ggml_backend_dev_t dev, spare_devices & spares) {
     return true;
 }
 
-static std::map<ggml_backend_dev_t, ggml_backend_dev_t> g_real; // a worker's: of each of its spares
+static std::map<ggml_backend_dev_t, ggml_backend_dev_t> g_real; // in a worker: device of each spare
 
-// llama.cpp takes the host's memory for a device that reports none at all
+// llama.cpp assumes the host's memory for a device that reports none
 static void get_spare_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
     *free  = 0;
     *total = LLAMA_KVTOOL_SPARE_BYTES;
@@ -69,7 +69,7 @@ static ggml_backend_t init_spare(ggml_backend_dev_t spare, const char * params) 
     }
     ggml_backend_t res = dev->iface.init_backend(dev, params);
     if (res) {
-        // a server asks this device for its memory
+        // a server reads the memory from this device
         res->device = spare;
     }
     return res;

@@ -1,4 +1,4 @@
-// What a process tells of its devices: less memory than they have, and each of them more than once.
+// Devices of a process: limits of the memory that they report, and spare copies of them.
 
 #pragma once
 
@@ -8,10 +8,10 @@
 
 namespace kvtool {
 
-// two more of a worker's device, one for the graphs of edits and one for those that read from the cache
+// spare copies of a worker's device: one for the graphs of edits, one for the graphs that read the cache
 using spare_devices = std::array<ggml_backend_dev_t, 2>;
 
-// false: llama_kvtool_use_spares has named none for this device
+// returns false if llama_kvtool_use_spares has set none for this device
 bool find_spares(ggml_backend_dev_t dev, spare_devices & spares);
 
 } // namespace kvtool

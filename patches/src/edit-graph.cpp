@@ -13,7 +13,7 @@
 
 namespace kvtool {
 
-// one tensor a kind, for all layers
+// inputs of an edit's graph: one tensor per kind, for all layers
 struct graph_inputs {
     input idx_src { GGML_TYPE_I32, {}, nullptr }; // rows to gather
     input idx_dst { GGML_TYPE_I32, {}, nullptr }; // rows to write
@@ -21,14 +21,14 @@ struct graph_inputs {
     input weight  { GGML_TYPE_F32, {}, nullptr };
 };
 
-// where a layer's parts of them begin
+// offsets of a layer's parts of the inputs
 struct layer_inputs {
     size_t k_src = 0, k_dst_moves = 0, k_dst_turns = 0, k_delta = 0;
     size_t v_src = 0, v_dst = 0;
     size_t m_dst = 0, m_src[n_level] = {}, m_weight[n_level] = {};
 };
 
-// calls f(entry) n times, with the last entry again and again where there are fewer: doing it twice changes nothing
+// call f(entry) n times, repeating the last entry if there are fewer: writing it twice changes nothing
 template <typename T, typename F>
 static void repeated(const std::vector<T> & list, int64_t n, F && f) {
     for (int64_t i = 0; i < n; ++i) {
@@ -81,7 +81,7 @@ static graph_inputs fill_inputs(
         });
         push_deltas(l, deltas, in.delta);
 
-        // a transposed value is n_embd elements that lie n_cell apart
+        // a transposed value consists of n_embd elements that are n_cell apart
         const int64_t n_embd = l.n_embd_v;
 
         const auto push = [&](input & list, int row, int cell) {
@@ -132,7 +132,7 @@ ggml_tensor * mapped(ggml_context * ctx, const layer & l, ggml_tensor * keys, gg
     return rot && l.rope.is_mapped ? llama_mul_mat_hadamard(ctx, keys, rot) : keys;
 }
 
-// rotates stored keys [n_embd, n] by delta positions
+// rotate stored keys [n_embd, n] by delta positions
 static ggml_tensor * build_turn(ggml_context * ctx, const layer & l, ggml_tensor * keys, ggml_tensor * delta, ggml_tensor * rot) {
     return mapped(ctx, l, l.rope.build(ctx, mapped(ctx, l, keys, rot), delta), rot);
 }
@@ -145,7 +145,7 @@ static ggml_tensor * build_keys(
 
     ggml_tensor * k = ggml_reshape_2d(ctx, l.k, n_embd, l.n_head*l.k->ne[1]);
 
-    // one gather for all, so that every key is read before one is written
+    // one gather for all keys, so that every key is read before any is written
     ggml_tensor * x = ggml_get_rows(ctx, k, in.idx_src.view(ctx, a.k_src, n_moves + n_turns));
 
     if (n_moves > 0) {
@@ -180,7 +180,7 @@ static ggml_tensor * build_values(
 
         x = sum_middle(ctx, ggml_mul(ctx, ggml_reshape_3d(ctx, x, n_embd, n_term, n), w));
         x = ggml_reshape_2d(ctx, x, n_embd, n);
-        // the merges with more terms come first
+        // the merges with more terms are first in the list
         sum = sum ? ggml_acc(ctx, sum, x, sum->nb[1], sum->nb[2], sum->nb[3], 0) : x;
     }
     if (sum) {
@@ -208,7 +208,7 @@ bool edit_graph(
         shapes.push_back(s);
     }
     if (none) {
-        // a kept graph stays for the next edit
+        // a kept graph is left for the next edit
         return true;
     }
 

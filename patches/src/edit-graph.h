@@ -1,4 +1,4 @@
-// Edits and reads of keys as graphs, on whatever device the cache lies.
+// Edits and reads of keys as graphs, on any device.
 
 #pragma once
 
@@ -15,7 +15,7 @@ struct llama_kvtool;
 
 namespace kvtool {
 
-// over the part's layers; false: a device has failed
+// edit the part's layers; returns false if a device failed
 bool edit_graph(
         llama_kvtool & kvtool, llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers, const part & p,
         const std::vector<layer_edit> & edits, bool with_k, bool with_v);
@@ -24,13 +24,14 @@ bool edit_graph(
 int32_t read_keys(
         llama_kvtool & kvtool, llama_context & lctx, const int32_t * first, const int32_t * delta, float * out, int32_t n, int32_t n_dim);
 
-// adds the positions that a layer's keys turn by: text has the same in all sections but the last
+// append the positions that a layer's keys are rotated by; text has the same in all M-RoPE sections except the last
 void push_deltas(const layer & l, const std::vector<int32_t> & deltas, input & list);
 
-// so many of them
+// entries that push_deltas appends for n keys
 int64_t n_deltas(const layer & l, int64_t n);
 
-// quantized keys as they were, or as they are stored: the map undoes itself; rot: that of a graph, see graphs::build_t
+// multiply quantized keys by the Hadamard matrix, which is its own inverse; rot: the matrix in the graph, see
+// graphs::build_t
 ggml_tensor * mapped(ggml_context * ctx, const layer & l, ggml_tensor * keys, ggml_tensor * rot);
 
 } // namespace kvtool

@@ -8,7 +8,7 @@
 
 namespace kvtool {
 
-// a tensor of keys or values in host memory: each of them is n pieces of n_one elements
+// Tensor of keys or values in host memory. Each key or value consists of n pieces of n_one elements
 struct host_view {
     ggml_tensor * t;
 
@@ -29,7 +29,7 @@ struct host_view {
     }
 };
 
-// calls f(first, last) for each row's part of the list
+// call f(first, last) for each row's part of the list
 template <typename T, typename F>
 static void by_row(const std::vector<T> & list, F && f) {
     const auto before = [](const T & a, const T & b) { return a.row < b.row; };
@@ -46,9 +46,8 @@ static void by_row(const std::vector<T> & list, F && f) {
     }
 }
 
-// a row's cells piece by piece, so that writes lie near reads
-// SIZE: bytes of a piece, 0 if known at run time only. Copying the 2 bytes of a transposed value inline costs less than
-// a call of memcpy
+// Access to a row's cells piece by piece, so that writes are close to reads. SIZE: bytes of a piece, 0 if only known
+// at run time. Copying the 2 bytes of a transposed value inline is faster than a call of memcpy
 template <size_t SIZE>
 struct pieces {
     const host_view & view;
@@ -56,7 +55,7 @@ struct pieces {
     size_t size()   const { return SIZE ? SIZE : view.size(); }
     size_t stride() const { return SIZE ? SIZE : view.stride_cell; }
 
-    // copies piece i of these cells to a list, one every step bytes
+    // copy piece i of these cells to a list with `step` bytes per entry
     void get(int row, const std::vector<int32_t> & cells, int i, uint8_t * list, size_t step) const {
         const uint8_t * from = view.at(row, 0, i);
         for (const int32_t cell : cells) {
@@ -65,7 +64,7 @@ struct pieces {
         }
     }
 
-    // and back
+    // copy piece i from the list to these cells
     void set(int row, const std::vector<int32_t> & cells, int i, const uint8_t * list, size_t step) const {
         uint8_t * to = view.at(row, 0, i);
         for (const int32_t cell : cells) {
@@ -135,7 +134,7 @@ static void merge_host(const std::vector<llama_kvtool_term> & terms, const P & p
         raw.resize(src.size()*n_byte);
         x  .resize(src.size()*n_embd);
 
-        // value after value, however they lie in the cache
+        // values are consecutive here, whatever their layout in the cache
         for (int i = 0; i < view.n; ++i) {
             pieces.get(first->row, src, i, raw.data() + i*size, n_byte);
         }

@@ -10,7 +10,7 @@ struct llama_kvtool;
 
 namespace kvtool {
 
-// turns nothing
+// apply moves and merges, not rotations
 void edit_host(const llama_kvtool & kvtool, const std::vector<layer_edit> & edits, bool with_k, bool with_v);
 
 } // namespace kvtool

@@ -15,11 +15,11 @@
 
 namespace kvtool {
 
-// the cells that an edit writes to
+// cells that an edit writes to
 struct writes {
     writes(int n_row, int n_cell) : n_cell(n_cell), seen((size_t) n_row*n_cell) {}
 
-    // whether this is the first write to the cell
+    // true if this is the first write to the cell
     bool first(int row, int cell) {
         auto ref = seen[(size_t) row*n_cell + cell];
         if (ref) {
@@ -33,7 +33,7 @@ struct writes {
     std::vector<bool> seen;
 };
 
-// why an edit cannot be done; empty: it can
+// reason why an edit cannot be done; empty if it can
 static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit & edit) {
     const int  n_row  = kvtool.n_row;
     const bool ragged = kvtool.params.ragged;
@@ -132,8 +132,8 @@ static std::vector<layer_edit> by_layer(const llama_kvtool & kvtool, const llama
     return res;
 }
 
-// a token has one position in all layers: where the edit makes the newest token's jump, those of sliding and recurrent
-// layers follow. false: a device has failed
+// A token has the same position in all layers. If the edit changes the newest token's position, update sliding and
+// recurrent layers. Returns false if a device failed
 static bool follow(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_edit & edit) {
     const bool none = edit.n_keep == edit.n_hidden;
 
@@ -210,7 +210,7 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
 
     if (kvtool.params.ragged) {
         std::copy(edit.n_keep_row, edit.n_keep_row + kvtool.n_row, kvtool.live.begin());
-        // llama.cpp's table holds the newest token alone: rows have masks of their own
+        // llama.cpp's table holds only the newest token, as rows have separate masks
         memory::fill_tables(lctx, edit.n_keep > 0, edit.pos_0 + edit.n_keep - 1);
     } else {
         memory::fill_tables(lctx, edit.n_keep, edit.pos_0, edit.n_hidden);

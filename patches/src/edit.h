@@ -1,4 +1,4 @@
-// An edit: checked, sorted by layer, and done in host memory or as a graph.
+// An edit of the cache: checked, split by layer, and done in host memory or as a graph.
 
 #pragma once
 

@@ -19,7 +19,7 @@ namespace kvtool {
 // cells whose logits are computed at once
 static constexpr int64_t n_together = 1024;
 
-// [n_embd, n_embd]: the mean of turns of a query by 0 .. n - 1 positions
+// [n_embd, n_embd]: mean of the rotations of a query by 0 .. n - 1 positions
 static std::vector<float> mean_turn(const layer & l, int n) {
     const turns own(rotation(l, 0), l.n_embd_k, n);
 
@@ -44,13 +44,13 @@ static std::vector<float> mean_turn(const layer & l, int n) {
     return res;
 }
 
-// what the graph of one layer of the model reads
+// offsets of one layer's inputs
 struct asker_inputs {
     size_t delta = 0;
     size_t turn  = 0;
 };
 
-// queries [n_embd, n, n_head] as they would be if they came next, in the mean of their places then
+// Queries [n_embd, n, n_head] as they would be if they came next, rotated to the mean of their possible positions
 static ggml_tensor * build_queries(
         ggml_context * ctx, const layer & l, const queries::asker & a, ggml_tensor * idx, ggml_tensor * delta, ggml_tensor * turn,
         ggml_tensor * rot) {
@@ -63,7 +63,8 @@ static ggml_tensor * build_queries(
         own.scale = nullptr;
 
         q = mapped(ctx, l, q, rot);
-        // turned so that their products with keys are those with keys that turn the other way
+        // the inverse order of scaling: a query's product with a key must equal that with the key rotated the
+        // other way
         if (l.rope.scale) {
             q = ggml_mul(ctx, q, l.rope.scale);
         }
@@ -80,7 +81,7 @@ static ggml_tensor * build_queries(
     return ggml_cont(ctx, ggml_permute(ctx, q, 0, 2, 1, 3));
 }
 
-// computes what `build` makes of each layer, device by device, and hands the results on, layer by layer
+// compute the result of `build` for each layer, device by device, and pass it to `read` layer by layer
 static bool compute_layers(
         llama_kvtool & kvtool, llama_context & lctx, size_t max_nodes, const std::vector<input *> & inputs, const graphs::build_t & build,
         const std::function<void (size_t i, const float * from)> & read) {
@@ -134,7 +135,8 @@ int32_t read_future(
     }
 
     std::vector<asker_inputs> at;
-    std::vector<int>          first_head(layers.size()); // of a layer: the heads of a group that earlier askers have
+    std::vector<int>          first_head(layers.size()); // per layer: heads of a group that belong to earlier query
+                                                         // layers
     std::vector<int>          first;
 
     const std::vector<float> * last = nullptr;
@@ -169,7 +171,7 @@ int32_t read_future(
         last = &turn;
     }
 
-    // the cells of a layer that are there
+    // cells of a layer that exist
     const auto n_own = [&](const layer & l) { return std::min<int64_t>(n_cell, l.n_cell); };
 
     const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) {
@@ -255,7 +257,7 @@ int32_t read_lengths(llama_kvtool & kvtool, llama_context & lctx, float * out, i
     std::fill_n(out, (size_t) kvtool.n_row*n_cell, 0.0f);
     for (const auto & l : layers) {
         for (int row = l.row_0; !l.v && row < l.row_0 + l.n_head; ++row) {
-            // a part of the keys, which is normed but for weights
+            // a part of the keys, which is normalized up to weights
             std::fill_n(out + (size_t) row*n_cell, n_own(l), 1.0f);
         }
     }

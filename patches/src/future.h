@@ -1,4 +1,4 @@
-// What later queries may make of the cells, if they are like the last ones: logits, and lengths of values.
+// Expected attention of later queries, assumed to resemble the last ones: statistics of logits, and norms of values.
 
 #pragma once
 

@@ -52,7 +52,7 @@ std::vector<part> by_device(const std::vector<layer> & layers) {
     return res;
 }
 
-// null where the layer's device has no spares
+// null if the layer's device has no spares
 kept_graph * graphs::kept_of(const layer & l, kept_use use) {
     const auto buft = ggml_backend_buffer_get_type(l.k->buffer);
 
@@ -93,7 +93,7 @@ void graphs::clear() {
     }
 }
 
-// makes the graph that a spare computes from now on; false: the device has no memory for it
+// build the graph that a spare keeps; returns false if the device lacks memory
 static bool keep_graph(
         const llama_kv_cache & kv, const part & p, size_t max_nodes, const std::vector<input *> & inputs, const graphs::build_t & build) {
     static std::atomic<uint64_t> n_made;
@@ -113,7 +113,7 @@ static bool keep_graph(
 
     ggml_tensor * rot = kv.build_input_k_rot(ctx);
     if (rot) {
-        // it is uploaded once: nothing else may use its memory
+        // it is uploaded once, so nothing else may use its memory
         ggml_set_output(rot);
     }
 
@@ -121,7 +121,7 @@ static bool keep_graph(
         kept.outputs.push_back(build(ctx, gf, i, rot));
     }
 
-    // no scheduler copies what lies on another device
+    // without a scheduler, tensors on another device would not be copied
     for (int i = 0; i < gf->n_leafs; ++i) {
         const auto * buf = gf->leafs[i]->buffer;
         kept.unfit = kept.unfit || (buf && buf->buft != kept.buft);
@@ -131,7 +131,7 @@ static bool keep_graph(
         return true;
     }
 
-    // without the reserve, ggml would take a graph with the same number of nodes for the one before
+    // without the reserve, ggml mistakes a graph with the same number of nodes for the previous one
     if (!ggml_gallocr_reserve(kept.alloc.get(), gf) || !ggml_gallocr_alloc_graph(kept.alloc.get(), gf)) {
         kept.clear();
         return false;
@@ -154,7 +154,7 @@ static bool compute_kept(kept_graph & kept, const std::vector<input *> & inputs,
         inputs[i]->t = kept.inputs[i];
         inputs[i]->upload();
     }
-    // a worker obeys one command after the other, whichever of its devices they are for
+    // a worker executes commands one after the other, for all its devices
     if (ggml_backend_graph_compute(kept.backend.get(), kept.gf) != GGML_STATUS_SUCCESS) {
         return false;
     }
@@ -184,7 +184,7 @@ bool graphs::compute(
     ggml_context * ctx = ctx_ptr.get();
     ggml_cgraph  * gf  = ggml_new_graph_custom(ctx, max_nodes, false);
 
-    // those of the decode's scheduler
+    // the same backends as the decode's scheduler
     std::vector<ggml_backend_t>             backends;
     std::vector<ggml_backend_buffer_type_t> bufts;
     for (int i = 0; i < ggml_backend_sched_get_n_backends(lctx.get_sched()); ++i) {
@@ -192,8 +192,8 @@ bool graphs::compute(
         bufts   .push_back(ggml_backend_sched_get_buffer_type(lctx.get_sched(), backends.back()));
     }
 
-    // not the decode's scheduler, or every edit would cost a rebuild of the decode's graph; and freed at the end, as a
-    // worker drops the graphs of a freed buffer, which must not be the decode's
+    // The decode's scheduler would have to rebuild the decode's graph after every edit. This one is freed at the
+    // end, as a worker drops the graphs of a freed buffer, which must not be the decode's
     ggml_backend_sched_ptr sched { ggml_backend_sched_new(
             backends.data(), bufts.data(), backends.size(), max_nodes, false, false) };
 
@@ -211,13 +211,14 @@ bool graphs::compute(
 
         results.push_back(build(ctx, gf, i, rot));
 
-        // the work is done where the cache lies; a view stays with what it views, which may be an input on the host
+        // Compute on the device that holds the cache. A view stays with the tensor that it views, which may
+        // be an input on the host
         const auto buft = ggml_backend_buffer_get_type(layers[p.layers[i]].k->buffer);
         const auto home = std::find_if(backends.begin(), backends.end(),
                 [&](ggml_backend_t b) { return ggml_backend_supports_buft(b, buft); });
         homes.push_back(home == backends.end() ? nullptr : *home);
         if (homes.back() && results.back() && results.back()->op == GGML_OP_NONE) {
-            // something is written to it
+            // the result is written to it
             ggml_backend_sched_set_tensor_backend(sched.get(), results.back(), homes.back());
         }
         for (int j = first; home != backends.end() && j < ggml_graph_n_nodes(gf); ++j) {
@@ -232,7 +233,8 @@ bool graphs::compute(
         return true;
     }
 
-    // where all layers lie on one device the lists go there whole; from the host each layer's part is copied by itself
+    // If all layers lie on one device, send whole lists there. Otherwise the scheduler copies each layer's part
+    // separately
     const bool one_home = homes[0] && std::count(homes.begin(), homes.end(), homes[0]) == (ptrdiff_t) homes.size();
     for (const input * i : inputs) {
         if (one_home && i->t) {
@@ -261,7 +263,7 @@ bool graphs::compute(
 }
 
 void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::vector<layer_shape> & shapes) {
-    // bytes that may be sent in vain for each node of a kept graph
+    // unneeded bytes that may be sent for each node of a kept graph
     static constexpr int64_t n_vain_node = 128;
 
     auto & kept = *p.kept;
@@ -278,7 +280,7 @@ void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::v
         n_vain += list_bytes(l, kept.shapes[i], v_trans) - list_bytes(l, fresh[i], v_trans);
     }
 
-    // sending more than this in vain, again and again, costs more than a new graph
+    // sending more unneeded bytes with every edit costs more than a new graph
     const bool large = kept.gf && n_vain > ggml_graph_n_nodes(kept.gf)*n_vain_node;
 
     if (fits && !large) {

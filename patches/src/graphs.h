@@ -1,4 +1,4 @@
-// Graphs of kvtool's own, beside the decode's: edits, reads of keys, copies.
+// Graphs of kvtool in addition to the decode's: edits, reads of keys, copies.
 
 #pragma once
 
@@ -17,7 +17,7 @@ struct llama_context;
 
 namespace kvtool {
 
-// an input of a graph, filled on the host before the tensor is made: one list for all layers
+// input of a graph: one list for all layers, filled on the host before the tensor is created
 struct input {
     ggml_type type;
 
@@ -25,7 +25,7 @@ struct input {
 
     ggml_tensor * t = nullptr;
 
-    // begins the next layer's part, where a device allows a view to begin
+    // begin the next layer's part at an offset where devices allow a view to begin
     size_t start(size_t align) {
         data.resize(GGML_PAD(data.size(), align));
         return data.size();
@@ -44,10 +44,10 @@ struct input {
     }
 };
 
-// a graph that its worker keeps as well, so that later it is asked for by its number. ggml's server keeps one graph for
-// each of its devices, and that of the device with the layers is the decode's: a kept graph is computed on a spare
+// A graph that a worker keeps, too, so that later it is requested by its number. ggml's server keeps one graph for
+// each of its devices. The device with the layers keeps the decode's graph, so a kept graph is computed on a spare
 struct kept_graph {
-    ggml_backend_buffer_type_t buft; // of the device where the layers lie
+    ggml_backend_buffer_type_t buft; // of the device that holds the layers
 
     ggml_backend_ptr backend; // of the spare
     ggml_gallocr_ptr alloc;
@@ -58,9 +58,10 @@ struct kept_graph {
     std::vector<ggml_tensor *> inputs;
     std::vector<ggml_tensor *> outputs;
 
-    std::vector<layer_shape> shapes; // the lengths of its lists
+    std::vector<layer_shape> shapes; // lengths of its lists
 
-    bool unfit = false; // something that it reads lies on another device: never kept
+    // something that it reads lies on another device, so it cannot be kept
+    bool unfit = false;
 
     void clear() {
         gf = nullptr;
@@ -72,40 +73,40 @@ struct kept_graph {
 
 enum kept_use { KEPT_EDITS, KEPT_KEYS, KEPT_CELLS, n_kept };
 
-// the layers that one graph is for
+// layers that are served by one graph
 struct part {
     std::vector<size_t> layers;
 
-    kept_graph * kept; // null: the scheduler computes it
+    kept_graph * kept; // null: the scheduler computes the graph
 
-    // where a layer's part of a list may begin: 256 will do for every device
+    // alignment of a layer's part of a list; 256 is enough for every device
     size_t align() const;
 };
 
-// a part of all these layers, for the scheduler
+// one part with all these layers, for the scheduler
 part all_of(const std::vector<layer> & layers);
 
-// parts whose layers lie on one device each, for the scheduler: lists go to each device once
+// one part per device, for the scheduler, so that lists are sent to each device once
 std::vector<part> by_device(const std::vector<layer> & layers);
 
 class graphs {
 public:
-    // adds the part's layer i to the graph and returns its result, or what that is written to, null if it has none; rot: the rotation of
-    // quantized keys, null without one
+    // Adds the part's layer i to the graph. Returns its result, or the tensor that the result is written to, or
+    // null if it has none. rot: Hadamard matrix of quantized keys; null without one
     using build_t = std::function<ggml_tensor * (ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot)>;
 
     // reads the results before their memory is reused
     using read_t = std::function<void (const std::vector<ggml_tensor *> & results)>;
 
-    // the layers by the graph that serves them
+    // layers grouped by the graph that serves them
     std::vector<part> parts(const std::vector<layer> & layers, kept_use use);
 
-    // builds and computes a graph over the part's layers; false: a device has failed
+    // build and compute a graph over the part's layers; returns false if a device failed
     bool compute(
             llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers, const part & p, size_t max_nodes,
             const std::vector<input *> & inputs, const build_t & build, const read_t & read = {});
 
-    // the tensors of the layers are others now
+    // drop the kept graphs, as the tensors of the layers have changed
     void clear();
 
 private:
@@ -116,7 +117,8 @@ private:
     kept_graph * kept_of(const layer & l, kept_use use);
 };
 
-// gives an edit's lists the lengths of the kept graph, or drops that graph and gives them those of a new one
+// Set the lengths of an edit's lists to those of the kept graph. If they do not fit, drop that graph and set the
+// lengths for a new one
 void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::vector<layer_shape> & shapes);
 
 } // namespace kvtool

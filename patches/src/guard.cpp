@@ -1,4 +1,4 @@
-// A crash becomes one message and an exit code.
+// Crash handlers: a crash prints one message and ends the process with an exit code.
 
 #include "error.h"
 #include "llama-kvtool.h"
@@ -23,7 +23,7 @@ static bool g_verbose   = false;
 
 static std::atomic_flag g_ended = ATOMIC_FLAG_INIT;
 
-// does only what a signal handler may do
+// calls only functions that are safe in a signal handler
 [[noreturn]] static void end_process() {
     if (g_ended.test_and_set()) {
         // another thread is ending the process
@@ -81,7 +81,7 @@ static constexpr int g_fatal[] = {
 #endif
 };
 
-// the handlers that were there before, for when the guard goes
+// previous handlers, restored when the guard is removed
 struct guard_before {
     std::terminate_handler terminate;
     ggml_abort_callback_t  abort;
@@ -101,7 +101,7 @@ static void guard_on() {
         g_before.signals[i] = signal(g_fatal[i], on_signal);
     }
 #else
-    // a handler cannot run on a stack that has overflowed
+    // a handler needs a separate stack in case the stack has overflowed
     static char stack[1 << 16];
     stack_t alt = {};
     alt.ss_sp   = stack;
@@ -119,7 +119,7 @@ static void guard_on() {
         sigaction(g_fatal[i], &action, &g_before.signals[i]);
     }
 #endif
-    // before they raise the signal, ggml writes a backtrace and C++ a line of its own
+    // ggml would write a backtrace and C++ a message before they raise the signal
     g_before.abort     = ggml_set_abort_callback(on_abort);
     g_before.terminate = std::set_terminate(on_terminate);
 }

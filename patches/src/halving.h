@@ -1,4 +1,4 @@
-// Sums and maxima over a tensor's middle dimension.
+// Sums and maxima over the middle dimension of a tensor.
 
 #pragma once
 
@@ -6,9 +6,8 @@
 
 namespace kvtool {
 
-// [n, r, h] -> [n, 1, h]: joins halves of the middle dimension until one is left
-// (ggml_sum_rows needs a transpose, which goes through the tensor element by element; ggml_out_prod is missing on some
-// devices)
+// [n, r, h] -> [n, 1, h]: joins the halves of the middle dimension until one element is left. (ggml_sum_rows would
+// need a transpose, which is slow; some devices lack ggml_out_prod)
 template <typename F>
 ggml_tensor * reduce_middle(ggml_context * ctx, ggml_tensor * t, F && join) {
     ggml_tensor * rest = nullptr;

@@ -1,4 +1,4 @@
-// Joint steps: the graph of one, and the context that computes it.
+// Joint steps: their graph, and the context that computes them.
 
 #include "error.h"
 #include "joint.h"
@@ -21,11 +21,11 @@ joint_input::joint_input(const joint & own, const llm_graph_context & graph) : o
         part->version = m.lctx->kvtool->version;
         part->first   = m.first;
         part->n       = m.n;
-        // its tensors lie in the step's graph
+        // its tensors belong to the step's graph
         part->res     = std::make_unique<llm_graph_result>(1);
         part->params  = llama_kvtool::graph_params(m, part->res.get());
 
-        // the step's own scheduler computes them
+        // they are computed by the step's scheduler
         part->params.sched       = graph.sched;
         part->params.backend_cpu = graph.backend_cpu;
         part->params.cb          = graph.cb_func;
@@ -54,7 +54,7 @@ bool joint_input::can_reuse(const llm_graph_params &) {
     for (size_t i = 0; res && i < parts.size(); ++i) {
         const auto & m = own.members[i];
 
-        // the inputs take over the new batch
+        // can_reuse also hands the new batch to the inputs
         res = parts[i]->version == m.lctx->kvtool->version && parts[i]->n == m.n &&
             parts[i]->res->can_reuse(llama_kvtool::graph_params(m, parts[i]->res.get()));
     }
@@ -62,12 +62,12 @@ bool joint_input::can_reuse(const llm_graph_params &) {
     return res;
 }
 
-// the inputs of the members' attention, of the kind that the model asks for
+// inputs of the members' attention, of the kind that the model uses
 static llm_graph_input_attn_kv      * new_attn(const llm_graph_context & graph, llm_graph_input_attn_kv      *) { return graph.build_attn_inp_kv();      }
 static llm_graph_input_attn_k       * new_attn(const llm_graph_context & graph, llm_graph_input_attn_k       *) { return graph.build_attn_inp_k();       }
 static llm_graph_input_attn_kv_iswa * new_attn(const llm_graph_context & graph, llm_graph_input_attn_kv_iswa *) { return graph.build_attn_inp_kv_iswa(); }
 
-// llama.cpp fills these, whether something reads them or not
+// llama.cpp fills these inputs even if nothing reads them, so they must stay in the graph
 static void keep_inputs(const llm_graph_context & graph, llm_graph_input_attn_kv * inp) {
     ggml_build_forward_expand(graph.gf, inp->get_kq_mask());
 }
@@ -84,7 +84,7 @@ static void keep_inputs(const llm_graph_context & graph, llm_graph_input_attn_kv
     }
 }
 
-// of the cells that see everything
+// mask of the layers without a sliding window
 static ggml_tensor * mask_of(const llm_graph_input_attn_kv      * inp) { return inp->get_kq_mask(); }
 static ggml_tensor * mask_of(const llm_graph_input_attn_k       * inp) { return inp->get_kq_mask(); }
 static ggml_tensor * mask_of(const llm_graph_input_attn_kv_iswa * inp) { return inp->get_kq_mask(); }
@@ -160,13 +160,13 @@ ggml_tensor * llama_kvtool_join(
 
 llm_graph_params llama_kvtool::graph_params(const member & m, llm_graph_result * res) {
     auto params = m.lctx->graph_params(res, m.mctx->get_ubatch(), m.mctx.get(), LLM_GRAPH_TYPE_DEFAULT);
-    // the step's own graph has outputs, a member's part none
+    // the step's graph has the outputs; a member's part has none
     params.n_outputs = 0;
     return params;
 }
 
 int32_t llama_kvtool::enable_joint(llama_context & lctx, const llama_context & like, int n_most) {
-    static constexpr uint32_t n_node_layer = 56; // of attention itself
+    static constexpr uint32_t n_node_layer = 56; // nodes of attention itself
 
     llama_kvtool_params params = {};
     params.n_query = 1;
@@ -209,7 +209,7 @@ int32_t llama_kvtool::enable_joint(llama_context & lctx, const llama_context & l
     return 0;
 }
 
-// takes these tokens of a batch into a member's memory; false: they do not fit
+// reserve cells in a member's memory for its tokens of a batch; returns false if they do not fit
 bool llama_kvtool::begin(member & m, const llama_batch & batch) {
     llama_batch own = {};
 
@@ -222,7 +222,7 @@ bool llama_kvtool::begin(member & m, const llama_batch & batch) {
 
     m.pos_0 = own.pos[0];
 
-    // what it has under way must have ended
+    // earlier work of the member must have ended
     m.lctx->synchronize();
 
     llama_batch_compat compat(m.lctx, own);
@@ -241,7 +241,7 @@ int32_t llama_kvtool::decode_joint(
         llama_context & lctx, const llama_batch & batch, llama_context ** members, const int32_t * n_tokens, int n_member) {
     auto & own = *lctx.kvtool->joint;
 
-    // a step that threw has left its own
+    // a step that threw may have left its members
     own.members.clear();
 
     int first = 0;
@@ -265,7 +265,7 @@ int32_t llama_kvtool::decode_joint(
     }
     own.members.clear();
 
-    // the tokens are their contexts'
+    // the tokens belong to the members
     lctx.memory->clear(false);
 
     return status;

@@ -1,4 +1,5 @@
-// Steps of several contexts of one model: their tokens go through its weights together, and each attends to its own cells alone.
+// Joint steps of several contexts of one model: their tokens go through the model's weights together, and each
+// attends only to the cells of its context.
 
 #pragma once
 
@@ -16,11 +17,11 @@ struct llama_context;
 
 namespace kvtool {
 
-// one of the contexts of a step
+// a context that takes part in a step
 struct member {
     llama_context * lctx;
 
-    int first; // of the step's tokens: its own
+    int first; // index of its first token in the step
     int n;
 
     llama_pos pos_0;
@@ -28,30 +29,30 @@ struct member {
     llama_memory_context_ptr mctx;
 };
 
-// what a context has that computes such steps
+// state of a context that computes joint steps
 struct joint {
-    int      n_most; // members of a step
-    uint32_t n_node; // that one of them adds to a graph
+    int      n_most; // maximum number of members
+    uint32_t n_node; // nodes that a member adds to a graph
 
-    std::vector<bool>   layers;  // those whose attention can be its members'
-    std::vector<member> members; // of the step that is computed
+    std::vector<bool>   layers;  // layers whose attention can be computed per member
+    std::vector<member> members; // of the current step
 };
 
 // a member's part of a graph
 struct member_graph {
-    uint64_t version; // of what it views
+    uint64_t version; // version of the tensors that it views
     int      first;
     int      n;
 
     llm_graph_params params;
 
     std::unique_ptr<llm_graph_result>  res;   // holds its inputs and signals
-    std::unique_ptr<llm_graph_context> graph; // builds into the step's graph
+    std::unique_ptr<llm_graph_context> graph; // adds nodes to the step's graph
 
     llm_graph_input_i * attn = nullptr;
 };
 
-// the members' inputs, each of which is filled from its own batch
+// inputs of all members, each filled from the member's batch
 class joint_input : public llm_graph_input_i {
 public:
     joint_input(const joint & own, const llm_graph_context & graph);

@@ -157,7 +157,7 @@ int memory::most_indexed(const llama_model & model, llama_memory_i * memory) {
     if (!index_cache(memory)) {
         return INT32_MAX;
     }
-    // blocks of tokens, or tokens
+    // the index chooses blocks of tokens, or single tokens
     const bool is_blocks = dynamic_cast<llama_kv_cache_msa *>(memory) != nullptr;
 
     return std::min<int64_t>((int64_t) hparams.indexer_top_k*(is_blocks ? hparams.indexer_block_size : 1), INT32_MAX);
@@ -220,7 +220,7 @@ std::vector<layer> memory::layers(const llama_model & model, const llama_kv_cach
         const int n_head = hparams.n_head_kv(il);
         const int n_v    = from.v ? hparams.n_embd_head_v(il) : 0;
 
-        // in some models a layer has no attention
+        // some models have layers without attention
         if (n_head > 0) {
             res.push_back({ il, n_head, 0, (int) from.k->ne[1], from.k, from.v, (int) from.k->ne[0]/n_head, n_v, il });
         }
@@ -233,7 +233,7 @@ std::vector<int> memory::owners(const llama_model & model, const llama_kv_cache 
 
     int n = 0;
 
-    std::vector<int> index; // of the cache's layers
+    std::vector<int> index; // index in `layers` of each layer of the cache
     for (const auto & from : kv.layers) {
         index.push_back(hparams.n_head_kv(from.il) > 0 ? n++ : -1);
     }
@@ -309,8 +309,8 @@ void memory::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidde
 
     const llama_pos last = pos_0 + n - 1;
 
-    // after an eviction all but the last cell may keep their positions. A table made anew, with its sets and maps, costs
-    // as much as the moves of a few cells
+    // After an eviction all cells except the last may keep their positions. Building the table again, with its
+    // sets and maps, costs as much as moving a few cells
     bool stay = n > 0;
     for (int i = 0; stay && i < n - 1; ++i) {
         stay = !cells.is_empty(i) && cells.seq_has(i, i < n_hidden) && cells.pos_get(i) < last;
@@ -325,7 +325,7 @@ void memory::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidde
         cells.reset();
     }
     for (int i = stay ? n - 1 : 0; i < n; ++i) {
-        // where hidden cells stand is no matter
+        // positions of hidden cells do not matter
         cells.pos_set(i, std::max(pos_0 + i, 0));
         cells.seq_add(i, i < n_hidden);
     }
@@ -375,7 +375,7 @@ int memory::n_used(const llama_kv_cache & kv, int n_recall) {
 void memory::fill_recalled(llama_kv_cache & kv, int n_recall, int n_recalled) {
     auto & cells = kv.v_cells[0];
 
-    // beside no other token they would say which position comes next
+    // without other tokens they would determine the next position
     const int n_own = n_used(kv, n_recall);
     const int n     = n_own > 0 && cells.seq_has(n_own - 1, 0) ? n_recalled : 0;
     for (int i = 0; i < n_recall; ++i) {
@@ -435,7 +435,7 @@ void memory::set_newest(llama_memory_recurrent & mem, llama_pos pos) {
         mem.clear(false);
         return;
     }
-    // a context with one sequence has one cell, whose state is its own
+    // a context with one sequence has one cell with its state
     auto & cell = mem.cells[0];
     cell.pos    = pos;
     cell.src    = 0;

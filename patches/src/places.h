@@ -1,5 +1,5 @@
-// ALiBi: attention falls with the distance between positions. Rows hold different tokens, so each of their cells has a position
-// of its own, which llama.cpp's table does not know.
+// Positions of the keys for ALiBi, with which attention falls with the distance between positions. Each row holds
+// different tokens, so each of its cells has a separate position, which llama.cpp's table cannot hold.
 
 #pragma once
 
@@ -13,21 +13,21 @@ namespace kvtool {
 
 class places {
 public:
-    // from now on there are positions of these layers' cells, all 0
+    // create positions for these layers' cells, all 0
     void make(const std::vector<layer> & layers);
 
     bool is_on() const { return !of_layer.empty(); }
 
-    // layer i has so many cells now
+    // layer i now has n_cell cells
     void resize(size_t i, int n_cell);
 
-    // does what an edit does to the cells
+    // move positions as an edit moves the cells
     void move(const std::vector<layer> & layers, const llama_kvtool_edit & edit);
 
-    // the next token of a row lies in this cell
+    // set the position of a cell's key
     void put(size_t i, int head, int cell, int32_t pos) { of_layer[i].at(head, cell) = pos; }
 
-    // where a cell's key stands
+    // position of a cell's key
     int32_t get(size_t i, int head, int cell) const { return of_layer[i].at(head, cell); }
 
 private:

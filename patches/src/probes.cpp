@@ -1,4 +1,4 @@
-// The signals in the decode's graph: each layer's attention probabilities reduced to a few floats per row and cell.
+// The signals in the decode's graph: each layer's attention probabilities, reduced to a few floats per row and cell.
 
 #include "halving.h"
 #include "hooks.h"
@@ -29,12 +29,12 @@ ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * 
     return ggml_mul(graph.ctx0, q, scale);
 }
 
-// whether a signal is a maximum over queries and heads, not a sum
+// true if a signal is a maximum over queries and heads instead of a sum
 static bool is_maximum(int s) {
     return 1u << s == LLAMA_KVTOOL_SIGNAL_IMPORTANT || 1u << s == LLAMA_KVTOOL_SIGNAL_HIGHEST;
 }
 
-// the place of a signal among all
+// index of a signal
 static int index_of(uint32_t signal) {
     int s = 0;
     while (signal >> (s + 1)) {
@@ -95,7 +95,7 @@ void llama_kvtool_build(
 
     const size_t i_layer = &l - kvtool->layers.data();
 
-    // what earlier layers that read the same cells have of each signal; a later one takes it over
+    // sums of earlier layers that read the same cells; a later layer takes them over
     auto & shared = graph.res->kvtool.shared;
 
     const auto before = std::find_if(shared.begin(), shared.end(), [&](const auto & x) { return x.i == (int) i_layer; });
@@ -114,7 +114,7 @@ void llama_kvtool_build(
 
     const auto has = [&](uint32_t signal) { return (params.signals & signal) != 0; };
 
-    // the last r queries as [n, r*h, n_head_kv]; h: the heads of the group, 1 if it is reduced
+    // the last r queries as [n_kv, r*h, n_head_kv]; h: heads of the group, 1 if it is reduced
     const auto queries = [&](ggml_tensor * t, int64_t r) {
         const int64_t h = t->ne[2]/n_head_kv;
         if (r == n_tokens) {
@@ -137,8 +137,9 @@ void llama_kvtool_build(
 
     llama_kvtool_graph::probe probe = { (int) i_layer, {} };
 
-    // A signal of this layer together with that of the others that read its cells; null: a later layer adds to it. Expanded
-    // at once, so that one layer's probabilities are freed before the next layer's are made
+    // Combine a signal of this layer with that of earlier layers reading the same cells. Returns null if a later
+    // layer continues. The result is added to the graph at once, so that one layer's probabilities are freed
+    // before the next layer's are computed
     const auto joined = [&](int s, ggml_tensor * t) -> ggml_tensor * {
         if (sums.t[s]) {
             t = is_maximum(s) ? max_of(ctx, sums.t[s], t) : ggml_add(ctx, sums.t[s], t);
@@ -158,7 +159,7 @@ void llama_kvtool_build(
             ggml_build_forward_expand(graph.gf, sum);
             return;
         }
-        // a view's memory is that of what it views
+        // a view uses the memory of the tensor that it views
         for (ggml_tensor * x = t; x; x = x->view_src) {
             ggml_set_output(x);
         }
@@ -173,7 +174,7 @@ void llama_kvtool_build(
         }
     };
 
-    // of each query, with the group's heads added up
+    // per query, summed over the group's heads
     const auto each = [&](ggml_tensor * t) {
         t = ggml_reshape_3d(ctx, t, n_kv*n_tokens, t->ne[2]/n_head_kv, n_head_kv);
         return ggml_reshape_3d(ctx, sum_middle(ctx, t), n_kv, n_tokens, n_head_kv);
@@ -181,7 +182,7 @@ void llama_kvtool_build(
 
     const bool summed = params.group == LLAMA_KVTOOL_GROUP_SUM || n_gqa == 1;
 
-    // a sum over the group is taken together with that over queries
+    // a sum over the group is computed together with the sum over queries
     ggml_tensor * a = summed ? p : reduce_group(params.group);
 
     if (has(LLAMA_KVTOOL_SIGNAL_ATTENTION)) {
@@ -197,7 +198,7 @@ void llama_kvtool_build(
         if (!slots) {
             slots = new_input(ctx, GGML_TYPE_I64, r, 1, 1);
         }
-        // each query's own: only the group becomes one
+        // per query: only the group is reduced
         ggml_tensor * t = ggml_reshape_3d(ctx, queries(a, r), n_kv*r, a->ne[2]/n_head_kv, n_head_kv);
         t = joined(index_of(LLAMA_KVTOOL_SIGNAL_RECENT), ggml_reshape_3d(ctx, sum_middle(ctx, t), n_kv, r, n_head_kv));
         if (t) {
@@ -205,14 +206,15 @@ void llama_kvtool_build(
         }
     }
     if (has(LLAMA_KVTOOL_SIGNAL_SQUARES)) {
-        // the square of what all layers that read a cell have together: it is joined query by query
+        // the square is taken of the sum over all layers that read a cell, so layers are added query by query
+        // first
         ggml_tensor * one = joined(index_of(LLAMA_KVTOOL_SIGNAL_SQUARES), summed && n_gqa > 1 ? reduce_group(LLAMA_KVTOOL_GROUP_SUM) : a);
         if (one) {
             finish(LLAMA_KVTOOL_SIGNAL_SQUARES, is_apart ? ggml_sqr(ctx, one) : sum_middle(ctx, ggml_sqr(ctx, one)));
         }
     }
 
-    // of each query, the highest of the group's heads
+    // per query, maximum over the group's heads
     const auto each_highest = [&](ggml_tensor * t) {
         t = max_middle(ctx, ggml_reshape_3d(ctx, t, n_kv*n_tokens, n_gqa, n_head_kv));
         return ggml_reshape_3d(ctx, t, n_kv, n_tokens, n_head_kv);
@@ -268,22 +270,24 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
 
     const bool hits = (params.signals & (LLAMA_KVTOOL_SIGNAL_HITS | LLAMA_KVTOOL_SIGNAL_IMPORTANT)) != 0;
 
-    // counted closely: ggml and its scheduler keep about a kilobyte for each node that there could be
+    // a close bound: ggml and its scheduler allocate about a kilobyte per possible node
     uint32_t res = kvtool->joint ? kvtool->joint->n_most*kvtool->joint->n_node : 0;
     for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
         const auto n_halving = [&](uint32_t n) { return (uint32_t) std::log2(std::max(1u, n*hparams.n_gqa(il))); };
 
-        // the probabilities where flash attention leaves none, and the scaled queries; ragged rows' stores, views and masks
+        // probabilities if there is flash attention, and scaled queries; stores, views and masks of ragged
+        // rows
         res += 8 + 4*llama_kvtool_graph::n_signal + (params.ragged ? 24 : 0) + (hparams.use_alibi ? 14 : 0) + (params.n_recall > 0 ? 30 : 0) + (hits ? 8 : 0);
         for (int s = 0; s < llama_kvtool_graph::n_signal; ++s) {
-            // a halving is two views and a sum, and a view and a sum for an odd one; a maximum is three operations
+            // a halving takes two views and a sum, plus a view and a sum for an odd number; a maximum
+            // takes three operations
             const bool is_max = params.group == LLAMA_KVTOOL_GROUP_MAX || is_maximum(s);
 
             res += kvtool->signals.has(s) ? (is_max ? 16 + 9*n_halving(n_tokens) : 8 + 5*n_halving(n_tokens)) : 0;
         }
         res += kvtool->queries.is_on() ? 8 : 0;
         if (kvtool->recent.is_on()) {
-            // a group's maximum is taken once for all signals
+            // a group's maximum is computed once for all signals
             res += 16 + 9*n_halving(1);
         }
     }

@@ -22,7 +22,7 @@ bool queries::make(std::vector<asker> all, const std::vector<layer> & layers) {
 
     for (auto buft : bufts) {
         memory own;
-        // on the host where the device has no memory for it
+        // on the host if the device lacks memory
         for (auto type : { buft, ggml_backend_cpu_buffer_type() }) {
             if (own.buf) {
                 continue;
@@ -54,7 +54,7 @@ ggml_tensor * queries::build(ggml_context * ctx, int il, ggml_tensor * q, ggml_t
 
     const int64_t n = slots->ne[0];
 
-    // a token's heads lie side by side
+    // a token's heads are consecutive
     q = ggml_permute(ctx, q, 0, 2, 1, 3);
     q = ggml_view_3d(ctx, q, q->ne[0], q->ne[1], n, q->nb[1], q->nb[2], (q->ne[2] - n)*q->nb[2]);
     if (!ggml_is_contiguous(q)) {

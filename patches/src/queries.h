@@ -1,4 +1,5 @@
-// The last n_query queries of each layer, as they met the keys. They stay on the device, and no edit changes them.
+// The last n_query queries of each layer, as they are multiplied with the keys. They stay on the device, and edits do
+// not change them.
 
 #pragma once
 
@@ -16,56 +17,58 @@ namespace kvtool {
 
 class queries {
 public:
-    // outlives this
+    // must outlive this object
     queries(const llama_kvtool_params & params) : params(params) {}
 
     bool is_on() const { return params.n_future > 0; }
 
-    // a layer of the model that attends to rows
+    // a layer of the model that attends to rows, and its stored queries
     struct asker {
         int    il;
-        size_t i;      // the layer whose cells it reads
-        int    n_embd; // numbers in a query of one head
-        int    n_head; // its query heads
-        float  scale;  // of its logits, as its graph says
+        size_t i;      // index of the layer whose cells it reads
+        int    n_embd; // elements of a query of one head
+        int    n_head; // query heads
+        float  scale;  // scale of its logits, read from its graph
 
-        ggml_tensor * t; // F32 [n_embd*n_head, n_slot], beside the cache: slots in a circle, one a query
+        ggml_tensor * t; // F32 [n_embd*n_head, n_slot], in the cache's memory type: a ring buffer with one slot per
+                         // query
     };
 
     std::vector<asker> askers;
 
-    // Makes empty slots for these, whose tensors are null, in memory of the types of their layers' caches; false: there is none
+    // Create empty slots for these layers (their tensors are null) in memory of the types of their caches;
+    // returns false if there is no memory
     bool make(std::vector<asker> all, const std::vector<layer> & layers);
 
-    // stores the queries q [n_embd, n_tokens, n_head] of a layer, or the last of them, in slots I64 [n]
+    // store the queries q [n_embd, n_tokens, n_head] of a layer, or the last of them, in slots I64 [n]
     ggml_tensor * build(ggml_context * ctx, int il, ggml_tensor * q, ggml_tensor * slots, float scale);
 
-    // queries that are taken back may not have taken the place of older ones
+    // there are n_ahead more slots, so that removed queries have not overwritten older ones
     int n_slot() const { return params.n_query + params.n_ahead; }
 
-    // the slot of the next batch's query t
+    // slot of the next batch's query t
     int64_t slot(int64_t t) const { return (next + t) % n_slot(); }
 
-    // the last n queries of a batch, which is about to be computed
+    // note the positions of the last n queries of a batch that is about to be computed
     void note(const llama_ubatch & ubatch, int64_t n);
 
-    // a graph with n_tokens queries has been computed
+    // count the n_tokens queries of a computed graph
     void decoded(int n_tokens) { next = is_on() ? slot(n_tokens) : 0; }
 
-    // the last n queries of the last batch do not count
+    // remove the last n queries of the last batch
     void take_back(int n) { next = is_on() ? slot(n_slot() - n) : 0; }
 
-    // the slot of the last n_query queries' tth, the oldest first
+    // slot of query t of the last n_query, the oldest first
     int64_t past(int64_t t) const { return slot(params.n_ahead + t); }
 
-    // what each slot's query is rotated to; -1: there is none
+    // position that each slot's query is rotated to; -1: the slot is empty
     std::vector<int32_t> pos;
 
-    // numbers of a query, of all layers together
+    // elements of a query in all layers together
     int64_t n_number() const;
 
-    // copies the last n_query queries, the oldest first, to out[n_query][n_number] and at[n_query] or from in and at. Such a query has
-    // been if at is 0 or more, which is what it is rotated to
+    // copy the last n_query queries, the oldest first, to out[n_query][n_number] and at[n_query] or from in and
+    // at. at: position that a query is rotated to; negative: there is no such query
     void copy(float * out, const float * in, int32_t * at);
 
     void clear();
@@ -80,7 +83,7 @@ private:
 
     std::vector<memory> memories;
 
-    int64_t next = 0; // the slot of the next query
+    int64_t next = 0; // slot of the next query
 };
 
 } // namespace kvtool

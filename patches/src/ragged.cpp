@@ -1,4 +1,4 @@
-// Rows that hold different numbers of cells: where each stores new keys and values, and what it sees.
+// Rows that hold different numbers of cells: the cells for new keys and values, and the masks.
 
 #include "hooks.h"
 #include "input.h"
@@ -12,14 +12,14 @@
 
 using namespace kvtool;
 
-// the inputs of a layer's rows; null if the graph has none yet
+// inputs of a layer's rows; null if the graph has none yet
 static const llama_kvtool_input::rows * find_rows(const llm_graph_context & graph, int i) {
     const auto & all = graph_input(graph).ragged;
     const auto   it  = std::find_if(all.begin(), all.end(), [&](const auto & rows) { return rows.i == i; });
     return it == all.end() ? nullptr : &*it;
 }
 
-// stores new keys and values at each row's own end
+// store new keys and values at each row's own end
 static void store_rows(const llm_graph_context & graph, const layer & l, int i, bool v_trans, ggml_tensor * k_cur, ggml_tensor * v_cur) {
     ggml_context * ctx = graph.ctx0;
 
@@ -77,7 +77,7 @@ bool llama_kvtool_store(
 
     const bool v_trans = kvtool->v_trans;
 
-    // a layer without keys of its own reads an earlier layer's
+    // a layer without keys reads an earlier layer's
     if (k_cur) {
         store_rows(graph, l, &l - kvtool->layers.data(), v_trans, k_cur, v_cur);
     }
@@ -98,25 +98,26 @@ bool llama_kvtool_store(
     return true;
 }
 
-// of ragged rows: 0 where a query sees a cell, and else less than any logit [n_cell, n_tokens, n_head], or 1 for all heads of even rows
+// Mask of ragged rows: 0 if a query sees a cell, otherwise less than any logit. [n_cell, n_tokens, n_head], or one
+// mask for all heads if their rows have equal lengths
 static ggml_tensor * ragged_mask(const llm_graph_context & graph, const layer & l, int i) {
     ggml_context * ctx = graph.ctx0;
 
     const auto * rows = find_rows(graph, i);
     GGML_ASSERT(rows);
 
-    // made on the device: the host would have to fill and send a mask for every head and layer
+    // computed on the device, as otherwise the host would fill and send a mask for every head and layer
     ggml_tensor * x = ggml_repeat_4d(ctx, ggml_arange(ctx, 0, l.n_cell, 1), l.n_cell, rows->limit->ne[1], rows->limit->ne[2], 1);
     return ggml_scale(ctx, ggml_step(ctx, ggml_sub(ctx, x, rows->limit)), -1e30f);
 }
 
-// the same of llama.cpp's mask, which has its own distances [n_kv, n_tokens]
+// the same from llama.cpp's mask [n_kv, n_tokens], without the distances that it contains
 static ggml_tensor * plain_mask(ggml_context * ctx, ggml_tensor * kq_mask) {
     ggml_tensor * x = kq_mask->type == GGML_TYPE_F16 ? ggml_cast(ctx, kq_mask, GGML_TYPE_F32) : kq_mask;
     return ggml_scale_bias(ctx, ggml_step(ctx, ggml_scale_bias(ctx, x, 1.0f, 1e9f)), 1e30f, -1e30f);
 }
 
-// ALiBi: minus the distance of each cell's key from each query [n_kv, n_tokens, n_head]
+// ALiBi: minus the distance between each cell's key and each query [n_kv, n_tokens, n_head]
 static ggml_tensor * distances(const llm_graph_context & graph, const layer & l, int i, int64_t n_kv, int64_t n_tokens) {
     ggml_context * ctx = graph.ctx0;
 
@@ -132,7 +133,7 @@ static ggml_tensor * distances(const llm_graph_context & graph, const layer & l,
     return ggml_neg(ctx, ggml_abs(ctx, x));
 }
 
-// each token sees the cells that were made for it
+// mask in which each token sees the synthetic cells that were computed for it
 static ggml_tensor * made_mask(const llm_graph_context & graph, const llama_kvtool & kvtool, ggml_tensor * kq_mask, int64_t n_gqa) {
     const int64_t n_tokens = kq_mask->ne[1];
     if (n_tokens == 1 && n_gqa == kvtool.params.n_made) {
@@ -149,7 +150,7 @@ static ggml_tensor * made_mask(const llm_graph_context & graph, const llama_kvto
 
     ggml_tensor * seen = new_input(ctx, GGML_TYPE_F32, kq_mask->ne[0], n_tokens, 1);
 
-    // not all devices add in half precision
+    // some devices cannot add in half precision
     const bool is_half = kq_mask->type == GGML_TYPE_F16;
     ggml_tensor * x = ggml_add(ctx, is_half ? ggml_cast(ctx, kq_mask, GGML_TYPE_F32) : kq_mask, seen);
 

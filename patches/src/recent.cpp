@@ -32,7 +32,7 @@ bool recent::make(rings & res, const int * n_cell) const {
     for (auto & r : res.all) {
         const size_t n_float = r.n*n_slot();
 
-        // on the host where the device has no memory for it: the scheduler brings the values there
+        // on the host if the device lacks memory: the scheduler copies the values there
         for (auto buft : { r.buft, ggml_backend_cpu_buffer_type() }) {
             if (!r.buf) {
                 r.ctx.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
@@ -94,7 +94,7 @@ void recent::take_back(int n) {
     next  = slot(n_slot() - n);
     n_new = std::max(n_new - n, 0);
 
-    // a later query may write fewer cells
+    // a later query may write fewer cells, so the rest of its slot must be 0
     for (int t = 0; t < n; ++t) {
         for (auto & r : own.all) {
             ggml_backend_tensor_memset(r.t, 0, slot(t)*r.n*sizeof(float), r.n*sizeof(float));
@@ -109,7 +109,7 @@ void recent::collect(llama_context & lctx) {
 
     lctx.synchronize();
 
-    // the newest slots, in up to two pieces as they go round
+    // the newest slots, in two pieces if they wrap around
     const int end   = slot(0);
     const int first = end - n_new;
 
@@ -145,7 +145,7 @@ void recent::sum(size_t i, int head, float * out, int n_cell) {
 }
 
 void recent::copy(float * out, const float * in, int n_cell) {
-    size_t at = 0; // of the buffer's row
+    size_t at = 0; // offset of the row in the buffer
 
     for (int t = 0; t < params.n_query; ++t) {
         for (size_t i = 0; i < layers.size(); ++i) {
@@ -212,7 +212,7 @@ void recent::clear() {
     }
 }
 
-// a query writes only as many cells as llama.cpp's attention covers then: the others in its slot must be 0
+// a query writes only the cells that llama.cpp's attention covers at that time: the other cells of its slot must be 0
 void recent::clear_devices() {
     for (auto & r : own.all) {
         if (stale && !r.copy.empty()) {

@@ -1,5 +1,5 @@
-// The attention of each of the last n_query queries. The recent signal is their sum; the oldest query can leave it at any
-// time, whatever the batches were. Edits move the attention along with the cells.
+// Attention of each of the last n_query queries. The recent signal is their sum. As they are stored separately, the
+// oldest query can be dropped at any time, independent of batches. Edits move the attention along with the cells.
 
 #pragma once
 
@@ -19,30 +19,31 @@ struct layer_edit;
 
 class recent {
 public:
-    // both outlive this
+    // both must outlive this object
     recent(const std::vector<layer> & layers, const llama_kvtool_params & params) : layers(layers), params(params) {}
 
     bool is_on() const {
         return params.signals & LLAMA_KVTOOL_SIGNAL_RECENT;
     }
 
-    // the queries' attention to the cells of all layers on one device: slots in a circle, one a query
+    // Attention of the queries to the cells of all layers on one device: a ring buffer with one slot per query
     struct ring {
         ggml_backend_buffer_type_t buft;
 
-        size_t n = 0; // floats of a slot: [layer][n_head][n_cell]
+        size_t n = 0; // floats per slot: [layer][n_head][n_cell]
 
         ggml_context_ptr        ctx;
         ggml_backend_buffer_ptr buf;
 
-        ggml_tensor * t = nullptr; // [n_slot*n], beside the cache
+        ggml_tensor * t = nullptr; // [n_slot*n], in the cache's memory type
 
-        std::vector<float> copy; // the same on the host, complete after collect; empty where t itself is on the host
+        // copy on the host, complete after collect; empty if t is on the host
+        std::vector<float> copy;
 
         float * data();
     };
 
-    // where a layer begins in a slot
+    // location of a layer in a slot
     struct place {
         size_t ring;
         size_t first;
@@ -51,48 +52,49 @@ public:
 
     struct rings {
         std::vector<ring>  all;
-        std::vector<place> places; // one a layer
+        std::vector<place> places; // one per layer
 
-        // layer i's head in a slot
+        // attention of layer i's head in a slot
         float * at(int slot, size_t i, int head) {
             const auto & p = places[i];
             return all[p.ring].data() + slot*all[p.ring].n + p.first + (size_t) head*p.n_cell;
         }
     };
 
-    // makes empty rings for layers of so many cells; false: there is no memory
+    // create empty rings for layers with these numbers of cells; returns false if there is no memory
     bool make(rings & res, const int * n_cell) const;
 
-    // replaces the rings by these, and keeps what they hold; collect comes first
+    // replace the rings by these, preserving their content; call collect first
     void take(rings && res);
 
-    // stores the attention t [n_kv, q, n_head] of the last queries to layer i's cells in slots I64 [q]
+    // store the attention t [n_kv, q, n_head] of the last queries to layer i's cells in slots I64 [q]
     ggml_tensor * build(ggml_context * ctx, size_t i, ggml_tensor * t, ggml_tensor * slots) const;
 
-    // queries that were taken back may not have taken the place of older ones
+    // there are n_ahead more slots, so that removed queries have not overwritten older ones
     int n_slot() const { return params.n_query + params.n_ahead; }
 
-    // the slot of the next batch's query t
+    // slot of the next batch's query t
     int64_t slot(int64_t t) const { return (next + t) % n_slot(); }
 
-    // the last n queries of the last batch do not count
+    // remove the last n queries of the last batch
     void take_back(int n);
 
-    // a graph with n_tokens queries has been computed
+    // count the n_tokens queries of a computed graph
     void decoded(int n_tokens);
 
-    // copies what devices have stored to the host
+    // copy the devices' rings to the host
     void collect(llama_context & lctx);
 
-    // the following work on what has been collected
+    // the functions below work on collected data
 
-    // out[n_cell]: the sum over the queries, from the oldest to the newest, of layer i's head; 0 beyond the layer's cells
+    // out[n_cell]: sum over the queries of layer i's head, from the oldest to the newest; 0 beyond the layer's
+    // cells
     void sum(size_t i, int head, float * out, int n_cell);
 
-    // copies the queries, the oldest first, to out[n_query][n_row][n_cell] or from in; what is missing is 0
+    // copy the queries, the oldest first, to out[n_query][n_row][n_cell] or from in; missing cells are 0
     void copy(float * out, const float * in, int n_cell);
 
-    // moves cells as an edit does, and empties those that it frees; edits: the edit by layer
+    // move cells as an edit does and clear the cells that it frees; edits: the edit by layer
     void move(const llama_kvtool_edit & edit, const std::vector<layer_edit> & edits);
 
     void clear();
@@ -103,11 +105,11 @@ private:
 
     rings own;
 
-    // the slot of the last n_query queries' tth, the oldest first
+    // slot of query t of the last n_query, the oldest first
     int64_t past(int64_t t) const { return slot(params.n_ahead + t); }
 
-    int64_t next  = 0;     // the slot of the next query
-    int     n_new = 0;     // how many of the last queries are still to be collected
+    int64_t next  = 0;     // slot of the next query
+    int     n_new = 0;     // last queries that have not been collected
     bool    stale = false; // devices have stored a query since they were cleared
 
     void clear_devices();

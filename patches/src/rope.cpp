@@ -15,27 +15,27 @@ bool rope::has_pair(int i) const {
     const int * s = sections;
     const int   j = i % std::max(1, s[0] + s[1] + s[2] + s[3]);
 
-    // interleaved, the first three sections take turns
+    // interleaved: pairs belong to the first three sections in turn
     return mode == GGML_ROPE_TYPE_IMROPE ? j < 3*s[j % 3] : j < s[0] + s[1] + s[2];
 }
 
-// one walk from a layer's keys back to what rotates them
+// walk through the graph from a layer's keys back to the operation that rotates them
 struct rope_walk {
     const ggml_tensor * found = nullptr;
 
-    int first = 0; // in a key, where what was found begins
+    int first = 0; // index in a key of the first rotated element
 
-    ggml_tensor * scale = nullptr; // behind it
+    ggml_tensor * scale = nullptr; // weights applied after the rotation
 
     bool is_mapped = false;
 
-    std::string why; // the walk cannot go on
+    std::string why; // reason why the walk cannot continue
 
     static bool is_weight(const ggml_tensor * t) {
         return t->op == GGML_OP_NONE && !(t->flags & GGML_TENSOR_FLAG_INPUT);
     }
 
-    // a product with a model's weights, which may come behind the rotation
+    // a product with a model's weights, which may follow the rotation
     void visit_scaled(const ggml_tensor * t, ggml_tensor * weights, int offset) {
         const auto * before = found;
         visit(t, offset);
@@ -49,7 +49,7 @@ struct rope_walk {
         scale = weights;
     }
 
-    // what is no rotation, nor goes through one
+    // an operation that may not follow the rotation
     void visit_plain(const ggml_tensor * t, int offset, const char * what) {
         const auto * before = found;
         visit(t, offset);
@@ -59,7 +59,7 @@ struct rope_walk {
         }
     }
 
-    // offset: where t begins in a key
+    // offset: index in a key of the first element of t
     void visit(const ggml_tensor * t, int offset) {
         switch (t->op) {
             case GGML_OP_ROPE:
@@ -74,7 +74,7 @@ struct rope_walk {
                 visit(t->src[1], offset + (t->op_params[0] == 0 ? t->src[0]->ne[0] : 0));
                 return;
             case GGML_OP_MUL_MAT:
-                // the map of quantized keys is an input; weights end the walk
+                // the Hadamard matrix of quantized keys is an input; weights end the walk
                 if (t->src[0]->flags & GGML_TENSOR_FLAG_INPUT) {
                     is_mapped = true;
                     visit(t->src[1], offset);
@@ -154,7 +154,7 @@ std::string rope::read(const ggml_tensor * keys) {
         return res;
     };
 
-    // as ggml_rope_impl stores them
+    // in the order in which ggml_rope_impl stores them
     first      = walk.first;
     n_dims     = t->op_params[1];
     mode       = t->op_params[2];
@@ -180,7 +180,7 @@ ggml_tensor * rope::build(ggml_context * ctx, ggml_tensor * keys, ggml_tensor * 
     }
     ggml_tensor * x = ggml_view_3d(ctx, keys, n_embd - first, n_head, n/n_head, keys->nb[1], n_head*keys->nb[1], first*sizeof(float));
 
-    // YaRN scaled the key at its first rotation, and must not scale it again
+    // YaRN scaled the key at its first rotation and must not scale it again
     const float attn_factor = ext_factor != 0.0f ? 1.0f/(1.0f + 0.1f*logf(1.0f/freq_scale)) : 1.0f;
 
     if (is_multi()) {

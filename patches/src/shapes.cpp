@@ -34,13 +34,13 @@ layer_shape shape_of(const layer_edit & e, bool with_k, bool with_v, bool v_tran
             }
         }
     }
-    // transposed values lie in another order than keys do
+    // transposed values have another order than keys
     res.shared = with_k && with_v && !v_trans && res.n_turns == 0;
 
     return res;
 }
 
-// lists that are one entry longer the next time must not need another graph for it
+// round up, so that a slightly longer list of the next edit still fits the graph
 static int64_t rounded_up(int64_t n) {
     int64_t step = 16;
     while (step*16 <= n) {
@@ -61,13 +61,13 @@ int64_t list_bytes(const layer & l, const layer_shape & s, bool v_trans) {
 
 static constexpr int64_t layer_shape::* list_lengths[] = { &layer_shape::n_moves, &layer_shape::n_turns, &layer_shape::n_moved };
 
-// the last entry fills up what is left; an empty list has none to repeat
+// the rest of a list repeats its last entry; an empty list has none
 static bool holds(int64_t room, int64_t n) {
     return n == 0 ? room == 0 : n <= room;
 }
 
-// n_all merges, some of them repeated: how many have terms on this level. The last one is repeated, so where all have
-// terms the repeated ones have them too
+// Number of merges with terms on this level among n_all merges, some of them repeated. The last merge is repeated: if
+// all have terms on the level, so do the repeated ones
 static int64_t merged_on(const layer_shape & s, int level, int64_t n_all) {
     return s.n_merged[level] == s.n_merged[0] ? n_all : s.n_merged[level];
 }
@@ -83,7 +83,7 @@ bool holds(const layer_shape & room, const layer_shape & s) {
     return res;
 }
 
-// long merges are few, now two and then five
+// long merges are few, and their number varies from edit to edit
 static int64_t room_for_merges(int64_t n) {
     int64_t res = n > 0 ? 4 : 0;
     while (res < n) {
@@ -113,7 +113,7 @@ std::vector<layer_shape> rooms(std::vector<layer_shape> shapes, const std::vecto
             n_merged[j] = std::max({ n_merged[j], s.n_merged[j], old.n_merged[j] });
         }
     }
-    // the long merges of one layer will be another layer's next time
+    // the next edit may have its long merges in another layer
     for (auto & s : shapes) {
         for (int j = 1; j < n_level; ++j) {
             s.n_merged[j] = std::min(s.n_merged[0], room_for_merges(n_merged[j]));

@@ -1,4 +1,4 @@
-// How much there is in an edit's graph: a kept graph serves every edit whose lists fit into its own.
+// Lengths of the lists in an edit's graph. A kept graph serves every edit whose lists fit into its own.
 
 #pragma once
 
@@ -13,38 +13,38 @@ namespace kvtool {
 
 struct layer_edit;
 
-// a merge adds its terms up in levels: the first two, two more, then four, eight, ...
+// a merge adds its terms in levels: the first two, the next two, then four, eight, ...
 constexpr int n_level = 30;
 
 constexpr int64_t level_first(int level) { return level == 0 ? 0 : int64_t(1) << level; }
 constexpr int64_t level_width(int level) { return level == 0 ? 2 : int64_t(1) << level; }
 
-// a merge in a list of terms: where its terms begin, and how many there are
+// a merge in a list of terms: index and number of its terms
 struct merge {
     size_t  first;
     int64_t n_term;
 };
 
-// those with the most terms come first
+// sorted by number of terms, the most first
 std::vector<merge> merges_of(const std::vector<llama_kvtool_term> & terms);
 
-// how long a layer's lists are
+// lengths of a layer's lists
 struct layer_shape {
-    int64_t n_moves = 0; // keys that move and do not turn
-    int64_t n_turns = 0; // keys that turn, and perhaps move
+    int64_t n_moves = 0; // keys that move without rotation
+    int64_t n_turns = 0; // keys that are rotated, and possibly move
     int64_t n_moved = 0; // values that move
 
     std::array<int64_t, n_level> n_merged = {}; // merged values that have terms on each level
 
-    bool shared = false; // values move by the keys' list
+    bool shared = false; // values move by the list of the keys
 };
 
 layer_shape shape_of(const layer_edit & edit, bool with_k, bool with_v, bool v_trans);
 
-// whether lists as long as room hold an edit of this shape, their last entries repeated
+// true if lists with the lengths of `room` hold an edit of this shape, with their last entries repeated
 bool holds(const layer_shape & room, const layer_shape & shape);
 
-// how long the lists of a new graph should be, at least as long as before; null: there is no graph before
+// lengths for the lists of a new graph, at least those of `before`; null: there was no graph
 std::vector<layer_shape> rooms(std::vector<layer_shape> shapes, const std::vector<layer_shape> * before);
 
 // bytes of a layer's lists

@@ -8,7 +8,7 @@
 
 namespace kvtool {
 
-// four of these bytes make a float of -1.3e20, which a batch's n_tokens taken off does not change
+// four of these bytes are a float of -1.3e20, which does not change when a batch's n_tokens is subtracted
 static constexpr uint8_t never_byte = 0xE0;
 
 void signals::device_sums::clear() const {
@@ -35,7 +35,7 @@ void signals::resize() {
     places.assign(layers.size(), {});
     devices.clear();
     if (!make_device_sums()) {
-        // the device has no memory for them: the host adds up
+        // a device lacks memory for them: the host adds
         places.assign(layers.size(), {});
         devices.clear();
     }
@@ -100,7 +100,7 @@ ggml_tensor * signals::build_sum(ggml_context * ctx, size_t i, int s, ggml_tenso
         case LLAMA_KVTOOL_SIGNAL_LAST:
             return ggml_cpy(ctx, t, sum);
         case LLAMA_KVTOOL_SIGNAL_IMPORTANT: {
-            // counted back from the batch's end, so that the graph is the same for every batch
+            // counted from the batch's end, so that the graph is the same for every batch
             ggml_tensor * before = ggml_mul(ctx, sum, ggml_scale_bias(ctx, ggml_step(ctx, t), -1.0f, 1.0f));
             return ggml_cpy(ctx, ggml_scale_bias(ctx, ggml_add(ctx, before, t), 1.0f, -n_tokens), sum);
         }
@@ -114,7 +114,7 @@ ggml_tensor * signals::build_sum(ggml_context * ctx, size_t i, int s, ggml_tenso
 void signals::extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens, bool is_apart) {
     fold(lctx);
     if (is_apart) {
-        // the host adds these to what devices have of earlier queries
+        // the host adds these to the devices' sums of earlier queries
         collect(lctx);
     }
 
@@ -133,7 +133,7 @@ void signals::extract(llama_context & lctx, const llama_kvtool_graph & graph, in
         }
     }
 
-    // there is nothing to wait for where no signal is under way
+    // no copies on their way if the graph has no signals for the host
     n_query_staged = staged ? n_tokens : 0;
     n_part         = is_apart ? n_tokens : 1;
 
@@ -142,7 +142,7 @@ void signals::extract(llama_context & lctx, const llama_kvtool_graph & graph, in
     }
 }
 
-// adds the last batch's signals, which were under way, to the host's sums
+// add the last batch's signals to the host's sums, when their copies have arrived
 void signals::fold(llama_context & lctx) {
     if (n_query_staged == 0) {
         return;
@@ -179,7 +179,7 @@ void signals::fold(int s, const float * src, float * dst, size_t n, int n_query_
     if (signal == LLAMA_KVTOOL_SIGNAL_LAST) {
         std::copy(src, src + n, dst);
     } else if (signal == LLAMA_KVTOOL_SIGNAL_IMPORTANT) {
-        // src: the query's place in the batch, from 1 on; 0: none. Without branches it takes half as long
+        // src: index of the query in the batch, from 1 on; 0: none. Without branches this takes half the time
         const float n_query = n_query_own;
         for (size_t i = 0; i < n; ++i) {
             const float is_hit  = src[i] > 0.0f;
@@ -188,7 +188,7 @@ void signals::fold(int s, const float * src, float * dst, size_t n, int n_query_
         }
     } else if (signal == LLAMA_KVTOOL_SIGNAL_HIGHEST) {
         for (size_t i = 0; i < n; ++i) {
-            dst[i] = src[i] <= dst[i] ? dst[i] : src[i]; // what is no number is told
+            dst[i] = src[i] <= dst[i] ? dst[i] : src[i]; // NaN is kept
         }
     } else {
         for (size_t i = 0; i < n; ++i) {

@@ -1,4 +1,4 @@
-// What the signals have added up to since the last edit, on the host and on devices.
+// Sums of the signals since the last edit, on the host and on devices.
 
 #pragma once
 
@@ -17,41 +17,42 @@ class signals {
 public:
     static constexpr int n_signal = llama_kvtool_graph::n_signal;
 
-    // both outlive this
+    // both must outlive this object
     signals(const std::vector<layer> & layers, const llama_kvtool_params & params) : layers(layers), params(params) {}
 
-    // whether signal s is one of those that add up: the recent one does not, recent.h has it
+    // true if signal s is enabled and summed here; the recent signal is not, see recent.h
     bool has(int s) const {
         return (params.signals & ~LLAMA_KVTOOL_SIGNAL_RECENT) >> s & 1;
     }
 
-    // makes room for as many cells as the layers have; what devices hold must have been collected
+    // resize to the layers' numbers of cells; the sums of devices must have been collected
     void resize();
 
-    // adds a batch's signal s [n_kv, 1, n_head] of layer i to its sum on the device; null: the host does it
+    // add a batch's signal s [n_kv, 1, n_head] of layer i to its sum on the device; returns null if the host adds
+    // it
     ggml_tensor * build_sum(ggml_context * ctx, size_t i, int s, ggml_tensor * t, int64_t n_tokens) const;
 
-    // starts to copy what a computed graph leaves for the host; is_apart: of each query
+    // start to copy the signals that a computed graph leaves for the host; is_apart: they are per query
     void extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens, bool is_apart);
 
-    // the last n queries of the last batch, which were kept apart, do not count
+    // remove the last n queries of the last batch, whose signals are per query
     void take_back(int n) { n_query_staged = std::max(n_query_staged - n, 0); }
 
-    // brings all sums to the host, so that values() is complete
+    // copy all sums to the host, so that values() is complete
     void collect(llama_context & lctx);
 
     void clear(llama_context & lctx);
 
-    // the sums of signal s after collect: [n_row][n_cell of the row's layer]
+    // sums of signal s, after collect: [n_row][n_cell of the row's layer]
     std::vector<std::vector<float>> & values(int s) { return sums[s]; }
 
 private:
-    // the sums of all layers whose cache lies on one device, beside that cache. They are copied only when somebody
-    // reads them: copying after every batch would be most of what goes to another machine
+    // Sums of all layers whose cache lies on one device, in that device's memory. They are copied only when they
+    // are read: copying after every batch would be most of the traffic to another machine
     struct device_sums {
         ggml_backend_buffer_type_t buft;
 
-        size_t n = 0; // floats of one signal
+        size_t n = 0; // floats per signal
 
         ggml_context_ptr ctx;
 
@@ -61,10 +62,10 @@ private:
         void clear() const;
     };
 
-    // where a layer's sums lie
+    // location of a layer's sums
     struct place {
         int    device = -1; // -1: on the host
-        size_t first  = 0;  // in the device's sums: the first of [n_head][n_cell]
+        size_t first  = 0;  // index in the device's sums of the first of [n_head][n_cell]
     };
 
     const std::vector<layer>  & layers;
@@ -72,14 +73,14 @@ private:
 
     std::vector<std::vector<float>> sums[n_signal];
 
-    // copies of the last batch's signals that are under way to the host: [n_layer][n_head*n_part*n_kv]
+    // copies of the last batch's signals on their way to the host: [n_layer][n_head*n_part*n_kv]
     std::vector<std::vector<float>> staging[n_signal];
 
-    int n_part         = 1; // a part for each query of that batch, if they are kept apart
-    int n_query_staged = 0; // queries that count; 0: nothing is under way
+    int n_part         = 1; // parts of a batch's signal: one per query if they are per query
+    int n_query_staged = 0; // queries that count; 0: no copies are on their way
 
     std::vector<device_sums> devices;
-    std::vector<place>       places; // one a layer
+    std::vector<place>       places; // one per layer
 
     int n_query_device = 0; // queries since the devices' sums were cleared
 

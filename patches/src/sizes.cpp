@@ -1,4 +1,4 @@
-// A cache whose layers become longer or shorter: part of the state, as it replaces llama.cpp's tensors.
+// Resizing the layers of a cache. These are methods of the state, as they replace llama.cpp's tensors.
 
 #include "error.h"
 #include "memory.h"
@@ -44,13 +44,13 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
 
     const auto before = layer_cells();
 
-    // one layer after the other, so that the memory holds only one of them twice
+    // one layer at a time, so that only one layer exists twice
     const auto resize_all = [&](const int * wanted) {
         bool ok = true;
         for (size_t i = 0; ok && i < layers.size(); ++i) {
             ok = wanted[i] == layers[i].n_cell || resize(lctx, *kv, layers, i, wanted[i]);
         }
-        // of ragged rows the table has the newest tokens alone, and so has an index
+        // with ragged rows, the table and the index hold only the newest tokens
         for (size_t i = 0; ok && !params.ragged && i < index.size(); ++i) {
             ok = wanted[0] == index[i].n_cell || resize(lctx, *idx, index, i, wanted[0]);
         }
@@ -70,12 +70,12 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
     }
 
     if (ok && !params.ragged && memory::resize_tables(lctx, n_cell[0], n_own)) {
-        // the recalled cells are the last ones
+        // recalled tokens are in the last cells
         fill_recalled(lctx);
     }
 
 #if defined(__GLIBC__)
-    // glibc keeps what is freed in pieces
+    // glibc does not return memory that is freed in small pieces
     if (n_before - n_bytes() > (16 << 20)) {
         malloc_trim(0);
     }
@@ -83,8 +83,8 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
     GGML_UNUSED(n_before);
 #endif
 
-    // the graphs that were made have views of the old tensors. The compute buffers follow the cache; ragged layers change too
-    // often for that, unless by much
+    // Existing graphs have views of the old tensors. Compute buffers are resized with the cache. Ragged layers
+    // change too often for that, unless the change is large
     const int most    = *std::max_element(before.begin(), before.end());
     const bool by_much = !params.ragged || most > 2*most_cells() || most_cells() > 2*most;
     forget_graphs(lctx, broken.empty() && (lctx.sched_need_reserve || by_much));
@@ -92,7 +92,8 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
     return ok ? 0 : fail(broken.empty() ? "no memory for the cache" : broken);
 }
 
-// gives layer i of some in a cache n cells; false, with that layer as it was: there is no memory, or a device has failed
+// Resize layer i of `some` in a cache to n cells. Returns false, leaving that layer unchanged, if there is no memory
+// or a device failed
 bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, std::vector<layer> & some, size_t i, int n) {
     auto & l = some[i];
 
@@ -122,7 +123,7 @@ bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, std::vector
 
     const int64_t n_copy = std::min(n, l.n_cell);
 
-    // the cells that both have; transposed, a row of the tensor is one element of all values
+    // cells that exist before and after; transposed, a row of the tensor is one element of all values
     const auto live = [&](ggml_context * c, ggml_tensor * t, bool trans) {
         const int64_t n_embd = t->ne[0];
         return trans ?

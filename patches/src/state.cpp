@@ -22,7 +22,7 @@ static uint64_t next_version() {
 // enable
 //
 
-// why these parameters cannot be; empty: they can
+// reason why these parameters are invalid; empty if they are valid
 static std::string invalid(const llama_kvtool_params & params) {
     if (params.signals >> llama_kvtool_graph::n_signal) {
         return format("signals must be in 0..%u, got %u", (1u << llama_kvtool_graph::n_signal) - 1, params.signals);
@@ -52,7 +52,7 @@ static std::string invalid(const llama_kvtool_params & params) {
     return {};
 }
 
-// why there cannot be an archive of these layers; empty: there can
+// reason why these layers cannot have an archive; empty if they can
 std::string llama_kvtool::no_archive(const llama_hparams & hparams) const {
     if (hparams.use_alibi) {
         return "tokens cannot be recalled by their keys where attention falls with distance (ALiBi)";
@@ -149,7 +149,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 
     lctx.memory->clear(false);
     if (!params.ragged) {
-        // the table does not know the sizes that ragged rows had
+        // the table does not have the sizes of ragged rows
         memory::resize_tables(lctx, n_cells[0], 0);
     }
 
@@ -158,7 +158,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
     lctx.kvtool         = res;
     lctx.cparams.kvtool = res.get();
 
-    // the graph that is made for it says how keys are rotated, and which layers' attention can be joint
+    // the graph built here shows how keys are rotated and which layers can take part in joint steps
     lctx.sched_need_reserve = true;
     lctx.sched_reserve();
 
@@ -363,7 +363,7 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
     }
     n_own  += n_tokens;
     n_seen += n_tokens;
-    // of others, what they attended to is a part of the signals
+    // the attention of other tokens is already summed in the signals
     n_back  = params.signals == 0 ? n_back + n_tokens : std::min(n_guess, n_tokens - 1);
     guess(0);
 }
@@ -381,7 +381,7 @@ void llama_kvtool::watch(llama_context & lctx, bool on) {
     }
     is_watching = on;
     n_back      = 0;
-    // graphs with the signals need more memory
+    // graphs with signals need larger buffers
     forget_graphs(lctx, on);
 }
 
