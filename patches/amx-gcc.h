@@ -1,7 +1,7 @@
-// GCC before 14 does not know all the memory that AMX's intrinsics read and write: of the 64 bytes of a tile
-// configuration it sees 8, of the memory that tiles are loaded from and stored to nothing. So it removes stores that it
-// takes for dead, and ggml's AMX kernels crash on an invalid configuration or compute garbage. This file is included
-// before those of ggml-cpu.
+// GCC before 14 does not know which memory AMX's intrinsics read and write: it assumes 8 of the 64 bytes of a tile
+// configuration, and no memory at all for loads and stores of tiles. It therefore removes stores that look unused, and
+// ggml's AMX kernels crash on an invalid configuration or compute wrong results. This file is included before the files
+// of ggml-cpu and defines the intrinsics with the right memory operands.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 #undef _tile_stored
 #undef _tile_zero
 
-// tile is a number, or a macro that stands for one
+// tile is a number, or a macro that expands to a number
 #define kvtool_tile_load(tile, base, stride) \
     __asm__ volatile ("tileloadd (%0,%1,1), %%tmm" #tile :: "r" ((const void *) (base)), "r" ((long) (stride)) : "memory")
 #define kvtool_tile_store(tile, base, stride) \

@@ -1,7 +1,7 @@
-# Brings kvtool's patch into llama-cpp-python's build. CMake includes this file at the end of project(llama_cpp), in the
-# unpacked source distribution, when it is given
+# Adds kvtool's patch to llama-cpp-python's build. CMake includes this file at the end of project(llama_cpp), in the
+# unpacked source distribution, if it is called with
 #   -DCMAKE_PROJECT_llama_cpp_INCLUDE=<absolute path of this file>
-# -DKVTOOL_PATCH=OFF leaves llama.cpp as it is, for comparisons.
+# -DKVTOOL_PATCH=OFF leaves llama.cpp unchanged, for comparisons.
 
 set(kvtool_llama "${CMAKE_CURRENT_SOURCE_DIR}/vendor/llama.cpp")
 
@@ -45,7 +45,7 @@ if(KVTOOL_PATCH)
         message(FATAL_ERROR "kvtool: no Python to apply hooks.patch with; name one with -DPython3_EXECUTABLE=")
     endif()
 
-    # the second call must find the patch applied, so that a patch that did nothing is noticed
+    # the second call must report that the patch was applied before, so that a call without effect is noticed
     foreach(expected applied before)
         execute_process(
             COMMAND "${kvtool_python}" "${CMAKE_CURRENT_LIST_DIR}/apply.py"
@@ -71,14 +71,14 @@ if(KVTOOL_PATCH)
     message(STATUS "kvtool: patched, digest ${kvtool_digest}")
 endif()
 
-# llama.cpp's common library is a good part of the build, and only mtmd's programs need it. llama-cpp-python forces the
+# llama.cpp's common library is a large part of the build, and only mtmd's programs need it. llama-cpp-python forces the
 # cache entry ON; a plain variable hides it (policy CMP0126).
 if(DEFINED LLAVA_BUILD AND NOT LLAVA_BUILD)
     set(LLAMA_BUILD_COMMON OFF)
 endif()
 
-# every library lies beside those that it needs, those that are loaded at run time too; and under one name, as a wheel
-# would have a copy of it for each other name
+# All libraries are in one folder, also those that are loaded at run time. Each has one name, as a wheel would contain a
+# copy for every further name.
 set(CMAKE_INSTALL_RPATH "$ORIGIN")
 if(APPLE)
     set(CMAKE_INSTALL_RPATH "@loader_path")
@@ -100,7 +100,7 @@ function(kvtool_libraries folder result)
     set(${result} "${libraries}" PARENT_SCOPE)
 endfunction()
 
-# what GCC's and Vulkan's old headers lack
+# declarations that old headers of GCC and Vulkan lack
 set(kvtool_amx "${CMAKE_CURRENT_LIST_DIR}/amx-gcc.h")
 set(kvtool_vulkan "${CMAKE_CURRENT_LIST_DIR}/vulkan-old.h")
 function(kvtool_put_before target compilers file)
@@ -112,7 +112,7 @@ function(kvtool_mend)
     foreach(target IN LISTS libraries)
         set_property(TARGET ${target} PROPERTY VERSION)
         set_property(TARGET ${target} PROPERTY SOVERSION)
-        # one for each kind of CPU, or one in all
+        # one target for all CPUs, or one per kind of CPU
         if(target MATCHES "^ggml-cpu")
             kvtool_put_before(${target} GNU "${kvtool_amx}")
         elseif(target STREQUAL "ggml-vulkan")

@@ -1,7 +1,7 @@
-"""Applies hooks.patch to a source tree: `python apply.py PATCH TREE`. apply.cmake calls it.
+"""Apply hooks.patch to a source tree: `python apply.py PATCH TREE`. apply.cmake calls it.
 
-Every old line must stand exactly where the patch says, or nothing is changed. It needs neither git nor
-patch(1), which a machine may lack. (Inside another work tree, `git apply` exits 0 and changes nothing.)
+Every old line must be exactly at the line that the patch names, or nothing is changed. git and patch(1) are
+not needed, as a machine may lack them. (Inside another work tree, `git apply` exits 0 and changes nothing.)
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Hunk:
     Attributes
     ----------
     old_start, new_start
-        The first line before and after the change, counted from 0.
+        First line before and after the change, counted from 0.
     old, new
-        The lines before and after, with their line ends.
+        Lines before and after, with their line ends.
     """
 
     old_start: int
@@ -37,12 +37,12 @@ class Hunk:
 
 
 def _lines(text: bytes) -> list[bytes]:
-    # not splitlines(): that also splits at a lone carriage return
+    # splitlines() would also split at a lone carriage return
     return re.findall(rb"[^\n]*\n|[^\n]+", text)
 
 
 def parse(patch: bytes) -> dict[str, list[Hunk]]:
-    """The hunks of each changed file. Raises PatchError if the patch adds, deletes or renames one."""
+    """Return the hunks of each changed file. Raises PatchError if it adds, deletes or renames a file."""
     files: dict[str, list[Hunk]] = {}
     lines = _lines(patch)
     hunks: list[Hunk] = []
@@ -81,7 +81,7 @@ def parse(patch: bytes) -> dict[str, list[Hunk]]:
 
 
 def _differs(lines: list[bytes], hunks: list[Hunk], *, applied: bool) -> int | None:
-    """The first line, counted from 1, that is not as expected; None if all are."""
+    """Return the first line, counted from 1, that is not as expected; None if all are."""
     for hunk in hunks:
         start, expected = (hunk.new_start, hunk.new) if applied else (hunk.old_start, hunk.old)
         for offset, line in enumerate(expected):
@@ -91,9 +91,9 @@ def _differs(lines: list[bytes], hunks: list[Hunk], *, applied: bool) -> int | N
 
 
 def apply(patch: bytes, tree: Path) -> bool:
-    """Changes the tree's files. Returns False if the patch was applied before.
+    """Change the tree's files. Returns False if the patch was applied before.
 
-    Raises PatchError, with nothing changed, when it does not fit.
+    Raises PatchError, with nothing changed, if the patch does not fit.
     """
     files = parse(patch)
     contents = {}

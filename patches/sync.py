@@ -4,8 +4,8 @@
     python patches/sync.py export DIR             write hooks.patch from that work tree; its header stays
     python patches/sync.py check                  the patch applies to UPSTREAM, export writes the same bytes
 
-ARCHIVE is another release's source distribution, UPSTREAM's unless given. Where the patch does not fit it
-exactly, the changes are merged file by file, and what is left to do by hand is listed.
+ARCHIVE is the source distribution of another release; the default is UPSTREAM's. If the patch does not fit
+it exactly, the changes are merged file by file, and the remaining work is listed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from kvtool.system.paths import cache_dir  # noqa: E402
 PATCH = HERE / "hooks.patch"
 FIELDS = ("Subject:", "Why:", "Remove-when:", "Touches:")
 OURS = "src/kvtool"
-"""Where our own C++ files lie in llama.cpp's tree."""
+"""Folder of our own C++ files in llama.cpp's tree."""
 
 
 def header(patch: str) -> str:
-    """The text before the first file's changes. Raises PatchError for a field that is missing or empty."""
+    """Return the text before the first file's changes. Raises PatchError for a missing or empty field."""
     head, found, _ = patch.partition("diff --git ")
     fields = dict(line.split(":", 1) for line in head.splitlines() if ":" in line)
     missing = [field for field in FIELDS if not fields.get(field[:-1], "").strip()]
@@ -45,7 +45,7 @@ def header(patch: str) -> str:
 
 
 def _run_git(tree: Path, *arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    # this machine's configuration must not change the bytes, nor a repository around the tree count
+    # neither the user's git configuration nor a repository around the tree may change the bytes
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     env |= {
         "GIT_CONFIG_GLOBAL": os.devnull,
@@ -68,11 +68,11 @@ def _git(tree: Path, *arguments: str) -> bytes:
 
 
 def unpack(archive: Path, tree: Path, only: set[str] | None = None) -> None:
-    """Unpacks llama.cpp from a source distribution into tree: all of its files, or only these."""
+    """Unpack llama.cpp from a source distribution into `tree`: all files, or those in `only`."""
     with tarfile.open(archive) as tar:
         for member in tar:
             top, _, name = member.name.partition("/vendor/llama.cpp/")
-            # the distribution carries its own .git, which holds another llama.cpp
+            # the distribution contains a .git with another llama.cpp
             if "/" in top or name in ("", ".git") or not member.isfile() or (only and name not in only):
                 continue
             path = tree / name
@@ -84,7 +84,7 @@ def unpack(archive: Path, tree: Path, only: set[str] | None = None) -> None:
 
 
 def commit(tree: Path) -> None:
-    """Makes the tree a git repository with all its files in one commit."""
+    """Make the tree a git repository with all its files in one commit."""
     _git(tree, "init", "-q")
     exclude = tree / ".git" / "info" / "exclude"
     exclude.parent.mkdir(exist_ok=True)
@@ -94,7 +94,7 @@ def commit(tree: Path) -> None:
 
 
 def exported(tree: Path, head: str) -> bytes:
-    """hooks.patch of this work tree: the same bytes on every machine."""
+    """Return the hooks.patch of this work tree: the same bytes on every machine."""
     diff = _git(
         tree,
         *("diff", "-U2", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames"),
@@ -108,9 +108,9 @@ def _source() -> Path:
 
 
 def merge(patch: bytes, tree: Path, before: Path) -> list[str]:
-    """Merges each file's changes into another llama.cpp; before: the tree that the patch was made for.
+    """Merge each file's changes into another llama.cpp; `before` is the tree that the patch was made for.
 
-    Returns what is left to do by hand. Conflicts are marked in the files as git marks them.
+    Returns the changes that need work by hand. Conflicts are marked in the files as git marks them.
     """
     for name in apply.parse(patch):
         _git(tree, "hash-object", "-w", str(before / name))
@@ -131,7 +131,7 @@ def merge(patch: bytes, tree: Path, before: Path) -> list[str]:
 
 
 def import_(tree: Path, archive: Path | None = None) -> str:
-    """The work tree of the archive's llama.cpp, UPSTREAM's unless given; returns what is left to do in it."""
+    """Make a patched work tree of the archive's (or UPSTREAM's) llama.cpp; returns the remaining work."""
     if tree.exists() and any(tree.iterdir()):
         raise apply.PatchError(f"{tree} is not empty")
     tree.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ def import_(tree: Path, archive: Path | None = None) -> str:
 
 
 def export(tree: Path) -> str:
-    """Writes hooks.patch from the work tree."""
+    """Write hooks.patch from the work tree."""
     if not (tree / ".git").is_dir():
         raise apply.PatchError(f"{tree} is not a work tree that import made")
     new = exported(tree, header(PATCH.read_text()))
@@ -173,7 +173,7 @@ def export(tree: Path) -> str:
 
 
 def check() -> str:
-    """Raises PatchError unless the patch and UPSTREAM fit each other."""
+    """Raise PatchError unless the patch fits UPSTREAM and export would write the same bytes."""
     patch = PATCH.read_bytes()
     head = header(patch.decode("ascii"))
     git = shutil.which("git")

@@ -13,7 +13,7 @@
 
 using namespace kvtool;
 
-// more tokens than anyone inspects, and few enough that those of all rows fit in memory
+// more tokens than anyone inspects, and few enough that every row's fit in memory
 static constexpr int32_t most_traced = 4096;
 
 // null, with the error set, if there is no archive

@@ -100,7 +100,7 @@ public:
     // the same for values
     void values(int head, int64_t i, int n, float * out) const;
 
-    // a key and a value as they are stored
+    // a key and a value in their stored format
     const uint8_t * raw_key  (int head, int64_t i) const { return key_at  (head, i); }
     const uint8_t * raw_value(int head, int64_t i) const { return value_at(head, i); }
 
@@ -184,7 +184,7 @@ public:
 
     // While clustering is deferred, `finish` computes no clusters; instead `seal_layer` clusters the complete
     // blocks of one head of a layer. Several heads may be clustered at the same time, but nothing else may read
-    // or change the layer. Ending the deferral clusters what is left.
+    // or change the layer. Ending the deferral clusters the remaining blocks.
     void defer_seal(bool on, int n_thread);
     void seal_layer(size_t layer, int head);
 
@@ -199,9 +199,9 @@ public:
     // delete all but the newest n tokens
     void keep(int64_t n);
 
-    // Delete the tokens from this one on. The remaining archive is as it was when its last token had just been
-    // archived and the stream's next position was `next`. The caller then calls `set_base`, as runs may have been
-    // removed.
+    // Delete the tokens from `end` on. The rest is then in the state that it had when its last token had just
+    // been archived and the stream's next position was `next`. The caller then calls `set_base`, as runs may have
+    // been removed.
     void cut(int64_t end, int64_t next);
 
     void clear();
@@ -210,7 +210,7 @@ public:
     // then.
     void expect(int64_t begin, int64_t end);
 
-    // copy a layer's keys and values as they are stored, token by token; and the bytes of a token
+    // copy a layer's keys and values in their stored format, token by token; and the bytes of a token
     void   get(size_t layer, uint8_t * out, int64_t begin, int64_t end) const;
     size_t token_bytes(size_t layer) const { return layers[layer].token_bytes(); }
 
@@ -251,8 +251,8 @@ public:
 
     const turns & turns_of(size_t i) const { return rope[i]; }
 
-    // Tokens before this one are beyond n_near: all have the same distance from a query. Clustered blocks store
-    // whether they were clustered as far.
+    // Tokens before this position are beyond n_near: all have the same distance from a query. Clustered blocks
+    // store whether they were clustered as far.
     int64_t far_end() const { return far; }
 
     // runs of the tokens within n_near, and the newest run
@@ -316,7 +316,7 @@ private:
     void seal(size_t layer, int head, int row, int64_t block, bool is_far, std::vector<float> & keys, std::vector<float> & values);
     void clear_clusters();
 
-    // remove the tokens before this one, whose memory is gone
+    // remove the tokens before `begin`, whose memory is gone
     void forget(int64_t begin);
 };
 

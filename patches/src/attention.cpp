@@ -1,3 +1,41 @@
+// Attention of a step's queries to one layer's archive, on the host.
+//
+// In the decode's graph each layer has a custom operation (recall.cpp adds it, recaller.cpp implements it) between the
+// computation of the layer's queries and attention over the cache. All threads of ggml's CPU backend run it together
+// and meet at barriers. Its result is written to the last cells of the cache, so attention over the cache, with any
+// kernel on any device, includes the archive. The code below computes, for each query, what exact attention to the
+// archive would give: a value, and the logarithm of the softmax's denominator, with which the value can be weighted
+// against the live cells. It does so in this order:
+//
+// 1. make_room (one thread): buffers for the results, which all threads share.
+//
+// 2. find (one thread per row): search.cpp decides which tokens the row's queries attend to exactly. These are all
+//    tokens without clusters (the newest ones), and the tokens of the clusters with the highest attention per token,
+//    n_exact in total. All other clusters are estimated from their mean keys and values; the estimate is stored as one
+//    more partial sum of the row. As most attention is on few tokens, the work depends little on the archive's length.
+//
+// 3. attend (each thread has some parts): the row's exact tokens are divided into n_span parts of equal size. read_part
+//    reads a part in batches of n_together tokens:
+//    - read multiplies the batch's keys with the queries. A key is stored with the rotation (RoPE) that it had in the
+//      cache, so key and query first have to get the right distance. The search has rotated the queries once per base
+//      ("way"), which suits all keys archived under that base. Keys beyond n_near, and keys of a block in which the
+//      base changes, are rotated as well. The fastest case is a step of few queries (is_few), as in decoding: keys are
+//      multiplied in their stored format, without a converted copy. For many queries (a chunk of a prompt) keys are
+//      converted once and multiplied as matrices.
+//    - add turns the products into exponentials and adds them to the part's sums. This is the online softmax: a part
+//      stores the maximum logit, the sum of the exponentials relative to it, and the sum of the values weighted by
+//      them. When the maximum rises, the earlier sums are scaled down.
+//    - add_values reads only values whose exponential exceeds `least`; smaller ones would hardly change the result.
+//
+// 4. result (any thread, after a barrier): combines the sums of the parts and of the estimate, again relative to the
+//    common maximum. made.cpp computes synthetic cells from these results.
+//
+// 5. weigh and most_attended (only if tokens are recalled or traced): with the denominator over archive and live cells,
+//    which set_sum receives, each exact token gets its attention probability, and the tokens with the most are chosen.
+//
+// The division into parts depends on the archive and the row count only, so that results do not depend on the number
+// of threads.
+
 #include "attention.h"
 
 #include "convert.h"

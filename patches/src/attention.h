@@ -110,7 +110,7 @@ private:
     int64_t turned_block = -1;
     int     turned_way   = -1;
 
-    // partial sums of a row's parts; index n_span holds those of the search's estimate
+    // partial sums of a row's parts; index n_span holds the search's estimate
     float * part_of(int head, int span, int query) const {
         return work.parts.data() + ((size_t) (head*(n_span + 1) + span)*n_query + query)*(2 + n_value);
     }

@@ -174,7 +174,7 @@ void row_clusters::group(int64_t block) {
     constexpr int n  = n_grouped*n_cluster;
     const size_t  at = place(begin);
 
-    // all clusters have the same weight, so that a cluster of one token lies in a set with clusters similar to it
+    // all clusters have the same weight, so that a cluster of one token ends up in a set of similar clusters
     std::vector<float> keys(n*n_embd_k), weight(n);
     for (int i = 0; i < n; ++i) {
         member[at + i] = i;

@@ -89,10 +89,10 @@ public:
     // allocate memory for clusters of these blocks at once: growing in small steps takes longer than clustering
     void reserve(int64_t block, int64_t end);
 
-    // remove the blocks before this one
+    // remove the blocks before `block`
     void forget(int64_t block);
 
-    // remove the blocks from this one on
+    // remove `block` and the blocks after it
     void cut(int64_t block);
 
     void clear() { forget(end()); }

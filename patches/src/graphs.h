@@ -44,7 +44,7 @@ struct input {
     }
 };
 
-// A graph that a worker keeps, too, so that later it is requested by its number. ggml's server keeps one graph for
+// A graph that the worker also keeps, so that later it is requested by its number. ggml's server keeps one graph for
 // each of its devices. The device with the layers keeps the decode's graph, so a kept graph is computed on a spare
 struct kept_graph {
     ggml_backend_buffer_type_t buft; // of the device that holds the layers
@@ -117,8 +117,8 @@ private:
     kept_graph * kept_of(const layer & l, kept_use use);
 };
 
-// Set the lengths of an edit's lists to those of the kept graph. If they do not fit, drop that graph and set the
-// lengths for a new one
+// Give an edit's lists the lengths of the kept graph. If they do not fit, drop that graph and choose lengths for a
+// new graph
 void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::vector<layer_shape> & shapes);
 
 } // namespace kvtool

@@ -101,8 +101,8 @@ void llama_kvtool_build(
               float   kq_scale,
                 int   il);
 
-// True if n_tokens more can be decoded: the context is usable, and every row has free cells for them apart from those
-// for recalled tokens. llama.cpp's own table knows neither these nor the lengths of ragged rows
+// True if n_tokens more can be decoded: the context is usable, and every row has free cells for them apart from the
+// cells for recalled tokens. llama.cpp's own table does not know these cells, or the lengths of ragged rows
 bool llama_kvtool_fits(const llama_context & lctx, uint32_t n_tokens);
 
 // count the queries of a computed graph and start to copy the signals that the host adds up

@@ -35,7 +35,7 @@ void small_query::set(const float * query, int64_t n_embd) {
     sum   = std::accumulate(x, x + n_embd, 0);
 }
 
-// stored value that stands for 0
+// stored byte of the number 0
 static constexpr int zero = 128;
 
 size_t side_bytes(int64_t n_embd) {

@@ -16,8 +16,8 @@ static constexpr int n_round = 4;
 // iterations of the power method
 static constexpr int n_turn = 3;
 
-// Initial means: the point farthest from the mean, then repeatedly the point farthest from all chosen ones. A point
-// that resembles no other, such as a number in a text, thus gets a separate cluster and is found by the search.
+// Initial means: the point farthest from the mean, then repeatedly the point farthest from all chosen ones. An
+// unusual point, such as a number in a text, thus gets a separate cluster and is found by the search.
 static std::vector<float> far_apart(const float * x, int n, int64_t d, int n_some) {
     std::vector<float> res(n_some*d);
     std::vector<float> from(d, 0.0f);

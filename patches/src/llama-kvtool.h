@@ -107,7 +107,7 @@ struct llama_kvtool_edit {
     int32_t n_move;
     int32_t n_term;
 
-    int32_t   n_keep; // afterwards cells 0 .. n_keep - 1 are in use and the others are free
+    int32_t   n_keep; // afterwards cells 0 .. n_keep - 1 are in use and the rest are free
     // cell n_keep - 1 gets position pos_0 + n_keep - 1, the other cells in use get lower positions, and the next
     // token goes to pos_0 + n_keep. If the newest token's position changes, sliding layers move with it. They are
     // emptied if later queries see no cell
@@ -117,7 +117,7 @@ struct llama_kvtool_edit {
 
     int32_t n_hidden; // number of first cells that no later query sees; pos_0 may be as low as -n_hidden. 0 if ragged
 
-    bool force_graph; // compute a graph even if the cache lies in host memory
+    bool force_graph; // compute a graph even for a cache in host memory
 };
 
 LLAMA_API int32_t      llama_kvtool_abi(void);
@@ -132,7 +132,7 @@ LLAMA_API int32_t llama_kvtool_guard(const char * message, int32_t exit_code, bo
 // limit the memory that a device reports, used or free, to this many bytes
 LLAMA_API int32_t llama_kvtool_limit(ggml_backend_dev_t dev, uint64_t n_bytes);
 
-// memory that a spare device reports, with none of it free
+// memory that a spare device reports, all of it in use
 #define LLAMA_KVTOOL_SPARE_BYTES 1
 
 // create a spare: the same device a second time, for a worker to serve in addition to the first. Returns null on
@@ -233,8 +233,8 @@ LLAMA_API int64_t llama_kvtool_set_queries(struct llama_context * ctx, const flo
 // layer's own cells
 LLAMA_API int32_t llama_kvtool_read_lengths(struct llama_context * ctx, float * out, int32_t n_row, int32_t n_cell);
 
-// Copy a layer's first n_cell cells as they are stored (all keys cell by cell, then all values cell by cell) to or
-// from a buffer with room for them. Both return the number of bytes; with a null buffer they do nothing else.
+// Copy a layer's first n_cell cells in their stored format (all keys cell by cell, then all values cell by cell) to
+// or from a buffer with room for them. Both return the number of bytes; with a null buffer they do nothing else.
 LLAMA_API int64_t llama_kvtool_get_cells(struct llama_context * ctx, int32_t layer, uint8_t * out, int32_t n_cell);
 LLAMA_API int64_t llama_kvtool_set_cells(struct llama_context * ctx, int32_t layer, const uint8_t * in, int32_t n_cell);
 
@@ -242,9 +242,9 @@ LLAMA_API int64_t llama_kvtool_set_cells(struct llama_context * ctx, int32_t lay
 // contain them
 LLAMA_API int32_t llama_kvtool_set_places(struct llama_context * ctx, const int32_t * pos, int32_t n_row, int32_t n_cell);
 
-// Copy the memory of layers without rows: all cells of the sliding layers, then all recurrent states. table[n_beside]
-// holds, if there are sliding layers, the cell of their next token and each cell's position (-1 if empty); if there
-// are recurrent layers, the position of the newest token (-1 if there is none).
+// Copy the memory of layers without rows: all cells of the sliding layers, then all recurrent states. With sliding
+// layers, table[n_beside] begins with the cell of their next token and each cell's position (-1 if empty). With
+// recurrent layers, it ends with the position of the newest token (-1 before the first).
 LLAMA_API int32_t llama_kvtool_n_beside  (const struct llama_context * ctx);
 LLAMA_API int64_t llama_kvtool_get_beside(struct llama_context * ctx, int32_t * table, uint8_t * out);
 LLAMA_API int64_t llama_kvtool_set_beside(struct llama_context * ctx, const int32_t * table, const uint8_t * in);
@@ -285,28 +285,27 @@ LLAMA_API int32_t llama_kvtool_archive_file(struct llama_context * ctx, const ch
 LLAMA_API int32_t llama_kvtool_archive(
         struct llama_context * ctx, const int32_t * cells, int32_t n_cell, int64_t pos_0, int64_t n_max);
 
-// set the base: keys in the cache, and those of the next decode, are rotated to their position in the stream minus
-// base
+// set the base: keys in the cache and keys of the next decode are rotated to their position in the stream minus base
 LLAMA_API int32_t llama_kvtool_base(struct llama_context * ctx, int64_t base);
 
 // Make later steps attend to all archived tokens, at most n_token of them, on the device of each layer: they are
 // copied there layer by layer through two buffers. 0 ends this. Returns the bytes of the buffers on devices. All
-// archived keys must have one base and be nearer than n_near, or the step fails. Not available if values are a part
-// of the keys (MLA), nor with signals.
+// archived keys must have one base and be nearer than n_near, or the step fails. Not available with signals, or if
+// values are a part of the keys (MLA).
 LLAMA_API int64_t llama_kvtool_stage(struct llama_context * ctx, int64_t n_token);
 
 // delete all but the newest n tokens of the archive; if none are left, another stream may begin
 LLAMA_API int32_t llama_kvtool_forget(struct llama_context * ctx, int64_t n);
 
-// Rewind the stream. The archive deletes its tokens from position end on, and the newest n_cell of the others move
-// from the archive to the cells cell .. cell + n_cell - 1 of all rows, the oldest first. From now on keys in the
-// cache are rotated to their position minus base; this call does so for the returned cells, and the caller edits the
-// others. next: the next position of the stream at the time when the tokens that stay had just been archived; it
+// Rewind the stream. The archive deletes its tokens from position end on, and its newest n_cell remaining tokens
+// return to the cells cell .. cell + n_cell - 1 of all rows, the oldest first. From now on keys in the cache are
+// rotated to their position minus base; this call does so for the returned cells, and the caller edits all other
+// cells. next: the next position of the stream at the time when the tokens that stay had just been archived; it
 // decides which of them are beyond n_near. Not available if the archive lies on a worker.
 LLAMA_API int32_t llama_kvtool_go_back(
         struct llama_context * ctx, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next);
 
-// Copy a layer's archived tokens as they are stored, token by token, from position begin to end: to a buffer with
+// Copy a layer's archived tokens in their stored format, token by token, from position begin to end: to a buffer with
 // room for them, or from n buffers, of which in[i] holds the tokens from first[i] on (first[0] is begin). The layer
 // then holds exactly these tokens, and layers that held others are emptied. Both return the number of bytes; with
 // null they do nothing else.
@@ -320,8 +319,8 @@ LLAMA_API int64_t llama_kvtool_set_archive(struct llama_context * ctx, int32_t l
 LLAMA_API int32_t llama_kvtool_get_archive_table(struct llama_context * ctx, int64_t * table, int32_t n);
 LLAMA_API int32_t llama_kvtool_set_archive_table(struct llama_context * ctx, const int64_t * table, int32_t n);
 
-// Report which blocks are clustered in all rows: span[0] .. span[1] - 1 are the tokens of blocks clustered beyond
-// n_near, and span[2] .. span[3] - 1 those of blocks clustered within it. Returns the bytes of one block's clusters;
+// Report which blocks are clustered in all rows. span[0] .. span[1] - 1 are the tokens of blocks clustered beyond
+// n_near, span[2] .. span[3] - 1 the tokens of blocks clustered within it. Returns the bytes of one block's clusters;
 // 0 if the archive has no clusters.
 LLAMA_API int64_t llama_kvtool_clusters(struct llama_context * ctx, int64_t * span);
 

@@ -179,7 +179,7 @@ void made_cells::make(const float * queries, const double * given, const float *
         round(rounded.data(), rounded.size(), type_k);
     }
 
-    // a head without archived attention gets a logit far below the others
+    // a head without archived attention gets a very low logit
     std::vector<double> sums(given, given + g);
     const double most = *std::max_element(sums.begin(), sums.end());
     double least = std::isfinite(most) ? most : 0.0;

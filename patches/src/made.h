@@ -57,7 +57,7 @@ private:
     void round(float * x, int64_t n, ggml_type type);
 
     // Improve a quantized key. k is key after rounding. Elements of k move to the neighbouring quantized value on
-    // the other side of key if that brings the products with the heads closer to those of key. Values that the
+    // the other side of key if that brings k's products with the heads closer to key's products. Values that the
     // cache will quantize without change are kept. c: the cell
     void nudge(float * k, const std::vector<double> & key, int c) const;
 

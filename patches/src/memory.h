@@ -24,16 +24,16 @@ struct llama_kvtool_memory {
     // kinds
     //
 
-    // cache of the layers with rows; null if there is none that can be edited
+    // cache of the layers with rows; null if the memory cannot be edited
     static llama_kv_cache * cache(llama_memory_i * memory);
 
-    // cache of the sliding layers; null if there are none
+    // cache of the sliding layers; null without such layers
     static llama_kv_cache * sliding_cache(llama_memory_i * memory);
 
-    // keys of an index; null if there is none
+    // keys of an index; null without an index
     static llama_kv_cache * index_cache(llama_memory_i * memory);
 
-    // states of recurrent layers; null if there are none
+    // states of recurrent layers; null without such layers
     static llama_memory_recurrent * recurrent(llama_memory_i * memory);
 
     // the same for the memory of a context
@@ -92,8 +92,8 @@ struct llama_kvtool_memory {
     // tables
     //
 
-    // Set the table of cells of the rows' cache, and that of its index: n cells in use, the last at position
-    // pos_0 + n - 1 and the others before it. The first n_hidden cells belong to a sequence without queries.
+    // Set the table of cells of the rows' cache, and that of its index: n cells in use, with consecutive
+    // positions up to pos_0 + n - 1. The first n_hidden cells belong to a sequence without queries.
     static void fill_tables(const llama_context & lctx, int n, llama_pos pos_0, int n_hidden = 0);
 
     // resize both tables to n_cell cells, preserving the first n_own; returns false if they had that size already
@@ -102,7 +102,7 @@ struct llama_kvtool_memory {
     // number of cells that hold the context's own tokens: the first cells of the table. Not for ragged rows
     static int n_used(const llama_kv_cache & kv, int n_recall);
 
-    // mark n_recalled of the last n_recall cells as tokens that are older than all others
+    // mark n_recalled of the last n_recall cells as tokens with position 0, older than the rest
     static void fill_recalled(llama_kv_cache & kv, int n_recall, int n_recalled);
 
     // copy the cell of the next token and each cell's position (-1 if empty) to out or from in; returns the

@@ -1,5 +1,5 @@
-// The last n_query queries of each layer, as they are multiplied with the keys. They stay on the device, and edits do
-// not change them.
+// The last n_query queries of each layer, in the form in which they are multiplied with the keys. They stay on the
+// device, and edits do not change them.
 
 #pragma once
 

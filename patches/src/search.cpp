@@ -13,7 +13,7 @@ namespace kvtool {
 // minimum share of the softmax sum for which a cluster's value is added
 static constexpr float least_part = 3e-4f;
 
-// clusters are ranked one by one in the best sets, which hold this many tokens for each one attended to exactly
+// the best sets, whose clusters are ranked one by one, hold this many tokens for each token attended to exactly
 static constexpr int n_ranked = 16;
 
 // tables by number of tokens

@@ -1,4 +1,5 @@
-// Choice of the archived tokens that a step attends to exactly; clusters represent the others.
+// Choice of the archived tokens that a step attends to exactly. All other tokens are represented by their clusters'
+// means.
 
 #pragma once
 
@@ -39,7 +40,7 @@ struct searched_row {
     int64_t                  n_looked = 0;
 };
 
-// Buffers of type T that a thread uses again in each layer, as allocating them anew takes time.
+// Buffers of type T that a thread uses again in each layer, as allocation takes time.
 template <typename T>
 class used_again : public T {
 public:
@@ -82,8 +83,8 @@ struct search_memory {
     std::vector<int>          looked; // items that are attended to exactly
     std::vector<weighted_row> some;   // values with a weight that matters
 
-    // for steps with many queries: values [value][columns(n_embd_v)], and exponentials [query][value] (before
-    // that, those of the sets)
+    // for steps with many queries: values [value][columns(n_embd_v)], and exponentials [query][value]; powers
+    // first holds the exponentials of the sets
     std::vector<float> values;
     std::vector<float> powers;
 

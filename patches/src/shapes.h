@@ -44,7 +44,7 @@ layer_shape shape_of(const layer_edit & edit, bool with_k, bool with_v, bool v_t
 // true if lists with the lengths of `room` hold an edit of this shape, with their last entries repeated
 bool holds(const layer_shape & room, const layer_shape & shape);
 
-// lengths for the lists of a new graph, at least those of `before`; null: there was no graph
+// lengths for the lists of a new graph, not shorter than the lists of `before`; null: there was no graph
 std::vector<layer_shape> rooms(std::vector<layer_shape> shapes, const std::vector<layer_shape> * before);
 
 // bytes of a layer's lists

@@ -19,8 +19,8 @@ softmax_part exponentials(float * x, int n, float scale, float * e);
 // sum[n_column]: sum of each column. n_column: a multiple of 8; scale > 0
 void exponential_columns(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum);
 
-// Set numbers that are not above `least` to 0; returns the sum of the others. x has room for a multiple of 16 numbers
-// and is overwritten behind x[n]
+// Set numbers that are not above `least` to 0; returns the sum of the remaining numbers. x has room for a multiple of
+// 16 numbers and is overwritten behind x[n]
 float keep_above(float * x, int n, float least);
 
 // y[n] += w*x[n]

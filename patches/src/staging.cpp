@@ -283,7 +283,7 @@ void staging::fetch(size_t layer) {
     });
 }
 
-// store those of the tokens begin .. end - 1 that were pushed last
+// store the tokens begin .. end - 1, except tokens that were not pushed last
 void staging::store(size_t layer, int64_t begin, int64_t end) {
     const auto & l = layers[layer];
     const auto & s = staged[layer];

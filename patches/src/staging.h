@@ -32,7 +32,7 @@ public:
 
     staging(const staging &) = delete;
 
-    // A layer's keys or values, the rows of one head after those of another: [n_embd, n_token*n_head].
+    // A layer's keys or values as rows, head after head: [n_embd, n_token*n_head].
     ggml_tensor * keys  (size_t i) const { return staged[i].k; }
     ggml_tensor * values(size_t i) const { return staged[i].v; }
 

@@ -87,7 +87,7 @@ public:
 private:
     size_t size = 0; // bytes of a slab
 
-    int64_t first = 0; // number of the first slab; token i lies in slab i/n_block
+    int64_t first = 0; // number of the first slab; token i is in slab i/n_block
 
     std::vector<uint8_t *> slabs;
     std::vector<uint8_t *> spares;

@@ -10,7 +10,7 @@
 
 namespace kvtool {
 
-// Call work(i) for 0 <= i < n. An exception of one thread is thrown again after the others have ended.
+// Call work(i) for 0 <= i < n. If a thread throws, the exception is thrown again after all threads have ended.
 template <typename F>
 void together(int n_thread, int n, F && work) {
     std::atomic<int> next(0);

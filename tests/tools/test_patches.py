@@ -210,7 +210,7 @@ def test_export_gives_back_the_bytes_that_git_would_apply(tree):
 
 @pytest.fixture
 def archive(tree, tmp_path, monkeypatch):
-    """A source distribution for the test patch, which lies in the folder returned and comes from export."""
+    """Make a source distribution for the test patch; returns the folder that it is in."""
     path = tmp_path / "source.tar.gz"
     with tarfile.open(path, "w:gz") as tar:
         tar.add(tree / "src" / "a.cpp", "package-1/vendor/llama.cpp/src/a.cpp")
