@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtool import policies
-from kvtool.policy import SIGNALS, Policy, Signal, View
+from kvtool.policy import PER_CELL, Policy, Signal, View
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -117,7 +117,7 @@ class Cache:
         }
         signals = {
             name: made_up.get(signal, attention)
-            for signal, name in SIGNALS.items()
+            for signal, name in PER_CELL.items()
             if signal in self.policy.reads
         }
         if Signal.KEYS in self.policy.reads:

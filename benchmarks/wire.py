@@ -33,7 +33,7 @@ from kvtool.engine.settings import Settings
 from kvtool.llama.decoder import Decoder
 from kvtool.llama.model import Model
 from kvtool.llama.workers import add_rpc
-from kvtool.policy import SIGNALS, Signal
+from kvtool.policy import PER_CELL, Signal
 
 STOCK = "stock"
 
@@ -212,7 +212,7 @@ def measure_policy(
         found = measure(meter, spec, steps(lambda n: n >= args.tokens))
         return found | {
             "n_plan": n_plan,
-            "n_signal": sum(signal in policy.reads for signal in SIGNALS),
+            "n_signal": sum(signal in policy.reads for signal in PER_CELL),
             "reads_keys": Signal.KEYS in policy.reads,
             "rows": engine.context.n_row,
             "cells": engine.context.n_cell,

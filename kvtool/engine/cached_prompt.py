@@ -11,13 +11,12 @@ import numpy as np
 from kvtool.engine.stream import Stream
 from kvtool.llama.context import Context
 from kvtool.llama.model import Model
-from kvtool.policy import ReconstructionPass, Signal, SignalRequest
+from kvtool.policy import ReconstructionPass, SignalRequest, signals_where
 
-_OF_CELLS = Signal.KEYS | Signal.VALUE_NORMS
-"""What a view reads from the cache."""
-
-_OF_LAST = Signal.LAST | Signal.RECENT | Signal.FUTURE
-"""What only the last queries decide."""
+_OF_CACHE = signals_where(lambda spec: spec.scope == "cache")
+_OF_LAST = signals_where(lambda spec: spec.scope in ("newest", "n_query"))
+_OF_N_QUERY = signals_where(lambda spec: spec.scope == "n_query")
+_USE_T = signals_where(lambda spec: spec.uses_t)
 
 
 Pass: TypeAlias = "tuple[SignalRequest, ReconstructionPass, int, int, int]"
@@ -99,17 +98,17 @@ class CachedPrompt:
         asked, n = stream.policy.request(), len(self.tokens)
         if self.has(asked) or stream.policy.reconstruction:
             return n
-        if not asked.signals & ~(_OF_CELLS | _OF_LAST):
+        if not asked.signals & ~(_OF_CACHE | _OF_LAST):
             return max(n - max(asked.n_query, 1), 0)
         return 0
 
     def has(self, asked: SignalRequest) -> bool:
         """Whether `signals` are what a policy with this request would have read."""
-        wanted, own = asked.signals & ~_OF_CELLS, self.request
+        wanted, own = asked.signals & ~_OF_CACHE, self.request
         if wanted & ~own.signals:
             return False
-        same_queries = not wanted & (Signal.RECENT | Signal.FUTURE) or asked.n_query == own.n_query
-        same_t = not wanted & (Signal.HITS | Signal.IMPORTANT) or asked.t == own.t
+        same_queries = not wanted & _OF_N_QUERY or asked.n_query == own.n_query
+        same_t = not wanted & _USE_T or asked.t == own.t
         return not wanted or (asked.group == own.group and same_queries and same_t)
 
 

@@ -15,6 +15,7 @@ from kvtool.engine.stream import Stream, pad
 from kvtool.engine.watched import decode_watched
 from kvtool.errors import KvtoolError, StreamEnd, UsageError
 from kvtool.llama.devices import gpu_free_bytes
+from kvtool.policy import SIGNALS
 
 
 def read_whole(
@@ -209,15 +210,12 @@ def _compress(stream: Stream, signals: dict[str, np.ndarray], *, close: bool) ->
         stream.resize(stream.layer_cells)
     eviction.start()
     kept: dict[str, Any] = {
-        field: np.take_along_axis(values, which, axis=axis)
-        for fields, which, axis in (
-            (("pos", *signals, "value_norms"), source, 1),
-            (("keys",), source[..., None], 1),
-            (("future_mean", "future_variance"), source[:, None], 2),
-        )
-        for field in fields
+        field: np.take_along_axis(values, _aligned(source, values.ndim, spec.cell_axis), spec.cell_axis)
+        for spec in SIGNALS.values()
+        for field in spec.fields
         if (values := getattr(view, field)) is not None
     }
+    kept["pos"] = np.take_along_axis(view.pos, source, axis=1)
     if rows.ragged:
         _clear_dead(kept, ~rows.is_live())
         kept["live"], kept["pos"] = rows.live.copy(), rows.view_pos()
@@ -225,8 +223,15 @@ def _compress(stream: Stream, signals: dict[str, np.ndarray], *, close: bool) ->
     eviction.clear_dead(rows.n_kv)
 
 
+def _aligned(source: np.ndarray, n_axis: int, cell_axis: int) -> np.ndarray:
+    """View of source i32[row, cell] with n_axis axes, for arrays that have their cells along cell_axis."""
+    other = [axis for axis in range(n_axis) if axis not in (0, cell_axis)]
+    return np.expand_dims(source, other)
+
+
 def _clear_dead(kept: Mapping[str, np.ndarray], dead: np.ndarray) -> None:
-    """Of rows that differ, cells without a token, dead b1[row, n_kv], have no signal."""
-    for name, values in kept.items():
-        by_cell = np.moveaxis(values, 2, 1) if name.startswith("future") else values
-        by_cell[dead] = 0
+    """Set the signals of empty cells, dead b1[row, n_kv], to zero."""
+    for spec in SIGNALS.values():
+        for field in spec.fields:
+            if field in kept:
+                np.moveaxis(kept[field], spec.cell_axis, 1)[dead] = 0

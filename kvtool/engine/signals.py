@@ -9,7 +9,7 @@ import numpy as np
 
 from kvtool.engine.rows import Rows
 from kvtool.errors import PlanError
-from kvtool.policy import SIGNALS, Signal
+from kvtool.policy import PER_CELL, Signal
 
 if TYPE_CHECKING:
     from kvtool.llama.sequence import Cache
@@ -36,7 +36,7 @@ class Signals:
     is_observed: bool
 
     def __init__(self, reads: Signal, cache: Cache, rows: Rows) -> None:
-        self.of = {name: signal for signal, name in SIGNALS.items() if signal in reads}
+        self.of = {name: signal for signal, name in PER_CELL.items() if signal in reads}
         self._cache = cache
         self._rows = rows
 

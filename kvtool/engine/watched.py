@@ -7,13 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvtool.engine.stream import Stream
-from kvtool.policy import Signal
-
-_OF_LAST = Signal.LAST | Signal.RECENT
-"""What only the last queries decide."""
-
-_MOST = Signal.HIGHEST | Signal.IMPORTANT
-"""What is the most that any query gives; others are sums."""
+from kvtool.policy import SIGNALS
 
 
 def decode_watched(
@@ -37,8 +31,8 @@ def decode_watched(
             return None
         before, found = found, stream.signals.read()
         for name, signal in stream.signals.of.items():
-            if not signal & _OF_LAST:
-                add = np.maximum if signal & _MOST else np.add
+            if (spec := SIGNALS[signal]).scope == "plan":
+                add = np.maximum if spec.reduction == "max" else np.add
                 old = found[name][:, : before[name].shape[1]]
                 add(old, before[name], out=old)
     return found

@@ -15,7 +15,7 @@ from kvtool.llama.fixed_state import FixedState
 from kvtool.llama.library import TERM, Edit, EnableParams, check, error_text, lib
 from kvtool.llama.model import Model
 from kvtool.llama.queries import Queries
-from kvtool.policy import Merge, Recalls, Signal, SignalRequest
+from kvtool.policy import PER_CELL, Merge, Recalls, Signal, SignalRequest
 from kvtool.units import CACHE_TYPES
 
 GROUPS = {"sum": 0, "max": 1, "first": 2}
@@ -89,23 +89,34 @@ class Context(Decoder):
         archive_file: str | None = None,
         **how: Any,
     ) -> None:
-        ask = request or SignalRequest()
+        request = request or SignalRequest()
         # llama.cpp takes no batch longer than the cells that there are at first
-        super().__init__(model, max(n_cell, n_batch) if ask.recall else n_cell, n_batch, ragged=ragged, **how)
-        # these are no signals of the decode's graph: they are read from the cache
-        signals = int(ask.signals & ~(Signal.KEYS | Signal.FUTURE | Signal.VALUE_NORMS))
-        self._recent = Signal.RECENT in ask.signals
-        self._cleared = [each for each in Signal if each & signals and each is not Signal.RECENT]
-        self._n_query = max(ask.n_query, 1)
+        n_first = max(n_cell, n_batch) if request.recall else n_cell
+        super().__init__(model, n_first, n_batch, ragged=ragged, **how)
+        per_cell = [signal for signal in PER_CELL if signal in request.signals]
+        self._recent = Signal.RECENT in request.signals
+        self._cleared = [signal for signal in per_cell if signal is not Signal.RECENT]
+        self._n_query = max(request.n_query, 1)
         # queries that are taken back may not have taken the place of older ones
         self._n_slot = self._n_query + n_ahead
-        type_archive = CACHE_TYPES[archive_type]
-        recall, made = ask.recall or Recalls(n_cell=0, chunk=1), model.layers.has_values
-        cells = n_filled or recall.n_filled(made), recall.n_cell if made else 0
-        archive = *cells, recall.n_exact, n_near, type_archive, type_archive
-        ahead = ask.n_future if Signal.FUTURE in ask.signals else 0, n_ahead
-        wanted = EnableParams(signals, GROUPS[ask.group], self._n_query, *ahead, *archive, ask.log_n, ragged)
-        self.n_row: int = lib.llama_kvtool_enable(self._context, ctypes.byref(wanted))
+        recall, made = request.recall or Recalls(n_cell=0, chunk=1), model.layers.has_values
+        n_future = request.n_future if Signal.FUTURE in request.signals else 0
+        params = EnableParams(
+            signals=sum(per_cell),
+            group=GROUPS[request.group],
+            n_query=self._n_query,
+            n_future=n_future,
+            n_ahead=n_ahead,
+            n_recall=n_filled or recall.n_filled(made),
+            n_made=recall.n_cell if made else 0,
+            n_exact=recall.n_exact,
+            n_near=n_near,
+            type_k=CACHE_TYPES[archive_type],
+            type_v=CACHE_TYPES[archive_type],
+            log_n=request.log_n,
+            ragged=ragged,
+        )
+        self.n_row: int = lib.llama_kvtool_enable(self._context, ctypes.byref(params))
         if self.n_row < 0:
             why = error_text()
             self.close()
@@ -116,9 +127,9 @@ class Context(Decoder):
         layers, self._layer = np.unique(self.row_layers, return_inverse=True)
         n_layer = len(layers)
         self.fixed_state = FixedState.of(self)
-        self.queries = Queries(self, self._n_query, self.n_row, self.n_head) if ahead[0] else None
+        self.queries = Queries(self, self._n_query, self.n_row, self.n_head) if n_future else None
         self.archive: Archive | None = None
-        if ask.recall:
+        if request.recall:
             try:
                 self.archive = Archive(self, n_layer, n_archive, archive_bytes, archive_file)
             except BaseException:

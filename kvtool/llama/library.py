@@ -36,15 +36,19 @@ class Edit(ctypes.Structure):
     ]
 
 
-_ARCHIVE = ("n_recall", "n_made", "n_exact", "n_near", "type_k", "type_v")
-
-
 class EnableParams(ctypes.Structure):
     _fields_ = [
         ("signals", ctypes.c_uint32),
         ("group", ctypes.c_uint32),
-        *((name, ctypes.c_int32) for name in ("n_query", "n_future", "n_ahead")),
-        *((name, ctypes.c_int32) for name in _ARCHIVE),
+        ("n_query", ctypes.c_int32),
+        ("n_future", ctypes.c_int32),
+        ("n_ahead", ctypes.c_int32),
+        ("n_recall", ctypes.c_int32),
+        ("n_made", ctypes.c_int32),
+        ("n_exact", ctypes.c_int32),
+        ("n_near", ctypes.c_int32),
+        ("type_k", ctypes.c_int32),
+        ("type_v", ctypes.c_int32),
         ("log_n", ctypes.c_bool),
         ("ragged", ctypes.c_bool),
     ]

@@ -8,10 +8,20 @@ from kvtool.policy.base import Policy, State, split_budget
 from kvtool.policy.checks import check_choice, check_kept, check_whole
 from kvtool.policy.plan import Merge, Plan, true_cells
 from kvtool.policy.ranked import FLOOR, Ranked, keep_ranked, protected, sum_rows
-from kvtool.policy.view import SIGNALS, Recalls, ReconstructionPass, Signal, SignalRequest, View
+from kvtool.policy.view import (
+    PER_CELL,
+    SIGNALS,
+    Recalls,
+    ReconstructionPass,
+    Signal,
+    SignalRequest,
+    View,
+    signals_where,
+)
 
 __all__ = [
     "FLOOR",
+    "PER_CELL",
     "SIGNALS",
     "Merge",
     "Plan",
@@ -28,6 +38,7 @@ __all__ = [
     "check_whole",
     "keep_ranked",
     "protected",
+    "signals_where",
     "split_budget",
     "sum_rows",
     "true_cells",

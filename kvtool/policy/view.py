@@ -1,8 +1,9 @@
 """Inputs of a policy: the view of the cache, the signals in it, and the request for them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -42,16 +43,60 @@ class Signal(IntFlag):
     """Norms of values: the Euclidean norm of each cell's value; 1 if values are part of the keys (MLA)."""
 
 
+class SignalSpec(NamedTuple):
+    """How a signal is computed.
+
+    Attributes
+    ----------
+    fields
+        Fields of `View` that hold it.
+    reduction
+        Reduction over queries of what llama.cpp's graph keeps as f32[row, cell]: "sum" or "max". None: the
+        engine computes the signal when it reads it.
+    scope
+        Queries that count: all since the last "plan", the "newest" one, or the last "n_query". "cache": the
+        signal depends on no query, only on cached keys or values.
+    uses_t
+        True if the signal depends on t, the number of tokens that a query has seen.
+    cell_axis
+        Axis of the cells in the fields' arrays.
+    """
+
+    fields: tuple[str, ...]
+    reduction: str | None
+    scope: str
+    uses_t: bool = False
+    cell_axis: int = 1
+
+
 SIGNALS = {
-    Signal.ATTENTION: "attn",
-    Signal.LAST: "last",
-    Signal.RECENT: "recent",
-    Signal.SQUARES: "squares",
-    Signal.HITS: "hits",
-    Signal.IMPORTANT: "important",
-    Signal.HIGHEST: "highest",
+    Signal.ATTENTION: SignalSpec(("attn",), "sum", "plan"),
+    Signal.LAST: SignalSpec(("last",), "sum", "newest"),
+    Signal.RECENT: SignalSpec(("recent",), "sum", "n_query"),
+    Signal.SQUARES: SignalSpec(("squares",), "sum", "plan"),
+    Signal.HITS: SignalSpec(("hits",), "sum", "plan", uses_t=True),
+    Signal.IMPORTANT: SignalSpec(("important",), "max", "plan", uses_t=True),
+    Signal.HIGHEST: SignalSpec(("highest",), "max", "plan"),
+    Signal.KEYS: SignalSpec(("keys",), None, "cache"),
+    Signal.FUTURE: SignalSpec(("future_mean", "future_variance"), None, "n_query", cell_axis=2),
+    Signal.VALUE_NORMS: SignalSpec(("value_norms",), None, "cache"),
 }
-"""Fields of a view that hold one value per cell."""
+"""The table of all signals. The patch's probes.cpp has the same reductions."""
+
+PER_CELL = {signal: spec.fields[0] for signal, spec in SIGNALS.items() if spec.reduction}
+"""Fields of a view for the signals that llama.cpp's graph keeps as f32[row, cell]."""
+
+
+def signals_where(condition: Callable[[SignalSpec], bool]) -> Signal:
+    """Return the signals whose row of `SIGNALS` fulfils the condition."""
+    chosen = Signal.NONE
+    for signal, spec in SIGNALS.items():
+        if condition(spec):
+            chosen |= signal
+    return chosen
+
+
+_USE_T = signals_where(lambda spec: spec.uses_t)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +208,7 @@ class SignalRequest:
     @property
     def needs_t(self) -> bool:
         """True if llama.cpp must get t before each step."""
-        return self.log_n or bool(self.signals & (Signal.HITS | Signal.IMPORTANT))
+        return self.log_n or bool(self.signals & _USE_T)
 
 
 _ABSENT = cast("np.ndarray", None)

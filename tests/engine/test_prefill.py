@@ -11,7 +11,7 @@ import pytest
 from kvtool import policies
 from kvtool.errors import KvtoolError, StreamEnd, UsageError
 from kvtool.policies.h2o import H2O
-from kvtool.policy import SIGNALS, Plan, Policy, Signal
+from kvtool.policy import PER_CELL, Plan, Policy, Signal
 from tests.engine.running import LOGITS, future_of, live, open_engine, text
 from tests.reference import bumblebee, transformer
 
@@ -163,7 +163,7 @@ def test_signals_of_rows_that_differ_are_those_of_the_whole_prompt(tiny_model, n
         with open_engine(tiny_model(n_head_kv=2), policy, n_batch=64) as engine:
             engine.read(text(n))
         views.append(policy.views[0])
-    for name in SIGNALS.values():
+    for name in PER_CELL.values():
         want, got = (getattr(view, name) for view in views)
         if want is not None:
             assert want.any(), name

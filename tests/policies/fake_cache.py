@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvtool.policy import SIGNALS, Signal, View
+from kvtool.policy import PER_CELL, Signal, View
 
 
 class Cache:
@@ -125,7 +125,7 @@ class Cache:
         live = self.queries[..., : self.n_kv]
         live[:] = np.take_along_axis(live, order[None], axis=2)
         if self.n_new:
-            for name in SIGNALS.values():
+            for name in PER_CELL.values():
                 setattr(self, name, np.take_along_axis(getattr(self, name), order, axis=1))
             new = self.live[:, None] - self.n_new + np.arange(self.n_new)
             new = np.take_along_axis(order, new, axis=1) - (self.live[:, None] - self.n_new)
@@ -138,7 +138,7 @@ class Cache:
     def view(self, pinned=0, held=0):
         """What the policy sees, with no more signals than it reads."""
         signals = {
-            name: getattr(self, name) for signal, name in SIGNALS.items() if signal in self.policy.reads
+            name: getattr(self, name) for signal, name in PER_CELL.items() if signal in self.policy.reads
         }
         keys = self.keys if Signal.KEYS in self.policy.reads else None
         live = self.live.copy() if self.policy.ragged else None
