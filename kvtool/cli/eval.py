@@ -47,7 +47,7 @@ _STEP = 1024
 
 
 @dataclass(frozen=True)
-class _Run(RunOptions):
+class _EvalRun(RunOptions):
     hidden: ClassVar = ("explain",)
 
     budget: str = redeclared(
@@ -61,7 +61,7 @@ class _Run(RunOptions):
 
 
 @dataclass(frozen=True)
-class _Drawn(Options):
+class _EvalSampling(Options):
     temp: float = redeclared(
         Sampling,
         "temp",
@@ -93,7 +93,7 @@ class _Drawn(Options):
 
 
 @dataclass(frozen=True)
-class _Own(Options):
+class _EvalOptions(Options):
     settings: tuple[str, ...] = option(
         "--set NAME=VALUE",
         (),
@@ -139,9 +139,9 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    own: _Own,
-    given: _Run,
-    drawn: _Drawn,
+    args: _EvalOptions,
+    given: _EvalRun,
+    drawn: _EvalSampling,
     as_json: Json = False,
     typed: Typed,
 ) -> None:
@@ -157,7 +157,7 @@ def evaluate(
             raise UsageError(f"{alone[0]} needs a task; `kvtool eval` lists them")
         _list(as_json=as_json)
         return
-    chosen = tasks.make(task, own.settings)
+    chosen = tasks.make(task, args.settings)
     output.check_packages(task, chosen.packages, "eval")
     files = list(files or [])
     if chosen.needs_files and not files:
@@ -167,10 +167,10 @@ def evaluate(
     for file in files:
         if not (is_stdin(str(file)) or file.exists()):
             raise InputError(f"there is no file {file}")
-    records_path = output.records_path(own.records, own.resume)
-    if own.plot and len(chosen.by) != 2:
+    records_path = output.records_path(args.records, args.resume)
+    if args.plot and len(chosen.by) != 2:
         raise UsageError(f"{task} has no heat map; leave out --plot")
-    output.check_picture("--plot", own.plot)
+    output.check_picture("--plot", args.plot)
     # values out of range are refused before a download
     _check_drawing(drawn, chosen, task)
 
@@ -184,7 +184,7 @@ def evaluate(
 
     from kvtool.tasks import results as of_items
 
-    as_chat = chosen.chat if own.chat is None else own.chat
+    as_chat = chosen.chat if args.chat is None else args.chat
     patch_note({run.policy: asked.wanted.kind})
     with (
         loaded(path, run.gpu_layers, asked.workers, verbose=run.verbose > 1, guarded=True) as model,
@@ -194,10 +194,10 @@ def evaluate(
         say([gpu_note(run.gpu_layers), note])
         asked = resolved(run)
         reader = stack.enter_context(
-            closing(_reader(asked, run, n_ctx, model, as_chat, own.max_prompt, drawn))
+            closing(_reader(asked, run, n_ctx, model, as_chat, args.max_prompt, drawn))
         )
         with _on_disk(files) as paths:
-            items = chosen.items(paths, model)[: own.limit]
+            items = chosen.items(paths, model)[: args.limit]
         about = {
             "task": task,
             "task_params": asdict(chosen),
@@ -221,7 +221,7 @@ def evaluate(
                 if as_json:
                     typer.echo(json_text(record))
                 step(len(results), f"{task}: {_in_short(results.records)}")
-    _finish(chosen, results, own.plot, as_json=as_json)
+    _finish(chosen, results, args.plot, as_json=as_json)
 
 
 @contextmanager
@@ -242,7 +242,7 @@ def _on_disk(files: list[Path]) -> Iterator[list[Path]]:
             raise InputError(str(error).replace(str(copy), "stdin")) from None
 
 
-def _check_drawing(drawn: _Drawn, chosen: Task, task: str) -> None:
+def _check_drawing(drawn: _EvalSampling, chosen: Task, task: str) -> None:
     """Raises UsageError for a temperature or a seed that is out of range or without effect."""
     if drawn.temp and not chosen.draws:
         own = "use --set temp=T" if hasattr(chosen, "temp") else "it samples no answers"
@@ -303,7 +303,7 @@ def _reader(
     model: Model,
     as_chat: bool,
     max_prompt: int | None,
-    drawn: _Drawn,
+    drawn: _EvalSampling,
 ) -> Reader:
     from kvtool.chats.prompt import template_of
     from kvtool.config.opening import settings_of

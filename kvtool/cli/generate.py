@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Drawing(GenerationOptions):
+class _AnswerOptions(GenerationOptions):
     n: int | None = redeclared(
         GenerationOptions, "n", help="Maximum tokens of the answer; -1 means no limit."
     )
@@ -39,7 +39,7 @@ class _Drawing(GenerationOptions):
 
 
 @dataclass(frozen=True)
-class _Asked(Options):
+class _PromptOptions(Options):
     prompt: str | None = option("-p, --prompt", None, "The prompt, given as an option.")
     file: str | None = option(
         "-f, --file FILE",
@@ -49,7 +49,7 @@ class _Asked(Options):
 
 
 @dataclass(frozen=True)
-class _Printed(Options):
+class _OutputOptions(Options):
     logprobs: int | None = option(
         "--logprobs N",
         None,
@@ -69,13 +69,13 @@ def generate(
         str | None,
         typer.Argument(metavar="[PROMPT]", help="The prompt. Text on stdin follows it.", show_default=False),
     ] = None,
-    asked: _Asked,
+    asked: _PromptOptions,
     system: SystemOptions,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without a chat template.")] = False,
-    drawing: _Drawing,
+    generation: _AnswerOptions,
     run: WriteOptions,
     as_json: Json = False,
-    printed: _Printed,
+    printed: _OutputOptions,
 ) -> None:
     """Answer a prompt, a text on stdin, or both. If both are given, the prompt is never evicted."""
     if given is not None and "prompt" in asked.typed:
@@ -101,10 +101,10 @@ def generate(
         raise UsageError("the prompt is empty; give a text")
     if printed.logprobs is not None and not as_json:
         raise UsageError("--logprobs needs --json")
-    if raw and (thinking := {"think", "think_budget"} & drawing.typed):
+    if raw and (thinking := {"think", "think_budget"} & generation.typed):
         flag = f"--{min(thinking).replace('_', '-')}"
         raise UsageError(f"{flag} is for the chat template, which --raw leaves out; leave out one of them")
-    sampling = sampling_of(drawing)
+    sampling = sampling_of(generation)
     with ExitStack() as stack:
         opened = stack.enter_context(open_run(run))
         from kvtool.chats.marks import escaped
@@ -116,16 +116,16 @@ def generate(
 
         engine = opened.engine
         drafts = stack.enter_context(drafting.opened(run, engine.model))
-        sampler = Sampler(engine.model, sampling, seed=drawing.seed)
+        sampler = Sampler(engine.model, sampling, seed=generation.seed)
         writer = Writer(engine, sampler, drafts.of(engine))
-        writer.ends_loops = drawing.stop_loops == "on"
+        writer.ends_loops = generation.stop_loops == "on"
         likely = None if printed.logprobs is None else _record_logprobs(writer, printed.logprobs)
         interrupt.stops(writer)
         first = prompt if prompt and text else ""
         if raw:
             whole, prefix = escaped(request), escaped(first)
         else:
-            whole, prefix = _rendered(writer, drawing, system_prompt, request, first)
+            whole, prefix = _rendered(writer, generation, system_prompt, request, first)
         tokens = pin_prefix(engine, whole, len(prefix))
         check_length(engine, len(tokens), "prompt")
         before_text(engine, opened.run, "prompt", len(tokens), opened.info)
@@ -135,7 +135,7 @@ def generate(
         writer.while_reading = lambda done, n: None
         if is_read:
             read_in, started = time.monotonic() - started, time.monotonic()
-            pieces = _written(writer, drawing.n, aloud=not as_json)
+            pieces = _written(writer, generation.n, aloud=not as_json)
             wrote_in = time.monotonic() - started
             n_written, said = writer.n_written, report(engine, opened.run.policy)
             if as_json:
@@ -156,11 +156,11 @@ def generate(
             elif pieces and not pieces[-1].endswith("\n"):
                 sys.stdout.write("\n")
             if writer.loop:
-                say([drawing.looped(writer.loop.n_block, writer.loop.n_times)])
+                say([generation.looped(writer.loop.n_block, writer.loop.n_times)])
             elif writer.is_cut and (sampling.grammar or sampling.json_schema):
                 sys.stderr.write(f"stopped after {n_written:,} tokens (-n): the text may be incomplete\n")
             elif writer.is_cut:
-                say([drawing.cut(n_written)])
+                say([generation.cut(n_written)])
             if run.verbose:
                 guessed = f" ({writer.n_accepted} of {writer.n_drafted} guesses)" if writer.drafter else ""
                 wrote = f"wrote {n_written} in {wrote_in:.1f} s{guessed}, {line(said)}"
@@ -170,7 +170,7 @@ def generate(
 
 
 def _rendered(
-    writer: Writer, drawing: GenerationOptions, system: str | None, request: str, first: str
+    writer: Writer, generation: GenerationOptions, system: str | None, request: str, first: str
 ) -> tuple[str, str]:
     """The request in the model's chat template, and the part of it that is pinned.
 
@@ -184,9 +184,9 @@ def _rendered(
 
     engine = writer.engine
     template = template_of(engine.model)
-    budget = drawing.think_budget
-    if drawing.think or budget is not None:
-        template = template.under(with_thinking(drawing, Efforts.of(template).exact))
+    budget = generation.think_budget
+    if generation.think or budget is not None:
+        template = template.under(with_thinking(generation, Efforts.of(template).exact))
     writer.shown = control_tokens(engine.model, template.tags)
     writer.sampler.start(0, after_thought(engine.model, template, budget))
     before = [{"role": "system", "content": system}] if system else []

@@ -145,7 +145,7 @@ def _type(of: str, letter: str) -> Any:
 
 
 @dataclass(frozen=True)
-class _Types(Options):
+class _CacheTypes(Options):
     type_k: str = _type("keys", "k")
     type_v: str = _type("values", "v")
 
@@ -166,7 +166,7 @@ def show(
     fit: Annotated[
         str, typer.Option(metavar="BYTES", help="Show how many tokens fit into a cache of this size.")
     ] = "64MiB",
-    types: _Types,
+    types: _CacheTypes,
     as_json: Json = False,
 ) -> None:
     """Show a model's header, and how many of its tokens fit into memory."""

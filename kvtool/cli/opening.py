@@ -46,26 +46,26 @@ def of_model(run: RunOptions, name: str | None) -> RunOptions:
     return replace(run, model=name, typed=run.typed | {"model"}, given=run.given | {"model"})
 
 
-def with_thinking(drawing: GenerationOptions, think: Callable[[str | None, int | None], T]) -> T:
+def with_thinking(generation: GenerationOptions, think: Callable[[str | None, int | None], T]) -> T:
     """Call think(effort, budget) with what is asked for.
 
     An effort that the model's template does not take is an error only if it was typed. One of a setting or a
     session is left out, with a line on stderr. Raises UsageError.
     """
     try:
-        return think(drawing.think, drawing.think_budget)
+        return think(generation.think, generation.think_budget)
     except UsageError as error:
-        if drawing.think is None or "think" in drawing.typed:
+        if generation.think is None or "think" in generation.typed:
             raise
         say([f"{error}; it is left out"])
-        return think(None, drawing.think_budget)
+        return think(None, generation.think_budget)
 
 
-def sampling_of(drawing: GenerationOptions) -> Sampling:
+def sampling_of(generation: GenerationOptions) -> Sampling:
     """The sampler's settings. Says on stderr which parts of a schema are not enforced. Raises UsageError."""
-    if drawing.json_schema is not None:
+    if generation.json_schema is not None:
         from kvtool.llama import schema
 
-        if names := schema.enforced_text(drawing.json_schema).not_held:
+        if names := schema.enforced_text(generation.json_schema).not_held:
             say([f"the schema's {', '.join(names)} cannot be enforced; check the JSON for that"])
-    return drawing.sampling()
+    return generation.sampling()

@@ -9,13 +9,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtool.errors import UsageError
-from kvtool.system import files
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.system import files, interrupt
 from kvtool.system.paths import extra_command
 from kvtool.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+class Stopped(KvtoolError):
+    """The user stopped a command, which has shown or kept its finished runs."""
+
+    exit_code = interrupt.EXIT_CODE
 
 
 def check_writable(path: Path | None) -> None:

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Run(ScoreOptions):
+class _PerplexityRun(ScoreOptions):
     hidden: ClassVar = ("prefill",)
 
 
 @dataclass(frozen=True)
-class _Own(Options):
+class _PerplexityOptions(Options):
     max_tokens: int | None = option(
         "--max-tokens N", None, "Use only the first N tokens of the text.", least=2, words="all"
     )
@@ -51,15 +51,15 @@ class _Own(Options):
 def perplexity(
     *,
     file: File = None,
-    own: _Own,
-    asked: _Run,
+    args: _PerplexityOptions,
+    asked: _PerplexityRun,
     as_json: Json = False,
 ) -> None:
     """Stream a text through the cache and print its perplexity; lower is better.
 
     Every token after the first is scored. Details go to stderr.
     """
-    if own.stride is not None and (own.windows is None or own.stride >= own.windows):
+    if args.stride is not None and (args.windows is None or args.stride >= args.windows):
         raise UsageError("--stride needs --windows, and must be smaller")
 
     from kvtool.config.opening import check_stream
@@ -72,21 +72,21 @@ def perplexity(
 
     def length(loaded: Model) -> int:
         nonlocal tokens
-        start, n_least = own.windows is None, own.windows or 2
-        tokens = first_tokens(loaded, text, own.max_tokens, start=start, n_least=n_least)
-        return own.windows or len(tokens)
+        start, n_least = args.windows is None, args.windows or 2
+        tokens = first_tokens(loaded, text, args.max_tokens, start=start, n_least=n_least)
+        return args.windows or len(tokens)
 
     check_stream(asked, asked.policy)
     # each token is scored, whatever way the policy has for prompts
     streamed = asked.changed(prefill="stream")
     with closing(source(file)) as text, open_run(streamed, length=length) as opened:
         engine, run = opened.engine, opened.run
-        if own.windows is None:
+        if args.windows is None:
             check_length(engine, len(tokens))
-        what, n = ("window", own.windows) if own.windows else ("text", len(tokens))
+        what, n = ("window", args.windows) if args.windows else ("text", len(tokens))
         before_text(engine, run, what, n)
         started, total, n_done = time.monotonic(), 0.0, 0
-        with tokens_progress("perplexity", _n_scored(len(tokens), own.windows, own.stride)) as step:
+        with tokens_progress("perplexity", _n_scored(len(tokens), args.windows, args.stride)) as step:
 
             def scored(nll: np.ndarray) -> None:
                 """Draws the perplexity so far beside the bar."""
@@ -95,10 +95,10 @@ def perplexity(
                 step(n_done, f"perplexity {math.exp(total / n_done):.3f}" if n_done else "perplexity")
 
             try:
-                if own.windows is None:
+                if args.windows is None:
                     nll = measure.stream(engine, tokens, scored)
                 else:
-                    nll = measure.windows(engine, tokens, own.windows, own.stride, scored)
+                    nll = measure.windows(engine, tokens, args.windows, args.stride, scored)
             except KeyboardInterrupt:
                 if n_done:
                     so_far = math.exp(total / n_done)

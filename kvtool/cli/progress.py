@@ -67,7 +67,7 @@ def _bars(*columns: ProgressColumn, **how: Any) -> Progress:
 
 
 @dataclass
-class Pace:
+class ProgressLine:
     """How far a text is read, or other work is done, as one line.
 
     Attributes
@@ -101,7 +101,7 @@ class Pace:
 
 def reading_progress() -> AbstractContextManager[Callable[[int, int], None]]:
     """A callback that takes the tokens read and those of the text: a line in a terminal if it takes long."""
-    return _pace_progress("reading", "tokens")
+    return _line_progress("reading", "tokens")
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def restoring_progress(archive: Archive | None) -> Iterator[None]:
     if not archive:
         yield
         return
-    with _pace_progress("opening the archive:", "rows") as step:
+    with _line_progress("opening the archive:", "rows") as step:
         before, archive.while_sealing = archive.while_sealing, step
         try:
             yield
@@ -119,17 +119,17 @@ def restoring_progress(archive: Archive | None) -> Iterator[None]:
 
 
 @contextmanager
-def _pace_progress(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    pace, status = Pace(what, unit), None
+def _line_progress(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    progress, status = ProgressLine(what, unit), None
 
     def step(done: int, n: int) -> None:
         nonlocal status
-        if not pace.is_slow or not sys.stderr.isatty():
+        if not progress.is_slow or not sys.stderr.isatty():
             return
         # imported here: mostly there is nothing to draw
         from rich.text import Text
 
-        line = Text(pace.line(done, n))
+        line = Text(progress.line(done, n))
         if status is None:
             status = plain_console(stderr=True).status(line)
             status.start()

@@ -47,7 +47,7 @@ def _origins(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class _Serving(Options):
+class _ServeOptions(Options):
     host: str = _serving("--host ADDRESS", "127.0.0.1", "Address to listen on.")
     port: int = _serving("--port N", 8080, "Port to listen on.", least=0, most=65535)
     api_key_file: Path | None = _serving(
@@ -93,7 +93,7 @@ class _Serving(Options):
 
 
 @dataclass(frozen=True)
-class _Drawing(GenerationOptions):
+class _RequestDefaults(GenerationOptions):
     n: int = redeclared(
         GenerationOptions,
         "n",
@@ -105,9 +105,9 @@ class _Drawing(GenerationOptions):
 def serve(
     *,
     model_name: ModelName = None,
-    serving: _Serving,
+    serving: _ServeOptions,
     system: SystemOptions,
-    drawing: _Drawing,
+    generation: _RequestDefaults,
     asked: WriteOptions,
 ) -> None:
     """Serve the OpenAI and Anthropic APIs, from caches that never fill."""
@@ -134,7 +134,7 @@ def serve(
 
     prompt, address = system.text(), endpoints.address(serving.host)
     most_bytes, keys = parse_bytes(serving.sessions_bytes), _keys(serving.api_key_file)
-    sampling = sampling_of(drawing)
+    sampling = sampling_of(generation)
     listening = listener(address, serving.port)
     port = listening.getsockname()[1]
     # what is wrong with an option is said at once, and downloads come before anybody can ask
@@ -152,12 +152,12 @@ def serve(
         Waiting(serving.queue),
         Defaults(
             sampling,
-            drawing.n,
-            drawing.seed,
+            generation.n,
+            generation.seed,
             prompt,
             model=name if serving.strict_model else None,
             keep_headers=serving.keep_headers,
-            wish=Wish(effort=drawing.think, name="--think", budget=drawing.think_budget),
+            wish=Wish(effort=generation.think, name="--think", budget=generation.think_budget),
         ),
         Limits(
             keys,
@@ -183,7 +183,7 @@ def serve(
         say([f"serving {name} on http://{address}:{port}/v1, a chat page at /; Ctrl-C ends it"])
 
     with listening:
-        opened = partial(_opened, site, run, drawing, serving, prompt, most_bytes)
+        opened = partial(_opened, site, run, generation, serving, prompt, most_bytes)
         interrupt.end_by(answer(site, opened, listening, ready))
 
 
@@ -191,8 +191,8 @@ def serve(
 def _opened(
     site: Site,
     run: RunOptions,
-    drawing: GenerationOptions,
-    serving: _Serving,
+    generation: GenerationOptions,
+    serving: _ServeOptions,
     system: str | None,
     most_bytes: int,
 ) -> Iterator[Slots]:
@@ -224,18 +224,18 @@ def _opened(
         if chats.n_others:
             others = f"{chats.n_others:,} files in {serving.sessions} are damaged, archives without a chat"
             say([f"{others}, or of another model, policy or options; they stay as they are"])
-        kept = run.kept() | drawing.kept()
+        kept = run.kept() | generation.kept()
         template = None
         with suppress(ModelError):
             template = template_of(engine.model)
-        if template and drawing.think:
+        if template and generation.think:
             efforts = Efforts.of(template)
 
             def wish(effort: str | None, budget: int | None) -> Wish:
                 efforts.exact(effort, budget)
                 return Wish(effort=effort, name="--think", budget=budget)
 
-            site.defaults = replace(site.defaults, wish=with_thinking(drawing, wish))
+            site.defaults = replace(site.defaults, wish=with_thinking(generation, wish))
         if template and system:
             # it must fit before anybody asks
             Conversation(Writer(engine, Sampler(engine.model)), template).check_system(system)

@@ -26,7 +26,7 @@ _SHORT_S = 1.0
 
 
 @dataclass(frozen=True)
-class _Serving(Options):
+class _WorkerOptions(Options):
     host: str = option(
         "--host ADDRESS", "127.0.0.1", "Address to listen on: a name or IPv4 address of this machine."
     )
@@ -50,14 +50,14 @@ class _Serving(Options):
 
 
 @options
-def worker(*, serving: _Serving) -> None:
+def worker(*, args: _WorkerOptions) -> None:
     """Lend this machine's GPUs, or its CPU, to another machine that runs kvtool with --rpc.
 
     There is no authentication and no encryption: whoever reaches the port can use the devices, read and
     change what they hold, and may be able to take over the process. Use it only in networks that you trust.
     """
-    address, port = endpoints.address(serving.host), serving.port
-    n_bytes = None if serving.mem is None else parse_bytes(serving.mem)
+    address, port = endpoints.address(args.host), args.port
+    n_bytes = None if args.mem is None else parse_bytes(args.mem)
     if n_bytes == 0:
         raise UsageError("--mem must be above 0; leave it out to lend all memory")
     # who listens then would not say why it cannot
@@ -67,11 +67,11 @@ def worker(*, serving: _Serving) -> None:
     from kvtool.llama.log import set_verbose
     from kvtool.llama.workers import served, server
 
-    set_verbose(serving.verbose > 1)
+    set_verbose(args.verbose > 1)
     guard()
     devices = served(n_bytes)
-    start = server(f"{address}:{port}", serving.threads or default_threads())
-    log = _Log(serving.verbose)
+    start = server(f"{address}:{port}", args.threads or default_threads())
+    log = _Log(args.verbose)
     signal.signal(signal.SIGTERM, lambda *_: interrupt.end(exit_code=0))
     interrupt.ends()
     if not endpoints.is_loopback(address):

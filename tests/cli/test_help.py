@@ -18,7 +18,7 @@ from kvtool.cli import COMMANDS, app, completion, near
 from kvtool.cli.command import _EARLIER
 from kvtool.cli.compare.command import _Grid
 from kvtool.cli.examples import EXAMPLES
-from kvtool.cli.models import _Types
+from kvtool.cli.models import _CacheTypes
 from kvtool.cli.settings import all_commands
 from kvtool.config.run import RunOptions
 from kvtool.options import declared
@@ -326,7 +326,7 @@ def test_what_is_typed_in_two_places_is_one_line(words, said):
 
 
 def test_cache_types_are_taken_in_any_case():
-    for kind in (RunOptions, _Types):
+    for kind in (RunOptions, _CacheTypes):
         for name in declared(kind).keys() & {"type_k", "type_v", "archive_type"}:
             assert getattr(kind.filled({name: "Q8_0"}), name) == "q8_0", (kind, name)
     assert _Grid.filled({"types": "Q8_0,BF16"}).types == "q8_0,bf16"

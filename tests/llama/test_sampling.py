@@ -347,8 +347,8 @@ def test_options_are_read_as_llama_cpp_reads_them():
         "stop": [r"\n\n", "", r"a\\n", r"\end"],
         "dry_sequence_breaker": [r"\t", "x"],
     }
-    drawing = GenerationOptions.filled(raw)
-    its = drawing.sampling()
+    generation = GenerationOptions.filled(raw)
+    its = generation.sampling()
     assert its.logit_bias == ((15, -2.5), (7, 1.0), (9, -math.inf))
     assert its.stop == ("\n\n", "a\\n", "\\end")
     assert its.dry_sequence_breaker == ("\t", "x")
@@ -359,7 +359,7 @@ def test_options_are_read_as_llama_cpp_reads_them():
     assert GenerationOptions.filled({"dry_sequence_breaker": ["none"]}).dry_sequence_breaker == ()
     assert GenerationOptions.filled({"dry_sequence_breaker": None}) == GenerationOptions()
     # what a session keeps is read as the same again
-    for each in (drawing, GenerationOptions(dry_sequence_breaker=()), GenerationOptions()):
+    for each in (generation, GenerationOptions(dry_sequence_breaker=()), GenerationOptions()):
         assert GenerationOptions().resumed(json.loads(json.dumps(each.kept()))) == each
 
 
@@ -383,7 +383,7 @@ def test_one_setting_is_changed_by_its_name(engine, tmp_path):
     changed = {"top_k": 5, "stop": ("\n",), "grammar": 'root ::= "yes"', "temp": 0.5}
     assert sampler.settings == replace(GenerationOptions().sampling(), **changed)
     assert list(sampler.recent) == [A]
-    before, settings = files.drawing, sampler.settings
+    before, settings = files.generation, sampler.settings
     for name, text, error, words in (
         ("top_p", "2", UsageError, "top_p must be"),
         ("top_k", "many", UsageError, "top_k must be a whole number, got 'many'"),
@@ -394,7 +394,7 @@ def test_one_setting_is_changed_by_its_name(engine, tmp_path):
     ):
         with pytest.raises(error, match=words.replace(".", r"\.")):
             files.set(name, text)
-        assert (files.drawing, sampler.settings) == (before, settings)
+        assert (files.generation, sampler.settings) == (before, settings)
     # another shape replaces the first, and none ends it
     files.set("json_schema", '{"type": "null"}')
     assert "null" in sampler.settings.json_schema
@@ -402,7 +402,7 @@ def test_one_setting_is_changed_by_its_name(engine, tmp_path):
     assert sampler.settings.grammar is None
     files.set("seed", "7")
     files.set("n", "-1")
-    assert (sampler.seed, files.drawing.n) == (7, None)
+    assert (sampler.seed, files.generation.n) == (7, None)
     sampler.close()
 
 

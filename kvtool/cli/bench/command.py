@@ -16,7 +16,7 @@ from kvtool.cli.declared import Json, options
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import tokens_progress
 from kvtool.config.run import RunOptions
-from kvtool.errors import KvtoolError, LibraryError, UsageError
+from kvtool.errors import LibraryError, UsageError
 from kvtool.options import Options, option, redeclared
 from kvtool.system import interrupt
 from kvtool.system.cpu import default_threads
@@ -30,12 +30,8 @@ _POLICIES = "recall", "h2o"
 _LEAST, _MOST = 32, 2**24
 
 
-class _Stopped(KvtoolError):
-    exit_code = interrupt.EXIT_CODE
-
-
 @dataclass(frozen=True)
-class _Run(RunOptions):
+class _BenchRun(RunOptions):
     hidden: ClassVar = (
         *("policy", "options", "evict_every", "positions", "prefill", "n_ctx", "type_k", "type_v"),
         *("archive", "archive_file", "archive_type", "flash", "explain"),
@@ -49,7 +45,7 @@ class _Run(RunOptions):
 
 
 @dataclass(frozen=True)
-class _Own(Options):
+class _BenchOptions(Options):
     depths: str = option(
         "--depths LIST",
         "512,8k,32k",
@@ -85,7 +81,7 @@ class _Own(Options):
 
 
 @options
-def bench(*, own: _Own, run: _Run, as_json: Json = False) -> None:
+def bench(*, args: _BenchOptions, run: _BenchRun, as_json: Json = False) -> None:
     """Measure how fast this machine reads and writes, and the memory that takes.
 
     Each row is one kind of cache at one depth: the full cache (with and without flash attention, in f16 and
@@ -93,13 +89,13 @@ def bench(*, own: _Own, run: _Run, as_json: Json = False) -> None:
     keys and values of a few tokens: the speed is real, the text is not. Rows are measured in turns. Ctrl-C
     stops and prints the rows measured so far.
     """
-    depths = own.n_tokens()
-    output.check_picture("--plot", own.plot)
+    depths = args.n_tokens()
+    output.check_picture("--plot", args.plot)
 
     from kvtool.config import opening
     from kvtool.measure import bench as measure
 
-    old = measure.earlier(own.compare.expanduser()) if own.compare else None
+    old = measure.earlier(args.compare.expanduser()) if args.compare else None
     workers = opening.workers_of(run.rpc, run.gpu_layers)
     path, info = opening.located(run.model, locate)
 
@@ -116,20 +112,20 @@ def bench(*, own: _Own, run: _Run, as_json: Json = False) -> None:
         ways = measure.ways(budgets, has_device=has_device)
         rows = [measure.sized(way, depth, n_batch) for depth in depths for way in ways]
         settings = opening.settings_of(run, {}, model.n_ctx_train, n_batch, 1)
-        made = measure.Bench(model, settings, rows, rounds=own.rounds, row_s=own.seconds)
+        made = measure.Bench(model, settings, rows, rounds=args.rounds, row_s=args.seconds)
         said = {"model": path.stem, "machine": machine() | {"threads": run.threads}}
         _watch(made)
     found = [said | row.record() for row in rows if row.write or row.why]
     if old is not None:
         found = [record | {"over_old": measure.over(record, old)} for record in found]
         if other := next((each for each in old if each.get("model") != path.stem), None):
-            say([f"{own.compare} has results of another model, {other.get('model')}"])
-    _print(found, said, as_json=as_json, has_device=has_device, plot=own.plot)
+            say([f"{args.compare} has results of another model, {other.get('model')}"])
+    _print(found, said, as_json=as_json, has_device=has_device, plot=args.plot)
     if made.stop:
-        raise _Stopped(f"stopped; {len(found)} of {len(rows)} rows are measured")
+        raise output.Stopped(f"stopped; {len(found)} of {len(rows)} rows are measured")
 
 
-def _budgets(run: _Run, info: ModelInfo, layers: Any) -> dict[str, int]:
+def _budgets(run: _BenchRun, info: ModelInfo, layers: Any) -> dict[str, int]:
     """The budget of each policy, in cells. Raises UsageError."""
     from kvtool.config import opening
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Own(Options):
+class _ChatOptions(Options):
     plain: bool = option(
         "--plain", False, "Show replies as the model writes them, without colours.", group=OUTPUT
     )
@@ -48,21 +48,21 @@ def chat(
     *,
     model_name: ModelName = None,
     system: SystemOptions,
-    drawing: GenerationOptions,
-    own: _Own,
+    generation: GenerationOptions,
+    args: _ChatOptions,
     asked: WriteOptions,
 ) -> None:
     """Start a chat of any length, in a cache of a fixed size. Piped stdin: each line is a turn."""
     run, system_prompt = of_model(asked, model_name), system.text()
     with ExitStack() as stack:
         saved = None
-        if own.session:
+        if args.session:
             from kvtool.chats import session as sessions
 
-            stack.enter_context(sessions.lock(own.session))
-            if saved := sessions.peek(own.session):
-                run, drawing = resumed(run, saved), drawing.resumed(saved["options"])
-        sampling = sampling_of(drawing)
+            stack.enter_context(sessions.lock(args.session))
+            if saved := sessions.peek(args.session):
+                run, generation = resumed(run, saved), generation.resumed(saved["options"])
+        sampling = sampling_of(generation)
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if is_terminal:
             # its import takes as long as loading a small model: the two go side by side
@@ -78,17 +78,17 @@ def chat(
         from kvtool.llama.sampler import Sampler
 
         drafts = stack.enter_context(drafting.opened(run, engine.model))
-        sampler = Sampler(engine.model, sampling, seed=drawing.seed)
+        sampler = Sampler(engine.model, sampling, seed=generation.seed)
         writer = Writer(engine, sampler, drafts.of(engine))
         conversation = Conversation(writer, template_of(engine.model), system_prompt, undoable=is_terminal)
         stack.callback(conversation.close)
-        files = stack.enter_context(closing(ChatFiles(conversation, run, drawing, own.session)))
-        if own.session and saved:
-            files.resume(own.session)
-        with_thinking(drawing, conversation.set_effort)
+        files = stack.enter_context(closing(ChatFiles(conversation, run, generation, args.session)))
+        if args.session and saved:
+            files.resume(args.session)
+        with_thinking(generation, conversation.set_effort)
         conversation.pin_system()
-        if own.transcript:
-            files.transcript = stack.enter_context(closing(open_transcript(own.transcript)))
+        if args.transcript:
+            files.transcript = stack.enter_context(closing(open_transcript(args.transcript)))
         if not (is_terminal or run.explain):
             say([archive_limit(engine)])
         if not is_terminal:
@@ -101,7 +101,7 @@ def chat(
             from kvtool.cli.chat import terminal
             from kvtool.cli.chat.screen import Terminal
 
-            terminal.run(Terminal(conversation, files, run.policy, own.plain, own.hide_thinking))
+            terminal.run(Terminal(conversation, files, run.policy, args.plain, args.hide_thinking))
         else:
             _pipe(conversation, files, stdin_lines())
             if run.verbose:
@@ -112,13 +112,13 @@ def chat(
 
 def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) -> None:
     """Takes each line as a turn; only replies go to stdout."""
-    writer, drawing = conversation.writer, files.drawing
+    writer, generation = conversation.writer, files.generation
     for line in lines:
         if not line.strip():
             continue
         interrupt.stops(writer)
-        writer.ends_loops = drawing.stop_loops == "on"
-        for piece in conversation.reply(line, drawing.n):
+        writer.ends_loops = generation.stop_loops == "on"
+        for piece in conversation.reply(line, generation.n):
             sys.stdout.write(piece)
             sys.stdout.flush()
         files.keep()
@@ -130,8 +130,8 @@ def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) ->
         if writer.stop:
             raise KeyboardInterrupt
         if writer.loop:
-            say([drawing.looped(writer.loop.n_block, writer.loop.n_times)])
+            say([generation.looped(writer.loop.n_block, writer.loop.n_times)])
         elif writer.is_cut:
-            say([drawing.cut(writer.n_written)])
+            say([generation.cut(writer.n_written)])
         # between turns there is nothing to finish
         interrupt.ends()

@@ -36,7 +36,7 @@ class ChatFiles:
 
     Attributes
     ----------
-    run, drawing
+    run, generation
         The options that the session keeps. `set` changes how tokens are drawn.
     path
         The session's file, or None.
@@ -53,11 +53,11 @@ class ChatFiles:
     """
 
     def __init__(
-        self, chat: Conversation, run: RunOptions, drawing: GenerationOptions, path: Path | None = None
+        self, chat: Conversation, run: RunOptions, generation: GenerationOptions, path: Path | None = None
     ) -> None:
         self.chat = chat
         self.run = run
-        self._drawing = drawing
+        self._generation = generation
         self.path = path
         self.transcript: Log | None = None
         self.unsaved: SessionError | None = None
@@ -71,13 +71,13 @@ class ChatFiles:
         chat.open_saved = self._open_saved
 
     @property
-    def drawing(self) -> GenerationOptions:
+    def generation(self) -> GenerationOptions:
         """How tokens are drawn, with the chat's effort."""
-        return self._drawing.changed(think=self.chat.effort)
+        return self._generation.changed(think=self.chat.effort)
 
     def resume(self, path: Path) -> None:
         """Continues its own session. Raises SessionError where the options typed do not go with it."""
-        system, seed = self.chat.system, self.drawing.seed
+        system, seed = self.chat.system, self.generation.seed
         meta, arrays = self.read(path)
         with restoring_progress(self.chat.archive):
             self.chat.resume(meta, arrays)
@@ -109,11 +109,11 @@ class ChatFiles:
 
         Raises UsageError or InputError; then nothing changes.
         """
-        drawing, sampler = self.drawing.set(name, text), self.chat.writer.sampler
-        sampler.change(sampling_of(drawing))
-        if drawing.seed is not None:
-            sampler.seed = drawing.seed
-        self._drawing = drawing
+        generation, sampler = self.generation.set(name, text), self.chat.writer.sampler
+        sampler.change(sampling_of(generation))
+        if generation.seed is not None:
+            sampler.seed = generation.seed
+        self._generation = generation
 
     @property
     def has_previous(self) -> bool:
@@ -245,7 +245,7 @@ class ChatFiles:
         try:
             with own.write(self.chat.archive) as listed:
                 saved, arrays = self.chat.save(listed)
-                options = self.run.kept() | self.drawing.kept()
+                options = self.run.kept() | self.generation.kept()
                 session.write(path, meta_of(self.chat, self._fixed, options) | saved, arrays)
         except OSError as error:
             raise session.cannot("write", archive_file.archive_path(path), error, path) from None

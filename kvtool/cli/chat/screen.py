@@ -159,8 +159,8 @@ class Terminal:
         if writer.stop:
             self.note("stopped")
         elif writer.loop:
-            drawing = self.files.drawing
-            self.note(drawing.looped(writer.loop.n_block, writer.loop.n_times, "/set stop_loops off"))
+            generation = self.files.generation
+            self.note(generation.looped(writer.loop.n_block, writer.loop.n_times, "/set stop_loops off"))
         elif writer.is_cut:
             self.note(f"stopped after {writer.n_written:,} tokens (-n); /set n changes the limit")
         self.files.keep(undone=again)
@@ -171,12 +171,12 @@ class Terminal:
         """Reads a turn, and says how far it is."""
         from rich.text import Text
 
-        from kvtool.cli.progress import Pace
+        from kvtool.cli.progress import ProgressLine
 
-        writer, pace, stopping = self.conversation.writer, Pace("reading"), Text("stopping")
+        writer, progress, stopping = self.conversation.writer, ProgressLine("reading"), Text("stopping")
 
         def show(done: int, n: int) -> None:
-            line.update(stopping if writer.stop else Text(pace.line(done, n)))
+            line.update(stopping if writer.stop else Text(progress.line(done, n)))
 
         with self.console.status(Text("reading")) as line, interrupt.told(lambda: line.update(stopping)):
             writer.while_reading = show
@@ -191,10 +191,10 @@ class Terminal:
         writer, splitter = self.conversation.writer, self.conversation.splitter()
         view = ReplyView(self.console, splitter, plain=self.plain, hide=self.hide_thinking)
         started = time.monotonic()
-        writer.ends_loops = self.files.drawing.stop_loops == "on"
+        writer.ends_loops = self.files.generation.stop_loops == "on"
         try:
             with view:
-                for piece in self.conversation.answer(self.files.drawing.n):
+                for piece in self.conversation.answer(self.files.generation.n):
                     view.write(piece)
         finally:
             n, seconds = writer.n_written - 1, time.monotonic() - started

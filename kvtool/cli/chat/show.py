@@ -114,10 +114,10 @@ def system(terminal: Terminal) -> None:
 
 def setting(terminal: Terminal, name: str) -> str:
     """What /set may change, in words. name: of a field of `Drawing`."""
-    drawing = terminal.files.drawing
+    generation = terminal.files.generation
     if name == "seed":
         return str(terminal.conversation.writer.sampler.seed)
-    value = drawing.kept()[name]
+    value = generation.kept()[name]
     if isinstance(value, list):
         # as one can type them: a line break is \n
         return ", ".join('"' + text.replace('"', '\\"') + '"' for text in value) or "(none)"
@@ -128,11 +128,11 @@ def setting(terminal: Terminal, name: str) -> str:
 
 def settings(terminal: Terminal) -> None:
     """What /set changes most, and what is not as it is by default."""
-    drawing, default = terminal.files.drawing, GenerationOptions()
+    generation, default = terminal.files.generation, GenerationOptions()
     names = [
         name
         for name in declared(GenerationOptions)
-        if name in _MOST or getattr(drawing, name) != getattr(default, name)
+        if name in _MOST or getattr(generation, name) != getattr(default, name)
     ]
     _table(terminal, {name: setting(terminal, name) for name in names})
     terminal.note(f"/show settings shows all {len(declared(GenerationOptions))}")

@@ -174,13 +174,13 @@ class Commands:
             return
         if given and name == "think_budget":
             # it may be in the prompt
-            budget = self.files.drawing.set(name, value).think_budget
+            budget = self.files.generation.set(name, value).think_budget
             if not self._rethink(self.conversation.effort, budget, f"/set {name} {value}"):
                 return
         if given:
             self.files.set(name, value)
         self.terminal.note(f"{name}  {show.setting(self.terminal, name)}")
-        if given and name == "temp" and self.files.drawing.temp > _HOT:
+        if given and name == "temp" and self.files.generation.temp > _HOT:
             self.terminal.note(
                 f"above {_HOT} a reply is mostly random words; the default is {GenerationOptions.temp:g}"
             )

@@ -37,10 +37,6 @@ if TYPE_CHECKING:
     from kvtool.models.layers import Layers
 
 
-class _Stopped(KvtoolError):
-    exit_code = interrupt.EXIT_CODE
-
-
 _listed = partial(option, group=CACHE)
 
 
@@ -86,12 +82,12 @@ class _Grid(Options):
 
 
 @dataclass(frozen=True)
-class _Run(ScoreOptions):
+class _CompareRun(ScoreOptions):
     hidden: ClassVar = ("policy", "budget", "options", "prefill", "type_k", "type_v", "explain")
 
 
 @dataclass(frozen=True)
-class _Own(Options):
+class _CompareOptions(Options):
     records: str | None = option(
         "--records FILE", None, "Append the record of each finished run to this file, one JSON line each."
     )
@@ -108,21 +104,21 @@ def compare(
     *,
     file: File = None,
     grid: _Grid,
-    own: _Own,
-    run: _Run,
+    args: _CompareOptions,
+    run: _CompareRun,
     as_json: Json = False,
 ) -> None:
     """Stream a text under each policy and budget, and compare the results.
 
     One policy with one budget and one cache type is a run; each run scores every token after the first.
     """
-    path = output.records_path(own.records, own.resume)
-    output.check_picture("--plot", own.plot)
+    path = output.records_path(args.records, args.resume)
+    output.check_picture("--plot", args.plot)
 
     from kvtool.config import archive, opening
     from kvtool.measure import grid as of_runs
 
-    if opening.workers_of(run.rpc, run.gpu_layers) and own.jobs > 1:
+    if opening.workers_of(run.rpc, run.gpu_layers) and args.jobs > 1:
         raise UsageError("a worker serves one run at a time; leave out --jobs or --rpc")
     names, budgets = grid.listed("policies"), grid.listed("budgets")
     if not budgets and not (names and all(map(of_runs.keeps_all_it_needs, names))):
@@ -151,7 +147,7 @@ def compare(
         model=str(model_path),
         n_ctx=n_ctx,
         n_batch=run.n_batch or run.default_n_batch,
-        threads=run.threads or (max(1, default_threads() // own.jobs) if own.jobs > 1 else None),
+        threads=run.threads or (max(1, default_threads() // args.jobs) if args.jobs > 1 else None),
     )
     common = of_runs.Common(what | records.versions(), shared, len(tokens))
     if not names:
@@ -163,8 +159,8 @@ def compare(
     names, why_not = _against_full(common, n_vocab, names)
     types = grid.listed("types")
     runs = of_runs.runs(common, info.n_ctx_train, layers, names, budgets, types, combine=grid.combine)
-    if own.shard:
-        runs = of_runs.shard(runs, own.shard)
+    if args.shard:
+        runs = of_runs.shard(runs, args.shard)
     if not runs:
         # if only `full` was asked for, and it does not fit
         raise UsageError(why_not or "nothing to compare; name policies, and budgets for them")
@@ -172,8 +168,8 @@ def compare(
     if path:
         results.take(records.read(path))
     say([why_not])
-    _run(results, tokens, not why_not, own.jobs, path)
-    _finish(results, info, path, own.plot, as_json=as_json)
+    _run(results, tokens, not why_not, args.jobs, path)
+    _finish(results, info, path, args.plot, as_json=as_json)
 
 
 def _read(info: ModelInfo, text: Source, max_tokens: int | None) -> tuple[np.ndarray, str, int, Layers]:
@@ -211,7 +207,10 @@ def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[
 
 
 def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: Path | None) -> None:
-    """Do the missing runs; results and the file get each record at once. Raises _Stopped after Ctrl-C."""
+    """Do the missing runs; results and the file get each record at once.
+
+    Raises output.Stopped after Ctrl-C.
+    """
     from kvtool.measure import grid, records, runner
 
     missing = results.missing(kl=against)
@@ -254,7 +253,7 @@ def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: P
                 watched(started.run(missing, jobs=jobs, against=reference))
     except KeyboardInterrupt:
         n_kept = len(results.grid) - len(results.missing())
-        raise _Stopped(output.stopped(path, n_kept, len(results.grid), "runs")) from None
+        raise output.Stopped(output.stopped(path, n_kept, len(results.grid), "runs")) from None
 
 
 def _finish(

@@ -30,7 +30,7 @@ _LAST_HTML = 20_000
 
 
 @dataclass(frozen=True)
-class _Run(ScoreOptions):
+class _InspectRun(ScoreOptions):
     prefill: str | None = redeclared(
         ScoreOptions,
         "prefill",
@@ -42,7 +42,7 @@ class _Run(ScoreOptions):
 
 
 @dataclass(frozen=True)
-class _Own(Options):
+class _InspectOptions(Options):
     max_tokens: int | None = option(
         "--max-tokens N",
         None,
@@ -64,13 +64,13 @@ class _Own(Options):
 def inspect(
     *,
     file: File = None,
-    asked: _Run,
-    own: _Own,
+    asked: _InspectRun,
+    args: _InspectOptions,
     as_json: Json = False,
 ) -> None:
     """Stream a text through the cache and show which of its tokens the rows still hold."""
-    output.check_writable(own.html)
-    output.check_picture("--plot", own.plot)
+    output.check_writable(args.html)
+    output.check_picture("--plot", args.plot)
 
     from kvtool.cli.inspect.page import page
     from kvtool.cli.inspect.terminal import attended_record, show, show_attended
@@ -82,7 +82,7 @@ def inspect(
 
     def length(loaded: Model) -> int:
         nonlocal tokens
-        tokens = first_tokens(loaded, text, own.max_tokens, n_least=1)
+        tokens = first_tokens(loaded, text, args.max_tokens, n_least=1)
         return len(tokens)
 
     with closing(source(file)) as text, open_run(asked, length=length) as opened:
@@ -92,7 +92,7 @@ def inspect(
             explain_run(engine, run.policy, "text", len(tokens))
         started = time.monotonic()
         with tokens_progress("reading", len(tokens)) as step:
-            found = holdings.watch(engine, tokens, own.snapshots, step)
+            found = holdings.watch(engine, tokens, args.snapshots, step)
         seconds = time.monotonic() - started
         texts = holdings.texts(engine.model, tokens)
         share, archived = found.share(), found.is_archived()
@@ -110,12 +110,12 @@ def inspect(
 
         return output.png(held(result, found))
 
-    html = own.html, lambda: page(result, found, texts, own.last or _LAST_HTML)
-    with output.written(html, (own.plot, picture)):
+    html = args.html, lambda: page(result, found, texts, args.last or _LAST_HTML)
+    with output.written(html, (args.plot, picture)):
         if as_json:
             of_tokens = {"text": texts, "share": share.round(4).tolist(), "attended": attended_record(found)}
             typer.echo(json_text(result | of_tokens))
         else:
-            show(plain_console(), texts, share, archived, own.last or LAST)
+            show(plain_console(), texts, share, archived, args.last or LAST)
             typer.echo(f"policy {run.policy}, {line(result)}")
             show_attended(table_console(), found, texts)
