@@ -1,14 +1,16 @@
-"""The file beside a session's that keeps its archive: segments, which are written once and never changed.
+"""Archive of a session in a second file, FILE.archive: segments that are written once and never changed.
 
-A session lists the segments that its archive consists of, with offsets and hashes. A turn appends what it has
-archived, and then replaces the session; until then the one before it is whole, and so are its segments.
-Some segments have tokens, others say which of its block's clusters each token is in, so that nothing needs to
-be clustered anew. A block that has become far has other clusters; the earlier ones are not used any more.
+A session lists the segments of its archive with their offsets and hashes. A turn appends its newly archived
+tokens and then replaces the session file. If the process dies in between, the old session still lists the
+old segments, and the next turn overwrites the unlisted end of the file.
 
-The first line holds the format's number and the file's id, which the session has too. Where most of a file
-is of no use any more, or another session shares it, the next turn writes a new one: FILE.archive.next. That
-becomes FILE.archive once the session that lists it is there. So a session's archive is always in the file
-with its id.
+A segment holds keys and values of tokens, or the clusters of some blocks, so that a restored archive need not
+be clustered again. When a block becomes far, it gets new clusters, and its old ones are no longer listed.
+
+The first line holds the format number and the file's id. The session stores the same id. A turn writes a new
+file, FILE.archive.next, if another session shares the old file or if less than half of it would be in use.
+FILE.archive.next is renamed to FILE.archive after the new session is in place. A reader tries both names and
+uses the file whose id the session stores.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from kvtool.llama.archive import Archive
 
 FORMAT = 1
-"""Increases when the meaning of what is in such a file changes."""
+"""Format number; increased when the meaning of the file's contents changes."""
 
 SUFFIX = ".archive"
 _NEXT = ".next"
@@ -54,37 +56,37 @@ _FIRST = b"%s%d %%s\n" % (_START, FORMAT)
 _N_FIRST = len(_FIRST % bytes(2 * _N_ID))
 _FIRST_LINE = re.compile(_FIRST % b"([0-9a-f]{32})")
 _PIECE = 4 * 2**20
-"""Bytes of a segment, about: what is held in memory to write it."""
+"""Approximate bytes of a segment, which is held in memory while it is written."""
 
 Listing = list[tuple[str, np.ndarray]]
 
 
 def archive_path(path: Path) -> Path:
-    """The file with the archive of the session at `path`; where that is a link, beside its target."""
+    """Path of the archive of the session at `path`; if that is a link, next to its target."""
     real = Path(os.path.realpath(path))
     return real.with_name(real.name + SUFFIX)
 
 
 def delete(path: Path) -> None:
-    """Removes the archive of the session at `path`, if it has one. Leaves files that are not kvtool's."""
+    """Remove the archive of the session at `path`, if it has one. Leaves files that are not archives."""
     for place in archive_paths(path):
         _delete(place)
 
 
 class ArchiveFile:
-    """Where a chat's archive is kept: the file beside its session's, or a temporary one.
+    """File that holds a chat's archive: FILE.archive of a session, or a temporary file.
 
     Parameters
     ----------
     session
-        The session's file; None for a temporary store.
+        Path of the session; None for a temporary file.
     replaces
-        The id of an archive that is replaced with the session that is there; None without one.
+        Id of an existing archive that may be replaced together with its session; None if there is none.
 
     Attributes
     ----------
     moved
-        The new name of an archive that lay beside the session's file and belonged to another chat, or None.
+        New name of another chat's archive that the last `write` found at this path; None if it found none.
     """
 
     def __init__(self, session: Path | None = None, replaces: bytes | None = None) -> None:
@@ -95,7 +97,7 @@ class ArchiveFile:
         self._file: _SegmentFile | None = None
 
     def adopt(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Goes on with the file that the session lists, which was read and is `saved`."""
+        """Continue with the archive that a loaded session lists. saved: the session's arrays."""
         self.close()
         names = [ID, LAYERS, SEGMENTS, DIGESTS, CLUSTERS, CLUSTER_DIGESTS]
         # copies: a view of the session's file would keep that open
@@ -103,11 +105,11 @@ class ArchiveFile:
 
     @contextmanager
     def write(self, archive: Archive | None) -> Iterator[Listing]:
-        """Writes what is new in an archive, and yields the arrays that list all of it.
+        """Write the new parts of an archive, and yield the arrays that list all its parts.
 
-        The caller writes the session inside. Whatever fails, the session that was there still has its
-        segments. Another chat's archive is set aside first. Raises OSError, and SessionError where a file
-        that is not kvtool's would be replaced.
+        The caller writes the session inside the `with` block. If anything fails, the old session keeps its
+        segments. Another chat's archive at this path is set aside first. Raises OSError. Raises SessionError
+        if a file that is not an archive would be replaced.
         """
         self.open()
         self._set_other_aside()
@@ -115,7 +117,7 @@ class ArchiveFile:
         wanted = _wanted(archive, old.at if old else {}) if archive else []
         file = old if old and archive and old.takes(archive, wanted) else None
         if archive and wanted and not file:
-            # what the archive has forgotten of a segment is in the old file alone
+            # a new file takes only what the archive still holds: forgotten tokens stay in the old file
             file, wanted = self._begin(), _wanted(archive, {})
         end, inode, is_written = old.end if old else 0, self._inode(), False
         try:
@@ -126,7 +128,7 @@ class ArchiveFile:
             yield _listing(archive, file) if archive else []
             is_written = True
         finally:
-            # Ctrl-C may come right behind the session's replacement
+            # Ctrl-C may come after the session was replaced and before the next line
             if is_written or self._inode() != inode:
                 self._keep(file)
             elif file is not old:
@@ -135,14 +137,14 @@ class ArchiveFile:
                 file.cut(end)
 
     def _inode(self) -> int | None:
-        """Tells whether the session was replaced."""
+        """Inode of the session, which changes when the session is replaced; None without a session."""
         try:
             return self._session.stat().st_ino if self._session else None
         except OSError:
             return None
 
     def open(self) -> None:
-        """Opens the file that the session lists, unless it is open. Raises OSError."""
+        """Open the file that the session lists, unless it is open already. Raises OSError."""
         if self._file and (not self._session or self._file.is_at(archive_paths(self._session))):
             return
         saved = self._listed
@@ -157,27 +159,27 @@ class ArchiveFile:
                     self._file = _SegmentFile(file, bytes(saved[ID]), listed_parts(saved), saved[LAYERS])
                     stack.pop_all()
                     break
-        # what a killed process did not come to
+        # a killed process may have left these two steps undone
         self.finish_rename()
         if self._file:
             _delete(following)
 
     def finish_rename(self) -> None:
-        """Gives an open file that has only its second name the first. Raises OSError."""
+        """Rename the open file to FILE.archive if it is still FILE.archive.next. Raises OSError."""
         if self._file and self._session:
             path, following = archive_paths(self._session)
             if not self._file.is_at([path]):
                 os.replace(following, path)
 
     def _set_other_aside(self) -> None:
-        """Moves an archive that is here and that the session does not list. Raises OSError."""
+        """Move an archive at this path that belongs to another chat. Raises OSError."""
         self.moved = None
         if not self._session:
             return
         place, known = archive_path(self._session), {self._replaces, id_in(self._listed)}
         try:
             with place.open("rb", buffering=0) as file:
-                # what has a second name was set aside before a process was killed
+                # a file with a second name was set aside already, before a process was killed
                 other = id_of(file) if os.fstat(file.fileno()).st_nlink == 1 else None
         except FileNotFoundError:
             return
@@ -187,9 +189,9 @@ class ArchiveFile:
             self.moved = spare.with_name(spare.name + SUFFIX)
 
     def reopen(self) -> FileIO | None:
-        """Opens the file as it is now, to read what a copy of the session lists; None if that lists nothing.
+        """Open the file again, for a reader of the session as it is now; None if that lists no segments.
 
-        Raises OSError.
+        The reader may use it after the session has changed. Raises OSError.
         """
         if not self._file:
             is_listed = len(self._listed.get(SEGMENTS, ())) > 0
@@ -199,13 +201,13 @@ class ArchiveFile:
         return FileIO(os.dup(self._file.raw.fileno())) if self._file else None
 
     def close(self) -> None:
-        """Ends the use of the file; a temporary one is gone."""
+        """Close the file. The system then deletes a temporary file."""
         if self._file:
             self._file.raw.close()
         self._file, self._listed = None, {}
 
     def _begin(self) -> _SegmentFile:
-        """An empty file, to become the store's own."""
+        """Create an empty file, which `_keep` makes current and `_drop` deletes."""
         if not self._session:
             return _SegmentFile.new(cast(FileIO, temporary(buffering=0)))
         path, following = archive_paths(self._session)
@@ -220,18 +222,18 @@ class ArchiveFile:
             raise
 
     def _keep(self, file: _SegmentFile | None) -> None:
-        """Makes this file the store's own, now that the session lists it; without one there is none."""
+        """Make this file the current one, because the session lists it. None: the session lists no file."""
         if file is not self._file:
             self.close()
             self._file = file
-            # if not now, then when it is opened the next time
+            # if it fails now, the next `open` does it
             with suppress(OSError):
                 self.finish_rename()
         if not file and self._session:
             delete(self._session)
 
     def _drop(self, file: _SegmentFile | None) -> None:
-        """Deletes a new file, which no session lists."""
+        """Delete a new file that no session lists."""
         if not file:
             return
         file.raw.close()
@@ -245,11 +247,11 @@ class _SegmentFile:
     Attributes
     ----------
     name
-        Its id.
+        Id of the file.
     at
-        The offsets of what is in it.
+        Offset of each part in the file.
     end
-        The offset of the next one.
+        Offset of the next part.
     """
 
     def __init__(self, raw: FileIO, name: bytes, at: dict[Part, int], layers: Iterable[int] = ()) -> None:
@@ -272,16 +274,19 @@ class _SegmentFile:
 
     @property
     def is_shared(self) -> bool:
-        """Whether it has a second name: that of a session that was set aside."""
+        """True if the file has a second name, because its session was set aside."""
         return os.fstat(self.raw.fileno()).st_nlink > 1
 
     def is_at(self, paths: Iterable[Path]) -> bool:
-        """Whether it has one of these names still."""
+        """True if one of these paths names the file."""
         own = os.fstat(self.raw.fileno())
         return any(place.exists() and os.path.samestat(own, place.stat()) for place in paths)
 
     def takes(self, archive: Archive, wanted: list[Part]) -> bool:
-        """Whether segments should go here: most of it would be of use then, and no other session has it."""
+        """True if new parts should be appended to this file.
+
+        That needs no other session to share the file, and at least half of its bytes to be in use then.
+        """
         if not wanted:
             return False
         n_bytes = sum(archive.layer_bytes)
@@ -290,9 +295,9 @@ class _SegmentFile:
         return not (n_new and self.is_shared) and self.end - _N_FIRST + n_new <= 2 * n_all
 
     def append(self, archive: Archive, wanted: list[Part]) -> list[Part]:
-        """Writes the parts that it lacks, to the disk. Returns all of them, the new ones with hashes.
+        """Append the parts that the file lacks, and sync it. Return all parts, the new ones with hashes.
 
-        Raises OSError; then some of them are there, to be cut off.
+        Raises OSError. Then some new parts may be in the file, and the caller cuts them off.
         """
         found: list[Part] = []
         before = self.end
@@ -309,15 +314,15 @@ class _SegmentFile:
                 self.end += data.nbytes
             found.append(part)
         if self.end > before:
-            # what a killed process has left
+            # a killed process may have left more bytes
             self.raw.truncate(self.end)
             os.fsync(self.raw.fileno())
         return found
 
     def cut(self, end: int) -> None:
-        """Takes off what was appended behind this offset, if anything was."""
+        """Cut off the parts that were appended at or after this offset."""
         if self.is_shared:
-            # by another session, so nothing was
+            # nothing is appended to a shared file
             return
         self.end, self.at = end, {each: offset for each, offset in self.at.items() if offset < end}
         with suppress(OSError):
@@ -325,7 +330,10 @@ class _SegmentFile:
 
 
 def _wanted(archive: Archive, at: Mapping[Part, int]) -> list[Part]:
-    """The parts that an archive consists of. Those to be written are within it, and of few MiB."""
+    """List the parts of an archive. A part that is not in the file yet has a few MiB.
+
+    at: the parts that are in the file.
+    """
     return [*_wanted_segments(archive, at), *_wanted_clusters(archive, at)]
 
 
@@ -342,7 +350,7 @@ def _wanted_segments(archive: Archive, at: Mapping[Part, int]) -> list[Segment]:
 
 
 def _wanted_clusters(archive: Archive, at: Mapping[Part, int]) -> list[Clusters]:
-    """Those of all blocks that have some now; to be written are those that are not there."""
+    """List the parts with the current clusters of all blocks. A part that is not in `at` is to be written."""
     n, n_bytes = archive.n_token, archive.block_bytes
     blocks = archive.clustered
     current = set(blocks)
@@ -350,7 +358,7 @@ def _wanted_clusters(archive: Archive, at: Mapping[Part, int]) -> list[Clusters]
     there: set[tuple[int, bool]] = set()
     for each in archive.clusters:
         first = max(each.begin, archive.span.start // n * n)
-        # a block that is far in some rows has near ones in the others
+        # a block that is far in some rows has near clusters in the other rows
         own = {block for block in range(first, each.end, n) if ((block, True) in current) == each.is_far}
         if each in at and own:
             found.append(each)
@@ -376,7 +384,7 @@ def _listing(archive: Archive, file: _SegmentFile | None) -> Listing:
 
 
 def size(session: Path) -> int:
-    """Bytes of the archive of the session at `session`, with what a killed process has left of a next one."""
+    """Bytes of a session's archive, with a FILE.archive.next that a killed process may have left."""
     n = 0
     for place in archive_paths(session):
         with suppress(OSError):
@@ -385,7 +393,7 @@ def size(session: Path) -> int:
 
 
 def archive_paths(session: Path) -> tuple[Path, Path]:
-    """The two names of a session's archive."""
+    """Paths of a session's archive: FILE.archive and FILE.archive.next."""
     path = archive_path(session)
     return path, path.with_name(path.name + _NEXT)
 
@@ -397,18 +405,18 @@ def _delete(place: Path) -> None:
 
 
 def id_in(arrays: Mapping[str, np.ndarray]) -> bytes | None:
-    """The id of the archive that a session lists; None without one. arrays: the session's own."""
+    """Id of the archive that a session lists; None if it lists none. arrays: the session's own."""
     return bytes(arrays[ID]) if ID in arrays else None
 
 
 def id_of(file: FileIO) -> bytes | None:
-    """The id of an archive; None where it is not one of this format."""
+    """Id of an archive; None if the file is not an archive of this format."""
     file.seek(0)
     found = _FIRST_LINE.fullmatch(file.read(_N_FIRST))
     return bytes.fromhex(found[1].decode()) if found else None
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file is an archive, or the empty beginning of one."""
+    """True if a file is an archive, or empty because a process was killed before its first write."""
     with path.open("rb") as file:
         return file.read(len(_START)) in (b"", _START)

@@ -1,4 +1,4 @@
-"""The arrays of a session, with those of its archive put together from the segments in the file beside it."""
+"""Arrays of a session and of its archive, which are read from the segments of FILE.archive."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from kvtool.errors import SessionError
 from kvtool.llama.segment import Part, clusters_name, layer_name, listed, listed_clusters, listed_parts, span
 
 _N_HASHING = min(os.cpu_count() or 1, 4)
-"""Threads that check a file's hashes, which takes most of the time of a large file."""
+"""Threads that check the hashes: for a large archive that takes most of the time of loading."""
 
 
 class Joined(Mapping[str, np.ndarray]):
-    """A session's arrays; those of the archive are put together from its segments when they are asked for.
+    """Arrays of a session and of its archive. An archive array is put together when it is read.
 
     Parameters
     ----------
     arrays
-        The session's own.
+        Arrays in the session file.
     file
-        The file that has the segments, if there is one.
+        The archive file; None if it is missing.
     name, owner
-        What stands for that file and for the session in error messages.
+        Names of the archive file and of the session in error messages.
 
     Raises
     ------
     SessionError
-        Where the file is missing, damaged, or of another session.
+        If the archive file is missing, damaged, or belongs to another session.
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray], file: FileIO | None, name: str, owner: str) -> None:
@@ -68,7 +68,7 @@ class Joined(Mapping[str, np.ndarray]):
                 raise _useless(name, "is damaged", owner)
 
     def _is_whole(self, part: Part) -> bool:
-        # of a file that ends before it there is less
+        # a truncated file gives fewer bytes, whose hash differs
         return hashlib.sha256(self._bytes_of(part).data).digest() == part.sha256
 
     def _bytes_of(self, part: Part) -> np.ndarray:
@@ -84,7 +84,7 @@ class Joined(Mapping[str, np.ndarray]):
         return np.concatenate(parts)
 
     def pieces(self, layer: int) -> list[tuple[int, np.ndarray]]:
-        """As `llama.segment.pieces` gives them."""
+        """Return the pieces of a layer's array, as `llama.segment.pieces` does."""
         n_bytes, before = self._layers[layer], sum(self._layers[:layer])
         found = []
         for segment, at in self._segments.items():
@@ -101,9 +101,9 @@ class Joined(Mapping[str, np.ndarray]):
 
 
 def join(path: Path, arrays: Mapping[str, np.ndarray]) -> Joined:
-    """The arrays of the session at `path` with those of its archive.
+    """Return the arrays of the session at `path` with the arrays of its archive.
 
-    Raises OSError, and SessionError where the archive is missing, damaged or another session's.
+    Raises OSError. Raises SessionError if the archive is missing, damaged, or belongs to another session.
     """
     found = None
     with ExitStack() as stack:

@@ -1,9 +1,9 @@
-"""A chat in a file, which is written whole or not at all and checked when it is read.
+"""Session file of a chat: it is replaced as a whole, and checked when it is read.
 
-Line 1 holds the format's number, the SHA-256 of line 2, and the SHA-256 of the rest. Line 2 is JSON with
-everything that a person may want to read; it can be read even if the rest is damaged. The rest is arrays:
-for each a line with name, dtype and shape, then its bytes. They list what a second file beside it has of the
-chat: what its policy has archived (`archive_file`).
+Line 1 holds the format number, the SHA-256 of line 2, and the SHA-256 of the rest. Line 2 is JSON with the
+text of the chat and its options; it can be read even if the rest is damaged. The rest holds arrays, each as a
+line with name, dtype and shape, followed by its bytes. If the policy has archived tokens, the arrays list the
+segments of a second file, FILE.archive (`archive_file`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kvtool.llama.segment import SEGMENTS
 from kvtool.system import files
 from kvtool.system.files import LOCK, is_locked, locked, replacing
 
-FORMAT, FORMAT_BESIDE = 1, 2
-"""Increases when the meaning of what is saved changes; the second: of a session with an archive beside it."""
+FORMAT, FORMAT_ARCHIVED = 1, 2
+"""Format numbers, of sessions without and with FILE.archive; increased when the file's meaning changes."""
 
 SERVED = re.compile(r"([0-9a-f]{16})\.kv(?:\.(\d+))?")
-"""How a server names a chat's file: its key, and the number of an earlier turn's."""
+"""Name of a chat's file in a server's folder: a key, and a number if the file holds an earlier turn."""
 
 Meta = dict[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -46,12 +46,12 @@ _ALIGN = 64
 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Keeps other kvtool processes out of this session. Raises SessionError where one has it already.
+    """Hold the lock of this session. Raises SessionError if another kvtool process uses the session.
 
     Also raises SessionError for a folder, a device or a pipe.
     """
     with ExitStack() as stack:
-        with _telling("write", path):
+        with _as_session_error("write", path):
             real = Path(os.path.realpath(path))
             lock = lock_of(real)
             if real.exists() and not real.is_file():
@@ -59,23 +59,23 @@ def lock(path: Path) -> Iterator[None]:
             try:
                 stack.enter_context(locked(lock, wait=False))
             except BlockingIOError:
-                said = f"{path} is in use by another chat; end that chat, or name another file"
-                raise SessionError(said) from None
-            # a server looks for a chat's lock once it has its own
+                in_use = f"{path} is in use by another chat; end that chat, or name another file"
+                raise SessionError(in_use) from None
+            # a server checks the chats' locks after it has locked its folder
             if SERVED.fullmatch(real.name) and is_locked(real.with_name(LOCK)):
-                said = f"{path} is in use by the server that runs with --sessions {real.parent}"
-                raise SessionError(f"{said}; end that server, or copy the file and its .archive")
+                in_use = f"{path} is in use by the server that runs with --sessions {real.parent}"
+                raise SessionError(f"{in_use}; end that server, or copy the file and its .archive")
         yield
 
 
 def lock_of(path: Path) -> Path:
-    """The file that is locked while a chat uses this session."""
+    """Path of the lock file that a chat locks while it uses this session."""
     return path.with_name(path.name + LOCK)
 
 
 @contextmanager
-def _telling(what: str, path: Path) -> Iterator[None]:
-    """Inside, what goes wrong with the file is a SessionError."""
+def _as_session_error(what: str, path: Path) -> Iterator[None]:
+    """Raise an OSError or a ValueError of the `with` block as a SessionError."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -83,36 +83,39 @@ def _telling(what: str, path: Path) -> Iterator[None]:
 
 
 def write(path: Path, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Replaces the file once all of it is on the disk. Raises SessionError, with the old file as it was."""
-    with _telling("write", path), replacing(path) as file:
+    """Replace the session once the new file is on the disk.
+
+    Raises SessionError, leaving the old file unchanged.
+    """
+    with _as_session_error("write", path), replacing(path) as file:
         dump(file, meta, arrays)
 
 
 def read(path: Path) -> tuple[Meta, Arrays]:
-    """Reads a file of `write`. Raises SessionError if it is damaged, in another format, or not a session."""
-    with _telling("read", path), path.open("rb") as file:
+    """Read a session. Raises SessionError if it is damaged, has another format, or is not a session."""
+    with _as_session_error("read", path), path.open("rb") as file:
         return load(file, str(path), path)
 
 
 def read_meta(path: Path) -> Meta:
-    """Reads the JSON only, so the rest may be damaged. Raises SessionError as `read` does."""
-    with _telling("read", path), path.open("rb") as file:
+    """Read only the JSON: the rest may be damaged. Raises SessionError as `read` does."""
+    with _as_session_error("read", path), path.open("rb") as file:
         return _head(file, str(path))[0]
 
 
 def peek(path: Path) -> Meta | None:
-    """Reads the JSON of what `write` would replace; None if that is nothing or an empty file.
+    """Read the JSON of the session that `write` would replace; None if there is no file or an empty one.
 
-    Raises SessionError as `read` does, so that only a session is ever replaced.
+    Raises SessionError as `read` does, so that no other file is replaced.
     """
-    with _telling("read", path):
+    with _as_session_error("read", path):
         if not path.exists() or (path.is_file() and path.stat().st_size == 0):
             return None
     return read_meta(path)
 
 
 def archive_id(path: Path) -> bytes | None:
-    """The id of the archive that the session at `path` lists; None without one, or if it cannot be read."""
+    """Id of the archive that the session at `path` lists; None without an archive or a readable session."""
     with suppress(OSError, ValueError, SessionError), path.open("rb") as file:
         return archive_file.id_in(_load(file, str(path))[1])
     return None
@@ -125,30 +128,30 @@ def size(path: Path) -> int:
 
 
 def set_aside(path: Path) -> Path:
-    """Gives a session and its archive a second name, and returns that. Raises OSError."""
+    """Give a session and its archive second names, and return the session's. Raises OSError."""
     return files.set_aside(path, archive_file.SUFFIX, "")
 
 
 def delete(path: Path) -> None:
-    """Removes a session and its archive. Raises OSError."""
+    """Remove a session and its archive. Raises OSError."""
     path.unlink()
     archive_file.delete(path)
 
 
 def dump(file: BinaryIO, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Writes a session to an empty, seekable file, one array at a time."""
+    """Write a session to an empty, seekable file, one array at a time."""
     # the path of a model may hold bytes that are not UTF-8
     line = json.dumps(meta, ensure_ascii=False).encode("utf-8", "surrogateescape") + b"\n"
     digest = hashlib.sha256()
     number = FORMAT
-    # the hash of what follows is written last
+    # the first line is written last, because it has the hash of the arrays
     file.seek(_N_FIRST)
     file.write(line)
     for name, array in arrays:
         array = np.ascontiguousarray(array)
-        number = FORMAT_BESIDE if name == SEGMENTS else number
+        number = FORMAT_ARCHIVED if name == SEGMENTS else number
         title = f"{name} {array.dtype.str} {','.join(map(str, array.shape))}".encode()
-        # pad, so that the bytes start where an array of any type may start
+        # aligned for every dtype, because `load` maps the file
         title += b" " * (-(file.tell() + len(title) + 1) % _ALIGN) + b"\n"
         for part in (title, array.reshape(-1).view(np.uint8).data):
             digest.update(part)
@@ -158,10 +161,10 @@ def dump(file: BinaryIO, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -
 
 
 def load(file: BinaryIO, name: str, archive: FileIO | Path | None = None) -> tuple[Meta, Arrays]:
-    """Reads what `dump` wrote. The arrays are views of the file, read from it when they are used.
+    """Read a file of `dump`. The arrays are views of the mapped file: they are read when they are used.
 
-    `name` stands for the file in error messages. archive: the file with the segments that are listed, if
-    there are some, or the session beside which that lies. Raises SessionError as `read` does, and OSError.
+    name: of the file, for error messages. archive: the open archive file, or the path of the session whose
+    FILE.archive is opened if the session lists segments. Raises SessionError as `read` does, and OSError.
     """
     meta, arrays = _load(file, name)
     if SEGMENTS not in arrays:
@@ -192,11 +195,11 @@ def _load(file: BinaryIO, name: str) -> tuple[Meta, dict[str, np.ndarray]]:
 
 
 def read_tokens(path: Path) -> np.ndarray:
-    """The tokens i32[n] of a session's stream; what else is there may be damaged, and so may they.
+    """Read only the tokens i32[n] of a session's stream, without checking their hash.
 
     Raises SessionError as `read` does.
     """
-    with _telling("read", path), path.open("rb") as file:
+    with _as_session_error("read", path), path.open("rb") as file:
         file.seek(_head(file, str(path))[1])
         try:
             name, dtype, n = file.readline(_N_FIRST).decode().split()
@@ -209,32 +212,32 @@ def read_tokens(path: Path) -> np.ndarray:
 
 
 def _head(file: BinaryIO, name: str) -> tuple[Meta, int, str]:
-    """The JSON, the offset of the arrays, and the arrays' hash."""
+    """Read the JSON. Return it with the offset of the arrays and their hash."""
     file.seek(0)
-    found = _FIRST_LINE.fullmatch(file.readline(_N_FIRST))
-    if not found:
+    first = _FIRST_LINE.fullmatch(file.readline(_N_FIRST))
+    if not first:
         raise SessionError(f"{name} is not a kvtool session, or it is damaged; name another file")
-    if int(found[1]) not in (FORMAT, FORMAT_BESIDE):
+    if int(first[1]) not in (FORMAT, FORMAT_ARCHIVED):
         raise SessionError(
-            f"{name} is a session of format {int(found[1])}, and this kvtool reads up to {FORMAT_BESIDE}; "
+            f"{name} is a session of format {int(first[1])}, and this kvtool reads up to {FORMAT_ARCHIVED}; "
             "use the kvtool that wrote it"
         )
     line = file.readline()
-    if hashlib.sha256(line).hexdigest() != found[2].decode():
+    if hashlib.sha256(line).hexdigest() != first[2].decode():
         what = "damaged" if line.endswith(b"\n") else "truncated"
         raise SessionError(f"{name} is {what}, and so is its text; restore a copy, or name another file")
-    return json.loads(line.decode("utf-8", "surrogateescape")), _N_FIRST + len(line), found[3].decode()
+    return json.loads(line.decode("utf-8", "surrogateescape")), _N_FIRST + len(line), first[3].decode()
 
 
 def _is_cut(data: mmap.mmap, at: int) -> bool:
-    """Whether arrays that do not have their hash end before their last byte."""
+    """True if the file ends before the last array does, given that the hash of the arrays is wrong."""
     while at < len(data):
         end = data.find(b"\n", at)
         try:
             _, dtype, shape = data[at : max(end, at)].decode().split()
             at = end + 1 + int(np.prod([int(n) for n in shape.split(",")])) * np.dtype(dtype).itemsize
         except (ValueError, TypeError):
-            # a title that is cut, or is none
+            # a line that is cut, or damaged
             return end < 0
     return at > len(data)
 
@@ -247,7 +250,7 @@ def _damaged(name: str, is_cut: bool) -> SessionError:
 
 
 def cannot(what: str, path: Path, error: OSError | ValueError, session: Path | None = None) -> SessionError:
-    """The line for a session, or a file of it, that cannot be read or written because of this."""
+    """Return the error for a file of a session that cannot be read or written. session: if not `path`."""
     why = (error.strerror if isinstance(error, OSError) else None) or error
     is_there = what == "write" and os.path.isfile(session or path)
     kept = "; the last saved version is still there" if is_there else ""
