@@ -1,43 +1,50 @@
-"""A chat through one cache: only new tokens are decoded, whatever the policy has evicted."""
+"""A chat in one cache: each turn decodes only its new tokens, and the last changes can be undone.
+
+If the cache can be rewound, undo needs only a mark: where the stream and the messages ended. Otherwise it
+needs a copy of the chat (`chats.undo`).
+"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import cached_property
-from typing import Any
+from io import FileIO
+from itertools import chain
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from kvtool.chats import session
 from kvtool.chats.after_thought import after_thought
-from kvtool.chats.archive_file import Listing
+from kvtool.chats.archive_file import ArchiveFile, Listing
 from kvtool.chats.effort import Efforts
 from kvtool.chats.header import Header
 from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.template import Message, Template
 from kvtool.chats.thinking import THINK, Splitter, apart, control_tokens, without_thought
-from kvtool.chats.undo import UndoPoint, turn_label
-from kvtool.chats.undoable import Undoable
+from kvtool.chats.undo import Copy, Mark, UndoPoint, UndoStack, turn_label
 from kvtool.chats.writer import Writer
 from kvtool.errors import UsageError
+from kvtool.llama.archive import Archive
+from kvtool.system.files import temporary
 
 
 def transcript(messages: list[Message]) -> str:
-    """A chat as plain text: "> " before what the user said, "# " before a system prompt, thoughts in tags."""
+    """Chat as plain text: "> " before a user's message, "# " before a system prompt, thoughts in tags."""
     start = {"user": "> ", "system": "# "}
     return "".join(f"{start.get(m['role'], '')}{_with_thought(m)}\n\n" for m in messages)
 
 
 def _reply(text: str, template: Template, splitter: Splitter) -> Message:
-    """A reply as a message. Its thought is apart if the template has a field for it."""
+    """Return a reply as a message, with its thought in a separate field if the template has one."""
     if not (template.takes_thoughts or template.tags.plain):
         return {"role": "assistant", "content": text}
-    thought, said = apart(text, splitter)
+    thought, answer = apart(text, splitter)
     more = {"reasoning_content": thought} if thought and template.takes_thoughts else {}
-    return {"role": "assistant", "content": said, **more}
+    return {"role": "assistant", "content": answer, **more}
 
 
 def _with_thought(message: Message) -> str:
@@ -46,57 +53,89 @@ def _with_thought(message: Message) -> str:
     return f"{opening}\n{thought}\n{end}\n\n{message['content']}" if thought else message["content"]
 
 
-class Conversation(Undoable):
-    """Turns of one user and the model. A reply that is stopped stays in the chat as far as it went.
+class Conversation:
+    """Turns of one user and the model. A reply that is stopped stays in the chat as far as it was written.
 
     Attributes
     ----------
+    id
+        Identifier of the chat; `reset` starts another chat with another id.
+    version
+        Number that increases with every change of the chat.
+    system
+        System prompt, which is never evicted.
+    is_pinned
+        False if the template omits, cuts or moves the system prompt, so that it cannot be pinned. Known after
+        `pin_system` or the first turn.
+    messages
+        Messages so far, in the form that templates take.
+    n_reply
+        Number of replies started, including undone ones, so that a second attempt samples other tokens.
+    undoable
+        True if `remember` may write copies of the chat for `undo`.
+    undo_stack
+        Marks and copies for `undo`.
+    open_saved
+        Opens session and archive files that hold the chat as it is now; returns None if there are none. With
+        these `remember` need not write a copy.
     template
-        The chat template, under the variables for `effort`.
+        Chat template, with the variables for `effort`.
     effort
-        How much replies think, as `set_effort` takes it; None: as the template has it by default.
+        How much replies think, as in `set_effort`; None for the template's default.
     header
-        The reply header. Its tokens are held in the cache; its last part, with which earlier replies do not
-        begin, is left out once the reply is written.
+        Reply header. Its tokens are held in the cache. The part that the template omits from earlier replies
+        is removed from the cache once the reply is finished.
     shown
-        Control tokens whose text tells thoughts from what is said.
+        Control tokens that `write` yields as text, because they delimit thoughts.
     thought_budget
-        Most tokens of a reply's thought: the end tag is then forced. None for no limit.
-
-    The others as in `Undoable`.
+        Maximum tokens of a reply's thought, after which the end tag is forced. None for no limit.
     """
 
-    effort: str | None
+    id: str
+    system: str | None
+    is_pinned: bool
+    messages: list[Message]
 
     def __init__(
         self, writer: Writer, template: Template, system: str | None = None, *, undoable: bool = False
     ) -> None:
-        super().__init__(writer, undoable=undoable)
+        self.writer = writer
+        self.undoable = undoable
+        self.undo_stack = UndoStack()
+        self.open_saved: Callable[[], tuple[BinaryIO, FileIO | None] | None] = lambda: None
+        # archive of the copies, unless they use the session's
+        self._archive_file = ArchiveFile()
+        self.n_reply = self.version = 0
         self.thought_budget: int | None = None
-        self.effort = None
-        self._before: UndoPoint | None = None
+        self.effort: str | None = None
+        # where `finish_reply` goes back to
+        self._before_reply: UndoPoint | None = None
         self._has_header = True
         self._written: list[str] = []
         self.use_template(template)
-        # the text of these tokens tells thoughts from the rest of a reply
         self.shown = writer.shown = control_tokens(writer.engine.model, template.tags)
         self.reset(system)
 
+    # template and effort
+
     def use_template(self, template: Template, header: Header | None = None) -> None:
-        """Take this template, with this reply header, from the next reply on; the cache stays."""
+        """Use another template from the next reply on, leaving the cache unchanged.
+
+        header: its reply header, if that is known.
+        """
         self.template = template
         self.header = header or Header.of(self.writer.engine.model, template)
 
     def hold_header(self) -> None:
-        """Hold the reply header in the cache. Raises UsageError for one that leaves no room in it."""
+        """Hold the reply header in the cache. Raises UsageError if it leaves no room there."""
         self.writer.engine.hold(self.header.n - self.header.n_begun)
 
     def set_effort(self, effort: str | None, budget: int | None = None) -> None:
-        """Let replies think so much from now on; None: as the template has it by default.
+        """Set how much replies think from now on; None for the template's default.
 
         budget: as in `thought_budget`. If the template then renders the chat so far differently, the next
-        turn reads all of it again: see `rereads`. Raises UsageError, with nothing changed, for an effort that
-        the template does not take.
+        turn reads the whole chat again: see `rereads`. Raises UsageError, leaving everything unchanged, for
+        an effort that the template does not take.
         """
         template, again, before = self._under(effort, budget), self.rereads(effort, budget), self.template
         self.use_template(template)
@@ -115,21 +154,21 @@ class Conversation(Undoable):
 
     @cached_property
     def efforts(self) -> Efforts:
-        """The efforts that the template takes."""
+        """Efforts that the template takes."""
         return Efforts.of(self.template)
 
     def rereads(self, effort: str | None, budget: int | None = None) -> bool:
-        """True if the template renders the chat so far differently under these. Raises as `set_effort`."""
+        """True if the template renders the chat so far differently with these. Raises as `set_effort`."""
         template = self._under(effort, budget)
         return bool(self.n_turn) and self._past(template) != self._past(self.template)
 
     def _under(self, effort: str | None, budget: int | None) -> Template:
-        """Return the template under the variables for these. Raises UsageError."""
+        """Return the template with the variables for an effort and a budget. Raises UsageError."""
         asks = effort is not None or budget is not None
         return self.template.under(self.efforts.exact(effort, budget) if asks else {})
 
     def _past(self, template: Template) -> str:
-        """The text of the chat so far, up to the end of its last reply, as this template renders it."""
+        """Text of the chat up to the end of its last reply, rendered by a template. Raises UsageError."""
         whole = template.render([*self.messages, {"role": "user", "content": "."}])
         turn = template.turn(self.messages[:-1], ".")
         if not whole.endswith(turn):
@@ -137,78 +176,73 @@ class Conversation(Undoable):
         return whole.removesuffix(turn)
 
     def _postpone_past(self) -> None:
-        """Empty the cache, and let the next turn read the chat so far first. Raises UsageError."""
+        """Empty the cache; the next turn then reads the whole chat first. Raises UsageError."""
         tokens, n = self._with_prefix(self._past(self.template))
         self.writer.engine.eviction.check_pin(n + self.header.n)
         self.writer.postpone(tokens)
         self._pin(n)
         self.version += 1
 
-    def save(self, listed: Listing) -> tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]:
-        """As `Undoable.save`, with the effort."""
-        meta, arrays = super().save(listed)
-        return meta | {"effort": self.effort}, arrays
-
-    def restore(self, meta: session.Meta, arrays: session.Arrays, *, seed: int | None = None) -> None:
-        """As `Undoable.restore`, with the effort."""
-        super().restore(meta, arrays, seed=seed)
-        # sessions of earlier versions have none
-        if (effort := meta.get("effort")) != self.effort:
-            self.use_template(self._under(effort, self.thought_budget))
-            self.effort = effort
-
-    def close(self) -> None:
-        """Drops copies and marks."""
-        self.finish_reply(None)
-        super().close()
-
-    @property
-    def n_turn(self) -> int:
-        """How many messages of the user the chat has."""
-        return sum(message["role"] == "user" for message in self.messages)
+    # the start of a chat
 
     def reset(self, system: str | None = None) -> None:
-        """Starts another chat with an empty cache under this system prompt. `remember` makes it undoable."""
+        """Start another chat with an empty cache. To make that undoable, call `remember` before."""
         self.writer.reset()
         self.version += 1
         self.id = secrets.token_hex(8)
-        self._put(system)
+        self._set_system(system)
 
-    def _put(self, system: str | None) -> None:
+    def _set_system(self, system: str | None) -> None:
         self.system = (system or "").strip() or None
         self.is_pinned = True
-        self.messages: list[Message] = []
-        if self.system:
-            self.messages.append({"role": "system", "content": self.system})
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def pin_system(self) -> None:
-        """Pins the system prompt of a new chat, as its first turn will.
+        """Pin the system prompt of a new chat, as its first turn does.
 
-        Raises UsageError where the prompt leaves no room in the cache, and ModelError where the template
-        does not take it.
+        Raises UsageError if the prompt leaves no room in the cache, and ModelError if the template does not
+        take it.
         """
         if self.writer.is_new:
             self._start("x")
 
     def check_system(self, system: str) -> None:
-        """Raises what `pin_system` would raise in a chat under this system prompt; changes nothing."""
-        engine, own = self.writer.engine, (self.messages, self.system, self.is_pinned)
+        """Raise the errors that `pin_system` would raise under this system prompt, changing nothing."""
+        saved = self.messages, self.system, self.is_pinned
         try:
-            self._put(system)
-            engine.eviction.check_pin(self._first("x")[1])
+            self._set_system(system)
+            self.writer.engine.eviction.check_pin(self._first("x")[1])
         finally:
-            self.messages, self.system, self.is_pinned = own
+            self.messages, self.system, self.is_pinned = saved
+
+    def start_over(self, n_pinned: int) -> None:
+        """Empty the cache, and pin the first n_pinned tokens to come. Raises UsageError for too many."""
+        self.writer.reset()
+        self._pin(n_pinned)
+
+    def set_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the messages by those of a client, whose tokens the cache holds."""
+        self.version += 1
+        self.messages = [*map(dict, messages)]
+        self.n_reply = sum(message["role"] == "assistant" for message in messages)
+
+    # turns
+
+    @property
+    def n_turn(self) -> int:
+        """Number of the user's messages."""
+        return sum(message["role"] == "user" for message in self.messages)
 
     def reply(self, text: str, n_max: int | None = None) -> Iterator[str]:
-        """Yields the model's answer piece by piece. Raises as Writer.write, Engine.pin and Template do.
+        """Yield the model's answer piece by piece. Raises as Writer.write, Engine.pin and Template do.
 
-        A turn that is stopped while it is read stays; the rest of it is read first the next time.
+        A turn that is stopped while it is read stays in the chat; the next turn reads its rest first.
         """
         if self.read_turn(text):
             yield from self.answer(n_max)
 
     def read_turn(self, text: str) -> bool:
-        """Reads a turn of the user; returns False if stopped before its end. Raises as `reply` does."""
+        """Read a turn of the user; return False if stopped before its end. Raises as `reply` does."""
         self.writer.stop = False
         tokens = self._tokens_of_turn(text)
         self.remember(turn_label(text), text)
@@ -223,34 +257,20 @@ class Conversation(Undoable):
         return is_read
 
     def read_prompt(self, tokens: np.ndarray) -> bool:
-        """Reads i32[n] tokens that end with the reply header; returns False if stopped before their end.
+        """Read i32[n] tokens that end with the reply header; return False if stopped before the end.
 
-        The part of the header that earlier replies do not begin with is read by `write`, as is a beginning
-        of the reply.
+        `write` reads the last part of the header, which the template omits from earlier replies, and a given
+        beginning of the reply.
         """
         self._has_header = self.header.ends(tokens)
         n = len(tokens) - (self.header.n_opening if self._has_header else 0)
         self._opening = tokens[n:]
         return self.writer.read(tokens[:n])
 
-    def start_over(self, n_pinned: int) -> None:
-        """Starts over with an empty cache for a chat whose first n_pinned tokens will stay.
-
-        Raises UsageError for too many.
-        """
-        self.writer.reset()
-        self._pin(n_pinned)
-
-    def set_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Takes over the messages of a chat that a client keeps; the cache holds their tokens."""
-        self.version += 1
-        self.messages = [*map(dict, messages)]
-        self.n_reply = sum(message["role"] == "assistant" for message in messages)
-
     def answer(self, n_max: int | None = None) -> Iterator[str]:
-        """Yields the reply to the turn that was heard last, piece by piece. Raises as `reply` does.
+        """Yield the reply to the turn that was read last, piece by piece. Raises as `reply` does.
 
-        Where the template drops the thoughts of earlier replies, so does the cache: see `finish_reply`.
+        If the template drops the thoughts of earlier replies, the cache does the same: see `finish_reply`.
         """
         template, header = self.template, self.header
         try:
@@ -263,7 +283,7 @@ class Conversation(Undoable):
             self.finish_reply(None if stays else header.start(template, before, reply))
 
     def write(self, n_max: int | None, *, may_change: bool) -> Iterator[str]:
-        """Yields the reply behind its beginning, piece by piece. Call `finish_reply` behind it.
+        """Yield the reply after its given beginning, piece by piece. Call `finish_reply` afterwards.
 
         may_change: True if `finish_reply` may get a text.
         """
@@ -271,52 +291,52 @@ class Conversation(Undoable):
         self._written = [self.header.begun]
         self.start_sampling()
         self.n_reply += 1
-        self._before = self._copy_of_now() if may_change and self._has_header else None
+        self._before_reply = self._undo_point() if may_change and self._has_header else None
         if self.writer.read(self._opening):
             for piece in self.writer.write(n_max):
                 self._written.append(piece)
                 yield piece
 
     def start_sampling(self) -> None:
-        """Begin the reply's draws. Raises UsageError if its beginning does not fit its constraint."""
+        """Prepare the sampler for the reply. Raises UsageError if its beginning violates its constraint."""
         model, begun = self.writer.engine.model, self.header.begun
         header = None if self._has_header else ""
         around = after_thought(model, self.template, self.thought_budget, header, begun)
         self.writer.sampler.start(self.n_reply, around)
 
     def finish_reply(self, start: str | None) -> None:
-        """Make the reply in the cache that which the template shows once it is an earlier one.
+        """Replace the reply in the cache by the form in which the template renders earlier replies.
 
-        start: the text that the template then has between `header.kept` and the answer, such as a thought;
-        None if the reply stays as it was written. If the cache has another text there, it goes back to the
-        end of `header.kept` and reads this text and the answer: that is all that a dropped thought costs.
+        start: text that the template then renders between `header.kept` and the answer, such as a thought;
+        None if the reply stays as it was written. If the cache holds another text there, it is rewound to the
+        end of `header.kept` and reads `start` and the answer. Dropping a thought costs no more than this.
         """
-        before, self._before = self._before, None
+        before, self._before_reply = self._before_reply, None
         if not before:
             return
         with closing(before):
             text = "".join(self._written)
-            said = without_thought(text, self.splitter())
-            if start is not None and start + said != self.header.left_out + text:
-                self._read_again(before, start, said)
+            answer = without_thought(text, self.splitter())
+            if start is not None and start + answer != self.header.left_out + text:
+                self._read_again(before, start, answer)
 
     def splitter(self) -> Splitter:
-        """Tells the thought of the next reply, beginning included, from what it says."""
+        """Splitter of the next reply, including a given beginning, into thought and answer."""
         is_open = self.template.opens_thought and self._has_header and not self.header.begun
         return Splitter(self.template.tags, is_open=is_open)
 
-    def _read_again(self, before: UndoPoint, start: str, said: str) -> None:
-        """Goes back there and reads these texts."""
+    def _read_again(self, before: UndoPoint, start: str, answer: str) -> None:
+        """Go back to `before`, and read these two texts."""
         messages, sampler = self.messages, self.writer.sampler
         recent, seed = list(sampler.recent), sampler.seed
         try:
             self._go_to(before)
         except UsageError:
-            # the reply was longer than the archive: the thought stays
+            # the archive has forgotten what rewinding needs: the thought stays in the cache
             return
         self.messages = messages
         sampler.resume(recent, seed)
-        text = start + marked(self.template.markers, said)
+        text = start + marked(self.template.markers, answer)
         self.writer.read(tokens_of(self.writer.engine.model, text))
 
     def _tokens_of_turn(self, text: str) -> np.ndarray:
@@ -325,22 +345,165 @@ class Conversation(Undoable):
         return tokens_of(self.writer.engine.model, self.template.turn(self.messages[:-1], text))
 
     def _start(self, text: str) -> np.ndarray:
-        """The tokens of a first turn; pins the system prompt and holds the reply header."""
+        """Return the tokens of a first turn. Pins the system prompt and holds the reply header."""
         tokens, n = self._first(text)
         self._pin(n)
         return tokens
 
     def _pin(self, n: int) -> None:
-        """Pins the first n tokens and holds the reply header."""
+        """Pin the first n tokens, and hold the reply header."""
         self.writer.engine.pin(n)
         self.hold_header()
 
     def _first(self, text: str) -> tuple[np.ndarray, int]:
-        """The tokens of a first turn, and how many of them are the system prompt's."""
+        """Return the tokens of a first turn, and the number of those that cover the system prompt."""
         return self._with_prefix(self.template.render([*self.messages, {"role": "user", "content": text}]))
 
     def _with_prefix(self, whole: str) -> tuple[np.ndarray, int]:
-        """The tokens of a rendered chat, and how many of them are the system prompt's."""
+        """Return the tokens of a rendered chat, and the number of those that cover the system prompt."""
         prefix = (system_prefix(self.template, self.system) if self.system else "") or ""
         self.is_pinned = not self.system or (bool(prefix) and whole.startswith(prefix))
         return prefix_tokens(self.writer.engine.model, whole, len(prefix) if self.is_pinned else 0)
+
+    # sessions
+
+    @property
+    def archive(self) -> Archive | None:
+        """The policy's archive, whose tokens are not in what `save` returns."""
+        return self.writer.engine.context.archive
+
+    def save(self, listed: Listing) -> tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]:
+        """Return the whole chat: its part in JSON, and its arrays one at a time.
+
+        listed: as `ArchiveFile.write` yields it.
+        """
+        arrays = chain([("tokens", self.writer.tokens)], self.writer.engine.save(archived=False), listed)
+        return {
+            "id": self.id,
+            "system": self.system,
+            "messages": self.messages,
+            "n_reply": self.n_reply,
+            "writer": self.writer.save(),
+            "marks": [mark.saved() for mark in self.undo_stack.marks],
+            "effort": self.effort,
+        }, arrays
+
+    def restore(self, meta: session.Meta, arrays: session.Arrays, *, seed: int | None = None) -> None:
+        """Continue from what `save` returned. Raises SessionError, changing nothing, if it does not fit.
+
+        seed: seed of the sampler from now on; None for the saved one.
+        """
+        self.writer.engine.restore(arrays)
+        self.version += 1
+        self.writer.restore(meta["writer"], arrays["tokens"], seed)
+        self.system, self.messages, self.n_reply = meta["system"], meta["messages"], meta["n_reply"]
+        # sessions of earlier versions have none
+        self.id = meta.get("id") or secrets.token_hex(8)
+        self.is_pinned = True
+        # sessions of earlier versions have none
+        if (effort := meta.get("effort")) != self.effort:
+            self.use_template(self._under(effort, self.thought_budget))
+            self.effort = effort
+
+    def resume(self, meta: session.Meta, arrays: session.Arrays) -> None:
+        """Continue as `restore` does, with the saved chat's marks. Its copies are not saved."""
+        self.restore(meta, arrays)
+        # sessions of earlier versions have none
+        for saved in meta.get("marks", ()):
+            self.undo_stack.push(Mark.restored(saved, self.messages))
+
+    # undo
+
+    @property
+    def goes_back(self) -> bool:
+        """True if the cache can be rewound: a full archive has forgotten tokens that it would need."""
+        archive = self.archive
+        return self.writer.engine.goes_back and (archive is None or archive.n < archive.n_max)
+
+    def _mark(self, change: str, turn: str | None = None) -> Mark:
+        n = self.writer.engine.n_past, len(self.messages), self.n_reply
+        return Mark(change, *n, self.writer.save(), turn)
+
+    def _go_to(self, before: UndoPoint) -> None:
+        """Take the chat back to a mark or a copy. Raises as `undo` does, changing nothing."""
+        if isinstance(before, Copy):
+            self.restore(*session.load(before.file, "the copy of the chat", before.archive))
+            return
+        if not self.writer.go_back(before.n_past, before.writer):
+            raise UsageError(
+                "the archive has forgotten tokens that the cache would need; a larger --archive keeps more"
+            )
+        self.version += 1
+        self.messages, self.n_reply = self.messages[: before.n_message], before.n_reply
+
+    def remember(self, change: str, turn: str | None = None) -> bool:
+        """Push the mark or the copy that `undo` needs to take back a change which comes next.
+
+        turn: text of the user, if the change is a turn. A turn needs only a mark if the cache can be rewound.
+        Returns False if the disk has no room for a copy even without the older copies.
+        """
+        if turn is not None and self.goes_back:
+            # pushed even if not undoable: the session saves it, for a later chat that is
+            self.undo_stack.push(self._mark(change, turn))
+            return True
+        if not self.undoable:
+            self.undo_stack.close()
+            return False
+        while True:
+            try:
+                self.undo_stack.push(Copy(change, *(self.open_saved() or self._copy()), turn))
+            except OSError:
+                # undo cannot reach older copies past a missing one: drop them to make room for this one
+                if not len(self.undo_stack):
+                    self._archive_file.close()
+                    return False
+                self.undo_stack.drop_oldest()
+            else:
+                return True
+
+    def undo(self) -> str | None:
+        """Take back the last change, and return its name; None if there is neither a mark nor a copy.
+
+        Raises SessionError for a damaged copy, and UsageError if the archive has forgotten tokens that a mark
+        needs. That copy or mark is dropped; nothing else changes.
+        """
+        return self._undo_last().change if len(self.undo_stack) else None
+
+    def undo_turn(self) -> str | None:
+        """Take back the last turn if it is the last change, and return its text; otherwise return None.
+
+        Raises as `undo` does.
+        """
+        return self._undo_last().turn if self.undo_stack.newest_turn is not None else None
+
+    def _undo_last(self) -> UndoPoint:
+        with closing(self.undo_stack.pop()) as before:
+            n_reply = self.n_reply
+            self._go_to(before)
+        self.n_reply = max(n_reply, self.n_reply)
+        return before
+
+    def close(self) -> None:
+        """Drop all marks and copies."""
+        self.finish_reply(None)
+        self.undo_stack.close()
+        self._archive_file.close()
+
+    def _copy(self) -> tuple[BinaryIO, FileIO | None]:
+        with ExitStack() as stack:
+            file = stack.enter_context(temporary())
+            with self._archive_file.write(self.archive) as listed:
+                session.dump(file, *self.save(listed))
+                file.flush()
+            archive = self._archive_file.reopen()
+            stack.pop_all()
+            return file, archive
+
+    def _undo_point(self) -> UndoPoint | None:
+        """Return a mark or a copy of the chat now; None if the disk has no room for a copy."""
+        if self.goes_back:
+            return self._mark("")
+        try:
+            return Copy("", *self._copy())
+        except OSError:
+            return None

@@ -1,4 +1,4 @@
-"""What takes changes of a chat back: copies of it on disk, or marks where the cache itself can go back."""
+"""Undo: marks in a stream for caches that can be rewound, and copies of the chat on disk for all others."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from itertools import takewhile
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 MOST = 10
-"""Copies that are kept."""
+"""Maximum number of copies."""
 
 MOST_BYTES = 512 * 2**20
-"""Bytes that the copies may take together; the newest one is kept whatever it takes, and what it shares."""
+"""Maximum bytes of all copies. The newest copy stays at any size; its archive does not count."""
 
 
 def turn_label(text: str) -> str:
-    """What a turn is called as a change: by its first words, on one line."""
+    """Name of a turn in messages about undo: its first words, on one line."""
     words = " ".join(text.split())
     brief = words if len(words) <= 40 else words[:39] + "\u2026"
     return f'the turn "{brief}"'
 
 
 class Copy(NamedTuple):
-    """A chat as it was before a change.
+    """Copy of a chat before a change. The owner closes it.
 
     Attributes
     ----------
     change
-        What was done next, in words: a turn, or a command.
+        Name of the change: a turn, or a command.
     file
-        The chat as `session.dump` writes it; the caller closes it.
+        Open session file.
     archive
-        The file with the segments that it lists, if any; the caller closes it as well.
+        Open archive file, if the session lists segments.
     turn
-        What the user said next, if the change is a turn.
+        Text of the user, if the change is a turn.
     """
 
     change: str
@@ -49,18 +49,18 @@ class Copy(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Where a chat was before a change, for a cache that can go back there.
+    """Position in a chat before a change, to which the cache can be rewound.
 
     Attributes
     ----------
     change, turn
         As in `Copy`.
     n_past, n_message
-        Tokens and messages of the chat.
+        Number of tokens and messages.
     n_reply
-        Replies begun.
+        Number of replies started.
     writer
-        What `Writer.save` gave.
+        State of the writer, from `Writer.save`.
     """
 
     change: str
@@ -71,50 +71,50 @@ class Mark(NamedTuple):
     turn: str | None = None
 
     def close(self) -> None:
-        """Nothing: there is no file."""
+        """Do nothing: a mark has no files."""
 
     def saved(self) -> tuple[Any, ...]:
-        """As JSON can hold it beside the chat's messages."""
+        """Return the values that a session saves as JSON: the texts are in its messages."""
         return self[1:-1]
 
     @classmethod
     def restored(cls, saved: Sequence[Any], messages: Sequence[dict[str, Any]]) -> Mark:
-        """What `saved` returned, in a chat of these messages."""
+        """Return the mark from the values of `saved` and the chat's messages."""
         n_past, n_message, n_reply, writer = saved
         turn = messages[n_message]["content"]
         return cls(turn_label(turn), n_past, n_message, n_reply, writer, turn)
 
 
 UndoPoint: TypeAlias = "Copy | Mark"
-"""A chat as it was before a change."""
+"""State of a chat before a change."""
 
 
 class UndoStack:
-    """A stack of copies and marks, which drops the oldest to stay within `most` copies and `most_bytes`."""
+    """Stack of marks and copies, oldest first. Drops the oldest if there are too many copies or bytes."""
 
     def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
         self.most = most
         self.most_bytes = most_bytes
-        self._copies: list[UndoPoint] = []
+        self._points: list[UndoPoint] = []
 
     def __len__(self) -> int:
-        return len(self._copies)
+        return len(self._points)
 
     @property
     def on_disk(self) -> list[Copy]:
-        """Those that are no marks."""
-        return [each for each in self._copies if isinstance(each, Copy)]
+        """The copies, without the marks."""
+        return [point for point in self._points if isinstance(point, Copy)]
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that the copies take on disk, without archives that a session also has."""
+        """Bytes of the copies on disk, without archives that a session file also uses."""
         files = sum(os.fstat(copy.file.fileno()).st_size for copy in self.on_disk)
         return files + sum(self._archives().values())
 
     def _archives(self) -> dict[int, int]:
-        """Bytes of the archives that no session has, by their inodes: many copies share one."""
-        archives = (os.fstat(copy.archive.fileno()) for copy in self.on_disk if copy.archive)
-        return {each.st_ino: each.st_size for each in archives if not each.st_nlink}
+        """Bytes by inode of the archives that no session uses. Several copies may share one."""
+        stats = (os.fstat(copy.archive.fileno()) for copy in self.on_disk if copy.archive)
+        return {stat.st_ino: stat.st_size for stat in stats if not stat.st_nlink}
 
     def _is_full(self) -> bool:
         if not (copies := self.on_disk):
@@ -125,28 +125,28 @@ class UndoStack:
 
     @property
     def newest_turn(self) -> str | None:
-        """What the user said in the change that the newest copy was made before; None if that is no turn."""
-        return self._copies[-1].turn if self._copies else None
+        """Text of the user in the last change; None if that is not a turn."""
+        return self._points[-1].turn if self._points else None
 
     @property
     def marks(self) -> list[Mark]:
-        """Those that are newer than all copies: the chat can go back through them, from the newest on."""
-        newest = takewhile(lambda each: isinstance(each, Mark), reversed(self._copies))
-        return [each for each in newest if isinstance(each, Mark)][::-1]
+        """The marks that are newer than all copies. Marks under a copy belong to an earlier stream."""
+        newest = takewhile(lambda point: isinstance(point, Mark), reversed(self._points))
+        return [point for point in newest if isinstance(point, Mark)][::-1]
 
-    def push(self, copy: UndoPoint) -> None:
-        self._copies.append(copy)
+    def push(self, point: UndoPoint) -> None:
+        self._points.append(point)
         while self._is_full():
             self.drop_oldest()
 
     def pop(self) -> UndoPoint:
-        """Takes the newest copy out."""
-        return self._copies.pop()
+        """Remove and return the newest mark or copy. The caller closes it."""
+        return self._points.pop()
 
     def drop_oldest(self) -> None:
-        self._copies.pop(0).close()
+        self._points.pop(0).close()
 
     def close(self) -> None:
-        """Drops all copies."""
-        while self._copies:
+        """Drop all marks and copies."""
+        while self._points:
             self.drop_oldest()

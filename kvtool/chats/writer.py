@@ -1,4 +1,4 @@
-"""Text in, text out, through one cache."""
+"""Reading tokens into an engine and sampling text from it, with draft tokens if there is a drafter."""
 
 from __future__ import annotations
 
@@ -20,34 +20,38 @@ from kvtool.llama.sampler import Sampler
 class Writer:
     """Reads tokens into an engine, and samples text from it.
 
-    What a stop leaves unread is read first the next time.
+    If a stop leaves tokens unread, the next call reads them first.
 
     Attributes
     ----------
     stop
-        Setting this, even from a signal handler, ends `read` and `write` after the current step.
+        Set to True, even in a signal handler, to end `read` or `write` after the current step.
     n_written
-        Tokens that the last `write` has sampled.
-    n_anew
-        Tokens that were read once more, with a text behind them, since `begin`.
+        Number of tokens that the last `write` sampled.
+    n_reread
+        Number of tokens decoded a second time since `begin`, because the engine read the stream again.
     is_cut
-        Whether the last `write` ended because it had written as many tokens as it may.
+        True if the last `write` ended because it reached its maximum number of tokens.
+    loop
+        The loop that ended the last `write`, or None.
+    ends_loops
+        True if `write` ends when the text repeats itself.
     ending
-        The token that ended the last `write`; None where it ended for another reason.
+        The token that ended the last `write`; None if it ended for another reason.
     stopped_by
-        The stop string that the last `write` has come to; "" if to none.
+        The stop string that ended the last `write`, or "".
     shown
-        Control tokens whose text `write` yields all the same.
+        Control tokens whose text `write` yields.
     ends
-        Tokens that end `write` as the model's end of a turn does.
+        Tokens that end `write`, in addition to the model's own.
     before_reading
         Called with the number of tokens of each text before it is read.
     after_sampling
-        Called with each token that `write` has sampled, while its logits are the context's last.
+        Called with each sampled token, while the context still has the logits it was sampled from.
     while_reading
-        Called before each step with how many tokens of the text are read, and how many it has.
+        Called before each step with the number of tokens read so far, and of all tokens of the text.
     drafter
-        Guesses what is written, if there is one.
+        Source of draft tokens, or None.
     """
 
     def __init__(self, engine: Engine, sampler: Sampler, drafter: Drafter | None = None) -> None:
@@ -77,57 +81,57 @@ class Writer:
         while_reading: Callable[[int, int], None],
         ends: frozenset[int] = frozenset(),
     ) -> None:
-        """Prepare the next text: another sampler, which replaces the present one, callbacks, and its ends."""
+        """Prepare for the next text with another sampler, callbacks and end tokens. Closes the old sampler."""
         self.sampler.close()
         self.sampler, self.shown, self.stop, self.n_reread = sampler, shown, False, 0
         self.ends = ends
         self.after_sampling, self.while_reading = after_sampling, while_reading
 
     def reset(self) -> None:
-        """Starts over with an empty cache."""
+        """Empty the cache."""
         self.engine.reset()
         self._forget()
 
     def postpone(self, tokens: np.ndarray) -> None:
-        """Starts over with an empty cache; the next text is read behind these tokens i32[n]."""
+        """Empty the cache; the next text is read after these tokens i32[n]."""
         self.reset()
         self._unread = tokens
 
     def _forget(self) -> None:
         self._unread = np.empty(0, np.int32)
         self._decoded = array("i")
-        # guesses that the engine has decoded: those that did not come yet, and how many have come
-        self._ahead, self._n_true = np.empty(0, np.int32), 0
-        # a restored cache has no logits of its own
+        # draft tokens that are decoded and not yet sampled, and the number of those sampled
+        self._drafts, self._n_sampled = np.empty(0, np.int32), 0
+        # a restored cache has no logits
         self._restored = False
 
     @property
     def tokens(self) -> np.ndarray:
-        """i32[n_past]: the tokens decoded since the reset."""
+        """Tokens i32[n_past] decoded since the reset."""
         return np.array(self._decoded, np.int32)
 
     @property
     def unread(self) -> np.ndarray:
-        """i32[n]: what comes next in the stream, and is not decoded yet."""
+        """Next tokens i32[n] of the stream, which are not decoded yet."""
         return self._unread
 
     @property
     def n_drafted(self) -> int:
-        """Guesses made since it was made."""
+        """Number of draft tokens since the drafter was made."""
         return self.drafter.n_drafted if self.drafter else 0
 
     @property
     def n_accepted(self) -> int:
-        """Those of them that came true."""
+        """Number of draft tokens that were sampled then."""
         return self.drafter.n_accepted if self.drafter else 0
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing was read since the reset."""
+        """True if nothing was read since the reset."""
         return self.engine.n_past == 0 and not len(self._unread)
 
     def save(self) -> dict[str, Any]:
-        """What a later writer needs besides the engine, as JSON can hold it."""
+        """Return the writer's state without the engine, as values for JSON."""
         return {
             "seed": self.sampler.seed,
             "recent": list(self.sampler.recent),
@@ -135,7 +139,10 @@ class Writer:
         }
 
     def restore(self, saved: Mapping[str, Any], tokens: np.ndarray, seed: int | None = None) -> None:
-        """Continues after tokens i32[n_past] from what `save` returned; by this seed, if one is given."""
+        """Continue after tokens i32[n_past] from the state that `save` returned.
+
+        seed: replaces the saved one.
+        """
         self.sampler.resume(saved["recent"], saved["seed"] if seed is None else seed)
         if self.drafter:
             self.drafter.cut(_n_equal(self.tokens, tokens))
@@ -144,16 +151,16 @@ class Writer:
         self._restored = True
 
     def go_back(self, n: int, saved: Mapping[str, Any], seed: int | None = None) -> bool:
-        """Continues after the first n tokens, where `save` returned this; by this seed, if one is given.
+        """Rewind to the first n tokens, with the state that `save` returned there.
 
-        Returns False, with all as it was, where the engine cannot go back there.
+        seed: replaces the saved one. Returns False, changing nothing, if the engine cannot be rewound to n tokens.
         """
-        n_lacking = n - self.engine.n_past
-        if 0 < n_lacking <= len(self._unread):
-            # a stop amid what is read anew
-            lacking = self._unread[:n_lacking]
+        n_missing = n - self.engine.n_past
+        if 0 < n_missing <= len(self._unread):
+            # a stop came while the stream was read again
+            missing = self._unread[:n_missing]
             self.restore(saved, self.tokens, seed)
-            self._unread = np.concatenate([lacking, self._unread])
+            self._unread = np.concatenate([missing, self._unread])
             return True
         if not self.engine.go_back(n):
             return False
@@ -161,31 +168,31 @@ class Writer:
         return True
 
     def read(self, tokens: np.ndarray, after_step: Callable[[slice], None] | None = None) -> bool:
-        """Decodes i32[n] tokens in as many steps as it takes; returns False if stopped before the end.
+        """Decode i32[n] tokens; return False if stopped before the end.
 
-        after_step: called after each step with which of the tokens it took. All of them then give logits, and
-        each plan comes when it is due, as when a text is measured.
+        after_step: called after each step with the slice of the tokens that it decoded. All tokens then
+        output logits, and the policy plans whenever a plan is due, as when perplexity is measured.
         """
-        self._settle()
+        self._drop_drafts()
         self._unread = np.concatenate([self._unread, tokens])
         if len(tokens):
             self.before_reading(len(self._unread))
         return self._decode_unread(after_step)
 
     def _decode_unread(self, after_step: Callable[[slice], None] | None = None) -> bool:
-        """Decodes what was given or sampled; returns False if stopped before the end."""
-        # an engine may have read more than this writer
+        """Decode the unread tokens; return False if stopped before the end."""
+        # the engine may have read tokens without this writer
         knows_all = len(self._decoded) == self.engine.n_past
         if after_step is None and knows_all and not self.stop and self.engine.reads_anew(len(self._unread)):
             whole = np.concatenate([self.tokens, self._unread])
             self.engine.empty()
             self.n_reread += len(self._decoded)
-            # a stop leaves all of it to be read
+            # a stop leaves the whole stream to be read
             self._unread, self._decoded = whole, array("i")
         before, n_all = self.engine.n_past, len(self._unread)
 
         def stopped() -> bool:
-            # a prompt that is read twice is in the cache with what repeats it
+            # n_past may grow by more: kvzip's reconstruction pass repeats the prompt in the cache
             self.while_reading(min(self.engine.n_past - before, n_all), n_all)
             return self.stop
 
@@ -197,19 +204,19 @@ class Writer:
                 while self.engine.n_past - before < n_all and not stopped():
                     after_step(next(steps))
         finally:
-            # after an error, what was decoded before it counts as read
-            self._take(self.engine.n_past - before)
+            # also after an error: the tokens decoded before it count as read
+            self._mark_decoded(self.engine.n_past - before)
         return not len(self._unread)
 
     def write(self, n_max: int | None = None) -> Iterator[str]:
-        """Samples until the model ends its turn, n_max tokens are written, `stop` is set, or the text loops.
+        """Sample until the model ends its turn, n_max tokens are written, `stop` is set, or the text loops.
 
-        First reads what a stop left unread. No piece ends in the middle of a character. The text also ends
-        before a stop string of the sampler's settings; the tokens of the stop string stay in the cache, since
-        what the policy evicted for them is gone.
+        Reads unread tokens first. No piece ends in the middle of a character. The text also ends before a
+        stop string of the sampler's settings. The stop string's tokens stay in the cache, because the tokens
+        that the policy evicted for them cannot be restored.
 
-        Raises StreamEnd where the cache or the positions are used up, and UsageError where nothing has been
-        read, or where no token fits the grammar.
+        Raises StreamEnd if the cache or the positions are used up. Raises UsageError if nothing has been
+        read, or if no token fits the grammar.
         """
         stops = Stops(self.sampler.settings.stop)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -222,10 +229,10 @@ class Writer:
         try:
             yield from self._pieces(n_max, stops, decoder)
         finally:
-            self._settle()
+            self._drop_drafts()
 
     def _pieces(self, n_max: int | None, stops: Stops, decoder: codecs.IncrementalDecoder) -> Iterator[str]:
-        """What `write` yields."""
+        """Yield the pieces of `write`."""
         model, loop = self.engine.model, Loop()
         while not self.stop and self.n_written != n_max:
             token = self.sampler.sample(self.engine.context)
@@ -234,7 +241,7 @@ class Writer:
                 break
             self.n_written += 1
             self.after_sampling(token)
-            # the next `write` reads it if the caller asks for no more pieces
+            # if the caller takes no more pieces, the next `write` decodes this token
             self._unread = np.array([token], np.int32)
             text = model.piece(token, special=token in self.shown)
             if piece := stops.feed(decoder.decode(text)):
@@ -256,54 +263,54 @@ class Writer:
             yield rest
 
     def _decode_sampled(self, n_left: int) -> None:
-        """Decodes the token that was sampled, with guesses of what follows where that pays.
+        """Decode the sampled token, with draft tokens after it if the drafter expects them to pay.
 
-        n_left: how many tokens may still be sampled.
+        n_left: number of tokens that may still be sampled.
         """
         drafter, token = self.drafter, int(self._unread[0])
         if not drafter:
             self._decode_unread()
-        elif len(self._ahead) and self._ahead[0] == token:
-            self._ahead = self._ahead[1:]
-            self._n_true += 1
-            self.engine.context.look_from(self._n_true)
-            self._take(1)
+        elif len(self._drafts) and self._drafts[0] == token:
+            self._drafts = self._drafts[1:]
+            self._n_sampled += 1
+            self.engine.context.look_from(self._n_sampled)
+            self._mark_decoded(1)
         else:
-            self._settle()
+            self._drop_drafts()
             self.while_reading(0, 1)
             if not self.stop:
-                self._step_ahead(drafter, n_left)
+                self._step_with_drafts(drafter, n_left)
 
-    def _step_ahead(self, drafter: Drafter, n_left: int) -> None:
-        """Decodes the token that was sampled, and at most so many guesses less one."""
+    def _step_with_drafts(self, drafter: Drafter, n_left: int) -> None:
+        """Decode the sampled token and at most n_left - 1 draft tokens in one step."""
         n = len(self._decoded)
         drafter.cut(n)
         drafter.add(np.concatenate([np.array(self._decoded[drafter.n :], np.int32), self._unread]))
-        guesses = drafter.guess(min(self.engine.most_ahead(), n_left - 1), self.sampler.constraint)
-        if len(guesses):
-            self.engine.step_ahead(np.concatenate([self._unread, guesses]))
+        drafts = drafter.guess(min(self.engine.most_ahead(), n_left - 1), self.sampler.constraint)
+        if len(drafts):
+            self.engine.step_ahead(np.concatenate([self._unread, drafts]))
         else:
             self.engine.step(self._unread)
         drafter.stepped()
-        self._ahead, self._n_true = guesses, 0
-        self._take(1)
+        self._drafts, self._n_sampled = drafts, 0
+        self._mark_decoded(1)
 
-    def _take(self, n: int) -> None:
-        """The first n unread tokens are decoded."""
+    def _mark_decoded(self, n: int) -> None:
+        """Move the first n unread tokens to the decoded ones."""
         self._decoded.frombytes(self._unread[:n].tobytes())
         self._unread = self._unread[n:]
         self._restored &= not n
 
-    def _settle(self) -> None:
-        """Leaves out the guesses that have not come."""
+    def _drop_drafts(self) -> None:
+        """Remove the draft tokens that were not sampled from the cache."""
         if self.drafter:
-            self.drafter.judge(self._n_true)
-        n, self._ahead, self._n_true = len(self._ahead), self._ahead[:0], 0
+            self.drafter.judge(self._n_sampled)
+        n, self._drafts, self._n_sampled = len(self._drafts), self._drafts[:0], 0
         self.engine.take_back(n)
 
 
 def _n_equal(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens i32[n] two streams have in common at their start."""
+    """Number of tokens that two streams i32[n] share at their start."""
     n = min(len(one), len(other))
     differ = np.flatnonzero(one[:n] != other[:n])
     return int(differ[0]) if len(differ) else n

@@ -592,7 +592,7 @@ def test_a_copy_that_is_damaged_is_dropped_and_the_one_before_it_is_there(chat):
     talk.undoable = True
     for text in ("one", "two"):
         "".join(talk.reply(text, 2))
-    file = talk.undo_stack._copies[-1].file
+    file = talk.undo_stack._points[-1].file
     file.seek(-1, os.SEEK_END)
     last = file.read(1)
     file.seek(-1, os.SEEK_END)
