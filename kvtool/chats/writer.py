@@ -81,7 +81,7 @@ class Writer:
         while_reading: Callable[[int, int], None],
         ends: frozenset[int] = frozenset(),
     ) -> None:
-        """Prepare for the next text with another sampler, callbacks and end tokens. Closes the old sampler."""
+        """Prepare for the next text. Closes the old sampler."""
         self.sampler.close()
         self.sampler, self.shown, self.stop, self.n_reread = sampler, shown, False, 0
         self.ends = ends
@@ -153,7 +153,7 @@ class Writer:
     def go_back(self, n: int, saved: Mapping[str, Any], seed: int | None = None) -> bool:
         """Rewind to the first n tokens, with the state that `save` returned there.
 
-        seed: replaces the saved one. Returns False, changing nothing, if the engine cannot be rewound to n tokens.
+        seed: replaces the saved one. Returns False, changing nothing, if the engine cannot be rewound so far.
         """
         n_missing = n - self.engine.n_past
         if 0 < n_missing <= len(self._unread):
