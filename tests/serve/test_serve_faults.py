@@ -75,7 +75,9 @@ def test_every_request_is_answered_or_refused(chat_model, share_of, api, least):
 @EACH_POLICY
 def test_each_of_a_crowd_gets_what_it_gets_alone(model, policy):
     more = RECALL if policy == "recall" else ()
-    did = crowd_serve.run(model, policy, 64, n_client=8, n_turn=3, more=more)
+    # Rounding depends on which clients share a step. With this seed, sums between which h2o decides differ
+    # by at least 0.1 %; with seed 0, two differ by 6 in a million.
+    did = crowd_serve.run(model, policy, 64, n_client=8, n_turn=3, seed=6, more=more)
     assert did["compared"] > 15
     assert min(did["gone"], did["asked again"], did["changed"]) > 1
 
