@@ -41,12 +41,12 @@ def build(
         kernels.compile_all()
     except LibraryError as error:
         line, *log = str(error).splitlines()
-        sys.stderr.writelines(f"{each}\n" for each in log)
+        sys.stderr.writelines(f"{entry}\n" for entry in log)
         raise LibraryError(line) from None
-    found = _examined()
-    if found["library"] is None:
-        raise LibraryError(found["problems"][0]["wrong"])
-    names = [device["description"] for device in found["library"]["devices"]]
+    state = _examined()
+    if state["library"] is None:
+        raise LibraryError(state["problems"][0]["wrong"])
+    names = [device["description"] for device in state["library"]["devices"]]
     flags = f" with {cmake_args}" if cmake_args else ""
     typer.echo(
         f"{'installed' if is_new else 'already installed'}: llama.cpp{flags} for {', '.join(names)}; "
@@ -55,10 +55,10 @@ def build(
 
 
 def _examined() -> dict[str, Any]:
-    """The output of `kvtool doctor --json`, from a new process: this one may have loaded the old library."""
+    """Run `kvtool doctor --json` in a new process: the current one may have loaded the old library."""
     done = subprocess.run(
         [sys.executable, "-m", "kvtool", "doctor", "--json"],
-        # a folder in which no other kvtool lies
+        # a folder without a kvtool that Python would import instead
         cwd=sys.prefix,
         env={**os.environ, "PYTHONIOENCODING": "utf-8"},
         capture_output=True,
@@ -66,8 +66,8 @@ def _examined() -> dict[str, Any]:
         check=False,
     )
     try:
-        found: dict[str, Any] = json.loads(done.stdout)
+        state: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
-        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise LibraryError(f"llama.cpp is built, but does not load: {said[-1]}") from None
-    return found
+        errors = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise LibraryError(f"llama.cpp is built, but does not load: {errors[-1]}") from None
+    return state

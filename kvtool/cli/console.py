@@ -1,4 +1,4 @@
-"""The one place where rich's consoles are made, and what is said without one."""
+"""Output for people: rich consoles, tables, and notes on stderr."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def plain_console(**how: Any) -> Console:
-    """A console that prints texts as they are: no markup, no emoji codes, no highlighting.
+    """Return a console without markup, emoji codes and highlighting.
 
-    Names, paths, errors and what a user types may hold anything. Styled parts are `rich.text.Text`.
+    Names, paths, errors and typed texts may contain brackets and colons. Styled parts are `rich.text.Text`.
     """
     from rich.console import Console
 
@@ -27,7 +27,7 @@ def plain_console(**how: Any) -> Console:
 
 
 def table_console(**how: Any) -> Console:
-    """The same for a table. A pipe or a file gets no cell cut, wrapped or padded: programs read it."""
+    """Return a `plain_console` for a table. In a pipe or a file it cuts, wraps and pads no cell."""
     console = plain_console(**how)
     if not console.is_terminal:
         console.width = 10_000
@@ -36,7 +36,7 @@ def table_console(**how: Any) -> Console:
 
 
 class _Unpadded:
-    """A file whose lines end where their text does."""
+    """A file that drops spaces at the ends of lines."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -51,22 +51,22 @@ class _Unpadded:
 def table(
     columns: Iterable[str | Column], rows: Iterable[Iterable[str | Text]], left: int | None = None, **how: Any
 ) -> Table:
-    """A table without lines.
+    """Return a table without borders.
 
-    left: how many columns stand at the left; those behind have numbers, which stand at the right. None: all.
+    left: how many columns are aligned left; the others, which hold numbers, are aligned right. None: all.
     """
     from rich.table import Table
 
-    made = Table(*columns, box=None, pad_edge=False, **how)
-    for column in [] if left is None else made.columns[left:]:
+    aligned = Table(*columns, box=None, pad_edge=False, **how)
+    for column in [] if left is None else aligned.columns[left:]:
         column.justify = "right"
     for row in rows:
-        made.add_row(*row)
-    return made
+        aligned.add_row(*row)
+    return aligned
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print a table on stdout, no text of it cut; without names of columns, rows of a name and a value."""
+    """Print a table on stdout and cut no text. Without columns, each row is a name and a value."""
     from rich.table import Column
 
     folding = [Column(name, overflow="fold") for name in columns or ("what", "value")]
@@ -74,12 +74,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
 
 
 def say(notes: Iterable[str | None], indent: int = 0) -> None:
-    """Writes notes to stderr, a line each; a terminal gets them wrapped between words.
+    """Write each note as a line to stderr. In a terminal, wrap lines between words.
 
-    indent: blanks before the lines that wrapping adds.
+    indent: spaces at the start of the lines that wrapping adds.
     """
     lines = [note for note in notes if note]
-    # a terminal that does not know its width says 0
+    # some terminals report a width of 0
     width = os.get_terminal_size(sys.stderr.fileno()).columns if sys.stderr.isatty() else 0
     if width > 2 * indent:
         how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}

@@ -29,13 +29,13 @@ def doctor(
 
     The exit code is 1 if anything is wrong.
     """
-    found = examine(remove=remove)
-    typer.echo(dumps(found, indent=2) if json else _text(found))
-    raise typer.Exit(0 if found["ok"] else 1)
+    state = examine(remove=remove)
+    typer.echo(dumps(state, indent=2) if json else _text(state))
+    raise typer.Exit(0 if state["ok"] else 1)
 
 
 def examine(*, remove: bool = False) -> dict[str, Any]:
-    """Everything that doctor shows. `problems` is a list of {wrong, command}, empty if nothing is wrong.
+    """Return all that doctor shows. `problems` is a list of {wrong, command}, empty if nothing is wrong.
 
     remove: delete the chats of killed servers.
     """
@@ -65,12 +65,12 @@ def examine(*, remove: bool = False) -> dict[str, Any]:
 
 
 def _leftovers(remove: bool) -> list[dict[str, Any]]:
-    """The folders of killed servers. The next server also removes them."""
+    """Return the folders of killed servers. The next server also removes them."""
     from kvtool.serve.store import leftovers
 
     return [
-        {**each._asdict(), "path": str(each.path), "removed": leftovers.remove(each.path) if remove else None}
-        for each in leftovers.leftovers(cache_dir())
+        {**left._asdict(), "path": str(left.path), "removed": leftovers.remove(left.path) if remove else None}
+        for left in leftovers.leftovers(cache_dir())
     ]
 
 
@@ -110,9 +110,9 @@ def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
     return library
 
 
-def _text(found: dict[str, Any]) -> str:
+def _text(state: dict[str, Any]) -> str:
     lines = []
-    if library := found["library"]:
+    if library := state["library"]:
         patch = f"patched, C API {library['abi']}" if library["patched"] else "not patched"
         lines.append(f"llama.cpp   llama-cpp-python {library['version']}, {patch}")
         lines.append(f"            {library['path']}")
@@ -128,18 +128,18 @@ def _text(found: dict[str, Any]) -> str:
             free, total = (format_bytes(device[name]) for name in ("memory_free", "memory_total"))
             lines.append(f"device      {device['name']}: {device['description']}, {free} of {total} free")
         lines.append(f"features    {library['system_info']}")
-    kernels, models = found["kernels"], found["models"]
-    state = "compiled" if kernels["compiled"] else "not compiled"
+    kernels, models = state["kernels"], state["models"]
+    built = "compiled" if kernels["compiled"] else "not compiled"
     if kernels["compiled"] and not kernels["linked"]:
-        state += f", not linked: numba takes 100 MiB more memory; {_COMPILE} says why"
-    lines.append(f"kernels     {state}, {kernels['path']}")
+        built += f", not linked: numba takes 100 MiB more memory; {_COMPILE} says why"
+    lines.append(f"kernels     {built}, {kernels['path']}")
     names = ", ".join(f"{file['name']} ({format_bytes(file['bytes'])})" for file in models["files"])
     lines.append(f"models      {names or 'none yet'}, {models['path']}")
-    for each in found["leftovers"]:
-        size = f"chats of a killed server: {each['n_chat']:,}, {format_bytes(each['n_bytes'])}"
+    for left in state["leftovers"]:
+        size = f"chats of a killed server: {left['n_chat']:,}, {format_bytes(left['n_bytes'])}"
         done = {None: "kvtool doctor --remove deletes them", True: "deleted", False: "cannot be deleted"}
-        lines.append(f"left        {each['path']}, {size}; {done[each['removed']]}")
+        lines.append(f"left        {left['path']}, {size}; {done[left['removed']]}")
     lines.append("")
-    for problem in found["problems"]:
+    for problem in state["problems"]:
         lines += [f"problem: {problem['wrong']}", f"  fix it with: {problem['command']}"]
-    return "\n".join(lines if found["problems"] else [*lines, "no problems found"])
+    return "\n".join(lines if state["problems"] else [*lines, "no problems found"])

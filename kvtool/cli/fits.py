@@ -1,4 +1,4 @@
-"""Which of the models that kvtool knows by name have room in this machine's memory."""
+"""Models of models.txt that fit into this machine's memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from kvtool.models.catalogue import Entry
 from kvtool.system.cpu import default_threads
 from kvtool.system.memory import total_bytes
 
-_BESIDE_BYTES = 2**29
+_OTHER_BYTES = 2**29
+"""Bytes that kvtool needs in addition to what grows with the model."""
 
 _CORE_BYTES_S, _CPU_BYTES_S = 10_000_000_000, 31_000_000_000
-"""Bytes of weights that one core goes through in a second, and that the memory gives all cores together.
+"""Bytes of weights that one core processes per second, and the limit of the memory for all cores.
 
 Measured with Q4_K_M, 512 cells: Qwen2.5 1.5B on one core of an AMD EPYC (Zen 5), 12 to 16 GB/s.
 """
@@ -24,14 +25,14 @@ _TOKENS_S = 10
 
 
 class Room(NamedTuple):
-    """What runs on this machine, with a cache of the default budget.
+    """Sizes of models that run on this machine, with a cache of the default budget.
 
     Attributes
     ----------
     n_bytes
-        Of the largest model.
+        Size of the largest model that fits.
     quick_bytes
-        Of the largest one that is quick enough for a chat: each token takes all of its weights.
+        Size of the largest model that is fast enough for a chat: each token reads all weights.
     """
 
     n_bytes: int
@@ -39,34 +40,35 @@ class Room(NamedTuple):
 
 
 def room() -> Room:
-    """That is in a GPU's memory, or in two thirds of the machine's: programs and an archive take the rest.
+    """Return the room in a GPU's memory, or in two thirds of the machine's.
 
-    What is free now is not asked: it changes from one minute to the next, and with it the advice would.
+    The last third is for other programs and an archive. The free memory does not count: it changes all the
+    time, and the advice would change with it.
     """
     gpus = [0]
-    # where there is no llama.cpp, this fails
+    # fails without llama.cpp
     with suppress(KvtoolError):
         from kvtool.llama.devices import devices
 
         gpus += [device["memory_total"] * 9 // 10 for device in devices() if device["type"] == "gpu"]
     # cache, compute buffers and repacked weights grow with the model: Qwen2.5 1.5B, 1.12 GB, takes 1.84 GB
-    host, gpu = (max(n - _BESIDE_BYTES, 0) * 4 // 5 for n in (total_bytes() * 2 // 3, max(gpus)))
+    host, gpu = (max(n - _OTHER_BYTES, 0) * 4 // 5 for n in (total_bytes() * 2 // 3, max(gpus)))
     quick = min(default_threads() * _CORE_BYTES_S, _CPU_BYTES_S) // _TOKENS_S
     return Room(max(host, gpu), max(min(host, quick), gpu))
 
 
 def fits(entry: Entry, room: Room) -> bool | None:
-    """Whether there is room for a model; None where its size is not known."""
+    """Return True if a model fits; None if its size is unknown."""
     return None if entry.about_bytes is None else entry.about_bytes <= room.n_bytes
 
 
 def best(entries: Iterable[Entry], room: Room, n_token: int = 0) -> Entry | None:
-    """The largest recommended one of those that are quick and trained for so many tokens; None if none is."""
-    found = (
-        each
-        for each in entries
-        if each.is_recommended
-        and (each.about_bytes or 0) <= room.quick_bytes
-        and (each.n_ctx_train or 0) >= n_token
+    """Return the largest recommended model that is quick and trained for n_token tokens; None without one."""
+    candidates = (
+        entry
+        for entry in entries
+        if entry.is_recommended
+        and (entry.about_bytes or 0) <= room.quick_bytes
+        and (entry.n_ctx_train or 0) >= n_token
     )
-    return max(found, key=lambda entry: entry.about_bytes or 0, default=None)
+    return max(candidates, key=lambda entry: entry.about_bytes or 0, default=None)

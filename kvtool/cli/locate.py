@@ -1,4 +1,4 @@
-"""From what `-m` says to a file, with a progress bar and a word about the file that was chosen."""
+"""From the value of -m to the file of a model, with a progress bar for a download."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from kvtool.system.texts import shown
 
 
 def locate(model: str | None, *, paths: bool = True) -> Path:
-    """The file of a model, downloaded if need be. Raises ModelError.
+    """Return the file of a model; download it if needed. Raises ModelError.
 
-    paths: a path will do, too. Where the file is not named, as with a repository, stderr names it.
+    If the value of -m does not contain the file's name, as for a repository, report the name on stderr.
+    paths: accept a path in addition to a name.
     """
     from kvtool.models.catalogue import registry
     from kvtool.models.resolve import named, pull
 
-    wanted = named(model)
-    with bytes_progress(f"downloading {wanted}") as progress:
-        path = pull(wanted, progress, paths=paths)
-    # such a name may have bytes that are not UTF-8
-    said, name = shown(wanted), shown(path.name)
-    if wanted not in registry() and name not in said:
-        sys.stderr.write(f"{said}: {name}\n")
+    model_name = named(model)
+    with bytes_progress(f"downloading {model_name}") as progress:
+        path = pull(model_name, progress, paths=paths)
+    # file names may have bytes that are not UTF-8
+    model_shown, name = shown(model_name), shown(path.name)
+    if model_name not in registry() and name not in model_shown:
+        sys.stderr.write(f"{model_shown}: {name}\n")
     return path

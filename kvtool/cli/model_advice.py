@@ -1,4 +1,4 @@
-"""Lines about a model: it is not for chats, a better one would run, or a text is too much for it."""
+"""Advice about a model: it is not made for chats, a better one fits, or a text is too long for it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ if TYPE_CHECKING:
     from kvtool.models.header import ModelInfo
 
 _LONG = 1000
-"""Tokens of a text about which a small model answers badly."""
+"""Length of a text, in tokens, from which on a small model answers badly."""
 
 _SMALL_BYTES = 300_000_000
-"""A small model: SmolLM2 135M (98 MB) fails at summaries and questions that Qwen2.5 0.5B (491 MB) answers."""
+"""Size below which a model is small.
+
+SmolLM2 135M (98 MB) fails at summaries and questions that Qwen2.5 0.5B (491 MB) answers.
+"""
 
 _TOY_BYTES = 20_000_000
-"""A model of less is made for tests: nobody expects sense of it."""
+"""Size below which a model is made for tests and gets no advice."""
 
 
 def base_model(path: Path) -> str | None:
-    """The line about a model that models.txt says is not for chats; None for any other. path: of its file."""
+    """Return advice if models.txt marks this file as a base model, else None."""
     from kvtool.models.catalogue import registry
 
     for entry in registry().values():
@@ -37,7 +40,10 @@ def base_model(path: Path) -> str | None:
 
 
 def better_model() -> str | None:
-    """The line about it; None where it was said before, or where that cannot be written down."""
+    """Return advice to use a better model, once per user.
+
+    None if the user has seen it, if that cannot be remembered in a file, or if no model is better.
+    """
     try:
         path = user_state_path("kvtool", appauthor=False) / "first-chat"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,16 +53,16 @@ def better_model() -> str | None:
     from kvtool.cli import fits
     from kvtool.models.catalogue import registry
 
-    if not (found := fits.best(registry().values(), fits.room())):
+    if not (entry := fits.best(registry().values(), fits.room())):
         return None
-    return f"a better model fits here: kvtool chat -m {found.name}{_download(found)}"
+    return f"a better model fits here: kvtool chat -m {entry.name}{_download(entry)}"
 
 
 def too_much(info: ModelInfo, n: int, n_before: int = 0) -> str | None:
-    """The line about a text of n tokens that is too much for a model; None if it is not.
+    """Return advice if a text of n tokens is too long for a model, else None.
 
-    It names a model of models.txt that fits this machine and can do it. n_before: tokens that precede the
-    text in its stream.
+    It names a larger model of models.txt that fits this machine, if there is one.
+    n_before: tokens that precede the text in its stream.
     """
     n_all, name = n_before + n, info.path.stem
     if info.size < _TOY_BYTES or n_all <= info.n_ctx_train and (info.size >= _SMALL_BYTES or n < _LONG):
@@ -69,9 +75,9 @@ def too_much(info: ModelInfo, n: int, n_before: int = 0) -> str | None:
     from kvtool.models.catalogue import registry
 
     with suppress(KvtoolError):
-        larger = (each for each in registry().values() if (each.about_bytes or 0) > info.size)
-        if found := fits.best(larger, fits.room(), n_all):
-            return f"{why}; -m {found.name} does better on this machine{_download(found)}"
+        larger = (entry for entry in registry().values() if (entry.about_bytes or 0) > info.size)
+        if better := fits.best(larger, fits.room(), n_all):
+            return f"{why}; -m {better.name} does better on this machine{_download(better)}"
     return why
 
 

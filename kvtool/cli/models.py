@@ -36,10 +36,10 @@ Name = Annotated[
 ]
 
 _OF_ENTRY = ("sha256", "size", "licence", "note")
-"""What models.txt alone says of a model."""
+"""Fields of models.txt, which other downloads lack."""
 
 _WIDE = 140
-"""From this terminal width on the list says where models come from."""
+"""Least terminal width at which the list shows the sources of models."""
 
 
 @app.command("list")
@@ -65,35 +65,35 @@ def list_(
             {"name": entry.name, "default": entry is default}
             | {"fits": fits.fits(entry, room), "best": entry is best}
             | {name: getattr(entry, name) for name in ("source", "file", *_OF_ENTRY)}
-            | _json_stored(found)
-            # a file in a folder of the user's is in no cache
+            | _json_stored(copy)
+            # a file in the user's own folder takes nothing of the cache
             | ({} if entry.is_download else {"cached_bytes": 0})
-            for entry, found in known
+            for entry, copy in known
         ]
-        for each in others:
-            named = {"name": each.name, "default": False, "source": each.name, "file": each.files[0].name}
-            rows.append(named | dict.fromkeys(("fits", *_OF_ENTRY)) | {"best": False} | _json_stored(each))
+        for other in others:
+            named = {"name": other.name, "default": False, "source": other.name, "file": other.files[0].name}
+            rows.append(named | dict.fromkeys(("fits", *_OF_ENTRY)) | {"best": False} | _json_stored(other))
         typer.echo(json_text(rows, indent=2))
         return
     table = []
     n_more = n_fit = 0
     sources = not (console := table_console()).is_terminal or console.width >= _WIDE
     listed = []
-    for entry, found in known:
+    for entry, copy in known:
         does_fit = fits.fits(entry, room)
-        if not (every or entry is default or found or (entry.is_recommended and does_fit)):
+        if not (every or entry is default or copy or (entry.is_recommended and does_fit)):
             n_more, n_fit = n_more + 1, n_fit + bool(does_fit)
             continue
         listed.append(entry)
-        size = found.size if found and found.is_whole else entry.about_bytes
+        size = copy.size if copy and copy.is_whole else entry.about_bytes
         name = entry.name + (" (default)" if entry is default else "")
         fit = "best" if entry is best else {True: "yes", False: "no", None: "-"}[does_fit]
-        row = [name, format_bytes(size) if size else "-", fit, _state(found), entry.licence]
+        row = [name, format_bytes(size) if size else "-", fit, _state(copy), entry.licence]
         table.append([*row, entry.source] if sources else row)
     print_table(["name", "size", "fits", "downloaded", "licence", *["source"] * sources], table)
     typer.echo()
     for entry in listed:
-        # in a column they would break the names
+        # below the table: as a column, remarks would make it too wide
         if entry.remark and not entry.is_recommended:
             typer.echo(f"{entry.name}: {entry.remark}")
     if n_more:
@@ -102,12 +102,12 @@ def list_(
         typer.echo(f"the best for this machine: kvtool chat -m {best.name}")
     if others:
         typer.echo()
-        table = [[shown(each.name), format_bytes(each.size), _state(each)] for each in others]
+        table = [[shown(other.name), format_bytes(other.size), _state(other)] for other in others]
         print_table(["repository or URL", "size", "downloaded"], table)
-    downloaded = [found for entry, found in known if found and entry.is_download]
+    downloaded = [copy for entry, copy in known if copy and entry.is_download]
     typer.echo()
     for folder in (models_dir(), cache_folder()):
-        n_bytes = stored.total(each for each in downloaded + others if folder in each.files[0].parents)
+        n_bytes = stored.total(copy for copy in downloaded + others if folder in copy.files[0].parents)
         typer.echo(f"{format_bytes(n_bytes)} in {shown(folder)}")
 
 
@@ -120,8 +120,9 @@ def pull(name: Name, as_json: Json = False) -> None:
     path = locate(name, paths=False)
     if as_json:
         size = sum(part.stat().st_size for part in part_paths(path))
-        found = {"name": name, "path": str(path), "sha256": sha256(path), "size": size}
-        typer.echo(json_text(found, indent=2))
+        typer.echo(
+            json_text({"name": name, "path": str(path), "sha256": sha256(path), "size": size}, indent=2)
+        )
     else:
         typer.echo(path)
 
@@ -178,9 +179,9 @@ def show(
     info = read(path)
     digest = sha256(path)
     layers, reason = _layers(info)
-    kept = _kept(layers, types.values(), info.n_ctx_train, n_bytes) if layers else {}
+    sizes = _sizes(layers, types.values(), info.n_ctx_train, n_bytes) if layers else {}
     if as_json:
-        found = {
+        record = {
             "path": str(path.absolute()),
             "sha256": digest,
             "parts": info.n_part,
@@ -197,9 +198,9 @@ def show(
             "tokenizer": info.tokenizer,
             "chat_template": info.chat_template,
             "unsupported": reason,
-            **kept,
+            **sizes,
         }
-        typer.echo(json_text(found, indent=2))
+        typer.echo(json_text(record, indent=2))
         return
     print_table(
         [],
@@ -217,21 +218,20 @@ def show(
             ["trained context", f"{info.n_ctx_train} tokens"],
             ["tokenizer", "yes" if info.tokenizer else "no"],
             ["chat template", "yes" if info.chat_template else "no"],
-            *(_lines(kept) if kept else []),
+            *(_lines(sizes) if sizes else []),
             ["supported", reason or "yes"],
         ],
     )
 
 
 def _layers(info: ModelInfo) -> tuple[Layers | None, str | None]:
-    """What a model's layers keep; or None, and why kvtool cannot run it."""
+    """Return the layers of a model, or None and the reason why kvtool cannot run it."""
     from kvtool.models.supported import unsupported
 
     if reason := unsupported(info):
         return None, reason
-
     try:
-        # where there is no llama.cpp, this fails
+        # fails without llama.cpp
         from kvtool.llama.crash import guard
         from kvtool.llama.model import Model
 
@@ -242,8 +242,8 @@ def _layers(info: ModelInfo) -> tuple[Layers | None, str | None]:
         return None, str(error)
 
 
-def _kept(layers: Layers, types: dict[str, Any], n_ctx_train: int, n_bytes: int) -> dict[str, Any]:
-    """What the model keeps for a token, and beside its rows; how many tokens fit into so many bytes."""
+def _sizes(layers: Layers, types: dict[str, Any], n_ctx_train: int, n_bytes: int) -> dict[str, Any]:
+    """Return the sizes of the model's cache, and the number of tokens that fit into n_bytes."""
     from kvtool.models.layers import Kind
 
     fit_cells, fit_batch = layers.cache_that_fits(n_bytes, n_ctx_train, RunOptions.default_n_batch, **types)
@@ -267,30 +267,30 @@ def _kept(layers: Layers, types: dict[str, Any], n_ctx_train: int, n_bytes: int)
     }
 
 
-def _lines(kept: dict[str, Any]) -> list[list[str]]:
-    """The same in words."""
-    of = {name: format_bytes(size) for name, size in kept.items() if name.endswith("_bytes")}
-    types, n_batch = f"K {kept['type_k']}, V {kept['type_v']}", RunOptions.default_n_batch
+def _lines(sizes: dict[str, Any]) -> list[list[str]]:
+    """Return rows of a table with these sizes."""
+    of = {name: format_bytes(size) for name, size in sizes.items() if name.endswith("_bytes")}
+    types, n_batch = f"K {sizes['type_k']}, V {sizes['type_v']}", RunOptions.default_n_batch
     lines = [
-        ["kind", ", ".join(kept["kinds"]) or "plain attention"],
-        ["rows", f"{kept['rows']} in {kept['row_layers']} layers"],
+        ["kind", ", ".join(sizes["kinds"]) or "plain attention"],
+        ["rows", f"{sizes['rows']} in {sizes['row_layers']} layers"],
     ]
-    if n := kept["swa_layers"]:
+    if n := sizes["swa_layers"]:
         lines += [
-            ["sliding-window (SWA) layers", f"{n}; each sees the newest {kept['swa']} tokens"],
+            ["sliding-window (SWA) layers", f"{n}; each sees the newest {sizes['swa']} tokens"],
             ["SWA cache", f"{of['swa_bytes']}, whatever the budget ({types}, batches of {n_batch})"],
         ]
-    if (n := kept["index_cells"]) is not None:
+    if (n := sizes["index_cells"]) is not None:
         lines.append(["index", f"chooses {n:,} cells: a budget cannot be larger"])
-    if n := kept["shared_layers"]:
+    if n := sizes["shared_layers"]:
         lines.append(["shared layers", f"{n}; each reads an earlier layer's cells"])
-    if n := kept["recurrent_layers"]:
+    if n := sizes["recurrent_layers"]:
         lines.append(["recurrent layers", f"{n}; states of {of['recurrent_bytes']}, whatever the budget"])
-    fit = f"{kept['fit_cells']} tokens"
-    if not kept["fit_cells"]:
+    fit = f"{sizes['fit_cells']} tokens"
+    if not sizes["fit_cells"]:
         fit = f"too small; the smallest cache takes {of['smallest_bytes']}"
-    elif kept["swa_layers"] and kept["fit_batch"] < n_batch:
-        fit += f", in batches of {kept['fit_batch']}"
+    elif sizes["swa_layers"] and sizes["fit_batch"] < n_batch:
+        fit += f", in batches of {sizes['fit_batch']}"
     return [
         *lines,
         ["one token", f"{of['cell_bytes']} of cache ({types}, all rows)"],
@@ -298,14 +298,14 @@ def _lines(kept: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def _state(found: Stored | None) -> str:
-    return "no" if not found else "yes" if found.is_whole else "in part"
+def _state(copy: Stored | None) -> str:
+    return "no" if not copy else "yes" if copy.is_whole else "in part"
 
 
-def _json_stored(found: Stored | None) -> dict[str, Any]:
-    """What there is of a model; the size of a whole one goes before that of models.txt."""
-    whole = {"size": found.size, "path": str(found.files[0])} if found and found.is_whole else {}
-    return {"path": None, "cached_bytes": found.size if found else 0} | whole
+def _json_stored(copy: Stored | None) -> dict[str, Any]:
+    """Return path and bytes of a downloaded model. Only a complete one has a size, its exact one."""
+    whole = {"size": copy.size, "path": str(copy.files[0])} if copy and copy.is_whole else {}
+    return {"path": None, "cached_bytes": copy.size if copy else 0} | whole
 
 
 def _per_layer(numbers: tuple[int, ...]) -> str:

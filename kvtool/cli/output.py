@@ -1,4 +1,4 @@
-"""Files that a command writes: checked before it starts, written at its end."""
+"""Files that a command writes: checked before its work, written after it."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def check_writable(path: Path | None) -> None:
 
 def with_records(args: Sequence[str]) -> list[str]:
     """Return the arguments with --json FILE of earlier versions as --records FILE, and --json - as --json."""
-    found, rest = list[str](), list(args)
+    current, rest = list[str](), list(args)
     while rest:
         word = rest.pop(0)
         name, has_value, value = word.partition("=")
         if name != "--json" or not (has_value or (rest and _is_records(rest[0]))):
-            found.append(word)
+            current.append(word)
             continue
         value = value if has_value else rest.pop(0)
-        found += ["--json"] if value == "-" else ["--records", value]
-    return found
+        current += ["--json"] if value == "-" else ["--records", value]
+    return current
 
 
 def _is_records(word: str) -> bool:
-    """Return True unless the word is an option, a task, or a file with anything else than records."""
+    """Return False for an option, a task, and a file with other content than records."""
     from kvtool import tasks
 
     if word.startswith("-"):
@@ -70,11 +70,11 @@ def records_path(records: str | None, resume: bool) -> Path | None:
         return None
     path = Path(records).expanduser()
     check_writable(path)
-    # the file is replaced in the end: of a link the target, and never a device or a pipe
+    # a new version of the file will replace it: the target of a link, and never a device or a pipe
     path = path.resolve() if path.is_symlink() else path
     if path.exists() and not path.is_file():
         raise UsageError(f"{path} is not a regular file; choose another one")
-    # the lock and the new version of the file are made in its folder
+    # the folder will hold the lock and the new version
     check_writable(path.parent / f"{path.name}.lock")
     if path.exists() and path.stat().st_size and not resume:
         raise UsageError(f"{path} exists; continue it with --resume, or choose another file")
@@ -82,21 +82,21 @@ def records_path(records: str | None, resume: bool) -> Path | None:
 
 
 def stopped(path: Path | None, n_done: int, n: int, what: str) -> str:
-    """The message after Ctrl-C. path: the file of records. n_done: how many of n there are. what: "runs"."""
+    """Return the message after Ctrl-C, with n_done of n finished. path: of the records. what: "runs", say."""
     if path is None:
         return "stopped; nothing was kept (--records FILE keeps finished ones)"
     return f"stopped; {n_done} of {n} {what} are in {path}; --resume does the rest"
 
 
 def check_picture(flag: str, path: Path | None) -> None:
-    """Raise UsageError for a picture that cannot be drawn or written. flag: the option that asks for it."""
+    """Raise UsageError for a picture that cannot be drawn or written. flag: the option with its path."""
     check_writable(path)
     if path:
         check_packages(flag, ("matplotlib",), "plot")
 
 
 def check_packages(what: str, packages: Sequence[str], extra: str) -> None:
-    """Raise UsageError for packages that are not installed. extra: the extra of kvtool that has them."""
+    """Raise UsageError for packages that are not installed. extra: kvtool's extra that installs them."""
     from importlib.util import find_spec
 
     if missing := [package for package in packages if find_spec(package) is None]:
@@ -104,7 +104,7 @@ def check_packages(what: str, packages: Sequence[str], extra: str) -> None:
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG file."""
+    """Return the bytes of a figure as a PNG file."""
     import io
 
     out = io.BytesIO()
@@ -113,13 +113,13 @@ def png(figure: Figure) -> bytes:
 
 
 @contextmanager
-def written(*wanted: tuple[Path | None, Callable[[], bytes]]) -> Iterator[None]:
-    """Writes the files that have a path, before the context prints the result.
+def written(*outputs: tuple[Path | None, Callable[[], bytes]]) -> Iterator[None]:
+    """Write each file that has a path; then the caller prints the result.
 
-    The error for one that cannot be written comes at the end: no result is lost. Raises UsageError.
+    If a file cannot be written, UsageError is raised after that, so that no result is lost.
     """
     failed = None
-    for path, data in wanted:
+    for path, data in outputs:
         try:
             if path:
                 write(path, data())
@@ -131,7 +131,7 @@ def written(*wanted: tuple[Path | None, Callable[[], bytes]]) -> Iterator[None]:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file and say so on stderr. Raises UsageError."""
+    """Write a file and report it on stderr. Raises UsageError."""
     try:
         files.write(path.expanduser(), data)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`kvtool perplexity`: how well a model under a policy predicts a text."""
+"""`kvtool perplexity`: measure how well a model with a policy predicts a text."""
 
 from __future__ import annotations
 
@@ -49,11 +49,7 @@ class _PerplexityOptions(Options):
 
 @options
 def perplexity(
-    *,
-    file: File = None,
-    args: _PerplexityOptions,
-    asked: _PerplexityRun,
-    as_json: Json = False,
+    *, file: File = None, args: _PerplexityOptions, run: _PerplexityRun, as_json: Json = False
 ) -> None:
     """Stream a text through the cache and print its perplexity; lower is better.
 
@@ -76,20 +72,20 @@ def perplexity(
         tokens = first_tokens(loaded, text, args.max_tokens, start=start, n_least=n_least)
         return args.windows or len(tokens)
 
-    check_stream(asked, asked.policy)
-    # each token is scored, whatever way the policy has for prompts
-    streamed = asked.changed(prefill="stream")
-    with closing(source(file)) as text, open_run(streamed, length=length) as opened:
-        engine, run = opened.engine, opened.run
+    check_stream(run, run.policy)
+    # every token is scored, also with policies that read prompts whole
+    run = run.changed(prefill="stream")
+    with closing(source(file)) as text, open_run(run, length=length) as opened:
+        engine, policy = opened.engine, opened.run.policy
         if args.windows is None:
             check_length(engine, len(tokens))
         what, n = ("window", args.windows) if args.windows else ("text", len(tokens))
-        before_text(engine, run, what, n)
+        before_text(engine, opened.run, what, n)
         started, total, n_done = time.monotonic(), 0.0, 0
         with tokens_progress("perplexity", _n_scored(len(tokens), args.windows, args.stride)) as step:
 
             def scored(nll: np.ndarray) -> None:
-                """Draws the perplexity so far beside the bar."""
+                """Show the perplexity so far next to the bar."""
                 nonlocal total, n_done
                 total, n_done = total + float(nll.sum()), n_done + len(nll)
                 step(n_done, f"perplexity {math.exp(total / n_done):.3f}" if n_done else "perplexity")
@@ -110,7 +106,7 @@ def perplexity(
             "perplexity": math.exp(mean),
             "nll": mean,
             "tokens": len(nll),
-            **report(engine, run.policy),
+            **report(engine, policy),
             "peak_rss_bytes": peak_rss_bytes(),
             "tokens_per_s": len(tokens) / seconds,
             "seconds": seconds,
@@ -120,7 +116,7 @@ def perplexity(
     else:
         typer.echo(f"{result['perplexity']:.4f}")
         speed = f"{result['tokens_per_s']:.1f} tokens/s"
-        sys.stderr.write(f"{len(nll)} tokens scored, policy {run.policy}, {line(result)}, {speed}\n")
+        sys.stderr.write(f"{len(nll)} tokens scored, policy {policy}, {line(result)}, {speed}\n")
 
 
 def _n_scored(n_tokens: int, windows: int | None, stride: int | None) -> int:

@@ -1,4 +1,4 @@
-"""`kvtool policies`: the policies, their parameters and papers."""
+"""`kvtool policies`: list the policies, their parameters and papers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvtool.system.texts import json_text
 
 
 @dataclass(frozen=True)
-class _Fitted(Options):
+class _PolicyOptions(Options):
     budget: int | None = option(
         "--budget N", None, "Show the parameters for a budget of N tokens per KV head."
     )
@@ -40,54 +40,53 @@ def policies(
             autocompletion=complete,
         ),
     ] = None,
-    given: _Fitted,
+    args: _PolicyOptions,
     as_json: Json = False,
 ) -> None:
     """List the policies, or explain one with its parameters, defaults and paper."""
     from kvtool import policies as known
 
-    budget = given.budget
-    if budget is None and (given.options or given.evict_every):
+    budget = args.budget
+    if budget is None and (args.options or args.evict_every):
         raise UsageError("-o and --evict-every need --budget: without it they change nothing")
-    if given.options and not name:
+    if args.options and not name:
         raise UsageError(f"-o needs the name of a policy, one of: {', '.join(known.names())}")
 
     def described(name: str) -> dict[str, Any]:
         policy = known.load(name)
         params = known.params(policy)
         if budget is not None:
-            params = known.chosen(known.fit(name, budget, given.evict_every, given.options))
+            params = known.chosen(known.fit(name, budget, args.evict_every, args.options))
         what = (sys.modules[policy.__module__].__doc__ or "").split("\n")[0]
         package = known.owners(name) if known.package(name) else None
-        said = {"name": name, "paper": policy.paper, "params": params, "what": what, "package": package}
         explained = {key: text for key, text in parameters.explained(policy).items() if key in params}
-        return said | {"explained": explained}
+        about = {"name": name, "paper": policy.paper, "params": params, "what": what, "package": package}
+        return about | {"explained": explained}
 
-    own = known.names()
-    listed = [described(each) for each in ([name] if name else own)]
-    for each in [] if name else known.installed():
-        # whatever is wrong with another package's policy, the others are shown
+    built_in = known.names()
+    listed = [described(policy) for policy in ([name] if name else built_in)]
+    for policy in [] if name else known.installed():
+        # a faulty policy of another package does not hide the rest of the list
         try:
-            if each in own:
-                hidden = f"policy {each!r} of {known.owners(each)} is ignored"
+            if policy in built_in:
+                hidden = f"policy {policy!r} of {known.owners(policy)} is ignored"
                 raise UsageError(f"{hidden}: kvtool has a policy of that name")
-            listed.append(described(each))
+            listed.append(described(policy))
         except UsageError as error:
             sys.stderr.write(f"kvtool: {error}\n")
     if as_json:
         typer.echo(json_text(listed, indent=2))
         return
     if name:
-        _print_one(listed, budget)
+        _print_one(listed[0], budget)
     elif budget is None:
         _print_names(listed)
     else:
-        _print(listed, budget)
+        _print_table(listed, budget)
 
 
-def _print_one(listed: list[dict[str, Any]], budget: int | None) -> None:
-    """A policy with a line for every parameter."""
-    (policy,) = listed
+def _print_one(policy: dict[str, Any], budget: int | None) -> None:
+    """Print a policy with a line for every parameter."""
     console = table_console()
     console.print(policy["what"])
     paper = f"paper: {policy['paper']}" if policy["paper"] else ""
@@ -103,7 +102,7 @@ def _print_one(listed: list[dict[str, Any]], budget: int | None) -> None:
 
 
 def _print_names(listed: list[dict[str, Any]]) -> None:
-    """Each policy in a sentence, without the paper behind it."""
+    """Print each policy as a sentence, without its paper."""
     from rich.table import Column
 
     rows = []
@@ -116,7 +115,8 @@ def _print_names(listed: list[dict[str, Any]]) -> None:
     console.print("\nkvtool policies NAME shows a policy's paper and its parameters.")
 
 
-def _print(listed: list[dict[str, Any]], budget: int) -> None:
+def _print_table(listed: list[dict[str, Any]], budget: int) -> None:
+    """Print each policy with its parameters for a budget, and its paper."""
     from rich.table import Column
 
     rows = []
@@ -132,6 +132,6 @@ def _print(listed: list[dict[str, Any]], budget: int) -> None:
         "what it keeps",
         "package",
     ]
-    # the last column only if there is something in it
+    # without the last column if it is empty
     n = 5 if any(policy["package"] for policy in listed) else 4
     table_console().print(table(columns[:n], (row[:n] for row in rows)))

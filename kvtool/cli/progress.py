@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from kvtool.measure.runner import Event
 
 _SOON_S = 0.5
-"""Seconds before which nobody needs to know how long it takes."""
+"""Seconds after which a line shows the time that is left."""
 
 
 @contextmanager
 def bytes_progress(what: str, *, piped: bool = True) -> Iterator[Callable[[int, int | None], None]]:
-    """A callback for downloads and hashes: it draws a bar once there is something to draw.
+    """Yield a callback for downloads and hashes; its first call draws a bar.
 
-    what: the text beside the bar. piped: print it as a line if stderr is no terminal.
+    The callback takes the bytes done and the total, which may grow: a model may have several files.
+    what: the text next to the bar. piped: print it as a line if stderr is not a terminal.
     """
     bar: Progress | None = None
 
@@ -40,7 +41,6 @@ def bytes_progress(what: str, *, piped: bool = True) -> Iterator[Callable[[int, 
                 bar.start()
             elif piped:
                 bar.console.print(what, soft_wrap=True)
-        # the total, too: a model may have several files
         bar.update(bar.task_ids[0], completed=done, total=total)
 
     try:
@@ -52,14 +52,14 @@ def bytes_progress(what: str, *, piped: bool = True) -> Iterator[Callable[[int, 
 
 
 def _bytes_bar() -> Progress:
-    # imported here: rich takes long to import, and mostly there is nothing to draw
+    # imported here: rich is slow to import, and a file in the cache needs no bar
     from rich.progress import BarColumn, DownloadColumn, TransferSpeedColumn
 
     return _bars(BarColumn(), DownloadColumn(True), TransferSpeedColumn())
 
 
 def _bars(*columns: ProgressColumn, **how: Any) -> Progress:
-    """Bars on stderr, each behind its text; nothing in a pipe."""
+    """Return bars on stderr, each next to its text. In a pipe they draw nothing."""
     from rich.progress import Progress, TextColumn
 
     console, text = plain_console(stderr=True), TextColumn("{task.description}", markup=False)
@@ -68,16 +68,16 @@ def _bars(*columns: ProgressColumn, **how: Any) -> Progress:
 
 @dataclass
 class ProgressLine:
-    """How far a text is read, or other work is done, as one line.
+    """A line about work in progress: its share and the time that is left.
 
     Attributes
     ----------
     what
-        How the line begins.
+        Start of the line, for example "reading".
     unit
-        What is counted.
+        Name of the units that are counted.
     started
-        When the text was begun, in seconds of the monotonic clock.
+        Time of the monotonic clock at which the work started, in seconds.
     """
 
     what: str
@@ -86,11 +86,11 @@ class ProgressLine:
 
     @property
     def is_slow(self) -> bool:
-        """Whether it takes so long by now that people want to know how long."""
+        """True once the work has lasted long enough to show the time that is left."""
         return time.monotonic() - self.started >= _SOON_S
 
     def line(self, done: int, n: int) -> str:
-        """After `done` units of n."""
+        """Return the line after `done` of n units."""
         seconds = time.monotonic() - self.started
         if not done or not self.is_slow:
             return self.what
@@ -100,13 +100,13 @@ class ProgressLine:
 
 
 def reading_progress() -> AbstractContextManager[Callable[[int, int], None]]:
-    """A callback that takes the tokens read and those of the text: a line in a terminal if it takes long."""
+    """Yield a callback for (tokens read, all tokens of the text). If slow, a terminal shows a line."""
     return _line_progress("reading", "tokens")
 
 
 @contextmanager
 def restoring_progress(archive: Archive | None) -> Iterator[None]:
-    """Inside, a line in a terminal says how far an archive is restored, if it takes long."""
+    """Show a line in a terminal while the archive of a chat is restored, if that takes long."""
     if not archive:
         yield
         return
@@ -126,7 +126,7 @@ def _line_progress(what: str, unit: str) -> Iterator[Callable[[int, int], None]]
         nonlocal status
         if not progress.is_slow or not sys.stderr.isatty():
             return
-        # imported here: mostly there is nothing to draw
+        # imported here: short work draws nothing
         from rich.text import Text
 
         line = Text(progress.line(done, n))
@@ -144,14 +144,14 @@ def _line_progress(what: str, unit: str) -> Iterator[Callable[[int, int], None]]
 
 @contextmanager
 def tokens_progress(what: str, n: int) -> Iterator[Callable[..., None]]:
-    """A callback that takes the number of tokens done, of n, and optionally a new text for the bar.
+    """Yield a callback for the number of tokens done, of n, and optionally a new text for the bar.
 
-    what: the text beside the bar.
+    what: the first text next to the bar.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(elapsed_when_finished=True)
-    # else rich prints what goes to a file or a pipe above the bar instead
+    # rich must not redirect the stdout of a pipe or a file to the terminal
     with _bars(*columns, redirect_stdout=sys.stdout is not None and sys.stdout.isatty()) as bar:
         task = bar.add_task(what, total=n)
         yield lambda done, what=what: bar.update(task, completed=done, description=what)
@@ -159,16 +159,16 @@ def tokens_progress(what: str, n: int) -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def runs_progress(n_run: int, n_token: int) -> Iterator[Callable[[Event], None]]:
-    """A callback for events. It prints a line per finished run, and on a terminal draws bars below.
+    """Yield a callback for events. It prints a line per finished run, and draws bars below in a terminal.
 
-    n_run: runs to be done. n_token: tokens that each scores.
+    n_run: number of runs. n_token: tokens that each run scores.
     """
     from math import exp
 
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    beside = TextColumn("{task.fields[words]}", markup=False)
-    columns = BarColumn(bar_width=20), TaskProgressColumn(), beside, TimeRemainingColumn()
+    words_column = TextColumn("{task.fields[words]}", markup=False)
+    columns = BarColumn(bar_width=20), TaskProgressColumn(), words_column, TimeRemainingColumn()
     start, n_done = time.monotonic(), 0
     with _bars(*columns, speed_estimate_period=600) as bars:
         whole = bars.add_task("all", total=n_run * n_token, words=f"0 of {n_run} runs")

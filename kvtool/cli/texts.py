@@ -1,4 +1,4 @@
-"""Texts that a command streams: their sources, their first tokens, and lengths that are refused."""
+"""Texts that a command streams: source, first tokens, and limits of length."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ File = Annotated[
     str | None,
     typer.Argument(metavar="[FILE]", help="A text file, or - for stdin.", show_default="a pipe on stdin"),
 ]
-"""The text of a command that streams one."""
+"""Argument of a command that streams a text."""
 
 _MARGIN = 256
-"""Tokens read beyond the needed ones: the end of a cut text may be tokenized differently."""
+"""Extra tokens that are read: the end of a cut text may be tokenized differently."""
 _TOKEN_BYTES = 8
 """Bytes per needed token in the first read."""
 
 
 def source(file: str | None) -> Source:
-    """Open the text of a file, or of a pipe if none is named. Raises UsageError at a terminal, InputError."""
+    """Open a file, or the pipe on stdin without one. Raises UsageError at a terminal, else InputError."""
     if file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise UsageError("name a text file, or give a text in a pipe")
     return Source("-" if file is None else file)
@@ -38,9 +38,10 @@ def source(file: str | None) -> Source:
 def first_tokens(
     model: Model, text: Source, n: int | None, *, start: bool = True, n_least: int = 2
 ) -> np.ndarray:
-    """Return the first n tokens i32[<= n] of a text, and read no more of it than they need. None: all tokens.
+    """Return the first n tokens i32[<= n] of a text, reading as little of it as they need.
 
-    start: a BOS token comes first, if the model wants one. Raises InputError for less than n_least tokens.
+    n: None means all tokens. start: begin with a BOS token if the model uses one. Raises InputError for fewer
+    than n_least tokens.
     """
     n_bytes = None if n is None else (n + _MARGIN) * _TOKEN_BYTES
     while True:
@@ -56,7 +57,7 @@ def first_tokens(
 
 
 def check_length(engine: Engine, n_tokens: int, what: str = "text") -> None:
-    """Raise InputError for a text, or a "prompt", that the engine cannot read to its end."""
+    """Raise InputError for a text that the engine cannot read to its end. what: "text" or "prompt"."""
     shorter = "or --max-tokens" if what == "text" else "or a shorter prompt"
     if engine.policy.slack == 0 and n_tokens > engine.policy.budget:
         raise InputError(
@@ -69,7 +70,7 @@ def check_length(engine: Engine, n_tokens: int, what: str = "text") -> None:
 def check_positions(
     positions: str, n_tokens: int, n_ctx: int, what: str = "text", shorter: str = "or --max-tokens"
 ) -> None:
-    """Raise InputError for a text that is longer than its positions. shorter: how to shorten it."""
+    """Raise InputError for a text that is longer than its positions. shorter: advice to shorten it."""
     if positions == "original" and n_tokens > n_ctx:
         raise InputError(
             f"the {what} has {n_tokens:,} tokens, and original positions end at {n_ctx:,}; "

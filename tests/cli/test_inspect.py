@@ -307,7 +307,7 @@ def test_the_picture_tells_rows_and_archive_apart():
         *(layer, np.tile(np.arange(2, dtype=np.int32), 6), np.array([5000]), until),
         archived=np.array([[1250, 4375]]),
     )
-    figure = inspect_plot.held(RESULT, found)
+    figure = inspect_plot.picture(RESULT, found)
     (legend,) = figure.legends
     names = [text.get_text() for text in legend.get_texts()]
     assert names == ["held by the row", "archived: outside the cache, still used", "forgotten"]
@@ -338,7 +338,7 @@ def test_a_picture_without_an_archive_says_what_white_is():
     until = np.array([[1, 0, 1], [0, 1, 1]], np.uint8)
     rows = np.zeros(2, np.int32), np.arange(2, dtype=np.int32)
     found = holdings.Holdings(*rows, np.array([3]), until, np.zeros((1, 2), np.int64))
-    (legend,) = inspect_plot.held(RESULT, found).legends
+    (legend,) = inspect_plot.picture(RESULT, found).legends
     assert [text.get_text() for text in legend.get_texts()] == ["held by the row", "not held by the row"]
 
 

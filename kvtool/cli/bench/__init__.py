@@ -1,1 +1,1 @@
-"""kvtool bench: the command, its table and its picture."""
+"""kvtool bench: the command, the table and the picture."""

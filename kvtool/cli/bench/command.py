@@ -1,4 +1,4 @@
-"""`kvtool bench`: how fast this machine reads and writes, by depth and by the way the cache is kept."""
+"""`kvtool bench`: measure how fast this machine reads and writes, by depth and kind of cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvtool.system.cpu import default_threads
 from kvtool.system.texts import json_text
 
 if TYPE_CHECKING:
-    from kvtool.measure.bench import Bench, Row
+    from kvtool.measure.bench import Bench
     from kvtool.models.header import ModelInfo
 
 _POLICIES = "recall", "h2o"
@@ -65,8 +65,8 @@ class _BenchOptions(Options):
     plot: Path | None = option("--plot PNG", None, "Draw speed against depth into this picture.")
 
     def n_tokens(self) -> list[int]:
-        """The depths as numbers. Raises UsageError."""
-        found = []
+        """Return the depths as numbers. Raises UsageError."""
+        depths = []
         for part in filter(None, map(str.strip, self.depths.split(","))):
             match = re.fullmatch("([0-9]{1,9})(k?)", part.lower())
             n = int(match[1]) * (1024 if match[2] else 1) if match else None
@@ -74,10 +74,10 @@ class _BenchOptions(Options):
                 raise UsageError(f"--depths takes numbers of tokens, such as 512,8k, got {part!r}")
             if not _LEAST <= n <= _MOST:
                 raise UsageError(f"a depth of --depths must be in {_LEAST}..{_MOST}, got {n}")
-            found.append(n)
-        if not found:
+            depths.append(n)
+        if not depths:
             raise UsageError("--depths names no depth; give some, such as 512,8k")
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(depths))
 
 
 @options
@@ -112,59 +112,57 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: Json = False) -> None
         ways = measure.ways(budgets, has_device=has_device)
         rows = [measure.sized(way, depth, n_batch) for depth in depths for way in ways]
         settings = opening.settings_of(run, {}, model.n_ctx_train, n_batch, 1)
-        made = measure.Bench(model, settings, rows, rounds=args.rounds, row_s=args.seconds)
-        said = {"model": path.stem, "machine": machine() | {"threads": run.threads}}
-        _watch(made)
-    found = [said | row.record() for row in rows if row.write or row.why]
+        benchmark = measure.Bench(model, settings, rows, rounds=args.rounds, row_s=args.seconds)
+        about = {"model": path.stem, "machine": machine() | {"threads": run.threads}}
+        _measure(benchmark)
+    records = [about | row.record() for row in rows if row.write or row.why]
     if old is not None:
-        found = [record | {"over_old": measure.over(record, old)} for record in found]
-        if other := next((each for each in old if each.get("model") != path.stem), None):
+        records = [record | {"over_old": measure.over(record, old)} for record in records]
+        if other := next((record for record in old if record.get("model") != path.stem), None):
             say([f"{args.compare} has results of another model, {other.get('model')}"])
-    _print(found, said, as_json=as_json, has_device=has_device, plot=args.plot)
-    if made.stop:
-        raise output.Stopped(f"stopped; {len(found)} of {len(rows)} rows are measured")
+    _print(records, about, as_json=as_json, has_device=has_device, plot=args.plot)
+    if benchmark.stop:
+        raise output.Stopped(f"stopped; {len(records)} of {len(rows)} rows are measured")
 
 
 def _budgets(run: _BenchRun, info: ModelInfo, layers: Any) -> dict[str, int]:
-    """The budget of each policy, in cells. Raises UsageError."""
+    """Return the budget of each policy, in cells. Raises UsageError."""
     from kvtool.config import opening
 
-    found = {}
+    budgets = {}
     for name in _POLICIES:
         default = run.default_recall if policies.recalls(policies.load(name)) else run.default_budget
         text = run.budget or str(min(default, info.n_ctx_train))
-        found[name] = opening.fitted(policies.spec(name), run, text, info.n_ctx_train, layers).n
-    return found
+        budgets[name] = opening.fitted(policies.spec(name), run, text, info.n_ctx_train, layers).n
+    return budgets
 
 
-def _watch(made: Bench) -> None:
-    """Measures the rows; a bar says which."""
-    n_round: dict[int, int] = {}
-    with tokens_progress("bench", len(made.rows) * made.rounds) as step:
-        interrupt.stops(made)
-
-        for row in made.measure():
-            step(sum(n_round.values()), _title(row))
-            n_round[id(row)] = n_round.get(id(row), 0) + 1
-
-
-def _title(row: Row) -> str:
-    return f"depth {row.depth:,}: {row.way.name}"
+def _measure(benchmark: Bench) -> None:
+    """Measure the rows, and name the current one next to a bar."""
+    with tokens_progress("bench", len(benchmark.rows) * benchmark.rounds) as step:
+        interrupt.stops(benchmark)
+        for n_done, row in enumerate(benchmark.measure()):
+            step(n_done, f"depth {row.depth:,}: {row.way.name}")
 
 
 def _print(
-    found: list[dict[str, Any]], said: dict[str, Any], *, as_json: bool, has_device: bool, plot: Path | None
+    records: list[dict[str, Any]],
+    about: dict[str, Any],
+    *,
+    as_json: bool,
+    has_device: bool,
+    plot: Path | None,
 ) -> None:
-    picture = None
-    if plot:
-        from kvtool.cli.bench.plot import picture as draw
+    def picture() -> bytes:
+        from kvtool.cli.bench.plot import picture
 
-        picture = plot, lambda: output.png(draw(found, said["model"]))
-    with output.written(*([picture] if picture else [])):
+        return output.png(picture(records, about["model"]))
+
+    with output.written((plot, picture)):
         if as_json:
-            for record in found:
+            for record in records:
                 typer.echo(json_text(record))
         else:
             from kvtool.cli.bench.table import show
 
-            show(plain_console(), found, said, has_device=has_device)
+            show(plain_console(), records, about, has_device=has_device)

@@ -11,9 +11,9 @@ _MARKS = "osD^vP*X"
 
 
 def picture(records: Sequence[dict[str, Any]], model: str) -> Figure:
-    """Two panels, reading and writing: tokens/s against depth, a line for each way to keep the cache.
+    """Draw tokens/s against depth in two panels, reading and writing, with a line for each kind of cache.
 
-    A bar at each point goes from the least to the most of the rounds.
+    A bar at each point spans the rounds, from the slowest to the fastest.
     """
     figure = Figure(figsize=(11, 5), dpi=120, layout="constrained")
     panels = figure.subplots(1, 2)
@@ -22,7 +22,7 @@ def picture(records: Sequence[dict[str, Any]], model: str) -> Figure:
     for axes, (title, name) in zip(panels, pairs, strict=True):
         for i, way in enumerate(ways):
             points = sorted(
-                (record["depth"], *(record[name][each] for each in ("median", "min", "max")))
+                (record["depth"], *(record[name][part] for part in ("median", "min", "max")))
                 for record in records
                 if record["what"] == way and record[name]
             )

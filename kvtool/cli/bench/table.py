@@ -15,7 +15,7 @@ from kvtool.units import format_bytes
 Record = dict[str, Any]
 
 WIDE = 100
-"""From this terminal width on the table has the least and the most of each median, and resident memory."""
+"""Least terminal width at which the table shows ranges of the medians, and resident memory."""
 
 LEGEND = (
     "read, write: tokens/s of the last tokens up to the depth, medians of the rounds{range}, read in batches "
@@ -28,10 +28,10 @@ CACHE = "cache: bytes allocated"
 OLD = "; /old: the median over that of the earlier run"
 
 
-def show(console: Console, records: Sequence[Record], said: Record, *, has_device: bool) -> None:
-    """Print a line that names the machine, and a line per row. In a pipe all columns are there, and uncut.
+def show(console: Console, records: Sequence[Record], about: Record, *, has_device: bool) -> None:
+    """Print a line that names the machine, and a line per record. A pipe gets all columns, uncut.
 
-    said: the model and the machine.
+    about: the model and the machine.
     """
     if not console.is_terminal:
         console = table_console(file=console.file, color_system=None)
@@ -47,13 +47,13 @@ def show(console: Console, records: Sequence[Record], said: Record, *, has_devic
         right = "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
         console.print(Text(f"{what:{first}}{right}"))
 
-    threads = said["machine"]["threads"]
-    console.print(Text(f"{line(said['machine'])}\n"))
-    console.print(Text(f"{said['model']}, {threads} thread{'s' * (threads != 1)}\n"))
+    threads = about["machine"]["threads"]
+    console.print(Text(f"{line(about['machine'])}\n"))
+    console.print(Text(f"{about['model']}, {threads} thread{'s' * (threads != 1)}\n"))
     put("", names)
     for depth in dict.fromkeys(record["depth"] for record in records):
         console.print(Text(f"depth {depth:,}", "italic"))
-        for record in (each for each in records if each["depth"] == depth):
+        for record in (record for record in records if record["depth"] == depth):
             if id(record) in measured:
                 put(record["what"], measured[id(record)])
             else:
@@ -79,7 +79,7 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def _cells(record: Record, wide: bool, compares: bool) -> list[str]:
-    """What the columns say of a row."""
+    """Return the cells of a record, without its name."""
     cells: list[str] = []
     for name, scale in (("read_tokens_per_s", 1), ("write_tokens_per_s", 1), ("first_s", 1000)):
         value = record[name]
@@ -94,5 +94,5 @@ def _cells(record: Record, wide: bool, compares: bool) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """One decimal below 100, none above."""
+    """Return a number with one decimal below 100, without decimals from 100 on."""
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"

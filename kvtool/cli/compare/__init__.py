@@ -1,1 +1,1 @@
-"""kvtool compare: the command, its table and its picture."""
+"""kvtool compare: the command, the table and the picture."""

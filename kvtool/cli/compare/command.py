@@ -1,4 +1,4 @@
-"""`kvtool compare`: policies, budgets and cache types side by side on one text."""
+"""`kvtool compare`: stream a text under several policies, budgets and cache types."""
 
 from __future__ import annotations
 
@@ -101,12 +101,7 @@ class _CompareOptions(Options):
 
 @options
 def compare(
-    *,
-    file: File = None,
-    grid: _Grid,
-    args: _CompareOptions,
-    run: _CompareRun,
-    as_json: Json = False,
+    *, file: File = None, grid: _Grid, args: _CompareOptions, run: _CompareRun, as_json: Json = False
 ) -> None:
     """Stream a text under each policy and budget, and compare the results.
 
@@ -151,7 +146,7 @@ def compare(
     )
     common = of_runs.Common(what | records.versions(), shared, len(tokens))
     if not names:
-        # a model whose values are a part of its keys has none to merge, and a stream is read once
+        # policies with a reconstruction pass read a text twice; without values (MLA) none can be merged
         kinds = opening.runnable()
         kinds = {name: kind for name, kind in kinds.items() if not policies.has_reconstruction(kind)}
         names = [n for n, kind in kinds.items() if layers.has_values or not kind.may_merge()]
@@ -162,7 +157,7 @@ def compare(
     if args.shard:
         runs = of_runs.shard(runs, args.shard)
     if not runs:
-        # if only `full` was asked for, and it does not fit
+        # only `full`, and it does not fit
         raise UsageError(why_not or "nothing to compare; name policies, and budgets for them")
     results = Results(common, runs)
     if path:
@@ -173,9 +168,9 @@ def compare(
 
 
 def _read(info: ModelInfo, text: Source, max_tokens: int | None) -> tuple[np.ndarray, str, int, Layers]:
-    """The tokens i32[n], as kvtool perplexity reads them, and the SHA-256 of their text.
+    """Return the tokens i32[n], as for kvtool perplexity, and the SHA-256 of their text.
 
-    And of the model: how many tokens its vocabulary has, and its layers.
+    The last two are the model's: the size of the vocabulary, and the layers.
     """
     import hashlib
 
@@ -188,7 +183,7 @@ def _read(info: ModelInfo, text: Source, max_tokens: int | None) -> tuple[np.nda
 
 
 def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[str], str]:
-    """The policies that can run, and why they cannot be compared with the full cache; "" if they can."""
+    """Return the policies that can run, and why they cannot be compared with `full`; "" if they can."""
     from kvtool.measure import grid
     from kvtool.measure.divergence import fits
 
@@ -224,12 +219,12 @@ def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: P
         say([f"{len(missing)} runs of {common.n_tokens:,} tokens each; {less}"])
     reference, first = grid.reference(common) if against else None, None
     if reference and not reference.exists():
-        # the run that writes it: one of the grid if there is one
+        # the run of `full` that writes it, of the grid if the grid has it
         full = grid.full_run(common)
         first = next((run for run in missing if run.options.values() == full.options.values()), full)
 
     def watched(events: Iterator[Event]) -> dict[str, Any] | None:
-        """Shows what runs report, and keeps the records of the grid's. Returns the last record."""
+        """Show the events of runs, and keep the records of the grid's runs. Return the last record."""
         record = None
         for event in events:
             show(event)

@@ -13,16 +13,16 @@ from kvtool.cli.compare.table import Line
 
 
 def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
-    """A figure of the divergence from the full cache against bytes; of nll if there is no divergence.
+    """Draw KL from the full cache against bytes, with a line for each policy. Without KL, draw nll.
 
-    A point is at the bytes of the budget's cells; a thin line goes from there to the bytes allocated. Each
-    policy has a line. `full` has one too: its points are the cache types.
+    A point is at the bytes of the budget's cells; a thin line leads from it to the bytes allocated.
+    The points of `full` are cache types.
     """
     done = [(run, record) for run, record in lines if "error" not in record]
     has_kl = any(record["kl"] is not None for _, record in done)
     name = "kl" if has_kl else "nll"
-    # for each label: MiB of the budget, MiB allocated, and what they give
-    drawn: dict[str, list[tuple[float, float, float]]] = {}
+    # for each label: MiB of the budget's cells, MiB allocated, KL or nll
+    lines_of: dict[str, list[tuple[float, float, float]]] = {}
     for run, record in done:
         label = run.label
         if not policies.load(run.options.policy).evicts:
@@ -32,15 +32,15 @@ def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
         elif run.options.type_k != "f16":
             label = f"{label} {run.options.type_k}"
         value = record[name]
-        # a logarithmic axis has no zero, which is the full cache itself
+        # the KL of `full` itself is 0, which a logarithmic axis cannot show
         if value is not None and (value > 0 or not has_kl):
             mib = record["budget_bytes"] / 2**20, record["kv_bytes"] / 2**20
-            drawn.setdefault(label, []).append((*mib, value))
+            lines_of.setdefault(label, []).append((*mib, value))
     figure = Figure(figsize=(10, 6), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     colours, marks = colormaps["tab20"], "osD^vP*X"
-    for i, (label, points) in enumerate(drawn.items()):
-        # tab20 has pairs of a dark and a light colour; first the dark ones
+    for i, (label, points) in enumerate(lines_of.items()):
+        # tab20 alternates dark and light colours; use the dark ones first
         colour, mark = colours((2 * i + i // 10 % 2) % 20), marks[i % len(marks)]
         style: dict[str, Any] = {"color": colour, "marker": mark, "label": label}
         if label == "full, quantized":

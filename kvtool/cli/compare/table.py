@@ -17,13 +17,13 @@ Line = tuple[Run, dict[str, Any]]
 """A run and its record."""
 
 WIDE = 100
-"""From this terminal width on the table has cells, intervals and speeds."""
+"""Least terminal width at which the table shows cells, intervals and speeds."""
 
 WIDEST = 120
-"""From this one on, and in a pipe, it has the bytes of the budget's cells beside those allocated."""
+"""Least terminal width at which it also shows the bytes of the budget's cells. A pipe gets them, too."""
 
 BEST = {"kv_bytes": min, "perplexity": min, "kl": min, "top1": max, "tokens_per_s": max}
-"""Which value of a column is the best."""
+"""Columns in which the best value is marked, and how to find it."""
 
 LEGEND = (
     "to full, to best (other run of a budget): nll +- two standard errors; "
@@ -33,7 +33,7 @@ BYTES = "budget: bytes of the budget's cells; cache: bytes allocated, in steps o
 
 
 def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None:
-    """Print a line per run, budget by budget. In a pipe or a file all columns are there, and uncut."""
+    """Print a line per run, grouped by budget. A pipe or a file gets all columns, uncut."""
     if not console.is_terminal:
         console = table_console(file=console.file, color_system=None)
     wide, widest = console.width >= WIDE, console.width >= WIDEST
@@ -63,9 +63,9 @@ def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None
 
 
 def _cells(record: dict[str, Any], best: dict[str, float], mark: str) -> dict[str, Text]:
-    """What the columns say of a run. mark: goes behind the best value of a column."""
+    """Return the cells of a run by column. mark: follows the best value of a column."""
 
-    def one(name: str, shown: str) -> Text:
+    def marked(name: str, shown: str) -> Text:
         is_best = name in best and record[name] == best[name]
         return Text(shown + (mark if is_best else " " * len(mark)), "bold" if is_best else "")
 
@@ -74,19 +74,19 @@ def _cells(record: dict[str, Any], best: dict[str, float], mark: str) -> dict[st
     return {
         "cells": Text(f"{record['cells']:,.0f}"),
         "budget": Text(format_bytes(record["budget_bytes"])),
-        "cache": one("kv_bytes", format_bytes(record["kv_bytes"])),
-        "perplexity": one("perplexity", f"{ppl} {interval}"),
-        "ppl": one("perplexity", ppl),
+        "cache": marked("kv_bytes", format_bytes(record["kv_bytes"])),
+        "perplexity": marked("perplexity", f"{ppl} {interval}"),
+        "ppl": marked("perplexity", ppl),
         "to full": difference(record, "nll_minus_full"),
         "to best": difference(record, "nll_minus_best"),
-        "KL": one("kl", "-" if record["kl"] is None else f"{record['kl']:.4f}"),
-        "top-1": one("top1", "-" if record["top1"] is None else f"{record['top1']:.1%}"),
-        "tokens/s": one("tokens_per_s", f"{record['tokens_per_s']:.0f}"),
+        "KL": marked("kl", "-" if record["kl"] is None else f"{record['kl']:.4f}"),
+        "top-1": marked("top1", "-" if record["top1"] is None else f"{record['top1']:.1%}"),
+        "tokens/s": marked("tokens_per_s", f"{record['tokens_per_s']:.0f}"),
     }
 
 
 def difference(record: dict[str, Any], name: str) -> Text:
-    """A difference with its two standard errors; "=" in its place if it is within them."""
+    """Return a difference +- two standard errors, or "=" in place of a difference within them."""
     value, error = record[name], record[f"{name}_stderr"]
     if value is None:
         return Text("-", "dim")
@@ -98,6 +98,6 @@ def difference(record: dict[str, Any], name: str) -> Text:
 
 
 def _best(group: Sequence[Line]) -> dict[str, float]:
-    """The best value of each column that has at least two different values."""
+    """Return the best value of each column, if it has at least two different values."""
     of = {name: {record[name] for _, record in group if record.get(name) is not None} for name in BEST}
     return {name: BEST[name](values) for name, values in of.items() if len(values) > 1}

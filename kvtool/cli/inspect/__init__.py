@@ -1,1 +1,1 @@
-"""kvtool inspect: the command, and the views of what the rows hold."""
+"""kvtool inspect: the command, and its views in a terminal, a page and a picture."""

@@ -1,4 +1,4 @@
-"""kvtool inspect: shows which tokens of a text the rows still hold."""
+"""`kvtool inspect`: show which tokens of a text the rows still hold."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 LAST = 2048
 """Tokens that a terminal shows by default."""
 _LAST_HTML = 20_000
+"""Tokens that a page shows by default."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,7 @@ class _InspectRun(ScoreOptions):
 @dataclass(frozen=True)
 class _InspectOptions(Options):
     max_tokens: int | None = option(
-        "--max-tokens N",
-        None,
-        "Use only the first N tokens of the text.",
-        least=2,
-        words="all",
+        "--max-tokens N", None, "Use only the first N tokens of the text.", least=2, words="all"
     )
     snapshots: int = option("--snapshots N", 32, "Points in time that --html can show.", least=1, most=255)
     last: int | None = option(
@@ -61,13 +58,7 @@ class _InspectOptions(Options):
 
 
 @options
-def inspect(
-    *,
-    file: File = None,
-    asked: _InspectRun,
-    args: _InspectOptions,
-    as_json: Json = False,
-) -> None:
+def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_json: Json = False) -> None:
     """Stream a text through the cache and show which of its tokens the rows still hold."""
     output.check_writable(args.html)
     output.check_picture("--plot", args.plot)
@@ -85,37 +76,37 @@ def inspect(
         tokens = first_tokens(loaded, text, args.max_tokens, n_least=1)
         return len(tokens)
 
-    with closing(source(file)) as text, open_run(asked, length=length) as opened:
-        engine, run = opened.engine, opened.run
+    with closing(source(file)) as text, open_run(run, length=length) as opened:
+        engine, policy = opened.engine, opened.run.policy
         check_length(engine, len(tokens))
         if run.explain:
-            explain_run(engine, run.policy, "text", len(tokens))
+            explain_run(engine, policy, "text", len(tokens))
         started = time.monotonic()
         with tokens_progress("reading", len(tokens)) as step:
-            found = holdings.watch(engine, tokens, args.snapshots, step)
+            held = holdings.watch(engine, tokens, args.snapshots, step)
         seconds = time.monotonic() - started
         texts = holdings.texts(engine.model, tokens)
-        share, archived = found.share(), found.is_archived()
+        share, archived = held.share(), held.is_archived()
         result = {
             "tokens": len(tokens),
             "forgotten": holdings.n_forgotten(engine),
-            "rows": len(found.layer),
-            **report(engine, run.policy),
+            "rows": len(held.layer),
+            **report(engine, policy),
             "tokens_per_s": len(tokens) / seconds,
             "seconds": seconds,
         }
 
     def picture() -> bytes:
-        from kvtool.cli.inspect.plot import held
+        from kvtool.cli.inspect.plot import picture
 
-        return output.png(held(result, found))
+        return output.png(picture(result, held))
 
-    html = args.html, lambda: page(result, found, texts, args.last or _LAST_HTML)
+    html = args.html, lambda: page(result, held, texts, args.last or _LAST_HTML)
     with output.written(html, (args.plot, picture)):
         if as_json:
-            of_tokens = {"text": texts, "share": share.round(4).tolist(), "attended": attended_record(found)}
+            of_tokens = {"text": texts, "share": share.round(4).tolist(), "attended": attended_record(held)}
             typer.echo(json_text(result | of_tokens))
         else:
             show(plain_console(), texts, share, archived, args.last or LAST)
-            typer.echo(f"policy {run.policy}, {line(result)}")
-            show_attended(table_console(), found, texts)
+            typer.echo(f"policy {policy}, {line(result)}")
+            show_attended(table_console(), held, texts)

@@ -16,8 +16,8 @@ from kvtool.config.report import budget
 from kvtool.measure.holdings import Holdings
 
 
-def page(result: dict[str, Any], found: Holdings, texts: list[str], last: int) -> bytes:
-    """The web page, with all its data inside."""
+def page(result: dict[str, Any], held: Holdings, texts: list[str], last: int) -> bytes:
+    """Return the web page, which contains all its data. last: number of last tokens that it shows."""
     first = max(len(texts) - last, 0)
     data = {
         "about": {
@@ -28,15 +28,15 @@ def page(result: dict[str, Any], found: Holdings, texts: list[str], last: int) -
         "first": first,
         "bounds": BOUNDS,
         "texts": [visible(text) for text in texts[first:]],
-        **{name: getattr(found, name).tolist() for name in ("layer", "head", "ends", "archived")},
-        "until": _deflated(found.until[:, first:]),
+        **{name: getattr(held, name).tolist() for name in ("layer", "head", "ends", "archived")},
+        "until": _deflated(held.until[:, first:]),
         "attended": None,
     }
-    if attended := found.attended:
+    if attended := held.attended:
         unit = float(attended.attn.max()) / 65535
         data["attended"] = {
             "attn": _deflated((attended.attn[:, first:] / unit).round().astype("<u2")),
-            # of each row, what all attention is in the numbers of attn
+            # the sum of a row's attention, in units of attn
             "whole": (attended.n_head * (attended.n_query / unit)).tolist(),
             "query": attended.query[first:].tolist(),
             "share": attended.query_share[first:].round(6).tolist(),
@@ -48,5 +48,5 @@ def page(result: dict[str, Any], found: Holdings, texts: list[str], last: int) -
 
 
 def _deflated(array: np.ndarray) -> str:
-    """An array's bytes, row by row, deflated, in base64."""
+    """Return the bytes of an array, row by row, deflated, in base64."""
     return base64.b64encode(zlib.compress(array.tobytes(), 9)).decode()

@@ -19,19 +19,19 @@ MOST_COLUMNS = 1600
 _HELD, _ARCHIVED, _WHITE = (0.03, 0.19, 0.42), (0.8, 0.6, 0.9), (1.0, 1.0, 1.0)
 
 
-def held(result: dict[str, Any], found: Holdings) -> Figure:
-    """Rows by positions: dark where a row holds the token, violet where only the archive has it."""
-    rows = found.held()
+def picture(result: dict[str, Any], held: Holdings) -> Figure:
+    """Draw rows by positions: dark if a row holds the token, violet if only the archive holds it."""
+    rows = held.held()
     n_row, n = rows.shape
     first, size = equal_parts(n, MOST_COLUMNS)
-    archived = found.is_archived() & ~rows
+    archived = held.is_archived() & ~rows
     colours = np.ones((n_row, len(first), 3))
     for tokens, colour in ((rows, _HELD), (archived, _ARCHIVED)):
         columns = np.add.reduceat(tokens, first, axis=1, dtype=np.float64) / size
         colours -= columns[..., None] * (1 - np.array(colour))
     figure = Figure(figsize=(12, min(max(2.5 + n_row * 0.055, 3.5), 14)), dpi=120, layout="constrained")
-    # one label per layer, fewer where they would touch
-    layer, row, n_head = np.unique(found.layer, return_index=True, return_counts=True)
+    # at most 32 labels of layers: more would touch
+    layer, row, n_head = np.unique(held.layer, return_index=True, return_counts=True)
     step, name = -(-len(layer) // 32), Path(result["model"]).stem
     what = f"{result['policy']}, {budget(result):,} cells per row: which of {n:,} tokens are held ({name})"
     across = "position of the token in the text"
@@ -51,13 +51,13 @@ def held(result: dict[str, Any], found: Holdings) -> Figure:
 
 
 def legend(figure: Figure, marks: Mapping[str, Patch]) -> None:
-    """Put a legend below everything, in one line if the figure is wide."""
+    """Add a legend at the bottom, in one line if the figure is wide."""
     n_column = len(marks) if figure.get_figwidth() >= 12 else 1
     where: dict[str, Any] = {"loc": "outside lower center", "ncols": n_column, "frameon": False}
     figure.legend(handles=list(marks.values()), labels=list(marks), **where)
 
 
 def equal_parts(n: int, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """First tokens of equal parts of n tokens, at most `most` of them, and the parts' sizes."""
+    """Split n tokens into at most `most` equal parts. Return the first token and the size of each part."""
     first = np.unique(np.arange(min(n, most)) * n // min(n, most))
     return first, np.diff(first, append=n)

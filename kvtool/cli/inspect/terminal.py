@@ -1,4 +1,4 @@
-"""Tokens on a terminal, coloured or marked by the share of rows that hold each: kvtool inspect and /cells."""
+"""Tokens in a terminal, shaded by the share of rows that hold each: for kvtool inspect and /cells."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from kvtool.cli.console import table
 from kvtool.measure.holdings import Holdings
 
 BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
-"""Upper ends of the first levels, dense where most shares are. Two levels follow: less than 1, and 1."""
+"""Upper bounds of the first levels, closer together for common shares. Two levels follow: below 1, and 1."""
 N_ATTENDED = 10
-"""How many archived tokens, those with most attention, a terminal shows."""
+"""Number of archived tokens that a terminal lists, by attention."""
 
 ALL = len(BOUNDS) + 2
-"""The level of a token that all rows hold."""
+"""Level of a token that all rows hold."""
 ARCHIVED = ALL + 1
-"""The level of a token that no row holds, but the archive."""
+"""Level of a token that only the archive holds."""
 _DARK = (17, 18, 24, 25, 31, 38, 45, 123, 53)
 _LIGHT = (195, 153, 117, 111, 75, 69, 33, 27, 225)
-"""Background colours (of 256), from few rows to all, then archived: on a dark and on a light terminal."""
+"""Background colours of the levels (of 256 colours), for dark and for light terminals."""
 _BRIGHT = {38, 45, 123, *_LIGHT[:-2], 225}
-"""The backgrounds that need dark letters."""
+"""Backgrounds with dark letters."""
 
 Line = list[tuple[str, int]]
-"""A line on a terminal: texts, each with its level."""
+"""A line in a terminal: texts with their levels."""
 
 
 def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np.ndarray, last: int) -> None:
-    """Prints a strip of the whole stream and the last tokens, by the share f64[n] of rows that hold each.
+    """Print a strip of the whole stream, and its last tokens, shaded by the share f64[n] of rows with each.
 
-    archived: b1[n], the tokens that only the archive holds. A terminal with 256 colours gets shades; others
-    get marks below each line.
+    archived: b1[n], True for tokens that only the archive holds. A terminal without 256 colours gets marks
+    below each line instead of shades.
     """
     n, n_archived = len(texts), int(archived.sum())
     levels = _levels(share, archived)
@@ -50,7 +50,7 @@ def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np
     width = max(console.width - 1, 20)
     _print(console, _legend(shaded, n_archived > 0))
     _print(console, f"\nthe whole stream of {n:,} tokens, left to right:")
-    # marks need no text above them
+    # without the line of blanks above the marks
     _print(console, draw(_strip(share, archived, width))[-1])
     what = f"the last {last:,} tokens; {n - last:,} earlier ones are not shown" if n > last else "the text"
     _print(console, f"\n{what}:\n")
@@ -62,17 +62,20 @@ def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np
     _print(console, f"\n{n:,} tokens: {held}, {in_archive}{n_none - n_archived:,} forgotten")
 
 
-def attended_record(found: Holdings) -> dict[str, Any] | None:
-    """What --json says of archived tokens: which share of attention each got, from which row and query."""
-    attended = found.attended
+def attended_record(held: Holdings) -> dict[str, Any] | None:
+    """Return columns for --json: the attention to each archived token, and the row and query with most of it.
+
+    None without an archive.
+    """
+    attended = held.attended
     if not attended:
         return None
     share, rows = attended.share(), attended.row_share()
     row, none = rows.argmax(axis=0), share == 0
     columns = {
         "attention": share.round(6),
-        "layer": np.where(none, -1, found.layer[row]),
-        "head": np.where(none, -1, found.head[row]),
+        "layer": np.where(none, -1, held.layer[row]),
+        "head": np.where(none, -1, held.head[row]),
         "row_attention": rows.max(axis=0).round(6),
         "query": attended.query,
         "query_attention": attended.query_share.round(6),
@@ -80,36 +83,36 @@ def attended_record(found: Holdings) -> dict[str, Any] | None:
     return {name: column.tolist() for name, column in columns.items()}
 
 
-def show_attended(console: Console, found: Holdings, texts: Sequence[str]) -> None:
-    """Prints the archived tokens with most attention, the text before each, and what attended to it most."""
-    said = attended_record(found)
-    if not said:
+def show_attended(console: Console, held: Holdings, texts: Sequence[str]) -> None:
+    """Print the archived tokens with most attention: the text before each, and who attended most to it."""
+    record = attended_record(held)
+    if not record:
         return
-    of = said["attention"]
-    most = [i for i in sorted(range(len(of)), key=lambda i: -of[i])[:N_ATTENDED] if of[i]]
+    shares = record["attention"]
+    most = [i for i in sorted(range(len(shares)), key=lambda i: -shares[i])[:N_ATTENDED] if shares[i]]
     names = "attention", "layer/head", "query"
     rows = []
-    for at in ({name: column[i] for name, column in said.items()} for i in most):
+    for at in ({name: column[i] for name, column in record.items()} for i in most):
         row = f"{at['layer']}/{at['head']} ({at['row_attention']:.1%})"
         rows.append((f"{at['attention']:.2%}", row, f"{at['query']:,} ({at['query_attention']:.1%})"))
     columns = [Column(name, justify="right", no_wrap=True) for name in names]
-    # the text alone is cut where a line is too short
+    # in a narrow terminal only the text is cut
     room = console.width - sum(max(map(len, cells)) + 2 for cells in zip(names, *rows, strict=True))
     columns.append(Column("token", no_wrap=True, overflow="ellipsis", max_width=max(room, 1)))
-    _print(console, f"\narchived tokens got at least {sum(of):.0%} of all attention; these got most:\n")
+    _print(console, f"\narchived tokens got at least {sum(shares):.0%} of all attention; these got most:\n")
     shown = [(*row, _with_context(texts, i)) for row, i in zip(rows, most, strict=True)]
     console.print(table(columns, shown))
 
 
 def _with_context(texts: Sequence[str], i: int) -> Text:
-    """Token i with its position and the text before it; the token itself is underlined."""
+    """Return token i, underlined, after its position and the text before it."""
     before = visible("".join(texts[max(i - 5, 0) : i])).replace("\n", "")
     token = visible(texts[i]).replace("\n", "")
     return Text.assemble((f"{i:,} ", ""), (before, "dim"), (token, "underline"))
 
 
 def lines(texts: Iterable[str], levels: Iterable[int], width: int) -> Iterator[Line]:
-    """The tokens in lines of at most `width` columns, broken between words; line breaks are shown."""
+    """Split tokens into lines of at most `width` columns, between words and at line breaks."""
     line: Line = []
     used = 0
     for word in _words(texts, levels):
@@ -133,7 +136,7 @@ def lines(texts: Iterable[str], levels: Iterable[int], width: int) -> Iterator[L
 
 
 def _words(texts: Iterable[str], levels: Iterable[int]) -> Iterator[Line]:
-    """Groups tokens that no space separates."""
+    """Group tokens that no space separates."""
     word: Line = []
     for text, level in zip(texts, levels, strict=True):
         if word and (text[:1].isspace() or word[-1][0][-1:].isspace()):
@@ -150,12 +153,12 @@ _PICTURES |= {code: 0xFFFD for code in (*range(0x80, 0xA0), *range(0x202A, 0x202
 
 
 def visible(text: str) -> str:
-    """The text with pictures of control characters, so that no file can control the terminal."""
+    """Replace control characters by pictures of them, so that a text cannot control the terminal."""
     return text.replace("\r\n", "\n").translate(_PICTURES)
 
 
 def _levels(share: np.ndarray, archived: np.ndarray) -> list[int]:
-    """Of each token: 0 if no row holds it, 1 to 7 by the bounds, ALL or ARCHIVED."""
+    """Return the level of each token: 0 if no row holds it, 1 to 7 by `BOUNDS`, ALL or ARCHIVED."""
     held = np.where(share < 1, np.searchsorted(BOUNDS, share) + 1, ALL)
     levels: list[int] = np.where(archived, ARCHIVED, np.where(share > 0, held, 0)).tolist()
     return levels
@@ -165,7 +168,7 @@ def _levels(share: np.ndarray, archived: np.ndarray) -> list[int]:
 def _style(level: int) -> Style:
     if not level:
         return Style(color="color(244)")
-    # a few terminals say here whether they are light, as in "15;0"
+    # some terminals set it to "foreground;background"
     light = os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
     ground = (_LIGHT if light else _DARK)[level - 1]
     return Style(color=f"color({16 if ground in _BRIGHT else 231})", bgcolor=f"color({ground})")
@@ -176,7 +179,7 @@ def _shaded(line: Line) -> list[Text]:
 
 
 def _marked(line: Line) -> list[str]:
-    """A line, and a line of marks, one per column."""
+    """Return the line, and a line with a mark below each column."""
     marks = "".join(_MARKS[level] * cell_len(text) for text, level in line)
     return ["".join(text for text, _ in line), marks]
 
@@ -195,7 +198,7 @@ def _legend(shaded: bool, has_archive: bool) -> str | Text:
 
 
 def _strip(share: np.ndarray, archived: np.ndarray, width: int) -> Line:
-    """The mean share of equal parts of the stream, one a column; archived where most of a part is."""
+    """Return a column for each equal part of the stream, by its mean share; ARCHIVED if most of it is."""
     mean, is_archived = (
         np.array([part.mean() for part in np.array_split(of_tokens, min(width, len(share)))])
         for of_tokens in (share, archived)
