@@ -16,12 +16,15 @@ uses the file whose id the session stores.
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -36,8 +39,13 @@ from kvtool.llama.segment import (
     Clusters,
     Part,
     Segment,
+    clusters_name,
+    layer_name,
+    listed,
+    listed_clusters,
     listed_parts,
     listing,
+    span,
 )
 from kvtool.system.files import create, set_aside, temporary, write_all
 
@@ -57,6 +65,9 @@ _N_FIRST = len(_FIRST % bytes(2 * _N_ID))
 _FIRST_LINE = re.compile(_FIRST % b"([0-9a-f]{32})")
 _PIECE = 4 * 2**20
 """Approximate bytes of a segment, which is held in memory while it is written."""
+
+_N_HASHING = min(os.cpu_count() or 1, 4)
+"""Threads that check the hashes: for a large archive that takes most of the time of loading."""
 
 Listing = list[tuple[str, np.ndarray]]
 
@@ -107,24 +118,24 @@ class ArchiveFile:
     def write(self, archive: Archive | None) -> Iterator[Listing]:
         """Write the new parts of an archive, and yield the arrays that list all its parts.
 
-        The caller writes the session inside the `with` block. If anything fails, the old session keeps its
+        The caller writes the session inside the context. If anything fails, the old session keeps its
         segments. Another chat's archive at this path is set aside first. Raises OSError. Raises SessionError
         if a file that is not an archive would be replaced.
         """
         self.open()
         self._set_other_aside()
         old = self._file
-        wanted = _wanted(archive, old.at if old else {}) if archive else []
-        file = old if old and archive and old.takes(archive, wanted) else None
-        if archive and wanted and not file:
-            # a new file takes only what the archive still holds: forgotten tokens stay in the old file
-            file, wanted = self._begin(), _wanted(archive, {})
+        parts = _parts_of(archive, old.offsets if old else {}) if archive else []
+        file = old if old and archive and old.suits(archive, parts) else None
+        if archive and parts and not file:
+            # a new file suits only what the archive still holds: forgotten tokens stay in the old file
+            file, parts = self._begin(), _parts_of(archive, {})
         end, inode, is_written = old.end if old else 0, self._inode(), False
         try:
             if archive:
-                found = file.append(archive, wanted) if file else []
-                archive.segments = [each for each in found if isinstance(each, Segment)]
-                archive.clusters = [each for each in found if isinstance(each, Clusters)]
+                written = file.append(archive, parts) if file else []
+                archive.segments = [part for part in written if isinstance(part, Segment)]
+                archive.clusters = [part for part in written if isinstance(part, Clusters)]
             yield _listing(archive, file) if archive else []
             is_written = True
         finally:
@@ -183,7 +194,7 @@ class ArchiveFile:
                 other = id_of(file) if os.fstat(file.fileno()).st_nlink == 1 else None
         except FileNotFoundError:
             return
-        if other and other not in known | ({self._file.name} if self._file else set()):
+        if other and other not in known | ({self._file.id} if self._file else set()):
             spare = set_aside(self._session, SUFFIX)
             place.unlink()
             self.moved = spare.with_name(spare.name + SUFFIX)
@@ -246,27 +257,27 @@ class _SegmentFile:
 
     Attributes
     ----------
-    name
+    id
         Id of the file.
-    at
+    offsets
         Offset of each part in the file.
     end
         Offset of the next part.
     """
 
-    def __init__(self, raw: FileIO, name: bytes, at: dict[Part, int], layers: Iterable[int] = ()) -> None:
+    def __init__(self, raw: FileIO, id: bytes, offsets: dict[Part, int], layers: Iterable[int] = ()) -> None:
         self.raw = raw
-        self.name = name
-        self.at = at
+        self.id = id
+        self.offsets = offsets
         n_bytes = sum(map(int, layers))
-        ends = (offset + part.size(n_bytes) for part, offset in at.items())
+        ends = (offset + part.size(n_bytes) for part, offset in offsets.items())
         self.end = max(ends, default=_N_FIRST)
 
     @classmethod
     def new(cls, raw: FileIO) -> _SegmentFile:
         file = cls(raw, secrets.token_bytes(_N_ID), {})
         try:
-            write_all(raw, _FIRST % file.name.hex().encode())
+            write_all(raw, _FIRST % file.id.hex().encode())
         except BaseException:
             raw.close()
             raise
@@ -279,30 +290,30 @@ class _SegmentFile:
 
     def is_at(self, paths: Iterable[Path]) -> bool:
         """True if one of these paths names the file."""
-        own = os.fstat(self.raw.fileno())
-        return any(place.exists() and os.path.samestat(own, place.stat()) for place in paths)
+        stat = os.fstat(self.raw.fileno())
+        return any(place.exists() and os.path.samestat(stat, place.stat()) for place in paths)
 
-    def takes(self, archive: Archive, wanted: list[Part]) -> bool:
+    def suits(self, archive: Archive, parts: list[Part]) -> bool:
         """True if new parts should be appended to this file.
 
         That needs no other session to share the file, and at least half of its bytes to be in use then.
         """
-        if not wanted:
+        if not parts:
             return False
         n_bytes = sum(archive.layer_bytes)
-        n_new = sum(each.size(n_bytes) for each in wanted if each not in self.at)
-        n_all = sum(each.size(n_bytes) for each in wanted)
+        n_new = sum(part.size(n_bytes) for part in parts if part not in self.offsets)
+        n_all = sum(part.size(n_bytes) for part in parts)
         return not (n_new and self.is_shared) and self.end - _N_FIRST + n_new <= 2 * n_all
 
-    def append(self, archive: Archive, wanted: list[Part]) -> list[Part]:
+    def append(self, archive: Archive, parts: list[Part]) -> list[Part]:
         """Append the parts that the file lacks, and sync it. Return all parts, the new ones with hashes.
 
         Raises OSError. Then some new parts may be in the file, and the caller cuts them off.
         """
-        found: list[Part] = []
+        written: list[Part] = []
         before = self.end
-        for part in wanted:
-            if part not in self.at:
+        for part in parts:
+            if part not in self.offsets:
                 if isinstance(part, Clusters):
                     data = archive.read_clusters(part.begin, part.end, part.is_far)
                 else:
@@ -310,76 +321,76 @@ class _SegmentFile:
                 part = part._replace(sha256=hashlib.sha256(data.data).digest())
                 self.raw.seek(self.end)
                 write_all(self.raw, data.data)
-                self.at[part] = self.end
+                self.offsets[part] = self.end
                 self.end += data.nbytes
-            found.append(part)
+            written.append(part)
         if self.end > before:
             # a killed process may have left more bytes
             self.raw.truncate(self.end)
             os.fsync(self.raw.fileno())
-        return found
+        return written
 
     def cut(self, end: int) -> None:
         """Cut off the parts that were appended at or after this offset."""
         if self.is_shared:
             # nothing is appended to a shared file
             return
-        self.end, self.at = end, {each: offset for each, offset in self.at.items() if offset < end}
+        self.end, self.offsets = end, {part: offset for part, offset in self.offsets.items() if offset < end}
         with suppress(OSError):
             self.raw.truncate(end)
 
 
-def _wanted(archive: Archive, at: Mapping[Part, int]) -> list[Part]:
+def _parts_of(archive: Archive, offsets: Mapping[Part, int]) -> list[Part]:
     """List the parts of an archive. A part that is not in the file yet has a few MiB.
 
-    at: the parts that are in the file.
+    offsets: of the parts that are in the file.
     """
-    return [*_wanted_segments(archive, at), *_wanted_clusters(archive, at)]
+    return [*_segments_of(archive, offsets), *_clusters_of(archive, offsets)]
 
 
-def _wanted_segments(archive: Archive, at: Mapping[Part, int]) -> list[Segment]:
+def _segments_of(archive: Archive, offsets: Mapping[Part, int]) -> list[Segment]:
     begin, end = archive.span.start, archive.span.stop
-    found = [
-        each if each in at or each.begin >= begin else Segment(begin, each.end, b"")
-        for each in archive.segments
-        if each.end > begin
+    segments = [
+        segment if segment in offsets or segment.begin >= begin else Segment(begin, segment.end, b"")
+        for segment in archive.segments
+        if segment.end > begin
     ]
     n = max(_PIECE // sum(archive.layer_bytes), 1)
-    starts = range(found[-1].end if found else begin, end, n)
-    return found + [Segment(start, min(start + n, end), b"") for start in starts]
+    starts = range(segments[-1].end if segments else begin, end, n)
+    return segments + [Segment(start, min(start + n, end), b"") for start in starts]
 
 
-def _wanted_clusters(archive: Archive, at: Mapping[Part, int]) -> list[Clusters]:
-    """List the parts with the current clusters of all blocks. A part that is not in `at` is to be written."""
+def _clusters_of(archive: Archive, offsets: Mapping[Part, int]) -> list[Clusters]:
+    """List the parts with the current clusters of all blocks."""
     n, n_bytes = archive.n_token, archive.block_bytes
     blocks = archive.clustered
     current = set(blocks)
-    found: list[Clusters] = []
-    there: set[tuple[int, bool]] = set()
-    for each in archive.clusters:
-        first = max(each.begin, archive.span.start // n * n)
+    parts: list[Clusters] = []
+    written: set[tuple[int, bool]] = set()
+    for part in archive.clusters:
+        first = max(part.begin, archive.span.start // n * n)
         # a block that is far in some rows has near clusters in the other rows
-        own = {block for block in range(first, each.end, n) if ((block, True) in current) == each.is_far}
-        if each in at and own:
-            found.append(each)
-            there |= {(block, each.is_far) for block in own}
+        held = {block for block in range(first, part.end, n) if ((block, True) in current) == part.is_far}
+        if part in offsets and held:
+            parts.append(part)
+            written |= {(block, part.is_far) for block in held}
     for block, is_far in blocks:
-        if (block, is_far) in there:
+        if (block, is_far) in written:
             continue
-        last = found[-1] if found else None
+        last = parts[-1] if parts else None
         is_next = last and not last.sha256 and (last.end, last.is_far) == (block, is_far)
         if last and is_next and last.n_bytes < _PIECE:
-            found[-1] = last._replace(end=block + n, n_bytes=last.n_bytes + n_bytes)
+            parts[-1] = last._replace(end=block + n, n_bytes=last.n_bytes + n_bytes)
         else:
-            found.append(Clusters(block, block + n, is_far, n_bytes, b""))
-    return found
+            parts.append(Clusters(block, block + n, is_far, n_bytes, b""))
+    return parts
 
 
 def _listing(archive: Archive, file: _SegmentFile | None) -> Listing:
     return [
-        (ID, np.frombuffer(file.name if file else bytes(_N_ID), np.uint8)),
+        (ID, np.frombuffer(file.id if file else bytes(_N_ID), np.uint8)),
         (LAYERS, np.array(archive.layer_bytes, np.int64)),
-        *listing(archive.segments, archive.clusters, file.at if file else {}),
+        *listing(archive.segments, archive.clusters, file.offsets if file else {}),
     ]
 
 
@@ -412,11 +423,111 @@ def id_in(arrays: Mapping[str, np.ndarray]) -> bytes | None:
 def id_of(file: FileIO) -> bytes | None:
     """Id of an archive; None if the file is not an archive of this format."""
     file.seek(0)
-    found = _FIRST_LINE.fullmatch(file.read(_N_FIRST))
-    return bytes.fromhex(found[1].decode()) if found else None
+    first = _FIRST_LINE.fullmatch(file.read(_N_FIRST))
+    return bytes.fromhex(first[1].decode()) if first else None
 
 
 def _is_ours(path: Path) -> bool:
     """True if a file is an archive, or empty because a process was killed before its first write."""
     with path.open("rb") as file:
         return file.read(len(_START)) in (b"", _START)
+
+
+class ArchivedArrays(Mapping[str, np.ndarray]):
+    """Arrays of a session and of its archive. An archive array is put together when it is read.
+
+    Parameters
+    ----------
+    arrays
+        Arrays in the session file.
+    file
+        The archive file; None if it is missing.
+    name, owner
+        Names of the archive file and of the session in error messages.
+
+    Raises
+    ------
+    SessionError
+        If the archive file is missing, damaged, or belongs to another session.
+    """
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], file: FileIO | None, name: str, owner: str) -> None:
+        self._arrays = arrays
+        self._segments = listed(arrays)
+        self._parts = listed_parts(arrays)
+        self._layers = arrays[LAYERS].tolist()
+        self._names = {layer_name(layer): layer for layer in range(len(self._layers))}
+        self._clusters = {clusters_name(i): part for i, part in enumerate(listed_clusters(arrays))}
+        self._begin, end = span(arrays)
+        if not self._segments:
+            self._data = np.empty(0, np.uint8)
+            return
+        if not file:
+            raise _useless(name, "is missing", owner)
+        if id_of(file) != bytes(arrays[ID]):
+            what = "belongs to another session" if id_of(file) else "is damaged"
+            raise _useless(name, what, owner)
+        self._data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        order = list(self._segments)
+        is_complete = (
+            order[0].begin <= self._begin
+            and order[-1].end == end
+            and all(one.end == other.begin for one, other in pairwise(order))
+        )
+        with ThreadPoolExecutor(_N_HASHING) as pool:
+            if not is_complete or not all(pool.map(self._is_whole, self._parts)):
+                raise _useless(name, "is damaged", owner)
+
+    def _is_whole(self, part: Part) -> bool:
+        # a truncated file gives fewer bytes, whose hash differs
+        return hashlib.sha256(self._bytes_of(part).data).digest() == part.sha256
+
+    def _bytes_of(self, part: Part) -> np.ndarray:
+        start = self._parts[part]
+        return self._data[start : start + part.size(sum(self._layers))]
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name in self._arrays:
+            return self._arrays[name]
+        if name in self._clusters:
+            return self._bytes_of(self._clusters[name])
+        parts = [np.empty(0, np.uint8), *(data for _, data in self.pieces(self._names[name]))]
+        return np.concatenate(parts)
+
+    def pieces(self, layer: int) -> list[tuple[int, np.ndarray]]:
+        """Return the pieces of a layer's array, as `llama.segment.pieces` does."""
+        n_bytes, before = self._layers[layer], sum(self._layers[:layer])
+        pieces = []
+        for segment, offset in self._segments.items():
+            n, first = segment.end - segment.begin, max(self._begin, segment.begin)
+            start = offset + before * n + (first - segment.begin) * n_bytes
+            pieces.append((first, self._data[start : offset + (before + n_bytes) * n]))
+        return pieces
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._arrays, *self._names, *self._clusters])
+
+    def __len__(self) -> int:
+        return len(self._arrays) + len(self._names) + len(self._clusters)
+
+
+def with_archive(path: Path, arrays: Mapping[str, np.ndarray]) -> ArchivedArrays:
+    """Return the arrays of the session at `path` with the arrays of its archive.
+
+    Raises OSError. Raises SessionError if the archive is missing, damaged, or belongs to another session.
+    """
+    archive = None
+    with ExitStack() as stack:
+        for place in archive_paths(path):
+            with suppress(FileNotFoundError):
+                file = stack.enter_context(place.open("rb", buffering=0))
+                if not archive or id_of(file) == bytes(arrays[ID]):
+                    archive = file
+        return ArchivedArrays(arrays, archive, f"{path}{SUFFIX}", str(path))
+
+
+def _useless(name: str, what: str, owner: str) -> SessionError:
+    return SessionError(
+        f"{name} {what}, and the chat in {owner} cannot continue without its archive; "
+        f"restore it, or print the text with `kvtool session export {owner}`"
+    )

@@ -1,4 +1,4 @@
-"""The header of a reply: the template's text between a user's message and the reply.
+"""Reply header: the template's text between a user's message and the reply.
 
 If a client gives the beginning of the reply, the header includes it.
 """
@@ -16,26 +16,29 @@ from kvtool.chats.template import Message, Template
 from kvtool.llama.model import Model
 
 _MORE = 2
-"""Tokens before the part that is left out, which a prompt must also end with to have the header."""
+"""Tokens before the omitted part that are compared to decide if a prompt ends with the header."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A reply's header, and the part of it with which earlier replies also begin.
+    """Header of a reply, split into the part that earlier replies share and the part that they omit.
 
     Attributes
     ----------
     tokens
-        The header, i32[n].
-    kept, left_out
-        Its text in two parts. Earlier replies begin with the first one. The second one opens a thought, or an
-        empty thought is part of the header.
+        Tokens of the header, i32[n].
+    kept
+        First part of the text, with which earlier replies also begin.
+    left_out
+        Second part, which the template omits from earlier replies. It opens a thought or is an empty thought.
     n_left_out
-        Tokens of the second part.
+        Number of tokens of the second part.
     earlier
-        The text with which an earlier reply without a thought begins behind the first part.
-    begun, n_begun
-        The beginning of the reply, which is behind both parts; tokens behind the first part that stay.
+        Text after `kept` in an earlier reply without a thought.
+    begun
+        Beginning of the reply that a client gave; it follows both parts.
+    n_begun
+        Number of tokens after `kept` that stay in the cache.
     """
 
     tokens: np.ndarray = field(compare=False)
@@ -48,7 +51,7 @@ class Header:
 
     @classmethod
     def of(cls, model: Model, template: Template) -> Header:
-        """The header of a template's replies. A difference without a tag of a thought is no part of it."""
+        """Return the reply header of a template. Nothing is left out unless a thought's tag is part of it."""
         header, earlier = template.reply_start(), template.earlier_start
         tokens = model.tokenize(header, special=True)
         whole = cls(tokens, header, "", 0, template.tags.plain)
@@ -59,7 +62,7 @@ class Header:
         others = [model.tokenize(text, special=True) for text in texts]
         kept = os.path.commonprefix(texts)
         start, end, plain = template.tags
-        # a token or a tag may go across the place where they part
+        # the common text must end between tokens, and not within a tag
         while n := len(cut := model.tokenize(kept, special=True)):
             is_tag_cut = any(_is_cut(text, len(kept), tag) for text in texts for tag in (start, plain or end))
             if not is_tag_cut and all(np.array_equal(cut, each[:n]) for each in others):
@@ -71,10 +74,10 @@ class Header:
         return cls(tokens, kept, left_out, len(tokens) - n, rest)
 
     def with_begun(self, model: Model, template: Template, begun: str) -> Header:
-        """The header of a reply that begins with this text, as earlier replies begin.
+        """Return the header of a reply that begins with this text.
 
-        A text that begins with a thought is the beginning of the thought. Any other text is behind the
-        thought, which is left out.
+        If the text begins with a thought's tag, it is the beginning of a thought. Any other text is the
+        beginning of the answer, without a thought before it.
         """
         start, end, _ = template.tags
         if begun.lstrip().startswith(start):
@@ -82,7 +85,7 @@ class Header:
         else:
             text, earlier = self.kept + self.earlier, template.earlier_start
             if earlier and earlier.startswith(text):
-                # some templates have more before a reply, such as whom it is for
+                # some templates have more text before a reply, such as its recipient
                 text = earlier
             if template.opens_thought and text.endswith(template.opening):
                 text += f"\n{end}\n\n"
@@ -95,28 +98,31 @@ class Header:
         )
 
     def start(self, template: Template, before: Sequence[Message], reply: Message) -> str:
-        """The text between the first part and a reply in a chat that goes on, as the template has it."""
+        """Text between `kept` and the answer, as the template renders this reply once it is an earlier one.
+
+        before: the messages before the reply.
+        """
         text = template.before_reply(before, reply) if "reasoning_content" in reply and self.kept else None
         _, is_there, start = (text or "").rpartition(self.kept or "\0")
         return start if is_there else self.earlier
 
     @property
     def n(self) -> int:
-        """Number of its tokens."""
+        """Number of tokens."""
         return len(self.tokens)
 
     @property
     def n_opening(self) -> int:
-        """Number of the tokens behind the first part."""
+        """Number of tokens after `kept`."""
         return self.n_left_out + self.n_begun
 
     def ends(self, prompt: np.ndarray) -> bool:
-        """True if a prompt of i32[n] tokens ends as the header does. Behind a tool's result it may not."""
-        # the first token may be one with the text before it, and the cache may have some of them
+        """True if a prompt i32[n] ends with the header. After a tool's result it may not."""
+        # the header's first token may differ, because it can include text before the header
         n = min(self.n_opening + _MORE, self.n - 1, len(prompt))
         return n <= 0 or np.array_equal(prompt[-n:], self.tokens[-n:])
 
 
 def _is_cut(text: str, at: int, tag: str) -> bool:
-    """True if the tag is in the text with its beginning before this place and its end behind it."""
+    """True if the text has the tag across this position."""
     return any(text.startswith(tag, max(at - n, 0)) for n in range(1, len(tag)) if n <= at)

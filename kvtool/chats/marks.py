@@ -1,14 +1,14 @@
-"""Text stays text: of a rendered chat, only what the template itself writes becomes markers.
+"""Marks that keep markers in messages text: only the template's own markers become control tokens.
 
-A chat is rendered as one text, in which the <|im_end|> of a web page would end the turn that has it. So
-before it is rendered, each marker in what messages and tools say gets a mark behind its first character. The
-tokens are then those that the text has where llama.cpp finds no marker at these places. Templates trim and
-compare such texts, and write them as JSON, as before.
+A chat is rendered as one text. An <|im_end|> in a web page that a message quotes would end the turn. Before
+rendering, each marker in messages and tool definitions therefore gets a mark after its first character. The
+mark is removed when the text is tokenized, and llama.cpp does not look for a marker there. Templates can trim
+and compare marked texts, and write them as JSON.
 
-What the model itself has written comes back as text. The tags of a thought with which a reply begins are left
-to the template; the syntax of calls is the template's or kvtool's own. Words of the vocabulary, as <think> is
-in most, stay the tokens that they are in any text: prompts teach them. But in results of tools, those in the
-template are marked, too: </tool_response> would end the result.
+Replies of the model come back as text and are marked in the same way, except for the tags of a thought at
+their beginning, which the template reads. Markers that are ordinary words of the vocabulary, such as <think>
+in most models, keep their tokens in any text, because prompts use them. In the results of tools, such words
+are marked if the template uses them: </tool_response> would end the result.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from kvtool.llama.markers import Markers
 from kvtool.llama.model import Model
 
 JOINT, CUT = "\U00010877", "\U00010878"
-"""Marks: ornaments of Palmyrene, which filters and Python's repr leave alone. Texts that have them get two.
+"""Marks: two ornaments of Palmyrene, which Jinja filters and Python's repr do not change.
 
-CUT: the two sides are tokenized apart, as llama.cpp finds this marker in plain texts, too.
+JOINT: the two sides are tokenized together. CUT: they are tokenized separately, because llama.cpp finds this
+marker even in plain text. A text's own ornaments are doubled.
 """
 
 _MARK = re.compile(f"[{JOINT}{CUT}]")
@@ -33,12 +34,12 @@ _MARKS = re.compile(f"({JOINT}{JOINT}|{CUT}{CUT}|{JOINT}|{CUT})")
 
 
 def escaped(text: str) -> str:
-    """A text in which every marker is one."""
+    """Double the marks in a text, so that `tokens_of` reads them as text and every marker as a marker."""
     return _MARK.sub(r"\g<0>\g<0>", text) if JOINT in text or CUT in text else text
 
 
 def marked(markers: Markers | None, value: Any) -> Any:
-    """The value, with marks in all texts in it; markers: None without a vocabulary."""
+    """Return a value of JSON with marks in all its texts. markers: None for a template without a model."""
     if isinstance(value, dict):
         return {marked(markers, key): marked(markers, part) for key, part in value.items()}
     if isinstance(value, list):
@@ -49,7 +50,7 @@ def marked(markers: Markers | None, value: Any) -> Any:
 def _marked(markers: Markers | None, text: str) -> str:
     if not (markers and markers.may_be_in(text)):
         return text
-    # what follows in a template may end a marker
+    # the template's next text may complete a marker that this text begins
     marks = {at + 1: JOINT for at in markers.begun(text)}
     marks |= {at + 1: CUT if markers.is_word(marker) else JOINT for at, marker in markers.find(text)}
     if not marks:
@@ -59,10 +60,10 @@ def _marked(markers: Markers | None, text: str) -> str:
 
 
 def tokens_of(model: Model, text: str, *, start: bool = False) -> np.ndarray:
-    """The tokens i32[n] of a rendered chat, or of a part of it. start: as for Model.tokenize."""
+    """Return the tokens i32[n] of a rendered chat, or of a part of it. start: as in `Model.tokenize`."""
     if JOINT not in text and CUT not in text:
         return model.tokenize(text, special=True, start=start)
-    # some models want tokens at both ends
+    # some models add tokens at both ends
     ends = model.tokenize("", start=start)
     n = int(start and model.adds_bos)
     found, plain, before, at = [ends[:n]], 0, "", 0
@@ -74,7 +75,7 @@ def tokens_of(model: Model, text: str, *, start: bool = False) -> np.ndarray:
             found.append(model.tokenize(text[plain:at], special=True))
             first, *others = _parts(model.markers.between(before, fragment, marker))
             found.append(model.tokenize(first))
-            # some tokenizers begin a text with a space; none joins a line break and these parts
+            # some tokenizers put a space before a text: a line break prevents that, and joins no token
             found += [model.tokenize(f"\n{part}")[len(model.tokenize("\n")) :] for part in others]
             plain = begin
         before, at = marker, begin + len(marker)
@@ -82,7 +83,7 @@ def tokens_of(model: Model, text: str, *, start: bool = False) -> np.ndarray:
 
 
 def _parts(text: str) -> list[str]:
-    """The text without marks; the parts that are tokenized apart."""
+    """Remove the marks, and return the parts that are tokenized separately."""
     parts = [""]
     for piece in _MARKS.split(text):
         if piece == CUT:

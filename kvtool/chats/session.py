@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from kvtool.chats import archive_file
-from kvtool.chats.joined import Joined, join
+from kvtool.chats.archive_file import ArchivedArrays, with_archive
 from kvtool.errors import SessionError
 from kvtool.llama.segment import SEGMENTS
 from kvtool.system import files
@@ -75,7 +75,7 @@ def lock_of(path: Path) -> Path:
 
 @contextmanager
 def _as_session_error(what: str, path: Path) -> Iterator[None]:
-    """Raise an OSError or a ValueError of the `with` block as a SessionError."""
+    """Raise an OSError or a ValueError of the context as a SessionError."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -170,8 +170,8 @@ def load(file: BinaryIO, name: str, archive: FileIO | Path | None = None) -> tup
     if SEGMENTS not in arrays:
         return meta, arrays
     if isinstance(archive, Path):
-        return meta, join(archive, arrays)
-    return meta, Joined(arrays, archive, f"the archive of {name}", name)
+        return meta, with_archive(archive, arrays)
+    return meta, ArchivedArrays(arrays, archive, f"the archive of {name}", name)
 
 
 def _load(file: BinaryIO, name: str) -> tuple[Meta, dict[str, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""A text that comes in pieces and ends before a stop string."""
+"""Stop strings in a text that is written piece by piece."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from typing import AnyStr
 
 
 class Stops:
-    """Passes pieces on, and keeps back what may be the start of a stop string.
+    """Ends a text before a stop string. Text that may begin a stop string is held back.
 
     Attributes
     ----------
     found
-        The stop string that the text has come to. It has ended there. "": none so far.
+        The stop string that ended the text; "" if none has yet.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.found = ""
         self._stops = stops
-        self._kept = ""
+        self._held = ""
 
     def feed(self, piece: str) -> str:
-        """What can be passed on after this piece; "" if that is nothing."""
-        text = self._kept + piece
-        # the first that is complete, however the text is cut; of those the longest
+        """Return the text that is certain after this piece, which may be ""."""
+        text = self._held + piece
+        # the stop string that ends first, however the text is cut into pieces; of several the longest
         if ends := [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]:
             end, at = min(ends)
-            self.found, self._kept = text[at:end], ""
+            self.found, self._held = text[at:end], ""
             return text[:at]
         n = max((n_begun(text, stop) for stop in self._stops), default=0)
-        self._kept = text[len(text) - n :]
+        self._held = text[len(text) - n :]
         return text[: len(text) - n]
 
     def rest(self) -> str:
-        """What was kept back, once the text has ended without a stop string."""
-        kept, self._kept = self._kept, ""
-        return kept
+        """Return the text that was held back, after the end of a text without a stop string."""
+        held, self._held = self._held, ""
+        return held
 
 
 def n_begun(text: AnyStr, mark: AnyStr) -> int:
-    """The most characters at the end of a text that a mark begins with, and more of it must follow."""
+    """Length of the longest end of a text that is a beginning of the mark, and shorter than the mark."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
