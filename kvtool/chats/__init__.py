@@ -1,1 +1,1 @@
-"""Chats: turns through one cache, kept in a file."""
+"""Chats: conversations in one cache, their chat templates, and their session files."""

@@ -1,4 +1,4 @@
-"""Constraints that begin after a reply's thought, and a limit of the thought's length."""
+"""Constraints that apply after a reply's thought, and the limit of the thought's length."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from kvtool.llama.sampler import Around
 
 _MOST_BREAKS = 2
-"""Line breaks that may stand between a thought and the answer: as many as templates write there."""
+"""Maximum number of line breaks between a thought and the answer, as in chat templates."""
 
 
 class _Place(Enum):
-    """Place in a reply. START: a thought or the answer may begin. BREAK: right behind a thought."""
+    """Position in a reply. START: a thought or the answer may begin. BREAK: right after a thought."""
 
     START = auto()
     THOUGHT = auto()
@@ -32,23 +32,23 @@ class _Place(Enum):
 
 
 class AfterThought(Constraint):
-    """Lets a reply think first: its thought may be any text, and another constraint holds the answer.
+    """Allows any thought at the start of a reply, and applies another constraint to the answer.
 
-    A thought with as many tokens as it may have is closed. A reply whose answer is held does not end in its
-    thought. Text behind the end tag in the same token belongs to the answer.
+    A thought that reaches its maximum length is closed. If the answer has a constraint, a reply cannot end
+    in its thought. Text after the end tag in the same token belongs to the answer.
 
     Parameters
     ----------
     inner
-        Holds the answer, from its first token on; None if any answer fits.
+        Constraint of the answer, from its first token on; None if any answer is allowed.
     model
-        Gives the vocabulary.
+        Model whose vocabulary is used.
     tags
-        What stands around a thought.
+        Texts around a thought.
     header
-        The reply header. It opens a thought, or closes one, or leaves it to the model to open one.
+        Reply header. It may open a thought, close one, or let the model decide.
     budget
-        Most tokens of the thought, without its tags; None for no limit.
+        Maximum tokens of the thought, without its tags; None for no limit.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class AfterThought(Constraint):
         self._inner, self._tags, self._budget = inner, tags, budget
         self._vocabulary = Vocabulary.of(model)
         self._first = _place_after(header, tags)
-        # answers that follow an end tag in its token, and whether they fit
+        # whether the inner constraint allows an answer that begins with this text
         self._known: dict[bytes, bool] = {}
         self.restart()
 
@@ -65,9 +65,9 @@ class AfterThought(Constraint):
         if self._inner:
             self._inner.restart()
         self._place = self._first
-        # the end of the text, from which a tag may go on
+        # end of the text, which may be the beginning of a tag
         self._held = b""
-        # at the start: the inner constraint has accepted the text so far
+        # at START: True if the inner constraint allows the text so far
         self._fits = True
         self._n_thought = self._n_break = 0
         self._forced: list[int] = []
@@ -105,7 +105,7 @@ class AfterThought(Constraint):
 
     def n_fitting(self, tokens: Sequence[int]) -> int:
         if self._place is _Place.START:
-            # a thought or an answer: nobody knows yet
+            # whether a thought or an answer begins is not known yet
             return 0
         if self._place is not _Place.THOUGHT:
             return self._inner.n_fitting(tokens) if self._inner else len(tokens)
@@ -155,7 +155,7 @@ class AfterThought(Constraint):
 
     @property
     def _tags_at_start(self) -> list[tuple[bytes, _Place]]:
-        """Tags that a reply may begin with, and the places behind them."""
+        """Tags that may begin a reply, with the positions after them."""
         places = [(self._tags.plain, _Place.ANSWER), (self._tags.start, _Place.THOUGHT)]
         if self._tags.plain and self._budget == 0:
             # the thought would be empty
@@ -163,15 +163,15 @@ class AfterThought(Constraint):
         return [(tag.encode(), place) for tag, place in places if tag]
 
     def _opening(self) -> list[int]:
-        """Tokens that continue a tag at the start of a reply."""
-        held, pieces, found = self._held.lstrip(), self._vocabulary.pieces, list[int]()
+        """Return the tokens that continue a tag at the start of a reply."""
+        held, pieces, allowed = self._held.lstrip(), self._vocabulary.pieces, list[int]()
         for tag, place in self._tags_at_start:
             if tag.startswith(held):
                 rest = tag[len(held) :]
                 tokens = self._vocabulary.continuing(rest)
-                # more of a thought may follow in the same token, of an answer only what fits
-                found += [n for n in tokens if place is _Place.THOUGHT or len(pieces[n]) <= len(rest)]
-        return found
+                # a token may go on with a thought's text; an answer's text could violate its constraint
+                allowed += [n for n in tokens if place is _Place.THOUGHT or len(pieces[n]) <= len(rest)]
+        return allowed
 
     # the thought
 
@@ -194,7 +194,7 @@ class AfterThought(Constraint):
         return True
 
     def _add(self, text: bytes) -> bool:
-        """Goes on by a text of the thought."""
+        """Accept a text of the thought, which may close it."""
         end, text = self._tags.end.encode(), self._held + text
         at = text.find(end)
         if at >= 0:
@@ -203,33 +203,33 @@ class AfterThought(Constraint):
         return True
 
     def _answer(self, text: bytes) -> bool:
-        """Goes on by the start of the answer."""
-        said = text.lstrip(b"\n")
-        if self._inner and not self._fits_there(self._inner, said):
+        """Accept the beginning of the answer, which may be empty."""
+        answer = text.lstrip(b"\n")
+        if self._inner and not self._can_begin(self._inner, answer):
             return False
         if self._inner:
-            for token in self._vocabulary.tokens_of(said):
+            for token in self._vocabulary.tokens_of(answer):
                 self._inner.accept(token)
-        self._n_break = len(text) - len(said)
-        self._place = _Place.ANSWER if said or not self._inner else _Place.BREAK
+        self._n_break = len(text) - len(answer)
+        self._place = _Place.ANSWER if answer or not self._inner else _Place.BREAK
         return True
 
-    def _fits_there(self, inner: Constraint, said: bytes) -> bool:
-        """True if the answer may begin with this text."""
-        if said not in self._known:
-            tokens = self._vocabulary.tokens_of(said)
-            self._known[said] = inner.n_fitting(tokens) == len(tokens)
-        return self._known[said]
+    def _can_begin(self, inner: Constraint, answer: bytes) -> bool:
+        """True if the inner constraint allows an answer that begins with this text."""
+        if answer not in self._known:
+            tokens = self._vocabulary.tokens_of(answer)
+            self._known[answer] = inner.n_fitting(tokens) == len(tokens)
+        return self._known[answer]
 
     def _bad_ends(self, inner: Constraint) -> list[int]:
-        """Tokens that close the thought and continue with a text that the answer cannot begin with."""
-        end, found = self._tags.end.encode(), []
+        """Return the tokens that close the thought and continue with a text that violates the constraint."""
+        end, bad = self._tags.end.encode(), []
         for token in self._vocabulary.with_inside(end[-1:]):
             text = self._held + self._vocabulary.pieces[token]
             at = text.find(end)
-            if at >= 0 and not self._fits_there(inner, text[at + len(end) :].lstrip(b"\n")):
-                found.append(token)
-        return found
+            if at >= 0 and not self._can_begin(inner, text[at + len(end) :].lstrip(b"\n")):
+                bad.append(token)
+        return bad
 
     def _close_if_long(self) -> None:
         is_long = self._budget is not None and self._n_thought >= self._budget
@@ -237,21 +237,21 @@ class AfterThought(Constraint):
             self._close()
 
     def _close(self) -> None:
-        """Forces the rest of the end tag."""
+        """Force the rest of the end tag."""
         self._forced = self._vocabulary.tokens_of(self._tags.end.encode()[self._n_begun() :])
 
     def _n_begun(self) -> int:
-        """Bytes of the end tag that the thought ends with."""
+        """Number of bytes of the end tag that the thought ends with."""
         return n_begun(self._held, self._tags.end.encode())
 
     def _and(self, inner: Constraint, tokens: Sequence[int]) -> np.ndarray | None:
-        """The mask of what fits the inner constraint, and of these tokens."""
+        """Return the union of the inner constraint's mask and of these tokens."""
         mask = inner.mask()
         return None if mask is None else mask | self._vocabulary.mask_of(tokens)
 
 
 def _place_after(header: str, tags: Tags) -> _Place:
-    """Place at which a reply begins behind this header."""
+    """Return the position at which a reply begins after this header."""
     _, opened, rest = header.rpartition(tags.start)
     if opened and tags.end not in rest:
         return _Place.THOUGHT
@@ -260,7 +260,7 @@ def _place_after(header: str, tags: Tags) -> _Place:
 
 
 class _Continued(Constraint):
-    """Holds a text of which these tokens are there already. Raises UsageError if they do not fit."""
+    """Constraint of a text that begins with given tokens. Raises UsageError if they violate it."""
 
     def __init__(self, inner: Constraint, tokens: Sequence[int]) -> None:
         self._inner, self._tokens = inner, tokens
@@ -291,21 +291,20 @@ def after_thought(
     header: str | None = None,
     begun: str = "",
 ) -> Around:
-    """Make constraints of replies under a template begin after the thought.
+    """Return a function that makes a constraint apply after the thought of a reply under a template.
 
-    budget, header: as in `AfterThought`; the header is the template's unless another one is given.
-    begun: the beginning of the reply, which is there already.
+    budget, header: as in `AfterThought`; None for the template's header. begun: given beginning of the reply.
     """
     header = template.reply_start() if header is None else header
     tags = template.tags
     if begun:
         is_thought = begun.lstrip().startswith(tags.start)
-        thought, closed, said = begun.partition(tags.end) if is_thought else ("", tags.end, begun)
+        thought, closed, answer = begun.partition(tags.end) if is_thought else ("", tags.end, begun)
         header = thought + closed
 
     def around(inner: Constraint | None) -> Constraint | None:
-        if inner and begun and said:
-            inner = _Continued(inner, Vocabulary.of(model).tokens_of(said.encode()))
+        if inner and begun and answer:
+            inner = _Continued(inner, Vocabulary.of(model).tokens_of(answer.encode()))
         if not template.has_thoughts or (inner is None and budget is None):
             return inner
         return AfterThought(inner, model, tags, header, budget)

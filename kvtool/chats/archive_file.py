@@ -92,7 +92,7 @@ class ArchiveFile:
     session
         Path of the session; None for a temporary file.
     replaces
-        Id of an existing archive that may be replaced together with its session; None if there is none.
+        Id of an existing archive that may be replaced together with its session, or None.
 
     Attributes
     ----------
@@ -128,7 +128,7 @@ class ArchiveFile:
         parts = _parts_of(archive, old.offsets if old else {}) if archive else []
         file = old if old and archive and old.suits(archive, parts) else None
         if archive and parts and not file:
-            # a new file suits only what the archive still holds: forgotten tokens stay in the old file
+            # a new file gets only tokens that the archive holds: forgotten ones are in the old file alone
             file, parts = self._begin(), _parts_of(archive, {})
         end, inode, is_written = old.end if old else 0, self._inode(), False
         try:
@@ -200,7 +200,7 @@ class ArchiveFile:
             self.moved = spare.with_name(spare.name + SUFFIX)
 
     def reopen(self) -> FileIO | None:
-        """Open the file again, for a reader of the session as it is now; None if that lists no segments.
+        """Open the file again, for a reader of the present session; None if that lists no segments.
 
         The reader may use it after the session has changed. Raises OSError.
         """
@@ -296,7 +296,7 @@ class _SegmentFile:
     def suits(self, archive: Archive, parts: list[Part]) -> bool:
         """True if new parts should be appended to this file.
 
-        That needs no other session to share the file, and at least half of its bytes to be in use then.
+        A file suits if it is not shared with a session, and if at least half of its bytes are then in use.
         """
         if not parts:
             return False

@@ -54,7 +54,7 @@ def _with_thought(message: Message) -> str:
 
 
 class Conversation:
-    """Turns of one user and the model. A reply that is stopped stays in the chat as far as it was written.
+    """Turns of one user and the model. A stopped reply stays in the chat up to where it was stopped.
 
     Attributes
     ----------
@@ -76,8 +76,8 @@ class Conversation:
     undo_stack
         Marks and copies for `undo`.
     open_saved
-        Opens session and archive files that hold the chat as it is now; returns None if there are none. With
-        these `remember` need not write a copy.
+        Opens session and archive files that hold the present chat, so that `remember` need not write a copy;
+        returns None if no files do.
     template
         Chat template, with the variables for `effort`.
     effort
@@ -221,7 +221,7 @@ class Conversation:
         self._pin(n_pinned)
 
     def set_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the messages by those of a client, whose tokens the cache holds."""
+        """Replace the messages by a client's messages, whose tokens the cache holds."""
         self.version += 1
         self.messages = [*map(dict, messages)]
         self.n_reply = sum(message["role"] == "assistant" for message in messages)
@@ -308,7 +308,7 @@ class Conversation:
         """Replace the reply in the cache by the form in which the template renders earlier replies.
 
         start: text that the template then renders between `header.kept` and the answer, such as a thought;
-        None if the reply stays as it was written. If the cache holds another text there, it is rewound to the
+        None if the reply stays unchanged. If the cache holds another text there, it is rewound to the
         end of `header.kept` and reads `start` and the answer. Dropping a thought costs no more than this.
         """
         before, self._before_reply = self._before_reply, None
@@ -356,11 +356,11 @@ class Conversation:
         self.hold_header()
 
     def _first(self, text: str) -> tuple[np.ndarray, int]:
-        """Return the tokens of a first turn, and the number of those that cover the system prompt."""
+        """Return the tokens of a first turn, and how many of them cover the system prompt."""
         return self._with_prefix(self.template.render([*self.messages, {"role": "user", "content": text}]))
 
     def _with_prefix(self, whole: str) -> tuple[np.ndarray, int]:
-        """Return the tokens of a rendered chat, and the number of those that cover the system prompt."""
+        """Return the tokens of a rendered chat, and how many of them cover the system prompt."""
         prefix = (system_prefix(self.template, self.system) if self.system else "") or ""
         self.is_pinned = not self.system or (bool(prefix) and whole.startswith(prefix))
         return prefix_tokens(self.writer.engine.model, whole, len(prefix) if self.is_pinned else 0)
@@ -453,7 +453,7 @@ class Conversation:
             try:
                 self.undo_stack.push(Copy(change, *(self.open_saved() or self._copy()), turn))
             except OSError:
-                # undo cannot reach older copies past a missing one: drop them to make room for this one
+                # undo cannot skip a missing copy, so older copies are useless: drop them to make room
                 if not len(self.undo_stack):
                     self._archive_file.close()
                     return False
@@ -462,10 +462,10 @@ class Conversation:
                 return True
 
     def undo(self) -> str | None:
-        """Take back the last change, and return its name; None if there is neither a mark nor a copy.
+        """Take back the last change, and return its name; None if `undo_stack` is empty.
 
         Raises SessionError for a damaged copy, and UsageError if the archive has forgotten tokens that a mark
-        needs. That copy or mark is dropped; nothing else changes.
+        needs. The copy or mark is then dropped, and nothing else changes.
         """
         return self._undo_last().change if len(self.undo_stack) else None
 

@@ -1,4 +1,4 @@
-"""Efforts: a wish for more or less thinking, as the variables that a model's chat template reads."""
+"""Efforts: how much a model thinks, set by variables that its chat template reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtool.errors import ModelError, UsageError
 OFF, ON = "off", "on"
 
 LEVELS = ("minimal", "low", "medium", "high", "xhigh", "max")
-"""Levels of effort, the least first."""
+"""Levels of effort, lowest first."""
 
 Variables = dict[str, Any]
 
@@ -27,7 +27,7 @@ _SWITCHES: tuple[tuple[str, Any, Any], ...] = (
     ("reasoning_effort", "high", "no_think"),
     ("thinking_budget", -1, 0),
 )
-"""Variables that switch thinking, with their values for on and off."""
+"""Variables that switch thinking on and off, with the two values."""
 
 _LEVEL_NAMES = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 """Variables that take a level."""
@@ -36,10 +36,10 @@ NAMES = frozenset(["reasoning_effort", *(name for name, *_ in _SWITCHES), *_LEVE
 """Variables about thinking."""
 
 _BUDGET = "thinking_budget"
-"""The variable that takes a number of tokens."""
+"""Variable for the number of tokens of a thought."""
 
 _ANY_LEVEL = ("low", "medium", "high")
-"""Levels that models know whose template writes any text into the prompt."""
+"""Levels of models whose template copies any level into the prompt."""
 
 _MADE_UP = "kvtool-made-up"
 
@@ -51,13 +51,13 @@ class Efforts:
     Attributes
     ----------
     has_thoughts
-        True if the template names the tags of a thought, or its reply header opens one.
+        True if the template has the tags of a thought, or a variable that switches thinking.
     on, off
-        Variables that switch thinking on and off; None where no variable does.
+        Variables that switch thinking on and off; None if no variable does.
     levels
-        Variables of each level that the template takes, the least level first.
+        Variables of each level that the template takes, lowest level first.
     takes_budget
-        True if the template tells the model how many tokens it may think for.
+        True if the template writes the number of tokens for a thought into the prompt.
     """
 
     has_thoughts: bool
@@ -68,7 +68,7 @@ class Efforts:
 
     @classmethod
     def of(cls, template: Template) -> Efforts:
-        """Learn the efforts of a template. Raises ModelError for one that renders no chat."""
+        """Return the efforts of a template. Raises ModelError if it renders no chat."""
         on = off = None
         for name, yes, no in _SWITCHES:
             is_text = isinstance(no, str)
@@ -88,26 +88,26 @@ class Efforts:
     def variables(self, effort: str, budget: int | None = None) -> tuple[Variables, str | None]:
         """Return the variables for an effort, and a remark if the template does not take it.
 
-        effort: "on", "off" or one of `LEVELS`. budget: tokens that a thought may have; None for no limit. The
-        variables are then for the nearest effort that the template takes: the highest level below the effort,
+        effort: "on", "off" or one of `LEVELS`. budget: maximum tokens of a thought; None for no limit. If the
+        template does not take the effort, the variables are for the nearest one: the highest level below it,
         or thinking without a level. The remark continues a sentence: "takes off and on; on was used for low".
         """
-        found, why = self._of(effort)
+        variables, remark = self._of(effort)
         if self.takes_budget and budget is not None and effort != OFF:
-            found = {**found, _BUDGET: budget}
-        return found, why
+            variables = {**variables, _BUDGET: budget}
+        return variables, remark
 
     def exact(self, effort: str | None, budget: int | None = None) -> Variables:
-        """Return the variables for an effort and a budget; None leaves either to the template.
+        """Return the variables for an effort and a budget; None means the template's default.
 
         Raises UsageError if the template does not take the effort.
         """
         if effort is None and (budget is None or not self.takes_budget):
             return {}
-        found, why = self.variables(effort or ON, budget)
-        if why:
-            raise UsageError(f"--think {effort}: the model's chat template {why.partition(';')[0]}")
-        return found
+        variables, remark = self.variables(effort or ON, budget)
+        if remark:
+            raise UsageError(f"--think {effort}: the model's chat template {remark.partition(';')[0]}")
+        return variables
 
     def _of(self, effort: str) -> tuple[Variables, str | None]:
         least = next(iter(self.levels), None)
@@ -121,7 +121,7 @@ class Efforts:
         if effort == ON or effort in self.levels:
             return self.levels.get(effort, self.on or {}), None
         if effort == LEVELS[0] and self.off is not None:
-            # nearly no thought is nearer to none than to a long one
+            # a minimal thought is closer to none than to a thought of the next level
             return self.off, f"takes {self.taken}; {OFF} was used for {effort}"
         lower = [level for level in self.levels if LEVELS.index(level) < LEVELS.index(effort)]
         used = lower[-1] if lower else ON if self.on is not None or least is None else least
@@ -129,7 +129,7 @@ class Efforts:
 
     @property
     def taken(self) -> str:
-        """The efforts that the template takes, in words."""
+        """Text that lists the efforts that the template takes."""
         names = [OFF] if self.off is not None or not self.has_thoughts else []
         names += [ON] if self.has_thoughts else []
         *first, last = [*names, *self.levels]
@@ -143,19 +143,20 @@ def _levels(template: Template, on: Variables) -> Iterator[tuple[str, Variables]
         known = _compared(template, name)
         if _MADE_UP in _text(template, {**on, name: _MADE_UP}):
             known |= {*_ANY_LEVEL}
-        found = {level: {**on, name: level} for level in LEVELS if level in known}
-        if found:
-            yield from ((level, own) for level, own in found.items() if _text(template, own))
+        levels = {level: {**on, name: level} for level in LEVELS if level in known}
+        if levels:
+            yield from (item for item in levels.items() if _text(template, item[1]))
             return
 
 
 def _compared(template: Template, name: str) -> set[str]:
-    """Texts that the source compares with a variable, or gives it."""
-    found: set[str] = set()
+    """Texts that the source compares with a variable, or assigns to it."""
+    texts: set[str] = set()
     for node in template.syntax.find_all((jinja2.nodes.Compare, jinja2.nodes.Assign)):
-        if any(each.name == name for each in node.find_all(jinja2.nodes.Name)):
-            found |= {each.value for each in node.find_all(jinja2.nodes.Const) if isinstance(each.value, str)}
-    return found
+        if any(variable.name == name for variable in node.find_all(jinja2.nodes.Name)):
+            values = (const.value for const in node.find_all(jinja2.nodes.Const))
+            texts |= {value for value in values if isinstance(value, str)}
+    return texts
 
 
 def _shows(template: Template, name: str, value: object) -> bool:
@@ -163,7 +164,7 @@ def _shows(template: Template, name: str, value: object) -> bool:
 
 
 def _text(template: Template, variables: Variables) -> str:
-    """A small chat under these variables; "" where the template fails."""
+    """Return the text of a small chat with these variables; "" if the template fails."""
     try:
         return template.under(variables).render([{"role": "user", "content": "."}])
     except ModelError:

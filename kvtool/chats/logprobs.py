@@ -1,4 +1,4 @@
-"""How likely the model found the tokens of a text."""
+"""Log-probabilities of a text's tokens, as OpenAI's API returns them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from kvtool.llama.model import Model
 
 
 def logprobs(model: Model, logits: np.ndarray, token: int, n: int) -> dict[str, Any]:
-    """What OpenAI's interface says of a token, and its number, by logits f32[n_vocab].
+    """Return OpenAI's record of a token, with its id, from logits f32[n_vocab].
 
-    These are the model's own log-probabilities in nats, before any sampler changes them. n: how many of the
-    likeliest tokens to list; among equals the lower number is first.
+    Log-probabilities are in nats and from the model, before any sampler changes them. n: number of the most
+    likely tokens to list; among equals the lower id is first.
     """
     # in double precision, so that a sum over the vocabulary is exact enough
     shifted = logits.astype(np.float64) - float(logits.max())
     values = shifted - np.log(np.exp(shifted).sum())
-    # a whole vocabulary takes long to sort
+    # sorting a whole vocabulary takes long
     least = np.partition(values, -n)[-n] if 0 < n < len(values) else -np.inf
     likely = np.flatnonzero(values >= least)
     likeliest = likely[np.argsort(-values[likely], kind="stable")[:n]] if n else ()
-    top = [_record(model, int(each), values) for each in likeliest]
+    top = [_record(model, int(likely_token), values) for likely_token in likeliest]
     return {**_record(model, token, values), "top_logprobs": top}
 
 
 def unknown(model: Model, token: int) -> dict[str, Any]:
-    """The same of a text's first token, which nothing predicts."""
+    """Return the record of a text's first token, which the model does not predict."""
     return {**_record(model, token, None), "top_logprobs": None}
 
 
@@ -43,14 +43,17 @@ def _record(model: Model, token: int, values: np.ndarray | None) -> dict[str, An
 
 
 class Offsets:
-    """Where tokens begin in a text, in characters. start: of the first; below 0 for what the text lacks."""
+    """Offsets of tokens in a text, in characters.
+
+    start: offset of the first token; negative if the tokens begin with characters that the text lacks.
+    """
 
     def __init__(self, start: int = 0) -> None:
         self._at = start
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next(self, piece: bytes) -> int:
-        """Where the next token begins, whose text this is."""
+        """Return the offset of the next token. piece: its text."""
         at = max(self._at, 0)
         self._at += len(self._decoder.decode(piece))
         return at

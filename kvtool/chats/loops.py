@@ -1,8 +1,8 @@
-"""A reply that repeats itself: one block of tokens again and again, until a limit ends it.
+"""Loops: replies that repeat one block of tokens without end.
 
-The rule is exact, so that lists, tables and code never match it: the newest tokens are one block of at most
-`MOST_BLOCK` tokens, written at least `LEAST_TIMES` times and over at least `LEAST_TOKENS` tokens. A block
-without letters needs `LEAST_SIGNS` tokens: matrices of zeros are long.
+The rule is strict, so that lists, tables and code do not match it: the newest tokens are one block of at most
+`MOST_BLOCK` tokens, repeated at least `LEAST_TIMES` times and over at least `LEAST_TOKENS` tokens. A block
+without letters needs `LEAST_SIGNS` tokens, because matrices of zeros are long.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ _BLOCKS = np.arange(1, MOST_BLOCK + 1)
 
 
 class Loop:
-    """Finds a loop in the tokens of one reply.
+    """Detector of a loop in the tokens of one reply.
 
     Attributes
     ----------
     n_block
-        Tokens of the block that is repeated, of several the shortest; 0 while there is none.
+        Number of tokens of the shortest repeated block; 0 without a loop.
     n_times
-        Times that it was written, whole ones only; 0 while there is none.
+        Number of complete repetitions; 0 without a loop.
     """
 
     def __init__(self) -> None:
         self.n_block = self.n_times = 0
         # newest first
         self._recent = np.full(MOST_BLOCK, -1, np.int64)
-        # by the size of a block: how many of the newest tokens equal the token that far before them
+        # for each block size n: number of newest tokens that equal the token n before them
         self._n_same = np.zeros(MOST_BLOCK, np.int64)
-        # tokens behind the last one with a letter
+        # number of tokens since the last one with a letter
         self._n_sign = 0
 
     def add(self, token: int, piece: bytes) -> bool:
-        """Take the next token of the reply, and its text; return True if the reply loops.
+        """Add the next token of the reply and its text; return True if the reply loops.
 
         Bytes outside ASCII count as letters.
         """
@@ -46,8 +46,8 @@ class Loop:
         self._recent[0] = token
         least = np.where(self._n_sign < _BLOCKS, LEAST_TOKENS, LEAST_SIGNS)
         n_token = self._n_same + _BLOCKS
-        found = np.flatnonzero(n_token >= np.maximum(least, _BLOCKS * LEAST_TIMES))
-        if len(found):
-            self.n_block = int(_BLOCKS[found[0]])
-            self.n_times = int(n_token[found[0]]) // self.n_block
-        return bool(len(found))
+        loops = np.flatnonzero(n_token >= np.maximum(least, _BLOCKS * LEAST_TIMES))
+        if len(loops):
+            self.n_block = int(_BLOCKS[loops[0]])
+            self.n_times = int(n_token[loops[0]]) // self.n_block
+        return bool(len(loops))

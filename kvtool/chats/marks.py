@@ -5,7 +5,7 @@ rendering, each marker in messages and tool definitions therefore gets a mark af
 mark is removed when the text is tokenized, and llama.cpp does not look for a marker there. Templates can trim
 and compare marked texts, and write them as JSON.
 
-Replies of the model come back as text and are marked in the same way, except for the tags of a thought at
+Texts of the model's replies are marked in the same way, except for the tags of a thought at
 their beginning, which the template reads. Markers that are ordinary words of the vocabulary, such as <think>
 in most models, keep their tokens in any text, because prompts use them. In the results of tools, such words
 are marked if the template uses them: </tool_response> would end the result.

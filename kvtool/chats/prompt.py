@@ -1,4 +1,4 @@
-"""From a chat's messages to tokens: the model's template, its BOS token, and the pinned prefix."""
+"""Prompts: a model's chat template, its BOS token, and the beginning of a prompt that is pinned."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvtool.errors import ModelError
 from kvtool.llama.model import Model
 
 _MARKS = ("x", "y")
-"""Texts that start differently: no text that follows can start like both."""
+"""Two texts with different beginnings, so that a third text begins like one of them at most."""
 
 
 def template_of(model: Model) -> Template:
-    """The model's chat template, or Gemma's if the model has Gemma's markers and no template of its own.
+    """Return the model's chat template, or Gemma's if the model has Gemma's markers and no template.
 
-    Raises ModelError where there is none, or a broken one.
+    Raises ModelError if there is no template, or a broken one.
     """
     source = model.chat_template()
     if source is None and len(model.tokenize("<start_of_turn><end_of_turn>", special=True)) == 2:
@@ -33,17 +33,17 @@ def template_of(model: Model) -> Template:
 
 
 def wants_bos(model: Model, text: str) -> bool:
-    """Whether a rendered chat lacks the BOS marker, so that the tokenizer must add it."""
+    """True if a rendered chat lacks the BOS marker, so that the tokenizer must add it."""
     bos = model.marker(model.bos)
     return not (bos and text.startswith(bos))
 
 
 def system_prefix(template: Template, system: str, tools: list[Any] | None = None) -> str | None:
-    """How every chat under this system prompt starts, up to the prompt's last character.
+    """Return the beginning of every chat with this system prompt, up to the prompt's last character.
 
-    With tools: up to where the user's text begins, as templates put them behind the prompt. The prefix is
-    found by rendering chats that differ in one place. None if there is no such prefix: the template cuts
-    the prompt short, or places it after what the user says. Raises ModelError.
+    With tools it goes up to the user's text, because templates put tools after the system prompt. The prefix
+    is found by rendering chats that differ in one place. Returns None if there is no such prefix, because
+    the template cuts the prompt or puts it after the user's message. Raises ModelError.
     """
 
     def chat(system: str, user: str) -> str:
@@ -58,9 +58,9 @@ def system_prefix(template: Template, system: str, tools: list[Any] | None = Non
 
 
 def request_prefix(template: Template, before: list[Message], request: str, text: str) -> str | None:
-    """The start of a chat up to the end of `request`, where the user's message is request + text.
+    """Return the beginning of a chat up to the end of `request`, where the user's message is request + text.
 
-    before: the messages before it. None as in `system_prefix`. Raises ModelError.
+    before: the messages before the user's. Returns None in the cases of `system_prefix`. Raises ModelError.
     """
 
     def chat(content: str) -> str:
@@ -71,10 +71,11 @@ def request_prefix(template: Template, before: list[Message], request: str, text
 
 
 def end_of(whole: str, text: str, render: Callable[[str], str]) -> int:
-    """How many characters of `whole` there are up to the end of `text`; 0 where that cannot be told.
+    """Number of characters of `whole` up to the end of `text`; 0 if that is unknown.
 
-    render: gives the same chat with another text in this place. What is equal whatever comes after `text`
-    ends with it, even if the template alters it; what is equal whatever stands in its place comes before it.
+    render: returns the same chat with another text in the place of `text`. Chats that differ only after
+    `text` are equal up to its end, even if the template changes the text. Chats with other texts in its place
+    are equal up to its start.
     """
     end = min(_common(whole, render(text + mark)) for mark in _MARKS)
     start = min(_common(whole, render(mark)) for mark in _MARKS)
@@ -82,14 +83,14 @@ def end_of(whole: str, text: str, render: Callable[[str], str]) -> int:
 
 
 def _common(*texts: str) -> int:
-    """How many characters the texts have in common at their start."""
+    """Number of characters that the texts share at their start."""
     return len(os.path.commonprefix(texts))
 
 
 def pin_prefix(engine: Engine, text: str, n_pinned: int) -> np.ndarray:
-    """Tokenizes a rendered chat and pins the tokens of its first `n_pinned` characters.
+    """Tokenize a rendered chat, pin the tokens of its first `n_pinned` characters, and return all i32[n].
 
-    Returns i32[n]. Raises as Engine.pin does.
+    Raises as Engine.pin does.
     """
     tokens, n = prefix_tokens(engine.model, text, n_pinned)
     engine.pin(n)
@@ -97,9 +98,9 @@ def pin_prefix(engine: Engine, text: str, n_pinned: int) -> np.ndarray:
 
 
 def prefix_tokens(model: Model, text: str, n_prefix: int) -> tuple[np.ndarray, int]:
-    """The tokens i32[n] of a rendered chat, and how many of them cover its first `n_prefix` characters.
+    """Return the tokens i32[n] of a rendered chat, and how many of them cover its first characters.
 
-    The text is tokenized once, as a whole; a token that crosses the border counts.
+    n_prefix: number of these characters. The text is tokenized as a whole. A token across their end counts.
     """
     start = wants_bos(model, text)
     tokens = tokens_of(model, text, start=start)
@@ -107,15 +108,15 @@ def prefix_tokens(model: Model, text: str, n_prefix: int) -> tuple[np.ndarray, i
 
 
 def _n_covering(model: Model, tokens: np.ndarray, prefix: str, start: bool) -> int:
-    """How many of the tokens i32[n] cover the prefix of their text.
+    """Number of the tokens i32[n] that cover the prefix of their text.
 
-    Counts bytes of the tokens' pieces: unlike the text's, they include a BOS and spaces that the tokenizer
-    inserts.
+    Compares bytes of the tokens' pieces: unlike the text, these include a BOS token and the spaces that the
+    tokenizer inserts.
     """
 
     def size(token: int) -> int:
         return len(model.piece(token, special=True))
 
-    wanted = sum(map(size, tokens_of(model, prefix, start=start).tolist()))
+    n_bytes = sum(map(size, tokens_of(model, prefix, start=start).tolist()))
     before = accumulate(map(size, tokens.tolist()), initial=0)
-    return min(sum(1 for _ in takewhile(lambda covered: covered < wanted, before)), len(tokens))
+    return min(sum(1 for _ in takewhile(lambda covered: covered < n_bytes, before)), len(tokens))

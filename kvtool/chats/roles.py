@@ -1,4 +1,4 @@
-"""Chats as a template takes them: what it refuses or leaves out is said in roles that it knows."""
+"""Message roles: rewrite a chat whose roles a template refuses or omits in roles that it takes."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ from typing import Any
 from kvtool.errors import ModelError
 
 _GAP = "\n\n"
-"""What stands between texts that become one message."""
+"""Text between two messages that are joined."""
 
 
 class Roles:
-    """Which messages a chat template takes, found out with small chats.
+    """Roles and orders of messages that a chat template takes, learned by rendering small chats.
 
     Parameters
     ----------
     render
-        The text of a chat. Raises ModelError.
+        Returns the text of a chat, or raises ModelError.
     """
 
     def __init__(self, render: Callable[[list[dict[str, Any]]], str]) -> None:
         self._render = render
 
     def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages in an order and in roles that the template takes; `messages` stay as they are.
+        """Return copies of the messages, in an order and in roles that the template takes.
 
-        System prompts become one, and open the user's first message where there is no place for one; later
-        ones become the user's. Where a template wants the user and the model to take turns, messages of one
-        role become one, and an empty one stands for each that is missing.
+        If the template takes one system message at most, the first ones are joined and later ones become the
+        user's. If it takes none, the system prompt is put before the user's first message. If it requires
+        the user and the model to alternate, successive messages of one role are joined, and empty messages
+        are inserted where one is missing.
         """
-        found = [dict(message) for message in messages]
-        n = sum(1 for _ in takewhile(_is_system, found))
-        if not self._takes_systems and any(map(_is_system, found)):
-            for message in filter(_is_system, found[n:]):
+        fitted = [dict(message) for message in messages]
+        n = sum(1 for _ in takewhile(_is_system, fitted))
+        if not self._takes_systems and any(map(_is_system, fitted)):
+            for message in filter(_is_system, fitted[n:]):
                 message["role"] = "user"
             if n:
-                found[:n] = [{**found[0], "content": _GAP.join(each["content"] for each in found[:n])}]
+                fitted[:n] = [{**fitted[0], "content": _GAP.join(part["content"] for part in fitted[:n])}]
                 n = 1
-        first, rest = found[:n], found[n:]
+        first, rest = fitted[:n], fitted[n:]
         if not self._takes_runs:
             rest = list(_in_turns(rest))
         is_folded = bool(first) and not self._takes_system
@@ -52,35 +53,35 @@ class Roles:
 
     @cached_property
     def _takes_system(self) -> bool:
-        """Whether a system prompt stays where it is, however long the chat gets."""
+        """True if the template renders a system prompt at the beginning, also in a longer chat."""
         return self._shows("system", "user", "assistant", "user")
 
     @cached_property
     def _takes_systems(self) -> bool:
-        """Whether there may be several, anywhere."""
+        """True if the template renders several system messages, at any place."""
         return self._shows("system", "system", "user", "assistant", "system", "user")
 
     @cached_property
     def _takes_runs(self) -> bool:
-        """Whether messages of one role may follow each other."""
+        """True if the template renders successive messages of one role."""
         return self._shows("user", "user", "assistant", "assistant", "user")
 
     @cached_property
     def _starts_anyhow(self) -> bool:
-        """Whether the user need not speak first, or at all."""
+        """True if a chat may begin with the model's message, or have no message of the user."""
         chats = [["system"], ["system", "assistant", "user"]] if self._takes_system else []
         return all(self._shows(*roles) for roles in [["assistant", "user"], *chats])
 
     @cached_property
     def _is_known(self) -> bool:
-        """Whether the template takes the simplest chat: otherwise nothing can be told."""
+        """True if the template renders the simplest chat; otherwise small chats tell nothing about it."""
         return self._shows_all(["user"])
 
     def _shows(self, *roles: str) -> bool:
         return not self._is_known or self._shows_all(roles)
 
     def _shows_all(self, roles: Sequence[str]) -> bool:
-        """Whether it renders messages of these roles, in their order."""
+        """True if the template renders messages of these roles, in this order."""
         marks = [f"kv{n}." for n in range(len(roles))]
         try:
             chat = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
@@ -96,19 +97,19 @@ def _is_system(message: Mapping[str, Any]) -> bool:
 
 
 def _in_turns(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The messages with those of the user and of the model in turns."""
+    """Yield the messages so that the user and the model alternate."""
     last: dict[str, Any] | None = None
     for message in messages:
         role = message["role"]
         is_call = last is not None and "tool_calls" in last
         if last and role == last["role"] and role != "tool" and not is_call:
-            texts = [each["content"] for each in (last, message) if each["content"]]
+            texts = [part["content"] for part in (last, message) if part["content"]]
             last = {**last, **message, "content": _GAP.join(texts)}
             continue
         if last:
             yield last
             if role == "user" and (is_call or last["role"] == "tool"):
-                # the model has not answered to what its call brought; some templates want a text
+                # the model has not replied to the tool's result; some templates refuse an empty reply
                 yield {"role": "assistant", "content": "..."}
         last = message
     if last:

@@ -106,7 +106,7 @@ def read_meta(path: Path) -> Meta:
 def peek(path: Path) -> Meta | None:
     """Read the JSON of the session that `write` would replace; None if there is no file or an empty one.
 
-    Raises SessionError as `read` does, so that no other file is replaced.
+    Raises SessionError as `read` does, so that only sessions are replaced.
     """
     with _as_session_error("read", path):
         if not path.exists() or (path.is_file() and path.stat().st_size == 0):

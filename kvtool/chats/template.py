@@ -1,4 +1,4 @@
-"""A model's own chat template: Jinja from the GGUF header, run in a sandbox."""
+"""Chat template of a model: Jinja source from the GGUF header, run in a sandbox."""
 
 from __future__ import annotations
 
@@ -41,55 +41,55 @@ GEMMA = """\
 {{ "<start_of_turn>model\n" }}
 {%- endif %}
 """
-"""The template that Gemma models were trained on, for files without it.
+"""Template that Gemma models were trained with, for files without a template.
 
-Gemma has no system role: the system prompt opens the user's first message.
+Gemma has no system role: the user's first message begins with the system prompt.
 """
 
 RAW = "kvtool generate and kvtool eval need none with --raw"
-"""What a user can do without a working template."""
+"""End of error messages: commands that work without a template."""
 
 _STAND_IN = "kvtool stands in for the reply"
 _THOUGHT = "kvtool stands in for the thought"
 _QUESTION = "kvtool stands in for the question"
-"""Texts that mark places in a rendered chat."""
+"""Texts that mark positions in a rendered chat."""
 
 _NOT_ASCII = re.compile(f"{JOINT}{JOINT}|{CUT}{CUT}|[^\0-\x7f{JOINT}{CUT}]")
-"""What JSON in ASCII escapes: all but marks."""
+"""Characters that JSON in ASCII escapes: all except single marks."""
 
 
 _MARKED, _WORDS = re.compile(r"<[^<>\s]+>|\[[^][\s]+\]"), re.compile(r"\w\W+\w")
-"""What looks like a marker; two words or more."""
+"""Text that looks like a marker; text with at least two words."""
 
 
 _THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking", "thought")
-"""Names that templates have for the thought of a message."""
+"""Names of the field with a message's thought, in different templates."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks what a model wrote, for its training. Here it has no effect."""
+    """Jinja tag {% generation %}, which marks the model's text for training. Here it has no effect."""
 
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """What stands between the tags."""
+        """Return the nodes between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class Template:
-    """Renders messages ({"role", "content"}) as the text that the model was trained on. Raises ModelError.
+    """Renders messages ({"role", "content"}) in the model's chat format. Raises ModelError if it fails.
 
-    What messages and tools say is marked, so that it stays text: see `chats.marks`.
+    Texts of messages and tools are marked, so that they contain no markers: see `chats.marks`.
 
     Attributes
     ----------
     source
-        The Jinja text.
+        Jinja source.
     markers
-        Those of the model.
+        Markers of the model; None without a model.
     variables
-        Values of further variables that the template may read, such as enable_thinking.
+        Values of other variables that the template may read, such as enable_thinking.
     """
 
     def __init__(self, source: str, bos: str, eos: str, markers: Markers | None = None) -> None:
@@ -108,13 +108,13 @@ class Template:
             raise_exception=_raise,
             strftime_now=lambda form: datetime.now().strftime(form),
         )
-        # Jinja's own escapes HTML and sorts keys; models were trained without
+        # Jinja's filter escapes HTML and sorts keys, and models were trained without that
         environment.filters["tojson"] = _to_json
         self._environment = environment
         try:
             self._template = environment.from_string(source)
         except Exception as error:
-            # for example one nested too deeply for Python's compiler
+            # not only syntax errors: Python's compiler refuses one that is nested too deeply
             raise _failed(error) from error
         self._roles = Roles(self._as_it_is)
 
@@ -125,11 +125,11 @@ class Template:
         reply: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text of a whole chat, in roles that the template takes: see `Roles`.
+        """Return the text of a whole chat, with roles that the template takes: see `Roles`.
 
-        reply: ends with the header after which the model answers.
-        tools: what the model may call, as {"type": "function", "function": {"name", "description",
-        "parameters"}}; a template may leave them out.
+        reply: if True, the text ends with the reply header.
+        tools: functions that the model may call, as {"type": "function", "function": {"name", "description",
+        "parameters"}}. A template may omit them.
         """
         shown = list(tools) if tools else None
         if self._marks:
@@ -138,19 +138,19 @@ class Template:
 
     @cached_property
     def of_marked(self) -> Template:
-        """The same for messages and tools that are marked already."""
+        """The same template for messages and tools that are already marked."""
         other = self._copy()
         other._marks = False
         return other
 
     def under(self, variables: Mapping[str, Any]) -> Template:
-        """Return the same template with other variables, whose values are JSON's."""
+        """Return the same template with other variables, whose values are JSON values."""
         other = self._copy()
         other.variables = dict(variables)
         return other
 
     def _copy(self) -> Template:
-        """Return a copy with the same tags, which learns everything else about the template again."""
+        """Return a copy without the cached properties, except for the tags."""
         tags, other = self.tags, copy(self)
         for name in vars(self):
             if isinstance(getattr(Template, name, None), cached_property):
@@ -160,7 +160,7 @@ class Template:
 
     @cached_property
     def tags(self) -> Tags:
-        """The texts around thoughts."""
+        """Texts around a thought."""
         try:
             return tags_in(self.source, self.reply_start())
         except ModelError:
@@ -173,30 +173,30 @@ class Template:
 
     @cached_property
     def reads(self) -> frozenset[str]:
-        """Names of the variables that the template may read, with some that it sets itself."""
-        # Jinja folds constants of the tree that it looks through
+        """Names of the variables that the template may read. Some of them it sets itself."""
+        # parsed again, because Jinja changes the tree that it searches
         return frozenset(jinja2.meta.find_undeclared_variables(self._environment.parse(self.source)))
 
     def marked(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message with marks in what it says."""
-        # results are strangers' words: not even the words that a model may use
+        """Return a message with marks in its texts."""
+        # a tool's result is untrusted: mark also the template's tags that are ordinary words
         markers = self._and_tags if message["role"] == "tool" else self.markers
-        found: dict[str, Any] = marked(markers, dict(message))
+        copied: dict[str, Any] = marked(markers, dict(message))
         if message["role"] == "assistant" and isinstance(content := message.get("content"), str):
-            found["content"] = self._marked_reply(content)
-        return found
+            copied["content"] = self._marked_reply(content)
+        return copied
 
     def _marked_reply(self, content: str) -> str:
-        """What a reply says: the tags of a thought that it begins with stay, for the template."""
+        """Mark a reply, except for the tags of a thought at its beginning, which the template reads."""
         opening, end, _ = self.tags
-        blanks, found, text = content.partition(opening)
-        if not found or blanks.strip():
+        blanks, is_there, text = content.partition(opening)
+        if not is_there or blanks.strip():
             if end not in content or not self.opens_thought:
                 return str(marked(self.markers, content))
             blanks = opening = ""
             text = content
-        thought, end, said = text.partition(end)
-        return f"{blanks}{opening}{marked(self.markers, thought)}{end}{marked(self.markers, said)}"
+        thought, end, answer = text.partition(end)
+        return f"{blanks}{opening}{marked(self.markers, thought)}{end}{marked(self.markers, answer)}"
 
     @cached_property
     def has_thoughts(self) -> bool:
@@ -206,18 +206,18 @@ class Template:
 
     @cached_property
     def _thought_name(self) -> str | None:
-        """The template's name for the thought of a message; None if it takes none."""
+        """Name of the field with a message's thought; None if the template reads no such field."""
         names = {node.attr for node in self.syntax.find_all(jinja2.nodes.Getattr)}
         names |= {node.value for node in self.syntax.find_all(jinja2.nodes.Const)}
         return next((name for name in _THOUGHT_NAMES if name in names), None)
 
     @property
     def takes_thoughts(self) -> bool:
-        """True if a message's thought has a field for it in the template, apart from the content."""
+        """True if the template reads a message's thought from a field of its message."""
         return self._thought_name is not None
 
     def _renamed(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with its thought under the template's name, if it has one."""
+        """Return the message with its thought in the template's field, or without it if there is no field."""
         thought = message.get("reasoning_content")
         if thought is None or self._thought_name == "reasoning_content":
             return message
@@ -228,22 +228,22 @@ class Template:
         self, messages: list[dict[str, Any]], reply: bool = True, tools: list[Any] | None = None
     ) -> str:
         messages = [self._renamed(message) for message in messages]
-        # the chat's own values win over a variable of the same name
-        own = {"messages": messages, "add_generation_prompt": reply}
+        # these win over a variable of the same name
+        chat = {"messages": messages, "add_generation_prompt": reply}
         try:
-            return self._template.render({**self.variables, **own, "tools": tools})
+            return self._template.render({**self.variables, **chat, "tools": tools})
         except Exception as error:
-            # a template is a program from a stranger: it may raise anything
+            # a template is an untrusted program: it may raise anything
             with suppress(Exception):
-                # a loop over no tools fails for null, and runs over what is missing
+                # a template that loops over tools fails for None, and not if tools is undefined
                 if tools is None:
-                    return self._template.render({**self.variables, **own})
+                    return self._template.render({**self.variables, **chat})
             raise _failed(error) from error
 
     def turn(self, before: list[Message], user: str) -> str:
-        """The text that follows the model's last reply when the user says something.
+        """Return the text from the end of the model's last reply to the header of the next, for a turn.
 
-        It starts with the end of that reply. before: the chat up to the reply, without it.
+        before: messages before the last reply. user: text of the user.
         """
         return self.following(before, [{"role": "user", "content": user}])
 
@@ -253,32 +253,32 @@ class Template:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text of these messages behind the model's last reply, from the end of that reply on.
+        """Return the text of messages after the model's last reply, starting with the end of that reply.
 
-        before: the chat up to the reply, without it.
+        before: messages before the last reply.
         """
         stand_in = _STAND_IN
         while any(stand_in in str(message) for message in messages):
             stand_in += "."
         chat = [*before, {"role": "assistant", "content": stand_in}, *messages]
-        _, found, text = self.render(chat, tools=tools).rpartition(stand_in)
-        if not found:
+        _, is_there, text = self.render(chat, tools=tools).rpartition(stand_in)
+        if not is_there:
             raise ModelError(f"the model's chat template leaves replies out; {RAW}")
         return text
 
     def reply_start(self) -> str:
-        """The model's reply header: the text between what a user says and the model's reply."""
+        """Return the reply header: the text between a user's message and the model's reply."""
         return self.render([{"role": "user", "content": _STAND_IN}]).rpartition(_STAND_IN)[2]
 
     @cached_property
     def earlier_start(self) -> str | None:
-        """The text between a user's message and an earlier reply without a thought; None if it is hidden."""
+        """Text between a user's message and an earlier reply without a thought; None if it is hidden."""
         return self.start_of_earlier({})
 
     def start_of_earlier(self, more: Mapping[str, Any]) -> str | None:
-        """The text between a user's message and an earlier reply; None if it is hidden.
+        """Return the text between a user's message and an earlier reply; None if it is not rendered.
 
-        more: fields of the reply besides its content.
+        more: other fields of the reply than its content.
         """
         user = {"role": "user", "content": _QUESTION}
         text = self.before_reply([user], {"role": "assistant", **more})
@@ -286,7 +286,7 @@ class Template:
         return text if is_shown else None
 
     def before_reply(self, before: Sequence[Mapping[str, Any]], reply: Mapping[str, Any]) -> str | None:
-        """The text of a chat up to the content of a reply to which the user answers; None if it is hidden."""
+        """Return the text of a chat up to the content of an earlier reply; None if that is not rendered."""
         try:
             text = self.render([*before, {**reply, "content": _STAND_IN}, _USER])
         except ModelError:
@@ -296,19 +296,19 @@ class Template:
 
     @cached_property
     def opening(self) -> str:
-        """The end of the reply header from the tag on that opens a thought; "" if it opens none."""
+        """End of the reply header, from a tag that opens a thought on; "" if there is no such tag."""
         header = self.reply_start()
         at = header.rfind(self.tags.start)
         return header[at:] if at >= 0 and self.tags.end not in header[at:] else ""
 
     @property
     def opens_thought(self) -> bool:
-        """Whether the reply header opens a thought."""
+        """True if the reply header opens a thought."""
         return bool(self.opening)
 
     @cached_property
     def drops_thoughts(self) -> bool:
-        """Whether the thought of a reply is left out once the user has said something after it."""
+        """True if the template omits the thought of a reply after the user's next message."""
         if not self.has_thoughts:
             return False
         reply = {"role": "assistant", "content": _STAND_IN, "reasoning_content": _THOUGHT}
@@ -317,50 +317,50 @@ class Template:
         try:
             text = self.render([_USER, reply, _USER])
         except ModelError:
-            # it takes no thought in a message
+            # the template refuses a thought in a message
             return bool(self.tags.plain)
         return _STAND_IN in text and _THOUGHT not in text
 
     @cached_property
     def has_own_system(self) -> bool:
-        """True if the template begins a chat without a system prompt with one that it has itself."""
+        """True if the template adds its own system prompt to a chat without one."""
         user, reply = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _STAND_IN}
         try:
             before = self.render([user]).partition(_QUESTION)[0].removeprefix(self._bos)
             between = self.render([user, reply, user]).partition(_STAND_IN)[2].partition(_QUESTION)[0]
         except ModelError:
             return False
-        # the user's turns begin alike
+        # the text before a later turn has no system prompt
         n = len(os.path.commonprefix([before[::-1], between[::-1]]))
         return _WORDS.search(_MARKED.sub("", before[: len(before) - n])) is not None
 
     @cached_property
     def has_tools(self) -> bool:
-        """Whether the template shows the model the tools that it may call."""
+        """True if the template renders the tools."""
         tool = _made_up_tool()
         return tool["function"]["name"] in self._rendered([_USER], [tool])
 
     @cached_property
     def has_calls(self) -> bool:
-        """Whether the template shows the calls of tools that earlier replies made."""
+        """True if the template renders the tool calls of earlier replies."""
         name = _made_up_tool()["function"]["name"]
         return name in self._with_result(name, ".")
 
     @cached_property
     def has_results(self) -> bool:
-        """Whether the template shows what tools have returned."""
+        """True if the template renders the results of tools."""
         return _STAND_IN in self._with_result("tool", _STAND_IN)
 
     def _with_result(self, name: str, content: str) -> str:
-        """The text of a chat with a call and its result."""
-        # some templates want an id of nine characters
+        """Return the text of a chat with a call and its result."""
+        # some templates require an id of nine characters
         call = {"id": "a12345678", "type": "function", "function": {"name": name, "arguments": {}}}
         reply = {"role": "assistant", "content": "", "tool_calls": [call]}
         result = {"role": "tool", "tool_call_id": call["id"], "content": content}
         return self._rendered([_USER, reply, result], [_made_up_tool()])
 
     def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
-        """The text of a chat; "" where the template fails."""
+        """Return the text of a chat; "" if the template fails."""
         try:
             return self.render(messages, tools=tools)
         except ModelError:
@@ -371,16 +371,16 @@ _USER: dict[str, Any] = {"role": "user", "content": "."}
 
 
 def _made_up_tool() -> dict[str, Any]:
-    """A tool under a name that is in no template."""
+    """Return a tool with a random name, which is in no template."""
     parameters = {"type": "object", "properties": {}}
     function = {"name": f"tool_{secrets.token_hex(8)}", "description": ".", "parameters": parameters}
     return {"type": "function", "function": function}
 
 
 def _to_json(value: object, ensure_ascii: bool = False, **how: Any) -> str:
-    """The filter "tojson" that templates are written for."""
+    """Filter "tojson", as transformers defines it for chat templates."""
     text = json.dumps(value, ensure_ascii=False, **how)
-    return _NOT_ASCII.sub(lambda found: json.dumps(found[0][0])[1:-1], text) if ensure_ascii else text
+    return _NOT_ASCII.sub(lambda match: json.dumps(match[0][0])[1:-1], text) if ensure_ascii else text
 
 
 def _raise(message: str) -> None:

@@ -1,4 +1,4 @@
-"""Reasoning: what a model writes for itself at the start of a reply, between two tags."""
+"""Thoughts: the reasoning that a model writes between two tags at the start of a reply."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class Tags(NamedTuple):
-    """What stands around a thought at the start of a reply.
+    """Texts around a thought at the start of a reply.
 
     Attributes
     ----------
     start, end
-        What opens the thought, and what closes it.
+        Text before the thought, and after it.
     plain
-        What opens a reply without a thought, and is no part of what it says.
+        Text before a reply without a thought, which is not part of the answer.
     """
 
     start: str
@@ -28,7 +28,7 @@ class Tags(NamedTuple):
 
 
 THINK = Tags("<think>", "</think>")
-"""The tags of most models; recognized whatever the template says."""
+"""Tags of most models, assumed for a template without tags."""
 
 _KNOWN = (
     THINK,
@@ -37,7 +37,7 @@ _KNOWN = (
     Tags("[THINK]", "[/THINK]"),
     Tags("<mm:think>", "</mm:think>"),
     Tags("<think:opensource>", "</think:opensource>"),
-    # Apriel 1.6; it names <thinking>, too
+    # Apriel 1.6, whose template also names <thinking>
     Tags("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),
     Tags("<thinking>", "</thinking>"),
     Tags("<reasoning>", "</reasoning>"),
@@ -61,40 +61,40 @@ _KNOWN = (
 
 
 def tags_in(*texts: str) -> Tags:
-    """Return the tags that the first of these texts names that names any; `THINK` if none does.
+    """Return the tags in the first of these texts that has tags; `THINK` if no text does.
 
-    A chat template names them in its source, or puts them together, so that only its reply header has them.
+    The texts are a chat template's source, and its reply header in case the source composes the tags.
     """
-    found = (tags for text in texts for tags in _KNOWN if tags.start in text or tags.end in text)
-    return next(found, THINK)
+    tags_found = (tags for text in texts for tags in _KNOWN if tags.start in text or tags.end in text)
+    return next(tags_found, THINK)
 
 
 class Splitter:
-    """Tells a reply's thought from what it says, piece by piece.
+    """Splits a reply into its thought and its answer, piece by piece.
 
-    Only what a reply begins with is a thought: a tag further on is text like any other.
+    A thought is only at the beginning of a reply: later tags are text.
 
     Parameters
     ----------
     is_open
-        Whether the reply's header has opened the thought already.
+        True if the reply header opens the thought.
 
     Attributes
     ----------
     had_thought
-        Whether there was one so far.
+        True if the reply has a thought so far.
     """
 
     def __init__(self, tags: Tags, *, is_open: bool = False) -> None:
         self._tags = tags
         self._held = ""
-        # None: not known yet whether the reply begins with a thought
+        # None: not known yet
         self._is_thought: bool | None = True if is_open else None
         self.had_thought = is_open
 
     @classmethod
     def behind(cls, tags: Tags, begun: str) -> Splitter:
-        """The splitter of a reply behind this beginning of it, which is not empty."""
+        """Return the splitter for the rest of a reply after this beginning, which is not empty."""
         splitter = cls(tags)
         if not begun.lstrip().startswith(tags.start):
             splitter._is_thought = False
@@ -103,7 +103,7 @@ class Splitter:
         return splitter
 
     def feed(self, piece: str) -> Iterator[tuple[bool, str]]:
-        """Yields (whether it is thought, text). What may be the start of a tag waits for the next piece."""
+        """Yield (is_thought, text). Text that may begin a tag waits for the next piece."""
         text, self._held = self._held + piece, ""
         if self._is_thought is None:
             bare = text.lstrip()
@@ -120,41 +120,41 @@ class Splitter:
             else:
                 self._is_thought = False
         if self._is_thought:
-            thought, found, text = text.partition(self._tags.end)
-            if not found:
+            thought, is_closed, text = text.partition(self._tags.end)
+            if not is_closed:
                 n = n_begun(thought, self._tags.end)
                 self._held = thought[len(thought) - n :]
                 thought = thought[: len(thought) - n]
             if thought:
                 yield True, thought
-            if not found:
+            if not is_closed:
                 return
             self._is_thought = False
         if text:
             yield False, text
 
     def end(self) -> Iterator[tuple[bool, str]]:
-        """Yields what has waited: the reply is over."""
+        """Yield the text that waited, at the end of the reply."""
         if self._held:
             yield bool(self._is_thought), self._held
             self._held = ""
 
 
 def control_tokens(model: Model, tags: Tags) -> frozenset[int]:
-    """The control tokens of the tags: a writer hides their text unless they are in `Writer.shown`."""
+    """Return the control tokens of the tags: a writer hides their text unless they are in `Writer.shown`."""
     tokens = {token for tag in tags if tag for token in model.tokenize(tag, special=True).tolist()}
     return frozenset(token for token in tokens if model.piece(token) != model.piece(token, special=True))
 
 
 def apart(text: str, splitter: Splitter) -> tuple[str, str]:
-    """The thought of a reply, and its answer without the line breaks between them."""
+    """Return the thought of a reply, and its answer without the line breaks between them."""
     parts = [*splitter.feed(text), *splitter.end()]
-    thought, said = (
+    thought, answer = (
         "".join(part for kind, part in parts if kind is is_thought) for is_thought in (True, False)
     )
-    return thought, said.lstrip("\n") if splitter.had_thought else said
+    return thought, answer.lstrip("\n") if splitter.had_thought else answer
 
 
 def without_thought(text: str, splitter: Splitter) -> str:
-    """The answer of a reply, without its thought and the line breaks behind it."""
+    """Return the answer of a reply, without its thought and the line breaks after it."""
     return apart(text, splitter)[1]

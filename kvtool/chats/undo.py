@@ -1,4 +1,4 @@
-"""Undo: marks in a stream for caches that can be rewound, and copies of the chat on disk for all others."""
+"""Undo: marks in the stream if the cache can be rewound, otherwise copies of the chat on disk."""
 
 from __future__ import annotations
 

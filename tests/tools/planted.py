@@ -135,7 +135,7 @@ PLANTED = {
     "chats, efforts": Fault(
         "an effort that the template does not take is the nearest lower one without a word",
         "kvtool/chats/effort.py",
-        "        if why:\n            raise UsageError(",
+        "        if remark:\n            raise UsageError(",
         "        if False:\n            raise UsageError(",
         ("cli/test_think_options.py",),
     ),
