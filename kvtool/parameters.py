@@ -27,18 +27,20 @@ def explained(kind: type) -> dict[str, str]:
     A docstring explains a field in a section of numpydoc, or behind "NAME:" at the start of a line or of a
     sentence, as in Google's style ("NAME (int):") and reStructuredText (":param NAME:").
     """
-    found: dict[str, str] = {}
-    names = "|".join(field.name for field in fields(kind))
-    for each in reversed(kind.__mro__):
-        # only its own: inspect would give that of a base
-        doc = cleandoc(vars(each).get("__doc__") or "")
-        parts = re.split(rf"^({names})(?: : .*)?\n(?=[ ]+\S)", doc, flags=re.M)
-        if len(parts) == 1:
-            lead = r"(?:^|(?<=[.;] )) *(?::(?:param|ivar|var)(?: \w+)? )?"
-            parts = re.split(rf"{lead}({names})(?: \([^)\n]*\))?:\s+", doc, flags=re.M)
+    texts: dict[str, str] = {}
+    names = [field.name for field in fields(kind)]
+    lead = r"(?:^|(?<=[.;] )) *(?::(?:param|ivar|var)(?: \w+)? )?"
+    inline = rf"{lead}({'|'.join(names)})(?: \([^)\n]*\))?:\s+"
+    for base in reversed(kind.__mro__):
+        # `inspect.getdoc` would return an inherited docstring
+        doc = cleandoc(vars(base).get("__doc__") or "")
+        parts = re.split(r"^(\w+)(?: : .*)?\n(?=[ ]+\S)", doc, flags=re.M)
+        if not set(names) & set(parts[1::2]):
+            parts = re.split(inline, doc, flags=re.M)
         for name, text in zip(parts[1::2], parts[2::2], strict=True):
-            found[name] = " ".join(text.split("\n\n")[0].split())
-    return found
+            if name in names:
+                texts[name] = " ".join(text.split("\n\n")[0].split())
+    return texts
 
 
 def parse(kind: type, given: Iterable[str], flag: str, of: str, but: Iterable[str] = ()) -> dict[str, Any]:

@@ -47,13 +47,6 @@ class Expected(Ranked):
         Multiply scores by the norms of the values.
     epsilon
         Added to a token's share of attention before the norm is multiplied in.
-    heads
-        "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
-        by need.
-    layers
-        "equal", or "adaptive": the layers share their budgets by how evenly their scores are spread.
-    floor
-        Minimum share of its budget that each row keeps with heads=adaptive.
     """
 
     budget: int

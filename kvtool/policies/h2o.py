@@ -45,11 +45,6 @@ class H2O(Ranked):
     decay_beyond
         Replaces `decay` once the stream is longer than the context, if it is smaller. Not used with
         score=mean.
-    heads
-        "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
-        by need.
-    floor
-        Minimum share of its budget that each row keeps with heads=adaptive.
     """
 
     budget: int

@@ -30,11 +30,6 @@ class Knorm(RankedKeys):
         First tokens, never evicted.
     window
         Newest tokens, never evicted; 1 or more.
-    heads
-        "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
-        by need.
-    floor
-        Minimum share of its budget that each row keeps with heads=adaptive.
     """
 
     paper: ClassVar[str] = "arXiv:2406.11430"

@@ -42,11 +42,6 @@ class KVzip(Ranked):
         Newest tokens, never evicted.
     sinks
         First tokens, never evicted.
-    heads
-        "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
-        by need.
-    floor
-        Minimum share of its budget that each row keeps with heads=adaptive.
     """
 
     budget: int

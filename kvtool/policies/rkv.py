@@ -50,11 +50,6 @@ class RKV(Ranked):
         Newest similar tokens whose cosines count as 0.
     sinks
         First tokens, never evicted.
-    heads
-        "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
-        by need.
-    floor
-        Minimum share of its budget that each row keeps with heads=adaptive.
     """
 
     budget: int

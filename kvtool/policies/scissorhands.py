@@ -38,11 +38,6 @@ class Scissorhands(Ranked):
         Number of queries that count; 400 in the paper.
     sinks
         First tokens, never evicted.
-    heads
-        "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
-        by need.
-    floor
-        Minimum share of its budget that each row keeps with heads=adaptive.
     """
 
     budget: int

@@ -35,13 +35,6 @@ class SnapKV(Ranked):
         "avg" or "max".
     sinks
         First tokens, never evicted.
-    heads
-        "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
-        by need.
-    layers
-        "equal", or "adaptive": the layers share their budgets by how evenly their scores are spread.
-    floor
-        Minimum share of its budget that each row keeps with heads=adaptive.
     """
 
     budget: int

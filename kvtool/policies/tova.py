@@ -32,8 +32,6 @@ class TOVA(Ranked):
     heads
         "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
         by need; needs per=row.
-    floor
-        Minimum share of its budget that each row keeps with heads=adaptive.
     """
 
     budget: int

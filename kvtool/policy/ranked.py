@@ -42,48 +42,48 @@ _MOST = 2
 class Ranked(Policy):
     """Base of policies that define only `scores`: keep sinks, window, and the highest scores of the rest.
 
-    Sinks and window are the fields `sinks` and `window` of the dataclass, 0 without such a field. Fields
-    `heads` ("equal" or "adaptive") and `floor` let the rows of a layer share their budgets; a field `layers`
-    lets the layers share. The scores of a layer must then be comparable, and with `layers` not negative.
-    `scores` must handle rows with fewer live cells than n_kv. With a field `per`, rows can share only if each
-    decides separately.
+    Sinks and window are the fields `sinks` and `window` of the dataclass, 0 without such a field. A policy
+    with fields `heads` and `floor` lets the rows of a layer share their budgets; with a field `layers` also
+    the layers. The scores of a layer must then be comparable, and with `layers` not negative. `scores` must
+    handle rows with fewer live cells than n_kv. With a field `per`, rows can share only if each decides
+    separately.
 
     Attributes
     ----------
     least_window
         Smallest window that works.
+    heads
+        "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
+        by need.
+    layers
+        "equal", or "adaptive": the layers share their budgets by how evenly their scores are spread.
+    floor
+        Minimum share of its budget that each row keeps with heads=adaptive.
     """
 
     __slots__ = ()
 
     least_window: ClassVar[int] = 0
 
+    # values for policies without these fields
+    heads: str = "equal"
+    layers: str = "equal"
+    floor: float = FLOOR
+
     def __post_init__(self) -> None:
-        check_choice("heads", self._heads, ("equal", "adaptive"))
-        check_choice("layers", self._layers, ("equal", "adaptive"))
-        if not 0 <= self._floor <= 1:
-            raise ValueError(f"floor must be in 0..1, got {self._floor}")
-        if self._heads == "equal" and self._floor != FLOOR:
+        check_choice("heads", self.heads, ("equal", "adaptive"))
+        check_choice("layers", self.layers, ("equal", "adaptive"))
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor must be in 0..1, got {self.floor}")
+        if self.heads == "equal" and self.floor != FLOOR:
             raise ValueError("floor needs heads=adaptive: the rows of a layer keep the same number of cells")
-        if self._heads == "adaptive" and (per := getattr(self, "per", "row")) != "row":
+        if self.heads == "adaptive" and (per := getattr(self, "per", "row")) != "row":
             raise ValueError(f"heads=adaptive needs per=row, got per={per}")
         check_kept(self.n_asked, self.slack, *self.exempt, self.least_window)
 
     @property
-    def _heads(self) -> str:
-        return getattr(self, "heads", "equal")
-
-    @property
-    def _layers(self) -> str:
-        return getattr(self, "layers", "equal")
-
-    @property
-    def _floor(self) -> float:
-        return getattr(self, "floor", FLOOR)
-
-    @property
     def ragged(self) -> bool:
-        return "adaptive" in (self._heads, self._layers)
+        return "adaptive" in (self.heads, self.layers)
 
     @property
     def n_asked(self) -> int:
@@ -121,7 +121,7 @@ class Ranked(Policy):
         check_cells("the score", scores, view.pos.shape, _F32)
         first, recent = protected(view, self.n_keep, *self.exempt)
         n_keep = self._shares(view, scores, first, recent)
-        floor = self._floor if self._heads == "adaptive" else 1.0
+        floor = self.floor if self.heads == "adaptive" else 1.0
         n_floor = (n_keep * floor).astype(np.int64)
         keep = np.empty(view.pos.shape, np.bool_)
         most = self.budget - self.slack
@@ -130,7 +130,7 @@ class Ranked(Policy):
 
     def _shares(self, view: View, scores: np.ndarray, first: int, recent: int) -> np.ndarray:
         """Return n_keep i64[row]: tokens that a row keeps, or the average of the rows that share."""
-        if self._layers == "equal":
+        if self.layers == "equal":
             return np.full(len(view.pos), self.n_keep, np.int64)
         entropy = np.empty(len(view.pos))
         layer_entropy(view.pos, view.live, view.layer, scores, first, recent, entropy)
