@@ -1,4 +1,4 @@
-"""The archive: keys and values that have left the cache, which later steps recall from."""
+"""The archive: keys and values of evicted tokens, from which later steps recall."""
 
 from __future__ import annotations
 
@@ -31,45 +31,43 @@ _LARGEST = 2**31 - 1
 
 
 class Archive:
-    """The archive of a patched llama.cpp's context: tokens by their positions in the stream, without gaps.
+    """Archive of a patched llama.cpp's context: a contiguous range of the stream's tokens.
 
-    It takes memory in slabs: slab i has room for tokens i * n .. (i + 1) * n - 1 of the stream in all layers.
-    They are in this process's memory, or in a file that has no name: its space is free again when the process
-    ends.
+    It allocates memory in slabs: slab i holds tokens i * n .. (i + 1) * n - 1 of the stream in all layers.
+    Slabs are in this process's memory or in an unnamed file, whose space is freed when the process ends.
 
     Parameters
     ----------
     owner
-        The cache: its handle is llama.cpp's own context.
+        The cache, whose handle is llama.cpp's context.
     n_layer
-        Layers that have rows.
+        Number of layers that have rows.
     n_max, max_bytes
-        The most tokens, or the most bytes that they take; a quarter of the free memory, or half of
-        the disk's free space, if neither is given.
+        Maximum tokens or bytes. Default: a quarter of the free memory, or half of the disk's free space.
     file
-        Where to make the file; the archive is in memory if not given.
+        Path at which to create the file. None: the archive is in memory.
 
     Attributes
     ----------
     file
-        Where the file was made, or None.
+        Path at which the file was created, or None.
     n_max
-        The most tokens, which are never in more slabs than max_bytes has.
+        Maximum tokens. They never need more slabs than max_bytes has.
     n_token, slab_bytes
-        Tokens and bytes of a slab. Its tokens are a block, which has clusters of its own.
+        Tokens and bytes of a slab. The tokens of a slab are a block, which is clustered separately.
     segments
-        What has been saved of this stream, oldest first and without gaps. Tokens behind it have not been.
+        Saved segments of this stream, oldest first and without gaps. Later tokens are not saved yet.
     clusters
-        The clusters that have been saved of it.
+        Saved clusters of this stream.
     is_traced
-        Whether `attended` follows what rows attend to.
+        True if llama.cpp records the attention that `attended` returns.
     while_sealing
-        Told while `restore` makes clusters: of how many rows it has, and how many rows there are.
+        Called while `restore` computes clusters, with the number of finished rows and of all rows.
 
     Raises
     ------
     UsageError
-        For bytes that hold less than two slabs, and for a file that cannot be made.
+        If the bytes hold less than two slabs, or the file cannot be created.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class Archive:
         check(self.slab_bytes)
         self.n_token = n_token.value
         if max_bytes is not None and max_bytes < 2 * self.slab_bytes:
-            # rounded up: typed again, it must be enough
+            # rounded up, so that the printed number is enough
             least = f"{-(-2 * self.slab_bytes // 1024)}KiB"
             raise UsageError(
                 f"--archive must be at least {least}: memory is taken for {self.n_token} tokens at a time, "
@@ -107,18 +105,18 @@ class Archive:
         self.n_max = min(n_max, _LARGEST)
 
     def _tokens_in(self, n_slab: int) -> int:
-        """The most tokens that never take more slabs, wherever in one the first of them is."""
+        """Return how many tokens fit into the slabs wherever in a slab the first token is."""
         return max(n_slab - 1, 0) * self.n_token + 1
 
     @property
     def max_bytes(self) -> int:
-        """The most bytes that n_max tokens can take."""
+        """Maximum bytes of n_max tokens."""
         return -(-(self.n_max + self.n_token - 1) // self.n_token) * self.slab_bytes
 
     def share(self, n: int) -> int:
-        """Takes no more than the n-th part of its bytes from now on: the rest is for others.
+        """Lower the limit to 1/n of the bytes, to leave the rest to other archives.
 
-        Returns n, or how many parts there are at most: each has two slabs at least.
+        Return n, or less if the bytes do not give n parts of at least two slabs.
         """
         n_slab = self.max_bytes // self.slab_bytes
         if (n := min(n, max(n_slab // 2, 1))) > 1:
@@ -126,91 +124,92 @@ class Archive:
         return n
 
     def push(self, cells: np.ndarray, pos_0: int) -> None:
-        """Copies these cells i32[n] of all rows: the tokens at pos_0, pos_0 + 1, ..., which come next.
+        """Append cells i32[n] of all rows. They hold the tokens at pos_0, pos_0 + 1, ..., which come next.
 
-        The oldest go for good where there are more than n_max. Raises StreamEnd where there is no room for
-        them, and the archive is as it was.
+        Beyond n_max tokens the oldest are deleted. Raises StreamEnd if memory or disk is full; the archive is
+        then unchanged.
         """
         cells = np.ascontiguousarray(cells, np.int32)
         check(lib.llama_kvtool_archive(self._owner.handle, cells.ctypes.data, len(cells), pos_0, self.n_max))
 
     def rebase(self, base: int) -> None:
-        """From now on, keys in the cache are rotated to their position in the stream less base."""
+        """Record that from now on keys in the cache are rotated to their stream position minus base."""
         check(lib.llama_kvtool_base(self._owner.handle, base))
 
     def keep(self, n: int) -> None:
-        """Forgets all but the newest n tokens; without any, another stream may begin."""
+        """Delete all but the newest n tokens. After n = 0 another stream may begin."""
         if not n:
             self.segments, self.clusters = [], []
         check(lib.llama_kvtool_forget(self._owner.handle, n))
 
     def stage(self, n: int) -> int:
-        """Let steps attend to all archived tokens, at most n, on the device of each layer; 0 ends this.
+        """Let steps attend to all archived tokens, at most n, on the device of each layer; n = 0 ends this.
 
-        Returns the bytes that this takes there. Raises LibraryError where a device lacks memory, or a model
-        cannot.
+        Return the bytes used on the devices. Raises LibraryError if a device lacks memory or the model does
+        not support it.
         """
         n_bytes: int = lib.llama_kvtool_stage(self._owner.handle, n)
         check(n_bytes)
         return n_bytes
 
     def go_back(self, cell: int, n: int, end: int, base: int, next_pos: int) -> None:
-        """Forgets the tokens from `end` on; the newest n of the others leave it for cells of the cache.
+        """Delete the tokens from `end` on, and move the newest n earlier ones to cells of the cache.
 
         Parameters
         ----------
         cell
-            The first of these cells, the oldest token's.
+            First of these cells, for the oldest of the n tokens.
         base
-            From now on, keys in the cache are rotated to their position less this. Those that come back are.
+            From now on, keys in the cache are rotated to their position minus base, the moved keys included.
         next_pos
-            The position that came next when what stays had just been archived.
+            Position that followed in the stream when the remaining tokens had just been archived.
         """
         check(lib.llama_kvtool_go_back(self._owner.handle, cell, n, end, base, next_pos))
-        self.segments = [each for each in self.segments if each.end <= end - n]
-        self.clusters = [each for each in self.clusters if each.end <= end - n]
+        self.segments = [segment for segment in self.segments if segment.end <= end - n]
+        self.clusters = [clusters for clusters in self.clusters if clusters.end <= end - n]
 
     @property
     def frames(self) -> list[tuple[int, int]]:
-        """Stretches of the stream whose keys have one base: where each begins, and its base."""
+        """(first position, base) of each part of the stream whose keys have the same base."""
         return [(first, base) for first, base in self._table()[_N_FIXED:].reshape(-1, 2).tolist()]
 
     @property
     def n(self) -> int:
-        """Tokens in it."""
+        """Number of archived tokens."""
         return len(self.span)
 
     @property
     def span(self) -> range:
-        """The positions of its tokens."""
+        """Positions of the archived tokens."""
         return range(*self._table()[:2].tolist())
 
     @property
     def end(self) -> int:
-        """The position of the token that comes next, if there are some."""
+        """Position after the newest archived token."""
         return int(self._table()[1])
 
     def trace(self, n: int) -> None:
-        """From now on `attended` has the n tokens of each row that get most attention; 0: it has none.
+        """Record the n tokens of each row with the most attention, for `attended`; n = 0 ends this.
 
-        Steps take a little longer then. Rows without made cells always have those that come back.
+        Recording makes steps a little slower. Rows without synthetic cells always record recalled tokens.
         """
         check(lib.llama_kvtool_trace(self._owner.handle, n))
         self.is_traced = n > 0
 
     def attended(self, n_row: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """The archived tokens that each row attended to most in the last step, and how much.
+        """Return the archived tokens that each row attended to most in the last step, and their attention.
 
-        n: as traced, or without made cells the most that come back. Returns i64[n_row, n], the oldest first,
-        then -1; and f32[n_row, n], the sum of the attention of the row's query heads and the step's tokens.
+        n: as given to `trace`, or without synthetic cells the maximum number of recalled tokens. Returns
+        positions i64[n_row, n], oldest first, padded with -1, and attention f32[n_row, n], summed over the
+        row's query heads and the step's tokens.
         """
-        found, attn = np.empty((n_row, n), np.int64), np.empty((n_row, n), np.float32)
-        check(lib.llama_kvtool_attended(self._owner.handle, found.ctypes.data, attn.ctypes.data, n_row, n))
-        return found, attn
+        pos, attn = np.empty((n_row, n), np.int64), np.empty((n_row, n), np.float32)
+        check(lib.llama_kvtool_attended(self._owner.handle, pos.ctypes.data, attn.ctypes.data, n_row, n))
+        return pos, attn
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that it takes now."""
+        """Bytes allocated now."""
         return int(lib.llama_kvtool_archive_bytes(self._owner.handle))
 
     @property
@@ -219,7 +218,7 @@ class Archive:
         return [self._layer_bytes(layer, 0, 1) for layer in range(self._n_layer)]
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """u8[]: keys and values of these tokens as they are stored, layer by layer, then token by token."""
+        """Return u8[]: stored keys and values of tokens begin .. end - 1, by layer, then by token."""
         data = np.empty((end - begin) * sum(self.layer_bytes), np.uint8)
         at = 0
         for layer in range(self._n_layer):
@@ -228,7 +227,7 @@ class Archive:
         return data
 
     def save(self, *, tokens: bool = True) -> Iterator[tuple[str, np.ndarray]]:
-        """What `restore` takes: arrays by name, one at a time. tokens: False leaves all but the table out."""
+        """Yield the named arrays that `restore` reads. tokens: False yields only the table."""
         table = self._table()
         begin, end = table[:2].tolist()
         yield TABLE, table
@@ -241,81 +240,81 @@ class Archive:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block's clusters; 0 where the archive has none."""
+        """Bytes of a block's cluster assignment; 0 if the archive has no clusters."""
         n_bytes: int = lib.llama_kvtool_clusters(self._owner.handle, None)
         check(n_bytes)
         return n_bytes
 
     @property
     def clustered(self) -> list[tuple[int, bool]]:
-        """Blocks that have clusters, alike in all rows: where each begins, and whether these are far ones."""
+        """(first position, is_far) of each block that is clustered in all rows."""
         span = np.empty(4, np.int64)
         check(lib.llama_kvtool_clusters(self._owner.handle, span.ctypes.data))
         begin, far, near, end = span.tolist()
         blocks = range(begin, end, self.n_token)
-        return [(at, at < far) for at in blocks if not far <= at < near]
+        return [(first, first < far) for first in blocks if not far <= first < near]
 
     def read_clusters(self, begin: int, end: int, is_far: bool) -> np.ndarray:
-        """u8[]: which clusters the tokens of these blocks are in, block by block."""
+        """Return u8[]: cluster of each token of these blocks, by block."""
         data = np.empty((end - begin) // self.n_token * self.block_bytes, np.uint8)
         check(lib.llama_kvtool_get_clusters(self._owner.handle, data.ctypes.data, begin, end, is_far))
         return data
 
     def save_clusters(self) -> Iterator[tuple[str, np.ndarray]]:
-        """What `save` gives of clusters; nothing where there are none."""
-        table, found = [], []
+        """Yield the cluster arrays of `save`, none if there are no clusters."""
+        table, arrays = [], []
         for is_far in (True, False):
-            if blocks := [at for at, far in self.clustered if far == is_far]:
+            if blocks := [first for first, far in self.clustered if far == is_far]:
                 begin, end = blocks[0], blocks[-1] + self.n_token
-                found.append(self.read_clusters(begin, end, is_far))
-                table.append((begin, end, is_far, found[-1].nbytes, 0))
+                arrays.append(self.read_clusters(begin, end, is_far))
+                table.append((begin, end, is_far, arrays[-1].nbytes, 0))
         if table:
             yield CLUSTERS, np.array(table, np.int64)
-        yield from ((clusters_name(i), data) for i, data in enumerate(found))
+        yield from ((clusters_name(i), data) for i, data in enumerate(arrays))
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Continues from what `save` gave: from the newest n_max tokens of it.
+        """Load the newest n_max tokens of the arrays that `save` yielded.
 
-        Raises LibraryError if llama.cpp refuses it, and StreamEnd where there is no room for it.
+        Raises LibraryError if llama.cpp refuses them, and StreamEnd if memory or disk is full.
         """
         table = np.array(saved[TABLE], np.int64)
         begin, end = table[:2].tolist()
         table[0] = first = max(begin, end - self.n_max)
         for layer, n_bytes in enumerate(self.layer_bytes):
-            there = [
-                (max(at, first), np.ascontiguousarray(data[max(first - at, 0) * n_bytes :]))
-                for at, data in pieces(saved, layer)
+            parts = [
+                (max(pos, first), np.ascontiguousarray(data[max(first - pos, 0) * n_bytes :]))
+                for pos, data in pieces(saved, layer)
             ]
-            check(set_layer(self._owner.handle, layer, there, first, end))
+            check(set_layer(self._owner.handle, layer, parts, first, end))
         self._restore_clusters(saved, first // self.n_token * self.n_token)
         check(lib.llama_kvtool_set_archive_table(self._owner.handle, table.ctypes.data, len(table)))
         while (n_left := lib.llama_kvtool_seal(self._owner.handle, max(self.n_max, 1))) > 0:
-            # a byte has two tokens
+            # one byte holds the clusters of two tokens
             n_row = self.block_bytes * 2 // self.n_token
             self.while_sealing(n_row - n_left, n_row)
         check(n_left)
         self.segments, self.clusters = list(listed(saved)), list(listed_clusters(saved))
 
     def _restore_clusters(self, saved: Mapping[str, np.ndarray], begin: int) -> None:
-        """Hands over the clusters of the blocks from this one on."""
+        """Load the saved clusters of the blocks from position `begin` on."""
         n_bytes = self.block_bytes
         table = saved[CLUSTERS].tolist() if n_bytes and CLUSTERS in saved else ()
-        for i, (own, end, is_far, *_) in enumerate(table):
-            first = max(own, begin)
+        for i, (saved_begin, end, is_far, *_) in enumerate(table):
+            first = max(saved_begin, begin)
             if first < end:
-                n_left_out = (first - own) // self.n_token
-                data = np.ascontiguousarray(saved[clusters_name(i)])[n_left_out * n_bytes :]
+                n_skipped = (first - saved_begin) // self.n_token
+                data = np.ascontiguousarray(saved[clusters_name(i)])[n_skipped * n_bytes :]
                 handle, pointer = self._owner.handle, data.ctypes.data
                 check(lib.llama_kvtool_set_clusters(handle, pointer, first, end, bool(is_far)))
 
     @staticmethod
     def n_saved(saved: Mapping[str, np.ndarray]) -> int:
-        """Tokens in the arrays of `save`; 0 for arrays that are not from there."""
+        """Return the number of tokens in the arrays of `save`, 0 for other arrays."""
         table = _table_of(saved)
         return 0 if table is None else int(table[1] - table[0])
 
     def fits(self, saved: Mapping[str, np.ndarray], n_past: int) -> bool:
-        """Whether `save` may have given this after n_past tokens of a stream."""
+        """Return True if the arrays could be from `save` after n_past tokens of a stream."""
         table = _table_of(saved)
         if table is None or len(table) % 2 == 0:
             return False
@@ -347,23 +346,23 @@ class Archive:
 
 
 def set_layer(handle: object, layer: int, parts: list[tuple[int, np.ndarray]], begin: int, end: int) -> int:
-    """Makes tokens begin .. end - 1 all that a layer of an archive has, from `segment.pieces` of them.
+    """Set a layer of an archive to tokens begin .. end - 1, given in the parts that `segment.pieces` returns.
 
-    Returns their bytes, or a number below 0 for `check`.
+    Return their bytes, or an error code below 0 for `check`.
     """
-    # of several that begin at one token all but the last are empty; without any, one is
-    at = np.array([at for at, _ in parts] or [begin], np.int64)
-    data = np.array([data.ctypes.data for _, data in parts] or [at.ctypes.data], np.uintp)
+    # llama.cpp wants at least one part, which may be empty
+    pos = np.array([pos for pos, _ in parts] or [begin], np.int64)
+    data = np.array([data.ctypes.data for _, data in parts] or [pos.ctypes.data], np.uintp)
     n_bytes: int = lib.llama_kvtool_set_archive(
-        handle, layer, data.ctypes.data, at.ctypes.data, len(at), begin, end
+        handle, layer, data.ctypes.data, pos.ctypes.data, len(pos), begin, end
     )
     return n_bytes
 
 
 def _fit_clusters(saved: Mapping[str, np.ndarray], end: int, n_token: int, n_bytes: int) -> bool:
-    """Whether the clusters that are listed may be of tokens before `end`.
+    """Return True if the listed clusters could be of tokens before `end`.
 
-    n_token, n_bytes: of a block; no bytes where there are no clusters.
+    n_token, n_bytes: tokens of a block, and bytes of its clusters, 0 if the archive has no clusters.
     """
     if CLUSTERS not in saved or not n_bytes:
         return True
@@ -381,7 +380,7 @@ def _fit_clusters(saved: Mapping[str, np.ndarray], end: int, n_token: int, n_byt
 
 
 def _table_of(saved: Mapping[str, np.ndarray]) -> np.ndarray | None:
-    """The table in the arrays of `save`; None for arrays that are not from there."""
+    """Return the table in the arrays of `save`, or None for other arrays."""
     table = saved.get(TABLE)
     fits = table is not None and table.dtype == np.int64 and table.ndim == 1 and len(table) >= _N_FIXED
     return table if fits else None

@@ -1,4 +1,4 @@
-"""The tokens of one decode, in arrays that llama.cpp reads."""
+"""Input of one decode: tokens in arrays that llama.cpp reads."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Batch:
     Attributes
     ----------
     raw
-        llama.cpp's own struct.
+        The llama_batch struct, which points into this object's arrays.
     """
 
     def __init__(self, n: int) -> None:
         self._tokens, self._pos, self._seqs = np.zeros((3, n), np.int32)
         self._wants = np.zeros(n, np.int8)
         self._order = np.arange(n, dtype=np.int32)
-        # each token has one sequence, whose number lies in an array of one
+        # llama.cpp reads an array of sequence ids for each token; here it has one element
         self._n_seq = np.ones(n, np.int32)
         self._where = self._seqs.ctypes.data + 4 * np.arange(n, dtype=np.uintp)
         arrays: dict[str, np.ndarray] = {"token": self._tokens, "pos": self._pos, "logits": self._wants}
@@ -34,11 +34,11 @@ class Batch:
             setattr(self.raw, name, ctypes.cast(array.ctypes.data, kind))
 
     def clear(self) -> None:
-        """Empties it."""
+        """Remove all tokens."""
         self.raw.n_tokens = 0
 
     def add(self, tokens: np.ndarray, pos_0: int, n_output: int, seq: int = 0) -> None:
-        """Adds i32[n] tokens of a sequence, at pos_0, pos_0 + 1, ...; the last n_output give logits."""
+        """Add tokens i32[n] of a sequence, at pos_0, pos_0 + 1, ...; the last n_output get logits."""
         first, n = self.raw.n_tokens, len(tokens)
         end = first + n
         self.raw.n_tokens = end

@@ -1,4 +1,4 @@
-"""Which llama.cpp kvtool runs on, and its functions: that of kvtool-llama, or of a stock llama-cpp-python."""
+"""Load llama.cpp, from kvtool-llama or else from a stock llama-cpp-python, and give its functions."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvtool.errors import LibraryError
 from kvtool.system.paths import build_command
 
 STOCK = "llama-cpp-python"
-"""The distribution that has llama.cpp without the patch."""
+"""Distribution with an unpatched llama.cpp."""
 
 _CPU = 0
-"""ggml's number for that type of device."""
+"""ggml's type number of a CPU."""
 
 
 def _load() -> Any:
-    """The bindings. One that is there and does not load is an error: the other would hide it."""
+    """Import the bindings. A package that is installed but broken is an error; the next is not tried."""
     for package in ("kvtool_llama", "llama_cpp"):
         try:
             return import_module(f"{package}.llama_cpp")
         except (ImportError, OSError, RuntimeError) as error:
-            # no package, no library in it, or one that does not load
+            # only a package that is not installed is skipped
             if isinstance(error, ModuleNotFoundError) and error.name == package:
                 continue
             # ggml's CUDA part is linked to the driver
@@ -37,7 +37,7 @@ def _load() -> Any:
 
 
 class Parts:
-    """Several libraries as one, for Windows: there a library does not pass on what it is linked to."""
+    """Several libraries as one, for Windows, where a library does not export its dependencies' functions."""
 
     def __init__(self, *parts: Any) -> None:
         self._parts = parts
@@ -68,21 +68,21 @@ lib = _functions()
 
 
 def bind(name: str, result: type | None, *arguments: object) -> None:
-    """Declares a function's types to ctypes."""
+    """Declare a function's types to ctypes."""
     function = getattr(lib, name)
     function.restype = result
     function.argtypes = list(arguments)
 
 
 def library_path() -> Path:
-    """Where the loaded library lies."""
+    """Return the path of the loaded library."""
     return Path(lib._name)
 
 
 def load_parts() -> None:
-    """Loads ggml's parts for this CPU, where they are libraries of their own. Raises LibraryError.
+    """Load ggml's backends for this CPU if they are separate libraries. Raises LibraryError.
 
-    Those of a build for every CPU lie beside the library, and ggml looks beside Python.
+    A build for every CPU has them in llama.cpp's folder; ggml would search Python's folder.
     """
     bind("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)
     if lib.ggml_backend_dev_by_type(_CPU):
@@ -95,20 +95,20 @@ def load_parts() -> None:
 
 
 def is_ours() -> bool:
-    """Whether it is kvtool-llama's, patched or not."""
+    """Return True if llama.cpp comes from kvtool-llama, patched or not."""
     return api.__name__.startswith("kvtool_llama.")
 
 
 def upstream() -> str:
-    """The version of llama-cpp-python that this llama.cpp comes from."""
+    """Return the version of llama-cpp-python whose llama.cpp this is."""
     if is_ours():
-        found: str = import_module("kvtool_llama").UPSTREAM
-        return found
+        upstream_version: str = import_module("kvtool_llama").UPSTREAM
+        return upstream_version
     return stock_version() or "unknown"
 
 
 def stock_version() -> str | None:
-    """The version of the llama-cpp-python that is installed, used or not; None without one."""
+    """Return the version of the installed llama-cpp-python, even if it is not used, or None."""
     try:
         return version(STOCK)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""llama.cpp's candidates: tokens with their logits, which samplers change, order and choose from."""
+"""llama.cpp's candidates: an array of tokens with logits, which samplers change, sort and choose from."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
 
 
 def candidates(logits: np.ndarray, fits: np.ndarray | None = None) -> np.ndarray:
-    """llama.cpp's records of tokens, with their logits of f32[n_vocab].
+    """Return candidates for the logits f32[n_vocab].
 
-    fits: b1[n_vocab], the tokens to take; None for all.
+    fits: b1[n_vocab], True for the tokens to include; None: all tokens.
     """
     tokens = np.arange(len(logits)) if fits is None else np.flatnonzero(fits)
-    found = np.zeros(len(tokens), _CANDIDATE)
-    found["id"], found["logit"] = tokens, logits if fits is None else logits[tokens]
-    return found
+    records = np.zeros(len(tokens), _CANDIDATE)
+    records["id"], records["logit"] = tokens, logits if fits is None else logits[tokens]
+    return records
 
 
-def apply(sampler: Any, found: np.ndarray) -> int:
-    """Changes the candidates in place; returns which is selected, -1 if none is."""
-    data = found.ctypes.data_as(api.llama_token_data_p)
-    array = api.llama_token_data_array(data, len(found), -1, False)
+def apply(sampler: Any, records: np.ndarray) -> int:
+    """Apply a sampler to candidates in place. Return the index of the selected one, -1 if none is."""
+    data = records.ctypes.data_as(api.llama_token_data_p)
+    array = api.llama_token_data_array(data, len(records), -1, False)
     api.llama_sampler_apply(sampler, ctypes.byref(array))
     return int(array.selected)

@@ -1,4 +1,7 @@
-"""Complements of JSON schemas: with them llguidance enforces the keywords oneOf, not and if."""
+"""Complements of JSON schemas: schemas that accept only values which another schema rejects.
+
+llguidance has no oneOf, not and if. They are expressed through complements.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from typing import Any
 
 DEPENDENT = ("dependencies", "dependentSchemas", "dependentRequired")
 IN_PLACE = {"anyOf", "oneOf", "allOf", "not", "if", "then", "else", "$ref", *DEPENDENT}
-"""Keywords that say more about the same value."""
+"""Keywords whose subschemas apply to the same value."""
 
-SAYS = IN_PLACE | {
+CONSTRAINING = IN_PLACE | {
     *("type", "enum", "const", "properties", "required", "additionalProperties", "patternProperties"),
     *("minProperties", "maxProperties", "propertyNames", "format", "pattern", "minLength", "maxLength"),
     *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
@@ -19,38 +22,38 @@ SAYS = IN_PLACE | {
     *("contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems", "unevaluatedProperties"),
     *("$dynamicRef", "$recursiveRef"),
 }
-"""Keywords that say which values fit."""
+"""Keywords that restrict the values of a schema."""
 
 ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 MOST = 24
-"""Most schemas of a complement. It may have less than all that a schema leaves out, and never more."""
+"""Maximum schemas of a complement. It may be incomplete, but never accepts a value of the schema."""
 
 _MOST_LONG = 100
-"""Longest text in an expression of other texts: it nests as deeply."""
+"""Longest text for `other_than`, whose expression nests as deeply as the text is long."""
 
 _MOST_DEEP = 6
-_MOST_LOOKS = 100_000
+_MOST_VISITS = 100_000
 _MOST_OPTIONS = 100
-"""Limits: references one after another, schemas looked at, and options compared with each other."""
+"""Limits: consecutive references, schemas visited, and options compared with each other."""
 
 
 class Complement:
-    """Complements of schemas. root: the whole schema, for references such as #/$defs/colour."""
+    """Compute complements. root: the whole schema, which references such as #/$defs/colour point into."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        # schemas that may still be looked at: some take a time that doubles with each
-        self._n_left = _MOST_LOOKS
+        # schemas that may still be visited: nested ones can take exponential time
+        self._n_left = _MOST_VISITS
 
     def of(self, schema: Any, depth: int = 0, *, names: Iterable[str] = ()) -> list[Any]:
-        """Schemas of values that do not fit a schema; [] if unknown.
+        """Return schemas whose values the given schema rejects, [] if none are known.
 
-        names: of properties that objects may have.
+        names: properties that the objects of interest may have.
         """
         schema = self.resolved(schema)
         self._n_left -= 1
-        if schema is True or (isinstance(schema, Mapping) and not schema.keys() & SAYS):
+        if schema is True or (isinstance(schema, Mapping) and not schema.keys() & CONSTRAINING):
             return [False]
         if schema is False:
             return [True]
@@ -62,7 +65,7 @@ class Complement:
         return [*islice(chain(others, self._of_keywords(schema, depth)), MOST)]
 
     def _of_keywords(self, schema: Mapping[str, Any], depth: int) -> Iterator[Any]:
-        """A value does not fit a schema if it does not fit one of its keywords."""
+        """Yield a complement of each keyword: a value rejected by a keyword is rejected by the schema."""
         if types := ALL_TYPES - types_of(schema.get("type")):
             yield {"type": sorted(types)}
         values = values_of(schema)
@@ -79,48 +82,48 @@ class Complement:
                 yield from _beyond(key, number)
         items = schema.get("items")
         for other in self.of(items, depth + 1) if isinstance(items, Mapping) else ():
-            # one that does not fit is the first
+            # rejected if the first item is
             yield {"type": "array", "items": [other], "minItems": 1}
-        for part in _listed(schema, "allOf"):
+        for part in listed(schema, "allOf"):
             yield from self.of(part, depth + 1)
         for key in ("anyOf", "oneOf"):
-            options = [self.of(part, depth + 1) for part in _listed(schema, key)]
+            options = [self.of(part, depth + 1) for part in listed(schema, key)]
             if options and all(options):
                 yield {"allOf": [{"anyOf": option} for option in options]}
         if "not" in schema:
             yield schema["not"]
 
     def resolved(self, schema: Any) -> Any:
-        """Follow the reference of a schema without other keywords."""
+        """Return the schema that a schema with only a reference points to."""
         for _ in range(_MOST_DEEP):
             reference = schema.get("$ref") if isinstance(schema, Mapping) else None
             if (
                 not isinstance(reference, str)
                 or not reference.startswith("#")
-                or schema.keys() & SAYS - {"$ref"}
+                or schema.keys() & CONSTRAINING - {"$ref"}
             ):
                 break
             schema = at_pointer(self._root, reference[1:])
         return schema
 
     def near(self, options: Sequence[Any], within: frozenset[str]) -> list[list[int]] | None:
-        """Of each option, the others that may have a value in common with it; None for too many options.
+        """Return for each option the indices of other options that may share a value with it.
 
-        within: types of the values.
+        within: types of the values. Returns None if there are too many options.
         """
-        found: list[list[int]] = [[] for _ in options]
-        if self._tells_apart(options, within):
-            return found
+        overlaps: list[list[int]] = [[] for _ in options]
+        if self._have_distinct_values(options, within):
+            return overlaps
         if len(options) > _MOST_OPTIONS:
             return None
         for i, j in combinations(range(len(options)), 2):
             if not self.are_apart(options[i], options[j], within=within):
-                found[i].append(j)
-                found[j].append(i)
-        return found
+                overlaps[i].append(j)
+                overlaps[j].append(i)
+        return overlaps
 
-    def _tells_apart(self, options: Sequence[Any], within: frozenset[str]) -> bool:
-        """True if all options list their values, or those of a required property, and no value twice."""
+    def _have_distinct_values(self, options: Sequence[Any], within: frozenset[str]) -> bool:
+        """Return True if all options list values, or a required property's, and no value occurs twice."""
         known = [option for option in map(self.resolved, options) if isinstance(option, Mapping)]
         if len(known) < len(options) or not known:
             return False
@@ -130,10 +133,10 @@ class Complement:
             lists += [
                 [values_of(self.resolved(_property(option, name))) for option in known] for name in names
             ]
-        return any(_are_distinct(each) for each in lists)
+        return any(_are_distinct(values) for values in lists)
 
     def are_apart(self, one: Any, other: Any, depth: int = 0, *, within: frozenset[str] = ALL_TYPES) -> bool:
-        """True if no value fits both, as far as can be told. within: the types that there are."""
+        """Return True if certainly no value fits both schemas. within: types of the values."""
         one, other = self.resolved(one), self.resolved(other)
         self._n_left -= 1
         if one is False or other is False:
@@ -144,15 +147,15 @@ class Complement:
             return False
         for a, b in ((one, other), (other, one)):
             for key in ("anyOf", "oneOf"):
-                options = _listed(a, key)
+                options = listed(a, key)
                 if options and all(self.are_apart(option, b, depth + 1, within=within) for option in options):
                     return True
-            if any(self.are_apart(part, b, depth + 1, within=within) for part in _listed(a, "allOf")):
+            if any(self.are_apart(part, b, depth + 1, within=within) for part in listed(a, "allOf")):
                 return True
         common = self._types(one) & self._types(other) & within
         values, others = values_of(one), values_of(other)
         if values is not None and others is not None:
-            return not any(_same(value, each) for value in values for each in others)
+            return not any(_same(value, other_value) for value in values for other_value in others)
         if not common:
             return True
         return common == {"object"} and self._objects_are_apart(one, other, depth)
@@ -166,18 +169,18 @@ class Complement:
 
     def _types(self, schema: Mapping[str, Any]) -> frozenset[str]:
         values = values_of(schema)
-        found = types_of(schema.get("type"))
-        return found if values is None else found & {_type(value) for value in values}
+        types = types_of(schema.get("type"))
+        return types if values is None else types & {_type(value) for value in values}
 
 
-def types_of(said: object) -> frozenset[str]:
-    """The types that the keyword type allows; integers count as numbers."""
-    names = [said] if isinstance(said, str) else said if isinstance(said, list) else ALL_TYPES
+def types_of(keyword: object) -> frozenset[str]:
+    """Return the types that a value of the keyword type allows; integers count as numbers."""
+    names = [keyword] if isinstance(keyword, str) else keyword if isinstance(keyword, list) else ALL_TYPES
     return frozenset("number" if name == "integer" else str(name) for name in names)
 
 
 def at_pointer(root: Any, pointer: str) -> Any:
-    """Follow a JSON pointer; None if it leads nowhere."""
+    """Return the value at a JSON pointer, or None."""
     for name in pointer.split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
         if isinstance(root, list) and name.isdecimal() and int(name) < len(root):
@@ -187,27 +190,28 @@ def at_pointer(root: Any, pointer: str) -> Any:
     return root
 
 
-def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:
-    found = schema.get(key)
-    return found if isinstance(found, list) else []
+def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """Return the list under a keyword, [] if it has none."""
+    options = schema.get(key)
+    return options if isinstance(options, list) else []
 
 
 def values_of(schema: Any) -> list[Any] | None:
-    """The values that const or enum lists; None without either."""
+    """Return the values that const or enum lists, None without these keywords."""
     if not isinstance(schema, Mapping):
         return None
     if "const" in schema:
         return [schema["const"]]
-    found = schema.get("enum")
-    return found if isinstance(found, list) else None
+    values = schema.get("enum")
+    return values if isinstance(values, list) else None
 
 
 def _texts(value: object) -> list[str]:
-    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
 
 
 def _are_distinct(lists: Sequence[list[Any] | None]) -> bool:
-    """True if there are lists only, and no value is in two of them."""
+    """Return True if no list is None and no value is in two lists."""
     if any(values is None for values in lists):
         return False
     sets = [{json.dumps(_whole(value), sort_keys=True) for value in values or ()} for values in lists]
@@ -215,12 +219,12 @@ def _are_distinct(lists: Sequence[list[Any] | None]) -> bool:
 
 
 def _whole(value: object) -> object:
-    """The value, as an integer if it is equal to one."""
+    """Return the value, as an integer if it equals one."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _property(schema: Mapping[str, Any], name: str) -> Any:
-    """The schema of a property."""
+    """Return the schema of a property."""
     names = schema.get("properties")
     if isinstance(names, Mapping) and name in names:
         return names[name]
@@ -233,17 +237,17 @@ def _type(value: object) -> str:
 
 
 def _same(one: object, other: object) -> bool:
-    """As JSON has it: true is not 1."""
+    """Return True if two JSON values are equal: true does not equal 1."""
     return _type(one) == _type(other) and one == other
 
 
 def _other_values(values: Sequence[Any]) -> Iterator[Any]:
-    """Schemas of values that are not among these."""
+    """Yield schemas of values that are not listed."""
     if types := ALL_TYPES - {_type(value) for value in values}:
         yield {"type": sorted(types)}
-    for each in (True, False):
-        if any(value is (not each) for value in values) and not any(value is each for value in values):
-            yield {"const": each}
+    for truth in (True, False):
+        if any(value is (not truth) for value in values) and not any(value is truth for value in values):
+            yield {"const": truth}
     texts = sorted({value for value in values if isinstance(value, str)})
     if texts and max(map(len, texts)) <= _MOST_LONG:
         yield {"type": "string", "pattern": f"^(?:{other_than(texts)})$"}
@@ -256,7 +260,7 @@ def _other_values(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def other_than(texts: Sequence[str]) -> str:
-    """A regular expression of all texts but these."""
+    """Return a regular expression that matches all texts except these."""
     firsts: dict[str, list[str]] = {}
     for text in texts:
         if text:

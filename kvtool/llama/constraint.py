@@ -1,4 +1,4 @@
-"""Constraints: which tokens may come next in a text that must fit a grammar. llguidance computes them."""
+"""Constraints on the next token of a text that must fit a grammar, computed by llguidance."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ _CONTROL = api.LLAMA_TOKEN_ATTR_CONTROL | api.LLAMA_TOKEN_ATTR_UNKNOWN
 _STACK_BYTES = 256 * 2**20
 """Stack of the thread that compiles a grammar: llguidance recurses, and an overflow ends the process."""
 
-_one_at_a_time = threading.Lock()
+_stack_size_lock = threading.Lock()
 
 _Result = TypeVar("_Result")
 
 
 class Vocabulary:
-    """A model's tokens, as llguidance needs them. `of` makes it once a model.
+    """A model's tokens in the form that llguidance needs. `of` creates one for each model and caches it.
 
-    For 150,000 tokens that takes a second, and 60 MB.
+    150,000 tokens take a second and 60 MB.
 
     Attributes
     ----------
     n
         Number of tokens.
     pieces
-        Bytes of each token; control tokens are written out.
+        Bytes of each token; for a control token its name.
     control
-        Control tokens. No text has them: a grammar names them by their numbers.
+        Control tokens. Text never matches them: a grammar refers to them by number.
     ends
         The model's end-of-generation tokens.
     """
@@ -52,30 +52,30 @@ class Vocabulary:
         attrs = [api.llama_vocab_get_attr(model.vocab, token) for token in range(self.n)]
         self.control = frozenset(token for token, attr in enumerate(attrs) if attr & _CONTROL)
         self.ends = model.ends
-        # it must not keep the model
+        # a weak reference: `_vocabularies` must not keep the model alive
         self._model = weakref.ref(model)
         self._inside: dict[bytes, list[int]] = {}
         self._continuing: dict[bytes, list[int]] = {}
 
     @classmethod
     def of(cls, model: Model) -> Vocabulary:
-        """The vocabulary of a model, which lasts as long as the model does."""
-        found = _made.get(model)
-        if found is None:
-            found = _made[model] = cls(model)
-        return found
+        """Return the cached vocabulary of a model."""
+        vocabulary = _vocabularies.get(model)
+        if vocabulary is None:
+            vocabulary = _vocabularies[model] = cls(model)
+        return vocabulary
 
     def tokens_of(self, data: bytes) -> list[int]:
-        """Tokens with these bytes: the model's own for this text, or else the longest ones."""
+        """Tokenize bytes with the model's tokenizer, or else greedily by the longest tokens."""
         model = self._model()
         if model is None or not data:
             return []
         try:
             text = data.decode()
         except UnicodeDecodeError:
-            # it asks for the tokens of the part that is text
+            # llguidance calls this method for the part that is valid text
             return self.tokenizer.tokenize_bytes(data)
-        # some tokenizers put a space before a text, but not behind a control character
+        # some tokenizers add a space before a text, but not after a control character
         for lead in ("", "\x01"):
             tokens: list[int] = model.tokenize(lead + text, special=True).tolist()
             first = model.tokenize(lead).tolist() if lead else []
@@ -84,15 +84,15 @@ class Vocabulary:
         return self.tokenizer.greedy_tokenize(text)
 
     def bytes_of(self, tokens: Sequence[int]) -> bytes:
-        """The text of these tokens."""
+        """Return the concatenated bytes of these tokens."""
         return b"".join(self.pieces[token] for token in tokens)
 
     @cached_property
     def tokenizer(self) -> llguidance.LLTokenizer:
-        """llguidance's trie of the tokens."""
+        """llguidance's trie of the vocabulary."""
         import llguidance
 
-        # a text never ends where the model has no token for it
+        # a model without end-of-generation tokens gets an extra one, which is never sampled
         none = [] if self.ends else [b""]
         tokenizer = _Tokenizer(self, [*self.pieces, *none], [*self.ends, self.n][0])
         slices = llguidance.LLTokenizer.json_slices()
@@ -100,26 +100,26 @@ class Vocabulary:
 
     @cached_property
     def n_word(self) -> int:
-        """Words of a mask."""
+        """Number of 32-bit words of a mask."""
         return -(-self.tokenizer.vocab_size // 32)
 
     def mask_of(self, tokens: Sequence[int]) -> np.ndarray:
-        """u32[n_word] with the bits of these tokens."""
+        """Return u32[n_word] with the bits of these tokens set."""
         mask = np.zeros(self.n_word, np.uint32)
         if len(tokens):
-            each = np.asarray(tokens, np.uint32)
-            np.bitwise_or.at(mask, each >> 5, np.uint32(1) << (each & 31))
+            bits = np.asarray(tokens, np.uint32)
+            np.bitwise_or.at(mask, bits >> 5, np.uint32(1) << (bits & 31))
         return mask
 
     @cached_property
     def all_but_ends(self) -> np.ndarray:
-        """u32[n_word] with the bits of all tokens that end no text. Read only."""
+        """u32[n_word] with the bits of all tokens except end-of-generation tokens. Read only."""
         mask = ~self.mask_of(self.ends)
         mask.flags.writeable = False
         return mask
 
     def continuing(self, text: bytes) -> list[int]:
-        """Tokens that this text begins with, or that begin with it."""
+        """Return the tokens that are a prefix of this text, or of which it is a prefix."""
         if text not in self._continuing:
             self._continuing[text] = [
                 token
@@ -129,17 +129,17 @@ class Vocabulary:
         return self._continuing[text]
 
     def with_inside(self, byte: bytes) -> list[int]:
-        """Tokens in which something follows this byte."""
+        """Return the tokens that contain this byte before their last byte."""
         if byte not in self._inside:
             self._inside[byte] = [token for token, piece in enumerate(self.pieces) if byte in piece[:-1]]
         return self._inside[byte]
 
 
-_made: weakref.WeakKeyDictionary[Model, Vocabulary] = weakref.WeakKeyDictionary()
+_vocabularies: weakref.WeakKeyDictionary[Model, Vocabulary] = weakref.WeakKeyDictionary()
 
 
 class _Tokenizer:
-    """A tokenizer with the names that llguidance asks for."""
+    """Tokenizer with the attributes that llguidance expects."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -147,7 +147,7 @@ class _Tokenizer:
     def __init__(self, vocabulary: Vocabulary, tokens: list[bytes], eos: int) -> None:
         self.tokens, self.eos_token_id = tokens, eos
         self.special_token_ids = sorted(vocabulary.control)
-        # it must not keep the vocabulary, which keeps it
+        # a weak reference, because the vocabulary refers to the tokenizer
         self._vocabulary = weakref.ref(vocabulary)
 
     def __call__(self, text: str) -> list[int]:
@@ -156,31 +156,31 @@ class _Tokenizer:
 
 
 class Constraint(Protocol):
-    """Tells which tokens may come next. It follows the text by `accept`."""
+    """Restricts which tokens may come next. `accept` advances it by one token of the text."""
 
     def mask(self) -> np.ndarray | None:
-        """u32[n_word]: bit i % 32 of word i // 32 is set if token i fits; None if every token does.
+        """Return u32[n_word]: bit i % 32 of word i // 32 is set if token i fits; None if every token fits.
 
-        Raises UsageError where the grammar is too complex to go on.
+        Raises UsageError if the grammar is too complex at this place.
         """
 
     def accept(self, token: int) -> bool:
-        """Go on by this token if it fits; return False, with nothing changed, if it does not."""
+        """Advance by this token and return True if it fits, else change nothing and return False."""
 
     def n_fitting(self, tokens: Sequence[int]) -> int:
-        """Number of these tokens that fit, one after another. Nothing changes."""
+        """Return how many of these tokens fit one after another, without advancing."""
 
     def forced(self) -> Sequence[int]:
-        """The next tokens, as far as only one of each fits."""
+        """Return the next tokens up to the first place at which several tokens fit."""
 
     def restart(self) -> None:
-        """Go back to the start of the text."""
+        """Return to the start of the text."""
 
 
 class Matcher(Constraint):
-    """Holds a text to rules. Once the text is whole, only end-of-generation tokens fit.
+    """Constrains a text to rules. Once the text is complete, only end-of-generation tokens fit.
 
-    Raises UsageError for rules that llguidance does not take.
+    Raises UsageError for rules that llguidance rejects.
     """
 
     def __init__(self, vocabulary: Vocabulary, rules: Rules) -> None:
@@ -189,7 +189,7 @@ class Matcher(Constraint):
         self._vocabulary, self._name = vocabulary, rules.name
         self._mask = np.zeros(vocabulary.n_word, np.uint32)
         make, tokenizer = llguidance.LLMatcher, vocabulary.tokenizer
-        self._matcher = with_room(lambda: make(tokenizer, rules.text, log_level=0, limits=limits()))
+        self._matcher = with_large_stack(lambda: make(tokenizer, rules.text, log_level=0, limits=limits()))
         if self._matcher.is_error():
             raise UsageError(f"{self._name} cannot be used: {self._why()}")
 
@@ -223,7 +223,7 @@ class Matcher(Constraint):
 
 
 def limits() -> llguidance.LLParserLimits:
-    """llguidance's limits: on a slow core half a second for a token, a few to begin, and 200 MB."""
+    """Return llguidance's limits: on a slow core 0.5 s for a token, a few seconds to start, and 200 MB."""
     import llguidance
 
     return llguidance.LLParserLimits(
@@ -234,8 +234,8 @@ def limits() -> llguidance.LLParserLimits:
     )
 
 
-def with_room(call: Callable[[], _Result]) -> _Result:
-    """Make a call in a thread with a large stack; return its result, or raise its error."""
+def with_large_stack(call: Callable[[], _Result]) -> _Result:
+    """Call the function in a thread with a large stack. Return its result or raise its error."""
     results: list[_Result] = []
     errors: list[BaseException] = []
 
@@ -246,8 +246,8 @@ def with_room(call: Callable[[], _Result]) -> _Result:
             errors.append(error)
 
     thread = threading.Thread(target=run)
-    # the size is the whole process's
-    with _one_at_a_time:
+    # the size applies to all new threads of the process
+    with _stack_size_lock:
         before = threading.stack_size(_STACK_BYTES)
         try:
             thread.start()

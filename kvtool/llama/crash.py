@@ -1,4 +1,4 @@
-"""What a crash of compiled code means to a person: one line and an exit code in place of a backtrace."""
+"""Report a crash of compiled code in one line and by an exit code, instead of a backtrace."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _workers: list[str] = []
 
 
 def guard() -> None:
-    """From now on a crash of compiled code ends the process with one line and an exit code.
+    """Let a crash of compiled code end the process with one line and an exit code.
 
-    ggml aborts when it cannot continue, and on a damaged model C++ may read past the end. Without a guard,
-    and with an unpatched library, the process then ends with pages of backtrace. Signal handlers belong to
-    the whole process: call this in a program, not in a library.
+    ggml aborts on some errors, and a damaged model can make C++ read out of bounds. Without this guard, or
+    with an unpatched library, pages of backtrace follow. The guard sets signal handlers of the whole process:
+    call it in a program, not in a library.
     """
     global _guarding
     check_library()
@@ -40,7 +40,7 @@ def guard() -> None:
 
 @contextmanager
 def crash_means(error: KvtoolError) -> Iterator[None]:
-    """Under a guard, a crash inside this block is that error. Without one it does nothing."""
+    """Report a crash inside this block as the given error. Does nothing without `guard`."""
     if not _guarding:
         yield
         return
@@ -52,21 +52,21 @@ def crash_means(error: KvtoolError) -> Iterator[None]:
 
 
 def damaged(path: Path | str) -> KvtoolError:
-    """What a crash means while llama.cpp reads a model: a damaged file, or a worker that is gone."""
+    """Return the likely cause of a crash while llama.cpp reads a model: a lost worker or a damaged file."""
     return lost_worker() or ModelError(
         f"{path} seems to be damaged: llama.cpp has crashed on it; download it again"
     )
 
 
 def add_workers(endpoints: Sequence[str]) -> None:
-    """From now on a crash may mean that one of the workers at host:port, ... is gone."""
+    """Name workers, host:port, whose loss explains a later crash."""
     _workers.extend(endpoints)
     if _guarding:
         guard()
 
 
 def lost_worker() -> LibraryError | None:
-    """What a crash most likely means if there are workers."""
+    """Return the most likely cause of a crash if there are workers, else None."""
     if not _workers:
         return None
     which = f"the worker at {_workers[0]}" if len(_workers) == 1 else f"one of {', '.join(_workers)}"
@@ -83,7 +83,7 @@ def _expect_no_memory() -> None:
 
 
 def _announce(error: KvtoolError) -> None:
-    """Sets what a crash says and exits with."""
+    """Set the line and the exit code of a crash."""
     line = f"kvtool: {error}\n"
     if sys.stderr is not None and sys.stderr.isatty():
         # a progress bar has hidden the cursor

@@ -1,4 +1,4 @@
-"""The devices of ggml, how many threads a CPU takes, and what the library is."""
+"""ggml's devices with their memory, and a description of the loaded library."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from kvtool.llama.log import start_backends
 from kvtool.system.memory import free_bytes
 
 _DEVICE_TYPES = ("cpu", "gpu", "igpu", "accelerator", "meta")
-"""ggml's types of devices, by their numbers."""
+"""ggml's device types, indexed by number."""
 
 
 def devices() -> list[dict[str, Any]]:
-    """The devices of ggml: name, description, type, memory_total and memory_free in bytes."""
+    """Return ggml's devices: name, description, type, and memory_total and memory_free in bytes."""
     start_backends()
     bind("ggml_backend_dev_count", ctypes.c_size_t)
     bind("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
     bind("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
     bind("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
     bind("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
-    found = []
+    listed = []
     for i in range(lib.ggml_backend_dev_count()):
         device = lib.ggml_backend_dev_get(i)
         free, total = memory_of(device)
         kind = lib.ggml_backend_dev_type(device)
         if kind == _DEVICE_TYPES.index("cpu"):
-            # ggml says that all of it is free
+            # ggml reports all memory as free
             free = min(free, free_bytes())
-        found.append(
+        listed.append(
             {
                 "name": lib.ggml_backend_dev_name(device).decode(),
                 "description": lib.ggml_backend_dev_description(device).decode(),
@@ -39,11 +39,11 @@ def devices() -> list[dict[str, Any]]:
                 "memory_free": free,
             }
         )
-    return found
+    return listed
 
 
 def memory_of(device: int) -> tuple[int, int]:
-    """(free, total) of a device in bytes."""
+    """Return (free, total) bytes of a device."""
     size = ctypes.POINTER(ctypes.c_size_t)
     bind("ggml_backend_dev_memory", None, ctypes.c_void_p, size, size)
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -52,24 +52,25 @@ def memory_of(device: int) -> tuple[int, int]:
 
 
 def has_gpu() -> bool:
-    """Whether any device is a GPU; a worker's count."""
+    """Return True if any device is a GPU, of this machine or of a worker."""
     return any(device["type"] in ("gpu", "igpu") for device in devices())
 
 
 def gpu_free_bytes() -> int:
-    """Free bytes of this machine's GPUs together, by their own counters; 0 where workers compute, too."""
-    found = devices()
-    # llama.cpp leaves out what is on a CPU's chip where there is another
-    gpus = [device for device in found if device["type"] == "gpu"]
-    gpus = gpus or [device for device in found if device["type"] == "igpu"]
+    """Return the free bytes of this machine's GPUs, 0 if workers have layers."""
+    available = devices()
+    # llama.cpp uses integrated GPUs only in machines without discrete GPUs
+    gpus = [device for device in available if device["type"] == "gpu"]
+    gpus = gpus or [device for device in available if device["type"] == "igpu"]
     is_one_machine = not any(device["name"].startswith("RPC") for device in gpus)
     return sum(device["memory_free"] for device in gpus) if is_one_machine else 0
 
 
 def library_info() -> dict[str, Any]:
-    """What is built: version, path, unused, patched, abi, abi_wanted, digest, devices, system_info.
+    """Describe the library: version, path, unused, patched, abi, abi_wanted, digest, devices, system_info.
 
-    version: of the llama-cpp-python that it comes from. unused: that of an installed one beside it, or None.
+    version: version of the llama-cpp-python that the library comes from. unused: version of another installed
+    llama-cpp-python, or None.
     """
     return {
         "version": upstream(),

@@ -1,7 +1,8 @@
-"""Endpoints: where workers listen, and whether one answers there.
+"""Endpoints, the addresses of workers, and a test that a worker answers there.
 
-Each is asked before llama.cpp connects, which would otherwise wait forever or end the process. The command
-line imports this file: it needs the standard library only. `workers.py` is what llama.cpp does with workers.
+kvtool tests each endpoint before llama.cpp connects, which would otherwise wait forever or end the process.
+This file imports only the standard library, since the command line imports it. `workers.py` makes llama.cpp
+use the workers.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from contextlib import ExitStack, contextmanager
 from kvtool.errors import LibraryError, UsageError
 
 PORT = 50052
-"""Where a worker listens by default, as llama.cpp's rpc-server does."""
+"""Default port of a worker, and of llama.cpp's rpc-server."""
 
 PROTOCOL = (7, 0)
-"""Major and minor version of the protocol that the llama.cpp of patches/UPSTREAM speaks."""
+"""Major and minor version of the RPC protocol in the llama.cpp of patches/UPSTREAM."""
 
 ANSWER_S = 5.0
-"""How long a worker may take to accept a connection, and again to answer: seconds."""
+"""Timeout in seconds for a worker to accept a connection, and again to answer."""
 
 _HELLO, _N_CAPS = 14, 24
 
 
 def parse(text: str) -> list[str]:
-    """The endpoints in "host:port,host:port". Raises UsageError for anything else."""
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    if not found:
+    """Parse "host:port,host:port" to a list of endpoints. Raises UsageError for other text."""
+    endpoints = [part.strip() for part in text.split(",") if part.strip()]
+    if not endpoints:
         raise UsageError("--rpc names no worker; give host:port, several with commas")
-    for endpoint in found:
+    for endpoint in endpoints:
         _split(endpoint)
-    return found
+    return endpoints
 
 
 def _split(endpoint: str) -> tuple[str, int]:
@@ -46,37 +47,37 @@ def _split(endpoint: str) -> tuple[str, int]:
 
 
 def address(host: str) -> str:
-    """The IPv4 address of a host name, as "1.2.3.4". Raises UsageError if it has none."""
+    """Return the IPv4 address of a host name, as "1.2.3.4". Raises UsageError if it has none."""
     try:
-        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise UsageError(f"{host} is no name or IPv4 address that this machine knows") from None
-    return str(found[0][4][0])
+    return str(addresses[0][4][0])
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an IPv4 address such as "127.0.0.1" can be reached from this machine only."""
+    """Return True if an IPv4 address, such as "127.0.0.1", is reachable only from this machine."""
     return address.startswith("127.")
 
 
 @contextmanager
 def reached(endpoints: Sequence[str]) -> Iterator[list[str]]:
-    """The workers' addresses, "1.2.3.4:50052", once each has answered in our version of the protocol.
+    """Connect to all workers and give their addresses, such as "1.2.3.4:50052", to the block.
 
-    Inside this block the connections stay open: a worker serves one client at a time, so nobody else gets in
-    between. Raises UsageError for a malformed or repeated endpoint, and LibraryError for a worker that
-    is not there, is busy, or speaks another version.
+    The connections stay open inside the block. A worker serves one client at a time, so this keeps other
+    clients out. Raises UsageError for a malformed or repeated endpoint, and LibraryError for a worker that is
+    missing or busy or has another version of the protocol.
     """
     with ExitStack() as stack:
         addresses: list[str] = []
         for endpoint in endpoints:
             host, port = _split(endpoint)
-            found = f"{address(host)}:{port}"
-            if found in addresses:
+            resolved = f"{address(host)}:{port}"
+            if resolved in addresses:
                 raise UsageError(f"{endpoint} names a worker a second time; name each once")
-            addresses.append(found)
-        for endpoint, found in zip(endpoints, addresses, strict=True):
-            stack.enter_context(_greeted(endpoint, found))
+            addresses.append(resolved)
+        for endpoint, resolved in zip(endpoints, addresses, strict=True):
+            stack.enter_context(_greeted(endpoint, resolved))
         yield addresses
 
 
@@ -103,7 +104,7 @@ def _greeted(endpoint: str, address: str) -> socket.socket:
         ) from None
     if version[0] != PROTOCOL[0] or version[1] > PROTOCOL[1]:
         connection.close()
-        theirs, ours = (".".join(map(str, each)) for each in (version, PROTOCOL))
+        theirs, ours = (".".join(map(str, numbers)) for numbers in (version, PROTOCOL))
         raise LibraryError(
             f"the worker at {endpoint} speaks version {theirs} of ggml's RPC protocol, "
             f"this llama.cpp {ours}; run the same kvtool on both"
@@ -112,7 +113,7 @@ def _greeted(endpoint: str, address: str) -> socket.socket:
 
 
 def _greet(connection: socket.socket) -> tuple[int, int]:
-    """A worker's version of the protocol. Raises OSError if no answer comes, or none that could be one."""
+    """Return a worker's version of the protocol. Raises OSError for a missing or invalid answer."""
     connection.sendall(struct.pack("<BQ", _HELLO, _N_CAPS) + bytes(_N_CAPS))
     (size,) = struct.unpack("<Q", _receive(connection, 8))
     if not 3 <= size <= 256:

@@ -1,8 +1,8 @@
-"""GBNF, llama.cpp's form of grammars, as the Lark text that llguidance takes.
+"""Translate grammars in GBNF, llama.cpp's notation, to llguidance's Lark.
 
-llguidance's own converter refuses a rule named `start`, names that differ in case alone and names that begin
-with a digit, misreads \\u escapes, takes minutes for a few thousand rules, and makes each character of the
-first rule a lexeme, so that it refuses texts that fit the grammar.
+llguidance's converter does not do. It rejects a rule named `start`, names that differ only in case and names
+that begin with a digit, misreads \\u escapes, and takes minutes for a few thousand rules. It also makes each
+character of the first rule a lexeme, and so rejects texts that fit the grammar.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvtool.errors import UsageError
 from kvtool.llama.rules import Rules, literal
 
 MOST = 2**18
-"""Most characters of a grammar."""
+"""Maximum characters of a grammar."""
 
 _PART = re.compile(
     r"""(?P<space>[ \t]+|\#[^\r\n]*)|(?P<line>[\r\n]+)|(?P<name>[A-Za-z0-9_-]+)(?P<defined>[ \t]*::=)?"""
@@ -32,10 +32,16 @@ _NAMED = {"n": "\n", "r": "\r", "t": "\t"}
 
 @dataclass
 class _Rule:
-    """A rule, or a group, which becomes a rule without a name.
+    """A rule, or a group in parentheses, which becomes an unnamed rule.
 
-    is_defined: False while it was only named. options: its alternatives, each a list of Lark texts and of
-    other rules' numbers. has_token: it names a token, which no lexeme can hold.
+    Attributes
+    ----------
+    is_defined
+        False if other rules refer to it but its definition was not read yet.
+    options
+        Alternatives, each a list of Lark texts and of numbers of other rules.
+    has_token
+        True if it refers to a token, which cannot be part of a lexeme.
     """
 
     is_defined: bool = True
@@ -44,7 +50,7 @@ class _Rule:
 
 
 def rules_of(grammar: str) -> Rules:
-    """Return the rules of a grammar in GBNF. Raises UsageError for one that does not parse."""
+    """Translate a grammar in GBNF. Raises UsageError if it does not parse."""
     try:
         grammar.encode()
     except UnicodeEncodeError as error:
@@ -53,25 +59,25 @@ def rules_of(grammar: str) -> Rules:
         raise UsageError("the grammar is empty")
     if len(grammar) > MOST:
         raise UsageError(f"the grammar has {len(grammar):,} characters; at most {MOST:,} are taken")
-    return _Reader(grammar).rules()
+    return _Parser(grammar).rules()
 
 
-class _Reader:
-    """Reads a grammar from its front."""
+class _Parser:
+    """Parser of one grammar. Rules are numbered in the order in which their names appear."""
 
     def __init__(self, grammar: str) -> None:
         self._grammar, self._at = grammar, 0
         self._all: list[_Rule] = []
         self._named: dict[str, int] = {}
-        # the rule that is read, and the groups in it that are open
+        # number of the rule being read, then of the open groups in it
         self._open: list[int] = []
-        # the text may go on in the next line
-        self._goes_on = True
+        # the rule may continue in the next line
+        self._continues = True
         while self._at < len(grammar):
             part = _PART.match(grammar, self._at)
             if not part:
                 self._fail("unexpected text")
-            self._take(part)
+            self._read(part)
             self._at = part.end()
         if len(self._open) > 1:
             self._fail("expecting )")
@@ -82,14 +88,14 @@ class _Reader:
         line = self._grammar.count("\n", 0, self._at) + 1
         raise UsageError(f"the grammar does not parse: {what} in line {line}, {place}")
 
-    def _take(self, part: re.Match[str]) -> None:
+    def _read(self, part: re.Match[str]) -> None:
         if part["space"]:
             return
         if part["line"]:
-            if len(self._open) == 1 and not self._goes_on:
+            if len(self._open) == 1 and not self._continues:
                 self._open = []
             return
-        self._goes_on = bool(part["defined"]) or part["sign"] == "|"
+        self._continues = bool(part["defined"]) or part["sign"] == "|"
         if part["defined"]:
             self._define(part["name"])
         elif not self._open:
@@ -118,7 +124,7 @@ class _Reader:
         if len(self._open) > 1:
             self._fail("expecting )")
         number = self._number(name)
-        # as in llama.cpp, the last rule of a name counts
+        # as in llama.cpp, the last definition of a name counts
         self._all[number] = _Rule()
         self._open = [number]
 
@@ -139,7 +145,7 @@ class _Reader:
         self._rule.options[-1].append(part)
 
     def _repeat(self, times: str) -> None:
-        """Repeats the last part: a rule for both, so that a lexeme that is repeated is one lexeme."""
+        """Make a rule of the last part and its repetition, so that a repeated lexeme stays one lexeme."""
         option = self._rule.options[-1]
         if not option:
             self._fail(f"nothing stands before {times}")
@@ -150,7 +156,7 @@ class _Reader:
         option.append(number)
 
     def _lark(self, part: re.Match[str]) -> str:
-        """A literal, a set of characters or a token in Lark."""
+        """Translate a literal, a character set or a token."""
         if part["token"]:
             token = part["token"]
             return f"<[^{token[3:]}" if token.startswith("!<[") else token
@@ -158,27 +164,27 @@ class _Reader:
             return "/(?s:.)/"
         if part["set"] is None:
             return literal("".join(char for char, _ in self._chars(part["text"])))
-        is_not = part["set"].startswith("^")
-        found = self._set(part["set"][is_not:])
-        if not found:
+        is_negated = part["set"].startswith("^")
+        chars = self._set(part["set"][is_negated:])
+        if not chars:
             self._fail("an empty set of characters")
-        return f"/[{'^' * is_not}{found}]/"
+        return f"/[{'^' * is_negated}{chars}]/"
 
     def _set(self, text: str) -> str:
-        """The inside of a set, as a regular expression has it."""
-        chars, found, n = [*self._chars(text)], "", 0
+        """Translate the inside of a character set to that of a regular expression."""
+        chars, expression, n = [*self._chars(text)], "", 0
         while n < len(chars):
-            # a hyphen that is escaped, or at an end, is one
+            # an escaped hyphen, or one at either end, is not a range
             is_range = n + 2 < len(chars) and chars[n + 1] == ("-", False)
             first, last = chars[n][0], chars[n + 2 * is_range][0]
             if last < first:
                 self._fail(f"the range {first}-{last} is empty")
-            found += f"\\u{{{ord(first):x}}}-\\u{{{ord(last):x}}}"
+            expression += f"\\u{{{ord(first):x}}}-\\u{{{ord(last):x}}}"
             n += 3 if is_range else 1
-        return found
+        return expression
 
     def _chars(self, text: str) -> Iterator[tuple[str, bool]]:
-        """The characters of a literal or a set, each with whether it is escaped."""
+        """Yield the characters of a literal or a set, each with True if it is escaped."""
         at = 0
         while at < len(text):
             char = _CHAR.match(text, at)
@@ -191,7 +197,7 @@ class _Reader:
             at = char.end()
 
     def rules(self) -> Rules:
-        """The grammar in Lark."""
+        """Return the translated grammar. Raises UsageError if a rule is missing."""
         missing = [name for name, number in self._named.items() if not self._all[number].is_defined]
         if missing:
             raise UsageError(f"the grammar does not parse: no rule defines {missing[0]}")
@@ -209,7 +215,7 @@ class _Reader:
         return Rules(written(self._named["root"]), tuple(lines))
 
     def _lexemes(self) -> set[int]:
-        """Rules that are regular expressions: those with no token and no recursion inside."""
+        """Return the numbers of the rules without tokens and recursion, which are regular expressions."""
         users: list[list[int]] = [[] for _ in self._all]
         n_open = [0] * len(self._all)
         for number, rule in enumerate(self._all):
@@ -217,10 +223,11 @@ class _Reader:
             n_open[number] = len(inside) + rule.has_token
             for part in inside:
                 users[part].append(number)
-        found = [number for number, n in enumerate(n_open) if not n]
-        for number in found:
+        lexemes = [number for number, n in enumerate(n_open) if not n]
+        # grows while it is read
+        for number in lexemes:
             for user in users[number]:
                 n_open[user] -= 1
                 if not n_open[user]:
-                    found.append(user)
-        return set(found)
+                    lexemes.append(user)
+        return set(lexemes)

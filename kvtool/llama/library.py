@@ -1,4 +1,4 @@
-"""llama.cpp's shared library: the patch's C API bound, its version checked."""
+"""Bindings of the patch's C API in llama.cpp's shared library, and a check of its version."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from kvtool.errors import LibraryError, StreamEnd
 
-# passed on: whoever calls llama.cpp imports this file
+# re-exported: callers of llama.cpp import this file
 from kvtool.llama.bindings import api as api
 from kvtool.llama.bindings import bind as bind
 from kvtool.llama.bindings import lib as lib
@@ -16,14 +16,14 @@ from kvtool.llama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
 ABI = 18
-"""The version of the patch's C API that this kvtool speaks."""
+"""Version of the patch's C API that this kvtool needs."""
 
 _NO_ROOM = -2
-"""What a call of the C API returns where there is no room for the archive."""
+"""Status of a C API call if memory or disk is too small for the archive."""
 
 UNPATCHED = "this llama.cpp was built without kvtool's patch"
 HOW_TO_BUILD = f"build the one that has it: {build_command()}"
-"""The start and the end of every message about a missing patch."""
+"""Start and end of every message about a missing patch."""
 
 
 class Edit(ctypes.Structure):
@@ -65,7 +65,7 @@ TERM = np.dtype([("row", "<i4"), ("dst", "<i4"), ("src", "<i4"), ("weight", "<f4
 
 
 def is_patched() -> bool:
-    """Whether the library has kvtool's patch."""
+    """Return True if the library has kvtool's patch."""
     return hasattr(lib, "llama_kvtool_abi")
 
 
@@ -74,7 +74,7 @@ def _bind_all() -> None:
     bind("llama_kvtool_abi", i32)
     bind("llama_kvtool_digest", ctypes.c_char_p)
     if lib.llama_kvtool_abi() != ABI:
-        # the rest of it belongs to another kvtool: check_library says so
+        # other functions may be missing; `check_library` reports it
         return
     bind("llama_kvtool_error", ctypes.c_char_p)
     bind("llama_kvtool_guard", i32, ctypes.c_char_p, i32, ctypes.c_bool)
@@ -134,7 +134,7 @@ if is_patched():
 
 
 def check_library() -> None:
-    """Raises LibraryError if the library has kvtool's patch in another version than this kvtool speaks."""
+    """Raise LibraryError if the library's patch has another version than this kvtool needs."""
     if is_patched() and (abi := lib.llama_kvtool_abi()) != ABI:
         raise LibraryError(
             f"the llama.cpp in {library_path().parent} speaks kvtool's ABI {abi}, "
@@ -143,13 +143,13 @@ def check_library() -> None:
 
 
 def error_text() -> str:
-    """Why the last call of the C API failed."""
+    """Return the reason for which the last C API call failed."""
     message: bytes = lib.llama_kvtool_error()
     return message.decode()
 
 
 def check(status: int) -> None:
-    """Raises LibraryError if a call of the C API has failed, StreamEnd for want of room for the archive."""
+    """Raise LibraryError if a C API call failed, StreamEnd if the archive was full."""
     if status == _NO_ROOM:
         raise StreamEnd(error_text())
     if status < 0:

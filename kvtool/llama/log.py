@@ -1,4 +1,4 @@
-"""llama.cpp's own log: kept for error messages, shown on request. The backends start with it."""
+"""llama.cpp's log: recorded for error messages, shown on request. Also starts ggml's backends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtool.llama.bindings import api, load_parts
 _LOG_ERROR = 4
 
 log_tail: deque[str] = deque(maxlen=8)
-"""The last errors that llama.cpp has logged. Clear it before a call whose errors you want to name."""
+"""Last errors that llama.cpp logged. Clear it before a call whose errors are to be reported."""
 
 _verbose = False
 _started = False
@@ -30,14 +30,14 @@ def _log(level: int, text: bytes, _: object) -> None:
         sys.stderr.write(line)
 
 
-# llama.cpp keeps only a pointer to it
+# a global, since llama.cpp keeps only a pointer
 _log_callback = api.llama_log_callback(_log)
 
 
 def start_backends() -> None:
-    """Starts ggml's backends, with the log of llama.cpp coming here. A second call does nothing.
+    """Redirect llama.cpp's log to this module and start ggml's backends. A second call does nothing.
 
-    Raises LibraryError if none runs on this CPU.
+    Raises LibraryError if no backend runs on this CPU.
     """
     global _started
     if not _started:
@@ -48,7 +48,7 @@ def start_backends() -> None:
 
 
 def set_verbose(on: bool) -> None:
-    """Whether llama.cpp's own log goes to stderr."""
+    """Write llama.cpp's log to stderr, or stop that."""
     global _verbose
     _verbose = on
     start_backends()
@@ -56,7 +56,7 @@ def set_verbose(on: bool) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps llama.cpp's log from stderr in a block; errors still count."""
+    """Keep llama.cpp's log off stderr in a block. Errors are still recorded."""
     global _verbose
     before, _verbose = _verbose, False
     try:
@@ -66,21 +66,21 @@ def quiet() -> Iterator[None]:
 
 
 def is_verbose() -> bool:
-    """Whether it does."""
+    """Return True if llama.cpp's log goes to stderr."""
     return _verbose
 
 
 def call_on_error(function: Callable[[], None]) -> None:
-    """Lets a function be called after each error that llama.cpp logs."""
+    """Call the function after each error that llama.cpp logs."""
     global _on_error
     _on_error = function
 
 
 def because() -> str:
-    """llama.cpp's first error, for the end of a message: later ones only say who passed it on."""
+    """Return llama.cpp's first recorded error, for the end of a message. Later ones only follow from it."""
     return f": {log_tail[0]}" if log_tail else ""
 
 
 def no_memory() -> bool:
-    """Whether an allocation has failed, by the last errors."""
+    """Return True if a recorded error reports a failed allocation."""
     return any("alloc" in line for line in log_tail)

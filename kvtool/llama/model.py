@@ -40,22 +40,22 @@ class Model:
     path
         The GGUF file.
     n_gpu_layers
-        How many layers go to a GPU; all if not given.
+        Number of layers on a GPU. Default: all.
     vocab_only
-        Loads no weights: enough to tokenize.
+        Load only the vocabulary, to tokenize.
     no_weights
-        Loads all but the weights: enough to tokenize, and to ask for its layers.
+        Load everything except the weights, to tokenize and to read `layers`.
 
     Attributes
     ----------
     n_vocab
-        Tokens in the vocabulary: a token is 0 .. n_vocab - 1.
+        Size of the vocabulary: tokens are 0 .. n_vocab - 1.
     n_ctx_train
-        The context length that the model was trained on.
+        Trained context length in tokens.
     bos, eos
-        The tokens that begin and end a text; negative if there is none.
+        Tokens that begin and end a text, negative if the model has none.
     adds_bos
-        Whether the model wants its BOS token before a text.
+        True if the model needs its BOS token before a text.
 
     Raises
     ------
@@ -78,7 +78,7 @@ class Model:
         params.vocab_only = vocab_only
         if no_weights:
             params.no_alloc = True
-            # llama.cpp maps nothing then
+            # the file is not mapped into memory
             params.load_mode = api.LLAMA_LOAD_MODE_NONE
         if n_gpu_layers is not None:
             params.n_gpu_layers = n_gpu_layers
@@ -100,23 +100,23 @@ class Model:
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether a GPU, or a worker, computes all layers."""
+        """True if GPUs or workers compute all layers."""
         self._check_open()
+        n = self._n_gpu_layers
         # the output counts as a layer
-        asked = self._n_gpu_layers
-        return has_gpu() and (asked is None or asked < 0 or asked > api.llama_model_n_layer(self._model))
+        return has_gpu() and (n is None or n < 0 or n > api.llama_model_n_layer(self._model))
 
     @property
     def vocab(self) -> object:
-        """llama.cpp's own vocabulary, for its own functions. Raises UsageError once the model is closed."""
+        """Pointer to the vocabulary, for llama.cpp's functions. Raises UsageError if the model is closed."""
         self._check_open()
         return self._vocab
 
     @cached_property
     def layers(self) -> Layers:
-        """What each layer keeps, as llama.cpp says.
+        """Cache of each layer, as llama.cpp reports it.
 
-        Raises ModelError for a model that cannot be used, LibraryError for one that needs the patch.
+        Raises ModelError for a model that cannot be used, LibraryError for a model that needs the patch.
         """
         self._check_open()
         n_swa: int = api.llama_model_n_swa(self._model)
@@ -127,31 +127,32 @@ class Model:
                     f"{UNPATCHED}, which models with sliding or recurrent layers need; {HOW_TO_BUILD}"
                 )
             return replace(read(self.path).plain_layers, rope=self._rope)
-        # llama.cpp makes a memory of one cell to say it, and aborts on windows that no layer has, for example
+        # llama.cpp allocates a cache of one cell for this, and aborts on some damaged models
         with quiet(), crash_means(damaged(self.path)):
-            # a layer has at most cells, keys of an index, and a state
-            found = (ModelLayer * (3 * MAX_LAYERS))()
-            n = lib.llama_kvtool_layers(self._model, found, len(found))
+            # a layer has up to three entries: cells, keys of an index, a state
+            entries = (ModelLayer * (3 * MAX_LAYERS))()
+            n = lib.llama_kvtool_layers(self._model, entries, len(entries))
             if n < 0:
                 raise ModelError(f"{self.path.name} cannot be used: {error_text()}")
             most_cells = lib.llama_kvtool_most_cells(self._model)
             has_alibi = lib.llama_kvtool_has_alibi(self._model)
         all_layers = tuple(
-            Layer(f.il, Kind(f.kind), f.owner, f.n_head, f.n_embd_k, f.n_embd_v, f.n_bytes) for f in found[:n]
+            Layer(e.il, Kind(e.kind), e.owner, e.n_head, e.n_embd_k, e.n_embd_v, e.n_bytes)
+            for e in entries[:n]
         )
         slides = any(layer.kind is Kind.SLIDING for layer in all_layers)
         if slides and not n_swa:
-            # llama.cpp hides every token from them; for most architectures 0 means that no layer slides
+            # llama.cpp would mask every token; for most architectures 0 means that no layer slides
             raise ModelError(f"{self.path} is damaged: its sliding layers see 0 tokens; download it again")
         # the number of heads is in the file's header
         n_head = read(self.path).n_head
-        groups = (n_head[each.number] // each.n_head_kv for each in all_layers if each.kind is Kind.ROWS)
-        n_group = max(groups, default=1)
+        rows = [layer for layer in all_layers if layer.kind is Kind.ROWS]
+        n_group = max((n_head[layer.number] // layer.n_head_kv for layer in rows), default=1)
         return Layers(all_layers, n_swa if slides else 0, most_cells, n_group, has_alibi, self._rope)
 
     @cached_property
     def groups(self) -> list[tuple[Layer, int]]:
-        """Each layer that reads rows, with its query heads per KV head."""
+        """Layers that read rows, each with its number of query heads per KV head."""
         # the number of heads is in the file's header
         n_head = read(self.path).n_head
         return [(layer, n_head[layer.number] // layer.n_head_kv) for layer in self.layers.of(Kind.ROWS)]
@@ -162,30 +163,30 @@ class Model:
 
     @cached_property
     def markers(self) -> Markers:
-        """The texts that `tokenize` finds with `special`."""
+        """Markers that `tokenize` converts if `special` is set."""
         return Markers.of(self.vocab, self.n_vocab)
 
     @property
     def n_swa(self) -> int:
-        """Tokens that sliding layers see; 0 if none slide."""
+        """Window of sliding layers in tokens, 0 if no layer slides."""
         return self.layers.n_swa
 
     def close(self) -> None:
-        """Frees the model. A second call does nothing."""
+        """Free the model. A second call does nothing."""
         if self._model:
             api.llama_model_free(self._model)
             self._model = None
 
     @property
     def is_open(self) -> bool:
-        """Whether the model has not been closed."""
+        """True until the model is closed."""
         return self._model is not None
 
     def tokenize(self, text: str, *, special: bool = False, start: bool = False) -> np.ndarray:
-        """The tokens i32[n] of a text.
+        """Return the tokens i32[n] of a text.
 
-        special: markers such as <|im_end|> become their tokens. start: a BOS token comes first, if the model
-        wants one. Raises InputError for a text that is not Unicode.
+        special: convert markers such as <|im_end|> to their tokens. start: begin with a BOS token if the
+        model needs one. Raises InputError for a text with unpaired surrogates.
         """
         self._check_open()
         try:
@@ -195,7 +196,7 @@ class Model:
         room = len(data) + 8
         while True:
             tokens = (api.llama_token * room)()
-            # llama.cpp looks into the vocabulary only here
+            # llama.cpp first reads the vocabulary here, so a damaged one crashes here
             with crash_means(damaged(self.path)):
                 n = api.llama_tokenize(self._vocab, data, len(data), tokens, room, start, special)
             if n >= 0:
@@ -203,7 +204,7 @@ class Model:
             room = -n
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """A token's bytes, which may be part of a character. special: markers are written out.
+        """Return a token's bytes, which may be part of a character. special: return the text of a marker.
 
         Raises UsageError for a token that is not in the vocabulary.
         """
@@ -219,25 +220,25 @@ class Model:
             room = -n
 
     def marker(self, token: int) -> str:
-        """A special token, written out; empty if the model has none."""
+        """Return the text of a special token, "" for a negative token."""
         return self.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
 
     def ends_turn(self, token: int) -> bool:
-        """Whether the token is one of the model's end-of-generation tokens."""
+        """Return True if the token is one of the model's end-of-generation tokens."""
         self._check_open()
         return bool(api.llama_vocab_is_eog(self._vocab, int(token)))
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """All of the model's end-of-generation tokens."""
+        """The model's end-of-generation tokens."""
         return tuple(filter(self.ends_turn, range(self.n_vocab)))
 
     def chat_template(self) -> str | None:
-        """The Jinja template in the model's header; None if it has none."""
+        """Return the Jinja template in the model's header, or None."""
         text = api.llama_model_chat_template(self._model, None)
         return text.decode("utf-8", "replace") if text else None
 
     def _check_open(self) -> None:
-        """Raises UsageError if the model has been closed: llama.cpp would read freed memory."""
+        """Raise UsageError if the model is closed, since llama.cpp would read freed memory."""
         if not self.is_open:
             raise UsageError("this model is closed; load it again")

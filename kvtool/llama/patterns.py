@@ -1,4 +1,4 @@
-"""Regular expressions and formats of JSON schemas, as llguidance takes them."""
+"""Translate regular expressions and formats of JSON schemas for llguidance."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ _NARROWER: dict[str, dict[str, str]] = {
     "iri-reference": {"pattern": r"^[A-Za-z0-9._~/-]*(?:\?[A-Za-z0-9._~/=&-]*)?(?:#[A-Za-z0-9._~/-]*)?$"},
     "uri-template": {"pattern": r"^(?:[A-Za-z0-9._~:/?#=&-]|\{[A-Za-z0-9_]+\})*$"},
 }
-"""Formats that llguidance does not know, and schemas of texts that fit them."""
+"""Formats that llguidance does not know, each with a schema that accepts only texts of that format."""
 
 _PART = re.compile(r"\\.|&&|--|~~|.", re.S)
 
 
 def of_format(name: object) -> dict[str, Any] | None:
-    """A schema of texts that fit a format; None for one that is not known."""
+    """Return a schema of texts that fit a format, None for an unknown format."""
     return {"format": name} if name in _NATIVE else _NARROWER.get(name) if isinstance(name, str) else None
 
 
 @lru_cache(10_000)
 def parts_of(pattern: str) -> tuple[str, ...] | None:
-    """Split a pattern into patterns that llguidance takes, all of which a text must fit; None if that fails.
+    """Split a pattern into patterns that llguidance accepts; a text must fit all. Return None on failure.
 
     A lookahead at the start of a text becomes a separate pattern.
     """
     import llguidance
 
-    rest, found = "".join(part for part, _ in _plain(pattern)), []
+    rest, parts = "".join(part for part, _ in _plain(pattern)), []
     while rest.startswith("^(?="):
         end = _end_of_lookahead(rest)
         if end is None:
             return None
-        found.append(f"^(?:{rest[4:end]})")
+        parts.append(f"^(?:{rest[4:end]})")
         rest = f"^{rest[end + 1 :]}"
-    found.append(rest)
+    parts.append(rest)
     make, check = llguidance.LLMatcher.grammar_from_json_schema, llguidance.LLMatcher.validate_grammar
-    fails = any(check(make({"type": "string", "pattern": each})) for each in found)
-    return None if fails else tuple(found)
+    fails = any(check(make({"type": "string", "pattern": part})) for part in parts)
+    return None if fails else tuple(parts)
 
 
 def _plain(pattern: str) -> Iterator[tuple[str, bool]]:
-    """Yield the parts of a pattern, and whether each is in a set of characters.
+    """Yield the parts of a pattern, each with True if it is in a character set.
 
-    Parts that mean something else to llguidance are escaped: sets and operations within a set, ends of words.
+    Parts with another meaning to llguidance are escaped: nested sets, set operations, word boundaries.
     """
     in_set, first = False, 0
     for n, part in enumerate(_PART.findall(pattern)):
@@ -69,14 +69,14 @@ def _plain(pattern: str) -> Iterator[tuple[str, bool]]:
                 in_set = False
             yield part, in_set
         else:
-            # two signs that mean something in a set alone, or an escape
+            # an operator that is special only in a set, or an escape
             yield part, False
 
 
 def _end_of_lookahead(pattern: str) -> int | None:
-    """Index of the parenthesis that closes a pattern's first lookahead.
+    """Return the index of the parenthesis that closes the pattern's first lookahead.
 
-    None if there is no such parenthesis, and with alternatives: only one of them looks ahead.
+    None without such a parenthesis, and for alternatives, of which only the first has the lookahead.
     """
     at, depth, end = 0, 0, None
     for part, in_set in _plain(pattern):

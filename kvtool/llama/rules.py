@@ -1,4 +1,4 @@
-"""Rules: a grammar as llguidance takes it, in its own form of Lark."""
+"""Rules: a grammar in llguidance's variant of Lark."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvtool.errors import UsageError
 
 MOST_CHOICES = 10_000
-"""Most texts to choose from."""
+"""Maximum number of texts in a choice."""
 
 
 class Rules(NamedTuple):
@@ -18,9 +18,9 @@ class Rules(NamedTuple):
     Attributes
     ----------
     start
-        Expression of a whole text.
+        Expression for the whole text.
     more
-        Rules that it refers to, one a line.
+        Further rules that it refers to, one line each.
     name
         The grammar's name in messages, such as "the JSON schema".
     """
@@ -31,12 +31,12 @@ class Rules(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The grammar in Lark."""
+        """The grammar as Lark text."""
         return "\n".join(["%llguidance {}", f"start: {self.start}", *self.more]) + "\n"
 
 
 def of_choice(texts: Sequence[str]) -> Rules:
-    """One of these texts. Raises UsageError for none, and for too many."""
+    """Return rules for one of these texts. Raises UsageError for an empty list, or too many texts."""
     if not texts or len(texts) > MOST_CHOICES:
         raise UsageError(f"a choice must be among 1 to {MOST_CHOICES:,} texts, got {len(texts):,}")
     # one lexeme: a text may begin with another one
@@ -44,14 +44,14 @@ def of_choice(texts: Sequence[str]) -> Rules:
 
 
 def of_regex(pattern: str) -> Rules:
-    """The texts that a regular expression matches as a whole."""
+    """Return rules for the texts that a regular expression matches completely."""
     import llguidance
 
     return Rules("TEXT", (f"TEXT: /{llguidance.regex_to_lark(pattern, 'd')}/",), "the regular expression")
 
 
 def literal(text: str) -> str:
-    """A text in a rule. Raises UsageError for half of a pair of surrogates."""
+    """Return a text as a literal of a rule. Raises UsageError for an unpaired surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""llama.cpp's own samplers."""
+"""Sampling by llama.cpp's samplers, under a constraint if there is one."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ from kvtool.llama.rules import Rules
 from kvtool.llama.sampling import Sampling
 
 Around = Callable[[Constraint | None], Constraint | None]
-"""Makes the constraint of a text from that of the settings."""
+"""Function that makes a text's constraint from the constraint of the settings."""
 
 
-def _alone(constraint: Constraint | None) -> Constraint | None:
+def _unchanged(constraint: Constraint | None) -> Constraint | None:
     return constraint
 
 
 _NOWHERE = "the grammar has come to a place that no token of this model continues; change the grammar"
 
 _MANY = 0.75
-"""The share of the vocabulary from which on most tokens fit."""
+"""Share of tokens that fit, above which excluding tokens is faster than listing the fitting tokens."""
 
 _N_MIROSTAT = 100
-"""Tokens by which Mirostat 1 estimates: llama.cpp's own number, and the paper's."""
+"""Number of tokens from which Mirostat 1 estimates, as in llama.cpp and the paper."""
 
 
 class Sampler:
-    """llama.cpp's own chain of samplers, in the order of its command line.
+    """llama.cpp's chain of samplers, in the order of llama.cpp's command line.
 
     Parameters
     ----------
     model
-        Gives the vocabulary.
+        Model with the vocabulary.
     settings
-        How tokens are drawn; the likeliest is taken if not given.
+        Settings of the samplers. Default: always the most likely token.
     seed
-        Drawn if not given.
+        Seed of random numbers. Default: a random seed.
     rules
-        What the text must fit, in place of the grammar or the schema of the settings.
+        Rules that the text must fit, instead of the grammar or schema of the settings.
 
     Attributes
     ----------
     recent
-        The last tokens sampled, which the penalties look back at.
+        Last sampled tokens, for the penalties.
     constraint
-        Tells which tokens may come next; None if all may.
+        Constraint on the next token; None: every token may follow.
 
     Raises
     ------
     UsageError
-        For a grammar or a schema that cannot be used, and a bias of a token that is not in the vocabulary.
+        For a grammar or schema that cannot be used, and a bias of a token outside the vocabulary.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class Sampler:
         self.recent: deque[int] = deque(maxlen=self.settings.n_recent)
         self._rules = rules
         self._chain: Any = None
-        # the matcher, and its grammar and schema
+        # the matcher and the (grammar, schema) that it was made from
         self._matcher: Matcher | None = None
         self._shape: tuple[str | None, str | None] | None = None
-        self._around: Around = _alone
+        self._around: Around = _unchanged
         self._begin(0, self.settings)
 
-    def start(self, n: int, around: Around = _alone) -> None:
-        """Begin the nth text: its draws depend on the seed and n alone, and its grammar starts over.
+    def start(self, n: int, around: Around = _unchanged) -> None:
+        """Begin text number n. Its random numbers depend only on the seed and n; its grammar starts over.
 
         around: makes the constraint of this text from the constraint of the settings, or from None.
         """
@@ -93,13 +93,13 @@ class Sampler:
         self._begin(n, self.settings)
 
     def resume(self, recent: Sequence[int], seed: int) -> None:
-        """Draws by this seed from now on, in a stream of which these tokens were sampled last."""
+        """Use this seed from now on, in a stream whose last sampled tokens are given."""
         self.seed = seed
         self.recent.clear()
         self.recent.extend(recent)
 
     def change(self, settings: Sampling) -> None:
-        """Take other settings and begin the present text again; the sampled tokens and the seed stay.
+        """Use other settings and begin the current text again. Sampled tokens and seed stay.
 
         Raises UsageError as the constructor does; then nothing changes.
         """
@@ -118,7 +118,7 @@ class Sampler:
         self.settings, self._n, self._shape = settings, n, shape
         self.constraint = self._around(self._matcher)
         self._chain = chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
-        # llama.cpp takes the greatest seed for a random one
+        # to llama.cpp, the largest 32-bit seed means a random seed
         for sampler in self._samplers((self.seed + n * 0x9E3779B9) % 0xFFFFFFFF):
             api.llama_sampler_chain_add(chain, sampler)
         for token in self.recent:
@@ -139,7 +139,7 @@ class Sampler:
                 raise UsageError(f"--logit-bias: token {token} is not in the vocabulary, which is 0..{n - 1}")
 
     def _samplers(self, seed: int) -> Iterator[Any]:
-        """The links of the chain, which frees them."""
+        """Yield the samplers of the chain. The chain owns and frees them."""
         its, n_vocab = self.settings, self.model.n_vocab
         if its.logit_bias:
             pairs = [api.llama_logit_bias(token, bias) for token, bias in its.logit_bias]
@@ -147,7 +147,7 @@ class Sampler:
             yield api.llama_sampler_init_logit_bias(n_vocab, len(pairs), bias)
         if not its.mirostat:
             yield from self._penalties()
-            # of all that drop tokens only these two can drop the likeliest
+            # without randomness only these two change the result: they can drop the most likely token
             if its.temp > 0 or its.typical < 1 or its.xtc_probability > 0:
                 yield from self._truncations(seed)
         if its.temp <= 0:
@@ -189,18 +189,18 @@ class Sampler:
             yield api.llama_sampler_init_xtc(its.xtc_probability, its.xtc_threshold, 1, seed)
 
     def sample(self, cache: Decoder) -> int:
-        """The next token, from the cache's `next_logits`.
+        """Sample the next token from the cache's `next_logits`.
 
-        Raises UsageError where no token of the vocabulary fits.
+        Raises UsageError if no token of the vocabulary fits the constraint.
         """
         mask = self.constraint.mask() if self.constraint else None
         n_vocab, fits = self.model.n_vocab, None
         if mask is not None:
             fits = np.unpackbits(mask.view(np.uint8), count=n_vocab, bitorder="little").view(np.bool_)
         if cache.has_own_logits and (fits is None or self._is_quick(fits)):
-            token = self._drawn_of_all(cache, fits)
+            token = self._sample_all(cache, fits)
         else:
-            token = self._drawn(candidates(cache.next_logits, fits))
+            token = self._sample_of(candidates(cache.next_logits, fits))
             api.llama_sampler_accept(self._chain, token)
         if self.constraint and not self.constraint.accept(token):
             raise UsageError(_NOWHERE)
@@ -208,30 +208,30 @@ class Sampler:
         return token
 
     def _is_quick(self, fits: np.ndarray) -> bool:
-        """True if so many of b1[n_vocab] tokens fit that barring the others is quicker than listing these.
+        """Return True if excluding the tokens that do not fit b1[n_vocab] is faster than listing the rest.
 
-        Samplers that add up logarithms take no probability of 0.
+        False for samplers that sum logarithms of probabilities: an excluded token has probability 0.
         """
-        adds_up = self.settings.typical < 1 or self.settings.mirostat
-        return not adds_up and bool(np.count_nonzero(fits) > _MANY * len(fits))
+        sums_logs = self.settings.typical < 1 or self.settings.mirostat
+        return not sums_logs and bool(np.count_nonzero(fits) > _MANY * len(fits))
 
-    def _drawn_of_all(self, cache: Decoder, fits: np.ndarray | None) -> int:
-        """Draw from llama.cpp's own logits, in which tokens that do not fit are barred for so long."""
+    def _sample_all(self, cache: Decoder, fits: np.ndarray | None) -> int:
+        """Sample from llama.cpp's logits. Logits of tokens that do not fit are -inf meanwhile."""
         logits = cache.next_logits
-        barred = np.empty(0, np.int64) if fits is None else np.flatnonzero(~fits)
-        before = logits[barred]
-        logits[barred] = -np.inf
+        excluded = np.empty(0, np.int64) if fits is None else np.flatnonzero(~fits)
+        before = logits[excluded]
+        logits[excluded] = -np.inf
         try:
             token: int = api.llama_sampler_sample(self._chain, cache.handle, cache.next_output)
         finally:
-            logits[barred] = before
+            logits[excluded] = before
         return token
 
-    def _drawn(self, found: np.ndarray) -> int:
-        at = apply(self._chain, found) if len(found) else -1
-        if at < 0 or found["logit"][at] == -np.inf:
+    def _sample_of(self, records: np.ndarray) -> int:
+        index = apply(self._chain, records) if len(records) else -1
+        if index < 0 or records["logit"][index] == -np.inf:
             raise UsageError(_NOWHERE)
-        return int(found["id"][at])
+        return int(records["id"][index])
 
     def close(self) -> None:
         """Free the chain."""

@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance takes them, and what of them cannot be enforced."""
+"""Prepare JSON schemas for llguidance, and list keywords that cannot be enforced."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from kvtool.errors import UsageError
-from kvtool.llama.constraint import limits, with_room
+from kvtool.llama.constraint import limits, with_large_stack
 from kvtool.llama.rewriting import rewritten
 from kvtool.llama.rules import Rules
 
 OPTIONS = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,20}"}
-"""llguidance's options: between two parts of JSON stands at most a space, or a line break and an indentation.
+"""llguidance's options: between two parts of JSON at most a space, or a line break and an indentation.
 
-Small models write blanks without an end where they may.
+Small models write whitespace endlessly if they may.
 """
 
 MOST = 2**20
-"""Most characters of a schema."""
+"""Maximum characters of a schema."""
 
 
 class Unenforced(UsageError):
-    """A schema that cannot be enforced. where: the keyword's place as a JSON pointer; "" for the whole."""
+    """A schema that cannot be enforced. where: the keyword's JSON pointer, "" for the whole schema."""
 
     def __init__(self, message: str, where: str = "") -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class Enforced(NamedTuple):
     Attributes
     ----------
     schema
-        The schema for llguidance. Except for `not_held`, every text that fits it fits the one asked for.
+        The schema for llguidance. Except for `not_held`, every text that fits it fits the requested schema.
     not_held
         Keywords that are not enforced, sorted.
     """
@@ -46,17 +46,17 @@ class Enforced(NamedTuple):
 
     @property
     def rules(self) -> Rules:
-        """Rules of the JSON texts that fit."""
+        """Rules for the JSON texts that fit the schema."""
         return Rules(json_texts(self.schema), name="the JSON schema")
 
 
 def json_texts(schema: Mapping[str, Any]) -> str:
-    """The expression of the JSON texts that fit a schema of `Enforced`, or a part of one."""
+    """Return the Lark expression for the JSON texts of a schema of `Enforced`, or of a part of one."""
     return f"%json {json.dumps({**schema, 'x-guidance': OPTIONS | {'coerce_one_of': True}})}"
 
 
 def enforced_text(schema: str, *, strict: bool = False) -> Enforced:
-    """As `enforced`, of a schema's text."""
+    """Parse a schema, then do as `enforced`."""
     try:
         parsed = json.loads(schema)
     except json.JSONDecodeError as error:
@@ -69,10 +69,10 @@ def enforced_text(schema: str, *, strict: bool = False) -> Enforced:
 
 
 def enforced(schema: Mapping[str, Any], *, strict: bool = False) -> Enforced:
-    """Return what can be enforced of a schema. strict: all of it, or nothing.
+    """Return the part of a schema that can be enforced.
 
-    Raises Unenforced for a schema that is not one, that no value fits, or that is too large, and, if strict,
-    for one of which something cannot be enforced.
+    Raises Unenforced if the schema is invalid, too large, or fits no value, and with `strict` also if a
+    keyword cannot be enforced.
     """
     try:
         text = json.dumps(schema)
@@ -83,36 +83,36 @@ def enforced(schema: Mapping[str, Any], *, strict: bool = False) -> Enforced:
     return _enforced(text, strict)
 
 
-# agents send the same tools again and again
+# clients send the same tools with every request
 @lru_cache(128)
 def _enforced(text: str, strict: bool) -> Enforced:
     schema = json.loads(text)
-    why = ""
+    reason = ""
     try:
         for is_exact in (True, False):
             try:
-                found, left_out = rewritten(schema, is_exact=is_exact)
+                new, left_out = rewritten(schema, is_exact=is_exact)
             except UsageError as error:
-                why = why or str(error)
+                reason = reason or str(error)
                 continue
             if strict and left_out:
                 keyword, where = left_out[0]
                 raise Unenforced(f"the JSON schema's {keyword} cannot be enforced", where)
-            refusal = _refusal(found)
+            refusal = _refusal(new)
             if not refusal:
-                return Enforced(found, sorted({each.keyword for each in left_out}))
-            why = why or f"the JSON schema cannot be enforced: {refusal}"
+                return Enforced(new, sorted({item.keyword for item in left_out}))
+            reason = reason or f"the JSON schema cannot be enforced: {refusal}"
     except RecursionError:
         raise Unenforced("the JSON schema is nested too deeply") from None
-    raise Unenforced(why)
+    raise Unenforced(reason)
 
 
 def _refusal(schema: Mapping[str, Any]) -> str:
-    """Why llguidance does not take a schema; "" if it does."""
+    """Return llguidance's reason for rejecting a schema, "" if it accepts it."""
     import llguidance
 
     check = llguidance.LLMatcher.validate_grammar
-    said = with_room(partial(check, Enforced(schema, []).rules.text, limits=limits()))
-    # it tells of the line of the rules before
-    said = said.partition("\n")[0].rpartition("failed to compile JSON schema: ")[2]
-    return "" if said.startswith("WARNING") else " ".join(said.split())[:200]
+    message = with_large_stack(partial(check, Enforced(schema, []).rules.text, limits=limits()))
+    # the message begins with a line number of the rules
+    message = message.partition("\n")[0].rpartition("failed to compile JSON schema: ")[2]
+    return "" if message.startswith("WARNING") else " ".join(message.split())[:200]

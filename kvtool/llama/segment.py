@@ -1,4 +1,4 @@
-"""Segments of an archive: how a session lists what it has saved. Knows nothing of llama.cpp."""
+"""Lists of an archive's saved parts in a session: segments of tokens, and their clusters."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 TABLE = "archive"
-"""The array with what else there is to an archive; the first two numbers are where it begins and ends."""
+"""Name of the array with an archive's positions and rotations; it starts with begin and end."""
 
 SEGMENTS, DIGESTS = "archive.segments", "archive.sha256"
-"""The arrays that list the segments: i64[n, 3] begin, end, offset in their file, and u8[n, 32]."""
-
+"""Names of the arrays that list segments: i64[n, 3] begin, end, offset in their file, and u8[n, 32]."""
 
 CLUSTERS, CLUSTER_DIGESTS = "archive.clusters", "archive.clusters.sha256"
-"""The arrays that list clusters: i64[n, 5] begin, end, 1 if far, bytes, offset, and u8[n, 32]."""
+"""Names of the arrays that list clusters: i64[n, 5] begin, end, 1 if far, bytes, offset, and u8[n, 32]."""
 
 N_CLUSTERS = 5
 
 
 class Segment(NamedTuple):
-    """Archived tokens that have been saved together, and never change.
+    """Archived tokens that were saved together and never change.
 
     Attributes
     ----------
     begin, end
-        Their positions in the stream.
+        Range of their positions in the stream.
     sha256
-        Of what `Archive.read` gives of them.
+        Digest of the bytes that `Archive.read` returns for them.
     """
 
     begin: int
@@ -38,23 +37,23 @@ class Segment(NamedTuple):
     sha256: bytes
 
     def size(self, token_bytes: int) -> int:
-        """Bytes, given those of a token."""
+        """Return the size in bytes; token_bytes: bytes of one token."""
         return (self.end - self.begin) * token_bytes
 
 
 class Clusters(NamedTuple):
-    """Which clusters the tokens of some blocks are in, saved together.
+    """Cluster of each token of consecutive blocks, saved together.
 
     Attributes
     ----------
     begin, end
-        Where the blocks begin and end in the stream.
+        Range of the blocks' positions in the stream.
     is_far
-        Whether these are the clusters of far tokens: a block that becomes far gets others.
+        True for clusters of far tokens. A block is clustered again when it becomes far.
     n_bytes
-        Bytes of them.
+        Size in bytes.
     sha256
-        Of what `Archive.read_clusters` gives.
+        Digest of the bytes that `Archive.read_clusters` returns for them.
     """
 
     begin: int
@@ -64,42 +63,42 @@ class Clusters(NamedTuple):
     sha256: bytes
 
     def size(self, _: int) -> int:
-        """Bytes, whatever those of a token are."""
+        """Return the size in bytes."""
         return self.n_bytes
 
 
 Part: TypeAlias = "Segment | Clusters"
-"""What is written at once."""
+"""Unit in which an archive is saved."""
 
 
 def clusters_name(i: int) -> str:
-    """The name of the array with the ith clusters that are listed."""
+    """Return the name of the array with the ith listed clusters."""
     return f"{CLUSTERS}.{i}"
 
 
 def layer_name(layer: int) -> str:
-    """The name of the array with a layer's tokens."""
+    """Return the name of the array with a layer's tokens."""
     return f"{TABLE}.{layer}"
 
 
 def pieces(saved: Mapping[str, np.ndarray], layer: int) -> list[tuple[int, np.ndarray]]:
-    """A layer's tokens as they lie in memory or in a file: where each piece begins, and its bytes.
+    """Return (first position, bytes) of each piece in which a layer's tokens are stored.
 
-    To join them takes as long as all else that an archive is restored by. Raises KeyError where there are
-    none.
+    Pieces are not joined: copying would double the time of restoring an archive. Raises KeyError for a layer
+    without pieces.
     """
-    own: Callable[[int], list[tuple[int, np.ndarray]]] | None = getattr(saved, "pieces", None)
-    return own(layer) if own else [(span(saved)[0], saved[layer_name(layer)])]
+    stored: Callable[[int], list[tuple[int, np.ndarray]]] | None = getattr(saved, "pieces", None)
+    return stored(layer) if stored else [(span(saved)[0], saved[layer_name(layer)])]
 
 
 def span(saved: Mapping[str, np.ndarray]) -> tuple[int, int]:
-    """Where an archive begins and ends that was saved."""
+    """Return the first position of a saved archive, and the position after its last token."""
     begin, end = saved[TABLE][:2].tolist()
     return begin, end
 
 
 def listed(saved: Mapping[str, np.ndarray]) -> dict[Segment, int]:
-    """The segments that saved arrays list, oldest first, with their offsets; none if they have the tokens."""
+    """Return listed segments, oldest first, with their offsets; {} if the arrays hold the tokens."""
     if SEGMENTS not in saved:
         return {}
     digests = map(bytes, saved[DIGESTS])
@@ -110,7 +109,7 @@ def listed(saved: Mapping[str, np.ndarray]) -> dict[Segment, int]:
 
 
 def listed_clusters(saved: Mapping[str, np.ndarray]) -> dict[Clusters, int]:
-    """The same of clusters; sessions of earlier versions have none."""
+    """Return listed clusters with their offsets; {} in sessions of earlier versions."""
     if CLUSTER_DIGESTS not in saved:
         return {}
     digests = map(bytes, saved[CLUSTER_DIGESTS])
@@ -121,24 +120,24 @@ def listed_clusters(saved: Mapping[str, np.ndarray]) -> dict[Clusters, int]:
 
 
 def listed_parts(saved: Mapping[str, np.ndarray]) -> dict[Part, int]:
-    """Both together."""
+    """Return listed segments and clusters with their offsets."""
     return dict(chain(listed(saved).items(), listed_clusters(saved).items()))
 
 
 def listing(
     segments: Sequence[Segment], clusters: Sequence[Clusters], at: Mapping[Part, int]
 ) -> list[tuple[str, np.ndarray]]:
-    """The arrays that list these; none of clusters where there are none. at: their offsets."""
-    table = [(each.begin, each.end, at[each]) for each in segments]
-    found = [(SEGMENTS, np.array(table, np.int64).reshape(-1, 3)), (DIGESTS, _digests(segments))]
+    """Return the named arrays that list segments and clusters. at: offset of each in its file."""
+    table = [(segment.begin, segment.end, at[segment]) for segment in segments]
+    arrays = [(SEGMENTS, np.array(table, np.int64).reshape(-1, 3)), (DIGESTS, _digests(segments))]
     if clusters:
-        found += [
-            (CLUSTERS, np.array([(*each[:-1], at[each]) for each in clusters], np.int64)),
+        arrays += [
+            (CLUSTERS, np.array([(*group[:-1], at[group]) for group in clusters], np.int64)),
             (CLUSTER_DIGESTS, _digests(clusters)),
         ]
-    return found
+    return arrays
 
 
 def _digests(parts: Sequence[Part]) -> np.ndarray:
     n = hashlib.sha256().digest_size
-    return np.frombuffer(b"".join(each.sha256 for each in parts), np.uint8).reshape(-1, n)
+    return np.frombuffer(b"".join(part.sha256 for part in parts), np.uint8).reshape(-1, n)

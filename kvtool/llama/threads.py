@@ -1,8 +1,9 @@
-"""How many threads decode: as many as are fastest beside what else runs just now.
+"""Choose the number of threads that decode fastest while other programs run.
 
-The threads of a step meet after every operation. Where another program has one of their cores, all wait for
-the thread that lacks it, hundreds of times a token: two threads on two cores may take ten times as long as
-one. Shorter or longer spinning does not help, as the scheduler decides when a thread goes on.
+The threads of a step synchronize after every operation. If another program occupies one of their cores, all
+wait for the thread on that core, hundreds of times for each token: two threads on two cores may take ten
+times as long as one. Shorter or longer spinning does not help, because the scheduler decides when a thread
+resumes.
 """
 
 from __future__ import annotations
@@ -11,33 +12,33 @@ from collections import defaultdict, deque
 from statistics import median
 
 _N_TRIAL = 3
-"""Steps of a trial; the first, in which threads start or end, does not count."""
+"""Steps of a trial. The first does not count, because threads start or end in it."""
 
 _N_LEAST, _N_RECENT = 2, 6
-"""The fewest steps that a trial is compared with, and the most."""
+"""Minimum and maximum number of earlier steps that a trial is compared with."""
 
 _SOONEST_S, _LATEST_S = 0.3, 10.0
-"""Seconds of decoding from one trial to the next: doubled by each that changes nothing."""
+"""Minimum and maximum seconds of decoding between trials. A trial without gain doubles the time."""
 
 _GAIN = 0.96
-"""A trial is faster if its steps take at most this share of the time: less may be chance."""
+"""A trial counts as faster if its steps take at most this share of the usual time."""
 
 _SLOWER = 1.4
-"""Steps that take this many times as long as after the last trial ask for another one at once."""
+"""Steps that take this many times as long as after the last trial start another trial at once."""
 
 _HOPELESS = 2.0
-"""A trial ends at a step that takes this many times as long as usual: such steps are what a trial costs."""
+"""A trial ends early at a step that takes this many times as long as usual."""
 
 
 class Threads:
-    """The number of threads for the next step, from the times of those before.
+    """Choose the number of threads for the next step from the times of earlier steps.
 
-    Now and then it tries fewer threads or more for a few steps, and keeps what is faster.
+    Trials of a few steps with fewer or more threads run from time to time; the faster number is used.
 
     Attributes
     ----------
     n
-        Threads for the next step.
+        Number of threads for the next step.
     """
 
     def __init__(self, most: int) -> None:
@@ -47,10 +48,10 @@ class Threads:
         self._is_up = False
         self._wait_s = _SOONEST_S
         self._since_s = 0.0
-        # by tokens of a step: steps of different lengths do not compare
+        # by number of tokens in a step, since only steps of equal length are comparable
         self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_N_RECENT))
         self._before: dict[int, float] = {}
-        # of each step, what it took in shares of what such steps usually take
+        # time of each step, divided by the usual time of steps with as many tokens
         self._trial: list[float] = []
 
     @property
@@ -58,7 +59,7 @@ class Threads:
         return self._counts[self._at]
 
     def took(self, n_tokens: int, seconds: float) -> None:
-        """A step of n_tokens has taken so long with `n` threads."""
+        """Record the time of a step of n_tokens with `n` threads."""
         if self._at != self._home:
             self._try(n_tokens, seconds)
             return
@@ -72,7 +73,7 @@ class Threads:
             self._begin()
 
     def _begin(self) -> None:
-        """Tries the next number of threads in one of the two directions, in turns."""
+        """Begin a trial with the next lower or next higher number of threads, alternately."""
         self._trial = []
         self._is_up = self._home == 0 or (not self._is_up and self._home < len(self._counts) - 1)
         self._at = self._home + (1 if self._is_up else -1)
@@ -85,7 +86,7 @@ class Threads:
                 return
             is_faster = not is_hopeless and median(self._trial[1:]) <= _GAIN
         else:
-            # the text has ended, or steps are of a new length now
+            # the text ended, or the step length changed
             is_faster = False
         if is_faster:
             self._home = self._at

@@ -1,6 +1,6 @@
 """Workers: machines whose devices hold layers of a model, through ggml's RPC.
 
-Both sides are here: `add_rpc` uses the devices of others, `server` serves this machine's.
+Both sides are here: `add_rpc` uses the devices of workers, `server` makes this machine a worker.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from kvtool.llama.log import start_backends
 from kvtool.system.paths import build_command
 
 _SPARE_BYTES = 1
-"""What a worker's spare reports as its memory, as in llama-kvtool.h: with 0 it would be given layers."""
+"""Memory that a worker's spare device reports, as in llama-kvtool.h. With 0 it would get layers."""
 
 
 def add_rpc(*endpoints: str) -> None:
-    """Adds the devices of the workers at host:port, ...; models that are loaded later use them first.
+    """Add the devices of the workers at host:port, ...; models loaded later use them first.
 
     Raises UsageError for a malformed or repeated endpoint, and LibraryError for a worker that does not
     answer.
     """
     with reached(endpoints) as addresses:
-        # llama.cpp itself would wait forever, or end the process
+        # if a worker did not answer, llama.cpp would wait forever or end the process
         add_server = _rpc_function("ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p)
     add_workers(endpoints)
     for endpoint, address in zip(endpoints, addresses, strict=True):
@@ -39,55 +39,56 @@ def add_rpc(*endpoints: str) -> None:
 
 
 def _register(server: int) -> None:
-    """Makes a worker's devices known, all but its spares.
+    """Register a worker's devices with ggml, and its spare devices with the patch.
 
-    Those are for edits of what lies on the others, and for reading it.
+    The patch uses spares to edit and read the cache on the worker's devices.
     """
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     bind("ggml_backend_reg_dev_count", size, pointer)
     bind("ggml_backend_reg_dev_get", pointer, pointer, size)
     bind("ggml_backend_device_register", None, pointer)
-    found = [lib.ggml_backend_reg_dev_get(server, i) for i in range(lib.ggml_backend_reg_dev_count(server))]
-    real = [device for device in found if memory_of(device)[1] != _SPARE_BYTES]
+    every = [lib.ggml_backend_reg_dev_get(server, i) for i in range(lib.ggml_backend_reg_dev_count(server))]
+    real = [device for device in every if memory_of(device)[1] != _SPARE_BYTES]
     for device in real:
         lib.ggml_backend_device_register(device)
     n = len(real)
-    if hasattr(lib, "llama_kvtool_use_spares") and n > 0 and found[:n] == real and len(found) == 3 * n:
+    if hasattr(lib, "llama_kvtool_use_spares") and n > 0 and every[:n] == real and len(every) == 3 * n:
         bind("llama_kvtool_use_spares", ctypes.c_int32, pointer, pointer, pointer)
         for i in range(n):
-            check(lib.llama_kvtool_use_spares(*found[i::n]))
+            check(lib.llama_kvtool_use_spares(*every[i::n]))
 
 
 def served(memory: int | None = None) -> list[dict[str, object]]:
-    """The devices that `server` serves, as `devices` lists them: the GPUs, or the CPU if there is none.
+    """Return the devices that `server` serves, as `devices` lists them: the GPUs, otherwise the CPU.
 
-    memory: the most bytes that all of them together report. Raises LibraryError if that needs the patch.
+    memory: maximum bytes that they report together. Raises LibraryError if the library lacks the patch, which
+    a limit needs.
     """
-    found = _served()
+    local = _served()
     if memory is not None:
         if not hasattr(lib, "llama_kvtool_limit"):
             raise LibraryError(
                 f"to say less memory than there is takes a patched llama.cpp: {build_command()}"
             )
         bind("llama_kvtool_limit", ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64)
-        for i, _ in found:
-            check(lib.llama_kvtool_limit(lib.ggml_backend_dev_get(i), memory // len(found)))
-        found = _served()
-    return [device for _, device in found]
+        for i, _ in local:
+            check(lib.llama_kvtool_limit(lib.ggml_backend_dev_get(i), memory // len(local)))
+        local = _served()
+    return [device for _, device in local]
 
 
 def server(address: str, n_threads: int) -> Callable[[], None]:
-    """A function that serves this machine's devices at "1.2.3.4:50052", to one client after the other.
+    """Return a function that serves this machine's devices at "1.2.3.4:50052", to one client at a time.
 
-    It returns only if it cannot listen there, and writes to C's stdout what it does. Raises LibraryError if
-    the library is built without RPC.
+    The function logs to C's stdout, and returns only if it cannot listen at the address. Raises LibraryError
+    if the library is built without RPC.
     """
     text, size, pointer = ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p
     arguments = (text, text, size, size, ctypes.POINTER(pointer))
     start = _rpc_function("ggml_backend_rpc_start_server", None, *arguments)
     handles = [lib.ggml_backend_dev_get(i) for i, _ in _served()]
     if hasattr(lib, "llama_kvtool_spare"):
-        # ggml's server keeps one graph a device: with two spares of each it has the decode's and both of ours
+        # ggml's server caches one graph per device: two spares hold the patch's two graphs
         bind("llama_kvtool_spare", pointer, pointer)
         handles += [lib.llama_kvtool_spare(device) for _ in range(2) for device in handles]
     array = (pointer * len(handles))(*handles)
@@ -95,14 +96,14 @@ def server(address: str, n_threads: int) -> Callable[[], None]:
 
 
 def _served() -> list[tuple[int, dict[str, object]]]:
-    """(ggml's index, the device) of each device that is served."""
+    """Return (ggml's index, device) of each device to serve."""
     local = list(enumerate(devices()))
     gpus = [(i, device) for i, device in local if device["type"] in ("gpu", "igpu")]
     return gpus or [(i, device) for i, device in local if device["type"] == "cpu"][:1]
 
 
 def _rpc_function(name: str, result: type | None, *arguments: type) -> Callable[..., Any]:
-    """A function of ggml's RPC. Raises LibraryError if the library is built without."""
+    """Return a function of ggml's RPC backend. Raises LibraryError if the library lacks it."""
     start_backends()
     bind("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)
     bind("ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)

@@ -1,1 +1,1 @@
-"""Models as files: names, downloads, headers, and what a budget is for them."""
+"""Models as files: names, downloads, headers."""

@@ -1,4 +1,4 @@
-"""models.txt: the models that kvtool knows by name."""
+"""Catalogue of the models that kvtool knows by name, from models.txt."""
 
 import re
 from dataclasses import dataclass
@@ -26,19 +26,19 @@ class Entry:
     Attributes
     ----------
     name
-        What `-m` takes.
+        Name for `-m`.
     source
         "pip:NAME==VERSION", "hf:OWNER/REPO" or a folder.
     file
         Name of the GGUF file, without folders.
     sha256
-        Its hash, 64 hex digits; None where the line has a dash.
+        SHA-256 of the file, 64 hex digits; None if the line has a dash.
     size
-        Its size in bytes; None where the line has a dash.
+        Size in bytes; None if the line has a dash.
     licence
         Licence of the weights.
     note
-        What is to know of it: "recommended", "about 2.5 GB".
+        Remarks such as "recommended" or "about 2.5 GB", separated by semicolons.
     """
 
     name: str
@@ -51,45 +51,45 @@ class Entry:
 
     @property
     def is_download(self) -> bool:
-        """Whether kvtool downloads it, and does not find it in a folder of the user's."""
+        """True if kvtool downloads the file; False if the user's folder must have it."""
         return self.source.startswith(("pip:", "hf:"))
 
     @property
     def about_bytes(self) -> int | None:
-        """Its size in bytes, or about that; None where the line has neither."""
+        """Exact or approximate size in bytes; None if the line has neither."""
         about = None if self.size else _ABOUT.search(self.note)
         return int(float(about[1]) * 1e9) if about else self.size
 
     @property
     def n_ctx_train(self) -> int | None:
-        """The trained context in tokens; None where the note does not have it."""
+        """Trained context length in tokens; None if the note does not give it."""
         trained = _TRAINED.search(self.note)
         return int(trained[1].replace(",", "")) if trained else None
 
     @property
     def remark(self) -> str:
-        """The note without size and trained context."""
+        """Note without size and trained context."""
         return _TRAINED.sub("", _ABOUT.sub("", self.note))
 
     @property
     def of_base(self) -> str | None:
-        """What the note says of a base model, which knows no turns; None of any other."""
+        """Remark that this is a base model, which was not trained for chats; None for other models."""
         return next((part for part in self.note.split("; ") if part.startswith("a base model")), None)
 
     @property
     def is_recommended(self) -> bool:
-        """Whether it is among the best of its size, and quick without a GPU, under a free licence."""
+        """True if it is among the best of its size, fast without a GPU, and has a free licence."""
         return self.remark == "recommended"
 
     @property
     def path(self) -> Path:
-        """Where the file is, or will be after the download."""
+        """Path of the file, before and after its download."""
         folder = models_dir() if self.is_download else Path(self.source).expanduser()
         return folder / self.file
 
     @property
     def here(self) -> bool:
-        """Whether the file is there. Name and size are enough: it got its name after its hash was checked."""
+        """True if the file exists with the right size. Its hash was checked before it got its name."""
         try:
             return self.path.is_file() and self.size in (None, self.path.stat().st_size)
         except OSError:
@@ -97,7 +97,7 @@ class Entry:
 
 
 def registry() -> dict[str, Entry]:
-    """The entries by name, in the order of models.txt; the first is the default. Raises ModelError."""
+    """Return the entries by name, in the order of models.txt. The first is the default. Raises ModelError."""
     package = Path(__file__).parent.parent
     for path in (package / "models.txt", package.parent / "models.txt"):
         if path.is_file():
@@ -106,7 +106,7 @@ def registry() -> dict[str, Entry]:
 
 
 def parse(text: str) -> dict[str, Entry]:
-    """The entries in the text of a models.txt. Raises ModelError with the line and what is wrong there."""
+    """Parse the text of models.txt. Raises ModelError, which names the line and the mistake."""
     entries: dict[str, Entry] = {}
     names: dict[Path, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -128,14 +128,14 @@ def parse(text: str) -> dict[str, Entry]:
 
 
 def unknown(name: str, known: dict[str, Entry], *, or_file: bool = False) -> str:
-    """The message for a name that models.txt does not have. or_file: whether a file was also accepted."""
+    """Return the message for an unknown name. or_file: True if a file was also accepted."""
     no_file = " (and no such file)" if or_file else ""
-    names = sorted(known, key=lambda each: known[each].about_bytes or 0)
+    names = sorted(known, key=lambda model: known[model].about_bytes or 0)
     return f"unknown model {name!r}{no_file}.{suggestion(name, names)} See `kvtool models list`."
 
 
 def models_dir() -> Path:
-    """The folder of downloaded models."""
+    """Return the folder of downloaded models."""
     return cache_dir() / "models"
 
 

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: its metadata, without what takes long to read and nothing here needs."""
+"""Read the metadata in a GGUF file's header, without long arrays, which kvtool does not need."""
 
 import importlib.util
 import mmap
@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from kvtool.errors import ModelError
 
 
-def _alone(package: str, name: str) -> ModuleType:
-    """A module without its package: gguf's imports writers and YAML, a tenth of the start of a chat."""
-    found = importlib.util.find_spec(package)
-    assert found is not None
-    spec = importlib.util.spec_from_file_location(name, Path(str(found.origin)).with_name(f"{name}.py"))
+def _import_alone(package: str, name: str) -> ModuleType:
+    """Import a module without its package: importing all of gguf takes a tenth of a chat's start."""
+    package_spec = importlib.util.find_spec(package)
+    assert package_spec is not None
+    path = Path(str(package_spec.origin)).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -25,28 +26,28 @@ def _alone(package: str, name: str) -> ModuleType:
 if TYPE_CHECKING:
     from gguf import constants as constants
 else:
-    constants = _alone("gguf", "constants")
+    constants = _import_alone("gguf", "constants")
 
 MAX_LAYERS = 512
-"""llama.cpp's LLAMA_MAX_LAYERS. An array with a value per layer is at most this long."""
+"""llama.cpp's LLAMA_MAX_LAYERS: maximum length of an array with a value per layer."""
 
 # ggml's GGML_MAX_DIMS
 _MAX_AXES = 4
 
 _LETTERS = "UINT8=B INT8=b UINT16=H INT16=h UINT32=I INT32=i FLOAT32=f BOOL=? UINT64=Q INT64=q FLOAT64=d"
 _FORMATS = {constants.GGUFValueType[pair[:-2]]: pair[-1] for pair in _LETTERS.split()}
-"""The letter that struct has for each type of number."""
+"""Format character of `struct` for each numeric type."""
 
 
 class HeaderReader:
-    """Walks over the header of a mapped file.
+    """Read the header of a memory-mapped file.
 
-    gguf's own GGUFReader makes an object for every token: 1.6 s for a vocabulary of 49,000.
+    gguf's GGUFReader creates an object for every token: 1.6 s for a vocabulary of 49,000.
 
     Attributes
     ----------
     n_tensor
-        How many tensors the file holds; known after `header`.
+        Number of tensors in the file, set by `header`.
     """
 
     def __init__(self, path: Path, data: mmap.mmap):
@@ -56,9 +57,9 @@ class HeaderReader:
         self.n_tensor = 0
 
     def header(self) -> tuple[dict[str, Any], int]:
-        """The metadata, and the file size in bytes that the tensors need. Raises ModelError.
+        """Return the metadata and the file size in bytes that the tensors require. Raises ModelError.
 
-        Arrays of strings and arrays longer than MAX_LAYERS have the value None.
+        Arrays of strings and arrays longer than MAX_LAYERS are returned as None.
         """
         if self.data[:4] != b"GGUF":
             raise ModelError(f"{self.path} is not a GGUF file")
@@ -132,6 +133,6 @@ class HeaderReader:
         try:
             block, block_bytes = constants.GGML_QUANT_SIZES[constants.GGMLQuantizationType(kind)]
         except (ValueError, KeyError):
-            # a type newer than the gguf package; llama.cpp will say whether it knows it
+            # a type newer than the gguf package; llama.cpp will accept or reject it
             return offset
         return offset + n_item // block * block_bytes

@@ -1,4 +1,4 @@
-"""What the header of a GGUF file says of a model."""
+"""Description of a model by the header of its GGUF file."""
 
 import errno
 import mmap
@@ -18,11 +18,11 @@ class File(NamedTuple):
     Attributes
     ----------
     size
-        Its size in bytes.
+        Size in bytes.
     n_tensor
-        How many tensors it holds.
+        Number of tensors.
     metadata
-        All values of its header, as ModelInfo has them.
+        Values of the header, as in ModelInfo.
     """
 
     size: int
@@ -37,35 +37,35 @@ class ModelInfo:
     Attributes
     ----------
     path
-        The file; the first part of a model that was split.
+        The file; for a split model the first part.
     n_part
-        Files of the model; 1 unless it was split.
+        Number of files; 1 unless the model was split.
     size
-        Their size in bytes.
+        Total size in bytes.
     architecture
-        llama.cpp's name for the kind of model, "llama" for example.
+        llama.cpp's name of the architecture, such as "llama".
     name
-        The model's own name.
+        Name of the model in its header.
     quantization
-        Type of most weights, "Q4_K_M" for example.
+        Type of most weights, such as "Q4_K_M".
     n_layer
-        Layers that have a cache.
+        Number of layers with a cache.
     n_head
-        Query heads of each layer.
+        Number of query heads of each layer.
     n_head_kv
-        KV heads of each layer.
+        Number of KV heads of each layer.
     head_size_k
-        Numbers in one key of one head.
+        Dimension of a key of one head.
     head_size_v
-        Numbers in one value of one head.
+        Dimension of a value of one head.
     n_ctx_train
         Trained context in tokens.
     tokenizer
-        Whether the file has a tokenizer.
+        True if the file has a tokenizer.
     chat_template
-        Whether the file has a chat template.
+        True if the file has a chat template.
     metadata
-        All values of the header; None for lists of strings and for lists longer than the layers.
+        Values of the header; None for arrays of strings and for arrays longer than MAX_LAYERS.
     """
 
     path: Path
@@ -86,8 +86,10 @@ class ModelInfo:
 
     @property
     def plain_layers(self) -> Layers:
-        """The layers of a model that has one plain KV cache. What others keep, llama.cpp says."""
-        # with MLA values are a part of the keys
+        """Layers if the model has one plain KV cache. `Model.layers` describes other models.
+
+        With MLA, values are part of the keys.
+        """
         is_latent = self.metadata.get(f"{self.architecture}.attention.key_length_mla")
         sizes = self.head_size_k, 0 if is_latent else self.head_size_v
         layers = tuple(Layer(i, Kind.ROWS, i, n, *sizes, 0) for i, n in enumerate(self.n_head_kv) if n)
@@ -96,19 +98,19 @@ class ModelInfo:
 
 
 def read(path: Path) -> ModelInfo:
-    """Read a file's header, and nothing else. Raises ModelError unless it is a whole GGUF language model.
+    """Read only a file's header. Raises ModelError unless it is a complete GGUF language model.
 
-    Of a model that was split, `path` is the first part; the headers of all parts are read.
+    path: for a split model the first part; the headers of all parts are read.
     """
     whole = read_file(path)
     n_part = whole.metadata.get("split.count", 0)
-    # like llama.cpp, treats a file that names one part as a plain one
+    # like llama.cpp, treat a split into one part as no split
     rest = 0 if n_part in (0, 1) else _rest_of(path, whole, n_part)
     return _info(path, n_part or 1, whole.size + rest, whole.metadata)
 
 
 def read_file(path: Path) -> File:
-    """Read the header of one file, which may be any part of a model. Raises ModelError unless it is whole."""
+    """Read the header of one file, which may be any part of a model. Raises ModelError if incomplete."""
     try:
         size = path.stat().st_size
         if path.is_dir():
@@ -128,7 +130,7 @@ def read_file(path: Path) -> File:
 
 
 def _rest_of(first: Path, whole: File, n_part: object) -> int:
-    """The bytes of the second part and those after it. Raises ModelError unless all are there and fit."""
+    """Return the total bytes of the parts after the first. Raises ModelError if any is missing or wrong."""
     paths = part_paths(first)
     if whole.metadata.get("split.no", 0) != 0:
         raise ModelError(f"{first} is not the first part of its model; name the first, {paths[0].name}")
@@ -151,10 +153,10 @@ def _rest_of(first: Path, whole: File, n_part: object) -> int:
             raise ModelError(f"{path} is not part {number + 1} of {n_part} of a model; download it again")
         n_byte += part.size
         n_tensor += part.n_tensor
-    wanted = whole.metadata.get("split.tensors.count", n_tensor)
-    if n_tensor != wanted:
+    declared = whole.metadata.get("split.tensors.count", n_tensor)
+    if n_tensor != declared:
         raise ModelError(
-            f"the parts of {first} have {n_tensor} tensors instead of {wanted}: they are not of one model; "
+            f"the parts of {first} have {n_tensor} tensors instead of {declared}: they are not of one model; "
             "download them again"
         )
     return n_byte
@@ -169,13 +171,13 @@ def _info(path: Path, n_part: int, size: int, metadata: dict[str, Any]) -> Model
         value = metadata.get(f"{arch}.{key}", default)
         if not isinstance(value, int):
             raise ModelError(f"{path} is not a language model: no {arch}.{key} in its header")
-        # llama.cpp stores it in 32 bits
+        # llama.cpp stores it in a 32-bit integer
         if not least <= value < 2**31:
             raise ModelError(f"{path} is damaged: its header says {arch}.{key} = {value}; download it again")
         return value
 
     n_block = number("block_count")
-    # the last layers may be for multi-token prediction; they are outside the model's cache
+    # the last layers may be for multi-token prediction, which kvtool's cache does not hold
     n_layer = n_block - number("nextn_predict_layers", 0)
     n_loop = number("num_loops", 1)
     if not (0 < n_layer <= n_block and 0 < n_layer * n_loop <= MAX_LAYERS):

@@ -1,4 +1,4 @@
-"""What each layer of a model keeps from one token to the next, and how many bytes that takes."""
+"""Cache of each layer of a model: KV cells or a recurrent state, and their size in bytes."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -9,47 +9,46 @@ from kvtool.models.gguf import constants
 from kvtool.units import CACHE_TYPES
 
 PAD = 256
-"""llama.cpp rounds a cache up to a multiple of this many cells."""
-
+"""llama.cpp rounds the number of cells up to a multiple of this."""
 
 _NO_BOUND = 2**31 - 1
 
 
 class Kind(IntEnum):
-    """What a layer keeps."""
+    """Kind of a layer's cache."""
 
     ROWS = 0
-    """Cells for all tokens: its KV heads are rows, and policies act on them."""
+    """Cells for all tokens. The KV heads are rows, from which policies evict."""
 
     SLIDING = 1
-    """Cells for the tokens in a sliding window (SWA)."""
+    """Cells for the tokens of a sliding window (SWA)."""
 
     RECURRENT = 2
-    """A state whose size never changes."""
+    """A recurrent state of fixed size."""
 
     INDEX = 3
-    """Beside cells for all tokens, keys by which the model chooses some of them."""
+    """Keys of an index, by which the model selects some of its cells."""
 
 
 class Layer(NamedTuple):
-    """A layer of the model, and what it keeps. A layer that keeps two things is there twice.
+    """Cache of one layer. A layer with two kinds of cache has two entries.
 
     Attributes
     ----------
     number
-        Counted from 0 among all layers of the model.
+        Index among all layers of the model.
     kind
-        What it keeps.
+        Kind of the cache.
     owner
-        The layer whose cells it reads: itself, or an earlier one.
+        Layer whose cells it reads: itself or an earlier layer.
     n_head_kv
-        KV heads.
+        Number of KV heads.
     head_size_k
-        Numbers in one key of one head.
+        Dimension of a key of one head.
     head_size_v
-        Numbers in one value of one head; 0 where values are a part of the keys (MLA).
+        Dimension of a value of one head; 0 if values are part of the keys (MLA).
     recurrent_bytes
-        Bytes of its state, if it is recurrent.
+        Size of the recurrent state in bytes; 0 without one.
     """
 
     number: int
@@ -62,29 +61,29 @@ class Layer(NamedTuple):
 
     @property
     def is_owner(self) -> bool:
-        """Whether its cells are its own."""
+        """True unless it reads an earlier layer's cells."""
         return self.owner == self.number
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """All layers of a model that keep something.
+    """All layers of a model that have a cache.
 
     Attributes
     ----------
     all
-        The layers; those of one kind come in their order in the model.
+        The layers. Layers of one kind are in the model's order.
     n_swa
-        Tokens that sliding layers see; 0 if none slide.
+        Window of sliding layers in tokens; 0 if no layer slides.
     most_cells
-        The most cells that a row may have: as many as the model's index chooses for a query, so that it has
-        nothing to choose and need not know which tokens went. Without an index there is no bound.
+        Maximum cells of a row: the number that the model's index selects for a query. With no more cells the
+        index selects all of them, and need not know which tokens were evicted. Unlimited without an index.
     n_group
-        The most query heads that share a KV head, among layers whose heads are rows.
+        Maximum number of query heads per KV head, among layers whose heads are rows.
     has_alibi
-        Whether attention falls with distance (ALiBi).
+        True if attention decreases with distance (ALiBi).
     rope
-        "M-RoPE" or "interleaved M-RoPE" where a token has several positions; "" where it has one.
+        "M-RoPE" or "interleaved M-RoPE" if a token has several positions, otherwise "".
     """
 
     all: tuple[Layer, ...]
@@ -95,38 +94,38 @@ class Layers:
     rope: str = ""
 
     def of(self, kind: Kind) -> list[Layer]:
-        """The layers of one kind."""
+        """Return the layers of one kind."""
         return [layer for layer in self.all if layer.kind == kind]
 
     @property
     def n_row(self) -> int:
-        """Rows: KV heads of layers that keep cells for all tokens."""
+        """Number of rows: KV heads of layers with cells for all tokens."""
         return sum(layer.n_head_kv for layer in self.of(Kind.ROWS) if layer.is_owner)
 
     @property
     def has_values(self) -> bool:
-        """Whether all rows have values of their own; False where these are a part of the keys (MLA)."""
+        """True if all rows store values; False if values are part of the keys (MLA)."""
         return all(layer.head_size_v > 0 for layer in self.of(Kind.ROWS))
 
     @property
     def has_index(self) -> bool:
-        """Whether the model chooses among its cells by an index."""
+        """True if the model selects cells by an index."""
         return bool(self.of(Kind.INDEX))
 
     @property
     def n_shared(self) -> int:
-        """Layers that read an earlier layer's cells."""
+        """Number of layers that read an earlier layer's cells."""
         return sum(not layer.is_owner for layer in self.all)
 
     @property
     def recurrent_bytes(self) -> int:
-        """Bytes of all recurrent layers' states, whatever the budget. A policy's are not among them."""
+        """Bytes of all recurrent layers' states. They do not depend on the budget."""
         return sum(layer.recurrent_bytes for layer in self.all)
 
     @property
     def kinds(self) -> list[str]:
-        """What a model is, beside plain attention: "sliding windows", "recurrent layers", and so on."""
-        found = {
+        """Features in addition to plain attention, such as "sliding windows" or "recurrent layers"."""
+        features = {
             "sliding windows": bool(self.of(Kind.SLIDING)),
             "shared layers": self.n_shared > 0,
             "recurrent layers": bool(self.of(Kind.RECURRENT)),
@@ -135,29 +134,29 @@ class Layers:
             "ALiBi": self.has_alibi,
             self.rope: bool(self.rope),
         }
-        return [name for name, is_there in found.items() if is_there]
+        return [name for name, is_present in features.items() if is_present]
 
     def cell_bytes(self, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Bytes of one token's keys and values in all rows, and of its keys in an index.
+        """Return the bytes of one token's keys and values in all rows, and of its index keys.
 
         Raises UsageError for a type that does not fit the model's heads.
         """
         return self._token_bytes(Kind.ROWS, type_k, type_v) + self._token_bytes(Kind.INDEX, type_k, type_v)
 
     def swa_bytes(self, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Bytes of the sliding layers' cache. It does not grow with the cells of the rows.
+        """Return the bytes of the sliding layers' cache. They do not depend on the budget.
 
-        n_batch: the most tokens of a batch. Raises UsageError for a type that does not fit.
+        n_batch: maximum tokens of a batch. Raises UsageError for a type that does not fit the heads.
         """
         n_cell = -(-(self.n_swa + n_batch) // PAD) * PAD
         return n_cell * self._token_bytes(Kind.SLIDING, type_k, type_v)
 
     def fixed_bytes(self, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Bytes of what a model keeps beside its rows. Raises UsageError for a type that does not fit."""
+        """Return the bytes of all caches except the rows. Raises UsageError as `cell_bytes` does."""
         return self.swa_bytes(n_batch, type_k, type_v) + self.recurrent_bytes
 
     def cells_that_fit(self, n_bytes: int, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
-        """How many cells fit into n_bytes beside what is not rows. Raises UsageError as cell_bytes does."""
+        """Return how many cells fit into n_bytes minus `fixed_bytes`. Raises UsageError as `cell_bytes`."""
         rest = n_bytes - self.fixed_bytes(n_batch, type_k, type_v)
         cell_bytes = self.cell_bytes(type_k, type_v)
         return max(rest, 0) // cell_bytes if cell_bytes else 0
@@ -165,10 +164,11 @@ class Layers:
     def cache_that_fits(
         self, n_bytes: int, n_ctx_train: int, n_batch: int, type_k: str = "f16", type_v: str = "f16"
     ) -> tuple[int, int]:
-        """Cells of the largest cache in n_bytes, a multiple of PAD or n_ctx_train, and the batch beside it.
+        """Return (cells, batch size) of the largest cache that fits into n_bytes.
 
-        n_batch: the largest batch wanted; it takes room in sliding layers. 0 cells if even a batch of one
-        token leaves too little. Raises UsageError as cell_bytes does.
+        The cells are a multiple of PAD or n_ctx_train, or 0 if n_bytes is too small even with a batch of one
+        token. n_batch: maximum batch; a batch takes memory in sliding layers. Raises UsageError as
+        `cell_bytes` does.
         """
         n_ctx_train = min(n_ctx_train, self.most_cells // PAD * PAD or self.most_cells)
         most = -(-n_ctx_train // PAD) * PAD
@@ -178,7 +178,7 @@ class Layers:
             batch = batch_within(n_cell, n_batch)
             if self.cells_that_fit(n_bytes, batch, type_k, type_v) >= n:
                 return n_cell, batch
-        # rather a slow prompt than none
+        # the smallest cache, with the largest batch that leaves room for it
         n_cell = min(PAD, n_ctx_train)
         for batch in range(batch_within(n_cell, n_batch) if most else 0, 0, -1):
             if self.cells_that_fit(n_bytes, batch, type_k, type_v) >= PAD:
@@ -186,7 +186,7 @@ class Layers:
         return 0, 1
 
     def smallest_bytes(self, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Bytes of the smallest cache: PAD cells, batches of one token. Raises UsageError."""
+        """Return the bytes of the smallest cache: PAD cells, batches of one token. Raises UsageError."""
         return PAD * self.cell_bytes(type_k, type_v) + self.fixed_bytes(1, type_k, type_v)
 
     def _token_bytes(self, kind: Kind, type_k: str, type_v: str) -> int:
@@ -204,7 +204,7 @@ class Layers:
 
 
 def batch_within(n: int, n_batch: int) -> int:
-    """The largest batch for a cache of n cells that is bounded in bytes: the batch needs room in it too."""
+    """Return the largest batch for a cache of n cells: at most a quarter of it, as the batch needs cells."""
     return max(1, min(n_batch, n // 4))
 
 

@@ -1,4 +1,4 @@
-"""From what `-m` says to a file that kvtool can run."""
+"""Find, download and check the model that `-m` names."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ if TYPE_CHECKING:
 
 
 def named(name: str | None = None) -> str:
-    """What `-m` says, or else $KVTOOL_MODEL, or else the first entry of models.txt. Raises ModelError."""
+    """Return the given name, or $KVTOOL_MODEL, or the first name in models.txt. Raises ModelError."""
     return name or os.environ.get("KVTOOL_MODEL") or next(iter(registry()))
 
 
 def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
-    """The file of a model, downloaded if need be; of a model that was split, the first part.
+    """Return the file of a model, downloaded if necessary; for a split model the first part.
 
-    name: a name in models.txt, a path, a URL, or a repository (hf:OWNER/REPO:QUANT); `named` says which if
-    there is none. progress: called during the download. Raises ModelError.
+    name: a name in models.txt, a path, a URL, or a repository (hf:OWNER/REPO:QUANT); default as in `named`.
+    progress: called during the download. Raises ModelError.
     """
     return pull(named(name), progress, paths=True)
 
 
 def pull(wanted: str, progress: Progress | None = None, *, paths: bool = False) -> Path:
-    """The file of a name, a URL or a repository, downloaded if need be. Raises ModelError.
+    """Return the file of a name, a URL or a repository, downloaded if necessary. Raises ModelError.
 
-    paths: whether a path is also accepted.
+    paths: True accepts paths also.
     """
     entries = registry()
     if wanted in entries:
         entry = entries[wanted]
         if entry.here:
             return entry.path
-        # not imported where there is nothing to download
+        # imported here: only a download needs it
         from kvtool.models import download
 
         return download.pull(entry, progress)
@@ -64,15 +64,15 @@ def _unknown(wanted: str, entries: dict[str, Entry], *, or_file: bool) -> str:
 
     if Path(wanted).expanduser().exists():
         return f"{wanted} is here already; -m takes a GGUF file by its path"
-    is_like_one = not wanted.endswith(".gguf") and hub.is_repository(wanted)
-    if or_file and not is_like_one and ("/" in wanted or os.sep in wanted or wanted.endswith(".gguf")):
+    is_repository = not wanted.endswith(".gguf") and hub.is_repository(wanted)
+    if or_file and not is_repository and ("/" in wanted or os.sep in wanted or wanted.endswith(".gguf")):
         return f"there is no file {wanted}"
-    said = unknown(wanted, entries, or_file=or_file)
-    return f"{said} A repository is hf:{wanted}." if is_like_one else said
+    message = unknown(wanted, entries, or_file=or_file)
+    return f"{message} A repository is hf:{wanted}." if is_repository else message
 
 
 def check(path: Path) -> ModelInfo:
-    """Read the header. Raises ModelError for a damaged file and for a model that kvtool cannot run yet."""
+    """Read the header. Raises ModelError for a damaged file and for a model that kvtool cannot run."""
     info = read(path)
     if reason := unsupported(info):
         raise ModelError(reason)

@@ -44,7 +44,7 @@ class Stored:
 
 
 def of_entry(entry: Entry) -> Stored | None:
-    """Return what is stored of an entry of models.txt, or None."""
+    """Return the stored files of an entry of models.txt, or None."""
     if entry.here:
         return Stored(entry.name, (entry.path,), True)
     if not entry.is_download:
@@ -58,7 +58,7 @@ def of_entry(entry: Entry) -> Stored | None:
 
 
 def downloads() -> list[Stored]:
-    """Return the models that were downloaded by URL or from a repository, and remains of such downloads."""
+    """Return the models that were downloaded by URL or from a repository, and incomplete downloads."""
     return [*_of_urls(), *_of_hub()]
 
 

@@ -1,7 +1,7 @@
-"""Which architectures kvtool does not run, so that no such model is downloaded or loaded in vain.
+"""List of architectures that kvtool cannot run, so that no such model is downloaded or loaded in vain.
 
-llama.cpp itself says of a loaded model what its layers keep (`kvtool.llama.model.Model.layers`): an
-architecture that is not named here needs no change of kvtool if its memory is of a known kind.
+Other architectures work without a change of kvtool if their caches are of known kinds, which llama.cpp
+reports for a loaded model (`kvtool.llama.model.Model.layers`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _NAMES = {
 }
 
 BY_NAME = {name: reason for reason, names in _NAMES.items() for name in names.split()}
-"""The reason for each of llama.cpp's architectures that is refused."""
+"""Reason for refusal by name of architecture."""
 
 
 def unsupported(info: ModelInfo) -> str | None:
-    """Why kvtool cannot run this model; None if it can. llama.cpp is asked again once it is loaded."""
+    """Return the reason why kvtool cannot run this model, or None. `Model.layers` checks it again later."""
     reason = BY_NAME.get(info.architecture)
     if info.metadata.get(f"{info.architecture}.attention.causal") is False:
         reason = reason or "its tokens attend to later ones"

@@ -63,5 +63,5 @@ def _files(url: str) -> list[tuple[str, str]]:
 
 
 def _safe(name: str) -> str:
-    """Return a file name that every file system accepts and that names no other folder."""
+    """Return a file name that every file system accepts and that stays in its folder."""
     return re.sub(r"[^\w.+-]", "_", name)

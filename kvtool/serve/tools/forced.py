@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvtool.llama.complement import SAYS
+from kvtool.llama.complement import CONSTRAINING
 from kvtool.llama.constraint import Vocabulary
 from kvtool.llama.rules import Rules, literal
 from kvtool.llama.schema import Enforced, json_texts
@@ -199,4 +199,4 @@ def _is_free_text(schema: object, root: Mapping[str, Any]) -> bool:
     parts = [resolved(part, root) for key in ("anyOf", "oneOf") for part in schema.get(key) or ()]
     if any(isinstance(part, Mapping) and part.keys() & _HELD_OF_TEXT for part in [schema, *parts]):
         return False
-    return "string" in types or not schema.keys() & SAYS
+    return "string" in types or not schema.keys() & CONSTRAINING
