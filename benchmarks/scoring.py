@@ -36,7 +36,7 @@ from common import (
 from kvtool.config.run import ScoreOptions
 from kvtool.llama.library import api
 from kvtool.llama.model import Model
-from kvtool.measure.run import Job, measure
+from kvtool.measure.run import RunInput, measure
 
 N_CHUNK, N_CELL = 64, 512
 
@@ -63,7 +63,7 @@ def main() -> None:
             budget = None if name == "full" else str(args.budget)
             run = ScoreOptions(name, budget, model=str(model.path), n_batch=N_CHUNK, threads=args.threads)
             reference = str(Path(folder) / "full.ref")
-            return measure(Job(run, str(path), reference, writes=name == "full"))["cpu_s"]
+            return measure(RunInput(run, str(path), reference, writes=name == "full"))["cpu_s"]
 
         # the full cache's predictions, which the others are compared with
         scored("full")

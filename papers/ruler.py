@@ -32,7 +32,7 @@ from kvtool.models.resolve import resolve
 from kvtool.policy import Policy
 from kvtool.system import interrupt
 from kvtool.tasks.reader import N_OUTPUT, Reader
-from kvtool.tasks.results import Results
+from kvtool.tasks.results import TaskResults
 from kvtool.tasks.ruler import Ruler
 from kvtool.tasks.shared import Shared
 
@@ -196,7 +196,7 @@ def measure(args: Namespace) -> None:
         for number in range(len(items)):
             for about, task, items, reader in asked:
                 # one item at a time: rows that lack other items must not take turns at reading
-                for record in Results(about, items[number : number + 1], args.json).measure(task, reader):
+                for record in TaskResults(about, items[number : number + 1], args.json).measure(task, reader):
                     sys.stderr.write(f"{number + 1}/{len(items)} {_line(record)}\n")
                 # so many caches at once are more than a machine has
                 reader.close()

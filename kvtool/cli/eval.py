@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvtool.policies import PolicySpec
     from kvtool.policy import Policy
     from kvtool.tasks.reader import Reader
-    from kvtool.tasks.results import Groups, Mean, Results
+    from kvtool.tasks.results import Groups, Mean, TaskResults
     from kvtool.tasks.task import Task
 
     PolicyFor = Callable[[int, int], Policy]
@@ -208,7 +208,7 @@ def evaluate(
             "seed": drawn.seed if drawn.temp else None,
             **_about(asked, run, path),
         }
-        results = of_items.Results(about, items, records_path, one_stream=chosen.one_stream)
+        results = of_items.TaskResults(about, items, records_path, one_stream=chosen.one_stream)
 
         def stopped() -> str:
             # an incomplete stream counts as none
@@ -370,7 +370,7 @@ def _in_short(found: Sequence[Record]) -> str:
     return ", ".join(f"{name} {sum(of) / len(of):.3f}" for name, of in scores(found).items())
 
 
-def _finish(task: Task, results: Results, plot: Path | None, *, as_json: bool) -> None:
+def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: bool) -> None:
     from kvtool.tasks import results as of_items
 
     means = of_items.means(results.records)
@@ -399,7 +399,7 @@ def _finish(task: Task, results: Results, plot: Path | None, *, as_json: bool) -
         _plot(task, results, groups, next(iter(means), ""), plot)
 
 
-def _print(task: Task, results: Results, means: dict[str, Mean], groups: Groups) -> None:
+def _print(task: Task, results: TaskResults, means: dict[str, Mean], groups: Groups) -> None:
     console, about = table_console(), results.about
     policy = " ".join([about["policy"], *about["options"]])
     budget = f", budget {about['budget']}" if about["budget"] else ""
@@ -449,7 +449,7 @@ def _grid(groups: Groups, score: str) -> tuple[list[Any], list[Any], list[list[M
     return down, across, [[groups.get((row, column), {}).get(score) for column in across] for row in down]
 
 
-def _plot(task: Task, results: Results, groups: Groups, score: str, path: Path) -> None:
+def _plot(task: Task, results: TaskResults, groups: Groups, score: str, path: Path) -> None:
     import numpy as np
     from matplotlib.figure import Figure
 

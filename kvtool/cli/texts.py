@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtool.errors import InputError, UsageError
-from kvtool.system.texts import Source
+from kvtool.system.texts import TextSource
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,15 +28,15 @@ _TOKEN_BYTES = 8
 """Bytes per needed token in the first read."""
 
 
-def source(file: str | None) -> Source:
+def source(file: str | None) -> TextSource:
     """Open a file, or the pipe on stdin without one. Raises UsageError at a terminal, else InputError."""
     if file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise UsageError("name a text file, or give a text in a pipe")
-    return Source("-" if file is None else file)
+    return TextSource("-" if file is None else file)
 
 
 def first_tokens(
-    model: Model, text: Source, n: int | None, *, start: bool = True, n_least: int = 2
+    model: Model, text: TextSource, n: int | None, *, start: bool = True, n_least: int = 2
 ) -> np.ndarray:
     """Return the first n tokens i32[<= n] of a text, reading as little of it as they need.
 

@@ -14,7 +14,7 @@ from kvtool.measure.statistics import mean_of_text
 
 
 @dataclass(slots=True)
-class Results:
+class ComparisonResults:
     """Records of a grid.
 
     Attributes

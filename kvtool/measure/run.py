@@ -1,7 +1,7 @@
 """One run: a text streamed through one cache under one policy, with all its measurements.
 
 `main` is the run's separate process: its memory can be measured, and a crash does not end other runs. It
-reads a `Job` as JSON from stdin, and writes a line of JSON after each batch, then a record or an error.
+reads a `RunInput` as JSON from stdin, and writes a line of JSON after each batch, then a record or an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Report = Callable[[int, float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RunInput:
     """Input of a run's process.
 
     Attributes
@@ -53,7 +53,7 @@ class Job:
     writes: bool = False
 
 
-def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
+def measure(job: RunInput, report: Report = lambda n, nll: None) -> dict[str, Any]:
     """Execute the run in this process, and return its record. Raises KvtoolError."""
     import numpy as np
 
@@ -155,14 +155,14 @@ def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
     return found
 
 
-def encode(job: Job) -> bytes:
+def encode(job: RunInput) -> bytes:
     """Encode the job as JSON."""
     return json.dumps(asdict(job) | {"options": job.options.values()}).encode()
 
 
-def decode(data: Mapping[str, Any]) -> Job:
+def decode(data: Mapping[str, Any]) -> RunInput:
     """Build the job from a decoded JSON object."""
-    return Job(**{**data, "options": ScoreOptions.filled(data["options"], given=["policy"])})
+    return RunInput(**{**data, "options": ScoreOptions.filled(data["options"], given=["policy"])})
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvtool.errors import KvtoolError
 from kvtool.measure.grid import Common, Run, identity
-from kvtool.measure.run import Job, encode
+from kvtool.measure.run import RunInput, encode
 
 _KILLED = 9
 
@@ -93,7 +93,7 @@ class Runner:
                 ends[run] = said
 
     def _start(self, run: Run, against: Path | None, writes: bool) -> None:
-        job = Job(run.options, str(self._tokens), str(against) if against else None, writes)
+        job = RunInput(run.options, str(self._tokens), str(against) if against else None, writes)
         with self._log(run).open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-c", _CHILD.format(sys.path)],

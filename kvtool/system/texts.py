@@ -83,7 +83,7 @@ def stdin_lines() -> Iterator[str]:
         yield from text.removesuffix("\n").split("\n")
 
 
-class Source:
+class TextSource:
     """A text in a file, in a named pipe or on stdin, read from its start only as far as needed.
 
     Attributes
@@ -149,5 +149,5 @@ def is_stdin(file: str) -> bool:
 
 def read_text(file: str) -> str:
     """Return the text of a file, or of stdin for "-". Raises InputError unless it is text in UTF-8."""
-    with closing(Source(file)) as source:
+    with closing(TextSource(file)) as source:
         return source.start()

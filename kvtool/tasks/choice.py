@@ -27,7 +27,7 @@ from kvtool.llama.model import Model
 from kvtool.tasks import data
 from kvtool.tasks.data import Record
 from kvtool.tasks.reader import Reader
-from kvtool.tasks.task import Answer, Item, Task
+from kvtool.tasks.task import Item, ScoredAnswer, Task
 
 _ASKED = re.compile(
     r"Please choose the correct [^:]*?: (?P<question>.*?)\s+(?=(?:Answer|Solution|Option)1: )"
@@ -39,7 +39,7 @@ _LETTERED = re.compile(r"(?:^|\s*,\s*|\s+)[A-E] \) ")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(Task):
+class ChoiceTask(Task):
     """Parameters of the task.
 
     Attributes
@@ -78,7 +78,7 @@ class Choice(Task):
                 found.append(replace(question, id=name, prompt=prompt, about=about))
         return found
 
-    def answer(self, item: Item, reader: Reader) -> Answer:
+    def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         ending = item.about.get("ending", "")
         # a text has at most as many tokens as bytes; one more for the space before it
         reader.read(
@@ -95,7 +95,9 @@ class Choice(Task):
         n_byte = [len((ending.strip() or choice).encode()) for choice in item.choices]
         chosen, chosen_by_byte = int(logp.argmax()), int((logp / n_byte).argmax())
         scores = {"acc": float(chosen == right), "acc_norm": float(chosen_by_byte == right)}
-        return Answer(item.choices[chosen], scores, {"choices": list(item.choices), "logp": logp.tolist()})
+        return ScoredAnswer(
+            item.choices[chosen], scores, {"choices": list(item.choices), "logp": logp.tolist()}
+        )
 
 
 def _solved(question: Item) -> str:
@@ -108,8 +110,7 @@ def _questions(path: Path) -> list[Item]:
 
 
 def _asked(prompt: str, choices: Sequence[str], right: int, ending: str = "") -> Item:
-    """Build a question. prompt, ending: text before and after the choice. right: index of the right choice.
-    """
+    """Build a question. prompt, ending: text before and after the choice. right: index of the right one."""
     if not (0 <= right < len(choices) and all(choice.strip() for choice in choices)):
         raise ValueError(f"answer {right + 1} of {len(choices)} choices")
     return Item("", prompt, [choices[right]], choices, {"ending": ending} if ending else {})
@@ -151,4 +152,4 @@ def _as_question(text: str) -> str:
     return f"Question: {text.strip()}\nAnswer:"
 
 
-TASK = Choice
+TASK = ChoiceTask

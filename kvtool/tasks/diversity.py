@@ -20,7 +20,7 @@ import numpy as np
 from kvtool.measure import records
 from kvtool.tasks import data, metrics
 from kvtool.tasks.reader import Reader
-from kvtool.tasks.task import Answer, Item, RecordTask
+from kvtool.tasks.task import Item, RecordTask, ScoredAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Diversity(RecordTask):
         )
         return [Item("", data.text(text))]
 
-    def answer(self, item: Item, reader: Reader) -> Answer:
+    def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         # the full cache first: the record takes its sizes from the reader's last engine
         full = None if reader.full is reader else self._samples(item.prompt, reader.full)
         samples = self._samples(item.prompt, reader)
@@ -75,7 +75,7 @@ class Diversity(RecordTask):
             "full_self_bleu": full_likeness,
             "distance": abs(likeness - full_likeness),
         }
-        return Answer(samples, scores, {"full_output": full})
+        return ScoredAnswer(samples, scores, {"full_output": full})
 
     def summary(self, found: Sequence[records.Record]) -> dict[str, float]:
         scores = [record["scores"] for record in found if record["scores"]]

@@ -14,7 +14,7 @@ from typing import ClassVar
 from kvtool.errors import InputError
 from kvtool.llama.model import Model
 from kvtool.tasks.reader import Reader
-from kvtool.tasks.task import Answer, Item, Task
+from kvtool.tasks.task import Item, ScoredAnswer, Task
 
 _END = re.compile(r"(?<=[.!?])\s+")
 
@@ -72,12 +72,12 @@ class Haystack(Task):
             found.append(Item(name, prompt, words, about={"length": length, "depth": depth}))
         return found
 
-    def answer(self, item: Item, reader: Reader) -> Answer:
+    def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         # uncut: the fact may be in the middle
         reader.read(item.prompt, self.n_max, uncut=True)
         output = reader.write(self.n_max)
         found = all(word.lower() in output.lower() for word in item.references)
-        return Answer(output, {"found": float(found)})
+        return ScoredAnswer(output, {"found": float(found)})
 
 
 def sentences_of(files: Sequence[Path]) -> list[str]:

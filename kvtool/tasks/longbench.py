@@ -31,11 +31,11 @@ from kvtool.llama.model import Model
 from kvtool.measure import records
 from kvtool.tasks import data, metrics
 from kvtool.tasks.reader import Reader
-from kvtool.tasks.task import Answer, Item, RecordTask
+from kvtool.tasks.task import Item, RecordTask, ScoredAnswer
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Dataset:
     """One of LongBench's 21 tasks.
 
     Attributes
@@ -61,7 +61,7 @@ class Part:
 
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
-PARTS = {name: Part(**its | {"metric": getattr(metrics, its["metric"])}) for name, its in _TABLE.items()}
+PARTS = {name: Dataset(**its | {"metric": getattr(metrics, its["metric"])}) for name, its in _TABLE.items()}
 """Tasks, read from longbench.json: the prompts are data, as in LongBench's config/*.json."""
 
 CATEGORIES = {
@@ -123,7 +123,7 @@ class LongBench(RecordTask):
         found = Item("", prompt, data.texts(record["answers"]), classes, {"dataset": dataset})
         return [found] if not self.only or dataset in self.only else []
 
-    def answer(self, item: Item, reader: Reader) -> Answer:
+    def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         part = PARTS[item.about["dataset"]]
         reader.read(item.prompt, part.n_max, as_it_is=part.as_it_is)
         output = reader.write(part.n_max, stop=["\n"] if part.first_line else ())
@@ -131,7 +131,7 @@ class LongBench(RecordTask):
         metric = part.metric
         if metric is metrics.classification:
             metric = partial(metric, classes=item.choices)
-        return Answer(output, {"score": metrics.best(metric, counted, item.references)})
+        return ScoredAnswer(output, {"score": metrics.best(metric, counted, item.references)})
 
     def summary(self, found: Sequence[records.Record]) -> dict[str, float]:
         """LongBench's averages for each language, over the categories that have items."""

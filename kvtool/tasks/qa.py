@@ -23,7 +23,7 @@ from typing import ClassVar
 from kvtool.tasks import data, metrics
 from kvtool.tasks.data import Record
 from kvtool.tasks.reader import Reader
-from kvtool.tasks.task import Answer, Item, RecordTask
+from kvtool.tasks.task import Item, RecordTask, ScoredAnswer
 
 _DOCUMENTS = (
     "Write a high-quality answer for the given question using only the provided search results "
@@ -70,7 +70,7 @@ class QA(RecordTask):
         found = list(_of_dialogue(record))
         return [replace(item, id=f"-{i}") for i, item in enumerate(found, 1)] if len(found) > 1 else found
 
-    def answer(self, item: Item, reader: Reader) -> Answer:
+    def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         # a text has at most as many tokens as bytes; one more for the space before it
         n_right = max(len(reference.encode()) for reference in item.references) + 1
         reader.read(item.prompt, max(self.n_max, n_right if self.likelihood else 0))
@@ -85,7 +85,7 @@ class QA(RecordTask):
         scores = {name: metrics.best(metric, output, item.references) for name, metric in _METRICS.items()}
         if logp:
             scores["logp"] = max(logp.values())
-        return Answer(output, scores, {"logp": logp} if logp else {})
+        return ScoredAnswer(output, scores, {"logp": logp} if logp else {})
 
 
 def _of_documents(record: Record) -> Item:

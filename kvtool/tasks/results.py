@@ -42,7 +42,7 @@ class Mean:
     n: int
 
 
-class Results:
+class TaskResults:
     """Records of a task's items.
 
     about: fields that all records share, which distinguish them from records of other evaluations in the same

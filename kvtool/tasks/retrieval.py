@@ -20,7 +20,7 @@ from typing import ClassVar
 from kvtool.tasks import data
 from kvtool.tasks.data import Record
 from kvtool.tasks.reader import Reader
-from kvtool.tasks.task import Answer, Item, RecordTask
+from kvtool.tasks.task import Item, RecordTask, ScoredAnswer
 
 _PROMPT = (
     "Extract the value corresponding to the specified key in the JSON object below.\n\n"
@@ -64,7 +64,7 @@ class Retrieval(RecordTask):
         lines = ",\n ".join(f'"{key}": "{value}"' for key, value in shown)
         return [Item("", _PROMPT.format(pairs=lines, key=wanted[0]), [wanted[1]])]
 
-    def answer(self, item: Item, reader: Reader) -> Answer:
+    def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         (value,) = item.references
         # uncut: the pair may be in the middle
         reader.read(item.prompt, max(self.n_max, len(value.encode()) + 2), uncut=True)
@@ -72,7 +72,7 @@ class Retrieval(RecordTask):
             output = reader.write(self.n_max)
             back()
             scored = reader.log_likelihood(reader.following(f'"{value}"'))
-        return Answer(output, {"found": float(value in output), "logp": scored.logp / scored.n})
+        return ScoredAnswer(output, {"found": float(value in output), "logp": scored.logp / scored.n})
 
 
 TASK = Retrieval

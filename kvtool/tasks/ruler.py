@@ -33,12 +33,12 @@ from kvtool.llama.model import Model
 from kvtool.measure import records
 from kvtool.tasks._ruler.counts import CommonWords, FrequentWords
 from kvtool.tasks._ruler.needles import Needles
-from kvtool.tasks._ruler.part import Wanted
 from kvtool.tasks._ruler.questions import Questions
 from kvtool.tasks._ruler.sources import Sources
+from kvtool.tasks._ruler.subtask import SampleSpec
 from kvtool.tasks._ruler.variables import Variables
 from kvtool.tasks.reader import Reader
-from kvtool.tasks.task import Answer, Item, Task
+from kvtool.tasks.task import Item, ScoredAnswer, Task
 
 PARTS = {
     "niah_single_1": Needles("noise"),
@@ -134,7 +134,7 @@ class Ruler(Task):
         sources = Sources(model, self.essays, self.squad, self.hotpotqa, self.seed)
         found = []
         for length, number, name in product(self.lengths, range(self.repeats), self._names):
-            sample = PARTS[name].longest(Wanted(name, number, length, self.seed), sources)
+            sample = PARTS[name].longest(SampleSpec(name, number, length, self.seed), sources)
             found.append(
                 Item(
                     f"{name}-{length}-{number}",
@@ -147,13 +147,13 @@ class Ruler(Task):
             )
         return found
 
-    def answer(self, item: Item, reader: Reader) -> Answer:
+    def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         part = PARTS[item.about["part"]]
         question = item.question if self.question == "after" else ""
         n_first = reader.ask(item.prompt, part.n_max, question=question, opening=item.opening)
         output = reader.write(part.n_max)
         score = string_match(output, item.references, is_any=part.is_any)
-        return Answer(output, {"string_match": score}, {"first_tokens": n_first})
+        return ScoredAnswer(output, {"string_match": score}, {"first_tokens": n_first})
 
     def summary(self, found: Sequence[records.Record]) -> dict[str, float]:
         """RULER's averages: for each length, the mean of several parts' means."""

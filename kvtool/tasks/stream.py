@@ -30,11 +30,11 @@ from kvtool.llama.model import Model
 from kvtool.measure import records
 from kvtool.tasks import data
 from kvtool.tasks.reader import Reader
-from kvtool.tasks.task import Answer, Item, Task
+from kvtool.tasks.task import Item, ScoredAnswer, Task
 
 
 @dataclass(frozen=True, slots=True)
-class Stream(Task):
+class StreamTask(Task):
     """Parameters of the task.
 
     Attributes
@@ -79,15 +79,15 @@ class Stream(Task):
             raise InputError(f"there are no turns in {', '.join(map(str, files))}")
         return found
 
-    def answer(self, item: Item, reader: Reader) -> Answer:
+    def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         if item.about["number"] == 0:
             reader.start()
         past = reader.engine.n_past
         reader.read_turn(item.prompt)
         if not item.references:
-            return Answer(reader.write(self.n_max), {}, {"past": past})
+            return ScoredAnswer(reader.write(self.n_max), {}, {"past": past})
         scored = reader.log_likelihood(reader.following(item.references[0]))
-        return Answer(None, {"nll": -scored.logp / scored.n}, {"past": past, "answer_tokens": scored.n})
+        return ScoredAnswer(None, {"nll": -scored.logp / scored.n}, {"past": past, "answer_tokens": scored.n})
 
     def summary(self, found: Sequence[records.Record]) -> dict[str, float]:
         scored = [record for record in found if "nll" in record["scores"]]
@@ -132,4 +132,4 @@ def _parsed(record: data.Record) -> tuple[Any, Any, bool]:
     return record.get("id"), turns, False
 
 
-TASK = Stream
+TASK = StreamTask

@@ -27,7 +27,7 @@ from kvtool.tasks import data, metrics
 from kvtool.tasks.data import Record
 from kvtool.tasks.longbench import PARTS
 from kvtool.tasks.reader import Reader
-from kvtool.tasks.task import Answer, Item, Task
+from kvtool.tasks.task import Item, ScoredAnswer, Task
 
 _HEAD = "###\nArticle: "
 _ASKED = re.compile(r"\n\s*(Summarize the above article in [^\n]*)\s*$")
@@ -76,7 +76,7 @@ class Summarize(Task):
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
         return [item for path in files for item in self._of_file(path)]
 
-    def answer(self, item: Item, reader: Reader) -> Answer:
+    def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         as_it_is = self.plain and item.prompt.startswith(_HEAD)
         (right,) = item.references
         # a text has at most as many tokens as bytes; one more for the space before it
@@ -90,7 +90,7 @@ class Summarize(Task):
                 back()
                 scored = reader.log_likelihood(right if as_it_is else reader.following(right))
                 scores["logp"] = scored.logp / scored.n
-        return Answer(output, scores)
+        return ScoredAnswer(output, scores)
 
     def _of_file(self, path: Path) -> Iterator[Item]:
         parsed = list(data.each([path], "summarize", self._parsed))

@@ -48,7 +48,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ScoredAnswer:
     """Answer to an item, with its scores.
 
     Attributes
@@ -112,7 +112,7 @@ class Task(ABC):
         """Return all items, always in the same order. Raises InputError if the files have none."""
 
     @abstractmethod
-    def answer(self, item: Item, reader: Reader) -> Answer:
+    def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         """Ask one item and score the answer. The cache is empty at the start, unless all items share one."""
 
     def summary(self, records: Sequence[Record]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from kvtool.config.run import ScoreOptions
 from kvtool.errors import UsageError
 from kvtool.measure import grid, runner
 from kvtool.measure.grid import Run
-from kvtool.measure.results import Results
+from kvtool.measure.results import ComparisonResults
 from kvtool.system.paths import cache_dir
 from tests import forked
 from tests.cli.test_cli import KVTOOL, TEXT, kvtool
@@ -173,7 +173,7 @@ def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
     monkeypatch.setattr(runner, "Runner", Runner)
     monkeypatch.setattr(grid, "reference", lambda common: tmp_path / "none")
     common = grid.Common({}, ScoreOptions(n_ctx=512), 100)
-    results = Results(common, [run("local", "64")])
+    results = ComparisonResults(common, [run("local", "64")])
     for _ in range(2):
         _run(results, None, True, 1, None)
         assert [one["kl"] for one in results.of_run.values()] == [None]

@@ -17,7 +17,7 @@ from kvtool.cli.texts import first_tokens, source
 from kvtool.errors import InputError, UsageError
 from kvtool.llama.model import Model
 from kvtool.system import texts as system_texts
-from kvtool.system.texts import Source
+from kvtool.system.texts import TextSource
 from tests import forked
 from tests.cli.called import called
 from tests.cli.test_cli import KVTOOL
@@ -103,7 +103,7 @@ def test_a_command_reads_a_text_with_max_tokens_in_part(default_talker, tmp_path
     file.write_text(PROSE * 20_000)
     whole = file.stat().st_size
     monkeypatch.setattr(
-        Source, "start", lambda self, n=None, start=Source.start: read.append(n) or start(self, n)
+        TextSource, "start", lambda self, n=None, start=TextSource.start: read.append(n) or start(self, n)
     )
     words = command.split()
     done = called(words[0], file, "--max-tokens", 40, "-t", 1, *STREAMS[command])
@@ -115,11 +115,11 @@ def test_a_command_reads_a_text_with_max_tokens_in_part(default_talker, tmp_path
 def test_a_text_in_parts_is_the_text(tmp_path, size):
     file = tmp_path / "text"
     file.write_bytes("\ufeffna\u00efve\r\n\u4e16\u754c\r".encode())
-    with closing(Source(str(file))) as text:
+    with closing(TextSource(str(file))) as text:
         assert text.start() == text.start() == "na\u00efve\n\u4e16\u754c\n"
     wanted = "na\u00efve\n\u4e16\u754c\n"
     for n in range(0, 40, size):
-        with closing(Source(str(file))) as text:
+        with closing(TextSource(str(file))) as text:
             # the end may have half of a line break, but never half of a character
             assert wanted.startswith(text.start(n).rstrip("\n"))
 
@@ -139,7 +139,7 @@ def test_a_text_in_parts_is_the_text(tmp_path, size):
 def test_what_is_no_text_is_refused(tmp_path, data, words):
     file = tmp_path / "file"
     file.write_bytes(data)
-    with pytest.raises(InputError, match=words), closing(Source(str(file))) as text:
+    with pytest.raises(InputError, match=words), closing(TextSource(str(file))) as text:
         text.start()
 
 

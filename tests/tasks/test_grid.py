@@ -17,7 +17,7 @@ from kvtool.config.run import ScoreOptions
 from kvtool.errors import UsageError
 from kvtool.measure import divergence, grid, perplexity, records, statistics
 from kvtool.measure import run as one
-from kvtool.measure.results import Results
+from kvtool.measure.results import ComparisonResults
 from kvtool.measure.runner import Runner
 from kvtool.models.header import read
 from kvtool.models.layers import Kind, Layer, Layers
@@ -193,7 +193,7 @@ def blocks(seed):
 
 def test_a_difference_is_that_of_blocks_to_the_best_other_of_the_group(common):
     runs = make(common, ["full", "h2o", "buzz", "local"], ["64", "128"])
-    results = Results(common, runs)
+    results = ComparisonResults(common, runs)
     sums = {run: blocks(i) for i, run in enumerate(runs)}
     results.of_run = {run: record(common, run, sums[run]) for run in runs}
     found = dict(zip(runs, results.finished(), strict=True))
@@ -213,7 +213,7 @@ def test_a_file_gives_back_the_grid_s_runs_and_keeps_the_others(common):
     stranger = record(replace(common, n_tokens=N + 1), runs[0], blocks(0))
     failed = grid.identity(common, runs[1]) | {"error": "no"}
     mended = record(common, runs[1], blocks(1))
-    results = Results(common, runs)
+    results = ComparisonResults(common, runs)
     results.take([stranger, failed, mended, failed])
     assert results.others == [stranger]
     assert results.missing() == [runs[0]]
@@ -228,7 +228,7 @@ def test_what_has_no_divergence_is_missing_where_that_is_wanted(common):
     (run,) = make(common, ["h2o"], ["64"])
     without, whole = (record(common, run, blocks(0), kl=kl) for kl in (None, 0.5))
     for there in ([without], [without, whole], [whole, without]):
-        results = Results(common, [run])
+        results = ComparisonResults(common, [run])
         results.take(there)
         assert results.missing() == []
         assert results.missing(kl=True) == ([] if whole in there else [run])
@@ -367,6 +367,6 @@ def test_no_process_outlives_its_runner(common):
 
 def test_a_job_survives_its_way(common):
     (run,) = make(common, ["h2o:window=30"], ["64"])
-    job = one.Job(run.options, "t", reference="r")
+    job = one.RunInput(run.options, "t", reference="r")
     assert (job.options.options, job.options.budget, job.options.evict_every) == (("window=30",), "64", 8)
     assert one.decode(json.loads(one.encode(job))) == job

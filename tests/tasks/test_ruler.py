@@ -21,7 +21,7 @@ from kvtool.llama.model import Model
 from kvtool.measure import records
 from kvtool.tasks import results as of_items
 from kvtool.tasks._ruler import sources
-from kvtool.tasks._ruler.part import largest
+from kvtool.tasks._ruler.subtask import largest
 from kvtool.tasks.haystack import FILLER
 from kvtool.tasks.reader import Reader
 from kvtool.tasks.ruler import PARTS, string_match
@@ -568,7 +568,7 @@ def test_a_prompt_beyond_the_full_cache_is_refused(bytewise):
 def test_another_opening_is_another_record(tmp_path):
     about = {"task": "ruler"}
     items = [Item("1", "text", opening=opening) for opening in ("", "It is", "They are")]
-    hashes = {of_items.Results(about, [item])._what(item)["item_sha256"] for item in items}
+    hashes = {of_items.TaskResults(about, [item])._what(item)["item_sha256"] for item in items}
     assert len(hashes) == 3
 
 

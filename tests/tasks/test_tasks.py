@@ -26,7 +26,7 @@ from kvtool.measure import perplexity, records
 from kvtool.tasks import haystack
 from kvtool.tasks import results as of_items
 from kvtool.tasks.reader import Reader
-from kvtool.tasks.task import Answer, Item, Task
+from kvtool.tasks.task import Item, ScoredAnswer, Task
 from tests import forked
 from tests.cli.called import called
 from tests.cli.test_cli import KVTOOL, kvtool
@@ -297,7 +297,7 @@ class Length(Task):
         self.asked[item.id] += 1
         if item.prompt == "too long":
             raise StreamEnd("no more room")
-        return Answer(item.prompt, {"length": float(len(item.prompt)), "one": 1.0}, {"more": 1})
+        return ScoredAnswer(item.prompt, {"length": float(len(item.prompt)), "one": 1.0}, {"more": 1})
 
 
 class Nothing:
@@ -318,7 +318,7 @@ ABOUT = {"task": "length", "policy": "h2o"}
 
 def measured(items, path=None, about=ABOUT, n=None):
     Length.asked.clear()
-    results = of_items.Results(about, items, path)
+    results = of_items.TaskResults(about, items, path)
     steps = results.measure(Length(), Nothing())
     for _ in range(len(items) if n is None else n):
         next(steps, None)
@@ -363,7 +363,7 @@ def test_what_does_not_fit_is_said_and_scores_nothing(tmp_path):
 
 def test_items_that_are_the_same_are_refused():
     with pytest.raises(InputError, match="the same"):
-        of_items.Results(ABOUT, [ITEMS[0], ITEMS[0]])
+        of_items.TaskResults(ABOUT, [ITEMS[0], ITEMS[0]])
 
 
 def test_means_are_by_score_and_by_what_items_share():

@@ -22,7 +22,7 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.options import CACHE, Options, option
 from kvtool.system import interrupt
 from kvtool.system.cpu import default_threads
-from kvtool.system.texts import Source, json_text
+from kvtool.system.texts import TextSource, json_text
 from kvtool.units import CACHE_TYPES
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from kvtool.measure.grid import Common
-    from kvtool.measure.results import Results
+    from kvtool.measure.results import ComparisonResults
     from kvtool.measure.runner import Event
     from kvtool.models.header import ModelInfo
     from kvtool.models.layers import Layers
@@ -128,7 +128,7 @@ def compare(
         from kvtool.llama.crash import guard
         from kvtool.llama.log import set_verbose
         from kvtool.measure import records
-        from kvtool.measure.results import Results
+        from kvtool.measure.results import ComparisonResults
         from kvtool.models.download import sha256
 
         set_verbose(run.verbose > 1)
@@ -159,7 +159,7 @@ def compare(
     if not runs:
         # only `full`, and it does not fit
         raise UsageError(why_not or "nothing to compare; name policies, and budgets for them")
-    results = Results(common, runs)
+    results = ComparisonResults(common, runs)
     if path:
         results.take(records.read(path))
     say([why_not])
@@ -167,7 +167,7 @@ def compare(
     _finish(results, info, path, args.plot, as_json=as_json)
 
 
-def _read(info: ModelInfo, text: Source, max_tokens: int | None) -> tuple[np.ndarray, str, int, Layers]:
+def _read(info: ModelInfo, text: TextSource, max_tokens: int | None) -> tuple[np.ndarray, str, int, Layers]:
     """Return the tokens i32[n], as for kvtool perplexity, and the SHA-256 of their text.
 
     The last two are the model's: the size of the vocabulary, and the layers.
@@ -201,7 +201,7 @@ def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[
     return names, ""
 
 
-def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: Path | None) -> None:
+def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: int, path: Path | None) -> None:
     """Do the missing runs; results and the file get each record at once.
 
     Raises output.Stopped after Ctrl-C.
@@ -252,7 +252,7 @@ def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: P
 
 
 def _finish(
-    results: Results, info: ModelInfo, path: Path | None, plot: Path | None, *, as_json: bool
+    results: ComparisonResults, info: ModelInfo, path: Path | None, plot: Path | None, *, as_json: bool
 ) -> None:
     if path:
         from kvtool.measure import records

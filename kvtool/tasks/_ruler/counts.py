@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import ClassVar
 
-from kvtool.tasks._ruler.part import Part, Sample, Wanted
 from kvtool.tasks._ruler.sources import Sources
+from kvtool.tasks._ruler.subtask import Sample, SampleSpec, Subtask
 
 _LIST = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the "
@@ -30,7 +30,7 @@ _FREQUENT_ARE = "Answer: According to the coded text above, the three most frequ
 
 
 @dataclass(frozen=True, slots=True)
-class CommonWords(Part):
+class CommonWords(Subtask):
     """Ten words appear more often than all other words. A piece is a distinct word.
 
     Attributes
@@ -56,13 +56,13 @@ class CommonWords(Part):
     def most(self, sources: Sources) -> int:
         return len(sources.all_words)
 
-    def least(self, wanted: Wanted, sources: Sources) -> int:
+    def least(self, spec: SampleSpec, sources: Sources) -> int:
         return self.n_common + 1
 
-    def sample(self, n: int, wanted: Wanted, sources: Sources) -> Sample:
-        draws = wanted.draws()
+    def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:
+        draws = spec.draws()
         # below 4,096 tokens RULER uses different numbers
-        is_short = wanted.length < 4096
+        is_short = spec.length < 4096
         example = (20, 3, 1) if is_short else (40, 10, 3)
         often = (6, 1) if is_short else (self.often, self.seldom)
         solved, right = self._list(*example, draws, sources)
@@ -82,7 +82,7 @@ class CommonWords(Part):
 
 
 @dataclass(frozen=True, slots=True)
-class FrequentWords(Part):
+class FrequentWords(Subtask):
     """Three random words of six letters are the most frequent after "...". A piece is a word.
 
     In a text of n words, the word of rank k appears n / (k^2 zeta(2)) times, rounded down: RULER's alpha is
@@ -98,14 +98,14 @@ class FrequentWords(Part):
 
     n_max: ClassVar[int] = 50
 
-    def least(self, wanted: Wanted, sources: Sources) -> int:
+    def least(self, spec: SampleSpec, sources: Sources) -> int:
         # the word of rank 4 appears
         return math.ceil(_n_for(4))
 
-    def sample(self, n: int, wanted: Wanted, sources: Sources) -> Sample:
-        draws = wanted.draws()
+    def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:
+        draws = spec.draws()
         words = ["..."]
-        while len(words) < max((wanted.length - self.n_max) // 50, 4):
+        while len(words) < max((spec.length - self.n_max) // 50, 4):
             word = "".join(draws.choices(ascii_lowercase, k=self.n_letter))
             if word not in words:
                 words.append(word)

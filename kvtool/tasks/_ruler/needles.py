@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtool.tasks._ruler.part import Part, Sample, Wanted
 from kvtool.tasks._ruler.sources import Sources
+from kvtool.tasks._ruler.subtask import Sample, SampleSpec, Subtask
 from kvtool.tasks.haystack import FILLER, sentences
 
 _CONTEXT = (
@@ -28,7 +28,7 @@ _DEPTHS = [round(100 * i / 39) for i in range(40)]
 
 
 @dataclass(frozen=True, slots=True)
-class Needles(Part):
+class Needles(Subtask):
     """Parameters of a kind of needles.
 
     Attributes
@@ -63,11 +63,11 @@ class Needles(Part):
             ("essays",) if self.haystack == "essay" else ()
         )
 
-    def least(self, wanted: Wanted, sources: Sources) -> int:
+    def least(self, spec: SampleSpec, sources: Sources) -> int:
         return self.n_key * self.n_value
 
-    def sample(self, n: int, wanted: Wanted, sources: Sources) -> Sample:
-        draws = wanted.draws()
+    def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:
+        draws = spec.draws()
         hidden = [
             (
                 self._drawn(self.keys, draws, sources),

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtool.errors import InputError
-from kvtool.tasks._ruler.part import Part, Sample, Wanted
 from kvtool.tasks._ruler.sources import Documents, Question, Sources
+from kvtool.tasks._ruler.subtask import Sample, SampleSpec, Subtask
 
 _ASK = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other "
@@ -18,7 +18,7 @@ _QUESTION = f"{_ASK}\n\nQuestion: {{question}}"
 
 
 @dataclass(frozen=True, slots=True)
-class Questions(Part):
+class Questions(Subtask):
     """A piece is a document: first the question's, then the same article's, then any.
 
     Attributes
@@ -39,12 +39,12 @@ class Questions(Part):
     def most(self, sources: Sources) -> int:
         return len(self._documents(sources).texts)
 
-    def least(self, wanted: Wanted, sources: Sources) -> int:
-        return len(self._question(wanted, sources).own)
+    def least(self, spec: SampleSpec, sources: Sources) -> int:
+        return len(self._question(spec, sources).own)
 
-    def sample(self, n: int, wanted: Wanted, sources: Sources) -> Sample:
-        draws = wanted.draws()
-        question, texts = self._question(wanted, sources), self._documents(sources).texts
+    def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:
+        draws = spec.draws()
+        question, texts = self._question(spec, sources), self._documents(sources).texts
         chosen = [*question.own, *draws.sample(question.near, len(question.near))][:n]
         others = set(chosen)
         # chosen one by one: a larger sample begins with the same documents
@@ -61,10 +61,10 @@ class Questions(Part):
         documents: Documents = getattr(sources, self.file)
         return documents
 
-    def _question(self, wanted: Wanted, sources: Sources) -> Question:
+    def _question(self, spec: SampleSpec, sources: Sources) -> Question:
         questions = self._documents(sources).questions
-        if wanted.number >= len(questions):
+        if spec.number >= len(questions):
             raise InputError(
-                f"the file for {wanted.name} has {len(questions)} questions; choose fewer repeats"
+                f"the file for {spec.name} has {len(questions)} questions; choose fewer repeats"
             )
-        return questions[wanted.number]
+        return questions[spec.number]

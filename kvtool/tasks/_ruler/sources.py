@@ -105,7 +105,7 @@ class Sources:
         path = Path(self._hotpotqa)
         return self._drawn(path, [each for _, _, each in data.each([path], "ruler's qa_2", _hotpotqa)])
 
-    def _drawn(self, path: Path, asked: Sequence[_Asked]) -> Documents:
+    def _drawn(self, path: Path, asked: Sequence[_FileQuestion]) -> Documents:
         if not asked:
             raise InputError(f"{path} has no questions with an answer")
         texts = sorted({text for each in asked for text in (*each.own, *each.near)})
@@ -119,7 +119,7 @@ class Sources:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _FileQuestion:
     """Question from its file: `own` and `near` are texts."""
 
     text: str
@@ -133,7 +133,7 @@ def _places(texts: Sequence[str], at: dict[str, int], but: Sequence[str] = ()) -
     return [at[text] for text in dict.fromkeys(texts) if text not in but]
 
 
-def _squad(record: data.Record) -> list[_Asked]:
+def _squad(record: data.Record) -> list[_FileQuestion]:
     found = []
     for article in record["data"]:
         near = [data.text(paragraph["context"]) for paragraph in article["paragraphs"]]
@@ -143,16 +143,16 @@ def _squad(record: data.Record) -> list[_Asked]:
                     continue
                 answers = data.texts([answer["text"] for answer in asked["answers"]])
                 own = [paragraph["context"]]
-                found.append(_Asked(data.text(asked["question"]), _some(answers), own, near))
+                found.append(_FileQuestion(data.text(asked["question"]), _some(answers), own, near))
     return found
 
 
-def _hotpotqa(record: data.Record) -> _Asked:
+def _hotpotqa(record: data.Record) -> _FileQuestion:
     if "paragraphs" in record:
         own = [f"{data.text(each['title'])}\n{data.text(each['text'])}" for each in record["paragraphs"]]
     else:
         own = [f"{data.text(title)}\n{''.join(sentences)}" for title, sentences in record["context"]]
-    return _Asked(data.text(record["question"]), _some([data.text(record["answer"])]), own)
+    return _FileQuestion(data.text(record["question"]), _some([data.text(record["answer"])]), own)
 
 
 def _some(answers: list[str]) -> list[str]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import ClassVar
 
-from kvtool.tasks._ruler.part import Part, Sample, Wanted, largest
 from kvtool.tasks._ruler.sources import Sources
+from kvtool.tasks._ruler.subtask import Sample, SampleSpec, Subtask, largest
 from kvtool.tasks.haystack import FILLER
 
 _CONTEXT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{text}\n"
@@ -23,7 +23,7 @@ _EXAMPLE = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Variables(Part):
+class Variables(Subtask):
     """Parameters of the chain.
 
     Attributes
@@ -36,11 +36,11 @@ class Variables(Part):
 
     n_max: ClassVar[int] = 30
 
-    def least(self, wanted: Wanted, sources: Sources) -> int:
+    def least(self, spec: SampleSpec, sources: Sources) -> int:
         return self.n_hop + 1
 
-    def sample(self, n: int, wanted: Wanted, sources: Sources) -> Sample:
-        draws = wanted.draws()
+    def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:
+        draws = spec.draws()
         example = self._example(draws.getrandbits(32), sources)
         own = self._chain(n, 5, draws)
         return Sample(f"{example}\n{own.context}", own.question, own.opening, own.answers)

@@ -1,4 +1,4 @@
-"""A part of RULER: a text of n pieces with a question about it, as many pieces as fit."""
+"""Subtask of RULER: a text of n pieces with a question about it, as many pieces as fit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SampleSpec:
     """Requested sample.
 
     Attributes
@@ -65,7 +65,7 @@ class Wanted:
         return random.Random(f"{self.seed} {self.name} {self.length} {self.number}")
 
 
-class Part(ABC):
+class Subtask(ABC):
     """One of RULER's tasks.
 
     Attributes
@@ -90,30 +90,30 @@ class Part(ABC):
         return sys.maxsize
 
     @abstractmethod
-    def least(self, wanted: Wanted, sources: Sources) -> int:
+    def least(self, spec: SampleSpec, sources: Sources) -> int:
         """Minimum number of pieces for the question."""
 
     @abstractmethod
-    def sample(self, n: int, wanted: Wanted, sources: Sources) -> Sample:
+    def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:
         """Return the sample with n pieces, the same at each call."""
 
-    def longest(self, wanted: Wanted, sources: Sources) -> Sample:
+    def longest(self, spec: SampleSpec, sources: Sources) -> Sample:
         """Return the sample with as many pieces as fit. Raises InputError if not even the minimum fits."""
-        room = wanted.length - self.n_max
+        room = spec.length - self.n_max
 
         def n_token(n: int) -> int:
-            return sources.n_token(self.sample(n, wanted, sources).text)
+            return sources.n_token(self.sample(n, spec, sources).text)
 
         def fits(n: int) -> bool:
             return n_token(n) <= room
 
-        least = self.least(wanted, sources)
+        least = self.least(spec, sources)
         if not fits(least):
             raise InputError(
-                f"{wanted.name} does not fit into {wanted.length} tokens: it takes about "
+                f"{spec.name} does not fit into {spec.length} tokens: it takes about "
                 f"{n_token(least) + self.n_max}; choose greater lengths, or leave it out of tasks"
             )
-        return self.sample(largest(fits, least, self.most(sources)), wanted, sources)
+        return self.sample(largest(fits, least, self.most(sources)), spec, sources)
 
 
 def largest(fits: Callable[[int], bool], least: int, most: int) -> int:
