@@ -30,7 +30,6 @@ from kvtool.system.files import spare_folder
 from kvtool.system.texts import is_stdin, json_text
 
 if TYPE_CHECKING:
-    from kvtool.config.opening import Resolved
     from kvtool.llama.model import Model
     from kvtool.measure.records import Record
     from kvtool.models.header import ModelInfo
@@ -174,27 +173,31 @@ def evaluate(
     # values out of range are refused before a download
     _check_drawing(drawn, chosen, task)
 
-    from kvtool.config.opening import gpu_note, instead, loaded, located, n_ctx_of, patch_note, resolved
+    from kvtool.config import notes
+    from kvtool.config.model import find_model, loaded_model, workers_of
+    from kvtool.config.opening import check, replace_recall
 
-    asked = resolved(run)
-    path, info = located(run.model, locate)
-    n_ctx, cut = n_ctx_of(run.n_ctx, info.n_ctx_train)
-    say([cut])
-    _check_budget(asked.wanted, run, info)
+    spec = check(run)
+    info = find_model(run.model, locate)
+    path = info.path
+    n_ctx, note = notes.context_length(run.n_ctx, info.n_ctx_train)
+    say([note])
+    _check_budget(spec, run, info)
 
     from kvtool.tasks import results as of_items
 
     as_chat = chosen.chat if args.chat is None else args.chat
-    patch_note({run.policy: asked.wanted.kind})
+    notes.patch_note({run.policy: spec.kind})
+    workers, verbose = workers_of(run.rpc, run.gpu_layers), run.verbose > 1
     with (
-        loaded(path, run.gpu_layers, asked.workers, verbose=run.verbose > 1, guarded=True) as model,
+        loaded_model(path, run.gpu_layers, workers, verbose=verbose, guarded=True) as model,
         ExitStack() as stack,
     ):
-        run, note = instead(run, asked.wanted.kind, model.layers)
-        say([gpu_note(run.gpu_layers), note])
-        asked = resolved(run)
+        run, note = replace_recall(run, spec.kind, model.layers)
+        say([notes.gpu_note(run.gpu_layers), note])
+        spec = check(run)
         reader = stack.enter_context(
-            closing(_reader(asked, run, n_ctx, model, as_chat, args.max_prompt, drawn))
+            closing(_reader(spec, run, n_ctx, model, as_chat, args.max_prompt, drawn))
         )
         with _on_disk(files) as paths:
             items = chosen.items(paths, model)[: args.limit]
@@ -206,7 +209,7 @@ def evaluate(
             # without sampling the seed has no effect
             "temp": drawn.temp or None,
             "seed": drawn.seed if drawn.temp else None,
-            **_about(asked, run, path),
+            **_about(spec, run, path),
         }
         results = of_items.TaskResults(about, items, records_path, one_stream=chosen.one_stream)
 
@@ -252,52 +255,54 @@ def _check_drawing(drawn: _EvalSampling, chosen: Task, task: str) -> None:
     drawn.sampling()
 
 
-def _check_budget(wanted: PolicySpec, run: RunOptions, info: ModelInfo) -> None:
+def _check_budget(spec: PolicySpec, run: RunOptions, info: ModelInfo) -> None:
     """Raise UsageError for a budget that cannot work, before the model is loaded."""
     from kvtool.config import budget
-    from kvtool.config.opening import early_fitted
 
-    if not wanted.kind.evicts:
+    if not spec.kind.evicts:
         return
     text = (run.budget or "").strip()
     if text.endswith("%"):
         budget.percent(text)
-        wanted.smallest_budget()
+        spec.smallest_budget()
+        return
+    size = budget.parse(text, info.n_ctx_train)
+    if size.in_bytes:
+        spec.smallest_budget()
     else:
-        early_fitted(wanted, run, text, info)
+        budget.fit(spec, run, size, info.plain_layers)
 
 
 def _policy_for(
-    wanted: PolicySpec, run: RunOptions, n_ctx: int, model: Model, n_held: int
+    spec: PolicySpec, run: RunOptions, n_ctx: int, model: Model, n_held: int
 ) -> tuple[PolicyFor, int]:
-    """A function that gives the policy for a prompt and an answer of so many tokens, and the batch size.
+    """Return a function from the lengths of prompt and answer to the policy, and the batch size.
 
     n_held: tokens that no eviction removes. Raises UsageError.
     """
     from kvtool.config import budget
-    from kvtool.config.opening import fitted
     from kvtool.engine.stream import on_model
 
     n_batch = run.n_batch or run.default_n_batch
-    if not wanted.kind.evicts:
-        return _full_for(wanted, n_ctx), n_batch
+    if not spec.kind.evicts:
+        return _full_for(spec, n_ctx), n_batch
     share = (run.budget or "").strip()
     if not share.endswith("%"):
-        found = fitted(wanted, run, share, model.n_ctx_train, model.layers)
-        say([found.note])
-        return lambda n, n_answer: found.policy, found.n_batch
+        fitted = budget.fit(spec, run, budget.parse(share, model.n_ctx_train), model.layers)
+        say([fitted.note])
+        return lambda n, n_answer: fitted.policy, fitted.n_batch
     percent = budget.percent(share)
-    least = wanted.smallest_budget(n_held, partial(on_model, model=model))
-    return lambda n, n_answer: wanted.fit(max(min(budget.share(percent, n), n_ctx), least)), n_batch
+    least = spec.smallest_budget(n_held, partial(on_model, model=model))
+    return lambda n, n_answer: spec.fit(max(min(budget.share(percent, n), n_ctx), least)), n_batch
 
 
-def _full_for(wanted: PolicySpec, n_ctx: int) -> PolicyFor:
+def _full_for(spec: PolicySpec, n_ctx: int) -> PolicyFor:
     """A policy that never evicts, with cells for prompt and answer."""
-    return lambda n, n_answer: wanted.fit(min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
+    return lambda n, n_answer: spec.fit(min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
 
 
 def _reader(
-    asked: Resolved,
+    spec: PolicySpec,
     run: RunOptions,
     n_ctx: int,
     model: Model,
@@ -309,21 +314,23 @@ def _reader(
     from kvtool.config.opening import settings_of
     from kvtool.tasks.reader import N_OUTPUT, Reader, n_held
 
-    wanted, template = asked.wanted, template_of(model) if as_chat else None
+    template = template_of(model) if as_chat else None
     held = n_held(model, template)
-    policy_for, n_batch = _policy_for(wanted, run, n_ctx, model, held)
-    settings = settings_of(run, asked.limit, n_ctx, n_batch, N_OUTPUT)
-    full_for = _full_for(policies.spec("full"), n_ctx) if wanted.kind.evicts else None
+    policy_for, n_batch = _policy_for(spec, run, n_ctx, model, held)
+    settings = settings_of(run, n_ctx, n_batch, N_OUTPUT)
+    full_for = _full_for(policies.spec("full"), n_ctx) if spec.kind.evicts else None
     return Reader(model, policy_for, settings, template, max_prompt, full_for, drawn.sampling(), drawn.seed)
 
 
-def _about(asked: Resolved, run: RunOptions, path: Path) -> dict[str, object]:
+def _about(spec: PolicySpec, run: RunOptions, path: Path) -> dict[str, object]:
     """Return the fields of a record that identify its result, without the task."""
+    from kvtool.config import archive
     from kvtool.measure import records
     from kvtool.models.download import sha256
 
-    kind = asked.wanted.kind
+    kind = spec.kind
     recalls = policies.recalls(kind)
+    limit = archive.limit(run.archive, run.archive_file)
     return {
         "model": path.name,
         "model_sha256": sha256(path),
@@ -332,7 +339,7 @@ def _about(asked: Resolved, run: RunOptions, path: Path) -> dict[str, object]:
         "options": list(run.options),
         "budget": run.budget if kind.evicts else None,
         **run.identity(),
-        "archive": (asked.limit or None) if recalls else None,
+        "archive": (limit or None) if recalls else None,
         "archive_type": run.archive_type if recalls else None,
         **records.versions(),
     }

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtool.cli.arguments import sampling_of, with_thinking
 from kvtool.cli.console import say
 from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text, unpinned
-from kvtool.cli.opening import open_run, sampling_of, with_thinking
+from kvtool.cli.locate import locate
 from kvtool.cli.progress import reading_progress
 from kvtool.cli.texts import check_length
 from kvtool.config.generation import GenerationOptions
@@ -106,7 +107,11 @@ def generate(
         raise UsageError(f"{flag} is for the chat template, which --raw leaves out; leave out one of them")
     sampling = sampling_of(generation)
     with ExitStack() as stack:
-        opened = stack.enter_context(open_run(run))
+        from kvtool.config.opening import open_run
+
+        opened = stack.enter_context(open_run(run, find=locate, guarded=True))
+        say(opened.notes)
+
         from kvtool.chats.marks import escaped
         from kvtool.chats.prompt import pin_prefix
         from kvtool.chats.writer import Writer

@@ -14,7 +14,7 @@ import typer
 from kvtool.cli.console import say
 from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text
-from kvtool.cli.opening import open_run
+from kvtool.cli.locate import locate
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import File, check_length, first_tokens, source
 from kvtool.config.run import ScoreOptions
@@ -58,7 +58,7 @@ def perplexity(
     if args.stride is not None and (args.windows is None or args.stride >= args.windows):
         raise UsageError("--stride needs --windows, and must be smaller")
 
-    from kvtool.config.opening import check_stream
+    from kvtool.config.opening import check_read_once, open_run
     from kvtool.config.report import line, report
     from kvtool.llama.model import Model
     from kvtool.measure import perplexity as measure
@@ -72,10 +72,14 @@ def perplexity(
         tokens = first_tokens(loaded, text, args.max_tokens, start=start, n_least=n_least)
         return args.windows or len(tokens)
 
-    check_stream(run, run.policy)
+    check_read_once(run, run.policy)
     # every token is scored, also with policies that read prompts whole
     run = run.changed(prefill="stream")
-    with closing(source(file)) as text, open_run(run, length=length) as opened:
+    with (
+        closing(source(file)) as text,
+        open_run(run, length=length, find=locate, guarded=True) as opened,
+    ):
+        say(opened.notes)
         engine, policy = opened.engine, opened.run.policy
         if args.windows is None:
             check_length(engine, len(tokens))

@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtool.cli.arguments import of_model, sampling_of, with_thinking
 from kvtool.cli.chat.files import fixed_of, meta_of
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import explain_run
 from kvtool.cli.locate import locate
-from kvtool.cli.opening import of_model, open_run, sampling_of, with_thinking
 from kvtool.cli.worker import listener
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions, WriteOptions
@@ -123,7 +123,9 @@ def serve(
     except ModuleNotFoundError as error:
         raise LibraryError(f"{error.name} is missing; install it: {extra_command('serve')}") from None
 
-    from kvtool.config.opening import located, n_ctx_of, resolved
+    from kvtool.config.model import find_model
+    from kvtool.config.notes import context_length
+    from kvtool.config.opening import check
     from kvtool.config.report import archive_limit
     from kvtool.llama import endpoints
     from kvtool.models.catalogue import registry
@@ -138,10 +140,10 @@ def serve(
     listening = listener(address, serving.port)
     port = listening.getsockname()[1]
     # what is wrong with an option is said at once, and downloads come before anybody can ask
-    resolved(run)
-    _, info = located(run.model, locate)
-    n_ctx, cut = n_ctx_of(run.n_ctx, info.n_ctx_train)
-    say([cut])
+    check(run)
+    info = find_model(run.model, locate)
+    n_ctx, note = context_length(run.n_ctx, info.n_ctx_train)
+    say([note])
     # it is said once that a context is cut
     run = run.changed(n_ctx=run.n_ctx and n_ctx)
     name = Path(run.model).stem if run.model else next(iter(registry()))
@@ -202,6 +204,7 @@ def _opened(
     from kvtool.chats.prompt import template_of
     from kvtool.chats.writer import Writer
     from kvtool.config import drafting
+    from kvtool.config.opening import open_run
     from kvtool.engine.loop import Engine
     from kvtool.errors import ModelError, OutOfMemory
     from kvtool.llama.devices import has_gpu
@@ -215,7 +218,8 @@ def _opened(
     from kvtool.units import format_bytes
 
     with ExitStack() as stack:
-        opened = stack.enter_context(open_run(run, n_output=N_OUTPUT))
+        opened = stack.enter_context(open_run(run, find=locate, guarded=True, n_output=N_OUTPUT))
+        say(opened.notes)
         engine, run = opened.engine, opened.run
         site.policy = run.policy
         path = stack.enter_context(lock_folder(serving.sessions))

@@ -1,10 +1,10 @@
-"""The archive of a policy that recalls: what its options stand for, and where they cannot work."""
+"""Options of the archive: its limit, and combinations that cannot work."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvtool import policies
@@ -18,21 +18,15 @@ if TYPE_CHECKING:
     from kvtool.policy import Policy
 
 
-def checked(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> dict[str, int]:
-    """The limit of an archive, as `limit` gives it. Raises UsageError for options of it that cannot work.
+def check(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> None:
+    """Raise UsageError for archive options that cannot work.
 
     kinds: the policies that the options are for, by name.
     """
     check_file(run.archive_file)
-    found = limit(run.archive, run.archive_file)
-    check_recalls(kinds, run.typed)
-    return found
-
-
-def check_recalls(kinds: Mapping[str, type[Policy]], typed: Collection[str]) -> None:
-    """Raise UsageError if options of the archive were typed, and none of the policies has one."""
-    its = {name: option for name, option in declared(RunOptions).items() if option.group == ARCHIVE}
-    flags = [option.flags[0] for name, option in its.items() if name in typed]
+    limit(run.archive, run.archive_file)
+    archive_options = {name: its for name, its in declared(RunOptions).items() if its.group == ARCHIVE}
+    flags = [its.flags[0] for name, its in archive_options.items() if name in run.typed]
     if flags and not any(map(policies.recalls, kinds.values())):
         have = "has" if len(kinds) == 1 else "have"
         listed = " and ".join(filter(None, [", ".join(flags[:-1]), flags[-1]]))
@@ -43,9 +37,10 @@ def check_recalls(kinds: Mapping[str, type[Policy]], typed: Collection[str]) -> 
 
 
 def limit(text: str | None, file: str | None = None) -> dict[str, int]:
-    """The engine's setting for --archive: `archive` tokens or `archive_bytes`; neither without it.
+    """Return the engine's setting for the limit: {"archive": tokens}, {"archive_bytes": bytes} or {}.
 
-    file: --archive-file. Raises UsageError for what is no size, and for bytes that there are not.
+    text: --archive. file: --archive-file. Raises UsageError for a text that is not a size, and for more bytes
+    than the memory or the disk has.
     """
     if text is None:
         return {}
@@ -59,13 +54,13 @@ def limit(text: str | None, file: str | None = None) -> dict[str, int]:
             "which archives nothing"
         )
     if not is_bytes:
-        # a cap, which the stream may never reach
+        # unchecked: the stream may never get as long
         return {"archive": n}
-    most, what = memory.total_bytes(), "this machine's memory"
+    available, where = memory.total_bytes(), "this machine's memory"
     if file is not None:
-        most, what = files.free_disk_bytes(file), f"the disk of {file} has free"
-    if n > most:
-        raise UsageError(f"--archive {text} is more than {what} ({format_bytes(most)}); choose less")
+        available, where = files.free_disk_bytes(file), f"the disk of {file} has free"
+    if n > available:
+        raise UsageError(f"--archive {text} is more than {where} ({format_bytes(available)}); choose less")
     return {"archive_bytes": n}
 
 
@@ -76,16 +71,16 @@ def check_file(file: str | None) -> None:
     if sys.platform == "win32":
         raise UsageError("--archive-file does not work on Windows yet; leave it out")
     folder = os.path.dirname(os.path.abspath(file))
-    wrong = None
+    problem = None
     if not file:
-        wrong = "is not the name of a file"
+        problem = "is not the name of a file"
     elif os.path.isdir(file):
-        wrong = "is a folder"
+        problem = "is a folder"
     elif os.path.lexists(file):
-        wrong = "exists already"
+        problem = "exists already"
     elif not os.path.isdir(folder):
-        wrong = f"cannot be created: there is no folder {folder}"
+        problem = f"cannot be created: there is no folder {folder}"
     elif not os.access(folder, os.W_OK | os.X_OK):
-        wrong = f"cannot be created: no permission to write to {folder}"
-    if wrong:
-        raise UsageError(f"--archive-file {file!r} {wrong}; name a new file")
+        problem = f"cannot be created: no permission to write to {folder}"
+    if problem:
+        raise UsageError(f"--archive-file {file!r} {problem}; name a new file")

@@ -1,33 +1,67 @@
-"""A budget as people write it: tokens, a share, or bytes."""
+"""Budgets: from the text of --budget to cells, and to a policy that keeps within them."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvtool import policies
+from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
-from kvtool.models.layers import PAD, Layers, batch_within
+from kvtool.models.layers import PAD, Layers
 from kvtool.units import format_bytes, parse_count
 
 if TYPE_CHECKING:
     from decimal import Decimal
 
+    from kvtool.policy import Policy
+
 _FRACTION = re.compile(r"[0-9]*\.[0-9]+")
 _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%")
 
 
-def parse(
-    text: str, n_ctx_train: int, layers: Layers | None, n_batch: int, type_k: str = "f16", type_v: str = "f16"
-) -> tuple[int, int | None]:
-    """The cells that "512", "10%" or "64MiB" stand for; for bytes the largest batch beside them, else None.
+class Budget(NamedTuple):
+    """Budget as the user typed it.
 
-    A share is of the trained context, see `share`. Bytes give the largest cache that fits into them, in steps
-    of 256 cells, beside what the model keeps in sliding and recurrent layers. Only bytes bound the whole
-    cache, padding and batches included.
-
-    layers: None where they are not known yet; bytes then stand for the trained context. n_batch: the most
-    tokens of a batch. Raises UsageError.
+    Attributes
+    ----------
+    text
+        "512", "10%" or "64MiB".
+    n
+        Number of cells, or of bytes.
+    in_bytes
+        True if `n` is in bytes.
+    n_ctx_train
+        Trained context length of the model, in tokens.
     """
+
+    text: str
+    n: int
+    in_bytes: bool
+    n_ctx_train: int
+
+    def cells(
+        self, layers: Layers, n_batch: int, type_k: str = "f16", type_v: str = "f16"
+    ) -> tuple[int, int]:
+        """Return the cells of a row, and the maximum tokens of a batch (at most n_batch).
+
+        Only bytes bound the whole cache, including padding and batches. They give the largest cache that
+        fits, in steps of 256 cells, next to what sliding and recurrent layers keep. Raises UsageError for too
+        few bytes.
+        """
+        if not self.in_bytes:
+            return self.n, n_batch
+        n, n_batch = layers.cache_that_fits(self.n, self.n_ctx_train, n_batch, type_k, type_v)
+        if n == 0:
+            smallest = format_bytes(layers.smallest_bytes(type_k, type_v))
+            raise UsageError(
+                f"{self.text} is too small for this model: its smallest cache ({PAD} tokens) takes {smallest}"
+            )
+        return n, n_batch
+
+
+def parse(text: str, n_ctx_train: int) -> Budget:
+    """Parse "512" (cells), "10%" (share of the trained context) or "64MiB" (bytes). Raises UsageError."""
     text = text.strip()
     if not text:
         raise UsageError("the budget is empty; give tokens (512), a share (10%) or bytes (64MiB)")
@@ -42,30 +76,18 @@ def parse(
                 f"{text} of the trained context ({n_ctx_train} tokens) is less than 1 token; "
                 "choose a larger share"
             )
-        return n, None
+        return Budget(text, n, False, n_ctx_train)
     try:
-        n, is_bytes = parse_count(text)
+        return Budget(text, *parse_count(text), n_ctx_train)
     except UsageError:
         raise UsageError(
             f"a budget is a number of tokens (512), a share of the trained context (10%) or bytes (64MiB), "
             f"got {text!r}"
         ) from None
-    if not is_bytes:
-        # the policy knows which number is too small
-        return n, None
-    if layers is None:
-        return n_ctx_train, batch_within(n_ctx_train, n_batch)
-    n, n_batch = layers.cache_that_fits(n, n_ctx_train, n_batch, type_k, type_v)
-    if n == 0:
-        smallest = format_bytes(layers.smallest_bytes(type_k, type_v))
-        raise UsageError(
-            f"{text} is too small for this model: its smallest cache ({PAD} tokens) takes {smallest}"
-        )
-    return n, n_batch
 
 
 def percent(text: str) -> Decimal:
-    """The number in "20%". Raises UsageError unless it is above 0 and at most 100."""
+    """Return the number in "20%". Raises UsageError unless it is above 0 and at most 100."""
     # imported here: most commands never need it, and it takes memory
     from decimal import Decimal
 
@@ -76,5 +98,71 @@ def percent(text: str) -> Decimal:
 
 
 def share(percent: Decimal, n: int) -> int:
-    """That share of n tokens in cells, rounded down: a budget is a hard cap. 0 is possible."""
+    """Return that share of n tokens in cells, rounded down because a budget is a hard cap. It may be 0."""
     return int(n * percent / 100)
+
+
+def of_run(run: RunOptions, kind: type[Policy], n_ctx: int, n_ctx_train: int) -> Budget:
+    """Return the budget of the options, or the default one, for a policy that evicts. Raises UsageError."""
+    if run.budget is not None:
+        return parse(run.budget, n_ctx_train)
+    # a policy whose rows keep what they need takes the budget only as a cap
+    n = n_ctx if kind.capped else run.default_recall if policies.recalls(kind) else run.default_budget
+    return in_cells(min(n, n_ctx), n_ctx_train)
+
+
+def in_cells(n: int, n_ctx_train: int) -> Budget:
+    """Return a budget of n cells."""
+    return Budget(str(n), n, False, n_ctx_train)
+
+
+class Fitted(NamedTuple):
+    """Policy fitted to a budget.
+
+    Attributes
+    ----------
+    policy
+        Policy with all its parameters.
+    n
+        Budget in cells.
+    n_batch
+        Maximum tokens of a batch.
+    note
+        Line for the user if batches of the requested size do not fit into the budget; else None.
+    """
+
+    policy: Policy
+    n: int
+    n_batch: int
+    note: str | None
+
+
+def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Layers) -> Fitted:
+    """Fit the policy to the budget. layers: the model's.
+
+    A budget in bytes includes the batch if that may exceed the budget. Raises UsageError with the smallest
+    budget that works.
+    """
+    wanted = run.n_batch or run.default_n_batch
+    n, n_batch = budget.cells(layers, wanted, run.type_k, run.type_v)
+    if budget.in_bytes and not run.scores:
+        n -= max(n_batch - spec.slack(n), 0)
+    policy = spec.fit(n, lambda policy: policy.on(layers.n_group, layers.has_values))
+    if budget.in_bytes and policy.budget > n:
+        raise UsageError(
+            f"--budget {budget.text}: with these parameters a row takes more than its budget at times, so "
+            "bytes would not bound it; give it in tokens (512) or as a share (10%)"
+        )
+    note = None
+    if run.n_batch and n_batch < wanted:
+        note = f"--batch-size {wanted:,} does not fit into {budget.text}; {n_batch:,} is used"
+    return Fitted(policy, n, n_batch, note)
+
+
+def without_recalled_cells(fitted: Fitted, spec: policies.PolicySpec, layers: Layers) -> Fitted:
+    """Reduce a budget from bytes by the cells that recall adds in a step: the bytes bound these, too."""
+    policy = fitted.policy.on(layers.n_group, layers.has_values)
+    if not policy.recall:
+        return fitted
+    n = 2 * fitted.n - policy.n_live - policy.recall.n_filled(layers.has_values)
+    return fitted._replace(policy=spec.fit(n), n=n) if n < fitted.n else fitted

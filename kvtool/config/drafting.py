@@ -1,4 +1,4 @@
-"""From --draft to guesses: where they come from."""
+"""Draft tokens: from --draft to what proposes them."""
 
 from __future__ import annotations
 
@@ -6,56 +6,77 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
-from kvtool.config.ahead import LOOKUP, OFF
-from kvtool.config.run import WriteOptions
-from kvtool.drafts.drafter import Drafter
+from kvtool import policies
+from kvtool.config.model import find_model, loaded_model
+from kvtool.config.run import RunOptions, WriteOptions
+from kvtool.drafts.drafter import MOST, Drafter
+from kvtool.errors import UsageError
+from kvtool.models.layers import Kind, Layers
 
 if TYPE_CHECKING:
-    from kvtool.config.run import RunOptions
     from kvtool.engine.loop import Engine
     from kvtool.llama.model import Model
+    from kvtool.policy import Policy
+
+_LOOKUP, _OFF = "lookup", "off"
+
+
+def max_draft_tokens(run: RunOptions, layers: Layers, kind: type[Policy], n_batch: int) -> int:
+    """Return the maximum number of draft tokens in a step.
+
+    Raises UsageError if the user gave --draft and the model or the policy cannot take draft tokens back.
+    """
+    if not isinstance(run, WriteOptions) or run.draft == _OFF:
+        return 0
+    obstacle = ""
+    if layers.of(Kind.RECURRENT):
+        obstacle = "a model with recurrent layers, which cannot take guesses back"
+    elif policies.recalls(kind) and not layers.has_values:
+        obstacle = "recall of tokens (MLA), which the tokens of a step share"
+    if obstacle and "draft" in run.given:
+        raise UsageError(f"--draft {run.draft} cannot be used with {obstacle}; leave it out")
+    return 0 if obstacle else min(MOST, n_batch - 1)
 
 
 class Drafts:
-    """Makes the guesses of a run's engines. `opened` gives one.
+    """Makes drafters for the engines of a run; `opened` makes the object.
 
-    draft: the model that guesses where looking up finds nothing; None if there is none.
+    draft_model: proposes tokens where lookup finds none; None if there is no such model.
     """
 
-    def __init__(self, draft: Model | None) -> None:
-        self._draft = draft
+    def __init__(self, draft_model: Model | None) -> None:
+        self._draft_model = draft_model
         self._stack = ExitStack()
 
     def of(self, engine: Engine) -> Drafter | None:
-        """What guesses for an engine; None where nothing is guessed."""
+        """Return a drafter for an engine; None if the engine takes no draft tokens."""
         if not engine.settings.n_ahead:
             return None
         from kvtool.drafts.lookup import Lookup
 
-        if self._draft is None:
+        if self._draft_model is None:
             return Drafter(Lookup())
         from kvtool.drafts.model import ModelDraft
 
-        source = ModelDraft(self._draft, engine.settings.n_threads)
+        source = ModelDraft(self._draft_model, engine.settings.n_threads)
         return Drafter(Lookup(), self._stack.enter_context(closing(source)))
 
     def close(self) -> None:
-        """Frees what the models' caches take."""
+        """Free the caches of the draft model."""
         self._stack.close()
 
 
 @contextmanager
 def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
-    """Loads the model that guesses, if one does. Raises KvtoolError where it cannot."""
-    draft_name = run.draft if isinstance(run, WriteOptions) else OFF
-    if draft_name in (LOOKUP, OFF):
+    """Load the draft model, if --draft names one. Raises KvtoolError if it cannot draft for the model."""
+    name = run.draft if isinstance(run, WriteOptions) else _OFF
+    if name in (_LOOKUP, _OFF):
         yield Drafts(None)
         return
-    from kvtool.config.opening import loaded, located
     from kvtool.drafts.model import check_vocabulary
 
-    path, _ = located(draft_name)
-    with loaded(path, run.gpu_layers, (), verbose=run.verbose > 1) as draft:
-        check_vocabulary(model, draft)
-        with closing(Drafts(draft)) as drafts:
+    path = find_model(name).path
+    with loaded_model(path, run.gpu_layers, verbose=run.verbose > 1) as draft_model:
+        check_vocabulary(model, draft_model)
+        with closing(Drafts(draft_model)) as drafts:
             yield drafts

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtool import policies
-from kvtool.config import archive
-from kvtool.config.opening import check_stream, fitted, settings_of, workers_of
+from kvtool.config import archive, budget
+from kvtool.config.model import workers_of
+from kvtool.config.opening import check_read_once, settings_of
 from kvtool.config.run import ScoreOptions
 from kvtool.engine.checks import check
 from kvtool.errors import UsageError
@@ -212,18 +213,22 @@ def _run(common: Common, n_ctx_train: int, layers: Layers, label: str, asked: st
     from kvtool.llama.decoder import choose_flash
 
     name, options = split_policy(label)
-    check_stream(common.options, name)
+    check_read_once(common.options, name)
     its = _options(common, name, options, kind)
-    wanted = policies.spec(name, its.evict_every, options)
+    spec = policies.spec(name, its.evict_every, options)
     # raises for a type that does not fit the model's heads
     layers.cell_bytes(kind, kind)
-    n = common.n_ctx if wanted.kind.evicts else min(common.n_ctx, common.n_tokens)
-    found = fitted(wanted, its, str(n) if asked is None else asked, n_ctx_train, layers)
-    choose_flash(its.flash, kind, found.policy.ragged or layers.has_alibi)
-    if wanted.kind.evicts:
-        its = replace(its, budget=str(found.n), evict_every=found.policy.slack or None, n_batch=found.n_batch)
-    limit = archive.limit(its.archive, its.archive_file)
-    settings = settings_of(its, limit, common.n_ctx, found.n_batch, found.n_batch)
-    check(found.policy, settings, layers, common.n_ctx, n_ctx_train)
-    params, digest = policies.chosen(found.policy), policies.file_sha256(name)
-    return Run(label, its, params, asked, found.n, digest, policies.recalls(wanted.kind))
+    if asked is None:
+        n = common.n_ctx if spec.kind.evicts else min(common.n_ctx, common.n_tokens)
+        size = budget.in_cells(n, n_ctx_train)
+    else:
+        size = budget.parse(asked, n_ctx_train)
+    fitted = budget.fit(spec, its, size, layers)
+    choose_flash(its.flash, kind, fitted.policy.ragged or layers.has_alibi)
+    if spec.kind.evicts:
+        slack, n_batch = fitted.policy.slack, fitted.n_batch
+        its = replace(its, budget=str(fitted.n), evict_every=slack or None, n_batch=n_batch)
+    settings = settings_of(its, common.n_ctx, fitted.n_batch, fitted.n_batch)
+    check(fitted.policy, settings, layers, common.n_ctx, n_ctx_train)
+    params, digest = policies.chosen(fitted.policy), policies.file_sha256(name)
+    return Run(label, its, params, asked, fitted.n, digest, policies.recalls(spec.kind))

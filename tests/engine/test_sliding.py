@@ -247,10 +247,10 @@ def test_bytes_are_those_of_the_cells_and_the_window(tiny_model, type_k):
         engine.close()
         # in bytes the batch is a quarter of the cells at most, and the window's cells are fewer
         least = 256 * layers.cell_bytes(type_k) + layers.swa_bytes(64, type_k)
-        assert budget.parse(f"{least}B", 1024, layers, n_batch, type_k) == (256, 64)
+        assert budget.parse(f"{least}B", 1024).cells(layers, n_batch, type_k) == (256, 64)
         more = least + 256 * layers.cell_bytes(type_k)
-        assert budget.parse(f"{more - 1}B", 1024, layers, n_batch, type_k) == (256, 64)
-        assert budget.parse(f"{more}B", 1024, layers, n_batch, type_k) == (512, min(n_batch, 128))
+        assert budget.parse(f"{more - 1}B", 1024).cells(layers, n_batch, type_k) == (256, 64)
+        assert budget.parse(f"{more}B", 1024).cells(layers, n_batch, type_k) == (512, min(n_batch, 128))
         engine = Engine(model, policies.fit("streamingllm", 200, 16), replace(settings, n_batch=64))
         assert engine.cache_bytes == least
         engine.close()

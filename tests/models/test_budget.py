@@ -28,7 +28,7 @@ HYBRID = Layers(
 
 
 def parse(text, layers=PLAIN, n_batch=64, **types):
-    return budget.parse(text, N_CTX_TRAIN, layers, n_batch, **types)
+    return budget.parse(text, N_CTX_TRAIN).cells(layers, n_batch, **types)
 
 
 @pytest.mark.parametrize(
@@ -36,14 +36,15 @@ def parse(text, layers=PLAIN, n_batch=64, **types):
     [("512", 512), (" 12 ", 12), ("10%", 100), ("0.19%", 1), ("99.99%", 999), ("100%", 1000)],
 )
 def test_a_budget_is_tokens_or_a_share_rounded_down(text, n):
-    # of what the model keeps it needs to know nothing
-    for layers in (PLAIN, HYBRID, None):
-        assert parse(text, layers) == (n, None)
+    # whatever the model keeps
+    for layers in (PLAIN, HYBRID):
+        assert parse(text, layers) == (n, 64)
+    assert not budget.parse(text, N_CTX_TRAIN).in_bytes
 
 
 @pytest.mark.parametrize("text", ["32.3%", "64.1%", "64.6%", "65.1%"])
 def test_a_share_is_exact_where_binary_fractions_are_not(text):
-    assert parse(text) == (int(text.replace(".", "").rstrip("%")), None)
+    assert parse(text) == (int(text.replace(".", "").rstrip("%")), 64)
 
 
 def test_a_share_of_a_prompt_never_exceeds_it():
@@ -108,11 +109,6 @@ def test_bytes_are_of_the_cache_types():
     assert parse(f"{512 * 4 * (128 + 34)}B", type_k="f32", type_v="q8_0") == (512, 64)
     with pytest.raises(UsageError, match="unknown cache type 'q9' for V"):
         parse("64MiB", type_v="q9")
-
-
-def test_bytes_stand_for_the_trained_context_until_the_layers_are_known():
-    for text in ("1KiB", "64MiB"):
-        assert parse(text, None) == (N_CTX_TRAIN, 64)
 
 
 def test_the_smallest_cache_has_everything_in_it():

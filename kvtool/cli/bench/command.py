@@ -92,12 +92,14 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: Json = False) -> None
     depths = args.n_tokens()
     output.check_picture("--plot", args.plot)
 
-    from kvtool.config import opening
+    from kvtool.config.model import find_model, loaded_model, workers_of
+    from kvtool.config.opening import settings_of
     from kvtool.measure import bench as measure
 
     old = measure.earlier(args.compare.expanduser()) if args.compare else None
-    workers = opening.workers_of(run.rpc, run.gpu_layers)
-    path, info = opening.located(run.model, locate)
+    workers = workers_of(run.rpc, run.gpu_layers)
+    info = find_model(run.model, locate)
+    path = info.path
 
     from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
     from kvtool.measure.machine import machine
@@ -105,13 +107,14 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: Json = False) -> None
     if not is_patched():
         raise LibraryError(f"{UNPATCHED}, which bench needs; {HOW_TO_BUILD}")
     run = run.changed(threads=run.threads or default_threads())
-    with opening.loaded(path, run.gpu_layers, workers, verbose=run.verbose > 1, guarded=True) as model:
+    verbose = run.verbose > 1
+    with loaded_model(path, run.gpu_layers, workers, verbose=verbose, guarded=True) as model:
         budgets = _budgets(run, info, model.layers)
         has_device = measure.device_free() is not None and run.gpu_layers != 0
         n_batch = run.n_batch or run.default_n_batch
         ways = measure.ways(budgets, has_device=has_device)
         rows = [measure.sized(way, depth, n_batch) for depth in depths for way in ways]
-        settings = opening.settings_of(run, {}, model.n_ctx_train, n_batch, 1)
+        settings = settings_of(run, model.n_ctx_train, n_batch, 1)
         benchmark = measure.Bench(model, settings, rows, rounds=args.rounds, row_s=args.seconds)
         about = {"model": path.stem, "machine": machine() | {"threads": run.threads}}
         _measure(benchmark)
@@ -127,13 +130,14 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: Json = False) -> None
 
 def _budgets(run: _BenchRun, info: ModelInfo, layers: Any) -> dict[str, int]:
     """Return the budget of each policy, in cells. Raises UsageError."""
-    from kvtool.config import opening
+    from kvtool.config import budget
 
     budgets = {}
     for name in _POLICIES:
         default = run.default_recall if policies.recalls(policies.load(name)) else run.default_budget
         text = run.budget or str(min(default, info.n_ctx_train))
-        budgets[name] = opening.fitted(policies.spec(name), run, text, info.n_ctx_train, layers).n
+        size = budget.parse(text, info.n_ctx_train)
+        budgets[name] = budget.fit(policies.spec(name), run, size, layers).n
     return budgets
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
+from kvtool.cli.arguments import of_model, sampling_of, with_thinking
 from kvtool.cli.chat.files import ChatFiles, moved_line, open_transcript, resumed
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
+from kvtool.cli.locate import locate
 from kvtool.cli.model_advice import base_model
-from kvtool.cli.opening import of_model, open_run, sampling_of, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import WriteOptions
 from kvtool.config.system import SystemOptions
@@ -67,7 +68,11 @@ def chat(
         if is_terminal:
             # its import takes as long as loading a small model: the two go side by side
             Thread(target=import_module, args=["kvtool.cli.chat.terminal"], daemon=True).start()
-        opened = stack.enter_context(open_run(run))
+
+        from kvtool.config.opening import open_run
+
+        opened = stack.enter_context(open_run(run, find=locate, guarded=True))
+        say(opened.notes)
         engine, run = opened.engine, opened.run
 
         from kvtool.chats.conversation import Conversation

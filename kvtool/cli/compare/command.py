@@ -110,20 +110,23 @@ def compare(
     path = output.records_path(args.records, args.resume)
     output.check_picture("--plot", args.plot)
 
-    from kvtool.config import archive, opening
+    from kvtool.config import archive
+    from kvtool.config.model import find_model, workers_of
+    from kvtool.config.notes import context_length, gpu_note, patch_note, runnable
     from kvtool.measure import grid as of_runs
 
-    if opening.workers_of(run.rpc, run.gpu_layers) and args.jobs > 1:
+    if workers_of(run.rpc, run.gpu_layers) and args.jobs > 1:
         raise UsageError("a worker serves one run at a time; leave out --jobs or --rpc")
     names, budgets = grid.listed("policies"), grid.listed("budgets")
     if not budgets and not (names and all(map(of_runs.keeps_all_it_needs, names))):
         raise UsageError("--budgets names no budget; only full and corm need none")
     kinds = {name: policies.load(name) for name, _ in map(of_runs.split_policy, names or ["recall"])}
-    archive.checked(run, kinds)
+    archive.check(run, kinds)
     with closing(source(file)) as text:
-        model_path, info = opening.located(run.model, locate)
-        n_ctx, cut = opening.n_ctx_of(run.n_ctx, info.n_ctx_train)
-        say([cut])
+        info = find_model(run.model, locate)
+        model_path = info.path
+        n_ctx, note = context_length(run.n_ctx, info.n_ctx_train)
+        say([note])
 
         from kvtool.llama.crash import guard
         from kvtool.llama.log import set_verbose
@@ -147,10 +150,10 @@ def compare(
     common = of_runs.Common(what | records.versions(), shared, len(tokens))
     if not names:
         # policies with a reconstruction pass read a text twice; without values (MLA) none can be merged
-        kinds = opening.runnable()
+        kinds = runnable()
         kinds = {name: kind for name, kind in kinds.items() if not policies.has_reconstruction(kind)}
         names = [n for n, kind in kinds.items() if layers.has_values or not kind.may_merge()]
-    say([opening.patch_note(kinds), None if run.rpc else opening.gpu_note(run.gpu_layers)])
+    say([patch_note(kinds), None if run.rpc else gpu_note(run.gpu_layers)])
     names, why_not = _against_full(common, n_vocab, names)
     types = grid.listed("types")
     runs = of_runs.runs(common, info.n_ctx_train, layers, names, budgets, types, combine=grid.combine)

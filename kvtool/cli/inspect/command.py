@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvtool.cli import output
-from kvtool.cli.console import plain_console, table_console
+from kvtool.cli.console import plain_console, say, table_console
 from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import explain_run
-from kvtool.cli.opening import open_run
+from kvtool.cli.locate import locate
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import File, check_length, first_tokens, source
 from kvtool.config.run import ScoreOptions
@@ -65,6 +65,7 @@ def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_js
 
     from kvtool.cli.inspect.page import page
     from kvtool.cli.inspect.terminal import attended_record, show, show_attended
+    from kvtool.config.opening import open_run
     from kvtool.config.report import line, report
     from kvtool.llama.model import Model
     from kvtool.measure import holdings
@@ -76,7 +77,11 @@ def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_js
         tokens = first_tokens(loaded, text, args.max_tokens, n_least=1)
         return len(tokens)
 
-    with closing(source(file)) as text, open_run(run, length=length) as opened:
+    with (
+        closing(source(file)) as text,
+        open_run(run, length=length, find=locate, guarded=True) as opened,
+    ):
+        say(opened.notes)
         engine, policy = opened.engine, opened.run.policy
         check_length(engine, len(tokens))
         if run.explain:

@@ -1,38 +1,22 @@
-"""What a command adds to opening a run: a bar for a download, a guard against crashes, notes on stderr."""
+"""Options that a command combines: the model argument, thinking, and the settings of the sampler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from kvtool.cli import near
 from kvtool.cli.console import say
-from kvtool.cli.locate import locate
 from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
 
 if TYPE_CHECKING:
     from kvtool.config.generation import GenerationOptions
-    from kvtool.config.opening import Opened
-    from kvtool.llama.model import Model
     from kvtool.llama.sampling import Sampling
 
 T = TypeVar("T")
-
-
-@contextmanager
-def open_run(
-    run: RunOptions, *, length: Callable[[Model], int] | None = None, n_output: int = 1
-) -> Iterator[Opened]:
-    """As `runs.opening` does it, for a program."""
-    from kvtool.config import opening
-
-    with opening.open_run(run, length=length, find=locate, guarded=True, n_output=n_output) as opened:
-        say(opened.notes)
-        yield opened
 
 
 def of_model(run: RunOptions, name: str | None) -> RunOptions:

@@ -1,0 +1,59 @@
+"""Lines for the user about options that kvtool changes or that have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kvtool import policies
+from kvtool.errors import LibraryError
+
+if TYPE_CHECKING:
+    from kvtool.policy import Policy
+
+
+def context_length(n_ctx: int | None, n_ctx_train: int) -> tuple[int, str | None]:
+    """Return the context length, and a note if --ctx-size exceeds the trained length. n_ctx: its value."""
+    if n_ctx and n_ctx > n_ctx_train:
+        return (
+            n_ctx_train,
+            f"--ctx-size {n_ctx:,} is above the model's trained length; {n_ctx_train:,} is used",
+        )
+    return n_ctx or n_ctx_train, None
+
+
+def gpu_note(gpu_layers: int | None) -> str | None:
+    """Return the note on --gpu-layers without a GPU, or None. Call it once the workers are added."""
+    from kvtool.llama.devices import has_gpu
+
+    if not gpu_layers or has_gpu():
+        return None
+    return f"--gpu-layers {gpu_layers} does nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)"
+
+
+def patch_note(kinds: Mapping[str, type[Policy]]) -> str | None:
+    """Return the note on an unpatched llama.cpp, or None. Raises LibraryError if a policy needs the patch.
+
+    kinds: the policies of the run, by name.
+    """
+    from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
+
+    if is_patched():
+        return None
+    plain = ", ".join(runnable())
+    if needing := [name for name, kind in kinds.items() if kind.needs_patch()]:
+        raise LibraryError(
+            f"{UNPATCHED}, which {', '.join(needing)} needs; {HOW_TO_BUILD}, or choose one of {plain}"
+        )
+    return (
+        f"{UNPATCHED}: only {plain} run, and all KV heads keep the same tokens; for the rest {HOW_TO_BUILD}"
+    )
+
+
+def runnable() -> dict[str, type[Policy]]:
+    """Return the built-in policies that the installed llama.cpp can run, first those that never evict."""
+    from kvtool.llama.library import is_patched
+
+    kinds = {name: policies.load(name) for name in policies.names()}
+    can_run = {name: kind for name, kind in kinds.items() if is_patched() or not kind.needs_patch()}
+    return dict(sorted(can_run.items(), key=lambda item: item[1].evicts))
