@@ -59,7 +59,7 @@ def options(command: Callable[..., None]) -> Callable[..., None]:
         typed = {name for name, source in given.items() if source == "COMMANDLINE"}
         set_or_typed = {name for name, source in given.items() if source != "DEFAULT"}
         flags = {str(each.name): flag(each) for each in context.command.params if each.name in typed}
-        filled = {name: kind.filled(values, typed, set_or_typed) for name, kind in kinds.items()}
+        filled = {name: kind.from_values(values, typed, set_or_typed) for name, kind in kinds.items()}
         own = {name: value for name, value in values.items() if name in hints.keys() - kinds.keys()}
         command(**own, **filled, **{name: Typed(flags) for name in asks})
 
@@ -93,7 +93,7 @@ def _typer_option(kind: type[Options], hint: Any, its: Option) -> Any:
         *its.flags,
         help=_with_range(its),
         metavar=its.metavar,
-        show_default=_words(kind, its.words),
+        show_default=_words(kind, its.default_text),
         count=its.is_count,
         rich_help_panel=its.group,
         parser=_parser(its, number, of_list="list" in str(hint)) if number and not its.is_count else None,
@@ -116,7 +116,7 @@ def _parser(its: Option, number: type[int] | type[float], *, of_list: bool) -> C
         try:
             its.check(value, its.name)
             if not of_list:
-                its.taken(value)
+                its.parse(value)
         except UsageError as error:
             raise BadValue(str(error).removeprefix(f"{its.name} ")) from None
         return value

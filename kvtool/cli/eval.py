@@ -55,7 +55,7 @@ class _EvalRun(RunOptions):
         "20%",
         help="Cache size: tokens kept per KV head (512), share of each prompt (20%, rounded down), "
         "or bytes (64M or 64MiB).",
-        words="20%",
+        default_text="20%",
     )
 
 
@@ -74,7 +74,7 @@ class _EvalSampling(Options):
         "seed",
         0,
         help="Random seed of each answer; needs --temp.",
-        words=True,
+        default_text=True,
         least=0,
         read=None,
     )
@@ -97,19 +97,19 @@ class _EvalOptions(Options):
         "--set NAME=VALUE",
         (),
         "Set a parameter of the task (kvtool eval lists them). Repeatable.",
-        words=False,
+        default_text=False,
         read=repeated,
     )
-    limit: int | None = option("--limit N", None, "Ask only the first N items.", words="all", least=1)
+    limit: int | None = option("--limit N", None, "Ask only the first N items.", default_text="all", least=1)
     chat: bool | None = option(
-        "--chat/--raw", None, "Ask in the chat template or as plain text.", words="the task's own"
+        "--chat/--raw", None, "Ask in the chat template or as plain text.", default_text="the task's own"
     )
     max_prompt: int | None = option(
         "--max-prompt N",
         None,
         "Cut the middle out of prompts longer than N tokens.",
         least=16,
-        words="the trained context",
+        default_text="the trained context",
     )
     records: str | None = option(
         "--records FILE", None, "Append the record of each answered item to this file, one JSON line each."
@@ -338,7 +338,7 @@ def _about(spec: PolicySpec, run: RunOptions, path: Path) -> dict[str, object]:
         "policy_sha256": policies.file_sha256(run.policy),
         "options": list(run.options),
         "budget": run.budget if kind.evicts else None,
-        **run.identity(),
+        **run.record_values(),
         "archive": (limit or None) if recalls else None,
         "archive_type": run.archive_type if recalls else None,
         **records.versions(),

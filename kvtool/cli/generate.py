@@ -57,7 +57,7 @@ class _OutputOptions(Options):
         "With --json: the log-probability of each token, and of the N most likely ones, before any "
         "sampler changes them.",
         group=OUTPUT,
-        words="off",
+        default_text="off",
         least=0,
         most=1000,
     )

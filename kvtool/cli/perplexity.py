@@ -34,7 +34,7 @@ class _PerplexityRun(ScoreOptions):
 @dataclass(frozen=True)
 class _PerplexityOptions(Options):
     max_tokens: int | None = option(
-        "--max-tokens N", None, "Use only the first N tokens of the text.", least=2, words="all"
+        "--max-tokens N", None, "Use only the first N tokens of the text.", least=2, default_text="all"
     )
     windows: int | None = option(
         "--windows N",

@@ -228,7 +228,7 @@ def _opened(
         if chats.n_others:
             others = f"{chats.n_others:,} files in {serving.sessions} are damaged, archives without a chat"
             say([f"{others}, or of another model, policy or options; they stay as they are"])
-        kept = run.kept() | generation.kept()
+        kept = run.session_values() | generation.session_values()
         template = None
         with suppress(ModelError):
             template = template_of(engine.model)

@@ -35,16 +35,16 @@ class _WorkerOptions(Options):
         "--mem BYTES",
         None,
         "Memory to lend, for example 8GiB. Clients spread layers in proportion to it.",
-        words="all",
+        default_text="all",
     )
     threads: int | None = option(
-        "-t, --threads N", None, "CPU threads.", words="one per core", **within(1, MOST_THREADS)
+        "-t, --threads N", None, "CPU threads.", default_text="one per core", **within(1, MOST_THREADS)
     )
     verbose: int = option(
         "-v, --verbose",
         0,
         "Show each connection on stderr; -vv also shows llama.cpp's log.",
-        words=False,
+        default_text=False,
         is_count=True,
     )
 

@@ -13,7 +13,7 @@ from kvtool.options import SAMPLING, Options, declared, option, redeclared, unle
 EFFORTS = ("on", "off", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of `--think`; a chat template supports some of them."""
 
-_option = partial(option, group=SAMPLING, kept=True)
+_option = partial(option, group=SAMPLING, in_session=True)
 
 
 def _limit(raw: int | None, flag: str) -> int | None:
@@ -40,7 +40,7 @@ class _LengthOptions(Options):
         "--think EFFORT",
         None,
         "Thinking before the answer: on, off, or a level (low, medium, high) if the model has levels.",
-        words="the model's own",
+        default_text="the model's own",
         choices=EFFORTS,
         read=lambda raw, flag: raw and {"none": "off"}.get(raw.lower(), raw.lower()),
     )
@@ -48,7 +48,7 @@ class _LengthOptions(Options):
         "--think-budget N",
         None,
         "Maximum tokens of a thought: then it is closed, and the answer follows; -1 means no limit.",
-        words="no limit",
+        default_text="no limit",
         least=-1,
         read=unless(-1),
     )
@@ -77,7 +77,7 @@ class GenerationOptions(Sampling, _LengthOptions):
         None,
         "Random seed of the sampler.",
         group=SAMPLING,
-        words="random",
+        default_text="random",
         least=-1,
         read=unless(-1),
     )
@@ -126,7 +126,7 @@ class GenerationOptions(Sampling, _LengthOptions):
         name = self.field(name)
         none = dict.fromkeys(_SHAPES, None) if name in _SHAPES else {}
         its = declared(GenerationOptions)[name]
-        value = its.taken(_raw(name, text), name)
+        value = its.parse(_raw(name, text), name)
         # the error has the typed name, and not the option's
         its.check(value, name)
         return self.changed(**none | {name: value})

@@ -29,7 +29,7 @@ h2o is best or second best on three texts with 512 and 1,024 cells, and on a str
 """
 
 
-_kept = partial(option, group=CACHE, kept=True, identity=True)
+_kept = partial(option, group=CACHE, in_session=True, in_record=True)
 """An option that a session keeps, and that a result depends on."""
 
 # model files and llama.cpp's documents have both Q8_0 and q8_0
@@ -73,23 +73,23 @@ class RunOptions(Options):
         None,
         "Cache size: tokens kept per KV head (512), share of the trained context (10%, rounded down), "
         "or bytes (64M or 64MiB).",
-        words="{default_recall:,} tokens; {default_budget:,} with a policy that forgets",
-        identity=False,
+        default_text="{default_recall:,} tokens; {default_budget:,} with a policy that forgets",
+        in_record=False,
     )
     options: tuple[str, ...] = _kept(
         "-o, --option NAME=VALUE",
         (),
         "Set a parameter of the policy (kvtool policies NAME lists them). Repeatable.",
-        words=False,
+        default_text=False,
         completes="parameters",
         read=repeated,
-        identity=False,
+        in_record=False,
     )
     evict_every: int | None = _kept(
         "--evict-every N",
         None,
         "Evict after every N tokens.",
-        words="16, fewer for budgets below 128",
+        default_text="16, fewer for budgets below 128",
         least=1,
     )
     positions: str = _kept(
@@ -104,14 +104,14 @@ class RunOptions(Options):
         None,
         "How to read a prompt longer than the budget: stream (evict after each batch), whole (decode all "
         "of it, then evict once), or exact (recall alone: each batch attends to all evicted tokens).",
-        words="the policy's own",
+        default_text="the policy's own",
         choices=PREFILLS,
     )
     model: str | None = _runs(
         "-m, --model MODEL",
         None,
         "Model: a name (kvtool models list), a GGUF file, its URL, or hf:OWNER/REPO[:QUANT].",
-        words="{model}",
+        default_text="{model}",
         completes="models",
     )
     n_ctx: int | None = _kept(
@@ -120,7 +120,7 @@ class RunOptions(Options):
         "Context length, at most the trained length; 0 means the trained length. With `full`, also the cache "
         "size.",
         group=HARDWARE,
-        words="the model's trained length",
+        default_text="the model's trained length",
         least=0,
         read=unless(0),
     )
@@ -129,24 +129,24 @@ class RunOptions(Options):
         None,
         "Maximum tokens decoded per batch.",
         group=HARDWARE,
-        words="{default_n_batch}",
+        default_text="{default_n_batch}",
         least=1,
     )
     threads: int | None = _runs(
         "-t, --threads N",
         None,
         "CPU threads.",
-        words="the fastest number, at most one per core",
+        default_text="the fastest number, at most one per core",
         **within(1, MOST_THREADS),
     )
     gpu_layers: int | None = _runs(
         "-ngl, --gpu-layers N",
         None,
         "Number of layers on the GPU.",
-        words="all",
+        default_text="all",
         least=-1,
         read=unless(-1),
-        identity=True,
+        in_record=True,
     )
     rpc: str | None = _runs(
         "--rpc HOST:PORT,...",
@@ -166,7 +166,7 @@ class RunOptions(Options):
         None,
         "With --policy recall: limit of the archive, in tokens (20000) or bytes (2GiB).",
         group=ARCHIVE,
-        words="a quarter of the free memory; half of the disk's free space with --archive-file",
+        default_text="a quarter of the free memory; half of the disk's free space with --archive-file",
     )
     archive_file: str | None = option(
         "--archive-file PATH",
@@ -174,7 +174,7 @@ class RunOptions(Options):
         "With --policy recall: keep the archive in a new file on this machine instead of in host memory. "
         "The file's name is removed at once, and its space is freed when kvtool ends.",
         group=ARCHIVE,
-        words="host memory",
+        default_text="host memory",
     )
     archive_type: str = _type(
         "--archive-type TYPE",
@@ -200,7 +200,7 @@ class RunOptions(Options):
         0,
         "Show statistics on stderr, and where your own policy failed; -vv also shows llama.cpp's log.",
         group=OUTPUT,
-        words=False,
+        default_text=False,
         is_count=True,
     )
 
@@ -232,4 +232,4 @@ class ScoreOptions(RunOptions):
     default_n_batch: ClassVar[int] = 64
     scores: ClassVar[bool] = True
 
-    budget: str | None = redeclared(RunOptions, "budget", words="{default_budget:,} tokens")
+    budget: str | None = redeclared(RunOptions, "budget", default_text="{default_budget:,} tokens")

@@ -61,13 +61,13 @@ def _or_file(is_text: Callable[[str], bool]) -> Callable[[str | None, str], str 
     return lambda raw, flag: (utf8(flag, raw) if is_text(raw) else read_text(raw)) if raw else None
 
 
-_option = partial(option, group=SAMPLING, kept=True)
+_option = partial(option, group=SAMPLING, in_session=True)
 
 
-def _number(usage: str, default: Any, fits: dict[str, Any], help: str, **more: Any) -> Any:
+def _number(usage: str, default: Any, allowed: dict[str, Any], help: str, **more: Any) -> Any:
     """A number, and its range. Its name in a request is that of its option unless another is given."""
     name = usage.partition(" ")[0].strip(",-").replace("-", "_")
-    return _option(usage, default, help, **{"request": (name,), **fits, **more})
+    return _option(usage, default, help, **{"request": (name,), **allowed, **more})
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Sampling(Options):
     top_k: int = _number(
         "--top-k K",
         0,
-        {"fits": lambda k: -(2**31) <= k < 2**31, "needed": "a 32-bit whole number"},
+        {"is_valid": lambda k: -(2**31) <= k < 2**31, "range_text": "a 32-bit whole number"},
         "Sample from the K most likely tokens; 0 means all.",
     )
     top_p: float = _number(
@@ -121,7 +121,7 @@ class Sampling(Options):
     typical: float = _number(
         "--typical, --typical-p P",
         1.0,
-        {"fits": lambda p: 0 < p <= 1, "needed": "above 0 and at most 1; 1 is off"},
+        {"is_valid": lambda p: 0 < p <= 1, "range_text": "above 0 and at most 1; 1 is off"},
         "Locally typical sampling; 1 means off.",
         request=("typical_p",),
     )
@@ -160,14 +160,14 @@ class Sampling(Options):
         ("\n", ":", '"', "*"),
         "Text at which a sequence of DRY ends, instead of the default texts; `none` means no such text. "
         "Repeatable.",
-        words=r"\n, :, \" and *",
+        default_text=r"\n, :, \" and *",
         read=_breakers,
         write=lambda texts: _escaped(texts) or ["none"],
     )
     mirostat: int = _number(
         "--mirostat 0|1|2",
         0,
-        {"fits": lambda version: version in (0, 1, 2), "needed": "0, 1 or 2"},
+        {"is_valid": lambda version: version in (0, 1, 2), "range_text": "0, 1 or 2"},
         "Mirostat version 1 or 2, instead of all other samplers except --temp and --logit-bias; 0 means off.",
     )
     mirostat_lr: float = _number(

@@ -26,7 +26,7 @@ from kvtool.options import declared
 
 KEY = (
     *("model_sha256", "text_sha256", "tokens", "policy", "policy_sha256", "params", "budget"),
-    *(name for name, its in declared(ScoreOptions).items() if its.identity and name != "prefill"),
+    *(name for name, its in declared(ScoreOptions).items() if its.in_record and name != "prefill"),
     *("archive", "kvtool", "llama_cpp_python", "patch"),
 )
 """Fields of a record that identify a run."""
@@ -170,7 +170,7 @@ def identity(common: Common, run: Run) -> dict[str, Any]:
         **common.what,
         "policy_sha256": run.policy_sha256,
         "tokens": common.n_tokens,
-        **its.identity(),
+        **its.record_values(),
         "archive": (limit or None) if run.recalls else None,
         "archive_type": its.archive_type if run.recalls else None,
         "threads": its.threads,

@@ -162,7 +162,7 @@ def encode(job: RunInput) -> bytes:
 
 def decode(data: Mapping[str, Any]) -> RunInput:
     """Build the job from a decoded JSON object."""
-    return RunInput(**{**data, "options": ScoreOptions.filled(data["options"], given=["policy"])})
+    return RunInput(**{**data, "options": ScoreOptions.from_values(data["options"], given=["policy"])})
 
 
 def main() -> None:

@@ -328,8 +328,8 @@ def test_what_is_typed_in_two_places_is_one_line(words, said):
 def test_cache_types_are_taken_in_any_case():
     for kind in (RunOptions, _CacheTypes):
         for name in declared(kind).keys() & {"type_k", "type_v", "archive_type"}:
-            assert getattr(kind.filled({name: "Q8_0"}), name) == "q8_0", (kind, name)
-    assert _Grid.filled({"types": "Q8_0,BF16"}).types == "q8_0,bf16"
+            assert getattr(kind.from_values({name: "Q8_0"}), name) == "q8_0", (kind, name)
+    assert _Grid.from_values({"types": "Q8_0,BF16"}).types == "q8_0,bf16"
 
 
 @pytest.mark.engine

@@ -74,12 +74,12 @@ def test_a_file_in_a_turn_and_texts_of_options_have_lf(end, tmp_path, monkeypatc
     written(tmp_path, TEXT, end)
     assert with_files("Read @text.txt") == f"Read {TEXT.rstrip()}"
     raw = {"system": None, "system_file": "text.txt"}
-    assert SystemOptions.filled(raw).text() == TEXT.rstrip()
-    assert SystemOptions.filled({"system": f"a{end}b", "system_file": None}).text() == "a\nb"
+    assert SystemOptions.from_values(raw).text() == TEXT.rstrip()
+    assert SystemOptions.from_values({"system": f"a{end}b", "system_file": None}).text() == "a\nb"
     written(tmp_path, 'root ::= "a"\n', end)
-    assert GenerationOptions.filled({"grammar": "text.txt"}).grammar == 'root ::= "a"\n'
+    assert GenerationOptions.from_values({"grammar": "text.txt"}).grammar == 'root ::= "a"\n'
     # an escape that is typed is not a line break of a file
-    assert GenerationOptions.filled({"stop": [r"\r\n"]}).stop == ("\r\n",)
+    assert GenerationOptions.from_values({"stop": [r"\r\n"]}).stop == ("\r\n",)
 
 
 def test_a_line_break_is_one_of_three():

@@ -24,11 +24,13 @@ from kvtool.options import Options, declared, option, redeclared, within
 class Tide(Options):
     default_height: ClassVar[int] = 7
 
-    height: int | None = option("-h2, --height N", None, "How high.", words="{default_height}", least=1)
-    share: float = option(
-        "--share X", 0.5, "Of the day.", kept=True, identity=True, **within(0, 1, "; 1: all")
+    height: int | None = option(
+        "-h2, --height N", None, "How high.", default_text="{default_height}", least=1
     )
-    moon: str = option("--moon NAME", "full", "Which moon.", choices=("new", "half", "full"), kept=True)
+    share: float = option(
+        "--share X", 0.5, "Of the day.", in_session=True, in_record=True, **within(0, 1, "; 1: all")
+    )
+    moon: str = option("--moon NAME", "full", "Which moon.", choices=("new", "half", "full"), in_session=True)
     names: tuple[str, ...] = option("--name TEXT", (), "Names.", read=lambda raw, flag: tuple(raw or ()))
 
 
@@ -57,20 +59,20 @@ def test_a_value_out_of_its_range_names_the_long_flag(wrong, words):
 
 def test_what_was_typed_beats_what_a_session_has_kept_and_that_beats_a_setting():
     raw = {"height": 3, "share": 0.75, "moon": "new", "names": ["a"]}
-    its = Tide.filled(raw, typed=["share"], given=["share", "moon"])
+    its = Tide.from_values(raw, typed=["share"], given=["share", "moon"])
     assert (its.names, its.typed, its.given) == (("a",), {"share"}, {"share", "moon"})
     again_there = its.resumed({"share": 0.1, "moon": "half", "unknown": 1})
     assert (again_there.share, again_there.moon) == (0.75, "half")
     # what a session has is nobody's wish of now
     assert again_there.given == {"share"}
-    assert its.kept() == {"share": 0.75, "moon": "new"}
-    assert its.identity() == {"share": 0.75}
+    assert its.session_values() == {"share": 0.75, "moon": "new"}
+    assert its.record_values() == {"share": 0.75}
     assert its.changed(moon="full").given == {"share", "moon"}
 
 
 def test_a_class_may_say_something_of_a_field_again_and_hide_others():
     assert Calm().share == 0.25
-    assert (declared(Calm)["share"].help, declared(Calm)["share"].kept) == ("Of the night.", True)
+    assert (declared(Calm)["share"].help, declared(Calm)["share"].in_session) == ("Of the night.", True)
     assert [each.name for each in parameters(Calm)] == ["height", "share"]
     with pytest.raises(UsageError, match="--share must be in"):
         Calm(share=-1)
@@ -109,8 +111,8 @@ def test_all_that_is_kept_is_read_as_the_same_again(kind):
         "budget": "9",
     }
     changed = kind(**{name: value for name, value in values.items() if name in declared(kind)})
-    assert kind().resumed(json.loads(json.dumps(changed.kept()))) == changed
-    assert kind.filled(json.loads(json.dumps(changed.values()))) == changed
+    assert kind().resumed(json.loads(json.dumps(changed.session_values()))) == changed
+    assert kind.from_values(json.loads(json.dumps(changed.values()))) == changed
 
 
 def test_no_two_options_have_a_name_in_common():

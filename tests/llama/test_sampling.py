@@ -347,7 +347,7 @@ def test_options_are_read_as_llama_cpp_reads_them():
         "stop": [r"\n\n", "", r"a\\n", r"\end"],
         "dry_sequence_breaker": [r"\t", "x"],
     }
-    generation = GenerationOptions.filled(raw)
+    generation = GenerationOptions.from_values(raw)
     its = generation.sampling()
     assert its.logit_bias == ((15, -2.5), (7, 1.0), (9, -math.inf))
     assert its.stop == ("\n\n", "a\\n", "\\end")
@@ -356,15 +356,15 @@ def test_options_are_read_as_llama_cpp_reads_them():
         **{"temp": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "stop": its.stop},
         **{"logit_bias": its.logit_bias, "dry_sequence_breaker": its.dry_sequence_breaker},
     )
-    assert GenerationOptions.filled({"dry_sequence_breaker": ["none"]}).dry_sequence_breaker == ()
-    assert GenerationOptions.filled({"dry_sequence_breaker": None}) == GenerationOptions()
+    assert GenerationOptions.from_values({"dry_sequence_breaker": ["none"]}).dry_sequence_breaker == ()
+    assert GenerationOptions.from_values({"dry_sequence_breaker": None}) == GenerationOptions()
     # what a session keeps is read as the same again
     for each in (generation, GenerationOptions(dry_sequence_breaker=()), GenerationOptions()):
-        assert GenerationOptions().resumed(json.loads(json.dumps(each.kept()))) == each
+        assert GenerationOptions().resumed(json.loads(json.dumps(each.session_values()))) == each
 
 
 def test_of_a_grammar_and_a_schema_what_is_typed_goes_before_a_sessions():
-    typed = GenerationOptions.filled({"grammar": "root ::= [a]"}, typed=["grammar"])
+    typed = GenerationOptions.from_values({"grammar": "root ::= [a]"}, typed=["grammar"])
     mixed = typed.resumed({"json_schema": "{}", "temp": 0.5})
     assert (mixed.grammar, mixed.json_schema, mixed.temp) == ("root ::= [a]", None, 0.5)
 

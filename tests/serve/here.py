@@ -60,7 +60,7 @@ class Here:
 def here(model, **options):
     """Serves a model, greedily unless a request says otherwise. options: fields of `WriteRun`."""
     raw = {"model": str(model), "threads": 1, **options}
-    run, generation = WriteOptions.filled(raw, given=raw), serve._RequestDefaults(temp=0)
+    run, generation = WriteOptions.from_values(raw, given=raw), serve._RequestDefaults(temp=0)
     site = Site("here", run.policy, Waiting(64), Defaults(generation.sampling()))
     opened = partial(serve._opened, site, run, generation, serve._ServeOptions(), None, 2**32)
     ready, slots, failed = threading.Event(), [], []

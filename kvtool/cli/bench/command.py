@@ -38,9 +38,11 @@ class _BenchRun(RunOptions):
     )
 
     budget: str | None = redeclared(
-        RunOptions, "budget", words="{default_recall:,} tokens with recall, {default_budget:,} with h2o"
+        RunOptions,
+        "budget",
+        default_text="{default_recall:,} tokens with recall, {default_budget:,} with h2o",
     )
-    threads: int | None = redeclared(RunOptions, "threads", words="one per core")
+    threads: int | None = redeclared(RunOptions, "threads", default_text="one per core")
     verbose: int = redeclared(RunOptions, "verbose", help="-vv shows llama.cpp's log.")
 
 

@@ -245,7 +245,7 @@ class ChatFiles:
         try:
             with own.write(self.chat.archive) as listed:
                 saved, arrays = self.chat.save(listed)
-                options = self.run.kept() | self.generation.kept()
+                options = self.run.session_values() | self.generation.session_values()
                 session.write(path, meta_of(self.chat, self._fixed, options) | saved, arrays)
         except OSError as error:
             raise session.cannot("write", archive_file.archive_path(path), error, path) from None

@@ -117,7 +117,7 @@ def setting(terminal: Terminal, name: str) -> str:
     generation = terminal.files.generation
     if name == "seed":
         return str(terminal.conversation.writer.sampler.seed)
-    value = generation.kept()[name]
+    value = generation.session_values()[name]
     if isinstance(value, list):
         # as one can type them: a line break is \n
         return ", ".join('"' + text.replace('"', '\\"') + '"' for text in value) or "(none)"

@@ -217,7 +217,7 @@ class Commands:
         chat = self.conversation
         if text:
             its = declared(GenerationOptions)["think"]
-            effort = None if text.lower() == _DEFAULT else its.taken(text)
+            effort = None if text.lower() == _DEFAULT else its.parse(text)
             its.check(effort, "/think")
             if not self._rethink(effort, chat.thought_budget, f"/think {text}"):
                 return

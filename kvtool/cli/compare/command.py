@@ -46,7 +46,7 @@ class _Grid(Options):
         "--policies NAMES",
         None,
         "Policies, separated by commas. Parameters follow colons: h2o:decay=0.999:window=64.",
-        words="all",
+        default_text="all",
         completes="policy_list",
     )
     budgets: str = _listed(
@@ -63,7 +63,7 @@ class _Grid(Options):
     )
     combine: bool = option("--combine", False, "Run every policy with every cache type.", group=CACHE)
     max_tokens: int | None = option(
-        "--max-tokens N", None, "Use only the first N tokens of the text.", words="all", least=2
+        "--max-tokens N", None, "Use only the first N tokens of the text.", default_text="all", least=2
     )
 
     def __post_init__(self) -> None:

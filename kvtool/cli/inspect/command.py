@@ -38,18 +38,22 @@ class _InspectRun(ScoreOptions):
         "stream",
         help="How to read the text: stream (evict after each batch) or whole (evict once at the end).",
         group=None,
-        words=True,
+        default_text=True,
     )
 
 
 @dataclass(frozen=True)
 class _InspectOptions(Options):
     max_tokens: int | None = option(
-        "--max-tokens N", None, "Use only the first N tokens of the text.", least=2, words="all"
+        "--max-tokens N", None, "Use only the first N tokens of the text.", least=2, default_text="all"
     )
     snapshots: int = option("--snapshots N", 32, "Points in time that --html can show.", least=1, most=255)
     last: int | None = option(
-        "--last N", None, "Number of last tokens to show.", least=1, words=f"{LAST}; {_LAST_HTML} in --html"
+        "--last N",
+        None,
+        "Number of last tokens to show.",
+        least=1,
+        default_text=f"{LAST}; {_LAST_HTML} in --html",
     )
     html: Path | None = option("--html", None, "Write a web page with sliders for layer, head and time.")
     plot: Path | None = option(
