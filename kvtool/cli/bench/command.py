@@ -58,8 +58,8 @@ class _BenchOptions(Options):
         "--seconds S",
         6.0,
         "Time after which no further round of a row starts, in seconds.",
-        fits=lambda s: 0 < s < 1e6,
-        needed="above 0",
+        is_valid=lambda s: 0 < s < 1e6,
+        range_text="above 0",
     )
     compare: Path | None = option(
         "--compare FILE", None, "Show ratios to an earlier run, whose --json output is in this file."
