@@ -135,7 +135,7 @@ def is_archived(engine: Engine) -> np.ndarray:
 
 
 def n_forgotten(engine: Engine) -> int:
-    """Number of the stream's tokens that are lost: in no row and not in the archive.
+    """Number of the stream's tokens that are lost: kept by no row and not archived.
 
     Cost grows with the number of cells, not with the stream.
     """

@@ -727,7 +727,7 @@ def test_a_status_line_says_what_each_share_is_a_share_of():
     assert whereabouts(400, 100, 300, 0) == "400 tokens: 25.0 % in the cache, 75.0 % archived, 0 % forgotten"
     assert whereabouts(400, 100, 0, 300) == "400 tokens: 25.0 % in the cache, 75.0 % forgotten"
     # each row holds others
-    assert whereabouts(400, 100, 0, 20) == "400 tokens: a row holds 25.0 %, all rows forgot 5.0 %"
+    assert whereabouts(400, 100, 0, 20) == "400 tokens: each KV head keeps 25.0 %, no head kept 5.0 %"
     assert whereabouts(0, 0, 0, 0) == "0 tokens: 0 % in the cache, 0 % forgotten"
 
 

@@ -23,7 +23,7 @@ from playwright.sync_api import expect, sync_playwright
 from tests.serve.browsing import Visitor, answer, done, launched, piece, refuse, send, server, wait_asked
 
 BAD = "<img src=x onerror=\"document.title='broken'\">"
-WHERE = r"([\d.]+ % in the cache, [\d.]+ % forgotten|a row holds [\d.]+ %, all rows forgot [\d.]+ %)"
+WHERE = r"([\d.]+ % in the cache, [\d.]+ % forgotten|each KV head keeps [\d.]+ %, no head kept [\d.]+ %)"
 STATUS = re.compile(rf"[\d,]+ tokens: {WHERE} · cache [\d.]+ MiB · [\d.]+ tokens/s")
 
 

@@ -226,7 +226,7 @@ def whereabouts(n: int, n_held: float, n_archived: int, n_forgotten: int) -> str
     """
     held, forgotten = share(n_held / max(n, 1)), share(n_forgotten / max(n, 1))
     if n_held + n_archived + n_forgotten != n:
-        return f"{n:,} tokens: a row holds {held}, all rows forgot {forgotten}"
+        return f"{n:,} tokens: each KV head keeps {held}, no head kept {forgotten}"
     archived = f"{share(n_archived / n)} archived, " if n_archived else ""
     return f"{n:,} tokens: {held} in the cache, {archived}{forgotten} forgotten"
 

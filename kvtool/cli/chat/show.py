@@ -54,7 +54,7 @@ def stats(terminal: Terminal) -> None:
         rows["in the cache"] += f"; {n_made:.0f} of these places bring back archived text"
     if engine.context.archive:
         rows["archived"] = f"{archive_line(report(engine, terminal.policy))} (--archive)"
-    forgotten = "in no row and not archived" if engine.policy.recall else "in no row"
+    forgotten = "kept by no KV head, not archived" if engine.policy.recall else "kept by no KV head"
     rows |= {
         "forgotten": f"{n_forgotten(engine):,} tokens: {forgotten}",
         "never evicted": f"{engine.n_pinned:,} tokens of the system prompt",
@@ -69,8 +69,8 @@ def stats(terminal: Terminal) -> None:
     if terminal.tokens_per_s:
         rows["speed"] = f"{terminal.tokens_per_s:.1f} tokens/s in the last reply"
     if writer.n_drafted:
-        right = f"{writer.n_accepted:,} of {writer.n_drafted:,} tokens that were guessed ahead"
-        rows["right guesses"] = f"{right} (--draft)"
+        right = f"{writer.n_accepted:,} of {writer.n_drafted:,} draft tokens"
+        rows["accepted"] = f"{right} (--draft)"
     _table(terminal, rows)
 
 
