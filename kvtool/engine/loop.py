@@ -111,7 +111,7 @@ class Engine(Stream):
     def steps(self, tokens: np.ndarray, *, late: bool = False, every: bool = True) -> Iterator[slice]:
         """Decodes a text i32[n] in as many steps as it takes. After each, yields which of the tokens it took.
 
-        With a `pace`, a late step comes in parts, each of which is yielded; what it gives is the same.
+        With a `chunk_size`, a late step yields after each of its chunks. The result is the same.
 
         late
             Whether a step may run past the next plan, so that a prompt is read in long steps. Otherwise every

@@ -113,7 +113,7 @@ def system(terminal: Terminal) -> None:
 
 
 def setting(terminal: Terminal, name: str) -> str:
-    """What /set may change, in words. name: of a field of `Drawing`."""
+    """Return the hint of /set for this field of `Sampling`."""
     generation = terminal.files.generation
     if name == "seed":
         return str(terminal.conversation.writer.sampler.seed)
