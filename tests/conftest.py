@@ -1,4 +1,4 @@
-"""What several test files need: models, and one thread for everything."""
+"""Fixtures that several test files share: small models, and one thread for everything."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from functools import partial
 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(name, "1")
-# where there are several all the same, one that waits leaves its core to who has work
+# if there are more threads after all, waiting ones must not occupy a core
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# no default of whoever runs the tests
+# the developer's own settings must not reach the tests
 os.environ["KVTOOL_CONFIG"] = os.devnull
 for name in [name for name in os.environ if name.startswith("KVTOOL_")]:
     if name not in ("KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_WHEELS"):
         del os.environ[name]
-# hundreds of processes would compile the package, each for itself
+# otherwise each of hundreds of processes compiles the package again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# what a worker of pytest-xdist tells its programs: the terminals of tests have sizes of their own
+# pytest-xdist sets them; each terminal test sets its own size
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 
@@ -49,7 +49,7 @@ def pytest_addoption(parser):
 
 
 def _cases(items, sizes):
-    """The items by what they test, but for parameters that sizes(item) names: lists in the items' order."""
+    """Return lists of items, in order, that differ only in the parameters that sizes(item) names."""
     cases = {}
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
@@ -59,7 +59,7 @@ def _cases(items, sizes):
 
 
 def _shared(items):
-    """Those of items marked as share(n, *parameters) that run without --long.
+    """Return the items to run without --long: all without a `share` mark, and a share of the marked ones.
 
     n of each case: they take turns, so that each size is tried with some cases.
     """
@@ -87,20 +87,20 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def share_of(request):
-    """share_of(n, n_all): how many are tried of what is long and rarely finds anything; n_all with --long."""
+    """share_of(n, n_all) returns n, or n_all with --long. For checks that take long and rarely fail."""
     return lambda n, n_all: n_all if request.config.getoption("--long") else n
 
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """The real small model, pulled when it is not there."""
+    """Path of the real small model, downloaded if necessary."""
     from kvtool.models.resolve import resolve
 
     return resolve("smollm2-135m")
 
 
 def _for_all_workers(tmp_path_factory, name, write):
-    """The path of a file that the first of the workers writes."""
+    """Return the path of a file that the first pytest worker writes."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -120,7 +120,7 @@ def smol(smollm2, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def smollm2_f32(smollm2, tmp_path_factory):
-    """The same with every weight as F32: only so do reordered sums agree. 540 MB, which all workers share."""
+    """The same model in F32, in which reordered sums agree. 540 MB, which all workers share."""
     return _for_all_workers(tmp_path_factory, "smollm2-f32.gguf", partial(tiny.dequantize, smollm2))
 
 
@@ -148,7 +148,7 @@ def chat_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def talker(tmp_path_factory):
-    """A small random model that chats in letters and blanks: what it says never breaks a terminal's lines."""
+    """A small random model that chats in letters and blanks, so replies never break a terminal's lines."""
     path = tmp_path_factory.mktemp("talker") / "talker.gguf"
     tiny.write_llama(path, letters=True, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=8192)
     return path
@@ -156,13 +156,13 @@ def talker(tmp_path_factory):
 
 @pytest.fixture
 def default_talker(talker, monkeypatch):
-    """Commands that name no model take this one."""
+    """Make `talker` the model of commands that name no other."""
     monkeypatch.setenv("KVTOOL_MODEL", str(talker))
 
 
 @pytest.fixture
 def connect():
-    """Makes OpenAI clients of a server; they are closed at the end."""
+    """Return a function that makes OpenAI clients for a URL. They are closed at the end."""
     from tests.serve.late import openai
 
     with ExitStack() as stack:

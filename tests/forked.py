@@ -1,12 +1,12 @@
-"""Python programs as processes of their own that need not start: forks of one that has imported kvtool.
+"""Run Python programs as forks of a process that has already imported kvtool.
 
-A start takes half a second of CPU before kvtool does anything; a fork takes a tenth of that. `Popen` and
-`run` are those of subprocess for `python -m MODULE ...` and `python -c CODE ...`: the fork is a child of the
-tests' process, with its own arguments, streams, folder, environment and signals, and ends as a process does.
-What a fork cannot do is started plainly. Its compiled kernels are those of the tests' own cache, wherever
-$KVTOOL_CACHE is.
+Starting Python takes half a second of CPU before kvtool does anything; a fork takes a tenth of that. `Popen`
+and `run` work like those of subprocess for `python -m MODULE ...` and `python -c CODE ...`: the fork is a
+child of the test process with its own arguments, streams, folder, environment and signals, and it ends as a
+process does. Calls that a fork cannot serve start a new Python. A fork uses the compiled kernels of the
+tests' cache, wherever $KVTOOL_CACHE is.
 
-Tests of the start itself, of what is imported when, and of memory take subprocess.
+Tests of start-up, of imports and of memory use subprocess.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ READ_LATE = (
     *("PROMPT_TOOLKIT_", "PYTEST_", "SHELL", "TEMP", "TERM", "TMP", "VISUAL", "XDG_"),
     *("_KVTOOL_", "_TYPER_"),
 )
-"""How variables begin that nothing reads while it is imported: forks may differ in them."""
+"""Prefixes of environment variables that no module reads at import, so forks may have other values."""
 
 OPTIONS = {
     *("args", "stdin", "stdout", "stderr", "bufsize", "text", "encoding", "errors", "cwd", "env"),
     *("preexec_fn", "start_new_session"),
 }
-"""What a fork can have of subprocess.Popen's options."""
+"""Options of subprocess.Popen that a fork supports."""
 
 SUBREAPER = 36
 """Linux's number of an attribute: while a process has it, orphans below it become its children."""
 
 LONGEST = 100_000
-"""Bytes of a request that one message carries."""
+"""Maximum bytes of a request: it must fit into one message."""
 
 
 class Popen(subprocess.Popen):
@@ -193,9 +193,9 @@ def _close():
 
 
 def _main(number):
-    """Forks for each request until there are no more; returns in the forks, to become what was asked for."""
+    """Fork once per request until the requests end. Returns only in the forks, with the request to serve."""
     sys.path[0] = str(ROOT)
-    # whoever presses Ctrl-C means the tests
+    # Ctrl-C is for the tests
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     at_start = dict(os.environ)
     for name in IMPORTED:
@@ -228,7 +228,7 @@ def _main(number):
 
 
 def _become(message, streams, imported):
-    """Be as a process is that was just started so. Returns what is to run."""
+    """Set up this fork like a newly started process. Return ("-m" or "-c", module or code)."""
     words, folder, environment, in_session, before = pickle.loads(message)
     if in_session:
         os.setsid()
@@ -253,7 +253,7 @@ def _become(message, streams, imported):
 
 
 def _stream(number, was, name):
-    """As Python opens it at its start, with what this process has had from its environment."""
+    """Open a standard stream as Python does at start-up, with this process's encoding and buffering."""
     # $PYTHONUNBUFFERED
     is_through = was.write_through
     if number and is_through:
@@ -270,7 +270,7 @@ def _stream(number, was, name):
 
 
 def _run(kind, what):
-    """As Python does it. The code that a program has exited with, or 0."""
+    """Run a module or code as Python does. Return the program's exit code, or 0."""
     try:
         if kind == "-m":
             runpy.run_module(what, run_name="__main__", alter_sys=True)
@@ -289,14 +289,14 @@ kept: list[ModuleType] = []
 
 
 def _end(code):
-    """As Python ends, but for clearing the modules, which takes 50 ms of CPU."""
+    """End as Python does, without clearing the modules, which takes 50 ms of CPU."""
     threading._shutdown()
     atexit._run_exitfuncs()
     try:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
     except (OSError, ValueError):
-        # let Python say so
+        # let Python report it
         sys.exit(code)
     ctypes.CDLL(None).exit(code & 0xFF)
 

@@ -47,11 +47,11 @@ def write_llama(
     arch=None,
     seed=0,
 ):
-    """Writes a random F32 model whose attention is peaked, so that an eviction shows in the logits.
+    """Write a random F32 model whose attention is peaked, so that an eviction changes the logits.
 
-    Any text is tokenized without a BOS token and comes back as it was, unless space_prefix or add_bos say
-    otherwise. The output rows of special tokens are zero, so that greedy text hardly ever ends by itself.
-    letters: so are those of all bytes; it writes letters and blanks.
+    Unless space_prefix or add_bos is set, tokenizing adds no BOS token and detokenizing gives the same text.
+    The output rows of special tokens are zero, so greedy text rarely ends.
+    letters: the output rows of byte tokens are zero, too: the model writes letters and blanks.
     n_head_kv: one for each layer with arch="deci", which is llama in all else.
     """
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
@@ -111,8 +111,8 @@ def write_like(
 ):
     """Write a random F32 llama with the tokenizer, chat template and trained context of another model.
 
-    It writes words of ASCII letters, and what ends strings and objects often enough for JSON; such texts
-    come back as they were. It stands for the model where a test needs its tokens and nothing else of it.
+    It writes words of ASCII letters, and the characters that end strings and objects often enough for JSON.
+    Tests use it where they need a model's tokens and nothing else of it.
     """
     reader = gguf.GGUFReader(src)
     arch = reader.fields["general.architecture"].contents()
@@ -190,7 +190,7 @@ class Tensors:
         return (self.rng.standard_normal(shape) * std).astype(np.float32)
 
     def add_ends(self, n_vocab, *, tied=False, n_silent=N_SPECIAL, output_norm="output_norm", scale=None):
-        """What is before and behind the layers.
+        """Write the tensors before and after the layers.
 
         n_silent: tokens that are not written. scale: of the logits of each token.
         """
@@ -226,7 +226,7 @@ class Tensors:
         }
 
     def add_layer(self, i, tensors):
-        """Tensors by name; those that end in .bias keep that ending."""
+        """Add these tensors by name. A name that ends in .bias keeps its ending."""
         for name, tensor in tensors.items():
             ending = "" if name.endswith(".bias") else ".weight"
             self.writer.add_tensor(f"blk.{i}.{name}{ending}", tensor)
@@ -258,7 +258,7 @@ def _add_tensors(
     for i, n in enumerate(np.broadcast_to(n_head_kv, n_layer).tolist()):
         tensors.add_layer(i, tensors.attention(n_head, n, head_dim) | tensors.feed_forward(n_ff))
         if gemma:
-            # what leaves the feed-forward is small: llama.cpp looks its GELU up in a table of f16
+            # small outputs: llama.cpp looks GELU up in an f16 table
             tensors.add_layer(
                 i,
                 {
@@ -298,7 +298,7 @@ def _add_tokenizer(writer, n_vocab, space_prefix, add_bos, control=(), words=())
 
 
 def dequantize(src, dst):
-    """Rewrites a GGUF with every tensor as F32; the metadata stays, but for the file type."""
+    """Rewrite a GGUF with every tensor in F32. The metadata stays, except for the file type."""
     reader = gguf.GGUFReader(src)
     writer = gguf.GGUFWriter(dst, reader.fields["general.architecture"].contents())
     _copy_metadata(reader, writer, "general.file_type")

@@ -36,7 +36,7 @@ def _start(path, arch, n_ctx_train, n_layer, n_head=N_HEAD, n_head_kv=N_HEAD_KV)
 
 
 def _qk_norms(tensors, size=1.0):
-    """Of queries and keys: these give them the size that their matrices give where there are none."""
+    """Return norms of queries and keys whose outputs are as large as those of models without such norms."""
     return {
         "attn_q_norm": tensors.norm(HEAD_DIM, Q_STD * size),
         "attn_k_norm": tensors.norm(HEAD_DIM, K_STD * size),
@@ -120,8 +120,8 @@ def write_deepseek2_ocr(path, *, n_layer=3, n_ctx_train=1024, seed=0):
 
 def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
     """Every fifth of 20 layers attends to all. Two more read layers 18 and 19, the first of which slides."""
-    # not in the file: layers with cells of their own; states of a token (AltUp); what a layer reads of each
-    # token beside them; the rank of what goes past attention (LAuReL)
+    # not in the header: layers with cells, states of a token (AltUp), the size of a layer's additional input,
+    # and the rank of LAuReL's bypass
     n_own, n_state, n_input, rank = 20, 4, 256, 64
     slides = [i % 5 < 4 for i in range(n_own)] + [True, False]
     n_layer = len(slides)
@@ -152,7 +152,7 @@ def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
                 "laurel_r": tensors.matrix(N_EMBD, rank),
                 "laurel_post_norm": tensors.norm(),
                 "altup_router_norm": tensors.norm(),
-                # what it multiplies was divided by this
+                # undoes the division of its input
                 "altup_router": tensors.matrix(n_state, N_EMBD, N_EMBD),
                 "altup_predict_coef": tensors.matrix(n_state**2, n_state, 0.1),
                 "altup_correct_coef": tensors.matrix(n_state, n_state, 0.1),
@@ -199,7 +199,7 @@ def write_plm(path, *, n_layer=2, n_latent=48, n_ctx_train=1024, seed=0):
 
 
 def write_step35(path, *, window=16, n_ctx_train=1024, seed=0):
-    """Sliding layers have more query heads and turn whole keys; the others turn half a key, with factors."""
+    """Sliding layers have more query heads and rotate whole keys. Full layers rotate half a key."""
     slides = [False, True, True, False, True]
     n_layer, n_dense = len(slides), 1
     n_head = [6 if is_sliding else N_HEAD for is_sliding in slides]
@@ -245,7 +245,7 @@ ARCHS = {
     "plm": write_plm,
     "step35": write_step35,
 }
-"""How each is written."""
+"""Writer of each architecture."""
 
 if __name__ == "__main__":
     main()

@@ -63,7 +63,7 @@ def write_qwen2vl(path, *, n_layer=2, n_ctx_train=1024, seed=0):
 
 
 def write_gpt_oss(path, *, n_layer=4, n_expert=2, window=16, n_ctx_train=1024, seed=0):
-    """Every second layer attends to all, the others slide."""
+    """Every second layer attends to the whole stream; the rest slide."""
     writer = _start(path, "gpt-oss", n_ctx_train, n_layer)
     writer.add_key_length(HEAD_DIM)
     writer.add_value_length(HEAD_DIM)
@@ -158,7 +158,7 @@ def write_gemma2(path, *, n_layer=4, n_head_kv=N_HEAD_KV, cap=12.0, window=16, n
 
 
 def write_gpt2(path, *, n_layer=2, n_ctx_train=1024, seed=0):
-    """A learned vector for each position is added to what a token begins with. All norms have biases."""
+    """A learned position vector is added to each token's embedding. All norms have biases."""
     writer = _start(path, "gpt2", n_ctx_train, n_layer, N_HEAD)
     writer.add_layer_norm_eps(1e-5)
     tensors = Tensors(writer, N_EMBD, seed)
@@ -216,10 +216,10 @@ def write_deepseek2(
     add_keys=lambda writer: None,
     more=lambda tensors, q_rank: {},
 ):
-    """One row a layer; queries by way of q_rank numbers, or at once with q_rank=0.
+    """One row a layer. Queries are projected through q_rank numbers, or directly with q_rank=0.
 
-    llama.cpp maps quantized keys whose size is a multiple of 64, as it is here, by a Hadamard matrix.
-    add_keys and more: what a kind like this has beside, of the file and of each layer.
+    llama.cpp multiplies quantized keys by a Hadamard matrix if their size is a multiple of 64, as here.
+    add_keys, more: add the header fields and the tensors of each layer that another architecture has.
     """
     n_nope, n_value = 32, 40
     writer = _start(path, arch, n_ctx_train, n_layer, 1)

@@ -1,4 +1,4 @@
-"""What runs with which kind of model; docs/models.md names the exceptions.
+"""Table of the policies and options that run with each kind of model; docs/models.md names the exceptions.
 
     python tests/engine/kinds_table.py DIR
 

@@ -16,10 +16,10 @@ from tests.reference import transformer
 transformer.half_precision = any(each["name"].startswith("Vulkan") for each in devices())
 
 ON_CUDA = any(each["name"].startswith("CUDA") for each in devices())
-"""Whether products of half precision are added up as the load of the GPU has it, and by batches' lengths."""
+"""True on CUDA: the order of half-precision sums depends on the GPU's load and on the batch length."""
 
 TOLERANCE = 1e-2 if has_gpu() else 1e-4
-"""How far from the definition numbers may be: a device rounds some one way here, another there."""
+"""Largest difference from the definition: a device rounds some one way here, another there."""
 
 LOGITS = max(TOLERANCE, 1e-3)
 """The same of logits."""
@@ -59,7 +59,7 @@ def open_engine(path, policy, n_gpu_layers=None, **settings):
 
 
 def future_of(policy):
-    """What a definition's stream needs to know of a policy that reads FUTURE; None for others."""
+    """Return what the reference needs for a policy that reads FUTURE; None for other policies."""
     return (policy.n_query, policy.n_future, policy.n_skip) if Signal.FUTURE in policy.reads else None
 
 

@@ -1,4 +1,4 @@
-"""What llama.cpp saves of a sequence, as arrays: the one way to look at K and V from outside."""
+"""A sequence's state as llama.cpp saves it, read into arrays: the only public way to see K and V."""
 
 from __future__ import annotations
 

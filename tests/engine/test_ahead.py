@@ -1,4 +1,4 @@
-"""Steps with guesses: whatever is guessed, rows hold what they would hold, and logits are the same."""
+"""Verification steps: whatever tokens are drafted, the rows' contents and the logits are the same."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def held(engine):
 
 
 KINDS = ("gemma3", "gpt_oss", "deepseek2", "deepseek32", "refact", "gemma4")
-# ALiBi has no archive, and with MLA the tokens of a step share what comes back
+# ALiBi has no archive; with MLA the tokens of a step share the recalled tokens
 REFUSED = {("refact", "recall"), ("deepseek2", "recall"), ("deepseek32", "recall")}
 
 

@@ -1,4 +1,4 @@
-"""The archive as a user meets it: its flags, what is said of it, and what a session keeps of it."""
+"""The archive as a user meets it: its options, its messages, and its part of a session."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ def test_an_evaluation_with_another_archive_is_another_one(chat_model, tmp_path)
 
 
 def wrong_files(folder):
-    """Paths that --archive-file does not take, and what is said of each."""
+    """Paths that --archive-file refuses, and the message for each."""
     (folder / "there").write_text("mine")
     (folder / "link").symlink_to("nowhere")
     return {

@@ -1,4 +1,4 @@
-"""Going back: a stream is cut to its first tokens, and is what it was after these."""
+"""Rewinding: a stream cut to its first tokens has the state that it had after them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engine.running import TOLERANCE, open_engine, text
 pytestmark = pytest.mark.engine
 
 SEARCHES = ({}, {"search": "all"}, {"exact": 40})
-"""How recall looks into its archive."""
+"""Ways in which recall searches its archive."""
 
 
 def fit(budget=48, evict_every=16, **params):
@@ -119,7 +119,7 @@ KINDS = [
 @pytest.mark.parametrize(("settings", "model", "tolerance"), KINDS, ids=str)
 def test_any_cache_and_any_model_with_rows_alone_goes_back(tiny_model, settings, model, tolerance):
     path = tiny_model(**model, n_ctx_train=256)
-    # without a choice, which what is rounded may change
+    # without a selection, which rounding may change
     policy = fit(search="all") if settings else fit()
     with opened(path, policy, **settings) as engine, opened(path, policy, **settings) as fresh:
         for n in (600, 270, 200, 40):

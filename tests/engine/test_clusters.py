@@ -1,4 +1,4 @@
-"""Clusters of archived tokens are those of their definition."""
+"""Clusters of archived tokens equal those of the definition."""
 
 from __future__ import annotations
 

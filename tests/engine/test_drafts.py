@@ -119,7 +119,7 @@ def test_a_guess_is_judged_with_those_that_as_much_supports():
 
 
 class Told:
-    """A source that guesses what it is told to."""
+    """A source of given draft tokens."""
 
     n = 0
 
@@ -184,9 +184,9 @@ SETTINGS = {
 
 
 def written(path, drafter, its, n=120, policy="recall"):
-    """What a writer writes, its stream, the log-probabilities, and what the rows then hold."""
+    """Return a writer's text, its stream, the log-probabilities, and the contents of the rows."""
     likely = []
-    # the tokens of a step share what they look into
+    # the tokens of a step share the archived tokens that they attend to
     chosen = policies.fit(policy, 64, 16, ["search=all"] if policy == "recall" else [])
     with open_engine(path, chosen, n_ahead=MOST, n_output=1, archive_type="f32") as engine:
         sampler = Sampler(engine.model, Sampling(**its), seed=3)
@@ -320,6 +320,6 @@ def test_guesses_that_cannot_be_are_refused_in_a_line(talker, tiny_model):
         assert (done.returncode, done.stdout) == (code, "")
         assert said in done.stderr
         assert done.stderr.startswith("kvtool: ")
-    # unless they are asked for, there are none
+    # no draft tokens unless requested
     done = generated(tiny_model(arch="lfm2"), "--raw", "--json")
     assert json.loads(done.stdout)["drafted"] == 0

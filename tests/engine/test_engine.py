@@ -1,4 +1,4 @@
-"""What the engine promises whatever the policy: exact steps, hard caps, cells that take their state along."""
+"""Promises of the engine under every policy: exact steps, hard caps, state that moves with its cells."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_the_state_moves_with_the_cells(tiny_model, positions):
         for factor, array in enumerate(state, 1):
             known = array[:, :n] != 0
             assert (array[:, :n] == factor * (view.pos + 1))[known].all()
-            # what came since the last plan is zero, and only that
+            # only attention since the last plan is zero
             assert (known == (view.pos < view.next - (n - len(kept_last[-1][0])))).all()
             array[:, :n] = factor * (view.pos + 1)
             assert (array[:, n:] == 0).all()
@@ -342,7 +342,7 @@ def test_a_plan_that_breaks_a_rule_is_an_error_and_changes_nothing(tiny_model, a
             engine.step(text(19))
         assert len(before) == 1
         assert look() == before[0]
-        # the tokens are there, and with a good plan it goes on
+        # the tokens are kept, and a valid plan continues the stream
         assert engine.n_kv == 51
         broken.pop()
         engine.evict_if_due()
@@ -351,7 +351,7 @@ def test_a_plan_that_breaks_a_rule_is_an_error_and_changes_nothing(tiny_model, a
 
 @dataclass(frozen=True, slots=True)
 class Summing(Policy):
-    """Keeps the newest and adds up attention; its first plans fail, each in a way of its own."""
+    """Keep the newest tokens and sum attention. The first plans fail, each in a different way."""
 
     budget: int
     slack: int

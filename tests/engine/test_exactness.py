@@ -202,7 +202,7 @@ def test_recall_scores_like_the_definition(
     path = tiny_model(n_head_kv=2, n_ctx_train=130, rope=rope)
     policy = policies.fit("recall", 48, evict_every, ["search=all", *options])
     want = reference(path, tokens, policy, "recall", made, positions=positions)
-    # as if values were a part of the keys, for which there is a definition of its own
+    # MLA has its own definition: its values are a part of the keys
     monkeypatch.setattr(Layers, "has_values", made)
     with open_engine(path, policy, positions=positions, archive_type="f32") as engine:
         got = perplexity.stream(engine, tokens)

@@ -42,7 +42,7 @@ def products(lib, kernel, keys, query):
 
 
 def rounded(keys, query):
-    """The definition, f64: whole numbers of a key's scale, times those of the query's."""
+    """The definition, f64: integers in units of the key's scale, times integers in units of the query's."""
     zero = 128
     most = np.take_along_axis(keys, np.abs(keys).argmax(axis=1)[:, None], axis=1)
     scale = -most / zero

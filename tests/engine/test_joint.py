@@ -1,4 +1,4 @@
-"""Steps of several streams at once: each one holds and says what it would alone."""
+"""Joint steps of several streams: each stream's rows and logits are the same as alone."""
 
 from __future__ import annotations
 

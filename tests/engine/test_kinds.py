@@ -1,4 +1,4 @@
-"""Every kind of model that kvtool runs scores like the definition, and goes on bit by bit from a session."""
+"""Every kind of model scores like the definition, and continues bit-identically from a session."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS = {
     "refact": {},
     "gpt2": {},
 }
-"""How each is written."""
+"""Writer of each kind of model."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -64,7 +64,7 @@ def test_scores_like_the_definition(path, model, name):
 
 
 def _no_token_twice(n):
-    """Keys of one token in the first layer may be alike but for rounding, which then would decide."""
+    """In the first layer, equal tokens may have equal keys up to rounding, which would then decide."""
     return np.random.default_rng(1).permutation(np.arange(3, 259))[:n].astype(np.int32)
 
 

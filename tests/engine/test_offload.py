@@ -56,7 +56,7 @@ def score(path, name, positions, flash, n_gpu_layers):
 
 
 def client(path, endpoint):
-    """Prints what the runs give, as JSON; llama.cpp's log goes to stderr."""
+    """Print the results of the runs as JSON. llama.cpp's log goes to stderr."""
     set_verbose(True)
     if endpoint:
         add_rpc(endpoint)

@@ -1,4 +1,4 @@
-"""Steps that are decoded in parts: what they leave is the same, and others wait no longer than for a part."""
+"""Steps decoded in chunks: the state after them is the same, and others wait for one chunk at most."""
 
 from __future__ import annotations
 

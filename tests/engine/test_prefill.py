@@ -53,7 +53,7 @@ def test_a_prompt_read_whole_leaves_what_the_definition_leaves(tiny_model, name,
         assert np.abs(engine.context.logits()[0] - want).max() < LOGITS
         assert live(engine) == positions_of(stream)
         assert engine.cache_bytes == small
-        # what the policy remembers is right as well: it goes on from there
+        # the policy's state is right: it continues from there
         for at in range(310, 330):
             if stream.n >= policy.budget:
                 evict(stream, name, policy)
@@ -115,7 +115,7 @@ def test_a_policy_adopts_what_each_of_rows_that_differ_has_left(monkeypatch, tin
     def noted(self, view, state):
         seen.append(view)
         adopt(self, view, state)
-        # into dead cells as well: the next tokens find nothing there
+        # into dead cells: the next tokens find nothing there
         state[0][:, : view.n_kv] += 1
 
     monkeypatch.setattr(H2O, "adopt", noted)
@@ -209,7 +209,7 @@ def test_rows_that_share_a_budget_read_no_more_than_the_context_whole(tiny_model
 
 
 def summaries(rows, *, next, pinned, budget, slack, window, sinks, mixture, phi, **_):
-    """What BumbleBee's offline algorithm leaves of the rows of a layer, by its definition."""
+    """Return the cells of a layer's rows that BumbleBee's offline algorithm keeps, by its definition."""
     stays = {*range(sinks), *range(next - window, next)}
     return [sorted(bumblebee.summary(row, stays, budget - slack, mixture, phi)) for row in rows]
 
@@ -265,7 +265,7 @@ def test_a_prompt_longer_than_the_context_is_read_in_segments_that_do_not_see_ea
         for at in range(300, 308):
             engine.step(tokens[at : at + 1])
             assert np.abs(engine.context.logits() - whole.decode(tokens[at : at + 1])).max() < LOGITS
-        # the next plan goes on from what is left of the prompt's signals
+        # the next plan continues from the kept cells' signals
         evict(whole, name, policy)
         engine.evict_if_due()
         assert live(engine) == positions_of(whole)

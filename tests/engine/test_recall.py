@@ -1,4 +1,4 @@
-"""Recall: what leaves the window is archived, and comes back in the step that asks for it."""
+"""Recall: tokens that leave the window are archived, and return in the step whose queries need them."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_an_archive_smaller_than_a_block_goes_as_a_whole_where_that_is_complete(
             engine.read(part)
             span = engine.context.archive.span
             assert len(span) <= archive
-            # what it has is what came last
+            # it holds the newest tokens
             assert not span or span.stop == engine.cells().pos.max() + 1 - (engine.n_kv - engine.policy.sinks)
 
 
@@ -281,7 +281,7 @@ def test_a_saved_stream_goes_on_as_one_that_never_stopped(tiny_model, kinds):
     with open_engine(path, policy, **settings) as engine:
         engine.restore(saved)
         assert (perplexity.stream(engine, tokens[250:]) == want).all()
-        # and once more, over what is there now
+        # and again, over the present contents
         engine.restore(saved)
         assert (perplexity.stream(engine, tokens[250:]) == want).all()
 
@@ -431,7 +431,7 @@ def test_the_first_eviction_comes_when_foretold(tiny_model, n_text):
         while not engine.n_evicted:
             engine.evict_if_due()
             engine.step(text(1))
-        # the step after it has been read, too, unless a text was in the way
+        # the step after it has also been read, unless a text came between
         assert engine.n_past - foretold in ((0, 1) if not n_text else range(engine.n_batch + 1))
 
 
@@ -471,7 +471,7 @@ def test_a_smaller_archive_takes_the_newest_of_a_saved_one(tiny_model):
     with open_engine(path, fit(), archive=50) as engine:
         engine.restore(saved)
         assert engine.n_archived == 50
-        # and no memory for the others
+        # and no memory for other rows
         assert engine.archive_bytes <= engine.context.archive.max_bytes
 
 

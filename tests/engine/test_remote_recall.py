@@ -51,7 +51,7 @@ def model_of(tiny_model, n_head_kv=2):
 
 
 def run(path, how, archive_type, flash, kind, n_gpu_layers, **more):
-    """What a stream gives, and a function of a number of layers that goes on from its state after N_FIRST."""
+    """Return a stream's logits, and a function that continues from its state after N_FIRST with n layers."""
     policy = policies.fit("recall", 48, 16, [how])
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": archive_type}
     settings |= {"archive": N_ARCHIVE} | more
@@ -89,7 +89,7 @@ def resized(path, n_gpu_layers):
 
 
 def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
-    """Whether cells that lie anywhere are archived as they are, and the bytes of that: (come, of graphs)."""
+    """Return True if cells in any order are archived unchanged, and the bytes received and sent as graphs."""
     policy = policies.fit("recall", 96, 16)
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": "f32"}
     with open_engine(path, policy, n_gpu_layers, **settings) as engine:
@@ -114,14 +114,14 @@ def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
 
 
 def client(endpoint, file, *paths):
-    """Prints what the runs give, as JSON."""
+    """Print the results of the runs as JSON."""
     meter = wire.Meter(endpoint)
     add_rpc(meter.endpoint)
     results = []
     for each in RUNS:
         found, goes_on_with = run(paths[1], *each)
         found["here"] = goes_on_with(0)
-        # what is saved here
+        # the state saved here
         found["there"] = run(paths[1], *each[:-1], 0)[1](each[-1])
         results.append(found)
     printed = {"results": results, "resized": resized(paths[1], 99)}
@@ -152,7 +152,7 @@ def path(tiny_model):
 
 @pytest.fixture(scope="module", params=["worker", "rpc-server"])
 def remote(request, tiny_model, tmp_path_factory):
-    """What the client of a server has printed."""
+    """Output of the server's client."""
     if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")
     paths = [str(model_of(tiny_model, n)) for n in (1, 2)]

@@ -120,7 +120,7 @@ def signals(path, n_gpu_layers=None):
 
 
 def client(endpoint, *paths):
-    """Prints what the runs on the server give, as JSON; llama.cpp's log goes to stderr."""
+    """Print the results of the runs on the server as JSON. llama.cpp's log goes to stderr."""
     set_verbose(True)
     add_rpc(endpoint)
     found = devices()

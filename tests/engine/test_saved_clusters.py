@@ -1,4 +1,4 @@
-"""Saved clusters: an archive is opened with those that it had, and makes none anew that are there."""
+"""Saved clusters: a restored archive has its earlier clusters and does not compute them again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def in_memory(engine):
 
 
 def clusters(engine):
-    """What each block has."""
+    """Contents of each block."""
     archive = engine.context.archive
     n = archive.n_token
     return {
@@ -41,7 +41,7 @@ def clusters(engine):
 
 
 def told(engine):
-    """Whether a restored archive had to say how far it is."""
+    """Return True if restoring an archive printed progress."""
     found = []
     engine.context.archive.while_sealing = lambda done, n: found.append((done, n))
     return found
@@ -53,7 +53,7 @@ def write(path, engine, store):
 
 
 def is_the_same(one, other, seed):
-    """Whether both give the same logits for what comes next, to the last bit."""
+    """Return True if both give bit-identical logits for the next tokens."""
     tokens = text(150, seed=seed)
     assert (perplexity.stream(one, tokens) == perplexity.stream(other, tokens)).all()
     assert clusters(one) == clusters(other)

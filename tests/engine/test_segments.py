@@ -1,4 +1,4 @@
-"""The archive beside a session: a turn writes what is new, and a session always has all of its segments."""
+"""A session's archive file: a turn appends its new segments, and a session always has all of its segments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Archive:
     n_token, block_bytes = 8, 3
 
     is_clustered = False
-    """Whether its complete blocks have clusters; these are far before the last 20 tokens."""
+    """Return True if all complete blocks have clusters: those that end long before the last 20 tokens."""
 
     def __init__(self, stream, end, begin=0):
         self.stream, self.begin, self.end = stream, begin, end
@@ -85,7 +85,7 @@ def load(path):
 
 
 def holds(path, archive):
-    """Whether the session at `path` has this archive, to the last bit."""
+    """Return True if the session at `path` has this archive, bit by bit."""
     saved = load(path)
     assert saved[TABLE][:2].tolist() == [archive.begin, archive.end]
     listed, n = {}, archive.n_token
@@ -150,7 +150,7 @@ def test_a_turn_appends_what_it_has_archived(path, store):
 def test_another_process_goes_on_where_one_has_ended(path):
     save(path, Archive(1, 50))
     before = archive_path(path).read_bytes()
-    # what a killed process has appended
+    # appended by a killed process
     archive_path(path).write_bytes(before + bytes(500))
     archive, store = Archive(1, 60).restore(load(path)), ArchiveFile(path)
     store.adopt(load(path))
@@ -171,7 +171,7 @@ def test_a_turn_appends_clusters_of_new_blocks_and_of_those_that_have_become_far
         there |= set(archive.clustered)
         size = archive_file._N_FIRST + end * N_BYTES + len(there) * archive.block_bytes
         assert archive_path(path).stat().st_size == size
-        # what no block needs any more is not listed
+        # data that no block needs any more is not listed
         current = dict(archive.clustered)
         for begin, end, is_far, *_ in load(path)[CLUSTERS].tolist():
             assert any(current.get(at) == bool(is_far) for at in range(begin, end, archive.n_token))
@@ -511,7 +511,7 @@ class Steps:
 
 
 def turn(path, archive):
-    """A turn of a process of its own."""
+    """Run one turn in another process."""
     with closing(ArchiveFile(path)) as store:
         if path.exists():
             saved = load(path)

@@ -45,7 +45,7 @@ class Alike(Random):
         return Plan(np.repeat(keep[:1], len(keep), axis=0))
 
 
-# what is asked of llama.cpp
+# calls that reach llama.cpp
 
 
 def test_runs_remove_what_goes_and_shifts_bring_the_rest_to_its_place():

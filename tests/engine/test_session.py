@@ -1,4 +1,4 @@
-"""Sessions: what is saved, is whole; what goes on from it, goes on as if it had never stopped."""
+"""Sessions: a saved file is whole, and a restored stream continues as if it had never stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models some of whose layers slide: policies act on the others, and all score like the definition."""
+"""Models with sliding layers: policies act on the full layers, and all score like the definition."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_with_room_for_all_logits_are_those_of_llama_cpp_to_the_bit(gemma3, name
             engine.step(part, len(part))
             got.append(engine.context.logits().copy())
     if transformer.half_precision and name != "full":
-        # beside a probe a device computes in other kernels
+        # with a probe, a device uses other kernels
         assert np.abs(np.concatenate(got) - want).max() < TOLERANCE
     else:
         assert np.concatenate(got).tobytes() == want.tobytes()

@@ -54,7 +54,7 @@ RECOMPUTE = 13
 
 
 def step(engine, token):
-    # a plan is made where there is none
+    # a plan is made if there is no valid one
     engine.step(np.array([token]))
 
 
@@ -76,7 +76,7 @@ def run(path, name, flash, kind, n_gpu_layers, meter=None):
 
 
 def two_at_once(path):
-    """Whether a context goes on as before while another on the same worker comes and goes."""
+    """Return True if a context continues unchanged while another one on the same worker opens and closes."""
     tokens = text(40)
     found = []
     for other in (False, True):
@@ -92,11 +92,11 @@ def two_at_once(path):
 
 
 def client(endpoint, path, as_stock):
-    """Prints what the runs on the worker give, as JSON; llama.cpp's log goes to stderr."""
+    """Print the results of the runs on the worker as JSON. llama.cpp's log goes to stderr."""
     set_verbose(True)
     meter = wire.Meter(endpoint)
     if as_stock:
-        # what a llama.cpp does that knows nothing of spares
+        # as a llama.cpp without spares does
         workers._register = bind("ggml_backend_register", None, ctypes.c_void_p) or (
             lambda server: lib.ggml_backend_register(server)
         )
@@ -180,7 +180,7 @@ def test_a_llama_cpp_that_knows_no_spares_gives_them_no_layers(remote, path):
 
 
 def test_a_device_that_is_none_has_no_spare():
-    # in a process of its own, as it would be one of a worker's
+    # in another process, as on a worker
     code = (
         "import ctypes; from kvtool.llama.library import bind, error_text, lib; pointer = ctypes.c_void_p;"
         "bind('llama_kvtool_spare', pointer, pointer);"

@@ -232,7 +232,7 @@ def test_a_chat_with_a_model_of_a_repository_goes_on_without_a_network(parts, tm
         assert len([path for _, path, *_ in site.requests if path.startswith("/store/")]) == 3
     again = chat()
     assert (again.returncode, again.stderr) == (0, "")
-    # another model is told by a part that is not the first
+    # a later part shows that it is another model
     last = next((tmp_path / "hf").rglob("*-00003-of-00003.gguf"))
     data = bytearray(last.read_bytes())
     data[-1] ^= 1

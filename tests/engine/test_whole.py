@@ -1,4 +1,4 @@
-"""A prompt that one stream has read whole is put into others, which leave what they would have left."""
+"""A prompt read whole by one stream is copied into others; eviction leaves the same cells in them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def whole(model):
 
 
 def left(model, name, whole=None, tokens=TOKENS, budget=64, **settings):
-    """What a policy leaves of a prompt, what comes next, and how many tokens were decoded for it."""
+    """Return the cells a policy keeps of a prompt, the next logits, and the number of tokens decoded."""
     name, options = split_policy(name)
     policy = policies.spec(name, None, options).fit(512 if name == "full" else budget)
     with closing(Engine(model, policy, replace(SETTINGS, **settings))) as engine:

@@ -45,7 +45,7 @@ def answering(answer):
         def take():
             connection = listener.accept()[0]
             if answer is None:
-                # what has come is read, so that the end is an end and not a reset
+                # read everything first, so that closing is not a reset
                 connection.recv(100)
                 connection.close()
             else:
@@ -81,7 +81,7 @@ def test_a_worker_that_greets_is_reached():
     ],
 )
 def test_what_is_no_worker_for_us_is_refused(answer, words, monkeypatch):
-    # a worker that is silent is waited for; all others answer, however late
+    # only a silent worker is waited for; the rest answer, however late
     monkeypatch.setattr(endpoints, "ANSWER_S", 0.3 if "does not answer" in words else PATIENCE_S)
     with answering(answer) as endpoint:
         with pytest.raises(LibraryError, match=words) as raised, endpoints.reached([endpoint]):
@@ -309,7 +309,7 @@ def chat(model, path, turns, policy, *options):
 
 
 def kept(path):
-    """What two sessions with the same chat have in common."""
+    """Parts of two sessions of the same chat that must agree."""
     meta, _ = session.read(path)
     return {name: meta[name] for name in ("n_turn", "n_past", "cells", "messages")}
 
