@@ -275,14 +275,14 @@ def test_a_turn_is_taken_back_from_the_session_of_the_one_before(chat, tmp_path,
 
     turn("Name a fruit.")
     before = saved()
-    # what is there needs no other copy
+    # an existing copy is enough
     monkeypatch.setattr(tempfile, "TemporaryFile", None)
     turn("And a colour.")
     assert saved() != before
     assert talk.undo()
     files.keep_session()
     assert saved() == before
-    # what is not what the chat was before the turn is no copy of it
+    # a state other than the chat's before the turn is not a copy of it
     monkeypatch.undo()
     monkeypatch.setattr(files, "_write", _fails)
     turn("And an animal.")
@@ -659,7 +659,7 @@ def test_a_chat_knows_the_tokens_of_its_stream(chat):
     writer = talk.writer
     assert len(writer.tokens) == writer.engine.n_past
     said = "".join(holdings.texts(writer.engine.model, writer.tokens))
-    # the last reply's end is not there before the next turn, nor the token that it was cut before
+    # before the next turn, the last reply's end and the token that cut it are not in the stream
     assert talk.template.render(talk.messages, reply=False).startswith(said[:-1])
     talk.reset()
     assert len(writer.tokens) == 0
@@ -748,6 +748,6 @@ def test_policies_of_each_kind_chat(chat, policy):
     said = ["".join(talk.reply(f"Tell me of day {day} at the sea.", 16)) for day in range(3)]
     assert all(said)
     engine = talk.writer.engine
-    # corm decides by itself how much it keeps
+    # corm decides how much it keeps
     assert engine.n_evicted > 0 or policy in ("full", "corm")
     assert len([message for message in talk.messages if message["role"] == "assistant"]) == 3

@@ -58,7 +58,7 @@ def test_a_loop_is_found_at_the_first_token_that_makes_it_one(block, n):
     assert looped(tokens) == (len(before) + n, len(block), n // len(block))
     # signs and numbers need more
     assert looped(tokens, letters=()) == (len(before) + 1024, len(block), 1024 // len(block))
-    # longer blocks are no loop, nor is a block that changes
+    # longer blocks, and blocks that change, are no loop
     assert looped(list(range(MOST_BLOCK + 1)) * 20) is None
     assert looped([token + 1000 * (i % 7 == 0) * i for i, token in enumerate(block * 20)]) is None
 

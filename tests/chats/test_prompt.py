@@ -1,4 +1,4 @@
-"""What of a rendered chat is pinned, and that pinning changes no token."""
+"""Pinned parts of a rendered chat; pinning changes no token."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_nothing_can_be_generated_from_nothing(engine):
     with pytest.raises(UsageError, match="there is nothing to continue"):
         "".join(api.generate(engine, "", 4))
     assert "".join(api.generate(engine, "ab cd", 4))
-    # what was written goes on
+    # the written text continues
     assert "".join(api.generate(engine, "", 4))
 
 

@@ -79,7 +79,7 @@ def said(roles, *more):
 @pytest.mark.parametrize(
     ("source", "roles", "text"),
     [
-        # what a template takes stays
+        # roles that a template accepts stay
         (CHATML, "ssuuaasu", "<system>0<system>1<user>2<user>3<assistant>4<assistant>5<system>6<user>7<a>"),
         (CHATML, "au", "<assistant>0<user>1<a>"),
         (CHATML, "s", "<system>0<a>"),
@@ -117,7 +117,7 @@ def test_a_template_that_runs_over_tools_takes_a_chat_without_them():
     for source in ("{% for t in tools %}{{ t.name }}{% endfor %}", "{{ tools | length }}{{ tools | join }}"):
         template = Template(source + "{{ messages[0].content }}", "", "")
         assert template.render([{"role": "user", "content": "Hello"}]).endswith("Hello")
-    # one that asks whether there are any sees that there are none
+    # a template that tests for them sees none
     assert Template("{{ tools is none }}", "", "").render([{"role": "user", "content": "."}]) == "True"
 
 
@@ -127,7 +127,7 @@ def test_a_template_that_takes_no_chat_at_all_fails_as_it_is():
         template.render(said("ssu"))
 
 
-# what the server makes of it
+# the server's form of it
 
 TOOLS = check_tools([tool("now")])
 CALL = {"role": "assistant", "content": None, "tool_calls": [{**CALLS[0]}]}
@@ -301,7 +301,7 @@ def test_a_chat_with_tools_under_a_template_without_either(tmp_path):
             body = {"messages": turns, "tools": TOOLS}
             answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S).json()
             usage = answer["usage"]
-            # what was there before is not read again
+            # earlier text is not read again
             assert usage["prompt_tokens_details"]["cached_tokens"] == n_all
             n_all = usage["total_tokens"]
             turns += [answer["choices"][0]["message"], *more]

@@ -1,4 +1,4 @@
-"""What messages and tools say stays text, whatever markers it has."""
+"""Texts of messages and tools stay text, whatever markers they contain."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TEMPLATES = {
     "LFM2": ("<|im_start|>%s\n", "<|im_end|>\n", "<|tool_call_start|>%s<|tool_call_end|>"),
     "Kimi K2": ("<|im_%s|>%s<|im_middle|>", "<|im_end|>", "<|tool_call_begin|>%s<|tool_call_end|>"),
 }
-"""What opens a turn, ends it, and stands around a call."""
+"""Markers that open and end a turn, and that enclose a call."""
 
 MARKER = re.compile(r"<\|.+?\|?>|<\w+\|>|<｜.+?｜>|</?\w+>|\[/?[A-Z_]+\]")
 
@@ -250,7 +250,7 @@ def test_a_server_counts_a_marker_as_text(smol, real):
             status, found = request(server.url, {"messages": messages, "max_tokens": 2})
             assert status == 200, found
             assert found["usage"]["prompt_tokens"] == len(count(real, messages))
-            # the stored chat goes on
+            # the stored chat continues
             assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == n_all
             n_all = found["usage"]["total_tokens"]
             messages.append(found["choices"][0]["message"])

@@ -1,4 +1,4 @@
-"""Reasoning: told from what is said, shown dimmed and folded, left out of what later turns see."""
+"""Reasoning: separated from the answer, shown dimmed and folded, hidden from later turns."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_later_turns_do_not_see_a_thought_that_the_template_drops(talk, opening,
     says(theirs, "It is seven.")
     "".join(theirs.reply("Name a number."))
     assert ours.messages[-1]["content"] == reply
-    # what the model sees from here on is what it would see without the thought
+    # from here on the model sees the same tokens as without the thought
     assert ours.writer.tokens.tolist() == theirs.writer.tokens.tolist()
     again = f"{opening and 'Hm.</think>'}Yes."
     for each, text in ((ours, again), (theirs, "Yes.")):
@@ -221,7 +221,7 @@ def test_thoughts_between_control_tokens_are_told_and_dropped(talk):
     assert ours.messages == theirs.messages
     assert ours.messages[-1]["content"] == "It is seven."
     assert ours.writer.tokens.tolist() == theirs.writer.tokens.tolist()
-    # what has no thought stays as it was written
+    # a reply without a thought stays unchanged
     again = HEADERS.plain + "Yes."
     for each in (ours, theirs):
         says(each, again)
@@ -240,7 +240,7 @@ TOLD = "effort {{ reasoning_effort or 'medium' }}. " + DROPS.replace(
 ).replace("%OPEN%", "<think>\n")
 
 
-# a thought has a field of its own, and is shown or not
+# a thought has its own field, and is shown or not
 SHOWS, HIDES = (
     KEEPS.replace("{{ m.content }}", f"{thought}{{{{ m.content }}}}", 1)
     for thought in (

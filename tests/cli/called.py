@@ -1,4 +1,4 @@
-"""A command in this process: what it says and how it ends, without the time that a process takes to start."""
+"""Run a command in this process: its output and exit code without the time of starting a process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtool import cli
 KEEPS = (
     r"older text goes to host memory, at most [0-9.]+ .iB \(the newest [0-9,]+ tokens\), and is still used\n"
 )
-"""What a chat or a server that recalls says at its start."""
+"""Start line of a chat or server with recall."""
 
 
 def called(*arguments, stdin="", cwd=".", env=None):

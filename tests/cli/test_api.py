@@ -1,4 +1,4 @@
-"""kvtool as a library: what the documents show runs, and what is held is what a plain count finds."""
+"""kvtool as a library: the documents' examples run, and the held tokens equal a plain count."""
 
 from __future__ import annotations
 

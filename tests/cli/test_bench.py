@@ -88,12 +88,12 @@ def test_bytes_are_those_of_the_caches(whole):
     assert quantized == full * 34 // 64
     for row in found.values():
         assert row["why"] or row["host_bytes"] > row["device_bytes"] > 0
-    # beside it h2o has, for each cell, a position and a rotation, a sum and a signal
+    # h2o also has a position, a rotation, a sum and a signal for each cell
     h2o = found["h2o, 64", 64]
     assert h2o["host_bytes"] - h2o["device_bytes"] == 4 * 4 * 256 * 2 * 2
     near, far = (found["recall, 64", n] for n in (64, 2048))
     assert near["device_bytes"] == far["device_bytes"]
-    # what has left the cache is in the archive, in q8_0
+    # evicted tokens are in the archive, in q8_0
     token_bytes = full * 34 // 64 // 256
     assert far["host_bytes"] - near["host_bytes"] >= (2048 - 64 - 64) * token_bytes
 
@@ -161,7 +161,7 @@ def test_where_memory_is_too_small_a_row_says_so(loaded, monkeypatch):
     ],
 )
 def test_other_kinds_of_models_are_measured(tiny_model, arch, wrong):
-    """A row that cannot be takes no other with it."""
+    """A row that fails does not affect the other rows."""
     budgets = {"recall": 64, "h2o": 64}
     with closing(Model(tiny_model(arch))) as model:
         rows = [bench.sized(way, n, 32) for n in (64, 768) for way in bench.ways(budgets, has_device=False)]
@@ -216,7 +216,7 @@ def test_a_filled_cache_repeats_what_was_read(loaded, cache_type):
 @pytest.mark.engine
 @pytest.mark.parametrize("name", ["recall", "h2o"])
 def test_a_longer_stream_goes_on_like_one_that_was_read(loaded, name):
-    """Its counters, window and archive are those of a stream of that length."""
+    """Its counters, window and archive equal those of a stream of that length."""
     policy, settings = policies.fit(name, 64), Settings(n_batch=64, n_threads=1)
     tokens = depths.text(loaded)[: depths.n_start(policy)]
     saved = depths.start(loaded, policy, settings, tokens, lambda: False)

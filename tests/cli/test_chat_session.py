@@ -105,7 +105,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                # nothing of what is read first stays in a buffer here
+                # no buffer here may hold input that was read early
                 bufsize=0,
             )
         said = b""
@@ -234,7 +234,7 @@ def test_show_speaks_to_people_and_json_keeps_its_names(talk, tmp_path):
     assert "[b]brief[/b]." in said
     assert re.search(rf"^cells +{kept['cells']:.0f} of 96 per row *$", said, re.M)
     assert re.search(r"^eviction +every 12 tokens *$", said, re.M)
-    # budget and eviction have lines of their own
+    # separate lines for budget and eviction
     assert re.search(r"^policy +h2o window=\d+ sinks=0 ", said, re.M)
 
 

@@ -1,4 +1,4 @@
-"""What a person types into a chat: nothing is lost, and what is wrong is one line."""
+"""Input typed into a chat: nothing is lost, and each mistake gets one line."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def leave(chat):
     assert chat.process.wait(PATIENCE_S) == 0
 
 
-# what is typed is text
+# typed text stays text
 
 
 def test_nothing_that_is_typed_is_read_as_markup(terminal):
@@ -291,7 +291,7 @@ def test_an_undo_moves_no_chat_that_a_further_undo_brings_back(terminal, chat_kv
         assert chat_kv.read_bytes() == there
     assert "previous" not in chat.say("/undo")
     assert turns(chat_kv) == FOUR
-    # what was moved is told when it comes back
+    # a moved file is reported when the chat returns to it
     chat.say(f"/load {other_kv}")
     assert f"the previous chat of {chat_kv} is now in chat.kv.1" in chat.say("five")
     assert turns(chat_kv.with_name("chat.kv.1")) == FOUR

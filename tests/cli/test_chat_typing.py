@@ -70,7 +70,7 @@ def test_blocks_and_lines_that_go_on(typed, more, text):
         ("/help", "/help", True),
         ("/load some/where.kv", "/load some/where.kv", True),
         ("//help", "/help", False),
-        # what is quoted is text
+        # quoted input is text
         ('"""/help\n\nmore"""', "/help\n\nmore", False),
         ('"""//help"""', "//help", False),
         # a line with a slash is never a turn unasked, and several lines are no command unless it takes them
@@ -122,7 +122,7 @@ def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
 
 @pytest.fixture
 def typed_at(monkeypatch, tmp_path):
-    """What a prompt with a text gives back after these keys."""
+    """Return the result of a prompt with this text after these keys."""
     from prompt_toolkit.application import create_app_session
     from prompt_toolkit.input import create_pipe_input
     from prompt_toolkit.output import DummyOutput
@@ -195,7 +195,7 @@ def test_texts_of_several_lines_are_one_turn_each(terminal, tmp_path):
     # the first Enter takes what Tab offers
     chat.type("\r")
     chat.say("")
-    # what is wrong is at the prompt again, to be mended
+    # wrong input returns to the prompt for editing
     chat.type(f"@{path}\r")
     chat.until("chat.kv is not a text in UTF-8 (byte")
     chat.until(f"nothing was sent\n\n> @{path}")
@@ -341,7 +341,7 @@ def test_what_was_typed_ahead_does_not_follow_what_is_put_at_the_prompt(terminal
     chat.until(f"the text that you typed ahead was dropped\n\n> {at_prompt}")
     chat.type("\x15")
     chat.say("two")
-    # what stands at no prompt is taken as it was typed
+    # input typed while there is no prompt is used unchanged
     chat.type("three\r/exit\r")
     assert chat.process.wait(PATIENCE_S) == 0
     assert said(path) == [*["one"] * (at_prompt != "one"), "two", "three"]
@@ -418,7 +418,7 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     assert chat.say("/set top-p 0.5") == "top_p  0.5"
     assert chat.say("/set top-p") == "top_p  0.5"
     assert chat.say('/set stop "a b"') == 'stop  "a b"'
-    # a line break is told from a backslash, and what is shown can be typed
+    # a line break differs from a backslash, and displayed text can be typed
     for text in (r"\n\n", r"a\\n", r"\""):
         assert chat.say(f'/set stop "{text}"') == f'stop  "{text}"'
     assert chat.say('/set stop ""') == "stop  (none)"
@@ -428,7 +428,7 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     hot = "temp  99.0\nabove 2 a reply is mostly random words; the default is 0.8"
     assert chat.say("/set temp 99") == hot
     assert chat.say("/set temp 0") == "temp  0.0"
-    # the most useful, and what was changed
+    # the most useful values, and changed ones
     lines = chat.say("/set").split("\n")
     assert [line.split()[0] for line in lines] == [
         *("n", "temp", "top_k", "top_p", "min_p", "seed", "/show"),

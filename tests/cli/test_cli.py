@@ -71,7 +71,7 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def loaded_by_help():
-    """For each command (its help, what is heavy and loaded by then), one after the other in one process."""
+    """(help, heavy modules loaded by then) for each command, one after another in one process."""
     code = (
         "import contextlib, io, json, sys\n"
         "from kvtool.cli import app\n"
@@ -230,7 +230,7 @@ def test_policies_lists_all_with_their_parameters():
     assert len(table.splitlines()) == 1 + len(listed)
     for policy in listed.values():
         assert f" {policy['paper']} " in table
-    # without a budget only names and what they keep
+    # without a budget: only names and what each policy keeps
     title, *lines, blank, more = called("policies").stdout.splitlines()
     assert (title.split()[0], blank) == ("policy", "")
     assert [line.split()[0] for line in lines] == list(listed)
@@ -250,7 +250,7 @@ def test_a_policy_shows_what_a_budget_gives():
 def test_a_policy_shows_what_is_given_by_hand():
     given = ("--budget", 512, "--evict-every", 32, "-o", "sinks=2")
     (h2o,) = json.loads(called("policies", "h2o", *given, "-o", "group=mean", "--json").stdout)
-    # half of what an eviction leaves; mean and sum over a group rank alike
+    # half of the cells that an eviction keeps; mean and sum over a group rank alike
     assert h2o["params"] == {
         **{"window": 240, "sinks": 2, "score": "sum"},
         **{"per": "row", "group": "sum", "decay": 1.0, "decay_beyond": 0.99},
@@ -259,7 +259,7 @@ def test_a_policy_shows_what_is_given_by_hand():
     table = called("policies", "buzz", *given).stdout
     lines = [line.split() for line in table.splitlines()]
     assert ["parameter", "(-o)", "at", "budget", "512", "what", "it", "does"] in lines
-    # a line for each, with its value and what it does
+    # a line for each, with its value and its effect
     assert ["sinks", "2", "First", "tokens,", "never", "evicted."] in lines
     assert {line[0] for line in lines if len(line) > 3} >= set(h2o["params"]) & {"window", "sinks"}
 
@@ -352,7 +352,7 @@ def test_a_prompt_that_is_the_name_of_a_file_is_told(chat_model, tmp_path):
     assert kvtool(*own, "notes.md", cwd=tmp_path).stderr == said
     assert kvtool(*own, "-p", "notes.md", cwd=tmp_path).stderr == said
     assert kvtool(*own, "-f", "notes.md", cwd=tmp_path).stderr == ""
-    # neither is the name of one, nor can be
+    # neither is, or can be, a policy's name
     for prompt in ("notes", "word " * 200):
         assert "is a file" not in kvtool(*own, prompt, cwd=tmp_path).stderr
 

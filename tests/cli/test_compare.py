@@ -1,4 +1,4 @@
-"""kvtool compare as a user meets it: the table, the file that --resume goes on with, and how it ends."""
+"""kvtool compare as a user meets it: the table, the file that --resume continues, and exit codes."""
 
 from __future__ import annotations
 
@@ -439,7 +439,7 @@ def test_the_table_fits_its_terminal(width):
     for label in ("full q4_0", "scissorhands", "h2o:decay=0.999"):
         assert len(line_of(out, label).split()) >= 8
     assert ("(28.00-32.00)" in out) == (width > 100)
-    # the budget's bytes beside those allocated
+    # the budget's bytes next to the allocated bytes
     assert ("1.0 MiB  64.0 MiB" in out) == (width == 120)
     assert ("budget: bytes of the budget's cells" in out) == (width == 120)
 

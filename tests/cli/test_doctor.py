@@ -1,4 +1,4 @@
-"""`kvtool doctor`: says what is wrong and what fixes it; the exit code is 0 only if nothing is wrong."""
+"""`kvtool doctor` names each fault and its remedy. The exit code is 0 only without faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvtool.system.files import LOCK, locked
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """What the library reports about itself; nothing is wrong until a test changes it."""
+    """The library's report about itself: without a fault until a test changes it."""
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
     monkeypatch.setattr(flags, "asked_cmake_args", lambda: "")
     monkeypatch.setattr(wheel, "installed_key", lambda: wheel.wheel_key(sources.patches_dir(), ""))

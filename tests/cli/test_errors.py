@@ -1,4 +1,4 @@
-"""What an error of somebody's code is in one line."""
+"""One-line messages for errors in a user's own code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What --explain and the notices foretell is what the engine then does."""
+"""The engine does what --explain and the notices announce."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine.running import open_engine, text
 
 
 def spy(engine):
-    """How many tokens there were at each plan."""
+    """Number of tokens at each plan."""
     seen, checked = [], engine.eviction.check
 
     def check(view, plan):

@@ -1,4 +1,4 @@
-"""Finding one's way: help, near misses, what is typed in two places, ranges, completion."""
+"""Finding one's way: help, near misses, options given twice, ranges, completion."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_options_stand_in_groups_with_their_real_defaults():
     for default in ("smollm2-135m", "256", "0.95", "2048", "random", "recall"):
         assert f"[default: {default}]" in said
     assert "[default: 512 tokens; 1,024 with a policy that forgets]" in said
-    # neither typer's parentheses nor its ranges
+    # no parentheses and no ranges of typer's
     assert "(1,024" not in said
     assert "x>=" not in said
 

@@ -1,4 +1,4 @@
-"""What kvtool inspect and /cells show, on a terminal, in a page, and as a picture."""
+"""Output of kvtool inspect and /cells: in a terminal, as a page, and as a picture."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_what_is_archived_is_not_forgotten(shaded):
 
 @pytest.fixture(scope="module")
 def watched(tiny_model):
-    """What a run held, what its rows held by the engine's own table, and the texts."""
+    """Return a run's holdings, the contents of its rows by the engine's table, and the texts."""
     seen = {}
 
     def record(n):

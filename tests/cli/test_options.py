@@ -1,4 +1,4 @@
-"""Options as data: how they are filled, checked, kept and said, and what a run makes of them."""
+"""Options as data: filling, checking, storing and printing them, and their effect on a run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_was_typed_beats_what_a_session_has_kept_and_that_beats_a_setting()
     assert (its.names, its.typed, its.given) == (("a",), {"share"}, {"share", "moon"})
     again_there = its.resumed({"share": 0.1, "moon": "half", "unknown": 1})
     assert (again_there.share, again_there.moon) == (0.75, "half")
-    # what a session has is nobody's wish of now
+    # a session's options were not given by the user now
     assert again_there.given == {"share"}
     assert its.session_values() == {"share": 0.75, "moon": "new"}
     assert its.record_values() == {"share": 0.75}
@@ -153,7 +153,7 @@ def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
     [
         ({}, "recall", 512),
         ({"policy": "tova"}, "tova", 1024),
-        # what is in place of recall takes its own
+        # the policy in place of recall has its own options
         ({"positions": "in-cache"}, "h2o", 1024),
         ({"positions": "in-cache", "budget": "96"}, "h2o", 96),
         ({"policy": "corm"}, "corm", 2048),

@@ -1,4 +1,4 @@
-"""Defaults of options: what is typed beats variables, and those beat the file."""
+"""Defaults of options: typed options override variables, and variables override the file."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def test_config_shows_what_holds_for_a_command(file):
 
 @pytest.mark.engine
 def test_a_session_keeps_its_options_and_typed_ones_beat_it(file, smol, tmp_path, monkeypatch):
-    """The file and the environment are for what a session does not say."""
+    """The file and the environment apply only to options that a session does not have."""
     monkeypatch.setenv("KVTOOL_MODEL", str(smol))
     file('budget = 300\ntemp = 0.5\nthreads = 1\nn = 2\n[chat]\nsystem = "Be brief."')
     there = tmp_path / "talk.kv"

@@ -88,7 +88,7 @@ class Endless:
 
 @pytest.mark.engine
 def test_no_more_of_an_endless_text_is_read_than_is_needed(models, monkeypatch):
-    # a token has at least one byte; what is missing is read at once, twice as much each time
+    # a token has at least one byte; missing text is read in amounts that double
     monkeypatch.setattr(sys, "stdin", Endless(b"hello\n", 2**17))
     assert len(first_tokens(models["BPE"], source(None), 50)) == 50
     n = 40_000
@@ -131,7 +131,7 @@ def test_a_text_in_parts_is_the_text(tmp_path, size):
         (b" \n \t", "is empty"),
         (b"a\0b", "is binary"),
         (b"abc\xff", r"is not UTF-8 \(byte 3\)"),
-        # beyond what is read first
+        # beyond the first part that is read
         (b"a" * 2**16 + b"\xff", r"is not UTF-8 \(byte 65536\)"),
         ("\u00ef".encode() * 2**15 + b"\xc3", r"is not UTF-8 \(byte 65536\)"),
     ],

@@ -1,18 +1,18 @@
-"""Whether kvtool runs every architecture of llama.cpp that it does not refuse, and computes the same.
+"""Check that kvtool runs every architecture that it does not refuse, and computes what llama.cpp computes.
 
     python tests/tools/check_archs.py DIR
 
-DIR has small random models, one an architecture: most are from llama.cpp's own test-llama-archs, the others
-from tests/tiny_archs.py. Prints a line a model; exit status 1 if any fails. `make check-archs` builds that
-program and calls all three.
+DIR has small random models, one an architecture. llama.cpp's test-llama-archs writes most of them,
+tests/tiny_archs.py the rest; `make check-archs` runs both. Prints a line a model; exit status 1 if any fails.
+The checks:
 
-full       the logits of `full` are those of a context in which nothing is enabled, bit by bit; with flash
-           attention to rounding where the model has an index, and not where llama.cpp aborts
-alike      streamingllm and local by llama.cpp's own sequence calls: the same to rounding; plain models alone
+full       logits of `full` against a context with nothing enabled: equal bits. With flash attention, equal to
+           rounding if the model has an index; not checked where llama.cpp aborts
+alike      streamingllm and local against llama.cpp's sequence calls: equal to rounding; plain models only
 permuted   the cells of each row in another order
-ragged     other tokens evicted in each row, and a mask of each row that hides them in a cache that keeps all
+ragged     different tokens evicted in each row, against a full cache with a mask for each row
 graph      edits as a graph, as on a device, instead of in host memory
-saved      a session that goes on, bit by bit
+saved      a session that continues, bit by bit
 endless    three times the trained length
 """
 
@@ -41,7 +41,7 @@ from kvtool.policy import Signal, SignalRequest
 from tests.engine.running import open_engine, text
 
 ROUNDING = 1e-4
-"""How far apart results may be, as a share of their spread."""
+"""Largest difference between results, as a share of their spread."""
 
 ORDER = 3 * ROUNDING
 """The same where all sums are taken in another order."""
@@ -100,7 +100,7 @@ def _result(check: Callable[[Path], str], path: Path, verbose: bool) -> str:
 
 
 def _same(got: np.ndarray, want: np.ndarray, tolerance: float = 0.0) -> str:
-    """How far the logits or the NLL are apart, as a share of their spread."""
+    """Return the difference of logits or NLLs as a share of their spread."""
     assert np.isfinite(want).all(), "not finite"
     assert np.isfinite(got).all(), "not finite"
     assert want.std() > 0, "all are alike"

@@ -1,9 +1,9 @@
-"""Whether the library that this Python loads has our patch and one of ggml's backends.
+"""Check that the library that this Python loads has the patch and one of ggml's backends.
 
     python tests/tools/check_backend.py CUDA
 
-Prints the library and its devices; exit status 1 if anything lacks. The backend may be without a device
-unless --device is given.
+Prints the library and its devices; exit status 1 if anything is missing. With --device, the backend must
+have a device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvtool.llama.library import api
 
 
 def check(backend, device):
-    """What is wrong; None when nothing is."""
+    """Return a description of the first fault, or None."""
     info = library_info()
     print(f"{info['path']}: {', '.join(device['name'] for device in info['devices'])}")
     if not info["patched"]:

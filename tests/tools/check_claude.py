@@ -1,11 +1,11 @@
-"""Uses kvtool serve from Claude Code, as a person would: file edits, a tool that fails, interrupts, /compact.
+"""Use kvtool serve from Claude Code as a person does: file edits, a tool that fails, interrupts, /compact.
 
     python -m tests.tools.check_claude build/claude/node_modules/.bin/claude
     python -m tests.tools.check_claude CLAUDE --only edits,resumed --record FILE
 
-Starts a server with a small random model, and a proxy that dictates what it answers. Prints a line a check;
-exit status 1 if any fails. `make check-claude` installs Claude Code, which needs Node.js. Nothing leaves the
-machine: the key is made up, and the home folder a temporary one.
+Starts a server with a small random model, and a proxy that dictates the model's answers. Prints a line a
+check; exit status 1 if any fails. `make check-claude` installs Claude Code, which needs Node.js. Nothing
+leaves the machine: the key is made up, and the home folder a temporary one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ JSON = ("--output-format", "stream-json", "--verbose", "--dangerously-skip-permi
 
 
 class User:
-    """Who uses Claude Code, in an empty folder. proxy: what it takes for Anthropic."""
+    """A user of Claude Code in an empty folder. proxy: stands for Anthropic's server."""
 
     def __init__(self, claude, proxy, folder):
         self.claude, self.proxy = claude, proxy
@@ -68,7 +68,7 @@ class User:
         return found
 
     def goes_on(self, asked):
-        """Each request of a chat after the first read only what is new."""
+        """Check that each request after a chat's first one reads new tokens only."""
         for before, after in zip(asked, asked[1:], strict=False):
             was, now = usage(before), usage(after)
             assert now["cache_read_input_tokens"] >= was["n_all"], (was, now)
@@ -89,7 +89,7 @@ def results(noted):
 
 
 def edits(user):
-    """A file is written and edited, turn by turn, and only what is new is read."""
+    """The model writes and edits a file; each turn reads new tokens only."""
     path = user.work / "calc.py"
     wrong = {"file_path": str(path), "content": "def add(x, y):\n    return x - y\n"}
     # Claude Code repeats a call with all of its defaults
@@ -103,7 +103,7 @@ def edits(user):
 
 
 def fails(user):
-    """A tool that fails is told to the model, which goes on."""
+    """The model learns that a tool failed, and continues."""
     gone = {"file_path": str(user.work / "gone.py")}
     end, asked = user.asks("Look.", replies=[("Read", gone), ("Bash", {"command": "exit 3"}), "It is gone."])
     assert end["result"] == "It is gone."
@@ -112,7 +112,7 @@ def fails(user):
 
 
 def resumed(user):
-    """A session that ended is gone on with, and what it was is not read again."""
+    """An ended session continues, and its text is not read again."""
     first, one = user.asks("My name is Ada.", replies=["Hello Ada."])
     last, two = user.asks("Who am I?", "--continue", replies=["Ada."])
     again, three = user.asks("Sure?", "--resume", last["session_id"], replies=["Yes."])
@@ -121,7 +121,7 @@ def resumed(user):
 
 
 def compacted(user):
-    """/compact takes the chat's summary from the model, and the chat goes on from it."""
+    """/compact replaces the chat by the model's summary, and the chat continues."""
     user.asks("My name is Ada.", replies=["Hello Ada."])
     user.asks("I write games.", "--continue", replies=["I see."])
     text = "<analysis>\nShort.\n</analysis>\n\n<summary>\nThe user is called Ada.\n</summary>"
@@ -132,7 +132,7 @@ def compacted(user):
 
 
 def interrupted(user):
-    """An answer that its user stops ends, and the chat goes on."""
+    """An interrupted answer ends, and the chat continues."""
     n, user.proxy.replies = len(user.proxy.asked), [None, "Well."]
     command = [user.claude, "-p", *JSON, "--input-format", "stream-json"]
     with subprocess.Popen(command, **user.how, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

@@ -69,7 +69,7 @@ def nll(place: Place, kvtool: list[object], model: str, policy: str, **env: str)
 
 
 def check(place: Place, kvtool: list[object], model: str, expected: dict[str, float]) -> None:
-    """Whether that kvtool is sound, computes what it should, and chats."""
+    """Check that this kvtool passes its doctor, computes the expected perplexities, and chats."""
     library = json.loads(doctor(place, kvtool))["library"]
     assert library["patched"], library
     assert library["portable"], library

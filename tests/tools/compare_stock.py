@@ -1,12 +1,11 @@
-"""Whether a patched library with nothing enabled gives the logits of an unpatched one, to the bit.
+"""Check that a patched library with nothing enabled gives the logits of an unpatched one, bit by bit.
 
     python tests/tools/compare_stock.py STOCK_SITE_DIR [--archs DIR]
 
-STOCK_SITE_DIR holds an unpatched kvtool_llama package: pip install --target STOCK_SITE_DIR WHEEL. The patched
-one is what this Python imports. Each library runs in a process of its own. DIR has models more, such as
-`make check-archs` writes: those that kvtool refuses by name are left out. Then policies that need no
-patch score a text on both, which must agree but for the order of sums. Prints a line a case; exit status 1
-if any differs.
+STOCK_SITE_DIR holds an unpatched kvtool_llama package: pip install --target STOCK_SITE_DIR WHEEL. This
+Python imports the patched one. Each library runs in its own process. DIR has further models, such as those
+of `make check-archs`; models that kvtool refuses are skipped. Then policies that need no patch score a text
+with both libraries; the scores must agree to rounding. Prints a line a case; exit status 1 if any differs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does the suite find faults? Plants one in each part, and runs the tests that should see it.
+"""Check that the tests find faults: plant one in each part, and run the tests that should fail.
 
     python tests/tools/planted.py [PART ...]
 
@@ -22,8 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 class Fault:
     """One line that is wrong.
 
-    what: in words. old: what stands once in the file. new: what is planted there. tests: which should see it,
-    as files, or one of a file's as FILE::NAME.
+    what: the fault in words.
+    old: text that occurs once in the file.
+    new: text that replaces it.
+    tests: files, or FILE::NAME, that should fail.
     """
 
     what: str
@@ -612,7 +614,7 @@ def main() -> int:
 
 
 def found(part: str, fault: Fault) -> bool:
-    """Whether a test fails where this is planted."""
+    """Return True if a test fails with this fault planted."""
     # always the same place, so that compiled kernels are found again
     copy = ROOT / "build" / "planted"
     shutil.rmtree(copy, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Building: what the key of a build depends on, what is reused, and what a failure says.
+"""Building: the key of a build, reuse, and the messages of failures.
 
-A script stands in for pip: nothing is downloaded or compiled here.
+A script replaces pip: nothing is downloaded or compiled here.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def place(tmp_path, monkeypatch):
 
 
 def cmake_args(wheel):
-    """What the stand-in for pip was given: it is the library's text."""
+    """Return the arguments that the script in pip's place received: the text of its library."""
     return zipfile.ZipFile(wheel).read("kvtool_llama/lib/libllama.so").decode()
 
 
@@ -390,7 +390,7 @@ def test_an_nvcc_that_cmake_does_not_find_is_named(tmp_path, monkeypatch):
 
 @pytest.fixture
 def kvtool_build(place, tmp_path, monkeypatch):
-    """kvtool_build("--cuda", ...) gives the command's result; a text stands in for the library."""
+    """kvtool_build("--cuda", ...) gives the command's result; a text replaces the library."""
     monkeypatch.setattr(kernels, "compile_all", lambda: None)
     found = {"library": {"devices": [{"description": "a CPU"}]}, "problems": []}
     monkeypatch.setattr(command, "_examined", lambda: found)

@@ -1,4 +1,4 @@
-"""The wheel of llama.cpp: what is in it, on which machines it runs, when it is used instead of a build."""
+"""The wheel of llama.cpp: its contents, the machines it runs on, and when it replaces a build."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def archive(folder, *names):
 
 
 def built(folder, *names):
-    """A wheel of llama-cpp-python with these files besides its bindings."""
+    """A wheel of llama-cpp-python with these files in addition to its bindings."""
     path = folder / "llama_cpp_python-9.9-py3-none-linux_x86_64.whl"
     with zipfile.ZipFile(path, "w") as out:
         for name in names:
@@ -68,7 +68,7 @@ def test_the_wheel_has_each_library_once_and_of_the_package_the_bindings_alone(p
         "kvtool_llama/py.typed",
     ]
     assert packed.read("kvtool_llama/lib/libllama.so") == b"made libllama.so"
-    # so that a llama-cpp-python beside it is neither needed nor touched
+    # an installed llama-cpp-python is not needed and not touched
     text = packed.read("kvtool_llama/llama_cpp.py").decode()
     assert text.startswith("from kvtool_llama._ctypes_extensions import (")
     assert 'UPSTREAM = "9.9"' in packed.read("kvtool_llama/__init__.py").decode()
@@ -161,7 +161,7 @@ def test_a_wheel_for_one_python_is_none_of_ours():
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A Linux with a cache of its own, and no wheel anywhere."""
+    """A Linux with an empty cache and no wheel."""
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
@@ -260,7 +260,7 @@ pathlib.Path(folder, name).write_bytes(pathlib.Path(wheel).read_bytes())
 
 @pytest.fixture
 def mender(machine, tmp_path, monkeypatch):
-    """A program that stands in for auditwheel; a wheel for every CPU is built."""
+    """A program in auditwheel's place; a wheel for every CPU is built."""
     (tmp_path / "mender.py").write_text(MENDER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setitem(dist._MENDERS, "linux", ("mender", "repair"))

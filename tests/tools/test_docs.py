@@ -33,7 +33,7 @@ def read(path: Path) -> str:
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines that are neither of a table nor of a command or an example."""
+    """Yield the lines of text, without tables, commands and examples."""
     in_fence = False
     for number, line in enumerate(read(path).splitlines(), 1):
         if line.lstrip().startswith("```"):
@@ -43,7 +43,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def anchors(path: Path) -> set[str]:
-    """What GitHub makes of the headings."""
+    """Return the anchors that GitHub makes of the headings."""
     heads = [line.lstrip("#").strip() for _, line in prose(path) if line.startswith("#")]
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
@@ -66,7 +66,7 @@ def test_what_the_readme_says_to_type_works_after_a_setup_in_this_folder():
     files = [word for line in words if line[0] == "kvtool" for word in line if word.startswith("docs/")]
     assert len(files) >= 3
     assert [name for name in files if not (ROOT / name).is_file()] == []
-    # with a model that can do what the examples ask for
+    # the examples need a model of this size
     assert "export KVTOOL_MODEL=qwen2.5-coder-1.5b" in typed
     assert "qwen2.5-coder-1.5b" in registry()
 
@@ -83,7 +83,7 @@ def test_the_picture_of_a_chat_is_of_the_default_policy_and_has_forgotten_nothin
         assert float(cached) + float(archived) == pytest.approx(100, abs=0.11)
         n_cached = float(cached) / 100 * int(n.replace(",", ""))
         assert n_cached <= RunOptions.default_recall + 0.001 * int(n.replace(",", ""))
-    # what the front page says of it
+    # numbers in the front page's caption
     (caption,) = re.findall(r"!\[(.*)\]\(docs/chat\.svg\)", read(ROOT / "README.md"))
     read_at_once = re.search(r"the turn has ([\d,]+) tokens", text)[1]
     assert f"{read_at_once} tokens" in caption
@@ -115,7 +115,7 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(path):
 def commands() -> Iterator[tuple[str, str]]:
     """Each kvtool command of an example, and where it stands."""
     for path in set(PAGES) - {DOCS / "cli.md"}:
-        # what goes on after a backslash is one line
+        # a backslash joins two lines
         for line in read(path).replace("\\\n", " ").splitlines():
             for part in re.split(r"[|;]|&&", line) if line.startswith("    ") else ():
                 found = re.match(r"\s*(?:\w+\$|\$)?\s*(?:\.venv/bin/)?(kvtool\s.+)", part)

@@ -1,4 +1,4 @@
-"""What docstrings name is there: classes, their members, and whatever stands in backticks."""
+"""Names in docstrings exist: classes, their members, and everything in backticks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def assigned(node):
 
 
 def members(node):
-    """What a class defines, and what its methods set."""
+    """Return the names that a class defines and that its methods assign."""
     found = set()
     for part in ast.walk(node):
         if isinstance(part, ast.FunctionDef):
@@ -36,9 +36,12 @@ def members(node):
 
 
 class Names(NamedTuple):
-    """What the package defines.
+    """Names that the package defines.
 
-    trees: of each file. classes: the members of each class. bases: those of each. known: all names.
+    trees: syntax tree by file.
+    classes: members by class.
+    bases: base classes by class.
+    known: all names.
     """
 
     trees: dict[Path, ast.Module]

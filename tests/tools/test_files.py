@@ -82,7 +82,7 @@ def test_a_log_has_whole_entries_only(tmp_path):
     with full_after(100):
         with pytest.raises(OSError, match="File too large"):
             log.append("two " * 100)
-        # what is shorter still fits
+        # a shorter text still fits
         log.append("three\n")
     log.append("four\n")
     log.close()
@@ -125,7 +125,7 @@ def test_a_file_beside_it_is_set_aside_with_it_or_neither_is(tmp_path, monkeypat
     beside.unlink()
     assert files.set_aside(path, ".archive", "").name == "chat.kv.3"
     assert not (tmp_path / "chat.kv.3.archive").exists()
-    # the file beside it alone
+    # only the file next to it
     beside.write_text("another")
     assert files.set_aside(path, ".archive").name == "chat.kv.4"
     assert (tmp_path / "chat.kv.4.archive").read_text() == "another"

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as
 
 @pytest.fixture(scope="module")
 def popen():
-    """Popen of what has been forked before: the first program of an environment is no fork."""
+    """Return forked.Popen after its first call: an environment's first program is not a fork."""
     for _ in range(2):
         process = forked.Popen([sys.executable, "-c", ""])
         assert process.wait() == 0
@@ -29,7 +29,7 @@ def popen():
 
 
 def both(popen, code, *arguments, said=b"", **how):
-    """What a fork and what a process has written and ended with; they are the same."""
+    """Run code in a fork and in a process, check that both give the same, and return that."""
     found = []
     for start in (popen, subprocess.Popen):
         pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr") if name not in how}
@@ -103,7 +103,7 @@ def test_signals_and_limits_are_its_own(popen):
     wait = "import sys, time; print('here', flush=True); time.sleep(60)"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
-            # as nohup has it, and what it starts
+            # nohup ignores the signal, and so do its children
             continue
         process = popen([sys.executable, "-c", wait], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert process.stdout.readline() == b"here\n"

@@ -38,7 +38,7 @@ ALONE = {
     "starlette": "serve",
     "uvicorn": "serve",
 }
-"""Packages that one room alone imports."""
+"""Packages that a single room imports."""
 
 
 def allowed() -> dict[str, set[str]]:
@@ -58,12 +58,12 @@ def room_of(module: str) -> str:
 
 
 def imports(path: Path, modules: Container[str] = MODULES) -> Iterator[tuple[int, str]]:
-    """Every module that a file imports, inside functions and for types alone as well."""
+    """Yield (line, module) for each import of a file, inside functions and for type checking included."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            # absolute: ruff's TID252 allows no other
+            # ruff's TID252 forbids relative imports
             assert node.level == 0
             module = str(node.module)
             for alias in node.names:
@@ -78,7 +78,7 @@ def imports(path: Path, modules: Container[str] = MODULES) -> Iterator[tuple[int
 
 
 def circle(files: Iterable[Path], root: Path = ROOT) -> list[str]:
-    """Modules each of which imports the one before it, the first also at the end; [] if there are none."""
+    """Return a circle of imports: each module imports the previous one, and the first is also last. Or []."""
     paths = {module_of(path, root): path for path in files}
     graph = {name: {each for _, each in imports(path, paths)} & paths.keys() for name, path in paths.items()}
     try:
@@ -168,7 +168,7 @@ def test_an_old_python_can_import_the_build_which_says_that_it_is_too_old():
 
 
 def test_all_functions_but_kernels_have_annotations():
-    """A kernel's types stand in its signature for numba: in files of kernels mypy asks for no others."""
+    """Kernels have types in numba's signature, so mypy does not ask for annotations in their files."""
     for path in set(FILES) - {PACKAGE / "__init__.py"}:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and not (node.returns or node.name == "__init__"):

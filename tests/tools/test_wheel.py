@@ -1,7 +1,7 @@
-"""kvtool from a wheel, in an environment outside the checkout, as a user without a checkout has it.
+"""kvtool from a wheel, in an environment outside the checkout, as users without a checkout install it.
 
-kvtool's wheel is real. That of kvtool-llama is a stand-in that passes on the library of the tests, under the
-key of this machine's build: nothing is compiled.
+kvtool's wheel is real. The wheel of kvtool-llama only refers to the library of the tests, under the key of
+this machine's build, so nothing is compiled.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def before(place):
-    """What the commands say without kvtool-llama."""
+    """Messages of the commands without kvtool-llama."""
     (place.folder / "text.txt").write_text("The tide came in over the flats before sunrise.\n" * 9)
     return SimpleNamespace(
         perplexity=place.run(place.kvtool, "perplexity", "text.txt"),
