@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import resource
@@ -20,6 +21,7 @@ from kvtool.llama.segment import CLUSTERS
 from tests import forked
 from tests.cli.called import KEEPS, called
 from tests.held import PATIENCE_S
+from tests.serve.serving import ONE_THREAD
 
 KVTOOL = [sys.executable, "-m", "kvtool"]
 TURNS = [f"line {i} of the chat, and some more words" for i in range(24)]
@@ -87,6 +89,22 @@ def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, sh
     assert shown["tokens"] > 512
     assert shown["cells"] <= 96
     assert shown["turns"] == ends[-1]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", ["h2o", "recall"])
+def test_killed_at_calls_that_change_its_files_no_chat_is_lost(talker, tmp_path, share_of, policy):
+    # one in eight, or each
+    step = 8 // share_of(1, 8)
+    done = forked.run(
+        [sys.executable, "-m", "tests.cli.killed_chats", str(talker), str(tmp_path), str(step), policy],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | ONE_THREAD,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[1]) > 30
 
 
 @pytest.mark.engine

@@ -110,23 +110,29 @@ def in_child(work):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), found
 
 
+def die_at_call(n_call):
+    """Make this process exit at its n_call-th call of one of CALLS; return a list with the calls left."""
+    left = [n_call]
+
+    def dying(call):
+        def counted(*args, **kwargs):
+            left[0] -= 1
+            if not left[0]:
+                os._exit(KILLED)
+            return call(*args, **kwargs)
+
+        return counted
+
+    for name in CALLS:
+        setattr(os, name, dying(getattr(os, name)))
+    return left
+
+
 def live(model, policy, folder, n_call):
     """Take turns up to the n_call-th call that changes the folder; return (exit code, finished turns)."""
 
     def work(write):
-        left = [n_call]
-
-        def dying(call):
-            def counted(*args, **kwargs):
-                left[0] -= 1
-                if not left[0]:
-                    os._exit(KILLED)
-                return call(*args, **kwargs)
-
-            return counted
-
-        for name in CALLS:
-            setattr(os, name, dying(getattr(os, name)))
+        left = die_at_call(n_call)
         for messages, n in turns(Server(model, policy, folder)):
             write({"messages": messages, "n": n})
         write(n_call - left[0])

@@ -1,0 +1,175 @@
+"""Kill a chat before each of the calls that change its files, one call per run.
+
+    python -m tests.cli.killed_chats MODEL FOLDER STEP h2o recall
+
+STEP: 1 for every call, 4 for one in four. Each run takes the same turns, with resets, retries and undo, in a
+child process, which exits at its call. Then every chat that was saved before the call must be in the session's
+file, or in a file that was set aside, and another child must be able to continue the session.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from contextlib import closing
+from pathlib import Path
+
+from kvtool import policies
+from kvtool.chats import session
+from kvtool.chats.conversation import Conversation
+from kvtool.chats.prompt import template_of
+from kvtool.chats.writer import Writer
+from kvtool.cli.chat.files import ChatFiles
+from kvtool.config.generation import GenerationOptions
+from kvtool.config.run import RunOptions
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.llama.model import Model
+from kvtool.llama.sampler import Sampler
+from tests.serve.killed_turns import KILLED, NEVER, die_at_call, in_child
+
+NAME = "chat.kvs"
+NAMES = re.compile(rf"{re.escape(NAME)}(\.\d+)?")
+LONG = "Tell me a story of the sea, and of a storm. " * 2
+
+
+def open_chat(model, policy, folder):
+    """Return a chat that can be undone, and its files."""
+    params = ["search=all"] if policy == "recall" else []
+    settings = Settings(n_batch=64, n_threads=1, archive_type="f16")
+    engine = Engine(model, policies.fit(policy, 64, 16, params), settings)
+    writer = Writer(engine, Sampler(model))
+    chat = Conversation(writer, template_of(model), undoable=True)
+    return chat, ChatFiles(chat, RunOptions(policy=policy), GenerationOptions(), folder / NAME)
+
+
+class User:
+    """Takes turns and undoes them, as the commands of `kvtool chat` do.
+
+    saved: the messages of each chat that is on disk, in the order in which the chats began.
+    """
+
+    def __init__(self, chat, files):
+        self.chat, self.files = chat, files
+        self.saved = {}
+
+    def say(self, text, *, again=False):
+        if again:
+            self.chat.undo_turn()
+        "".join(self.chat.reply(text, 8))
+        self.files.keep(undone=again)
+        self._is_saved()
+
+    def reset(self):
+        self.chat.remember("/reset")
+        self.chat.reset(self.chat.system)
+
+    def undo(self, n=1):
+        for _ in range(n):
+            assert self.chat.undo() is not None
+        self.files.keep_session(undone=True)
+        self._is_saved()
+
+    def _is_saved(self):
+        self.files.check()
+        self.saved[self.chat.id] = list(self.chat.messages)
+
+
+def turns(user):
+    """Take the turns; yield after each change of the files."""
+    for text in (LONG, f"0: {LONG}"):
+        yield user.say(text)
+    yield user.say(f"1: {LONG}", again=True)
+    # another chat, which is undone turn by turn: the first one is in the file again
+    user.reset()
+    for text in ("What is a stone?", LONG):
+        yield user.say(text)
+    for _ in range(3):
+        yield user.undo()
+    yield user.say("And then?")
+    # another chat, over which an undo of two changes leads to the first one
+    user.reset()
+    yield user.say(f"2: {LONG}")
+    yield user.undo(2)
+    yield user.say("Why?")
+    yield user.undo(2)
+
+
+def live(model, policy, folder, n_call):
+    """Take the turns up to the n_call-th call that changes a file; return (exit code, saved chats by turn)."""
+
+    def work(write):
+        folder.mkdir(parents=True)
+        chat, files = open_chat(model, policy, folder)
+        user = User(chat, files)
+        left = die_at_call(n_call)
+        for _ in turns(user):
+            write([*user.saved.values()])
+        write(n_call - left[0])
+
+    return in_child(work)
+
+
+def go_on(model, policy, folder):
+    """Continue the session by one turn in another process."""
+
+    def work(write):
+        chat, files = open_chat(model, policy, folder)
+        with closing(files):
+            files.resume(files.path)
+            n = len(chat.messages)
+            User(chat, files).say("And then?")
+            write(session.read(files.path)[0]["messages"][:n])
+
+    code, (before,) = in_child(work)
+    assert code == 0
+    return before
+
+
+def stored(folder):
+    """Return the messages of each session of the folder. Raises SessionError if one is damaged."""
+    paths = [path for path in folder.iterdir() if NAMES.fullmatch(path.name)]
+    return {path.name: session.read(path)[0]["messages"] for path in sorted(paths)}
+
+
+def check(folder, before, after):
+    """Check that the folder has each chat of `before`, or as it is in `after`."""
+    there = stored(folder)
+    for i, messages in enumerate(before):
+        wanted = [messages, *after[i : i + 1]]
+        # an undone chat has no turns left
+        assert any(found[: len(each)] == each for found in there.values() for each in wanted), (i, there)
+
+
+def run(model_path, folder, policy, step=1):
+    """Kill a chat at every call, or at one in `step`; return the number of calls."""
+    model = Model(model_path)
+    code, saved = live(model, policy, folder / "whole", NEVER)
+    assert code == 0
+    n_call = saved.pop()
+    check(folder / "whole", saved[-1], [])
+    for n in range(1, n_call + 1, step):
+        place = folder / f"killed-{n}"
+        code, seen = live(model, policy, place, n)
+        assert code == KILLED, f"call {n}"
+        assert seen == saved[: len(seen)], f"call {n}"
+        try:
+            check(place, seen[-1] if seen else [], saved[len(seen)] if len(seen) < len(saved) else [])
+            if (place / NAME).exists():
+                there = session.read_meta(place / NAME)["messages"]
+                assert go_on(model, policy, place) == there
+        except AssertionError as error:
+            raise AssertionError(f"call {n}: {error}") from error
+        left = [path.name for path in place.iterdir() if path.name.endswith((".part", ".next"))]
+        assert not left or not (place / NAME).exists(), f"call {n}: {left}"
+        shutil.rmtree(place)
+    return n_call
+
+
+if __name__ == "__main__":
+    for each in sys.argv[4:]:
+        place = Path(sys.argv[2]) / each
+        place.mkdir(parents=True)
+        print(each, run(sys.argv[1], place, each, int(sys.argv[3])), flush=True)
