@@ -3,13 +3,12 @@
     python -m tests.cli.killed_chats MODEL FOLDER STEP h2o recall
 
 STEP: 1 for every call, 4 for one in four. Each run takes the same turns, with resets, retries and undo, in a
-child process, which exits at its call. Then every chat that was saved before the call must be in the session's
-file, or in a file that was set aside, and another child must be able to continue the session.
+child process, which exits at its call. Then every chat that was saved before the call must be in the session
+file or in a file that was set aside, and another child must be able to continue the session.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
@@ -98,7 +97,7 @@ def turns(user):
 
 
 def live(model, policy, folder, n_call):
-    """Take the turns up to the n_call-th call that changes a file; return (exit code, saved chats by turn)."""
+    """Take turns up to the n_call-th call that changes a file; return (exit code, saved chats by turn)."""
 
     def work(write):
         folder.mkdir(parents=True)
