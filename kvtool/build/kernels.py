@@ -48,14 +48,14 @@ def compile_all() -> None:
     from kvtool.kernels.kernel import of_module
     from kvtool.kernels.link import link
 
-    found = {kernel.name: kernel for name in modules() for kernel in of_module(import_module(name))}
-    progress = Progress(f"compiling {len(found)} kernels (once)")
-    for n_done, kernel in enumerate(found.values()):
-        progress.show(n_done, len(found))
+    kernels = {kernel.name: kernel for name in modules() for kernel in of_module(import_module(name))}
+    progress = Progress(f"compiling {len(kernels)} kernels (once)")
+    for n_done, kernel in enumerate(kernels.values()):
+        progress.show(n_done, len(kernels))
         kernel.compile()
-    progress.show(len(found), len(found))
+    progress.show(len(kernels), len(kernels))
     try:
-        link(found.values(), kernel_library())
+        link(kernels.values(), kernel_library())
     except LibraryError as error:
         sys.stderr.write(f"kvtool: {error}; kernels run from numba, which takes 100 MiB more memory\n")
     progress.close()

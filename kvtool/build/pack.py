@@ -70,8 +70,8 @@ def key_of(wheel: Path) -> str | None:
     """Key of the build in the wheel; None for unreadable wheels and wheels of other projects."""
     try:
         with zipfile.ZipFile(wheel) as packed:
-            found = [name for name in packed.namelist() if name.endswith(f".dist-info/{RECORD_OF_BUILD}")]
-            return key_in(packed.read(found[0]).decode()) if found else None
+            names = [name for name in packed.namelist() if name.endswith(f".dist-info/{RECORD_OF_BUILD}")]
+            return key_in(packed.read(names[0]).decode()) if names else None
     except (OSError, ValueError, zipfile.BadZipFile):
         return None
 

@@ -114,11 +114,11 @@ def run(
         progress.close()
     if process.returncode == 0:
         return
-    said = log.read_text(encoding="utf-8", errors="replace")
-    if known[0] and known[0] in said:
+    text = log.read_text(encoding="utf-8", errors="replace")
+    if known[0] and known[0] in text:
         raise LibraryError(known[1])
     for why, pattern in _CAUSES.items():
-        if re.search(pattern, said):
+        if re.search(pattern, text):
             raise LibraryError(f"{what}: {why.format(cache=cache_dir())}. Log: {log}")
     lines = "\n".join(f"  {line}" for line in (errors or last))
     raise LibraryError(f"{what}; the whole log is {log}; its last errors:\n{lines}")

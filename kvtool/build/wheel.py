@@ -37,8 +37,8 @@ def wheel_key(folder: Path, cmake_args: str, *, stock: bool = False, portable: b
 
 def fitting_keys(folder: Path, cmake_args: str) -> tuple[str, ...]:
     """Keys of the builds that work for this machine and these flags."""
-    own = wheel_key(folder, cmake_args)
-    return (own,) if cmake_args.strip() else (own, wheel_key(folder, "", portable=True))
+    key = wheel_key(folder, cmake_args)
+    return (key,) if cmake_args.strip() else (key, wheel_key(folder, "", portable=True))
 
 
 def find_wheel(key: str) -> Path | None:
@@ -119,10 +119,10 @@ def installed_key() -> str | None:
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
-        said = distribution(pack.DISTRIBUTION).read_text(pack.RECORD_OF_BUILD)
+        record = distribution(pack.DISTRIBUTION).read_text(pack.RECORD_OF_BUILD)
     except PackageNotFoundError:
         return None
-    return pack.key_in(said or "")
+    return pack.key_in(record or "")
 
 
 def install(wheel: Path, cmake_args: str) -> bool:

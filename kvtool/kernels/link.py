@@ -58,8 +58,8 @@ def link(kernels: Iterable[Kernel[..., Any]], path: Path) -> None:
         command += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-lm"]
         done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", check=False)
         if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-            raise LibraryError(f"{compiler[0]} does not link the kernels: {said[-1]}")
+            errors = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+            raise LibraryError(f"{compiler[0]} does not link the kernels: {errors[-1]}")
         try:
             ctypes.CDLL(str(folder / path.name), os.RTLD_NOW)
         except OSError as error:

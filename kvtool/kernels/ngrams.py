@@ -48,12 +48,12 @@ def unlink(tokens, newest, before, n, first):
 
 
 @kernel("void(i4[::1], i4[::1], i4[::1], i8, i8[::1])")
-def best_place(tokens, newest, before, n, found):
-    """Find the earlier place that best matches the end of the text -> found i64[2]: place, matching tokens.
+def best_place(tokens, newest, before, n, best):
+    """Find the earlier place that best matches the end of the text -> best i64[2]: place, matching tokens.
 
     Both are 0 without a match. Place n itself, the newest of its hash, does not count.
     """
-    found[0] = found[1] = 0
+    best[0] = best[1] = 0
     if n < N_KEY:
         return
     place = before[n - 1]
@@ -63,8 +63,8 @@ def best_place(tokens, newest, before, n, found):
         same = 0
         while same < min(_MOST_SAME, place) and tokens[place - 1 - same] == tokens[n - 1 - same]:
             same += 1
-        if same >= N_KEY and same > found[1]:
-            found[0], found[1] = place, same
+        if same >= N_KEY and same > best[1]:
+            best[0], best[1] = place, same
             if same == _MOST_SAME:
                 return
         place = before[place - 1]

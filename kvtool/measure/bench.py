@@ -327,9 +327,9 @@ class Bench:
 
     def _made_of(self, row: Row) -> tuple[Policy, Settings]:
         way = row.way
-        kept: dict[str, Any] = {"type_k": way.cache_type, "type_v": way.cache_type, "flash": way.flash}
-        kept |= {"kv_offload": way.kv_offload, "archive": row.depth}
-        return policies.fit(way.policy, way.budget or row.depth), replace(self.settings, **kept)
+        options: dict[str, Any] = {"type_k": way.cache_type, "type_v": way.cache_type, "flash": way.flash}
+        options |= {"kv_offload": way.kv_offload, "archive": row.depth}
+        return policies.fit(way.policy, way.budget or row.depth), replace(self.settings, **options)
 
     def _start(self, row: Row) -> depths.Arrays | None:
         """Return `Engine.save`'s state of a row's policy after its first tokens; None for `full`."""
@@ -345,8 +345,8 @@ class Bench:
 
 def device_free() -> int | None:
     """Free bytes of all devices except the CPU, by the devices' counters; None without such devices."""
-    found = [each["memory_free"] for each in devices() if each["type"] in ("gpu", "igpu")]
-    return sum(found) if found else None
+    free = [each["memory_free"] for each in devices() if each["type"] in ("gpu", "igpu")]
+    return sum(free) if free else None
 
 
 def _of(needed: int, free: int) -> str:
@@ -361,12 +361,12 @@ def earlier(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         raise InputError(f"cannot read {path}: there is no such file")
     try:
-        found = records.read(path)
+        rows = records.read(path)
     except InputError:
-        found = []
-    if not found or not all(map(_is_row, found)):
+        rows = []
+    if not rows or not all(map(_is_row, rows)):
         raise InputError(f"{path} is not what `kvtool bench --json` prints")
-    return found
+    return rows
 
 
 def _is_row(record: Mapping[str, Any]) -> bool:

@@ -66,14 +66,14 @@ def fill(engine: Engine, tokens: np.ndarray, n: int) -> None:
 
 def _key_shares(model: Model) -> list[float]:
     """Fraction of a cell's bytes that are keys, for each layer with cells; keys and values have one type."""
-    own = [layer for layer in model.layers.of(Kind.ROWS) if layer.is_owner]
-    return [layer.head_size_k / (layer.head_size_k + layer.head_size_v) for layer in own]
+    owners = [layer for layer in model.layers.of(Kind.ROWS) if layer.is_owner]
+    return [layer.head_size_k / (layer.head_size_k + layer.head_size_v) for layer in owners]
 
 
 def _repeated(values: np.ndarray, n_own: int, n: int) -> np.ndarray:
     """Return the bytes of n tokens, repeated from n_own tokens."""
-    own = values.reshape(-1).view(np.uint8).reshape(n_own, values.nbytes // n_own)
-    return np.take(own, np.arange(n) % n_own, axis=0).reshape(-1)
+    tokens = values.reshape(-1).view(np.uint8).reshape(n_own, values.nbytes // n_own)
+    return np.take(tokens, np.arange(n) % n_own, axis=0).reshape(-1)
 
 
 def n_start(policy: Policy) -> int:
@@ -129,7 +129,7 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
     base = n_after - next_rot
     # positions start over, as in a stream
     bases = range(base, 0, -max(n_ctx * 3 // 4, 1))[::-1]
-    frames = [number for own in bases for number in (max(begin, own), own)] or [begin, 0]
+    frames = [number for step in bases for number in (max(begin, step), step)] or [begin, 0]
     frames[0] = begin
     far = max(begin, n_after - n_ctx // 2)
     longer[TABLE] = np.array([begin, end + n, min(far, end + n), *frames], np.int64)

@@ -156,13 +156,13 @@ def _folder() -> Path:
 
 def _make_room(newest: Path) -> None:
     """Delete the least recently used references until the rest fits."""
-    found = []
+    references = []
     for path in newest.parent.iterdir():
         # other processes may delete them meanwhile; lock files are empty
         with suppress(OSError):
-            found.append((path == newest, path.stat().st_mtime_ns, path.stat().st_size, path))
-    total = sum(size for _, _, size, _ in found)
-    for is_newest, _, size, path in sorted(found):
+            references.append((path == newest, path.stat().st_mtime_ns, path.stat().st_size, path))
+    total = sum(size for _, _, size, _ in references)
+    for is_newest, _, size, path in sorted(references):
         if total <= MOST_BYTES or is_newest:
             return
         if size:

@@ -70,7 +70,7 @@ class Run:
         Options of the run, with the budget in cells and the tokens between evictions.
     params
         All parameters of the policy, with their values.
-    asked
+    typed_budget
         Budget as typed; None for a run without a budget.
     budget
         Budget in cells of a row.
@@ -83,7 +83,7 @@ class Run:
     label: str
     options: ScoreOptions
     params: Mapping[str, Any]
-    asked: str | None
+    typed_budget: str | None
     budget: int
     policy_sha256: str | None = None
     recalls: bool = False
@@ -96,12 +96,12 @@ class Run:
     @property
     def name(self) -> str:
         """Title and budget."""
-        return f"{self.title} {self.asked}" if self.asked else self.title
+        return f"{self.title} {self.typed_budget}" if self.typed_budget else self.title
 
     @property
     def group(self) -> tuple[str | None, str, str]:
         """Group of runs that are compared with each other: same budget, same cache types."""
-        return self.asked, self.options.type_k, self.options.type_v
+        return self.typed_budget, self.options.type_k, self.options.type_v
 
 
 def split_policy(text: str) -> tuple[str, tuple[str, ...]]:
@@ -137,15 +137,15 @@ def runs(
         return types if combine or not evicts(text) else types[:1]
 
     # lazily in order, so that the first mistake typed is the one reported
-    places = chain(
+    entries = chain(
         ((text, None, kind) for text in wanted if keeps_all_it_needs(text) for kind in kinds(text)),
-        ((text, asked, kind) for asked in budgets for text in wanted if evicts(text) for kind in kinds(text)),
+        ((text, size, kind) for size in budgets for text in wanted if evicts(text) for kind in kinds(text)),
     )
-    found: dict[str, Run] = {}
-    for text, asked, kind in places:
-        run = _run(common, n_ctx_train, layers, text.strip(), asked, kind)
-        found.setdefault(records.key(identity(common, run), KEY), run)
-    return list(found.values())
+    grid: dict[str, Run] = {}
+    for text, typed_budget, kind in entries:
+        run = _run(common, n_ctx_train, layers, text.strip(), typed_budget, kind)
+        grid.setdefault(records.key(identity(common, run), KEY), run)
+    return list(grid.values())
 
 
 def keeps_all_it_needs(wanted: str) -> bool:
@@ -161,20 +161,20 @@ def full_run(common: Common) -> Run:
 
 def identity(common: Common, run: Run) -> dict[str, Any]:
     """Return the fields of a record that describe its run. KEY names the identifying ones."""
-    its = run.options
-    limit = archive.limit(its.archive, its.archive_file)
+    options = run.options
+    limit = archive.limit(options.archive, options.archive_file)
     return {
-        "policy": its.policy,
+        "policy": options.policy,
         "params": dict(run.params),
         "budget": run.budget,
         **common.what,
         "policy_sha256": run.policy_sha256,
         "tokens": common.n_tokens,
-        **its.record_values(),
+        **options.record_values(),
         "archive": (limit or None) if run.recalls else None,
-        "archive_type": its.archive_type if run.recalls else None,
-        "threads": its.threads,
-        "rpc": list(workers_of(its.rpc, its.gpu_layers)),
+        "archive_type": options.archive_type if run.recalls else None,
+        "threads": options.threads,
+        "rpc": list(workers_of(options.rpc, options.gpu_layers)),
     }
 
 
@@ -202,33 +202,35 @@ def shard(grid: Sequence[Run], text: str) -> list[Run]:
 
 def _options(common: Common, name: str, options: tuple[str, ...], kind: str, **more: Any) -> ScoreOptions:
     """Return the options of a run. Options typed for the whole grid count as given by the user."""
-    own = {"policy": name, "options": options, "type_k": kind, "type_v": kind, **more}
+    changes = {"policy": name, "options": options, "type_k": kind, "type_v": kind, **more}
     if not policies.load(name).evicts:
         # its keys are never rotated again
-        own |= {"positions": "auto", "evict_every": None}
-    return replace(common.options, **own, typed=frozenset())
+        changes |= {"positions": "auto", "evict_every": None}
+    return replace(common.options, **changes, typed=frozenset())
 
 
-def _run(common: Common, n_ctx_train: int, layers: Layers, label: str, asked: str | None, kind: str) -> Run:
+def _run(
+    common: Common, n_ctx_train: int, layers: Layers, label: str, typed_budget: str | None, kind: str
+) -> Run:
     from kvtool.llama.decoder import choose_flash
 
     name, options = split_policy(label)
     check_read_once(common.options, name)
-    its = _options(common, name, options, kind)
-    spec = policies.spec(name, its.evict_every, options)
+    chosen = _options(common, name, options, kind)
+    spec = policies.spec(name, chosen.evict_every, options)
     # raises for a type that does not fit the model's heads
     layers.cell_bytes(kind, kind)
-    if asked is None:
+    if typed_budget is None:
         n = common.n_ctx if spec.kind.evicts else min(common.n_ctx, common.n_tokens)
         size = budget.in_cells(n, n_ctx_train)
     else:
-        size = budget.parse(asked, n_ctx_train)
-    fitted = budget.fit(spec, its, size, layers)
-    choose_flash(its.flash, kind, fitted.policy.ragged or layers.has_alibi)
+        size = budget.parse(typed_budget, n_ctx_train)
+    fitted = budget.fit(spec, chosen, size, layers)
+    choose_flash(chosen.flash, kind, fitted.policy.ragged or layers.has_alibi)
     if spec.kind.evicts:
         slack, n_batch = fitted.policy.slack, fitted.n_batch
-        its = replace(its, budget=str(fitted.n), evict_every=slack or None, n_batch=n_batch)
-    settings = settings_of(its, common.n_ctx, fitted.n_batch, fitted.n_batch)
+        chosen = replace(chosen, budget=str(fitted.n), evict_every=slack or None, n_batch=n_batch)
+    settings = settings_of(chosen, common.n_ctx, fitted.n_batch, fitted.n_batch)
     check(fitted.policy, settings, layers, common.n_ctx, n_ctx_train)
     params, digest = policies.chosen(fitted.policy), policies.file_sha256(name)
-    return Run(label, its, params, asked, fitted.n, digest, policies.recalls(spec.kind))
+    return Run(label, chosen, params, typed_budget, fitted.n, digest, policies.recalls(spec.kind))

@@ -192,10 +192,10 @@ def texts(model: Model, tokens: np.ndarray) -> list[str]:
     A character that spans several tokens is the text of the last one; the earlier ones have "".
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    found = [decoder.decode(model.piece(token, special=True)) for token in tokens.tolist()]
-    if found:
-        found[-1] += decoder.decode(b"", final=True)
-    return found
+    pieces = [decoder.decode(model.piece(token, special=True)) for token in tokens.tolist()]
+    if pieces:
+        pieces[-1] += decoder.decode(b"", final=True)
+    return pieces
 
 
 def _archived(engine: Engine) -> range:

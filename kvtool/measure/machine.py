@@ -28,16 +28,16 @@ def machine() -> dict[str, Any]:
     }
 
 
-def line(said: Mapping[str, Any]) -> str:
+def line(machine: Mapping[str, Any]) -> str:
     """Format the result of `machine` as one line."""
-    n = said["n_core"]
+    n = machine["n_core"]
     parts = [
-        f"{said['cpu']}, {n} core{'s' * (n != 1)}",
-        *(said["devices"] or ["no GPU"]),
-        said["system"],
-        f"Python {said['python']}",
-        f"kvtool {said['kvtool']}",
-        f"llama-cpp-python {said['llama_cpp_python']}",
-        f"patch {(said['patch'] or 'none')[:N_DIGIT]}",
+        f"{machine['cpu']}, {n} core{'s' * (n != 1)}",
+        *(machine["devices"] or ["no GPU"]),
+        machine["system"],
+        f"Python {machine['python']}",
+        f"kvtool {machine['kvtool']}",
+        f"llama-cpp-python {machine['llama_cpp_python']}",
+        f"patch {(machine['patch'] or 'none')[:N_DIGIT]}",
     ]
     return "; ".join(parts)

@@ -81,6 +81,6 @@ def _whole_lines(file: BinaryIO) -> int:
         size = min(at, 4096)
         at -= size
         file.seek(at)
-        if (found := file.read(size).rfind(b"\n")) >= 0:
-            return at + found + 1
+        if (end := file.read(size).rfind(b"\n")) >= 0:
+            return at + end + 1
     return 0

@@ -34,11 +34,11 @@ class ComparisonResults:
     of_run: dict[Run, dict[str, Any]] = field(default_factory=dict)
     others: list[dict[str, Any]] = field(default_factory=list)
 
-    def take(self, there: Iterable[dict[str, Any]]) -> None:
+    def add(self, stored: Iterable[dict[str, Any]]) -> None:
         """Sort the records of a file. A run with several records gets the first of the highest `_rank`."""
         by_key = {records.key(identity(self.common, run), KEY): run for run in self.grid}
         self.others = []
-        for record in there:
+        for record in stored:
             run = by_key.get(records.key(record, KEY))
             if run is None:
                 self.others.append(record)
@@ -65,7 +65,7 @@ class ComparisonResults:
             for i, other in enumerate(self.grid)
             if other.group == run.group
             and other != run
-            and run.asked is not None
+            and run.typed_budget is not None
             and "nll" in self.of_run.get(other, {})
         ]
         if not others:

@@ -58,7 +58,7 @@ def measure(job: RunInput, report: Report = lambda n, nll: None) -> dict[str, An
     import numpy as np
 
     from kvtool.config.opening import open_run
-    from kvtool.config.report import report as said
+    from kvtool.config.report import report as describe
     from kvtool.measure import divergence, perplexity
     from kvtool.system.memory import peak_rss_bytes
 
@@ -88,7 +88,7 @@ def measure(job: RunInput, report: Report = lambda n, nll: None) -> dict[str, An
             if not math.isfinite(total):
                 # raised here, before the reference gets its name
                 raise ModelError("the model's logits are not finite; the model file may be damaged")
-        held = {name: value for name, value in said(engine, run.policy).items() if name in _HELD}
+        held = {name: value for name, value in describe(engine, run.policy).items() if name in _HELD}
         return quality(np.concatenate(parts), scores) | {
             "tokens_per_s": len(tokens) / seconds,
             "seconds": seconds,
@@ -138,7 +138,7 @@ def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
     n, sums = len(nll), block_sums(nll)
     value, error = mean_of_text(sums, n)
     low, high = interval(*joined(sums, block_counts(n)))
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "n_scored": n,
         "perplexity": math.exp(value),
         "perplexity_low": math.exp(low),
@@ -151,8 +151,8 @@ def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
     values = (nll - scores.nll, scores.kl, scores.same.astype(np.float64)) if scores else (None,) * 3
     for name, of_tokens in zip(names, values, strict=True):
         pair = (None, None) if of_tokens is None else mean_of_text(block_sums(of_tokens), n)
-        found |= zip((name, f"{name}_stderr"), pair, strict=True)
-    return found
+        record |= zip((name, f"{name}_stderr"), pair, strict=True)
+    return record
 
 
 def encode(job: RunInput) -> bytes:
@@ -168,10 +168,10 @@ def decode(data: Mapping[str, Any]) -> RunInput:
 def main() -> None:
     """Main function of a run's process. The parent handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if not (said := sys.stdin.read()):
+    if not (request := sys.stdin.read()):
         # the parent was stopped before it could send a job
         return
-    job = decode(json.loads(said))
+    job = decode(json.loads(request))
     # redirect stdout to stderr: output of a user's policy must not mix with the protocol's lines
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -84,13 +84,13 @@ class Runner:
         while waiting or self._running:
             while waiting and len(self._running) < jobs:
                 self._start(waiting.pop(0), against, writes)
-            run, said = self._said.get()
-            if said is None:
+            run, message = self._said.get()
+            if message is None:
                 yield Event(run, record=self._record(run, ends.get(run)))
-            elif "n" in said:
-                yield Event(run, said["n"], said["nll"] / max(said["n"], 1))
+            elif "n" in message:
+                yield Event(run, message["n"], message["nll"] / max(message["n"], 1))
             else:
-                ends[run] = said
+                ends[run] = message
 
     def _start(self, run: Run, against: Path | None, writes: bool) -> None:
         job = RunInput(run.options, str(self._tokens), str(against) if against else None, writes)
@@ -127,9 +127,9 @@ class Runner:
         if end:
             return what | dict(end.get("record", end))
         # message of the guard, which ends a process that llama.cpp would abort
-        said = self._log(run).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-        if said.startswith("kvtool: "):
-            return what | {"error": said.removeprefix("kvtool: "), "exit_code": status}
+        last_line = self._log(run).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+        if last_line.startswith("kvtool: "):
+            return what | {"error": last_line.removeprefix("kvtool: "), "exit_code": status}
         error = f"the process was ended by signal {-status}" if status < 0 else f"exit status {status}"
         if status == -_KILLED:
             error += "; the system may be out of memory"

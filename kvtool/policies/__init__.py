@@ -39,10 +39,10 @@ def installed() -> dict[str, list[EntryPoint]]:
     # slow to import, and rarely needed
     from importlib.metadata import entry_points
 
-    found: dict[str, list[EntryPoint]] = {}
+    entries: dict[str, list[EntryPoint]] = {}
     for entry in sorted(entry_points(group=_GROUP), key=lambda entry: entry.name):
-        found.setdefault(entry.name, []).append(entry)
-    return found
+        entries.setdefault(entry.name, []).append(entry)
+    return entries
 
 
 def load(name: str) -> type[Policy]:
@@ -194,12 +194,12 @@ class PolicySpec(NamedTuple):
             if smallest is None:
                 raise UsageError(f"{self.name}: {error}") from None
             if self.params:
-                said = f"{self.name}: {error}; with these parameters use a budget of at least {smallest}"
+                message = f"{self.name}: {error}; with these parameters use a budget of at least {smallest}"
             else:
                 # the error would name parameters that the user did not set
                 often = f" with --evict-every {self.evict_every}" if self.evict_every else ""
-                said = f"a budget of {budget} is too small for {self.name}{often}; use at least {smallest}"
-            raise UsageError(said) from None
+                message = f"a budget of {budget} is too small for {self.name}{often}; use at least {smallest}"
+            raise UsageError(message) from None
         except Exception as error:
             raise UsageError(f"{self.name}: {where(error)}") from error
 

@@ -191,7 +191,7 @@ class Policy:
         pairs = ((getattr(cls, name), getattr(Policy, name)) for name in ("reads", "logn", "recall"))
         # a policy that is ragged by a parameter also reads a signal
         ragged: object = cls.ragged
-        return ragged is True or any(own for own, plain in pairs if own is not plain)
+        return ragged is True or any(value for value, plain in pairs if value is not plain)
 
     @classmethod
     def may_merge(cls) -> bool:

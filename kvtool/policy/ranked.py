@@ -98,8 +98,8 @@ class Ranked(Policy):
     def fit(cls, budget: int, slack: int, **params: Any) -> Self:
         if "adaptive" not in (params.get("heads"), params.get("layers")):
             return super().fit(budget, slack, **params)
-        own = {name: value for name, value in params.items() if name not in ("heads", "layers", "floor")}
-        equal = super().fit(budget, slack, **own)
+        others = {name: value for name, value in params.items() if name not in ("heads", "layers", "floor")}
+        equal = super().fit(budget, slack, **others)
         return cls(budget * _MOST, slack, **params | {"window": equal.exempt[1]})
 
     def split(self, pinned: int = 0) -> dict[str, int]:

@@ -11,23 +11,23 @@ from pathlib import Path
 
 def cpu_features() -> str:
     """CPU features that a native build depends on: on another CPU it may hit an illegal instruction."""
-    found = [platform.machine()]
+    features = [platform.machine()]
     if sys.platform == "darwin":
         import subprocess
 
-        asked = subprocess.run(
+        sysctl = subprocess.run(
             ["sysctl", "machdep.cpu.brand_string", "hw.optional"], capture_output=True, text=True, check=False
         )
-        found.append(asked.stdout)
+        features.append(sysctl.stdout)
     elif (cpuinfo := Path("/proc/cpuinfo")).is_file():
         # only the first core: Linux generates the text while it is read, which takes long for hundreds of
         # cores
         with cpuinfo.open(errors="replace") as lines:
             flags = next((line for line in lines if re.match(r"(flags|Features)\s*:", line)), "")
-        found += sorted(set(flags.partition(":")[2].split()))
+        features += sorted(set(flags.partition(":")[2].split()))
     else:
-        found.append(platform.processor())
-    return " ".join(found)
+        features.append(platform.processor())
+    return " ".join(features)
 
 
 def cpu_name() -> str:
@@ -35,8 +35,9 @@ def cpu_name() -> str:
     if sys.platform == "darwin":
         import subprocess
 
-        asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        return result.stdout.strip() or "unknown"
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         with cpuinfo.open(errors="replace") as lines:

@@ -15,17 +15,17 @@ EXIT_CODE = 128 + 2
 """Exit code that a shell shows for a program killed by an interrupt."""
 
 
-def end(*_: object, said: str = "stopped", exit_code: int = EXIT_CODE) -> None:
+def end(*_: object, message: str = "stopped", exit_code: int = EXIT_CODE) -> None:
     """Signal handler: end the process immediately, with one line.
 
     For stages without unfinished work, such as imports and loading a model. An exception would not work: in a
     ctypes callback it is printed and then ignored, and a bare except swallows it.
     """
-    _say(said)
+    _say(message)
     os._exit(exit_code)
 
 
-def _say(said: str) -> None:
+def _say(message: str) -> None:
     with suppress(OSError, ValueError, RuntimeError, AttributeError):
         sys.stdout.flush()
     with suppress(OSError, ValueError, RuntimeError, AttributeError):
@@ -33,7 +33,7 @@ def _say(said: str) -> None:
         err = sys.__stderr__ or sys.stderr
         # below the ^C; a bar may have hidden the cursor
         before = "\x1b[?25h\n" if err.isatty() else ""
-        err.write(f"{before}kvtool: {said}\n")
+        err.write(f"{before}kvtool: {message}\n")
         err.flush()
 
 
@@ -69,9 +69,9 @@ def raising() -> Iterator[None]:
         yield
 
 
-def ending(said: Callable[[], str]) -> AbstractContextManager[None]:
+def ending(message: Callable[[], str]) -> AbstractContextManager[None]:
     """Context in which Ctrl-C ends the process with this line. For work whose files are always complete."""
-    return _handled(lambda *_: end(said=said()))
+    return _handled(lambda *_: end(message=message()))
 
 
 @contextmanager

@@ -47,8 +47,8 @@ def cache_dir() -> Path:
 
 def kernel_files() -> list[Path]:
     """Files that define kernels."""
-    found = (path for name in ("kernels", "engine", "policies") for path in (_PACKAGE / name).glob("*.py"))
-    return sorted(path for path in found if b"\n@kernel(" in path.read_bytes())
+    files = (path for name in ("kernels", "engine", "policies") for path in (_PACKAGE / name).glob("*.py"))
+    return sorted(path for path in files if b"\n@kernel(" in path.read_bytes())
 
 
 def kernel_dir() -> Path:

@@ -29,7 +29,7 @@ from kvtool.tasks.data import Record
 from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Item, ScoredAnswer, Task
 
-_ASKED = re.compile(
+_INSTRUCTION = re.compile(
     r"Please choose the correct [^:]*?: (?P<question>.*?)\s+(?=(?:Answer|Solution|Option)1: )"
     r"(?P<choices>.*?)\s*(?:Answer|Solution|Option) format: .*",
     re.S,
@@ -66,7 +66,7 @@ class ChoiceTask(Task):
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
         train = _questions(Path(self.train)) if self.train else None
-        found = []
+        items = []
         for path in files:
             questions = _questions(path)
             for number, question in enumerate(questions, 1):
@@ -75,8 +75,8 @@ class ChoiceTask(Task):
                 shots = data.drawn(self.shots, others, f"{self.seed} {name}", "records")
                 prompt = "\n\n".join([*map(_solved, shots), question.prompt])
                 about = {"file": path.name, **question.about}
-                found.append(replace(question, id=name, prompt=prompt, about=about))
-        return found
+                items.append(replace(question, id=name, prompt=prompt, about=about))
+        return items
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         ending = item.about.get("ending", "")
@@ -109,7 +109,7 @@ def _questions(path: Path) -> list[Item]:
     return [question for _, _, question in data.each([path], "choice", _question)]
 
 
-def _asked(prompt: str, choices: Sequence[str], right: int, ending: str = "") -> Item:
+def _item(prompt: str, choices: Sequence[str], right: int, ending: str = "") -> Item:
     """Build a question. prompt, ending: text before and after the choice. right: index of the right one."""
     if not (0 <= right < len(choices) and all(choice.strip() for choice in choices)):
         raise ValueError(f"answer {right + 1} of {len(choices)} choices")
@@ -119,12 +119,12 @@ def _asked(prompt: str, choices: Sequence[str], right: int, ending: str = "") ->
 def _question(record: Record) -> Item:
     if "sentence1" in record:
         prompt = f"{record['sentence1']}\nQuestion: {record['sentence2']} True or False?\nAnswer:"
-        return _asked(prompt, ["True", "False"], [0, 1][record["label"]])
+        return _item(prompt, ["True", "False"], [0, 1][record["label"]])
     if "asks-for" in record:
         word = {"cause": "because", "effect": "therefore"}[record["asks-for"]]
         choices = [text[0].lower() + text[1:] for text in (record["a1"], record["a2"])]
         prompt = f"{record['p'].strip().removesuffix('.')} {word}"
-        return _asked(prompt, choices, int(record["most-plausible-alternative"]) - 1)
+        return _item(prompt, choices, int(record["most-plausible-alternative"]) - 1)
     text, _, lettered = record["instruction"].partition("The options:")
     if lettered:
         lettered = lettered.strip()
@@ -132,20 +132,20 @@ def _question(record: Record) -> Item:
             # some records of MathQA have a Python list here
             lettered = " , ".join(ast.literal_eval(lettered))
         choices = _LETTERED.split(lettered)[1:]
-        return _asked(_as_question(text), choices, "ABCDE".index(record["answer"]))
-    asked = _ASKED.fullmatch(text)
-    if not asked:
+        return _item(_as_question(text), choices, "ABCDE".index(record["answer"]))
+    match = _INSTRUCTION.fullmatch(text)
+    if not match:
         raise ValueError("no numbered answers in the instruction")
-    choices = _NUMBERED.split(asked["choices"])[1:]
-    right, question = int(record["answer"][-1]) - 1, asked["question"]
-    if asked["choices"].startswith("Option"):
+    choices = _NUMBERED.split(match["choices"])[1:]
+    right, question = int(record["answer"][-1]) - 1, match["question"]
+    if match["choices"].startswith("Option"):
         before, blank, ending = question.partition("_")
         if not blank:
             raise ValueError("no blank in the sentence")
-        return _asked(before.strip(), choices, right, ending.rstrip())
+        return _item(before.strip(), choices, right, ending.rstrip())
     # as in the harness: OpenBookQA's questions are beginnings of sentences
-    prompt = question.strip() if asked["choices"].startswith("Answer") else _as_question(question)
-    return _asked(prompt, choices, right)
+    prompt = question.strip() if match["choices"].startswith("Answer") else _as_question(question)
+    return _item(prompt, choices, right)
 
 
 def _as_question(text: str) -> str:

@@ -47,10 +47,10 @@ def each(files: Sequence[Path], task: str, parse: Callable[[Record], T]) -> Iter
     layout. Raises InputError for that error, and for a file without records.
     """
     for path in files:
-        found = read(path)
-        if not found:
+        records = read(path)
+        if not records:
             raise InputError(f"{path} is empty")
-        for number, record in enumerate(found, 1):
+        for number, record in enumerate(records, 1):
             try:
                 yield path, number, parse(record)
             except _MISFITS as error:
@@ -86,10 +86,10 @@ def texts(value: Any) -> list[str]:
 
 def _parsed(line: str, where: str) -> Any:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
         if "\\ud" in line.lower():
             # half of a surrogate pair becomes a question mark: models cannot read it
-            found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
+            record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is not JSON: {str(error).splitlines()[0]}") from None
-    return found
+    return record

@@ -58,7 +58,7 @@ class Diversity(RecordTask):
         if self.temp <= 0 or not 0 < self.top_p <= 1:
             raise ValueError("temp must be above 0, top_p above 0 and at most 1")
 
-    def asked(self, record: data.Record) -> Sequence[Item]:
+    def items_of(self, record: data.Record) -> Sequence[Item]:
         text = (
             record["turns"][0] if "turns" in record else record["prompt" if "prompt" in record else "article"]
         )
@@ -77,8 +77,8 @@ class Diversity(RecordTask):
         }
         return ScoredAnswer(samples, scores, {"full_output": full})
 
-    def summary(self, found: Sequence[records.Record]) -> dict[str, float]:
-        scores = [record["scores"] for record in found if record["scores"]]
+    def summary(self, finished: Sequence[records.Record]) -> dict[str, float]:
+        scores = [record["scores"] for record in finished if record["scores"]]
         if not scores:
             return {}
         apart = np.mean([score["self_bleu"] - score["full_self_bleu"] for score in scores])
@@ -86,14 +86,14 @@ class Diversity(RecordTask):
 
     def _samples(self, prompt: str, reader: Reader) -> list[str]:
         reader.read(prompt, self.n_max)
-        found = []
+        texts = []
         with reader.going_back() as back:
             for number in range(self.samples):
                 back()
-                found.append(
+                texts.append(
                     reader.sample(self.n_max, temp=self.temp, top_p=self.top_p, seed=self.seed + number)
                 )
-        return [text.strip() for text in found]
+        return [text.strip() for text in texts]
 
 
 TASK = Diversity

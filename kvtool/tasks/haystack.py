@@ -63,30 +63,30 @@ class Haystack(Task):
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
         filler = sentences_of(files) if files or self.needs_files else sentences(FILLER)
-        found = []
+        items = []
         for length, depth, number in product(self.lengths, self.depths, range(self.repeats)):
             name = f"{length}-{depth:g}-{number}"
             draws = random.Random(f"{self.seed} {name}")
             start, fact, end, words = self.parts(draws)
             prompt = hide(model, filler, fact, depth, length, draws, start, end)
-            found.append(Item(name, prompt, words, about={"length": length, "depth": depth}))
-        return found
+            items.append(Item(name, prompt, words, about={"length": length, "depth": depth}))
+        return items
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         # uncut: the fact may be in the middle
         reader.read(item.prompt, self.n_max, uncut=True)
         output = reader.write(self.n_max)
-        found = all(word.lower() in output.lower() for word in item.references)
-        return ScoredAnswer(output, {"found": float(found)})
+        has_all = all(word.lower() in output.lower() for word in item.references)
+        return ScoredAnswer(output, {"found": float(has_all)})
 
 
 def sentences_of(files: Sequence[Path]) -> list[str]:
     """Return the sentences of text files, and of .txt files in folders. Raises InputError if there are none.
     """
-    found = [sentence for text in texts_of(files) for sentence in sentences(text)]
-    if not found:
+    all_sentences = [sentence for text in texts_of(files) for sentence in sentences(text)]
+    if not all_sentences:
         raise InputError(f"no text in {', '.join(map(str, files))}")
-    return found
+    return all_sentences
 
 
 def texts_of(files: Sequence[Path]) -> list[str]:

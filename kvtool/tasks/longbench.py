@@ -105,11 +105,11 @@ class LongBench(RecordTask):
             raise ValueError(f"unknown LongBench task {', '.join(unknown)}; choose from {', '.join(PARTS)}")
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
-        if not (found := RecordTask.items(self, files, model)):
+        if not (items := RecordTask.items(self, files, model)):
             raise InputError(f"the files have no records of {', '.join(self.only)}")
-        return found
+        return items
 
-    def asked(self, record: data.Record) -> Sequence[Item]:
+    def items_of(self, record: data.Record) -> Sequence[Item]:
         dataset = record["task" if "task" in record else "dataset"].removesuffix("_e")
         if dataset not in PARTS:
             raise ValueError(f"unknown LongBench task {dataset!r}")
@@ -120,8 +120,8 @@ class LongBench(RecordTask):
         classes = data.texts(record.get("all_classes") or [])
         if PARTS[dataset].metric is metrics.classification and not classes:
             raise KeyError("all_classes")
-        found = Item("", prompt, data.texts(record["answers"]), classes, {"dataset": dataset})
-        return [found] if not self.only or dataset in self.only else []
+        item = Item("", prompt, data.texts(record["answers"]), classes, {"dataset": dataset})
+        return [item] if not self.only or dataset in self.only else []
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         part = PARTS[item.about["dataset"]]

@@ -121,8 +121,8 @@ def share_of_numbers(output: str, right: str) -> float:
 
 def retrieval(output: str, reference: str) -> float:
     """LongBench's score for "Paragraph N" (Chinese 段落N): the share of the output's numbers that are N."""
-    found = re.search(r"(?:Paragraph |段落)(\d+)", reference)
-    return share_of_numbers(output, found[1]) if found else 0.0
+    match = re.search(r"(?:Paragraph |段落)(\d+)", reference)
+    return share_of_numbers(output, match[1]) if match else 0.0
 
 
 def code_similarity(output: str, reference: str) -> float:
@@ -143,7 +143,7 @@ def _words_zh(text: str) -> list[str]:
         "".join(c for c in word.lower() if c not in _PUNCTUATION_ZH)
         for word in _jieba().cut(text, cut_all=False)
     )
-    return [found for word in words if (found := "".join(word.split()))]
+    return [joined for word in words if (joined := "".join(word.split()))]
 
 
 @cache

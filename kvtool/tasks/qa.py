@@ -64,11 +64,11 @@ class QA(RecordTask):
         if self.n_max < 1:
             raise ValueError(f"n_max must be at least 1, got {self.n_max}")
 
-    def asked(self, record: Record) -> Sequence[Item]:
+    def items_of(self, record: Record) -> Sequence[Item]:
         if "conversation" not in record:
             return [_of_documents(record)]
-        found = list(_of_dialogue(record))
-        return [replace(item, id=f"-{i}") for i, item in enumerate(found, 1)] if len(found) > 1 else found
+        items = list(_of_dialogue(record))
+        return [replace(item, id=f"-{i}") for i, item in enumerate(items, 1)] if len(items) > 1 else items
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         # a text has at most as many tokens as bytes; one more for the space before it
@@ -105,13 +105,14 @@ def _of_documents(record: Record) -> Item:
 
 
 def _of_dialogue(record: Record) -> Iterator[Item]:
-    said = record["conversation"]
+    dialogue = record["conversation"]
     sessions = []
     # session_1, session_2, ... with their dates
-    for number in range(1, 1 + sum(name.startswith("session_") for name in said)):
-        if turns := said.get(f"session_{number}"):
+    for number in range(1, 1 + sum(name.startswith("session_") for name in dialogue)):
+        if turns := dialogue.get(f"session_{number}"):
             lines = [f"{turn['speaker']}: {turn['text']}" for turn in turns]
-            sessions.append("\n".join([f"Date: {said.get(f'session_{number}_date_time', '?')}", *lines]))
+            date = dialogue.get(f"session_{number}_date_time", "?")
+            sessions.append("\n".join([f"Date: {date}", *lines]))
     if not sessions:
         raise KeyError("session_1")
     for question in record["qa"]:
@@ -123,10 +124,10 @@ def _of_dialogue(record: Record) -> Iterator[Item]:
 
 
 def _answers(value: object) -> list[str]:
-    found = [answer for answer in data.texts(value) if answer.strip()]
-    if not found:
+    answers = [answer for answer in data.texts(value) if answer.strip()]
+    if not answers:
         raise ValueError("no answer")
-    return found
+    return answers
 
 
 TASK = QA

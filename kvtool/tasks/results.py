@@ -62,8 +62,8 @@ class TaskResults:
             raise InputError("two items of the task have the same id and text; remove one")
         self._found: dict[str, Record] = {}
         if path:
-            there = {records.key(record, self._names): record for record in records.read(path)}
-            self._found = {key: there[key] for key in self._items if key in there}
+            stored = {records.key(record, self._names): record for record in records.read(path)}
+            self._found = {key: stored[key] for key in self._items if key in stored}
         self._half_done = one_stream and 0 < len(self._found) < len(items)
         if self._half_done:
             self._found = {}
@@ -83,7 +83,7 @@ class TaskResults:
         """
         if self._half_done and self.path:
             records.rewrite(
-                self.path, lambda there: [r for r in there if records.key(r, self._names) not in self._items]
+                self.path, lambda old: [r for r in old if records.key(r, self._names) not in self._items]
             )
         missing = {key: item for key, item in self._items.items() if key not in self._found}
         for key, item in missing.items():
@@ -121,18 +121,18 @@ class TaskResults:
         return {**self.about, "id": item.id, "item_sha256": digest}
 
 
-def means(found: Sequence[Record]) -> dict[str, Mean]:
+def means(finished: Sequence[Record]) -> dict[str, Mean]:
     """Mean of each score, by name."""
     return {
         name: Mean(float(np.mean(values)), *statistics.item_interval(np.array(values)), len(values))
-        for name, values in scores(found).items()
+        for name, values in scores(finished).items()
     }
 
 
-def scores(found: Sequence[Record]) -> dict[str, list[float]]:
+def scores(finished: Sequence[Record]) -> dict[str, list[float]]:
     """All values of each score, by name."""
     values = defaultdict(list)
-    for record in found:
+    for record in finished:
         for name, score in record["scores"].items():
             values[name].append(score)
     return values
@@ -142,9 +142,9 @@ Groups = dict[tuple[Any, ...], dict[str, Mean]]
 """Means of groups of records, by the values that a group shares."""
 
 
-def broken_down(found: Sequence[Record], by: Sequence[str]) -> Groups:
+def broken_down(finished: Sequence[Record], by: Sequence[str]) -> Groups:
     """Means of each group of records with the same values under these names, sorted by the values."""
     groups = defaultdict(list)
-    for record in found:
+    for record in finished:
         groups[tuple(record[name] for name in by)].append(record)
     return {values: means(groups[values]) for values in sorted(groups)}

@@ -52,7 +52,7 @@ class Retrieval(RecordTask):
         if self.n_max < 1:
             raise ValueError(f"n_max must be at least 1, got {self.n_max}")
 
-    def asked(self, record: Record) -> Sequence[Item]:
+    def items_of(self, record: Record) -> Sequence[Item]:
         pairs = [(data.text(key), data.text(value)) for key, value in record["ordered_kv_records"]]
         wanted = data.text(record["key"]), data.text(record["value"])
         place = pairs.index(wanted)

@@ -132,10 +132,10 @@ class Ruler(Task):
         if files:
             raise InputError(f"ruler takes its files as parameters: {'; '.join(_FILES.values())}")
         sources = Sources(model, self.essays, self.squad, self.hotpotqa, self.seed)
-        found = []
+        items = []
         for length, number, name in product(self.lengths, range(self.repeats), self._names):
             sample = PARTS[name].longest(SampleSpec(name, number, length, self.seed), sources)
-            found.append(
+            items.append(
                 Item(
                     f"{name}-{length}-{number}",
                     sample.context + sample.question,
@@ -145,7 +145,7 @@ class Ruler(Task):
                     opening=sample.opening,
                 )
             )
-        return found
+        return items
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         part = PARTS[item.about["part"]]
@@ -171,8 +171,8 @@ class Ruler(Task):
 def string_match(output: str, references: Sequence[str], *, is_any: bool) -> float:
     """RULER's score: share of the references that are in the output, or 1 if any is."""
     text = _CONTROL.sub("\n", output).strip().lower()
-    found = [reference.lower() in text for reference in references]
-    return float(any(found)) if is_any else fmean(found)
+    is_in_output = [reference.lower() in text for reference in references]
+    return float(any(is_in_output)) if is_any else fmean(is_in_output)
 
 
 TASK = Ruler

@@ -63,21 +63,21 @@ class StreamTask(Task):
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
         parsed = list(data.each(files, "stream", _parsed))
         answers = {name: turns for _, _, (name, turns, is_answer) in parsed if is_answer}
-        found: list[Item] = []
+        items: list[Item] = []
         for path, number, (name, turns, is_answer) in parsed:
             if is_answer:
                 continue
             right = answers.get(name, []) if name is not None else []
-            for i, (said, answer) in enumerate(turns):
+            for i, (question, answer) in enumerate(turns):
                 answer = right[i] if i < len(right) else answer
                 if self.scored and answer is None:
                     continue
-                about = {"chat_id": number if name is None else name, "turn": i + 1, "number": len(found)}
+                about = {"chat_id": number if name is None else name, "turn": i + 1, "number": len(items)}
                 chat = f"{data.stem(path)}-{about['chat_id']}-{i + 1}"
-                found.append(Item(chat, said, [] if answer is None else [answer], about=about))
-        if not found:
+                items.append(Item(chat, question, [] if answer is None else [answer], about=about))
+        if not items:
             raise InputError(f"there are no turns in {', '.join(map(str, files))}")
-        return found
+        return items
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         if item.about["number"] == 0:
@@ -93,14 +93,14 @@ class StreamTask(Task):
         scored = [record for record in found if "nll" in record["scores"]]
         nll = np.array([record["scores"]["nll"] for record in scored])
         past = np.array([record["past"] for record in scored]) / 1000
-        said: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         if len(nll) >= 4:
             parts = enumerate(np.array_split(nll, 4), 1)
-            said = {f"nll, quarter {number}": float(part.mean()) for number, part in parts}
+            numbers = {f"nll, quarter {number}": float(part.mean()) for number, part in parts}
         if len(nll) >= 3 and np.ptp(past) > 0:
             slope, error = _slope(past, nll)
-            said |= {"nll, slope per 1,000 tokens": slope, "nll, slope's standard error": error}
-        return said
+            numbers |= {"nll, slope per 1,000 tokens": slope, "nll, slope's standard error": error}
+        return numbers
 
 
 def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
@@ -119,14 +119,14 @@ def _parsed(record: data.Record) -> tuple[Any, Any, bool]:
     if "choices" in record:
         return record["question_id"], data.texts(record["choices"][0]["turns"]), True
     if "turns" in record:
-        return record["question_id"], [(said, None) for said in data.texts(record["turns"])], False
+        return record["question_id"], [(text, None) for text in data.texts(record["turns"])], False
     if "conversations" in record:
-        said = [(turn["from"], data.text(turn["value"])) for turn in record["conversations"]]
+        messages = [(turn["from"], data.text(turn["value"])) for turn in record["conversations"]]
     else:
-        said = [(turn["role"], data.text(turn["content"])) for turn in record["messages"]]
+        messages = [(turn["role"], data.text(turn["content"])) for turn in record["messages"]]
     turns = [
         (text, reply if follower in ("gpt", "assistant") else None)
-        for (who, text), (follower, reply) in zip(said, [*said[1:], ("", "")], strict=True)
+        for (who, text), (follower, reply) in zip(messages, [*messages[1:], ("", "")], strict=True)
         if who in ("human", "user")
     ]
     return record.get("id"), turns, False

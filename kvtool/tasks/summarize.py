@@ -116,8 +116,8 @@ class Summarize(Task):
         text = text.removeprefix(_HEAD)
         plural = "s" if self.sentences > 1 else ""
         instruction = f"Summarize the above article in {self.sentences} sentence{plural}."
-        if found := _ASKED.search(text):
-            text, instruction = text[: found.start()], found[1]
+        if match := _ASKED.search(text):
+            text, instruction = text[: match.start()], match[1]
         return [(f"{_HEAD}{text.strip()}\n\n{instruction}\n", data.text(record[name]).strip())]
 
     def _queries(self, record: Record) -> Iterator[tuple[str, str]]:

@@ -127,16 +127,16 @@ class RecordTask(Task):
     """
 
     @abstractmethod
-    def asked(self, record: data.Record) -> Iterable[Item]:
+    def items_of(self, record: data.Record) -> Iterable[Item]:
         """Return a record's items, with the suffixes of their ids. May raise errors that `data.each` catches.
         """
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
-        name = self.__module__.rpartition(".")[2]
-        found = []
-        for path, number, asked in data.each(files, name, lambda record: list(self.asked(record))):
+        task = self.__module__.rpartition(".")[2]
+        items = []
+        for path, number, record_items in data.each(files, task, lambda record: list(self.items_of(record))):
             about = {"file": path.name} if "file" in self.by else {}
-            for item in asked:
-                own = f"{data.stem(path)}-{number}{item.id}"
-                found.append(replace(item, id=own, about=about | item.about))
-        return found
+            for item in record_items:
+                name = f"{data.stem(path)}-{number}{item.id}"
+                items.append(replace(item, id=name, about=about | item.about))
+        return items

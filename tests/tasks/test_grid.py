@@ -64,7 +64,7 @@ def make(common, wanted, budgets, types=("f16",), **options):
 
 
 def named(runs):
-    return [f"{run.label} {run.asked or '-'} {run.options.type_k}" for run in runs]
+    return [f"{run.label} {run.typed_budget or '-'} {run.options.type_k}" for run in runs]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_what_is_named_twice_is_one_run(common):
 
 def test_bytes_are_for_cells_and_the_batch(common):
     (run,) = make(changed(common, n_batch=100), ["h2o"], ["128KiB"])
-    assert (run.asked, run.budget, run.options.n_batch) == ("128KiB", 256, 64)
+    assert (run.typed_budget, run.budget, run.options.n_batch) == ("128KiB", 256, 64)
     found = make(common, ["h2o"], ["128KiB"], ["f16", "q8_0"], combine=True)
     assert [run.budget for run in found] == [256, 256]
 
@@ -199,7 +199,7 @@ def test_a_difference_is_that_of_blocks_to_the_best_other_of_the_group(common):
     found = dict(zip(runs, results.finished(), strict=True))
     assert found[runs[0]]["best_other"] is None
     for run in runs[1:]:
-        others = [other for other in runs if other.asked == run.asked and other is not run]
+        others = [other for other in runs if other.typed_budget == run.typed_budget and other is not run]
         best = min(others, key=lambda other: sum(sums[other]))
         assert found[run]["best_other"] == best.label
         difference = np.subtract(sums[run], sums[best])
@@ -214,12 +214,12 @@ def test_a_file_gives_back_the_grid_s_runs_and_keeps_the_others(common):
     failed = grid.identity(common, runs[1]) | {"error": "no"}
     mended = record(common, runs[1], blocks(1))
     results = ComparisonResults(common, runs)
-    results.take([stranger, failed, mended, failed])
+    results.add([stranger, failed, mended, failed])
     assert results.others == [stranger]
     assert results.missing() == [runs[0]]
     assert results.failed() == []
     assert results.of_run == {runs[1]: mended}
-    results.take([grid.identity(common, runs[0]) | {"error": "no"}])
+    results.add([grid.identity(common, runs[0]) | {"error": "no"}])
     assert results.missing() == results.failed() == [runs[0]]
     assert results.finished()[0]["error"] == "no"
 
@@ -229,7 +229,7 @@ def test_what_has_no_divergence_is_missing_where_that_is_wanted(common):
     without, whole = (record(common, run, blocks(0), kl=kl) for kl in (None, 0.5))
     for there in ([without], [without, whole], [whole, without]):
         results = ComparisonResults(common, [run])
-        results.take(there)
+        results.add(there)
         assert results.missing() == []
         assert results.missing(kl=True) == ([] if whole in there else [run])
         assert results.of_run == {run: there[0] if whole not in there else whole}

@@ -164,7 +164,7 @@ def compare(
         raise UsageError(why_not or "nothing to compare; name policies, and budgets for them")
     results = ComparisonResults(common, runs)
     if path:
-        results.take(records.read(path))
+        results.add(records.read(path))
     say([why_not])
     _run(results, tokens, not why_not, args.jobs, path)
     _finish(results, info, path, args.plot, as_json=as_json)
@@ -262,7 +262,7 @@ def _finish(
 
         def order(there: list[dict[str, Any]]) -> list[dict[str, Any]]:
             # another process may have added records meanwhile
-            results.take(there)
+            results.add(there)
             return results.finished()
 
         records.rewrite(path, order)

@@ -27,7 +27,7 @@ def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
         label = run.label
         if not policies.load(run.options.policy).evicts:
             label = f"{label}, quantized"
-        elif run.asked is None:
+        elif run.typed_budget is None:
             label = f"{label}, no budget"
         elif run.options.type_k != "f16":
             label = f"{label} {run.options.type_k}"

@@ -45,11 +45,11 @@ def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None
         + ["tokens/s"] * wide
     )
     rows: list[list[str | Text]] = []
-    for asked in dict.fromkeys(run.asked for run, _ in lines):
-        group = [(run, record) for run, record in lines if run.asked == asked]
+    for typed_budget in dict.fromkeys(run.typed_budget for run, _ in lines):
+        group = [(run, record) for run, record in lines if run.typed_budget == typed_budget]
         best = _best(group)
         rows += [[]] if rows else []
-        rows.append([Text(f"budget {asked}" if asked else "no budget", "italic")])
+        rows.append([Text(f"budget {typed_budget}" if typed_budget else "no budget", "italic")])
         for run, record in group:
             cells = {} if "error" in record else _cells(record, best, mark)
             rows.append([run.title, *(cells.get(name, "-") for name in names)])

@@ -40,12 +40,12 @@ class Questions(Subtask):
         return len(self._documents(sources).texts)
 
     def least(self, spec: SampleSpec, sources: Sources) -> int:
-        return len(self._question(spec, sources).own)
+        return len(self._question(spec, sources).about)
 
     def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:
         draws = spec.draws()
         question, texts = self._question(spec, sources), self._documents(sources).texts
-        chosen = [*question.own, *draws.sample(question.near, len(question.near))][:n]
+        chosen = [*question.about, *draws.sample(question.near, len(question.near))][:n]
         others = set(chosen)
         # chosen one by one: a larger sample begins with the same documents
         while len(chosen) < n:
@@ -54,8 +54,8 @@ class Questions(Subtask):
                 others.add(other)
         draws.shuffle(chosen)
         shown = "\n\n".join(f"Document {i}:\n{texts[at]}" for i, at in enumerate(chosen, 1))
-        asked = _QUESTION.format(question=question.text)
-        return Sample(_CONTEXT.format(text=shown), asked, "Answer:", question.answers)
+        question_text = _QUESTION.format(question=question.text)
+        return Sample(_CONTEXT.format(text=shown), question_text, "Answer:", question.answers)
 
     def _documents(self, sources: Sources) -> Documents:
         documents: Documents = getattr(sources, self.file)

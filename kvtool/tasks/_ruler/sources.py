@@ -28,15 +28,15 @@ class Question:
         The question.
     answers
         Right answers.
-    own
-        Indices of the documents that it is about.
+    about
+        Indices of the documents that answer it.
     near
         Other documents of the same article.
     """
 
     text: str
     answers: Sequence[str]
-    own: Sequence[int]
+    about: Sequence[int]
     near: Sequence[int] = ()
 
 
@@ -96,23 +96,23 @@ class Sources:
     def squad(self) -> Documents:
         """SQuAD's paragraphs, and the questions that have an answer (dev-v2.0.json)."""
         path = Path(self._squad)
-        found = [documents for _, _, documents in data.each([path], "ruler's qa_1", _squad)]
-        return self._drawn(path, [each for part in found for each in part])
+        articles = [documents for _, _, documents in data.each([path], "ruler's qa_1", _squad)]
+        return self._documents(path, [question for article in articles for question in article])
 
     @cached_property
     def hotpotqa(self) -> Documents:
         """HotpotQA's paragraphs, each after its title (hotpot_dev_distractor_v1.json)."""
         path = Path(self._hotpotqa)
-        return self._drawn(path, [each for _, _, each in data.each([path], "ruler's qa_2", _hotpotqa)])
+        return self._documents(path, [q for _, _, q in data.each([path], "ruler's qa_2", _hotpotqa)])
 
-    def _drawn(self, path: Path, asked: Sequence[_FileQuestion]) -> Documents:
-        if not asked:
+    def _documents(self, path: Path, file_questions: Sequence[_FileQuestion]) -> Documents:
+        if not file_questions:
             raise InputError(f"{path} has no questions with an answer")
-        texts = sorted({text for each in asked for text in (*each.own, *each.near)})
-        at = {text: i for i, text in enumerate(texts)}
+        texts = sorted({text for question in file_questions for text in (*question.about, *question.near)})
+        index = {text: i for i, text in enumerate(texts)}
         questions = [
-            Question(each.text, each.answers, _places(each.own, at), _places(each.near, at, each.own))
-            for each in asked
+            Question(q.text, q.answers, _indices(q.about, index), _indices(q.near, index, q.about))
+            for q in file_questions
         ]
         random.Random(f"{self._seed} {path.name}").shuffle(questions)
         return Documents(texts, questions)
@@ -120,21 +120,21 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class _FileQuestion:
-    """Question from its file: `own` and `near` are texts."""
+    """Question as its file has it: `about` and `near` are texts."""
 
     text: str
     answers: Sequence[str]
-    own: Sequence[str]
+    about: Sequence[str]
     near: Sequence[str] = ()
 
 
-def _places(texts: Sequence[str], at: dict[str, int], but: Sequence[str] = ()) -> list[int]:
-    """Return the indices of the texts, each once."""
-    return [at[text] for text in dict.fromkeys(texts) if text not in but]
+def _indices(texts: Sequence[str], index: dict[str, int], but: Sequence[str] = ()) -> list[int]:
+    """Return the index of each text that is not in `but`, once."""
+    return [index[text] for text in dict.fromkeys(texts) if text not in but]
 
 
 def _squad(record: data.Record) -> list[_FileQuestion]:
-    found = []
+    questions = []
     for article in record["data"]:
         near = [data.text(paragraph["context"]) for paragraph in article["paragraphs"]]
         for paragraph in article["paragraphs"]:
@@ -142,17 +142,17 @@ def _squad(record: data.Record) -> list[_FileQuestion]:
                 if asked.get("is_impossible"):
                     continue
                 answers = data.texts([answer["text"] for answer in asked["answers"]])
-                own = [paragraph["context"]]
-                found.append(_FileQuestion(data.text(asked["question"]), _some(answers), own, near))
-    return found
+                about = [paragraph["context"]]
+                questions.append(_FileQuestion(data.text(asked["question"]), _some(answers), about, near))
+    return questions
 
 
 def _hotpotqa(record: data.Record) -> _FileQuestion:
     if "paragraphs" in record:
-        own = [f"{data.text(each['title'])}\n{data.text(each['text'])}" for each in record["paragraphs"]]
+        about = [f"{data.text(each['title'])}\n{data.text(each['text'])}" for each in record["paragraphs"]]
     else:
-        own = [f"{data.text(title)}\n{''.join(sentences)}" for title, sentences in record["context"]]
-    return _FileQuestion(data.text(record["question"]), _some([data.text(record["answer"])]), own)
+        about = [f"{data.text(title)}\n{''.join(sentences)}" for title, sentences in record["context"]]
+    return _FileQuestion(data.text(record["question"]), _some([data.text(record["answer"])]), about)
 
 
 def _some(answers: list[str]) -> list[str]:

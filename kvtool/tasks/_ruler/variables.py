@@ -42,8 +42,8 @@ class Variables(Subtask):
     def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:
         draws = spec.draws()
         example = self._example(draws.getrandbits(32), sources)
-        own = self._chain(n, 5, draws)
-        return Sample(f"{example}\n{own.context}", own.question, own.opening, own.answers)
+        chain = self._chain(n, 5, draws)
+        return Sample(f"{example}\n{chain.context}", chain.question, chain.opening, chain.answers)
 
     def _example(self, seed: int, sources: Sources) -> str:
         """Return a solved example with names of three letters, as long as fits, and at least five lines."""
