@@ -8,7 +8,13 @@ from kvtool.policy import FLOOR, Ranked, Signal
 
 @dataclass(frozen=True, slots=True)
 class RankedKeys(Ranked):
-    """Rank tokens by a score of their keys before RoPE."""
+    """Rank tokens by a score of their keys before RoPE.
+
+    Attributes
+    ----------
+    window
+        Newest tokens, never evicted; 1 or more.
+    """
 
     budget: int
     slack: int

@@ -46,8 +46,6 @@ class BumbleBee(Policy):
     ----------
     window
         Newest tokens, never evicted. Default: half of the kept tokens.
-    sinks
-        First tokens, never evicted.
     mixture
         Weight of the keys' diversity in the objective, 0 to 1; the rest is attention's.
     phi

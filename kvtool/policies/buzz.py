@@ -57,8 +57,6 @@ class BUZZ(Policy):
         given, the other gets the rest.
     threshold
         Most tokens between sinks and window.
-    sinks
-        First tokens, never evicted.
     stride
         Tokens in a segment of new tokens. A group of old tokens has half as many.
     swap

@@ -41,8 +41,6 @@ class CORM(Policy):
         less.
     history
         Number of queries that count.
-    sinks
-        First tokens, never evicted.
     t
         Meaning of t: tokens of the "stream" or live "cells".
     """

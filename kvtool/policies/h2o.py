@@ -30,8 +30,6 @@ class H2O(Ranked):
     ----------
     window
         Newest tokens, never evicted. Default: half of the kept tokens.
-    sinks
-        First tokens, never evicted.
     score
         "sum" of a token's attention, or "mean": the sum divided by the steps that the token has lived.
     per

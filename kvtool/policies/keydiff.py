@@ -22,15 +22,7 @@ from kvtool.policy import State, View
 
 @dataclass(frozen=True, slots=True)
 class KeyDiff(RankedKeys):
-    """Keep the keys least similar to the average.
-
-    Attributes
-    ----------
-    sinks
-        First tokens, never evicted.
-    window
-        Newest tokens, never evicted; 1 or more.
-    """
+    """Keep the keys least similar to the average."""
 
     paper: ClassVar[str] = "arXiv:2504.15364"
 

@@ -22,15 +22,7 @@ from kvtool.policy import State, View
 
 @dataclass(frozen=True, slots=True)
 class Knorm(RankedKeys):
-    """Keep the keys with the smallest norms.
-
-    Attributes
-    ----------
-    sinks
-        First tokens, never evicted.
-    window
-        Newest tokens, never evicted; 1 or more.
-    """
+    """Keep the keys with the smallest norms."""
 
     paper: ClassVar[str] = "arXiv:2406.11430"
 

@@ -38,10 +38,6 @@ class KVzip(Ranked):
     ----------
     chunk
         Tokens repeated at a time.
-    window
-        Newest tokens, never evicted.
-    sinks
-        First tokens, never evicted.
     """
 
     budget: int

@@ -20,8 +20,6 @@ class Random(Ranked):
     ----------
     window
         Newest tokens, never evicted. Default: half of the kept tokens.
-    sinks
-        First tokens, never evicted.
     seed
         Seed of the choice.
     """

@@ -25,8 +25,6 @@ class Recall(Ranked):
     recalled
         Only for models whose values are a part of their keys (MLA): archived tokens that a step copies back.
         Default: half of the budget less the slack, or as many as have room.
-    sinks
-        First tokens, never evicted.
     chunk
         Maximum tokens of a step: a prompt is read in steps of this size. All tokens of a step attend exactly
         to the same archived tokens.

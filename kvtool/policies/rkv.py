@@ -48,8 +48,6 @@ class RKV(Ranked):
         Cosine above which two keys are similar.
     similar
         Newest similar tokens whose cosines count as 0.
-    sinks
-        First tokens, never evicted.
     """
 
     budget: int

@@ -33,8 +33,6 @@ class RoCo(Ranked):
     keep_std
         Number of other tokens kept for the standard deviation of their attention. Default: three tenths of
         the kept tokens, less the window.
-    sinks
-        First tokens, never evicted.
     """
 
     budget: int

@@ -36,8 +36,6 @@ class Scissorhands(Ranked):
         Newest tokens, never evicted. Default: the paper's 10, or half of the kept tokens if that is less.
     history
         Number of queries that count; 400 in the paper.
-    sinks
-        First tokens, never evicted.
     """
 
     budget: int

@@ -33,8 +33,6 @@ class SnapKV(Ranked):
         Tokens that are pooled into one: an odd number, 1 for no pooling.
     pool
         "avg" or "max".
-    sinks
-        First tokens, never evicted.
     """
 
     budget: int

@@ -15,13 +15,7 @@ from kvtool.policy import check_kept
 
 @dataclass(frozen=True, slots=True)
 class StreamingLLM(Local):
-    """Keep sinks and window.
-
-    Attributes
-    ----------
-    sinks
-        First tokens, never evicted.
-    """
+    """Keep sinks and window."""
 
     sinks: int = 4
 

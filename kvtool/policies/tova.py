@@ -25,10 +25,6 @@ class TOVA(Ranked):
     ----------
     per
         Unit whose attention decides: "layer" or "row".
-    window
-        Newest tokens, never evicted.
-    sinks
-        First tokens, never evicted.
     heads
         "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
         by need; needs per=row.

@@ -35,8 +35,6 @@ class WeightedKV(Ranked):
     ----------
     window
         Newest tokens, never evicted; 1 or more. Default: half of the kept tokens, less the sinks.
-    sinks
-        First tokens, never evicted.
     merge
         Merge the values of evicted keys. False: drop them, the evicting variant of the paper's Figure 4.
     """

@@ -22,9 +22,9 @@ State: TypeAlias = "tuple[np.ndarray, ...]"
 class Policy:
     """Choose which cells to keep. A policy is a frozen dataclass of parameters that derives from this class.
 
-    The constructor raises ValueError for parameters that cannot work. A subclass may set `reads`, `n_query`,
-    `n_future`, `n_skip`, `group`, `logn`, `t`, `prefill` and `ragged` as a constant, a parameter or a
-    property.
+    The constructor raises ValueError for parameters that cannot work. Fields `sinks` and `window` are
+    optional. A subclass may set `reads`, `n_query`, `n_future`, `n_skip`, `group`, `logn`, `t`, `prefill` and
+    `ragged` as a constant, a parameter or a property.
 
     Attributes
     ----------
@@ -33,6 +33,10 @@ class Policy:
     slack
         Cells that an eviction frees below the budget, and thus tokens until the next eviction. 0 for a policy
         that never evicts.
+    sinks
+        First tokens, never evicted.
+    window
+        Newest tokens, never evicted.
     reads
         Signals that the policy needs.
     n_query
