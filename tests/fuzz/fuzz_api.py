@@ -703,7 +703,7 @@ class Fuzz:
         assert n_slab >= (0.8 if self.n_exact else 1) * least
 
     def can_be(self, moves, terms, n_keep, rows, pos_0, n_hidden):
-        """Whether the header allows the edit."""
+        """Return True if the header allows the edit."""
         most, cells = max(self.cells), self.row_cells
         if (
             not (0 <= n_keep <= most - self.n_recall and -n_hidden <= pos_0 <= LARGEST - most)

@@ -171,7 +171,7 @@ class Worker:
 
 
 def verdict(codes, died, said):
-    """What is wrong, empty if nothing. said: stderr of each command."""
+    """Return the fault, or "". said: stderr of each command."""
     if died == "hang":
         return f"no end within {SECONDS} s"
     if died is not None and died not in CRASHED:
@@ -191,7 +191,7 @@ def verdict(codes, died, said):
 
 
 def run(n, first=0, keep=None, report=lambda number, outcome: None):
-    """(Counter of outcomes, [(number, what is wrong, stderr), ...]) of n files."""
+    """Return (Counter of outcomes, [(number, fault, stderr), ...]) of n files."""
     outcomes, found = Counter(), []
     worker = Worker()
     with tempfile.TemporaryDirectory() as folder:

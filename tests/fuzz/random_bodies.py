@@ -383,7 +383,7 @@ class Bodies:
         return CHAT, body | rng.choice(shapes)
 
     def raw(self):
-        """What is no JSON."""
+        """Bodies that are not JSON."""
         texts = (
             b"",
             b" ",

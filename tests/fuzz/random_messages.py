@@ -61,7 +61,7 @@ class MessageBodies(Bodies):
         return found
 
     def unlike(self):
-        """What is no request of this form."""
+        """JSON that is not a request of this form."""
         return self.rng.choice([self.chat, self.response, self.value, self.raw])()
 
     def much(self):

@@ -1,4 +1,4 @@
-"""Which llama.cpp is loaded, its functions where it is several libraries, and its parts for this CPU."""
+"""The loaded llama.cpp: its path, functions in several libraries, and its builds for this CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The patched library, called through Context: edits move, rotate and merge what they say, nothing else."""
+"""The patched library, called through Context: an edit moves, rotates and merges exactly its cells."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ VALUE_CACHES = [("f32", "off"), ("f32", "on"), ("f16", "off"), ("f16", "on"), ("
 
 
 def close(got, want, kind):
-    """Whether each head's values f32[..., head_dim] are the sums, rounded once to what the cache holds."""
+    """Return True if each head's values f32[..., head_dim] are the sums, rounded once to the cache's type."""
     largest = np.abs(want).max(axis=-1, keepdims=True)
     # q8_0: half a step, and the scale is an f16
     rounding = {"f32": 0, "f16": 2**-11 * np.abs(want), "q8_0": (1 / 254 + 2**-11) * largest}[kind]
@@ -336,7 +336,7 @@ def test_a_turned_key_is_that_of_upstreams_own_shift(tiny_model, rope, yarn):
         plain = look(context)
         memory = api.llama_get_memory(context._context)
         api.llama_memory_seq_add(memory, 0, 0, -1, delta)
-        # a decode does what was asked for
+        # a decode applies the pending edits
         fill(context, 1, pos_0=start + n + delta)
         want = look(context)
     with opened(tiny_model(rope=rope, **shape)) as context:
@@ -534,7 +534,7 @@ def test_important_goes_on_from_what_was_written(tiny_model):
     with opened(tiny_model(**SHAPE), signals=BOTH | Signal.IMPORTANT) as context:
         fill(context, 30)
         context.apply(NO_MOVES, 30, 0)
-        # what is written replaces what there is
+        # a write replaces the contents
         context.decode(tokens(2), 30, 1)
         stream.decode(tokens(2))
         context.write(Signal.IMPORTANT, np.pad(written, ((0, 0), (0, 2))))
@@ -975,7 +975,7 @@ def test_keys_are_read_as_they_are_stored_and_turned_on_the_way(tiny_model, type
         stored = np.concatenate([stored.keys(layer, 2).swapaxes(0, 1) for layer in range(2)])
         for row in range(N_ROW):
             want = stored[row, first[row] : first[row] + 7]
-            # quantized keys are stored under a rotation of their own
+            # quantized keys are stored under a Hadamard rotation
             assert np.abs(keys[row] @ keys[row].T - want @ want.T).max() < 1e-2
         there = context.read_keys(first, np.full((4, 7), 9))
         assert np.abs(there - keys).max() > 0.1

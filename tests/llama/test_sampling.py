@@ -358,7 +358,7 @@ def test_options_are_read_as_llama_cpp_reads_them():
     )
     assert GenerationOptions.from_values({"dry_sequence_breaker": ["none"]}).dry_sequence_breaker == ()
     assert GenerationOptions.from_values({"dry_sequence_breaker": None}) == GenerationOptions()
-    # what a session keeps is read as the same again
+    # a session's options are read unchanged
     for each in (generation, GenerationOptions(dry_sequence_breaker=()), GenerationOptions()):
         assert GenerationOptions().resumed(json.loads(json.dumps(each.session_values()))) == each
 
@@ -602,7 +602,7 @@ def test_a_session_keeps_the_text_of_a_grammar(talk, tmp_path):  # noqa: F811
     file.write_text('root ::= [xy]{2} "."')
     assert talk(["one"], "--policy", "h2o", "--budget", "96", "--grammar", file).returncode == 0
     file.unlink()
-    # and each reply begins it anew
+    # and each reply starts it again
     done = talk(["two", "three"])
     assert (done.returncode, done.stderr) == (0, "")
     for reply in done.stdout.splitlines():

@@ -150,7 +150,7 @@ def test_values_that_each_option_lists_tell_many_options_apart():
     complement = Complement({})
     assert complement.near(kinds, ALL_TYPES) == [[]] * 400
     assert complement.near([*kinds, kinds[3]], ALL_TYPES) is None
-    # what is no object fits all of these
+    # values that are not objects fit all of these
     loose = [{key: value for key, value in kind.items() if key != "type"} for kind in kinds[:3]]
     assert complement.near(loose, ALL_TYPES) == [[1, 2], [0, 2], [0, 1]]
     assert complement.near(loose, frozenset({"object"})) == [[]] * 3

@@ -1,4 +1,4 @@
-"""How many threads decode, from the times of steps on machines that are made up."""
+"""Number of decoding threads, chosen by step times of made-up machines."""
 
 from __future__ import annotations
 

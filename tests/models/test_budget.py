@@ -24,7 +24,7 @@ HYBRID = Layers(
     ),
     n_swa=200,
 )
-"""The same, and beside it 200 tokens and a batch of 256 bytes each, and a state."""
+"""The same with 200 tokens and a batch of 256 bytes each, and a state."""
 
 
 def parse(text, layers=PLAIN, n_batch=64, **types):
@@ -112,7 +112,7 @@ def test_bytes_are_of_the_cache_types():
 
 
 def test_the_smallest_cache_has_everything_in_it():
-    # a batch of 56 fits beside the window of 200 in 256 cells
+    # the window of 200 and a batch of 56 fit in 256 cells
     smallest = 256 * 512 + 256 * 256 + 12345
     assert parse(f"{smallest}B", HYBRID) == (256, 56)
     with pytest.raises(UsageError) as error:

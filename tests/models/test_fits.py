@@ -1,4 +1,4 @@
-"""Which models fit into a machine's memory, and who is told of a better one: a person, once."""
+"""Models that fit into a machine's memory, and the hint to a better one, which a person sees once."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_better_model_is_named_once(memory, tmp_path, monkeypatch):
 
 
 def info(n_bytes, n_ctx_train):
-    """What the header of a model of that size and trained context says, as far as it matters here."""
+    """Return the relevant header fields of a model of that size and trained context."""
     return SimpleNamespace(path=Path("/some/small.gguf"), size=n_bytes, n_ctx_train=n_ctx_train)
 
 
@@ -158,7 +158,7 @@ def info(n_bytes, n_ctx_train):
         (98_000_000, 8192, 999, 5000, None, None),
         (98_000_000, 8192, 1000, 0, "small is too small for questions about long texts", "qwen3-4b-2507"),
         (491_000_000, 8192, 8000, 0, None, None),
-        # of any model what is longer than it was trained for
+        # for every model: texts beyond its trained context
         (491_000_000, 8192, 8000, 192, None, None),
         (491_000_000, 8192, 8000, 193, "small was trained for 8,192 tokens, not for 8,193", "qwen3-4b-2507"),
         (98_000_000, 8192, 50_000, 0, "small was trained for 8,192 tokens, not for 50,000", "qwen3-4b-2507"),

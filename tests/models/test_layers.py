@@ -1,4 +1,4 @@
-"""What a model's layers keep: its bytes computed by hand, and those that a context allocates."""
+"""Cache bytes of a model's layers: computed by hand, and allocated by a context."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS, SLIDING, RECURRENT, _ = Kind
 
 
 def layers_of(path):
-    """What llama.cpp says of a file, without its weights."""
+    """Load a file's metadata in llama.cpp, without its weights."""
     model = Model(path, no_weights=True)
     try:
         return model.layers

@@ -207,7 +207,7 @@ def test_an_unknown_name_suggests_those_that_are_alike(known):
         assert said.endswith("? See `kvtool models list`.")
         return said.partition("mean ")[2].partition("?")[0]
 
-    # the smallest of those that begin so, and else only what is nearly as like as the likest
+    # the smallest name with this beginning, otherwise names nearly as similar as the closest
     assert meant("qwen3") == "qwen3-coder-1b or qwen3-1b or qwen3-4b"
     assert meant("qwen3-4") == "qwen3-4b"
     assert meant("qwen3-9b") == "qwen3-8b or qwen3-4b or qwen3-1b"

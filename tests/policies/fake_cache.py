@@ -1,4 +1,4 @@
-"""A cache in NumPy: shuffled cells, made-up attention full of ties, and what an engine does with a plan."""
+"""A cache in NumPy: shuffled cells, random attention full of ties, and the engine's part of a plan."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Cache:
                 self.lengths = np.take_along_axis(self.lengths, order, axis=1)
 
     def view(self, pinned=0, held=0):
-        """What the policy sees, with no more signals than it reads."""
+        """Return the policy's view, with only the signals that it reads."""
         signals = {
             name: getattr(self, name) for signal, name in PER_CELL.items() if signal in self.policy.reads
         }

@@ -1,4 +1,4 @@
-"""What CaM alone does: how often a value is added to which others."""
+"""CaM's rule: how often an evicted value is added, and to which tokens."""
 
 import numpy as np
 import pytest

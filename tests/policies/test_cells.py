@@ -1,4 +1,4 @@
-"""Where the cells go after an eviction: the kernels against their docstrings, written out plainly."""
+"""Moves of cells after an eviction: the kernels against a plain implementation of their docstrings."""
 
 import numpy as np
 import pytest

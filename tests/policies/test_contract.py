@@ -1,4 +1,4 @@
-"""What every policy promises, whichever it is: found by name, never by type."""
+"""Promises of every policy. Policies are found by name, never by type."""
 
 import re
 from dataclasses import fields

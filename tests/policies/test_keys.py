@@ -1,4 +1,4 @@
-"""The policies that look at keys alone: which keys stay, and what is remembered of them."""
+"""Policies that read only keys: the keys that stay, and the policies' state."""
 
 import numpy as np
 import pytest

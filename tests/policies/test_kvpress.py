@@ -1,4 +1,4 @@
-"""What stays of a prompt is what kvpress keeps, on the same weights.
+"""The tokens kept of a prompt equal the tokens that kvpress keeps, on the same weights.
 
 KVPRESS_PYTHON names a Python that has kvpress, torch and gguf; without it these tests are skipped.
 """

@@ -247,7 +247,7 @@ def test_a_text_that_fits_is_read_once(tiny_model):
     with open_engine(tiny_model(), policies.fit("kvzip", 48, 8)) as engine:
         engine.read(text(48))
         assert not engine.state[0].any()
-        # then the oldest go, but for the sinks
+        # then the oldest go, except the sinks
         engine.read(text(1))
         assert live(engine)[0] == [*range(4), *range(12, 49)]
 

@@ -40,7 +40,7 @@ def merges_of(cache, plan):
 
 
 def by_twin(name, policy, cache, pinned=0):
-    """What stays, and the merges as `merges_of` gives them."""
+    """Return the kept tokens, and the merges as `merges_of` gives them."""
     twin = import_module(f"reference.{name}")
     own = {param: getattr(policy, param) for param in policies.params(type(policy))}
     kept, merges = [], []

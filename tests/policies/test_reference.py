@@ -51,13 +51,13 @@ def keep_heavy(rows, *, next, pinned, budget, slack, window=8):
     return [kept(row) for row in rows]
 
 
-# the differences are those of F32 sums in another order
+# differences come from F32 sums in another order
 close = {"rtol": 0, "atol": 1e-4}
 
 
 @pytest.mark.parametrize("rope", tiny.ROPE_ARCH)
 def test_is_the_transformer_of_the_definition(folder, rope):
-    """Every query head, token and past token by itself, in float64, rotations by cosine and sine."""
+    """Loops over query heads, tokens and past tokens, in float64; rotations by cosine and sine."""
     model = write(folder, rope=rope)
     tokens = text(12)
 

@@ -1,4 +1,4 @@
-"""R-KV's own: what is important, which keys are redundant, and which of several like tokens stays."""
+"""R-KV's rule: importance, redundancy of keys, and the one of several similar tokens that stays."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def kept(keys, votes, n_keep, batches=None, **params):
     return np.flatnonzero(policy.plan(view, state).keep[0]).tolist()
 
 
-# 0, 2 and 4 are nearly alike, 1, 3 and 5 like no other; the last is the window
+# 0, 2 and 4 are nearly equal, 1, 3 and 5 unique; the last is the window
 KEYS = [
     [9, 0, 0, 0, 1],
     [0, 9, 0, 0, 0],

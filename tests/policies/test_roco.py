@@ -1,4 +1,4 @@
-"""RoCo's own: what stays for its deviation, and what it refuses."""
+"""RoCo's rule: tokens that stay because of their deviation, and refused parameters."""
 
 import numpy as np
 import pytest

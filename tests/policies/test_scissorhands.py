@@ -1,4 +1,4 @@
-"""Scissorhands' own: what it counts, what it forgets, and what it refuses."""
+"""Scissorhands' rule: its counts, their limit, and refused parameters."""
 
 import numpy as np
 import pytest

@@ -17,7 +17,7 @@ SHARING = ["expected", "h2o", "keydiff", "knorm", "kvzip", "rkv", "scissorhands"
 LAYERED = ["expected", "snapkv"]
 
 OWN = {"tova": ["per=row"]}
-"""What a policy needs besides."""
+"""Further parameters that a policy needs."""
 
 every_sharing_policy = pytest.mark.parametrize("name", SHARING)
 
@@ -48,7 +48,7 @@ def test_each_row_keeps_its_floor_and_gives_what_is_above_the_limit():
     assert kept(NEEDY, 2, n_floor=1) == [[2, 3, 4], [3]]
     assert kept(NEEDY, 2, n_floor=2) == [[3, 4], [2, 3]]
     assert kept(NEEDY, 3, n_most=4) == [[1, 2, 3, 4], [2, 3]]
-    # no row may take what is left
+    # no row may take the rest
     assert kept(NEEDY, 4, n_most=3) == [[2, 3, 4], [1, 2, 3]]
 
 

@@ -145,7 +145,7 @@ SCORES = "        return state[0][:, : view.n_kv] / view.lived\n"
 
 
 def planned(*lines):
-    """A `plan` of its own, after the document's `scores`."""
+    """A policy with the document's `scores` and another `plan`."""
     body = (
         "from kvtool.policy import Merge, Plan, keep_ranked, sum_rows",
         "keep = self.highest(view, self.scores(view, state))",

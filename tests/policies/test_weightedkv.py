@@ -1,4 +1,4 @@
-"""What WeightedKV alone does: who merges into whom, with what weights."""
+"""WeightedKV's rule: which token merges into which, and with which weights."""
 
 import numpy as np
 import pytest

@@ -308,7 +308,7 @@ def test_models_props_and_tokens(server, client):
         assert http.post("/tokenize", json=asked).json()["tokens"] == tokens
         assert http.get("/tokenizer_info").json()["eos_token"]
         assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
-        # what a terminal would obey is not repeated
+        # control characters are not repeated
         assert http.get("/no%1b[2J").json()["error"]["message"] == "no such address: /no [2J"
         assert http.get("/v1/chat/completions").status_code == 405
         # a page elsewhere whose name has this machine's address
@@ -499,7 +499,7 @@ def test_a_long_system_prompt_is_read_once(smol, tmp_path, connect):
     assert one.usage.prompt_tokens_details.cached_tokens == 0
     assert two.usage.prompt_tokens_details.cached_tokens % 64 == 0
     assert two.usage.prompt_tokens_details.cached_tokens > 300
-    # what was stored in between changes nothing
+    # chats stored in between change nothing
     assert again.choices[0].message.content == one.choices[0].message.content
     # the prompt alone has nothing of the chat before it
     start = next(path for path in tmp_path.glob("*.kv*") if _n_said(path) == 1)

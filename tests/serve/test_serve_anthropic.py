@@ -1,4 +1,4 @@
-"""What /v1/messages takes and refuses, its errors, and the order of its events: without an engine."""
+"""/v1/messages without an engine: accepted and refused fields, errors, the order of events."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
         await a_while()
         job.emit("read", **counts)
         job.emit("piece", deltas=deltas, listed=[])
-        # what is not told yet does not keep pings back
+        # events that are not sent yet do not delay pings
         await a_while(lambda: job.emit("piece", deltas=[], listed=[]))
         if fails:
             job.emit("error", error=ApiError("stopped", status=503))

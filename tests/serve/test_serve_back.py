@@ -1,4 +1,4 @@
-"""What a server reads of requests whose chats differ from stored ones, where its cache can go back."""
+"""Tokens that a server reads if a chat differs from the stored one and the cache can be rewound."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def url(talker, options):
 
 
 def asked(url, messages, **more):
-    """(what an answer says, tokens of the chat with it, tokens that were read, what kvtool says)"""
+    """(reply, tokens of the chat with it, tokens read, the answer's `kvtool` part)"""
     status, found = request(url, {"messages": messages, "max_tokens": 12, **more})
     assert status == 200, found
     usage = found["usage"]
@@ -98,7 +98,7 @@ def test_a_beginning_is_shared_whatever_a_chat_is_called(url):
     messages, n_all = talked(url)
     reply, n, n_read, _ = asked(url, [SYSTEM, said("user", ASKED[0])], prompt_cache_key="one")
     assert (reply, n, n_read) == (messages[2], n_all[0], 1)
-    # it is a chat of its own
+    # it is another chat
     assert asked(url, [*messages, said("user", "And?")])[2] < 20
 
 
@@ -171,7 +171,7 @@ def test_a_system_prompt_is_read_once_where_the_cache_cannot_go_back(tmp_path):
     with serving(tmp_path / "m.gguf", *RECALL) as server:
         system = said("system", "Be kind. " * 80)
         n_read = [asked(server.url, [system, said("user", text)])[2] for text in ("Why?", "Who?", "How?")]
-        # but for the rest of a batch
+        # except the rest of a batch
         assert n_read[1:] == [n_read[0] - 512] * 2
 
 

@@ -103,7 +103,7 @@ def joined(events):
 
 
 def check_cuts(format, text, expected):
-    """That a text is told in the same way whole, in two pieces, and in characters."""
+    """Check that a text is split in the same way as a whole, in two pieces, and by characters."""
     assert parsed(format, [text]) == expected
     assert parsed(format, text) == expected
     for at in range(1, len(text)):

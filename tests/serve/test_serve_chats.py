@@ -1,4 +1,4 @@
-"""What a server stores, pins, counts and refuses, on a small random model: each fault here costs seconds."""
+"""Stored chats, pins, counts and refusals of a server, on a small random model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ KEY = {"Authorization": "Bearer first-key"}
 
 
 def asked(url, messages, headers=(), **more):
-    """(what an answer says, its usage, the tokens that were cached, what kvtool says)"""
+    """(reply, usage, cached tokens, the answer's `kvtool` part)"""
     body = {"messages": messages, "max_tokens": 8, **more}
     status, found = request(url, body, {**KEY, **dict(headers)})
     assert status == 200, found

@@ -101,7 +101,7 @@ def filled(value, answers):
         id, arguments = answers[int(number)].call
         if what == "INPUT":
             return json.loads(arguments)
-        # programs parse arguments, and write them anew
+        # programs parse arguments and serialize them again
         return id if what == "CALL" else json.dumps(json.loads(arguments), separators=(",", ":"))
     if what in ("THOUGHT", "STRIPPED"):
         thought = answers[int(number)].thought
@@ -110,7 +110,7 @@ def filled(value, answers):
 
 
 def chat(sent, body):
-    """What /v1/chat/completions has answered; sees that it is well formed."""
+    """Check the form of an answer of /v1/chat/completions, and return its content."""
     if body["stream"]:
         lines = [line.removeprefix("data: ") for line in sent.split("\n\n") if not line.startswith(":")]
         assert lines[-2:] == ["[DONE]", ""]
@@ -139,7 +139,7 @@ def chat(sent, body):
 
 
 def response(sent, body):
-    """What /v1/responses has answered; sees that it is well formed."""
+    """Check the form of an answer of /v1/responses, and return its content."""
     lines = [each.split("\n") for each in sent.split("\n\n")[:-1] if not each.startswith(":")]
     events = [json.loads(data.removeprefix("data: ")) for _, data in lines]
     assert [kind for kind, _ in lines] == [f"event: {event['type']}" for event in events]
@@ -158,7 +158,7 @@ def response(sent, body):
 
 
 def message(sent, body):
-    """What /v1/messages has answered; sees that it is well formed."""
+    """Check the form of an answer of /v1/messages, and return its content."""
     events = events_of(sent)
     kinds = [event["type"] for event in events]
     assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])

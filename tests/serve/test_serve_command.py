@@ -96,7 +96,7 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect)
     went_on = kvtool("chat", "-t", "1", "--session", file, "-n", "4", typed="And a candle?\n")
     assert went_on.returncode == 0, went_on.stderr
     assert went_on.stdout
-    # what cannot be gone on with is named, and stays
+    # files that cannot be continued are named, and stay
     with serving(chat_model, "--budget", "48", "--sessions", str(chats)) as server:
         pass
     assert any(line.startswith("1 files in ") for line in server.lines)
@@ -188,7 +188,7 @@ def test_a_chat_and_a_server_do_not_share_a_chat(talker, tmp_path, connect):
         assert (done.returncode, done.stdout) == (9, "")
         assert f"in use by the server that runs with --sessions {tmp_path}; end that server" in done.stderr
         assert path.read_bytes() == before
-        # another chat's file is none of the server's
+        # the file of `kvtool chat` does not belong to the server
         assert chat(tmp_path / "mine.kv").returncode == 0
         server.stop(signal.SIGKILL)
     chatting = forked.Popen(command(path), stdin=subprocess.PIPE, stdout=subprocess.PIPE)

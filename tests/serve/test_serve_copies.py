@@ -1,4 +1,4 @@
-"""What a server reads again where its cache cannot go back, and a copy was made before each reply."""
+"""Tokens that a server reads again if the cache cannot be rewound: a copy precedes each reply."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_another_reply_is_read_behind_the_prompt_that_it_answers(url):
     messages += [said("assistant", "They are."), NEXT]
     _, n, n_read, _ = asked(url, messages)
     assert len(NEXT["content"]) < n_read < n - 600
-    # its own copy begins with what the client has said that the reply was
+    # its copy begins with the reply as the client sent it
     _, n, n_read, _ = asked(url, [*messages, said("assistant", "Nobody."), said("user", "Why?")])
     assert n_read < 40
 

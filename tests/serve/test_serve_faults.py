@@ -1,4 +1,4 @@
-"""What may happen to a server: requests of any kind, a crowd, kills, a full disk, an end at any time."""
+"""Faults of a server's surroundings: random requests, a crowd, kills, a full disk, an end at any time."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_stored_chats_take_no_more_than_they_may(chat_model, tmp_path, policy):
             chat.append(said("user", f"{i}: What is a stone? " * 4))
             chat.append(said("assistant", ask(server.url, chat)[0]))
             assert _bytes(tmp_path) <= most
-        # the newest are what is there
+        # the newest chats are left
         assert ask(server.url, [*chats[5], said("user", "Why?")])[1] > 0
     assert len(list(tmp_path.glob("*.kv*"))) > 2
 
@@ -215,7 +215,7 @@ def test_a_system_prompt_of_many_chats_is_stored_for_as_long_as_they_come(chat_m
 
 
 def _bytes(folder):
-    """Of all files; those with two names once."""
+    """Return the bytes of all files. A file with two names counts once."""
     found = [path.stat() for path in folder.iterdir()]
     return sum({each.st_ino: each.st_size for each in found}.values())
 

@@ -185,7 +185,7 @@ def test_errors_that_come_later_name_the_message_of_the_client():
     result = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
     body = {"system": "Be.", "messages": [said("user", [result, {"type": "text", "text": "So?"}])]}
     found = requests.chat(*_of(anthropic.as_chat(body, is_counted=True)))
-    # system prompt, result, and what the user says
+    # system prompt, result, and the user's message
     assert found.names.of(refused).param == "messages[0].content[0]"
     assert found.names.of(ApiError("x", param="messages[2]")).param == "messages[0]"
     tools = [{"type": "bash_20250124", "name": "bash"}, {"name": "f", "input_schema": {"type": "object"}}]

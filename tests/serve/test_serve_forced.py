@@ -33,7 +33,7 @@ def forced(engine, format, tools, choice=None):
 
 
 def written(engine, rules, likes, n=900):
-    """What is sampled under rules. likes: gives the wanted logits by byte for the text so far."""
+    """Text sampled under rules. likes: gives the wanted logits by byte for the text so far."""
     sampler = Sampler(engine.model, Sampling(temp=1), seed=1, rules=rules)
     text = b""
     while len(text) < n:
@@ -44,7 +44,7 @@ def written(engine, rules, likes, n=900):
         token = sampler.sample(engine.context)
         if engine.model.ends_turn(token):
             break
-        # what is forced may come in longer tokens
+        # forced text may come in longer tokens
         text += engine.model.piece(token)
     sampler.close()
     return text.decode(errors="replace")
@@ -186,7 +186,7 @@ HAS_PLACE = {
     *("several types with more", "no type", "nothing", "true", "a list of anything", "a type and an enum"),
     *("a choice of odd characters", "a definition", "a list of a definition", "names of rules"),
 }
-"""What every format but Gemma's has a place for."""
+"""Arguments that every format except Gemma's can express."""
 GEMMA_HAS_PLACE = {
     *("several types with more", "a type and an enum", "a choice of odd characters", "a definition"),
 }

@@ -71,7 +71,7 @@ def test_a_message_is_answered_with_its_usage(client):
     assert counted.input_tokens == usage.input_tokens > 10
     own = answer.model_extra["kvtool"]
     assert (own["tokens"], own["budget"]) == (usage.input_tokens + 6, 1024)
-    # who marks what is to be cached reads how much was
+    # clients that mark a prefix for caching read how many tokens were cached
     marked = [{**SYSTEM[0], "cache_control": {"type": "ephemeral"}}, SYSTEM[1]]
     again = ask(client, [said("user", "Name a river.")], system=marked).usage
     assert again.input_tokens == 0
@@ -209,7 +209,7 @@ def dictated(text):
 
 
 def test_a_call_in_a_block_is_one_through_each_interface(client, other):
-    """What the model wrote stays in the cache, whatever a client sends back."""
+    """The cache keeps the model's own tokens, whatever a client sends back."""
     (tool,) = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
     messages, text = [said("user", "What is it like in Oslo?")], dictated(f"I ask.\n\n{BLOCK}")
     more = {"model": "x", "max_tokens": 80, "extra_body": text}
@@ -229,7 +229,7 @@ def test_a_call_in_a_block_is_one_through_each_interface(client, other):
     assert "".join(delta.content or "" for delta in deltas) == "I ask."
     parts = [part.function for delta in deltas for part in delta.tool_calls or ()]
     assert "".join(part.arguments or "" for part in parts) == '{"city": "Oslo"}'
-    # the same chat through the others
+    # the same chat through the other APIs
     with client.messages.stream(messages=messages, tools=TOOLS, **more) as stream:
         answer = stream.get_final_message()
     said_first, use = answer.content

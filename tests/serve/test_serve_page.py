@@ -142,7 +142,7 @@ def test_a_stream_says_that_it_lives_while_a_long_prompt_is_read(monkeypatch):
         job, found = Job(None, ""), []
 
         async def read():
-            # what the engine says meanwhile puts no ping off
+            # the engine's notices do not delay pings
             for n in itertools.count():
                 job.emit("reading", n_read=n, n_all=10**9)
                 await asyncio.sleep(0.02)

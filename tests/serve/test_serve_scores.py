@@ -37,7 +37,7 @@ def test_scores_of_a_prompt_are_those_of_perplexity(chat_model, policy):
     with open_run(ScoreOptions(model=str(chat_model), policy=policy, threads=1, **options)) as opened:
         nll = perplexity.stream(opened.engine, np.array(TOKENS, np.int32))
     with serving(chat_model, "--policy", policy, *given) as server:
-        # what was read before is of no account
+        # earlier requests do not matter
         for _ in range(2):
             found = scored(server, [TOKENS], max_tokens=0)["logprobs"]
             assert found["token_logprobs"][0] is found["top_logprobs"][0] is None

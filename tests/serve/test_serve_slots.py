@@ -169,7 +169,7 @@ def has_ended(baton, n_left):
     thread = threading.Thread(target=baton.take, daemon=True)
     thread.start()
     until(lambda: baton._waiting)
-    # where it is over this waits for ever, as the other gives nothing back
+    # after its end this would wait forever: the other thread never releases it
     step = threading.Thread(target=baton.step, args=(n_left,), daemon=True)
     step.start()
     until(lambda: not (step.is_alive() and thread.is_alive()))
@@ -294,7 +294,7 @@ def test_one_user_has_one_engine(talker, tmp_path, one_step):
             assert server.put(question(i)).text
         assert not is_read_again(question(9, 20))
         assert len(server.slots.talks) == 1
-        # nor does it need the other, where there are two
+        # with two, it does not need the other
         assert beside(server, question(0), question(1))[1].text
         assert len(server.slots.talks) == 2
         assert not is_read_again(question(8, 20))
@@ -319,7 +319,7 @@ def test_two_requests_of_one_chat_both_go_on_from_it(talker, tmp_path, one_step,
         for _ in range(3):
             after = server.put([*chat, *question(4), said("assistant", twins[0].text), *question(5)])
             assert after.last["n_cached"] >= twins[0].last["held"]["tokens"]
-        # the other stores again what the first goes on from
+        # the other one stores again the chat that the first continues
         start = server.put(question(6))
         chat = [*question(6), said("assistant", start.text), *question(7)]
         first, again = beside(server, chat, question(6), n_max=200)

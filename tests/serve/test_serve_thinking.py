@@ -1,4 +1,4 @@
-"""Thinking as clients ask for it: fields that reach the template, and thoughts that come back."""
+"""Thinking as clients request it: fields that reach the template, and thoughts that clients return."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ def test_a_budget_of_no_tokens_is_no_thinking(serve):
     assert (end["message"]["content"], serve.prompt.endswith(EMPTY)) == ("Yes.", True)
 
 
-# thoughts that come back
+# thoughts that clients return
 
 AGENT = (
     "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}{% set ns = namespace(last=-1) %}"

@@ -1,4 +1,4 @@
-"""What a request may say of tools, and how a model is told of them."""
+"""Tools in requests: the accepted forms, and their place in the prompt."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_call_cannot_be_required_without_tools():
         assert caught.value.param == param
 
 
-# what a template gets
+# the template's variables
 
 SHOWS = (
     "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
@@ -309,7 +309,7 @@ def test_a_template_that_leaves_calls_out_gets_them_in_its_own_syntax():
     text = '<|tool_call_start|>[now(), weather(city="Ü")]<|tool_call_end|>'
     assert found[1] == {"role": "assistant", "content": f"So:\n{text}"}
     assert [message["role"] for message in found[2:]] == ["tool", "tool", "assistant"]
-    # what is no object has no place there
+    # only objects are allowed there
     calls = [{"id": "a", "function": {"name": "now", "arguments": "x"}}]
     (message,) = for_template([{"role": "assistant", "tool_calls": calls}], template)
     assert message["content"] == '<tool_call>\n{"name": "now", "arguments": "x"}\n</tool_call>'

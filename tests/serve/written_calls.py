@@ -264,7 +264,7 @@ BLOCKS = {
     ),
     "more": ('{"name": "now", "id": 3, "arguments": {}, "why": "[{"}', [NOW]),
 }
-"""What models write between Markdown's fences instead of tags."""
+"""Calls that models write in Markdown's code blocks instead of tags."""
 
 NO_BLOCKS = (
     "",
@@ -284,4 +284,4 @@ NO_BLOCKS = (
     '[{"name": "now", "arguments": {}}, {"name": "now"}]',
     '{"name": "now", "arguments": {}}\n# as above',
 )
-"""What is no call there."""
+"""Code blocks that are not calls."""

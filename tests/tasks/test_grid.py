@@ -1,4 +1,4 @@
-"""Grids: which runs there are, what they are compared with, and how a comparison is resumed."""
+"""Grids: their runs, the baseline of each comparison, and resuming."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TIMES = {
     "edit_s",
     "peak_rss_bytes",
 }
-"""What differs from run to run."""
+"""Fields that differ from run to run."""
 
 
 @pytest.fixture(autouse=True)
@@ -361,7 +361,7 @@ def test_no_process_outlives_its_runner(common):
         next(events)
         (process,) = runner._running.values()
         assert process.poll() is None
-    # not by itself, which would take a while
+    # without waiting for it, which would take a while
     assert process.returncode == -signal.SIGKILL
 
 

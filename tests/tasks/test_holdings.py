@@ -123,7 +123,7 @@ def test_attention_is_summed_and_the_step_with_the_largest_share_is_known():
     [
         ("llama", [], holdings.N_TRACED),
         ("llama", ["search=all", "chunk=1"], holdings.N_TRACED),
-        # no cells are made, but so many tokens come back
+        # no synthetic cells, but so many recalled tokens
         ("deepseek2", ["recalled=7"], 7),
     ],
 )

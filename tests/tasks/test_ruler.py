@@ -574,7 +574,7 @@ def test_another_opening_is_another_record(tmp_path):
 
 @pytest.mark.engine
 def test_the_end_of_a_text_is_no_reply_header(tiny_model, monkeypatch):
-    """What stays as the header is what comes before the answer; before the question there is none."""
+    """The header is the text before the answer. Before the question there is no header."""
     held = []
     read = Engine.read
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""What tasks read: the layouts in tests/data, two records each, and files with no known layout."""
+"""Layouts of task files: those in tests/data, two records each, and unknown layouts."""
 
 from __future__ import annotations
 

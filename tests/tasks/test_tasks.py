@@ -1,4 +1,4 @@
-"""What all tasks share: reading under a policy, hiding facts, resuming from records, the command."""
+"""Common parts of all tasks: reading under a policy, hiding facts, resuming from records, the command."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_haystacks_are_files_and_folders_of_text(tmp_path):
 
 @dataclass(frozen=True, slots=True)
 class Length(Task):
-    """Its score is the length of the prompt; `asked` has what was asked."""
+    """Its score is the length of the prompt; `asked` has the prompts."""
 
     asked: ClassVar[Counter] = Counter()
     by: ClassVar[tuple[str, ...]] = ("kind",)

@@ -1,4 +1,4 @@
-"""Every task through `kvtool eval` with a small random model, and what tasks ask of a reader."""
+"""Every task through `kvtool eval` with a small random model, and the tasks' calls of a reader."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_answers_are_drawn_by_temperature_and_seed(tiny_chat, tmp_path):
     assert drawn == written("--seed", "4", "--temp", "0.9")
     others = (written("--temp", "0.9", "--seed", "5"), written("--temp", "0.3", "--seed", "4"))
     assert drawn not in (likeliest, *others)
-    # what was drawn in another way is another record
+    # another way of sampling makes another record
     assert written("--temp", "0.9", out=tmp_path / "0.jsonl") == likeliest + written("--temp", "0.9")
 
 
@@ -180,7 +180,7 @@ def test_a_changed_policy_file_is_asked_again(tiny_chat, tmp_path):
     for n, comment in enumerate("aba", 1):
         mine.write_text(f"from kvtool.policies.local import POLICY  # {comment}\n")
         evaluate(tiny_chat, "choice", *arguments, files=["rte.jsonl"])
-        # what the first one said is still right
+        # the first one's answer is still right
         assert len(records_of(out)) == min(n, 2)
 
 
@@ -284,7 +284,7 @@ def test_turns_follow_each_other_in_one_cache(model, chat):
 
 
 class FakeReader:
-    """A reader that is told how likely each text is after the others, and what to write."""
+    """A reader with given likelihoods of texts and given answers."""
 
     def __init__(self, logp, output=""):
         self.logp, self.output = logp, output
@@ -458,7 +458,7 @@ def test_a_stream_that_was_broken_off_starts_over(tiny_chat, tmp_path):
     before = records_of(broken)
     evaluate(tiny_chat, "stream", "--budget", "64", "--records", broken, "--resume")
     after = records_of(broken)
-    # what is another stream's stays
+    # another stream's data stays
     assert after[:4] == before[3:]
     strip = lambda record: {k: v for k, v in record.items() if k != "seconds"}  # noqa: E731
     assert [strip(r) for r in after[4:]] == [strip(r) for r in records_of(whole)]
@@ -477,7 +477,7 @@ def test_a_share_has_room_for_the_words_before_a_reply(tiny_chat, tmp_path):
         out = tmp_path / f"{policy}.jsonl"
         evaluate(tiny_chat, "diversity", "--policy", policy, "--budget", "5%", "--records", out)
         for record in records_of(out):
-            # what is read is far less than 20 times as long as these words
+            # the text read is much shorter than 20 times these words
             assert len("[end][reply]") < record["budget_cells"] < 32
 
 
