@@ -1,6 +1,6 @@
-"""What a Python program needs besides the classes: load a model and a policy by name, chat, continue a text.
+"""Functions for Python programs: load a model or a policy by name, chat, continue a text.
 
-`from kvtool import ...` gives these and the classes. All of them raise KvtoolError for what can go wrong.
+Import them from `kvtool`. They raise KvtoolError if something goes wrong.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from kvtool.policy import Policy
 def load_model(
     name: str | Path | None = None, *, n_gpu_layers: int | None = None, progress: Progress | None = None
 ) -> Model:
-    """Loads a model.
+    """Load a model.
 
     Parameters
     ----------
     name
-        A path to a GGUF file, or what is downloaded if it is not here: a name of models.txt, a repository
-        ("hf:OWNER/REPO:QUANT") or a URL. Defaults to $KVTOOL_MODEL.
+        Path of a GGUF file, name in models.txt, repository ("hf:OWNER/REPO:QUANT") or URL; downloaded if
+        needed. Defaults to $KVTOOL_MODEL.
     n_gpu_layers
-        How many of its layers go to a GPU; all if not given.
+        Number of layers on a GPU; all by default.
     progress
-        Called with the bytes downloaded.
+        Called during a download with the number of bytes.
 
     Raises
     ------
     ModelError
-        If there is no such model, or it is damaged, or kvtool cannot run it.
+        If the model does not exist, is damaged, or cannot run in kvtool.
     """
     path = resolve(None if name is None else str(name), progress)
     check(path)
@@ -51,41 +51,41 @@ def load_model(
 
 
 def load_policy(name: str, budget: int, *, evict_every: int | None = None, **params: object) -> Policy:
-    """Makes a policy.
+    """Make a policy.
 
     Parameters
     ----------
     name
-        A name of `kvtool policies`, or a file of your own ("./mine.py").
+        Name that `kvtool policies` lists, or your own file ("./mine.py").
     budget
-        The most tokens per row.
+        Maximum tokens per row.
     evict_every
-        Tokens from one eviction to the next; 16 if not given, less for a small budget.
+        Tokens from one eviction to the next; 16 by default, fewer for a small budget.
     params
-        Those that `kvtool policies NAME` lists.
+        Parameters that `kvtool policies NAME` lists.
 
     Raises
     ------
     UsageError
-        For values that cannot work; names some that do.
+        For values that cannot work; the error names values that do.
     """
     return policies.fit(name, budget, evict_every, [f"{key}={value}" for key, value in params.items()])
 
 
 def chat(engine: Engine, system: str | None = None, **sampling: Any) -> Conversation:
-    """Starts a chat in the engine's cache, which is emptied. Its `reply(text)` yields the answer in pieces.
+    """Empty the engine's cache and start a chat in it; its `reply(text)` yields the answer in pieces.
 
-    system: a system prompt, which is never evicted. sampling: the fields of `Sampling`, and seed;
-    without any, the likeliest token is taken. Raises ModelError if the model has no chat template.
+    system: system prompt, which is never evicted. sampling: fields of `Sampling`, and `seed`; by default the
+    most likely token is chosen. Raises ModelError if the model has no chat template.
     """
     return Conversation(Writer(engine, _sampler(engine.model, sampling)), template_of(engine.model), system)
 
 
 def generate(engine: Engine, prompt: str, n_max: int | None = None, **sampling: Any) -> Iterator[str]:
-    """Yields the text that follows what the engine has read so far and this prompt, in pieces.
+    """Read the prompt after the text that the engine has read, and yield the continuation in pieces.
 
-    It ends where the model ends it, or after n_max tokens. Raises UsageError if there is nothing to follow,
-    and StreamEnd if the cache is full and the policy keeps everything.
+    The text ends where the model ends it, or after n_max tokens. sampling: as for `chat`. Raises UsageError
+    if there is nothing to continue, and StreamEnd if the cache is full and the policy never evicts.
     """
     model = engine.model
     writer = Writer(engine, _sampler(model, sampling))
@@ -93,15 +93,15 @@ def generate(engine: Engine, prompt: str, n_max: int | None = None, **sampling: 
     yield from writer.write(n_max)
 
 
-def _sampler(model: Model, its: dict[str, Any]) -> Sampler:
-    """The sampler of the fields of `Sampling`, and of `seed`. Raises UsageError."""
-    seed, stop = its.pop("seed", None), its.pop("stop", ())
-    if unknown := its.keys() - declared(Sampling).keys():
+def _sampler(model: Model, settings: dict[str, Any]) -> Sampler:
+    """Make the sampler from fields of `Sampling` and `seed`. Raises UsageError."""
+    seed, stop = settings.pop("seed", None), settings.pop("stop", ())
+    if unknown := settings.keys() - declared(Sampling).keys():
         name = min(unknown)
         raise UsageError(f"there is no setting {name}.{suggestion(name, declared(Sampling))}")
-    schema = its.get("json_schema")
+    schema = settings.get("json_schema")
     if not isinstance(schema, str | None):
-        its["json_schema"] = json.dumps(schema)
-    # a text alone is a sequence of its characters
-    its["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    return Sampler(model, Sampling(**its), seed=seed)
+        settings["json_schema"] = json.dumps(schema)
+    # tuple() would split a single text into characters
+    settings["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    return Sampler(model, Sampling(**settings), seed=seed)

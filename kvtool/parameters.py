@@ -14,7 +14,7 @@ _KINDS = {int: "a whole number", float: "a number", str: "a text"}
 
 
 def defaults(kind: type, but: Iterable[str] = ()) -> dict[str, Any]:
-    """The fields of a dataclass with their defaults, None where there is none.
+    """Return the fields of a dataclass with their defaults; None for a field without a default.
 
     but: fields to leave out.
     """
@@ -44,11 +44,11 @@ def explained(kind: type) -> dict[str, str]:
 
 
 def parse(kind: type, given: Iterable[str], flag: str, of: str, but: Iterable[str] = ()) -> dict[str, Any]:
-    """The values that ["window=64", ...] gives to the fields of a dataclass, in the fields' types.
+    """Parse ["window=64", ...] to values of a dataclass's fields, in their types.
 
-    The values of a tuple are separated by commas. given: what the user typed. flag: the option that took it.
-    of: whose parameters they are, as the user calls it. but: fields that cannot be set. Raises UsageError
-    with what would be right.
+    Values of a tuple are separated by commas. given: texts as typed. flag: the option that took them, for
+    errors. of: the policy or task whose parameters they are, for errors. but: fields that cannot be set.
+    Raises UsageError, which lists the right names.
     """
     kinds, known = get_type_hints(kind), defaults(kind, but)
     parsed: dict[str, Any] = {}
@@ -57,8 +57,8 @@ def parse(kind: type, given: Iterable[str], flag: str, of: str, but: Iterable[st
         if not equals:
             raise UsageError(f"{flag} takes name=value, got {option!r}")
         if name not in known:
-            right = ", ".join(known) or "none"
-            raise UsageError(f"{of}: there is no parameter {name!r}; its parameters: {right}")
+            names = ", ".join(known) or "none"
+            raise UsageError(f"{of}: there is no parameter {name!r}; its parameters: {names}")
         try:
             parsed[name] = _value(kinds[name], name, text)
         except ValueError as error:

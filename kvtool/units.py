@@ -1,4 +1,4 @@
-"""Counts, sizes in bytes, and types of numbers, as people write them."""
+"""Counts, sizes in bytes and number formats, as people write them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from kvtool.errors import UsageError
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
-"""The types that llama.cpp has for cached keys and values, and ggml's numbers for them."""
+"""llama.cpp's types of cached keys and values, with ggml's numbers for them."""
 
 MOST_THREADS = 512
-"""The most CPU threads that ggml takes; it ends the process for more."""
+"""Maximum CPU threads; with more, ggml ends the process."""
 
 _UNITS = {
     "B": 1,
-    # as ls, dd and ulimit have it: one letter is a power of 1024
+    # one letter means a power of 1024, as in ls, dd and ulimit
     **{unit: 2 ** (10 * i) for i, name in enumerate("KMGT", 1) for unit in (name, f"{name}IB")},
     **{f"{name}B": 10 ** (3 * i) for i, name in enumerate("KMGT", 1)},
 }
@@ -23,7 +23,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)", re.IGNORECASE)
 
 
 def parse_count(text: str) -> tuple[int, bool]:
-    """A count ("512") or bytes ("64MiB"), and whether it is bytes. Raises UsageError for neither."""
+    """Parse a count ("512") or bytes ("64MiB"). Returns the number, and True for bytes. Raises UsageError."""
     text = text.strip()
     if text.isdecimal() and len(text) <= _MOST_DIGITS:
         return int(text), False
@@ -31,18 +31,18 @@ def parse_count(text: str) -> tuple[int, bool]:
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes in "64MiB", rounded down. A KiB, or K, is 1024 bytes, a KB 1000.
+    """Parse "64MiB" to bytes, rounded down. 1 KiB or K is 1024 bytes, 1 KB is 1000 bytes.
 
-    Case does not matter; a whole number without a unit is bytes. Raises UsageError.
+    Case does not matter. A whole number without a unit is in bytes. Raises UsageError.
     """
     # imported here: most commands never need it, and it takes memory
     from decimal import Decimal
 
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get((match[2] or "B").upper()) if match else None
-    # the unit of "1.5" was forgotten: nobody means one byte and a half
-    is_half = match is not None and not match[2] and "." in match[1]
-    if match is None or unit is None or is_half or len(match[1]) > _MOST_DIGITS:
+    # the unit of "1.5" was forgotten
+    lacks_unit = match is not None and not match[2] and "." in match[1]
+    if match is None or unit is None or lacks_unit or len(match[1]) > _MOST_DIGITS:
         raise UsageError(
             "a size is a number with a unit (B, KiB or K, MiB or M, GiB or G, TiB or T, KB, MB, GB or TB), "
             f"like 64MiB; got {text!r}"
@@ -51,7 +51,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(n_bytes: int) -> str:
-    """Bytes in the largest unit of which there is at least one: B, KiB, MiB, GiB or TiB."""
+    """Format bytes in the largest unit that gives at least 1: B, KiB, MiB, GiB or TiB."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n_bytes >= size:
             return f"{n_bytes / size:.1f} {unit}"

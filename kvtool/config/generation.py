@@ -56,10 +56,9 @@ class _LengthOptions(Options):
 
 @dataclass(frozen=True)
 class GenerationOptions(Sampling, _LengthOptions):
-    """The sampling options of a command: the sampler's settings, the limit, thinking, and the seed.
+    """Options of generated text, with llama.cpp's defaults.
 
-    The defaults are llama.cpp's. If both a grammar and a schema are set, the typed one stays. Raises
-    UsageError if both were typed.
+    If both a grammar and a schema are set, the typed one is used. Raises UsageError if both were typed.
     """
 
     temp: float = redeclared(Sampling, "temp", 0.8)
@@ -90,44 +89,44 @@ class GenerationOptions(Sampling, _LengthOptions):
         super().__post_init__()
 
     def cut(self, n_written: int) -> str | None:
-        """Return the note for a text that ended at the limit of tokens; None if the limit was asked for."""
+        """Return the note for a text that ended at the token limit; None if the user set the limit."""
         if "n" in self.given:
             return None
         return f"stopped after {n_written:,} tokens; -n N changes the limit, and -n -1 removes it"
 
     @staticmethod
     def looped(n_block: int, n_times: int, off: str = "--stop-loops off") -> str:
-        """The line about a reply that ended in a loop. off: how to let the next one go on."""
+        """Return the line about a reply that ended in a loop. off: how to turn the detection off."""
         tokens = f"the same {n_block} tokens" if n_block > 1 else "the same token"
         return f"stopped: the model wrote {tokens} {n_times} times; {off} lets it go on"
 
     def sampling(self) -> Sampling:
-        """The sampler's settings."""
+        """Return the sampler's settings."""
         return Sampling(**{name: getattr(self, name) for name in declared(Sampling)})
 
     @classmethod
     def field(cls, name: str) -> str:
-        """Return the field of a name, which may be that of its option or of a request. Raises UsageError."""
+        """Return the field for the name of an option or of a request's field. Raises UsageError."""
         names = {each: field for field, its in declared(cls).items() for each in its.names(field)}
         name = name.lstrip("-").replace("-", "_")
         if name not in names:
-            # a name of a request leads to the setting, under the name that the list has
-            meant = dict.fromkeys(names[each] for each in alike(name, names))
-            hint = f" Did you mean {' or '.join(meant)}?" if meant else ""
+            # suggest the field, also if the name resembles a request's
+            similar = dict.fromkeys(names[each] for each in alike(name, names))
+            hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
             raise UsageError(f"there is no setting {name}.{hint} There are: {', '.join(declared(cls))}")
         return names[name]
 
     def set(self, name: str, text: str) -> GenerationOptions:
-        """Return these options with one setting changed, as its option would change it.
+        """Return a copy with one setting changed, as its option would change it.
 
-        name: as `field` takes it. text: the value; for a repeatable option its only value, or "" for none.
+        name: as for `field`. text: the value; for a repeatable option its only value, or "" for no value.
         Raises UsageError or InputError.
         """
         name = self.field(name)
         none = dict.fromkeys(_SHAPES, None) if name in _SHAPES else {}
         its = declared(GenerationOptions)[name]
         value = its.parse(_raw(name, text), name)
-        # the error has the typed name, and not the option's
+        # the error names the setting as `/set` does, not the option
         its.check(value, name)
         return self.changed(**none | {name: value})
 
@@ -136,7 +135,7 @@ _SHAPES = ("grammar", "json_schema")
 
 
 def _raw(name: str, text: str) -> Any:
-    """Return the typed text of a field in the type that its option takes."""
+    """Convert a typed text to the type that the field's option reads. Raises UsageError."""
     kind = str(get_type_hints(GenerationOptions)[name])
     if kind.startswith("tuple"):
         return [text] if text else None
@@ -145,5 +144,5 @@ def _raw(name: str, text: str) -> Any:
     try:
         return float(text) if "float" in kind else int(text)
     except ValueError:
-        what = "a number" if "float" in kind else "a whole number"
-        raise UsageError(f"{name} must be {what}, got {text!r}") from None
+        expected = "a number" if "float" in kind else "a whole number"
+        raise UsageError(f"{name} must be {expected}, got {text!r}") from None

@@ -1,4 +1,4 @@
-"""What there is to say of an engine after it has read or written: as a record, and in a line."""
+"""State of an engine after a run: as a record, and as lines for people."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvtool.units import format_bytes
 
 
 def report(engine: Engine, policy: str) -> dict[str, Any]:
-    """The part of every result that says what held, and what it took. policy: as it was named.
+    """Return the fields that every result has: policy, budget, and memory in use.
 
-    Of the archive 0, 0, None and None without one: tokens and bytes now, the most tokens, its file.
+    policy: its name as typed. Without an archive, the last four fields are 0, 0, None and None.
     """
     archive = engine.context.archive
     return {
@@ -32,34 +32,34 @@ def report(engine: Engine, policy: str) -> dict[str, Any]:
     }
 
 
-def budget(said: Mapping[str, Any]) -> int:
-    """The cells that a report's rows may hold; in the mean, if rows or layers share them."""
-    is_shared = "adaptive" in (said["params"].get(name) for name in ("heads", "layers"))
-    return int(said["asked"] if is_shared else said["budget"])
+def budget(record: Mapping[str, Any]) -> int:
+    """Return the maximum cells of a row, from a report; the mean over rows that share a budget."""
+    is_shared = "adaptive" in (record["params"].get(name) for name in ("heads", "layers"))
+    return int(record["asked"] if is_shared else record["budget"])
 
 
-def line(said: Mapping[str, Any]) -> str:
-    """A report for people: cells and bytes."""
+def line(record: Mapping[str, Any]) -> str:
+    """Return a report as a line for people: cells and bytes."""
     parts = [
-        f"{said['cells']:.0f}/{budget(said)} cells per row",
-        f"cache {format_bytes(said['kv_bytes'])}",
-        f"policy state {format_bytes(said['state_bytes'])}",
+        f"{record['cells']:.0f}/{budget(record)} cells per row",
+        f"cache {format_bytes(record['kv_bytes'])}",
+        f"policy state {format_bytes(record['state_bytes'])}",
     ]
-    if said["archive_limit"]:
-        parts.append(f"archive {archive_line(said)}")
+    if record["archive_limit"]:
+        parts.append(f"archive {archive_line(record)}")
     return ", ".join(parts)
 
 
-def archive_line(said: Mapping[str, Any]) -> str:
-    """The archive of a report for people."""
-    size = f"{format_bytes(said['archive_bytes'])} {_where(said['archive_file'])}"
-    return f"{said['archived']:,} of at most {said['archive_limit']:,} tokens, {size}"
+def archive_line(record: Mapping[str, Any]) -> str:
+    """Return the size of a report's archive for people."""
+    size = f"{format_bytes(record['archive_bytes'])} {_where(record['archive_file'])}"
+    return f"{record['archived']:,} of at most {record['archive_limit']:,} tokens, {size}"
 
 
 def archive_limit(engine: Engine, n_slot: int = 1, *, brief: bool = False) -> str | None:
-    """Where text goes that leaves the cache, and how much that can take; None without an archive.
+    """Return the line about the archive that older text goes to, and its limit; None without an archive.
 
-    n_slot: how many caches have one. brief: without the number of tokens.
+    n_slot: number of caches that have an archive each. brief: True leaves out the number of tokens.
     """
     archive = engine.context.archive
     if not archive:

@@ -1,4 +1,4 @@
-"""The options of a run: the cache, the archive, the model, and the machine."""
+"""Options of a run: cache, archive, model and hardware."""
 
 from __future__ import annotations
 
@@ -23,37 +23,35 @@ from kvtool.options import (
 from kvtool.units import CACHE_TYPES, MOST_THREADS
 
 POLICY, INSTEAD = "recall", "h2o"
-"""The default policy, which forgets nothing, and the policy for models and options without recall.
+"""Default policy, which forgets nothing, and its replacement if recall does not work.
 
-h2o is best or second best on three texts with 512 and 1,024 cells, and on a stream without an end.
+h2o is best or second best on three texts with 512 and 1,024 cells, and on an endless stream.
 """
 
 
-_kept = partial(option, group=CACHE, in_session=True, in_record=True)
-"""An option that a session keeps, and that a result depends on."""
+_cache_option = partial(option, group=CACHE, in_session=True, in_record=True)
+"""Declare an option that a session keeps, and that results depend on."""
 
-# model files and llama.cpp's documents have both Q8_0 and q8_0
-_type = partial(_kept, choices=tuple(CACHE_TYPES), read=lambda raw, flag: raw.lower())
+# model files and llama.cpp's documentation use both Q8_0 and q8_0
+_type_option = partial(_cache_option, choices=tuple(CACHE_TYPES), read=lambda raw, flag: raw.lower())
 
-_runs = partial(option, group=HARDWARE)
+_hardware_option = partial(option, group=HARDWARE)
 
 
 @dataclass(frozen=True)
 class RunOptions(Options):
-    """The options of a run.
+    """Options of a run.
 
     Attributes
     ----------
     default_budget
-        The cells of a row if no budget is given.
+        Default budget in cells.
     default_recall
-        The same with a policy that recalls.
-    instead
-        The policy that replaces a recalling one for models and options without recall. None: an error.
+        Default budget in cells for policies that recall.
     default_n_batch
-        The most tokens of a batch if no number is given.
+        Default maximum of tokens in a batch.
     scores
-        True if the logits of every token are needed, and no batch may exceed the budget.
+        True if every token is scored: all tokens give logits, and no batch may exceed the budget.
     """
 
     default_budget: ClassVar[int] = 1024
@@ -68,7 +66,7 @@ class RunOptions(Options):
         group=CACHE,
         completes="policies",
     )
-    budget: str | None = _kept(
+    budget: str | None = _cache_option(
         "--budget SIZE",
         None,
         "Cache size: tokens kept per KV head (512), share of the trained context (10%, rounded down), "
@@ -76,7 +74,7 @@ class RunOptions(Options):
         default_text="{default_recall:,} tokens; {default_budget:,} with a policy that forgets",
         in_record=False,
     )
-    options: tuple[str, ...] = _kept(
+    options: tuple[str, ...] = _cache_option(
         "-o, --option NAME=VALUE",
         (),
         "Set a parameter of the policy (kvtool policies NAME lists them). Repeatable.",
@@ -85,21 +83,21 @@ class RunOptions(Options):
         read=repeated,
         in_record=False,
     )
-    evict_every: int | None = _kept(
+    evict_every: int | None = _cache_option(
         "--evict-every N",
         None,
         "Evict after every N tokens.",
         default_text="16, fewer for budgets below 128",
         least=1,
     )
-    positions: str = _kept(
+    positions: str = _cache_option(
         "--positions MODE",
         "auto",
         "Positions of the kept tokens: original, in-cache (renumbered without gaps), or auto (original; "
         "renumbered whenever the trained context is full).",
         choices=POSITIONS,
     )
-    prefill: str | None = _kept(
+    prefill: str | None = _cache_option(
         "--prefill MODE",
         None,
         "How to read a prompt longer than the budget: stream (evict after each batch), whole (decode all "
@@ -107,14 +105,14 @@ class RunOptions(Options):
         default_text="the policy's own",
         choices=PREFILLS,
     )
-    model: str | None = _runs(
+    model: str | None = _hardware_option(
         "-m, --model MODEL",
         None,
         "Model: a name (kvtool models list), a GGUF file, its URL, or hf:OWNER/REPO[:QUANT].",
         default_text="{model}",
         completes="models",
     )
-    n_ctx: int | None = _kept(
+    n_ctx: int | None = _cache_option(
         "-c, --ctx-size N",
         None,
         "Context length, at most the trained length; 0 means the trained length. With `full`, also the cache "
@@ -124,7 +122,7 @@ class RunOptions(Options):
         least=0,
         read=unless(0),
     )
-    n_batch: int | None = _kept(
+    n_batch: int | None = _cache_option(
         "-b, --batch-size N",
         None,
         "Maximum tokens decoded per batch.",
@@ -132,14 +130,14 @@ class RunOptions(Options):
         default_text="{default_n_batch}",
         least=1,
     )
-    threads: int | None = _runs(
+    threads: int | None = _hardware_option(
         "-t, --threads N",
         None,
         "CPU threads.",
         default_text="the fastest number, at most one per core",
         **within(1, MOST_THREADS),
     )
-    gpu_layers: int | None = _runs(
+    gpu_layers: int | None = _hardware_option(
         "-ngl, --gpu-layers N",
         None,
         "Number of layers on the GPU.",
@@ -148,17 +146,17 @@ class RunOptions(Options):
         read=unless(-1),
         in_record=True,
     )
-    rpc: str | None = _runs(
+    rpc: str | None = _hardware_option(
         "--rpc HOST:PORT,...",
         None,
         "Spread layers and cache over other machines, on which kvtool worker runs.",
     )
-    type_k: str = _type(
+    type_k: str = _type_option(
         "-ctk, --cache-type-k TYPE",
         "f16",
         "Type of the cached keys: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0.",
     )
-    type_v: str = _type(
+    type_v: str = _type_option(
         "-ctv, --cache-type-v TYPE", "f16", "Type of the cached values: any type that keys can have."
     )
     archive: str | None = option(
@@ -176,13 +174,13 @@ class RunOptions(Options):
         group=ARCHIVE,
         default_text="host memory",
     )
-    archive_type: str = _type(
+    archive_type: str = _type_option(
         "--archive-type TYPE",
         "q8_0",
         "With --policy recall: type of the archived keys and values: any type that cached keys can have.",
         group=ARCHIVE,
     )
-    flash: str = _kept(
+    flash: str = _cache_option(
         "-fa, --flash-attn MODE",
         "auto",
         "Flash attention: on, off or auto.",
@@ -206,16 +204,19 @@ class RunOptions(Options):
 
     @property
     def instead(self) -> str | None:
-        # a policy, or an option of it, that was asked for is refused if it cannot run
+        """Policy that replaces recall if recall does not work.
+
+        None, so that it is an error, if the user chose the policy, its parameters or its archive.
+        """
         archive = {name for name, its in declared(RunOptions).items() if its.group == ARCHIVE}
         return None if self.typed & archive or self.given & {"policy", "options"} else INSTEAD
 
 
 @dataclass(frozen=True)
 class WriteOptions(RunOptions):
-    """The same for text that the model writes, with speculative decoding."""
+    """Options of a run in which the model writes text, with speculative decoding."""
 
-    draft: str = _runs(
+    draft: str = _hardware_option(
         "--draft lookup|MODEL|off",
         "lookup",
         "Speculative decoding: the model confirms several guessed tokens in one step. lookup guesses from "
@@ -226,7 +227,7 @@ class WriteOptions(RunOptions):
 
 @dataclass(frozen=True)
 class ScoreOptions(RunOptions):
-    """The same for a text that is streamed, and each token of which is scored."""
+    """Options of a run that streams a text and scores each token."""
 
     default_budget: ClassVar[int] = 512
     default_n_batch: ClassVar[int] = 64

@@ -1,4 +1,4 @@
-"""The system prompt."""
+"""Options of the system prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtool.system.texts import read_text, utf8
 
 @dataclass(frozen=True)
 class SystemOptions(Options):
-    """The system prompt, as a text or in a file. Raises UsageError for both."""
+    """System prompt, as a text or in a file. Raises UsageError if both are given."""
 
     system: str | None = option(
         "--system",
@@ -27,5 +27,5 @@ class SystemOptions(Options):
             raise UsageError("--system and --system-file are both given; leave out one of them")
 
     def text(self) -> str | None:
-        """The prompt. Raises InputError for a file that cannot be read."""
+        """Return the system prompt. Raises InputError if the file cannot be read."""
         return self.system if self.system_file is None else read_text(self.system_file).rstrip("\n")

@@ -1,4 +1,4 @@
-"""Sampling: the settings of llama.cpp's samplers, under its names and with its meanings."""
+"""Settings of llama.cpp's samplers, with llama.cpp's names and meanings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtool.options import SAMPLING, Options, option, within
 from kvtool.system.texts import read_text, shown, utf8
 
 MOST = 2**20
-"""The most tokens that a penalty looks back at: llama.cpp allocates them."""
+"""Maximum tokens that a penalty looks back at; llama.cpp allocates memory for them."""
 
 LIMIT = 10_000
 """A limit far beyond useful values, and far below those at which llama.cpp's floats overflow."""
@@ -23,10 +23,10 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
 
 
 def _texts(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
-    """Return the texts with escapes resolved as llama.cpp does: it leaves unknown ones unchanged."""
+    """Resolve escapes as llama.cpp does; unknown escapes stay unchanged."""
 
-    def resolved(found: re.Match[str]) -> str:
-        return _ESCAPES.get(found[1], found[0])
+    def resolved(match: re.Match[str]) -> str:
+        return _ESCAPES.get(match[1], match[0])
 
     return tuple(re.sub(r"\\(.)", resolved, utf8(flag, text) or "") for text in raw or ())
 
@@ -42,22 +42,22 @@ def _breakers(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
 
 
 def _escaped(texts: tuple[str, ...]) -> list[str]:
-    back = {char: f"\\{letter}" for letter, char in _ESCAPES.items() if char not in "\"'"}
-    return ["".join(back.get(char, char) for char in text) for text in texts]
+    escapes = {char: f"\\{letter}" for letter, char in _ESCAPES.items() if char not in "\"'"}
+    return ["".join(escapes.get(char, char) for char in text) for text in texts]
 
 
 def _bias(text: str) -> tuple[int, float]:
     """Parse the value of --logit-bias: a token, a sign and a number."""
-    if found := re.fullmatch(r"\s*(\d+)\s*([+-])\s*(\S+)\s*", text):
+    if match := re.fullmatch(r"\s*(\d+)\s*([+-])\s*(\S+)\s*", text):
         try:
-            return int(found[1]), float(found[2] + found[3])
+            return int(match[1]), float(match[2] + match[3])
         except ValueError:
             pass
     raise UsageError(f"--logit-bias must be TOKEN+BIAS or TOKEN-BIAS (15043+1), got {shown(text)!r}")
 
 
 def _or_file(is_text: Callable[[str], bool]) -> Callable[[str | None, str], str | None]:
-    """Reads a text that is typed, or the file that is named; None for an empty one."""
+    """Return a reader of a text or a file name; it returns None for an empty value."""
     return lambda raw, flag: (utf8(flag, raw) if is_text(raw) else read_text(raw)) if raw else None
 
 
@@ -65,14 +65,14 @@ _option = partial(option, group=SAMPLING, in_session=True)
 
 
 def _number(usage: str, default: Any, allowed: dict[str, Any], help: str, **more: Any) -> Any:
-    """A number, and its range. Its name in a request is that of its option unless another is given."""
+    """Declare a number with its range. Its name in requests defaults to that of the option."""
     name = usage.partition(" ")[0].strip(",-").replace("-", "_")
     return _option(usage, default, help, **{"request": (name,), **allowed, **more})
 
 
 @dataclass(frozen=True)
 class Sampling(Options):
-    """The settings of the sampler, without its seed. The defaults pick the most likely token."""
+    """Settings of the sampler, without its seed. The defaults pick the most likely token."""
 
     temp: float = _number(
         "--temp T",
@@ -227,5 +227,5 @@ class Sampling(Options):
 
     @property
     def n_recent(self) -> int:
-        """Tokens written that the penalties must know."""
+        """Number of written tokens that the penalties look back at."""
         return max(64, self.repeat_last_n, self.dry_penalty_last_n)
