@@ -268,7 +268,7 @@ def _check_budget(spec: PolicySpec, run: RunOptions, info: ModelInfo) -> None:
         return
     size = budget.parse(text, info.n_ctx_train)
     if size.in_bytes:
-        spec.smallest_budget()
+        spec.fit(info.n_ctx_train)
     else:
         budget.fit(spec, run, size, info.plain_layers)
 

@@ -88,8 +88,8 @@ def open_run(
     if spec.kind.evicts:
         size = budget.of_run(run, spec.kind, n_ctx, n_ctx_train)
         if size.in_bytes:
-            # the loaded model tells how many cells fit; here only the policy's parameters are checked
-            spec.smallest_budget()
+            # the loaded model tells how many cells fit; here, parameters that never fit are refused
+            spec.fit(n_ctx_train)
         else:
             fitted = budget.fit(spec, run, size, info.plain_layers)
 
