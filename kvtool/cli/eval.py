@@ -247,7 +247,7 @@ def _on_disk(files: list[Path]) -> Iterator[list[Path]]:
 
 def _check_drawing(drawn: _EvalSampling, chosen: Task, task: str) -> None:
     """Raises UsageError for a temperature or a seed that is out of range or without effect."""
-    if drawn.temp and not chosen.draws:
+    if drawn.temp and not chosen.uses_sampling:
         own = "use --set temp=T" if hasattr(chosen, "temp") else "it samples no answers"
         raise UsageError(f"{task} takes no --temp: {own}")
     if "seed" in drawn.typed and "temp" not in drawn.typed and not drawn.temp:

@@ -146,7 +146,7 @@ class Decoder:
         with nullcontext() if self._has_decoded else crash_means(damaged(self.model.path)):
             status = api.llama_decode(self._context, self._batch.raw)
         if self._adapts:
-            self._threads.took(n, time.perf_counter() - start)
+            self._threads.record(n, time.perf_counter() - start)
             if self._threads.n != n_threads:
                 api.llama_set_n_threads(self._context, self._threads.n, self._threads.n)
         self._has_decoded = True

@@ -58,7 +58,7 @@ class Threads:
     def n(self) -> int:
         return self._counts[self._at]
 
-    def took(self, n_tokens: int, seconds: float) -> None:
+    def record(self, n_tokens: int, seconds: float) -> None:
         """Record the time of a step of n_tokens with `n` threads."""
         if self._at != self._home:
             self._try(n_tokens, seconds)

@@ -345,7 +345,7 @@ class Bench:
 
 def device_free() -> int | None:
     """Free bytes of all devices except the CPU, by the devices' counters; None without such devices."""
-    free = [each["memory_free"] for each in devices() if each["type"] in ("gpu", "igpu")]
+    free = [device["memory_free"] for device in devices() if device["type"] in ("gpu", "igpu")]
     return sum(free) if free else None
 
 
@@ -379,6 +379,6 @@ def _is_row(record: Mapping[str, Any]) -> bool:
 
 def over(record: Mapping[str, Any], old: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Return a row's medians divided by the same row's medians in an earlier run; None if one is missing."""
-    same = [each for each in old if (each["what"], each["depth"]) == (record["what"], record["depth"])]
+    same = [row for row in old if (row["what"], row["depth"]) == (record["what"], record["depth"])]
     pairs = {name: (record[name], same[0][name] if same else None) for name in _COMPARED}
     return {name: a["median"] / b["median"] if a and b else None for name, (a, b) in pairs.items()}

@@ -17,11 +17,13 @@ N_DIGIT = 12
 
 def machine() -> dict[str, Any]:
     """Describe this machine by name: CPU, cores, other devices, system, and versions."""
-    beside = [f"{each['name']}: {each['description']}" for each in devices() if each["type"] != "cpu"]
+    accelerators = [
+        f"{device['name']}: {device['description']}" for device in devices() if device["type"] != "cpu"
+    ]
     return {
         "cpu": cpu_name(),
         "n_core": os.cpu_count(),
-        "devices": beside,
+        "devices": accelerators,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         **versions(),

@@ -90,8 +90,8 @@ def interval(
     rng, means = np.random.default_rng(0), np.empty(n_draw)
     # with thousands of items, all samples together would take gigabytes
     for part in np.array_split(means, -(-n_draw // _N_AT_ONCE)):
-        drawn = rng.integers(len(sums), size=(len(part), len(sums)))
-        part[:] = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
+        sampled = rng.integers(len(sums), size=(len(part), len(sums)))
+        part[:] = sums[sampled].sum(axis=1) / counts[sampled].sum(axis=1)
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 

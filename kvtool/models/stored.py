@@ -94,11 +94,11 @@ def _find(wanted: str) -> Stored:
         model = of_entry(entry)
     elif web.is_url(wanted):
         folder = web.folder_of(wanted)
-        model = next((each for each in _of_urls() if each.files[0].parent == folder), None)
+        model = next((stored for stored in _of_urls() if stored.files[0].parent == folder), None)
     elif Path(wanted).expanduser().exists():
         path = Path(wanted).expanduser().absolute()
         ours = [of_entry(entry) for entry in entries.values() if entry.is_download]
-        model = next((each for each in (*ours, *downloads()) if each and path in each.files), None)
+        model = next((stored for stored in (*ours, *downloads()) if stored and path in stored.files), None)
         if not model:
             raise ModelError(
                 f"{wanted} is not in a cache, and kvtool deletes nothing else; delete it yourself"
@@ -187,7 +187,7 @@ def _unlink(path: Path) -> int:
     target = _target(path)
     path.unlink()
     # links lead from names to blobs, and from blobs to a blob that repositories share
-    links = (each for each in hub.cache_folder().glob("models--*/**/*") if each.is_symlink())
+    links = (link for link in hub.cache_folder().glob("models--*/**/*") if link.is_symlink())
     is_needed = any(_target(link) == target for link in links)
     return _unlink(target) if target.exists() and not is_needed else 0
 

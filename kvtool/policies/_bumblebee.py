@@ -266,12 +266,12 @@ def discard(pos, unit, mass, pairs, first, recent, n_keep, mixture, power, cosin
                 if loss < least or (loss == least and pos[row, cell] < pos[row, cells[lightest]]):
                     least = loss
                     lightest = i
-            gone = cells[lightest]
-            keep[row, gone] = False
-            alive[gone] = 0
-            total = max(total - np.float64(mass[row, gone]), 0.0)
+            evicted = cells[lightest]
+            keep[row, evicted] = False
+            alive[evicted] = 0
+            total = max(total - np.float64(mass[row, evicted]), 0.0)
             for cell in range(n):
-                if nearest[row, cell] == pos[row, gone]:
+                if nearest[row, cell] == pos[row, evicted]:
                     nearest[row, cell] = -1
             n_open -= 1
             cells[lightest] = cells[n_open]

@@ -83,53 +83,54 @@ class CaM(Policy):
         end = begin + max(view.n_kv - self.n_keep, 0)
         keep = np.ones(view.pos.shape, np.bool_)
         np.put_along_axis(keep, order[:, begin:end], False, axis=1)
-        drawn = self._drawn(view, state, order, begin, end)
+        sampled = self._sampled(view, state, order, begin, end)
         target = order[:, end : end + self.merge]
-        return Plan(keep, _merge(order[:, begin:end], target, drawn, 1 / self.merge))
+        return Plan(keep, _merge(order[:, begin:end], target, sampled, 1 / self.merge))
 
-    def _drawn(self, view: View, state: State, order: np.ndarray, begin: int, end: int) -> np.ndarray:
+    def _sampled(self, view: View, state: State, order: np.ndarray, begin: int, end: int) -> np.ndarray:
         """Draw b1[row, n_evict]: True if an evicted token's value is added to others."""
         score = state[0][:, : view.n_kv] if state else view.last
         if self.score == "average":
             score = score / (view.next - view.pos)
         score = np.take_along_axis(score, order, axis=1).astype(np.float64)
         chance = draw(self.seed, view.next, np.take_along_axis(view.pos, order[:, begin:end], axis=1)) / 2**24
-        drawn: np.ndarray
+        sampled: np.ndarray
         if self.denominator == "max":
             largest = [part.max(axis=1, initial=0) for part in (score[:, :begin], score[:, end:])]
-            drawn = chance * np.maximum(*largest)[:, None] < score[:, begin:end]
+            sampled = chance * np.maximum(*largest)[:, None] < score[:, begin:end]
         else:
             after = score[:, end:] if self.denominator == "mean" else score[:, end : end + self.merge]
             # chance < score / mean without a division by zero
-            drawn = chance * after.sum(axis=1, keepdims=True) < score[:, begin:end] * after.shape[1]
-        return drawn
+            sampled = chance * after.sum(axis=1, keepdims=True) < score[:, begin:end] * after.shape[1]
+        return sampled
 
 
-def _merge(gone: np.ndarray, target: np.ndarray, drawn: np.ndarray, weight: float) -> Merge:
+def _merge(evicted: np.ndarray, target: np.ndarray, sampled: np.ndarray, weight: float) -> Merge:
     """Add the drawn cells of gone i64[row, n_evict] to every cell of target i64[row, n_target]."""
-    n_drawn = drawn.sum(axis=1)
+    n_drawn = sampled.sum(axis=1)
     # each target's own value is its first source
     n_term = int((n_drawn + (n_drawn > 0)).sum()) * target.shape[1]
     row, dst, src = (np.empty(n_term, np.int32) for _ in range(3))
     part = np.empty(n_term, np.float32)
-    _add_drawn(np.ascontiguousarray(gone), np.ascontiguousarray(target), drawn, weight, row, dst, src, part)
+    evicted, target = np.ascontiguousarray(evicted), np.ascontiguousarray(target)
+    _add_sampled(evicted, target, sampled, weight, row, dst, src, part)
     return Merge(row, dst, src, part)
 
 
 @kernel("void(i8[:,::1], i8[:,::1], b1[:,::1], f4, i4[::1], i4[::1], i4[::1], f4[::1])")
-def _add_drawn(gone, target, drawn, weight, row_of, dst_of, src_of, weight_of):
+def _add_sampled(evicted, target, sampled, weight, row_of, dst_of, src_of, weight_of):
     """gone, drawn [row, n_evict], target [row, n_target] -> the terms of a Merge."""
     n_term = 0
-    for row in range(len(gone)):
-        if not drawn[row].any():
+    for row in range(len(evicted)):
+        if not sampled[row].any():
             continue
         for dst in target[row]:
             row_of[n_term], dst_of[n_term], src_of[n_term], weight_of[n_term] = row, dst, dst, 1
             n_term += 1
-            for i in range(gone.shape[1]):
-                if drawn[row, i]:
+            for i in range(evicted.shape[1]):
+                if sampled[row, i]:
                     row_of[n_term], dst_of[n_term] = row, dst
-                    src_of[n_term], weight_of[n_term] = gone[row, i], weight
+                    src_of[n_term], weight_of[n_term] = evicted[row, i], weight
                     n_term += 1
 
 

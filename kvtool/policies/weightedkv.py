@@ -154,9 +154,9 @@ def _merge_right(pos, average, keep, row_of, dst_of, src_of, weight_of):
             older[right] = left
             if left >= 0:
                 newer[left] = right
-            own = average[row, line[turn[i]]]
-            total = own + (average[row, line[right]] if line[right] < n else np.float32(0))
-            into[i], share[i] = right, own / total if total > 0 else np.float32(0.5)
+            own_average = average[row, line[turn[i]]]
+            total = own_average + (average[row, line[right]] if line[right] < n else np.float32(0))
+            into[i], share[i] = right, own_average / total if total > 0 else np.float32(0.5)
         # backwards: the final weight of the token that a value merges into is already known
         for i in range(n_gone - 1, -1, -1):
             weight[turn[i]] = weight[into[i]] * share[i]

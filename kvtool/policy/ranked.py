@@ -2,7 +2,7 @@
 
 With `heads=adaptive` the rows of a layer share their budgets by need (Ada-KV, Feng et al. 2024,
 arXiv:2407.11550): a layer keeps its highest scores, whichever row they belong to. Each row keeps at least
-`floor` (the paper's alpha) of its own share. The budget is then the average over rows.
+`floor` (the paper's alpha) of its equal share. The budget is then the average over rows.
 
 With `layers=adaptive` the layers share their budgets (LAVa, Shen et al. 2025, arXiv:2509.09754). In addition
 to its protected tokens, a layer gets cells in proportion to the entropy of its scores, divided by the maximum
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 FLOOR = 0.2
-"""Minimum share of its own budget that a row keeps when rows share budgets: the paper's value."""
+"""Share of its equal budget that a row keeps at least when rows share budgets: the paper's value."""
 
 _F32 = np.dtype(np.float32)
 

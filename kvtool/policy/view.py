@@ -44,7 +44,7 @@ class Signal(IntFlag):
 
 
 class SignalSpec(NamedTuple):
-    """How a signal is computed.
+    """Definition of a signal.
 
     Attributes
     ----------

@@ -143,17 +143,17 @@ def set_aside(path: Path, *suffixes: str) -> Path:
     """
     path = Path(os.path.realpath(path))
     suffixes = suffixes or ("",)
-    there = [each for each in suffixes if os.path.lexists(f"{path}{each}")]
+    existing = [suffix for suffix in suffixes if os.path.lexists(f"{path}{suffix}")]
     n = 0
     while True:
         n += 1
         spare = path.with_name(f"{path.name}.{n}")
-        if any(os.path.lexists(f"{spare}{each}") for each in ("", *suffixes)):
+        if any(os.path.lexists(f"{spare}{suffix}") for suffix in ("", *suffixes)):
             continue
         made: list[Path] = []
         try:
-            for each in there:
-                made.append(second_name(Path(f"{path}{each}"), Path(f"{spare}{each}")))
+            for suffix in existing:
+                made.append(second_name(Path(f"{path}{suffix}"), Path(f"{spare}{suffix}")))
         except OSError as error:
             for other in made:
                 other.unlink()

@@ -56,8 +56,8 @@ def _cleaned(value: Any) -> Any:
     if isinstance(value, str):
         return value if value.isascii() else shown(value)
     if isinstance(value, Mapping):
-        return {_cleaned(key): _cleaned(each) for key, each in value.items()}
-    return [_cleaned(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {_cleaned(key): _cleaned(item) for key, item in value.items()}
+    return [_cleaned(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_stdin() -> str:

@@ -49,7 +49,7 @@ class ChoiceTask(Task):
     train
         File of the examples; the question's file if empty.
     seed
-        Seed of the draws.
+        Seed of random choices.
     """
 
     shots: int = 0
@@ -58,7 +58,7 @@ class ChoiceTask(Task):
 
     source: ClassVar[str] = "lm-evaluation-harness"
     by: ClassVar[tuple[str, ...]] = ("file",)
-    draws: ClassVar[bool] = False
+    uses_sampling: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.shots <= 5:
@@ -72,7 +72,7 @@ class ChoiceTask(Task):
             for number, question in enumerate(questions, 1):
                 name = f"{data.stem(path)}-{number}"
                 others = [other for other in train or questions if other != question]
-                shots = data.drawn(self.shots, others, f"{self.seed} {name}", "records")
+                shots = data.few_shot(self.shots, others, f"{self.seed} {name}", "records")
                 prompt = "\n\n".join([*map(_solved, shots), question.prompt])
                 about = {"file": path.name, **question.about}
                 items.append(replace(question, id=name, prompt=prompt, about=about))
@@ -106,7 +106,7 @@ def _solved(question: Item) -> str:
 
 
 def _questions(path: Path) -> list[Item]:
-    return [question for _, _, question in data.each([path], "choice", _question)]
+    return [question for _, _, question in data.parse_each([path], "choice", _question)]
 
 
 def _item(prompt: str, choices: Sequence[str], right: int, ending: str = "") -> Item:

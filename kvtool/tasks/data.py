@@ -40,7 +40,9 @@ def read(path: Path) -> list[Any]:
     return [_parsed(line, f"{path}, line {number}") for number, line in lines if line.strip()]
 
 
-def each(files: Sequence[Path], task: str, parse: Callable[[Record], T]) -> Iterator[tuple[Path, int, T]]:
+def parse_each(
+    files: Sequence[Path], task: str, parse: Callable[[Record], T]
+) -> Iterator[tuple[Path, int, T]]:
     """Yield for every record its file, its number there from 1 on, and the result of `parse`.
 
     task: name for messages. parse: raises an ordinary error (KeyError, ValueError, ...) for an unknown
@@ -65,7 +67,7 @@ def stem(path: Path) -> str:
     return path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
 
 
-def drawn(n: int, others: Sequence[T], seed: str, what: str) -> list[T]:
+def few_shot(n: int, others: Sequence[T], seed: str, what: str) -> list[T]:
     """Sample n of `others` as solved examples. what: their name, for the InputError if there are fewer."""
     if len(others) < n:
         raise InputError(f"{n} shots need {n} other {what}, there are {len(others)}")
@@ -81,7 +83,7 @@ def text(value: Any) -> str:
 
 def texts(value: Any) -> list[str]:
     """Return the value as a list; it must be a string or a list of strings. Raises TypeError."""
-    return [text(each) for each in ([value] if isinstance(value, str) else list(value))]
+    return [text(part) for part in ([value] if isinstance(value, str) else list(value))]
 
 
 def _parsed(line: str, where: str) -> Any:

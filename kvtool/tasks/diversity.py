@@ -49,7 +49,7 @@ class Diversity(RecordTask):
 
     source: ClassVar[str] = "arXiv:1802.01886, arXiv:2410.23079"
     chat: ClassVar[bool] = True
-    draws: ClassVar[bool] = False
+    uses_sampling: ClassVar[bool] = False
     packages: ClassVar[tuple[str, ...]] = ("sacrebleu",)
 
     def __post_init__(self) -> None:

@@ -58,7 +58,7 @@ class Haystack(Task):
         """Seed of all random choices; the last parameter of each task."""
 
     @abstractmethod
-    def parts(self, draws: random.Random) -> tuple[str, str, str, Sequence[str]]:
+    def parts(self, rng: random.Random) -> tuple[str, str, str, Sequence[str]]:
         """Return the start of a prompt, its fact, its end, and the words that the answer must contain."""
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
@@ -66,9 +66,9 @@ class Haystack(Task):
         items = []
         for length, depth, number in product(self.lengths, self.depths, range(self.repeats)):
             name = f"{length}-{depth:g}-{number}"
-            draws = random.Random(f"{self.seed} {name}")
-            start, fact, end, words = self.parts(draws)
-            prompt = hide(model, filler, fact, depth, length, draws, start, end)
+            rng = random.Random(f"{self.seed} {name}")
+            start, fact, end, words = self.parts(rng)
+            prompt = hide(model, filler, fact, depth, length, rng, start, end)
             items.append(Item(name, prompt, words, about={"length": length, "depth": depth}))
         return items
 
@@ -112,7 +112,7 @@ def hide(
     fact: str,
     depth: float,
     length: int,
-    draws: random.Random,
+    rng: random.Random,
     start: str,
     end: str,
 ) -> str:
@@ -125,7 +125,7 @@ def hide(
     room = length - len(model.tokenize(f"{start}\n {fact}\n{end}", start=True))
     if room < 0:
         raise InputError(f"the fact does not fit into {length} tokens; choose greater lengths")
-    first = draws.randrange(len(filler))
+    first = rng.randrange(len(filler))
     chosen: list[str] = []
     ends = [0]
     while True:

@@ -133,18 +133,18 @@ class LongBench(RecordTask):
             metric = partial(metric, classes=item.choices)
         return ScoredAnswer(output, {"score": metrics.best(metric, counted, item.references)})
 
-    def summary(self, found: Sequence[records.Record]) -> dict[str, float]:
+    def summary(self, finished: Sequence[records.Record]) -> dict[str, float]:
         """LongBench's averages for each language, over the categories that have items."""
         values: dict[str, list[float]] = defaultdict(list)
-        for record in found:
+        for record in finished:
             if "score" in record["scores"]:
                 values[record["dataset"]].append(record["scores"]["score"])
         averages = {}
         for language, parts in LANGUAGES.items():
-            asked = values.keys() & parts
+            datasets = values.keys() & parts
             # code alone belongs to no language
-            if asked and (language == "all" or asked - frozenset(CATEGORIES["code"])):
-                categories = (asked.intersection(names) for names in CATEGORIES.values())
+            if datasets and (language == "all" or datasets - frozenset(CATEGORIES["code"])):
+                categories = (datasets.intersection(names) for names in CATEGORIES.values())
                 means = [fmean(fmean(values[name]) for name in names) for names in categories if names]
                 averages[f"average {language}"] = fmean(means)
         return averages

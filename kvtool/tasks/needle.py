@@ -44,7 +44,7 @@ class Needle(Haystack):
     n_max: ClassVar[int] = 48
     chat: ClassVar[bool] = True
 
-    def parts(self, draws: random.Random) -> tuple[str, str, str, Sequence[str]]:
+    def parts(self, rng: random.Random) -> tuple[str, str, str, Sequence[str]]:
         return START, self.needle, END.format(question=self.question), self.keywords
 
 

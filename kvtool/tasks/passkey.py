@@ -44,8 +44,8 @@ class Passkey(Haystack):
         if not 1 <= self.digits <= 12:
             raise ValueError(f"digits must be in 1..12, got {self.digits}")
 
-    def parts(self, draws: random.Random) -> tuple[str, str, str, Sequence[str]]:
-        key = str(draws.randrange(10 ** (self.digits - 1), 10**self.digits))
+    def parts(self, rng: random.Random) -> tuple[str, str, str, Sequence[str]]:
+        key = str(rng.randrange(10 ** (self.digits - 1), 10**self.digits))
         return START, f"The pass key is {key}. Remember it. {key} is the pass key.", QUESTION, [key]
 
 

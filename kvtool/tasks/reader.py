@@ -233,7 +233,7 @@ class Reader:
         for piece in Writer(self.engine, sampler).write(n_max):
             text += piece
             n_white = len(text) - len(text.lstrip())
-            if ends := [at for each in stop if (at := text.find(each, n_white)) >= 0]:
+            if ends := [at for string in stop if (at := text.find(string, n_white)) >= 0]:
                 text = text[: min(ends)]
                 break
         sampler.close()

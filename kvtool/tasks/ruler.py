@@ -155,10 +155,10 @@ class Ruler(Task):
         score = string_match(output, item.references, is_any=part.is_any)
         return ScoredAnswer(output, {"string_match": score}, {"first_tokens": n_first})
 
-    def summary(self, found: Sequence[records.Record]) -> dict[str, float]:
+    def summary(self, finished: Sequence[records.Record]) -> dict[str, float]:
         """RULER's averages: for each length, the mean of several parts' means."""
         values: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for record in found:
+        for record in finished:
             if "string_match" in record["scores"]:
                 values[record["length"]][record["part"]].append(record["scores"]["string_match"])
         return {

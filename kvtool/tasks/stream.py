@@ -53,7 +53,7 @@ class StreamTask(Task):
     one_stream: ClassVar[bool] = True
 
     @property
-    def draws(self) -> bool:
+    def uses_sampling(self) -> bool:
         return not self.scored
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class StreamTask(Task):
             raise ValueError(f"n_max must be at least 1, got {self.n_max}")
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
-        parsed = list(data.each(files, "stream", _parsed))
+        parsed = list(data.parse_each(files, "stream", _parsed))
         answers = {name: turns for _, _, (name, turns, is_answer) in parsed if is_answer}
         items: list[Item] = []
         for path, number, (name, turns, is_answer) in parsed:
@@ -89,8 +89,8 @@ class StreamTask(Task):
         scored = reader.log_likelihood(reader.following(item.references[0]))
         return ScoredAnswer(None, {"nll": -scored.logp / scored.n}, {"past": past, "answer_tokens": scored.n})
 
-    def summary(self, found: Sequence[records.Record]) -> dict[str, float]:
-        scored = [record for record in found if "nll" in record["scores"]]
+    def summary(self, finished: Sequence[records.Record]) -> dict[str, float]:
+        scored = [record for record in finished if "nll" in record["scores"]]
         nll = np.array([record["scores"]["nll"] for record in scored])
         past = np.array([record["past"] for record in scored]) / 1000
         numbers: dict[str, float] = {}

@@ -93,14 +93,14 @@ class Summarize(Task):
         return ScoredAnswer(output, scores)
 
     def _of_file(self, path: Path) -> Iterator[Item]:
-        parsed = list(data.each([path], "summarize", self._parsed))
-        articles = [found for _, _, asked in parsed for found in asked if found[0].startswith(_HEAD)]
-        for _, number, asked in parsed:
-            for i, found in enumerate(asked, 1):
-                (prompt, answer), name = found, f"{data.stem(path)}-{number}"
+        parsed = list(data.parse_each([path], "summarize", self._parsed))
+        articles = [pair for _, _, pairs in parsed for pair in pairs if pair[0].startswith(_HEAD)]
+        for _, number, pairs in parsed:
+            for i, pair in enumerate(pairs, 1):
+                (prompt, answer), name = pair, f"{data.stem(path)}-{number}"
                 if prompt.startswith(_HEAD):
-                    others = [article for article in articles if article is not found]
-                    shots = data.drawn(self.shots, others, f"{self.seed} {name}", "articles")
+                    others = [article for article in articles if article is not pair]
+                    shots = data.few_shot(self.shots, others, f"{self.seed} {name}", "articles")
                     prompt = "".join(f"{shot}{summary}\n\n" for shot, summary in shots) + prompt
                 else:
                     name += f"-{i}"

@@ -81,7 +81,7 @@ class Task(ABC):
         Names in an item's `about` by which the summary is broken down. Two of them make a heat map.
     packages
         Modules that the task needs, from the extra `eval`.
-    draws
+    uses_sampling
         True if answers are sampled with the options of `kvtool eval`, such as --temp.
     one_stream
         True if items share one cache. They are then asked in order, and only a complete set of records
@@ -103,7 +103,7 @@ class Task(ABC):
         return ()
 
     @property
-    def draws(self) -> bool:
+    def uses_sampling(self) -> bool:
         """Overridden by tasks that write nothing or sample with their own settings."""
         return True
 
@@ -128,13 +128,16 @@ class RecordTask(Task):
 
     @abstractmethod
     def items_of(self, record: data.Record) -> Iterable[Item]:
-        """Return a record's items, with the suffixes of their ids. May raise errors that `data.each` catches.
+        """Return a record's items, with the suffixes of their ids.
+
+        May raise errors that `data.parse_each` catches.
         """
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
         task = self.__module__.rpartition(".")[2]
         items = []
-        for path, number, record_items in data.each(files, task, lambda record: list(self.items_of(record))):
+        parsed = data.parse_each(files, task, lambda record: list(self.items_of(record)))
+        for path, number, record_items in parsed:
             about = {"file": path.name} if "file" in self.by else {}
             for item in record_items:
                 name = f"{data.stem(path)}-{number}{item.id}"

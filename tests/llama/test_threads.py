@@ -18,7 +18,7 @@ def run(threads, seconds, n_step, n_tokens=1):
     for _ in range(n_step):
         n = threads.n
         taken[n] = taken.get(n, 0) + 1
-        threads.took(n_tokens, seconds(n))
+        threads.record(n_tokens, seconds(n))
     return {n: count / n_step for n, count in taken.items()}
 
 
@@ -62,7 +62,7 @@ def test_a_machine_that_becomes_busy_is_noticed_at_once_and_one_that_becomes_idl
 def test_a_trial_that_is_far_slower_costs_one_step():
     threads = Threads(2)
     run(threads, full, 20)
-    taken = [threads.n for _ in range(400) if not threads.took(1, full(threads.n) * threads.n)]
+    taken = [threads.n for _ in range(400) if not threads.record(1, full(threads.n) * threads.n)]
     tried = "".join(map(str, taken)).split("1")
     assert max(map(len, tried)) == 1
 
@@ -79,8 +79,8 @@ def test_a_trial_that_the_text_ends_changes_nothing():
     threads = Threads(2)
     run(threads, idle, 8)
     assert threads.n == 1
-    threads.took(1, idle(1) / 100)
-    threads.took(5, 0.1)
+    threads.record(1, idle(1) / 100)
+    threads.record(5, 0.1)
     assert threads.n == 2
 
 
@@ -94,7 +94,7 @@ class Alternating:
     def __init__(self, most):
         self.n = most
 
-    def took(self, n_tokens, seconds):
+    def record(self, n_tokens, seconds):
         self.n = 3 - self.n
 
 

@@ -60,24 +60,24 @@ class CommonWords(Subtask):
         return self.n_common + 1
 
     def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:
-        draws = spec.draws()
+        rng = spec.rng()
         # below 4,096 tokens RULER uses different numbers
         is_short = spec.length < 4096
         example = (20, 3, 1) if is_short else (40, 10, 3)
         often = (6, 1) if is_short else (self.often, self.seldom)
-        solved, right = self._list(*example, draws, sources)
-        text, common = self._list(n, *often, draws, sources)
+        solved, right = self._list(*example, rng, sources)
+        text, common = self._list(n, *often, rng, sources)
         shown = f"{_LIST.format(text=solved)}{_COMMON} {_COMMON_ARE} {_numbered(right)}\n"
         return Sample(f"{shown}{_LIST.format(text=text)}", _COMMON, _COMMON_ARE, common)
 
     def _list(
-        self, n: int, often: int, seldom: int, draws: random.Random, sources: Sources
+        self, n: int, often: int, seldom: int, rng: random.Random, sources: Sources
     ) -> tuple[str, list[str]]:
         """Return a list of n words, and the common ones."""
-        words = draws.sample(sources.all_words, n)
+        words = rng.sample(sources.all_words, n)
         common, others = words[: self.n_common], words[self.n_common :]
         text = common * often + others * seldom
-        draws.shuffle(text)
+        rng.shuffle(text)
         return _numbered(text), common
 
 
@@ -103,14 +103,14 @@ class FrequentWords(Subtask):
         return math.ceil(_n_for(4))
 
     def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:
-        draws = spec.draws()
+        rng = spec.rng()
         words = ["..."]
         while len(words) < max((spec.length - self.n_max) // 50, 4):
-            word = "".join(draws.choices(ascii_lowercase, k=self.n_letter))
+            word = "".join(rng.choices(ascii_lowercase, k=self.n_letter))
             if word not in words:
                 words.append(word)
         text = [word for k, word in enumerate(words, 1) for _ in range(int(n / _n_for(k)))]
-        draws.shuffle(text)
+        rng.shuffle(text)
         return Sample(_CODED.format(text=" ".join(text)), _FREQUENT, _FREQUENT_ARE, words[1:4])
 
 

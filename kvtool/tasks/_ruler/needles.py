@@ -67,32 +67,32 @@ class Needles(Subtask):
         return self.n_key * self.n_value
 
     def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:
-        draws = spec.draws()
+        rng = spec.rng()
         hidden = [
             (
-                self._drawn(self.keys, draws, sources),
-                [self._drawn(self.values, draws, sources) for _ in range(self.n_value)],
+                self._random(self.keys, rng, sources),
+                [self._random(self.values, rng, sources) for _ in range(self.n_value)],
             )
             for _ in range(self.n_key)
         ]
         needles = [self._needle(key, value) for key, values in hidden for value in values]
-        draws.shuffle(needles)
-        asked = draws.sample(hidden, self.n_query)
-        text = self._text(n, needles, draws, sources)
+        rng.shuffle(needles)
+        queried = rng.sample(hidden, self.n_query)
+        text = self._text(n, needles, rng, sources)
         is_one = self.n_query * self.n_value == 1
         words = _ONE if is_one else _SEVERAL
         kind = self.values.removesuffix("s") if is_one else self.values
-        keys = _listed([key for key, _ in asked])
+        keys = _listed([key for key, _ in queried])
         return Sample(
             _CONTEXT.format(kind=kind, text=text, **words),
             _QUESTION.format(kind=kind, keys=keys, **words),
             _OPENING.format(kind=kind, keys=keys, **words),
-            [value for _, values in asked for value in values],
+            [value for _, values in queried for value in values],
         )
 
-    def _text(self, n: int, needles: Sequence[str], draws: random.Random, sources: Sources) -> str:
+    def _text(self, n: int, needles: Sequence[str], rng: random.Random, sources: Sources) -> str:
         if self.haystack == "essay":
-            places = sorted(draws.sample(_DEPTHS, len(needles)))
+            places = sorted(rng.sample(_DEPTHS, len(needles)))
             words = sources.essays
             hay = sentences(" ".join((words * (-(-n // len(words))))[:n]))
             ends = [len(hay) * place // 100 for place in places]
@@ -102,12 +102,12 @@ class Needles(Subtask):
             ]
             return " ".join([*(sentence for part in parts for sentence in part), *hay[ends[-1] :]])
         # fractions of the text, so that a needle has the same relative place at every length
-        shares = sorted((draws.random() for _ in needles), reverse=True)
+        shares = sorted((rng.random() for _ in needles), reverse=True)
         if self.haystack == "noise":
             hay = [FILLER] * n
         else:
             hay = [
-                self._needle(*(self._drawn(kind, draws, sources) for kind in (self.keys, self.values)))
+                self._needle(*(self._random(kind, rng, sources) for kind in (self.keys, self.values)))
                 for _ in range(n)
             ]
         for share, needle in zip(shares, needles, strict=True):
@@ -118,12 +118,12 @@ class Needles(Subtask):
         return _NEEDLE.format(kind=self.values, key=key, value=value)
 
     @staticmethod
-    def _drawn(kind: str, draws: random.Random, sources: Sources) -> str:
+    def _random(kind: str, rng: random.Random, sources: Sources) -> str:
         if kind == "words":
-            return f"{draws.choice(sources.adjectives)}-{draws.choice(sources.nouns)}"
+            return f"{rng.choice(sources.adjectives)}-{rng.choice(sources.nouns)}"
         if kind == "uuids":
-            return str(uuid.UUID(int=draws.getrandbits(128), version=4))
-        return str(draws.randint(10**6, 10**7 - 1))
+            return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+        return str(rng.randint(10**6, 10**7 - 1))
 
 
 def _listed(keys: Sequence[str]) -> str:

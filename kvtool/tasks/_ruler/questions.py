@@ -43,16 +43,16 @@ class Questions(Subtask):
         return len(self._question(spec, sources).about)
 
     def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:
-        draws = spec.draws()
+        rng = spec.rng()
         question, texts = self._question(spec, sources), self._documents(sources).texts
-        chosen = [*question.about, *draws.sample(question.near, len(question.near))][:n]
+        chosen = [*question.about, *rng.sample(question.near, len(question.near))][:n]
         others = set(chosen)
         # chosen one by one: a larger sample begins with the same documents
         while len(chosen) < n:
-            if (other := draws.randrange(len(texts))) not in others:
+            if (other := rng.randrange(len(texts))) not in others:
                 chosen.append(other)
                 others.add(other)
-        draws.shuffle(chosen)
+        rng.shuffle(chosen)
         shown = "\n\n".join(f"Document {i}:\n{texts[at]}" for i, at in enumerate(chosen, 1))
         question_text = _QUESTION.format(question=question.text)
         return Sample(_CONTEXT.format(text=shown), question_text, "Answer:", question.answers)

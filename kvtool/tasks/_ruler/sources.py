@@ -96,14 +96,14 @@ class Sources:
     def squad(self) -> Documents:
         """SQuAD's paragraphs, and the questions that have an answer (dev-v2.0.json)."""
         path = Path(self._squad)
-        articles = [documents for _, _, documents in data.each([path], "ruler's qa_1", _squad)]
+        articles = [documents for _, _, documents in data.parse_each([path], "ruler's qa_1", _squad)]
         return self._documents(path, [question for article in articles for question in article])
 
     @cached_property
     def hotpotqa(self) -> Documents:
         """HotpotQA's paragraphs, each after its title (hotpot_dev_distractor_v1.json)."""
         path = Path(self._hotpotqa)
-        return self._documents(path, [q for _, _, q in data.each([path], "ruler's qa_2", _hotpotqa)])
+        return self._documents(path, [q for _, _, q in data.parse_each([path], "ruler's qa_2", _hotpotqa)])
 
     def _documents(self, path: Path, file_questions: Sequence[_FileQuestion]) -> Documents:
         if not file_questions:
@@ -138,18 +138,19 @@ def _squad(record: data.Record) -> list[_FileQuestion]:
     for article in record["data"]:
         near = [data.text(paragraph["context"]) for paragraph in article["paragraphs"]]
         for paragraph in article["paragraphs"]:
-            for asked in paragraph["qas"]:
-                if asked.get("is_impossible"):
+            for entry in paragraph["qas"]:
+                if entry.get("is_impossible"):
                     continue
-                answers = data.texts([answer["text"] for answer in asked["answers"]])
+                answers = data.texts([answer["text"] for answer in entry["answers"]])
                 about = [paragraph["context"]]
-                questions.append(_FileQuestion(data.text(asked["question"]), _some(answers), about, near))
+                questions.append(_FileQuestion(data.text(entry["question"]), _some(answers), about, near))
     return questions
 
 
 def _hotpotqa(record: data.Record) -> _FileQuestion:
     if "paragraphs" in record:
-        about = [f"{data.text(each['title'])}\n{data.text(each['text'])}" for each in record["paragraphs"]]
+        pairs = [(data.text(part["title"]), data.text(part["text"])) for part in record["paragraphs"]]
+        about = [f"{title}\n{text}" for title, text in pairs]
     else:
         about = [f"{data.text(title)}\n{''.join(sentences)}" for title, sentences in record["context"]]
     return _FileQuestion(data.text(record["question"]), _some([data.text(record["answer"])]), about)

@@ -60,7 +60,7 @@ class SampleSpec:
     length: int
     seed: int
 
-    def draws(self) -> random.Random:
+    def rng(self) -> random.Random:
         """Random numbers of this sample, the same at each call."""
         return random.Random(f"{self.seed} {self.name} {self.length} {self.number}")
 

@@ -40,9 +40,9 @@ class Variables(Subtask):
         return self.n_hop + 1
 
     def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:
-        draws = spec.draws()
-        example = self._example(draws.getrandbits(32), sources)
-        chain = self._chain(n, 5, draws)
+        rng = spec.rng()
+        example = self._example(rng.getrandbits(32), sources)
+        chain = self._chain(n, 5, rng)
         return Sample(f"{example}\n{chain.context}", chain.question, chain.opening, chain.answers)
 
     def _example(self, seed: int, sources: Sources) -> str:
@@ -54,20 +54,20 @@ class Variables(Subtask):
 
         return solved(largest(lambda n: sources.n_token(solved(n)) <= _EXAMPLE, self.n_hop + 1, _EXAMPLE))
 
-    def _chain(self, n: int, n_letter: int, draws: random.Random) -> Sample:
+    def _chain(self, n: int, n_letter: int, rng: random.Random) -> Sample:
         """Return n lines of filler with a chain of variables whose names have n_letter letters."""
         names: list[str] = []
         while len(names) <= self.n_hop:
-            name = "".join(draws.choices(ascii_uppercase, k=n_letter))
+            name = "".join(rng.choices(ascii_uppercase, k=n_letter))
             if name not in names:
                 names.append(name)
-        value = draws.randrange(10000, 99999)
+        value = rng.randrange(10000, 99999)
         lines = [f"VAR {names[0]} = {value}"]
         # as in RULER, each ends with a space
         lines += [f"VAR {name} = VAR {before} " for before, name in zip(names, names[1:], strict=False)]
         text = [FILLER] * n
         # line numbers refer to the text before insertion
-        for i, place in enumerate(sorted(draws.sample(range(n), len(lines)))):
+        for i, place in enumerate(sorted(rng.sample(range(n), len(lines)))):
             text.insert(place + i, lines[i])
         return Sample(
             _CONTEXT.format(text="\n".join(text)),
