@@ -1,8 +1,8 @@
 """Translate grammars in GBNF, llama.cpp's notation, to llguidance's Lark.
 
-llguidance's converter does not do. It rejects a rule named `start`, names that differ only in case and names
-that begin with a digit, misreads \\u escapes, and takes minutes for a few thousand rules. It also makes each
-character of the first rule a lexeme, and so rejects texts that fit the grammar.
+llguidance's own converter has faults, so it is not used. It rejects a rule named `start`, names that differ
+only in case and names that begin with a digit, misreads \\u escapes, and takes minutes for a few thousand
+rules. It also makes each character of the first rule a lexeme, and so rejects texts that fit the grammar.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Parser:
         self._grammar, self._at = grammar, 0
         self._all: list[_Rule] = []
         self._named: dict[str, int] = {}
-        # number of the rule being read, then of the open groups in it
+        # numbers of the rule being read and of the open groups in it
         self._open: list[int] = []
         # the rule may continue in the next line
         self._continues = True

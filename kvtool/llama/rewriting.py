@@ -202,7 +202,7 @@ class _Writer:
         return {"anyOf": others} if others else None
 
     def _negation(self, new: Schema, where: str) -> list[Schema]:
-        """Replace the keyword not by the returned schemas."""
+        """Replace the keyword "not" by the returned schemas."""
         if "not" not in new:
             return []
         others = self._without(new["not"])
@@ -213,7 +213,7 @@ class _Writer:
         return [others]
 
     def _condition(self, new: Schema, where: str) -> list[Schema]:
-        """Replace the keywords if, then and else by the returned schemas."""
+        """Replace the keywords "if", "then" and "else" by the returned schemas."""
         then, other = new.pop("then", True), new.pop("else", True)
         if "if" not in new or then is other is True:
             new.pop("if", None)

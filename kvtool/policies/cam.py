@@ -106,7 +106,7 @@ class CaM(Policy):
 
 
 def _merge(evicted: np.ndarray, target: np.ndarray, sampled: np.ndarray, weight: float) -> Merge:
-    """Add the drawn cells of gone i64[row, n_evict] to every cell of target i64[row, n_target]."""
+    """Add the sampled cells of evicted i64[row, n_evict] to every cell of target i64[row, n_target]."""
     n_drawn = sampled.sum(axis=1)
     # each target's own value is its first source
     n_term = int((n_drawn + (n_drawn > 0)).sum()) * target.shape[1]
@@ -119,7 +119,7 @@ def _merge(evicted: np.ndarray, target: np.ndarray, sampled: np.ndarray, weight:
 
 @kernel("void(i8[:,::1], i8[:,::1], b1[:,::1], f4, i4[::1], i4[::1], i4[::1], f4[::1])")
 def _add_sampled(evicted, target, sampled, weight, row_of, dst_of, src_of, weight_of):
-    """gone, drawn [row, n_evict], target [row, n_target] -> the terms of a Merge."""
+    """evicted, sampled [row, n_evict], target [row, n_target] -> the terms of a Merge."""
     n_term = 0
     for row in range(len(evicted)):
         if not sampled[row].any():
