@@ -30,45 +30,45 @@ def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
     return pull(named(name), progress, paths=True)
 
 
-def pull(wanted: str, progress: Progress | None = None, *, paths: bool = False) -> Path:
+def pull(name: str, progress: Progress | None = None, *, paths: bool = False) -> Path:
     """Return the file of a name, a URL or a repository, downloaded if necessary. Raises ModelError.
 
     paths: True accepts paths also.
     """
     entries = registry()
-    if wanted in entries:
-        entry = entries[wanted]
+    if name in entries:
+        entry = entries[name]
         if entry.here:
             return entry.path
         # imported here: only a download needs it
         from kvtool.models import download
 
         return download.pull(entry, progress)
-    path = Path(wanted).expanduser()
+    path = Path(name).expanduser()
     if paths and path.is_dir():
-        raise ModelError(f"{wanted} is a folder; name the GGUF file in it")
+        raise ModelError(f"{name} is a folder; name the GGUF file in it")
     if paths and path.is_file():
         return first_part(path)
 
     from kvtool.models import hub, web
 
-    if web.is_url(wanted):
-        return web.pull(wanted, progress)
-    if reference := hub.parse(wanted):
+    if web.is_url(name):
+        return web.pull(name, progress)
+    if reference := hub.parse(name):
         return hub.pull(reference, progress)
-    raise ModelError(_unknown(wanted, entries, or_file=paths))
+    raise ModelError(_unknown(name, entries, or_file=paths))
 
 
-def _unknown(wanted: str, entries: dict[str, Entry], *, or_file: bool) -> str:
+def _unknown(name: str, entries: dict[str, Entry], *, or_file: bool) -> str:
     from kvtool.models import hub
 
-    if Path(wanted).expanduser().exists():
-        return f"{wanted} is here already; -m takes a GGUF file by its path"
-    is_repository = not wanted.endswith(".gguf") and hub.is_repository(wanted)
-    if or_file and not is_repository and ("/" in wanted or os.sep in wanted or wanted.endswith(".gguf")):
-        return f"there is no file {wanted}"
-    message = unknown(wanted, entries, or_file=or_file)
-    return f"{message} A repository is hf:{wanted}." if is_repository else message
+    if Path(name).expanduser().exists():
+        return f"{name} is here already; -m takes a GGUF file by its path"
+    is_repository = not name.endswith(".gguf") and hub.is_repository(name)
+    if or_file and not is_repository and ("/" in name or os.sep in name or name.endswith(".gguf")):
+        return f"there is no file {name}"
+    message = unknown(name, entries, or_file=or_file)
+    return f"{message} A repository is hf:{name}." if is_repository else message
 
 
 def check(path: Path) -> ModelInfo:

@@ -67,13 +67,13 @@ def total(stored: Iterable[Stored]) -> int:
     return Stored("", tuple({path.resolve() for model in stored for path in model.files}), True).size
 
 
-def remove(wanted: str) -> tuple[Stored, int]:
+def remove(name: str) -> tuple[Stored, int]:
     """Delete a model from the caches. Return the model and the bytes freed. Raises ModelError.
 
-    wanted: a name of models.txt, a URL, a repository, or the path of a file in a cache. A file outside the
+    name: a name of models.txt, a URL, a repository, or the path of a file in a cache. A file outside the
     caches stays, and so does a file that another model shares.
     """
-    model = _find(wanted)
+    model = _find(name)
     n_bytes = 0
     try:
         for path in model.files:
@@ -81,34 +81,34 @@ def remove(wanted: str) -> tuple[Stored, int]:
         for path in model.files:
             _tidy(path.parent)
     except OSError as error:
-        raise ModelError(f"cannot delete {error.filename or wanted}: {error.strerror or error}") from None
+        raise ModelError(f"cannot delete {error.filename or name}: {error.strerror or error}") from None
     return model, n_bytes
 
 
-def _find(wanted: str) -> Stored:
+def _find(name: str) -> Stored:
     entries = registry()
-    if wanted in entries:
-        entry = entries[wanted]
+    if name in entries:
+        entry = entries[name]
         if not entry.is_download:
-            raise ModelError(f"{wanted} is {entry.path}, which kvtool did not download; delete it yourself")
+            raise ModelError(f"{name} is {entry.path}, which kvtool did not download; delete it yourself")
         model = of_entry(entry)
-    elif web.is_url(wanted):
-        folder = web.folder_of(wanted)
+    elif web.is_url(name):
+        folder = web.folder_of(name)
         model = next((stored for stored in _of_urls() if stored.files[0].parent == folder), None)
-    elif Path(wanted).expanduser().exists():
-        path = Path(wanted).expanduser().absolute()
+    elif Path(name).expanduser().exists():
+        path = Path(name).expanduser().absolute()
         ours = [of_entry(entry) for entry in entries.values() if entry.is_download]
         model = next((stored for stored in (*ours, *downloads()) if stored and path in stored.files), None)
         if not model:
             raise ModelError(
-                f"{wanted} is not in a cache, and kvtool deletes nothing else; delete it yourself"
+                f"{name} is not in a cache, and kvtool deletes nothing else; delete it yourself"
             )
-    elif reference := hub.parse(wanted):
+    elif reference := hub.parse(name):
         model = _in_hub(reference)
     else:
-        raise ModelError(unknown(wanted, entries))
+        raise ModelError(unknown(name, entries))
     if not model:
-        raise ModelError(f"{wanted} is not downloaded; see `kvtool models list`")
+        raise ModelError(f"{name} is not downloaded; see `kvtool models list`")
     return model
 
 

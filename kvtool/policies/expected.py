@@ -94,20 +94,20 @@ class Expected(Ranked):
     def scores(self, view: View, state: State) -> np.ndarray:
         # positions in a row are distinct, so the sort need not be stable
         order = np.argsort(view.pos, axis=1)
-        lengths, epsilon = view.value_norms, self.epsilon
+        norms, epsilon = view.value_norms, self.epsilon
         if not self.lengths:
-            lengths, epsilon = np.ones(view.pos.shape, np.float32), 0.0
+            norms, epsilon = np.ones(view.pos.shape, np.float32), 0.0
         score = np.zeros(view.pos.shape, np.float32)
         spread = 0.5 if self.covariance else 0.0
         logits = view.future_mean, view.future_variance, spread
-        _expect(order, view.pos, view.n_head, *logits, lengths, self.sinks, epsilon, score)
+        _expect(order, view.pos, view.n_head, *logits, norms, self.sinks, epsilon, score)
         return score
 
 
 @kernel("void(i8[:,::1], i4[:,::1], i4[::1], f4[:,:,::1], f4[:,:,::1], f8, f4[:,::1], i8, f8, f4[:,::1])")
-def _expect(order, pos, n_head, mean, variance, spread, lengths, first, epsilon, score):
+def _expect(order, pos, n_head, mean, variance, spread, norms, first, epsilon, score):
     """order i64[row, n]: cells, oldest first; pos i32[row, n], n_head i32[row], mean and variance
-    f32[row, n_head or more, n], lengths f32[row, n] -> score f32[row, n], for tokens from position `first`
+    f32[row, n_head or more, n], norms f32[row, n] -> score f32[row, n], for tokens from position `first`
     on.
 
     Sums start at the oldest token, so they do not depend on the order of cells.
@@ -133,7 +133,7 @@ def _expect(order, pos, n_head, mean, variance, spread, lengths, first, epsilon,
                 share[i] += weight[i] / total
         for i in range(begin, n):
             cell = order[row, i]
-            score[row, cell] = (share[i] / n_head[row] + epsilon) * lengths[row, cell]
+            score[row, cell] = (share[i] / n_head[row] + epsilon) * norms[row, cell]
 
 
 POLICY = Expected
