@@ -156,7 +156,7 @@ def talker(tmp_path_factory):
 
 @pytest.fixture
 def default_talker(talker, monkeypatch):
-    """Make `talker` the model of commands that name no other."""
+    """Make `talker` the default model of commands."""
     monkeypatch.setenv("KVTOOL_MODEL", str(talker))
 
 

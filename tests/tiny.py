@@ -51,7 +51,7 @@ def write_llama(
 
     Unless space_prefix or add_bos is set, tokenizing adds no BOS token and detokenizing gives the same text.
     The output rows of special tokens are zero, so greedy text rarely ends.
-    letters: the output rows of byte tokens are zero, too: the model writes letters and blanks.
+    letters: the output rows of byte tokens are also zero: the model writes letters and blanks.
     n_head_kv: one for each layer with arch="deci", which is llama in all else.
     """
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
@@ -92,7 +92,7 @@ def write_gemma3(
     chat_template=None,
     seed=0,
 ):
-    """The same of architecture gemma3: every pattern-th layer attends to all, the others slide."""
+    """The same of architecture gemma3: every pattern-th layer attends to the whole stream, the rest slide."""
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
     writer = start(path, "gemma3", n_ctx_train, *sizes)
     writer.add_key_length(head_dim)

@@ -11,7 +11,7 @@ import pytest
 from kvtool.build import sources
 
 WANT_FUNCTIONS = {"fireworks-ai-llama-3-firefunction-v2"}
-"""Templates that render no chat without a variable of their own for tools."""
+"""Templates that render no chat unless their variable for tools is set."""
 
 
 @cache

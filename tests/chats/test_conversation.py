@@ -316,7 +316,7 @@ def keep(chat):
     opened = []
 
     def make(path):
-        # an archive in the cache's type: what comes back from it is what left
+        # an archive in the cache's type: the restored state equals the saved one
         talk = chat("recall", 64, "Be brief.", archive_type="f16")
         talk.undoable = True
         opened.append(ChatFiles(talk, RunOptions(policy="recall"), GenerationOptions(), path))
@@ -363,7 +363,7 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
         assert talk.archive.end < archived
         for other in (text, "Of whom?"):
             say(talk, files, other)
-    # a store of the copies alone, too, has what they share once
+    # a store that has only the copies also keeps shared data once
     assert talk.undo_stack.n_bytes < 4 * len(talk.undo_stack) * 2**20
 
     plain, plain_files = keep(tmp_path / "plain.kvs")
@@ -474,7 +474,7 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
         its_files.resume(tmp_path / path)
         assert everything(with_archive) == want
         with_archive.writer.engine.close()
-    # taken back: what was set aside is not needed any more
+    # taken back: the state set aside is not needed any more
     for _ in range(2):
         assert other.undo()
         other_files.keep_session(undone=True)

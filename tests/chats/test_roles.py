@@ -71,7 +71,7 @@ DROPS = CHATML.replace("in messages", "in messages if m.role != 'system'")
 
 
 def said(roles, *more):
-    """A chat: s, u, a and t for the roles, and their places for what they say."""
+    """A chat: s, u, a and t for the roles; each content names its place."""
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     return [{"role": names[role], "content": f"{n}"} for n, role in enumerate(roles)]
 
@@ -218,7 +218,7 @@ def test_a_result_is_the_users_where_tools_have_no_role(model):
         own = rendering(model, source)
         assert text_of(model, own.whole(turns, TOOLS)[0]) == text
         assert text_of(model, own.following(turns, 2, TOOLS)) == text.rpartition(call)[2]
-        # and what the user says on top goes with it
+        # and the user's own text goes with it
         more = text_of(model, own.whole(check([*said("u"), CALL, RESULT, *said("u")]), TOOLS)[0])
         assert f"{answer}\n\n0" in more
     # a template with tools, but without a role for their results

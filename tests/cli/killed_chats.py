@@ -134,7 +134,7 @@ def stored(folder):
 
 
 def check(folder, before, after):
-    """Check that the folder has each chat of `before`, or as it is in `after`."""
+    """Check that the folder has each chat as in `before` or as in `after`."""
     there = stored(folder)
     for i, messages in enumerate(before):
         wanted = [messages, *after[i : i + 1]]

@@ -157,7 +157,7 @@ def test_cells_are_those_of_a_plain_count(tiny_model, name, positions):
         assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
         before = [array.tolist() for array in arrays]
         engine.read(text(32, seed=2))
-        # its own arrays: what comes later does not change them
+        # its own arrays: later tokens do not change them
         assert [array.tolist() for array in arrays] == before
 
 

@@ -41,7 +41,7 @@ def said(path):
     return [message["content"] for message in session.read(path)[0]["messages"] if message["role"] == "user"]
 
 
-# what a text means
+# the meaning of a text
 
 
 @pytest.mark.parametrize(

@@ -474,7 +474,7 @@ def test_a_text_that_does_not_end_is_cut(talker):
     done = kvtool("chat", *own, stdin="Hello!\n")
     assert done.returncode == 0
     assert re.fullmatch(KEEPS + re.escape(line), done.stderr)
-    # what was asked for
+    # the requested value
     assert kvtool("generate", "Hello!", *own, "-n", 8).stderr == ""
 
 

@@ -154,7 +154,7 @@ main()
 @pytest.mark.parametrize("megabytes", [40, 130, 160])
 def test_no_memory_is_one_line(megabytes, smollm2):
     done = python(LIMITED, megabytes, *WRITE, "-m", smollm2, run=subprocess.run)
-    # where the CPU has AMX ggml writes a line of its own, past its log
+    # on CPUs with AMX, ggml writes a line outside its log
     done.stderr = re.sub(r"^ggml_backend_amx_\w+: failed to allocate .*\n", "", done.stderr)
     one_line(done, 8, "choose a smaller --budget")
 
@@ -347,7 +347,7 @@ def _unread(pipe):
 
 @pytest.fixture
 def held(tmp_path):
-    """Its first eviction is amid a reply: what is asked here has fewer tokens than there are cells."""
+    """Its first eviction is amid a reply: the prompts here have fewer tokens than there are cells."""
     return Held(tmp_path)
 
 

@@ -79,7 +79,7 @@ def test_a_class_may_say_something_of_a_field_again_and_hide_others():
 
 
 def called(*arguments):
-    """What a command with these options gets: the options, its own, and what was typed."""
+    """What a command with these options gets: the options, the command's options, and the typed ones."""
     got = []
 
     @options
@@ -127,7 +127,7 @@ def test_no_two_options_have_a_name_in_common():
     assert len(named) == len(set(named))
 
 
-# what a run makes of them
+# their effect on a run
 
 
 @pytest.mark.engine

@@ -3,8 +3,8 @@
     python tests/engine/kinds_table.py DIR
 
 DIR has small random models, one an architecture: `make check-archs DIR=...` writes them. Every cell of the
-table is a run: a text three times as long as what the model was trained on, evictions on the way, logits that
-are finite. What cannot run says why.
+table is a run: a text of three times the trained length, evictions on the way, logits that
+are finite. An entry that cannot run gives the reason.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ There two tokens' scores differ by less than sums in another order do: 2.78574e-
 """
 
 KINDS = ("h2o", "buzz", "corm", "weightedkv")
-"""Policies that differ for the engine: a plain one, by segments, rows of their own lengths, one that merges.
+"""Policies that differ for the engine: plain, by segments, with rows of different lengths, merging.
 
-What policies promise, each of them, is in test_contract.py.
+tests/policies/test_contract.py has the promises of each policy.
 """
 
 
@@ -42,7 +42,7 @@ What policies promise, each of them, is in test_contract.py.
 def open_engine(path, policy, n_gpu_layers=None, **settings):
     """F32 cache, no flash attention, one thread, logits of every token, unless `settings` say otherwise.
 
-    What recalls streams its prompts, whatever room a GPU has.
+    Policies with recall stream their prompts, whatever room a GPU has.
     """
     exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_batch": 64, "n_output": 64}
     if policy.recall:

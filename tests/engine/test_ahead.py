@@ -49,7 +49,7 @@ REFUSED = {("refact", "recall"), ("deepseek2", "recall"), ("deepseek32", "recall
 
 
 def distinct(n):
-    """Tokens no two of which are the same: in a first layer, what is the same ties, and rounding decides."""
+    """Tokens no two of which are the same: in a first layer, equal tokens tie, and rounding decides."""
     return np.random.default_rng(2).permutation(np.arange(3, 380))[:n].astype(np.int32)
 
 

@@ -277,7 +277,7 @@ def test_a_chat_says_what_is_archived(chat_model):
     chat = Terminal(chat_model, "-n", 4, *RECALL, "--archive", 30)
     try:
         said = chat.wait_for("\n> ")
-        # what it is comes first
+        # the kind of file comes first
         assert re.search(
             r"\nchat with policy recall, a cache of 96 tokens; trained for 512 tokens\n"
             r"older text goes to host memory, at most [0-9.]+ KiB, and is still used\n"

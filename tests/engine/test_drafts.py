@@ -1,4 +1,4 @@
-"""Guesses: what is looked up, how many are made, and that what is written does not depend on them."""
+"""Guesses: lookups, draft lengths, and a text that does not depend on drafts."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_model_guesses_where_nothing_is_found():
     drafter.judge(5)
     assert len(drafter.guess(0)) == 0
     assert drafter.n_accepted == 5
-    # what is found does not pay, and that a model's guesses come true says nothing of it
+    # lookups do not pay here; accepted tokens of a draft model must not count for them
     lookup.support = 3
     for _ in range(50):
         drafter._pace.judge(3, 0, 4)
@@ -240,7 +240,7 @@ def test_a_text_that_is_left_in_the_middle_keeps_what_was_said(talker):
             said = [next(pieces) for _ in range(n_piece)]
             pieces.close()
             assert engine.n_past == len(writer.tokens)
-            # and goes on from there
+            # and continues from there
             more = "".join(writer.write(20))
             whole = written(talker, None, {}, n_piece + 20, "h2o")[0]
             assert "".join(said) + more == whole

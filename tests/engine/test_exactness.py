@@ -128,7 +128,7 @@ OTHERS = [
 def test_other_policies_and_options_score_like_the_definition(
     tiny_model, name, options, positions, evict_every
 ):
-    # no token twice: its keys in the first layer would be alike but for rounding, which then would decide
+    # no token twice: its keys in the first layer would be equal up to rounding, which would then decide
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:120].astype(np.int32)
     path = tiny_model(n_head_kv=2)
     policy = policies.fit(name, 48, evict_every, options)
@@ -240,7 +240,7 @@ def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(
 
 @pytest.mark.parametrize(("chunk", "exact"), [(1, 64), (16, 16), (3, 40)])
 def test_clusters_count_as_the_definition_says(tiny_model, chunk, exact):
-    # blocks of one frame and of two, near and far; in one layer what is rounded does not grow
+    # blocks of one frame and of two, near and far; in one layer, rounding errors do not grow
     path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, n_layer=1), text(1300)
     policy = policies.fit("recall", 48, 16, [f"exact={exact}", f"chunk={chunk}"])
     with open_engine(path, policy, archive_type="f32") as engine:

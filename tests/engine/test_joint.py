@@ -39,9 +39,9 @@ def distinct(n, seed):
 
 
 def lives(model, policy, tokens, said, *, crew, **settings):
-    """What each stream i32[n] holds, its signals, and its logits behind each of the last tokens.
+    """Return the cells of each stream i32[n], its signals, and the logits of its last tokens.
 
-    Of each, all but the last said[i] tokens are read at once. crew: a function that makes it.
+    Each stream reads all but its last said[i] tokens in one step. crew: a function that makes it.
     """
     n_stream = len(tokens)
     with ExitStack() as stack:

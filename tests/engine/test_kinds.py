@@ -131,7 +131,7 @@ def test_quantized_keys_turn_as_well(path, model):
 @pytest.mark.share(1, "n")
 @pytest.mark.parametrize("n", [100, 300])
 def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
-    """The second is beyond the context: three segments, and what is no row goes on from the last."""
+    """The second is beyond the context: three segments; layers without rows continue from the last."""
     tokens = text(n + 40) if n > 200 else _no_token_twice(n + 40)
     policy = policies.fit("h2o", 48, 16)
     keep, observe = twin(

@@ -69,7 +69,7 @@ def client(path, endpoint):
 
 @pytest.fixture(scope="module")
 def split(tiny_model):
-    """(what the client has printed, its log, run by run)"""
+    """(output of the client, its log) of each run"""
     with nullcontext("") if has_gpu() else rpc_server.running() as endpoint:
         return rpc_server.client("tests.engine.test_offload", str(tiny_model(n_layer=N_LAYER)), endpoint)
 

@@ -74,7 +74,7 @@ def test_layers_that_share_a_budget_hold_it_together_and_take_no_more_cells(tiny
         assert len(set(kept.sum(axis=1).tolist())) > 1
         if heads == "equal":
             assert (kept[:, 0] == kept[:, 1]).all()
-        # it goes on, and evicts every 8 tokens
+        # it continues, and evicts every 8 tokens
         for part in np.split(text(64, seed=3), 8):
             engine.step(part)
             engine.evict_if_due()

@@ -35,7 +35,7 @@ def scores(path, policy, tokens, **settings):
 
 @pytest.fixture
 def without_values(monkeypatch):
-    """Models as if values were a part of the keys (MLA): no cells are made, archived tokens come back."""
+    """Models as if values were a part of the keys (MLA): no synthetic cells; archived tokens return."""
     monkeypatch.setattr(Layers, "has_values", False)
 
 
@@ -123,7 +123,7 @@ def test_a_step_of_one_token_attends_no_farther_than_to_its_made_cells(tiny_mode
         n_cell = engine.policy.recall.n_cell
         for n in (1, 5, 1):
             engine.read(text(n))
-            # llama.cpp's own table has them right behind those of the live ones
+            # llama.cpp's table has them directly after the live tokens
             assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n * n_cell
 
 
@@ -186,7 +186,7 @@ def test_steps_of_several_tokens_look_into_more_of_a_longer_archive(tiny_model):
             pos = archive.attended(engine.context.n_row, 2048)[0]
             sealed = (pos >= 0) & (pos < archive.clustered[-1][0] + archive.n_token)
             most.append(sealed.sum(axis=1).min())
-    # the fourth root of what it has over 8,192; whole clusters
+    # the fourth root of the archive's size over 8,192; whole clusters
     assert 512 <= most[0] < 604 <= most[1] < 660
 
 
@@ -380,7 +380,7 @@ def test_live_and_recalled_cells_together_are_within_the_budget(tiny_model, posi
             at += n
             n_made = engine.policy.recalled if engine.n_archived else 0
             assert engine.n_kv + n_made <= 48
-            # llama.cpp's own table has those of all tokens of the step
+            # llama.cpp's table has the positions of all tokens of the step
             assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n * n_made
         assert engine.n_archived == engine.n_evicted == 600 - engine.n_kv
 
@@ -440,7 +440,7 @@ def test_what_is_pinned_and_held_is_within_the_live_cells(tiny_model):
         n_keep = engine.policy.n_keep
         with pytest.raises(UsageError, match="choose a budget of"):
             engine.hold(n_keep)
-        # however long it is: what is not pinned is archived
+        # however long it is: tokens that are not pinned are archived
         engine.pin(500)
         assert engine.n_pinned == n_keep // 2
         engine.read(text(200))

@@ -164,7 +164,7 @@ def remote(request, tiny_model, tmp_path_factory):
 
 @pytest.fixture(params=range(len(RUNS)), ids=[" ".join(map(str, run)) for run in RUNS])
 def both(request, remote, path):
-    """(what the server's client gives, what is here)"""
+    """(results of the server's client, results in this process)"""
     *how, _ = RUNS[request.param]
     return remote["results"][request.param], run(path, *how, 0)[0]
 
@@ -208,7 +208,7 @@ def test_cells_that_leave_come_as_they_are_and_alone(remote, number):
     same, (n_bytes, n_graph) = remote["left"][number]
     assert same
     assert remote["left_of_some"][number]
-    # as they are stored; what is no whole number of words comes as floats
+    # unconverted; sizes that are no whole number of words arrive as floats
     is_words = kind != "q8_0" or n_head_kv > 1
     size = {"f16": 2, "f32": 4, "q8_0": 34 / 32 if is_words else 4}[kind]
     n = int(len(LEAVING) * N_LAYER * 2 * n_head_kv * N_DIM * size)

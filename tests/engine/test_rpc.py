@@ -47,7 +47,7 @@ POLICIES = {
     "recall": policies.fit("recall", 48, 16),
     "corm": policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"]),
 }
-# name of the policy, positions, flash attention, and the model's architecture if it is none of the plain ones
+# name of the policy, positions, flash attention, and the model's architecture unless it is llama
 RUNS = [
     ("h2o", "in-cache", "off"),
     ("streamingllm", "in-cache", "off"),
@@ -135,7 +135,7 @@ def client(endpoint, *paths):
 
 @pytest.fixture(scope="module")
 def remote(tiny_model):
-    """(what the client has printed, its log, run by run)"""
+    """(output of the client, its log) of each run"""
     if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")
     paths = [str(model_of(tiny_model, *run[3:])) for run in RUNS]

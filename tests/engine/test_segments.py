@@ -185,7 +185,7 @@ def test_the_oldest_tokens_leave_a_segment_from_its_beginning(path, store):
         archive.begin, archive.end = begin, end
         save(path, archive, store)
         assert holds(path, archive)
-    # in another file, too, where the beginning of a segment cannot be written
+    # also in another file, if the beginning of a segment cannot be written
     save(path.with_name("other.kv"), archive)
     assert holds(path.with_name("other.kv"), archive)
     save(path, archive, store)
@@ -198,7 +198,7 @@ def test_a_full_archive_can_be_saved_after_every_turn(path, store, n_kept):
     archive, rng = Archive(1, 0), np.random.default_rng(n_kept)
     while archive.end < 900:
         archive.end += int(rng.integers(1, 25))
-        # of a segment, too, the first tokens may be gone when the file is written anew
+        # the first tokens of a segment may also be gone when the file is rewritten
         archive.begin = max(archive.begin, archive.end - n_kept)
         save(path, archive, store)
         assert holds(path, archive)

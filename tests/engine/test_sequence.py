@@ -1,4 +1,4 @@
-"""Policies on a library without the patch: llama.cpp's own sequence calls do what the patch would."""
+"""Policies on a library without the patch: llama.cpp's sequence calls do the same as the patch."""
 
 from __future__ import annotations
 

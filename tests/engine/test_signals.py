@@ -66,7 +66,7 @@ def run(path, policy, sizes, *, restores=False, **settings):
             n = min(size, engine.room())
             if len(policy.views) > n_view:
                 rows = [row for rows in stream.rows for row in rows]
-                # `seen` goes on growing
+                # `seen` continues to grow
                 records = [
                     each
                     for layer, own in zip(stream.layers, stream.rows, strict=True)

@@ -59,7 +59,7 @@ def step(engine, token):
 
 
 def run(path, name, flash, kind, n_gpu_layers, meter=None):
-    """The logits of every token, and the bytes of graphs that were sent for those that are counted."""
+    """Return the logits of every token, and the bytes of graphs sent for the counted tokens."""
     positions = "original" if name == "recall" else "in-cache"
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "n_batch": 16, "positions": positions}
     tokens = text(N_READ + N_BEFORE + N_COUNTED)
@@ -126,7 +126,7 @@ def path(tiny_model):
 
 @pytest.fixture(scope="module")
 def remote(path):
-    """(what the client has printed, its log, run by run)"""
+    """(output of the client, its log) of each run"""
     return from_worker(path)
 
 
@@ -136,7 +136,7 @@ def test_edits_on_a_spare_score_like_edits_here(remote, path, number):
     here, _ = run(path, name, flash, kind, 0)
     off = np.abs(np.array(remote[0]["results"][number][0]) - np.array(here)).max(axis=1)
     assert len(off) == N_BEFORE + N_COUNTED
-    # what is rounded to half precision or to 8 bits is now and then rounded the other way
+    # values in half precision or 8 bits are sometimes rounded the other way
     assert np.median(off) < 1e-4
     assert off.max() < (0.1 if kind == "q8_0" else 1e-2)
 
@@ -149,7 +149,7 @@ def test_a_worker_is_told_of_a_graph_once(remote, number):
     if name == "recall":
         pytest.skip("its decode is a graph for each layer, of which a worker keeps one")
     n_plan = N_COUNTED // 16
-    # beside edits, bumblebee reads keys
+    # in addition to edits, bumblebee reads keys
     n_graph = N_COUNTED + n_plan * (2 if name == "bumblebee" else 1)
     sent = remote[0]["results"][number][1]
     # a merge of more values than one has had so far takes another graph

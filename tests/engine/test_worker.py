@@ -33,7 +33,7 @@ TURNS = ["line one of the chat, and some more words", "line two, with other ones
 ROOT = Path(__file__).parents[2]
 
 
-# what is at an endpoint
+# devices of an endpoint
 
 
 @contextmanager

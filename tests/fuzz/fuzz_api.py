@@ -3,7 +3,7 @@
     python tests/fuzz/fuzz_api.py --n 10000        # plans, with the other calls and decodes in between
     make fuzz-sanitized                       # the same in a build with -fsanitize=address,undefined
 
-What a call must answer is computed here from the header's words, so that it is not only "no crash".
+The expected answers are computed here from the header's rules, so the test checks more than "no crash".
 """
 
 from __future__ import annotations
@@ -445,7 +445,7 @@ class Fuzz:
             setattr(edit, name, value)
             setattr(edit, name.removeprefix("n_") + "s", None)
         ok = spoil != 10 and self.can_be(moves, terms, n_keep, rows if keep_rows else None, pos_0, n_hidden)
-        # a graph that fills a cache to the brim with a number that is none comes later
+        # a later graph fills a cache with NaN
         before = None if ok or self.ragged or self.maybe(0.7) else self.context.state()
         status = lib.llama_kvtool_apply(self.pointer, ctypes.byref(edit))
         self.expect("apply", status, ok)
@@ -536,7 +536,7 @@ class Fuzz:
         self.check_archive()
 
     def copy(self):
-        """A layer's tokens out of the archive, or into it: those that came out, or any bytes."""
+        """A layer's tokens out of the archive, or into it: bytes that the library wrote, or random ones."""
         layer = self.one_of(0, 1, 0, 1, 0, 1, -1, N_LAYER, LARGEST)
         known = self.spans[layer] if 0 <= layer < N_LAYER else (0, 0)
         begin, end = (int(n) for n in np.sort(self.rng.integers(known[0], known[1] + 1, 2)))
@@ -660,7 +660,7 @@ class Fuzz:
         self.has_file |= ok
 
     def whole(self):
-        """Where there are clusters, whole blocks are forgotten."""
+        """An archive with clusters forgets whole blocks."""
         begin, end = self.spans[0]
         if self.n_exact and begin < end and len(set(self.spans)) == 1:
             table = np.empty(lib.llama_kvtool_get_archive_table(self.pointer, None, 0), np.int64)

@@ -3,7 +3,7 @@
     python tests/fuzz/fuzz_gguf.py --n 2000
 
 One process handles many files as `kvtool models show` and `kvtool generate` would; one that dies is started
-anew. A number makes a file, so that `--first 17 --n 1 --keep DIR` brings back what was found.
+anew. A number makes a file, so `--first 17 --n 1 --keep DIR` repeats a finding.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def damaged(number, data, numbers, end):
                 value = int.from_bytes(out[at : at + size], "little") * int(rng.choice([1, 2])) + value - 20
             out[at : at + size] = (value % 2 ** (8 * size)).to_bytes(size, "little")
         elif kind == "byte":
-            # what is between the numbers is names, among them those of tensors and keys
+            # the bytes between the numbers are names, such as tensors' and keys'
             near = numbers[rng.integers(len(numbers))][0] if rng.integers(2) else at
             out[near + int(rng.integers(8))] = int(rng.integers(256))
         elif kind == "cut":

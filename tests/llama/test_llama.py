@@ -143,7 +143,7 @@ def test_a_permutation_alone_does_not_change_the_next_logits(tiny_model, flash, 
 
 
 def assert_before_the_next(pos, n, next_pos):
-    """n cells are in use, the last one just before the next position and the others before that."""
+    """n cells are in use; the last one is just before the next position, the rest before it."""
     assert len(pos) == n
     assert pos[-1] == next_pos - 1
     assert (pos[:-1] < pos[-1]).all()
@@ -598,7 +598,7 @@ def test_an_edit_moves_recent_attention_along_and_frees_the_rest(tiny_model, rag
         want[:, np.arange(11) >= n_keep[:, None]] = 0
         np.testing.assert_array_equal(context.history(Signal.RECENT, n)[..., :11], want)
         assert not context.history(Signal.RECENT, n)[..., 11:].any()
-        # what comes next takes the place of the oldest queries, and a new cell has nothing of those before it
+        # new queries replace the oldest, and a new cell has no attention from earlier ones
         context.decode(tokens(2, seed=1), n, 1)
         after = context.history(Signal.RECENT, 13)
         np.testing.assert_array_equal(after[:5, :, :11], want[2:])
@@ -682,7 +682,7 @@ def test_signals_do_not_change_the_logits(tiny_model):
     assert logits[0] == logits[1]
 
 
-# what is refused
+# refused calls
 
 
 N_CELL = 256
@@ -913,7 +913,7 @@ def test_a_resize_without_memory_for_recent_attention_is_undone(tiny_model):
         fill(context, 12)
         before, history = context.state(), context.history(Signal.RECENT, 256)
         refusal = pytest.raises(LibraryError, match="no memory for the cache$")
-        # both layers find some, and what is tried for the attention does not
+        # both layers find spares; the probe for attention does not
         with failing_caches(False, False, True, True) as left, refusal:
             context.resize(np.full(2, 512))
         assert not left
@@ -1081,7 +1081,7 @@ def test_half_a_character_is_refused(tiny_model):
     model.close()
 
 
-# what is not ours
+# files of others
 
 
 def test_a_library_of_another_abi_is_refused_in_one_line_that_says_how_to_build(monkeypatch):

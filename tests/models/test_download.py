@@ -53,7 +53,7 @@ def caches(tmp_path, monkeypatch, site):
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("KVTOOL_MODEL", raising=False)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    # what it reads from the environment when it is imported
+    # huggingface_hub reads it when it is imported
     for name, value in {
         "HF_HUB_CACHE": str(tmp_path / "hub"),
         "ENDPOINT": site.url,

@@ -207,7 +207,7 @@ def test_an_answer_and_a_chat_say_once_that_a_text_is_too_much(smollm2, memory, 
     done = called("chat", "-m", smollm2, "-t", 1, stdin=f"Hi\n{words}\n{words}\n")
     assert done.stderr.count(line) == 1
     assert line not in called("chat", "-m", smollm2, "-t", 1, stdin="Hi\n").stderr
-    # what is measured is no question
+    # measuring asks no question
     assert "too small" not in called("perplexity", "-", "-m", smollm2, "-t", 1, stdin=words).stderr
 
 

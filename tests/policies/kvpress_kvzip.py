@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 
 class Tokenizer:
-    """The model's, as far as it is asked for."""
+    """The fields of the model's configuration that kvpress reads."""
 
     chat_template = None
 

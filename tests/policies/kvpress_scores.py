@@ -5,7 +5,7 @@
 Writes scores f32[press, row, n] of a text that is read whole. The model is one of tests/tiny.py with
 rope="neox". The presses are a list of their names and parameters: [["KnormPress", {}], ...]. One with a
 "keep" and an "alpha_safeguard" is in an AdaKVPress that keeps this many tokens a row, the newest one among
-them: instead of its scores there is 1 for a token that stays, and 0 for the others.
+them: instead of its scores there is 1 for a kept token and 0 for a masked one.
 """
 
 import json

@@ -394,7 +394,7 @@ def test_discards_as_the_definition_says_where_a_few_tokens_have_most_of_the_att
     policy = BumbleBee.fit(n, 40, similarity=mode, phi=phi, window=5)
     centers = rng.standard_normal((20, n_dim))
     keys = (centers[rng.integers(0, 20, n)] + 0.3 * rng.standard_normal((n, n_dim))).astype(np.float32)
-    # keys of zeros are like no other
+    # keys of zeros resemble no key
     keys[[30, 31, 90]] = 0
     attn = rng.pareto(0.7, (1, n)).astype(np.float32)
     attn[0, 60:75] = 0

@@ -101,7 +101,7 @@ def test_with_kept_an_eviction_leaves_what_was_asked_for(budget, options):
     held = list(held_after(policy, 12))
     assert max(held) == budget
     assert set(held[4:]) == {budget}
-    # the first finds no old tokens; swapped, they are those that most stay of
+    # the first finds no old tokens; swapped, most of them stay
     assert held[0] >= (budget if policy.swap else 0.85 * budget)
     # steps that are much longer than the threshold leave as many
     assert set(held_after(policy, 4, batch=20 * policy.budget)) == {budget}

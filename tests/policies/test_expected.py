@@ -1,4 +1,4 @@
-"""Expected Attention's own: what is expected of logits, norms of values, and which queries count."""
+"""Expected Attention's own: expected logits, norms of values, and the queries that count."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Policies that other packages bring: found by their entry points, and harmless where they are broken."""
+"""Policies that other packages bring: found by their entry points, and harmless if broken."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def packages(tmp_path, monkeypatch):
 
 
 def kvtool(*args, stdin=""):
-    # the folder of the packages, as a site of its own would add it
+    # the folder of the packages, added as a site folder
     code = f"import sys; sys.path.insert(1, {sys.path[0]!r}); from kvtool.__main__ import main; main()"
     command = [sys.executable, "-c", code, *map(str, args)]
     env = {**os.environ, "COLUMNS": "200"}

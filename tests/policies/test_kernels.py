@@ -39,7 +39,7 @@ def test_every_module_with_a_kernel_is_found():
 
 @pytest.mark.parametrize("module", modules())
 def test_each_kernel_is_in_it(module):
-    """But those that return two things, which kernels alone call."""
+    """Without kernels that return two values, which only kernels call."""
     for each in of_module(import_module(module)):
         if not each.signatures[0].startswith("Tuple"):
             assert load.find(each.name, each.signatures), each.name

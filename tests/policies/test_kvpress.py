@@ -45,7 +45,7 @@ SHARED = [
     ("snapkv", ["window=16"], "SnapKVPress", {"window_size": 16}, 0.2),
     ("snapkv", ["window=16"], "SnapKVPress", {"window_size": 16}, 0.6),
 ]
-"""The same where rows share a budget, and which part of its own each keeps at least."""
+"""The same with rows that share a budget, and the minimum share that each row keeps."""
 
 
 def scores_of(path, tokens, presses, folder):

@@ -205,7 +205,7 @@ def test_of_a_reconstruction_nothing_is_left(tiny_model, arch, chunk):
                 assert [name for name in before if not np.array_equal(before[name], after[name])] == []
             engine.read(tokens[120:])
             found.append(engine.context.logits().copy())
-    # bit by bit those of a prompt that was read once, under this policy and with the full cache
+    # bit by bit as for a prompt read once, under this policy and with the full cache
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2])
 

@@ -136,7 +136,7 @@ def test_keep_highest_keeps_the_number_asked_for_when_scores_are_nan():
 
 
 def test_keep_highest_keeps_just_the_protected_where_they_are_too_many():
-    # the first row, all open, leaves low scores behind where the second one has no more of its own
+    # the first row leaves low scores in places where the second row has no scores
     pos = np.array([[30, 31, 32, 33, 34, 35, 36, 37, 38], [0, 1, 2, 40, 41, 42, 43, 90, 91]], np.int32)
     score = np.repeat(np.array([[1], [2]], np.float32), 9, axis=1)
     keep = np.empty((2, 9), np.bool_)

@@ -135,7 +135,7 @@ def test_a_layers_entropy_is_that_of_its_open_tokens_of_all_its_rows():
     live, layer, entropy = np.array([5, 4, 5, 5], np.int32), np.array([0, 0, 1, 2], np.int32), np.empty(4)
     layer_entropy(pos, live, layer, score, 1, 4, entropy)
     assert entropy == pytest.approx([entropy_of([1, 2, 3, 4, 0, 6])] * 2 + [1, 1])
-    # the second row's dead cell is none of them, and one token has no entropy
+    # the second row's dead cell does not count, and a single token has no entropy
     layer_entropy(pos, np.array([5, 3, 5, 5], np.int32), layer, score, 1, 4, entropy)
     assert entropy[0] == pytest.approx(entropy_of([1, 2, 3, 4, 0]))
     layer_entropy(pos, live, layer, score, 3, 4, entropy)
@@ -170,7 +170,7 @@ def test_layers_share_by_the_entropy_of_their_scores(name, heads):
     want = [3 + math.floor(3 * 29 * weight / sum(weights)) for weight in weights]
     kept = plan.keep.sum(axis=1).reshape(3, 2)
     assert len(set(want)) > 1
-    # what is rounded down may be a token that one more gets
+    # rounding down may cost a token, which the next row then gets
     assert set(kept.sum(axis=1) - 2 * np.array(want)) <= {0, 1, 2}
     assert 6 * 32 - 6 <= kept.sum() <= 6 * 32
     assert (kept[:, 0] == kept[:, 1]).all() == (heads == "equal")

@@ -142,7 +142,7 @@ def server(model: str) -> Iterator[str]:
 
 
 def launched(playwright: Playwright) -> Browser:
-    """Launch the system's browser, or Playwright's if there is none."""
+    """Launch the system's browser, or else Playwright's."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     # root has no sandbox
     flags = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []

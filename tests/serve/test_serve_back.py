@@ -155,7 +155,7 @@ def test_what_was_read_for_a_client_that_has_gone_is_not_read_again(talker, tmp_
     gone = SimpleNamespace(request=requests.chat(body, Defaults()), is_cancelled=False)
 
     def emit(kind, n_read, n_all, **more):
-        # it goes in the middle of what is read
+        # the client disconnects while the prompt is read
         assert n_all > 512
         gone.is_cancelled = n_read >= 256
 

@@ -124,7 +124,7 @@ def test_a_splitter_goes_on_behind_a_beginning():
     assert parts("<think>Hm</think>So", " it is") == [(False, " it is")]
 
 
-# what is read
+# tokens read
 
 
 @pytest.fixture(scope="module")

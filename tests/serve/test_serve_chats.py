@@ -32,7 +32,7 @@ def url(chat_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def open_url(tmp_path_factory):
-    """Of a server that needs no key, and has room for tools."""
+    """Options of a server that needs no key, and has room for tools."""
     path = tmp_path_factory.mktemp("tiny") / "m.gguf"
     tiny.write_llama(path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
     with serving(path, "--policy", "h2o", "--budget", "1024", "--temp", "0") as server:

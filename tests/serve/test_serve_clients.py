@@ -1,10 +1,10 @@
 """Requests as programs send them, replayed against kvtool serve.
 
-tests/data/clients.jsonl has what each program sent over a chat of its own, through a proxy that logged it.
+tests/data/clients.jsonl has the requests of a chat of each program, logged by a proxy.
 Then prompts and descriptions were shortened, and most tools and headers left out; fields and the shapes of
 messages and schemas are as they came. Where a model was to call a tool, `tool_choice` and the limit of
 tokens were added. REPLY, CALL, ARGUMENTS and INPUT stand for what the server answered to the request of that
-number, of the same program. follows: the request whose chat this one continues.
+number, of the same program. follows: the request whose chat it continues.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def test_a_prompt_is_read_on_where_a_client_has_left_it(sliding, tmp_path):
     gone = SimpleNamespace(request=requests.chat(body, Defaults()), is_cancelled=False)
 
     def emit(kind, n_read, n_all, **_):
-        # it goes in the middle of what is read
+        # the client disconnects while the prompt is read
         assert n_all > 1000
         gone.is_cancelled = n_read >= 512
 

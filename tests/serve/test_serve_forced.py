@@ -80,7 +80,7 @@ def wanders(seed, *ends):
 
 
 def holds(value, schema):
-    """Whether JSON fits a schema, as far as these tests have them."""
+    """Return True if JSON fits a schema, for the keywords that these tests use."""
     if "enum" in schema:
         return value in schema["enum"]
     types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]

@@ -1,6 +1,6 @@
 """The web page of kvtool serve: that it is all there, that it loads nothing else, and its Markdown.
 
-What it does in a browser is checked by tests/tools/check_page.py.
+tests/tools/check_page.py checks the page in a browser.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ console.log(JSON.stringify(texts.map((text) => elements(text).map(plain))));
 
 
 def shown(*texts):
-    """The elements of each text: a list of a tag and what is inside."""
+    """The elements of each text: a list of a tag and its contents."""
     script = (WEB / "markdown.js").read_text(encoding="utf-8") + STAND_IN
     done = subprocess.run(
         ["node", "-e", script],

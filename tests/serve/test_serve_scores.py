@@ -19,7 +19,7 @@ from tests.serve.serving import serving
 pytestmark = pytest.mark.engine
 
 TOKENS = [3 + byte for byte in b"A lamp is lit where a ship is late, and a bell rings for it. " * 4]
-"""Of tests/tiny.py's vocabulary."""
+"""Token of tests/tiny.py's vocabulary."""
 
 
 def scored(server, prompt, **more):

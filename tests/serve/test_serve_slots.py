@@ -81,7 +81,7 @@ class Asked:
 
 
 class Serving:
-    """What `kvtool serve` does with requests, without HTTP. limit: how many engines there is memory for."""
+    """The way of requests through `kvtool serve`, without HTTP. limit: engines that fit in memory."""
 
     def __init__(self, stack, model, policy, folder, n=2, limit=2, queue=64, n_batch=32):
         self.baton, self.waiting, self.said, self.loads = Baton(), Waiting(queue), [], []
@@ -165,7 +165,7 @@ def test_who_waits_longest_gets_the_next_turn():
 
 
 def has_ended(baton, n_left):
-    """Whether the turn of who has it is over, for one that waits."""
+    """Return True if the holder's time is over, for a thread that waits."""
     thread = threading.Thread(target=baton.take, daemon=True)
     thread.start()
     until(lambda: baton._waiting)
@@ -239,7 +239,7 @@ def test_chats_in_turns_stay_where_they_are(talker, tmp_path, one_step):
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
 def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, policy):
-    """Of two prompts the second is read before the first, which takes one step."""
+    """The second of two prompts is read first, in one step."""
     # nothing is done so soon
     monkeypatch.setattr(pool, "STEP_S", 1e-9)
     with served(talker, policy, tmp_path, n_batch=256) as server:
@@ -383,7 +383,7 @@ def test_who_finds_the_queue_full_is_refused_and_who_leaves_makes_room(talker, t
         long[0].cancel()
         assert all(job.text for job in third)
         assert not long[1].is_cancelled
-        # a job is taken from the list after its last event
+        # a job leaves the list after its last event
         until(lambda: server.waiting.running == long[1:])
         assert len(server.waiting) == 0
         long[1].cancel()

@@ -1,7 +1,7 @@
 """Requests of coding agents to a model that thinks, replayed against kvtool serve in this process.
 
 tests/data/thinking_clients.jsonl has the requests of each agent's chats with a server that recorded them.
-That server answered twice with a thought and a call, then with a thought and a text; so does the model here.
+As in the recording, the model answers twice with a thought and a call, then with a thought and a text.
 The requests are shortened and have stand-ins as in tests/data/clients.jsonl. THOUGHT and SIGNATURE stand for
 the thought of an answer, STRIPPED for a thought without blanks at its ends. calls: the tool that the answer
 calls.

@@ -233,7 +233,7 @@ WRITTEN = {
         ),
     },
 }
-# what opens a call of each format, for calls that are none
+# the opening of a call in each format, without a valid call
 OPENS = {
     **{
         "hermes": "<tool_call>",

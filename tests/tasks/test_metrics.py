@@ -48,7 +48,7 @@ def test_a_reference_inside_the_output_is_lost_in_the_middles_hit():
 
 @pytest.mark.parametrize(
     ("output", "rouge1", "rouge2", "rouge_l"),
-    # those of the package's own tests, for the target "testing one two"
+    # values of the package's tests, for the target "testing one two"
     [("testing", 1 / 2, 0, 1 / 2), ("testing one", 4 / 5, 2 / 3, 4 / 5), ("testing two", 4 / 5, 0, 4 / 5)],
 )
 def test_rouge_is_the_packages(output, rouge1, rouge2, rouge_l):

@@ -96,7 +96,7 @@ def test_every_task_runs_and_scores_and_says_so(tiny_chat, tmp_path, task):
     for name in SCORES[task]:
         mean = np.mean([record["scores"][name] for record in scored])
         assert f"{name} {mean:.3f}" in " ".join(done.stdout.split())
-    # those that are broken down say every part
+    # scores with parts name every part
     for name in kind.by:
         for value in {str(record[name]) for record in found}:
             assert f"\n{value} " in done.stdout

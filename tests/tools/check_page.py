@@ -60,7 +60,7 @@ def input_methods(visit: Visitor) -> None:
 
 
 def stop(visit: Visitor) -> None:
-    """Stop ends a reply, keeps what came, and frees the server."""
+    """Stop ends a reply, keeps its beginning, and frees the server."""
     with visit.page(most=2000) as page:
         page.get_by_label("Message", exact=True).fill("Write a very long story.")
         page.get_by_role("button", name="Send").click()
@@ -151,7 +151,7 @@ def chats(visit: Visitor) -> None:
 
 
 def goes_on_elsewhere(visit: Visitor) -> None:
-    """A reply goes on while another chat is shown."""
+    """A reply continues while another chat is shown."""
     with visit.page(fake=True) as page:
         send(page, "one", wait=False)
         piece(page, "half", first=True)
@@ -163,7 +163,7 @@ def goes_on_elsewhere(visit: Visitor) -> None:
 
 
 def held(visit: Visitor) -> None:
-    """What is held is shown token by token, with a legend, and by keyboard."""
+    """The held tokens are shown one by one, with a legend, and by keyboard."""
     with visit.page() as page:
         page.get_by_role("checkbox", name="What is held").check()
         panel = page.get_by_role("region", name="What is held")
@@ -355,7 +355,7 @@ def html(visit: Visitor) -> None:
 
 
 def markdown(visit: Visitor) -> None:
-    """Markdown is shown, code can be copied, and what is selected stays while a reply comes."""
+    """Markdown is shown, code can be copied, and a selection stays while a reply comes."""
     with visit.page(fake=True) as page:
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])
         send(page, "hi", wait=False)
@@ -396,13 +396,13 @@ def errors(visit: Visitor) -> None:
         page.get_by_label("Write the reply again").click()
         page.evaluate("begin(); say('data: ' + JSON.stringify({ error: { message: 'it has failed' } }))")
         expect(foot).to_have_text("It has failedRetry")
-        # what got no reply is said with the next message
+        # a message without a reply is sent again with the next one
         send(page, "there", wait=False)
         assert page.evaluate("asked.at(-1).body.messages") == [{"role": "user", "content": "hi\n\nthere"}]
 
 
 def loading(visit: Visitor) -> None:
-    """While the model is loaded the page tries again by itself."""
+    """While the model is loading, the page retries."""
     with visit.page(fake=True) as page:
         send(page, "hi", wait=False)
         refuse(page, 503, "the model is being loaded")
@@ -456,7 +456,7 @@ def settings(visit: Visitor) -> None:
 
 
 def closed(visit: Visitor) -> None:
-    """A page that goes while a reply comes keeps what came, and says so."""
+    """A page closed during a reply keeps its beginning, and reports that."""
     with visit.page(fake=True) as page:
         send(page, "hi", wait=False)
         piece(page, "half", first=True)

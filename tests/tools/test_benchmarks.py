@@ -1,4 +1,4 @@
-"""Each benchmark starts and says what it is for; the random model runs."""
+"""Each benchmark starts and prints its purpose; the random model runs."""
 
 from __future__ import annotations
 
