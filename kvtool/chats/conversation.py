@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from functools import cached_property
 from io import FileIO
 from itertools import chain
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -387,6 +388,17 @@ class Conversation:
             "marks": [mark.saved() for mark in self.undo_stack.marks],
             "effort": self.effort,
         }, arrays
+
+    def save_to(self, path: Path, archive_file: ArchiveFile, meta: session.Meta) -> Listing:
+        """Write the chat to a session and its archive file; return the listing of the archive.
+
+        meta: more values for the session's JSON. Raises OSError and SessionError, leaving the old session and
+        its archive readable.
+        """
+        with archive_file.write(self.archive) as listed:
+            saved, arrays = self.save(listed)
+            session.write(path, meta | saved, arrays)
+        return listed
 
     def restore(self, meta: session.Meta, arrays: session.Arrays, *, seed: int | None = None) -> None:
         """Continue from what `save` returned. Raises SessionError, changing nothing, if it does not fit.

@@ -145,7 +145,7 @@ class Writer:
         """
         self.sampler.resume(saved["recent"], saved["seed"] if seed is None else seed)
         if self.drafter:
-            self.drafter.cut(_n_equal(self.tokens, tokens))
+            self.drafter.cut(n_equal(self.tokens, tokens))
         self._unread = np.array(saved["unread"], np.int32)
         self._decoded = array("i", tokens.tobytes())
         self._restored = True
@@ -309,7 +309,7 @@ class Writer:
         self.engine.take_back(n)
 
 
-def _n_equal(one: np.ndarray, other: np.ndarray) -> int:
+def n_equal(one: np.ndarray, other: np.ndarray) -> int:
     """Number of tokens that two streams i32[n] share at their start."""
     n = min(len(one), len(other))
     differ = np.flatnonzero(one[:n] != other[:n])

@@ -585,8 +585,8 @@ PLANTED = {
     "serve, going back": Fault(
         "what a request has in common with a stored chat is read again",
         "kvtool/serve/store/resumer.py",
-        "n = first + n_equal(had[first:], way.tokens[:most])",
-        "n = first + 0 * n_equal(had[first:], way.tokens[:most])",
+        "n = first + n_equal(stream[first:], tokens[:most])",
+        "n = first + 0 * n_equal(stream[first:], tokens[:most])",
         ("serve/test_serve_back.py",),
     ),
     "patch, guesses": Fault(

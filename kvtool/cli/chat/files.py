@@ -243,10 +243,8 @@ class ChatFiles:
         is_own = self._is_own(path)
         own = self._archive_file if is_own else archive_file.ArchiveFile(path, session.archive_id(path))
         try:
-            with own.write(self.chat.archive) as listed:
-                saved, arrays = self.chat.save(listed)
-                options = self.run.session_values() | self.generation.session_values()
-                session.write(path, meta_of(self.chat, self._fixed, options) | saved, arrays)
+            options = self.run.session_values() | self.generation.session_values()
+            self.chat.save_to(path, own, meta_of(self.chat, self._fixed, options))
         except OSError as error:
             raise session.cannot("write", archive_file.archive_path(path), error, path) from None
         finally:

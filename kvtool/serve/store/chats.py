@@ -1,9 +1,9 @@
-"""Chats on disk: each as it was after its newest turn, and after earlier ones, as many as fit.
+"""Stored chats of a server: a session for the newest turn of each, and for earlier turns while they fit.
 
-A chat is a session file, with its archive beside it, as `kvtool chat --session` writes them. Before a turn
-replaces it, the file gets a second name, FILE.1, FILE.2, ...: these are what an edited or repeated request
-goes back to. Their archives are parts of the newest one's, which only grows. Where the cache itself can go
-back, the newest is all that is kept.
+A chat is a session file with its archive file, as `kvtool chat --session` writes them. Before a turn replaces
+the session, the old file gets a second name: FILE.1, FILE.2, ... A request that edits or repeats an earlier
+turn continues from one of these. They need no archive files, because the newest archive has their segments.
+If the cache can be rewound, only the newest session is stored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -23,29 +23,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvtool.chats import archive_file, session
+from kvtool.chats.conversation import Conversation
+from kvtool.chats.writer import n_equal
 from kvtool.errors import SessionError
-from kvtool.llama.archive import Archive
 from kvtool.serve.store.leftovers import PREFIX, SUFFIX, leftovers, remove
 from kvtool.system.files import LOCK, is_locked, locked, second_name, spare_folder
 
 _UNFINISHED = re.compile(rf"([0-9a-f]{{16}}){re.escape(SUFFIX)}(?:((?:\.kvtool)?\.part)|\.archive(\.next)?)")
 
 _NEWEST = 2**62
-"""Stands for the number of a file without one: it comes last."""
-
-Saved = Callable[[archive_file.Listing], tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]]
-"""Gives what is to be written, with the listing of the archive."""
+"""Number of a file without a number, which sorts last."""
 
 
 class ReplyEnd(NamedTuple):
-    """Where a reply of a chat ends.
+    """Position in a chat after a reply.
 
     Attributes
     ----------
     n_message, n_token
-        Messages up to there, and tokens of the stream.
+        Number of messages up to there, and of the stream's tokens.
     recent
-        The tokens that were sampled last, as `Sampler.recent`.
+        The last sampled tokens, as in `Sampler.recent`.
     """
 
     n_message: int
@@ -55,14 +53,20 @@ class ReplyEnd(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class StoredChat:
-    """A chat: its snapshots, the oldest first. The newest one's file has no number.
+    """A chat and its snapshots, oldest first. The newest snapshot's file has no number.
 
     Attributes
     ----------
+    path
+        File of the newest snapshot.
+    archive_file
+        Archive of all its snapshots.
+    n_named
+        Highest number of a file.
     beginnings
-        Digests of the newest one's beginnings, by their numbers of messages.
+        Digest of the newest snapshot's first n messages, for each n.
     turns
-        Where its replies end, as far as they were written here.
+        Ends of the replies that the server wrote.
     """
 
     path: Path
@@ -75,20 +79,20 @@ class StoredChat:
 
 @dataclass(eq=False, slots=True)
 class Snapshot:
-    """A chat as it was after a turn.
+    """A chat after a turn.
 
     Attributes
     ----------
     digest
-        Of its messages.
+        Digest of its messages.
     path
-        Its file.
+        Session file.
     n_bytes
-        Of the file.
+        Bytes of the session file.
     used
-        When it was last needed, by a clock that only goes forward.
+        Time of its last use, by the monotonic clock.
     tokens
-        Of its stream, i32[n], once they are known; see `ChatStore.tokens`.
+        Tokens i32[n] of its stream, or None before `ChatStore.tokens` reads them.
     """
 
     line: StoredChat
@@ -100,7 +104,7 @@ class Snapshot:
 
     @property
     def is_newest(self) -> bool:
-        """Whether it is its chat's newest; False once it is dropped."""
+        """True if it is the newest of its chat; False after it is dropped."""
         return self.line.snapshots[-1:] == [self]
 
 
@@ -110,21 +114,21 @@ class ChatStore:
     Parameters
     ----------
     folder
-        Where they are; made if it is missing. One server has it at a time.
+        The folder, which is made if it is missing. One server uses it at a time.
     most_bytes
-        What they may take: the snapshots that were not needed for the longest time go.
+        Maximum bytes of all files. The least recently used snapshots are deleted.
     fixed
-        What must be the same to go on with a chat: others are left alone, and not counted.
+        Values that a session must have for this server to continue it. Other sessions are left alone.
 
     Attributes
     ----------
     n_others
-        Files that this server cannot go on with, and leaves alone.
+        Number of files that this server cannot continue and leaves alone.
 
     Raises
     ------
     SessionError
-        Where the folder cannot be read or made.
+        If the folder cannot be read or made.
     """
 
     def __init__(self, folder: Path, most_bytes: int, fixed: dict[str, Any]) -> None:
@@ -152,43 +156,44 @@ class ChatStore:
         return len(self._lines)
 
     def find(self, digests: list[bytes]) -> tuple[int, Snapshot] | None:
-        """The longest of these beginnings that is stored, as its place among them, and its snapshot."""
+        """Return the index of the longest of these beginnings that is stored, and its snapshot."""
         for i in range(len(digests) - 1, -1, -1):
-            if found := self._by_digest.get(digests[i]):
-                found.used = time.monotonic()
-                return i, found
+            if snapshot := self._by_digest.get(digests[i]):
+                snapshot.used = time.monotonic()
+                return i, snapshot
         return None
 
     def find_shared(self, beginnings: list[bytes], at: Snapshot | None) -> tuple[int, Snapshot] | None:
-        """The newest snapshot of a chat that shares the longest of these beginnings, and that one's place.
+        """Return the index of the longest beginning that a stored chat shares, and its newest snapshot.
 
-        at: the one that the engine is at. The beginning without messages is shared with that alone.
+        at: snapshot that the engine holds, which is preferred. The beginning without messages counts only
+        for this snapshot.
         """
         for i in range(len(beginnings) - 1, -1, -1):
             lines = self._by_beginning.get(beginnings[i], [])
             if at and at.line in lines and at.is_newest:
                 return i, at
             if lines and beginnings[i] != beginnings[0]:
-                found = lines[-1].snapshots[-1]
-                found.used = time.monotonic()
-                return i, found
+                snapshot = lines[-1].snapshots[-1]
+                snapshot.used = time.monotonic()
+                return i, snapshot
         return None
 
     def find_similar(self, tokens: np.ndarray) -> tuple[int, Snapshot] | None:
-        """The newest snapshot whose stream begins like these tokens i32[n] for longest, and for how long.
+        """Return the newest snapshot that shares the longest beginning with tokens i32[n], and its length.
 
-        Of equal ones the shortest, which is loaded soonest.
+        Among equals the shortest stream, which loads fastest.
         """
         newest = [line.snapshots[-1] for line in self._lines]
-        found = [(n_equal(self.tokens(each), tokens), -len(self.tokens(each)), each) for each in newest]
-        n, _, snapshot = max(found, key=itemgetter(0, 1), default=(0, 0, None))
+        ranked = [(n_equal(self.tokens(each), tokens), -len(self.tokens(each)), each) for each in newest]
+        n, _, snapshot = max(ranked, key=itemgetter(0, 1), default=(0, 0, None))
         if snapshot is None:
             return None
         snapshot.used = time.monotonic()
         return n, snapshot
 
     def tokens(self, snapshot: Snapshot) -> np.ndarray:
-        """The tokens i32[n] of a snapshot's stream. Those of a damaged one may be wrong: `load` tells."""
+        """Return the tokens i32[n] of a snapshot's stream. They are checked only when it is loaded."""
         if snapshot.tokens is None:
             try:
                 snapshot.tokens = session.read_tokens(snapshot.path)
@@ -197,7 +202,7 @@ class ChatStore:
         return snapshot.tokens
 
     def load(self, snapshot: Snapshot) -> tuple[session.Meta, session.Arrays]:
-        """Reads a snapshot. Raises SessionError where it cannot be; a damaged one is dropped."""
+        """Read a snapshot. Raises SessionError if it cannot be read. A damaged one is dropped."""
         try:
             with snapshot.path.open("rb") as file:
                 meta, arrays = session.load(file, snapshot.path.name, snapshot.line.path)
@@ -205,7 +210,7 @@ class ChatStore:
             self.drop(snapshot)
             raise SessionError(str(error)) from None
         except OSError as error:
-            # such as too many open files: it may be read the next time
+            # for example too many open files: a later try may succeed
             raise session.cannot("read", snapshot.path, error) from None
         if snapshot.is_newest:
             snapshot.line.archive_file.adopt(arrays)
@@ -215,65 +220,65 @@ class ChatStore:
         self,
         before: Snapshot | None,
         digest: bytes,
-        tokens: np.ndarray,
-        archive: Archive | None,
-        saved: Saved,
+        chat: Conversation,
+        meta: session.Meta,
         *,
         beginnings: list[bytes],
         turns: list[ReplyEnd],
         is_enough: bool = False,
     ) -> Snapshot:
-        """Writes a chat as it is now; it is on the disk when this returns.
+        """Store a chat, which is on the disk when this returns.
 
         Parameters
         ----------
         before
-            What it went on from, if that was stored.
-        tokens
-            Of its stream, i32[n].
+            Snapshot from which the chat was continued, or None.
+        digest
+            Digest of its messages.
+        chat, meta
+            The chat, and values for its session's JSON.
         beginnings, turns
-            As `StoredChat` has them.
+            As in `StoredChat`.
         is_enough
-            Whether this snapshot takes the place of `before`.
+            True if this snapshot replaces `before`.
 
         Raises
         ------
         SessionError
-            Then all is as it was.
+            If the chat cannot be written. The stored chats are then unchanged.
         """
-        # a system prompt alone stays for other chats: they all have lines of their own
-        is_own = before is not None and before.is_newest and bool(before.line.beginnings)
-        line = before.line if before and is_own else self._new_line()
-        own = {"digest": digest.hex(), "beginnings": [each.hex() for each in beginnings], "turns": turns}
+        # a snapshot of a system prompt alone stays: several chats begin with it
+        is_next = before is not None and before.is_newest and bool(before.line.beginnings)
+        line = before.line if before and is_next else self._new_line()
+        index = {"digest": digest.hex(), "beginnings": [each.hex() for each in beginnings], "turns": turns}
         with ExitStack() as failed:
             failed.callback(_give_up, line)
             try:
                 if not is_enough:
                     _number(line)
-                with line.archive_file.write(archive) as listed:
-                    meta, arrays = saved(listed)
-                    session.write(line.path, meta | own, arrays)
-                found = Snapshot(line, digest, line.path, line.path.stat().st_size, tokens=tokens)
+                listed = chat.save_to(line.path, line.archive_file, meta | index)
+                n_bytes = line.path.stat().st_size
             except OSError as error:
                 raise session.cannot("write", line.path, error) from None
             failed.pop_all()
-        # nothing stays open: there may be thousands of chats
+        snapshot = Snapshot(line, digest, line.path, n_bytes, tokens=chat.writer.tokens)
+        # close the file: there may be thousands of chats
         line.archive_file.adopt(dict(listed))
         if twin := self._by_digest.get(digest):
-            # the same chat again, of a repeated request
+            # the request was repeated
             self.drop(twin)
         if not line.snapshots:
             self._lines.append(line)
         elif is_enough and line.snapshots[-1].path == line.path:
             self._forget(line.snapshots.pop())
-        line.snapshots.append(found)
-        self._by_digest[digest] = found
+        line.snapshots.append(snapshot)
+        self._by_digest[digest] = snapshot
         self._index(line, beginnings, turns)
-        self._shrink(keep=found)
-        return found
+        self._shrink(keep=snapshot)
+        return snapshot
 
     def drop(self, snapshot: Snapshot) -> None:
-        """Forgets a snapshot; its file goes, and the one before it takes its name."""
+        """Delete a snapshot. If it is the newest, the one before it gets its file name."""
         line = snapshot.line
         if snapshot not in line.snapshots:
             return
@@ -295,7 +300,7 @@ class ChatStore:
             del self._by_digest[snapshot.digest]
 
     def _index(self, line: StoredChat, beginnings: list[bytes], turns: list[ReplyEnd]) -> None:
-        """Lets a chat be found by these beginnings, and by no others."""
+        """Set the beginnings by which a chat is found."""
         for digest in set(line.beginnings):
             lines = self._by_beginning[digest]
             lines.remove(line)
@@ -306,7 +311,7 @@ class ChatStore:
         line.beginnings, line.turns = beginnings, turns
 
     def close(self) -> None:
-        """Closes what is open; the files stay."""
+        """Close open files; they stay on the disk."""
         for line in self._lines:
             line.archive_file.close()
 
@@ -315,23 +320,23 @@ class ChatStore:
         return StoredChat(path, archive_file.ArchiveFile(path))
 
     def _shrink(self, keep: Snapshot) -> None:
-        """Drops what was not needed for the longest time, until the rest is small enough."""
+        """Drop the least recently used snapshots until the rest is small enough."""
         while self.n_bytes > self.most_bytes:
             others = [each for line in self._lines for each in line.snapshots if each is not keep]
-            # a chat's newest turn is what it goes on from: it goes after the others
+            # the next turn continues from a chat's newest snapshot: drop older ones first
             old = [each for each in others if not each.is_newest] or others
             if not old:
                 return
             self.drop(min(old, key=lambda each: each.used))
 
     def _read(self, names: list[str]) -> None:
-        """Finds the chats that another server has left in the folder."""
-        found: dict[str, list[tuple[int, Path]]] = {}
+        """Find the chats of earlier servers in the folder."""
+        files_of: dict[str, list[tuple[int, Path]]] = {}
         for name in names:
             if match := session.SERVED.fullmatch(name):
                 number = int(match[2]) if match[2] else _NEWEST
-                found.setdefault(match[1], []).append((number, self.folder / name))
-        for key, files in found.items():
+                files_of.setdefault(match[1], []).append((number, self.folder / name))
+        for key, files in files_of.items():
             path = self.folder / f"{key}{SUFFIX}"
             line = StoredChat(path, archive_file.ArchiveFile(path))
             line.n_named = max((number for number, _ in files if number < _NEWEST), default=0)
@@ -339,12 +344,12 @@ class ChatStore:
                 self._read_one(line, file)
             if line.snapshots:
                 self._lines.append(line)
-        self._tidy(names, found)
+        self._tidy(names, files_of)
 
     def _tidy(self, names: list[str], keys: Collection[str]) -> None:
-        """Removes what a killed server was about to write. keys: of chats that have a file.
+        """Remove unfinished files of a killed server. keys: of the chats that have a session file.
 
-        An archive whose chat is gone stays: somebody may have moved that chat.
+        An archive without a session stays, because the user may have moved the session.
         """
         for match in filter(None, map(_UNFINISHED.fullmatch, names)):
             if match[2] or (match[3] and match[1] not in keys):
@@ -363,11 +368,11 @@ class ChatStore:
             if meta.get("fixed") != self.fixed:
                 raise ValueError
         except (SessionError, OSError, KeyError, ValueError, TypeError):
-            # not this server's, or damaged
+            # damaged, or of another model or policy
             self.n_others += 1
             return
         if digest in self._by_digest and self._by_digest[digest].line is line:
-            # the second name of the newest, from a server that was killed behind it
+            # a server was killed after it gave the newest file a second name
             self._drop_second(line, digest)
         age = max(time.time() - stat.st_mtime, 0)
         snapshot = Snapshot(line, digest, path, stat.st_size, used=time.monotonic() - age)
@@ -376,7 +381,7 @@ class ChatStore:
         self._index(line, beginnings, turns)
 
     def _drop_second(self, line: StoredChat, digest: bytes) -> None:
-        """Forgets the name of a snapshot whose file has another one."""
+        """Remove the second name of a snapshot's file."""
         second = self._by_digest.pop(digest)
         line.snapshots.remove(second)
         with suppress(OSError):
@@ -384,16 +389,16 @@ class ChatStore:
 
 
 def _number(line: StoredChat) -> None:
-    """Gives the newest snapshot a second name, and lets that be its name. Raises OSError."""
+    """Give the newest snapshot the name FILE.n. FILE stays its second name until replaced. Raises OSError."""
     newest = line.snapshots[-1] if line.snapshots else None
-    # after a kill or a failure it may have one
+    # after a failure it may have a number already
     if newest and newest.path == line.path:
         line.n_named += 1
         newest.path = second_name(line.path, line.path.with_name(f"{line.path.name}.{line.n_named}"))
 
 
 def _give_up(line: StoredChat) -> None:
-    """Leaves nothing of a turn that could not be written."""
+    """Undo the changes for a turn that could not be written."""
     if not line.snapshots:
         _delete(line)
         return
@@ -405,25 +410,21 @@ def _give_up(line: StoredChat) -> None:
 
 
 def _delete(line: StoredChat) -> None:
-    """Removes a chat without snapshots: its archive first, since a later server would not remove that."""
+    """Remove a chat without snapshots.
+
+    The archive is removed first, because no later server removes an archive without a session.
+    """
     line.archive_file.close()
     archive_file.delete(line.path)
     with suppress(OSError):
         line.path.unlink(missing_ok=True)
 
 
-def n_equal(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens two texts i32[n] have in common at their start."""
-    n = min(len(one), len(other))
-    differ = np.flatnonzero(one[:n] != other[:n])
-    return int(differ[0]) if len(differ) else n
-
-
 @contextmanager
 def lock_folder(folder: Path | None) -> Iterator[Path]:
-    """The folder for one server alone; one that goes at the end, where none is named.
+    """Yield a folder, locked for this server. folder: None for a temporary one.
 
-    Raises SessionError where another server has it, or a chat one of its files.
+    Raises SessionError if another server uses the folder, or a chat uses one of its files.
     """
     if folder is None:
         spare = spare_folder()

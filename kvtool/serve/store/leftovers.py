@@ -1,4 +1,4 @@
-"""Folders of chats that killed servers left in the cache folder."""
+"""Temporary folders of chats that killed servers left in the cache folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvtool.system.files import LOCK, is_locked, locked
 
 PREFIX = "serve-"
-"""Start of the name of a folder that a server makes for its chats and removes at its end."""
+"""Start of the name of a server's temporary folder."""
 
 SUFFIX = ".kv"
 """End of the name of a chat's file."""
@@ -23,14 +23,14 @@ _YOUNG_S = 60.0
 
 
 class Leftover(NamedTuple):
-    """A folder without a server.
+    """Temporary folder whose server was killed.
 
     Attributes
     ----------
     n_chat
-        Chats in it.
+        Number of chats.
     n_bytes
-        Bytes of all its files.
+        Bytes of all files.
     """
 
     path: Path
@@ -39,13 +39,13 @@ class Leftover(NamedTuple):
 
 
 def leftovers(cache: Path) -> Iterator[Leftover]:
-    """The folders in the cache folder whose server has been killed."""
+    """Yield the folders in the cache folder whose server was killed."""
     for folder in sorted(cache.glob(f"{PREFIX}*")):
         with suppress(OSError):
             stat = folder.stat()
-            # a young folder may get its lock yet; one whose removal was cut short has none
+            # the server of a young folder may not have locked it yet
             if time.time() - stat.st_mtime > _YOUNG_S and not is_locked(folder / LOCK):
-                # the look at the lock has made it young
+                # `is_locked` changed the folder's time
                 os.utime(folder, ns=(stat.st_atime_ns, stat.st_mtime_ns))
                 sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
                 n_chat = sum(bool(re.fullmatch(rf"\w+{re.escape(SUFFIX)}", name)) for name in sizes)
