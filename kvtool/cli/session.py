@@ -1,4 +1,4 @@
-"""kvtool session: looks into the file of a chat."""
+"""kvtool session: show a chat's session file, and export its text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def show(file: File, as_json: Json = False) -> None:
     except SessionError as error:
         problem = error
     fixed, options = meta["fixed"], meta["options"]
-    found = {
+    info = {
         "file": str(file),
         "size": size(file),
         "saved": meta["saved"],
@@ -59,38 +59,38 @@ def show(file: File, as_json: Json = False) -> None:
         "problem": str(problem) if problem else None,
     }
     if as_json:
-        sys.stdout.write(json_text(found) + "\n")
+        sys.stdout.write(json_text(info) + "\n")
     else:
-        _print(found, has_archive="archive_type" in fixed)
+        _print(info, has_archive="archive_type" in fixed)
     if problem:
         raise problem
 
 
-def _print(found: dict[str, Any], has_archive: bool) -> None:
-    """The same for people, but for the problem: that is an error, and the last line."""
+def _print(info: dict[str, Any], has_archive: bool) -> None:
+    """Print the values for people, without the problem: that is printed as an error."""
     from kvtool.cli.console import print_table
     from kvtool.units import format_bytes
 
-    own = dict(found["parameters"])
-    budget, slack = own.pop("budget"), own.pop("slack")
+    parameters = dict(info["parameters"])
+    budget, slack = parameters.pop("budget"), parameters.pop("slack")
     rows = {
-        "file": shown(found["file"]),
-        "size": format_bytes(found["size"]),
-        "saved": found["saved"],
-        "kvtool": found["kvtool"],
-        "llama.cpp": found["llama_cpp"],
-        "model": shown(found["model"]),
-        "sha256": found["model_sha256"],
-        "policy": " ".join([shown(found["policy"]), *(f"{name}={value}" for name, value in own.items())]),
+        "file": shown(info["file"]),
+        "size": format_bytes(info["size"]),
+        "saved": info["saved"],
+        "kvtool": info["kvtool"],
+        "llama.cpp": info["llama_cpp"],
+        "model": shown(info["model"]),
+        "sha256": info["model_sha256"],
+        "policy": " ".join([shown(info["policy"]), *(f"{name}={parameters[name]}" for name in parameters)]),
         "eviction": f"every {slack:,} tokens" if slack else "never",
-        "turns": f"{found['turns']:,}",
-        "tokens so far": f"{found['tokens']:,}",
-        "cells": f"{found['cells']:,.0f} of {budget:,} per row",
-        "cache": format_bytes(found["kv_bytes"]),
+        "turns": f"{info['turns']:,}",
+        "tokens so far": f"{info['tokens']:,}",
+        "cells": f"{info['cells']:,.0f} of {budget:,} per row",
+        "cache": format_bytes(info["kv_bytes"]),
     }
     if has_archive:
-        rows["archive"] = f"{found['archived']:,} tokens, {format_bytes(found['archive_bytes'])}"
-    rows["system prompt"] = found["system"] or "none"
+        rows["archive"] = f"{info['archived']:,} tokens, {format_bytes(info['archive_bytes'])}"
+    rows["system prompt"] = info["system"] or "none"
     print_table([], list(rows.items()))
 
 
@@ -102,7 +102,7 @@ def export(file: File, as_json: Json = False) -> None:
 
     messages = read_meta(file)["messages"]
     if as_json:
-        # readable, but where stdout would replace characters
+        # escape characters only if stdout cannot encode them
         is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
         sys.stdout.write(json.dumps(messages, ensure_ascii=not is_utf8) + "\n")
     else:

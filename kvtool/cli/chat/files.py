@@ -1,4 +1,4 @@
-"""Keeps a chat on disk: its session and its transcript."""
+"""Files of a chat: its session and its transcript."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ if TYPE_CHECKING:
 
 
 class ChatFiles:
-    """Keeps a chat: its session, if it has a file for one, and its transcript.
+    """Session and transcript of a chat.
 
-    The session's file changes only when a turn is finished or taken back. If it holds turns that the chat
-    does not have (after a reset, for example), it is set aside first: as FILE.1, FILE.2, ...
+    The session is replaced when a turn is finished or undone. If it holds turns that the chat lacks, for
+    example after a reset, it is set aside first, as FILE.1, FILE.2, ..., so that no chat is lost.
 
     Attributes
     ----------
     run, generation
-        The options that the session keeps. `set` changes how tokens are drawn.
+        The options that the session keeps. `set` changes how tokens are sampled.
     path
-        The session's file, or None.
+        Path of the session, or None.
     transcript
-        Where finished turns are appended, or None.
+        Log to which finished turns are appended, or None.
     unsaved
-        Why the last turn could not be saved, or None.
+        Error of the last save, or None.
     aside
-        Under which name the last `keep_session` set the previous chat aside, or None.
+        Name to which the last `keep_session` moved the previous chat, or None.
     moved
-        New name of another chat's archive, which lay where the last session written has its own; or None.
+        New name of another chat's archive that was in the way of the last save, or None.
     back
-        Files that had been set aside, which it deleted since the session has all of them again.
+        Files that were set aside earlier and that the last `keep_session` deleted, because the session has
+        their chats again.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class ChatFiles:
         self.aside: Path | None = None
         self.moved: Path | None = None
         self.back: list[Path] = []
-        # which version of the chat the session's file holds, and what was said in it
+        # version of the chat in the session, and the messages there
         self._version_there: int | None = None
         self._there: Meta | None = None
         self._asides: list[Path] = []
@@ -72,11 +73,11 @@ class ChatFiles:
 
     @property
     def generation(self) -> GenerationOptions:
-        """How tokens are drawn, with the chat's effort."""
+        """Options of how tokens are sampled, with the chat's effort."""
         return self._generation.changed(think=self.chat.effort)
 
     def resume(self, path: Path) -> None:
-        """Continues its own session. Raises SessionError where the options typed do not go with it."""
+        """Continue the chat of its session. Raises SessionError if the given options do not match it."""
         system, seed = self.chat.system, self.generation.seed
         meta, arrays = self.read(path)
         with restoring_progress(self.chat.archive):
@@ -92,7 +93,7 @@ class ChatFiles:
             self.chat.writer.sampler.seed = seed
 
     def read(self, path: Path) -> tuple[Meta, Arrays]:
-        """Reads a session that this chat can continue. Raises SessionError for any other file."""
+        """Read a session that this chat can continue. Raises SessionError for any other file."""
         from kvtool.chats import session
 
         meta, arrays = session.read(path)
@@ -105,7 +106,7 @@ class ChatFiles:
         return meta, arrays
 
     def set(self, name: str, text: str) -> None:
-        """Changes one setting of how tokens are drawn, from the next text on.
+        """Change one option of how tokens are sampled, from the next text on.
 
         Raises UsageError or InputError; then nothing changes.
         """
@@ -117,14 +118,14 @@ class ChatFiles:
 
     @property
     def has_previous(self) -> bool:
-        """Whether the session's file holds turns that the chat does not have."""
+        """True if the session holds turns that the chat lacks."""
         return self._there is not None and self._would_lose(self._there)
 
     def save(self, path: Path, may_replace: Callable[[str], bool] = lambda what: False) -> bool:
-        """Writes the chat to a file. Returns False if that would replace another chat and may not.
+        """Write the chat to a file. Return False if the file holds another chat that may not be replaced.
 
-        may_replace: asked whether the chat that is described may be replaced. Raises SessionError for a file
-        that is not a session, is in use, or cannot be written.
+        may_replace: called with a description of the other chat. Raises SessionError for a file that is not a
+        session, is in use, or cannot be written.
         """
         from kvtool.chats import session
 
@@ -140,7 +141,7 @@ class ChatFiles:
         return True
 
     def keep(self, *, undone: bool = False) -> None:
-        """Saves a finished turn, as `keep_session` does. What goes wrong is in `unsaved`."""
+        """Save a finished turn in session and transcript. An error is put in `unsaved`."""
         if not self.chat.n_turn:
             return
         self.keep_session(undone=undone, said=True)
@@ -153,10 +154,10 @@ class ChatFiles:
                 self.unsaved = SessionError(f"cannot write {self.transcript.path}: {error.strerror}")
 
     def keep_session(self, *, undone: bool = False, said: bool = False) -> None:
-        """Writes the session, if it has a file. What goes wrong is in `unsaved`.
+        """Write the session, if there is a path for it. An error is put in `unsaved`.
 
-        undone: after an undo, so that the chat has fewer turns than the file and should. said: the turn was
-        said once more, so that the file gets it even if another chat, to which an undo leads, is still there.
+        undone: True after an undo, when the session may lose the undone turns. said: True after a new turn,
+        which is written even if the session holds an earlier chat that the undo leads back to.
         """
         self.unsaved = self.aside = self.moved = None
         self.back.clear()
@@ -171,12 +172,12 @@ class ChatFiles:
                 self._there = self._said()
 
     def check(self) -> None:
-        """Raises the SessionError of the last turn, if there was one."""
+        """Raise the error of the last save, if there was one."""
         if self.unsaved:
             raise self.unsaved
 
     def _check_archive(self, path: Path, arrays: Arrays) -> None:
-        """Raises SessionError for more archived tokens than this chat's archive takes: some would be lost."""
+        """Raise SessionError for a session with more archived tokens than this chat's archive can hold."""
         archive = self.chat.writer.engine.context.archive
         if archive and (n := archive.n_saved(arrays)) > archive.n_max:
             raise SessionError(
@@ -209,12 +210,15 @@ class ChatFiles:
             self._asides.append(aside)
 
     def _leads_there(self, path: Path) -> bool:
-        """Whether the file holds a chat that was before this one, and not one that this one was before."""
+        """True if the session holds an earlier chat, and not a later one that was undone.
+
+        An earlier chat stays in the session: more undo leads back to it.
+        """
         is_ours = self._there is not None and self._there["id"] == self.chat.id
         return self.has_previous and not is_ours and path.exists() and not any(self._aside_again())
 
     def _aside_again(self) -> Iterator[Path]:
-        """What was set aside and is in the chat again."""
+        """Yield the files set aside whose turns are all in the chat again."""
         from kvtool.chats import session
 
         for spare in list(self._asides):
@@ -223,7 +227,7 @@ class ChatFiles:
                     yield spare
 
     def _drop_asides(self) -> None:
-        """Deletes what was set aside if the session has all of it again."""
+        """Delete the files set aside whose turns are all in the session again."""
         from kvtool.chats import session
 
         for spare in self._aside_again():
@@ -233,11 +237,11 @@ class ChatFiles:
                 self.back.append(spare)
 
     def _said(self) -> Meta:
-        """The chat as `_would_lose` takes it."""
+        """Return the values of the chat that `_would_lose` compares."""
         return {"id": self.chat.id, "n_turn": self.chat.n_turn, "messages": list(self.chat.messages)}
 
     def _write(self, path: Path) -> None:
-        """Raises SessionError."""
+        """Write the chat to a session. Raises SessionError."""
         from kvtool.chats import archive_file, session
 
         is_own = self._is_own(path)
@@ -256,7 +260,7 @@ class ChatFiles:
         return self.path is not None and os.path.realpath(path) == os.path.realpath(self.path)
 
     def _would_lose(self, there: Meta) -> bool:
-        """Whether a saved chat has turns that this chat does not have."""
+        """True if a saved chat has turns that this chat lacks."""
         messages = there["messages"]
         is_ours = there.get("id") == self.chat.id and messages == self.chat.messages[: len(messages)]
         return there["n_turn"] > 0 and not is_ours
@@ -266,10 +270,13 @@ class ChatFiles:
         return f"{path} holds {what} ({turns(there['n_turn'])}, saved {there['saved']})"
 
     def _open_saved(self) -> tuple[BinaryIO, FileIO | None] | None:
-        """Opens the session if it holds the chat as it is. An open file outlives its replacement on POSIX."""
+        """Open the session's files if they hold the present chat; else return None.
+
+        POSIX only: there an open file stays readable after its session is replaced.
+        """
         if self.path and self._version_there == self.chat.version and os.name == "posix":
             with ExitStack() as stack, suppress(OSError):
-                # an OSError: someone has removed it
+                # OSError: the user has removed the file
                 file = stack.enter_context(self.path.open("rb"))
                 archive = self._archive_file.reopen()
                 stack.pop_all()
@@ -278,26 +285,26 @@ class ChatFiles:
 
     @cached_property
     def _archive_file(self) -> ArchiveFile:
-        """Where the session has its archive."""
+        """Archive file of the session."""
         from kvtool.chats.archive_file import ArchiveFile
 
         return ArchiveFile(self.path)
 
     def close(self) -> None:
-        """Closes what is open."""
+        """Close open files."""
         if "_archive_file" in vars(self):
             self._archive_file.close()
 
     @cached_property
     def _fixed(self) -> dict[str, Any]:
-        # found when needed: hashing a large model takes time
+        # computed when needed: hashing a large model takes time
         return fixed_of(self.chat.writer.engine, self.run.policy)
 
 
 def meta_of(chat: Conversation, fixed: dict[str, Any], kept: Mapping[str, Any]) -> Meta:
-    """What a session says of a chat as it is now, besides what `Conversation.save` has.
+    """Return the values for a chat's session that `Conversation.save` does not have.
 
-    kept: the options that it keeps.
+    kept: options that the session keeps.
     """
     engine = chat.writer.engine
     return {
@@ -315,7 +322,7 @@ def meta_of(chat: Conversation, fixed: dict[str, Any], kept: Mapping[str, Any]) 
 
 
 def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
-    """What must be the same to continue a chat. policy: as it was typed."""
+    """Return the values that must be equal to continue a chat. policy: as the user typed it."""
     from dataclasses import asdict
 
     from kvtool import policies
@@ -339,17 +346,17 @@ def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
 
 
 def resumed(run: RunOptions, saved: Meta) -> RunOptions:
-    """The options of a chat that continues a session, whose policy counts as asked for. Raises UsageError.
+    """Return the options of a chat that continues a session. Raises UsageError.
 
-    Where that policy had parameters that it has no more, an earlier version wrote the session: of its options
-    those are left out, and those that may change.
+    The session's policy counts as given by the user. If the policy no longer has a saved parameter, an old
+    kvtool wrote the session: such parameters and the adjustable ones are left out.
     """
     from kvtool import policies
 
     is_typed, run = "options" in run.typed, run.resumed(saved["options"])
     kind, had = policies.load(run.policy), saved["fixed"]["parameters"]
     if run.budget is None and policies.recalls(kind):
-        # the default was another one once
+        # earlier versions had another default
         run = replace(run, budget=str(had["budget"]))
     if not is_typed and had.keys() - {"budget", "slack", *policies.params(kind)}:
         stay = policies.params(kind).keys() - set(kind.adjustable)
@@ -358,7 +365,7 @@ def resumed(run: RunOptions, saved: Meta) -> RunOptions:
 
 
 def open_transcript(path: Path) -> Log:
-    """Opens a transcript. Raises UsageError where it cannot be written."""
+    """Open a transcript. Raises UsageError if it cannot be written."""
     try:
         return Log(path)
     except (OSError, ValueError) as error:
@@ -366,13 +373,13 @@ def open_transcript(path: Path) -> Log:
 
 
 def moved_line(spare: Path) -> str:
-    """The line about another chat's archive that was moved. spare: its new name, FILE.1.archive."""
+    """Return the message about another chat's archive that was moved. spare: its new name, FILE.1.archive."""
     name = spare.with_suffix("").stem + spare.suffix
     return f"{name} belonged to another chat; it is now {spare.name}"
 
 
 def turns(n: int) -> str:
-    """A number of turns, in words."""
+    """Return a number of turns as text."""
     return f"{n or 'no'} turn{'s' * (n != 1)}"
 
 
@@ -389,11 +396,11 @@ _FLAGS = {
     "value_type": "--cache-type-v {}",
     "llama_cpp": "llama.cpp {}",
 }
-"""How a user knows what must be the same; parameters of a policy are -o name=value."""
+"""Options that set the values of `fixed_of`; parameters of a policy are -o name=value."""
 
 
 def _differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, str]]:
-    """What two chats were started with, where it differs. Model, policy and budget come first, and alone."""
+    """Return pairs of differing options of two chats. A different model, policy or budget comes alone."""
     theirs, ours = (each["parameters"] | each for each in (theirs, ours))
     names = [name for name in ours if name != "parameters" and theirs.get(name) != ours[name]]
     first = [name for name in ("model_sha256", "policy", "budget") if name in names][:1]
