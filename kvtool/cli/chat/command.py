@@ -127,8 +127,8 @@ def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) ->
             sys.stdout.write(piece)
             sys.stdout.flush()
         files.keep()
-        if files.moved:
-            say([moved_line(files.moved)])
+        if files.moved_archive:
+            say([moved_line(files.moved_archive)])
         files.check()
         sys.stdout.write("\n")
         sys.stdout.flush()

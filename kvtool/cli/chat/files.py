@@ -44,11 +44,11 @@ class ChatFiles:
         Log to which finished turns are appended, or None.
     unsaved
         Error of the last save, or None.
-    aside
+    previous_path
         Name to which the last `keep_session` moved the previous chat, or None.
-    moved
+    moved_archive
         New name of another chat's archive that was in the way of the last save, or None.
-    back
+    recovered
         Files that were set aside earlier and that the last `keep_session` deleted, because the session has
         their chats again.
     """
@@ -62,13 +62,13 @@ class ChatFiles:
         self.path = path
         self.transcript: Log | None = None
         self.unsaved: SessionError | None = None
-        self.aside: Path | None = None
-        self.moved: Path | None = None
-        self.back: list[Path] = []
+        self.previous_path: Path | None = None
+        self.moved_archive: Path | None = None
+        self.recovered: list[Path] = []
         # version of the chat in the session, and the messages there
-        self._version_there: int | None = None
-        self._there: Meta | None = None
-        self._asides: list[Path] = []
+        self._saved_version: int | None = None
+        self._saved: Meta | None = None
+        self._set_aside: list[Path] = []
         chat.open_saved = self._open_saved
 
     @property
@@ -83,8 +83,8 @@ class ChatFiles:
         with restoring_progress(self.chat.archive):
             self.chat.resume(meta, arrays)
         self._archive_file.adopt(arrays)
-        self._version_there = self.chat.version if seed is None else None
-        self._there = self._said()
+        self._saved_version = self.chat.version if seed is None else None
+        self._saved = self._comparable()
         if system and system != self.chat.system:
             raise SessionError(
                 f"{path} has another system prompt; leave --system out, or use /system in the chat"
@@ -119,7 +119,7 @@ class ChatFiles:
     @property
     def has_previous(self) -> bool:
         """True if the session holds turns that the chat lacks."""
-        return self._there is not None and self._would_lose(self._there)
+        return self._saved is not None and self._would_lose(self._saved)
 
     def save(self, path: Path, may_replace: Callable[[str], bool] = lambda what: False) -> bool:
         """Write the chat to a file. Return False if the file holds another chat that may not be replaced.
@@ -144,7 +144,7 @@ class ChatFiles:
         """Save a finished turn in session and transcript. An error is put in `unsaved`."""
         if not self.chat.n_turn:
             return
-        self.keep_session(undone=undone, said=True)
+        self.keep_session(undone=undone, is_new_turn=True)
         if self.transcript:
             from kvtool.chats.conversation import transcript
 
@@ -153,23 +153,23 @@ class ChatFiles:
             except OSError as error:
                 self.unsaved = SessionError(f"cannot write {self.transcript.path}: {error.strerror}")
 
-    def keep_session(self, *, undone: bool = False, said: bool = False) -> None:
+    def keep_session(self, *, undone: bool = False, is_new_turn: bool = False) -> None:
         """Write the session, if there is a path for it. An error is put in `unsaved`.
 
-        undone: True after an undo, when the session may lose the undone turns. said: True after a new turn,
-        which is written even if the session holds an earlier chat that the undo leads back to.
+        undone: True after an undo: the session may lose the undone turns. is_new_turn: True after a new turn,
+        which is written even if the session holds an earlier chat to which more undo leads.
         """
-        self.unsaved = self.aside = self.moved = None
-        self.back.clear()
-        self._version_there = None
-        if self.path and (said or not undone or not self._leads_there(self.path)):
+        self.unsaved = self.previous_path = self.moved_archive = None
+        self.recovered.clear()
+        self._saved_version = None
+        if self.path and (is_new_turn or not undone or not self._holds_earlier_chat(self.path)):
             try:
                 self._replace_own(self.path, undone)
             except SessionError as error:
                 self.unsaved = error
             else:
-                self._version_there = self.chat.version
-                self._there = self._said()
+                self._saved_version = self.chat.version
+                self._saved = self._comparable()
 
     def check(self) -> None:
         """Raise the error of the last save, if there was one."""
@@ -189,7 +189,7 @@ class ChatFiles:
         from kvtool.chats import session
 
         aside = None
-        is_undone = undone and self._there is not None and self._there["id"] == self.chat.id
+        is_undone = undone and self._saved is not None and self._saved["id"] == self.chat.id
         if self.has_previous and not is_undone and path.exists():
             try:
                 self._archive_file.open()
@@ -203,40 +203,40 @@ class ChatFiles:
             if aside:
                 session.delete(aside)
             raise
-        self.aside = aside
+        self.previous_path = aside
         if undone:
-            self._drop_asides()
+            self._drop_recovered()
         if aside:
-            self._asides.append(aside)
+            self._set_aside.append(aside)
 
-    def _leads_there(self, path: Path) -> bool:
+    def _holds_earlier_chat(self, path: Path) -> bool:
         """True if the session holds an earlier chat, and not a later one that was undone.
 
         An earlier chat stays in the session: more undo leads back to it.
         """
-        is_ours = self._there is not None and self._there["id"] == self.chat.id
-        return self.has_previous and not is_ours and path.exists() and not any(self._aside_again())
+        is_ours = self._saved is not None and self._saved["id"] == self.chat.id
+        return self.has_previous and not is_ours and path.exists() and not any(self._recovered())
 
-    def _aside_again(self) -> Iterator[Path]:
+    def _recovered(self) -> Iterator[Path]:
         """Yield the files set aside whose turns are all in the chat again."""
         from kvtool.chats import session
 
-        for spare in list(self._asides):
+        for spare in list(self._set_aside):
             with suppress(OSError, SessionError):
                 if not self._would_lose(session.read_meta(spare)):
                     yield spare
 
-    def _drop_asides(self) -> None:
+    def _drop_recovered(self) -> None:
         """Delete the files set aside whose turns are all in the session again."""
         from kvtool.chats import session
 
-        for spare in self._aside_again():
-            self._asides.remove(spare)
+        for spare in self._recovered():
+            self._set_aside.remove(spare)
             with suppress(OSError, SessionError):
                 session.delete(spare)
-                self.back.append(spare)
+                self.recovered.append(spare)
 
-    def _said(self) -> Meta:
+    def _comparable(self) -> Meta:
         """Return the values of the chat that `_would_lose` compares."""
         return {"id": self.chat.id, "n_turn": self.chat.n_turn, "messages": list(self.chat.messages)}
 
@@ -252,7 +252,7 @@ class ChatFiles:
         except OSError as error:
             raise session.cannot("write", archive_file.archive_path(path), error, path) from None
         finally:
-            self.moved = own.moved
+            self.moved_archive = own.moved
             if not is_own:
                 own.close()
 
@@ -274,7 +274,7 @@ class ChatFiles:
 
         POSIX only: there an open file stays readable after its session is replaced.
         """
-        if self.path and self._version_there == self.chat.version and os.name == "posix":
+        if self.path and self._saved_version == self.chat.version and os.name == "posix":
             with ExitStack() as stack, suppress(OSError):
                 # OSError: the user has removed the file
                 file = stack.enter_context(self.path.open("rb"))

@@ -107,11 +107,11 @@ class Terminal:
         """Says what could not be saved, and where another chat was put."""
         if self.files.unsaved:
             self.error(self.files.unsaved)
-        if self.files.aside:
-            self.note(f"the previous chat of {self.files.path} is now in {self.files.aside.name}")
-        if self.files.moved:
-            self.note(moved_line(self.files.moved))
-        for spare in self.files.back:
+        if self.files.previous_path:
+            self.note(f"the previous chat of {self.files.path} is now in {self.files.previous_path.name}")
+        if self.files.moved_archive:
+            self.note(moved_line(self.files.moved_archive))
+        for spare in self.files.recovered:
             # FILE.1 was made of FILE
             self.note(f"the chat of {spare.name} is in {spare.stem} again")
 
