@@ -37,11 +37,11 @@ from kvtool.measure.machine import machine
 Row = dict[str, Any]
 
 WAYS = {
-    "full": measure.Way("full, flash on", flash="on"),
-    "recall": measure.Way("recall, 512", "recall", 512),
-    "streamingllm": measure.Way("streamingllm, 512", "streamingllm", 512),
-    "h2o": measure.Way("h2o, 1,024", "h2o", 1024),
-    "corm": measure.Way("corm, 1,024, flash on", "corm", 1024, flash="on"),
+    "full": measure.CacheConfig("full, flash on", flash="on"),
+    "recall": measure.CacheConfig("recall, 512", "recall", 512),
+    "streamingllm": measure.CacheConfig("streamingllm, 512", "streamingllm", 512),
+    "h2o": measure.CacheConfig("h2o, 1,024", "h2o", 1024),
+    "corm": measure.CacheConfig("corm, 1,024, flash on", "corm", 1024, flash="on"),
 }
 
 N_STEP = 64
@@ -75,7 +75,7 @@ def facts(args: Args) -> Iterator[Row]:
     yield {"what": "nvidia-smi", ask: said}
 
 
-def settings_of(model: Model, way: measure.Way, depth: int) -> Settings:
+def settings_of(model: Model, way: measure.CacheConfig, depth: int) -> Settings:
     """The engine's settings of a way at a depth."""
     types = {"type_k": way.cache_type, "type_v": way.cache_type}
     return Settings(n_ctx=model.n_ctx_train, n_batch=256, archive=depth, flash=way.flash, **types)
@@ -209,7 +209,7 @@ def read(args: Args) -> Iterator[Row]:
         }
 
 
-def at_depth(model: Model, way: measure.Way, depth: int, tokens: np.ndarray) -> Engine:
+def at_depth(model: Model, way: measure.CacheConfig, depth: int, tokens: np.ndarray) -> Engine:
     """A stream of that way that seems to have read so many tokens."""
     policy, settings = (
         policies.fit(way.policy, way.budget or depth + 256),

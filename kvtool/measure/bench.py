@@ -1,6 +1,6 @@
 """Speed of reading and writing at several depths, and memory, for several cache configurations.
 
-A row is one way (cache configuration) at one depth. Each of its rounds starts a new cache at that depth (see
+A row is one cache configuration at one depth. Each of its rounds starts a new cache at that depth (see
 `depths`), writes two tokens, reads one batch and writes some tokens, the last of which is at the row's depth.
 The rows of a depth alternate. Each has a limit of seconds, after which it gets no more rounds.
 """
@@ -41,7 +41,7 @@ _CHEAP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class CacheConfig:
     """Cache configuration.
 
     Attributes
@@ -66,24 +66,24 @@ class Way:
     kv_offload: bool = True
 
 
-def ways(budgets: Mapping[str, int], *, has_device: bool) -> list[Way]:
-    """Return the ways to measure. budgets: in cells, by policy. has_device: True with a GPU."""
+def cache_configs(budgets: Mapping[str, int], *, has_device: bool) -> list[CacheConfig]:
+    """Return the configurations to measure. budgets: in cells, by policy. has_device: True with a GPU."""
     return [
-        Way("full, flash off", flash="off"),
-        Way("full, flash on", flash="on"),
-        Way("full, q8_0, flash on", flash="on", cache_type="q8_0"),
-        *([Way("full, --no-kv-offload", kv_offload=False)] if has_device else []),
-        *(Way(f"{name}, {budget:,}", name, budget) for name, budget in budgets.items()),
+        CacheConfig("full, flash off", flash="off"),
+        CacheConfig("full, flash on", flash="on"),
+        CacheConfig("full, q8_0, flash on", flash="on", cache_type="q8_0"),
+        *([CacheConfig("full, --no-kv-offload", kv_offload=False)] if has_device else []),
+        *(CacheConfig(f"{name}, {budget:,}", name, budget) for name, budget in budgets.items()),
     ]
 
 
 @dataclass(slots=True)
 class Row:
-    """Way at a depth, with its results: each list has one entry per round.
+    """Cache configuration at a depth, with its results: each list has one entry per round.
 
     Attributes
     ----------
-    way, depth
+    config, depth
         Cache configuration, and depth in tokens.
     n_read
         Tokens of the batch to read.
@@ -106,7 +106,7 @@ class Row:
         Seconds spent so far.
     """
 
-    way: Way
+    config: CacheConfig
     depth: int
     n_read: int
     n_write: int
@@ -128,7 +128,7 @@ class Row:
         """Return the row's results as a JSON object.
 
         what, policy, budget, flash, cache_type, kv_offload, depth
-            As `Way` and `Row` have them; `what` is the name.
+            As `CacheConfig` and `Row` have them; `what` is the name.
         rounds
             Number of rounds.
         n_read
@@ -140,10 +140,10 @@ class Row:
         host_bytes, resident_bytes, why
             As `Row` has them.
         """
-        way = asdict(self.way)
+        config = asdict(self.config)
         return {
-            "what": way.pop("name"),
-            **way,
+            "what": config.pop("name"),
+            **config,
             "depth": self.depth,
             "rounds": len(self.write),
             "n_read": self.n_read,
@@ -164,9 +164,9 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def sized(way: Way, depth: int, n_batch: int) -> Row:
+def sized(config: CacheConfig, depth: int, n_batch: int) -> Row:
     """Create a row without results. depth: at least 32."""
-    return Row(way, depth, min(n_batch, depth // 4), min(_N_WRITE, depth // 8))
+    return Row(config, depth, min(n_batch, depth // 4), min(_N_WRITE, depth // 8))
 
 
 class Bench:
@@ -175,7 +175,7 @@ class Bench:
     Parameters
     ----------
     settings
-        Settings of all rows; a row's way changes some of them.
+        Settings of all rows; a row's configuration changes some of them.
     rounds, row_s
         Maximum rounds of a row, and seconds after which it gets no more rounds.
 
@@ -233,23 +233,23 @@ class Bench:
 
     def _too_much(self, row: Row) -> str | None:
         """Return why a row cannot be measured, as far as known in advance; None if it can."""
-        model, way = self.model, row.way
-        if way.policy == "full" and row.depth > model.n_ctx_train:
+        model, config = self.model, row.config
+        if config.policy == "full" and row.depth > model.n_ctx_train:
             return f"beyond the trained context ({model.n_ctx_train:,} tokens)"
-        n_batch, n_cell = self.settings.n_batch, row.depth if way.budget is None else way.budget + 256
+        n_batch, n_cell = self.settings.n_batch, row.depth if config.budget is None else config.budget + 256
         try:
-            needed = n_cell * model.layers.cell_bytes(way.cache_type, way.cache_type)
+            needed = n_cell * model.layers.cell_bytes(config.cache_type, config.cache_type)
             archive = row.depth * model.layers.cell_bytes(*2 * (self.settings.archive_type,))
         except KvtoolError as error:
             return str(error)
-        if way.flash != "on":
+        if config.flash != "on":
             # without flash attention, a batch's attention scores of one layer are in memory
             needed += 4 * n_batch * n_cell * max((each.n_head_kv * n for each, n in model.groups), default=0)
         host, device = free_bytes(), device_free()
         # the archive, and the copy that it is filled from
-        if policies.recalls(policies.load(way.policy)) and 2 * archive > host:
+        if policies.recalls(policies.load(config.policy)) and 2 * archive > host:
             return f"its archive needs {_of(2 * archive, host)}"
-        free = host if device is None or not way.kv_offload else device
+        free = host if device is None or not config.kv_offload else device
         return f"needs {_of(needed, free)}" if needed > free else None
 
     def _round(self, row: Row, saved: depths.Arrays | None) -> None:
@@ -275,7 +275,7 @@ class Bench:
             row.read.append(row.n_read / read)
             row.write.append(n_written / write)
             cache, after = engine.cache_bytes, device_free()
-            is_on_host = before is None or after is None or not row.way.kv_offload
+            is_on_host = before is None or after is None or not row.config.kv_offload
             taken = cache if before is None or after is None else before - after
             if taken > 0:
                 # a worker's counter does not change
@@ -326,17 +326,17 @@ class Bench:
         return engine
 
     def _made_of(self, row: Row) -> tuple[Policy, Settings]:
-        way = row.way
-        options: dict[str, Any] = {"type_k": way.cache_type, "type_v": way.cache_type, "flash": way.flash}
-        options |= {"kv_offload": way.kv_offload, "archive": row.depth}
-        return policies.fit(way.policy, way.budget or row.depth), replace(self.settings, **options)
+        config = row.config
+        options: dict[str, Any] = {"type_k": config.cache_type, "type_v": config.cache_type}
+        options |= {"flash": config.flash, "kv_offload": config.kv_offload, "archive": row.depth}
+        return policies.fit(config.policy, config.budget or row.depth), replace(self.settings, **options)
 
     def _start(self, row: Row) -> depths.Arrays | None:
         """Return `Engine.save`'s state of a row's policy after its first tokens; None for `full`."""
         policy, settings = self._made_of(row)
         if not policy.evicts:
             return None
-        key = row.way.name, min(row.n_start, depths.n_start(policy))
+        key = row.config.name, min(row.n_start, depths.n_start(policy))
         if key not in self._starts:
             tokens = self._tokens[np.arange(key[1]) % len(self._tokens)]
             self._starts[key] = depths.start(self.model, policy, settings, tokens, lambda: self.stop)

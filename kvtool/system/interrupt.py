@@ -31,7 +31,7 @@ def _say(message: str) -> None:
     with suppress(OSError, ValueError, RuntimeError, AttributeError):
         # a progress bar replaces sys.stderr, and redraws itself below any output there
         err = sys.__stderr__ or sys.stderr
-        # below the ^C; a bar may have hidden the cursor
+        # print below the ^C, and show the cursor, which a progress bar may have hidden
         before = "\x1b[?25h\n" if err.isatty() else ""
         err.write(f"{before}kvtool: {message}\n")
         err.flush()
@@ -85,8 +85,8 @@ def _handled(handler: Callable[..., object]) -> Iterator[None]:
 
 
 @contextmanager
-def told(tell: Callable[[], None]) -> Iterator[None]:
-    """Context in which Ctrl-C also calls `tell` immediately, from another thread.
+def notifying(notify: Callable[[], None]) -> Iterator[None]:
+    """Context in which Ctrl-C also calls `notify` immediately, from another thread.
 
     A signal handler runs only when C code returns, and a step of llama.cpp can take seconds.
     """
@@ -98,7 +98,7 @@ def told(tell: Callable[[], None]) -> Iterator[None]:
     def listen() -> None:
         while numbers := ours.recv(64):
             if signal.SIGINT in numbers:
-                tell()
+                notify()
 
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()

@@ -140,7 +140,7 @@ def test_a_device_that_does_not_count_is_said(whole, is_known):
 
 @pytest.mark.engine
 def test_where_memory_is_too_small_a_row_says_so(loaded, monkeypatch):
-    rows = [bench.sized(way, 256, 64) for way in bench.ways({"recall": 64}, has_device=False)]
+    rows = [bench.sized(way, 256, 64) for way in bench.cache_configs({"recall": 64}, has_device=False)]
     monkeypatch.setattr(bench, "free_bytes", lambda: 2000)
     made = bench.Bench(loaded, Settings(n_batch=64), rows, rounds=1, row_s=1.0)
     assert list(made.measure()) == rows
@@ -164,18 +164,19 @@ def test_other_kinds_of_models_are_measured(tiny_model, arch, wrong):
     """A row that fails does not affect the other rows."""
     budgets = {"recall": 64, "h2o": 64}
     with closing(Model(tiny_model(arch))) as model:
-        rows = [bench.sized(way, n, 32) for n in (64, 768) for way in bench.ways(budgets, has_device=False)]
+        configs = bench.cache_configs(budgets, has_device=False)
+        rows = [bench.sized(config, n, 32) for n in (64, 768) for config in configs]
         list(bench.Bench(model, Settings(n_batch=32, n_threads=1), rows, rounds=1, row_s=9.0).measure())
     for row in rows:
-        why = [why for (policy, n), why in wrong.items() if policy == row.way.policy and n <= row.depth]
+        why = [why for (policy, n), why in wrong.items() if policy == row.config.policy and n <= row.depth]
         assert all(words in row.why for words in why)
         assert bool(row.write) == (row.why is None) == (not why), row
 
 
 def test_a_cache_in_host_memory_is_measured_where_there_is_a_device():
-    own = [way for way in bench.ways({}, has_device=True) if not way.kv_offload]
+    own = [way for way in bench.cache_configs({}, has_device=True) if not way.kv_offload]
     assert [way.name for way in own] == ["full, --no-kv-offload"]
-    assert all(way.kv_offload for way in bench.ways({}, has_device=False))
+    assert all(way.kv_offload for way in bench.cache_configs({}, has_device=False))
 
 
 @pytest.mark.engine
@@ -187,9 +188,9 @@ def test_llama_cpp_is_told_where_the_cache_lies(loaded, monkeypatch):
         return made(model, params)
 
     monkeypatch.setattr(decoder.api, "llama_init_from_model", spy)
-    rows = [bench.sized(way, 64, 16) for way in bench.ways({}, has_device=True)]
+    rows = [bench.sized(way, 64, 16) for way in bench.cache_configs({}, has_device=True)]
     list(bench.Bench(loaded, Settings(n_threads=1), rows, rounds=1, row_s=1.0).measure())
-    assert told == [row.way.kv_offload for row in rows] == [True, True, True, False]
+    assert told == [row.config.kv_offload for row in rows] == [True, True, True, False]
 
 
 # streams at a depth

@@ -108,7 +108,7 @@ def test_what_q8_0_saves_the_devices_own_counter_has(tiny_model):
     if not any("llvmpipe" in each["description"] for each in devices()):
         pytest.skip("the device is not Mesa's, on the CPU")
     with closing(Model(tiny_model(n_ctx_train=512))) as model:
-        rows = [bench.sized(way, 64, 16) for way in bench.ways({}, has_device=True)[1:]]
+        rows = [bench.sized(way, 64, 16) for way in bench.cache_configs({}, has_device=True)[1:]]
         list(bench.Bench(model, Settings(n_batch=16, n_threads=1), rows, rounds=1, row_s=0.1).measure())
         assert not any(row.why for row in rows)
         (f16,), (q8_0,), (on_host,) = (row.device_bytes for row in rows)

@@ -114,8 +114,8 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: Json = False) -> None
         budgets = _budgets(run, info, model.layers)
         has_device = measure.device_free() is not None and run.gpu_layers != 0
         n_batch = run.n_batch or run.default_n_batch
-        ways = measure.ways(budgets, has_device=has_device)
-        rows = [measure.sized(way, depth, n_batch) for depth in depths for way in ways]
+        configs = measure.cache_configs(budgets, has_device=has_device)
+        rows = [measure.sized(config, depth, n_batch) for depth in depths for config in configs]
         settings = settings_of(run, model.n_ctx_train, n_batch, 1)
         benchmark = measure.Bench(model, settings, rows, rounds=args.rounds, row_s=args.seconds)
         about = {"model": path.stem, "machine": machine() | {"threads": run.threads}}
@@ -148,7 +148,7 @@ def _measure(benchmark: Bench) -> None:
     with tokens_progress("bench", len(benchmark.rows) * benchmark.rounds) as step:
         interrupt.stops(benchmark)
         for n_done, row in enumerate(benchmark.measure()):
-            step(n_done, f"depth {row.depth:,}: {row.way.name}")
+            step(n_done, f"depth {row.depth:,}: {row.config.name}")
 
 
 def _print(

@@ -178,7 +178,7 @@ class Terminal:
         def show(done: int, n: int) -> None:
             line.update(stopping if writer.stop else Text(progress.line(done, n)))
 
-        with self.console.status(Text("reading")) as line, interrupt.told(lambda: line.update(stopping)):
+        with self.console.status(Text("reading")) as line, interrupt.notifying(lambda: line.update(stopping)):
             writer.while_reading = show
             try:
                 return self.conversation.read_turn(text)
