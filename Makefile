@@ -60,7 +60,7 @@ help:
 	@echo 'make lint         run ruff and mypy'
 	@echo 'make stock        build the same llama.cpp without the patch, for comparisons'
 	@echo 'make check-stock  compare the logits of the two, bit by bit; DIR=folder: of the models there, too'
-	@echo 'make build-server build llama-server from the same sources to build/server/bin, for benchmarks/agents.py'
+	@echo 'make build-server build llama-server from the same sources to build/server/bin, for lab/benchmarks/agents.py'
 	@echo 'make check-archs  run every architecture of llama.cpp that is not refused, as a small random model;'
 	@echo '                 takes minutes; DIR=folder keeps the models there'
 	@echo 'make check-cuda   compile with nvcc for one architecture (CUDA_ARCH=86), and run the tests of the engine'
@@ -78,8 +78,8 @@ help:
 	@echo 'make check-chance run the tests that start processes 30 times, and report which fail by chance;'
 	@echo '                 takes hours; ARGS="-n 5 --busy 2 tests/serve/test_serve.py" for fewer, on a busy machine'
 	@echo 'make papers       repeat the papers'"'"' experiments: DATA=folder, MODELS=folder, IDS="..." for some;'
-	@echo '                 see papers/README.md'
-	@echo 'make papers-tables  write the tables of the documents from papers/records'
+	@echo '                 see lab/papers/README.md'
+	@echo 'make papers-tables  write the tables of the documents from lab/papers/records'
 	@echo 'make docs         write docs/cli.md from the help texts of the commands'
 
 $(PY):
@@ -194,10 +194,10 @@ check-cuda: setup
 # the program and build/gpu-check are all that a machine with a GPU needs: no network, no compiler, no model
 gpu-check: setup
 	@wheel="$(WHEEL)"; wheel=$${wheel:-$$(CMAKE_ARGS='$(GPU_ARGS)' $(PY) -m kvtool.build)} && \
-		$(PY) benchmarks/gpu_pack.py build/gpu-check "$$wheel" --tests $(DEVICE_TESTS)
-	@if nvidia-smi >/dev/null 2>&1; then $(PY) benchmarks/gpu_check.py build/gpu-check --out build/gpu-check/out $(ARGS); \
+		$(PY) -m lab.benchmarks.gpu_pack build/gpu-check "$$wheel" --tests $(DEVICE_TESTS)
+	@if nvidia-smi >/dev/null 2>&1; then $(PY) -m lab.benchmarks.gpu_check build/gpu-check --out build/gpu-check/out $(ARGS); \
 	else echo 'no NVIDIA GPU here; on a machine with one, in a copy of this folder:' >&2; \
-		echo 'python3 benchmarks/gpu_check.py build/gpu-check --out build/gpu-check/out' >&2; fi
+		echo 'python3 -m lab.benchmarks.gpu_check build/gpu-check --out build/gpu-check/out' >&2; fi
 
 # ggml uses a device that is a CPU only if it is named; without half precision, for exact results
 check-vulkan: setup
@@ -249,14 +249,14 @@ fuzz-sanitized: $(READY)
 
 papers: setup
 	@test -d "$(DATA)" || { echo 'name the folder with the texts and data sets: make papers DATA=folder' >&2; exit 2; }
-	@$(ONE_THREAD) $(PY) -m papers run "$(DATA)" $(IDS) $(if $(MODELS),--models "$(MODELS)")
+	@$(ONE_THREAD) $(PY) -m lab.papers run "$(DATA)" $(IDS) $(if $(MODELS),--models "$(MODELS)")
 
 papers-tables: $(READY)
-	@$(PY) -m papers tables
+	@$(PY) -m lab.papers tables
 
 docs: $(READY)
 	@$(PY) docs/make_cli.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
-	find kvtool tests patches benchmarks papers -name __pycache__ -prune -exec rm -rf {} +
+	find kvtool tests patches lab -name __pycache__ -prune -exec rm -rf {} +

@@ -8,7 +8,7 @@ Differs from the paper: an eviction makes room for `slack` tokens, the paper's f
 averages of that moment serve for all evicted tokens, which are merged one at a time, the smallest average
 first; each merge sees the earlier ones. One decision per KV head, on the sum over its group of query heads.
 
-On a model with grouped queries, merging gives worse results: papers/merging.md.
+On a model with grouped queries, merging gives worse results: lab/papers/merging.md.
 """
 
 from __future__ import annotations

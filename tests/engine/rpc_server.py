@@ -16,7 +16,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
-from benchmarks.servers import reserved_port
+from lab.benchmarks.servers import reserved_port
 from tests import forked
 from tests.held import PATIENCE_S, until
 

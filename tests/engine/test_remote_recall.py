@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,14 +16,10 @@ from kvtool import policies
 from kvtool.llama.library import library_path
 from kvtool.llama.workers import add_rpc
 from kvtool.measure import perplexity
+from lab.benchmarks import wire
 from tests.engine import rpc_server, saved
 from tests.engine.running import open_engine, text
 from tests.engine.test_spares import RECOMPUTE
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-
-import wire  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.servers import reserved_port
 from kvtool import policies
 from kvtool.llama.context import Context
 from kvtool.llama.devices import devices
@@ -23,6 +22,7 @@ from kvtool.llama.model import Model
 from kvtool.llama.workers import add_rpc
 from kvtool.measure import perplexity
 from kvtool.policy import Signal, SignalRequest
+from lab.benchmarks.servers import reserved_port
 from tests import forked
 from tests.engine import rpc_server, saved
 from tests.engine.running import open_engine, text

@@ -9,7 +9,6 @@ import ctypes
 import json
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,15 +18,11 @@ from kvtool.llama.devices import devices
 from kvtool.llama.library import bind, lib, library_path
 from kvtool.llama.log import set_verbose
 from kvtool.llama.workers import _SPARE_BYTES, add_rpc
+from lab.benchmarks import wire
 from tests import forked
 from tests.engine import rpc_server
 from tests.engine.running import open_engine, text
 from tests.engine.test_rpc import POLICIES
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-
-import wire  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

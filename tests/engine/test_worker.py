@@ -18,11 +18,11 @@ import pytest
 import tiny
 from typer.testing import CliRunner
 
-from benchmarks.servers import reserved_port
 from kvtool import cli
 from kvtool.chats import session
 from kvtool.errors import LibraryError, UsageError
 from kvtool.llama import endpoints
+from lab.benchmarks.servers import reserved_port
 from tests import forked
 from tests.cli.called import KEEPS
 from tests.cli.test_cli import KVTOOL, TEXT, kvtool
@@ -389,7 +389,7 @@ def test_compare_over_two_workers_gives_what_it_gives_here(workers, model, tmp_p
 @pytest.mark.engine
 def test_signals_go_over_the_wire_once_a_plan(model, tmp_path):
     (tmp_path / "text").write_text(TEXT)
-    command = [sys.executable, ROOT / "benchmarks" / "wire.py", tmp_path / "text", "-m", model]
+    command = [sys.executable, "-m", "lab.benchmarks.wire", tmp_path / "text", "-m", model]
     command += ["--budget", "256", "--tokens", "32", "--policies", "streamingllm,h2o,roco"]
     done = subprocess.run(
         [*map(str, command), "--json", tmp_path / "wire.json"],

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.servers import answers, reserved_port
+from lab.benchmarks.servers import answers, reserved_port
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux lets a socket reserve a port")
 

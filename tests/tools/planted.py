@@ -620,7 +620,7 @@ def found(part: str, fault: Fault) -> bool:
     shutil.rmtree(copy, ignore_errors=True)
     left_out = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache")
     try:
-        for folder in ("kvtool", "patches", "tests", "benchmarks", "papers", "docs"):
+        for folder in ("kvtool", "patches", "tests", "lab", "docs"):
             shutil.copytree(ROOT / folder, copy / folder, ignore=None if folder == "kvtool" else left_out)
         for file in ("pyproject.toml", "models.txt", "README.md", "Makefile", "LICENSE"):
             shutil.copy(ROOT / file, copy / file)

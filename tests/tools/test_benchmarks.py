@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import lzma
 import re
@@ -16,15 +15,16 @@ import pytest
 
 from kvtool import policies
 from kvtool.measure import perplexity
+from lab.benchmarks import tools
+from lab.benchmarks.common import mcnemar
 from tests.engine.running import open_engine
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "lab" / "benchmarks"
 PROGRAMS = [path for path in sorted(FOLDER.glob("*.py")) if '__name__ == "__main__"' in path.read_text()]
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 def test_a_benchmark_says_what_it_is_for(path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr(sys, "argv", [path.name, "--help"])
     before = signal.getsignal(signal.SIGPIPE)
     with pytest.raises(SystemExit) as end:
@@ -32,12 +32,6 @@ def test_a_benchmark_says_what_it_is_for(path, monkeypatch, capsys):
     assert end.value.code == 0
     assert signal.getsignal(signal.SIGPIPE) == before
     assert path.read_text().split('"""')[1].split("\n")[0] in capsys.readouterr().out
-
-
-@pytest.fixture
-def tools(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("tools")
 
 
 READ = {
@@ -69,7 +63,7 @@ READ = {
         (["a.py"], False),
     ],
 )
-def test_a_call_is_valid_if_its_arguments_fit_the_schema(tools, arguments, fits):
+def test_a_call_is_valid_if_its_arguments_fit_the_schema(arguments, fits):
     assert tools.fits(arguments, READ) is fits
     row = {"kind": "read", "needs": ["b.py"], "name": "read", "arguments": json.dumps(arguments)}
     assert tools.score(row, {"read": READ}) == {"valid": fits, "right": False}
@@ -99,11 +93,11 @@ def test_a_call_is_valid_if_its_arguments_fit_the_schema(tools, arguments, fits)
         ("write", ["a.md", "port: 80"], "bash", {"command": "grep 'port: 80' a.md"}, False),
     ],
 )
-def test_a_call_is_right_if_it_does_what_was_asked_for(tools, kind, needs, name, arguments, right):
+def test_a_call_is_right_if_it_does_what_was_asked_for(kind, needs, name, arguments, right):
     assert tools.is_right(kind, needs, name, arguments) is right
 
 
-def test_requests_for_tools_are_equal_for_all_settings_and_differ_from_one_another(tools):
+def test_requests_for_tools_are_equal_for_all_settings_and_differ_from_one_another():
     asked = tools.make_requests(50, seed=1)
     assert asked == tools.make_requests(50, seed=1) != tools.make_requests(50, seed=2)
     assert asked[:25] == tools.make_requests(25, seed=1)
@@ -112,7 +106,7 @@ def test_requests_for_tools_are_equal_for_all_settings_and_differ_from_one_anoth
     assert {each["kind"] for each in asked} == set(tools.TASKS)
 
 
-def test_every_recorded_agent_has_tools_for_every_task(tools):
+def test_every_recorded_agent_has_tools_for_every_task():
     with lzma.open(tools.REQUESTS, "rt", encoding="utf-8") as lines:
         agents = [json.loads(line) for line in lines]
     assert len({each["client"] for each in agents}) == 4
@@ -133,7 +127,7 @@ def test_every_recorded_agent_has_tools_for_every_task(tools):
         assert asked["tools"] == body["tools"]
 
 
-def test_an_answer_of_either_api_is_read(tools):
+def test_an_answer_of_either_api_is_read():
     usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}, "completion_tokens": 3}
     calls = [{"function": {"name": "read", "arguments": '{"path": "a"}'}}, {"function": {"name": "no"}}]
     chat = {"choices": [{"message": {"content": None, "tool_calls": calls}}], "usage": usage}
@@ -151,7 +145,7 @@ def test_an_answer_of_either_api_is_read(tools):
     assert (found["name"], found["calls"], found["said"]) == (None, 0, "No.")
 
 
-def test_the_table_counts_what_all_settings_have_answered(tools):
+def test_the_table_counts_what_all_settings_have_answered():
     def row(policy, text, valid, right):
         return {"agent": "A", "policy": policy, "text": text, "prompt": 7, "valid": valid, "right": right}
 
@@ -169,16 +163,14 @@ def test_the_table_counts_what_all_settings_have_answered(tools):
     ]
 
 
-def test_a_budget_may_be_beyond_what_is_pinned(tools):
+def test_a_budget_may_be_beyond_what_is_pinned():
     found = [
         tools.Kvtool(None, 0, policy, 5000).policy[1:] for policy in ("full", "recall@1024", "h2o@+1024")
     ]
     assert found == [["full"], ["recall", "--budget", "1024"], ["h2o", "--budget", "6024"]]
 
 
-def test_mcnemar_is_the_exact_test(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    mcnemar = importlib.import_module("common").mcnemar
+def test_mcnemar_is_the_exact_test():
     assert mcnemar(0, 0) == mcnemar(3, 3) == 1
     # both tails of ten throws of a coin with at most one head
     assert mcnemar(9, 1) == mcnemar(1, 9) == pytest.approx(22 / 1024)
@@ -189,7 +181,6 @@ def test_the_random_model_reads_texts_and_expects_nothing(monkeypatch, tmp_path,
     path = tmp_path / "random.gguf"
     shape = {"layers": 2, "heads": 4, "kv-heads": 2, "head-dim": 32, "ff": 64, "n-ctx": 512}
     given = [part for name, size in shape.items() for part in (f"--{name}", str(size))]
-    monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr(sys, "argv", ["random_model.py", str(path), "-m", str(smollm2), *given])
     runpy.run_path(str(FOLDER / "random_model.py"), run_name="__main__")
     with open_engine(path, policies.fit("h2o", 32)) as engine:

@@ -23,8 +23,8 @@ import make_cli
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-LABORATORY = ROOT / "papers"
-FRONTS = (ROOT / folder / "README.md" for folder in ("", "patches", "benchmarks"))
+LABORATORY = ROOT / "lab" / "papers"
+FRONTS = (ROOT / folder / "README.md" for folder in ("", "patches", "lab/benchmarks"))
 PAGES = sorted([*FRONTS, *DOCS.rglob("*.md"), *LABORATORY.glob("*.md")])
 
 

@@ -1,32 +1,25 @@
-"""The programs of benchmarks/gpu_check.py compute the right thing, and report parts that crash or hang."""
+"""The programs of gpu_check.py compute the right thing, and report parts that crash or hang."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def load(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module
+from lab.benchmarks import ggml_micro as micro
+from lab.benchmarks import gpu_check as check
+from lab.benchmarks import gpu_rows, random_model
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("form", ["one", "ne3", "ne3 in order", "calls"])
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
-def test_attention_equals_the_definition_in_each_layout(load, kind, form, n):
+def test_attention_equals_the_definition_in_each_layout(kind, form, n):
     if form == "ne3 in order" and n == 1:
         pytest.skip("one token is in order")
-    micro = load("ggml_micro")
     ggml, rng, n_kv = micro.Ggml(), np.random.default_rng(0), 256
     backend, number = ggml.backend(), micro.TYPES[kind]
     caches = micro.Work(ggml, backend)
@@ -44,8 +37,7 @@ def test_attention_equals_the_definition_in_each_layout(load, kind, form, n):
 
 
 @pytest.mark.engine
-def test_an_attention_to_other_keys_has_a_large_error(load):
-    micro = load("ggml_micro")
+def test_an_attention_to_other_keys_has_a_large_error():
     ggml, rng, n_kv = micro.Ggml(), np.random.default_rng(0), 256
     backend = ggml.backend()
     caches = micro.Work(ggml, backend)
@@ -74,8 +66,8 @@ node #  0 (       CPY): edit (  16K) [CUDA0         ] use=1,c=1:
 
 
 @pytest.mark.engine
-def test_reads_the_splits_of_each_graph_from_the_log(load):
-    first, second = load("gpu_rows").graphs_of(LOG)
+def test_reads_the_splits_of_each_graph_from_the_log():
+    first, second = gpu_rows.graphs_of(LOG)
     assert (first[0], dict(first[1]), dict(first[2])) == (
         2,
         {"GET_ROWS": 1, "MUL_MAT": 1, "FLASH_ATTN": 1},
@@ -84,7 +76,7 @@ def test_reads_the_splits_of_each_graph_from_the_log(load):
     assert (second[0], dict(second[1]), dict(second[2])) == (1, {"CPY": 1}, {})
 
 
-def test_counts_tests_and_names_those_that_fail(load):
+def test_counts_tests_and_names_those_that_fail():
     lines = [
         "tests/test_a.py::test_one[x] ",
         "[gw0] [ 33%] PASSED tests/test_a.py::test_one[x] ",
@@ -93,7 +85,7 @@ def test_counts_tests_and_names_those_that_fail(load):
         "FAILED tests/test_a.py::test_two - assert 1 == 2",
         "=== 1 failed, 1 passed, 1 skipped in 3.20s ===",
     ]
-    rows = list(load("gpu_check").tests_of(lines))
+    rows = list(check.tests_of(lines))
     assert [row["what"] for row in rows if row.get("outcome") == "failed"] == ["tests/test_a.py::test_two "]
     assert any("assert 1 == 2" in row["what"] for row in rows)
     assert rows[-1] == {
@@ -113,8 +105,7 @@ def test_counts_tests_and_names_those_that_fail(load):
         ("print('{}', flush=True); import time; time.sleep(600)", True, -9),
     ],
 )
-def test_a_part_that_crashes_or_hangs_keeps_its_rows(load, tmp_path, program, is_late, code):
-    check = load("gpu_check")
+def test_a_part_that_crashes_or_hangs_keeps_its_rows(tmp_path, program, is_late, code):
     with (tmp_path / "log").open("wb") as errors:
         # one that ends has a minute for it
         lines = check.Lines([sys.executable, "-c", program], dict(os.environ), errors, 2 if is_late else 60)
@@ -123,8 +114,7 @@ def test_a_part_that_crashes_or_hangs_keeps_its_rows(load, tmp_path, program, is
     assert is_late or rows == [{}]
 
 
-def test_the_table_shows_each_form_in_a_column_and_what_failed(load):
-    check = load("gpu_check")
+def test_the_table_shows_each_form_in_a_column_and_what_failed():
     case = {"part": "2a", "type": "f16", "n": 1, "n_kv": 1024, "supported": True}
     rows = [
         case | {"what": "one", "us": 1.5, "error": 0.001},
@@ -138,10 +128,9 @@ def test_the_table_shows_each_form_in_a_column_and_what_failed(load):
     assert "bench --way full: exit status -6: aborted" in text
 
 
-def test_repeated_weights_have_the_shape_and_the_blocks_of_random_ones(load):
-    model = load("random_model")
-    whole = model.quantized(np.random.default_rng(0), 10, 64)
-    some = model.quantized(np.random.default_rng(0), 10, 64, 4)
+def test_repeated_weights_have_the_shape_and_the_blocks_of_random_ones():
+    whole = random_model.quantized(np.random.default_rng(0), 10, 64)
+    some = random_model.quantized(np.random.default_rng(0), 10, 64, 4)
     assert some.shape == whole.shape
     assert (some[4:8] == some[:4]).all()
     assert not (whole[4:8] == whole[:4]).all()

@@ -1,0 +1,1 @@
+"""The laboratory: programs that measure kvtool, and the experiments of the papers."""

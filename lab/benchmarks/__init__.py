@@ -1,0 +1,1 @@
+"""Programs that measure kvtool: python -m lab.benchmarks.NAME."""

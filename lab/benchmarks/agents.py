@@ -1,0 +1,329 @@
+"""Sessions of coding agents against several servers: tokens read and time to the first token, turn by turn.
+
+    python -m lab.benchmarks.agents -m M.gguf --llama-server build/bin/llama-server \\
+        --llama-cpp venv/bin/python
+
+data/agents.jsonl.xz has the requests of opencode and Qwen Code, recorded with a scripted model:
+each session reads, writes and edits files, and goes on after a second question. What the model said in them
+is replaced by what the server has answered, as in a real chat: results of tools are then texts of the user.
+With --recorded, requests are sent as they were, so that no answer in them is one that the server gave.
+
+Before the last request the server starts anew; that request comes again with a message in its middle changed;
+and on a new server two agents take turns. kvtool keeps its chats with --sessions, llama-server with
+--slot-save-path, saved and restored by its API; the time to restore is not counted. llama_cpp.server keeps
+nothing and knows no /v1/messages. --llama-cpp is a Python that has it; LLAMA_CPP_LIB_PATH gives it the same
+llama.cpp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import lzma
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lab.benchmarks.common import machine, make_parser, note, write_json
+from lab.benchmarks.servers import answers, reserved_port
+
+SESSIONS = Path(__file__).parent / "data" / "agents.jsonl.xz"
+MESSAGES = "/v1/messages"
+N_SLOT = 4
+"""Of llama-server, unless told otherwise."""
+
+Json = dict[str, object]
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("-m", "--model", required=True, help="a path")
+    parser.add_argument("--llama-server", help="its program")
+    parser.add_argument("--llama-cpp", help="a Python that has llama_cpp.server")
+    parser.add_argument("--kvtool", default="", help="options of kvtool serve")
+    parser.add_argument("--recorded", action="store_true", help="send the answers that were recorded")
+    parser.add_argument("--without-kvtool", action="store_true", help="the others alone")
+    parser.add_argument("--only", default="", help="agents whose names have this")
+    parser.add_argument("-c", "--n-ctx", default="65536", help="of the others")
+    parser.add_argument("-t", "--threads", default="1")
+    parser.add_argument("-n", type=int, default=8, help="tokens of each answer")
+    parser.add_argument("--long", type=Path, help="a text, which one more message has before a restart")
+    parser.add_argument("--words", type=int, default=10000, help="of that text")
+    parser.add_argument("--json", type=Path, help="write each turn to this file")
+    args = parser.parse_args()
+    sessions: dict[str, list[Json]] = {}
+    with lzma.open(SESSIONS, "rt", encoding="utf-8") as lines:
+        for each in map(json.loads, lines):
+            sessions.setdefault(each.pop("client"), []).append(each)
+    rows: list[Json] = []
+    names = list(sessions)
+    for i, agent in enumerate(names):
+        if args.only.lower() not in agent.lower():
+            continue
+        other = sessions[names[(i + 1) % len(names)]]
+        for server in _servers(args):
+            for row in _replay(server, sessions[agent], other, args):
+                rows.append({"agent": agent, "server": server.name, **row})
+                note(" ".join(f"{value}" for value in rows[-1].values()))
+                write_json(args.json, {"machine": machine(), "kvtool": args.kvtool, "rows": rows})
+    Console(width=110).print(_table(rows, args))
+
+
+class Server:
+    """A server that can be started more than once, on one port.
+
+    The folder that it is started with keeps its chats from one start to the next.
+    """
+
+    name, speaks = "", (MESSAGES, "/v1/chat/completions")
+
+    def __init__(self, args: argparse.Namespace, port: int) -> None:
+        self.args = args
+        self.process: subprocess.Popen[bytes] | None = None
+        self.port = str(port)
+        self.url = f"http://127.0.0.1:{port}"
+
+    def command(self, folder: Path) -> list[str]:
+        raise NotImplementedError
+
+    def start(self, folder: Path) -> None:
+        self.log = folder / "log"
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(self.command(folder), stdout=log, stderr=log)
+        if not answers(self.process, self.url):
+            sys.exit(f"{self.name} does not answer:\n{self.log.read_text()[-2000:]}")
+        self.n_log = self.log.stat().st_size
+
+    def stop(self) -> None:
+        if self.process:
+            self.process.send_signal(signal.SIGINT)
+            self.process.wait(60)
+
+    def restart(self, folder: Path) -> None:
+        self.stop()
+        self.start(folder)
+
+    def count(self, end: Json) -> tuple[int, int] | None:
+        """(tokens of the prompt, tokens read), as the server itself says."""
+        usage = end.get("usage") or {}
+        if "input_tokens" in usage:
+            n_read = usage["input_tokens"] + usage.get("cache_creation_input_tokens", 0)
+            return n_read + usage["cache_read_input_tokens"], n_read
+        n_prompt = usage["prompt_tokens"]
+        return n_prompt, n_prompt - usage["prompt_tokens_details"]["cached_tokens"]
+
+
+class Kvtool(Server):
+    name = "kvtool"
+
+    def command(self, folder: Path) -> list[str]:
+        own = ["--port", self.port, "-t", self.args.threads, "--sessions", str(folder / "chats")]
+        options = [*own, *shlex.split(self.args.kvtool)]
+        return [sys.executable, "-m", "kvtool", "serve", "-m", self.args.model, *options]
+
+
+class LlamaServer(Server):
+    name = "llama-server"
+
+    def command(self, folder: Path) -> list[str]:
+        own = ["--port", self.port, "-t", self.args.threads, "--slot-save-path", str(folder), "--no-ui"]
+        return [self.args.llama_server, "-m", self.args.model, "-c", self.args.n_ctx, *own]
+
+    def restart(self, folder: Path) -> None:
+        self._slots("save")
+        super().restart(folder)
+        self._slots("restore")
+
+    def _slots(self, action: str) -> None:
+        for i in range(N_SLOT):
+            try:
+                post(f"{self.url}/slots/{i}?action={action}", {"filename": f"{i}.bin"}).close()
+            except urllib.error.HTTPError as error:
+                note(f"slot {i}: {error.read().decode()[:200]}")
+
+
+class LlamaCpp(Server):
+    name, speaks = "llama_cpp.server", ("/v1/chat/completions",)
+
+    def command(self, folder: Path) -> list[str]:
+        threads = ["--n_threads", self.args.threads, "--n_threads_batch", self.args.threads]
+        own = ["--model", self.args.model, "--n_ctx", self.args.n_ctx, "--port", self.port, *threads]
+        return [self.args.llama_cpp, "-m", "llama_cpp.server", *own]
+
+    def count(self, end: Json) -> tuple[int, int] | None:
+        time.sleep(0.5)
+        with self.log.open("rb") as log:
+            log.seek(self.n_log)
+            said = log.read()
+        self.n_log += len(said)
+        hits = re.findall(rb"(\d+) prefix-match hit, remaining (\d+) prompt", said)
+        read = re.findall(rb"prompt eval time =.*?/ +(\d+) tokens", said)
+        n_read = int(hits[-1][1]) if hits else int(read[-1]) if read else None
+        return None if n_read is None else (n_read + int(hits[-1][0]) if hits else n_read, n_read)
+
+
+def _servers(args: argparse.Namespace) -> Iterator[Server]:
+    wanted = {Kvtool: not args.without_kvtool, LlamaServer: args.llama_server, LlamaCpp: args.llama_cpp}
+    for kind in filter(wanted.get, wanted):
+        with reserved_port() as port:
+            yield kind(args, port)
+
+
+def _replay(server: Server, asked: list[Json], other: list[Json], args: argparse.Namespace) -> Iterator[Json]:
+    if asked[-1]["path"] not in server.speaks:
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder, chat = Path(name), Chat(server, args)
+        server.start(folder)
+        try:
+            for i, each in enumerate(asked[:-1]):
+                yield {"phase": "turns" if i else "first", **chat.turn(each)}
+            server.restart(folder)
+            yield {"phase": "restarted", **chat.turn(asked[-1])}
+            changed = _edited(asked[-1])
+            chat.said.pop()
+            yield {"phase": "edited", **chat.turn(changed)}
+            if args.long:
+                text = " ".join(args.long.read_text(encoding="utf-8").split()[: args.words])
+                for phase, said in (("long", text), ("long, restarted", "Go on.")):
+                    more = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": said}]
+                    changed["body"]["messages"] += more
+                    if phase != "long":
+                        server.restart(folder)
+                    yield {"phase": phase, **chat.turn(changed)}
+        finally:
+            server.stop()
+    if other[-1]["path"] not in server.speaks:
+        return
+    with tempfile.TemporaryDirectory() as name:
+        chats = Chat(server, args), Chat(server, args)
+        server.start(Path(name))
+        try:
+            for pair in zip(asked, other, strict=False):
+                for chat, each in zip(chats, pair, strict=True):
+                    yield {"phase": "two in turns", **chat.turn(each)}
+        finally:
+            server.stop()
+
+
+class Chat:
+    """A session that is replayed. said: what the server has answered in it."""
+
+    def __init__(self, server: Server, args: argparse.Namespace) -> None:
+        self.server, self.args = server, args
+        self.said: list[str] = []
+        self.n_given = 0
+
+    def turn(self, asked: Json) -> Json:
+        body = asked["body"]
+        # a request for a title is beside the chat
+        is_own = bool(body.get("tools"))
+        if is_own and not self.said:
+            self.n_given = sum(each["role"] == "assistant" for each in body["messages"])
+        if is_own and not self.args.recorded:
+            body = body | {"messages": self._as_said(body["messages"])}
+        row, said = _turn(self.server, asked["path"], body, self.args.n)
+        if is_own:
+            self.said.append(said.strip() or "Yes.")
+        return row
+
+    def _as_said(self, messages: list[Json]) -> list[Json]:
+        given, said = self.n_given, iter(self.said)
+        told = []
+        for message in messages:
+            if message["role"] == "assistant":
+                given -= 1
+                message = message if given >= 0 else {"role": "assistant", "content": next(said)}
+            elif message["role"] == "tool":
+                message = {"role": "user", "content": message["content"]}
+            elif isinstance(message["content"], list):
+                message = message | {"content": [_as_text(part) for part in message["content"]]}
+            told.append(message)
+        return told
+
+
+def _as_text(part: Json) -> Json:
+    if part["type"] != "tool_result":
+        return part
+    content = part["content"]
+    texts = [content] if isinstance(content, str) else [each["text"] for each in content]
+    return {"type": "text", "text": "\n".join(texts)}
+
+
+def _edited(asked: Json) -> Json:
+    """A request with the message in its middle changed at its beginning."""
+    changed = copy.deepcopy(asked)
+    messages = changed["body"]["messages"]
+    later = messages[len(messages) // 2 :]
+    message = next(each for each in later if each["role"] in ("user", "tool"))
+    where = message
+    while not isinstance(where["content"], str):
+        where = where["content"][0]
+        if "text" in where:
+            where["text"] = f"Changed: {where['text']}"
+            return changed
+    where["content"] = f"Changed: {where['content']}"
+    return changed
+
+
+def post(url: str, body: Json) -> object:
+    head = {"Content-Type": "application/json", "anthropic-version": "2023-06-01"}
+    return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head), timeout=7200)
+
+
+def _turn(server: Server, path: str, body: Json, n: int) -> tuple[Json, str]:
+    body = body | {"stream": True, "max_tokens": n, "temperature": 0}
+    start, first, end, reply = time.perf_counter(), 0.0, {}, ""
+    with post(server.url + path, body) as stream:
+        for line in stream:
+            if not line.startswith(b"data: {"):
+                continue
+            piece = json.loads(line[6:])
+            if "error" in piece:
+                sys.exit(f"{server.name}: {piece['error']}")
+            # of Anthropic's events the first has it all, and later ones may have only what was written
+            usage = (piece.get("message") or piece).get("usage") or {}
+            end["usage"] = end.get("usage", {}) | usage
+            texts = [choice["delta"].get("content") for choice in piece.get("choices", ())]
+            texts.append(piece.get("delta", {}).get("text"))
+            said = "".join(filter(None, texts))
+            if said and not first:
+                first = time.perf_counter()
+            reply += said
+    n_prompt, n_read = server.count(end) or (None, None)
+    first_s = (first or time.perf_counter()) - start
+    return {"tokens": n_prompt, "read": n_read, "first_s": first_s}, reply
+
+
+def _table(rows: list[Json], args: argparse.Namespace) -> Table:
+    table = Table(title=f"{Path(args.model).name}: tokens read, and seconds to the first token")
+    servers = list(dict.fromkeys(row["server"] for row in rows))
+    for column in ("agent", "phase", "tokens", *servers, *(f"{name}, s" for name in servers)):
+        table.add_column(column, justify="left" if column in ("agent", "phase") else "right")
+    for agent, phase in dict.fromkeys((row["agent"], row["phase"]) for row in rows):
+        own = [row for row in rows if (row["agent"], row["phase"]) == (agent, phase)]
+        of = [[row for row in own if row["server"] == name] for name in servers]
+        tokens = sum(row["tokens"] for row in of[0])
+        read = [sum(row["read"] or 0 for row in each) if each else None for each in of]
+        took = [sum(row["first_s"] for row in each) if each else None for each in of]
+        table.add_row(
+            agent, phase, f"{tokens:,}", *("-" if n is None else f"{n:,}" for n in read),
+            *("-" if s is None else f"{s:.1f}" for s in took),
+        )  # fmt: skip
+    return table
+
+
+if __name__ == "__main__":
+    main()

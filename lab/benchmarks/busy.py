@@ -1,0 +1,198 @@
+"""How long a token takes beside other programs that want the same cores.
+
+    python -m lab.benchmarks.busy FILE --policy h2o --budget 512 --others 0,1,2
+    python -m lab.benchmarks.busy FILE --spins 300,30000
+
+Rows are processes: kvtool with its default threads, kvtool with one thread, stock llama.cpp with as many as
+its own programs take. They take turns, some tokens each, beside 0, 1 and 2 more processes that decode with
+kvtool's defaults and never pause. --spins adds rows of kvtool in which threads wait longer or shorter
+before they sleep (GOMP_SPINCOUNT), beside others that do the same.
+
+over its share: a row's time over what kvtool's share of the cores explains. With k others that is 1 / (k + 1)
+of the cores: the least time of all cores alone, times k + 1, or of one thread alone where the share is a core
+or less. More is time that waiting wastes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+
+from rich.console import Console
+from rich.table import Table
+
+from kvtool.system.cpu import default_threads
+from lab.benchmarks.common import (
+    add_common,
+    describe,
+    load_model,
+    load_tokens,
+    machine,
+    make_parser,
+    note,
+    show,
+    spread,
+    write_json,
+)
+from lab.benchmarks.overhead import N_STOCK, Kvtool, Stock
+
+SPIN = "GOMP_SPINCOUNT"
+_OURS, _ALL, _ONE, _STOCK = "kvtool", "kvtool, all cores", "kvtool, one thread", "stock, all cores"
+
+
+class Row:
+    """A process that decodes when it is asked to.
+
+    n_threads: 0 lets kvtool choose. spin: its GOMP_SPINCOUNT, if it is set.
+    """
+
+    def __init__(self, args, kind: str, n_threads: int, spin: str | None = None) -> None:
+        self.n_threads = n_threads or default_threads()
+        self.spin = spin
+        command = [sys.executable, "-m", "lab.benchmarks.busy", str(args.file), "--child", kind]
+        command += ["-t", str(n_threads), "--policy", args.policy, "--budget", str(args.budget)]
+        command += ["-m", args.model] if args.model else []
+        environment = {name: value for name, value in os.environ.items() if name != SPIN}
+        environment |= {SPIN: spin} if spin else {}
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def wait(self) -> float:
+        """What it says next; 0 for that it is ready."""
+        return float(self._process.stdout.readline())
+
+    def ask(self, n: int) -> None:
+        """Begin n tokens; 0 is without an end."""
+        print(n, file=self._process.stdin, flush=True)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+
+def child(args) -> None:
+    """Answer each number of tokens on stdin with the seconds of one of them."""
+    model = load_model(args.model)
+    tokens = load_tokens(model, args.file, 4 * args.budget)
+    args.threads = args.threads or None
+    how = SimpleNamespace(**vars(args), clock="wall", evict_every=16, positions="auto")
+    if args.child == _STOCK:
+        decoder = Stock(model, args.budget, tokens, N_STOCK, "off", how)
+    else:
+        decoder = Kvtool(model, args.policy, tokens, "off", how)
+    decoder.step()
+    print(0, flush=True)
+    for line in sys.stdin:
+        n = int(line)
+        while not n:
+            decoder.step()
+        print(statistics.fmean(decoder.step() for _ in range(n)), flush=True)
+
+
+@contextmanager
+def others(args, n: int):
+    """Inside, n more processes decode."""
+    with ExitStack() as stack:
+        rows = [Row(args, _OURS, 0) for _ in range(n)]
+        for row in rows:
+            stack.callback(row.close)
+        for row in rows:
+            row.wait()
+            row.ask(0)
+        yield
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    add_common(parser)
+    parser.add_argument("--policy", default="h2o")
+    parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument(
+        "--others", default="0,1,2", help="numbers of other processes, separated by commas; the first is 0"
+    )
+    parser.add_argument("--spins", default="", help="lengths of GOMP_SPINCOUNT, separated by commas")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens of a turn: three evictions")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args)
+        return
+
+    n_core = default_threads()
+    with ExitStack() as stack:
+        rows = {
+            _OURS: Row(args, _OURS, 0),
+            _ALL: Row(args, _OURS, n_core),
+            _ONE: Row(args, _OURS, 1),
+            _STOCK: Row(args, _STOCK, n_core),
+        }
+        for spin in filter(None, args.spins.split(",")):
+            rows[f"{_ALL}, spins {spin}"] = Row(args, _OURS, n_core, spin)
+        for row in rows.values():
+            stack.callback(row.close)
+            row.wait()
+        times = _measure(args, rows)
+    results = _results(args, times)
+    write_json(args.json, results)
+    _print(results)
+
+
+def _measure(args, rows: dict[str, Row]) -> dict[tuple[str, int], list[float]]:
+    """Seconds of a token in each round, by row and number of others."""
+    times: dict[tuple[str, int], list[float]] = {}
+    for n in map(int, args.others.split(",")):
+        with others(args, n):
+            for _ in range(args.rounds):
+                for name, row in rows.items():
+                    row.ask(args.tokens)
+                    times.setdefault((name, n), []).append(row.wait())
+        note(f"beside {n}: done")
+    return times
+
+
+def _results(args, times: dict[tuple[str, int], list[float]]) -> dict:
+    cells = []
+    for (name, n), each in times.items():
+        explained = min(
+            statistics.median(times[_ALL, 0]) * (n + 1),
+            statistics.median(times[_ONE, 0]) * max((n + 1) / default_threads(), 1),
+        )
+        cells.append(
+            {
+                "row": name,
+                "others": n,
+                "ms": spread([1e3 * t for t in each]),
+                "over_stock": spread([t / s for t, s in zip(each, times[_STOCK, n], strict=True)]),
+                "over_all": spread([t / s for t, s in zip(each, times[_ALL, n], strict=True)]),
+                "over_share": statistics.median(each) / explained,
+            }
+        )
+    options = {name: getattr(args, name) for name in ("policy", "budget", "tokens", "rounds")}
+    return {"machine": machine(), "options": options, "cells": cells}
+
+
+def _print(results: dict) -> None:
+    console = Console()
+    console.print(describe(results["machine"]))
+    console.print(describe(results["options"]))
+    table = Table("others", "row", box=None)
+    for name in ("ms a token", "over stock", "over all cores", "over its share"):
+        table.add_column(name, justify="right")
+    for cell in results["cells"]:
+        ratios = (show(cell[name], 2) for name in ("over_stock", "over_all"))
+        ms, over = show(cell["ms"], 1), f"{cell['over_share']:.2f}"
+        table.add_row(str(cell["others"]), cell["row"], ms, *ratios, over)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

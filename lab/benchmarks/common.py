@@ -1,0 +1,143 @@
+"""What the benchmarks share: a description of the machine, tokens of a text, medians, plots."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+import kvtool
+from kvtool.llama.decoder import FLASH
+from kvtool.llama.devices import library_info
+from kvtool.llama.library import api
+from kvtool.llama.model import Model
+from kvtool.models.resolve import resolve
+from kvtool.system.cpu import cpu_name
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def make_parser(about: str) -> argparse.ArgumentParser:
+    """Return a parser that shows `about`, a module's docstring, as it is written."""
+    module = sys.modules["__main__"].__spec__
+    return argparse.ArgumentParser(
+        prog=module and f"python -m {module.name}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_common(parser: argparse.ArgumentParser, needs_file: bool = True) -> None:
+    """Add FILE, -m, -t and --json."""
+    parser.add_argument("file", type=Path, nargs=None if needs_file else "?", help="a text, UTF-8")
+    parser.add_argument("-m", "--model", help="a name of models.txt or a path (default: kvtool's)")
+    parser.add_argument("-t", "--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+
+
+def add_plot(parser: argparse.ArgumentParser) -> None:
+    """Add --plot, for `plot_ratios`."""
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the ratios; needs matplotlib")
+
+
+def machine() -> dict[str, object]:
+    """What a reader needs to know about the machine to compare numbers."""
+    info = library_info()
+    return {
+        "cpu": cpu_name(),
+        "n_core": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "kvtool": kvtool.__version__,
+        "llama_cpp_python": info["version"],
+        "patch": info["digest"],
+    }
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """p of McNemar's exact test. lost, won: what only the first of two gets right, and only the second."""
+    # either is as likely, if the two are equal
+    tail = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1)) / 2 ** (lost + won)
+    return min(2 * tail, 1)
+
+
+def describe(what: dict[str, object]) -> str:
+    """The pairs as one line: "name value, name value"."""
+    return ", ".join(f"{name} {value}" for name, value in what.items())
+
+
+def load_model(name: str | None) -> Model:
+    """The model of that name or path; kvtool's default without one."""
+    return Model(resolve(name))
+
+
+def stock_context(model: Model, n_cell: int, n_batch: int, n_threads: int, flash: str) -> object:
+    """A context of stock llama.cpp: nothing of kvtool is enabled. Ends the program if it cannot be made."""
+    params = api.llama_context_default_params()
+    params.n_ctx = n_cell
+    params.n_batch = params.n_ubatch = n_batch
+    params.n_threads = params.n_threads_batch = n_threads
+    params.flash_attn_type = FLASH[flash]
+    context = api.llama_init_from_model(model._model, params)
+    if not context:
+        sys.exit(f"llama.cpp cannot make a context of {n_cell} cells")
+    return context
+
+
+def load_tokens(model: Model, path: Path, n: int) -> np.ndarray:
+    """The first n tokens of the text. Ends the program if the text is shorter."""
+    # as `kvtool perplexity` reads it; read_text would change line ends
+    text = path.read_bytes().decode("utf-8-sig")
+    # 16 characters per token are always enough; a long text need not be tokenized whole
+    tokens = model.tokenize(text[: 16 * n], start=True)
+    if len(tokens) < n:
+        sys.exit(f"{path} is too short: {len(tokens)} tokens, at least {n} needed")
+    return tokens[:n]
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """The median, the least and the most."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def show(values: dict[str, float], digits: int = 3) -> str:
+    """What `spread` gives as text: "1.020 (0.990-1.051)"."""
+    return "{median:.{d}f} ({min:.{d}f}-{max:.{d}f})".format(**values, d=digits)
+
+
+def note(text: str) -> None:
+    """Print a line of progress to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def write_json(path: Path | None, results: dict[str, object]) -> None:
+    """Write the results, if a file is asked for."""
+    if path:
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def plot_ratios(path: Path | None, title: str, ratios: dict[str, dict[str, float]], target: float) -> None:
+    """Draw a bar for each ratio that `spread` gives, from least to most; lines at 1 and at the target."""
+    if path is None:
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 1.2 + 0.35 * len(ratios)), layout="constrained")
+    axes = figure.subplots()
+    medians = [ratio["median"] for ratio in ratios.values()]
+    off = [[abs(ratio["median"] - ratio[end]) for ratio in ratios.values()] for end in ("min", "max")]
+    axes.barh(list(ratios), medians, xerr=off, height=0.6, color="tab:blue", ecolor="0.3", capsize=3)
+    axes.axvline(1, color="0.5", linewidth=1)
+    axes.axvline(target, color="tab:red", linewidth=1, linestyle="--", label=f"target {target:g}")
+    axes.invert_yaxis()
+    axes.set_title(title, fontsize="medium")
+    figure.legend(loc="outside lower right", fontsize="small")
+    figure.savefig(path)

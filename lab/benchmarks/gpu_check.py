@@ -1,0 +1,456 @@
+"""Measure kvtool on a GPU in nine minutes, with nothing but Python, NumPy and what gpu_pack.py has packed.
+
+    python3 -m lab.benchmarks.gpu_check build/gpu-check --out DIR
+    python3 -m lab.benchmarks.gpu_check build/gpu-check --out DIR --only 2a,2b --seconds 120
+
+Each part runs in its own process with a limit of time, so that a crash loses one part. Each row is
+written to DIR/gpu-check.json at once; a table of all rows is printed at the end. --small is for a CPU.
+
+1   the device and the library
+2a  flash attention with a mask per KV head         2b  copies between host and device
+2c  single rows written and read                    2d  reading with streamed keys and values
+2e  writing with residents and means                3s  graph splits of a token, by policy
+3   reading and writing, by policy and depth        3r  reading a prompt, full cache and recall
+4   parts of a token's time                         5   the engine's tests
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import json
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Row = dict[str, Any]
+
+CUDA_FOLDERS = (
+    "/usr/local/cuda/lib64",
+    "/usr/local/cuda*/lib64",
+    "/usr/local/cuda*/targets/x86_64-linux/lib",
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/local/nvidia/lib64",
+    "/usr/local/nvidia/lib",
+)
+DRIVER = "libcuda.so.1"
+CUDA_LIBRARIES = ("libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13", DRIVER)
+
+MOST_ERROR = 0.02
+"""Relative error of an attention in F16 or q8_0 up to which its result counts as right."""
+
+TAIL = 1500
+"""Characters of a failed part's stderr that its row keeps."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the check: a program in its own process.
+
+    Attributes
+    ----------
+    name, limit_s
+        Its name, and the seconds after which it is ended.
+    command
+        Arguments of Python.
+    env
+        Environment variables.
+    """
+
+    name: str
+    limit_s: float
+    command: tuple[str, ...]
+    env: tuple[tuple[str, str], ...] = ()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pack", type=Path, help="the folder that gpu_pack.py has written")
+    parser.add_argument("--out", type=Path, required=True, help="where results and logs go")
+    parser.add_argument("--only", default="", help="parts, separated by commas (default: all)")
+    parser.add_argument("--seconds", type=float, default=520, help="seconds for all parts (default: 520)")
+    parser.add_argument("--small", action="store_true", help="small sizes, to try the program on a CPU")
+    parser.add_argument("--workers", type=int, default=0, help="processes of the tests (default: by cores)")
+    args = parser.parse_args()
+    deadline = time.monotonic() + args.seconds
+    args.out.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="gpu-check-") as work,
+        tempfile.TemporaryDirectory(prefix="gpu-check-", dir=_fast_folder()) as fast,
+    ):
+        Check(args, Path(work), Path(fast) / "model.gguf", deadline).run()
+
+
+def _fast_folder() -> str | None:
+    """A folder in memory with room for the model; None without one. No library may be loaded from it."""
+    shared = "/dev/shm"
+    return shared if os.path.isdir(shared) and shutil.disk_usage(shared).free > 12e9 else None
+
+
+class Check:
+    """All parts, one after the other.
+
+    Parameters
+    ----------
+    args
+        The command line.
+    work
+        A folder for the unpacked libraries.
+    model
+        Where to write the random model.
+    deadline
+        When all has to be over, by `time.monotonic`.
+    """
+
+    def __init__(self, args: argparse.Namespace, work: Path, model: Path, deadline: float) -> None:
+        self.args, self.work, self.model, self.deadline = args, work, model, deadline
+        self.rows: list[Row] = []
+        self.started = time.monotonic()
+        self.manifest: Row = json.loads((args.pack / "manifest.json").read_text())
+        self.env = unpack(args.pack, work, self.manifest["kernels"])
+        self._writer: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> None:
+        """Run the parts that are asked for, then print the table."""
+        wanted = [name for name in self.args.only.split(",") if name]
+        parts = [part for part in self.parts() if not wanted or part.name in wanted]
+        if any(part.name in ("3", "3r", "3s", "4") for part in parts):
+            # while the first parts run, which need one core
+            self._writer = self._write_model()
+        for part in parts:
+            if part.name in ("3", "3r", "3s", "4") and not self._model_ready():
+                continue
+            self._run(part)
+            if part.name == "1" and not self.args.small and not self._has_gpu():
+                # sizes for a GPU would take hours here
+                self._add(
+                    {"part": "1", "what": "GPU", "why": "the library sees none: nothing else is measured"}
+                )
+                break
+        if self._writer and self._writer.poll() is None:
+            self._writer.terminate()
+            self._writer.wait()
+        print("\n".join(table(self.rows)))
+        print(f"{time.monotonic() - self.started:.0f} s; all rows: {self.args.out / 'gpu-check.json'}")
+
+    def _has_gpu(self) -> bool:
+        return any(row.get("type") in ("gpu", "igpu") for row in self.rows if row.get("what") == "device")
+
+    def parts(self) -> Iterator[Part]:
+        """The parts, the most important first."""
+        small = ["--small"] if self.args.small else []
+        micro, rows = (("-m", f"lab.benchmarks.{name}") for name in ("ggml_micro", "gpu_rows"))
+        yield Part("1", 40, (*rows, "facts"))
+        for name, limit_s in (("2a", 110), ("2b", 30), ("2c", 30), ("2d", 60), ("2e", 60)):
+            yield Part(name, limit_s, (*micro, name, *small))
+        model = ("-m", str(self.model), *small)
+        # the scheduler logs each graph that it splits, and no graph is used again
+        logged = (("GGML_SCHED_DEBUG", "2"), ("LLAMA_GRAPH_REUSE_DISABLE", "1"))
+        yield Part("3s", 60, (*rows, "splits", *model), logged)
+        for way in ("recall", "full", "streamingllm", "h2o"):
+            yield Part("3", 75, (*rows, "bench", *model, "--way", way))
+        for way in ("recall", "full"):
+            yield Part("3r", 60, (*rows, "read", *model, "--way", way))
+        for way in ("recall", "streamingllm", "full"):
+            yield Part("4", 60, (*rows, "profile", *model, "--way", way))
+        yield Part("4", 40, (*rows, "search", *model, "--way", "recall"))
+        yield self._tests()
+
+    def _tests(self) -> Part:
+        n = self.args.workers or max(min((os.cpu_count() or 2) - 2, 14), 1)
+        command = ["-m", "pytest", "-v", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
+        # plugins of this machine's Python may warn, and a warning is an error
+        command += ["-p", "xdist.plugin", "-p", "pytest_timeout", "--timeout=90", "-n", str(n), "--dist=load"]
+        # the real model is not here
+        command += ["-k", "not a_real_model_scores"]
+        tests = self.manifest["tests"]
+        if self.args.small:
+            tests = [test for test in tests if "test_signals" in test]
+        env = {
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "LD_PRELOAD": str(self.work / "cuda_f32.so"),
+            "NVIDIA_TF32_OVERRIDE": "0",
+            **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMBA")},
+        }
+        return Part("5", 240, (*command, *tests), tuple(env.items()))
+
+    def _write_model(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "lab.benchmarks.random_model", str(self.model), "--repeat"]
+        command += ["-m", str(self.work / "vocab.gguf"), "--chat-template", str(self.work / "template.jinja")]
+        (self.work / "template.jinja").write_text("{{ messages[0].content }}")
+        if self.args.small:
+            command += ["--layers", "4", "--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--ff", "256"]
+        log = (self.args.out / "model.log").open("wb")
+        return subprocess.Popen(command, cwd=ROOT, env=self.env, stdout=log, stderr=log)
+
+    def _model_ready(self) -> bool:
+        """True once the model is written; a row tells of a failure, once."""
+        writer = self._writer
+        if writer is None:
+            return False
+        try:
+            code = writer.wait(max(self.deadline - time.monotonic() - 30, 1))
+        except subprocess.TimeoutExpired:
+            code = 1
+        if code:
+            self._writer = None
+            writer.kill()
+            said = (self.args.out / "model.log").read_text(errors="replace")
+            self._add({"part": "3", "what": "model", "why": f"not written: {said[-TAIL:]}"})
+        return not code
+
+    def _run(self, part: Part) -> None:
+        left = self.deadline - time.monotonic()
+        what = " ".join(word for word in part.command[1:] if not word.startswith("/"))[:60]
+        if left < 15:
+            self._add({"part": part.name, "what": what, "why": f"no time left ({left:.0f} s)"})
+            return
+        print(f"[{time.monotonic() - self.started:5.0f} s] {part.name} {what}", file=sys.stderr, flush=True)
+        began = time.monotonic()
+        limit_s = min(part.limit_s, left - 5)
+        log = self.args.out / "log"
+        with log.open("ab") as errors:
+            errors.write(f"\n== {part.name} {what}\n".encode())
+            errors.flush()
+            begin = errors.tell()
+            lines = Lines([sys.executable, *part.command], {**self.env, **dict(part.env)}, errors, limit_s)
+            results = tests_of(lines) if part.name == "5" else rows_of(lines)
+            for row in results:
+                self._add({"part": part.name, **row})
+        took = time.monotonic() - began
+        if lines.code:
+            said = log.read_bytes()[begin:].decode("utf-8", "replace").strip()[-TAIL:]
+            why = f"ended after {limit_s:.0f} s" if lines.is_late else f"exit status {lines.code}"
+            if part.name != "5" or lines.is_late:
+                self._add({"part": part.name, "what": what, "why": f"{why}: {said}"})
+        print(f"          took {took:.1f} s", file=sys.stderr, flush=True)
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        whole = {"manifest": self.manifest, "arguments": sys.argv[1:], "rows": self.rows}
+        part = self.args.out / "gpu-check.json.part"
+        part.write_text(json.dumps(whole, indent=0) + "\n")
+        part.replace(self.args.out / "gpu-check.json")
+
+
+def kernel_digest() -> str:
+    """Digest of the sources that kernels are compiled from."""
+    folder = ROOT / "kvtool"
+    files = [path for name in ("engine", "policies") for path in (folder / name).glob("*.py")]
+    files = [path for path in files if b"\n@kernel(" in path.read_bytes()]
+    digest = hashlib.sha256()
+    for path in sorted([*files, *(folder / "kernels").glob("*.*")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def unpack(pack: Path, work: Path, kernels: str) -> dict[str, str]:
+    """Unpack the libraries into a folder; returns the environment in which kvtool runs with them.
+
+    kernels: the `kernel_digest` that the packed kernels were compiled from.
+    """
+    site = work / "site"
+    for wheel in sorted(pack.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as file:
+            file.extractall(site)
+    for archive in sorted(pack.glob("*.tar.xz")):
+        with tarfile.open(archive) as packed:
+            packed.extractall(site)
+    for name in ("vocab.gguf", "cuda_f32.so"):
+        shutil.copy(pack / name, work / name)
+    env = dict(os.environ)
+    paths = [str(site), str(ROOT), *filter(None, [env.get("PYTHONPATH")])]
+    env["PYTHONPATH"] = os.pathsep.join(paths)
+    env["KVTOOL_CACHE"] = str(work / "cache")
+    env["PYTHONUNBUFFERED"] = "1"
+    folders = [*cuda_folders(), *filter(None, [env.get("LD_LIBRARY_PATH")])]
+    if folders:
+        env["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
+    # its folder depends on sources, CPU and path
+    ask = "from kvtool.system.paths import kernel_library; print(kernel_library())"
+    if kernels != kernel_digest():
+        print("the packed kernels are of other sources: numba compiles them here", file=sys.stderr)
+        return env
+    done = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True)
+    place = Path(done.stdout.strip())
+    place.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(pack / "kernels.so", place)
+    return env
+
+
+def loads(library: str) -> bool:
+    """True if the system finds a library without being told its folder."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def cuda_folders() -> list[str]:
+    """The folders that have CUDA's libraries, each library's first one."""
+    found: dict[str, str] = {}
+    names = [name for name in CUDA_LIBRARIES if name != DRIVER or not loads(DRIVER)]
+    patterns = list(CUDA_FOLDERS)
+    sites = {path for path in sys.path if path.endswith("-packages")}
+    sites.add("/opt/torch/.venv/lib/python3*/site-packages")
+    patterns += [f"{site}/nvidia/*/lib" for site in sorted(sites)]
+    for pattern in patterns:
+        for folder in sorted(Path("/").glob(pattern.lstrip("/"))):
+            for name in names:
+                if (folder / name).exists():
+                    found.setdefault(name, str(folder))
+    for name in names:
+        if name not in found:
+            print(f"{name} is not in the usual folders", file=sys.stderr)
+            command = ["timeout", "20", "find", "/", "-xdev", "-name", name, "-print", "-quit"]
+            said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+            if said:
+                found[name] = str(Path(said).parent)
+    # a system's own folder comes last: it holds more than CUDA
+    return sorted(dict.fromkeys(found.values()), key=lambda folder: folder.startswith("/usr/lib"))
+
+
+class Lines:
+    """The lines that a program prints, until it ends or its time is over.
+
+    Attributes
+    ----------
+    code, is_late
+        Once it has ended: its exit status, and whether it was ended because its time was over.
+    """
+
+    def __init__(self, command: Sequence[str], env: dict[str, str], errors: Any, limit_s: float) -> None:
+        self._end = time.monotonic() + limit_s
+        self.code: int | None = None
+        self.is_late = False
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+        )
+        self._queue: queue.Queue[bytes | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            self._queue.put(line)
+        self._queue.put(None)
+
+    def __iter__(self) -> Iterator[str]:
+        while True:
+            try:
+                line = self._queue.get(timeout=max(self._end - time.monotonic(), 0.01))
+            except queue.Empty:
+                self.is_late = True
+                break
+            if line is None:
+                break
+            yield line.decode("utf-8", "replace").rstrip()
+        if self.is_late:
+            # with the processes that it has started
+            os.killpg(self._process.pid, 9)
+        self.code = self._process.wait()
+        self._reader.join()
+        assert self._process.stdout
+        self._process.stdout.close()
+
+
+def rows_of(lines: Iterable[str]) -> Iterator[Row]:
+    """The rows that a part prints: one JSON object a line."""
+    for line in lines:
+        if line.startswith("{"):
+            yield json.loads(line)
+
+
+def tests_of(lines: Iterable[str]) -> Iterator[Row]:
+    """The counts of the tests' outcomes, and a row for each test that fails."""
+    counts: dict[str, int] = {}
+    summary = ""
+    printed = []
+    for line in lines:
+        printed.append(line)
+        if match := re.search(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL)\s+(tests/\S.*)", line):
+            if line.startswith("["):
+                counts[match[1].lower()] = counts.get(match[1].lower(), 0) + 1
+                if match[1] in ("FAILED", "ERROR"):
+                    yield {"what": match[2], "outcome": match[1].lower()}
+            elif match[1] in ("FAILED", "ERROR"):
+                yield {"what": match[2][:300], "outcome": "why"}
+        elif re.match(r"=+ .* in [0-9.]+s", line):
+            summary = line.strip("= ")
+    yield {"what": "all", **counts, "summary": summary or "\n".join(printed[-15:])}
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """The rows as text, part by part."""
+    for part in dict.fromkeys(row["part"] for row in rows):
+        here = [row for row in rows if row["part"] == part and not row.get("why")]
+        yield f"\n== {part}"
+        if part == "2a":
+            yield from pivot([row for row in here if "us" in row], ("type", "n", "n_kv"), "what", "us")
+            errors = [row["error"] for row in here if "error" in row]
+            wrong = [row for row in here if "error" in row and not row["error"] < MOST_ERROR]
+            yield f"largest error: {max(errors, default=0):.2g}; wrong results: {wrong or 'none'}"
+            refused = [f"{row['what']} {row['type']} n={row['n']}" for row in here if not row["supported"]]
+            yield f"not supported: {'; '.join(refused) or 'nothing'}"
+        elif part == "2c":
+            yield from pivot([row for row in here if "us" in row], ("type", "nodes", "rows"), "what", "us")
+        elif part == "2d":
+            for row in here:
+                times = " ".join(f"{name[3:]} {row[name]:.0f}" for name in row if name.startswith("us_"))
+                case = f"{row['what']:9} {row['type']} n={row['n']} archived={row['archived']}"
+                yield f"{case}: {times} us a layer"
+        elif part == "2e":
+            yield from pivot(here, ("type", "n_kv"), "what", "us")
+        else:
+            for row in here:
+                yield ", ".join(f"{name} {short(value)}" for name, value in row.items() if name not in HIDDEN)
+        for row in rows:
+            if row["part"] == part and row.get("why"):
+                yield f"{row.get('what')}: {row['why'][:600]}"
+
+
+HIDDEN = ("part", "at_s", "policy", "budget", "flash", "cache_type", "kv_offload", "why")
+
+
+def short(value: Any) -> str:
+    """A value in few characters; of a spread the median."""
+    if isinstance(value, dict) and "median" in value:
+        value = value["median"]
+    if isinstance(value, dict):
+        return "{" + " ".join(f"{name}={short(each)}" for name, each in value.items()) + "}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def pivot(rows: Sequence[Row], index: Sequence[str], column: str, value: str) -> Iterator[str]:
+    """A line for each index of the rows, with a column for each of their names."""
+    columns = list(dict.fromkeys(row[column] for row in rows))
+    yield " ".join([*(f"{name:>7}" for name in index), *(f"{name:>18}" for name in columns)])
+    lines: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in rows:
+        lines.setdefault(tuple(row[name] for name in index), {})[row[column]] = row[value]
+    for key, cells in lines.items():
+        shown = (f"{cells[name]:18.1f}" if name in cells else " " * 18 for name in columns)
+        yield " ".join([*(f"{part!s:>7}" for part in key), *shown])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,387 @@
+"""Rows of gpu_check.py that run kvtool: the library, graph splits, speed, and the parts of a token's time.
+
+    python -m lab.benchmarks.gpu_rows bench -m 8b.gguf --way recall
+
+Prints a JSON object a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import re
+import statistics
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvtool import policies
+from kvtool.build import sources
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.llama.bindings import api, lib
+from kvtool.llama.decoder import Decoder
+from kvtool.llama.devices import devices, gpu_free_bytes, library_info
+from kvtool.llama.log import start_backends
+from kvtool.llama.model import Model
+from kvtool.measure import bench as measure
+from kvtool.measure import depths
+from kvtool.measure.machine import machine
+
+Row = dict[str, Any]
+
+WAYS = {
+    "full": measure.CacheConfig("full, flash on", flash="on"),
+    "recall": measure.CacheConfig("recall, 512", "recall", 512),
+    "streamingllm": measure.CacheConfig("streamingllm, 512", "streamingllm", 512),
+    "h2o": measure.CacheConfig("h2o, 1,024", "h2o", 1024),
+    "corm": measure.CacheConfig("corm, 1,024, flash on", "corm", 1024, flash="on"),
+}
+
+N_STEP = 64
+"""Steps of one token whose parts are timed: four evictions."""
+
+
+class Args(argparse.Namespace):
+    what: str
+    model: Path
+    way: str
+    small: bool
+
+
+def facts(args: Args) -> Iterator[Row]:
+    """The machine, its devices, and the library."""
+    info = library_info()
+    yield {
+        "what": "library",
+        **{name: info[name] for name in ("version", "patched", "abi", "abi_wanted", "digest")},
+    }
+    yield {"what": "patch files", "digest": sources.patch_digest(sources.patches_dir())}
+    yield {"what": "machine", **machine()}
+    for device in devices():
+        yield {"what": "device", **device}
+    ask = "name,driver_version,memory.total,clocks.max.sm,pcie.link.gen.current,pcie.link.width.current"
+    try:
+        command = ["nvidia-smi", f"--query-gpu={ask}", "--format=csv,noheader"]
+        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        said = "no nvidia-smi"
+    yield {"what": "nvidia-smi", ask: said}
+
+
+def settings_of(model: Model, way: measure.CacheConfig, depth: int) -> Settings:
+    """The engine's settings of a way at a depth."""
+    types = {"type_k": way.cache_type, "type_v": way.cache_type}
+    return Settings(n_ctx=model.n_ctx_train, n_batch=256, archive=depth, flash=way.flash, **types)
+
+
+def bench(args: Args) -> Iterator[Row]:
+    """The rows of `kvtool bench` for one way."""
+    way = WAYS[args.way]
+    model = Model(args.model)
+    for depth in (512, 2048) if args.small else (512, 8192, 32768):
+        row = measure.sized(way, depth, 256)
+        settings = settings_of(model, way, depth)
+        for _ in measure.Bench(model, settings, [row], rounds=3, row_s=3.0).measure():
+            pass
+        yield row.record()
+
+
+class Log:
+    """llama.cpp's log, as text."""
+
+    def __init__(self) -> None:
+        start_backends()
+        self.lines: list[str] = []
+        self._callback = api.llama_log_callback(self._add)
+        api.llama_log_set(self._callback, ctypes.c_void_p(0))
+
+    def _add(self, level: int, text: bytes, _: object) -> None:
+        self.lines.append(text.decode("utf-8", "replace"))
+
+    def take(self) -> str:
+        """Return the text logged since the last call."""
+        text = "".join(self.lines)
+        self.lines.clear()
+        return text
+
+
+def splits(args: Args) -> Iterator[Row]:
+    """Graph splits of a step of one token, and which operations the CPU computes in it.
+
+    graphs: of a step, an eviction's included. splits: of the decode's graph. Needs GGML_SCHED_DEBUG=2 in the
+    environment, and LLAMA_GRAPH_REUSE_DISABLE=1.
+    """
+    log = Log()
+    model = Model(args.model)
+    tokens = depths.text(model)
+    for name in ("full", "streamingllm", "h2o", "recall", "corm"):
+        way = WAYS[name]
+        try:
+            policy = policies.fit(way.policy, way.budget or 2048)
+            engine = Engine(model, policy, settings_of(model, way, 4096))
+            n = (way.budget or 512) + 256
+            engine.read(np.resize(tokens, n))
+            steps = []
+            for at in range(20):
+                log.take()
+                engine.step(np.resize(tokens, n + at + 1)[-1:])
+                engine.context.logits()
+                steps.append(graphs_of(log.take()))
+            engine.close()
+        except Exception as error:  # noqa: BLE001
+            yield {"what": way.name, "why": f"{type(error).__name__}: {error}"}
+            continue
+        decode = [max(graphs, key=lambda graph: sum(graph[1].values())) for graphs in steps if graphs]
+        if not decode:
+            yield {"what": way.name, "why": "the scheduler has logged no graph"}
+            continue
+        cpu = statistics.mode([json.dumps(dict(sorted(graph[2].items()))) for graph in decode])
+        yield {
+            "what": way.name,
+            "splits": statistics.median(graph[0] for graph in decode),
+            "most_splits": max(graph[0] for graph in decode),
+            "nodes": statistics.median(sum(graph[1].values()) for graph in decode),
+            "graphs": statistics.mean(len(graphs) for graphs in steps),
+            "all_splits": statistics.mean(sum(graph[0] for graph in graphs) for graphs in steps),
+            "on_cpu": json.loads(cpu),
+        }
+
+
+Graph = tuple[int, Counter[str], Counter[str]]
+
+
+def graphs_of(text: str) -> list[Graph]:
+    """Splits, operations, and operations on the CPU of each graph that the scheduler has logged."""
+    found: list[Graph] = []
+    backend = ""
+    for line in text.splitlines():
+        if match := re.match(r"## SPLIT #(\d+): (\S+)", line):
+            backend = match[2]
+            if match[1] == "0":
+                found.append((0, Counter(), Counter()))
+            found[-1] = (int(match[1]) + 1, *found[-1][1:])
+        elif found and (match := re.match(r"node #\s*\d+ \(\s*([^)]*?)\s*\)", line)):
+            found[-1][1][match[1]] += 1
+            if backend.startswith("CPU"):
+                found[-1][2][match[1]] += 1
+    return found
+
+
+def read(args: Args) -> Iterator[Row]:
+    """Seconds to read a prompt into an empty stream, and the device memory that this takes."""
+    way = WAYS[args.way]
+    model = Model(args.model)
+    rng = np.random.default_rng(0)
+    for n in (600, 1200) if args.small else (8192, 32768, 65000):
+        free, lowest = gpu_free_bytes(), [gpu_free_bytes()]
+        engine = Engine(
+            model,
+            policies.fit(way.policy, way.budget or n),
+            Settings(n_ctx=way.budget and model.n_ctx_train or n, n_batch=1024, flash="on"),
+        )
+        tokens = rng.integers(0, model.n_vocab, n)
+        # what is made once, is made before
+        engine.read(tokens[: n // 4])
+        engine.reset()
+
+        def watched(lowest: list[int] = lowest) -> bool:
+            lowest.append(gpu_free_bytes())
+            return False
+
+        began = time.perf_counter()
+        engine.read(tokens, watched)
+        engine.context.logits()
+        took = time.perf_counter() - began
+        engine.close()
+        yield {
+            "what": f"{way.name}, a prompt",
+            "tokens": n,
+            "chunk": engine.n_chunk,
+            "read_s": took,
+            "device_bytes": free - min(lowest),
+        }
+
+
+def at_depth(model: Model, way: measure.CacheConfig, depth: int, tokens: np.ndarray) -> Engine:
+    """A stream of that way that seems to have read so many tokens."""
+    policy, settings = (
+        policies.fit(way.policy, way.budget or depth + 256),
+        settings_of(model, way, depth + 256),
+    )
+    if not policy.evicts:
+        engine = Engine(model, policy, settings)
+        depths.fill(engine, tokens, depth)
+        return engine
+    n = depths.n_start(policy)
+    saved = depths.start(model, policy, settings, np.resize(tokens, n), lambda: False)
+    engine = Engine(model, policy, settings)
+    saved = depths.lengthened(saved, max(depth - depths.n_past(saved), 0), model.n_ctx_train)
+    engine.restore(saved)
+    return engine
+
+
+class Timers:
+    """Seconds spent in methods of objects, by name; a method within another counts in both."""
+
+    def __init__(self) -> None:
+        self.wall: Counter[str] = Counter()
+        self.cpu: Counter[str] = Counter()
+
+    def wrap(self, owner: object, method: str, name: str | None = None) -> None:
+        """Time a method under a name."""
+        original: Callable[..., Any] = getattr(owner, method)
+        name = name or method
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start, cpu = time.perf_counter(), time.process_time()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.wall[name] += time.perf_counter() - start  # type: ignore[assignment]
+                self.cpu[name] += time.process_time() - cpu  # type: ignore[assignment]
+
+        setattr(owner, method, timed)
+
+
+def profile(args: Args) -> Iterator[Row]:
+    """Milliseconds a token in the parts of `Engine.step`.
+
+    decode: llama.cpp's graph, with the search and the upload of made cells. logits: the wait for the device.
+    observe: signals read. plan: the policy. archive: cells read from the device and clustered. edit: cells
+    moved on the device. decode_cpu: CPU time of all threads in decode. step: all. Evictions come every 16
+    tokens; quiet: the median of a step without one.
+    """
+    way = WAYS[args.way]
+    model = Model(args.model)
+    tokens = depths.text(model)
+    # a nearly empty archive, so that the rest is the price of stopping in each layer
+    for depth in (700, 2048) if args.small else (700, 8192, 32768):
+        engine, timers = at_depth(model, way, depth, tokens), Timers()
+        for owner, method in (
+            (engine.context, "decode"),
+            (engine.context, "logits"),
+            (engine.eviction, "observe"),
+            (engine.eviction, "_archive"),
+            (engine.eviction, "edit"),
+        ):
+            timers.wrap(owner, method, method.strip("_"))
+        ask = engine.eviction.ask
+
+        def planned(what: str, *rest: object, ask: Callable[..., Any] = ask, timers: Timers = timers) -> Any:
+            start = time.perf_counter()
+            try:
+                return ask(what, *rest)
+            finally:
+                timers.wall[what] += time.perf_counter() - start  # type: ignore[assignment]
+
+        engine.eviction.ask = planned  # type: ignore[method-assign]
+        taken = []
+        for at in range(8 + N_STEP):
+            if at == 8:
+                # the first steps compile and capture graphs
+                timers.wall.clear()
+                timers.cpu.clear()
+                taken.clear()
+            start = time.perf_counter()
+            engine.step(tokens[at % len(tokens)][None])
+            engine.context.logits()
+            taken.append(time.perf_counter() - start)
+        parts = {f"{name}_ms": 1e3 * seconds / N_STEP for name, seconds in sorted(timers.wall.items())}
+        yield {
+            "what": f"{way.name}, parts",
+            "depth": depth,
+            "archived": engine.n_archived,
+            "threads": engine.context.n_threads,
+            "step_ms": 1e3 * sum(taken) / N_STEP,
+            "quiet_ms": 1e3 * statistics.median(taken),
+            **parts,
+            "decode_cpu_ms": 1e3 * timers.cpu["decode"] / N_STEP,
+        }
+        engine.close()
+
+
+class Watch:
+    """Times the nodes of one operation, by llama.cpp's callback around each node that is computed.
+
+    Attributes
+    ----------
+    n, seconds
+        Nodes of that operation, and the time of the splits up to them.
+    """
+
+    def __init__(self, operation: bytes) -> None:
+        describe = lib.ggml_op_desc
+        describe.restype, describe.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+        self.n, self.seconds, self._start = 0, 0.0, 0.0
+
+        def seen(tensor: int, asks: bool, _: object) -> bool:
+            if asks:
+                if describe(tensor) != operation:
+                    return False
+                self._start = time.perf_counter()
+                return True
+            self.n += 1
+            self.seconds += time.perf_counter() - self._start
+            return True
+
+        self.callback = api.ggml_backend_sched_eval_callback(seen)
+
+
+def search(args: Args) -> Iterator[Row]:
+    """Milliseconds a token that `recall` spends in its operation on the CPU: search, attention, made cells.
+
+    The operation is timed from the moment its inputs are on the host. The callback slows the rest of the step
+    down.
+    """
+    way = WAYS[args.way]
+    watch = Watch(b"CUSTOM")
+    original = Decoder.__init__
+
+    def watched(self: Decoder, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs, on_tensor=watch.callback)
+
+    Decoder.__init__ = watched  # type: ignore[method-assign]
+    model = Model(args.model)
+    tokens = depths.text(model)
+    for depth in (700, 2048) if args.small else (700, 8192, 32768):
+        engine = at_depth(model, way, depth, tokens)
+        for at in range(4 + 32):
+            if at == 4:
+                watch.n, watch.seconds, start = 0, 0.0, time.perf_counter()
+            engine.step(tokens[at % len(tokens)][None])
+            engine.context.logits()
+        step_ms = 1e3 * (time.perf_counter() - start) / 32
+        row = {"what": f"{way.name}, search", "depth": depth, "threads": engine.context.n_threads}
+        yield row | {
+            "search_ms": 1e3 * watch.seconds / 32,
+            "searches": watch.n / 32,
+            "watched_step_ms": step_ms,
+        }
+        engine.close()
+
+
+WHAT = {each.__name__: each for each in (facts, bench, read, splits, profile, search)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=WHAT)
+    parser.add_argument("-m", "--model", type=Path)
+    parser.add_argument("--way", choices=WAYS, default="full")
+    parser.add_argument("--small", action="store_true", help="small depths, to try the program on a CPU")
+    args = parser.parse_args(namespace=Args())
+    for row in WHAT[args.what](args):
+        print(json.dumps({"at_s": round(time.perf_counter(), 1), **row}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""How long reading a prompt takes as a policy reads it, beside stock llama.cpp with a cell for each token.
+
+    python -m lab.benchmarks.reading FILE --tokens 8192 --policies h2o,streamingllm --budget 1024
+
+Stock reads the prompt in batches of the same size, with each of its attention paths; the faster one counts.
+Rounds take turns, and each ratio is of one round. Only the last token gives logits.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from kvtool import policies
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.llama.library import api
+from kvtool.llama.model import Model
+from lab.benchmarks.common import (
+    CLOCKS,
+    add_common,
+    add_plot,
+    describe,
+    load_model,
+    load_tokens,
+    machine,
+    make_parser,
+    note,
+    plot_ratios,
+    show,
+    spread,
+    stock_context,
+    write_json,
+)
+
+
+class Stock:
+    """Stock llama.cpp with a cell for each token."""
+
+    def __init__(self, model: Model, tokens: np.ndarray, flash: str, args) -> None:
+        self.context = stock_context(model, len(tokens), args.batch, args.threads, flash)
+        # llama_batch_get_one only points to them
+        steps = (tokens[at : at + args.batch].tolist() for at in range(0, len(tokens), args.batch))
+        self.steps = [(api.llama_token * len(step))(*step) for step in steps]
+
+    def read(self) -> None:
+        api.llama_memory_clear(api.llama_get_memory(self.context), True)
+        for step in self.steps:
+            if api.llama_decode(self.context, api.llama_batch_get_one(step, len(step))):
+                sys.exit("llama.cpp cannot decode")
+        api.llama_get_logits(self.context)
+
+
+class Kvtool:
+    def __init__(self, model: Model, name: str, tokens: np.ndarray, args) -> None:
+        policy = policies.fit(name, args.budget, args.evict_every)
+        settings = Settings(n_batch=args.batch, flash=args.flash, n_threads=args.threads)
+        self.engine = Engine(model, policy, settings)
+        self.tokens = tokens
+
+    def read(self) -> None:
+        self.engine.reset()
+        self.engine.read(self.tokens)
+        self.engine.context.logits()
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    add_common(parser)
+    add_plot(parser)
+    parser.add_argument("--policies", default="h2o,buzz,streamingllm,tova", help="names, separated by commas")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=256, help="tokens of a batch, for both")
+    parser.add_argument("--evict-every", type=int)
+    parser.add_argument("--flash", default="auto", help="kvtool's attention path")
+    parser.add_argument("--stock", default="off,on", help="stock's attention paths, separated by commas")
+    parser.add_argument("--clock", default="wall", choices=CLOCKS, help="cpu, if other programs are running")
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+
+    model = load_model(args.model)
+    tokens = load_tokens(model, args.file, args.tokens)
+    names = args.policies.split(",")
+    readers: dict[str, Stock | Kvtool] = {
+        **{f"stock, flash {flash}": Stock(model, tokens, flash, args) for flash in args.stock.split(",")},
+        **{name: Kvtool(model, name, tokens, args) for name in names},
+    }
+    times: dict[str, list[float]] = defaultdict(list)
+    now = CLOCKS[args.clock]
+    for i in range(args.rounds):
+        for name, reader in readers.items():
+            start = now()
+            reader.read()
+            times[name].append(now() - start)
+        note(f"round {i + 1} of {args.rounds}")
+
+    seconds = {name: spread(found) for name, found in times.items()}
+    best = min((name for name in times if name not in names), key=lambda name: seconds[name]["median"])
+    ratios = {
+        name: spread([ours / stock for ours, stock in zip(times[name], times[best], strict=True)])
+        for name in names
+    }
+    results = {"machine": machine(), "model": model.path.name, "tokens": len(tokens), "budget": args.budget}
+    results |= {"batch": args.batch, "best": best, "seconds": seconds, "over_stock": ratios}
+    title = f"{len(tokens):,} tokens read, budget {args.budget}, {args.batch} tokens a step"
+    table = Table(title=title)
+    table.add_column("")
+    for column in ("seconds", f"over {best}"):
+        table.add_column(column, justify="right")
+    for name in readers:
+        table.add_row(name, show(seconds[name], 1), show(ratios[name]) if name in ratios else "")
+    (Console() if sys.stdout.isatty() else Console(width=110)).print(table)
+    print(describe(results["machine"]))
+    write_json(args.json, results)
+    plot_ratios(args.plot, f"{title}: time over stock's", ratios, 1.0)
+
+
+if __name__ == "__main__":
+    main()

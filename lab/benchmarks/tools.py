@@ -1,0 +1,299 @@
+"""Which calls does a model make to the tools of coding agents, under each policy?
+
+    python -m lab.benchmarks.tools -m M.gguf --policies full,recall@1024,h2o@+1024 --json tools.json
+
+data/tools.jsonl.xz has a first request of four agents, as each sends it: system prompt and tools. Its last
+message, the user's, is replaced by one of fifty: to read, list, search, run or write something made up, equal
+for all. Each setting has a server, which reads an agent's prompt once. The first call of an answer counts.
+
+A call is valid if the tool exists and its arguments fit the schema (required ones, types, choices). It is
+right if the tool is one that this agent has for the task, and the arguments have what was asked for: the
+path, word, command or line. In a shell's command there must also be a program that does the task.
+
+A policy is NAME, NAME@BUDGET, or NAME@+BUDGET for cells beyond the pinned system prompt and tools. Policies
+are compared with the first, request by request (McNemar's exact test). What FILE has is not asked again.
+With --choice auto the model decides whether it calls a tool; with required, a grammar makes it call one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import random
+import re
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import chain, product
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from kvtool.chats.prompt import template_of
+from kvtool.llama.model import Model
+from kvtool.models.resolve import resolve
+from kvtool.serve.api import requests, responses
+from kvtool.serve.rendering import Rendering
+from lab.benchmarks.agents import Json, Server, post
+from lab.benchmarks.common import machine, make_parser, mcnemar, note, write_json
+from lab.benchmarks.servers import reserved_port
+
+REQUESTS = Path(__file__).parent / "data" / "tools.jsonl.xz"
+SHOWN = "agent policy kind prompt cached written seconds valid right name arguments"
+
+TASKS = {
+    "read": (
+        ("Show me what is in the file {file}.", "Read {file}.", "What does {file} say?"),
+        ("file",),
+        {"read", "read_file", "read_files"},
+        r"\b(cat|bat|head|tail|less|more|sed|awk|nl|type)\b",
+    ),
+    "list": (
+        ("List the files in the folder {folder}.", "Which files are there in {folder}?"),
+        ("folder",),
+        {"list_directory", "glob", "read"},
+        r"\b(ls|find|tree|dir|rg --files|fd)\b",
+    ),
+    "search": (
+        ("Search the code for the word {word}.", "Where is {word} used in this project? Search for it."),
+        ("word",),
+        {"grep", "grep_search", "search_codebase"},
+        r"\b(grep|egrep|rg|ag|ack|find)\b",
+    ),
+    "run": (("Run this command: {command}", "Please run `{command}`."), ("command",), set(), ""),
+    "write": (
+        ("Create the file {file} with this one line: {line}", "Write a new file {file}. Its text: {line}"),
+        ("file", "line"),
+        {"write", "write_file", "editor"},
+        r">|\btee\b|\bsed\b|apply_patch",
+    ),
+}
+"""Of each: what a user asks, what the arguments must have, the tools, and what else a shell's command has."""
+SHELLS = {"bash", "run_shell_command", "run_commands", "exec_command"}
+FOLDERS = "src lib app core docs scripts config data models services helpers parsers"
+NAMES = "orders invoice parser cache routes report schema worker mailer tokens prices export session"
+ENDINGS = "py js ts md json toml go rs txt"
+WORDS = "load_user parseDate MAX_RETRIES sendMail total_price open_socket TODO RateLimiter isEmpty"
+COMMANDS = (
+    "pytest -q tests/test_{}.py", "npm run build:{}", "python -m {} --version", "git log --oneline -5 {}",
+    "make {}", "cargo test {}", "docker ps --filter name={}", "du -sh {}", "wc -l {}.csv",
+)  # fmt: skip
+LINES = ("version = {n}", "port: {n}", "print({n})", "limit {n}", "# room {n}")
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("-m", "--model", required=True, help="a name of models.txt or a path")
+    parser.add_argument("--policies", default="full,recall@1024,h2o@+1024")
+    parser.add_argument("--choice", default="required", choices=("auto", "required"))
+    parser.add_argument("--only", default="", help="agents whose names have this")
+    parser.add_argument("--requests", type=int, default=50, help="of each agent")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("-n", type=int, default=160, help="the most tokens of an answer")
+    parser.add_argument("--kvtool", default="-b 64", help="more options of kvtool serve")
+    parser.add_argument("-t", "--threads", default="1")
+    parser.add_argument("--json", type=Path, help="write each request to this file, and go on from it")
+    args = parser.parse_args()
+    args.model = str(resolve(args.model))
+    agents = [each for each in _agents(args.model) if args.only.lower() in each["client"].lower()]
+    asked = make_requests(args.requests, args.seed)
+    about = {name: getattr(args, name) for name in ("choice", "seed", "n", "kvtool")}
+    about |= {"model": Path(args.model).name, "machine": machine()}
+    rows: list[Json] = []
+    if args.json and args.json.exists():
+        had = json.loads(args.json.read_text())
+        rows = had.pop("rows")
+        if had | {"machine": about["machine"]} != about:
+            sys.exit(f"{args.json} was made with {had}")
+    policies = args.policies.split(",")
+    for agent, policy in product(agents, policies):
+        had = {row["text"] for row in rows if (row["agent"], row["policy"]) == (agent["client"], policy)}
+        left = [each for each in asked if each["text"] not in had]
+        for row in _run(agent, policy, left, args) if left else ():
+            rows.append(row)
+            write_json(args.json, {**about, "rows": rows})
+    Console(width=110).print(table_of(rows, policies, f"{about['model']}, {args.choice}"))
+
+
+def _agents(model_path: str) -> Iterator[Json]:
+    """The recorded requests, with their tools' schemas and the tokens that are pinned."""
+    model = Model(Path(model_path))
+    rendering = Rendering(model, template_of(model))
+    with lzma.open(REQUESTS, "rt", encoding="utf-8") as lines:
+        for each in map(json.loads, lines):
+            is_response = each["path"] == "/v1/responses"
+            body = responses.as_chat(each["body"])[0] if is_response else each["body"]
+            chat = requests.chat(body, requests.Defaults())
+            _, n_pinned = rendering.whole(chat.messages, chat.tools)
+            schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in chat.tools}
+            yield each | {"is_response": is_response, "n_pinned": n_pinned, "schemas": schemas}
+
+
+def make_requests(n: int, seed: int) -> list[Json]:
+    """The first n of the user's messages: "kind", "text", and what arguments "needs" to have."""
+    draws, made = random.Random(seed), {}
+    while len(made) < n:
+        kind = list(TASKS)[len(made) % len(TASKS)]
+        asked, needs, _, _ = TASKS[kind]
+        name, folder = draws.choice(NAMES.split()), draws.choice(FOLDERS.split())
+        parts = {
+            "file": f"{folder}/{name}_{draws.randrange(100)}.{draws.choice(ENDINGS.split())}",
+            "folder": f"{folder}/{name}",
+            "word": draws.choice(WORDS.split()),
+            "command": draws.choice(COMMANDS).format(name),
+            "line": draws.choice(LINES).format(n=draws.randrange(1000, 10000)),
+        }
+        text = draws.choice(asked).format(**parts)
+        made[text] = {"kind": kind, "text": text, "needs": [parts[each] for each in needs]}
+    return list(made.values())
+
+
+class Kvtool(Server):
+    """A server with a policy, for one agent."""
+
+    name = "kvtool"
+
+    def __init__(self, args: argparse.Namespace, port: int, policy: str, n_pinned: int) -> None:
+        super().__init__(args, port)
+        name, _, budget = policy.partition("@")
+        if budget.startswith("+"):
+            budget = str(n_pinned + int(budget[1:]))
+        self.policy = ["--policy", name, *(["--budget", budget] if budget else [])]
+
+    def command(self, folder: Path) -> list[str]:
+        own = ["-m", self.args.model, "--port", self.port, "-t", self.args.threads, "--parallel", "1"]
+        options = [*own, *self.policy, *shlex.split(self.args.kvtool)]
+        return [sys.executable, "-m", "kvtool", "serve", *options]
+
+
+def _run(agent: Json, policy: str, asked: list[Json], args: argparse.Namespace) -> Iterator[Json]:
+    with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
+        server = Kvtool(args, port, policy, agent["n_pinned"])
+        server.start(Path(folder))
+        try:
+            for each in asked:
+                start = time.perf_counter()
+                body = body_of(agent, each["text"], args.choice, args.n)
+                with post(server.url + agent["path"], body) as answer:
+                    said = json.load(answer)
+                row = {"agent": agent["client"], "policy": policy, **each, **answer_of(said)}
+                row |= score(row, agent["schemas"]) | {"seconds": round(time.perf_counter() - start, 2)}
+                note(" ".join(str(row[name]) for name in SHOWN.split())[:180])
+                yield row
+        finally:
+            server.stop()
+
+
+def body_of(agent: Json, text: str, choice: str, n: int) -> Json:
+    """An agent's request with this last message, through the API that the agent speaks."""
+    body = {**agent["body"], "tool_choice": choice, "temperature": 0}
+    if agent["is_response"]:
+        said = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+        return body | {"input": [*body["input"][:-1], said], "max_output_tokens": n}
+    return body | {"messages": [*body["messages"][:-1], {"role": "user", "content": text}], "max_tokens": n}
+
+
+def answer_of(said: Json) -> Json:
+    """The first call of an answer ("name" and "arguments", or None), its text, and tokens."""
+    usage, forgotten = said["usage"], said["kvtool"]["forgotten"]
+    if "output" in said:
+        calls = [item for item in said["output"] if item["type"] == "function_call"]
+        # as the model sees functions of namespaces
+        names = ["__".join(filter(None, (call.get("namespace"), call["name"]))) for call in calls]
+        texts = [item["content"][0]["text"] for item in said["output"] if item["type"] == "message"]
+        tokens = usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"]
+    else:
+        message = said["choices"][0]["message"]
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        names, texts = [call["name"] for call in calls], [message["content"] or ""]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        tokens = usage["prompt_tokens"], cached, usage["completion_tokens"]
+    name, arguments = (names[0], calls[0]["arguments"]) if calls else (None, None)
+    counts = dict(zip(("prompt", "cached", "written"), tokens, strict=True)) | {"forgotten": forgotten}
+    return {"name": name, "arguments": arguments, "calls": len(calls), "said": "".join(texts), **counts}
+
+
+def score(row: Json, schemas: Json) -> Json:
+    """Whether a call is "valid", and whether it is "right"."""
+    name = row["name"]
+    try:
+        arguments = json.loads(row["arguments"] or "")
+    except ValueError:
+        return {"valid": False, "right": False}
+    valid = name in schemas and fits(arguments, schemas[name])
+    return {"valid": valid, "right": valid and is_right(row["kind"], row["needs"], name, arguments)}
+
+
+def fits(value: object, schema: Json) -> bool:
+    """Whether a value has a schema's types, required and known properties, and choices."""
+    for key in ("anyOf", "oneOf"):
+        if key in schema and not any(fits(value, part) for part in schema[key]):
+            return False
+    if ("enum" in schema and value not in schema["enum"]) or ("const" in schema and value != schema["const"]):
+        return False
+    kinds = schema.get("type", [])
+    if kinds and not any(_is(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)):
+        return False
+    if isinstance(value, list):
+        return all(fits(each, schema.get("items", {})) for each in value)
+    if isinstance(value, dict):
+        known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        return set(schema.get("required", ())) <= value.keys() and all(
+            fits(each, known[key]) if key in known else others is not False for key, each in value.items()
+        )
+    return True
+
+
+def _is(value: object, kind: str) -> bool:
+    if kind in ("integer", "number"):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and (kind == "number" or value == int(value))
+    kinds = {"string": str, "object": dict, "array": list, "boolean": bool, "null": type(None)}
+    return isinstance(value, kinds[kind])
+
+
+def is_right(kind: str, needs: list[str], name: str, arguments: object) -> bool:
+    """Whether a call does what was asked for."""
+    texts = list(_texts(arguments))
+    if not all(any(need in text for text in texts) for need in needs):
+        return False
+    _, _, tools, program = TASKS[kind]
+    return name in tools or (name in SHELLS and bool(re.search(program, "\n".join(texts))))
+
+
+def _texts(value: object) -> Iterator[str]:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    yield from (value,) if isinstance(value, str) else chain.from_iterable(map(_texts, parts))
+
+
+def table_of(rows: list[Json], policies: list[str], title: str) -> Table:
+    table = Table(title=f"{title}: valid and right calls")
+    for column in ("agent", "tokens", "requests", *policies):
+        table.add_column(column, justify="left" if column == "agent" else "right")
+    # requests that all have answered
+    by_policy: dict[str, Json] = {policy: {} for policy in policies}
+    for row in rows:
+        by_policy.get(row["policy"], {})[row["agent"], row["text"]] = row
+    first, *others = by_policy.values()
+    keys = [key for key in first if all(key in own for own in others)]
+    for agent in [*dict.fromkeys(agent for agent, _ in keys), "all"]:
+        own = [key for key in keys if agent in (key[0], "all")]
+        of = [[policy[key] for key in own] for policy in by_policy.values()]
+        counts = [f"{sum(row['valid'] for row in each)} {sum(row['right'] for row in each)}" for each in of]
+        tokens = "" if agent == "all" else f"{min(row['prompt'] for row in of[0]):,}"
+        table.add_row(agent, tokens, str(len(own)), *counts)
+    tests = []
+    for other in others:
+        lost = sum(first[key]["right"] and not other[key]["right"] for key in keys)
+        won = sum(other[key]["right"] and not first[key]["right"] for key in keys)
+        tests.append(f"-{lost} +{won}, p {mcnemar(lost, won):.2g}")
+    table.add_row("right, against the first", "", "", "", *tests)
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""python -m lab.papers: repeats the papers' experiments, and writes their tables."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from lab.papers.runner import main
+
+if __name__ == "__main__":
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `plan | head` is no error, and what was not read has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

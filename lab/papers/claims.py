@@ -1,0 +1,423 @@
+"""Claims of the papers' abstracts, and what the records say: the first table of lab/papers/README.md."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from lab.papers import significance, tables
+from lab.papers.experiments import EXPERIMENTS
+from lab.papers.experiments.kinds import Place, Table
+from lab.papers.index import PAPERS, TITLES
+from lab.papers.lines import Line
+from lab.papers.places import samples
+from lab.papers.samples import SCORES, Sample
+from lab.papers.tables import RESULTS
+from lab.papers.verdicts import compared
+
+MARGIN = 0.01
+"""How much worse than the full cache is still "about as good": of a score, or of a perplexity."""
+
+_LEVEL = 0.05
+
+_CELL_BYTES = {"": 30 * 3 * 64 * 2 * 2, tables.LARGE: 28 * 2 * 128 * 2 * 2}
+"""Of each model the bytes of a token's keys and values: layers, KV heads, their size, two of two bytes."""
+
+
+Key = tuple[str, str, str, str]
+"""Of a test: the experiment, the model, the score and the column."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One place where a claim can be looked at.
+
+    Attributes
+    ----------
+    experiment
+        Whose tables have it.
+    of
+        What was read or asked: {n} for how many, {tokens} of each, {of} for the column's budget.
+    own
+        The paper's method.
+    rivals
+        What it is compared with; `full` alone asks whether it is about as good.
+    column
+        Where in the tables.
+    scores
+        Which of the tables.
+    above
+        Whether the claim is that it is better than `full`.
+    """
+
+    experiment: str
+    of: str
+    own: str
+    rivals: tuple[str, ...]
+    column: str
+    scores: tuple[str, ...]
+    above: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A headline of a paper, and where to look.
+
+    Attributes
+    ----------
+    paper
+        Its name.
+    says
+        What it claims.
+    looks
+        Where its claim can be looked at.
+    said
+        In place of these: why nowhere.
+    """
+
+    paper: str
+    says: str
+    looks: tuple[Look, ...] = ()
+    said: str = ""
+
+
+_KEPT, _SUBMODULAR = "buzz:kept=true", "bumblebee:sinks=0"
+_PAPERS_WINDOW = "corm:window=128:history=128"
+_OF_WEIGHTEDKV = ("streamingllm", "tova:sinks=4", "h2o:sinks=4", "cam")
+_OF_CORM = ("full",)
+
+CLAIMS = (
+    Claim(
+        "BUZZ",
+        "2.5 times less cache with over 99 % of the accuracy of summaries",
+        (Look("buzz-table-2", "{n} articles of XSUM", _KEPT, ("full",), "40%", ("rouge", "logp")),),
+    ),
+    Claim(
+        "BUZZ",
+        "7.69 % ahead of the state of the art in questions about several documents",
+        (
+            Look(
+                *("buzz-figure-6", "16 questions, thrice", _KEPT, ("h2o", "streamingllm"), "all"),
+                ("subspan_em", "logp"),
+            ),
+        ),
+    ),
+    Claim("BUZZ", "inference is faster, with a complexity of log n", said="its speed is not measured"),
+    Claim(
+        "CORM",
+        "up to 70 % less cache with negligible loss, on six tasks of LongBench",
+        (
+            Look("corm-tables-1-2", "{n} items of LongBench", "corm", _OF_CORM, "EN", ("score",)),
+            Look(
+                "corm-table-3",
+                "{tokens} tokens of {n} texts, from {of} on",
+                "corm",
+                _OF_CORM,
+                "all, ",
+                ("nll",),
+            ),
+            Look("corm-table-4", "{tokens} tokens of {n} texts", _PAPERS_WINDOW, _OF_CORM, "", ("nll",)),
+        ),
+    ),
+    Claim(
+        "WeightedKV",
+        "ahead of all others, above all with few cells: the lowest perplexity",
+        tuple(
+            Look(
+                *("weightedkv-table-1", "{tokens} tokens of {n} texts", "weightedkv", _OF_WEIGHTEDKV),
+                *(f"all, {budget}", ("nll",)),
+            )
+            for budget in (256, 1024)
+        )
+        + (
+            Look(
+                *("weightedkv-table-1-each", "{tokens} tokens of {n} texts", "weightedkv:window=124"),
+                *(_OF_WEIGHTEDKV, "all, 256", ("nll",)),
+            ),
+        ),
+    ),
+    Claim(
+        "BumbleBee",
+        "more accurate than others at the same reduction",
+        (
+            Look(
+                *("bumblebee-table-1", "{n} choices", _SUBMODULAR, ("h2o", "streamingllm"), "all"),
+                ("acc_norm", "right"),
+            ),
+            Look(
+                *("bumblebee-table-2", "{n} items of LongBench", _SUBMODULAR, ("h2o", "streamingllm"), "all"),
+                ("score",),
+            ),
+            Look(
+                *("bumblebee-figure-3", "{n} articles of XSUM", _SUBMODULAR, ("h2o", "streamingllm"), "20%"),
+                ("rouge", "logp"),
+            ),
+        ),
+    ),
+    Claim(
+        "BumbleBee",
+        "its Figure 3: above the full cache, with LLaMA-7B",
+        (
+            Look(
+                *("bumblebee-figure-3", "{n} articles of XSUM", _SUBMODULAR, ("full",), "20%"),
+                ("rouge", "logp"),
+                above=True,
+            ),
+        ),
+    ),
+    Claim(
+        "BumbleBee",
+        "its Table 6: it decodes faster with a tenth of the cache than with a fifth",
+        (Look("bumblebee-table-6", "{tokens} tokens of {n} texts", "51", ("102",), _SUBMODULAR, ("ms",)),),
+    ),
+)
+
+_SHORT = {"": "135M", tables.LARGE: "1.5B"}
+
+
+def rows(results: Path = RESULTS) -> Iterator[str]:
+    """The lines of the table, and how often a paper's method is ahead of H2O."""
+    yield "| the paper says | measured with | cells and bytes held | found | does it tell? |"
+    yield "| --- | --- | --- | --- | --- |"
+    as_good = _as_good(results)
+    for claim in CLAIMS:
+        head = f"**{claim.paper}**: {claim.says}"
+        for look in claim.looks:
+            for model in tables.MODELS:
+                if seen := _seen(look, model, results):
+                    yield f"| {head} | {' | '.join(_said(look, model, seen, as_good))} |"
+                    head = ""
+        if claim.said:
+            yield f"| {head} |  |  |  | {claim.said} |"
+    yield ""
+    yield textwrap.fill(_beside_h2o(results), 140, break_on_hyphens=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the records have of a claim by one score."""
+
+    table: Table
+    places: Mapping[Place, Sample]
+    column: str
+    lines: Sequence[Line]
+
+    def own_lines(self, label: str) -> list[Line]:
+        """The lines of the column with this label, or of this row."""
+        found = [line for line in self.lines if line[self.table.row] == label]
+        parts = self.column.split(", ")
+        return [line for line in found if not {line["budget"], line["label"]}.isdisjoint(parts)] or found
+
+
+def _seen(look: Look, model: str, results: Path) -> list[_Seen]:
+    """What there is of each score with this model."""
+    experiment = EXPERIMENTS[look.experiment]
+    lines = tables.kept(tables.of_model(experiment, model), results)
+    found = []
+    for table in (table for table in experiment.tables if table.score in look.scores and table.against):
+        places = samples(lines, table)
+        own = (column for row, column in places if row == look.own and column.startswith(look.column))
+        if column := next(own, ""):
+            found.append(_Seen(table, places, column, lines))
+    return found
+
+
+def _said(
+    look: Look, model: str, seen: Sequence[_Seen], as_good: Mapping[Key, tuple[float, float]]
+) -> tuple[str, ...]:
+    """The cells of a row after its head."""
+    found, told = [], []
+    for each in seen:
+        own, signs = each.places[look.own, each.column], compared(each.places, each.table)
+        short = SCORES[each.table.score].short or each.table.score
+        if look.rivals == ("full",):
+            full, sign = each.places["full", each.column], signs.get(("full", each.column), 0)
+            found.append(f"{short} {_number(own)} against {_number(full)}")
+            if not look.above:
+                found[-1] += _how_far(look, each)
+            if sign or look.above:
+                told.append(f"{short}: " + {1: "behind full", -1: "ahead of full", 0: "cannot be told"}[sign])
+            else:
+                told.append(f"{short}: {_in_words(*as_good[_key(look, model, each)])}")
+        else:
+            rivals = [name for name in look.rivals if (name, each.column) in each.places]
+            numbers = (f"{_rival(name)} {_number(each.places[name, each.column])}" for name in rivals)
+            found.append(f"{short} {_number(own)}; {', '.join(numbers)}")
+            told.append(f"{short}: {_of_rivals(rivals, each.column, signs)}")
+    own_lines = seen[-1].own_lines(look.own)
+    n = len({of for of, _ in own.values} if own.of_text else own.values)
+    tokens = max((line["tokens"] for line in own_lines if "tokens" in line), default=0)
+    sizes = _sizes(own_lines, seen[-1].own_lines("full"), model)
+    of = look.of.format(n=n, tokens=f"{tokens:,}", of=_grouped(seen[-1].column.rpartition(", ")[2]))
+    return f"{_SHORT[model]}, {of}", sizes, "; ".join(found), "; ".join(told)
+
+
+def _grouped(budget: str) -> str:
+    return f"{int(budget):,}" if budget.isdecimal() else budget
+
+
+def _rival(row: str) -> str:
+    return f"{_grouped(row)} cells" if row.isdecimal() else f"`{row.partition(':')[0]}`"
+
+
+def _number(sample: Sample) -> str:
+    score, mean = SCORES[sample.score], sample.mean()[0]
+    return f"{(np.exp(mean) if score.exp else mean) * score.scale:.{score.digits}f}"
+
+
+def _how_far(look: Look, seen: _Seen) -> str:
+    """How far a score is from the full cache's."""
+    own, full = (seen.places[label, seen.column] for label in (look.own, "full"))
+    if SCORES[own.score].exp:
+        mean, error = own.apart(full).mean()
+        return f": {100 * np.expm1(mean):+.1f} % ±{100 * np.exp(mean) * error:.1f}"
+    if SCORES[own.score].scale == 1:
+        return ""
+    ratio, low, high = _ratio(own, full, *(seen.own_lines(label) for label in (look.own, "full")))
+    return f": {ratio:.0f} % ({low:.0f} to {high:.0f})"
+
+
+def _ratio(
+    own: Sample, full: Sample, own_lines: Sequence[Line], full_lines: Sequence[Line]
+) -> tuple[float, float, float]:
+    """A score in percent of the full cache's, and its 95 % interval by drawing items of each set."""
+    rng, places = np.random.default_rng(0), list(own.values)
+    of = np.array([name for name, _ in places])
+    groups = [np.flatnonzero(of == name) for name in dict.fromkeys(of)]
+    drawn = np.concatenate(
+        [group[rng.integers(len(group), size=(10_000, len(group)))] for group in groups], 1
+    )
+    order = np.concatenate(groups)[None]
+    if own.score == "rouge":
+        both = [_three(found, places) for found in (own_lines, full_lines)]
+        means = [[np.prod(values[:, at].mean(2), 0) ** (1 / 3) for values in both] for at in (order, drawn)]
+    else:
+        weight = own.weights(places)[order]
+        values = [np.array([sample.values[place][0] for place in places]) for sample in (own, full)]
+        means = [[(weight * value[at]).sum(1) for value in values] for at in (order, drawn)]
+    (ratio,), draws = (100 * np.divide(*each) for each in means)
+    return ratio, *np.quantile(draws, [0.025, 0.975])
+
+
+def _three(lines: Sequence[Line], places: Sequence[Place]) -> np.ndarray:
+    """The three ROUGE scores f64[3, item] of these items."""
+    found = {}
+    for line in lines:
+        scores = zip(*(line["scores"][name] for name in ("rouge1", "rouge2", "rougeL")), strict=True)
+        found |= {(line["of"], item): of_item for item, of_item in zip(line["items"], scores, strict=True)}
+    return np.array([found[place] for place in places]).T
+
+
+def _key(look: Look, model: str, seen: _Seen) -> Key:
+    return look.experiment, model, seen.table.score, seen.column
+
+
+def _as_good(results: Path) -> dict[Key, tuple[float, float]]:
+    """Of each test whether a method is about as good as the full cache its p and its power.
+
+    All these tests together are wrong with a chance of 5 % (Holm).
+    """
+    found = {}
+    looks = (look for claim in CLAIMS for look in claim.looks if look.rivals == ("full",) and not look.above)
+    for look, model in product(looks, tables.MODELS):
+        for seen in _seen(look, model, results):
+            own, full = (seen.places[label, seen.column] for label in (look.own, "full"))
+            sums, weights = own.differences(full)
+            score = SCORES[own.score]
+            margin = MARGIN * full.mean()[0] if score.scale > 1 else np.log1p(MARGIN)
+            how = (-sums if score.lower else sums, weights, margin)
+            found[_key(look, model, seen)] = significance.not_worse_test(*how), significance.power(*how)
+    adjusted = significance.holm(np.array([p for p, _ in found.values()]))
+    return {key: (p, power) for (key, (_, power)), p in zip(found.items(), adjusted, strict=True)}
+
+
+def _in_words(p: float, power: float) -> str:
+    said = "at most 1 % worse" if p <= _LEVEL else "cannot be told"
+    chance = "p < 0.01" if p < 0.01 else f"p = {p:.2f}"
+    return f"{said} ({chance}, power {100 * power:.0f} %)"
+
+
+def _of_rivals(rivals: Sequence[str], column: str, signs: Mapping[Place, int]) -> str:
+    """Which rivals it is ahead of, and which are ahead of it."""
+    words = {-1: "ahead of", 1: "behind", 0: "not told from", None: "too few for a test against"}
+    found: dict[str, list[str]] = {}
+    for name in rivals:
+        found.setdefault(words[signs.get((name, column))], []).append(_rival(name))
+    return ", ".join(f"{word} {_listed(names)}" for word, names in found.items())
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The names with commas, and "and" before the last."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _beside_h2o(results: Path) -> str:
+    """How many tests the papers' tables have, and what those against H2O tell of quality."""
+    found: dict[tuple[object, ...], tuple[str, str, int]] = {}
+    n_all = 0
+    left_out = []
+    for paper, entries in PAPERS.items():
+        names = [name for entry in entries for name in entry.experiments]
+        left_out += [name for name in names if EXPERIMENTS[name].unequal]
+        names = [name for name in names if not EXPERIMENTS[name].unequal]
+        for name, model in [(each, model) for each in names for model in tables.models_of(each)]:
+            lines = tables.kept(tables.of_model(EXPERIMENTS[name], model), results)
+            for table in EXPERIMENTS[name].tables:
+                places = samples(lines, table)
+                for (row, column), sign in compared(places, table).items():
+                    # Table C and Figure 5 of BUZZ show the same numbers
+                    pair = places[row, column].apart(places[table.against, column])
+                    n_all += 1
+                    key = (model, table.score, row, table.against, *sorted(pair.values.items()))
+                    found[key] = (row if SCORES[table.score].short else "", paper, sign)
+    of_h2o = [(paper, sign) for row, paper, sign in found.values() if row.partition(":")[0] == "h2o"]
+    behind = Counter(paper for paper, sign in of_h2o if sign > 0)
+    ahead = sum(sign < 0 for _, sign in of_h2o)
+    where = ", ".join(f"{TITLES[paper]} {n}" for paper, n in behind.items())
+    n_same = n_all - len(found)
+    return (
+        f"Beside H2O: the papers' tables have {n_all} tests, of which {n_same} are the same of the same "
+        f"numbers. Of the others {len(of_h2o)} compare a paper's method with H2O by its quality, which is a "
+        f"score, a likelihood or a perplexity. The method is ahead of H2O in {ahead or 'none'} of them; H2O "
+        f"is ahead of the method in {behind.total()} ({where}). Left out, because there the method holds "
+        f"more cells: {', '.join(f'`{name}`' for name in left_out)}."
+    )
+
+
+def _sizes(own_lines: Sequence[Line], full_lines: Sequence[Line], model: str) -> str:
+    """How many cells the method held at the end, of how many, and their bytes."""
+    n_own, own_mib = _size(own_lines, model)
+    n_full, full_mib = _size(full_lines, model)
+    if not n_full and own_lines[0]["budget"] == "100%":
+        # that is as many as a prompt has tokens
+        n_full = float(np.mean([n for line in own_lines for n in line["cells"]]))
+        full_mib = n_full * _CELL_BYTES[model] / 2**20
+    cells = f"{n_own:,.0f} of {n_full:,.0f} cells" if n_full else f"{n_own:,.0f} cells"
+    if not own_mib:
+        return f"{cells}, bytes not recorded"
+    return f"{cells}, {own_mib:.1f} of {full_mib:.1f} MiB" if n_full else f"{cells}, {own_mib:.1f} MiB"
+
+
+def _size(lines: Sequence[Line], model: str) -> tuple[float, float]:
+    """Cells held at the end and MiB, in the mean; 0 if that is not recorded.
+
+    Bytes that are not recorded are those of the cells, unless rows differ.
+    """
+    evicted = [line["tokens"] * (1 - line["scores"]["evicted"][0]) for line in lines if "tokens" in line]
+    held = [n for line in lines for n in line["scores"].get("cells_held", ()) if n is not None]
+    n_cell = float(np.mean(evicted or held or [0]))
+    recorded = [line["bytes"][0] / 2**20 for line in lines if "bytes" in line]
+    is_ragged = any(line["label"].startswith("corm") for line in lines)
+    mib = np.mean(recorded) if recorded else 0 if is_ragged else n_cell * _CELL_BYTES[model] / 2**20
+    return n_cell, float(mib)
+
+
+def fill_claims(text: str, results: Path = RESULTS) -> str:
+    """The document with the table between its marks made anew."""
+    return tables.fill_between(text, "claims", lambda: rows(results))

@@ -1,0 +1,318 @@
+"""The commands of kvtool that an experiment is made of."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvtool import policies
+from kvtool.measure import records, statistics
+from kvtool.measure.grid import split_policy
+from lab.papers.lines import Ask, ByText, Line, about, each_of, option_words, shell, typed
+from lab.papers.parts import PARTS, item_scores
+
+_QUARTERS = ("first quarter", "second quarter", "third quarter", "last quarter")
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """A `kvtool compare` for each text. Without budgets only policies run that need none.
+
+    Attributes
+    ----------
+    files, policies, budgets, max_tokens
+        What is compared, on how many tokens.
+    more
+        Further options.
+    model
+        The file of the model; empty for kvtool's default.
+    upto
+        Shorter beginnings of the texts whose scores are kept, too.
+    types
+        Types of keys and values; of all but the first only for `full`.
+    minutes
+        What it takes on one core of a small machine, about.
+    """
+
+    files: tuple[str, ...]
+    policies: tuple[str, ...]
+    budgets: tuple[str, ...]
+    max_tokens: int
+    more: tuple[str, ...] = ()
+    model: str = ""
+    upto: tuple[int, ...] = ()
+    types: tuple[str, ...] = ("f16",)
+    minutes: int = 0
+
+    def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
+        """A command for each text of which lines are missing, with the policies that it lacks."""
+        kept = [line for line in kept if line["tokens"] == self.max_tokens]
+        for file in self.files:
+            there = {(line["label"], line["budget"]) for line in kept if line["of"] == Path(file).name}
+            lacking = tuple(label for label in self.policies if not self._places(label) <= there)
+            if lacking:
+                # all on the same tokens share a file: no run is done twice
+                store = "-".join([Path(file).stem, str(self.max_tokens), *self.more])
+                yield Ask(self._command(file, lacking), store)
+
+    def commands(self) -> Iterator[tuple[str, ...]]:
+        for file in self.files:
+            yield self._command(file, self.policies)
+
+    def shown(self) -> str:
+        if len(self.files) == 1:
+            return shell(self._command(self.files[0], self.policies), self.model)
+        return shell(self._command("FILE", self.policies), self.model) + each_of(self.files)
+
+    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
+        texts = {Path(file).name for file in self.files}
+        for record in found:
+            # without a budget there is a cell for each token of the text, or of the context
+            has_all = record["budget"] >= record["tokens"]
+            label = _label(self.policies, record)
+            if "error" in record or not label or record["text"] not in texts:
+                continue
+            if not has_all and str(record["budget"]) not in self.budgets:
+                continue
+            counts = statistics.block_counts(record["n_scored"])
+            nll = (np.array(record["nll_blocks"]) / counts).tolist()
+            if label == "corm" and not has_all:
+                label = "corm, capped"
+            line = {
+                "label": typed(label, record["type_k"]),
+                "budget": None if has_all else str(record["budget"]),
+                "of": record["text"],
+                "tokens": record["tokens"],
+                "scores": {
+                    "nll": nll,
+                    "evicted": [1 - record["cells"] / record["tokens"]],
+                    "ms": [1000 * record["cpu_s"] / record["tokens"]],
+                },
+                "weights": {"nll": counts.astype(int).tolist()},
+                "bytes": [record["kv_bytes"], record["archive_bytes"]],
+                **about(record),
+            }
+            yield line
+            for tokens in self.upto:
+                n = int((counts.cumsum() <= tokens).sum())
+                scores, weights = {"nll": nll[:n]}, {"nll": line["weights"]["nll"][:n]}
+                yield line | {"tokens": tokens, "scores": scores, "weights": weights, "seconds": 0}
+
+    def _places(self, label: str) -> set[tuple[str, str | None]]:
+        """What a policy's runs on a text are kept as."""
+        name, _ = split_policy(label)
+        if not policies.load(name).evicts:
+            return {(typed(label, type_k), None) for type_k in self.types}
+        capped = f"{label}, capped" if label == "corm" else label
+        return {(capped, budget) for budget in self.budgets} or {(label, None)}
+
+    def _command(self, file: str, labels: Sequence[str]) -> tuple[str, ...]:
+        return (
+            *("compare", file, "--policies", ",".join(labels)),
+            *("--budgets", ",".join(self.budgets), "--types", ",".join(self.types)),
+            *("--max-tokens", str(self.max_tokens), *self.more),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Eval:
+    """A `kvtool eval` for each policy ("h2o:decay=0.9") and each budget; `full` has one, without a budget.
+
+    Attributes
+    ----------
+    task, files, policies, budgets
+        What is asked, with what.
+    more
+        Further options.
+    limit
+        The first items of all; 0 for all.
+    example
+        The item whose outputs are kept; none if empty.
+    model
+        The file of the model; empty for kvtool's default.
+    named
+        What a table's row is called, in place of its only policy.
+    minutes
+        As in Compare.
+    """
+
+    task: str
+    files: tuple[str, ...]
+    policies: tuple[str, ...]
+    budgets: tuple[str, ...]
+    more: tuple[str, ...] = ()
+    limit: int = 0
+    model: str = ""
+    example: str = ""
+    named: str = ""
+    minutes: int = 0
+
+    def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
+        """A command for each policy and budget of which items are missing, or what was written of one."""
+        there = defaultdict(int)
+        for line in kept:
+            if not self.example or "output" in line:
+                there[line["label"], line["budget"]] += len(line["items"])
+        for label, budget in self._runs():
+            if there[self.named or label, budget] < max(self.limit, 1):
+                yield Ask(self._command(label, budget), name)
+
+    def commands(self) -> Iterator[tuple[str, ...]]:
+        for label, budget in self._runs():
+            yield self._command(label, budget)
+
+    def shown(self) -> str:
+        command = shell(self._command("POLICY", "BUDGET"), self.model)
+        chosen = ", ".join(
+            " -o ".join([name, *options]) for name, options in map(split_policy, self.policies)
+        )
+        if self.named:
+            return command.replace("--policy POLICY --budget BUDGET", f"--policy {chosen}")
+        return f"{command}\n    # POLICY: {chosen}\n    # BUDGET: {', '.join(self.budgets)}"
+
+    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
+        groups = defaultdict(list)
+        for record in found:
+            of = record.get("dataset", record.get("file", self._of))
+            groups[":".join([record["policy"], *record["options"]]), record["budget"], of].append(record)
+        for (label, budget, of), items in groups.items():
+            if label not in self.policies or budget not in (None, *self.budgets):
+                continue
+            scored = [item_scores(record) for record in items]
+            names = dict.fromkeys(name for scores in scored for name in scores)
+            yield {
+                "label": self.named or label,
+                "budget": budget,
+                "task": self.task,
+                "of": of,
+                "items": [record["id"] for record in items],
+                "cells": [record.get("asked_cells", record.get("budget_cells")) for record in items],
+                "scores": {name: [scores.get(name) for scores in scored] for name in names},
+                **self._example(items),
+                **about(*items),
+            }
+
+    def _example(self, items: Sequence[records.Record]) -> Line:
+        """What was written of the item whose outputs are kept, and its place among the items."""
+        found = [(i, record) for i, record in enumerate(items) if record["id"] == self.example]
+        return {"example": found[0][0], "output": found[0][1]["output"]} if found else {}
+
+    def _runs(self) -> Iterator[tuple[str, str | None]]:
+        for label in self.policies:
+            for budget in [None] if label == "full" else self.budgets:
+                yield label, budget
+
+    @property
+    def _of(self) -> str:
+        return Path(self.files[0]).name if self.files else self.task
+
+    def _command(self, label: str, budget: str | None) -> tuple[str, ...]:
+        size = ["--budget", budget] if budget else []
+        limit = ["--limit", str(self.limit)] if self.limit else []
+        return ("eval", self.task, *self.files, "--policy", *option_words(label), *size, *self.more, *limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """A `kvtool inspect` for each file and policy. Its score is the share of rows that hold a token."""
+
+    files: tuple[str, ...]
+    policies: tuple[str, ...]
+    budget: str
+    max_tokens: int
+    model: str = ""
+    minutes: int = 0
+
+    def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
+        there = {(line["of"], line["label"]) for line in kept}
+        for file in self.files:
+            for label in self.policies:
+                if (Path(file).name, label) not in there:
+                    yield Ask(self._command(file, label), name)
+
+    def commands(self) -> Iterator[tuple[str, ...]]:
+        for file in self.files:
+            for label in self.policies:
+                yield self._command(file, label)
+
+    def shown(self) -> str:
+        size = f"--budget {self.budget} --max-tokens {self.max_tokens}"
+        chosen = ", ".join(" ".join(option_words(label)) for label in self.policies)
+        command = shell(("inspect", "FILE", "--policy", "POLICY", *size.split()), self.model)
+        return f"{command} --plot POLICY.png\n    # POLICY: {chosen}"
+
+    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
+        for record in found:
+            shares = np.array(record["share"])
+            for part, of_part in zip(_QUARTERS, np.array_split(shares, len(_QUARTERS)), strict=True):
+                yield {
+                    "label": _label(self.policies, record),
+                    "budget": str(record["budget"]),
+                    "of": record["file"],
+                    "part": part,
+                    "scores": {"held": [of_part.mean()]},
+                    **about(record, lines=len(_QUARTERS)),
+                }
+
+    def _command(self, file: str, label: str) -> tuple[str, ...]:
+        size = ("--budget", self.budget, "--max-tokens", str(self.max_tokens))
+        return ("inspect", file, "--policy", *option_words(label), *size, "--json")
+
+
+@dataclass(frozen=True, slots=True)
+class Map(ByText):
+    """A `papers.maps` for each text; instead of policies, a line has a part of what the map says.
+
+    Attributes
+    ----------
+    kind
+        "attention", "queries", "share" or "values".
+    files, max_tokens, model, minutes
+        As in Compare.
+    """
+
+    kind: str
+    files: tuple[str, ...]
+    max_tokens: int
+    model: str = ""
+    minutes: int = 0
+
+    def shown(self) -> str:
+        command = shell(self._command("FILE"), self.model)
+        return f"{command} --plot {self.kind}.png{each_of(self.files)}"
+
+    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
+        for record in found:
+            parts = list(PARTS[self.kind](record))
+            for part, label, value in parts:
+                yield {
+                    "label": label,
+                    "budget": None,
+                    "of": record["file"],
+                    "part": part,
+                    "tokens": record["tokens"],
+                    "scores": {self.kind: [value]},
+                    **about(record, lines=len(parts)),
+                }
+
+    def _command(self, file: str) -> tuple[str, ...]:
+        return ("lab.papers.maps", self.kind, file, "--max-tokens", str(self.max_tokens))
+
+
+def _label(labels: Sequence[str], record: records.Record) -> str:
+    """The policy asked for that names the most of the record's parameters; "" if none matches."""
+    named = [label for label in labels if _names(label, record)]
+    return max(named, key=lambda label: len(split_policy(label)[1]), default="")
+
+
+def _names(label: str, record: records.Record) -> bool:
+    """Whether the record's policy has this name and these parameters."""
+    name, options = split_policy(label)
+    if name != record["policy"]:
+        return False
+    asked = policies.parse_options(name, policies.load(name), list(options))
+    return asked.items() <= record["params"].items()

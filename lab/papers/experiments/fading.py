@@ -1,0 +1,79 @@
+"""What lab/papers/fading.md says: rows that keep means of what they evict. No paper's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lab.papers.experiments.kinds import ALL, WIKI, Experiment, Run, Table
+from lab.papers.programs import Fading
+
+_THREE = (WIKI, "pg19/10321.txt", "proofpile/hott-basics.tex")
+_FOUR = (*_THREE, "pg19/10146.txt")
+_NAMES = {
+    "wiki.test.raw": "wikitext-2",
+    "10321.txt": "PG19 10321",
+    "10146.txt": "PG19 10146",
+    "hott-basics.tex": "HoTT",
+}
+_POLICIES = ("h2o", "roco")
+_FEWER_QUERIES = ("roco+16:output:4", "roco+16:cells:4")
+_WAYS = ("h2o+16:next", "h2o+16:near", "h2o+16:cosine", "h2o+16:age")
+_WINDOW = ("streamingllm", "streamingllm+64:cells", "streamingllm+64", "streamingllm+64:spare")
+
+
+def _rules(policy: str, n_mean: int, *more: str) -> tuple[str, ...]:
+    """The policy alone, with the bytes of means as cells, with means, and with tokens in their place."""
+    means = f"{policy}+{n_mean}"
+    return policy, f"{means}:cells", means, *(f"{means}:{name}" for name in more)
+
+
+_SMALL = tuple(rule for policy in _POLICIES for rule in _rules(policy, 16, "spare"))
+_LARGE = tuple(rule for policy in _POLICIES for rule in _rules(policy, 32))
+
+RUNS: dict[str, Run] = {
+    "fading-512": Fading(_FOUR, ("full", *_LARGE), 512, 4096, minutes=11),
+    "fading": Fading(_FOUR, ("full", *_SMALL, *_FEWER_QUERIES), 128, 2048, minutes=6),
+    "fading-ways": Fading(_THREE, (*_WINDOW, *_WAYS), 128, 2048, minutes=4),
+}
+
+_BY_TEXT: dict[str, Any] = {"by": ("of",), "names": _NAMES, "pooled": ALL}
+_BYTES = "Keys, values, means and kept queries of all rows, MiB"
+
+
+def _of(policy: str, n_mean: int, *more: str) -> Table:
+    """Perplexity. A row with means is compared with the others."""
+    rules = _rules(policy, n_mean, *more)
+    return Table("nll", **_BY_TEXT, against=rules[2], rows=("full", *rules))
+
+
+EXPERIMENTS = {
+    "fading": Experiment(
+        ("fading",),
+        (
+            *(_of(policy, 16, "spare") for policy in _POLICIES),
+            Table("nll", **_BY_TEXT, against=_FEWER_QUERIES[0], rows=("roco", *_FEWER_QUERIES)),
+            Table("device", title=_BYTES, rows=("full", *_SMALL, *_FEWER_QUERIES)),
+        ),
+    ),
+    "fading-512": Experiment(
+        ("fading-512",),
+        (
+            Table("above", **_BY_TEXT, apart="full", rows=_LARGE),
+            *(_of(policy, 32) for policy in _POLICIES),
+            Table("device", title=_BYTES, rows=("full", *_LARGE)),
+        ),
+    ),
+    "fading-ways": Experiment(
+        # the first two rows are of the other run
+        ("fading", "fading-ways"),
+        (
+            Table(
+                "nll",
+                ("of",),
+                names=_NAMES,
+                of=tuple(file.rpartition("/")[2] for file in _THREE),
+                rows=("h2o", "h2o+16", *_WAYS, *_WINDOW),
+            ),
+        ),
+    ),
+}

@@ -1,0 +1,127 @@
+"""What lab/papers/ruler.md says: RULER under many policies, from one reading of each prompt. No paper's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtool.tasks.ruler import PARTS
+from lab.papers.experiments.kinds import LARGE, Experiment, Run, Table
+from lab.papers.programs import Ruler
+from lab.papers.ruler import EQUAL, POLICIES, REMOVED, SHARED, SHARING, STREAMS, sharing
+
+_TYPES = ("f16", "q8_0", "q4_0")
+_PROTOCOLS = {"after": "question after the text was compressed", "known": "question known"}
+
+_OWN = ("full", "full q8_0", "full q4_0", "recall")
+
+# rows that share have tables of their own
+ROWS = (*_OWN, *EQUAL)
+
+COUNTED = tuple(task for task in PARTS if task != "qa_2")
+"""The tasks in which the model has 20 % or more with the full cache."""
+
+RUNS: dict[str, Run] = {
+    "ruler": Ruler(
+        *(tuple(PARTS), ("full", "recall", *POLICIES), REMOVED, 128, _TYPES),
+        *(tuple(_PROTOCOLS), 4096, 1),
+        model=LARGE,
+        minutes=520,
+    ),
+    # one of each kind: needles, variables, frequent words
+    "ruler-long": Ruler(
+        *(("niah_multikey_1", "vt", "fwe"), ("full", "recall"), (), 128, ("f16",), ("after",), 32768, 1),
+        model=LARGE,
+        minutes=240,
+    ),
+}
+
+
+def _scores(question: str, score: str = "string_match", title: str = "", **how: Any) -> Table:
+    """A table of one protocol."""
+    title = title or f"RULER's score, %, {_PROTOCOLS[question]}"
+    return Table("", **{"rows": ROWS, "of": COUNTED, **how}, scores={question: score}, title=title)
+
+
+EXPERIMENTS = {
+    "ruler": Experiment(
+        ("ruler",),
+        (
+            _scores("after", against="full"),
+            _scores("known", against="full"),
+            # at a share all that forget have the same cells
+            _scores(
+                *("after", "device", "Keys and values on the device, MiB; of equal rows as of `kvzip`"),
+                rows=(*_OWN, "kvzip", *SHARED),
+            ),
+            _scores(
+                *("after", "host", "In host memory, MiB"),
+                rows=(*_OWN, "kvzip"),
+                budgets=("87.5 % removed",),
+                names={"87.5 % removed": "with every share"},
+            ),
+        ),
+    ),
+    # beside these the tests of the ones above would tell less
+    "ruler-streams": Experiment(
+        ("ruler",),
+        tuple(_scores(question, rows=("full", *STREAMS), against="full") for question in _PROTOCOLS),
+        commands=False,
+    ),
+    # rows and layers that share a budget, each beside equal ones: what differs is tested
+    "ruler-sharing": Experiment(
+        ("ruler",),
+        tuple(
+            _scores(
+                question,
+                title=f"RULER's score of `{name.partition(':')[0]}`, %, {_PROTOCOLS[question]}",
+                rows=(name, *(sharing(name, by) for by, names in SHARING.items() if name in names)),
+                against=name,
+            )
+            for question in _PROTOCOLS
+            for name in SHARING["heads"]
+        ),
+        commands=False,
+    ),
+    "ruler-long": Experiment(
+        ("ruler-long",),
+        tuple(
+            Table("", ("of",), scores={"after": score}, title=title)
+            for score, title in (
+                ("string_match", "RULER's score, %, with 32,768 tokens"),
+                ("device", "Keys and values on the device, MiB"),
+                ("host", "In host memory, MiB"),
+            )
+        ),
+    ),
+    # what docs/which-policy.md shows
+    "ruler-short": Experiment(
+        ("ruler",),
+        (
+            Table(
+                "",
+                ("task", "budget"),
+                rows=ROWS,
+                of=COUNTED,
+                scores=dict.fromkeys(_PROTOCOLS, "string_match"),
+                budgets=("50 % removed", "87.5 % removed"),
+                names={"after": "question after", "known": "known"},
+                title="RULER's score, %",
+            ),
+        ),
+        commands=False,
+    ),
+    "ruler-tasks": Experiment(
+        ("ruler",),
+        tuple(
+            _scores(
+                question,
+                by=("of",),
+                budgets=("87.5 % removed",),
+                transposed=True,
+                title=f"By task with 87.5 % removed, %, {words}",
+            )
+            for question, words in _PROTOCOLS.items()
+        ),
+        commands=False,
+    ),
+}

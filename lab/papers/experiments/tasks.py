@@ -1,0 +1,72 @@
+"""Eight tasks with a fifth of the cache: lab/papers/policy-numbers.md. No paper's."""
+
+from __future__ import annotations
+
+from lab.papers.commands import Eval
+from lab.papers.experiments.bumblebee import CHOICES
+from lab.papers.experiments.kinds import XSUM, Experiment, Run, Table
+from lab.papers.experiments.longbench import ENGLISH
+
+_POLICIES = ("full", "recall", "roco", "h2o", "buzz", "streamingllm", "snapkv")
+_AT_20 = (_POLICIES, ("20%",))
+_HIDDEN = ("--set", "lengths=512", "--set", "repeats=20")
+
+# 100 items of each, if there are so many
+_TASKS = (
+    Eval("passkey", (), *_AT_20, _HIDDEN, minutes=45),
+    Eval("needle", ("paul_graham_essays/",), *_AT_20, _HIDDEN, minutes=30),
+    Eval(
+        "qa", ("lost_in_the_middle/nq-open-oracle.jsonl.gz",), *_AT_20, ("--set", "n_max=24"), 100, minutes=9
+    ),
+    Eval("summarize", (XSUM,), *_AT_20, ("--set", "likelihood=true"), 100, minutes=25),
+    Eval(
+        "choice", (f"lm_eval_tasks/{CHOICES['OpenBookQA']}",), *_AT_20, ("--set", "shots=5"), 100, minutes=5
+    ),
+    Eval("longbench", (ENGLISH,), *_AT_20, ("--max-prompt", "1024"), 100, minutes=110),
+    Eval(
+        *("stream", ("mt_bench/question.jsonl", "mt_bench/reference_answer_gpt-4.jsonl"), *_AT_20),
+        ("--set", "scored=true", "--limit", "100"),
+        minutes=16,
+    ),
+    Eval(
+        *("diversity", ("mt_bench/question.jsonl",), _POLICIES[1:], _AT_20[1]),
+        ("--set", "samples=3", "--set", "n_max=48", "--limit", "100"),
+        minutes=36,
+    ),
+)
+
+RUNS: dict[str, Run] = {f"task-{run.task}": run for run in _TASKS}
+
+
+def _table(title: str, **shown: tuple[str, str]) -> Table:
+    """A row per policy, a column per task. shown: a heading and a score for each task."""
+    names = {task: name for task, (name, _) in shown.items()}
+    scores = {task: score for task, (_, score) in shown.items()}
+    return Table("", ("task",), "full", _POLICIES, names=names, scores=scores, title=title)
+
+
+EXPERIMENTS = {
+    "tasks": Experiment(
+        tuple(RUNS),
+        (
+            _table(
+                "What tells policies apart",
+                passkey=("passkey, %", "found"),
+                needle=("needle, %", "found"),
+                qa=("qa, nats", "logp"),
+                choice=("choice, nats", "right"),
+                summarize=("summarize, nats", "logp"),
+                longbench=("longbench, %", "score"),
+                stream=("stream, perplexity", "nll"),
+                diversity=("diversity, Self-BLEU less the full cache's", "alike"),
+            ),
+            _table(
+                "What was written",
+                qa=("qa, F1 %", "f1"),
+                choice=("choice, right %", "acc_norm"),
+                summarize=("summarize, ROUGE %", "rouge"),
+                diversity=("diversity, Self-BLEU", "self_bleu"),
+            ),
+        ),
+    ),
+}

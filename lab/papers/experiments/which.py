@@ -1,0 +1,196 @@
+"""What docs/which-policy.md says: the papers' policies beside recall and quantized caches. No paper's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lab.papers.commands import Compare, Eval
+from lab.papers.experiments.kinds import ALL, LARGE, OF_TEXTS, SMALL, TEXTS, WIKI, Experiment, Run, Table
+
+_OF_TASKS = ("recall", "roco", "h2o", "bumblebee", "buzz", "weightedkv", "streamingllm")
+POLICIES = (*_OF_TASKS[:3], "expected", *_OF_TASKS[3:])
+# larger models are asked less, as they take longer
+_FEWER = tuple(name for name in POLICIES if name not in ("bumblebee", "buzz", "weightedkv"))
+_FEWER_OF_TASKS = tuple(name for name in _FEWER if name in _OF_TASKS)
+_QUANTIZED = ("full q8_0", "full q4_0")
+_TYPES = ("f16", "q8_0", "q4_0")
+# scores of the field beside h2o's, and rows that share a layer's budget
+_SCORES = ("h2o", "h2o:heads=adaptive", "roco", "rkv", "expected", "expected:heads=adaptive")
+_EXPECTED = "expected:queries=32"
+# cells for which h2o takes the bytes of expected with 512 and its queries, tokens of a text, and minutes:
+# a head's query in f32 takes the bytes of a cell in f16
+_EQUAL = {
+    "equal": ("", "608", 3072, 10),
+    "equal-0.5b": (SMALL, "736", 2048, 15),
+    "equal-1.5b": (LARGE, "704", 2048, 25),
+}
+_OF_LARGE_CACHES = ("recall", "roco", "h2o")
+# two texts of each of four kinds
+_TEXTS = {
+    "books": ("pg19/10321.txt", "janeausten/emma.txt"),
+    "articles": (WIKI, "paul_graham_essays/worked.txt"),
+    "papers": ("arxiv/2404.15949.txt", "arxiv/2410.23079.txt"),
+    "code": ("code/argparse.py", "code/llama-vocab.cpp"),
+}
+_FILES = tuple(file for files in _TEXTS.values() for file in files)
+KINDS = {file.rpartition("/")[2]: kind for kind, files in _TEXTS.items() for file in files}
+_SHARES = ("5%", "10%", "20%", "40%")
+# the larger models are asked no others
+_TWO = ("5%", "20%")
+_QUESTIONS, _SHORT = ("lost_in_the_middle/nq-open-oracle.jsonl.gz",), ("--set", "n_max=24")
+
+
+def _passkey(policies: tuple[str, ...], repeats: int, minutes: int, model: str = "") -> Eval:
+    hidden = ("--set", "lengths=512", "--set", f"repeats={repeats}")
+    shares = _TWO if model else _SHARES
+    return Eval("passkey", (), ("full", *policies), shares, hidden, 5 * repeats, model, minutes=minutes)
+
+
+def _qa(policies: tuple[str, ...], n: int, minutes: int, model: str = "") -> Eval:
+    shares = _TWO if model else _SHARES
+    return Eval("qa", _QUESTIONS, ("full", *policies), shares, _SHORT, n, model, minutes=minutes)
+
+
+_TASKS: dict[str, Run] = {
+    "which-passkey": _passkey(_OF_TASKS, 4, 38),
+    "which-qa": _qa(_OF_TASKS, 40, 54),
+    "which-passkey-0.5b": _passkey(_FEWER_OF_TASKS, 2, 16, SMALL),
+    "which-qa-0.5b": _qa(_FEWER_OF_TASKS, 20, 12, SMALL),
+    "which-passkey-1.5b": _passkey(_FEWER_OF_TASKS, 2, 30, LARGE),
+    "which-qa-1.5b": _qa(_FEWER_OF_TASKS, 20, 30, LARGE),
+}
+
+_SAMPLED = {
+    f"sampling-{temp}{size}": Eval(
+        *("qa", _QUESTIONS, ("full",), ()),
+        (*_SHORT, "--temp", temp),
+        n,
+        model,
+        named=f"--temp {temp}",
+        minutes=minutes,
+    )
+    for model, size, n, minutes in (("", "", 80, 4), (SMALL, "-0.5b", 40, 4), (LARGE, "-1.5b", 32, 6))
+    for temp in ("0", "0.4", "0.8")
+}
+
+
+def _equal() -> dict[str, Run]:
+    """`h2o` and `expected` with cells that take the same bytes."""
+    found: dict[str, Run] = {}
+    for name, (model, cells, n, minutes) in _EQUAL.items():
+        how = {"model": model, "minutes": minutes}
+        found[name] = Compare(_FILES, ("full", "h2o"), (cells,), n, **how)
+        found[f"{name}-expected"] = Compare(_FILES, (_EXPECTED,), ("512",), n, **how)
+    return found
+
+
+RUNS: dict[str, Run] = {
+    "which-texts": Compare(_FILES, ("full", *POLICIES), ("512", "1024"), 3072, types=_TYPES, minutes=70),
+    "scores": Compare(TEXTS, ("full", *_SCORES), ("256",), 2048, minutes=30),
+    "which-texts-long": Compare(_FILES[::2], ("full", *_OF_LARGE_CACHES), ("2048", "4096"), 5120, minutes=30),
+    "which-texts-0.5b": Compare(
+        _FILES, ("full", *_FEWER), ("512",), 2048, model=SMALL, types=_TYPES, minutes=45
+    ),
+    "which-texts-1.5b": Compare(
+        _FILES, ("full", *_FEWER), ("512",), 2048, model=LARGE, types=_TYPES, minutes=70
+    ),
+    **_TASKS,
+    **_SAMPLED,
+    **_equal(),
+}
+
+
+_ROWS = ("full", *_OF_TASKS)
+_SIZED = ("full", *_QUANTIZED, *POLICIES)
+_EXCESS = {"apart": "full", "against": "h2o", "rows": (*_QUANTIZED, *POLICIES)}
+_OF_KINDS = Table("above", ("of", "budget"), **_EXCESS, names=KINDS, pooled=ALL)
+_SIZES = tuple(Table(score, rows=_SIZED) for score in ("device", "host"))
+_BY_MODEL = {
+    "by": ("model", "budget"),
+    "names": {
+        "SmolLM2-135M-Instruct.Q4_1.gguf": "SmolLM2 135M",
+        SMALL: "Qwen 0.5B",
+        LARGE: "Qwen 1.5B",
+    },
+}
+_TEXT_RUNS = ("which-texts", "which-texts-0.5b", "which-texts-1.5b")
+_ASKED = {
+    "passkey": ("Hidden numbers found, %", "found"),
+    "qa": ("Log-probability of the right answer to a question, nats a token", "logp"),
+}
+
+
+def _tasks(**how: Any) -> tuple[Table, ...]:
+    """A table for each task."""
+    how = {"rows": _ROWS} | how
+    return tuple(
+        Table("", **how, scores={name: score}, title=title) for name, (title, score) in _ASKED.items()
+    )
+
+
+EXPERIMENTS = {
+    # what the page shows: all models side by side
+    "which-short": Experiment(
+        _TEXT_RUNS,
+        (
+            Table("above", **_BY_MODEL, **_EXCESS | {"against": ""}),
+            # the others have the cells, so the bytes, of h2o
+            Table("device", **_BY_MODEL, rows=("full", *_QUANTIZED, "h2o")),
+        ),
+        together=True,
+        commands=False,
+    ),
+    # few comparisons, so that eight texts can tell
+    "which-default": Experiment(
+        _TEXT_RUNS,
+        tuple(
+            Table("above", **_BY_MODEL, **_EXCESS | {"rows": rows}, budgets=("512",))
+            for rows in (("h2o", "roco", "recall"), ("h2o", "expected"))
+        ),
+        together=True,
+    ),
+    # with the memory that expected takes for queries, too
+    "which-equal": Experiment(
+        tuple(_equal()),
+        (
+            Table(
+                *("above", ("model",), "h2o", ("h2o", _EXPECTED)),
+                names=_BY_MODEL["names"],
+                apart="full",
+                title="Perplexity above the full cache's, %, in equal bytes",
+            ),
+        ),
+        together=True,
+    ),
+    "which-sampling": Experiment(
+        tuple(_SAMPLED),
+        tuple(
+            Table(score, ("model",), "--temp 0.8", names=_BY_MODEL["names"], head="sampling", title=title)
+            for score, title in (("f1", "F1, %"), ("subspan_em", "Right answer somewhere in the output, %"))
+        ),
+        together=True,
+    ),
+    # and all of it
+    "which-texts": Experiment(_TEXT_RUNS, (_OF_KINDS, *_SIZES)),
+    "which-texts-long": Experiment(
+        ("which-texts-long",),
+        (
+            replace(_OF_KINDS, rows=_OF_LARGE_CACHES),
+            *(replace(table, rows=("full", *_OF_LARGE_CACHES)) for table in _SIZES),
+        ),
+    ),
+    "scores": Experiment(
+        ("scores",),
+        (
+            Table(
+                *("nll", ("of", "budget"), "h2o", ("full", *_SCORES)),
+                names=OF_TEXTS,
+                pooled=ALL,
+                only_pooled=True,
+            ),
+            Table("device", against="", rows=("full", *_SCORES)),
+        ),
+    ),
+    "which-tasks": Experiment(tuple(_TASKS), _tasks(against="full")),
+}

@@ -1,0 +1,111 @@
+"""Lines of lab/papers/records, and how the commands of experiments are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtool.measure import records
+from kvtool.measure.grid import split_policy
+
+Line = dict[str, Any]
+"""A line of lab/papers/records: one policy with one budget on one file.
+
+label
+    The policy as it was asked for.
+budget
+    As it was asked for; None for a policy that keeps all it needs.
+of
+    The file or the data set.
+scores
+    By name a list with a number for each item, or for each block of tokens.
+weights
+    By name the tokens of each block.
+cells
+    The budget of each item, in cells.
+bytes
+    Of keys and values on the device, and of the archive on the host.
+seconds, and VERSIONS
+    The time that it took, and what it was measured with.
+"""
+
+VERSIONS = ("model", "kvtool", "llama_cpp_python", "patch")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A command that is still to be run.
+
+    Attributes
+    ----------
+    command
+        Its words after `kvtool`, or after `python -m`, without the model.
+    store
+        The name of its file of records.
+    goes_on
+        Whether a program keeps that file itself, and goes on where it has ended.
+    """
+
+    command: tuple[str, ...]
+    store: str
+    goes_on: bool = False
+
+
+class ByText:
+    """A run of one command for each text."""
+
+    __slots__ = ()
+
+    files: tuple[str, ...]
+    max_tokens: int
+
+    def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
+        there = {line["of"] for line in kept if line["tokens"] == self.max_tokens}
+        for file in self.files:
+            if Path(file).name not in there:
+                yield Ask(self._command(file), name)
+
+    def commands(self) -> Iterator[tuple[str, ...]]:
+        for file in self.files:
+            yield self._command(file)
+
+    def _command(self, file: str) -> tuple[str, ...]:
+        raise NotImplementedError
+
+
+def is_program(command: Sequence[str]) -> bool:
+    """Whether it is a module of this folder and no command of kvtool."""
+    return command[0].startswith("lab.papers.")
+
+
+def shell(command: Sequence[str], model: str = "") -> str:
+    """The command as one types it: without folders, with quotes around an empty argument."""
+    program = "python -m " if is_program(command) else "kvtool "
+    words = [*command, *(("-m", model) if model else ())]
+    return program + " ".join(Path(part).name if "/" in part else part or "''" for part in words)
+
+
+def each_of(files: Sequence[str]) -> str:
+    """The line below a command that stands for one of each text."""
+    return f"\n    # FILE: {', '.join(Path(file).name for file in files)}"
+
+
+def typed(label: str, type_k: str) -> str:
+    """The policy with the type of its cache, if that is not f16."""
+    return label if type_k == "f16" else f"{label} {type_k}"
+
+
+def option_words(label: str) -> list[str]:
+    """A policy as kvtool's commands take it: its name, and -o for each parameter."""
+    name, options = split_policy(label)
+    return [name, *(part for option in options for part in ("-o", option))]
+
+
+def about(*found: records.Record, lines: int = 1) -> Line:
+    """The time of these records, of which so many lines have a part each, and what measured them."""
+    versions = {name: found[0][name] for name in VERSIONS} | {"model": Path(found[0]["model"]).name}
+    # CPU time if it is known: it does not depend on what else was running
+    seconds = sum(record.get("cpu_s", record.get("seconds", 0)) for record in found)
+    return {"seconds": seconds / lines, **versions}

@@ -1,0 +1,327 @@
+"""Data for the papers' figures of a model without eviction: attention, queries, values, important keys.
+
+- `attention`, `queries` and `share`: CORM's figures 1 to 3 (Dai et al. 2024, arXiv:2404.15949, section 3).
+- `values`: WeightedKV's figure 1 (Yuan et al. 2025, arXiv:2503.01330).
+
+Each layer is reduced while the text is read; complete arrays are kept only for the heads of a picture. Only
+layers that attend to all tokens count. Arrays [head] have all heads of all these layers: KV heads in
+`Values`, otherwise query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtool.errors import ModelError
+from kvtool.llama.model import Model
+from kvtool.models.layers import Kind
+from lab.papers.maps.observe import What, observe
+
+Place = tuple[int, int]
+"""Layer, and head in it."""
+
+CARRIED = 0.9
+"""Fraction of the sum of squares that the singular values of an effective rank carry."""
+
+Measure = Callable[[What, Place, np.ndarray], tuple[float, ...] | None]
+"""Function of kind, place and array of an `observe.Visit`, which returns the head's numbers, if any."""
+
+_SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Text to read.
+
+    Attributes
+    ----------
+    model
+        Model that reads it.
+    tokens
+        i32[n], n >= 2.
+    n_threads
+        CPU threads; None: `Decoder` chooses.
+    """
+
+    model: Model
+    tokens: np.ndarray
+    n_threads: int | None = None
+
+    def columns(self, kind: str, wanted: Collection[What], measure: Measure) -> list[np.ndarray]:
+        """Return i32[head] layers, i32[head] heads, then f64[head] for each number measured of a head.
+
+        wanted: observed data of the layers in a kind of map. Raises the errors of `observe`.
+        """
+        found = []
+
+        def visit(what: What, layer: int, head: int, array: np.ndarray) -> None:
+            if (numbers := measure(what, (layer, head), array)) is not None:
+                found.append((layer, head, *numbers))
+
+        observe(self.model, self.tokens, wanted, drawn_layers(self.model, kind), visit, self.n_threads)
+        layers, heads, *rest = zip(*found, strict=True)
+        return [np.array(layers, np.int32), np.array(heads, np.int32), *map(np.array, rest)]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads of a map.
+
+    Attributes
+    ----------
+    layer
+        i32[head], layer of each head, counted from 0 in the model.
+    head
+        i32[head], index of the head in the layer.
+    """
+
+    layer: np.ndarray
+    head: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Share(Heads):
+    """Share of keys that are important to a query. The paper's sparsity is 1 minus this share.
+
+    Attributes
+    ----------
+    share
+        f64[head], share of the keys that a query has seen, itself included; mean over the queries.
+    """
+
+    share: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMap:
+    """Attention of one head.
+
+    Attributes
+    ----------
+    attention
+        f32[n, n], by query and key.
+    important
+        b1[n, n], True for keys that are important to each query.
+    similar
+        i64[n - 1], the earlier query most similar to each query, except the first.
+    """
+
+    attention: np.ndarray
+    important: np.ndarray
+    similar: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(Share):
+    """Overlap of the important keys of similar queries.
+
+    The overlap of a query and an earlier one is, among the keys that both have seen, the number important to
+    both divided by the number important to either. Both numbers are summed over the queries first.
+
+    Attributes
+    ----------
+    similar
+        f64[head], the overlap with the most similar earlier query.
+    previous
+        f64[head], the overlap with the query just before.
+    random
+        f64[head], the overlap with a random earlier query (with a fixed seed).
+    maps
+        Attention of the requested heads.
+    """
+
+    similar: np.ndarray
+    previous: np.ndarray
+    random: np.ndarray
+    maps: dict[Place, AttentionMap]
+
+
+@dataclass(frozen=True, slots=True)
+class Queries(Heads):
+    """Similarity of queries, and distance to the most similar earlier one.
+
+    Attributes
+    ----------
+    distance
+        i32[head, n - 1], from each query except the first back to the most similar earlier one; 1 is the
+        previous query.
+    cosine
+        f64[head], mean cosine similarity of the two.
+    maps
+        f32[n, n], cosine similarities by query and earlier query, of the requested heads.
+    """
+
+    distance: np.ndarray
+    cosine: np.ndarray
+    maps: dict[Place, np.ndarray]
+
+    def within(self, n_token: int) -> np.ndarray:
+        """f64[head], share of queries whose most similar earlier one is at most n_token tokens back."""
+        within: np.ndarray = (self.distance <= n_token).mean(axis=1)
+        return within
+
+    def chance(self, n_token: int) -> float:
+        """The same share if every earlier query were equally likely."""
+        n_earlier = np.arange(1, self.distance.shape[1] + 1)
+        return float((np.minimum(n_token, n_earlier) / n_earlier).mean())
+
+
+@dataclass(frozen=True, slots=True)
+class Values(Heads):
+    """Singular values of the matrix [token, dim] of each KV head, not centered.
+
+    Attributes
+    ----------
+    singular
+        For KEYS_BEFORE (missing where llama.cpp does not show them), KEYS and VALUES: for each head f64[dim],
+        descending.
+    """
+
+    singular: dict[What, list[np.ndarray]]
+
+    def normalised(self, what: What) -> np.ndarray:
+        """f64[dim], singular values divided by the head's first, mean over heads.
+
+        If heads have different dimensions, only the smallest dimension.
+        """
+        n = min(map(len, self.singular[what]))
+        tiny = np.finfo(np.float64).tiny
+        mean: np.ndarray = np.mean([each[:n] / max(each[0], tiny) for each in self.singular[what]], axis=0)
+        return mean
+
+    def rank(self, what: What) -> np.ndarray:
+        """i64[head], number of singular values that carry 90 % of the sum of their squares."""
+        return np.array([effective_rank(each) for each in self.singular[what]], np.int64)
+
+
+def attention(text: Reading, places: Collection[Place] = ()) -> Attention:
+    """Measure how similar queries attend. places: heads whose maps are needed. Raises `observe`'s errors."""
+    rng = np.random.default_rng(_SEED)
+    previous = np.arange(len(text.tokens) - 1)
+    nearest: dict[int, np.ndarray] = {}
+    maps = {}
+
+    def measure(what: What, place: Place, array: np.ndarray) -> tuple[float, ...] | None:
+        _, head = place
+        if what is What.QUERIES:
+            nearest[head] = most_similar(cosines(array))
+            return None
+        mask, similar = important(array), nearest[head]
+        if place in places:
+            maps[place] = AttentionMap(array, mask, similar)
+        others = similar, previous, rng.integers(previous + 1)
+        return share_of(mask), *(overlap(mask, earlier) for earlier in others)
+
+    wanted = (What.QUERIES, What.ATTENTION)
+    layer, head, own, similar, before, random = text.columns("attention", wanted, measure)
+    return Attention(layer, head, own, similar, before, random, maps)
+
+
+def queries(text: Reading, places: Collection[Place] = ()) -> Queries:
+    """Measure the similarity of queries. places: heads whose maps are needed. Raises `observe`'s errors."""
+    distances, maps = [], {}
+
+    def measure(what: What, place: Place, array: np.ndarray) -> tuple[float]:
+        cosine = cosines(array)
+        nearest = most_similar(cosine)
+        query = np.arange(1, len(array))
+        distances.append((query - nearest).astype(np.int32))
+        if place in places:
+            maps[place] = cosine
+        return (float(cosine[query, nearest].mean()),)
+
+    layer, head, cosine = text.columns("queries", (What.QUERIES,), measure)
+    return Queries(layer, head, np.array(distances), cosine, maps)
+
+
+def values(text: Reading) -> Values:
+    """Measure the singular values of keys and values. Raises `observe`'s errors."""
+    wanted = (What.KEYS_BEFORE, What.KEYS, What.VALUES)
+    singular: dict[What, list[np.ndarray]] = {}
+
+    def measure(what: What, place: Place, array: np.ndarray) -> tuple[()] | None:
+        singular.setdefault(what, []).append(np.linalg.svd(array.astype(np.float64), compute_uv=False))
+        return () if what is What.VALUES else None
+
+    layer, head = text.columns("values", wanted, measure)
+    # a layer may lack its keys before RoPE
+    whole = [what for what in wanted if len(singular.get(what, ())) == len(head)]
+    return Values(layer, head, {what: singular[what] for what in whole})
+
+
+def share(text: Reading) -> Share:
+    """Measure the share of important keys. Raises `observe`'s errors."""
+    own = text.columns("share", (What.ATTENTION,), lambda what, place, array: (share_of(important(array)),))
+    return Share(*own)
+
+
+def drawn_layers(model: Model, kind: str) -> list[int]:
+    """Layers of a kind of map: layers that attend to all tokens and have the data that it needs.
+
+    Raises ModelError for a model without such layers.
+    """
+    layers, name = model.layers, model.path.name
+    if layers.has_index:
+        raise ModelError(f"{name} chooses by an index which tokens a query sees: there is no whole map of it")
+    if kind in ("queries", "values") and not layers.has_values:
+        raise ModelError(f"{name} keeps keys and values as one (MLA): there is no map of its {kind}")
+    found = [each.number for each in layers.of(Kind.ROWS) if kind != "values" or each.is_owner]
+    if not found:
+        raise ModelError(f"{name} has no layer that attends to all tokens: there is no map of it")
+    return found
+
+
+def important(attention: np.ndarray) -> np.ndarray:
+    """b1[n, n], True if a key is important to a query (CORM, definition 3.1). attention: f32[n, n].
+
+    A query that has seen t tokens, itself included, finds a key important if its attention is at least 1 / t.
+    """
+    seen = np.arange(1, len(attention) + 1, dtype=np.float32)
+    mask: np.ndarray = attention >= (1 / seen)[:, None]
+    return mask
+
+
+def share_of(important: np.ndarray) -> float:
+    """Share of important keys b1[n, n] among the keys that a query has seen, mean over the queries."""
+    return float((important.sum(axis=1) / np.arange(1, len(important) + 1)).mean())
+
+
+def cosines(queries: np.ndarray) -> np.ndarray:
+    """f32[n, n], cosine similarities of queries f32[n, dim]; 0 with a zero query."""
+    length = np.linalg.norm(queries, axis=1, keepdims=True)
+    unit = queries / np.maximum(length, np.finfo(np.float32).tiny)
+    found: np.ndarray = unit @ unit.T
+    return found
+
+
+def most_similar(cosine: np.ndarray) -> np.ndarray:
+    """i64[n - 1], for each query except the first the earlier query with the highest cosine f32[n, n].
+
+    The newest among equals.
+    """
+    n = len(cosine)
+    earlier = np.where(np.tri(n, k=-1, dtype=np.bool_), cosine, -np.inf)
+    found: np.ndarray = n - 1 - earlier[1:, ::-1].argmax(axis=1)
+    return found
+
+
+def overlap(important: np.ndarray, earlier: np.ndarray) -> float:
+    """Overlap of the keys important to a query and an earlier one, as defined in `Attention`.
+
+    important: b1[n, n]. earlier: i64[n - 1], an earlier query for each query except the first. 0 if no key is
+    important to any query.
+    """
+    own = important[1:] & (np.arange(len(important)) <= earlier[:, None])
+    # limited to the keys that the earlier query has seen
+    other = important[earlier]
+    n_either = int((own | other).sum())
+    return int((own & other).sum()) / n_either if n_either else 0.0
+
+
+def effective_rank(singular: np.ndarray) -> int:
+    """Number of these descending singular values that carry 90 % of the sum of their squares; 0 for zeros."""
+    carried = np.cumsum(singular**2)
+    return int(np.searchsorted(carried, CARRIED * carried[-1])) + 1 if carried[-1] > 0 else 0

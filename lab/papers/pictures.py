@@ -1,0 +1,202 @@
+"""Draw the pictures of the documents from lab/papers/records; needs matplotlib.
+
+python -m lab.papers.pictures [NAME ...]
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvtool.measure import records
+from lab.benchmarks.common import make_parser, note
+from lab.papers import tables
+from lab.papers.experiments import which
+from lab.papers.experiments.ruler import COUNTED, ROWS
+from lab.papers.tables import LABORATORY, ROOT
+
+_STYLES = {
+    "full": ("black", "s"),
+    "recall": ("tab:red", "o"),
+    "roco": ("tab:blue", "^"),
+    "h2o": ("tab:cyan", "v"),
+    "bumblebee": ("tab:orange", "D"),
+    "buzz": ("tab:olive", "P"),
+    "weightedkv": ("tab:purple", "X"),
+    "streamingllm": ("tab:gray", "*"),
+    "kvzip": ("tab:green", "P"),
+    "expected": ("tab:pink", "D"),
+    "keydiff": ("tab:purple", "X"),
+    "tova": ("tab:blue", "^"),
+    "snapkv": ("tab:olive", "h"),
+    "knorm": ("tab:brown", "d"),
+}
+
+_APART = 1.2
+"""By how much two sizes differ so that both are written under an axis."""
+
+
+def curve(path: Path) -> None:
+    """WeightedKV's Figure 4: the mean log-perplexity up to each token of a book, with and without merging."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.5), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    words = {"weightedkv": "values merge (WeightedKV)", "weightedkv:merge=false": "the same tokens, evicted"}
+    for line in tables.kept(["curve"]):
+        counts, nll = np.array(line["weights"]["nll"]), np.array(line["scores"]["nll"])
+        n = counts.cumsum()
+        axes.plot(
+            n, (nll * counts).cumsum() / n, label=f"{words[line['label']]}, {line['budget']} tokens kept"
+        )
+    axes.set_xlabel("tokens read")
+    axes.set_ylabel("nats a token, the mean so far")
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def _points(
+    lines: Sequence[tables.Line], *, host: bool
+) -> Mapping[str, Mapping[str, list[tuple[float, float]]]]:
+    """By kind of text and policy: MiB, and percent above the perplexity of the full cache.
+
+    host: whether what lies in host memory counts, too.
+    """
+    full = {line["of"]: _mean(line) for line in lines if line["label"] == "full"}
+    sums: dict[tuple[str, str, str | None], list[tuple[float, float]]] = defaultdict(list)
+    for line in lines:
+        name, _, type_k = line["label"].partition(" ")
+        above = 100 * (np.exp(_mean(line) - full[line["of"]]) - 1)
+        if line["label"] != "full":
+            size = sum(line["bytes"][: 1 + host]) / 2**20
+            sums[which.KINDS[line["of"]], name, line["budget"] or type_k].append((size, above))
+    found: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for (kind, name, _), values in sorted(sums.items()):
+        size, above = np.mean(values, axis=0).tolist()
+        found[kind][name].append((size, above))
+    return {kind: {name: sorted(points) for name, points in of.items()} for kind, of in found.items()}
+
+
+def _mean(line: tables.Line) -> float:
+    return float(np.average(line["scores"]["nll"], weights=line["weights"]["nll"]))
+
+
+def quality(path: Path, run: str, title: str) -> None:
+    """Quality by bytes, on the device and with the host's; a column for each kind of text."""
+    from matplotlib.figure import Figure
+
+    lines = records.read(tables.RESULTS / f"{run}.jsonl")
+    named = ("on the device", False), ("on the device and the host", True)
+    figure = Figure(figsize=(10, 6.4), dpi=100, layout="constrained")
+    figure.suptitle(title, fontsize="medium")
+    for part, (where, host) in zip(figure.subfigures(2, 1), named, strict=True):
+        found = _points(lines, host=host)
+        panels = np.atleast_1d(part.subplots(1, len(found), sharey=True))
+        for axes, (kind, policies) in zip(panels, found.items(), strict=True):
+            _panel(axes, policies)
+            axes.set_title(kind, fontsize="medium")
+        part.supxlabel(f"MiB of keys and values {where}", fontsize="medium")
+        part.supylabel("% above the full cache's perplexity", fontsize="medium")
+        handles, labels = panels[0].get_legend_handles_labels()
+        part.legend(handles, labels, loc="outside right center", frameon=False, fontsize="small")
+    figure.savefig(path)
+
+
+def _ruler_points(lines: Sequence[tables.Line], *, host: bool) -> Mapping[str, list[tuple[float, float]]]:
+    """By policy MiB and RULER's score in percent, at each share that is removed."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for line in lines:
+        scores = line["scores"]
+        name, _, type_kv = line["label"].partition(" ")
+        size = np.mean(scores["device"]) + host * np.mean(scores["host"])
+        name = name.partition(":")[0]
+        found[name, line["budget"] or type_kv].append((size, 100 * np.mean(scores["string_match"])))
+    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for (name, _), of_tasks in found.items():
+        # the mean of the tasks' means
+        size, score = np.mean(of_tasks, axis=0).tolist()
+        points[name].append((size, score))
+    return {name: sorted(of_name) for name, of_name in points.items()}
+
+
+def ruler(path: Path, run: str, title: str) -> None:
+    """RULER's score by bytes, a row for each protocol: on the device, and with the host's."""
+    from matplotlib.figure import Figure
+
+    found = records.read(tables.RESULTS / f"{run}.jsonl")
+    every = [line for line in found if line["of"] in COUNTED and line["label"] in ROWS]
+    figure = Figure(figsize=(10, 6.4), dpi=100, layout="constrained")
+    figure.suptitle(title, fontsize="medium")
+    panels = figure.subplots(2, 2, sharey=True)
+    for row, question in zip(panels, ("after", "known"), strict=True):
+        lines = [line for line in every if line["task"] == question]
+        for axes, host in zip(row, (False, True), strict=True):
+            for name, points in _ruler_points(lines, host=host).items():
+                colour, mark = _STYLES[name]
+                label = "full, 4, 8 and 16 bits" if name == "full" else name
+                axes.plot(*zip(*points, strict=True), color=colour, marker=mark, markersize=5, label=label)
+            _ticks(axes, [size for line in axes.lines for size in line.get_xdata().tolist()])
+            axes.set_xlabel(f"MiB on the device{' and the host' * host}")
+        row[0].set_ylabel(f"RULER, %, question {question}")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize="small")
+    figure.savefig(path)
+
+
+def _panel(axes: Any, policies: Mapping[str, list[tuple[float, float]]]) -> None:
+    for name, points in policies.items():
+        colour, mark = _STYLES[name]
+        # an excess below a tenth of a percent is drawn as one
+        values = [(size, max(above, 0.1)) for size, above in points]
+        label = "full, 8 and 4 bits" if name == "full" else name
+        axes.plot(*zip(*values, strict=True), color=colour, marker=mark, markersize=5, label=label)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    _ticks(axes, [size for points in policies.values() for size, _ in points])
+
+
+def _ticks(axes: Any, sizes: Sequence[float]) -> None:
+    """Lets the x axis have the sizes in MiB themselves, by powers of 2."""
+    axes.set_xscale("log", base=2)
+    ticks = [0.0]
+    for size in sorted(set(sizes)):
+        # of numbers that would lie on each other the first one
+        ticks += [size] * (size > _APART * ticks[-1])
+    axes.set_xticks(ticks[1:])
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.minorticks_off()
+    axes.margins(x=0.1)
+
+
+PICTURES: dict[str, Callable[[], None]] = {
+    "curve": lambda: curve(LABORATORY / "weightedkv-figure-4.png"),
+    "smollm2": lambda: quality(
+        ROOT / "docs" / "which-smollm2.png", "which-texts", "SmolLM2-135M, 3,072 tokens"
+    ),
+    "qwen-0.5b": lambda: quality(
+        LABORATORY / "which-qwen-0.5b.png", "which-texts-0.5b", "Qwen2.5-Coder-0.5B, 2,048 tokens"
+    ),
+    "qwen-1.5b": lambda: quality(
+        LABORATORY / "which-qwen-1.5b.png", "which-texts-1.5b", "Qwen2.5-Coder-1.5B, 2,048 tokens"
+    ),
+    "ruler": lambda: ruler(LABORATORY / "ruler.png", "ruler", "RULER, Qwen2.5-Coder-1.5B, 4,096 tokens"),
+}
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PICTURES))
+    names = parser.parse_args().names or list(PICTURES)
+    if unknown := [name for name in names if name not in PICTURES]:
+        parser.error(f"no picture {', '.join(unknown)}; there are: {', '.join(PICTURES)}")
+    for name in names:
+        PICTURES[name]()
+        note(f"{name}: drawn")
+
+
+if __name__ == "__main__":
+    main()

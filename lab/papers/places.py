@@ -1,0 +1,151 @@
+"""Which numbers of the records kept belong to which place of a table: a row and a column."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from lab.papers.experiments.kinds import Place, Table
+from lab.papers.lines import Line
+from lab.papers.samples import SCORES, Sample
+
+
+def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
+    """The places of a table. A line without a budget is in the column of every budget of its model.
+
+    All rows of a column have the same items: those that every row has.
+    """
+    lines = [line for line in lines if is_about(table, line)]
+    lines = [line for line in lines if not table.rows or line[table.row] in (*table.rows, table.apart)]
+    measured = _budgets(lines)
+    places: dict[Place, Sample] = {}
+    lacking = set()
+    for line in lines:
+        score = table.scores.get(line["task"], "") if table.scores else table.score
+        if not score:
+            continue
+        found, of_text = _values(line, score), bool(line.get("weights", {}).get(SCORES[score].of or score))
+        budgets = [name for name in measured[line.get("model")] if not table.budgets or name in table.budgets]
+        unlimited = budgets or [None] * (not table.budgets)
+        for budget in {line["budget"]}.intersection(budgets) if line["budget"] else unlimited:
+            for column, is_pooled in _columns(line | {"budget": budget}, table):
+                place = line[table.row], column
+                strata = table.strata if is_pooled else {}
+                sample = Sample(score, of_text, table.same_item and is_pooled, strata)
+                of_place = _behind(found, int(budget)) if table.late and budget else found
+                places.setdefault(place, sample).values.update(of_place)
+                if score in ("device", "host") and not found:
+                    lacking.add(place)
+    _share(places)
+    whole = (place for place, sample in places.items() if _is_whole(place, sample, table))
+    # a mean of some texts' bytes is none of the others'
+    places = {place: places[place] for place in whole if place not in lacking}
+    if table.apart:
+        return {
+            (row, column): sample.apart(places[table.apart, column])
+            for (row, column), sample in places.items()
+            if row != table.apart and (table.apart, column) in places
+        }
+    return places
+
+
+def is_about(table: Table, line: Line) -> bool:
+    """Whether a table is about what this line is of."""
+    return not table.of or line["of"] in table.of
+
+
+def _budgets(lines: Sequence[Line]) -> dict[str | None, list[str]]:
+    """The budgets that were measured of each model."""
+    found: dict[str | None, list[str]] = defaultdict(list)
+    for line in lines:
+        if line["budget"] and line["budget"] not in found[line.get("model")]:
+            found[line.get("model")].append(line["budget"])
+    return found
+
+
+def _share(places: Mapping[Place, Sample]) -> None:
+    """Leave out the items of each column that some row lacks."""
+    rows = defaultdict(list)
+    for (_, column), sample in places.items():
+        # a single number is a mean of items already
+        if len(sample.values) > 1:
+            rows[column].append(sample.values)
+    for column in rows.values():
+        in_all = set.intersection(*(set(values) for values in column))
+        for values in column:
+            for item in values.keys() - in_all:
+                del values[item]
+
+
+def _is_whole(place: Place, sample: Sample, table: Table) -> bool:
+    """Whether a place has all that its column is to have: an average of LongBench all of its data sets."""
+    asked = table.pooled.get(place[1].partition(", ")[0]) or frozenset()
+    return bool(sample.values) and asked <= {of for of, _ in sample.values}
+
+
+def _columns(line: Line, table: Table) -> Iterator[tuple[str, bool]]:
+    """The columns that a line is in, and whether they are pooled ones."""
+    first, *rest = (table.names.get(str(line[name]), str(line[name])) for name in table.by)
+    yield ", ".join([first, *rest]), False
+    for heading, members in table.pooled.items():
+        if members is None or str(line[table.by[0]]) in members:
+            yield ", ".join([heading, *rest]), True
+
+
+def is_pooled(column: str, table: Table) -> bool:
+    """Whether a column has what is in several others."""
+    return column.partition(", ")[0] in table.pooled
+
+
+def _values(line: Line, score: str) -> dict[tuple[str, str], tuple[float, float]]:
+    score = SCORES[score].of or score
+    found = _rouge(line["scores"]) if score == "rouge" else _of_line(line).get(score, [])
+    weights = line.get("weights", {}).get(score, [1] * len(found))
+    # older lines lack scores that came later
+    items = line.get("items", range(len(found))) if found else ()
+    return {
+        (line["of"], str(item)): (value, weight)
+        for item, value, weight in zip(items, found, weights, strict=True)
+        if value is not None
+    }
+
+
+def _behind(
+    found: Mapping[tuple[str, str], tuple[float, float]], budget: int
+) -> dict[tuple[str, str], tuple[float, float]]:
+    """The blocks that begin after as many tokens as a budget."""
+    read, kept = 0.0, {}
+    for place, (value, n_token) in found.items():
+        if read >= budget:
+            kept[place] = value, n_token
+        read += n_token
+    return kept
+
+
+def _of_line(line: Line) -> dict[str, list[float | None]]:
+    """The scores of a line, its bytes in MiB, and how much more alike samples are than the full cache's."""
+    scores = line["scores"]
+    sizes = zip(("device", "host"), line.get("bytes", ()), strict=False)
+    found = scores | {name: [size / 2**20] for name, size in sizes}
+    if "tokens" in line and "evicted" in scores:
+        found["holds"] = [line["tokens"] * (1 - share) for share in scores["evicted"]]
+    if "full_self_bleu" in scores:
+        pairs = zip(scores["self_bleu"], scores["full_self_bleu"], strict=True)
+        found["alike"] = [None if own is None else own - full for own, full in pairs]
+    return found
+
+
+def _rouge(scores: Mapping[str, Sequence[float | None]]) -> list[float | None]:
+    """What each item adds to the geometric mean of three means, to the first order (the delta method).
+
+    The mean of these numbers is that geometric mean, and their error is its error. If one of the means is 0,
+    the result is a single 0: no error is known.
+    """
+    items = list(zip(*(scores[name] for name in ("rouge1", "rouge2", "rougeL")), strict=True))
+    means = np.mean([item for item in items if None not in item], axis=0)
+    if not means.all():
+        return [0.0] + [None] * (len(items) - 1)
+    whole = np.prod(means) ** (1 / 3)
+    return [None if None in item else float(whole * np.mean(item / means)) for item in items]

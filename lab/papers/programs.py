@@ -1,0 +1,205 @@
+"""The runs that are programs of this folder."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from kvtool import policies
+from kvtool.measure import records, statistics
+from kvtool.measure.grid import split_policy
+from lab.papers.lines import Ask, ByText, Line, about, each_of, shell, typed
+from lab.papers.ruler import rows
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen(ByText):
+    """A `papers.chosen_keys` for each text: how near the keys of all tokens are to those that stay."""
+
+    files: tuple[str, ...]
+    policies: tuple[str, ...]
+    max_tokens: int
+    model: str = ""
+    minutes: int = 0
+
+    def shown(self) -> str:
+        return f"{shell(self._command('FILE'), self.model)} --png chosen.png{each_of(self.files)}"
+
+    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
+        for record in found:
+            for label in self.policies:
+                yield {
+                    "label": label,
+                    "budget": None,
+                    "of": record["file"],
+                    "tokens": record["tokens"],
+                    "scores": {"nearest": [float(np.mean(record["nearest"][label]))]},
+                    **about(record, lines=len(self.policies)),
+                }
+
+    def _command(self, file: str) -> tuple[str, ...]:
+        labels = ",".join(self.policies)
+        return ("lab.papers.chosen_keys", file, "--policies", labels, "--max-tokens", str(self.max_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Fading(ByText):
+    """A `papers.fading` for each text: what rows predict that keep means, by rule."""
+
+    files: tuple[str, ...]
+    rules: tuple[str, ...]
+    budget: int
+    max_tokens: int
+    model: str = ""
+    minutes: int = 0
+
+    def shown(self) -> str:
+        return shell(self._command("FILE"), self.model) + each_of(self.files)
+
+    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
+        for record in found:
+            counts = statistics.block_counts(record["tokens"] - 1)
+            for label in self.rules:
+                yield {
+                    "label": label,
+                    "budget": None if label == "full" else str(record["budget"]),
+                    "of": record["file"],
+                    "tokens": record["tokens"],
+                    "scores": {"nll": (np.array(record["nll_blocks"][label]) / counts).tolist()},
+                    "weights": {"nll": counts.astype(int).tolist()},
+                    "bytes": [record["bytes"][label], 0],
+                    **about(record | {"cpu_s": record["cpu_s"][label]}),
+                }
+
+    def _command(self, file: str) -> tuple[str, ...]:
+        size = ("--budget", str(self.budget), "--max-tokens", str(self.max_tokens))
+        return ("lab.papers.fading", file, "--rules", ",".join(self.rules), *size)
+
+
+_Where = tuple[str, str, str | None]
+"""Protocol, label and budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ruler:
+    """A `papers.ruler` for each task: many policies with many shares, both protocols, from one reading.
+
+    Attributes
+    ----------
+    tasks
+        Of RULER's thirteen.
+    policies
+        What is asked. One that evicts has a budget for each share; one that recalls has one budget.
+    removed
+        The shares of a prompt that are evicted.
+    cells
+        The budget of a policy that recalls.
+    types
+        Types of keys and values; of all but the first only for `full`.
+    questions
+        The protocols: "after", "known".
+    length
+        Tokens of a prompt and its answer.
+    n_item
+        How many of each task.
+    model, minutes
+        As in Compare.
+    """
+
+    tasks: tuple[str, ...]
+    policies: tuple[str, ...]
+    removed: tuple[str, ...]
+    cells: int
+    types: tuple[str, ...]
+    questions: tuple[str, ...]
+    length: int
+    n_item: int
+    model: str = ""
+    minutes: int = 0
+
+    def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
+        """A command for each task of which items are missing."""
+        there: dict[str, set[_Where]] = defaultdict(set)
+        for line in kept:
+            if len(line["items"]) >= self.n_item:
+                there[line["of"]].add((line["task"], line["label"], line["budget"]))
+        for task in self.tasks:
+            if not set(self._places()) <= there[task]:
+                yield Ask(self._command(task), name, goes_on=True)
+
+    def commands(self) -> Iterator[tuple[str, ...]]:
+        for task in self.tasks:
+            yield self._command(task)
+
+    def shown(self) -> str:
+        return f"{shell(self._command('TASK'), self.model)}\n    # TASK: {', '.join(self.tasks)}"
+
+    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
+        """A line for each place and task. What does not depend on the protocol is in both."""
+        items: dict[tuple[str, _Where], list[records.Record]] = defaultdict(list)
+        for record in found:
+            if "error" in record or record["length"] != self.length:
+                continue
+            for place in self._places_of(record):
+                items[record["part"], place].append(record)
+        asked = set(self._places())
+        for (task, place), of_place in items.items():
+            if place not in asked or task not in self.tasks:
+                continue
+            question, label, budget = place
+            # what is in both has taken its time once
+            own = of_place[0]["question"] == question
+            yield {
+                "label": label,
+                "budget": budget,
+                "task": question,
+                "of": task,
+                "items": [record["id"] for record in of_place],
+                "scores": {
+                    "string_match": [record["scores"]["string_match"] for record in of_place],
+                    "device": [record["kv_bytes"] / 2**20 for record in of_place],
+                    "host": [record["archive_bytes"] / 2**20 for record in of_place],
+                },
+                **about(*of_place),
+                **({} if own else {"seconds": 0}),
+            }
+
+    def _places(self) -> Iterator[_Where]:
+        forget, others = self._asked()
+        for row in rows(forget, tuple(map(float, self.removed)), others):
+            for question in filter(row.knows, self.questions):
+                yield from self._places_of(asdict(row) | {"question": question})
+
+    def _places_of(self, record: records.Record) -> Iterator[_Where]:
+        budget = _removed(record["removed"]) if record["removed"] else None
+        label = typed(record["policy"], record["type_kv"])
+        for question in self.questions if budget is None else (record["question"],):
+            yield question, label, budget
+
+    def _asked(self) -> tuple[list[str], list[str]]:
+        """What has a budget for each share; and the others, as `papers.ruler` takes them."""
+        kinds = {label: policies.load(split_policy(label)[0]) for label in self.policies}
+        recall = [label for label, kind in kinds.items() if policies.recalls(kind)]
+        forget = [label for label, kind in kinds.items() if kind.evicts and label not in recall]
+        others = [f"{label}@{self.cells}" for label in recall]
+        return forget, others + [f"full@{type_kv}" for type_kv in self.types[1:]]
+
+    def _command(self, task: str) -> tuple[str, ...]:
+        forget, others = self._asked()
+        return (
+            *("lab.papers.ruler", "--tasks", task, "--length", str(self.length)),
+            *("--items", f"0:{self.n_item}"),
+            *("--question", ",".join(self.questions)),
+            *("--policies", ",".join(forget)),
+            *(("--removed", ",".join(self.removed)) if self.removed else ()),
+            *("--others", ",".join(others)),
+            *("--essays", "paul_graham_essays/", "--squad", "squad/dev-v2.0.json"),
+            *("--hotpotqa", "hotpotqa_distractor/hotpotqa_distractor_100.jsonl"),
+        )
+
+
+def _removed(share: float) -> str:
+    return f"{100 * share:g} % removed"

@@ -1,0 +1,254 @@
+"""Repeat the papers' experiments, and write their tables.
+
+    python -m lab.papers plan [ID ...]        what is missing, and how many minutes of a core it takes
+    python -m lab.papers files [ID ...]       the files that DATA is to have
+    python -m lab.papers run DATA [ID ...]    measure what is missing of these experiments, or of all
+    python -m lab.papers tables               write the tables of the documents from lab/papers/records
+    python -m lab.papers run DATA [ID ...] -m MODEL --results FOLDER        the same with another model
+    python -m lab.papers show ID ... --results FOLDER                       and its tables, on stdout
+
+`run` writes the documents' tables, too, unless it has a folder of results of its own.
+
+An experiment is a list of `kvtool compare`, `kvtool eval` and `kvtool inspect` commands, which the
+documents show. DATA is a folder with the texts and data sets: lab/papers/README.md has their sources. Some
+runs are of other models than kvtool's default: `--models` is the folder that has them. All results are kept
+in `--work`; lab/papers/records has the part of them that the tables need: scores of items and of blocks of
+tokens, and nothing of the data sets. What is there is not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from kvtool.measure import records
+from lab.benchmarks.common import make_parser, note
+from lab.papers import tables
+from lab.papers.claims import fill_claims
+from lab.papers.experiments import EXPERIMENTS, RUNS
+from lab.papers.index import fill_index
+from lab.papers.lines import Ask, Line, is_program, shell
+from lab.papers.sharing import fill_sharing
+from lab.papers.tables import LABORATORY, RESULTS, ROOT
+
+DOCUMENTS = (
+    *(
+        LABORATORY / f"{name}.md"
+        for name in ("README", "weightedkv", "buzz", "bumblebee", "corm", "fading", "ruler", "policy-numbers")
+    ),
+    ROOT / "docs" / "which-policy.md",
+)
+
+
+def filled(text: str) -> str:
+    """A document with its tables made anew from the records kept."""
+    return fill_sharing(fill_claims(fill_index(tables.fill(text))))
+
+
+def missing(name: str, results: Path = RESULTS) -> list[Ask]:
+    """The commands of a run of which lines are missing."""
+    return list(RUNS[name].missing(records.read(results / f"{name}.jsonl"), name))
+
+
+def run(
+    data: Path,
+    work: Path,
+    names: Sequence[str],
+    more: Sequence[str] = (),
+    results: Path = RESULTS,
+    models: Path = Path(),
+    model: str = "",
+) -> None:
+    """Measure what is missing of these runs, and keep what the tables need after each command.
+
+    more: further options of each command. models: folder of the runs' own models. model: in place of those.
+    Ends the program if a command fails.
+    """
+    for name in names:
+        asked, path = RUNS[name], results / f"{name}.jsonl"
+        for ask in missing(name, results):
+            note(f"{name}: {shell(ask.command, model or asked.model)}")
+            store = work / Path(asked.model or "default").stem / f"{ask.store}.jsonl"
+            store.parent.mkdir(parents=True, exist_ok=True)
+            path_of_model = model or (str(models / asked.model) if asked.model else "")
+            own = ["-m", path_of_model] if path_of_model else []
+            words = [str(data / part) if "/" in part else part for part in ask.command]
+            if ask.goes_on:
+                _python("-m", *words, *own, *more, "--json", str(store))
+            elif is_program(ask.command):
+                _script(store, [*words, *own, *more])
+            elif ask.command[0] == "inspect":
+                _inspected(store, ask.command, [*words, *own, *more])
+            else:
+                _kvtool(*words, *own, *more, "--records", str(store), "--resume")
+            _keep(path, asked.lines(records.read(store)))
+
+
+def files(names: Iterable[str]) -> list[str]:
+    """The texts and data sets that these runs read, relative to DATA."""
+    commands = (command for name in names for command in RUNS[name].commands())
+    return sorted({part for command in commands for part in command if "/" in part})
+
+
+def _lacking(runs: Sequence[str], data: Path, results: Path, models: Path, model: str) -> list[Path]:
+    """What the commands that are missing read, and nobody has."""
+    left = [name for name in runs if missing(name, results)]
+    own = {RUNS[name].model for name in left} - {""} if not model else set()
+    return [
+        path
+        for path in (*(data / file for file in files(left)), *map(models.joinpath, sorted(own)))
+        if not path.exists()
+    ]
+
+
+def _keep(path: Path, found: Iterable[Line]) -> None:
+    """Adds these lines, instead of what there was of the same policy, budget and text."""
+    new = [_rounded(line) for line in found]
+    places = {_place(line) for line in new}
+    records.rewrite(path, lambda old: [line for line in old if _place(line) not in places] + new)
+
+
+def _place(line: Line) -> tuple[object, ...]:
+    return tuple(line.get(name) for name in ("label", "budget", "of", "tokens", "part"))
+
+
+def _kvtool(*arguments: str) -> str:
+    """The stdout of a kvtool command."""
+    return _python("-m", "kvtool", *arguments)
+
+
+def _python(*arguments: str) -> str:
+    """The stdout of a Python program. Ends this one if it fails."""
+    # whoever measures may have defaults of their own
+    clean = {name: value for name, value in os.environ.items() if not _is_setting(name)}
+    clean["KVTOOL_CONFIG"] = os.devnull
+    done = subprocess.run(
+        [sys.executable, *arguments], env=clean, stdout=subprocess.PIPE, check=False, text=True
+    )
+    if done.returncode:
+        sys.exit(f"python {' '.join(arguments)}: exit code {done.returncode}")
+    return done.stdout
+
+
+def _is_setting(name: str) -> bool:
+    return name.startswith("KVTOOL_") and name not in ("KVTOOL_CACHE", "KVTOOL_WHEELS")
+
+
+def _inspected(path: Path, command: Sequence[str], arguments: Sequence[str]) -> None:
+    """Run `kvtool inspect`, which keeps no file of records itself, unless it was run before."""
+    if all(record["command"] != list(command) for record in records.read(path)):
+        started = time.monotonic()
+        found = json.loads(_kvtool(*arguments))
+        about = {"command": list(command), "file": Path(command[1]).name, **records.versions()}
+        about["seconds"] = found.get("seconds", time.monotonic() - started)
+        records.append(path, found | about)
+
+
+def _script(path: Path, arguments: Sequence[str]) -> None:
+    """Run a program of this folder, which writes one record, and add that to the file of records."""
+    with tempfile.TemporaryDirectory() as folder:
+        result, started = Path(folder) / "result.json", time.monotonic()
+        _python("-m", *arguments, "--json", str(result))
+        records.append(path, json.loads(result.read_text()) | {"seconds": time.monotonic() - started})
+
+
+def _rounded(line: Line) -> Line:
+    """The line with six digits per number, which is more than any error tells."""
+    scores = {
+        name: [value if value is None else float(f"{value:.6g}") for value in values]
+        for name, values in line["scores"].items()
+    }
+    return line | {"scores": scores, "seconds": round(line["seconds"], 1)}
+
+
+def runs_of(names: Iterable[str], others: bool = False) -> tuple[str, ...]:
+    """The runs of these experiments. others: with another model, in place of the first of each."""
+    runs = []
+    for name in names:
+        experiment = EXPERIMENTS[name]
+        runs += tables.of_model(experiment, tables.models_of(name)[0]) if others else experiment.runs
+    # a run may belong to several
+    return tuple(dict.fromkeys(runs))
+
+
+def plan(names: Iterable[str], results: Path = RESULTS) -> Iterator[str]:
+    """A line for each experiment and model: the minutes of its runs, and of the commands that are missing."""
+    names = list(names)
+    for name in names:
+        for model in tables.models_of(name):
+            runs = tables.of_model(EXPERIMENTS[name], model)
+            n, n_all, minutes, left = _cost(runs, results)
+            there = f"{n} of {n_all} commands missing, about {left} minutes" if n else "all there"
+            yield f"{name} ({tables.NAMES[model]}): {minutes} minutes; {there}"
+    _, _, minutes, left = _cost(runs_of(names), results)
+    yield f"in all {minutes / 60:.1f} hours of one core, of which {left / 60:.1f} are missing"
+
+
+def _cost(runs: Iterable[str], results: Path) -> tuple[int, int, int, int]:
+    """Commands that are missing, all commands, minutes of all, and minutes of those that are missing."""
+    n_missing = n_all = minutes = 0
+    left = 0.0
+    for name in runs:
+        n, n_of_run = len(missing(name, results)), len(list(RUNS[name].commands()))
+        n_missing, n_all, minutes = n_missing + n, n_all + n_of_run, minutes + RUNS[name].minutes
+        left += RUNS[name].minutes * n / n_of_run
+    return n_missing, n_all, minutes, round(left)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.prog = "python -m lab.papers"
+    commands = parser.add_subparsers(dest="command", required=True)
+    planning, naming = commands.add_parser("plan"), commands.add_parser("files")
+    running = commands.add_parser("run")
+    running.add_argument("data", type=Path, metavar="DATA")
+    showing = commands.add_parser("show")
+    for each in (planning, naming, running, showing):
+        each.add_argument("names", nargs="*", metavar="ID", help="; ".join(EXPERIMENTS))
+    running.add_argument("--models", type=Path, default=Path(), help="folder of the runs' own models")
+    running.add_argument("-m", "--model", default="", help="another model in place of all; needs --results")
+    running.add_argument("-t", "--threads", type=int, default=1)
+    running.add_argument("--work", type=Path, default=ROOT / "build" / "papers", help="where all results are")
+    for each in (running, showing):
+        each.add_argument("--results", type=Path, default=RESULTS, help="where the tables' part of them is")
+    commands.add_parser("tables")
+    args = parser.parse_args()
+    names = getattr(args, "names", None) or list(EXPERIMENTS)
+    if unknown := [name for name in names if name not in EXPERIMENTS]:
+        parser.error(f"no experiment {', '.join(unknown)}; there are: {', '.join(EXPERIMENTS)}")
+    if args.command == "plan":
+        print("\n".join(plan(names)))
+    elif args.command == "files":
+        print("\n".join(files(runs_of(names))))
+    elif args.command == "show":
+        if not args.results.is_dir():
+            parser.error(f"no folder {args.results}")
+        others = args.results != RESULTS
+        print("\n\n".join(tables.render(name, args.results, others) for name in names))
+    elif args.command == "run":
+        _measure(parser, args, names)
+    if args.command == "tables" or (args.command == "run" and args.results == RESULTS):
+        for path in DOCUMENTS:
+            path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def _measure(parser: ArgumentParser, args: Namespace, names: Sequence[str]) -> None:
+    """Run what is missing, once all that it reads is there."""
+    if args.model and args.results == RESULTS:
+        parser.error("-m needs --results: lab/papers/records is of the models that the documents name")
+    runs = runs_of(names, others=bool(args.model))
+    if lacking := _lacking(runs, args.data, args.results, args.models, args.model):
+        paths = ", ".join(map(str, lacking))
+        parser.error(f"not there: {paths}; lab/papers/README.md says where they are from")
+    args.results.mkdir(parents=True, exist_ok=True)
+    if not any(missing(name, args.results) for name in runs):
+        note("all of it is there")
+    work = args.work / Path(args.model).stem
+    run(args.data, work, runs, ["-t", str(args.threads)], args.results, args.models, args.model)

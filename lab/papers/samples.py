@@ -1,0 +1,209 @@
+"""The numbers behind a place of a table: their mean and its error, and the test of a difference."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kvtool.measure import statistics
+from lab.papers import significance
+
+_LEAST_UNITS = 6
+"""Of fewer differences, other than 0, no signs are rarer than one in twenty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How a score is shown.
+
+    Attributes
+    ----------
+    title
+        Heading of the table.
+    short
+        What the score is about, in a word or two; scores of the same are one verdict.
+    lower
+        Whether lower is better.
+    scale
+        Factor of the printed number.
+    digits
+        Its decimal places.
+    exp
+        Whether the exponential of the mean is printed.
+    less
+        What is taken off that.
+    of
+        The score that it is made of, if that has another name.
+    words
+        For a higher number, and for a lower one.
+    """
+
+    title: str
+    short: str = ""
+    lower: bool = False
+    scale: float = 1.0
+    digits: int = 2
+    exp: bool = False
+    less: float = 0.0
+    of: str = ""
+    words: tuple[str, str] = ("better", "worse")
+
+
+_PERCENT = {"scale": 100, "digits": 1}
+_MORE = ("more", "less")
+
+SCORES = {
+    "found": Score("Found, %", **_PERCENT),
+    "nll": Score("Perplexity", "perplexity", lower=True, exp=True),
+    "above": Score(
+        "Perplexity above the full cache's, %", lower=True, scale=100, digits=1, exp=True, less=1, of="nll"
+    ),
+    "string_match": Score("RULER's score, %", "RULER", scale=100, digits=0),
+    "device": Score("Keys and values on the device, MiB", lower=True, digits=1),
+    "host": Score("In host memory, MiB", lower=True, digits=1),
+    "rouge": Score("Geometric mean of ROUGE-1, ROUGE-2 and ROUGE-L, %", "ROUGE", **_PERCENT),
+    "logp": Score("Log-probability of the right text, nats a token", "likelihood"),
+    "rouge1": Score("ROUGE-1, %", "ROUGE", **_PERCENT),
+    "rouge2": Score("ROUGE-2, %", "ROUGE", **_PERCENT),
+    "rougeL": Score("ROUGE-L, %", "ROUGE", **_PERCENT),
+    "f1": Score("F1, %", "F1", **_PERCENT),
+    "em": Score("Exact match, %", "matches", **_PERCENT),
+    "subspan_em": Score("Right answer somewhere in the output, %", "matches", **_PERCENT),
+    "acc": Score("Accuracy, %", "accuracy", **_PERCENT),
+    "acc_norm": Score("Accuracy by likelihood a byte, %", "accuracy", **_PERCENT),
+    "right": Score("Log-probability of the right choice among all choices, nats", "likelihood"),
+    "score": Score("LongBench's metrics, %", "LongBench", **_PERCENT),
+    "cells_held": Score("Tokens a row holds at the end", digits=0),
+    "holds": Score("Tokens a row holds at the end, the mean over rows", digits=0),
+    "self_bleu": Score("Self-BLEU", digits=1),
+    "full_self_bleu": Score("Self-BLEU of the full cache's samples", digits=1),
+    "alike": Score("Self-BLEU less that of the full cache's samples", digits=1, words=_MORE),
+    "evicted": Score("Tokens evicted at the end, %, the mean over rows", **_PERCENT),
+    "ms": Score("CPU time of a token, ms", lower=True, digits=2),
+    "nearest": Score("Similarity to the nearest key that stays", digits=4, words=_MORE),
+    "share": Score("Share of a query's keys that are important to it, %", words=_MORE, **_PERCENT),
+    "attention": Score(
+        "Important keys that a query shares with another, % of those of either", words=_MORE, **_PERCENT
+    ),
+    "queries": Score("Most similar earlier query that near, %", words=_MORE, **_PERCENT),
+    "values": Score("Singular values that carry 90 % of the squares, % of all", words=_MORE, **_PERCENT),
+    "held": Score("Share of the rows that hold a token at the end, %", words=_MORE, **_PERCENT),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A mean difference between two policies on the same units.
+
+    Attributes
+    ----------
+    mean
+        It.
+    p
+        The chance of one as large without a true difference.
+    least_p
+        The smallest that it can be, of so many units.
+    """
+
+    mean: float
+    p: float
+    least_p: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The numbers of which a place of a table shows the mean.
+
+    Attributes
+    ----------
+    score
+        One of SCORES.
+    values
+        Value and weight by file and item, or by text and block of tokens.
+    of_text
+        Whether they are blocks of texts, in their order, which depend on each other.
+    same_item
+        Whether the same item of several files is one unit.
+    strata
+        The category of each file; none if empty.
+    """
+
+    score: str
+    of_text: bool = False
+    same_item: bool = False
+    strata: Mapping[str, str] = field(default_factory=dict)
+    values: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+
+    def mean(self) -> tuple[float, float]:
+        """The mean and its standard error; the error is nan for a single unit."""
+        if self.strata:
+            return self._stratified()
+        return statistics.mean_error(*self._units(self.values))
+
+    def minus(self, other: Sample) -> Difference | None:
+        """The mean of the differences, unit by unit; None of fewer units than a test needs."""
+        if len(self.apart(other).values) < 2:
+            return None
+        sums, weights = self.differences(other)
+        n_unit = np.count_nonzero(sums)
+        if n_unit < _LEAST_UNITS:
+            return None
+        mean = float(sums.sum() / weights.sum())
+        return Difference(mean, significance.sign_flip_test(sums), 2.0 ** (1 - n_unit))
+
+    def differences(self, other: Sample) -> tuple[np.ndarray, np.ndarray]:
+        """Of each unit the sum f64[unit] of the differences from another sample, and its weight f64[unit]."""
+        return self._units(self.apart(other).values)
+
+    def apart(self, other: Sample) -> Sample:
+        """The differences from another sample, value by value where both have one."""
+        values = {
+            place: (value - other.values[place][0], weight)
+            for place, (value, weight) in self.values.items()
+            if place in other.values
+        }
+        return replace(self, values=values)
+
+    def _units(self, values: Mapping[tuple[str, str], tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+        """Sum and weight of each unit: a block of a text, one of several texts, an item."""
+        value, weight = np.array(list(values.values())).T
+        places = list(values)
+        if self.strata:
+            weight = self.weights(places)
+        n_text = len({of for of, _ in places})
+        if self.of_text and n_text == 1:
+            return statistics.joined(value * weight, weight)
+        if self.of_text or self.same_item:
+            units = defaultdict(list)
+            for i, (of, item) in enumerate(places):
+                # "file-12": the twelfth item of its file
+                units[of if self.of_text else item.rpartition("-")[2]].append(i)
+            means = [np.average(value[unit], weights=weight[unit]) for unit in units.values()]
+            return np.array(means), np.ones(len(means))
+        return value * weight, weight
+
+    def weights(self, places: Sequence[tuple[str, str]]) -> np.ndarray:
+        """The part of each item in the mean of categories' means of data sets' means."""
+        n_item: dict[str, int] = defaultdict(int)
+        for of, _ in places:
+            n_item[of] += 1
+        in_category: dict[str, int] = defaultdict(int)
+        for of in n_item:
+            in_category[self.strata[of]] += 1
+        n_category = len(in_category)
+        return np.array([1 / (n_category * in_category[self.strata[of]] * n_item[of]) for of, _ in places])
+
+    def _stratified(self) -> tuple[float, float]:
+        """The mean, and its error from what items of the same data set differ."""
+        places, (value, _) = list(self.values), np.array(list(self.values.values())).T
+        weight = self.weights(places)
+        variance = 0.0
+        for name in dict.fromkeys(of for of, _ in places):
+            of_set = np.array([of == name for of, _ in places])
+            n = of_set.sum()
+            if n > 1:
+                variance += weight[of_set].sum() ** 2 * value[of_set].var(ddof=1) / n
+        return float((value * weight).sum()), float(np.sqrt(variance))

@@ -1,0 +1,71 @@
+"""What rows and layers that share a budget gain on RULER, in equal cells and in equal bytes: a table of
+lab/papers/ruler.md.
+
+Rows of a layer take the cells of its longest row, so rows that share take more bytes for as many cells. In
+equal bytes the score of equal rows is interpolated, item by item, between the shares that were measured and
+the full cache. A task is a unit: the mean over the policies that were asked both ways, and over all shares.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import numpy as np
+
+from lab.papers import significance, tables
+from lab.papers.experiments.ruler import COUNTED
+from lab.papers.lines import Line
+from lab.papers.ruler import SHARING, sharing
+
+_WORDS = {"heads": "rows", "layers": "layers"}
+
+_QUESTIONS = {"after": ("after",), "known": ("known",), "both": ("after", "known")}
+
+
+def gains(lines: Sequence[Line], by: str, questions: Sequence[str], *, in_bytes: bool) -> np.ndarray:
+    """f64[task]: by how much "heads" or "layers" that share score above equal ones, 0 to 1."""
+    found: dict[str, list[float]] = defaultdict(list)
+    where = {(line["label"], line["task"], line["of"], line["budget"]): line for line in lines}
+    equal = defaultdict(list)
+    for (label, question, of, _), line in where.items():
+        equal[label, question, of].append(line)
+    for name in SHARING[by]:
+        for (label, question, of, budget), line in where.items():
+            if label != sharing(name, by) or question not in questions or of not in COUNTED:
+                continue
+            score, size = np.array(line["scores"]["string_match"]), line["scores"]["device"]
+            if in_bytes:
+                others = [*equal[name, question, of], where["full", question, of, None]]
+                rival = _at(others, size)
+            else:
+                rival = np.array(where[name, question, of, budget]["scores"]["string_match"])
+            found[of].append(float((score - rival).mean()))
+    return np.array([np.mean(of_task) for of_task in found.values()])
+
+
+def _at(lines: Sequence[Line], size: Sequence[float]) -> np.ndarray:
+    """f64[item]: the score at these bytes, on the lines between those that were measured."""
+    at, scores = (np.array([line["scores"][name] for line in lines]) for name in ("device", "string_match"))
+    order = np.argsort(at, axis=0)
+    at, scores = np.take_along_axis(at, order, 0), np.take_along_axis(scores, order, 0)
+    return np.array([np.interp(size[i], at[:, i], scores[:, i]) for i in range(len(size))])
+
+
+def rows() -> Iterator[str]:
+    """The table, from the records kept."""
+    lines = tables.kept(["ruler"])
+    yield "| what shares | question | equal cells | p | equal bytes | p |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: |"
+    for by, (question, asked) in product(SHARING, _QUESTIONS.items()):
+        cells = []
+        for in_bytes in (False, True):
+            found = gains(lines, by, asked, in_bytes=in_bytes)
+            cells += [f"{100 * found.mean():+.1f}", f"{significance.sign_flip_test(found):.3f}"]
+        yield f"| {_WORDS[by]} | {question} | {' | '.join(cells)} |"
+
+
+def fill_sharing(text: str) -> str:
+    """A document with what stands between its marks made anew."""
+    return tables.fill_between(text, "sharing", rows)

@@ -1,0 +1,142 @@
+"""lab/papers/fading.py: the same perplexity as the engine's, and means as they are defined."""
+
+import math
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.measure import perplexity
+from lab.papers.fading import MERGES, STRIDE, Rule, attend, nll
+from tests.engine.running import TOLERANCE, open_engine, text
+from tests.reference import models
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["h2o", "roco", "streamingllm"])
+def test_a_rule_without_means_is_the_policy(tiny_model, name):
+    path, tokens, budget = tiny_model(), text(130), 60
+    with open_engine(path, policies.fit(name, budget, 1)) as engine:
+        want = perplexity.stream(engine, tokens)
+    found = nll(models.load(path), tokens, Rule.parse(name), budget)
+    assert found == pytest.approx(want, abs=10 * TOLERANCE)
+
+
+@pytest.mark.engine
+def test_no_rule_is_the_full_cache(tiny_model):
+    path, tokens = tiny_model(), text(120)
+    with open_engine(path, policies.fit("full", 128)) as engine:
+        want = perplexity.stream(engine, tokens)
+    assert nll(models.load(path), tokens, None, 0) == pytest.approx(want, abs=10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("merge", [name for name in MERGES if name != "cells"])
+def test_means_are_those_of_the_definition(merge):
+    rng = np.random.default_rng(1)
+    n, group, dim, budget, n_query = 60, 2, 8, 20, 4
+    query, key, value = (rng.normal(size=shape) for shape in ((n, group, dim), (n, dim), (n, dim)))
+    # values that are close to each other, as a model's are
+    value *= 0.05
+    given = (each.astype(np.float32) for each in (query, key, value))
+    found = attend(*given, Rule.parse(f"streamingllm+6:{merge}:{n_query}"), budget)
+    assert np.abs(found - _attend(query, key, value, budget - 6, 6, merge, n_query)).max() < 1e-5
+
+
+def test_cells_that_take_the_bytes_of_means():
+    query, key, value = (np.zeros(shape, np.float32) for shape in ((60, 2, 8), (60, 8), (60, 8)))
+    # 6 means have two numbers more; 4 tokens have two queries of 16 bytes and a number each
+    rule, cells = (Rule.parse(f"streamingllm+6:{merge}:4") for merge in ("output", "cells"))
+    assert rule.n_byte(20, 2, 8) == 20 * 32 + 6 * 8 + 4 * 2 * (16 + 4)
+    n_cell = 26
+    assert cells.n_byte(20, 2, 8) == n_cell * 32 <= rule.n_byte(20, 2, 8) < (n_cell + 1) * 32
+    value[:, 0] = np.arange(60)
+    found = attend(query, key, value, cells, 20)
+    kept = [*range(4), *range(60 - n_cell + 5 - 1, 60)]
+    assert found[-1, :, 0] == pytest.approx(np.mean(kept))
+    # spare keeps outputs, too; what merges by keys keeps no queries
+    assert Rule.parse("h2o+6:spare:4").n_byte(20, 2, 8) - rule.n_byte(20, 2, 8) == 4 * 2 * 16
+    assert Rule.parse("h2o+6:near").n_byte(20, 2, 8) == 20 * 32 + 6 * 8
+    assert Rule.parse("h2o").n_byte(20, 2, 8) == 20 * 32
+
+
+def test_a_rule_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="not a rule: tova\\+4"):
+        Rule.parse("tova+4")
+    with pytest.raises(ValueError, match="not a rule: h2o\\+4:newest"):
+        Rule.parse("h2o+4:newest")
+
+
+def _attend(query, key, value, n_cell, n_mean, merge, n_query):
+    """4 sinks and the newest tokens; what leaves goes among the means, dicts in the order of leaving."""
+    scale = 1 / math.sqrt(query.shape[-1])
+    live, means, asked, output = [], [], [], np.empty_like(query)
+    for t in range(len(query)):
+        live.append({"key": key[t], "value": value[t], "size": 1, "bias": 0.0})
+        for g, own in enumerate(query[t]):
+            logits = [scale * each["key"] @ own + each["bias"] for each in live + means]
+            total = np.logaddexp.reduce(logits)
+            shares = np.exp(np.array(logits) - total)
+            output[t, g] = sum(s * each["value"] for s, each in zip(shares, live + means, strict=True))
+            asked.append((own, total, output[t, g]))
+        if len(live) < n_cell:
+            continue
+        means.append(live.pop(4))
+        if len(means) > n_mean:
+            some = asked[-n_query * query.shape[1] :]
+            if merge == "next":
+                at = [min(t + 1 + i * STRIDE, len(query) - 1) for i in range(n_query)]
+                some = [_full(own, key[: u + 1], value[: u + 1], scale) for u in at for own in query[u]]
+            _merge(means, "output" if merge == "next" else merge, scale, some)
+    return output
+
+
+def _full(query, key, value, scale):
+    logits = scale * key @ query
+    total = np.logaddexp.reduce(logits)
+    return query, total, np.exp(logits - total) @ value
+
+
+def _merge(means, merge, scale, asked):
+    def seen(each):
+        logits = (scale * each["key"] @ own + each["bias"] - total for own, total, _ in asked)
+        return np.array([min(math.exp(x), 1) for x in logits])
+
+    if merge == "spare":
+        cost = [
+            sum(
+                s * s * ((each["value"] - out) ** 2).sum()
+                for s, (*_, out) in zip(seen(each), asked, strict=True)
+            )
+            for each in means
+        ]
+        del means[int(np.argmin(cost))]
+        return
+    pairs = [(i, j) for i in range(len(means)) for j in range(i)]
+    if merge == "age":
+        pairs = [(i, i - 1) for i in range(1, len(means))]
+
+    def cost_of(pair):
+        a, b = (means[i] for i in pair)
+        if merge == "age":
+            return a["size"] + b["size"]
+        if merge == "near":
+            return ((a["key"] - b["key"]) ** 2).sum() / (1 / a["size"] + 1 / b["size"])
+        if merge == "cosine":
+            return -a["key"] @ b["key"] / np.linalg.norm(a["key"]) / np.linalg.norm(b["key"])
+        share = seen(a).sum() / (seen(a).sum() + seen(b).sum())
+        mixed = share * a["value"] + (1 - share) * b["value"]
+        error = np.outer(seen(a), a["value"] - mixed) + np.outer(seen(b), b["value"] - mixed)
+        return (error**2).sum()
+
+    one, other = min(pairs, key=cost_of)
+    a, b = means[one], means[other]
+    size = a["size"] + b["size"]
+    share, bias = a["size"] / size, math.log(size)
+    if merge == "output":
+        share = np.clip(seen(a).sum() / (seen(a).sum() + seen(b).sum()), 0.01, 0.99)
+    mean = {name: share * a[name] + (1 - share) * b[name] for name in ("key", "value")}
+    if merge == "output":
+        now = sum(math.exp(scale * mean["key"] @ own - total) for own, total, _ in asked)
+        bias += np.clip(math.log((seen(a).sum() + seen(b).sum()) / now) - bias, -3, 3)
+    means[other] = mean | {"size": size, "bias": bias}
+    del means[one]

@@ -1,0 +1,69 @@
+"""The tables of several models, and examples beside them."""
+
+from __future__ import annotations
+
+import re
+
+from kvtool.measure import records
+from lab.papers import tables
+from lab.papers.commands import Eval
+from lab.papers.experiments import EXPERIMENTS, RUNS
+from lab.papers.experiments.kinds import Examples, Experiment, Table
+from lab.papers.tests.made_up import lines
+
+
+def test_each_model_has_tables_of_its_own(monkeypatch, tmp_path):
+    for name, model in (("small", ""), ("large", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf")):
+        monkeypatch.setitem(RUNS, name, Eval("qa", ("qa.jsonl",), ("full",), (), model=model))
+        value = 0.25 if model else 0.75
+        records.rewrite(tmp_path / f"{name}.jsonl", lambda _, v=value: lines(full={"f1": [v, v]}))
+    monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("small", "large"), (Table("f1"),)))
+    first, second = tables.render("made-up", tmp_path).split("**Qwen2.5-Coder-1.5B-Instruct**")
+    assert first.startswith("**SmolLM2-135M-Instruct**\n\n    kvtool eval qa qa.jsonl --policy POLICY")
+    assert "75.0" in first
+    assert "25.0" in second
+    assert "-m qwen2.5-coder-1.5b-instruct-q4_k_m.gguf" in second
+
+
+def test_one_table_may_have_all_models_each_with_its_own_budgets(monkeypatch, tmp_path):
+    of_model = {
+        "small": lines(full={"f1": [1, 1]}, h2o__64={"f1": [0, 0]}, h2o__32={"f1": [0, 1]}),
+        "large": [
+            line | {"model": "large.gguf"} for line in lines(full={"f1": [1, 0]}, h2o__8={"f1": [1, 1]})
+        ],
+    }
+    for name, found in of_model.items():
+        model = "" if name == "small" else "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+        monkeypatch.setitem(RUNS, name, Eval("qa", ("qa.jsonl",), ("full",), (), model=model))
+        records.rewrite(tmp_path / f"{name}.jsonl", lambda _, found=found: found)
+    # a row that nobody measured is none
+    table = Table("f1", ("model", "budget"), rows=("full", "h2o", "roco"), names={"m.gguf": "small"})
+    monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("small", "large"), (table,), together=True))
+    text = tables.render("made-up", tmp_path)
+    assert re.findall(r"^\| .*", text, re.M) == [
+        "| policy | small, 64 | small, 32 | large.gguf, 8 |",
+        "| --- | ---: | ---: | ---: |",
+        "| `full` | 100.0 | 100.0 | 50.0 ±50.0 |",
+        "| `h2o` | 0.0 | 50.0 ±50.0 | 100.0 |",
+    ]
+
+
+def test_an_example_is_a_quotation_with_its_scores(monkeypatch, tmp_path):
+    monkeypatch.setitem(RUNS, "made-up", Eval("summarize", ("x.jsonl",), ("full", "h2o"), ("50%", "20%")))
+    experiment = Experiment(("made-up",), examples=Examples(("h2o", "full"), ("50%", "20%")))
+    monkeypatch.setitem(EXPERIMENTS, "made-up", experiment)
+    scores = {"rouge1": [0.1, 0.5], "rouge2": [0.1, 0.25], "rougeL": [0.1, 0.4]}
+    found = [
+        line | {"example": 1, "output": f"It is\n{line['label']} {line['budget']} %"}
+        for line in lines(full=scores, h2o__50=scores, h2o__20=scores)
+    ]
+    for line in found[1:]:
+        line["budget"] += "%"
+    records.rewrite(tmp_path / "made-up.jsonl", lambda _: found)
+    shown = tables.render("made-up", tmp_path).split("\n\n")[1:5]
+    assert shown == [
+        "`h2o`, 50%, ROUGE-1, -2 and -L 50.0, 25.0, 40.0:",
+        "> It is h2o 50 %",
+        "`full`, ROUGE-1, -2 and -L 50.0, 25.0, 40.0:",
+        "> It is full None %",
+    ]

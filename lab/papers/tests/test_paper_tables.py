@@ -1,0 +1,492 @@
+"""The tables of the papers' experiments say what the records say, and the right test tells differences."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from kvtool.measure import records, statistics
+from lab.papers import index, places, tables
+from lab.papers.commands import Compare
+from lab.papers.experiments import EXPERIMENTS, RUNS, kinds
+from lab.papers.experiments.kinds import Table
+from lab.papers.samples import SCORES
+from lab.papers.tests.made_up import VERSIONS, lines
+
+
+def test_a_table_of_tasks_has_a_score_of_each(measured):
+    tasks = {"qa": "logp", "stream": "nll"}
+    table = Table("", ("task",), "full", names={"stream": "stream, perplexity"}, scores=tasks, title="All")
+    found = [
+        {"label": label, "budget": budget, "task": task, "of": "f", "items": ["a", "b", "c"]}
+        | {"scores": {name: [0.0, other, other]}, "seconds": 1}
+        | VERSIONS
+        for task, name, other in (("qa", "logp", -3.0), ("stream", "nll", 0.3))
+        for label, budget, other in (("full", None, 0.0), ("h2o", "20%", other))
+    ]
+    # of another task, which is not asked for
+    found.append(found[0] | {"task": "choice", "scores": {"acc": [1, 1, 1]}})
+    shown = measured(found, table, model="")
+    assert shown.split("\n\n")[1:3] == [
+        "All:",
+        "| policy | qa | stream, perplexity |\n| --- | ---: | ---: |\n"
+        # where all are the same there is no error
+        "| `full` | 0.00 | 1.00 |\n"
+        # of three items there is no test
+        "| `h2o` | -2.00 ±1.00 | 1.22 ±0.12 |",
+    ]
+
+
+def test_only_what_stands_between_the_marks_is_made_anew(measured):
+    measured(lines(h2o__64={"f1": [0.5, 0.7]}), Table("f1"))
+    text = (
+        "a\n<!-- experiment made-up -->\nold\n<!-- end -->\nb\n<!-- experiment made-up -->\n<!-- end -->\nc\n"
+    )
+    first, second = tables.fill(text), tables.fill(tables.fill(text))
+    assert first == second
+    assert "old" not in first
+    assert re.fullmatch(r"a\n<!--.*-->\nb\n<!--.*-->\nc\n", first, re.S)
+    assert first.count("kvtool eval qa qa.jsonl") == 2
+
+
+# the statistics
+
+
+def test_a_cell_is_a_mean_with_its_standard_error_and_the_papers_number(measured):
+    rng = np.random.default_rng(0)
+    full, h2o = rng.random(30), rng.random(30)
+    text = measured(
+        lines(full={"f1": full.tolist()}, h2o__64={"f1": h2o.tolist()}, h2o__128={"f1": full.tolist()}),
+        Table("f1", paper={("h2o", "64"): "12.3", ("tova", "64"): "4.5"}),
+    )
+    error = 100 * full.std(ddof=1) / np.sqrt(30)
+    all_kept = f"{100 * full.mean():.1f} ±{error:.1f}"
+    evicted = f"{100 * h2o.mean():.1f} ±{100 * h2o.std(ddof=1) / np.sqrt(30):.1f}"
+    assert f"| policy | 64 | 128 |\n| --- | ---: | ---: |\n| `full` | {all_kept} | {all_kept} |\n" in text
+    assert f"| `h2o` | {evicted} (12.3) | {all_kept} |\n| `tova` | (4.5) |  |\n" in text
+    assert "In brackets: the paper's numbers, with Llama." in text
+    assert "*30 items, 3 minutes; m with patch 3, kvtool 1, llama-cpp-python 2.*" in text
+
+
+def test_a_table_s_last_line_names_each_model_once_with_its_patches(measured):
+    made_by = [{}, {"patch": "4"}, {"model": "n.gguf"}, {"kvtool": "2"}]
+    found = [line | more for line, more in zip(lines(a={"f1": [1]}) * 4, made_by, strict=True)]
+    assert (
+        "m with patch 3 and 4, n with patch 3, kvtool 1, llama-cpp-python 2; "
+        "m with patch 3, kvtool 2, llama-cpp-python 2.*"
+    ) in measured(found, Table("f1")).replace("\n", " ")
+
+
+def test_differences_are_paired_and_named_where_a_table_s_tests_tell_them(measured):
+    noise = np.random.default_rng(0).normal(size=40)
+    spread = np.tile([1, -1], 20)
+    # of 40 items of spread 1 the mean's error is 0.16; three tests need 2.5 of it
+    error = spread.std(ddof=1) / np.sqrt(40)
+    text = measured(
+        lines(
+            buzz__64={"logp": noise.tolist()},
+            h2o__64={"logp": (noise + spread + 3 * error).tolist()},
+            tova__64={"logp": (noise + spread - 3 * error).tolist()},
+            local__64={"logp": (noise + spread + 2.1 * error).tolist()},
+        ),
+        Table("logp", against="buzz"),
+    )
+    ends = dict(re.findall(r"\| `(\w+)` \| .*?±[\d.]+ ?(\w*) \|", text))
+    # alone, local's would be told, and is once the others are
+    assert ends == {"buzz": "", "h2o": "better", "tova": "worse", "local": "better"}
+    alone = np.tile([1.0, -1.0], 20) + 2.1 * error
+    many = {f"h2o:decay=0.{i}__64": {"logp": (noise + alone).tolist()} for i in range(1, 9)}
+    text = measured(lines(buzz__64={"logp": noise.tolist()}, **many), Table("logp", against="buzz"))
+    assert "better" not in text
+
+
+def test_of_perplexities_lower_is_better_and_errors_are_of_blocks(measured):
+    rng = np.random.default_rng(0)
+    counts = statistics.block_counts(1000)
+    means = rng.normal(3, 0.2, len(counts))
+    of_blocks = {
+        "of": "t.txt",
+        "budget": "64",
+        "tokens": 1001,
+        "weights": {"nll": counts.tolist()},
+        "seconds": 0,
+        **VERSIONS,
+    }
+    found = [
+        {**of_blocks, "label": "buzz", "scores": {"nll": means.tolist()}},
+        {**of_blocks, "label": "h2o", "scores": {"nll": (means + 0.1).tolist()}},
+    ]
+    text = measured(found, Table("nll", against="buzz"))
+    nll, error = statistics.mean_error(*statistics.joined(means * counts, counts))
+    assert f"| `buzz` | {np.exp(nll):.2f} ±{np.exp(nll) * error:.2f} |" in text
+    assert f"| `h2o` | {np.exp(nll + 0.1):.2f} ±{np.exp(nll + 0.1) * error:.2f} worse |" in text
+    assert "*1,001 tokens" in text
+
+
+def test_the_papers_differences_are_counted(measured):
+    better, same = [0.9, 0.8] * 5, [0.1, 0.8, 0.9, 0.0] * 2 + [0.5, 0.4]
+    own = [0.5, 0.4] * 5
+    found = lines(
+        full={"f1": better},
+        buzz__64={"f1": own},
+        h2o__64={"f1": better},
+        tova__64={"f1": better},
+        local__64={"f1": same},
+        cam__64={"f1": better},
+    )
+    paper = {"full": "9", "buzz": "5", "h2o": "6", "tova": "4", "local": "3", "cam": "5", "roco": "1"}
+    text = measured(found, Table("f1", against="buzz", paper={(row, "64"): n for row, n in paper.items()}))
+    # h2o is as there, tova is not, local is not told; full, equal ones and what was not measured do not count
+    assert (
+        "In brackets: the paper's numbers, with Llama. "
+        "Of the paper's 3 differences from `buzz`, 1 has the same direction here [`h2o`], 1 has the other "
+        "[`tova`], 1 cannot be told."
+    ) in text.replace("\n", " ")
+    lower = measured(
+        [line | {"scores": {"ms": line["scores"]["f1"]}} for line in found],
+        Table("ms", against="buzz", paper={("buzz", "64"): "5", ("h2o", "64"): "6"}),
+    )
+    assert "Of the paper's 1 difference from `buzz`, 1 has the same direction here [`h2o`], " in lower
+    # one number each is no test
+    single = [line | {"scores": {"f1": line["scores"]["f1"][:1]}, "items": ["a"]} for line in found]
+    text = measured(single, Table("f1", against="buzz", paper={(row, "64"): n for row, n in paper.items()}))
+    assert "3 differences from `buzz`, 0 have the same direction here, 0 have the other, 0" in text
+    assert "0 cannot be told, 3 are of too few numbers for a test." in text.replace("\n", " ")
+
+
+def test_too_few_that_differ_for_so_many_tests_are_no_test(measured):
+    # seven answers differ: with p = 2 / 2^7 at best a test of four can tell nothing, but one alone can
+    own, other = [0.5] * 9, [0.4] * 7 + [0.5] * 2
+    found = lines(buzz__64={"f1": own}, **{f"{name}__64": {"f1": other} for name in ("h2o", "tova", "cam")})
+    rows = ("buzz", "h2o", "tova", "cam")
+    told = measured(found, Table("f1", against="buzz", rows=rows[:2], worse=rows[1:]))
+    assert "1 has the same direction here [`h2o`]" in told
+    more = [*found, *lines(local__64={"f1": [0.6, 0.4] * 4 + [0.5]})]
+    text = measured(more, Table("f1", against="buzz", worse=rows[1:]))
+    assert "0 cannot be told, 3 are of too few" in text.replace("\n", " ")
+    # of five that differ there is no test at all
+    five = lines(buzz__64={"f1": own}, h2o__64={"f1": [0.4] * 5 + [0.5] * 4})
+    assert "1 is of too few" in measured(five, Table("f1", against="buzz", worse=("h2o",)))
+
+
+def test_the_rows_of_a_column_have_the_same_items(measured):
+    found = lines(full={"f1": [0.1, 0.2]}, h2o__64={"f1": [0.3, 0.4, 0.9]}, h2o__128={"f1": [0.5, 0.6, None]})
+    text = measured(found, Table("f1"))
+    assert "| `full` | 15.0 ±5.0 | 15.0 ±5.0 |\n| `h2o` | 35.0 ±5.0 | 55.0 ±5.0 |" in text
+
+
+def test_how_much_more_alike_samples_are_is_told_item_by_item(measured):
+    scores = {"self_bleu": [9.0, 5.0, None], "full_self_bleu": [10.0, 7.0, None]}
+    text = measured(lines(h2o__64=scores), Table("alike"))
+    assert "| `h2o` | -1.5 ±0.5 |" in text
+
+
+def test_columns_of_shares_stand_in_order(measured):
+    found = lines(full={"f1": [0.1, 0.2]})
+    for share in ("50 % removed", "8 % removed", "87.5 % removed"):
+        found += [line | {"budget": share} for line in lines(h2o__1={"f1": [0.3, 0.4]})]
+    text = measured(found, Table("f1"))
+    assert "| policy | 8 % removed | 50 % removed | 87.5 % removed |" in text
+
+
+def test_every_experiment_can_be_shown_once_something_is_measured(monkeypatch, tmp_path):
+    for name, run in RUNS.items():
+        named = getattr(run, "named", "")
+        labels = [named] if named else getattr(run, "policies", ()) or ("a", "b")
+        for number, label in enumerate(labels):
+            line = {
+                **{"label": label, "budget": "64", "of": "qasper", "part": "p", "task": "qa", "tokens": 9},
+                **{"bytes": [2**20, 0], "items": ["f-1", "f-2"], "seconds": 1, **VERSIONS},
+                "scores": {score: [0.1 * number, 0.2] for score in SCORES},
+            }
+            if isinstance(run, Compare):
+                del line["items"]
+            records.append(tmp_path / f"{name}.jsonl", line)
+    for name in EXPERIMENTS:
+        text = tables.render(name, tmp_path)
+        assert "Not measured yet." not in text
+        assert "1 minute" in text or "minutes" in text or "less than a minute" in text
+    assert len(list(index.rows(tmp_path))) > 40
+
+
+def test_what_the_paper_says_without_numbers_is_told_as_well(measured):
+    better, same, own = [0.9, 0.8] * 5, [0.1, 0.8, 0.9, 0.0] * 2 + [0.5, 0.4], [0.5, 0.4] * 5
+    found = lines(buzz__64={"f1": own}, h2o__64={"f1": better}, local__64={"f1": same}, full={"f1": better})
+    told = {
+        "h2o": "0 have the same direction here, 1 has the other [`h2o`], 0 cannot be told.",
+        "local": "0 have the same direction here, 0 have the other, 1 cannot be told.",
+    }
+    for worse, said in told.items():
+        assert said in measured(found, Table("f1", against="buzz", worse=(worse,)))
+    text = measured(found, Table("f1", against="h2o", worse=("buzz", "local", "full")))
+    assert (
+        "3 differences from `h2o`, 2 have the same direction here [`buzz`, `local`], 0 have the other" in text
+    )
+    # what was not measured tells nothing
+    assert "differences" not in measured(found, Table("f1", against="buzz", worse=("tova",)))
+    assert "differences" not in measured(found, Table("f1", against="cam", worse=("h2o",)))
+
+
+def test_the_geometric_means_error_is_that_of_draws():
+    rng = np.random.default_rng(0)
+    scores = {
+        name: rng.gamma(3, size, 400) for name, size in (("rouge1", 0.1), ("rouge2", 0.02), ("rougeL", 0.08))
+    }
+    linear = places._rouge({name: values.tolist() for name, values in scores.items()})
+    drawn = rng.integers(400, size=(4000, 400))
+    geometric = np.prod([values[drawn].mean(axis=1) for values in scores.values()], axis=0) ** (1 / 3)
+    mean, error = statistics.mean_error(np.array(linear), np.ones(400))
+    assert mean == pytest.approx(np.prod([values.mean() for values in scores.values()]) ** (1 / 3))
+    assert error == pytest.approx(geometric.std(), rel=0.05)
+    # an item that failed is none, and no bigram at all leaves no error
+    assert places._rouge({"rouge1": [0.5, None], "rouge2": [0.5, None], "rougeL": [0.5, None]}) == [0.5, None]
+    assert places._rouge({"rouge1": [0.5, 0.5], "rouge2": [0, 0], "rougeL": [0.5, 0.5]}) == [0, None]
+
+
+def test_a_pooled_column_has_the_items_of_all(measured):
+    found = lines(h2o__64={"f1": [0.0, 0.2]})
+    other = [line | {"of": "other", "scores": {"f1": [0.4, 1.0]}} for line in found]
+    text = measured(found + other, Table("f1", ("of",), names={"file": "first"}, pooled={"all": None}))
+    assert "| policy | first | other | all |" in text
+    assert "| `h2o` | 10.0 ±10.0 | 70.0 ±30.0 | 40.0 ±" in text
+
+
+def test_rows_and_budgets_are_those_asked_for(measured):
+    found = lines(
+        full={"f1": [1, 0]}, h2o__64={"f1": [1, 0]}, h2o__128={"f1": [0, 0]}, tova__64={"f1": [0, 1]}
+    )
+    text = measured(found, Table("f1", rows=("full", "tova")))
+    assert "| policy | 64 |\n| --- | ---: |\n| `full` | 50.0 ±50.0 |\n| `tova` | 50.0 ±50.0 |\n" in text
+    text = measured(found, Table("f1", rows=("h2o", "full"), budgets=("128",)))
+    assert re.findall(r"^\| .*", text, re.M) == [
+        "| policy | 128 |",
+        "| --- | ---: |",
+        "| `h2o` | 0.0 |",
+        "| `full` | 50.0 ±50.0 |",
+    ]
+
+
+def test_data_sets_are_those_asked_for(measured):
+    found = [
+        {**line, "of": of, "items": [f"{of}-{item}" for item in line["items"]]}
+        for of, right in (("qasper", 1), ("trec", 0))
+        for line in lines(full={"f1": [right, 1]}, h2o__64={"f1": [right, 0]})
+    ]
+    # as a line of a version without that score
+    del found[0]["scores"]["f1"]
+    text = measured(found, Table("f1", by=("of",), of=("qasper",), pooled={"all": None}))
+    assert "| policy | qasper | all |\n| --- | ---: | ---: |\n| `h2o` | 50.0 ±50.0 | 50.0 ±50.0 |\n" in text
+    assert "*2 items, " in text
+    assert "*4 items, " in measured(found, Table("f1", by=("of",)))
+
+
+def test_budgets_stand_in_their_order_and_texts_are_counted_by_length(measured):
+    found = [
+        {**line, "tokens": tokens, "of": of}
+        for tokens, of in ((9, "a"), (9, "b"), (5, "a"))
+        for line in lines(h2o__30={"f1": [1]}, h2o__128={"f1": [1]}, h2o__5={"f1": [1]}, full={"f1": [0]})
+    ]
+    text = measured(found, Table("f1"))
+    assert "| policy | 5 | 30 | 128 |" in text
+    assert "5 to 9 tokens of up to 2 texts, " in text
+    assert "9 tokens of each of 2 texts, " in measured(found[:8], Table("f1"))
+
+
+def test_what_was_never_run_says_so(tmp_path):
+    for name, each in EXPERIMENTS.items():
+        text = tables.render(name, tmp_path)
+        # behind the commands, where it shows them
+        assert text.endswith("\n\nNot measured yet.") if each.commands else text == "Not measured yet."
+        assert "| --- |" not in text
+
+
+def of_texts(n, more):
+    """Blocks of n texts under BUZZ and H2O, which is worse by `more` on each, but for the noise of blocks."""
+    rng = np.random.default_rng(0)
+    counts = statistics.block_counts(1000)
+    for i in range(n):
+        level, noise = rng.normal(3, 0.5), rng.normal(0, 0.02, len(counts))
+        about = {"of": f"t{i}.txt", "budget": "64", "tokens": 1001, "seconds": 0, **VERSIONS}
+        about["weights"] = {"nll": counts.tolist()}
+        for label, nll in (("buzz", level + 0 * noise), ("h2o", level + more[i] + noise)):
+            yield about | {"label": label, "scores": {"nll": nll.tolist()}}
+
+
+def test_of_several_texts_a_text_is_the_unit(measured):
+    more = [0.1, 0.1, 0.1, 0.1, 0.1, -0.5]
+    names = {f"t{i}.txt": "books" if i < 4 else "papers" for i in range(6)}
+    table = Table("nll", ("of", "budget"), "buzz", names=names, pooled={"all": None})
+    text = measured(list(of_texts(6, more)), table)
+    assert "| policy | books, 64 | papers, 64 | all, 64 |" in text
+    # by blocks the first column would be told; four texts have no test, and six disagree
+    assert "better" not in text
+    assert "worse" not in text
+    text = measured(list(of_texts(6, [0.1] * 6)), table)
+    assert re.findall(r"worse \|$", text, re.M) == ["worse |"]
+    level = [np.average(line["scores"]["nll"]) for line in of_texts(6, more) if line["label"] == "buzz"]
+    error = np.exp(np.mean(level)) * np.std(level, ddof=1) / np.sqrt(6)
+    assert f"{np.exp(np.mean(level)):.2f} ±{error:.2f} |" in text
+
+
+def test_what_is_above_the_full_cache_is_told_text_by_text(measured):
+    more = np.array([0.05, 0.06, 0.07, 0.05, 0.06, 0.07])
+    # the texts differ by far more than the policies do
+    found = [
+        line | {"label": "full", "budget": None} if line["label"] == "buzz" else line
+        for line in of_texts(6, more)
+    ]
+    means = [
+        np.average(np.subtract(line["scores"]["nll"], full["scores"]["nll"]), weights=line["weights"]["nll"])
+        for full, line in zip(found[::2], found[1::2], strict=True)
+    ]
+    above, error = np.expm1(np.mean(means)), np.exp(np.mean(means)) * np.std(means, ddof=1) / np.sqrt(6)
+    text = measured(found, Table("above", ("budget",), apart="full"))
+    assert f"| `h2o` | {100 * above:.1f} ±{100 * error:.1f} |" in text
+    assert "`full`" not in text
+
+
+def test_only_tokens_behind_the_budget_count_if_asked(measured):
+    about = {"of": "t.txt", "tokens": 1024, "weights": {"nll": [31] * 33}, "seconds": 0, **VERSIONS}
+    nll = [9.0] * 10 + [3.0] + [1.0] * 22
+    found = [about | {"label": "corm", "budget": None, "scores": {"nll": nll}}]
+    found += [about | {"label": "h2o", "budget": n, "scores": {"nll": nll}} for n in ("300", "310", "311")]
+    # the eleventh block begins behind 310 tokens
+    means = [np.exp(25 / 23), np.exp(25 / 23), np.e]
+    text = re.sub(r" ±[\d.]+", "", measured(found, Table("nll", late=True)))
+    for label in ("corm", "h2o"):
+        assert f"| `{label}` | {' | '.join(f'{mean:.2f}' for mean in means)} |" in text
+    whole = re.sub(r" ±[\d.]+", "", measured(found, Table("nll")))
+    assert f"| `corm` | {np.exp(115 / 33):.2f} |" in whole
+
+
+def test_rows_may_be_budgets_of_a_policy(measured):
+    found = lines(h2o__51={"ms": [2.0] * 8}, h2o__102={"ms": [1.0] * 8}, full={"ms": [3.0] * 8})
+    table = Table(
+        "ms", ("label",), "51", ("51", "102"), row="budget", theirs={("102", "h2o"): 1}, head="cells"
+    )
+    text = measured(found, table)
+    assert "| cells | h2o |\n| --- | ---: |\n| 51 | 2.00 |\n| 102 | 1.00 better |\n" in text
+    # lower is better, so what is higher in the paper is the other direction
+    assert "1 difference from 51, 0 have the same direction here, 1 has the other [102]" in text
+
+
+def test_a_mean_of_some_texts_bytes_is_not_shown(measured):
+    found = [
+        line | {"of": of, "budget": budget, "bytes": [2**20, 0]}
+        for of in ("a", "b")
+        for budget in ("1", "2")
+        for line in lines(h2o={"nll": [0.1]})
+    ]
+    assert "| policy | 1 | 2 |" in measured(found, Table("device"))
+    del found[0]["bytes"]
+    assert "| policy | 2 |\n| --- | ---: |\n| `h2o` | 1.0 |\n" in measured(found, Table("device"))
+
+
+def test_tokens_that_a_row_holds_are_those_not_evicted(measured):
+    found = [line | {"tokens": 2000} for line in lines(corm={"evicted": [0.75]}, full={"evicted": [0.0]})]
+    text = measured(found, Table("holds"))
+    assert "| `corm` | 500 |\n| `full` | 2000 |" in text
+
+
+def test_what_corm_holds_in_the_mean_of_a_stream_is_what_its_page_says():
+    """The prose of its Table 3, from the sizes of Figure 4 on the same eight texts."""
+    held = {0: 0.0}
+    for n, name in ((512, "corm-512"), (1024, "corm-1024"), (2048, "corm-2048"), (4096, "texts-corm")):
+        kept = tables.kept([name])
+        found = [
+            n * (1 - line["scores"]["evicted"][0])
+            for line in kept
+            if line["label"] == "corm" and any(line["of"] in file for file in kinds.EIGHT)
+        ]
+        assert len(found) == 8
+        held[n] = float(np.mean(found))
+    mean = np.trapezoid(list(held.values()), list(held)) / 4096
+    others = (1792 * 1792 / 2 + 1792 * (4096 - 1792)) / 4096
+    said = f"CORM holds about {round(mean, -1):,.0f} in the mean"
+    page = " ".join((tables.LABORATORY / "corm.md").read_text(encoding="utf-8").split())
+    assert said in page
+    assert f"and the others {others:,.0f}." in page
+    assert "1,653 at the end, and 39.4 MiB against 44.9" in page
+
+
+def test_bytes_are_shown_in_mib_without_an_error(measured):
+    found = [
+        line | {"bytes": [n * 2**20, 2**19]}
+        for n, line in enumerate(lines(h2o__64={"nll": [0.1]}, buzz__64={"nll": [0.2]}), 3)
+    ]
+    text = measured(found, Table("device"), Table("host"))
+    assert re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.M) == [
+        *(("h2o", "3.0"), ("buzz", "4.0")),
+        *(("h2o", "0.5"), ("buzz", "0.5")),
+    ]
+
+
+def test_only_pooled_columns_are_compared_if_asked(measured):
+    found = [
+        line | {"of": f"of{i}"}
+        for i in range(2)
+        for line in lines(buzz__64={"f1": [0.5] * 10}, h2o__64={"f1": [0.4] * 10})
+    ]
+    table = {"by": ("of",), "against": "buzz", "pooled": {"all": None}, "worse": ("h2o",)}
+    assert measured(found, Table("f1", **table)).count("worse") == 3
+    text = measured(found, Table("f1", **table, only_pooled=True))
+    assert text.count("worse") == 1
+    assert "1 difference from `buzz`, 1 has the same direction here [`h2o`], 0 have the other" in text
+
+
+def test_the_same_item_of_several_files_is_one_unit(measured):
+    found = [
+        line | {"of": f"of{i}", "items": [f"of{i}-{item}" for item in range(1, 6)]}
+        for i in range(3)
+        for line in lines(buzz__64={"f1": [0.5] * 5}, h2o__64={"f1": [0.4] * 5})
+    ]
+    table = {"by": ("of",), "against": "buzz", "pooled": {"all": None}, "only_pooled": True}
+    # fifteen answers, but five questions: too few
+    assert "worse" in measured(found, Table("f1", **table))
+    assert "worse" not in measured(found, Table("f1", **table, same_item=True))
+
+
+def test_a_macro_average_is_of_categories_of_sets_of_items(measured):
+    scores = {"a": [1.0, 0.0, 0.5, 0.5], "b": [0.8, 0.2], "c": [0.0, 0.2]}
+    found = [line | {"of": of} for of, values in scores.items() for line in lines(full={"f1": values})]
+    strata = {"a": "questions", "b": "questions", "c": "code"}
+    pooled = {"EN": frozenset("ac"), "all": None}
+    text = measured(found, Table("f1", ("of",), strata=strata, pooled=pooled, transposed=True))
+    variances = {of: np.var(values, ddof=1) / len(values) for of, values in scores.items()}
+    whole = np.sqrt(variances["a"] / 16 + variances["b"] / 16 + variances["c"] / 4)
+    some = np.sqrt(variances["a"] / 4 + variances["c"] / 4)
+    assert f"| EN | {100 * (0.5 + 0.1) / 2:.1f} ±{100 * some:.1f} |" in text
+    assert f"| all | {100 * (0.5 + 0.1) / 2:.1f} ±{100 * whole:.1f} |" in text
+    assert "| a | 50.0 ±20.4 |" in text
+
+
+def test_an_average_that_lacks_a_data_set_is_not_shown(measured):
+    found = [line | {"of": of} for of in "ac" for line in lines(full={"f1": [0.5, 0.7]})]
+    pooled = {"EN": frozenset("ac"), "ZH": frozenset("bc")}
+    text = measured(found, Table("f1", ("of",), pooled=pooled, transposed=True))
+    assert "| EN | 60.0" in text
+    assert "ZH" not in text
+
+
+def test_a_pooled_column_without_numbers_has_the_direction_of_the_others_mean(measured):
+    found = [
+        line | {"of": of}
+        for of in ("x", "y")
+        for line in lines(buzz__64={"f1": [0.5] * 10}, h2o__64={"f1": [0.4] * 10})
+    ]
+    paper = {("buzz", "x"): "10", ("h2o", "x"): "11", ("buzz", "y"): "10", ("h2o", "y"): "7"}
+    table = Table("f1", ("of",), "buzz", pooled={"all": None}, only_pooled=True, paper=paper)
+    assert "1 has the same direction here [`h2o`], 0 have the other" in measured(found, table)
+    paper = paper | {("h2o", "x"): "14"}
+    table = Table("f1", ("of",), "buzz", pooled={"all": None}, only_pooled=True, paper=paper)
+    assert "0 have the same direction here, 1 has the other [`h2o`]" in measured(found, table)
+
+
+def test_rows_that_are_no_policies_have_a_heading_of_their_own(measured):
+    found = lines(here={"f1": [0.9] * 10}, chance={"f1": [0.1] * 10})
+    table = Table("f1", against="chance", theirs={("here", "None"): 1}, head="where")
+    text = measured(found, table)
+    assert "| where | None |\n| --- | ---: |\n| here | 90.0 better |\n| chance | 10.0 |" in text
+    assert "Of the paper's 1 difference from chance, 1 has the same direction here [here]" in text

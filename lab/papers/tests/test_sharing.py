@@ -1,0 +1,69 @@
+"""What rows that share gain, in cells and in bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lab.papers import sharing
+
+
+def line(label, of, budget, scores, sizes, question="after"):
+    return {
+        "label": label,
+        "task": question,
+        "of": of,
+        "budget": budget,
+        "scores": {"string_match": scores, "device": sizes},
+    }
+
+
+SNAPKV, SHARED = "snapkv", "snapkv:heads=adaptive"
+LINES = [
+    line("full", "vt", None, [1.0, 1.0], [100, 110]),
+    line(SNAPKV, "vt", "50 % removed", [0.5, 0.0], [50, 50]),
+    line(SNAPKV, "vt", "75 % removed", [0.0, 0.0], [25, 25]),
+    line(SHARED, "vt", "50 % removed", [1.0, 0.5], [75, 80]),
+    line(SHARED, "vt", "75 % removed", [0.2, 0.0], [30, 25]),
+    line("full", "cwe", None, [0.6], [100]),
+    line(SNAPKV, "cwe", "50 % removed", [0.4], [50]),
+    line(SHARED, "cwe", "50 % removed", [0.4], [60]),
+    # neither of the twelve tasks, nor asked so
+    line("full", "qa_2", None, [1.0], [100]),
+    line(SNAPKV, "qa_2", "50 % removed", [0.0], [50]),
+    line(SHARED, "qa_2", "50 % removed", [1.0], [60]),
+    line("full", "cwe", None, [0.6], [100], "known"),
+    line(SNAPKV, "cwe", "50 % removed", [0.4], [50], "known"),
+    line(SHARED, "cwe", "50 % removed", [0.2], [50], "known"),
+]
+
+
+def test_in_equal_cells_a_share_is_compared_with_the_same_share():
+    found = sharing.gains(LINES, "heads", ("after",), in_bytes=False)
+    assert found == pytest.approx([(0.5 + 0.1) / 2, 0.0])
+    assert sharing.gains(LINES, "heads", ("known",), in_bytes=False) == pytest.approx([-0.2])
+    both = sharing.gains(LINES, "heads", ("after", "known"), in_bytes=False)
+    assert both == pytest.approx([0.3, -0.1])
+
+
+def test_layers_that_share_are_compared_apart_from_rows_that_do():
+    layered = line("snapkv:layers=adaptive", "vt", "50 % removed", [0.75, 0.75], [50, 50])
+    lines = [*LINES, layered]
+    assert sharing.gains(lines, "layers", ("after",), in_bytes=False) == pytest.approx([0.5])
+    assert len(sharing.gains(lines, "heads", ("after",), in_bytes=False)) == 2
+
+
+def test_in_equal_bytes_equal_rows_are_interpolated_between_the_shares_and_full():
+    # of 75 bytes 0.75, of 80 half; of 30 a tenth, of 25 nothing; of 60 bytes 0.44
+    halves, quarters = np.array([0.25, 0.0]), np.array([0.1, 0.0])
+    found = sharing.gains(LINES[::-1], "heads", ("after",), in_bytes=True)
+    assert sorted(found) == pytest.approx(sorted([(halves.mean() + quarters.mean()) / 2, -0.04]))
+
+
+def test_only_what_stands_between_its_marks_is_made_anew():
+    text = "a\n<!-- sharing -->\nstale\n<!-- end -->\nb\n"
+    head, *_, last, tail = sharing.fill_sharing(text).splitlines()[1:]
+    assert (head, tail) == ("<!-- sharing -->", "b")
+    assert last == "<!-- end -->"
+    assert "stale" not in sharing.fill_sharing(text)
+    assert sharing.fill_sharing("nothing") == "nothing"

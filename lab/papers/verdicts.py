@@ -1,0 +1,167 @@
+"""What becomes of a paper's differences: tests of a table's numbers, and what they tell."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lab.papers import significance
+from lab.papers.experiments.kinds import Place, Table
+from lab.papers.places import is_pooled
+from lab.papers.samples import SCORES, Difference, Sample
+
+_LEVEL = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of the paper's differences here.
+
+    Attributes
+    ----------
+    same
+        Where a test tells it, in the paper's direction: a rival, and a column if there are several.
+    other
+        Where it tells one in the other direction.
+    unclear
+        Of how many a test tells nothing.
+    untested
+        Of how many there are single numbers, or too few units for a test of so many to tell anything.
+    """
+
+    same: tuple[Place, ...] = ()
+    other: tuple[Place, ...] = ()
+    unclear: int = 0
+    untested: int = 0
+
+    def __add__(self, other: Verdict) -> Verdict:
+        return Verdict(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+    @property
+    def n(self) -> int:
+        """All of the paper's differences that were looked at."""
+        return len(self.same) + len(self.other) + self.unclear + self.untested
+
+
+def verdict(places: Mapping[Place, Sample], table: Table) -> Verdict:
+    """The verdict on a table. A difference counts by its direction, not by its size."""
+    found = _differences(places, table)
+    signs = _signs(places, found)
+    same, other = [], []
+    unclear = untested = 0
+    several = len({column for _, column in found}) > 1
+    for place, theirs in ordered(places, table):
+        if sign := signs.get(place):
+            name = rival(place[0], table), _short(place[1], table) if several else ""
+            (same if sign == theirs else other).append(name)
+        elif place in found and found[place].least_p * len(found) <= _LEVEL:
+            unclear += 1
+        else:
+            untested += 1
+    return Verdict(tuple(same), tuple(other), unclear, untested)
+
+
+def rival(row: str, table: Table) -> str:
+    """What a row is called as a rival: a policy without its options, unless it is the same policy."""
+    if table.head != "policy":
+        return row
+    name = row.partition(":")[0]
+    return f"`{row if name == table.against.partition(':')[0] else name}`"
+
+
+def _short(column: str, table: Table) -> str:
+    """A column's name without the heading that all pooled ones have."""
+    return column.rpartition(", ")[2] if table.only_pooled else column
+
+
+def listed(names: Sequence[Place]) -> str:
+    """Rivals once each, with their columns in brackets."""
+    columns: dict[str, list[str]] = {}
+    for name, column in names:
+        columns.setdefault(name, []).append(column)
+    parts = []
+    for name, of in columns.items():
+        names = ", ".join(sorted(filter(None, dict.fromkeys(of)), key=size))
+        parts.append(f"{name} ({names})" if names else name)
+    return ", ".join(parts)
+
+
+def size(budget: str) -> float:
+    """By which columns of budgets stand in order; what is none comes first."""
+    number = re.match(r"\d+(\.\d+)?", budget)
+    return float(number[0]) if number else 0
+
+
+def compared(places: Mapping[Place, Sample], table: Table) -> dict[Place, int]:
+    """Of each place that a test can compare with the paper's own method: 1 better, -1 worse, 0 not told.
+
+    A table's tests together are wrong with a chance of 5 % (Holm). A single number, such as a Self-BLEU, has
+    no test.
+    """
+    return _signs(places, _differences(places, table))
+
+
+def _signs(places: Mapping[Place, Sample], found: Mapping[Place, Difference]) -> dict[Place, int]:
+    adjusted = significance.holm(np.array([each.p for each in found.values()]))
+    return {
+        place: int(np.sign(each.mean)) * _sign(places[place].score) * bool(p <= _LEVEL)
+        for (place, each), p in zip(found.items(), adjusted, strict=True)
+    }
+
+
+def ordered(places: Mapping[Place, Sample], table: Table) -> Iterator[tuple[Place, int]]:
+    """Places that were measured here, and whether the paper calls them better (1) or worse (-1).
+
+    Compared is with the paper's own method; `full` does not count, unless the paper says that it is worse.
+    """
+    for place in places:
+        if not _is_compared(place, places, table):
+            continue
+        if place[0] in table.worse:
+            yield place, -1
+        elif place in table.theirs:
+            yield place, table.theirs[place] * _sign(places[place].score)
+        elif place[0] != "full":
+            theirs = _theirs(place, table) * _sign(places[place].score)
+            if theirs:
+                yield place, theirs
+
+
+def _differences(places: Mapping[Place, Sample], table: Table) -> dict[Place, Difference]:
+    """The tests of a table."""
+    found = {
+        place: sample.minus(places[table.against, place[1]])
+        for place, sample in places.items()
+        if _is_compared(place, places, table)
+    }
+    return {place: each for place, each in found.items() if each}
+
+
+def _is_compared(place: Place, places: Mapping[Place, Sample], table: Table) -> bool:
+    """Whether a place is beside one of the paper's own method, in a column that counts."""
+    row, column = place
+    counts = not table.only_pooled or is_pooled(column, table)
+    return counts and row != table.against and (table.against, column) in places
+
+
+def _theirs(place: Place, table: Table) -> int:
+    """The sign of the paper's difference; of a pooled column without numbers that of the others' mean."""
+    row, column = place
+    if {place, (table.against, column)} <= table.paper.keys():
+        return int(np.sign(float(table.paper[place]) - float(table.paper[table.against, column])))
+    if not is_pooled(column, table):
+        return 0
+    rest = column.partition(", ")[2]
+    both = [
+        float(table.paper[row, other]) - float(number)
+        for (own, other), number in table.paper.items()
+        if own == table.against and other.partition(", ")[2] == rest and (row, other) in table.paper
+    ]
+    return int(np.sign(round(sum(both), 9)))
+
+
+def _sign(score: str) -> int:
+    return -1 if SCORES[score].lower else 1
