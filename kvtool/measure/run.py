@@ -86,7 +86,7 @@ def measure(job: RunInput, report: Report = lambda n, nll: None) -> dict[str, An
                 report(n, total)
             seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
             if not math.isfinite(total):
-                # raised here, before the reference gets its name
+                # raised inside the block, so that `against` does not complete the reference file
                 raise ModelError("the model's logits are not finite; the model file may be damaged")
         held = {name: value for name, value in describe(engine, run.policy).items() if name in _HELD}
         return quality(np.concatenate(parts), scores) | {

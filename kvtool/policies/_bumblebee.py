@@ -23,7 +23,7 @@ _ONE = 1 << 24
 
 
 def seeds(seed: int, step: int, n_row: int) -> np.ndarray:
-    """Return i64[row], integers below 2**31."""
+    """Return a random seed for each row of this step: i64[row], below 2**31."""
     return (hash_rows(seed, step, n_row) >> np.uint64(33)).astype(np.int64)
 
 

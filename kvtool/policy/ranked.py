@@ -36,7 +36,7 @@ FLOOR = 0.2
 _F32 = np.dtype(np.float32)
 
 _MOST = 2
-"""Maximum cells of a row when rows share budgets, as a multiple of the budget."""
+"""Limit of a row that shares budgets: this many times its equal budget, in cells."""
 
 
 class Ranked(Policy):

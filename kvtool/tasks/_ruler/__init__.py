@@ -1,1 +1,1 @@
-"""Parts of RULER's thirteen tasks: one kind a file, and the texts that they share."""
+"""RULER's thirteen tasks: a file for each kind of task, and the sources of their texts."""
