@@ -10,6 +10,7 @@ from fake_cache import Cache
 
 from kvtool import policies
 from kvtool.errors import UsageError
+from kvtool.parameters import explained
 
 BUDGETS = [16, 40, 65]
 
@@ -172,9 +173,9 @@ def test_its_parameters_are_listed_explained_and_settable(name):
     policy = policies.load(name)
     listed = policies.params(policy)
     assert list(listed) == [field.name for field in fields(policy)][2:]
+    assert list(listed.keys() - explained(policy).keys()) == []
     fitted = policies.fit(name, 64, 8)
     for param, default in listed.items():
-        assert f"\n    {param}\n        " in policy.__doc__
         assert default is None or default == getattr(fitted, param)
     options = [f"{param}={getattr(fitted, param)}" for param in listed]
     assert policies.fit(name, 64, 8, options) == fitted
