@@ -127,9 +127,7 @@ def option(usage: str, default: Any, help: str, **attributes: Any) -> Any:
     return field(default=default, metadata={"option": declaration})
 
 
-def redeclared(
-    kind: type[Options], name: str, default: Any = dataclasses.MISSING, **attributes: Any
-) -> Any:
+def redeclared(kind: type[Options], name: str, default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
     """Declare a field of another class of options again, with a new default or other attributes."""
     (original,) = (each for each in fields(kind) if each.name == name)
     changed = dataclasses.replace(original.metadata["option"], **attributes)

@@ -147,9 +147,7 @@ def check_read_once(run: RunOptions, policy: str) -> None:
         )
 
 
-def replace_recall(
-    run: RunOptions, kind: type[Policy], layers: Layers
-) -> tuple[RunOptions, str | None]:
+def replace_recall(run: RunOptions, kind: type[Policy], layers: Layers) -> tuple[RunOptions, str | None]:
     """Replace a default policy that cannot recall with this model or these positions.
 
     Returns the options, and a note if the policy was replaced. kind: the policy. layers: of the loaded model.

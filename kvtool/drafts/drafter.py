@@ -35,8 +35,7 @@ class Searched(Source, Protocol):
     """Source whose draft tokens cost nothing: it returns as many as requested."""
 
     def look(self) -> int:
-        """Number of matching tokens before the draft tokens that `guess` would return now; 0 without drafts.
-        """
+        """Number of matching tokens before the draft tokens that `guess` would return; 0 without drafts."""
 
 
 class Drafter:

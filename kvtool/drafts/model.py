@@ -54,8 +54,7 @@ class ModelDraft:
         self._stream.frombytes(tokens.astype(np.int32).tobytes())
 
     def guess(self, n: int) -> np.ndarray:
-        """Return at most n tokens i32[n], each the likeliest, while their joint probability is high enough.
-        """
+        """Return at most n tokens i32[n], each the likeliest, while their joint probability is enough."""
         engine = self._engine
         self._catch_up()
         n = min(n, engine.most_ahead() + 1)

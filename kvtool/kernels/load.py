@@ -31,7 +31,7 @@ Arguments = list[tuple[np.dtype[Any], int]]
 
 
 def parse(signature: str) -> tuple[str, Arguments]:
-    """ Parse "i8(i4[:,::1], f8)" to "i8", [(int32, 2), (float64, 0)]."""
+    """Parse "i8(i4[:,::1], f8)" to "i8", [(int32, 2), (float64, 0)]."""
     result, _, arguments = signature.rpartition("(")
     return result, [
         (np.dtype(name), dims.count(",") + 1 if dims else 0)

@@ -137,6 +137,5 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
 
 
 def clusters(archive: Archive) -> Arrays:
-    """Clusters of an archive, which `lengthened` leaves out: computing them takes longer than all the rest.
-    """
+    """Clusters of an archive, which `lengthened` leaves out: computing them takes longer than the rest."""
     return dict(archive.save_clusters())

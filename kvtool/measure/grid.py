@@ -105,8 +105,7 @@ class Run:
 
 
 def split_policy(text: str) -> tuple[str, tuple[str, ...]]:
-    """ Split "h2o:decay=0.999:window=64" into ("h2o", ("decay=0.999", "window=64")). A path may have colons.
-    """
+    """Split "h2o:decay=0.999:window=64" into ("h2o", ("decay=0.999", "window=64")). Paths may have colons."""
     name, *options = re.split(r":(?=\w+=)", text.strip())
     return name, tuple(options)
 

@@ -100,9 +100,7 @@ def _find(name: str) -> Stored:
         ours = [of_entry(entry) for entry in entries.values() if entry.is_download]
         model = next((stored for stored in (*ours, *downloads()) if stored and path in stored.files), None)
         if not model:
-            raise ModelError(
-                f"{name} is not in a cache, and kvtool deletes nothing else; delete it yourself"
-            )
+            raise ModelError(f"{name} is not in a cache, and kvtool deletes nothing else; delete it yourself")
     elif reference := hub.parse(name):
         model = _in_hub(reference)
     else:

@@ -232,13 +232,11 @@ class PolicySpec(NamedTuple):
 
 
 def spec(name: str, evict_every: int | None = None, options: Iterable[str] = ()) -> PolicySpec:
-    """Return a requested policy by name or file, with options as typed. Raises UsageError for unknown names.
-    """
+    """Return a requested policy, by name or file, with typed options. Raises UsageError for unknown names."""
     kind = load(name)
     return PolicySpec(name, kind, parse_options(name, kind, options), evict_every)
 
 
 def fit(name: str, budget: int, evict_every: int | None = None, options: Iterable[str] = ()) -> Policy:
-    """Return the named policy for a budget in cells. Raises UsageError with the smallest budget that works.
-    """
+    """Return a named policy for a budget in cells. Raises UsageError with the smallest budget that works."""
     return spec(name, evict_every, options).fit(budget)

@@ -143,8 +143,7 @@ class BumbleBee(Policy):
 
 
 def _bits(state: State) -> np.ndarray:
-    """View the matrix as integers of the same order, i32 or u16[row, cell, cell]; no rows without a matrix.
-    """
+    """View the matrix as integers in the same order, i32 or u16[row, cell, cell]; 0 rows without a matrix."""
     if len(state) == 4:
         return np.empty((0, 0, 0), np.int32)
     pairs = state[4]

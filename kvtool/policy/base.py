@@ -245,8 +245,7 @@ class Policy:
         raise NotImplementedError
 
     def move(self, state: State, source: np.ndarray) -> None:
-        """Move the state after a plan: cell i of a row gets cell source[row, i]'s. source i32[row, n_keep].
-        """
+        """Move the state after a plan: cell i of a row gets source[row, i]'s. source i32[row, n_keep]."""
         row, cell = true_cells(source != np.arange(source.shape[1], dtype=np.int32))
         for array in state:
             array[row, cell] = array[row, source[row, cell]]
@@ -264,8 +263,7 @@ class Policy:
 
 
 def split_budget(budget: int, slack: int, sinks: int, window: int, pinned: int) -> dict[str, int]:
-    """Split a budget in cells into sinks, pinned tokens, window, rest and slack, consistent with `protected`.
-    """
+    """Split a budget in cells into sinks, pinned tokens, window, rest and slack, as in `protected`."""
     first = max(sinks, pinned)
     window = min(window, budget - slack - first)
     rest = budget - slack - first - window

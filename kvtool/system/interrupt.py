@@ -1,5 +1,4 @@
-"""Handling of Ctrl-C at each stage. Imports only the standard library, so it works from the first import on.
-"""
+"""Handling of Ctrl-C at each stage. It imports only the standard library."""
 
 from __future__ import annotations
 

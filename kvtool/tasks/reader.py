@@ -245,8 +245,7 @@ class Reader:
             self._engine = None
 
     def _begin(self, n: int, n_answer: int, template: Template | None) -> None:
-        """Empty the cache for a prompt of n tokens. Raises InputError if it must keep all tokens and cannot.
-        """
+        """Empty the cache for a prompt of n tokens. Raises InputError if it must hold all but cannot."""
         policy = self._policy_for(n, n_answer)
         if policy.slack == 0 and n > policy.budget:
             raise InputError(f"the prompt ({n:,} tokens) does not fit in the full cache ({policy.budget:,})")

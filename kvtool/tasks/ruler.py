@@ -127,8 +127,7 @@ class Ruler(Task):
         return [name for name in PARTS if not self.tasks or name in self.tasks]
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
-        """Yield one sample of each part in turn, so that the first n items have about as many of each part.
-        """
+        """Yield one sample of each part in turn, so that the first n items have as many of each part."""
         if files:
             raise InputError(f"ruler takes its files as parameters: {'; '.join(_FILES.values())}")
         sources = Sources(model, self.essays, self.squad, self.hotpotqa, self.seed)

@@ -107,8 +107,7 @@ class Summarize(Task):
                 yield Item(name, prompt, [answer], about={"file": path.name})
 
     def _parsed(self, record: Record) -> list[tuple[str, str]]:
-        """Return the prompts of a record with their right answers. An article has one prompt, without shots.
-        """
+        """Return the prompts of a record with their right answers. An article has one prompt and no shots."""
         if "meeting_transcripts" in record:
             return list(self._queries(record))
         text = data.text(record["document"] if "document" in record else record["article"])

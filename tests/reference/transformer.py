@@ -85,8 +85,7 @@ class Row:
         self.notes = [self.notes[i] for i in index]
 
     def merge(self, terms):
-        """Merge values by terms {dst pos: [(src pos, weight), ...]}; all sources are read before any write.
-        """
+        """Merge values by terms {dst pos: [(src pos, weight), ...]}; all sources are read before a write."""
         merged = {
             dst: sum(weight * self.value[self.index([src])[0]] for src, weight in sources)
             for dst, sources in terms.items()
@@ -313,8 +312,7 @@ class Stream:
                 row.asked[i] = rot[i], np.concatenate((row.asked[i][1], heads))
 
     def _note(self, row, attn, is_first):
-        """Add a batch's attention f64[group, n_tokens, n] to a row's signals. is_first: True for the owner's.
-        """
+        """Add a batch's attention f64[group, n_tokens, n] to a row's signals. is_first: it is the owner's."""
         row.mass += attn.sum(axis=(0, 1))
         row.last = attn[:, -1].sum(axis=0) + (0 if is_first else row.last)
         pos, _, t = self._batch
@@ -377,8 +375,7 @@ class Stream:
 
 
 class Result(NamedTuple):
-    """nll f64[n - 1]: of every token except the first. logits f64[n, n_vocab], or None. stream: final state.
-    """
+    """nll f64[n - 1]: of every token but the first. logits f64[n, n_vocab], or None. stream: final state."""
 
     nll: np.ndarray
     logits: np.ndarray | None

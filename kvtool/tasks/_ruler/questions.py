@@ -64,7 +64,5 @@ class Questions(Subtask):
     def _question(self, spec: SampleSpec, sources: Sources) -> Question:
         questions = self._documents(sources).questions
         if spec.number >= len(questions):
-            raise InputError(
-                f"the file for {spec.name} has {len(questions)} questions; choose fewer repeats"
-            )
+            raise InputError(f"the file for {spec.name} has {len(questions)} questions; choose fewer repeats")
         return questions[spec.number]
