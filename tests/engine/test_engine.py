@@ -94,7 +94,7 @@ def plain_logits(path, n_cell, batches, flash, type_k, type_v):
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("name", ["full", "h2o"])
+@pytest.mark.parametrize("name", ["full", "h2o", "tova"])
 @pytest.mark.parametrize(
     ("flash", "type_k", "type_v"),
     [("off", "f16", "f16"), ("on", "f16", "f16"), ("off", "f32", "f32"), ("on", "q8_0", "q8_0")],
