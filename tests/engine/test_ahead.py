@@ -10,8 +10,6 @@ from kvtool.errors import LibraryError
 from kvtool.policy import Signal
 from tests.engine.running import open_engine, text
 
-pytestmark = pytest.mark.engine
-
 N_AHEAD = 5
 
 

@@ -105,7 +105,6 @@ def test_a_policy_without_an_archive_takes_no_flag_of_it(command, arguments, wor
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.engine
 def test_a_session_is_not_continued_with_an_archive_that_is_too_small(talk, tmp_path):
     assert talk(TURNS[:4], *RECALL, "--archive", 5000).returncode == 0
     path = tmp_path / "chat.kvs"
@@ -131,7 +130,6 @@ def test_what_is_no_table_of_an_archive_has_no_tokens(table):
     assert Archive.n_saved({"archive": np.array([3, 10, 0])}) == 7
 
 
-@pytest.mark.engine
 def test_inspect_says_what_is_archived_apart_from_what_is_forgotten(chat_model):
     # the policy is that of a chat
     own = ["-m", chat_model, "-t", 1, "--budget", 32, "--evict-every", 8, "--archive", 20]
@@ -143,7 +141,6 @@ def test_inspect_says_what_is_archived_apart_from_what_is_forgotten(chat_model):
     assert "100 tokens: 28 held by every row, 0 by some, 20 archived, 52 forgotten\npolicy recall, " in shown
 
 
-@pytest.mark.engine
 def test_a_session_says_how_much_it_has_archived(talk, tmp_path):
     path = tmp_path / "chat.kvs"
     assert talk(TURNS[:4], *RECALL).returncode == 0
@@ -158,7 +155,6 @@ def test_a_session_says_how_much_it_has_archived(talk, tmp_path):
     assert "archive" not in kvtool("session", "show", path).stdout
 
 
-@pytest.mark.engine
 def test_generate_says_what_is_archived(chat_model):
     own = ["-m", chat_model, "-t", 1, "-n", 2, "--temp", 0, *RECALL, "--archive", 100]
     result = json.loads(kvtool("generate", *own, "--json", stdin="word " * 60).stdout)
@@ -169,7 +165,6 @@ def test_generate_says_what_is_archived(chat_model):
     assert "archive" not in re.search("\nread .* tokens in .*", without.stderr)[0]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("write", "options", "why"),
     [
@@ -196,7 +191,6 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
         assert re.fullmatch(r"kvtool: Recall [^\n]*; choose [^\n]*\n", asked.stderr)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -226,7 +220,6 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
         assert answer["kvtool"]["policy"] == kept["policy"]
 
 
-@pytest.mark.engine
 def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, tmp_path, monkeypatch):
     file = tmp_path / "file"
     said = talk(TURNS[:1], "--archive-file", file).stderr
@@ -243,7 +236,6 @@ def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, tmp_path, mon
     assert talk(TURNS[:1]).stderr == ""
 
 
-@pytest.mark.engine
 def test_an_archive_takes_a_quarter_of_the_free_memory_and_half_of_the_disk(
     tiny_model, tmp_path, monkeypatch
 ):
@@ -256,7 +248,6 @@ def test_an_archive_takes_a_quarter_of_the_free_memory_and_half_of_the_disk(
             assert most - limit.slab_bytes < limit.max_bytes <= most
 
 
-@pytest.mark.engine
 def test_a_policy_that_was_asked_for_has_no_other_in_its_place(talk, tiny_model, tmp_path, monkeypatch):
     # nor has a session's
     assert talk(TURNS[:1], *RECALL).returncode == 0
@@ -271,7 +262,6 @@ def test_a_policy_that_was_asked_for_has_no_other_in_its_place(talk, tiny_model,
     assert "Recall needs the distances of the text" in done.stderr
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 def test_a_chat_says_what_is_archived(chat_model):
     chat = Terminal(chat_model, "-n", 4, *RECALL, "--archive", 30)
@@ -296,7 +286,6 @@ def test_a_chat_says_what_is_archived(chat_model):
         os.close(chat.master)
 
 
-@pytest.mark.engine
 def test_compare_takes_an_archive_for_the_policies_that_have_one(chat_model, tmp_path):
     (tmp_path / "text").write_text("word " * 60)
     own = ["-m", chat_model, "-t", 1, "--budgets", 48, "--types", "f16", "--json", "-"]
@@ -316,7 +305,6 @@ def test_compare_takes_an_archive_for_the_policies_that_have_one(chat_model, tmp
         assert refused.stderr.count("\n") == 1
 
 
-@pytest.mark.engine
 def test_an_evaluation_with_another_archive_is_another_one(chat_model, tmp_path):
     out = tmp_path / "out.jsonl"
     own = ["-m", chat_model, "-t", 1, "--budget", 48, "--json", out, "--resume", "--limit", 1]
@@ -382,7 +370,6 @@ def test_a_limit_in_bytes_is_of_the_disk_where_the_archive_is_in_a_file(monkeypa
         archive.limit("2GiB", file)
 
 
-@pytest.mark.engine
 def test_what_is_said_of_an_archive_names_its_file(chat_model, tmp_path):
     path = tmp_path / "file"
     own = ["-m", chat_model, "-t", 1, "--archive-file", path]
@@ -417,7 +404,6 @@ def test_what_is_said_of_an_archive_names_its_file(chat_model, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.engine
 def test_a_chat_with_a_full_disk_keeps_its_last_whole_turn(talk, tmp_path):
     path, file = tmp_path / "chat.kvs", tmp_path / "file"
     own = [*RECALL, "--archive-type", "f32", "--archive-file", file]
@@ -437,7 +423,6 @@ def test_a_chat_with_a_full_disk_keeps_its_last_whole_turn(talk, tmp_path):
     assert talk(TURNS[4:5]).returncode == 0
 
 
-@pytest.mark.engine
 def test_nothing_is_left_of_the_file_of_a_killed_process(chat_model, tmp_path):
     chat = Terminal(chat_model, "-n", 4, *RECALL, "--archive-file", tmp_path / "file")
     try:

@@ -15,8 +15,6 @@ from kvtool.llama.workers import add_rpc
 from tests.engine import rpc_server
 from tests.engine.running import TOLERANCE, open_engine, text
 
-pytestmark = pytest.mark.engine
-
 SEARCHES = ({}, {"search": "all"}, {"exact": 40})
 """Ways in which recall searches its archive."""
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from kvtool import policies
 from tests.engine.running import open_engine, text
 from tests.reference.clusters import kmeans
-
-pytestmark = pytest.mark.engine
 
 HEAD_DIM, N_HEAD = 32, 2
 

@@ -161,7 +161,6 @@ def test_a_model_guesses_where_nothing_is_found():
         drafter.judge(6)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("p", "n"), [(1.0, 9), (0.8, 4), (0.6, 2), (0.3, 1), (0.2, 0)])
 def test_a_model_guesses_as_long_as_all_are_likely_to_come(talker, monkeypatch, p, n):
     monkeypatch.setattr("kvtool.drafts.model._likeliest", lambda logits: (7, p))
@@ -201,7 +200,6 @@ def written(path, drafter, its, n=120, policy="recall"):
             return text, writer.tokens.tolist(), likely, engine.cells().pos.tolist()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("policy", ["recall", "h2o"])
 @pytest.mark.parametrize("its", SETTINGS.values(), ids=SETTINGS)
 def test_what_is_written_does_not_depend_on_guesses(talker, its, policy):
@@ -215,7 +213,6 @@ def test_what_is_written_does_not_depend_on_guesses(talker, its, policy):
     assert drafter.n_drafted > 0 or its.keys() & {"temp", "repeat_penalty"}
 
 
-@pytest.mark.engine
 def test_what_a_schema_forces_is_guessed(talker):
     said = {"a name that is long": "and a text that is longer"}
     schema = {"type": "object", "properties": {"a name that is long": {"const": said["a name that is long"]}}}
@@ -230,7 +227,6 @@ def test_what_a_schema_forces_is_guessed(talker):
     assert drafter.n_accepted >= n_forced - 2
 
 
-@pytest.mark.engine
 def test_a_text_that_is_left_in_the_middle_keeps_what_was_said(talker):
     for n_piece in (1, 7, 30):
         with open_engine(talker, policies.fit("h2o", 64, 16), n_ahead=MOST, n_output=1) as engine:
@@ -246,7 +242,6 @@ def test_a_text_that_is_left_in_the_middle_keeps_what_was_said(talker):
             assert "".join(said) + more == whole
 
 
-@pytest.mark.engine
 def test_a_stop_string_ends_a_text_within_its_guesses(talker):
     whole = written(talker, None, {}, 60)[0]
     stop = whole[30:34]
@@ -255,7 +250,6 @@ def test_a_stop_string_ends_a_text_within_its_guesses(talker):
     assert found[0][1] == found[1][1]
 
 
-@pytest.mark.engine
 def test_a_model_guesses_what_it_would_write_itself(talker, monkeypatch):
     monkeypatch.setattr("kvtool.drafts.model._LEAST", 0)
     monkeypatch.setattr("kvtool.drafts.model._GOES_ON", 0)
@@ -270,7 +264,6 @@ def test_a_model_guesses_what_it_would_write_itself(talker, monkeypatch):
         assert len(source.guess(4)) == 4
 
 
-@pytest.mark.engine
 def test_a_model_of_another_vocabulary_cannot_guess(talker, tiny_model):
     with (
         closing(Model(talker)) as model,
@@ -284,7 +277,6 @@ def generated(path, *more, prompt="go on: a b c a b c"):
     return called("generate", prompt, "-m", path, "-n", 40, "--temp", 0, "--budget", 64, "-t", 1, *more)
 
 
-@pytest.mark.engine
 def test_generate_says_how_many_guesses_came_true(talker):
     with_guesses, without = (
         json.loads(generated(talker, "--json", "--draft", draft).stdout) for draft in ("lookup", "off")
@@ -296,14 +288,12 @@ def test_generate_says_how_many_guesses_came_true(talker):
     assert re.search(r"wrote 40 in [0-9.]+ s \([0-9]+ of [0-9]+ guesses\), ", said)
 
 
-@pytest.mark.engine
 def test_a_smaller_model_guesses(talker):
     done = generated(talker, "--draft", talker)
     assert done.returncode == 0
     assert done.stdout == generated(talker, "--draft", "off").stdout
 
 
-@pytest.mark.engine
 def test_guesses_that_cannot_be_are_refused_in_a_line(talker, tiny_model):
     for path, draft, code, said in (
         (talker, tiny_model(n_vocab=400), 2, "it has another vocabulary; choose a smaller model"),

@@ -29,8 +29,6 @@ from tests.engine.running import KINDS, LOGITS, ON_CUDA, TOLERANCE, open_engine,
 from tests.policies.merging import Merging, keep_and_merge
 from tests.reference import transformer
 
-pytestmark = pytest.mark.engine
-
 UNIFORM = [name for name in KINDS if not policies.load(name).capped]
 
 

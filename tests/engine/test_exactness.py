@@ -20,8 +20,6 @@ from kvtool.models.layers import Layers
 from tests.engine.running import LOGITS, N_UNTIED, ON_CUDA, TOLERANCE, future_of, live, open_engine, text
 from tests.reference import transformer
 
-pytestmark = pytest.mark.engine
-
 
 def twin(name, params, n_ctx):
     """keep and observe, or None, with these parameters."""

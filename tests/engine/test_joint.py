@@ -22,8 +22,6 @@ from kvtool.serve.batching import Baton, Crew
 from tests.engine.running import LOGITS, ON_CUDA, TOLERANCE, text
 from tests.held import PATIENCE_S, until
 
-pytestmark = pytest.mark.engine
-
 EXACT = {
     "type_k": "f32",
     "type_v": "f32",

@@ -18,8 +18,6 @@ from tests.engine.running import LOGITS, TOLERANCE, open_engine, text
 from tests.engine.test_exactness import reference, twin
 from tests.reference import models, transformer
 
-pytestmark = pytest.mark.engine
-
 N_CTX_TRAIN = 130
 KINDS = {
     "smollm3": {},

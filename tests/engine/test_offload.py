@@ -24,8 +24,6 @@ from tests.engine import rpc_server, saved
 from tests.engine.running import open_engine, text
 from tests.engine.test_rpc import N_TOKENS, POLICIES
 
-pytestmark = pytest.mark.engine
-
 # name of the policy, positions, flash attention
 RUNS = [
     ("h2o", "in-cache", "off"),

@@ -39,7 +39,6 @@ def test_a_short_rest_is_not_left_alone():
         assert sizes(parts) == wanted
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("name", "prefill"),
     [
@@ -70,7 +69,6 @@ def test_parts_leave_what_whole_steps_leave(tiny_model, name, prefill):
     assert n_asked[0] < n_asked[1]
 
 
-@pytest.mark.engine
 def test_a_step_that_shares_what_it_finds_is_not_cut(tiny_model):
     with open_engine(tiny_model(), policies.fit("recall", 200, 80, ["chunk=64"])) as engine:
         engine.chunk_size = ChunkSize(SLOW)
@@ -80,7 +78,6 @@ def test_a_step_that_shares_what_it_finds_is_not_cut(tiny_model):
     assert max(found) == 64
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("name", ["h2o", "corm"])
 def test_who_stops_within_a_step_keeps_the_budget(tiny_model, name):
     tokens = text(300)

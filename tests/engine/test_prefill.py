@@ -15,8 +15,6 @@ from kvtool.policy import PER_CELL, Plan, Policy, Signal
 from tests.engine.running import LOGITS, future_of, live, open_engine, text
 from tests.reference import bumblebee, transformer
 
-pytestmark = pytest.mark.engine
-
 
 def evict(stream, name, policy, ends=()):
     """ends: where the segments of a prompt end, whose last queries count as the stream's last ones."""

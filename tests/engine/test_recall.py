@@ -21,8 +21,6 @@ from kvtool.system.memory import rss_bytes
 from tests.engine import saved
 from tests.engine.running import ON_CUDA, TOLERANCE, open_engine, text
 
-pytestmark = pytest.mark.engine
-
 
 def fit(budget=48, evict_every=16, **params):
     return policies.fit("recall", budget, evict_every, [f"{key}={value}" for key, value in params.items()])

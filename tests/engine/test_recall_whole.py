@@ -23,8 +23,6 @@ from kvtool.serve.api.requests import Defaults
 from tests.engine.running import TOLERANCE, open_engine, text
 from tests.serve.killed_turns import Server, said
 
-pytestmark = pytest.mark.engine
-
 N_PROMPT, N_LATER = 300, 40
 
 

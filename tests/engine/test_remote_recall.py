@@ -21,8 +21,6 @@ from tests.engine import rpc_server, saved
 from tests.engine.running import open_engine, text
 from tests.engine.test_spares import RECOMPUTE
 
-pytestmark = pytest.mark.engine
-
 # how it recalls, type of the archive, flash attention, type of the cache, how many layers the server has
 RUNS = [
     ("search=all", "f32", "off", "f32", 99),

@@ -29,8 +29,6 @@ from tests.engine.running import open_engine, text
 from tests.held import PATIENCE_S
 from tests.policies.merging import Merging
 
-pytestmark = pytest.mark.engine
-
 POLICIES = {
     "h2o": policies.fit("h2o", 48, 16),
     "streamingllm": policies.fit("streamingllm", 48, 16),

@@ -17,8 +17,6 @@ from kvtool.llama.segment import CLUSTER_DIGESTS, CLUSTERS, listed_clusters
 from kvtool.measure import perplexity
 from tests.engine.running import open_engine, text
 
-pytestmark = pytest.mark.engine
-
 MODEL = {"n_head_kv": 2, "n_ctx_train": 1024}
 
 

@@ -81,7 +81,6 @@ def test_tokens_that_go_together_are_one_call():
 # the same plan both ways
 
 
-@pytest.mark.engine
 @pytest.mark.share(1, "evict_every")
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
@@ -106,14 +105,12 @@ def test_the_same_plan_gives_the_same_logits(tiny_model, monkeypatch, name, posi
     assert np.abs(got - want).max() < 1e-4
 
 
-@pytest.mark.engine
 def test_full_needs_nothing_of_the_patch(tiny_model, unpatched):
     with open_engine(tiny_model(n_ctx_train=256), policies.fit("full", 200)) as plain:
         assert isinstance(plain.context, SequenceContext)
         assert np.isfinite(perplexity.stream(plain, text(150))).all()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("arch", ["gemma3", "lfm2"])
 @pytest.mark.parametrize("name", ["full", "streamingllm"])
 def test_what_is_no_plain_cache_needs_the_patch_with_any_policy(tiny_model, unpatched, arch, name):
@@ -123,7 +120,6 @@ def test_what_is_no_plain_cache_needs_the_patch_with_any_policy(tiny_model, unpa
         pass
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("positions", ["in-cache", "auto"])
 def test_what_was_saved_goes_on_as_if_it_had_never_stopped(tiny_model, unpatched, positions):
     path, tokens = tiny_model(n_ctx_train=130), text(260)
@@ -148,7 +144,6 @@ def test_what_was_saved_goes_on_as_if_it_had_never_stopped(tiny_model, unpatched
                 assert np.abs(step(other, tokens[i : i + 1]) - want[i]).max() < 1e-4
 
 
-@pytest.mark.engine
 def test_what_needs_the_patch_is_refused_in_one_line(tiny_model, unpatched):
     asked = [
         (tiny_model(), "h2o", {}, "without kvtool's patch, which the policy H2O needs"),
@@ -171,7 +166,6 @@ class Whole(type(policies.fit("local", 64, 8))):
     prefill = "whole"
 
 
-@pytest.mark.engine
 def test_a_policy_that_wants_its_prompts_whole_is_refused_before_anything_is_read(tiny_model, unpatched):
     with (
         pytest.raises(LibraryError, match="which reading a prompt whole, .* needs; build") as caught,
@@ -184,7 +178,6 @@ def test_a_policy_that_wants_its_prompts_whole_is_refused_before_anything_is_rea
         assert plain.read(text(200)) == 200
 
 
-@pytest.mark.engine
 def test_a_merge_is_refused(tiny_model, unpatched):
     @dataclass(frozen=True, slots=True)
     class Merging(type(policies.fit("local", 64, 8))):
@@ -215,7 +208,6 @@ NOTE = (
 )
 
 
-@pytest.mark.engine
 def test_a_chat_runs_without_the_patch_and_says_so(chat_model, tmp_path):
     turns = [f"line {i} of the chat, and some more words\n" for i in range(12)]
     own = ["chat", "-m", chat_model, "-n", 12, "-t", 1, "--temp", 0]
@@ -230,7 +222,6 @@ def test_a_chat_runs_without_the_patch_and_says_so(chat_model, tmp_path):
     assert first.stdout + second.stdout == whole.stdout
 
 
-@pytest.mark.engine
 def test_other_policies_are_refused_before_the_model_is_loaded(chat_model, tmp_path):
     (tmp_path / "text").write_text("some words " * 40)
     for command in (
@@ -245,7 +236,6 @@ def test_other_policies_are_refused_before_the_model_is_loaded(chat_model, tmp_p
         )
 
 
-@pytest.mark.engine
 def test_perplexity_without_the_patch_is_that_with_it(smol, tmp_path):
     (tmp_path / "text").write_text("The tide comes in twice a day, and twice a day it goes. " * 12)
     command = [

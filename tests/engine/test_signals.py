@@ -11,8 +11,6 @@ from kvtool.policy import Plan, Policy, Signal
 from tests.engine.running import TOLERANCE, future_of, open_engine, text
 from tests.reference import models, transformer
 
-pytestmark = pytest.mark.engine
-
 # the share of steps that rounding makes a hit or none
 AT_THE_EDGE = 0.01 if transformer.half_precision else 0.002
 

@@ -24,8 +24,6 @@ from tests.engine.running import N_UNTIED, ON_CUDA, open_engine, text
 from tests.engine.test_exactness import reference
 from tests.reference import streamingllm, transformer
 
-pytestmark = pytest.mark.engine
-
 # Gemma's queries are scaled before they are rounded to half precision, the reference's after
 TOLERANCE = 2e-2 if transformer.half_precision else 1e-4
 # one decision for a layer, or a threshold: in half precision near ties of theirs go another way now and then

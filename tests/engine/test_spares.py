@@ -24,8 +24,6 @@ from tests.engine import rpc_server
 from tests.engine.running import open_engine, text
 from tests.engine.test_rpc import POLICIES
 
-pytestmark = pytest.mark.engine
-
 # name of the policy, flash attention, type of the cache, how many of the model's layers the worker has
 RUNS = [
     ("h2o", "on", "f32", 99),

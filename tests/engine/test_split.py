@@ -186,7 +186,6 @@ def test_show_says_how_many_files(parts):
 # the engine
 
 
-@pytest.mark.engine
 def test_it_writes_what_the_whole_writes(parts, chat_model):
     whole = generate(chat_model)
     assert (whole.returncode, whole.stderr) == (0, "")
@@ -194,7 +193,6 @@ def test_it_writes_what_the_whole_writes(parts, chat_model):
     assert generate(parts[0]).stdout == generate(parts[2]).stdout == whole.stdout
 
 
-@pytest.mark.engine
 def test_a_missing_part_ends_with_one_line(parts):
     parts[1].unlink()
     done = generate(parts[0])
@@ -202,7 +200,6 @@ def test_a_missing_part_ends_with_one_line(parts):
     assert "is missing" in done.stderr
 
 
-@pytest.mark.engine
 def test_a_chat_with_a_model_of_a_repository_goes_on_without_a_network(parts, tmp_path):
     """All of it: an empty cache, a server, parts that are links there, a session that finds them again."""
     environment = os.environ | {

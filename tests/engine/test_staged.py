@@ -12,8 +12,6 @@ from kvtool.llama.model import Model
 from kvtool.llama.segment import CLUSTERS
 from tests.engine.running import ON_CUDA, TOLERANCE, open_engine, text
 
-pytestmark = pytest.mark.engine
-
 N_PROMPT, N_LATER = 400, 20
 HALF = {"flash": "on", "type_k": "f16", "type_v": "f16"}
 ROUGH = 0.1 if ON_CUDA else 5e-2

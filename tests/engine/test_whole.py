@@ -18,8 +18,6 @@ from kvtool.policy import Signal, SignalRequest
 from kvtool.tasks.shared import Shared
 from tests.engine.running import text
 
-pytestmark = pytest.mark.engine
-
 SETTINGS = Settings(n_threads=1, n_batch=64, prefill="whole", type_k="f32", type_v="f32", flash="off")
 TOKENS = text(300)
 

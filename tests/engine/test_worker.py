@@ -229,7 +229,6 @@ def rpc_of(workers):
     return ["--rpc", ",".join(worker.endpoint for worker in workers)]
 
 
-@pytest.mark.engine
 def test_a_worker_says_what_it_serves_and_to_whom_it_may(workers):
     (line,) = workers[0].said
     assert re.fullmatch(
@@ -237,14 +236,12 @@ def test_a_worker_says_what_it_serves_and_to_whom_it_may(workers):
     )
 
 
-@pytest.mark.engine
 def test_the_protocol_is_the_librarys(workers):
     host, port = workers[0].endpoint.split(":")
     with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
         assert endpoints._greet(connection) == endpoints.PROTOCOL
 
 
-@pytest.mark.engine
 def test_mem_is_what_the_worker_tells_its_clients(workers):
     get_device_memory = 11
     host, port = workers[0].endpoint.split(":")
@@ -255,7 +252,6 @@ def test_mem_is_what_the_worker_tells_its_clients(workers):
     assert (size, free, total) == (16, 64 * 2**20, 64 * 2**20)
 
 
-@pytest.mark.engine
 def test_a_worker_that_serves_another_says_so_in_time(workers, monkeypatch):
     monkeypatch.setattr(endpoints, "ANSWER_S", 0.5)
     named = [workers[0].endpoint]
@@ -265,7 +261,6 @@ def test_a_worker_that_serves_another_says_so_in_time(workers, monkeypatch):
             pass
 
 
-@pytest.mark.engine
 def test_a_port_that_is_taken_is_one_line(workers):
     done = kvtool("worker", "--port", workers[0].port)
     said = f"kvtool: cannot listen on {workers[0].endpoint}: the port is in use, maybe by another kvtool;"
@@ -288,7 +283,6 @@ def test_what_a_worker_cannot_do_is_one_line(options, words):
     assert words in done.stderr
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_worker_for_everybody_warns_and_ends_when_it_is_told(number, code):
@@ -314,7 +308,6 @@ def kept(path):
     return {name: meta[name] for name in ("n_turn", "n_past", "cells", "messages")}
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
 def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers, model, tmp_path, policy):
@@ -366,7 +359,6 @@ def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers
     }
 
 
-@pytest.mark.engine
 def test_compare_over_two_workers_gives_what_it_gives_here(workers, model, tmp_path):
     (tmp_path / "tide.txt").write_text(TEXT)
     options = ["--policies", "full,snapkv", "--budgets", "48", "--types", "f16", "--max-tokens", "120"]
@@ -386,7 +378,6 @@ def test_compare_over_two_workers_gives_what_it_gives_here(workers, model, tmp_p
 # what goes over the wire
 
 
-@pytest.mark.engine
 def test_signals_go_over_the_wire_once_a_plan(model, tmp_path):
     (tmp_path / "text").write_text(TEXT)
     command = [sys.executable, "-m", "lab.benchmarks.wire", tmp_path / "text", "-m", model]

@@ -8,8 +8,6 @@ import pytest
 
 from tests.fuzz import fuzz_api, fuzz_gguf
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="limits memory as Linux counts it")
 def test_a_damaged_file_ends_in_one_line_and_in_time(share_of):

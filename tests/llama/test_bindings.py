@@ -11,8 +11,6 @@ import pytest
 from kvtool.errors import LibraryError
 from kvtool.llama import bindings
 
-pytestmark = pytest.mark.engine
-
 
 def packages(monkeypatch, **found):
     """Lets these packages be installed: a name, and its bindings or the error that importing them gives."""

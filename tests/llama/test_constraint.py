@@ -88,7 +88,6 @@ def written(engine, logits, n=60, **settings):
     return tokens
 
 
-@pytest.mark.engine
 def test_greedy_takes_the_likeliest_token_that_fits(engine):
     logits = np.random.default_rng(1).normal(0, 3, engine.model.n_vocab).astype(np.float32)
     logits[259:] = -50
@@ -99,7 +98,6 @@ def test_greedy_takes_the_likeliest_token_that_fits(engine):
     assert engine.model.ends_turn(tokens[-1])
 
 
-@pytest.mark.engine
 def test_a_draw_that_fits_is_the_one_without_a_grammar(engine):
     logits = np.full(engine.model.n_vocab, -90, np.float32)
     logits[[3 + ord(letter) for letter in "abcd"]] = [1, 2, 3, 4]
@@ -109,7 +107,6 @@ def test_a_draw_that_fits_is_the_one_without_a_grammar(engine):
     assert written(engine, logits, grammar="root ::= [abcd]*", **settings) == free
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("settings", [{"mirostat": 1}, {"mirostat": 2}, {"xtc_probability": 1}, {"top_k": 1}])
 def test_what_is_drawn_fits_with_every_sampler(engine, settings):
     # nothing that fits is likely
@@ -119,14 +116,12 @@ def test_what_is_drawn_fits_with_every_sampler(engine, settings):
     assert re.fullmatch(rb"[0-9]{20}", b"".join(map(engine.model.piece, tokens[:-1])))
 
 
-@pytest.mark.engine
 def test_a_character_that_fits_may_come_in_bytes(engine):
     logits = np.zeros(engine.model.n_vocab, np.float32)
     tokens = written(engine, logits, temp=1, grammar="root ::= [\u00e9\u2014]{9}")
     assert re.fullmatch("[\u00e9\u2014]{9}", b"".join(map(engine.model.piece, tokens[:-1])).decode())
 
 
-@pytest.mark.engine
 def test_a_grammar_that_nothing_continues_is_an_error_and_not_a_crash(engine):
     banned = ((3 + ord("a"), -np.inf),)
     sampler = Sampler(engine.model, Sampling(grammar='root ::= "xa"', logit_bias=banned))
@@ -136,7 +131,6 @@ def test_a_grammar_that_nothing_continues_is_an_error_and_not_a_crash(engine):
     sampler.close()
 
 
-@pytest.mark.engine
 def test_each_text_begins_the_grammar_anew(engine):
     sampler = Sampler(engine.model, Sampling(temp=1, grammar='root ::= "ab"'), seed=1)
     for n in range(3):
@@ -202,7 +196,6 @@ ws ::= | " " | "\n" [ \t]{0,20}
 """
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("grammar", "fits", "fails"),
     [
@@ -244,7 +237,6 @@ def test_a_grammar_takes_the_texts_that_fit(engine, grammar, fits, fails):
         assert (accepted and matcher.accept(engine.model.eos)) == (text in fits), text
 
 
-@pytest.mark.engine
 def test_a_token_may_be_named_by_its_number(engine):
     model = engine.model
     matcher = Matcher(Vocabulary.of(model), rules_of("root ::= <[1]> !<[300]> [a]"))
@@ -274,7 +266,6 @@ ENDLESS = {
 """Grammars that are small, and take a careless parser for ever, or all memory, or its stack."""
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("what", ENDLESS)
 def test_no_grammar_takes_long_or_much_or_ends_the_process(engine, what):
     model, rng = engine.model, np.random.default_rng(1)
@@ -296,7 +287,6 @@ def test_no_grammar_takes_long_or_much_or_ends_the_process(engine, what):
     assert peak_bytes() - before < 600 * 2**20
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("schema", "fits", "fails"),
     [
@@ -313,7 +303,6 @@ def test_what_a_schema_says_beside_its_types_is_held(engine, schema, fits, fails
         assert all(map(matcher.accept, tokens)) == is_whole
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     "value",
     ["plain", 'a "quoted" \\ word', "two\nlines\tand more", "caf\u00e9 \U0001f600", [1, {"a\\b": None}]],
@@ -330,7 +319,6 @@ def test_a_text_of_a_schema_is_written_as_json_has_it(engine, value):
     assert "\\u" not in text
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("likely", ["\n", "\t", "\0", "\\", '"', "\x7f"])
 def test_no_string_has_what_json_does_not_allow(engine, likely):
     logits = np.random.default_rng(2).normal(0, 1, engine.model.n_vocab).astype(np.float32)
@@ -342,7 +330,6 @@ def test_no_string_has_what_json_does_not_allow(engine, likely):
     assert 8 <= len(json.loads(b"".join(map(engine.model.piece, tokens[:-1])))) <= 9
 
 
-@pytest.mark.engine
 def test_a_definition_is_not_taken_for_a_property_of_its_name(engine):
     schema = {
         "properties": {
@@ -396,7 +383,6 @@ def test_what_cannot_be_enforced_is_named():
     assert caught.value.where == "#/properties/a~1b/anyOf/1/format"
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("policy", "temp"), [("h2o", 0), ("streamingllm", 1.5), ("recall", 1.5)])
 def test_an_object_fits_its_schema_though_its_tokens_are_evicted(smol, policy, temp):
     model = Model(smol)
@@ -418,7 +404,6 @@ def test_an_object_fits_its_schema_though_its_tokens_are_evicted(smol, policy, t
     assert engine.policy.budget == 64
 
 
-@pytest.mark.engine
 def test_generate_writes_json_that_fits_a_schema_under_a_budget(smol, tmp_path):
     (tmp_path / "person.json").write_text(json.dumps(PERSON))
     own = ("generate", "-p", "Who is it?", "-n", 400, "--seed", 5, "-t", 1, "-m", smol)
@@ -434,7 +419,6 @@ def test_generate_writes_json_that_fits_a_schema_under_a_budget(smol, tmp_path):
     assert done.stderr == ("the schema's unevaluatedItems cannot be enforced; check the JSON for that\n")
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("typed", [["--grammar", "root ::= x"], ["--json-schema", '{"type": 5}']])
 def test_a_command_says_why_before_it_reads(chat_model, typed):
     done = called("generate", "-p", "a" * 400, "--policy", "h2o", "--budget", 64, "-m", chat_model, *typed)
@@ -444,7 +428,6 @@ def test_a_command_says_why_before_it_reads(chat_model, typed):
     assert line.startswith("kvtool: the ")
 
 
-@pytest.mark.engine
 def test_python_takes_a_schema_and_stop_strings(smollm2):
     model = load_model(smollm2)
     engine = Engine(model, load_policy("h2o", budget=64), Settings(n_threads=1))

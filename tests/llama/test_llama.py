@@ -19,8 +19,6 @@ from tests.engine import saved
 from tests.engine.running import ON_CUDA, TOLERANCE
 from tests.reference import transformer
 
-pytestmark = pytest.mark.engine
-
 SHAPE = {"n_layer": 2, "n_head": 4, "n_head_kv": 2, "head_dim": 64}
 N_ROW = 4
 BOTH = Signal.ATTENTION | Signal.LAST

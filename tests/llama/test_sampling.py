@@ -75,7 +75,6 @@ def many(engine, logits, n=400, **settings):
 # each sampler, by its definition
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     "settings",
     [
@@ -105,7 +104,6 @@ def test_penalties_are_those_of_the_definition(engine, settings):
     assert len(set(written)) == 1 or its.presence_penalty < 1
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("allowed", [1, 2, 3])
 def test_dry_is_that_of_the_definition(engine, allowed):
     rng = random.Random(allowed)
@@ -137,7 +135,6 @@ def test_dry_is_that_of_the_definition(engine, allowed):
     assert n_changed > 5
 
 
-@pytest.mark.engine
 def test_no_sequence_of_dry_goes_across_a_breaker(engine):
     for breaker, expected in (((), D), ((":",), C)):
         sampler = Sampler(engine.model, Sampling(dry_multiplier=5, dry_sequence_breaker=breaker))
@@ -148,7 +145,6 @@ def test_no_sequence_of_dry_goes_across_a_breaker(engine):
         sampler.close()
 
 
-@pytest.mark.engine
 def test_a_bias_is_added_and_bans(engine):
     logits = logits_of(engine, a=5, b=4, c=3)
     for bias, expected in ((((B, 1.5),), B), (((A, -math.inf), (B, -1.5)), C)):
@@ -161,7 +157,6 @@ def test_a_bias_is_added_and_bans(engine):
         Sampler(engine.model, Sampling(logit_bias=((320, 1.0),)))
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.6, 0.9])
 def test_typical_keeps_the_tokens_of_expected_surprise(engine, p):
     chances = np.array([0.45, 0.2, 0.15, 0.12, 0.08])
@@ -177,7 +172,6 @@ def test_typical_keeps_the_tokens_of_expected_surprise(engine, p):
     assert many(engine, logits, typical=p) == kept
 
 
-@pytest.mark.engine
 def test_xtc_drops_all_above_its_threshold_but_the_least_likely(engine):
     chances = {"a": 0.4, "b": 0.3, "c": 0.2, "d": 0.1}
     logits = logits_of(engine, **{letter: math.log(p) for letter, p in chances.items()})
@@ -187,7 +181,6 @@ def test_xtc_drops_all_above_its_threshold_but_the_least_likely(engine):
     assert many(engine, logits, xtc_probability=1, xtc_threshold=0.6) == {A, B, C, D}
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("version", [1, 2])
 def test_mirostat_keeps_the_surprise_it_is_asked_for_in_place_of_the_rest(engine, version):
     n = engine.model.n_vocab
@@ -205,7 +198,6 @@ def test_mirostat_keeps_the_surprise_it_is_asked_for_in_place_of_the_rest(engine
     assert abs(means[1] - 3) < 1
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     "settings",
     [
@@ -239,7 +231,6 @@ def test_the_first_options_draw_as_a_chain_made_by_hand(engine, settings):
     sampler.close()
 
 
-@pytest.mark.engine
 def test_other_settings_keep_what_was_written_and_the_seed(engine):
     logits = logits_of(engine, a=5, b=4.5, c=1)
     sampler = Sampler(engine.model, Sampling(repeat_last_n=200), seed=9)
@@ -256,7 +247,6 @@ def test_other_settings_keep_what_was_written_and_the_seed(engine):
     sampler.close()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("penalty", [{"presence_penalty": 2.0}, {"dry_multiplier": 2.0}])
 def test_the_next_text_knows_all_that_a_penalty_looks_back_at(engine, penalty):
     reach = {
@@ -335,7 +325,6 @@ def test_chat_and_generate_and_python_have_the_same_settings():
         assert {*defaults, *named} == set(declared(GenerationOptions))
 
 
-@pytest.mark.engine
 def test_python_refuses_a_setting_that_there_is_not(engine):
     with pytest.raises(UsageError, match=r"^there is no setting top_kk\. Did you mean top_k"):
         next(kvtool_api.generate(engine, "Hello", top_kk=1))
@@ -369,7 +358,6 @@ def test_of_a_grammar_and_a_schema_what_is_typed_goes_before_a_sessions():
     assert (mixed.grammar, mixed.json_schema, mixed.temp) == ("root ::= [a]", None, 0.5)
 
 
-@pytest.mark.engine
 def test_one_setting_is_changed_by_its_name(engine, tmp_path):
     sampler = Sampler(engine.model, GenerationOptions().sampling())
     chat = SimpleNamespace(writer=SimpleNamespace(sampler=sampler), kept=None, effort=None)
@@ -450,7 +438,6 @@ def scripted(engine, monkeypatch):
     return make
 
 
-@pytest.mark.engine
 def test_a_stop_string_may_come_in_many_tokens_and_characters_in_many(scripted):
     # a token a byte: three for the dash, two for the accents
     writer = scripted("na\u00efve \u2014 caf\u00e9\u2014\u00e9nd", "\u2014\u00e9", "never")
@@ -462,14 +449,12 @@ def test_a_stop_string_may_come_in_many_tokens_and_characters_in_many(scripted):
     assert writer.n_written == len("na\u00efve \u2014 caf\u00e9\u2014\u00e9".encode())
 
 
-@pytest.mark.engine
 def test_what_was_kept_back_is_shown_where_the_text_ends(scripted):
     writer = scripted("one\nUse", "\nUser:")
     assert "".join(writer.write(5)) == "one\nU"
     assert writer.n_written == 5
 
 
-@pytest.mark.engine
 def test_what_was_kept_back_is_shown_before_an_error(scripted, monkeypatch):
     writer = scripted("one\nUse", "\nUser:")
     read, n_read = writer.engine.read, itertools.count(1)
@@ -486,7 +471,6 @@ def test_what_was_kept_back_is_shown_before_an_error(scripted, monkeypatch):
     assert shown == ["o", "n", "e", "\n"]
 
 
-@pytest.mark.engine
 def test_the_chat_keeps_the_tokens_of_a_stop_string_and_not_its_text(scripted):
     writer = scripted("yes.##no", "##")
     conversation = Conversation(writer, template_of(writer.engine.model))
@@ -498,7 +482,6 @@ def test_the_chat_keeps_the_tokens_of_a_stop_string_and_not_its_text(scripted):
     assert bytes(token - 3 for token in writer.tokens.tolist()).endswith(b"yes.##")
 
 
-@pytest.mark.engine
 def test_generate_ends_before_a_stop_string(smollm2):
     own = ("generate", "--raw", "-p", "One, two, three,", "-n", 12, "--temp", 0, "-t", 1, "-m", smollm2)
     whole = kvtool(*own).stdout
@@ -509,7 +492,6 @@ def test_generate_ends_before_a_stop_string(smollm2):
 # log-probabilities
 
 
-@pytest.mark.engine
 def test_logprobs_are_the_models_own(engine, smollm2):
     text = "One, two, three,"
     done = kvtool(
@@ -536,7 +518,6 @@ def test_logprobs_are_the_models_own(engine, smollm2):
             other.read(np.array([record["id"]], np.int32))
 
 
-@pytest.mark.engine
 def test_logprobs_of_all_tokens_add_up_to_one(engine):
     model = engine.model
     record = logprobs(model, np.linspace(-900, 900, model.n_vocab, dtype=np.float32), 5, model.n_vocab)
@@ -569,7 +550,6 @@ _MANY = [
 ]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("more", [_MANY, ["--seed", "7", "--mirostat", "2", "--mirostat-ent", "3"]])
 def test_a_session_keeps_the_settings(talk, tmp_path, more):  # noqa: F811
     first = ["--policy", "h2o", "--budget", "96", *more]
@@ -581,7 +561,6 @@ def test_a_session_keeps_the_settings(talk, tmp_path, more):  # noqa: F811
     assert exported(tmp_path / "chat.kvs") == exported(tmp_path / "whole")
 
 
-@pytest.mark.engine
 def test_a_session_of_a_kvtool_that_had_fewer_settings_goes_on(talk, tmp_path):  # noqa: F811
     path = tmp_path / "chat.kvs"
     assert talk(["one"], "--policy", "h2o", "--budget", "96", "--temp", "0").returncode == 0
@@ -596,7 +575,6 @@ def test_a_session_of_a_kvtool_that_had_fewer_settings_goes_on(talk, tmp_path): 
     assert sessions.read_meta(path)["options"]["mirostat"] == 0
 
 
-@pytest.mark.engine
 def test_a_session_keeps_the_text_of_a_grammar(talk, tmp_path):  # noqa: F811
     file = tmp_path / "two.gbnf"
     file.write_text('root ::= [xy]{2} "."')

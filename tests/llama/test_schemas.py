@@ -277,7 +277,6 @@ def drawn(vocabulary, schema, rng, n=300):
     return None
 
 
-@pytest.mark.engine
 def test_texts_of_drawn_schemas_validate(vocabulary):
     schemas, rng = Schemas(3), np.random.default_rng(3)
     n_texts, n_left_out, refused = 0, 0, []
@@ -338,7 +337,6 @@ ENDLESS = {
 """Schemas that are small, and take a careless compiler for ever, or all memory, or its stack."""
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("what", ENDLESS)
 def test_no_schema_takes_long_or_much_or_ends_the_process(vocabulary, what):
     def peak():

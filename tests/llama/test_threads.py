@@ -98,7 +98,6 @@ class Alternating:
         self.n = 3 - self.n
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("policy", "types"), [("h2o", "f16"), ("recall", "f16"), ("streamingllm", "q8_0")])
 def test_no_bit_depends_on_the_number_of_threads(smollm2, monkeypatch, share_of, policy, types):
     how = {"type_k": types, "type_v": types, "n_batch": 16, "n_output": 16}

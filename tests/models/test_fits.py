@@ -195,7 +195,6 @@ def test_every_recommended_model_says_what_it_was_trained_for():
     assert fits.best(entries, fits.Room(2**33, 2**33), 10**6) is None
 
 
-@pytest.mark.engine
 def test_an_answer_and_a_chat_say_once_that_a_text_is_too_much(smollm2, memory, monkeypatch):
     memory(16, cores=2)
     monkeypatch.setattr(model_advice, "_LONG", 50)
@@ -211,7 +210,6 @@ def test_an_answer_and_a_chat_say_once_that_a_text_is_too_much(smollm2, memory, 
     assert "too small" not in called("perplexity", "-", "-m", smollm2, "-t", 1, stdin=words).stderr
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 def test_a_first_chat_in_a_terminal_names_it(smollm2, talker, tmp_path):
     def start(model, *options):
@@ -227,7 +225,6 @@ def test_a_first_chat_in_a_terminal_names_it(smollm2, talker, tmp_path):
     assert HINT not in start(None)
 
 
-@pytest.mark.engine
 def test_a_chat_in_a_pipe_says_nothing_of_it(smollm2, tmp_path):
     done = called("chat", "-n", 1, "-t", 1, stdin="Hi\n", env={"XDG_STATE_HOME": str(tmp_path)})
     assert done.returncode == 0

@@ -144,7 +144,6 @@ def test_a_cache_type_that_does_not_fit():
 # what llama.cpp says
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("pattern", "slides"), [(2, "101010"), (3, "110110"), (4, "111011")])
 def test_llama_cpp_says_which_layers_slide(tmp_path, pattern, slides):
     path = tmp_path / "tiny.gguf"
@@ -157,7 +156,6 @@ def test_llama_cpp_says_which_layers_slide(tmp_path, pattern, slides):
     assert (layers.n_row, layers.n_shared, layers.recurrent_bytes) == (slides.count("0"), 0, 0)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("type_k", "type_v"), [("f16", "f16"), ("q8_0", "q4_0"), ("f32", "bf16")])
 @pytest.mark.parametrize(
     ("arch", "shape"),
@@ -189,7 +187,6 @@ def test_a_context_takes_the_bytes_that_layers_say(tmp_path, arch, shape, type_k
     model.close()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     "shape", [{}, {"rope": "neox"}, {"arch": "deci", "n_layer": 3, "n_head_kv": [1, 2, 4]}], ids=str
 )
@@ -200,7 +197,6 @@ def test_of_a_plain_model_the_header_says_the_same(tmp_path, shape):
     assert layers_of(path).kinds == []
 
 
-@pytest.mark.engine
 def test_recurrent_layers_have_a_state_and_the_others_rows(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny_kinds.write_lfm2(path, n_head_kv=(0, 2, 0, 4), n_conv=4)
@@ -215,7 +211,6 @@ def test_recurrent_layers_have_a_state_and_the_others_rows(tmp_path):
     assert (layers.kinds, layers.n_swa) == (["recurrent layers"], 0)
 
 
-@pytest.mark.engine
 def test_llama_cpp_says_that_a_token_has_several_positions(tmp_path, monkeypatch):
     path = tmp_path / "tiny.gguf"
     tiny_kinds.write_qwen2vl(path)
@@ -225,7 +220,6 @@ def test_llama_cpp_says_that_a_token_has_several_positions(tmp_path, monkeypatch
     assert layers_of(path).rope == "M-RoPE"
 
 
-@pytest.mark.engine
 def test_a_model_that_cannot_be_used_says_why(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, pattern=0)
@@ -236,7 +230,6 @@ def test_a_model_that_cannot_be_used_says_why(tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.engine
 def test_a_window_without_layers_is_a_damaged_file_under_a_guard(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, pattern=1)
@@ -249,7 +242,6 @@ def test_a_window_without_layers_is_a_damaged_file_under_a_guard(tmp_path):
     assert (done.returncode, done.stderr) == (ModelError.exit_code, said)
 
 
-@pytest.mark.engine
 def test_a_window_of_no_tokens_is_damage_where_llama_cpp_lets_layers_slide(tmp_path):
     path = tmp_path / "tiny.gguf"
     # for Gemma 3, as for most, 0 says that nothing slides
@@ -262,7 +254,6 @@ def test_a_window_of_no_tokens_is_damage_where_llama_cpp_lets_layers_slide(tmp_p
     assert str(error.value) == f"{path} is damaged: its sliding layers see 0 tokens; download it again"
 
 
-@pytest.mark.engine
 def test_layers_of_a_closed_model_are_an_error(tiny_model):
     model = Model(tiny_model(), no_weights=True)
     model.close()
@@ -273,7 +264,6 @@ def test_layers_of_a_closed_model_are_an_error(tiny_model):
 # without the patch
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("arch", "shape"), [("gemma3", {}), ("lfm2", {})])
 def test_without_the_patch_what_is_not_plain_is_refused(tmp_path, unpatched, arch, shape):
     path = tmp_path / "tiny.gguf"
@@ -287,7 +277,6 @@ def test_without_the_patch_what_is_not_plain_is_refused(tmp_path, unpatched, arc
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.engine
 def test_without_the_patch_a_plain_model_is_what_its_header_says(tmp_path, unpatched):
     path = tmp_path / "tiny.gguf"
     tiny.write_llama(path, arch="deci", n_layer=3, n_head_kv=[1, 2, 4])
@@ -297,7 +286,6 @@ def test_without_the_patch_a_plain_model_is_what_its_header_says(tmp_path, unpat
     assert (layers.kinds, layers.n_row) == ([], 7)
 
 
-@pytest.mark.engine
 def test_of_latent_attention_the_header_says_that_values_are_a_part_of_the_keys(tiny_model):
     info = read(tiny_model())
     metadata = info.metadata | {"deepseek2.attention.key_length_mla": 192}

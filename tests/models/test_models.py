@@ -574,7 +574,6 @@ def test_what_cannot_run_is_refused_by_name_with_the_reason(tmp_path, arch, keys
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.engine
 def test_every_refused_name_is_one_of_llama_cpp_and_has_a_reason(tmp_path):
     known = [name.decode() for name in takewhile(bool, map(lib.llama_kvtool_arch, count()))]
     assert len(set(known)) == len(known) > 100
@@ -586,7 +585,6 @@ def test_every_refused_name_is_one_of_llama_cpp_and_has_a_reason(tmp_path):
         assert unsupported(replace(info, architecture=name)) == f"cannot run {name} models: {reason}"
 
 
-@pytest.mark.engine
 def test_the_names_of_architectures_end_and_none_is_before_the_first():
     assert lib.llama_kvtool_arch(0)
     assert lib.llama_kvtool_arch(-1) is lib.llama_kvtool_arch(10**6) is None
@@ -710,7 +708,6 @@ def show(path, *args: str) -> dict:
     return json.loads(invoke("show", str(path), "--json", *args).stdout)
 
 
-@pytest.mark.engine
 def test_show_as_json(tmp_path):
     path = tmp_path / "[bold]tiny.gguf"
     tiny.write_llama(path, arch="deci", n_layer=3, n_head_kv=[1, 2, 4])
@@ -745,7 +742,6 @@ def test_show_as_json(tmp_path):
         assert word not in text
 
 
-@pytest.mark.engine
 def test_show_says_what_slides(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, n_layer=5, window=300, pattern=3)
@@ -770,7 +766,6 @@ def test_show_says_what_slides(tmp_path):
     assert rows["supported"].strip() == "yes"
 
 
-@pytest.mark.engine
 def test_show_says_what_is_recurrent(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny_kinds.write_lfm2(path, n_head_kv=(0, 2, 0))
@@ -790,7 +785,6 @@ NO_LAYERS = (
 )
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("arch", "keys", "says"),
     [
@@ -816,7 +810,6 @@ def test_show_has_the_header_and_the_reason_of_what_cannot_run(tmp_path, arch, k
     assert list(rows)[-3:] == ["tokenizer", "chat template", "supported"]
 
 
-@pytest.mark.engine
 def test_show_has_the_reason_that_llama_cpp_gives_of_a_model_without_rows(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, pattern=0)
@@ -826,7 +819,6 @@ def test_show_has_the_reason_that_llama_cpp_gives_of_a_model_without_rows(tmp_pa
     )
 
 
-@pytest.mark.engine
 def test_what_llama_cpp_crashes_on_is_one_line_in_show(tmp_path):
     # a window that no layer has
     path = tmp_path / "tiny.gguf"
@@ -858,7 +850,6 @@ def test_show_refuses_a_type_that_is_none_of_whatever_model(tmp_path, arch):
             invoke("show", str(path), flag, "q9")
 
 
-@pytest.mark.engine
 def test_show_refuses_a_type_that_does_not_fit_the_heads(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny.write_llama(path, head_dim=16)

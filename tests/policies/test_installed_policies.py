@@ -176,7 +176,6 @@ def test_a_start_does_not_look_for_them():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.engine
 def test_it_streams_and_one_that_never_evicts_is_treated_as_full_is(packages, tiny_model, tmp_path):
     entries = {"newest": "some_policies:Newest", "all": "some_policies:All"}
     packages("some-policies", NEWEST, entries)
@@ -200,7 +199,6 @@ def test_it_streams_and_one_that_never_evicts_is_treated_as_full_is(packages, ti
     )
 
 
-@pytest.mark.engine
 def test_a_session_records_the_package_and_goes_on_with_no_other(packages, tiny_model, tmp_path):
     packages("some-policies", NEWEST, {"newest": "some_policies:Newest"})
     path = tmp_path / "chat.kv"

@@ -139,7 +139,6 @@ def test_without_a_compiler_there_is_none(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("policy", ["h2o", "weightedkv", "bumblebee", "corm"])
 def test_a_stream_is_without_numba(policy, tiny_model):
     code = (

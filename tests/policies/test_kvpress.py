@@ -16,10 +16,7 @@ from tests.engine.running import live, open_engine
 
 PYTHON = os.environ.get("KVPRESS_PYTHON")
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(not PYTHON, reason="KVPRESS_PYTHON names no Python that has kvpress"),
-]
+pytestmark = pytest.mark.skipif(not PYTHON, reason="KVPRESS_PYTHON names no Python that has kvpress")
 
 N = 200
 

@@ -111,7 +111,6 @@ def positions_of(stream):
     return [row.pos.tolist() for rows in stream.rows for row in rows]
 
 
-@pytest.mark.engine
 @pytest.mark.share(3, "positions", "chunk")
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 @pytest.mark.parametrize("chunk", [2048, 100, 7])
@@ -133,7 +132,6 @@ def test_a_prompt_leaves_what_the_definition_leaves(tiny_model, positions, chunk
         goes_on_as_the_definition(engine, stream, tokens[n:])
 
 
-@pytest.mark.engine
 @pytest.mark.share(2, "chunk", "n_batch")
 @pytest.mark.parametrize("chunk", [2048, 100])
 @pytest.mark.parametrize("n_batch", [512, 64])
@@ -154,7 +152,6 @@ def test_rows_that_share_a_budget_leave_what_the_definition_leaves(tiny_model, c
         goes_on_as_the_definition(engine, stream, tokens[n:])
 
 
-@pytest.mark.engine
 def test_each_segment_of_a_prompt_beyond_the_context_is_repeated(tiny_model):
     path, tokens, n = tiny_model(n_head_kv=2, n_ctx_train=330), text(408), 400
     policy = policies.fit("kvzip", 48, 8)
@@ -184,7 +181,6 @@ def test_each_segment_of_a_prompt_beyond_the_context_is_repeated(tiny_model):
         goes_on_as_the_definition(engine, whole, tokens[n:])
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2", "deepseek2", "refact"])
 @pytest.mark.parametrize("chunk", [2048, 30])
 def test_of_a_reconstruction_nothing_is_left(tiny_model, arch, chunk):
@@ -210,7 +206,6 @@ def test_of_a_reconstruction_nothing_is_left(tiny_model, arch, chunk):
     assert np.array_equal(found[0], found[2])
 
 
-@pytest.mark.engine
 def test_signals_are_of_reconstructions_alone(tiny_model):
     with open_engine(tiny_model(), policies.fit("kvzip", 300, 8)) as engine:
         engine.read(text(60))
@@ -220,7 +215,6 @@ def test_signals_are_of_reconstructions_alone(tiny_model):
         assert engine.signals.read()["highest"].all()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("heads", ["equal", "adaptive"])
 def test_a_prompt_can_be_stopped_while_it_is_repeated_and_read_again(tiny_model, heads):
     tokens, asked = text(300), []
@@ -242,7 +236,6 @@ def test_a_prompt_can_be_stopped_while_it_is_repeated_and_read_again(tiny_model,
         assert live(engine) == again[1]
 
 
-@pytest.mark.engine
 def test_a_text_that_fits_is_read_once(tiny_model):
     with open_engine(tiny_model(), policies.fit("kvzip", 48, 8)) as engine:
         engine.read(text(48))
@@ -252,14 +245,12 @@ def test_a_text_that_fits_is_read_once(tiny_model):
         assert live(engine)[0] == [*range(4), *range(12, 49)]
 
 
-@pytest.mark.engine
 def test_a_cache_for_a_prompt_has_room_for_its_repetition(tiny_model):
     with open_engine(tiny_model(), policies.fit("kvzip", 48, 8, ["chunk=100"])) as engine:
         n_beside = Reconstruction(engine, engine.policy.reconstruction).n_beside
         assert n_cells(engine, 500) == -(-(500 + 100 + n_beside) // 256) * 256
 
 
-@pytest.mark.engine
 def test_what_cannot_be_read_twice_is_refused(tiny_model):
     policy = policies.fit("kvzip", 48, 8)
     with (
@@ -288,7 +279,6 @@ def test_what_cannot_be_read_twice_is_refused(tiny_model):
         engine.read(text(70))
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     "command",
     [["perplexity", "--policy", "kvzip"], ["compare", "--policies", "kvzip", "--budgets", "48"]],
@@ -303,7 +293,6 @@ def test_a_text_that_is_streamed_is_refused(tiny_model, tmp_path, command):
     assert done.stderr == f"kvtool: `kvzip` reads a prompt twice, but here {said}\n"
 
 
-@pytest.mark.engine
 def test_a_saved_prompt_is_asked_as_often_as_one_likes(tiny_model):
     path, tokens, policy = tiny_model(), text(240), policies.fit("kvzip", 48, 8)
     asked = tokens[200:220], tokens[220:]
@@ -322,7 +311,6 @@ def test_a_saved_prompt_is_asked_as_often_as_one_likes(tiny_model):
     assert np.array_equal(*found)
 
 
-@pytest.mark.engine
 def test_the_same_tokens_stay_as_by_kvpress(tiny_model, tmp_path):
     python = os.environ.get("KVPRESS_PYTHON")
     if not python:

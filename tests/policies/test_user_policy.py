@@ -32,7 +32,6 @@ def test_the_documents_policy_is_short(written):
     assert len(written.read_text(encoding="utf-8").splitlines()) <= 40
 
 
-@pytest.mark.engine
 def test_the_documents_policy_is_explained(written):
     (found,) = json.loads(called("policies", written, "--json").stdout)
     assert found["explained"] == {
@@ -167,7 +166,6 @@ def fill_and_evict(engine):
         assert (engine.n_kv, engine.context.state()) == before[1:]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
@@ -197,7 +195,6 @@ FEW = r"ValueError: the score must be of shape \[\d+, 48 or more\], got"
 TYPE = "TypeError: the score must be of type float32, got"
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("score", "complaint"),
     [
@@ -218,7 +215,6 @@ def test_a_score_that_kernels_would_read_beyond_is_refused(tiny_model, written, 
     refused(tiny_model, written, SCORES, new, f"Average.plan: .*{complaint}")
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
@@ -236,7 +232,6 @@ def test_a_helper_refuses_what_it_cannot_take_and_names_the_line(tiny_model, wri
     refused(tiny_model, written, SCORES, new, rf"Average.plan: .*{complaint}.* \(mine.py, line 3\d\)")
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("merge", "complaint"),
     [
@@ -256,7 +251,6 @@ def test_a_merge_that_cannot_be_is_refused_in_one_line(tiny_model, written, merg
 READS = "reads = Signal.ATTENTION"
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("new", "complaint"),
     [
@@ -304,7 +298,6 @@ def refused(tiny_model, written, old, new, complaint):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("budget", "n"), [("48", 1), ("10%", 1), ("4MiB", 2)])
 def test_a_policy_is_fitted_again_only_where_the_budget_depends_on_the_loaded_model(
     tiny_model, tmp_path, budget, n

@@ -278,7 +278,6 @@ def measured(common, runs, tokens=None, **options):
     return found, seen
 
 
-@pytest.mark.engine
 def test_a_run_has_the_numbers_of_perplexity(common):
     runs = make(common, ["full", "h2o"], ["64", "256"])
     path = grid.reference(common)
@@ -325,7 +324,6 @@ BREAKS = {
 }
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
 def test_a_run_that_fails_is_a_record_and_not_the_end(common, tmp_path):
     names = []
@@ -352,7 +350,6 @@ def test_a_run_that_fails_is_a_record_and_not_the_end(common, tmp_path):
     assert found[runs[4]]["nll"] == found[runs[5]]["nll"]
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
 def test_no_process_outlives_its_runner(common):
     (run,) = make(common, ["h2o"], ["64"])

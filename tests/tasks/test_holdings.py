@@ -9,8 +9,6 @@ from kvtool import policies
 from kvtool.measure import holdings
 from tests.engine.running import open_engine, text
 
-pytestmark = pytest.mark.engine
-
 
 def rows_of(engine):
     """The tokens that each row holds, one by one."""

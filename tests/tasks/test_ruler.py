@@ -486,7 +486,6 @@ def bytewise(tiny_model):
         yield opened
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("after", [False, True])
 def test_text_question_and_opening_are_one_prompt(bytewise, chat, after, monkeypatch):
@@ -506,7 +505,6 @@ def test_text_question_and_opening_are_one_prompt(bytewise, chat, after, monkeyp
     assert n_first == len(said[0])
 
 
-@pytest.mark.engine
 def test_a_token_of_text_and_question_is_the_questions(model, monkeypatch):
     read = []
     monkeypatch.setattr(Engine, "read", lambda self, tokens, **_: read.append(tokens))
@@ -518,7 +516,6 @@ def test_a_token_of_text_and_question_is_the_questions(model, monkeypatch):
     ]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova"])
 def test_what_a_text_leaves_does_not_know_a_question_that_comes_after(bytewise, policy):
     def held(known):
@@ -542,7 +539,6 @@ def test_what_a_text_leaves_does_not_know_a_question_that_comes_after(bytewise, 
     assert first != second
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_full_cache_answers_alike_in_both_ways(bytewise, chat):
     with closing(reader_of(bytewise, "full", chat=chat, type_k="f32", type_v="f32", flash="off")) as reader:
@@ -553,7 +549,6 @@ def test_the_full_cache_answers_alike_in_both_ways(bytewise, chat):
     assert written[0] == written[1] != ""
 
 
-@pytest.mark.engine
 def test_a_prompt_beyond_the_full_cache_is_refused(bytewise):
     with (
         closing(reader_of(bytewise, "full")) as reader,
@@ -572,7 +567,6 @@ def test_another_opening_is_another_record(tmp_path):
     assert len(hashes) == 3
 
 
-@pytest.mark.engine
 def test_the_end_of_a_text_is_no_reply_header(tiny_model, monkeypatch):
     """The header is the text before the answer. Before the question there is no header."""
     held = []
@@ -596,7 +590,6 @@ SMALL = ("--set", "tasks=fwe,niah_multikey_3,qa_2", "--set", "lengths=1500", "--
 HOTPOT = ("--set", f"hotpotqa={DATA / 'hotpotqa.jsonl'}")
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("when", ["known", "after"])
 def test_each_task_has_its_score_and_interval(when, tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"

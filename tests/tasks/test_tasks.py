@@ -75,7 +75,6 @@ def stepwise(model, policy, settings, prompt, answer):
 # reading
 
 
-@pytest.mark.engine
 def test_with_all_kept_a_likelihood_is_that_of_the_text_as_a_whole(tiny_model):
     with reading(tiny_model()) as reader:
         reader.read(PROMPT, 40)
@@ -91,7 +90,6 @@ def test_with_all_kept_a_likelihood_is_that_of_the_text_as_a_whole(tiny_model):
     assert found.logp == pytest.approx(-nll[-found.n :].sum(), abs=1e-3)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("policy", ["h2o", "streamingllm", "snapkv", "weightedkv"])
 def test_a_likelihood_has_the_evictions_that_come_as_if_token_by_token(tiny_model, policy):
     with reading(tiny_model(), policy, 48) as reader:
@@ -102,7 +100,6 @@ def test_a_likelihood_has_the_evictions_that_come_as_if_token_by_token(tiny_mode
     assert found.logp == pytest.approx(alone, abs=1e-3)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("policy", ["full", "h2o", "bumblebee"])
 def test_several_answers_follow_one_prompt(tiny_model, policy):
     with reading(tiny_model(), policy, None if policy == "full" else 48) as reader:
@@ -120,7 +117,6 @@ def test_several_answers_follow_one_prompt(tiny_model, policy):
     assert apart[0] != apart[1]
 
 
-@pytest.mark.engine
 def test_texts_one_after_the_other_are_scored_like_one(tiny_model):
     with reading(tiny_model(), "h2o", 64) as reader:
         reader.read(PROMPT, 60)
@@ -130,7 +126,6 @@ def test_texts_one_after_the_other_are_scored_like_one(tiny_model):
     assert sum(part.logp for part in parts) == pytest.approx(whole.logp, abs=1e-3)
 
 
-@pytest.mark.engine
 def test_what_the_model_writes_is_greedy_and_what_it_does_not_is_not(smollm2):
     with reading(smollm2) as reader:
         reader.read("The sky is blue, the grass is green, and the sun is", 20)
@@ -145,7 +140,6 @@ def test_what_the_model_writes_is_greedy_and_what_it_does_not_is_not(smollm2):
     assert other.logp < own.logp
 
 
-@pytest.mark.engine
 def test_a_stop_ends_what_is_written(tiny_model):
     with reading(tiny_model()) as reader:
         reader.read(PROMPT, 40)
@@ -156,7 +150,6 @@ def test_a_stop_ends_what_is_written(tiny_model):
             assert reader.write(20, stops) == whole[: whole.find(stop)]
 
 
-@pytest.mark.engine
 def test_samples_go_by_their_seed(tiny_model):
     texts = []
     with reading(tiny_model()) as reader:
@@ -166,7 +159,6 @@ def test_samples_go_by_their_seed(tiny_model):
     assert texts[0] == texts[1] != texts[2]
 
 
-@pytest.mark.engine
 def test_of_a_long_prompt_the_middle_is_left_out(tiny_model):
     prompt = "".join(f"{i:04d}." for i in range(200))
     with reading(tiny_model(), n_prompt=103) as reader:
@@ -182,7 +174,6 @@ def test_of_a_long_prompt_the_middle_is_left_out(tiny_model):
         assert not reader.is_cut
 
 
-@pytest.mark.engine
 def test_an_answer_has_its_room_beside_a_long_prompt(tiny_model):
     with reading(tiny_model(n_ctx_train=128)) as reader:
         reader.read(PROMPT, 30)
@@ -192,7 +183,6 @@ def test_an_answer_has_its_room_beside_a_long_prompt(tiny_model):
             reader.read(PROMPT, 128)
 
 
-@pytest.mark.engine
 def test_a_turn_is_read_by_the_template_and_cut_inside_it(tiny_model):
     path = tiny_model(chat_template=CHATML)
     with reading(path, n_prompt=120, chat=True) as reader:
@@ -214,7 +204,6 @@ def test_a_turn_is_read_by_the_template_and_cut_inside_it(tiny_model):
         assert text.endswith(b"xxx<|im_end|>\n<|im_start|>assistant\n")
 
 
-@pytest.mark.engine
 def test_an_engine_serves_prompts_of_one_budget(tiny_model):
     model = Model(tiny_model())
     settings = Settings(n_threads=1, n_batch=32)
@@ -234,7 +223,6 @@ def test_an_engine_serves_prompts_of_one_budget(tiny_model):
 SENTENCES = [f"Sentence {i} says {'much ' * (i % 5)}of nothing." for i in range(50)]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("length", [200, 700])
 @pytest.mark.parametrize("depth", [0, 0.3, 0.5, 1])
 def test_a_fact_is_hidden_at_its_depth_in_a_prompt_of_its_length(tiny_model, length, depth):
@@ -258,7 +246,6 @@ def test_a_fact_is_hidden_at_its_depth_in_a_prompt_of_its_length(tiny_model, len
     assert parts == [SENTENCES[(at + i) % 50] for i in range(len(parts))]
 
 
-@pytest.mark.engine
 def test_too_short_for_its_fact_is_refused(tiny_model):
     model = Model(tiny_model())
     with pytest.raises(InputError, match="choose greater lengths"):
@@ -439,7 +426,6 @@ def test_wrong_parameters_are_told(given, words):
 SMALL = ("--set", "lengths=400", "--set", "depths=0.2,0.8", "--set", "repeats=2", "-t", "1")
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("command", ["eval", "perplexity"])
 def test_what_is_measured_without_a_policy_is_what_a_chat_has(command, tiny_model, tmp_path):
     def policy(*options):
@@ -462,7 +448,6 @@ def test_what_is_measured_without_a_policy_is_what_a_chat_has(command, tiny_mode
     assert "choose --positions auto or original" in done.stderr
 
 
-@pytest.mark.engine
 def test_a_share_is_of_each_prompt_and_rounded_down(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
     done = called(
@@ -480,7 +465,6 @@ def test_a_share_is_of_each_prompt_and_rounded_down(tiny_model, tmp_path):
         assert record["scores"] == {"found": float(record["references"][0] in record["output"])}
 
 
-@pytest.mark.engine
 def test_a_share_below_what_works_is_the_least_that_does(tiny_model):
     done = called(
         "eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "buzz", "--budget", "1%", "--json"
@@ -492,7 +476,6 @@ def test_a_share_below_what_works_is_the_least_that_does(tiny_model):
     assert summary["summary"]["found"]["n"] == 4
 
 
-@pytest.mark.engine
 def test_a_run_is_gone_on_with(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
     command = ("eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "full", "--records", out)
@@ -514,7 +497,6 @@ def test_a_run_is_gone_on_with(tiny_model, tmp_path):
     assert "passkey, 4 items" in done.stdout
 
 
-@pytest.mark.engine
 def test_a_needle_is_asked_for_in_the_chat_template(tiny_model, tmp_path):
     (tmp_path / "hay.txt").write_text(" ".join(SENTENCES))
     picture = tmp_path / "found.png"
@@ -560,7 +542,6 @@ def test_what_cannot_work_is_one_line(arguments, code, words):
     assert done.stdout == ""
 
 
-@pytest.mark.engine
 def test_an_interrupt_says_what_is_kept(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
     # amid the second item
@@ -578,7 +559,6 @@ def test_an_interrupt_says_what_is_kept(tiny_model, tmp_path):
     assert said == f"kvtool: stopped; 1 of 4 items are in {out}; --resume does the rest\n"
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_beside_a_progress_bar_records_go_to_stdout_and_an_interrupt_ends_it(
@@ -624,7 +604,6 @@ def test_tasks_are_listed():
     assert listed[0]["params"].keys() >= {"shots"}
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("policy", "found"), [(("full",), 1), (("local", "--budget", "128"), 0)])
 def test_the_real_model_finds_a_key_that_it_holds(smollm2, share_of, policy, found):
     lengths = f"lengths={share_of(300, 512)}"

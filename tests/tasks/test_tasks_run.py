@@ -78,7 +78,6 @@ def records_of(path):
 
 
 @pytest.mark.parametrize("task", FILES)
-@pytest.mark.engine
 def test_every_task_runs_and_scores_and_says_so(tiny_chat, tmp_path, task):
     out = tmp_path / "out.jsonl"
     done = evaluate(tiny_chat, task, "--budget", "64", "--policy", "h2o", "--records", out)
@@ -106,7 +105,6 @@ def test_every_task_runs_and_scores_and_says_so(tiny_chat, tmp_path, task):
     assert len(records_of(out)) == len(found)
 
 
-@pytest.mark.engine
 def test_answers_are_drawn_by_temperature_and_seed(tiny_chat, tmp_path):
     def written(*how, out=None):
         out = out or tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
@@ -123,7 +121,6 @@ def test_answers_are_drawn_by_temperature_and_seed(tiny_chat, tmp_path):
     assert written("--temp", "0.9", out=tmp_path / "0.jsonl") == likeliest + written("--temp", "0.9")
 
 
-@pytest.mark.engine
 def test_a_result_says_how_it_was_drawn(tiny_chat):
     asked = ("--policy", "full", "--limit", 1)
     drawn = evaluate(tiny_chat, "qa", *asked, "--temp", "0.5", "--seed", "3").stdout
@@ -149,7 +146,6 @@ def test_a_temperature_or_a_seed_without_effect_is_refused(task, more, said):
     assert f"kvtool: {said}\n" in evaluate("none.gguf", task, *more, code=2).stderr
 
 
-@pytest.mark.engine
 def test_intervals_are_for_the_end(tiny_chat, monkeypatch):
     drawn = []
     monkeypatch.setattr("kvtool.measure.statistics.item_interval", lambda scores: drawn.append(1) or (0, 1))
@@ -161,7 +157,6 @@ def test_intervals_are_for_the_end(tiny_chat, monkeypatch):
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.engine
 def test_a_package_that_is_not_there_is_named_before_any_work(tiny_chat, monkeypatch):
     import importlib.util
 
@@ -173,7 +168,6 @@ def test_a_package_that_is_not_there_is_named_before_any_work(tiny_chat, monkeyp
     assert done.stdout == ""
 
 
-@pytest.mark.engine
 def test_a_changed_policy_file_is_asked_again(tiny_chat, tmp_path):
     out, mine = tmp_path / "out.jsonl", tmp_path / "mine.py"
     arguments = ("--budget", "64", "--policy", mine, "--records", out, "--limit", "1", "--resume")
@@ -201,7 +195,6 @@ def model(tiny_chat):
 PROMPT = "the heron stood by the mill and the mill stood by the river " * 3
 
 
-@pytest.mark.engine
 def test_what_is_written_or_drawn_after_going_back_is_what_it_would_have_been(model):
     drawn = {"temp": 1.0, "top_p": 0.9, "seed": 7}
     with closing(reader_for(model)) as reader:
@@ -223,7 +216,6 @@ def test_what_is_written_or_drawn_after_going_back_is_what_it_would_have_been(mo
         assert expected != greedy
 
 
-@pytest.mark.engine
 def test_an_answer_is_as_likely_as_its_tokens_one_by_one(model):
     """Against an engine by hand, with no reader in between."""
     answer = " an answer"
@@ -245,7 +237,6 @@ def test_an_answer_is_as_likely_as_its_tokens_one_by_one(model):
     assert found.logp == pytest.approx(logp, rel=1e-3)
 
 
-@pytest.mark.engine
 def test_a_stop_counts_behind_the_white_space_that_a_text_starts_with(model, monkeypatch):
     pieces = ["\n", " \n", "two", "\nlines"]
     monkeypatch.setattr("kvtool.chats.conversation.Writer.write", lambda self, n: iter(pieces))
@@ -254,7 +245,6 @@ def test_a_stop_counts_behind_the_white_space_that_a_text_starts_with(model, mon
         assert reader.write(8, stop=["\n"]) == "\n \ntwo"
 
 
-@pytest.mark.engine
 def test_some_prompts_are_read_as_they_are_though_others_are_turns(model):
     with closing(reader_for(model, chat=True)) as reader:
         reader.read("abc", 8)
@@ -266,7 +256,6 @@ def test_some_prompts_are_read_as_they_are_though_others_are_turns(model):
 
 
 @pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.engine
 def test_turns_follow_each_other_in_one_cache(model, chat):
     whole = {
         False: "USER: one\n\nASSISTANT: two\n\nUSER: three\n\nASSISTANT:",
@@ -424,7 +413,6 @@ def test_a_right_summary_is_scored_per_token_as_if_none_had_been_written():
     assert set(told.scores) == {"rouge1", "rouge2", "rougeL"}
 
 
-@pytest.mark.engine
 def test_each_sample_follows_the_prompt_and_its_own_seed(model):
     task = tasks.make("diversity", ["n_max=8", "samples=3", "seed=5"])
     item, _ = task.items([DATA / "prompts.jsonl"], None)
@@ -435,7 +423,6 @@ def test_each_sample_follows_the_prompt_and_its_own_seed(model):
             assert reader.sample(8, temp=0.8, top_p=0.95, seed=5 + i).strip() == output
 
 
-@pytest.mark.engine
 def test_the_full_caches_samples_are_those_of_full_itself(tiny_chat, tmp_path):
     of_policy, of_full = tmp_path / "h2o.jsonl", tmp_path / "full.jsonl"
     evaluate(tiny_chat, "diversity", "--budget", "24", "--policy", "streamingllm", "--records", of_policy)
@@ -449,7 +436,6 @@ def test_the_full_caches_samples_are_those_of_full_itself(tiny_chat, tmp_path):
         assert len(set(one["output"])) == 5
 
 
-@pytest.mark.engine
 def test_a_stream_that_was_broken_off_starts_over(tiny_chat, tmp_path):
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     evaluate(tiny_chat, "stream", "--budget", "64", "--records", whole)
@@ -464,14 +450,12 @@ def test_a_stream_that_was_broken_off_starts_over(tiny_chat, tmp_path):
     assert [strip(r) for r in after[4:]] == [strip(r) for r in records_of(whole)]
 
 
-@pytest.mark.engine
 def test_a_share_as_a_streams_budget_is_one_of_the_context(tiny_chat, tmp_path):
     out = tmp_path / "out.jsonl"
     evaluate(tiny_chat, "stream", "--policy", "h2o", "--budget", "20%", "--records", out, "--limit", "1")
     assert records_of(out)[0]["budget_cells"] == 409  # of 409.6
 
 
-@pytest.mark.engine
 def test_a_share_has_room_for_the_words_before_a_reply(tiny_chat, tmp_path):
     for policy in ("local", "buzz", "weightedkv", "recall"):
         out = tmp_path / f"{policy}.jsonl"
@@ -481,7 +465,6 @@ def test_a_share_has_room_for_the_words_before_a_reply(tiny_chat, tmp_path):
             assert len("[end][reply]") < record["budget_cells"] < 32
 
 
-@pytest.mark.engine
 def test_bytes_as_a_budget_have_room_for_the_batch(tiny_chat, tmp_path):
     out = tmp_path / "out.jsonl"
     # 512 cells of f16 keys and values in two layers of two heads of 32
@@ -491,13 +474,11 @@ def test_bytes_as_a_budget_have_room_for_the_batch(tiny_chat, tmp_path):
         assert 256 < record["budget_cells"] < 512
 
 
-@pytest.mark.engine
 def test_a_budget_beyond_the_context_is_refused(tiny_chat):
     done = evaluate(tiny_chat, "qa", "--policy", "h2o", "--budget", "3000", code=2)
     assert "choose a budget of at most that, not 3000" in done.stderr
 
 
-@pytest.mark.engine
 def test_beyond_the_context_a_key_stays_in_its_prompt(tiny_model, tmp_path):
     short, out = tiny_model(n_ctx_train=320), tmp_path / "out.jsonl"
     small = (
@@ -527,7 +508,6 @@ def test_beyond_the_context_a_key_stays_in_its_prompt(tiny_model, tmp_path):
     assert "1 of 1 items failed: the prompt (" in done.stderr
 
 
-@pytest.mark.engine
 def test_turns_past_the_context_are_said_and_not_scored(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
     done = evaluate(

@@ -176,7 +176,6 @@ def test_mcnemar_is_the_exact_test():
     assert mcnemar(9, 1) == mcnemar(1, 9) == pytest.approx(22 / 1024)
 
 
-@pytest.mark.engine
 def test_the_random_model_reads_texts_and_expects_nothing(monkeypatch, tmp_path, smollm2, share_of):
     path = tmp_path / "random.gguf"
     shape = {"layers": 2, "heads": 4, "kv-heads": 2, "head-dim": 32, "ff": 64, "n-ctx": 512}

@@ -13,7 +13,6 @@ from lab.benchmarks import gpu_check as check
 from lab.benchmarks import gpu_rows, random_model
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("form", ["one", "ne3", "ne3 in order", "calls"])
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
@@ -36,7 +35,6 @@ def test_attention_equals_the_definition_in_each_layout(kind, form, n):
     assert row["error"] < 0.01
 
 
-@pytest.mark.engine
 def test_an_attention_to_other_keys_has_a_large_error():
     ggml, rng, n_kv = micro.Ggml(), np.random.default_rng(0), 256
     backend = ggml.backend()
@@ -65,7 +63,6 @@ node #  0 (       CPY): edit (  16K) [CUDA0         ] use=1,c=1:
 """
 
 
-@pytest.mark.engine
 def test_reads_the_splits_of_each_graph_from_the_log():
     first, second = gpu_rows.graphs_of(LOG)
     assert (first[0], dict(first[1]), dict(first[2])) == (

@@ -25,8 +25,6 @@ from kvtool.llama.library import api, library_path
 from kvtool.models.catalogue import registry
 from tests.held import PATIENCE_S
 
-pytestmark = pytest.mark.engine
-
 ROOT = Path(__file__).parents[2]
 
 STAND_IN = f"""\

@@ -12,7 +12,6 @@ from tests.engine.running import TOLERANCE, open_engine, text
 from tests.reference import models
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("name", ["h2o", "roco", "streamingllm"])
 def test_a_rule_without_means_is_the_policy(tiny_model, name):
     path, tokens, budget = tiny_model(), text(130), 60
@@ -22,7 +21,6 @@ def test_a_rule_without_means_is_the_policy(tiny_model, name):
     assert found == pytest.approx(want, abs=10 * TOLERANCE)
 
 
-@pytest.mark.engine
 def test_no_rule_is_the_full_cache(tiny_model):
     path, tokens = tiny_model(), text(120)
     with open_engine(path, policies.fit("full", 128)) as engine:

@@ -95,7 +95,6 @@ def tiny_path(name, folder):
     return path
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_is_observed_is_what_the_transformer_computes(name, tmp_path):
     path, tokens = tiny_path(name, tmp_path), text(N)
@@ -121,7 +120,6 @@ def test_what_is_observed_is_what_the_transformer_computes(name, tmp_path):
             assert np.abs(got - expected).max() < TOLERANCE * np.abs(expected).max(), (what, layer.number)
 
 
-@pytest.mark.engine
 def test_keys_before_rope_are_others_than_those_behind_it(tiny_model):
     found, _ = of_llama(tiny_model(), text(N))
     before, after = (found[what][1] for what in (What.KEYS_BEFORE, What.KEYS))
@@ -130,7 +128,6 @@ def test_keys_before_rope_are_others_than_those_behind_it(tiny_model):
     assert np.abs(before[:, 1:] - after[:, 1:]).max() > 0.5
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("error", [UsageError("enough"), KeyboardInterrupt()])
 def test_what_a_visitor_raises_ends_the_reading(tiny_model, capfd, error):
     model, seen = Model(tiny_model()), []
@@ -146,7 +143,6 @@ def test_what_a_visitor_raises_ends_the_reading(tiny_model, capfd, error):
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.engine
 def test_a_layer_that_llama_does_not_show_is_an_error(tiny_model):
     model = Model(tiny_model())
     with pytest.raises(ModelError, match="llama.cpp shows no attention of layer 7 of"):
@@ -222,7 +218,6 @@ def test_chance_is_that_of_a_query_drawn_among_the_earlier_ones():
 # the maps of a model
 
 
-@pytest.mark.engine
 def test_the_maps_are_those_of_the_transformer(tiny_model):
     path, tokens = tiny_model(), text(N)
     want, model = of_twin(path, tokens), Model(path)
@@ -261,7 +256,6 @@ def test_the_maps_are_those_of_the_transformer(tiny_model):
     )
 
 
-@pytest.mark.engine
 def test_only_layers_that_attend_to_all_tokens_are_shown(tmp_path, capsys):
     for name, drawn in (("gemma3", [1, 3]), ("lfm2", [1, 3]), ("gemma4", [1, 3, 5, 6])):
         model = Model(tiny_path(name, tmp_path))
@@ -274,7 +268,6 @@ def test_only_layers_that_attend_to_all_tokens_are_shown(tmp_path, capsys):
         model.close()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("name", "kinds", "words"),
     [
@@ -382,7 +375,6 @@ def program(monkeypatch, capsys, tmp_path, tiny_model):
     return run
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("kind", command.MAPS)
 def test_a_map_is_json_a_table_and_a_picture(kind, program, tmp_path):
     pytest.importorskip("matplotlib")
@@ -411,14 +403,12 @@ def test_a_map_is_json_a_table_and_a_picture(kind, program, tmp_path):
         assert lines[5].split()[-1] == f"{last:.1%}"
 
 
-@pytest.mark.engine
 def test_layers_and_heads_are_those_asked_for(program):
     chosen = ("--layer", 1, "--head", 3, "--head", 1, "--head", 3)
     _, table, _ = program("queries", "--max-tokens", 20, *chosen)
     assert [line.split()[:2] for line in table.splitlines()[1:3]] == [["1", "3"], ["1", "1"]]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -46,7 +46,6 @@ def test_a_plan_may_be_read_in_part():
     assert program.returncode == 0
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("write", [tiny.write_llama, tiny_kinds.write_qwen2vl], ids=["llama", "biases"])
 def test_a_model_without_groups_is_the_same_function_with_more_rows(monkeypatch, tmp_path, write):
     grouped, path = tmp_path / "grouped.gguf", tmp_path / "ungrouped.gguf"
@@ -68,7 +67,6 @@ def test_a_model_whose_keys_have_no_tensor_of_their_own_is_not_written(tmp_path)
         ungroup.ungroup(tmp_path / "gpt2.gguf", tmp_path / "out.gguf")
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("change", ["merge", "evict"])
 def test_attention_after_one_merge_is_that_of_the_definition(tiny_model, change):
     tokens, at = text(70), 40

@@ -124,7 +124,6 @@ def test_the_policies_unless_given_can_all_be_measured():
     assert {"tova", "expected:epsilon=0.02"} <= {row.policy for row in rows}
 
 
-@pytest.mark.engine
 def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
     path, out = tiny_model(chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=4096), tmp_path / "out.jsonl"
     size = ["--tasks", "niah_single_1,vt", "--length", "1700"]
