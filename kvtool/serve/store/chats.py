@@ -135,9 +135,7 @@ class ChatStore:
         self.folder = folder
         self.most_bytes = most_bytes
         self.fixed = fixed
-        self._by_digest: dict[bytes, Snapshot] = {}
         self._lines: list[StoredChat] = []
-        self._by_beginning: dict[bytes, list[StoredChat]] = {}
         self.n_others = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -149,16 +147,21 @@ class ChatStore:
     @property
     def n_bytes(self) -> int:
         """Bytes of all snapshots and archives."""
-        snapshots = (each.n_bytes for line in self._lines for each in line.snapshots)
-        return sum(archive_file.size(line.path) for line in self._lines) + sum(snapshots)
+        archives = sum(archive_file.size(line.path) for line in self._lines)
+        return archives + sum(each.n_bytes for each in self._snapshots)
+
+    @property
+    def _snapshots(self) -> list[Snapshot]:
+        return [each for line in self._lines for each in line.snapshots]
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def find(self, digests: list[bytes]) -> tuple[int, Snapshot] | None:
         """Return the index of the longest of these beginnings that is stored, and its snapshot."""
+        stored = {each.digest: each for each in self._snapshots}
         for i in range(len(digests) - 1, -1, -1):
-            if snapshot := self._by_digest.get(digests[i]):
+            if snapshot := stored.get(digests[i]):
                 snapshot.used = time.monotonic()
                 return i, snapshot
         return None
@@ -167,17 +170,15 @@ class ChatStore:
         """Return the index of the longest beginning that a stored chat shares, and its newest snapshot.
 
         at: snapshot that the engine holds, which is preferred. The beginning without messages counts only
-        for this snapshot.
+        for this snapshot. Among equals the one that was used last.
         """
-        for i in range(len(beginnings) - 1, -1, -1):
-            lines = self._by_beginning.get(beginnings[i], [])
-            if at and at.line in lines and at.is_newest:
-                return i, at
-            if lines and beginnings[i] != beginnings[0]:
-                snapshot = lines[-1].snapshots[-1]
-                snapshot.used = time.monotonic()
-                return i, snapshot
-        return None
+        newest = (line.snapshots[-1] for line in self._lines)
+        ranked = [(_n_same(each.line.beginnings, beginnings), each is at, each.used, each) for each in newest]
+        n, is_at, _, snapshot = max(ranked, key=itemgetter(0, 1, 2), default=(0, False, 0.0, None))
+        if not snapshot or not n or (beginnings[n - 1] == beginnings[0] and not is_at):
+            return None
+        snapshot.used = time.monotonic()
+        return n - 1, snapshot
 
     def find_similar(self, tokens: np.ndarray) -> tuple[int, Snapshot] | None:
         """Return the newest snapshot that shares the longest beginning with tokens i32[n], and its length.
@@ -264,16 +265,16 @@ class ChatStore:
         snapshot = Snapshot(line, digest, line.path, n_bytes, tokens=chat.writer.tokens)
         # close the file: there may be thousands of chats
         line.archive_file.adopt(dict(listed))
-        if twin := self._by_digest.get(digest):
+        for twin in self._snapshots:
             # the request was repeated
-            self.drop(twin)
+            if twin.digest == digest:
+                self.drop(twin)
         if not line.snapshots:
             self._lines.append(line)
         elif is_enough and line.snapshots[-1].path == line.path:
-            self._forget(line.snapshots.pop())
+            line.snapshots.pop()
         line.snapshots.append(snapshot)
-        self._by_digest[digest] = snapshot
-        self._index(line, beginnings, turns)
+        line.beginnings, line.turns = beginnings, turns
         self._shrink(keep=snapshot)
         return snapshot
 
@@ -284,31 +285,14 @@ class ChatStore:
             return
         is_newest = snapshot.is_newest
         line.snapshots.remove(snapshot)
-        self._forget(snapshot)
         if not line.snapshots:
             _delete(line)
             self._lines.remove(line)
-            self._index(line, [], [])
         with suppress(OSError):
             snapshot.path.unlink(missing_ok=True)
             if is_newest and line.snapshots:
                 os.replace(line.snapshots[-1].path, line.path)
                 line.snapshots[-1].path = line.path
-
-    def _forget(self, snapshot: Snapshot) -> None:
-        if self._by_digest.get(snapshot.digest) is snapshot:
-            del self._by_digest[snapshot.digest]
-
-    def _index(self, line: StoredChat, beginnings: list[bytes], turns: list[ReplyEnd]) -> None:
-        """Set the beginnings by which a chat is found."""
-        for digest in set(line.beginnings):
-            lines = self._by_beginning[digest]
-            lines.remove(line)
-            if not lines:
-                del self._by_beginning[digest]
-        for digest in set(beginnings):
-            self._by_beginning.setdefault(digest, []).append(line)
-        line.beginnings, line.turns = beginnings, turns
 
     def close(self) -> None:
         """Close open files; they stay on the disk."""
@@ -322,7 +306,7 @@ class ChatStore:
     def _shrink(self, keep: Snapshot) -> None:
         """Drop the least recently used snapshots until the rest is small enough."""
         while self.n_bytes > self.most_bytes:
-            others = [each for line in self._lines for each in line.snapshots if each is not keep]
+            others = [each for each in self._snapshots if each is not keep]
             # the next turn continues from a chat's newest snapshot: drop older ones first
             old = [each for each in others if not each.is_newest] or others
             if not old:
@@ -371,21 +355,19 @@ class ChatStore:
             # damaged, or of another model or policy
             self.n_others += 1
             return
-        if digest in self._by_digest and self._by_digest[digest].line is line:
+        for second in [each for each in line.snapshots if each.digest == digest]:
             # a server was killed after it gave the newest file a second name
-            self._drop_second(line, digest)
+            line.snapshots.remove(second)
+            with suppress(OSError):
+                second.path.unlink()
         age = max(time.time() - stat.st_mtime, 0)
-        snapshot = Snapshot(line, digest, path, stat.st_size, used=time.monotonic() - age)
-        line.snapshots.append(snapshot)
-        self._by_digest[digest] = snapshot
-        self._index(line, beginnings, turns)
+        line.snapshots.append(Snapshot(line, digest, path, stat.st_size, used=time.monotonic() - age))
+        line.beginnings, line.turns = beginnings, turns
 
-    def _drop_second(self, line: StoredChat, digest: bytes) -> None:
-        """Remove the second name of a snapshot's file."""
-        second = self._by_digest.pop(digest)
-        line.snapshots.remove(second)
-        with suppress(OSError):
-            second.path.unlink()
+
+def _n_same(one: list[bytes], other: list[bytes]) -> int:
+    """Number of elements that two lists share at their start."""
+    return len(os.path.commonprefix([one, other]))
 
 
 def _number(line: StoredChat) -> None:
