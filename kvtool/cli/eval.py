@@ -174,7 +174,7 @@ def evaluate(
     _check_drawing(drawn, chosen, task)
 
     from kvtool.config import notes
-    from kvtool.config.model import find_model, loaded_model, workers_of
+    from kvtool.config.model import find_model, loaded_model
     from kvtool.config.opening import check, replace_recall
 
     spec = check(run)
@@ -182,17 +182,13 @@ def evaluate(
     path = info.path
     n_ctx, note = notes.context_length(run.n_ctx, info.n_ctx_train)
     say([note])
-    _check_budget(spec, run, info)
+    _check_budget(spec, run, info, n_ctx)
 
     from kvtool.tasks import results as of_items
 
     as_chat = chosen.chat if args.chat is None else args.chat
     notes.patch_note({run.policy: spec.kind})
-    workers, verbose = workers_of(run.rpc, run.gpu_layers), run.verbose > 1
-    with (
-        loaded_model(path, run.gpu_layers, workers, verbose=verbose, guarded=True) as model,
-        ExitStack() as stack,
-    ):
+    with loaded_model(run, path, guarded=True) as model, ExitStack() as stack:
         run, note = replace_recall(run, spec.kind, model.layers)
         say([notes.gpu_note(run.gpu_layers), note])
         spec = check(run)
@@ -255,22 +251,16 @@ def _check_drawing(drawn: _EvalSampling, chosen: Task, task: str) -> None:
     drawn.sampling()
 
 
-def _check_budget(spec: PolicySpec, run: RunOptions, info: ModelInfo) -> None:
+def _check_budget(spec: PolicySpec, run: RunOptions, info: ModelInfo, n_ctx: int) -> None:
     """Raise UsageError for a budget that cannot work, before the model is loaded."""
     from kvtool.config import budget
 
-    if not spec.kind.evicts:
-        return
     text = (run.budget or "").strip()
-    if text.endswith("%"):
+    if spec.kind.evicts and text.endswith("%"):
         budget.percent(text)
         spec.smallest_budget()
-        return
-    size = budget.parse(text, info.n_ctx_train)
-    if size.in_bytes:
-        spec.fit(info.n_ctx_train)
     else:
-        budget.fit(spec, run, size, info.plain_layers)
+        budget.fit_cells(spec, run, info, n_ctx)
 
 
 def _policy_for(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtool import policies
 from kvtool.config.run import RunOptions
@@ -36,7 +36,7 @@ def check(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> None:
         )
 
 
-def limit(text: str | None, file: str | None = None) -> dict[str, int]:
+def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
     """Return the engine's setting for the limit: {"archive": tokens}, {"archive_bytes": bytes} or {}.
 
     text: --archive. file: --archive-file. Raises UsageError for a text that is not a size, and for more bytes

@@ -14,6 +14,7 @@ from kvtool.units import format_bytes, parse_count
 if TYPE_CHECKING:
     from decimal import Decimal
 
+    from kvtool.models.header import ModelInfo
     from kvtool.policy import Policy
 
 _FRACTION = re.compile(r"[0-9]*\.[0-9]+")
@@ -103,10 +104,13 @@ def share(percent: Decimal, n: int) -> int:
 
 
 def of_run(run: RunOptions, kind: type[Policy], n_ctx: int, n_ctx_train: int) -> Budget:
-    """Return the budget of the options, or the default one, for a policy that evicts. Raises UsageError."""
+    """Return the budget of the options, or the policy's default. kind: a policy that evicts.
+
+    Raises UsageError.
+    """
     if run.budget is not None:
         return parse(run.budget, n_ctx_train)
-    # a policy whose rows keep what they need takes the budget only as a cap
+    # for a policy that decides how much each row keeps, the budget is only a limit
     n = n_ctx if kind.capped else run.default_recall if policies.recalls(kind) else run.default_budget
     return in_cells(min(n, n_ctx), n_ctx_train)
 
@@ -137,6 +141,35 @@ class Fitted(NamedTuple):
     note: str | None
 
 
+def fit_cells(spec: policies.PolicySpec, run: RunOptions, info: ModelInfo, n_ctx: int) -> Fitted | None:
+    """Fit the policy of a run before its model is loaded. info: the model's header.
+
+    None if that needs the loaded model: for a budget in bytes, whose parameters are checked here, and for a
+    policy that never evicts. Raises UsageError.
+    """
+    if not spec.kind.evicts:
+        return None
+    budget = of_run(run, spec.kind, n_ctx, info.n_ctx_train)
+    if budget.in_bytes:
+        spec.fit(info.n_ctx_train)
+        return None
+    return fit(spec, run, budget, info.plain_layers)
+
+
+def fit_run(
+    spec: policies.PolicySpec, run: RunOptions, layers: Layers, n_text: int, n_ctx: int, n_ctx_train: int
+) -> Fitted:
+    """Fit the policy of a run to its loaded model. Raises UsageError.
+
+    n_text: cells of a policy that never evicts.
+    """
+    if not spec.kind.evicts:
+        return fit(spec, run, in_cells(n_text, n_ctx_train), layers)
+    budget = of_run(run, spec.kind, n_ctx, n_ctx_train)
+    fitted = fit(spec, run, budget, layers)
+    return _without_recalled_cells(fitted, spec, layers) if budget.in_bytes and run.scores else fitted
+
+
 def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Layers) -> Fitted:
     """Fit the policy to the budget. layers: the model's.
 
@@ -159,8 +192,8 @@ def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Laye
     return Fitted(policy, n, n_batch, note)
 
 
-def without_recalled_cells(fitted: Fitted, spec: policies.PolicySpec, layers: Layers) -> Fitted:
-    """Reduce a budget from bytes by the cells that recall adds in a step: the bytes bound these, too."""
+def _without_recalled_cells(fitted: Fitted, spec: policies.PolicySpec, layers: Layers) -> Fitted:
+    """Reduce a budget given in bytes by the cells that recall adds in a step, which also take bytes."""
     policy = fitted.policy.on(layers.n_group, layers.has_values)
     if not policy.recall:
         return fitted

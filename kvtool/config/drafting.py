@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvtool import policies
@@ -75,8 +76,8 @@ def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
         return
     from kvtool.drafts.model import check_vocabulary
 
-    path = find_model(name).path
-    with loaded_model(path, run.gpu_layers, verbose=run.verbose > 1) as draft_model:
+    # workers compute the large model alone
+    with loaded_model(replace(run, rpc=None), find_model(name).path) as draft_model:
         check_vocabulary(model, draft_model)
         with closing(Drafts(draft_model)) as drafts:
             yield drafts

@@ -51,7 +51,7 @@ def patch_note(kinds: Mapping[str, type[Policy]]) -> str | None:
 
 
 def runnable() -> dict[str, type[Policy]]:
-    """Return the built-in policies that the installed llama.cpp can run, first those that never evict."""
+    """Return the built-in policies that the installed llama.cpp can run; `full` comes first."""
     from kvtool.llama.library import is_patched
 
     kinds = {name: policies.load(name) for name in policies.names()}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvtool import policies
 from kvtool.config import archive, budget
 from kvtool.config.drafting import max_draft_tokens
-from kvtool.config.model import Find, find_model, loaded_model, workers_of
+from kvtool.config.model import Find, find_model, loaded_model
 from kvtool.config.notes import context_length, gpu_note, patch_note
 from kvtool.config.run import RunOptions
 from kvtool.engine.settings import Settings
@@ -81,44 +81,27 @@ def open_run(
     """
     spec = check(run)
     info = find_model(run.model, find)
-    n_ctx_train = info.n_ctx_train
-    n_ctx, note = context_length(run.n_ctx, n_ctx_train)
-    notes = [note]
-    size = fitted = None
-    if spec.kind.evicts:
-        size = budget.of_run(run, spec.kind, n_ctx, n_ctx_train)
-        if size.in_bytes:
-            # the loaded model tells how many cells fit; here, parameters that never fit are refused
-            spec.fit(n_ctx_train)
-        else:
-            fitted = budget.fit(spec, run, size, info.plain_layers)
+    n_ctx, context_note = context_length(run.n_ctx, info.n_ctx_train)
+    fitted = budget.fit_cells(spec, run, info, n_ctx)
 
     # imported here: errors in options do not need llama.cpp
     from kvtool.engine.loop import Engine
 
-    notes.append(patch_note({spec.name: spec.kind}))
-    workers = workers_of(run.rpc, run.gpu_layers)
-    verbose = run.verbose > 1
-    with loaded_model(info.path, run.gpu_layers, workers, verbose=verbose, guarded=guarded) as model:
+    patch = patch_note({spec.name: spec.kind})
+    with loaded_model(run, info.path, guarded=guarded) as model:
         n_text = length(model) if length else n_ctx
-        notes.append(gpu_note(run.gpu_layers))
-        run, note = replace_recall(run, spec.kind, model.layers)
-        if note:
-            notes.append(note)
+        notes = [context_note, patch, gpu_note(run.gpu_layers)]
+        run, replaced_note = replace_recall(run, spec.kind, model.layers)
+        if replaced_note:
             spec, fitted = check(run), None
-            size = budget.of_run(run, spec.kind, n_ctx, n_ctx_train)
-        if fitted is None:
-            size = size or budget.in_cells(min(n_ctx, n_text), n_ctx_train)
-            fitted = budget.fit(spec, run, size, model.layers)
-            if size.in_bytes and run.scores:
-                fitted = budget.without_recalled_cells(fitted, spec, model.layers)
-        notes.append(fitted.note)
+        fitted = fitted or budget.fit_run(
+            spec, run, model.layers, min(n_ctx, n_text), n_ctx, info.n_ctx_train
+        )
         n_output = fitted.n_batch if run.scores else n_output
         n_ahead = max_draft_tokens(run, model.layers, spec.kind, fitted.n_batch)
-        settings = settings_of(run, n_ctx, fitted.n_batch, n_output, n_ahead)
-        engine = Engine(model, fitted.policy, settings)
+        engine = Engine(model, fitted.policy, settings_of(run, n_ctx, fitted.n_batch, n_output, n_ahead))
         try:
-            yield Opened(engine, info, run, [note for note in notes if note])
+            yield Opened(engine, info, run, [note for note in [*notes, replaced_note, fitted.note] if note])
         finally:
             engine.close()
 
@@ -134,7 +117,6 @@ def check(run: RunOptions) -> policies.PolicySpec:
         spec = spec._replace(evict_every=None)
     check_read_once(run, run.policy)
     archive.check(run, {run.policy: spec.kind})
-    workers_of(run.rpc, run.gpu_layers)
     return spec
 
 
@@ -166,7 +148,6 @@ def replace_recall(run: RunOptions, kind: type[Policy], layers: Layers) -> tuple
 
 def settings_of(run: RunOptions, n_ctx: int, n_batch: int, n_output: int, n_ahead: int = 0) -> Settings:
     """Return the engine's settings. Raises UsageError."""
-    limit = archive.limit(run.archive, run.archive_file)
     return Settings(
         positions=run.positions,
         prefill=run.prefill,
@@ -177,10 +158,9 @@ def settings_of(run: RunOptions, n_ctx: int, n_batch: int, n_output: int, n_ahea
         over_budget=not run.scores,
         type_k=run.type_k,
         type_v=run.type_v,
-        archive=limit.get("archive"),
-        archive_bytes=limit.get("archive_bytes"),
         archive_file=run.archive_file,
         archive_type=run.archive_type,
         flash=run.flash,
         n_threads=run.threads,
+        **archive.limit(run.archive, run.archive_file),
     )

@@ -7,6 +7,7 @@ from functools import partial
 from typing import ClassVar
 
 from kvtool.engine.settings import FLASH, POSITIONS, PREFILLS
+from kvtool.errors import UsageError
 from kvtool.options import (
     ARCHIVE,
     CACHE,
@@ -201,6 +202,21 @@ class RunOptions(Options):
         default_text=False,
         is_count=True,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.workers and self.gpu_layers == 0:
+            raise UsageError("--gpu-layers 0 leaves no layer for the workers of --rpc; leave out one of them")
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Workers of --rpc, each as "HOST:PORT". Raises UsageError for any other text."""
+        if self.rpc is None:
+            return ()
+        # imported here: it needs sockets, and most runs have no workers
+        from kvtool.llama import endpoints
+
+        return tuple(endpoints.parse(self.rpc))
 
     @property
     def instead(self) -> str | None:

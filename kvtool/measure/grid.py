@@ -15,7 +15,6 @@ from typing import Any
 
 from kvtool import policies
 from kvtool.config import archive, budget
-from kvtool.config.model import workers_of
 from kvtool.config.opening import check_read_once, settings_of
 from kvtool.config.run import ScoreOptions
 from kvtool.engine.checks import check
@@ -173,7 +172,7 @@ def identity(common: Common, run: Run) -> dict[str, Any]:
         "archive": (limit or None) if run.recalls else None,
         "archive_type": options.archive_type if run.recalls else None,
         "threads": options.threads,
-        "rpc": list(workers_of(options.rpc, options.gpu_layers)),
+        "rpc": list(options.workers),
     }
 
 

@@ -94,12 +94,11 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: Json = False) -> None
     depths = args.n_tokens()
     output.check_picture("--plot", args.plot)
 
-    from kvtool.config.model import find_model, loaded_model, workers_of
+    from kvtool.config.model import find_model, loaded_model
     from kvtool.config.opening import settings_of
     from kvtool.measure import bench as measure
 
     old = measure.earlier(args.compare.expanduser()) if args.compare else None
-    workers = workers_of(run.rpc, run.gpu_layers)
     info = find_model(run.model, locate)
     path = info.path
 
@@ -109,8 +108,7 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: Json = False) -> None
     if not is_patched():
         raise LibraryError(f"{UNPATCHED}, which bench needs; {HOW_TO_BUILD}")
     run = run.changed(threads=run.threads or default_threads())
-    verbose = run.verbose > 1
-    with loaded_model(path, run.gpu_layers, workers, verbose=verbose, guarded=True) as model:
+    with loaded_model(run, path, guarded=True) as model:
         budgets = _budgets(run, info, model.layers)
         has_device = measure.device_free() is not None and run.gpu_layers != 0
         n_batch = run.n_batch or run.default_n_batch
@@ -134,12 +132,10 @@ def _budgets(run: _BenchRun, info: ModelInfo, layers: Any) -> dict[str, int]:
     """Return the budget of each policy, in cells. Raises UsageError."""
     from kvtool.config import budget
 
-    budgets = {}
+    budgets, n = {}, info.n_ctx_train
     for name in _POLICIES:
-        default = run.default_recall if policies.recalls(policies.load(name)) else run.default_budget
-        text = run.budget or str(min(default, info.n_ctx_train))
-        size = budget.parse(text, info.n_ctx_train)
-        budgets[name] = budget.fit(policies.spec(name), run, size, layers).n
+        spec = policies.spec(name)
+        budgets[name] = budget.fit(spec, run, budget.of_run(run, spec.kind, n, n), layers).n
     return budgets
 
 

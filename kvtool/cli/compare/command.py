@@ -111,11 +111,11 @@ def compare(
     output.check_picture("--plot", args.plot)
 
     from kvtool.config import archive
-    from kvtool.config.model import find_model, workers_of
+    from kvtool.config.model import find_model
     from kvtool.config.notes import context_length, gpu_note, patch_note, runnable
     from kvtool.measure import grid as of_runs
 
-    if workers_of(run.rpc, run.gpu_layers) and args.jobs > 1:
+    if run.workers and args.jobs > 1:
         raise UsageError("a worker serves one run at a time; leave out --jobs or --rpc")
     names, budgets = grid.listed("policies"), grid.listed("budgets")
     if not budgets and not (names and all(map(of_runs.keeps_all_it_needs, names))):
