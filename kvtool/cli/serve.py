@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
     from kvtool.chats.session import Meta
     from kvtool.serve.http.app import Site
-    from kvtool.serve.pool import Slots
+    from kvtool.serve.pool import SlotPool
 
 
 _serving = partial(option, group=SERVER)
@@ -130,8 +130,8 @@ def serve(
     from kvtool.llama import endpoints
     from kvtool.models.catalogue import registry
     from kvtool.serve.api.requests import Defaults
-    from kvtool.serve.api.thinking import Wish
-    from kvtool.serve.queue import Waiting
+    from kvtool.serve.api.thinking import ThinkingOptions
+    from kvtool.serve.queue import JobQueue
     from kvtool.units import parse_bytes
 
     prompt, address = system.text(), endpoints.address(serving.host)
@@ -151,7 +151,7 @@ def serve(
     site = Site(
         name,
         run.policy,
-        Waiting(serving.queue),
+        JobQueue(serving.queue),
         Defaults(
             sampling,
             generation.n,
@@ -159,7 +159,7 @@ def serve(
             prompt,
             model=name if serving.strict_model else None,
             keep_headers=serving.keep_headers,
-            wish=Wish(effort=generation.think, name="--think", budget=generation.think_budget),
+            thinking=ThinkingOptions(effort=generation.think, name="--think", budget=generation.think_budget),
         ),
         Limits(
             keys,
@@ -171,13 +171,13 @@ def serve(
         log=(lambda line: say([line])) if run.verbose else None,
     )
 
-    def ready(slots: Slots) -> None:
-        _tell(site, slots)
-        engine = slots.first.engine
+    def ready(pool: SlotPool) -> None:
+        _tell(site, pool)
+        engine = pool.slots[0].engine
         if run.explain:
             explain_run(engine, site.policy, "chat")
         else:
-            say([archive_limit(engine, slots.most)])
+            say([archive_limit(engine, pool.n_max)])
         if not endpoints.is_loopback(address) and not keys:
             say(["there is no API key: whoever reaches the port can use the model"])
         elif "*" in serving.allow_origin and not keys:
@@ -197,7 +197,7 @@ def _opened(
     serving: _ServeOptions,
     system: str | None,
     most_bytes: int,
-) -> Iterator[Slots]:
+) -> Iterator[SlotPool]:
     """The first engine, and what it and others need to answer. Tells the site which policy it got."""
     from kvtool.chats.conversation import Conversation
     from kvtool.chats.effort import Efforts
@@ -209,10 +209,10 @@ def _opened(
     from kvtool.errors import ModelError, OutOfMemory
     from kvtool.llama.devices import has_gpu
     from kvtool.llama.sampler import Sampler
-    from kvtool.serve.api.thinking import Wish
-    from kvtool.serve.batching import Baton, Crew
-    from kvtool.serve.pool import Slots
-    from kvtool.serve.slot import N_OUTPUT, Talk
+    from kvtool.serve.api.thinking import ThinkingOptions
+    from kvtool.serve.batching import ComputeLock, StepBatcher
+    from kvtool.serve.pool import SlotPool
+    from kvtool.serve.slot import N_OUTPUT, Slot
     from kvtool.serve.store.chats import ChatStore, lock_folder
     from kvtool.system.memory import free_bytes
     from kvtool.units import format_bytes
@@ -235,11 +235,11 @@ def _opened(
         if template and generation.think:
             efforts = Efforts.of(template)
 
-            def wish(effort: str | None, budget: int | None) -> Wish:
+            def checked(effort: str | None, budget: int | None) -> ThinkingOptions:
                 efforts.exact(effort, budget)
-                return Wish(effort=effort, name="--think", budget=budget)
+                return ThinkingOptions(effort=effort, name="--think", budget=budget)
 
-            site.defaults = replace(site.defaults, wish=with_thinking(generation, wish))
+            site.defaults = replace(site.defaults, thinking=with_thinking(generation, checked))
         if template and system:
             # it must fit before anybody asks
             Conversation(Writer(engine, Sampler(engine.model)), template).check_system(system)
@@ -248,17 +248,17 @@ def _opened(
             return meta_of(chat, fixed, kept)
 
         # where a worker has no memory left, all ends
-        most, archive = 1 if run.rpc else serving.parallel, engine.context.archive
-        baton, drafts = Baton(), stack.enter_context(drafting.opened(run, engine.model))
+        n_max, archive = 1 if run.rpc else serving.parallel, engine.context.archive
+        lock, drafts = ComputeLock(), stack.enter_context(drafting.opened(run, engine.model))
 
-        crew = stack.enter_context(closing(Crew(baton, most, lambda line: say([line]))))
+        batcher = stack.enter_context(closing(StepBatcher(lock, n_max, lambda line: say([line]))))
 
-        def talk(engine: Engine) -> Talk:
+        def slot(engine: Engine) -> Slot:
             writer = Writer(engine, Sampler(engine.model), drafts.of(engine))
-            rest = serving.overflow, meta, serving.pin, crew
-            return Talk(writer, template, chats, *rest)
+            rest = serving.overflow, meta, serving.pin, batcher
+            return Slot(writer, template, chats, *rest)
 
-        def more() -> Talk:
+        def more() -> Slot:
             n_bytes = engine.cache_bytes + engine.state_bytes
             # a device says it itself; Linux gives what it does not have
             if n_bytes > free_bytes() and not has_gpu():
@@ -266,19 +266,19 @@ def _opened(
             found = stack.enter_context(closing(Engine(engine.model, engine.policy, engine.settings)))
             if archive and found.context.archive:
                 found.context.archive.n_max = archive.n_max
-            return talk(found)
+            return slot(found)
 
         if archive and engine.settings.archive is None:
-            most = archive.share(most)
-        yield Slots(baton, talk(engine), more, most, lambda line: say([line]))
+            n_max = archive.share(n_max)
+        yield SlotPool(lock, slot(engine), more, n_max, lambda line: say([line]))
 
 
-def _tell(site: Site, slots: Slots) -> None:
+def _tell(site: Site, pool: SlotPool) -> None:
     """Lets the routes know the engines."""
     from kvtool.serve.slot import text_of
 
-    talk = slots.first
-    engine, model, template = talk.engine, talk.model, talk.template
+    slot = pool.slots[0]
+    engine, model, template = slot.engine, slot.model, slot.template
 
     def detokenize(tokens: list[int]) -> str:
         if any(not 0 <= token < model.n_vocab for token in tokens):
@@ -289,9 +289,9 @@ def _tell(site: Site, slots: Slots) -> None:
 
     site.tokenize = lambda text, start, special: model.tokenize(text, special=special, start=start).tolist()
     site.detokenize = detokenize
-    site.count = talk.count
-    site.stored = lambda: (len(talk.chats), talk.chats.n_bytes)
-    site.caches = lambda: (slots.most, len(slots.talks), slots.cache_bytes)
+    site.count = slot.count
+    site.stored = lambda: (len(slot.chats), slot.chats.n_bytes)
+    site.caches = lambda: (pool.n_max, len(pool.slots), pool.cache_bytes)
     site.props = {
         "model_path": str(model.path),
         "model_alias": site.model,
@@ -302,7 +302,7 @@ def _tell(site: Site, slots: Slots) -> None:
         "policy": site.policy,
         "budget": engine.policy.budget,
         "asked": engine.policy.n_asked,
-        "n_stored": len(talk.chats),
+        "n_stored": len(slot.chats),
         "model_meta": {"n_ctx_train": model.n_ctx_train, "n_vocab": model.n_vocab},
     }
 

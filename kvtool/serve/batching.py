@@ -1,4 +1,4 @@
-"""Whose turn it is: several threads that compute one after the other, and writers whose steps are one."""
+"""Sharing the processor between slots: time slices, and joint steps of the slots that write answers."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from kvtool.errors import KvtoolError
 from kvtool.llama.context import Context
 from kvtool.llama.joint import JointContext, Part
 
-TURN_STEPS, TURN_S = 16, 0.25
-"""A turn ends after so many steps, or behind the first one that ends so many seconds after its beginning."""
+SLICE_STEPS, SLICE_S = 16, 0.25
+"""A time slice ends after this number of steps, or after the first step that ends later than this."""
 
-FIRST_S, SHORT = 2.0, 256
-"""The seconds of a request's first turn while at most so many tokens of its prompt are left to read.
+FIRST_SLICE_S, N_SHORT = 2.0, 256
+"""Length of a request's first time slice while at most N_SHORT tokens of its prompt are unread.
 
-So a short prompt is read in one go, and who comes just behind a long one waits for no more than a usual turn.
+A short prompt is thus read at once. A request that arrives just after a long prompt waits for a usual slice.
 """
 
 
-def _closed() -> threading.Lock:
-    """A lock that another thread opens."""
+def _locked() -> threading.Lock:
+    """Return a lock that another thread will release."""
     lock = threading.Lock()
     lock.acquire()
     return lock
 
 
-class Baton:
-    """Who has it computes; the others get it in the order in which they have come.
+class ComputeLock:
+    """A lock held by the one thread that computes. Other threads get it in the order in which they came.
 
-    A crew shares its turns: as long as one lasts, its members hand the baton to each other.
+    The members of a `StepBatcher` share a time slice: until it ends, they pass the lock to each other.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_held = False
         self._waiting: deque[threading.Lock] = deque()
-        # members of the crew whose steps are done
-        self._crew: deque[threading.Lock] = deque()
-        self._is_crews = False
+        # members of the batcher whose joint step is done
+        self._resumed: deque[threading.Lock] = deque()
+        self._is_shared = False
         self._n_step, self._since, self._is_first = 0, 0.0, False
 
-    def take(self, *, is_first: bool = False) -> None:
-        """Waits for it. is_first: whether this is a request's first turn."""
-        mine = _closed()
+    def acquire(self, *, is_first: bool = False) -> None:
+        """Wait for the lock, and begin a time slice. is_first: True for the first slice of a request."""
+        mine = _locked()
         with self._lock:
             if self._is_held:
                 self._waiting.append(mine)
@@ -59,95 +59,95 @@ class Baton:
                 self._is_held = True
                 mine.release()
         mine.acquire()
-        self._begin(is_first=is_first)
+        self._begin_slice(is_first=is_first)
 
-    def _begin(self, *, is_first: bool = False, is_crews: bool = False) -> None:
+    def _begin_slice(self, *, is_first: bool = False, is_shared: bool = False) -> None:
         self._n_step, self._since = 0, time.monotonic()
-        self._is_first, self._is_crews = is_first, is_crews
+        self._is_first, self._is_shared = is_first, is_shared
 
-    def give(self) -> None:
-        """Lets the next one have it."""
+    def release(self) -> None:
+        """Give the lock to the next thread."""
         with self._lock:
-            if self._crew and not (self._is_crews and self._waiting and self._is_over(TURN_S)):
-                self._crew.popleft().release()
+            if self._resumed and not (self._is_shared and self._waiting and self._is_over(SLICE_S)):
+                self._resumed.popleft().release()
             elif self._waiting:
                 self._waiting.popleft().release()
             else:
                 self._is_held = False
 
-    def rest(self, mine: threading.Lock) -> None:
-        """A member of the crew gives it, until another one hands it this lock by `wake`."""
-        self.give()
+    def await_step(self, mine: threading.Lock) -> None:
+        """Release the lock until another member calls `resume` with `mine`. Called by a member."""
+        self.release()
         mine.acquire()
-        if not self._is_crews:
-            self._begin(is_crews=True)
+        if not self._is_shared:
+            self._begin_slice(is_shared=True)
 
-    def wake(self, others: list[threading.Lock]) -> None:
-        """The step of these members of the crew, which rest, is done. Called by a member."""
+    def resume(self, others: list[threading.Lock]) -> None:
+        """Let members continue whose joint step is done. Called by the member that decoded it."""
         with self._lock:
-            self._crew.extend(others)
-        if not self._is_crews:
-            self._begin(is_crews=True)
+            self._resumed.extend(others)
+        if not self._is_shared:
+            self._begin_slice(is_shared=True)
         self._n_step += 1
 
     def step(self, n_left: int = 0) -> None:
-        """Whoever has it calls this before each step: where others wait, they get their turn.
+        """Count a step that is about to begin. If the time slice is over, let waiting threads compute first.
 
-        n_left: the tokens of a prompt that are not read yet.
+        n_left: number of the prompt's unread tokens.
         """
         self._n_step += 1
-        is_short = self._is_first and 0 < n_left <= SHORT
-        if (self._waiting or self._crew) and self._is_over(FIRST_S if is_short else TURN_S):
-            self.give()
-            self.take()
+        is_short = self._is_first and 0 < n_left <= N_SHORT
+        if (self._waiting or self._resumed) and self._is_over(FIRST_SLICE_S if is_short else SLICE_S):
+            self.release()
+            self.acquire()
 
-    def _is_over(self, most_s: float) -> bool:
-        return self._n_step > TURN_STEPS or time.monotonic() - self._since > most_s
+    def _is_over(self, seconds: float) -> bool:
+        return self._n_step > SLICE_STEPS or time.monotonic() - self._since > seconds
 
 
 @dataclass(eq=False)
-class _Waiting:
-    """A member of the crew whose step is due."""
+class _DueStep:
+    """The next step of a member that waits for it."""
 
     part: Part
-    lock: threading.Lock = field(default_factory=_closed)
+    lock: threading.Lock = field(default_factory=_locked)
     error: Exception | None = None
 
 
-class Crew:
-    """Those that write answers: their next tokens are decoded in one step.
+class StepBatcher:
+    """Decodes the next tokens of all engines that write answers in one joint step.
 
-    Who has come so far waits for the others; the last one decodes for all. As ever, one thread computes at a
-    time: who has the baton.
+    These engines are the members. Each waits until all have their next tokens; the last one decodes for all.
+    Only the holder of the lock computes, as always.
 
     Parameters
     ----------
-    baton
-        Whoever calls anything here has it.
-    most
-        How many there may be.
+    lock
+        Held by each thread that calls a method.
+    n_max
+        Maximum number of members.
     say
-        Called with a line where a model takes no such steps, or there is no memory for them: then members
-        take turns like all others.
+        Called with one line if the model cannot decode joint steps, or memory is short. Members then take
+        turns like other threads.
 
     Attributes
     ----------
     n
-        How many there are.
+        Number of members.
     """
 
-    def __init__(self, baton: Baton, most: int, say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, lock: ComputeLock, n_max: int, say: Callable[[str], None] = lambda line: None) -> None:
         self.n = 0
-        self._baton, self._most, self._say = baton, most, say
-        self._waiting: list[_Waiting] = []
+        self._lock, self._n_max, self._say = lock, n_max, say
+        self._waiting: list[_DueStep] = []
         self._joint: JointContext | None = None
-        self._is_joint = most > 1
-        # always the same one: each thread that decodes has threads of llama.cpp, which would wait for work
-        # beside those that have some
-        self._thread = ThreadPoolExecutor(1, "crew")
+        self._is_joint = n_max > 1
+        # a single thread decodes all steps: each decoding thread has its own llama.cpp threads, and idle ones
+        # would take time from those that work
+        self._thread = ThreadPoolExecutor(1, "joint-steps")
 
     def close(self) -> None:
-        """Frees what it has."""
+        """Free the thread and the joint context."""
         self._thread.shutdown()
         if self._joint:
             self._joint.close()
@@ -155,17 +155,17 @@ class Crew:
 
     @property
     def is_several(self) -> bool:
-        """Whether steps are those of several members now, so that none has guesses."""
+        """True if steps have the tokens of several members. No member drafts tokens then."""
         return self._is_joint and self.n > 1
 
     def step(self, engine: Engine, n_left: int) -> None:
-        """Called before a step of an engine; n_left as in `Baton.step`."""
+        """Announce a step of an engine. n_left: as in `ComputeLock.step`."""
         if engine.joint_decoder is None or not self.is_several:
-            self._baton.step(n_left)
+            self._lock.step(n_left)
 
     @contextmanager
     def writing(self, engine: Engine) -> Iterator[None]:
-        """The engine belongs to the crew inside."""
+        """Make an engine a member for the block."""
         self.n += 1
         engine.joint_decoder = self
         try:
@@ -177,49 +177,50 @@ class Crew:
                 self._decode_all()
 
     def decode(self, context: Context, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
-        """Decodes a member's next tokens as `Context.decode` does, and raises what that raises."""
+        """Decode a member's next tokens. Arguments and errors are those of `Context.decode`."""
         if not self.is_several:
             context.decode(tokens, pos_0, n_output)
             return
-        mine = _Waiting(Part(context, tokens, pos_0, n_output))
+        mine = _DueStep(Part(context, tokens, pos_0, n_output))
         self._waiting.append(mine)
         if len(self._waiting) == self.n:
             self._decode_all(mine)
         else:
-            self._baton.rest(mine.lock)
+            self._lock.await_step(mine.lock)
         if mine.error:
             raise mine.error
 
-    def _decode_all(self, mine: _Waiting | None = None) -> None:
-        """Decodes for all that wait, and lets the others than mine go on."""
+    def _decode_all(self, mine: _DueStep | None = None) -> None:
+        """Decode for all waiting members, and let all except `mine` continue."""
         waiting, self._waiting = self._waiting, []
         self._thread.submit(self._decode, waiting).result()
-        self._baton.wake([each.lock for each in waiting if each is not mine])
+        self._lock.resume([step.lock for step in waiting if step is not mine])
 
-    def _decode(self, waiting: list[_Waiting]) -> None:
-        # guesses of who was alone when they were made
-        ones = [each for each in waiting if len(each.part.tokens) == 1]
-        if len(ones) > 1 and self._decode_joint([each.part for each in ones]):
-            waiting = [each for each in waiting if each not in ones]
-        for each in waiting:
+    def _decode(self, waiting: list[_DueStep]) -> None:
+        # a member that was alone may have several tokens: drafted ones
+        single = [step for step in waiting if len(step.part.tokens) == 1]
+        if len(single) > 1 and self._decode_joint([step.part for step in single]):
+            waiting = [step for step in waiting if step not in single]
+        for step in waiting:
+            part = step.part
             try:
-                each.part.context.decode(each.part.tokens, each.part.pos_0, each.part.n_output)
-            except Exception as error:  # noqa: BLE001  (each has its own, and none another's)
-                each.error = error
+                part.context.decode(part.tokens, part.pos_0, part.n_output)
+            except Exception as error:  # noqa: BLE001  (raised in the member's own thread)
+                step.error = error
 
     def _decode_joint(self, parts: list[Part]) -> bool:
-        """Decodes the parts in one step. Returns False where that cannot be, and nothing is decoded."""
+        """Decode the parts in one step. Returns False if that is impossible; nothing is decoded then."""
         if not self._joint:
             try:
-                self._joint = JointContext(parts[0].context, self._most, self._most)
+                self._joint = JointContext(parts[0].context, self._n_max, self._n_max)
             except KvtoolError as error:
-                # it would fail at each step again
+                # each further try would fail
                 self._is_joint = False
                 self._say(f"answers are written one after the other: {error}")
                 return False
         try:
             self._joint.decode(parts)
         except KvtoolError:
-            # each for itself: the one whose fault it is says so
+            # decode them one by one, so that only the part at fault fails
             return False
         return True

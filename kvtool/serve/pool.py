@@ -1,4 +1,4 @@
-"""Several engines on one model: each has a chat of its own, and they take turns to compute."""
+"""The slots of a server: engines on one model, each with its own chat, which take turns to compute."""
 
 from __future__ import annotations
 
@@ -8,110 +8,111 @@ from collections.abc import Callable
 from kvtool.engine.chunk_size import ChunkSize
 from kvtool.errors import KvtoolError
 from kvtool.serve import queue
-from kvtool.serve.batching import Baton
-from kvtool.serve.queue import Job, Waiting
-from kvtool.serve.slot import Talk
+from kvtool.serve.batching import ComputeLock
+from kvtool.serve.queue import Job, JobQueue
+from kvtool.serve.slot import Slot
 
 STEP_S = 0.5
-"""Seconds that a step of a prompt may take, about: so long others wait for their turn."""
+"""Approximate seconds of a prompt's step: other requests wait that long for their turn."""
 
 
-class Slots:
-    """Answers as many requests beside each other as there may be engines.
+class SlotPool:
+    """Answers as many requests at once as there are slots.
 
     Parameters
     ----------
-    baton
-        The talks' `step` is that of this.
+    lock
+        Held by the thread that computes. The slots' engines call its `step`.
     first
-        Has the first engine.
-    more
-        Makes a talk with another one: once a request comes while all there are answer others.
-    most
-        How many there may be, the first included; fewer where there is no room for them.
+        The first slot.
+    make_slot
+        Returns another slot. Called if a request comes while all slots are busy.
+    n_max
+        Maximum number of slots.
     say
-        Called with a line where that is so.
+        Called with one line if there is no memory for that many.
 
     Attributes
     ----------
-    talks
-        Those that there are.
+    slots
+        The slots that were made.
     cache_bytes
-        Of all their caches, as they were at first: other threads ask, and must not ask an engine.
+        Initial bytes of all their caches. Other threads read it, which must not call an engine.
     """
 
     def __init__(
-        self, baton: Baton, first: Talk, more: Callable[[], Talk], most: int, say: Callable[[str], None]
+        self,
+        lock: ComputeLock,
+        first: Slot,
+        make_slot: Callable[[], Slot],
+        n_max: int,
+        say: Callable[[str], None],
     ) -> None:
-        self.talks = [first]
-        self.most = most
-        self.cache_bytes = first.engine.cache_bytes
-        self._baton, self._more, self._say = baton, more, say
-        # the one that was used last is the last
+        self.slots: list[Slot] = []
+        self.n_max = n_max
+        self.cache_bytes = 0
+        self._lock, self._make_slot, self._say = lock, make_slot, say
+        # the most recently used one is the last
         self._free = [first]
-        self._room = threading.Semaphore(most)
-        self._keep_pace(first)
+        self._room = threading.Semaphore(n_max)
+        self._add(first)
 
-    @property
-    def first(self) -> Talk:
-        return self.talks[0]
+    def _add(self, slot: Slot) -> None:
+        self.slots.append(slot)
+        self.cache_bytes += slot.engine.cache_bytes
+        if self.n_max > 1:
+            slot.engine.chunk_size = ChunkSize(STEP_S)
 
-    def _keep_pace(self, talk: Talk) -> None:
-        if self.most > 1:
-            talk.engine.chunk_size = ChunkSize(STEP_S)
-
-    def run(self, waiting: Waiting) -> None:
-        """Answers requests until the queue is closed; a failure ends its request alone."""
+    def run(self, jobs: JobQueue) -> None:
+        """Answer jobs until the queue is closed. If one fails, only its client gets an error."""
         while True:
             self._room.acquire()
-            if not (job := waiting.take()):
+            if not (job := jobs.get()):
                 break
-            self._baton.take(is_first=True)
+            self._lock.acquire(is_first=True)
             if job.is_cancelled:
-                self._end(waiting, job)
+                self._end(jobs, job)
                 continue
-            talk = self._talk_for(job)
-            # its threads of llama.cpp end with it: others' would wait for work beside those that have some
-            work = threading.Thread(target=self._answer, args=(waiting, talk, job), name="slot", daemon=True)
-            work.start()
-        for _ in range(self.most - 1):
+            slot = self._slot_for(job)
+            # a new thread for each answer: its llama.cpp threads end with it, and idle ones would slow others
+            threading.Thread(target=self._answer, args=(jobs, slot, job), name="slot", daemon=True).start()
+        for _ in range(self.n_max - 1):
             self._room.acquire()
 
-    def _answer(self, waiting: Waiting, talk: Talk, job: Job) -> None:
-        """Answers a request in a thread of its own, to which the baton has come with it."""
+    def _answer(self, jobs: JobQueue, slot: Slot, job: Job) -> None:
+        """Answer a job in its own thread, which has got the lock with the job."""
         try:
-            queue.answer(job, talk.answer)
+            queue.answer(job, slot.answer)
         finally:
-            # before others compute: who asks again at once needs no other engine
-            self._free.append(talk)
-            self._end(waiting, job)
+            # before the lock is released: a client's next request shall find this slot free
+            self._free.append(slot)
+            self._end(jobs, job)
 
-    def _end(self, waiting: Waiting, job: Job) -> None:
-        waiting.done(job)
-        self._baton.give()
+    def _end(self, jobs: JobQueue, job: Job) -> None:
+        jobs.done(job)
+        self._lock.release()
         self._room.release()
 
-    def _talk_for(self, job: Job) -> Talk:
-        """The free talk whose stream begins most like the request's; of equal ones the least recently used.
+    def _slot_for(self, job: Job) -> Slot:
+        """Take the free slot whose stream shares most with the request; among equals the least recently used.
 
-        Called with the baton, which is given to others where there is no talk yet.
+        Called with the lock, which is released while the caller waits for a slot.
         """
         if not self._free:
             try:
-                self.talks.append(self._more())
-                self._keep_pace(self.talks[-1])
-                self.cache_bytes += self.talks[-1].engine.cache_bytes
-                return self.talks[-1]
+                self._add(self._make_slot())
+                return self.slots[-1]
             except (KvtoolError, MemoryError) as error:
-                self._baton.give()
-                before, self.most = self.most, len(self.talks)
-                self._say(f"only {self.most} at once: {error}")
-                # with the last of these one of the talks is free
-                for _ in range(before - self.most):
+                self._lock.release()
+                before, self.n_max = self.n_max, len(self.slots)
+                self._say(f"only {self.n_max} at once: {error}")
+                # reduce the semaphore to the slots that exist: after the last acquire one of them is free
+                for _ in range(before - self.n_max):
                     self._room.acquire()
-                self._baton.take(is_first=True)
-        # a single one is not asked: that takes as long as a template does
-        rest = self._free[1:]
-        talk = max(self._free, key=lambda each: each.n_shared(job.request)) if rest else self._free[0]
-        self._free.remove(talk)
-        return talk
+                self._lock.acquire(is_first=True)
+        # a single slot is not compared: comparing renders the chat
+        slot = self._free[0]
+        if len(self._free) > 1:
+            slot = max(self._free, key=lambda each: each.n_shared(job.request))
+        self._free.remove(slot)
+        return slot

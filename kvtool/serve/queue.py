@@ -1,4 +1,4 @@
-"""Requests on their way through an engine, and those that wait for one."""
+"""Jobs: requests that are waiting for a slot, or are being answered by one."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from typing import Any
 from kvtool.serve.api.errors import ApiError, bug
 
 Event = dict[str, Any]
-"""What the engine says of a request: "kind" is "read", "piece", "end" or "error"."""
+"""Progress of a job. "kind" is "reading", "read", "piece", "end" or "error"."""
 
 MOST_EVENTS = 2**14
-"""The most events that wait for a client that does not read them."""
+"""Maximum number of unsent events. A client that reads no more is disconnected."""
 
 
 class Job:
-    """A request on its way through the engine.
+    """A request and the events of its answer.
 
     Parameters
     ----------
     request
-        What is asked for.
+        The checked request.
     client
-        Who asks: clients take turns.
+        Id of the client. Clients take turns.
 
     Attributes
     ----------
     counts
-        How many tokens the prompt has ("n_prompt") and how many of them were stored before ("n_cached");
-        None until that is known.
+        Number of tokens of the prompt ("n_prompt") and of those that were cached ("n_cached"). None until
+        they are known.
     end
-        The last event of an answer that was sent to its client; None before.
+        The last event, after it was sent to the client. None before.
     is_cancelled
-        Whether nobody waits for the answer any more; the engine looks at it before each step.
+        True if the client has left. The engine checks it before each step.
     """
 
     def __init__(self, request: Any, client: str) -> None:
@@ -48,85 +48,84 @@ class Job:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
-    async def next_but(self, *kinds: str) -> Event:
-        """The next event of another kind than these; the last is of kind "end" or "error"."""
-        while (event := await self._events.get())["kind"] in kinds:
+    async def next_event(self, *skipped: str) -> Event:
+        """Return the next event whose kind is not skipped. The last one is of kind "end" or "error"."""
+        while (event := await self._events.get())["kind"] in skipped:
             pass
         return event
 
-    def emit(self, kind: str, **what: Any) -> None:
-        """Hands an event over; called by the engine's thread. A job that nobody listens to is cancelled."""
+    def emit(self, kind: str, **values: Any) -> None:
+        """Add an event; called by the engine's thread. Cancels the job if nobody reads its events."""
         if self.is_cancelled:
             return
         if self._events.qsize() >= MOST_EVENTS:
-            kind, what = "error", {"error": ApiError("the answer was not read", status=408, code="timeout")}
+            kind, values = "error", {"error": ApiError("the answer was not read", status=408, code="timeout")}
             self.cancel()
-        self._loop.call_soon_threadsafe(self._events.put_nowait, {"kind": kind, **what})
+        self._loop.call_soon_threadsafe(self._events.put_nowait, {"kind": kind, **values})
 
     def cancel(self) -> None:
-        """Nobody waits any more."""
+        """Stop the job at its next step: the client has left."""
         self.is_cancelled = True
 
 
-class Waiting:
-    """Jobs that wait: clients take turns, and each client's own go in their order.
+class JobQueue:
+    """JobQueue jobs. Clients take turns; the jobs of one client keep their order.
 
     Parameters
     ----------
-    most
-        How many may wait.
+    n_max
+        Maximum number of waiting jobs.
 
     Attributes
     ----------
     running
-        The jobs that were taken, until they are done.
+        Jobs that were taken out and have not ended.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._of: OrderedDict[str, deque[Job]] = OrderedDict()
+    def __init__(self, n_max: int) -> None:
+        self.n_max = n_max
+        self._by_client: OrderedDict[str, deque[Job]] = OrderedDict()
         self._changed = threading.Condition()
         self._is_closed = False
         self.running: list[Job] = []
 
     def __len__(self) -> int:
         with self._changed:
-            return sum(not job.is_cancelled for jobs in self._of.values() for job in jobs)
+            return sum(not job.is_cancelled for jobs in self._by_client.values() for job in jobs)
 
     def put(self, job: Job) -> None:
-        """Lets a job wait. Raises ApiError where too many wait already."""
+        """Add a job. Raises ApiError if the queue is full or closed."""
         with self._changed:
             if self._is_closed:
                 raise _stopped()
-            self._forget_gone()
-            if len(self) >= self.most:
+            self._remove_cancelled()
+            if len(self) >= self.n_max:
                 raise ApiError(
                     f"{len(self)} requests are waiting already; try again later",
                     status=429,
                     kind="rate_limit_error",
                     code="too_many_requests",
                 )
-            self._of.setdefault(job.client, deque()).append(job)
+            self._by_client.setdefault(job.client, deque()).append(job)
             self._changed.notify()
 
-    def _forget_gone(self) -> None:
-        """Frees what nobody waits for any more: requests may be large."""
-        alive = (
-            (client, deque(job for job in jobs if not job.is_cancelled)) for client, jobs in self._of.items()
-        )
-        self._of = OrderedDict((client, jobs) for client, jobs in alive if jobs)
+    def _remove_cancelled(self) -> None:
+        """Remove cancelled jobs, whose requests may be large."""
+        for client, jobs in list(self._by_client.items()):
+            self._by_client[client] = deque(job for job in jobs if not job.is_cancelled)
+            if not self._by_client[client]:
+                del self._by_client[client]
 
-    def take(self) -> Job | None:
-        """The next job that somebody still waits for, once there is one; None once the queue is closed."""
+    def get(self) -> Job | None:
+        """Wait for the next job and take it out. Returns None after the queue was closed."""
         with self._changed:
             while not self._is_closed:
-                if self._of:
-                    client, jobs = next(iter(self._of.items()))
+                if self._by_client:
+                    client, jobs = self._by_client.popitem(last=False)
                     job = jobs.popleft()
-                    # the client's others go behind those of all clients
-                    del self._of[client]
+                    # the client's other jobs wait until each other client had a turn
                     if jobs:
-                        self._of[client] = jobs
+                        self._by_client[client] = jobs
                     if not job.is_cancelled:
                         self.running.append(job)
                         return job
@@ -135,18 +134,18 @@ class Waiting:
         return None
 
     def done(self, job: Job) -> None:
-        """A job that was taken has ended."""
+        """Note that a running job has ended."""
         with self._changed:
             self.running.remove(job)
 
     def close(self) -> None:
-        """Ends `take`, and the running jobs after their steps: they and those that wait get an error."""
+        """Let `get` return None, and end all jobs with an error. Running ones stop after their step."""
         with self._changed:
             self._is_closed = True
-            for job in chain(self.running, *self._of.values()):
+            for job in chain(self.running, *self._by_client.values()):
                 job.emit("error", error=_stopped())
                 job.cancel()
-            self._of.clear()
+            self._by_client.clear()
             self._changed.notify()
 
 
@@ -154,12 +153,12 @@ def _stopped() -> ApiError:
     return ApiError("the server is stopping", status=503, kind="unavailable_error", code="stopping")
 
 
-def answer(job: Job, by: Callable[[Job], None]) -> None:
-    """Answers a job; a failure ends that alone."""
+def answer(job: Job, handler: Callable[[Job], None]) -> None:
+    """Answer a job by a handler. If that fails, only this job ends with an error."""
     try:
-        by(job)
+        handler(job)
     except ApiError as error:
         job.emit("error", error=job.request.names.of(error))
     except Exception as error:  # noqa: BLE001
-        # a mistake of ours: its client shall not wait for ever
+        # a bug in kvtool must not let the client wait forever
         job.emit("error", error=bug(error))

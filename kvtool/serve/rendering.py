@@ -23,7 +23,7 @@ from kvtool.llama.rules import Rules
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.messages import Message
 from kvtool.serve.api.requests import ChatRequest
-from kvtool.serve.api.thinking import Wish, template_for
+from kvtool.serve.api.thinking import ThinkingOptions, template_for
 from kvtool.serve.store.history import START, History
 from kvtool.serve.tools.forced import Forced
 from kvtool.serve.tools.formats import Format
@@ -44,15 +44,15 @@ class Renderings:
     def _efforts(self) -> Efforts:
         return Efforts.of(self._template)
 
-    def of(self, wish: Wish) -> tuple[Rendering, list[str]]:
-        """Return the rendering for a wish, and a remark on each part that the template does not take.
+    def of(self, options: ThinkingOptions) -> tuple[Rendering, list[str]]:
+        """Return the rendering for these options, and a remark on each option that the template lacks.
 
         Raises ApiError as `template_for` does.
         """
-        asks = wish.effort is not None or wish.budget is not None
+        asks = options.effort is not None or options.budget is not None
         template, remarks = self._template, list[str]()
-        if asks or wish.variables:
-            template, remarks = template_for(template, self._efforts, wish)
+        if asks or options.variables:
+            template, remarks = template_for(template, self._efforts, options)
         key = json.dumps(template.variables, sort_keys=True)
         if key not in self._found:
             while len(self._found) >= _MOST:

@@ -1,4 +1,4 @@
-"""A reply as it comes: what is thought, what is said, which tools are called."""
+"""The message of a reply, built piece by piece: thought, text and tool calls."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Delta = dict[str, Any]
 
 
 class Reply:
-    """Puts a reply together from its pieces.
+    """Builds the message of a reply from its pieces.
 
     Parameters
     ----------
     splitter
-        Tells thought from speech; None where there are no thoughts.
+        Separates thoughts from text. None if the model writes no thoughts.
     parser
-        Tells calls from speech; None where no tool may be called.
+        Separates tool calls from text. None if no tool may be called.
 
     Attributes
     ----------
     message
-        All of it, as a client gets it.
+        The whole message, as a client gets it.
     """
 
     def __init__(self, splitter: Splitter | None = None, parser: Parser | None = None) -> None:
@@ -33,23 +33,23 @@ class Reply:
         self.message: dict[str, Any] = {"role": "assistant", "content": ""}
 
     def feed(self, piece: str) -> list[Delta]:
-        """What a stream says of a piece: no more than one field of the message each."""
+        """Return the deltas of a piece. Each has one field of the message."""
         parts = self._splitter.feed(piece) if self._splitter else [(False, piece)]
         return list(self._deltas(parts))
 
     def end(self) -> list[Delta]:
-        """What has waited: the reply is over."""
+        """End the reply, and return the deltas of text that was held back."""
         deltas = list(self._deltas(self._splitter.end() if self._splitter else []))
         if self._parser:
             deltas += self._of_events(self._parser.end())
         return deltas
 
     def repeat(self, text: str) -> list[Delta]:
-        """What a stream says of the prompt, where the reply begins with it."""
+        """Return the deltas of a prompt that the reply repeats."""
         return [self._add("content", text)] if text else []
 
     def finish(self, is_cut: bool) -> str:
-        """Why it ended, in OpenAI's words."""
+        """Return OpenAI's finish reason. is_cut: True if a limit ended the reply."""
         return "length" if is_cut else "tool_calls" if "tool_calls" in self.message else "stop"
 
     def _deltas(self, parts: Iterable[tuple[bool, str]]) -> Iterator[Delta]:
@@ -59,7 +59,7 @@ class Reply:
             elif self._parser:
                 yield from self._of_events(self._parser.feed(text))
             else:
-                yield from self._said(text)
+                yield from self._text(text)
 
     def _of_events(self, events: Iterable[Event]) -> Iterator[Delta]:
         for event in events:
@@ -71,11 +71,11 @@ class Reply:
                 yield {"tool_calls": [{"index": event.index, **begun}]}
                 yield {"tool_calls": [{"index": event.index, "function": arguments}]}
             else:
-                yield from self._said(event)
+                yield from self._text(event)
 
-    def _said(self, text: str) -> Iterator[Delta]:
+    def _text(self, text: str) -> Iterator[Delta]:
         if self._splitter and self._splitter.had_thought and not self.message["content"]:
-            # line breaks behind the thought
+            # templates put line breaks after the thought
             text = text.lstrip("\n")
         if text:
             yield self._add("content", text)

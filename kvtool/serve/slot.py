@@ -1,4 +1,4 @@
-"""Answers to chats and texts: continues from the stored prefix, and decodes only new tokens."""
+"""A slot: an engine that answers requests. It continues from the stored beginning of a chat."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from kvtool.measure import holdings
 from kvtool.measure.holdings import n_forgotten
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.requests import ChatRequest, Request, TextRequest, of_usage
-from kvtool.serve.api.thinking import Wish
-from kvtool.serve.batching import Crew
+from kvtool.serve.api.thinking import ThinkingOptions
+from kvtool.serve.batching import StepBatcher
 from kvtool.serve.queue import Job
 from kvtool.serve.rendering import Rendering, Renderings
 from kvtool.serve.reply import Reply
@@ -38,28 +38,28 @@ from kvtool.serve.tools.calls import Parser
 from kvtool.serve.tools.formats import shown_tokens
 
 N_OUTPUT = 16
-"""The most tokens of a step where a request asks for its prompt's log-probabilities."""
+"""Maximum tokens of a step whose logits are all needed: for the log-probabilities of a prompt."""
 
 
-class Talk:
-    """Answers requests, one after another.
+class Slot:
+    """An engine that answers requests, one after another.
 
     Parameters
     ----------
     writer
-        Has the engine.
+        Writes with the engine.
     template
-        The model's, or None: then no chat is answered.
+        The model's chat template. None if it has none; chats are then refused.
     chats
-        What is stored.
+        The stored chats.
     overflow
-        "forget", as the policy does, or "error": a chat longer than the context is refused.
+        "forget" to let the policy evict, or "error" to refuse a chat longer than the context.
     meta
-        What a session says of a chat, besides what `Conversation.save` has.
+        Returns the values for a session's JSON that `Conversation.save` does not have.
     pins
-        Whether a chat's system prompt and tools are pinned, also where an archive keeps them.
-    crew
-        Those that write answers beside it, and who takes turns with them; None where there is nobody else.
+        True if a chat's system prompt and tools are pinned even if an archive keeps them.
+    batcher
+        Decodes joint steps with other slots. None if this is the only slot.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Talk:
         overflow: str,
         meta: Callable[[Conversation], session.Meta],
         pins: bool = True,
-        crew: Crew | None = None,
+        batcher: StepBatcher | None = None,
     ) -> None:
         self.writer = writer
         self.engine = writer.engine
@@ -78,64 +78,68 @@ class Talk:
         self.chats = chats
         self.overflow = overflow
         self.template = template
-        self._crew = crew
-        # tokens of the request that is answered
-        self._n_asked = 0
+        self._batcher = batcher
+        # number of tokens of the request that is being answered
+        self._n_request = 0
         self._resumer: Resumer | None = None
         if template:
             self._renderings = Renderings(self.model, template)
-            own = Conversation(writer, template), self._renderings.of(Wish())[0]
-            self._resumer = Resumer(*own, chats, meta, pins or not self.engine.policy.recall)
-        self._listed: list[dict[str, Any]] = []
+            conversation, rendering = (
+                Conversation(writer, template),
+                self._renderings.of(ThinkingOptions())[0],
+            )
+            pins = pins or not self.engine.policy.recall
+            self._resumer = Resumer(conversation, rendering, chats, meta, pins)
+        self._logprobs: list[dict[str, Any]] = []
         self._offsets = Offsets()
-        # what the answer says of fields that were not taken exactly
+        # remarks for the answer on fields that are not followed exactly
         self._remarks: list[str] = []
 
     def answer(self, job: Job) -> None:
-        """Answers a request by the job's events. Raises ApiError."""
-        with self._told():
+        """Answer a job's request by events of the job. Raises ApiError."""
+        with self._api_errors():
             if isinstance(job.request, ChatRequest):
                 self._chat(job, job.request)
             else:
                 self._text(job, job.request)
 
     def n_shared(self, request: Request) -> int:
-        """The tokens of a request that its stream begins with, as far as it can go on from there."""
+        """Return how many tokens of a request the engine holds and can continue from."""
         if not (self._resumer and isinstance(request, ChatRequest)):
             return 0
         try:
             self._resumer.use(self._rendering(request)[0])
             return self._resumer.n_shared(request.messages, _offered(request), request.name)
         except (ApiError, KvtoolError, RecursionError):
-            # its answer will say so
+            # the answer will report the error
             return 0
 
     def count(self, request: ChatRequest) -> int:
-        """The tokens of a chat's prompt. For any thread: the engine is not asked. Raises ApiError."""
-        with self._told():
+        """Return the tokens of a chat's prompt. Any thread may call it. Raises ApiError."""
+        with self._api_errors():
             self._chats_resumer()
             rendering, _ = self._rendering(request)
             tokens, _ = rendering.whole(request.messages, _offered(request))
             return len(tokens) - rendering.header.n_left_out
 
     def _rendering(self, request: ChatRequest) -> tuple[Rendering, list[str]]:
-        """The rendering of a request, and remarks on parts of it that the template does not take."""
-        rendering, remarks = self._renderings.of(request.wish)
+        """Return the rendering of a request, and remarks on options that the template does not support."""
+        rendering, remarks = self._renderings.of(request.thinking)
         return rendering.with_begun(request.begun) if request.begun else rendering, remarks
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Turns what is raised inside into ApiError."""
+    def _api_errors(self) -> Iterator[None]:
+        """Turn the errors of a block into ApiError."""
         try:
             yield
         except UsageError as error:
             raise of_usage(error) from None
         except StreamEnd as error:
-            raise _too_long(self.engine, self._n_asked, str(error)) from None
+            raise _too_long(self.engine, self._n_request, str(error)) from None
         except InputError as error:
             raise ApiError(str(error)) from None
         except ModelError as error:
-            # messages that the template does not take
+            # the template cannot render the messages
             raise ApiError(str(error).removesuffix(f"; {RAW}"), code="chat_template") from None
         except RecursionError:
             raise ApiError("the request is nested too deeply") from None
@@ -143,55 +147,55 @@ class Talk:
             raise ApiError(str(error), status=500, kind="server_error") from None
 
     def _chat(self, job: Job, request: ChatRequest) -> None:
-        """Answers a chat."""
+        """Answer a chat."""
         resumer = self._chats_resumer()
-        talk, tools = resumer.conversation, _offered(request)
+        conversation, tools = resumer.conversation, _offered(request)
         rendering, remarks = self._rendering(request)
         rules, unenforced = rendering.rules(request)
         self._remarks = [*map(request.names.of_text, [*remarks, *unenforced])]
         resumer.use(rendering)
-        talk.thought_budget = request.wish.budget
+        conversation.thought_budget = request.thinking.budget
         history = rendering.history(request.name, request.messages, tools)
         callable_tools = [] if request.choice.kind == "none" else request.tools
         marks = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()
-        self._draw(job, request, talk.shown | marks, rules)
+        self._start(job, request, conversation.shown | marks, rules)
         if request.begun:
-            # it must fit a grammar
-            talk.start_sampling()
+            # a grammar must also accept the given beginning
+            conversation.start_sampling()
         started = time.perf_counter()
         tokens = resumer.begin(request.messages, tools, history)
-        talk.hold_header()
+        conversation.hold_header()
         self._check_length(resumer.n_cached + len(tokens))
-        n_prompt = resumer.n_cached + len(self.writer.unread) + len(tokens) - talk.header.n_left_out
+        n_prompt = resumer.n_cached + len(self.writer.unread) + len(tokens) - conversation.header.n_left_out
         job.counts = {"n_prompt": n_prompt, "n_cached": resumer.n_cached}
         tokens = resumer.read_start(tokens, request.messages, history)
         if not self.writer.stop:
             keeps_thought = bool(tools) and request.sends_thoughts and rendering.template.has_thoughts
             tokens = resumer.read_prompt(tokens, request.messages, history, keeps_thought=keeps_thought)
-        if self.writer.stop or not talk.read_prompt(tokens):
+        if self.writer.stop or not conversation.read_prompt(tokens):
             return
         counts = {
             "n_prompt": n_prompt,
             "n_cached": max(resumer.n_cached - self.writer.n_reread, 0),
             "read_s": time.perf_counter() - started,
         }
-        talk.set_messages(request.messages)
+        conversation.set_messages(request.messages)
         parser = _parser(rendering, request, callable_tools)
         begun = request.begun
-        splitter = Splitter.behind(talk.template.tags, begun) if begun else talk.splitter()
+        splitter = Splitter.behind(conversation.template.tags, begun) if begun else conversation.splitter()
         reply = Reply(splitter, parser)
-        pieces = talk.write(self._room(request), may_change=rendering.template.has_thoughts)
+        pieces = conversation.write(self._room(request), may_change=rendering.template.has_thoughts)
         finish = self._write(job, request, pieces, reply, counts)
-        # its calls are apart from its text
-        said = dict(reply.message)
-        said["content"] = without_thought(begun, talk.splitter()) + said["content"]
+        # the message as the client will send it back
+        message = dict(reply.message)
+        message["content"] = without_thought(begun, conversation.splitter()) + message["content"]
         if not request.sends_thoughts:
-            said.pop("reasoning_content", None)
+            message.pop("reasoning_content", None)
         if parser and parser.has_left_out:
-            # the engine has more than the client
+            # the engine holds text that the client did not get
             resumer.leave()
         else:
-            resumer.keep(history, request.messages, said, tools)
+            resumer.keep(history, request.messages, message, tools)
         self._end(job, request, reply, finish, counts)
 
     def _chats_resumer(self) -> Resumer:
@@ -200,9 +204,9 @@ class Talk:
         return self._resumer
 
     def _text(self, job: Job, request: TextRequest) -> None:
-        """Continues a text."""
+        """Continue a text."""
         rules, self._remarks = request.shape.rules() if request.shape else (None, [])
-        self._draw(job, request, rules=rules)
+        self._start(job, request, rules=rules)
         started = time.perf_counter()
         if self._resumer:
             self._resumer.leave()
@@ -219,14 +223,14 @@ class Talk:
         self.writer.sampler.start(0)
         reply = Reply()
         if request.echo:
-            job.emit("piece", deltas=reply.repeat(text), listed=self._take_listed())
+            job.emit("piece", deltas=reply.repeat(text), logprobs=self._new_logprobs())
         finish = self._write(job, request, self._continued(request, is_scored), reply, counts)
         self._end(job, request, reply, finish, counts)
 
     def _scoring(self, tokens: np.ndarray, text: str, request: TextRequest) -> Callable[[slice], None]:
-        """Lists the log-probabilities of a prompt's tokens i32[n] after each step that reads some of them."""
+        """Return a function that lists the log-probabilities of a prompt's tokens i32[n] after each step."""
         model = self.model
-        # a BOS token, or a blank before the first word, need not be in the text
+        # the text lacks a BOS token that was added, or a space that the tokenizer put before the first word
         self._offsets = Offsets(len(text) - len(text_of(model, tokens.tolist())))
         for token in tokens[:1].tolist():
             self._list(unknown(model, token), special=True)
@@ -241,27 +245,27 @@ class Talk:
     def _continued(self, request: TextRequest, is_scored: bool) -> Iterator[str]:
         yield from self.writer.write(self._room(request))
         if is_scored and (token := self.writer.ending) is not None:
-            # who scores a prompt takes the last of the list for the answer's
+            # programs that score a prompt drop the last entry, as it usually belongs to the answer
             self._list(logprobs(self.model, self.engine.context.next_logits, token, request.logprobs or 0))
 
     def _list(self, record: dict[str, Any], *, special: bool = False) -> None:
-        """Lists a token's log-probability. special: whether the text has a control token written out."""
+        """List a token's log-probability. special: True if control tokens are part of the text."""
         piece = self.model.piece(record["id"], special=special)
-        self._listed.append(record | {"text_offset": self._offsets.next(piece)})
+        self._logprobs.append(record | {"text_offset": self._offsets.next(piece)})
 
     def _write(
         self, job: Job, request: Request, pieces: Iterator[str], reply: Reply, counts: dict[str, Any]
     ) -> str:
-        """Writes the reply, and tells the client of each piece. Returns why it ended, in OpenAI's words."""
+        """Write the reply, with an event for each piece. Returns OpenAI's finish reason."""
         started, is_full = time.perf_counter(), False
         before = self.writer.n_drafted, self.writer.n_accepted
         job.emit("read", **counts)
         try:
-            with self._crew.writing(self.engine) if self._crew else nullcontext():
+            with self._batcher.writing(self.engine) if self._batcher else nullcontext():
                 for piece in pieces:
-                    job.emit("piece", deltas=reply.feed(piece), listed=self._take_listed())
+                    job.emit("piece", deltas=reply.feed(piece), logprobs=self._new_logprobs())
         except StreamEnd:
-            # the cache is full: what is written so far is the answer
+            # the cache is full: the answer ends here
             if not self.writer.n_written:
                 raise
             is_full = True
@@ -271,15 +275,15 @@ class Talk:
             "n_drafted": self.writer.n_drafted - before[0],
             "n_accepted": self.writer.n_accepted - before[1],
         }
-        job.emit("piece", deltas=reply.end(), listed=self._take_listed())
+        job.emit("piece", deltas=reply.end(), logprobs=self._new_logprobs())
         return reply.finish(is_full or self.writer.is_cut)
 
-    def _draw(
+    def _start(
         self, job: Job, request: Request, shown: frozenset[int] = frozenset(), rules: Rules | None = None
     ) -> None:
-        """Takes the request's sampler, and stops where nobody waits any more. Raises ApiError.
+        """Set the request's sampler, and stop the writer once the client has left. Raises ApiError.
 
-        shown: as in `Writer`. rules: what the answer must fit, if not what the server was started with.
+        shown: as in `Writer`. rules: rules of the answer. None for those of the server, if any.
         """
         settings = request.sampling
         if rules and request.ignores_end:
@@ -292,61 +296,61 @@ class Talk:
         except UsageError as error:
             where = request.shape.where if request.shape and rules else None
             raise ApiError(f"{where}: {error}", param=where) if where else of_usage(error) from None
-        n, self._listed, self._offsets = request.logprobs, [], Offsets()
+        n_top, self._logprobs, self._offsets = request.logprobs, [], Offsets()
         began = time.perf_counter()
 
-        def unless_gone() -> None:
+        def stop_if_cancelled() -> None:
             if job.is_cancelled:
                 self.writer.stop = True
 
         def after_sampling(token: int) -> None:
-            unless_gone()
-            if n is not None:
-                self._list(logprobs(self.model, self.engine.context.next_logits, token, n))
+            stop_if_cancelled()
+            if n_top is not None:
+                self._list(logprobs(self.model, self.engine.context.next_logits, token, n_top))
 
         def while_reading(n_read: int, n_all: int) -> None:
-            unless_gone()
-            if self._crew and not self.writer.stop:
-                self._crew.step(self.engine, n_all - n_read if n_all > 1 else 0)
-                unless_gone()
+            stop_if_cancelled()
+            if self._batcher and not self.writer.stop:
+                self._batcher.step(self.engine, n_all - n_read if n_all > 1 else 0)
+                stop_if_cancelled()
             if n_all > 1:
                 now = {"n_past": self.engine.n_past, "seconds": time.perf_counter() - began}
                 job.emit("reading", n_read=n_read, n_all=n_all, **now)
 
         self.writer.begin(sampler, shown, after_sampling, while_reading, frozenset(request.stop_tokens))
-        unless_gone()
+        stop_if_cancelled()
 
-    def _take_listed(self) -> list[dict[str, Any]]:
-        """The log-probabilities that came since the last call."""
-        found, self._listed = self._listed, []
-        return found
+    def _new_logprobs(self) -> list[dict[str, Any]]:
+        """Return the log-probabilities that were listed since the last call."""
+        records, self._logprobs = self._logprobs, []
+        return records
 
     def _check_length(self, n: int) -> None:
-        self._n_asked = n
-        if self._ends and n >= self.engine.n_ctx:
+        self._n_request = n
+        if self._is_bounded and n >= self.engine.n_ctx:
             raise _too_long(self.engine, n)
 
     def _room(self, request: Request) -> int | None:
-        """The most tokens of the answer; None is no limit."""
-        n_left = self.engine.n_ctx - self._n_asked if self._ends else None
+        """Return the maximum number of tokens of the answer; None for no limit."""
+        n_left = self.engine.n_ctx - self._n_request if self._is_bounded else None
         return min((n for n in (request.n_max, n_left) if n is not None), default=None)
 
     @property
-    def _ends(self) -> bool:
-        """Whether a chat ends with the context."""
+    def _is_bounded(self) -> bool:
+        """True if a chat cannot be longer than the context."""
         return self.overflow == "error" or not self.engine.policy.slack
 
     def _end(self, job: Job, request: Request, reply: Reply, finish: str, counts: dict[str, Any]) -> None:
-        """Tells a client that its answer is over, and what is left of the stream."""
+        """Emit the last event: the message, why it ended, and how much of the stream is held."""
         unsaved = self._resumer and self._resumer.unsaved
-        told = {"unsaved": unsaved, "ignored": request.ignored, "remarks": self._remarks}
-        held = _held(self.writer, request.n_share) | {name: each for name, each in told.items() if each}
+        notes = {"unsaved": unsaved, "ignored": request.ignored, "remarks": self._remarks}
+        held = _held(self.writer, request.n_share) | {name: note for name, note in notes.items() if note}
         stop = self.writer.stopped_by
         job.emit("end", message=reply.message, finish=finish, stopped_by=stop, held=held, **counts)
 
 
 def _banned(model: Model, request: Request) -> set[int]:
-    """The tokens that the answer must not have. Raises ApiError for tokens that there are not."""
+    """Return the tokens that the answer must not have. Raises ApiError for tokens not in the vocabulary."""
     for name, tokens in (("stop_token_ids", request.stop_tokens), ("allowed_token_ids", request.allowed)):
         if max(tokens, default=0) >= model.n_vocab:
             raise ApiError(f"{name} must have tokens in 0..{model.n_vocab - 1}", param=name)
@@ -355,20 +359,20 @@ def _banned(model: Model, request: Request) -> set[int]:
 
 
 def _parser(rendering: Rendering, request: ChatRequest, tools: list[dict[str, Any]]) -> Parser | None:
-    """Tells the calls of these tools from a reply; None without tools."""
+    """Return a parser for calls of these tools, or None if there are no tools."""
     holds: Literal["", "call", "or"] = "or" if request.shape and request.shape.kind != "grammar" else ""
     holds = "call" if request.choice.kind == "required" else holds
     return Parser(rendering.format, tools, holds) if tools else None
 
 
 def _offered(request: ChatRequest) -> list[dict[str, Any]]:
-    """The tools in the prompt: all but the deferred, which the model may also call."""
+    """Return the tools in the prompt. Deferred ones are left out; the model may still call them."""
     tools = request.tools if request.choice.kind != "none" else []
     return [tool for tool in tools if "defer_loading" not in tool]
 
 
 def _tokens(model: Model, prompt: str | list[int]) -> np.ndarray:
-    """The tokens i32[n] of a prompt. Raises ApiError for tokens that there are not."""
+    """Return the tokens i32[n] of a prompt. Raises ApiError for tokens not in the vocabulary."""
     if isinstance(prompt, str):
         return model.tokenize(prompt, special=True, start=wants_bos(model, prompt))
     if not prompt or min(prompt) < 0 or max(prompt) >= model.n_vocab:
@@ -377,12 +381,12 @@ def _tokens(model: Model, prompt: str | list[int]) -> np.ndarray:
 
 
 def text_of(model: Model, tokens: list[int]) -> str:
-    """The text of tokens, with markers written out."""
+    """Return the text of tokens, including control tokens."""
     return b"".join(model.piece(token, special=True) for token in tokens).decode("utf-8", "replace")
 
 
 def _too_long(engine: Engine, n: int, why: str | None = None) -> ApiError:
-    """What a request of n tokens gets that does not fit."""
+    """Return the error for a request of n tokens, which does not fit in the context."""
     return ApiError(
         why or f"the request has {n} tokens, and the context is {engine.n_ctx}",
         kind="exceed_context_size_error",
@@ -392,7 +396,7 @@ def _too_long(engine: Engine, n: int, why: str | None = None) -> ApiError:
 
 
 def _held(writer: Writer, n_share: int) -> dict[str, Any]:
-    """What is left of a stream; of its last n_share tokens which share of the rows holds each."""
+    """Return how much of a stream is held, and the share of rows with each of the last n_share tokens."""
     engine = writer.engine
     held: dict[str, Any] = {
         "tokens": engine.n_past,

@@ -18,7 +18,7 @@ from kvtool.llama.joint import JointContext, Part
 from kvtool.llama.model import Model
 from kvtool.policy import Signal
 from kvtool.serve import batching
-from kvtool.serve.batching import Baton, Crew
+from kvtool.serve.batching import ComputeLock, StepBatcher
 from tests.engine.running import LOGITS, ON_CUDA, TOLERANCE, text
 from tests.held import PATIENCE_S, until
 
@@ -36,16 +36,16 @@ def distinct(n, seed):
     return np.random.default_rng(seed).permutation(np.arange(3, 380))[:n].astype(np.int32)
 
 
-def lives(model, policy, tokens, said, *, crew, **settings):
+def lives(model, policy, tokens, said, *, make_batcher, **settings):
     """Return the cells of each stream i32[n], its signals, and the logits of its last tokens.
 
-    Each stream reads all but its last said[i] tokens in one step. crew: a function that makes it.
+    Each stream reads all but its last said[i] tokens in one step. make_batcher: takes the lock.
     """
     n_stream = len(tokens)
     with ExitStack() as stack:
-        baton = Baton()
-        own = crew(baton)
-        stack.callback(own.close)
+        lock = ComputeLock()
+        batcher = make_batcher(lock)
+        stack.callback(batcher.close)
         engines = [
             stack.enter_context(closing(Engine(model, policy, Settings(**(EXACT | settings)))))
             for _ in range(n_stream)
@@ -54,23 +54,23 @@ def lives(model, policy, tokens, said, *, crew, **settings):
 
         def live(i):
             engine, n_read = engines[i], len(tokens[i]) - said[i]
-            baton.take()
+            lock.acquire()
             try:
                 engine.read(tokens[i][:n_read])
-                with own.writing(engine):
+                with batcher.writing(engine):
                     # until all do
-                    baton.give()
+                    lock.release()
                     barrier.wait(PATIENCE_S)
-                    baton.take()
+                    lock.acquire()
                     for at in range(n_read, len(tokens[i])):
-                        own.step(engine, 0)
+                        batcher.step(engine, 0)
                         engine.step(tokens[i][at : at + 1])
                         logits[i].append(engine.context.next_logits.copy())
             except BaseException as error:
                 errors.append(error)
                 raise
             finally:
-                baton.give()
+                lock.release()
 
         threads = [threading.Thread(target=live, args=(i,)) for i in range(n_stream)]
         for thread in threads:
@@ -91,7 +91,7 @@ def lives(model, policy, tokens, said, *, crew, **settings):
         ]
 
 
-class Counting(Crew):
+class Counting(StepBatcher):
     """Notes how many streams each step was for."""
 
     sizes: list[int]
@@ -115,13 +115,13 @@ def same_together(path, name, n=220, said=(90, 60, 90), budget=48, options=(), r
     tokens = [of(n + 10 * i, seed=i) for i in range(len(said))]
     made = []
 
-    def several(baton):
-        made.append(Counting(baton, len(said)))
+    def several(lock):
+        made.append(Counting(lock, len(said)))
         return made[0]
 
     with closing(Model(path)) as model:
-        alone = lives(model, policy, tokens, said, crew=lambda baton: Crew(baton, 1), **settings)
-        together = lives(model, policy, tokens, said, crew=several, **settings)
+        alone = lives(model, policy, tokens, said, make_batcher=lambda lock: StepBatcher(lock, 1), **settings)
+        together = lives(model, policy, tokens, said, make_batcher=several, **settings)
     n_longest = sorted(said)[-2]
     assert made[0].sizes == [sum(n > at for n in said) for at in range(n_longest)]
     for one, other in zip(alone, together, strict=True):
@@ -156,8 +156,10 @@ def test_recurrent_layers_decode_one_after_the_other(tiny_model):
     policy = policies.fit("h2o", 48)
     tokens = [text(100, seed=i) for i in range(2)]
     with closing(Model(tiny_model(arch="lfm2", n_ctx_train=400))) as model:
-        alone = lives(model, policy, tokens, said, crew=lambda baton: Crew(baton, 1))
-        beside = lives(model, policy, tokens, said, crew=lambda baton: Crew(baton, 2, lines.append))
+        alone = lives(model, policy, tokens, said, make_batcher=lambda lock: StepBatcher(lock, 1))
+        beside = lives(
+            model, policy, tokens, said, make_batcher=lambda lock: StepBatcher(lock, 2, lines.append)
+        )
     assert lines == [
         "answers are written one after the other: a model with recurrent layers takes no joint steps"
     ]
@@ -175,7 +177,11 @@ def test_where_there_is_no_memory_for_joint_steps_it_is_said_once(tiny_model, mo
     with closing(Model(tiny_model(n_ctx_train=400))) as model:
         tokens = [text(100, seed=i) for i in range(2)]
         lives(
-            model, policies.fit("h2o", 48), tokens, (40, 40), crew=lambda baton: Crew(baton, 2, lines.append)
+            model,
+            policies.fit("h2o", 48),
+            tokens,
+            (40, 40),
+            make_batcher=lambda lock: StepBatcher(lock, 2, lines.append),
         )
     assert len(tried) == 1
     (line,) = lines
@@ -198,8 +204,8 @@ def test_a_step_that_fails_is_made_up_one_by_one(tiny_model):
     policy, said = policies.fit("h2o", 48), (60, 60)
     tokens = [text(120, seed=i) for i in range(2)]
     with closing(Model(tiny_model(n_ctx_train=400))) as model:
-        alone = lives(model, policy, tokens, said, crew=lambda baton: Crew(baton, 1))
-        beside = lives(model, policy, tokens, said, crew=lambda baton: Broken(baton, 2))
+        alone = lives(model, policy, tokens, said, make_batcher=lambda lock: StepBatcher(lock, 1))
+        beside = lives(model, policy, tokens, said, make_batcher=lambda lock: Broken(lock, 2))
     for one, other in zip(alone, beside, strict=True):
         assert np.array_equal(one[0], other[0])
         assert np.abs(one[3] - other[3]).max() < LOGITS
@@ -242,8 +248,8 @@ def test_nothing_is_decoded_where_one_has_no_room(tiny_model):
         assert np.abs(found - alone.context.logits()).max() < LOGITS
 
 
-def test_others_get_their_turns_beside_a_crew(tiny_model, monkeypatch):
-    monkeypatch.setattr(batching, "TURN_STEPS", 4)
+def test_others_get_their_turns_beside_joint_steps(tiny_model, monkeypatch):
+    monkeypatch.setattr(batching, "SLICE_STEPS", 4)
     seen, is_over = [], threading.Event()
 
     class Crowded(Counting):
@@ -251,28 +257,28 @@ def test_others_get_their_turns_beside_a_crew(tiny_model, monkeypatch):
             if not self.sizes:
                 other.start()
             # a slow thread shall not miss its turn
-            until(lambda: self._baton._waiting)
+            until(lambda: self._lock._waiting)
             return super()._decode_joint(parts)
 
     def take_turns():
         while not is_over.is_set():
-            made[0]._baton.take()
+            made[0]._lock.acquire()
             seen.append(len(made[0].sizes))
-            made[0]._baton.give()
+            made[0]._lock.release()
 
-    def several(baton):
-        made.append(Crowded(baton, 2))
+    def several(lock):
+        made.append(Crowded(lock, 2))
         return made[0]
 
     made, other = [], threading.Thread(target=take_turns)
     with closing(Model(tiny_model(n_ctx_train=400))) as model:
         try:
-            lives(model, policies.fit("h2o", 48), [text(100), text(100, 2)], (50, 50), crew=several)
+            lives(model, policies.fit("h2o", 48), [text(100), text(100, 2)], (50, 50), make_batcher=several)
         finally:
             is_over.set()
         other.join(PATIENCE_S)
     assert not other.is_alive()
-    # the crew's turn is some steps long, and then it is the other's
+    # the slice of the members is some steps long, and then it is the other's
     assert sum(a < b <= a + 6 for a, b in itertools.pairwise(seen)) >= 7
 
 

@@ -15,35 +15,35 @@ from kvtool.serve import queue
 from kvtool.serve.api import anthropic, requests, responses
 from kvtool.serve.api.requests import Defaults
 from kvtool.serve.queue import Job
-from kvtool.serve.slot import Talk
+from kvtool.serve.slot import Slot
 from kvtool.serve.store.chats import ChatStore
 
 
 class Answering:
-    """A talk whose replies a test dictates.
+    """A slot whose replies a test dictates.
 
-    talk: the `Talk`. dictated: texts of the next replies, markers as tokens; without one the model writes.
+    slot: the `Slot`. dictated: texts of the next replies, markers as tokens; without one the model writes.
     prompt: all that the engine had when the last reply was begun, markers written out; prompt_tokens: its
     tokens.
     """
 
-    def __init__(self, talk, defaults):
-        self.talk, self.defaults = talk, defaults
+    def __init__(self, slot, defaults):
+        self.slot, self.defaults = slot, defaults
         self.dictated, self.prompt, self.prompt_tokens = [], "", []
-        self._draw, talk._draw = talk._draw, self._dictate
+        self._start, slot._start = slot._start, self._dictate
 
     def _dictate(self, *args, **how):
-        self._draw(*args, **how)
+        self._start(*args, **how)
         if not self.dictated:
             return
         self.prompt = ""
-        model, sampler = self.talk.model, self.talk.writer.sampler
+        model, sampler = self.slot.model, self.slot.writer.sampler
         end = [next(iter(model.ends))]
         tokens = iter([*model.tokenize(self.dictated.pop(0), special=True).tolist(), *end])
 
         def sample(context):
             if not self.prompt:
-                self.prompt, self.prompt_tokens = self.text, self.talk.writer.tokens.tolist()
+                self.prompt, self.prompt_tokens = self.text, self.slot.writer.tokens.tolist()
             sampler.recent.append(next(tokens))
             return sampler.recent[-1]
 
@@ -65,9 +65,9 @@ class Answering:
 
     async def _answered(self, request):
         job = Job(request, "test")
-        queue.answer(job, self.talk.answer)
+        queue.answer(job, self.slot.answer)
         self.streamed = {}
-        while (end := await job.next_but("read", "reading"))["kind"] == "piece":
+        while (end := await job.next_event("read", "reading"))["kind"] == "piece":
             for delta in end["deltas"]:
                 for name, text in delta.items():
                     if isinstance(text, str):
@@ -79,8 +79,8 @@ class Answering:
     @property
     def text(self):
         """All that the engine has, markers written out."""
-        writer = self.talk.writer
-        pieces = (self.talk.model.piece(token, special=True) for token in writer.tokens.tolist())
+        writer = self.slot.writer
+        pieces = (self.slot.model.piece(token, special=True) for token in writer.tokens.tolist())
         return b"".join(pieces).decode()
 
 
@@ -97,6 +97,6 @@ def answering(model, source, folder, policy="full", budget=64, **defaults):
     with closing(Engine(model, fitted, Settings(n_batch=32, n_threads=1))) as engine:
         chats = ChatStore(folder, 10**9, {})
         template = Template(source, "", "", model.markers)
-        talk = Talk(Writer(engine, Sampler(model)), template, chats, "forget", lambda chat: {"fixed": {}})
+        slot = Slot(Writer(engine, Sampler(model)), template, chats, "forget", lambda chat: {"fixed": {}})
         with closing(chats):
-            yield Answering(talk, Defaults(**defaults))
+            yield Answering(slot, Defaults(**defaults))

@@ -14,7 +14,7 @@ from kvtool.config.run import WriteOptions
 from kvtool.serve.api.requests import Defaults
 from kvtool.serve.http import app
 from kvtool.serve.http.app import Site
-from kvtool.serve.queue import Waiting
+from kvtool.serve.queue import JobQueue
 from tests.held import PATIENCE_S
 
 
@@ -61,7 +61,7 @@ def here(model, **options):
     """Serves a model, greedily unless a request says otherwise. options: fields of `WriteRun`."""
     raw = {"model": str(model), "threads": 1, **options}
     run, generation = WriteOptions.from_values(raw, given=raw), serve._RequestDefaults(temp=0)
-    site = Site("here", run.policy, Waiting(64), Defaults(generation.sampling()))
+    site = Site("here", run.policy, JobQueue(64), Defaults(generation.sampling()))
     opened = partial(serve._opened, site, run, generation, serve._ServeOptions(), None, 2**32)
     ready, slots, failed = threading.Event(), [], []
 
@@ -71,7 +71,7 @@ def here(model, **options):
                 serve._tell(site, made)
                 slots.append(made)
                 ready.set()
-                made.run(site.waiting)
+                made.run(site.jobs)
         except BaseException as error:  # noqa: BLE001
             failed.append(error)
             ready.set()
@@ -85,6 +85,6 @@ def here(model, **options):
         server = Here(site, slots[0])
         yield server
     finally:
-        site.waiting.close()
+        site.jobs.close()
         engine.join(PATIENCE_S)
     server.close()

@@ -26,7 +26,7 @@ from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.serve.api import requests
 from kvtool.serve.api.requests import Defaults
-from kvtool.serve.slot import Talk
+from kvtool.serve.slot import Slot
 from kvtool.serve.store.chats import ChatStore
 
 CALLS = ("replace", "link", "unlink", "fsync")
@@ -49,7 +49,7 @@ class Server:
         engine = Engine(model, policies.fit(policy, 64, 16, params), settings)
         writer = Writer(engine, Sampler(model))
         # so few bytes that some snapshots are deleted
-        self.talk = Talk(
+        self.slot = Slot(
             writer,
             template_of(model),
             ChatStore(folder, 600_000, {}),
@@ -62,7 +62,7 @@ class Server:
         """Return (reply, cached tokens, tokens of the chat now)."""
         events = []
         body = {"messages": messages, "max_tokens": 8, "temperature": 0}
-        self.talk.answer(
+        self.slot.answer(
             SimpleNamespace(
                 request=requests.chat(body, Defaults()),
                 is_cancelled=False,
@@ -148,7 +148,7 @@ def go_on(model, policy, folder, finished):
 
     def work(write):
         server = Server(model, policy, folder)
-        chats = server.talk.chats
+        chats = server.slot.chats
         load = chats.load
 
         def whole(snapshot):

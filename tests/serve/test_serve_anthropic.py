@@ -14,7 +14,7 @@ from kvtool.serve.api.tools import check_tools
 from kvtool.serve.http import app
 from kvtool.serve.http.app import Site
 from kvtool.serve.http.gate import Limits
-from kvtool.serve.queue import Waiting
+from kvtool.serve.queue import JobQueue
 from tests.serve.crowd_serve import said
 from tests.serve.test_serve_messages import events_of
 
@@ -212,7 +212,7 @@ def send(path, body=None, *, method="POST", headers=(), **site):
     """(status, body) of an answer without an engine."""
 
     async def asked():
-        own = app.make(Site("m", "h2o", **{"waiting": Waiting(0)} | site))
+        own = app.make(Site("m", "h2o", **{"jobs": JobQueue(0)} | site))
         own = httpx.ASGITransport(own, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=own, base_url="http://localhost") as client:
             return await client.request(method, path, json=body, headers=dict(headers))
@@ -280,7 +280,7 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
             await asyncio.sleep(0.03)
 
     async def engine(waiting, *, fails):
-        job = await asyncio.to_thread(waiting.take)
+        job = await asyncio.to_thread(waiting.get)
         await a_while()
         job.counts = counts
         await a_while()
@@ -295,7 +295,7 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
             job.emit("end", message={}, n_written=7, **end, **counts)
 
     async def streamed(fails):
-        waiting = Waiting(1)
+        waiting = JobQueue(1)
         own = httpx.ASGITransport(app.make(Site("m", "h2o", waiting, props={})))
         async with httpx.AsyncClient(transport=own, base_url="http://localhost") as client:
             body = ASKED | {"stream": True, "system": [text("Be.")]}
@@ -339,7 +339,7 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
 
 def test_embeddings_are_refused_with_the_reason():
     async def asked():
-        own = httpx.ASGITransport(app.make(Site("m", "h2o", Waiting(1), props={})))
+        own = httpx.ASGITransport(app.make(Site("m", "h2o", JobQueue(1), props={})))
         async with httpx.AsyncClient(transport=own, base_url="http://localhost") as client:
             return await client.post("/v1/embeddings", json={"input": "x"})
 

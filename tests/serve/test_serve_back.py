@@ -162,7 +162,7 @@ def test_what_was_read_for_a_client_that_has_gone_is_not_read_again(talker, tmp_
     gone.emit = emit
     with closing(Model(talker)) as model:
         server = Server(model, "recall", tmp_path)
-        server.talk.answer(gone)
+        server.slot.answer(gone)
         assert 256 <= server.ask(body["messages"])[1] < 512
 
 

@@ -157,7 +157,7 @@ def test_the_prompt_ends_in_the_beginning_of_the_reply(model, tmp_path, source, 
         assert ask.prompt.endswith(f"Hi.<|im_end|>\n{ends}")
         assert ask.text.endswith("it is.") or "<think>" in begun
         assert end["message"].get("content", "") + end["message"].get("reasoning_content", "") == " it is."
-        tokens = ask.talk.writer.tokens.tolist()
+        tokens = ask.slot.writer.tokens.tolist()
         n_ends = sum(model.piece(token, special=True) == b"<|im_end|>" for token in tokens)
         assert n_ends == 1
 
@@ -201,7 +201,7 @@ def test_the_chat_has_the_whole_reply_and_goes_on_from_the_cache(model, tmp_path
         first = ask([HI, BEGUN], " is 42.")
         assert first["message"] == said("assistant", " is 42.")
         n = first["n_prompt"] + first["n_written"]
-        assert n == len(ask.talk.writer.tokens)
+        assert n == len(ask.slot.writer.tokens)
         whole = [HI, said("assistant", "The answer is 42.")]
         again = ask([*whole, said("user", "Why?")], f"{'</think>' if thought else ''}So.")
         assert again["n_cached"] == n

@@ -10,7 +10,7 @@ import pytest
 
 from kvtool.chats import session
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.queue import Job, Waiting
+from kvtool.serve.queue import Job, JobQueue
 from kvtool.serve.store.chats import ChatStore, lock_folder
 from kvtool.system.files import locked
 from tests import tiny
@@ -142,7 +142,7 @@ def test_an_answer_that_nobody_reads_ends(url):
 
 def test_no_more_wait_than_may():
     async def fill():
-        waiting = Waiting(2)
+        waiting = JobQueue(2)
         jobs = [Job(None, f"{n}") for n in range(4)]
         for job in jobs[:2]:
             waiting.put(job)

@@ -88,8 +88,8 @@ def test_a_prompt_is_read_on_where_a_client_has_left_it(sliding, tmp_path):
     gone.emit = emit
     with closing(Model(sliding)) as model:
         server = Server(model, "recall", tmp_path / "chats")
-        server.talk.chats.most_bytes = 10**9
-        server.talk.answer(gone)
+        server.slot.chats.most_bytes = 10**9
+        server.slot.answer(gone)
         reply, n_cached, _ = server.ask(body["messages"])
         assert 512 <= n_cached < 1000
         other = [said("user", body["messages"][0]["content"] + "!")]
@@ -106,5 +106,5 @@ def test_another_prompt_begins_anew_where_a_client_has_left_one(sliding, tmp_pat
     gone.emit = lambda kind, n_read, **_: setattr(gone, "is_cancelled", n_read >= 512)
     with closing(Model(sliding)) as model:
         server = Server(model, "recall", tmp_path / "chats")
-        server.talk.answer(gone)
+        server.slot.answer(gone)
         assert server.ask([said("user", "But " + text)])[1] == 0

@@ -15,7 +15,7 @@ import pytest
 from kvtool.serve.http import app
 from kvtool.serve.http.app import Site
 from kvtool.serve.http.gate import Limits
-from kvtool.serve.queue import Waiting
+from kvtool.serve.queue import JobQueue
 from tests.cli.called import called
 from tests.serve.crowd_serve import said
 
@@ -25,12 +25,12 @@ OBSIDIAN = "app://obsidian.md"
 
 def send(path, method="GET", *, content=None, headers=(), engine=None, **site):
     """The answer to a request. engine: called with the job, once there is one."""
-    waiting = Waiting(1)
+    waiting = JobQueue(1)
     own = app.make(Site("m", "h2o", waiting, **{"props": {}} | site))
 
     async def answering():
         if engine:
-            engine(await asyncio.to_thread(waiting.take))
+            engine(await asyncio.to_thread(waiting.get))
 
     async def asked():
         way = httpx.ASGITransport(own, raise_app_exceptions=False, client=("10.0.0.7", 5))
@@ -206,11 +206,11 @@ def test_each_request_is_a_line_in_the_log():
 
 
 def test_the_log_says_that_a_client_has_gone():
-    lines, waiting = [], Waiting(1)
+    lines, waiting = [], JobQueue(1)
     own = app.make(Site("m", "h2o", waiting, props={}, log=lines.append))
 
     async def answering():
-        job = await asyncio.to_thread(waiting.take)
+        job = await asyncio.to_thread(waiting.get)
         job.emit("piece", deltas=[{"content": "x"}], listed=[])
 
     async def goes():

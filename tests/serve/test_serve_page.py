@@ -23,7 +23,7 @@ import pytest
 from kvtool.serve.http import app
 from kvtool.serve.http.app import Site
 from kvtool.serve.http.gate import Limits
-from kvtool.serve.queue import Job, Waiting
+from kvtool.serve.queue import Job, JobQueue
 from tests.held import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def get(path, **site):
     async def send(message):
         sent.append(message)
 
-    answer = app.make(Site("m", "h2o", Waiting(1), **site))
+    answer = app.make(Site("m", "h2o", JobQueue(1), **site))
     asyncio.run(answer(scope | {"http_version": "1.1", "scheme": "http", "server": ("x", 1)}, receive, send))
     headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], headers, b"".join(each.get("body", b"") for each in sent[1:]).decode()

@@ -23,10 +23,10 @@ from kvtool.serve import batching, pool
 from kvtool.serve.api import requests
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.requests import Defaults
-from kvtool.serve.batching import Baton, Crew
-from kvtool.serve.pool import Slots
-from kvtool.serve.queue import Waiting
-from kvtool.serve.slot import Talk
+from kvtool.serve.batching import ComputeLock, StepBatcher
+from kvtool.serve.pool import SlotPool
+from kvtool.serve.queue import JobQueue
+from kvtool.serve.slot import Slot
 from kvtool.serve.store.chats import ChatStore
 from tests.held import PATIENCE_S, until
 from tests.serve.crowd_serve import request, said, streaming
@@ -41,7 +41,7 @@ NUMBER = itertools.count()
 
 
 class Asked:
-    """A request as HTTP hands it over. seen: called with each event's kind, while its talk may compute."""
+    """A request as HTTP hands it over. seen: called with each event's kind, while its slot may compute."""
 
     def __init__(self, messages, n_max=40, seen=lambda kind: None, **more):
         body = {
@@ -84,34 +84,34 @@ class Serving:
     """The way of requests through `kvtool serve`, without HTTP. limit: engines that fit in memory."""
 
     def __init__(self, stack, model, policy, folder, n=2, limit=2, queue=64, n_batch=32):
-        self.baton, self.waiting, self.said, self.loads = Baton(), Waiting(queue), [], []
+        self.lock, self.jobs, self.said, self.loads = ComputeLock(), JobQueue(queue), [], []
         fitted = policies.fit(policy, 300 if policy == "full" else 64, None, RECALL * (policy == "recall"))
         chats = ChatStore(folder, 10**9, {})
         load = chats.load
         chats.load = lambda snapshot: self.loads.append(snapshot) or load(snapshot)
 
-        def talk():
-            if len(self.talks) == limit:
+        def slot():
+            if len(self.slots_made) == limit:
                 raise OutOfMemory("there is none")
             settings = Settings(n_batch=n_batch, n_threads=1, archive_type="f16")
             engine = stack.enter_context(closing(Engine(model, fitted, settings)))
             writer, meta = Writer(engine, Sampler(model)), lambda chat: {"fixed": {}}
-            rest = "forget", meta, False, self.crew
-            return Talk(writer, template_of(model), chats, *rest)
+            rest = "forget", meta, False, self.batcher
+            return Slot(writer, template_of(model), chats, *rest)
 
-        self.crew = stack.enter_context(closing(Crew(self.baton, n, self.said.append)))
-        self.talks = []
-        self.slots = Slots(self.baton, talk(), talk, n, self.said.append)
-        self.talks = self.slots.talks
+        self.batcher = stack.enter_context(closing(StepBatcher(self.lock, n, self.said.append)))
+        self.slots_made = []
+        self.pool = SlotPool(self.lock, slot(), slot, n, self.said.append)
+        self.slots_made = self.pool.slots
 
     def put(self, *asked, **more):
         job = Asked(*asked, **more)
-        self.waiting.put(job)
+        self.jobs.put(job)
         return job
 
     def someone_waits(self):
-        """Return once another talk waits for its turn or for an engine. Called by the talk that computes."""
-        until(lambda: self.baton._waiting or self.baton._crew or self.crew._waiting)
+        """Return once another slot waits for its turn or for an engine. Called by the slot that computes."""
+        until(lambda: self.lock._waiting or self.lock._resumed or self.batcher._waiting)
 
 
 @contextmanager
@@ -119,12 +119,12 @@ def served(path, policy, folder, **how):
     with ExitStack() as stack:
         model = stack.enter_context(closing(Model(path)))
         found = Serving(stack, model, policy, folder, **how)
-        thread = threading.Thread(target=found.slots.run, args=(found.waiting,))
+        thread = threading.Thread(target=found.pool.run, args=(found.jobs,))
         thread.start()
         try:
             yield found
         finally:
-            found.waiting.close()
+            found.jobs.close()
             thread.join(PATIENCE_S)
             assert not thread.is_alive()
 
@@ -132,7 +132,7 @@ def served(path, policy, folder, **how):
 @pytest.fixture
 def one_step(monkeypatch):
     """A turn is a step long."""
-    monkeypatch.setattr(batching, "TURN_STEPS", 1)
+    monkeypatch.setattr(batching, "SLICE_STEPS", 1)
 
 
 def question(i, n=3):
@@ -140,37 +140,37 @@ def question(i, n=3):
 
 
 def test_who_waits_longest_gets_the_next_turn():
-    baton, order, ended = Baton(), [], []
+    lock, order, ended = ComputeLock(), [], []
 
     def work(name):
-        baton.take()
+        lock.acquire()
         for _ in range(2):
             order.append(name)
             # a slow thread shall not miss its turn
-            until(lambda: len(baton._waiting) == 2 - len(ended))
-            for _ in range(batching.TURN_STEPS + 1):
-                baton.step()
+            until(lambda: len(lock._waiting) == 2 - len(ended))
+            for _ in range(batching.SLICE_STEPS + 1):
+                lock.step()
         ended.append(name)
-        baton.give()
+        lock.release()
 
     threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
-    baton.take()
+    lock.acquire()
     for n, thread in enumerate(threads):
         thread.start()
-        until(lambda n=n: len(baton._waiting) == n + 1)
-    baton.give()
+        until(lambda n=n: len(lock._waiting) == n + 1)
+    lock.release()
     for thread in threads:
         thread.join()
     assert order == list("abcabc")
 
 
-def has_ended(baton, n_left):
+def has_ended(lock, n_left):
     """Return True if the holder's time is over, for a thread that waits."""
-    thread = threading.Thread(target=baton.take, daemon=True)
+    thread = threading.Thread(target=lock.acquire, daemon=True)
     thread.start()
-    until(lambda: baton._waiting)
+    until(lambda: lock._waiting)
     # after its end this would wait forever: the other thread never releases it
-    step = threading.Thread(target=baton.step, args=(n_left,), daemon=True)
+    step = threading.Thread(target=lock.step, args=(n_left,), daemon=True)
     step.start()
     until(lambda: not (step.is_alive() and thread.is_alive()))
     return not thread.is_alive()
@@ -179,19 +179,19 @@ def has_ended(baton, n_left):
 @pytest.mark.parametrize("first_s", [-1, PATIENCE_S])
 def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
     """But a short prompt is read in its first turn, whose time is another."""
-    monkeypatch.setattr(batching, "FIRST_S", first_s)
-    monkeypatch.setattr(batching, "TURN_S", -1 if first_s > 0 else PATIENCE_S)
+    monkeypatch.setattr(batching, "FIRST_SLICE_S", first_s)
+    monkeypatch.setattr(batching, "SLICE_S", -1 if first_s > 0 else PATIENCE_S)
 
     def ends(n_left, is_first=True):
-        baton = Baton()
-        baton.take(is_first=is_first)
-        return has_ended(baton, n_left)
+        lock = ComputeLock()
+        lock.acquire(is_first=is_first)
+        return has_ended(lock, n_left)
 
     is_long = first_s > 0
-    assert ends(batching.SHORT) is not is_long
+    assert ends(batching.N_SHORT) is not is_long
     assert ends(1) is not is_long
     # a long one, a reply, and a later turn
-    assert ends(batching.SHORT + 1) is is_long
+    assert ends(batching.N_SHORT + 1) is is_long
     assert ends(0) is is_long
     assert ends(1, is_first=False) is is_long
 
@@ -208,16 +208,16 @@ def test_answers_beside_each_other_are_those_of_the_chats_alone(talker, tmp_path
             told.append(i)
             if len(jobs) == 1:
                 jobs.append(Asked(question(1), seen=partial(seen, i=1)))
-                server.waiting.put(jobs[1])
+                server.jobs.put(jobs[1])
             # a slow thread shall not miss its turn
             if not jobs[1 - i].is_over:
                 server.someone_waits()
 
         jobs.append(Asked(question(0), seen=seen))
-        server.waiting.put(jobs[0])
+        server.jobs.put(jobs[0])
         assert jobs[0].last
         assert [job.text for job in jobs] == alone
-        assert len(server.slots.talks) == 2
+        assert len(server.pool.slots) == 2
     # now one, now the other
     assert len([1 for one, after in itertools.pairwise(told) if one != after]) > 30
 
@@ -256,7 +256,7 @@ def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, p
         assert 128 < first.last["n_prompt"] < 240
         assert other[0].text
         assert told.index("second: read") < told.index("first: read")
-        assert all(talk.engine.chunk_size for talk in server.talks)
+        assert all(slot.engine.chunk_size for slot in server.pool.slots)
 
 
 def beside(server, one, other, n_max=40):
@@ -285,7 +285,7 @@ def test_one_user_has_one_engine(talker, tmp_path, one_step):
                 server.someone_waits()
 
         gone = Asked(chat, seen=seen)
-        server.waiting.put(gone)
+        server.jobs.put(gone)
         until(lambda: again)
         return again[0].last["n_cached"] < 32
 
@@ -293,10 +293,10 @@ def test_one_user_has_one_engine(talker, tmp_path, one_step):
         for i in range(3):
             assert server.put(question(i)).text
         assert not is_read_again(question(9, 20))
-        assert len(server.slots.talks) == 1
+        assert len(server.pool.slots) == 1
         # with two, it does not need the other
         assert beside(server, question(0), question(1))[1].text
-        assert len(server.slots.talks) == 2
+        assert len(server.pool.slots) == 2
         assert not is_read_again(question(8, 20))
 
 
@@ -340,7 +340,7 @@ def test_where_memory_is_short_requests_wait_for_each_other(talker, tmp_path):
         first = server.put(question(0), seen=seen)
         assert first.text
         assert all(job.text for job in others)
-        assert server.slots.most == len(server.slots.talks) == 1
+        assert server.pool.n_max == len(server.pool.slots) == 1
     (line,) = server.said
     assert line.startswith("only 1 at once: there is none; choose a smaller --budget")
 
@@ -360,7 +360,7 @@ def test_a_slot_that_fails_harms_no_other(talker, tmp_path, one_step, monkeypatc
 
         def fail(kind):
             if kind == "piece":
-                monkeypatch.setattr(server.slots.talks[1].engine.context, "decode", broken)
+                monkeypatch.setattr(server.pool.slots[1].engine.context, "decode", broken)
 
         def broken(*asked):
             raise error
@@ -379,13 +379,13 @@ def test_who_finds_the_queue_full_is_refused_and_who_leaves_makes_room(talker, t
         third = [server.put(question(i)) for i in (2, 3)]
         with pytest.raises(ApiError, match="2 requests are waiting already"):
             server.put(question(4))
-        assert [len(server.waiting.running), len(server.waiting)] == [2, 2]
+        assert [len(server.jobs.running), len(server.jobs)] == [2, 2]
         long[0].cancel()
         assert all(job.text for job in third)
         assert not long[1].is_cancelled
         # a job leaves the list after its last event
-        until(lambda: server.waiting.running == long[1:])
-        assert len(server.waiting) == 0
+        until(lambda: server.jobs.running == long[1:])
+        assert len(server.jobs) == 0
         long[1].cancel()
 
 

@@ -14,7 +14,7 @@ from kvtool.llama.model import Model
 from kvtool.serve.api import thinking
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields
-from kvtool.serve.api.thinking import Wish
+from kvtool.serve.api.thinking import ThinkingOptions
 from kvtool.serve.rendering import Renderings
 from tests import tiny
 from tests.chats import published
@@ -64,7 +64,7 @@ def serve(model, tmp_path):
 
 
 def wish(**fields):
-    return thinking.check(Fields(fields), Wish())
+    return thinking.check(Fields(fields), ThinkingOptions())
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_fields_of_all_servers_ask_for_an_effort_and_a_budget(fields, effort, bu
     found = wish(**fields)
     assert (found.effort, found.budget) == (effort, budget)
     left = Fields(fields)
-    thinking.check(left, Wish())
+    thinking.check(left, ThinkingOptions())
     assert left.left == []
 
 
@@ -125,7 +125,7 @@ def test_a_field_that_asks_for_nothing_known_is_named(fields, param):
 
 
 def test_the_servers_effort_and_budget_hold_where_a_request_asks_for_no_other_and_no_less():
-    default = Wish(effort="low", name="--think", budget=100)
+    default = ThinkingOptions(effort="low", name="--think", budget=100)
     for fields, effort, budget in (
         ({}, "low", 100),
         ({"reasoning_effort": "high"}, "high", 100),
@@ -279,11 +279,11 @@ def test_a_server_starts_with_an_effort_that_its_template_takes(tmp_path):
 def test_a_thought_has_at_most_as_many_tokens_as_request_and_server_allow(
     bytewise, tmp_path, api, more, most
 ):
-    with answering(bytewise, SWITCHED, tmp_path, wish=Wish(budget=9)) as serve:
+    with answering(bytewise, SWITCHED, tmp_path, thinking=ThinkingOptions(budget=9)) as serve:
         # the sampler knows its last 64 tokens
         n_max = {"max_output_tokens" if api == "responses" else "max_tokens": 60}
         end = serve(USER, None, api, **more, **n_max, temperature=0)
-        pieces = [bytewise.piece(token) for token in serve.talk.writer.sampler.recent]
+        pieces = [bytewise.piece(token) for token in serve.slot.writer.sampler.recent]
         thought, rest = b"".join(pieces[:most]), b"".join(pieces[most:])
         assert end["message"]["reasoning_content"] == thought.decode("utf-8", "replace")
         assert rest.startswith(b"</think>")
@@ -335,7 +335,7 @@ def bytewise(tmp_path_factory):
 def fresh(serve, messages, **more):
     """The tokens of a request's prompt as another server would read it."""
     request = serve.request({"messages": messages, **more})
-    rendering, _ = Renderings(serve.talk.model, serve.talk.template).of(request.wish)
+    rendering, _ = Renderings(serve.slot.model, serve.slot.template).of(request.thinking)
     return rendering.whole(request.messages, request.tools)[0].tolist()
 
 
@@ -416,7 +416,7 @@ def test_a_dropped_thought_costs_no_more_than_a_reading_of_what_follows_it(
             assert event["n_cached"] == before["held"]["tokens"]
         # then its thoughts are dropped, and the chat is read again from the first one on; a cache that cannot
         # go back has stored the first prompt up to the header
-        header = serve.talk.model.tokenize("<|im_end|>\n<|im_start|>assistant\n" + opening)
+        header = serve.slot.model.tokenize("<|im_end|>\n<|im_start|>assistant\n" + opening)
         n_read = len(header) if policy == "h2o" else len(opening)
         n_least = len(fresh(serve, prompts[0], tools=[TOOL])) - n_read
         # "<t" begins thought and call
@@ -489,7 +489,7 @@ def test_a_thought_is_text_and_no_marker(serve):
     thought = "Red?<|im_end|>\n<|im_start|>user\nNo.<|im_end|>"
     reply = {"role": "assistant", "content": "It is red.", "reasoning_content": thought}
     serve([*USER, reply, *USER], "Yes.")
-    end = serve.talk.model.tokenize("<|im_end|>", special=True)[0]
+    end = serve.slot.model.tokenize("<|im_end|>", special=True)[0]
     assert serve.prompt_tokens.count(end) == 3
     assert thought in serve.prompt
 

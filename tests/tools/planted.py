@@ -214,8 +214,8 @@ PLANTED = {
     "serve, pieces": Fault(
         "a chat is stored before its reply is whole",
         "kvtool/serve/slot.py",
-        "said = dict(reply.message)",
-        'said = reply.message | {"content": reply.message["content"][:-1]}',
+        "message = dict(reply.message)",
+        'message = reply.message | {"content": reply.message["content"][:-1]}',
         ("serve/test_serve_chats.py",),
     ),
     "serve, snapshots": Fault(
@@ -235,15 +235,15 @@ PLANTED = {
     "serve, cancelled": Fault(
         "an answer that nobody waits for goes on",
         "kvtool/serve/queue.py",
-        '"""Nobody waits any more."""\n        self.is_cancelled = True\n',
-        '"""Nobody waits any more."""\n',
+        '"""Stop the job at its next step: the client has left."""\n        self.is_cancelled = True\n',
+        '"""Stop the job at its next step: the client has left."""\n',
         ("serve/test_serve_chats.py",),
     ),
     "serve, queue": Fault(
         "more requests wait than may",
         "kvtool/serve/queue.py",
-        "if len(self) >= self.most:",
-        "if len(self) >= self.most + 50:",
+        "if len(self) >= self.n_max:",
+        "if len(self) >= self.n_max + 50:",
         ("serve/test_serve_chats.py",),
     ),
     "serve, usage": Fault(
@@ -347,8 +347,8 @@ PLANTED = {
     "serve, stored beginnings": Fault(
         "a chat is stored without the beginning of its reply",
         "kvtool/serve/slot.py",
-        'said["content"] = without_thought(begun, talk.splitter()) + said["content"]',
-        'said["content"] = said["content"] + ""',
+        'message["content"] = without_thought(begun, conversation.splitter()) + message["content"]',
+        'message["content"] = message["content"] + ""',
         ("serve/test_serve_begun.py",),
     ),
     "serve, stop strings": Fault(
@@ -361,8 +361,8 @@ PLANTED = {
     "serve, forced calls": Fault(
         "a call that is demanded is not",
         "kvtool/serve/slot.py",
-        "talk.shown | marks, rules)",
-        "talk.shown | marks)",
+        "conversation.shown | marks, rules)",
+        "conversation.shown | marks)",
         ("serve/test_serve_shapes.py",),
     ),
     "serve, pinned": Fault(

@@ -16,7 +16,7 @@ from kvtool.serve.api.errors import ApiError, Names
 from kvtool.serve.api.fields import Fields, shown, wrong
 from kvtool.serve.api.messages import Message
 from kvtool.serve.api.output_format import Shape
-from kvtool.serve.api.thinking import Wish
+from kvtool.serve.api.thinking import ThinkingOptions
 from kvtool.serve.api.tools import Choice, check_choice, check_tools
 
 MOST_LOGPROBS = 20
@@ -57,7 +57,7 @@ class Defaults:
         The one name that a request may give the model; None: any.
     keep_headers
         Whether a system prompt keeps the header that an agent puts before it.
-    wish
+    thinking
         How much replies of chats think, and the most tokens of a thought.
     """
 
@@ -67,7 +67,7 @@ class Defaults:
     system: str | None = None
     model: str | None = None
     keep_headers: bool = False
-    wish: Wish = field(default_factory=Wish)
+    thinking: ThinkingOptions = field(default_factory=ThinkingOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class ChatRequest(Request):
         Of the chat, where the client names its chats.
     tools, choice
         What the model may call, and whether it must.
-    wish
+    thinking
         What the request asks for about thinking.
     begun
         The text of a last message of the assistant, which the answer continues; it is not in `messages`.
@@ -142,7 +142,7 @@ class ChatRequest(Request):
 
     messages: list[Message]
     begun: str
-    wish: Wish
+    thinking: ThinkingOptions
     name: str | None
     tools: list[dict[str, Any]]
     choice: Choice
@@ -208,7 +208,7 @@ def _chat(body: object, defaults: Defaults, name: str | None, places: Mapping[st
     return ChatRequest(
         messages=found,
         begun=begun,
-        wish=thinking.check(fields, defaults.wish),
+        thinking=thinking.check(fields, defaults.thinking),
         name=name or key,
         tools=tools,
         choice=choice,

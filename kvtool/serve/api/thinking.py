@@ -21,8 +21,8 @@ _MOST = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """The wish of one request.
+class ThinkingOptions:
+    """Options of one request.
 
     Attributes
     ----------
@@ -45,7 +45,7 @@ class Wish:
     budget: int | None = None
 
 
-def check(fields: Fields, default: Wish) -> Wish:
+def check(fields: Fields, default: ThinkingOptions) -> ThinkingOptions:
     """Take the fields about thinking out of a request. Raises ApiError.
 
     default: the server's. Its effort is the default, and its budget is the largest.
@@ -65,7 +65,7 @@ def check(fields: Fields, default: Wish) -> Wish:
     limits = [each for each in (budget, default.budget) if each is not None and each >= 0]
     if effort is None:
         effort, where = default.effort, default.name
-    return Wish(variables, effort, where, is_needed, min(limits, default=None))
+    return ThinkingOptions(variables, effort, where, is_needed, min(limits, default=None))
 
 
 def _effort(fields: Fields) -> tuple[str | None, str, bool, int | None]:
@@ -134,25 +134,27 @@ def _level(value: Any, name: str) -> str | None:
     return level
 
 
-def template_for(template: Template, efforts: Efforts, wish: Wish) -> tuple[Template, list[str]]:
-    """Return the template under the variables for a wish, and a remark on each part that it does not take.
+def template_for(
+    template: Template, efforts: Efforts, options: ThinkingOptions
+) -> tuple[Template, list[str]]:
+    """Return the template with the variables for these options, and a remark on each option that it lacks.
 
     template: without variables. Raises ApiError for an effort that is needed, or variables under which the
     template renders no chat.
     """
     remarks: list[str] = []
     variables: dict[str, Any] = {}
-    if wish.effort is not None or (wish.budget is not None and efforts.takes_budget):
-        variables, why = efforts.variables(wish.effort or ON, wish.budget)
-        if why and wish.is_needed:
-            message = f"{wish.name}: the model's chat template {why.partition(';')[0]}"
-            raise ApiError(message, param=wish.name, code="unsupported_parameter")
+    if options.effort is not None or (options.budget is not None and efforts.takes_budget):
+        variables, why = efforts.variables(options.effort or ON, options.budget)
+        if why and options.is_needed:
+            message = f"{options.name}: the model's chat template {why.partition(';')[0]}"
+            raise ApiError(message, param=options.name, code="unsupported_parameter")
         if why:
-            remarks.append(f"{wish.name}: the model's chat template {why}")
-    for name in wish.variables.keys() - template.reads:
+            remarks.append(f"{options.name}: the model's chat template {why}")
+    for name in options.variables.keys() - template.reads:
         remarks.append(f"chat_template_kwargs.{shown(name)}: the model's chat template does not read it")
-    found = template.under({**variables, **wish.variables})
-    if wish.variables:
+    found = template.under({**variables, **options.variables})
+    if options.variables:
         try:
             found.reply_start()
         except ModelError as error:

@@ -28,7 +28,7 @@ from kvtool.serve.http import gate, metrics, page
 from kvtool.serve.http.access import Access
 from kvtool.serve.http.gate import Limits
 from kvtool.serve.http.metrics import Counts
-from kvtool.serve.queue import Job, Waiting
+from kvtool.serve.queue import Job, JobQueue
 
 _T = TypeVar("_T")
 
@@ -55,8 +55,8 @@ class Site:
     ----------
     model, policy
         Their names.
-    waiting
-        The engine's queue.
+    jobs
+        Queue of the requests.
     props
         What is known of the engine once it is ready; None before.
     has_metrics, counts
@@ -72,7 +72,7 @@ class Site:
 
     model: str
     policy: str
-    waiting: Waiting
+    jobs: JobQueue
     defaults: Defaults = field(default_factory=Defaults)
     limits: Limits = field(default_factory=Limits)
     props: dict[str, Any] | None = None
@@ -214,7 +214,7 @@ def _chat_request(
 
 async def _answer(site: Site, http: HttpRequest, request: Request, bodies: AnyBodies) -> Response:
     job = http.state.job = Job(request, gate.client(http))
-    site.waiting.put(job)
+    site.jobs.put(job)
     try:
         if request.stream:
             # an early error gets its HTTP status
@@ -236,7 +236,7 @@ def _unsaid(request: Request) -> tuple[str, ...]:
 async def _soon(job: Job, unsaid: tuple[str, ...]) -> Body | None:
     """The first event, or None if it takes longer than a client should wait without a word."""
     try:
-        return await asyncio.wait_for(job.next_but(*unsaid), PING_S)
+        return await asyncio.wait_for(job.next_event(*unsaid), PING_S)
     except asyncio.TimeoutError:
         return None
 
@@ -257,16 +257,16 @@ class _Streamed(StreamingResponse):
 
 
 async def _whole(site: Site, job: Job, request: Request, bodies: AnyBodies) -> Response:
-    listed: list[Body] = []
+    logprobs: list[Body] = []
     while True:
-        event = await job.next_but("reading")
+        event = await job.next_event("reading")
         if event["kind"] == "error":
             raise event["error"]
-        listed += event.get("listed", [])
+        logprobs += event.get("logprobs", [])
         if event["kind"] == "end":
             job.end = event
             site.counts.add(event)
-            return JSONResponse(bodies.whole(None if request.logprobs is None else listed, event))
+            return JSONResponse(bodies.whole(None if request.logprobs is None else logprobs, event))
 
 
 async def _stream(
@@ -274,19 +274,19 @@ async def _stream(
 ) -> AsyncIterator[str]:
     lines = bodies.first()
     # log-probabilities of tokens without text
-    listed: list[Body] = []
+    logprobs: list[Body] = []
     event, said_at = first or {"kind": "read"}, time.monotonic()
     try:
         while True:
             lines += bodies.begun(job.counts)
             if event["kind"] == "reading":
                 lines += bodies.progress(job.counts, event)
-            listed += event.get("listed", [])
-            shown = None if request.logprobs is None else listed
+            logprobs += event.get("logprobs", [])
+            shown = None if request.logprobs is None else logprobs
             for delta in event.get("deltas", []):
                 lines += bodies.piece(delta, shown)
-                listed = []
-                shown = None if shown is None else listed
+                logprobs = []
+                shown = None if shown is None else logprobs
             if event["kind"] == "error":
                 lines += bodies.failed(event["error"])
             if event["kind"] == "end":
@@ -314,7 +314,7 @@ async def _stream(
 async def _pings(job: Job, unsaid: tuple[str, ...]) -> AsyncIterator[Body | None]:
     """The next event that a client gets, and None before it whenever it takes long."""
     # one wait for all: events that a client does not get must not put a ping off
-    waited = asyncio.ensure_future(job.next_but(*unsaid))
+    waited = asyncio.ensure_future(job.next_event(*unsaid))
     try:
         while True:
             done, _ = await asyncio.wait({waited}, timeout=PING_S)
@@ -357,8 +357,8 @@ async def _props(site: Site, http: HttpRequest) -> Response:
 
 
 async def _metrics(site: Site, http: HttpRequest) -> Response:
-    waiting, (*_, cache_bytes) = site.waiting, site.caches()
-    text = metrics.text(site.counts, len(waiting.running), len(waiting), site.stored(), cache_bytes)
+    jobs, (*_, cache_bytes) = site.jobs, site.caches()
+    text = metrics.text(site.counts, len(jobs.running), len(jobs), site.stored(), cache_bytes)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -15,7 +15,7 @@ import uvicorn
 
 from kvtool.errors import KvtoolError, LibraryError
 from kvtool.serve.http.app import Site, make
-from kvtool.serve.pool import Slots
+from kvtool.serve.pool import SlotPool
 
 _HEADERS = 64 * 2**10
 """The most bytes of a request's head."""
@@ -26,9 +26,9 @@ _GRACE_S = 1
 
 def serve(
     site: Site,
-    opened: Callable[[], AbstractContextManager[Slots]],
+    opened: Callable[[], AbstractContextManager[SlotPool]],
     listening: socket.socket,
-    ready: Callable[[Slots], None],
+    ready: Callable[[SlotPool], None],
 ) -> int:
     """Serves until a signal stops it, and returns which. The engine may still be in a long step then.
 
@@ -54,9 +54,9 @@ def serve(
 
     def work() -> None:
         try:
-            with opened() as slots:
-                ready(slots)
-                slots.run(site.waiting)
+            with opened() as pool:
+                ready(pool)
+                pool.run(site.jobs)
         except BaseException as error:  # noqa: BLE001
             # the main thread says it
             failed.append(error)
@@ -70,7 +70,7 @@ def serve(
         try:
             server.run(sockets=[listening])
         finally:
-            site.waiting.close()
+            site.jobs.close()
             engine.join(_GRACE_S)
     if failed and isinstance(failed[0], KvtoolError):
         raise failed[0]
@@ -103,7 +103,7 @@ class _Server(uvicorn.Server):
                 each.transport.abort()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._site.waiting.close()
+        self._site.jobs.close()
         connections: list[Any] = list(self.server_state.connections)
         for each in connections:
             # their clients take no answer
