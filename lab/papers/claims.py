@@ -362,8 +362,8 @@ def _beside_h2o(results: Path) -> str:
     found: dict[tuple[object, ...], tuple[str, str, int]] = {}
     n_all = 0
     left_out = []
-    for paper, entries in PAPERS.items():
-        names = [name for entry in entries for name in entry.experiments]
+    for paper, experiments in PAPERS.items():
+        names = list(experiments)
         left_out += [name for name in names if EXPERIMENTS[name].unequal]
         names = [name for name in names if not EXPERIMENTS[name].unequal]
         for name, model in [(each, model) for each in names for model in tables.models_of(each)]:

@@ -15,8 +15,6 @@ from kvtool.measure.grid import split_policy
 from lab.papers.lines import Ask, ByText, Line, about, each_of, option_words, shell, typed
 from lab.papers.parts import PARTS, item_scores
 
-_QUARTERS = ("first quarter", "second quarter", "third quarter", "last quarter")
-
 
 @dataclass(frozen=True, slots=True)
 class Compare:
@@ -30,8 +28,6 @@ class Compare:
         Further options.
     model
         The file of the model; empty for kvtool's default.
-    upto
-        Shorter beginnings of the texts whose scores are kept, too.
     types
         Types of keys and values; of all but the first only for `full`.
     minutes
@@ -44,7 +40,6 @@ class Compare:
     max_tokens: int
     more: tuple[str, ...] = ()
     model: str = ""
-    upto: tuple[int, ...] = ()
     types: tuple[str, ...] = ("f16",)
     minutes: int = 0
 
@@ -82,7 +77,7 @@ class Compare:
             nll = (np.array(record["nll_blocks"]) / counts).tolist()
             if label == "corm" and not has_all:
                 label = "corm, capped"
-            line = {
+            yield {
                 "label": typed(label, record["type_k"]),
                 "budget": None if has_all else str(record["budget"]),
                 "of": record["text"],
@@ -96,11 +91,6 @@ class Compare:
                 "bytes": [record["kv_bytes"], record["archive_bytes"]],
                 **about(record),
             }
-            yield line
-            for tokens in self.upto:
-                n = int((counts.cumsum() <= tokens).sum())
-                scores, weights = {"nll": nll[:n]}, {"nll": line["weights"]["nll"][:n]}
-                yield line | {"tokens": tokens, "scores": scores, "weights": weights, "seconds": 0}
 
     def _places(self, label: str) -> set[tuple[str, str | None]]:
         """What a policy's runs on a text are kept as."""
@@ -130,8 +120,6 @@ class Eval:
         Further options.
     limit
         The first items of all; 0 for all.
-    example
-        The item whose outputs are kept; none if empty.
     model
         The file of the model; empty for kvtool's default.
     named
@@ -147,16 +135,14 @@ class Eval:
     more: tuple[str, ...] = ()
     limit: int = 0
     model: str = ""
-    example: str = ""
     named: str = ""
     minutes: int = 0
 
     def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
-        """A command for each policy and budget of which items are missing, or what was written of one."""
+        """A command for each policy and budget of which items are missing."""
         there = defaultdict(int)
         for line in kept:
-            if not self.example or "output" in line:
-                there[line["label"], line["budget"]] += len(line["items"])
+            there[line["label"], line["budget"]] += len(line["items"])
         for label, budget in self._runs():
             if there[self.named or label, budget] < max(self.limit, 1):
                 yield Ask(self._command(label, budget), name)
@@ -192,14 +178,8 @@ class Eval:
                 "items": [record["id"] for record in items],
                 "cells": [record.get("asked_cells", record.get("budget_cells")) for record in items],
                 "scores": {name: [scores.get(name) for scores in scored] for name in names},
-                **self._example(items),
                 **about(*items),
             }
-
-    def _example(self, items: Sequence[records.Record]) -> Line:
-        """What was written of the item whose outputs are kept, and its place among the items."""
-        found = [(i, record) for i, record in enumerate(items) if record["id"] == self.example]
-        return {"example": found[0][0], "output": found[0][1]["output"]} if found else {}
 
     def _runs(self) -> Iterator[tuple[str, str | None]]:
         for label in self.policies:
@@ -214,53 +194,6 @@ class Eval:
         size = ["--budget", budget] if budget else []
         limit = ["--limit", str(self.limit)] if self.limit else []
         return ("eval", self.task, *self.files, "--policy", *option_words(label), *size, *self.more, *limit)
-
-
-@dataclass(frozen=True, slots=True)
-class Inspect:
-    """A `kvtool inspect` for each file and policy. Its score is the share of rows that hold a token."""
-
-    files: tuple[str, ...]
-    policies: tuple[str, ...]
-    budget: str
-    max_tokens: int
-    model: str = ""
-    minutes: int = 0
-
-    def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
-        there = {(line["of"], line["label"]) for line in kept}
-        for file in self.files:
-            for label in self.policies:
-                if (Path(file).name, label) not in there:
-                    yield Ask(self._command(file, label), name)
-
-    def commands(self) -> Iterator[tuple[str, ...]]:
-        for file in self.files:
-            for label in self.policies:
-                yield self._command(file, label)
-
-    def shown(self) -> str:
-        size = f"--budget {self.budget} --max-tokens {self.max_tokens}"
-        chosen = ", ".join(" ".join(option_words(label)) for label in self.policies)
-        command = shell(("inspect", "FILE", "--policy", "POLICY", *size.split()), self.model)
-        return f"{command} --plot POLICY.png\n    # POLICY: {chosen}"
-
-    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
-        for record in found:
-            shares = np.array(record["share"])
-            for part, of_part in zip(_QUARTERS, np.array_split(shares, len(_QUARTERS)), strict=True):
-                yield {
-                    "label": _label(self.policies, record),
-                    "budget": str(record["budget"]),
-                    "of": record["file"],
-                    "part": part,
-                    "scores": {"held": [of_part.mean()]},
-                    **about(record, lines=len(_QUARTERS)),
-                }
-
-    def _command(self, file: str, label: str) -> tuple[str, ...]:
-        size = ("--budget", self.budget, "--max-tokens", str(self.max_tokens))
-        return ("inspect", file, "--policy", *option_words(label), *size, "--json")
 
 
 @dataclass(frozen=True, slots=True)

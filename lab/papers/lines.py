@@ -9,6 +9,7 @@ from typing import Any
 
 from kvtool.measure import records
 from kvtool.measure.grid import split_policy
+from lab.papers.texts import listed
 
 Line = dict[str, Any]
 """A line of lab/papers/records: one policy with one budget on one file.
@@ -88,8 +89,8 @@ def shell(command: Sequence[str], model: str = "") -> str:
 
 
 def each_of(files: Sequence[str]) -> str:
-    """The line below a command that stands for one of each text."""
-    return f"\n    # FILE: {', '.join(Path(file).name for file in files)}"
+    """The comment below a command that is run for each of these texts."""
+    return f"\n    # FILE: {listed(tuple(files))}"
 
 
 def typed(label: str, type_k: str) -> str:

@@ -15,9 +15,9 @@ import numpy as np
 from kvtool.measure import records
 from lab.benchmarks.common import make_parser, note
 from lab.papers import tables
-from lab.papers.experiments import which
 from lab.papers.experiments.ruler import COUNTED, ROWS
 from lab.papers.tables import LABORATORY, ROOT
+from lab.papers.texts import FOUR_KINDS
 
 _STYLES = {
     "full": ("black", "s"),
@@ -36,27 +36,10 @@ _STYLES = {
     "knorm": ("tab:brown", "d"),
 }
 
+_KINDS = {Path(file).name: kind for kind, files in FOUR_KINDS.items() for file in files}
+
 _APART = 1.2
 """By how much two sizes differ so that both are written under an axis."""
-
-
-def curve(path: Path) -> None:
-    """WeightedKV's Figure 4: the mean log-perplexity up to each token of a book, with and without merging."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.5), dpi=110, layout="constrained")
-    axes = figure.subplots()
-    words = {"weightedkv": "values merge (WeightedKV)", "weightedkv:merge=false": "the same tokens, evicted"}
-    for line in tables.kept(["curve"]):
-        counts, nll = np.array(line["weights"]["nll"]), np.array(line["scores"]["nll"])
-        n = counts.cumsum()
-        axes.plot(
-            n, (nll * counts).cumsum() / n, label=f"{words[line['label']]}, {line['budget']} tokens kept"
-        )
-    axes.set_xlabel("tokens read")
-    axes.set_ylabel("nats a token, the mean so far")
-    axes.legend(frameon=False)
-    figure.savefig(path)
 
 
 def _points(
@@ -73,7 +56,7 @@ def _points(
         above = 100 * (np.exp(_mean(line) - full[line["of"]]) - 1)
         if line["label"] != "full":
             size = sum(line["bytes"][: 1 + host]) / 2**20
-            sums[which.KINDS[line["of"]], name, line["budget"] or type_k].append((size, above))
+            sums[_KINDS[line["of"]], name, line["budget"] or type_k].append((size, above))
     found: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for (kind, name, _), values in sorted(sums.items()):
         size, above = np.mean(values, axis=0).tolist()
@@ -173,15 +156,8 @@ def _ticks(axes: Any, sizes: Sequence[float]) -> None:
 
 
 PICTURES: dict[str, Callable[[], None]] = {
-    "curve": lambda: curve(LABORATORY / "weightedkv-figure-4.png"),
     "smollm2": lambda: quality(
         ROOT / "docs" / "which-smollm2.png", "which-texts", "SmolLM2-135M, 3,072 tokens"
-    ),
-    "qwen-0.5b": lambda: quality(
-        LABORATORY / "which-qwen-0.5b.png", "which-texts-0.5b", "Qwen2.5-Coder-0.5B, 2,048 tokens"
-    ),
-    "qwen-1.5b": lambda: quality(
-        LABORATORY / "which-qwen-1.5b.png", "which-texts-1.5b", "Qwen2.5-Coder-1.5B, 2,048 tokens"
     ),
     "ruler": lambda: ruler(LABORATORY / "ruler.png", "ruler", "RULER, Qwen2.5-Coder-1.5B, 4,096 tokens"),
 }

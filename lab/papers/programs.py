@@ -16,36 +16,6 @@ from lab.papers.ruler import rows
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen(ByText):
-    """A `papers.chosen_keys` for each text: how near the keys of all tokens are to those that stay."""
-
-    files: tuple[str, ...]
-    policies: tuple[str, ...]
-    max_tokens: int
-    model: str = ""
-    minutes: int = 0
-
-    def shown(self) -> str:
-        return f"{shell(self._command('FILE'), self.model)} --png chosen.png{each_of(self.files)}"
-
-    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
-        for record in found:
-            for label in self.policies:
-                yield {
-                    "label": label,
-                    "budget": None,
-                    "of": record["file"],
-                    "tokens": record["tokens"],
-                    "scores": {"nearest": [float(np.mean(record["nearest"][label]))]},
-                    **about(record, lines=len(self.policies)),
-                }
-
-    def _command(self, file: str) -> tuple[str, ...]:
-        labels = ",".join(self.policies)
-        return ("lab.papers.chosen_keys", file, "--policies", labels, "--max-tokens", str(self.max_tokens))
-
-
-@dataclass(frozen=True, slots=True)
 class Fading(ByText):
     """A `papers.fading` for each text: what rows predict that keep means, by rule."""
 

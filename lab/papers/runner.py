@@ -9,11 +9,11 @@
 
 `run` writes the documents' tables, too, unless it has a folder of results of its own.
 
-An experiment is a list of `kvtool compare`, `kvtool eval` and `kvtool inspect` commands, which the
-documents show. DATA is a folder with the texts and data sets: lab/papers/README.md has their sources. Some
-runs are of other models than kvtool's default: `--models` is the folder that has them. All results are kept
-in `--work`; lab/papers/records has the part of them that the tables need: scores of items and of blocks of
-tokens, and nothing of the data sets. What is there is not measured again.
+An experiment is a list of commands, mostly `kvtool compare` and `kvtool eval`; the documents show them. DATA
+is a folder with the texts and data sets: lab/papers/README.md has their sources. Some runs need other models
+than kvtool's default: `--models` is the folder with these. `--work` keeps all results; lab/papers/records
+keeps what the tables need, which is scores of items and of blocks of tokens, and no text of a data set.
+Results that are there are not measured again.
 """
 
 from __future__ import annotations
@@ -84,8 +84,6 @@ def run(
                 _python("-m", *words, *own, *more, "--json", str(store))
             elif is_program(ask.command):
                 _script(store, [*words, *own, *more])
-            elif ask.command[0] == "inspect":
-                _inspected(store, ask.command, [*words, *own, *more])
             else:
                 _kvtool(*words, *own, *more, "--records", str(store), "--resume")
             _keep(path, asked.lines(records.read(store)))
@@ -139,16 +137,6 @@ def _python(*arguments: str) -> str:
 
 def _is_setting(name: str) -> bool:
     return name.startswith("KVTOOL_") and name not in ("KVTOOL_CACHE", "KVTOOL_WHEELS")
-
-
-def _inspected(path: Path, command: Sequence[str], arguments: Sequence[str]) -> None:
-    """Run `kvtool inspect`, which keeps no file of records itself, unless it was run before."""
-    if all(record["command"] != list(command) for record in records.read(path)):
-        started = time.monotonic()
-        found = json.loads(_kvtool(*arguments))
-        about = {"command": list(command), "file": Path(command[1]).name, **records.versions()}
-        about["seconds"] = found.get("seconds", time.monotonic() - started)
-        records.append(path, found | about)
 
 
 def _script(path: Path, arguments: Sequence[str]) -> None:

@@ -84,11 +84,18 @@ SCORES = {
     "evicted": Score("Tokens evicted at the end, %, the mean over rows", **_PERCENT),
     "ms": Score("CPU time of a token, ms", lower=True, digits=2),
     "nearest": Score("Similarity to the nearest key that stays", digits=4, words=_MORE),
-    "share": Score("Share of a query's keys that are important to it, %", words=_MORE, **_PERCENT),
-    "attention": Score(
-        "Important keys that a query shares with another, % of those of either", words=_MORE, **_PERCENT
+    "share": Score(
+        "Share of a query's keys that are important to it, %", "important keys", words=_MORE, **_PERCENT
     ),
-    "queries": Score("Most similar earlier query that near, %", words=_MORE, **_PERCENT),
+    "attention": Score(
+        "Important keys that a query shares with another, % of those of either",
+        "shared keys",
+        words=_MORE,
+        **_PERCENT,
+    ),
+    "queries": Score(
+        "Queries whose most similar earlier query is that near, %", "near queries", words=_MORE, **_PERCENT
+    ),
     "values": Score("Singular values that carry 90 % of the squares, % of all", words=_MORE, **_PERCENT),
     "held": Score("Share of the rows that hold a token at the end, %", words=_MORE, **_PERCENT),
 }

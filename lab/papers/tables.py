@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import textwrap
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,11 @@ import numpy as np
 
 from kvtool.measure import records
 from lab.papers.experiments import EXPERIMENTS, RUNS
-from lab.papers.experiments.kinds import LARGE, SMALL, UNGROUPED, Examples, Experiment, Place, Table
-from lab.papers.lines import VERSIONS, Line
+from lab.papers.experiments.kinds import LARGE, SMALL, UNGROUPED, Experiment, Place, Run, Table
+from lab.papers.lines import Line
 from lab.papers.places import is_about, is_pooled, samples
 from lab.papers.samples import SCORES, Sample
-from lab.papers.verdicts import compared, listed, size, verdict
+from lab.papers.verdicts import compared, size
 
 LABORATORY = Path(__file__).parent
 ROOT = LABORATORY.parents[1]
@@ -70,20 +69,26 @@ def _of_model(
     lines = kept(runs, results)
     asked = [replace(RUNS[run], model=_model(run, results)) if others else RUNS[run] for run in runs]
     if experiment.commands:
-        yield "\n".join(f"    {line}" for run in asked for line in run.shown().splitlines())
+        yield "\n".join(f"    {line}" for line in _commands(asked))
     if not lines:
         yield "Not measured yet."
         return
     for table in experiment.tables:
         places = samples(lines, table)
         if places:
-            yield "\n".join(_drawn(places, table, only))
-            if told := _told(places, table, experiment.model):
-                yield told
-    if experiment.examples:
-        yield from _examples(lines, experiment.examples)
+            yield "\n".join(_drawn(places, table, experiment.model, only))
     counted = [line for line in lines if any(is_about(table, line) for table in experiment.tables)]
-    yield _of_what(counted or lines)
+    if sizes := _sizes(counted or lines):
+        yield sizes
+
+
+def _commands(runs: Sequence[Run]) -> Iterator[str]:
+    """The commands of runs. Successive commands with the same comments have them once, after the last."""
+    shown = [run.shown().split("\n", 1) for run in runs]
+    for (command, *comments), following in zip(shown, [*shown[1:], []], strict=True):
+        yield command
+        if comments != following[1:]:
+            yield from "\n".join(comments).splitlines()
 
 
 def _model(run: str, results: Path) -> str:
@@ -91,51 +96,26 @@ def _model(run: str, results: Path) -> str:
     return next((str(line["model"]) for line in kept([run], results)), RUNS[run].model)
 
 
-def _examples(lines: Sequence[Line], shown: Examples) -> Iterator[str]:
-    """What each policy wrote of one item, and its ROUGE scores."""
-    written = {(line["label"], line["budget"]): line for line in lines if "output" in line}
-    for label in shown.rows:
-        for budget in (*shown.budgets, None):
-            if line := written.get((label, budget)):
-                scores = (
-                    f"{100 * line['scores'][name][line['example']]:.1f}"
-                    for name in ("rouge1", "rouge2", "rougeL")
-                )
-                head = f"`{label}`" + f", {budget}" * bool(budget)
-                said = " ".join(line["output"].split())
-                yield f"{head}, ROUGE-1, -2 and -L {', '.join(scores)}:\n\n{fill_lines(said)}"
-                break
-
-
-def fill_lines(text: str) -> str:
-    """A quotation in lines that are not too long."""
-    return textwrap.fill(text, 130, initial_indent="> ", subsequent_indent="> ")
-
-
-def _drawn(places: Mapping[Place, Sample], table: Table, only: bool) -> Iterator[str]:
-    """A table. only: whether it has only columns of which something was measured."""
+def _drawn(places: Mapping[Place, Sample], table: Table, model: str, only: bool) -> Iterator[str]:
+    """A table. model: the paper's model. only: leave out columns of which nothing was measured."""
     signs = compared(places, table)
     asked = dict.fromkeys(column for _, column in ([] if only else [*table.paper]) + [*places])
     if table.by == ("budget",) and not table.budgets:
         asked = dict.fromkeys(sorted(asked, key=size))
-    heads = [column for column in asked if not is_pooled(column, table)]
+    heads = [column for column in asked if not table.only_pooled and not is_pooled(column, table)]
     heads += [column for column in asked if is_pooled(column, table)]
-    there = dict.fromkeys(row for row, _ in [*places, *table.paper])
+    there = dict.fromkeys(row for row, column in [*places, *table.paper] if column in heads)
     rows = [row for row in table.rows or there if row in there]
     cells = {(row, column): _shown(places, table, (row, column), signs) for row in rows for column in heads}
-    yield f"{table.title or SCORES[table.score].title}:"
+    has_paper = any(column in heads for _, column in table.paper)
+    brackets = f" (in brackets: the paper's, with {model})" * has_paper
+    yield f"{table.title or SCORES[table.score].title}{brackets}:"
     yield ""
-    if table.transposed:
-        yield f"| | {' | '.join(f'`{row}`' for row in rows)} |"
-        yield "| --- |" + " ---: |" * len(rows)
-        for column in heads:
-            yield f"| {column} | {' | '.join(cells[row, column] for row in rows)} |"
-    else:
-        yield f"| {table.head} | {' | '.join(heads)} |"
-        yield "| --- |" + " ---: |" * len(heads)
-        for row in rows:
-            name = f"`{row}`" if table.head == "policy" else row
-            yield f"| {name} | {' | '.join(cells[row, column] for column in heads)} |"
+    yield f"| {table.head} | {' | '.join(heads)} |"
+    yield "| --- |" + " ---: |" * len(heads)
+    for row in rows:
+        name = f"`{row}`" if table.head == "policy" else row
+        yield f"| {name} | {' | '.join(cells[row, column] for column in heads)} |"
 
 
 def _shown(places: Mapping[Place, Sample], table: Table, place: Place, signs: Mapping[Place, int]) -> str:
@@ -156,34 +136,8 @@ def _shown(places: Mapping[Place, Sample], table: Table, place: Place, signs: Ma
     return " ".join(parts)
 
 
-def _told(places: Mapping[Place, Sample], table: Table, model: str) -> str:
-    """In words, how many of the paper's differences from its own method are found here."""
-    found = verdict(places, table)
-    said = [f"In brackets: the paper's numbers, with {model}."] * bool(table.paper)
-    if found.n:
-        parts = [f"{_counted(found.same)} the same direction here", f"{_counted(found.other)} the other"]
-        told = zip(parts, (found.same, found.other), strict=True)
-        parts = [f"{part} [{listed(rivals)}]" if rivals else part for part, rivals in told]
-        parts.append(f"{found.unclear} cannot be told")
-        if found.untested:
-            parts.append(f"{found.untested} {_are(found.untested)} of too few numbers for a test")
-        own = f"`{table.against}`" if table.head == "policy" else table.against
-        differences = f"{found.n} difference{'s' * (found.n > 1)}"
-        said.append(textwrap.fill(f"Of the paper's {differences} from {own}, {', '.join(parts)}.", 130))
-    # a line each
-    return "\n".join(said)
-
-
-def _counted(rivals: Sequence[Place]) -> str:
-    return f"{len(rivals)} {'has' if len(rivals) == 1 else 'have'}"
-
-
-def _are(n: int) -> str:
-    return "is" if n == 1 else "are"
-
-
-def _of_what(lines: Sequence[Line]) -> str:
-    """Sizes, time and versions."""
+def _sizes(lines: Sequence[Line]) -> str:
+    """How much was read or asked, and the budgets in cells."""
     items = {f"{line['of']} {item}" for line in lines for item in line.get("items", ())}
     sizes = [f"{len(items)} item{'s' * (len(items) > 1)}"] if items else []
     shares = [line for line in lines if str(line["budget"]).endswith("%") and line["budget"] != "100%"]
@@ -196,20 +150,7 @@ def _of_what(lines: Sequence[Line]) -> str:
         each = f" of each of {most} texts" if min(counts) == most else f" of up to {most} texts"
         span = f"{lengths[0]:,} to {lengths[-1]:,}" if len(lengths) > 1 else f"{lengths[0]:,}"
         sizes.append(f"{span} tokens" + each * (most > 1))
-    minutes = round(sum(line["seconds"] for line in lines) / 60)
-    took = f"{minutes} minute{'s' * (minutes > 1)}" if minutes else "less than a minute"
-    said = f"*{', '.join([*sizes, took])}; {'; '.join(_made_by(lines))}.*"
-    return textwrap.fill(said, 140, break_on_hyphens=False)
-
-
-def _made_by(lines: Sequence[Line]) -> Iterator[str]:
-    """For each version of kvtool and of llama-cpp-python the models that ran, and their patches."""
-    patches: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for model, own, llama, patch in dict.fromkeys(tuple(line[name] for name in VERSIONS) for line in lines):
-        patches[own, llama][Path(model).stem].append(str(patch)[:12])
-    for (own, llama), of_models in patches.items():
-        models = (f"{model} with patch {' and '.join(each)}" for model, each in of_models.items())
-        yield f"{', '.join(models)}, kvtool {own}, llama-cpp-python {llama}"
+    return f"*{', '.join(sizes)}.*" if sizes else ""
 
 
 def fill_between(text: str, mark: str, rows: Callable[[], Iterable[str]]) -> str:

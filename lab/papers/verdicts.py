@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,22 +18,22 @@ _LEVEL = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of the paper's differences here.
+    """How many of the paper's differences are found here.
 
     Attributes
     ----------
     same
-        Where a test tells it, in the paper's direction: a rival, and a column if there are several.
+        Differences that a test finds, in the paper's direction.
     other
-        Where it tells one in the other direction.
+        Differences that a test finds, in the other direction.
     unclear
-        Of how many a test tells nothing.
+        Differences that the test does not find.
     untested
-        Of how many there are single numbers, or too few units for a test of so many to tell anything.
+        Differences of single numbers, or of too few units for so many tests.
     """
 
-    same: tuple[Place, ...] = ()
-    other: tuple[Place, ...] = ()
+    same: int = 0
+    other: int = 0
     unclear: int = 0
     untested: int = 0
 
@@ -42,51 +42,24 @@ class Verdict:
 
     @property
     def n(self) -> int:
-        """All of the paper's differences that were looked at."""
-        return len(self.same) + len(self.other) + self.unclear + self.untested
+        """Number of the paper's differences that were measured."""
+        return self.same + self.other + self.unclear + self.untested
 
 
 def verdict(places: Mapping[Place, Sample], table: Table) -> Verdict:
     """The verdict on a table. A difference counts by its direction, not by its size."""
     found = _differences(places, table)
     signs = _signs(places, found)
-    same, other = [], []
-    unclear = untested = 0
-    several = len({column for _, column in found}) > 1
+    same = other = unclear = untested = 0
     for place, theirs in ordered(places, table):
         if sign := signs.get(place):
-            name = rival(place[0], table), _short(place[1], table) if several else ""
-            (same if sign == theirs else other).append(name)
+            same += sign == theirs
+            other += sign != theirs
         elif place in found and found[place].least_p * len(found) <= _LEVEL:
             unclear += 1
         else:
             untested += 1
-    return Verdict(tuple(same), tuple(other), unclear, untested)
-
-
-def rival(row: str, table: Table) -> str:
-    """What a row is called as a rival: a policy without its options, unless it is the same policy."""
-    if table.head != "policy":
-        return row
-    name = row.partition(":")[0]
-    return f"`{row if name == table.against.partition(':')[0] else name}`"
-
-
-def _short(column: str, table: Table) -> str:
-    """A column's name without the heading that all pooled ones have."""
-    return column.rpartition(", ")[2] if table.only_pooled else column
-
-
-def listed(names: Sequence[Place]) -> str:
-    """Rivals once each, with their columns in brackets."""
-    columns: dict[str, list[str]] = {}
-    for name, column in names:
-        columns.setdefault(name, []).append(column)
-    parts = []
-    for name, of in columns.items():
-        names = ", ".join(sorted(filter(None, dict.fromkeys(of)), key=size))
-        parts.append(f"{name} ({names})" if names else name)
-    return ", ".join(parts)
+    return Verdict(same, other, unclear, untested)
 
 
 def size(budget: str) -> float:

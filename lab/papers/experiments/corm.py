@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 from lab.papers.commands import Compare, Eval, Map
-from lab.papers.experiments.kinds import (
-    ALL,
-    BOOKS,
-    CHAPTERS,
-    EIGHT,
-    LARGE,
-    OF_TEXTS,
-    TEXTS,
-    Experiment,
-    Run,
-    Table,
-    columns,
-    numbers,
-    of_map,
-)
-from lab.papers.experiments.longbench import ENGLISH, POOLED, STRATA, THREE
+from lab.papers.experiments.kinds import ALL, LARGE, Experiment, Run, Table, numbers, of_map
+from lab.papers.experiments.longbench import ENGLISH, POOLED, STRATA
+from lab.papers.texts import BOOKS, CHAPTERS, DATA_SETS, EIGHT, TWELVE
 
 _OTHERS = ("streamingllm", "scissorhands:window=256:history=256", "h2o:window=256")
 _WINDOWS = tuple(f"corm:window={window}:history={window}" for window in (128, 64, 32, 16))
@@ -41,10 +28,10 @@ RUNS: dict[str, Run] = {
     "texts-corm-long-full": Compare(_SIX, ("full",), (), 8192, minutes=15),
     "texts-corm-windows": Compare(EIGHT, ("corm", *_WINDOWS), (), 2048, minutes=12),
     "texts-corm-windows-1.5b": Compare(EIGHT, (_WINDOWS[0], _WINDOWS[-1]), (), 1024, model=LARGE, minutes=10),
-    "corm-128": Compare(TEXTS, ("full", _WINDOWS[0]), (), 2048, minutes=7),
-    **{f"corm-{size}": Compare(TEXTS, ("corm",), (), size, minutes=size // 512) for size in _SIZES},
+    "corm-128": Compare(TWELVE, ("full", _WINDOWS[0]), (), 2048, minutes=7),
+    **{f"corm-{size}": Compare(TWELVE, ("corm",), (), size, minutes=size // 512) for size in _SIZES},
     "corm-512-1.5b": Compare(EIGHT, ("corm",), (), 512, model=LARGE, minutes=3),
-    **{f"map-{kind}": Map(kind, TEXTS, 1024, minutes=3) for kind in _MAPS},
+    **{f"map-{kind}": Map(kind, TWELVE, 1024, minutes=3) for kind in _MAPS},
     **{f"map-{kind}-1.5b": Map(kind, EIGHT, 512, LARGE, minutes=5) for kind in _MAPS},
     "longbench": Eval(
         "longbench", (ENGLISH,), ("full", *_OTHERS), ("512",), ("--prefill", "whole", *_LONG), minutes=120
@@ -52,113 +39,41 @@ RUNS: dict[str, Run] = {
     "longbench-corm": Eval("longbench", (ENGLISH,), ("corm",), ("100%",), _WHOLE, minutes=100),
 }
 
-_LONGBENCH = {
-    "by": ("of",),
-    "against": "corm",
-    "pooled": POOLED,
-    "only_pooled": True,
-    "strata": STRATA,
-    "transposed": True,
-}
-
-_BEHIND = "Perplexity of the tokens behind as many as the budget"
-_BY_BUDGET = {"score": "nll", "by": ("of", "budget"), "names": OF_TEXTS, "pooled": ALL}
+_POOLED = {"names": DATA_SETS, "pooled": ALL, "only_pooled": True}
+_BY_BUDGET = {"by": ("of", "budget"), **_POOLED}
+_LATE = {"late": True, "title": "Perplexity of the tokens after the first that fill the budget"}
 _OF_TABLE_3 = _BY_BUDGET | {"rows": ("full", "corm", "corm, capped", *_OTHERS)}
 _LONGER = _BY_BUDGET | {"rows": ("full", "corm", _OTHERS[-1])}
-# beside the full cache six texts are too few for a test
-_TESTED = _BY_BUDGET | {"rows": ("corm", _OTHERS[-1])}
 
 EXPERIMENTS = {
-    "corm-figure-1": Experiment(
-        ("map-share", "map-share-1.5b"),
-        of_map("share", "layers", "all other layers", {("the first two layers", "important keys"): 1}),
-    ),
-    "corm-figure-2": Experiment(
-        ("map-attention", "map-attention-1.5b"),
-        of_map("attention", "the other query", "a random query", {("the most similar query", "overlap"): 1}),
-    ),
-    "corm-figure-3": Experiment(
-        ("map-queries", "map-queries-1.5b"),
-        of_map(
-            "queries",
-            "where",
-            "by chance",
-            {("the most similar query", f"within {n}"): 1 for n in (1, 16, 256)},
-        ),
-    ),
     "corm-tables-1-2": Experiment(
         ("longbench", "longbench-corm"),
         (
             Table(
-                "score",
-                **_LONGBENCH,
-                rows=("full", *_OTHERS, "corm"),
-                paper=numbers("corm", "table-1", "table-2"),
-            ),
-        ),
-        "LLaMA2-7B-Chat",
-    ),
-    "corm-tables-5-6": Experiment(
-        ("longbench", "longbench-corm"),
-        # the two are compared in tables 1 and 2: one difference has one verdict
-        (
-            Table(
-                *("score", ("of",)),
-                rows=("full", "corm"),
+                *("score", ("of",), "corm", ("full", *_OTHERS, "corm")),
                 pooled=POOLED,
+                only_pooled=True,
                 strata=STRATA,
-                paper=numbers("corm", "table-5", "table-6"),
-                transposed=True,
-            ),
-        ),
-        "LLaMA3-8B-Instruct",
-    ),
-    # a prompt takes half a minute: CORM's other windows are measured by perplexity alone
-    "corm-tables-9-10": Experiment(
-        ("longbench", "longbench-corm", "texts-corm-windows"),
-        (
-            Table(
-                "score",
-                **_LONGBENCH | {"pooled": ALL, "of": THREE, "budgets": ("100%",)},
-                rows=("full", "corm", *_WINDOWS),
-                paper=columns(numbers("corm", "table-9", "table-10"), THREE),
+                paper=numbers("corm", "table-2"),
             ),
         ),
         "LLaMA2-7B-Chat",
-    ),
-    "corm-windows": Experiment(
-        ("texts-corm-windows", "texts-corm-1.5b", "texts-corm-windows-1.5b"),
-        (
-            Table(
-                *("nll", ("of",), "corm", ("corm", *_WINDOWS)),
-                names=OF_TEXTS,
-                pooled=ALL,
-                only_pooled=True,
-                worse=_WINDOWS,
-            ),
-            *(
-                Table(score, ("of",), rows=("corm", *_WINDOWS), names=OF_TEXTS, pooled=ALL)
-                for score in ("evicted", "holds", "device")
-            ),
-        ),
     ),
     "corm-table-3": Experiment(
         ("texts-corm", "texts-corm-1.5b"),
         (
-            # before, the others hold all: there CORM alone can lose
-            Table(**_OF_TABLE_3, against="corm", only_pooled=True, late=True, worse=_OTHERS, title=_BEHIND),
-            Table(**_OF_TABLE_3, paper=numbers("corm", "table-3"), title="Perplexity of all tokens"),
-            *(Table(**_OF_TABLE_3 | {"score": score}) for score in ("holds", "device")),
+            # before, the others hold all, and CORM alone can lose
+            Table("nll", **_OF_TABLE_3, **_LATE, against="corm", worse=_OTHERS),
+            *(Table(score, **_OF_TABLE_3) for score in ("holds", "device")),
         ),
-        "LLaMA2-7B",
     ),
     "corm-tables-7-8": Experiment(
         ("texts-corm-long", "texts-corm-long-h2o", "texts-corm-long-full"),
         (
-            Table(**_TESTED, against="corm", only_pooled=True, late=True, worse=_OTHERS, title=_BEHIND),
-            Table(**_LONGER, late=True, title="The same beside the full cache, without a test"),
-            Table(**_LONGER, title="Perplexity of all tokens"),
-            *(Table(**_LONGER | {"score": score}) for score in ("evicted", "holds", "device")),
+            # six texts are too few for a test that counts the full cache, too
+            Table("nll", **_LATE, against="corm", worse=_OTHERS, **_BY_BUDGET, rows=("corm", _OTHERS[-1])),
+            Table("nll", **_LONGER, **_LATE | {"title": "The same and the full cache, without a test"}),
+            Table("device", **_LONGER),
         ),
     ),
     "corm-table-4": Experiment(
@@ -170,12 +85,33 @@ EXPERIMENTS = {
                 paper=numbers("corm", "table-4"),
             ),
             Table("evicted", ("tokens",), rows=_WINDOWS[:1], paper=numbers("corm", "table-4-reduction")),
-            *(Table(score, ("tokens",), rows=("full", _WINDOWS[0])) for score in ("holds", "device")),
+            Table("device", ("tokens",), rows=("full", _WINDOWS[0])),
         ),
         "LLaMA1-7B",
     ),
+    "corm-windows": Experiment(
+        ("texts-corm-windows", "texts-corm-1.5b", "texts-corm-windows-1.5b"),
+        (
+            Table("nll", ("of",), "corm", ("corm", *_WINDOWS), worse=_WINDOWS, **_POOLED),
+            Table("evicted", ("of",), rows=("corm", *_WINDOWS), **_POOLED),
+        ),
+    ),
     "corm-figure-4": Experiment(
         (*(f"corm-{size}" for size in _SIZES), "texts-corm", "corm-512-1.5b", "texts-corm-1.5b"),
-        tuple(Table(score, ("tokens",), rows=("corm",)) for score in ("evicted", "holds", "device")),
+        (Table("evicted", ("tokens",), rows=("corm",)),),
+    ),
+    "corm-figures-1-2-3": Experiment(
+        tuple(f"map-{kind}{size}" for size in ("", "-1.5b") for kind in _MAPS),
+        (
+            *of_map("share", "layers", "all other layers", {("the first two layers", "important keys"): 1}),
+            *of_map(
+                *("attention", "the other query", "a random query"),
+                {("the most similar query", "overlap"): 1},
+            ),
+            *of_map(
+                *("queries", "where", "by chance"),
+                {("the most similar query", f"within {n}"): 1 for n in (1, 16, 256)},
+            ),
+        ),
     ),
 }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lab.papers.experiments.kinds import ALL, WIKI, Experiment, Run, Table
+from lab.papers.experiments.kinds import ALL, Experiment, Run, Table
 from lab.papers.programs import Fading
+from lab.papers.texts import WIKI
 
 _THREE = (WIKI, "pg19/10321.txt", "proofpile/hott-basics.tex")
 _FOUR = (*_THREE, "pg19/10146.txt")
@@ -37,13 +38,12 @@ RUNS: dict[str, Run] = {
 }
 
 _BY_TEXT: dict[str, Any] = {"by": ("of",), "names": _NAMES, "pooled": ALL}
-_BYTES = "Keys, values, means and kept queries of all rows, MiB"
 
 
 def _of(policy: str, n_mean: int, *more: str) -> Table:
-    """Perplexity. A row with means is compared with the others."""
+    """Loss of perplexity. A row with means is compared with the others."""
     rules = _rules(policy, n_mean, *more)
-    return Table("nll", **_BY_TEXT, against=rules[2], rows=("full", *rules))
+    return Table("above", **_BY_TEXT, apart="full", against=rules[2], rows=rules)
 
 
 EXPERIMENTS = {
@@ -51,18 +51,10 @@ EXPERIMENTS = {
         ("fading",),
         (
             *(_of(policy, 16, "spare") for policy in _POLICIES),
-            Table("nll", **_BY_TEXT, against=_FEWER_QUERIES[0], rows=("roco", *_FEWER_QUERIES)),
-            Table("device", title=_BYTES, rows=("full", *_SMALL, *_FEWER_QUERIES)),
+            Table("above", **_BY_TEXT, apart="full", against=_FEWER_QUERIES[0], rows=_FEWER_QUERIES),
         ),
     ),
-    "fading-512": Experiment(
-        ("fading-512",),
-        (
-            Table("above", **_BY_TEXT, apart="full", rows=_LARGE),
-            *(_of(policy, 32) for policy in _POLICIES),
-            Table("device", title=_BYTES, rows=("full", *_LARGE)),
-        ),
-    ),
+    "fading-512": Experiment(("fading-512",), tuple(_of(policy, 32) for policy in _POLICIES)),
     "fading-ways": Experiment(
         # the first two rows are of the other run
         ("fading", "fading-ways"),

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lab.papers.commands import Compare, Eval, Inspect, Map
-from lab.papers.programs import Chosen, Fading, Ruler
+from lab.papers.commands import Compare, Eval, Map
+from lab.papers.programs import Fading, Ruler
 
 NUMBERS = Path(__file__).parents[1] / "numbers"
 
@@ -25,30 +25,11 @@ UNGROUPED = "SmolLM2-135M-Instruct.Q4_1-ungrouped.gguf"
 SMALL = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 """A third model, for docs/which-policy.md."""
 
-Run = Compare | Eval | Inspect | Map | Chosen | Fading | Ruler
+Run = Compare | Eval | Map | Fading | Ruler
 """What measures, a command for each part of it."""
 
 Place = tuple[str, str]
 """Row and column of a table: a policy, and a budget or a text."""
-
-BOOKS = ("pg19/10146.txt", "pg19/10321.txt", "janeausten/emma.txt", "janeausten/persuasion.txt")
-PAPERS = tuple(f"arxiv/{name}.txt" for name in ("2404.15949", "2410.23079", "2503.01330", "bumblebee"))
-CHAPTERS = tuple(f"proofpile/hott-{name}.tex" for name in ("basics", "hlevels", "logic", "reals"))
-TEXTS = (*BOOKS, *CHAPTERS, *PAPERS)
-"""Twelve texts of three kinds: each is a unit of the tests."""
-
-EIGHT = (*BOOKS, *PAPERS)
-"""Fewer, for a model that reads slowly: with these a test of six policies is still possible."""
-
-OF_TEXTS = {
-    Path(file).name: kind
-    for kind, files in {"PG19": BOOKS, "ProofPile": CHAPTERS, "ArXiv": PAPERS}.items()
-    for file in files
-}
-"""The column of each text, by the paper's data set that it stands for."""
-
-WIKI = "wikitext2/wiki.test.raw"
-XSUM = "xsum/xsum_0shot_first300.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +62,7 @@ class Table:
         Whether only tokens count that come after as many as the column's budget; before, a policy with it
         holds all.
     only_pooled
-        Whether only those columns are compared: the others have too few units for a test.
+        Whether only pooled columns are shown and compared: the others have too few units for a test.
     same_item
         Whether the same number of an item in several files is one unit of a pooled column.
     strata
@@ -96,8 +77,6 @@ class Table:
         In place of score, a score for each task.
     title
         Heading of the table; by default the score's title.
-    transposed
-        Whether policies are the columns.
     head
         What the rows are.
     """
@@ -121,24 +100,7 @@ class Table:
     theirs: Mapping[Place, int] = field(default_factory=dict)
     scores: Mapping[str, str] = field(default_factory=dict)
     title: str = ""
-    transposed: bool = False
     head: str = "policy"
-
-
-@dataclass(frozen=True, slots=True)
-class Examples:
-    """What was written of one item.
-
-    Attributes
-    ----------
-    rows
-        The policies, in their order.
-    budgets
-        The first of these that was measured is shown.
-    """
-
-    rows: tuple[str, ...]
-    budgets: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +115,6 @@ class Experiment:
         What is shown of their results.
     model
         The paper's model; its numbers are in brackets.
-    examples
-        Outputs that are shown.
     together
         Whether one table has all models.
     commands
@@ -166,7 +126,6 @@ class Experiment:
     runs: tuple[str, ...]
     tables: tuple[Table, ...] = ()
     model: str = ""
-    examples: Examples | None = None
     together: bool = False
     commands: bool = True
     unequal: bool = False

@@ -9,9 +9,6 @@ ENGLISH = "longbench/minilongbench_en.jsonl"
 ONLY_SIX = ("--set", "only=qasper,multifieldqa_en,hotpotqa,2wikimqa,qmsum,trec")
 """The data sets of BumbleBee's Table 2."""
 
-THREE = ("qasper", "2wikimqa", "trec")
-"""A data set of three categories each, with short answers."""
-
 STRATA = {name: category for category, names in CATEGORIES.items() for name in names}
 """The category of each data set."""
 

@@ -7,7 +7,7 @@ from typing import Any
 from kvtool.tasks.ruler import PARTS
 from lab.papers.experiments.kinds import LARGE, Experiment, Run, Table
 from lab.papers.programs import Ruler
-from lab.papers.ruler import EQUAL, POLICIES, REMOVED, SHARED, SHARING, STREAMS, sharing
+from lab.papers.ruler import EQUAL, POLICIES, REMOVED, STREAMS
 
 _TYPES = ("f16", "q8_0", "q4_0")
 _PROTOCOLS = {"after": "question after the text was compressed", "known": "question known"}
@@ -48,17 +48,8 @@ EXPERIMENTS = {
         (
             _scores("after", against="full"),
             _scores("known", against="full"),
-            # at a share all that forget have the same cells
-            _scores(
-                *("after", "device", "Keys and values on the device, MiB; of equal rows as of `kvzip`"),
-                rows=(*_OWN, "kvzip", *SHARED),
-            ),
-            _scores(
-                *("after", "host", "In host memory, MiB"),
-                rows=(*_OWN, "kvzip"),
-                budgets=("87.5 % removed",),
-                names={"87.5 % removed": "with every share"},
-            ),
+            # policies that evict hold the same cells at a share
+            _scores("after", "device", "Keys and values on the device, MiB", rows=(*_OWN, "kvzip")),
         ),
     ),
     # beside these the tests of the ones above would tell less
@@ -67,30 +58,11 @@ EXPERIMENTS = {
         tuple(_scores(question, rows=("full", *STREAMS), against="full") for question in _PROTOCOLS),
         commands=False,
     ),
-    # rows and layers that share a budget, each beside equal ones: what differs is tested
-    "ruler-sharing": Experiment(
-        ("ruler",),
-        tuple(
-            _scores(
-                question,
-                title=f"RULER's score of `{name.partition(':')[0]}`, %, {_PROTOCOLS[question]}",
-                rows=(name, *(sharing(name, by) for by, names in SHARING.items() if name in names)),
-                against=name,
-            )
-            for question in _PROTOCOLS
-            for name in SHARING["heads"]
-        ),
-        commands=False,
-    ),
     "ruler-long": Experiment(
         ("ruler-long",),
         tuple(
             Table("", ("of",), scores={"after": score}, title=title)
-            for score, title in (
-                ("string_match", "RULER's score, %, with 32,768 tokens"),
-                ("device", "Keys and values on the device, MiB"),
-                ("host", "In host memory, MiB"),
-            )
+            for score, title in (("string_match", "RULER's score, %"), ("host", "In host memory, MiB"))
         ),
     ),
     # what docs/which-policy.md shows
@@ -107,20 +79,6 @@ EXPERIMENTS = {
                 names={"after": "question after", "known": "known"},
                 title="RULER's score, %",
             ),
-        ),
-        commands=False,
-    ),
-    "ruler-tasks": Experiment(
-        ("ruler",),
-        tuple(
-            _scores(
-                question,
-                by=("of",),
-                budgets=("87.5 % removed",),
-                transposed=True,
-                title=f"By task with 87.5 % removed, %, {words}",
-            )
-            for question, words in _PROTOCOLS.items()
         ),
         commands=False,
     ),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from lab.papers.commands import Eval
 from lab.papers.experiments.bumblebee import CHOICES
-from lab.papers.experiments.kinds import XSUM, Experiment, Run, Table
+from lab.papers.experiments.kinds import Experiment, Run, Table
 from lab.papers.experiments.longbench import ENGLISH
+from lab.papers.texts import XSUM
 
 _POLICIES = ("full", "recall", "roco", "h2o", "buzz", "streamingllm", "snapkv")
 _AT_20 = (_POLICIES, ("20%",))
@@ -38,34 +39,27 @@ _TASKS = (
 RUNS: dict[str, Run] = {f"task-{run.task}": run for run in _TASKS}
 
 
-def _table(title: str, **shown: tuple[str, str]) -> Table:
-    """A row per policy, a column per task. shown: a heading and a score for each task."""
-    names = {task: name for task, (name, _) in shown.items()}
-    scores = {task: score for task, (_, score) in shown.items()}
-    return Table("", ("task",), "full", _POLICIES, names=names, scores=scores, title=title)
-
+# a heading and a score for each task
+_SHOWN = {
+    "passkey": ("passkey, %", "found"),
+    "needle": ("needle, %", "found"),
+    "qa": ("qa, nats", "logp"),
+    "summarize": ("summarize, nats", "logp"),
+    "choice": ("choice, nats", "right"),
+    "longbench": ("longbench, %", "score"),
+    "stream": ("stream, perplexity", "nll"),
+    "diversity": ("diversity, Self-BLEU less the full cache's", "alike"),
+}
 
 EXPERIMENTS = {
     "tasks": Experiment(
         tuple(RUNS),
         (
-            _table(
-                "What tells policies apart",
-                passkey=("passkey, %", "found"),
-                needle=("needle, %", "found"),
-                qa=("qa, nats", "logp"),
-                choice=("choice, nats", "right"),
-                summarize=("summarize, nats", "logp"),
-                longbench=("longbench, %", "score"),
-                stream=("stream, perplexity", "nll"),
-                diversity=("diversity, Self-BLEU less the full cache's", "alike"),
-            ),
-            _table(
-                "What was written",
-                qa=("qa, F1 %", "f1"),
-                choice=("choice, right %", "acc_norm"),
-                summarize=("summarize, ROUGE %", "rouge"),
-                diversity=("diversity, Self-BLEU", "self_bleu"),
+            Table(
+                *("", ("task",), "full", _POLICIES),
+                names={task: name for task, (name, _) in _SHOWN.items()},
+                scores={task: score for task, (_, score) in _SHOWN.items()},
+                title="Score by task",
             ),
         ),
     ),

@@ -5,11 +5,7 @@ from __future__ import annotations
 from lab.papers.commands import Compare, Map
 from lab.papers.experiments.kinds import (
     ALL,
-    BOOKS,
-    EIGHT,
     LARGE,
-    OF_TEXTS,
-    TEXTS,
     UNGROUPED,
     Experiment,
     Run,
@@ -18,49 +14,46 @@ from lab.papers.experiments.kinds import (
     numbers,
     of_map,
 )
+from lab.papers.texts import DATA_SETS, EIGHT, TWELVE
 
 # the paper gives every policy 4 sinks
 _POLICIES = ("streamingllm", "tova:sinks=4", "h2o:sinks=4", "cam", "weightedkv")
 _EVICTS = "weightedkv:merge=false"
 
-# the paper's window beside 4 sinks and 128 others, and an eviction after each token
+# the paper's window, with 4 sinks and 128 other tokens, and an eviction after each token
 _EACH = "weightedkv:window=124"
 _EACH_EVICTS = f"{_EACH}:merge=false"
 _OF_EACH = "full", *_POLICIES[:-1], _EACH, _EACH_EVICTS
 _AFTER_EACH = "--evict-every", "1"
 
 RUNS: dict[str, Run] = {
-    "texts": Compare(TEXTS, ("full", *_POLICIES, _EVICTS), ("256", "1024"), 4096, minutes=100),
+    "texts": Compare(TWELVE, ("full", *_POLICIES, _EVICTS), ("256", "1024"), 4096, minutes=100),
     "texts-1.5b": Compare(EIGHT, ("full", *_POLICIES, _EVICTS), ("256",), 2048, model=LARGE, minutes=70),
-    "texts-ungrouped": Compare(TEXTS, ("weightedkv", _EVICTS), ("256",), 2048, model=UNGROUPED, minutes=17),
-    "texts-each": Compare(TEXTS, _OF_EACH, ("256",), 2048, more=_AFTER_EACH, minutes=40),
+    "texts-each": Compare(TWELVE, _OF_EACH, ("256",), 2048, more=_AFTER_EACH, minutes=40),
     "texts-each-ungrouped": Compare(
-        TEXTS, _OF_EACH, ("256",), 2048, more=_AFTER_EACH, model=UNGROUPED, minutes=60
+        TWELVE, _OF_EACH, ("256",), 2048, more=_AFTER_EACH, model=UNGROUPED, minutes=60
     ),
-    "texts-16k": Compare(BOOKS[:1], _POLICIES, ("256",), 16384, upto=(8192,), minutes=12),
-    "map-values": Map("values", TEXTS, 1024, minutes=3),
+    "map-values": Map("values", TWELVE, 1024, minutes=3),
     "map-values-1.5b": Map("values", EIGHT, 512, LARGE, minutes=5),
-    "curve": Compare(BOOKS[:1], ("weightedkv", _EVICTS), ("256",), 32768, minutes=10),
 }
 
-_POOLED = {"names": OF_TEXTS, "pooled": ALL, "only_pooled": True}
-_MERGING = Table(
-    *("nll", ("of", "budget"), "weightedkv", ("weightedkv", _EVICTS)), worse=(_EVICTS,), **_POOLED
-)
+_POOLED = {"by": ("of", "budget"), "names": DATA_SETS, "pooled": ALL, "only_pooled": True}
 _TABLE_1 = numbers("weightedkv", "table-1")
 _OF_256 = ("PG19, 256", "ProofPile, 256", "ArXiv, 256")
 
 EXPERIMENTS = {
     "weightedkv-table-1": Experiment(
         ("texts", "texts-1.5b"),
-        (Table(*("nll", ("of", "budget"), "weightedkv", ("full", *_POLICIES)), paper=_TABLE_1, **_POOLED),),
+        (Table("nll", against="weightedkv", rows=("full", *_POLICIES), paper=_TABLE_1, **_POOLED),),
         "Llama-2-7B, context 4k",
     ),
     "weightedkv-table-1-each": Experiment(
         ("texts-each", "texts-each-ungrouped"),
         (
             Table(
-                *("nll", ("of", "budget"), _EACH, _OF_EACH[:-1]),
+                "nll",
+                against=_EACH,
+                rows=_OF_EACH[:-1],
                 paper={
                     (_EACH if row == "weightedkv" else row, at): number
                     for (row, at), number in columns(_TABLE_1, _OF_256).items()
@@ -70,29 +63,18 @@ EXPERIMENTS = {
         ),
         "Llama-2-7B, context 4k",
     ),
-    "weightedkv-table-1-long": Experiment(
-        ("texts-16k",),
-        (
-            Table(
-                *("nll", ("tokens",), "weightedkv", _POLICIES),
-                names={"8192": "8k", "16384": "16k"},
-                paper=numbers("weightedkv", "table-1-long"),
-            ),
-        ),
-        "Llama-2-7B, PG19, cache of 256",
+    "weightedkv-figure-4": Experiment(
+        ("texts", "texts-1.5b"),
+        (Table("nll", against="weightedkv", rows=("weightedkv", _EVICTS), worse=(_EVICTS,), **_POOLED),),
+        commands=False,
+    ),
+    "weightedkv-figure-4-each": Experiment(
+        ("texts-each", "texts-each-ungrouped"),
+        (Table("nll", against=_EACH, rows=(_EACH, _EACH_EVICTS), worse=(_EACH_EVICTS,), **_POOLED),),
+        commands=False,
     ),
     "weightedkv-figure-1": Experiment(
         ("map-values", "map-values-1.5b"),
         of_map("values", "matrix", "values", {("keys", "rank"): -1, ("keys before RoPE", "rank"): -1}),
-    ),
-    "weightedkv-figure-4": Experiment(("texts", "texts-1.5b"), (_MERGING,)),
-    "weightedkv-figure-4-each": Experiment(
-        ("texts-each", "texts-each-ungrouped"),
-        (Table(*("nll", ("of", "budget"), _EACH, (_EACH, _EACH_EVICTS)), worse=(_EACH_EVICTS,), **_POOLED),),
-    ),
-    "weightedkv-figure-4-ungrouped": Experiment(("texts-ungrouped",), (_MERGING,)),
-    "weightedkv-figure-4-curve": Experiment(
-        ("curve",),
-        (Table("nll", against="weightedkv", worse=(_EVICTS,)),),
     ),
 }

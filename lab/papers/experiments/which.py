@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 from lab.papers.commands import Compare, Eval
-from lab.papers.experiments.kinds import ALL, LARGE, OF_TEXTS, SMALL, TEXTS, WIKI, Experiment, Run, Table
+from lab.papers.experiments.kinds import ALL, LARGE, SMALL, Experiment, Run, Table
+from lab.papers.texts import DATA_SETS, FOUR_KINDS, TWELVE
 
 _OF_TASKS = ("recall", "roco", "h2o", "bumblebee", "buzz", "weightedkv", "streamingllm")
 POLICIES = (*_OF_TASKS[:3], "expected", *_OF_TASKS[3:])
@@ -26,17 +24,9 @@ _EQUAL = {
     "equal-1.5b": (LARGE, "704", 2048, 25),
 }
 _OF_LARGE_CACHES = ("recall", "roco", "h2o")
-# two texts of each of four kinds
-_TEXTS = {
-    "books": ("pg19/10321.txt", "janeausten/emma.txt"),
-    "articles": (WIKI, "paul_graham_essays/worked.txt"),
-    "papers": ("arxiv/2404.15949.txt", "arxiv/2410.23079.txt"),
-    "code": ("code/argparse.py", "code/llama-vocab.cpp"),
-}
-_FILES = tuple(file for files in _TEXTS.values() for file in files)
-KINDS = {file.rpartition("/")[2]: kind for kind, files in _TEXTS.items() for file in files}
+_FILES = tuple(file for files in FOUR_KINDS.values() for file in files)
 _SHARES = ("5%", "10%", "20%", "40%")
-# the larger models are asked no others
+# the larger models are asked with these alone
 _TWO = ("5%", "20%")
 _QUESTIONS, _SHORT = ("lost_in_the_middle/nq-open-oracle.jsonl.gz",), ("--set", "n_max=24")
 
@@ -87,7 +77,7 @@ def _equal() -> dict[str, Run]:
 
 RUNS: dict[str, Run] = {
     "which-texts": Compare(_FILES, ("full", *POLICIES), ("512", "1024"), 3072, types=_TYPES, minutes=70),
-    "scores": Compare(TEXTS, ("full", *_SCORES), ("256",), 2048, minutes=30),
+    "scores": Compare(TWELVE, ("full", *_SCORES), ("256",), 2048, minutes=30),
     "which-texts-long": Compare(_FILES[::2], ("full", *_OF_LARGE_CACHES), ("2048", "4096"), 5120, minutes=30),
     "which-texts-0.5b": Compare(
         _FILES, ("full", *_FEWER), ("512",), 2048, model=SMALL, types=_TYPES, minutes=45
@@ -102,10 +92,7 @@ RUNS: dict[str, Run] = {
 
 
 _ROWS = ("full", *_OF_TASKS)
-_SIZED = ("full", *_QUANTIZED, *POLICIES)
 _EXCESS = {"apart": "full", "against": "h2o", "rows": (*_QUANTIZED, *POLICIES)}
-_OF_KINDS = Table("above", ("of", "budget"), **_EXCESS, names=KINDS, pooled=ALL)
-_SIZES = tuple(Table(score, rows=_SIZED) for score in ("device", "host"))
 _BY_MODEL = {
     "by": ("model", "budget"),
     "names": {
@@ -119,14 +106,6 @@ _ASKED = {
     "passkey": ("Hidden numbers found, %", "found"),
     "qa": ("Log-probability of the right answer to a question, nats a token", "logp"),
 }
-
-
-def _tasks(**how: Any) -> tuple[Table, ...]:
-    """A table for each task."""
-    how = {"rows": _ROWS} | how
-    return tuple(
-        Table("", **how, scores={name: score}, title=title) for name, (title, score) in _ASKED.items()
-    )
 
 
 EXPERIMENTS = {
@@ -147,7 +126,8 @@ EXPERIMENTS = {
         tuple(
             Table("above", **_BY_MODEL, **_EXCESS | {"rows": rows}, budgets=("512",))
             for rows in (("h2o", "roco", "recall"), ("h2o", "expected"))
-        ),
+        )
+        + (Table("host", **_BY_MODEL, rows=("recall",), budgets=("512",)),),
         together=True,
     ),
     # with the memory that expected takes for queries, too
@@ -171,26 +151,28 @@ EXPERIMENTS = {
         ),
         together=True,
     ),
-    # and all of it
-    "which-texts": Experiment(_TEXT_RUNS, (_OF_KINDS, *_SIZES)),
     "which-texts-long": Experiment(
         ("which-texts-long",),
-        (
-            replace(_OF_KINDS, rows=_OF_LARGE_CACHES),
-            *(replace(table, rows=("full", *_OF_LARGE_CACHES)) for table in _SIZES),
-        ),
+        (Table("above", apart="full", rows=_OF_LARGE_CACHES), Table("host", rows=("recall",))),
     ),
     "scores": Experiment(
         ("scores",),
         (
             Table(
                 *("nll", ("of", "budget"), "h2o", ("full", *_SCORES)),
-                names=OF_TEXTS,
+                names=DATA_SETS,
                 pooled=ALL,
                 only_pooled=True,
             ),
-            Table("device", against="", rows=("full", *_SCORES)),
+            Table("device", rows=("full", *_SCORES)),
         ),
     ),
-    "which-tasks": Experiment(tuple(_TASKS), _tasks(against="full")),
+    "which-tasks": Experiment(
+        tuple(_TASKS),
+        tuple(
+            Table("", **_BY_MODEL, against="full", rows=_ROWS, scores={name: score}, title=title)
+            for name, (title, score) in _ASKED.items()
+        ),
+        together=True,
+    ),
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lab.papers.commands import Compare, Eval, Inspect, Map
-from lab.papers.programs import Chosen, Fading, Ruler
+from lab.papers.commands import Compare, Eval, Map
+from lab.papers.programs import Fading, Ruler
 from lab.papers.tests.made_up import VERSIONS, answered, compared, ruled
 
 
@@ -76,24 +76,6 @@ def test_of_a_choice_the_right_ones_share_is_kept():
     assert line["scores"]["right"] == [pytest.approx(np.log(np.exp(-2) / (np.exp(-2) + np.exp(-3))))]
 
 
-def test_of_a_look_at_the_cells_each_quarters_share_is_kept():
-    run = Inspect(("a.txt",), ("h2o", "h2o:sinks=2"), "20", 8)
-    record = {
-        "policy": "h2o",
-        "params": {"sinks": 2, "window": 4},
-        "budget": 20,
-        "file": "a.txt",
-        "share": [1, 0.5, 0, 0, 0.25, 0.25, 1, 1],
-        "seconds": 1.0,
-        **VERSIONS,
-    }
-    kept = list(run.lines([record]))
-    assert [line["scores"]["held"] for line in kept] == [[0.75], [0], [0.25], [1]]
-    assert len({line["part"] for line in kept}) == 4
-    assert {line["label"] for line in kept} == {"h2o:sinks=2"}
-    assert [command[3:6] for command in run.commands()][1] == ("h2o", "-o", "sinks=2")
-
-
 def test_of_a_map_its_means_are_kept():
     about = {"file": "a.txt", "tokens": 64, "seconds": 1.0, **VERSIONS}
     share = about | {"layer": [0, 0, 1, 2, 3], "share": [0.5, 0.3, 0.1, 0.04, 0.02]}
@@ -113,18 +95,6 @@ def test_of_a_map_its_means_are_kept():
     values = {name: {"rank": rank, "normalised": [1.0] * 10} for name, rank in ranks.items()}
     found = list(Map("values", ("a.txt",), 64).lines([about | values]))
     assert [line["scores"]["values"] for line in found] == [[0.3], [0.4], [0.7]]
-
-
-def test_of_chosen_keys_the_mean_over_rows_is_kept():
-    run = Chosen(("a.txt", "b.txt"), ("h2o", "buzz"), 64)
-    nearest = {"h2o": [0.5, 0.7], "buzz": [0.9, 1.0]}
-    record = {"file": "a.txt", "tokens": 64, "seconds": 1.0, "nearest": nearest, **VERSIONS}
-    found = list(run.lines([record]))
-    assert [(line["label"], line["scores"]["nearest"]) for line in found] == [
-        ("h2o", [pytest.approx(0.6)]),
-        ("buzz", [pytest.approx(0.95)]),
-    ]
-    assert [ask.command[1] for ask in run.missing(found, "made-up")] == ["b.txt"]
 
 
 def test_of_rules_the_means_of_blocks_and_the_bytes_are_kept():
@@ -208,10 +178,3 @@ def test_of_rulers_tasks_each_has_a_command():
         "--policies h2o,kvzip --removed 0.5,0.875 --others recall@128,full@q4_0 --essays paul_graham_essays "
         "--squad dev-v2.0.json --hotpotqa hotpotqa_distractor_100.jsonl\n    # TASK: vt, cwe"
     )
-
-
-def test_of_one_item_the_output_is_kept_if_asked():
-    run = Eval("qa", ("folder/qa.jsonl",), ("full",), (), example="i2")
-    found = [answered("full", [], None, i, {"f1": 0.5}, output=f"answer {i}") for i in (1, 2, 3)]
-    (line,) = run.lines(found)
-    assert (line["output"], line["example"]) == ("answer 2", 1)

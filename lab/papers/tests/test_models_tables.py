@@ -1,4 +1,4 @@
-"""The tables of several models, and examples beside them."""
+"""The tables of several models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvtool.measure import records
 from lab.papers import tables
 from lab.papers.commands import Eval
 from lab.papers.experiments import EXPERIMENTS, RUNS
-from lab.papers.experiments.kinds import Examples, Experiment, Table
+from lab.papers.experiments.kinds import Experiment, Table
 from lab.papers.tests.made_up import lines
 
 
@@ -45,25 +45,4 @@ def test_one_table_may_have_all_models_each_with_its_own_budgets(monkeypatch, tm
         "| --- | ---: | ---: | ---: |",
         "| `full` | 100.0 | 100.0 | 50.0 ±50.0 |",
         "| `h2o` | 0.0 | 50.0 ±50.0 | 100.0 |",
-    ]
-
-
-def test_an_example_is_a_quotation_with_its_scores(monkeypatch, tmp_path):
-    monkeypatch.setitem(RUNS, "made-up", Eval("summarize", ("x.jsonl",), ("full", "h2o"), ("50%", "20%")))
-    experiment = Experiment(("made-up",), examples=Examples(("h2o", "full"), ("50%", "20%")))
-    monkeypatch.setitem(EXPERIMENTS, "made-up", experiment)
-    scores = {"rouge1": [0.1, 0.5], "rouge2": [0.1, 0.25], "rougeL": [0.1, 0.4]}
-    found = [
-        line | {"example": 1, "output": f"It is\n{line['label']} {line['budget']} %"}
-        for line in lines(full=scores, h2o__50=scores, h2o__20=scores)
-    ]
-    for line in found[1:]:
-        line["budget"] += "%"
-    records.rewrite(tmp_path / "made-up.jsonl", lambda _: found)
-    shown = tables.render("made-up", tmp_path).split("\n\n")[1:5]
-    assert shown == [
-        "`h2o`, 50%, ROUGE-1, -2 and -L 50.0, 25.0, 40.0:",
-        "> It is h2o 50 %",
-        "`full`, ROUGE-1, -2 and -L 50.0, 25.0, 40.0:",
-        "> It is full None %",
     ]

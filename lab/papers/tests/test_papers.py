@@ -19,25 +19,25 @@ from kvtool import policies, tasks
 from kvtool.cli import app
 from kvtool.measure import grid, records
 from kvtool.measure.grid import split_policy
-from lab.papers import index, runner, samples, tables
-from lab.papers.commands import Compare, Eval, Inspect, Map
+from lab.papers import index, runner, samples, tables, texts
+from lab.papers.commands import Compare, Eval, Map
 from lab.papers.experiments import EXPERIMENTS, RUNS, kinds
 from lab.papers.fading import Rule
 from lab.papers.lines import is_program
 from lab.papers.programs import Fading, Ruler
-from lab.papers.tests.made_up import VERSIONS, answered, compared, ruled
+from lab.papers.tests.made_up import answered, compared, ruled
 
 # the document
 
 
 def test_the_documents_are_what_the_records_kept_say():
-    texts = [path.read_text(encoding="utf-8") for path in runner.DOCUMENTS]
-    assert [runner.filled(text) for text in texts] == texts
+    documents = [path.read_text(encoding="utf-8") for path in runner.DOCUMENTS]
+    assert [runner.filled(text) for text in documents] == documents
     # every experiment once
-    shown = re.findall(r"<!-- experiment (\S+) -->", "".join(texts))
+    shown = re.findall(r"<!-- experiment (\S+) -->", "".join(documents))
     assert sorted(shown) == sorted(EXPERIMENTS)
     # and no table of the papers' by hand
-    for path, text in zip(runner.DOCUMENTS, texts, strict=True):
+    for path, text in zip(runner.DOCUMENTS, documents, strict=True):
         if path.stem in index.PAPERS:
             assert "| --- |" not in re.sub(r"<!-- experiment .*?<!-- end -->", "", text, flags=re.S)
 
@@ -45,7 +45,17 @@ def test_the_documents_are_what_the_records_kept_say():
 def test_the_documents_show_the_commands_of_every_run():
     text = "".join(path.read_text(encoding="utf-8") for path in runner.DOCUMENTS)
     for name, run in RUNS.items():
-        assert "\n".join(f"    {line}" for line in run.shown().splitlines()) in text, name
+        assert [line for line in run.shown().splitlines() if f"    {line}\n" not in text] == [], name
+
+
+def test_successive_commands_with_the_same_comments_show_them_once():
+    runs = [Eval("qa", (file,), ("full",), ("10%",)) for file in ("f/a.jsonl", "f/b.jsonl")]
+    other = Eval("qa", ("f/c.jsonl",), ("h2o",), ("10%",))
+    command = "kvtool eval qa {}.jsonl --policy POLICY --budget BUDGET"
+    assert list(tables._commands([*runs, other])) == [
+        *(command.format("a"), command.format("b"), "    # POLICY: full", "    # BUDGET: 10%"),
+        *(command.format("c"), "    # POLICY: h2o", "    # BUDGET: 10%"),
+    ]
 
 
 def test_what_is_kept_is_of_a_run_and_tells_no_folder():
@@ -145,6 +155,7 @@ def test_an_eval_is_shown_once_and_run_for_each_policy_and_budget():
     )
     named = Eval("qa", ("folder/qa.jsonl",), ("full",), (), ("--temp", "0"), limit=3, named="--temp 0")
     assert named.shown() == "kvtool eval qa qa.jsonl --policy full --temp 0 --limit 3"
+    assert Compare(texts.EIGHT, ("corm",), (), 9).shown().endswith("\n    # FILE: the eight texts")
     assert Compare(("f/t.txt",), ("corm",), (), 9).shown() == (
         "kvtool compare t.txt --policies corm --budgets '' --types f16 --max-tokens 9"
     )
@@ -294,26 +305,6 @@ def test_defaults_of_whoever_measures_do_not_count(monkeypatch):
     assert {name for name, _ in left} <= {"KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_WHEELS"}
 
 
-def test_inspect_is_run_once_a_text_and_policy(monkeypatch, tmp_path):
-    monkeypatch.setitem(RUNS, "made-up", Inspect(("a.txt", "b.txt"), ("h2o",), "20", 8))
-    said = {
-        "policy": "h2o",
-        "params": {},
-        "budget": 20,
-        "share": [1.0] * 8,
-        "seconds": 1.0,
-        "model": "/x/m.gguf",
-        "text": [],
-    }
-    asked = []
-    monkeypatch.setattr(runner, "_kvtool", lambda *arguments: asked.append(arguments) or json.dumps(said))
-    monkeypatch.setattr(records, "versions", lambda: {name: VERSIONS[name] for name in list(VERSIONS)[1:]})
-    for _ in range(2):
-        runner.run(tmp_path, tmp_path / "work", ["made-up"], ["-t", "1"], tmp_path)
-    assert [arguments[1] for arguments in asked] == ["a.txt", "b.txt"]
-    assert [line["of"] for line in records.read(tmp_path / "made-up.jsonl")] == ["a.txt"] * 4 + ["b.txt"] * 4
-
-
 def test_comparisons_of_the_same_tokens_share_their_results(monkeypatch, tmp_path):
     files = []
     monkeypatch.setattr(runner, "_kvtool", lambda *arguments: files.append(arguments[-2]))
@@ -375,14 +366,6 @@ def test_of_types_full_alone_has_several():
     assert [line["bytes"] for line in kept] == [[2**20, 0], [2**19, 0], [2**20, 0]]
     assert not list(run.missing(kept, "made-up"))
     assert [ask.command[3] for ask in run.missing(kept[::2], "made-up")] == ["full"]
-
-
-def test_a_beginning_of_a_text_is_kept_beside_the_whole():
-    run = Compare(("t.txt",), ("h2o",), ("50",), 65, upto=(32,))
-    whole, part = run.lines([compared("h2o", {}, 50, np.linspace(1, 2, 32).tolist())])
-    assert (whole["tokens"], part["tokens"], part["seconds"]) == (65, 32, 0)
-    assert part["scores"] == {"nll": whole["scores"]["nll"][:16]}
-    assert sum(part["weights"]["nll"]) == 32
 
 
 def test_a_command_that_fails_ends_the_run(monkeypatch, tmp_path):
