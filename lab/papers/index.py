@@ -110,7 +110,7 @@ def _in_words(found: Verdict) -> str:
     if found.untested == found.n:
         return "too few for a test"
     if not found.same and not found.other:
-        return f"not told, of {found.n}"
+        return f"0 of {found.n}"
     counts = (("same", found.same), ("other", found.other))
     return f"{', '.join(f'{n} {direction}' for direction, n in counts if n)}, of {found.n}"
 

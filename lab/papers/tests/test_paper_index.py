@@ -59,7 +59,7 @@ def test_the_index_says_what_became_of_each_table_and_figure(monkeypatch, tmp_pa
     assert "1 other, of 1" in "".join(index.rows(tmp_path))
     noise = lines(buzz__64={"f1": own}, h2o__64={"f1": own[::-1]})
     records.rewrite(tmp_path / "made-up.jsonl", lambda _: noise)
-    assert "not told, of 1" in "".join(index.rows(tmp_path))
+    assert "0 of 1" in "".join(index.rows(tmp_path))
     assert index.fill_index("a\n<!-- index -->\nold\n<!-- end -->\n", tmp_path).count("made-up") == 1
 
 
