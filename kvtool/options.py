@@ -119,7 +119,7 @@ class Option:
 def option(usage: str, default: Any, help: str, **attributes: Any) -> Any:
     """Declare an option as a dataclass field.
 
-    usage: flags and metavar, such as "-c, --ctx-size N". attributes: those of `Option`.
+    usage: flags and metavar, such as "-c, --ctx-size N". attributes: further attributes of `Option`.
     """
     *first, last = usage.split(", ")
     flag, _, metavar = last.partition(" ")
@@ -129,7 +129,7 @@ def option(usage: str, default: Any, help: str, **attributes: Any) -> Any:
 
 def redeclared(kind: type[Options], name: str, default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
     """Declare a field of another class of options again, with a new default or other attributes."""
-    (original,) = (each for each in fields(kind) if each.name == name)
+    (original,) = (field for field in fields(kind) if field.name == name)
     changed = dataclasses.replace(original.metadata["option"], **attributes)
     return field(
         default=original.default if default is dataclasses.MISSING else default, metadata={"option": changed}
@@ -155,19 +155,21 @@ class Options:
     hidden: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        for name, its in declared(type(self)).items():
-            its.check(getattr(self, name), its.name)
+        for name, declaration in declared(type(self)).items():
+            declaration.check(getattr(self, name), declaration.name)
 
     @classmethod
     def from_values(
         cls: type[Self], raw: Mapping[str, Any], typed: Iterable[str] = (), given: Iterable[str] = ()
     ) -> Self:
-        """Return the options for values as typed, set or saved, by field name. Raises UsageError.
+        """Return the options for values that were typed, set or saved. Raises UsageError.
 
-        typed, given: names of fields, as in the attributes; other names are ignored.
+        raw: the values by field name. typed, given: as in the attributes; names of other classes' fields are
+        ignored.
         """
-        values = {name: its.parse(raw[name]) for name, its in declared(cls).items() if name in raw}
-        names = frozenset(declared(cls))
+        declarations = declared(cls)
+        values = {name: declarations[name].parse(raw[name]) for name in declarations if name in raw}
+        names = frozenset(declarations)
         return cls(**values, typed=names & frozenset(typed), given=names & frozenset(given))
 
     def changed(self: Self, **values: Any) -> Self:
@@ -183,8 +185,8 @@ class Options:
     def values(self) -> dict[str, Any]:
         """Return all values by field name, as `from_values` takes them."""
         return {
-            name: its.write(getattr(self, name)) if its.write else getattr(self, name)
-            for name, its in declared(type(self)).items()
+            name: declaration.write(getattr(self, name)) if declaration.write else getattr(self, name)
+            for name, declaration in declared(type(self)).items()
         }
 
     def session_values(self) -> dict[str, Any]:
@@ -193,17 +195,19 @@ class Options:
 
     def record_values(self) -> dict[str, Any]:
         """Return the values that the record of a result keeps."""
-        return {name: getattr(self, name) for name, its in declared(type(self)).items() if its.in_record}
+        return {
+            name: getattr(self, name) for name, option in declared(type(self)).items() if option.in_record
+        }
 
 
 def declared(kind: type) -> dict[str, Option]:
-    """Return the options of a class by field name, in order."""
+    """Return the options of a class of `Options` by field name, in order."""
     return _declared(kind)
 
 
 @cache
 def _declared(kind: Any) -> dict[str, Option]:
-    return {each.name: each.metadata["option"] for each in fields(kind) if "option" in each.metadata}
+    return {field.name: field.metadata["option"] for field in fields(kind) if "option" in field.metadata}
 
 
 def check_choice(value: str | None, choices: tuple[str, ...], name: str) -> None:

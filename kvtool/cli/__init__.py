@@ -1,4 +1,4 @@
-"""The command line, one command per file. Here, every error becomes one line and an exit code."""
+"""The command line, one command per file. This file turns every error into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from typing import Annotated, Any
 import typer
 
 from kvtool import __version__
-from kvtool.cli.command import CLICK, BadValue, Group, shaped
+from kvtool.cli.command import CLICK, BadValue, Group, refusal, shaped
 from kvtool.cli.listed import COMMANDS, FUNCTIONS, GROUPS, flag, module_of
 from kvtool.errors import InputError, KvtoolError, OutOfMemory
 from kvtool.system import interrupt
 
-# exit codes of a shell for a program that the signal has killed
 _HANGUP, _PIPE = 128 + 1, 128 + 13
+"""Exit codes that a shell reports for a program that was ended by SIGHUP or SIGPIPE."""
 
 _ALIKE = 0.75
-"""Least similarity of a suggested option to the wrong one: difflib's ratio."""
+"""Minimum similarity of a suggested option to the typed one, as difflib's ratio."""
 
 
 class _Commands(UserDict[str, Any]):
-    """Imports a command when it is asked for: importing all takes as long as loading a small model."""
+    """Commands by name. Access imports a command: importing all takes as long as loading a small model."""
 
     def __getitem__(self, name: str) -> Any:
         sentence, module = self.data[name], import_module(module_of(name))
         if name in GROUPS:
-            found = module.app
+            app = module.app
         else:
-            found = typer.Typer(rich_markup_mode=None, add_completion=False)
-            found.command(name)(getattr(module, FUNCTIONS.get(name, name)))
-        command = shaped(found)
+            app = typer.Typer(rich_markup_mode=None, add_completion=False)
+            app.command(name)(getattr(module, FUNCTIONS.get(name, name)))
+        command = shaped(app)
         command.name, command.short_help = name, sentence
         return command
 
@@ -51,7 +51,7 @@ class _Group(Group):
         return list(self.commands)
 
     def format_commands(self, context: Any, formatter: Any) -> None:
-        # without importing the commands
+        # from the list: the commands are not imported
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
@@ -70,7 +70,7 @@ class _Group(Group):
 
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """Ends the program with one line for every error that is not a bug."""
+    """End the program with one line for every error that is not a bug."""
     try:
         yield
     except KvtoolError as error:
@@ -88,7 +88,7 @@ def _one_line() -> Iterator[None]:
     except MemoryError:
         raise _end(OutOfMemory.exit_code, str(OutOfMemory())) from None
     except SystemExit as end:
-        # what rich does when a pipe is closed
+        # rich ends the program so when a pipe is closed
         if isinstance(end.__context__, BrokenPipeError):
             raise _end(_PIPE, "") from None
         raise
@@ -97,47 +97,43 @@ def _one_line() -> Iterator[None]:
 
 
 def _of_usage(error: Any) -> tuple[int, str]:
-    """The exit code and the line for a command line that does not parse."""
-    said = _plainly(error)
+    """Return the exit code and the line for a command line that does not parse."""
+    line = _plainly(error)
     if getattr(error, "ctx", None) and not isinstance(error, BadValue):
-        said += f"; `{error.ctx.command_path} -h` lists its options"
-    return error.exit_code, " ".join(said.split())
+        line += f"; `{error.ctx.command_path} -h` lists its options"
+    return error.exit_code, " ".join(line.split())
 
 
 def _plainly(error: Any) -> str:
-    """The error of click in plain words."""
+    """Return a line for click's error in kvtool's words."""
     param = getattr(error, "param", None)
     if isinstance(error, CLICK.NoSuchOption):
         return _no_such_option(error.option_name, error.possibilities or ())
-    if isinstance(error, BadValue):
-        return f"{flag(param)} {error.said}"
     if isinstance(error, CLICK.MissingParameter) and param:
         return f"{param.metavar or param.human_readable_name} is missing"
     if isinstance(error, CLICK.BadOptionUsage) and error.ctx:
-        takers = (each for each in error.ctx.command.params if error.option_name in each.opts)
-        is_flag = any(each.is_flag or each.count for each in takers)
+        named = (option for option in error.ctx.command.params if error.option_name in option.opts)
+        is_flag = any(option.is_flag or option.count for option in named)
         return f"{error.option_name} {'takes no value' if is_flag else 'needs a value'}"
     if isinstance(error, typer.BadParameter) and param:
-        return f"{flag(param)}: {error.message.rstrip('.')}"
-    said = str(error.format_message()).rstrip(".")
-    return said[:1].lower() + said[1:]
+        return refusal(error, flag(param))
+    message = str(error.format_message()).rstrip(".")
+    return message[:1].lower() + message[1:]
 
 
 def _no_such_option(name: str, possible: Sequence[str]) -> str:
     # imported here: only a failing command needs it
     from difflib import get_close_matches
 
-    # all that are a little like it would make a longer list than help
-    alike = [each for each in possible if name.startswith(each) or each.startswith(name)]
-    meant = alike or get_close_matches(name, possible, n=1, cutoff=_ALIKE)
-    return f"no such option: {name}" + (f" (did you mean {meant[0]}?)" if meant else "")
+    longer_or_shorter = [option for option in possible if name.startswith(option) or option.startswith(name)]
+    similar = longer_or_shorter or get_close_matches(name, possible, n=1, cutoff=_ALIKE)
+    return f"no such option: {name}" + (f" (did you mean {similar[0]}?)" if similar else "")
 
 
 def _of_output(error: OSError) -> tuple[int, str]:
-    """The exit code and the line for an error of stdout or of the terminal.
+    """Return the exit code and the line for an error of stdout or of the terminal.
 
-    The line is empty where nobody can read it. Errors of files are raised as KvtoolError by what reads and
-    writes them.
+    The line is empty if nobody can read it. Functions that read and write files raise KvtoolError instead.
     """
     if error.errno == errno.EPIPE:
         return _PIPE, ""
@@ -148,16 +144,16 @@ def _of_output(error: OSError) -> tuple[int, str]:
 
 
 def _end(exit_code: int, line: str) -> typer.Exit:
-    """Says why, and makes sure that Python has nothing left to write at exit."""
+    """Print the line, and empty Python's buffers: writing them at exit could fail again."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
     if line:
         with suppress(OSError, ValueError):
-            # a name in a damaged file may hold any character
+            # a name in a damaged file may contain any character
             shown = "".join(c if c.isprintable() else "?" for c in " ".join(line.split("\n")))
             after_echo = exit_code == interrupt.EXIT_CODE and sys.stderr.isatty()
             sys.stderr.write("\n" * after_echo)
-            # a terminal would wrap it within words
+            # a terminal alone would break lines inside words
             from kvtool.cli.console import say
 
             say([f"kvtool: {shown}"])
@@ -174,9 +170,9 @@ app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    # plain help: drawing panels around thirty options takes longer than the rest of --help
+    # plain help: drawing panels around thirty options takes longer than all the rest of --help
     rich_markup_mode=None,
-    # all commands take what the root takes
+    # all commands inherit this
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Run endless chats and streams with llama.cpp in constant memory, with KV-cache eviction policies.",
 )

@@ -1,4 +1,4 @@
-"""Options that a command combines: the model argument, thinking, and the settings of the sampler."""
+"""Options that a command combines: the model argument, thinking, and the sampler's settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ T = TypeVar("T")
 
 
 def of_model(run: RunOptions, name: str | None) -> RunOptions:
-    """The options with a model that may come as an argument. Raises UsageError for both."""
+    """Return the options with the model of an argument, if any. Raises UsageError if -m names another.
+
+    name: the argument.
+    """
     if name is None:
         return run
     if len(name.split()) > 1 and not Path(name).expanduser().exists():
@@ -31,10 +34,10 @@ def of_model(run: RunOptions, name: str | None) -> RunOptions:
 
 
 def with_thinking(generation: GenerationOptions, think: Callable[[str | None, int | None], T]) -> T:
-    """Call think(effort, budget) with what is asked for.
+    """Return think(effort, budget) for the requested thinking. Raises UsageError.
 
-    An effort that the model's template does not take is an error only if it was typed. One of a setting or a
-    session is left out, with a line on stderr. Raises UsageError.
+    If the model's template does not take an effort that was not typed (it is from a setting or a session), a
+    line on stderr says that it is left out.
     """
     try:
         return think(generation.think, generation.think_budget)
@@ -46,7 +49,7 @@ def with_thinking(generation: GenerationOptions, think: Callable[[str | None, in
 
 
 def sampling_of(generation: GenerationOptions) -> Sampling:
-    """The sampler's settings. Says on stderr which parts of a schema are not enforced. Raises UsageError."""
+    """Return the sampler's settings. Report parts of a schema that cannot be enforced. Raises UsageError."""
     if generation.json_schema is not None:
         from kvtool.llama import schema
 

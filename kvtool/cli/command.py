@@ -1,13 +1,12 @@
-"""Parts that all commands share: -h and -V, help in groups with examples, settings, wrong command lines."""
+"""Parts that all commands share: -h and -V, help in groups with examples, defaults from settings."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from functools import cached_property
 from inspect import cleandoc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -18,24 +17,21 @@ from kvtool.cli.listed import flag, words_of
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.options import ARCHIVE, CACHE, HARDWARE, OUTPUT, SAMPLING, SERVER
 
-if TYPE_CHECKING:
-    from kvtool.cli.settings import Setting
-
 CLICK: Any = sys.modules[typer.BadParameter.__module__]
 """The module with click's exceptions; newer versions of typer bring their own click."""
 
 _ORDER = ("Arguments", "Options", CACHE, SAMPLING, SERVER, HARDWARE, ARCHIVE, OUTPUT, "Help")
-"""All groups. "Options" has the options of a single command."""
+"""All groups in the help. "Options" has the options of a single command."""
 
 _HELP = ("help", "version", "install_completion", "show_completion")
 
 _METAVARS = {"<str>": "TEXT", "<path>": "FILE"}
 
 _EARLIER = ("--png", "--type-k", "--type-v")
-"""Names of options that still work, and that help and documents no longer show."""
+"""Former names of options. They still work; help and documents do not show them."""
 
 _WIDEST = 32
-"""Columns of the widest name of an option whose text begins on the same line."""
+"""Maximum columns of an option's name with its help on the same line."""
 
 
 class BadValue(typer.BadParameter):
@@ -43,13 +39,18 @@ class BadValue(typer.BadParameter):
 
     Attributes
     ----------
-    said
-        The reason, as it follows the option's name: "must be at least 1, got 0".
+    reason
+        End of the line for the user, after the option's name: "must be at least 1, got 0".
     """
 
-    def __init__(self, said: str) -> None:
-        super().__init__(said)
-        self.said = said
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def refusal(error: typer.BadParameter, name: str) -> str:
+    """Return the line for a value that an option does not take. name: of the option, or of a setting."""
+    return f"{name} {error.reason}" if isinstance(error, BadValue) else f"{name}: {error.message.rstrip('.')}"
 
 
 class _Shared:
@@ -57,7 +58,7 @@ class _Shared:
 
     def get_params(self, ctx: Any) -> list[Any]:
         root = ctx.find_root()
-        version = [] if root is ctx else [each for each in root.command.params if each.name == "version"]
+        version = [] if root is ctx else [param for param in root.command.params if param.name == "version"]
         return [*super().get_params(ctx), *version]  # type: ignore[misc]
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -80,47 +81,49 @@ class _Shared:
 
 
 class Command(_Shared, TyperCommand):
-    """A command that runs something."""
+    """A command that runs something. `ctx.obj` has the settings that apply, by parameter name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.obj = {}
+        # completion takes no defaults
         if ctx.resilient_parsing:
-            # completion does without
             return super().parse_args(ctx, args)
         if any(param.name == "records" for param in self.params):
             from kvtool.cli.output import with_records
 
             args = with_records(args)
-        ctx.default_map = found = _Defaults(self, ctx, list(args))
-        # click would name arguments that are too many, and nothing to do about them
+        # click would name surplus arguments without advice
         ctx.allow_extra_args = True
         try:
             if advice := near.other_option(ctx, args):
                 raise UsageError(advice)
-            spare = super().parse_args(ctx, args)
+            typed, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+            # help works whatever is set
+            if not (typed.get("help") or typed.get("version")):
+                from kvtool.cli import settings
+
+                ctx.obj = settings.of_command(self, words_of(ctx), typed, ctx.find_root().command)
+                ctx.default_map = {name: setting.value for name, setting in ctx.obj.items()}
+            surplus = super().parse_args(ctx, args)
         except CLICK.UsageError as error:
             error.ctx = ctx
             name = getattr(getattr(error, "param", None), "name", None)
-            if name and name in found and ctx.get_parameter_source(name).name == "DEFAULT_MAP":
-                raise UsageError(_wrong_setting(error, found.settings[name].source)) from None
+            if name and name in ctx.obj and source_of(ctx, name) == "DEFAULT_MAP":
+                raise UsageError(refusal(error, ctx.obj[name].source)) from None
             raise
-        if spare:
-            raise UsageError(near.too_many(ctx, spare))
-        return spare
+        if surplus:
+            raise UsageError(near.too_many(ctx, surplus))
+        return surplus
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KvtoolError as error:
             if ctx.params.get("verbose"):
-                _show_own_traceback(error)
+                _show_users_traceback(error)
             if isinstance(error, UsageError) and (origins := _origins(ctx, str(error))):
                 error.args = (f"{error} ({origins})",)
             raise
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        # kvtool config shows what holds; help works whatever is set
-        ctx.default_map = None
-        super().format_help(ctx, formatter)
 
 
 class Group(_Shared, TyperGroup):
@@ -142,43 +145,48 @@ class Group(_Shared, TyperGroup):
         return name if command else None, command, args[1:]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        # click would cut each sentence to what one line holds
+        # click would cut each sentence at the end of the line
         with formatter.section("Commands"):
             commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-            formatter.write_dl([(name, sentence_of(each)) for name, each in commands.items()])
+            formatter.write_dl([(name, sentence_of(command)) for name, command in commands.items()])
 
 
 def shaped(app: typer.Typer) -> Any:
-    """The command of a Typer app, with what all commands share."""
+    """Return the command of a Typer app, with the parts that all commands share."""
     app.info.cls = Group
-    for each in app.registered_commands:
-        each.cls = Command
+    for registered in app.registered_commands:
+        registered.cls = Command
     return get_command(app)
 
 
+def source_of(ctx: Any, name: str) -> str:
+    """Return the source of a parameter's value: "COMMANDLINE", "DEFAULT_MAP" (a setting) or "DEFAULT"."""
+    return str(getattr(ctx.get_parameter_source(name), "name", ""))
+
+
 def sentence_of(command: Any) -> str:
-    """The first sentence of a command's help."""
-    said = command.short_help or cleandoc(command.help or "").split("\n\n")[0]
-    return " ".join(said.split()).partition(". ")[0].rstrip(".") + "."
+    """Return the first sentence of a command's help."""
+    text = command.short_help or cleandoc(command.help or "").split("\n\n")[0]
+    return " ".join(text.split()).partition(". ")[0].rstrip(".") + "."
 
 
 def flags_of(param: Any) -> list[str]:
-    """The names of an option that help and documents show."""
+    """Return the names of an option that help and documents show."""
     return [name for name in param.opts if name not in _EARLIER]
 
 
 def default_of(param: Any) -> str | None:
-    """A default in words, where a command's signature has words for it."""
-    words = param.show_default if isinstance(param.show_default, str) else None
-    if words and "{model}" in words:
+    """Return the default as text, if the option declares a text for it."""
+    text = param.show_default if isinstance(param.show_default, str) else None
+    if text and "{model}" in text:
         from kvtool.models.catalogue import registry
 
-        words = words.replace("{model}", next(iter(registry())))
-    return words
+        text = text.replace("{model}", next(iter(registry())))
+    return text
 
 
 def title_of(param: Any) -> str:
-    """The group of a parameter in the help."""
+    """Return the group of a parameter in the help."""
     if param.param_type_name == "argument":
         return "Arguments"
     return getattr(param, "rich_help_panel", None) or ("Help" if param.name in _HELP else "Options")
@@ -200,57 +208,27 @@ def _write_options(params: list[Any], ctx: Any, formatter: Any) -> None:
             names = names.replace(metavar, plain)
         for name in _EARLIER:
             names = names.replace(f", {name}", "")
-        if words := default_of(param):
-            # typer puts words in parentheses
-            text = text.replace(f"({param.show_default})", words)
+        if default := default_of(param):
+            # typer puts such a text in parentheses
+            text = text.replace(f"({param.show_default})", default)
         groups.setdefault(title_of(param), []).append((names, text))
     for title in sorted(groups, key=place_of):
         with formatter.section(title):
             formatter.write_dl(groups[title], col_max=_WIDEST)
 
 
-class _Defaults(dict[str, Any]):
-    """The values from the environment and the file, looked up when the first option was not typed."""
-
-    def __init__(self, command: Command, ctx: Any, args: list[str]) -> None:
-        super().__init__()
-        self._of = command, ctx, args
-
-    @cached_property
-    def settings(self) -> dict[str, Setting]:
-        """The settings by the names of their parameters. Raises UsageError."""
-        from kvtool.cli import settings
-
-        return settings.of_run(*self._of)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.settings
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.settings[name].value if name in self.settings else default
-
-
-def _wrong_setting(error: Any, source: str) -> str:
-    """Return the line for a wrong value in a setting. source: the file with its key, or the variable."""
-    if isinstance(error, BadValue):
-        return f"{source} {error.said}"
-    return f"{source}: {error.message.rstrip('.')}"
-
-
-def _origins(ctx: Any, said: str) -> str:
-    """Name the settings behind options in an error that were not typed; "" without such options."""
-    found = ctx.default_map.settings if isinstance(ctx.default_map, _Defaults) else {}
+def _origins(ctx: Any, message: str) -> str:
+    """Name the settings that set options in an error's message; "" if all these options were typed."""
+    names = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", message))
     return "; ".join(
-        f"{flag(param)} is set by {found[param.name].source}"
+        f"{flag(param)} is set by {ctx.obj[param.name].source}"
         for param in ctx.command.params
-        if param.name in found
-        and ctx.get_parameter_source(param.name).name == "DEFAULT_MAP"
-        and any(re.search(rf"(?<![\w-]){name}(?![\w-])", said) for name in param.opts)
+        if param.name in ctx.obj and source_of(ctx, param.name) == "DEFAULT_MAP" and names & {*param.opts}
     )
 
 
-def _show_own_traceback(error: BaseException) -> None:
-    """Writes the traceback from the first line in a file that is not kvtool's on, for a policy's author."""
+def _show_users_traceback(error: BaseException) -> None:
+    """Write the traceback of an error in a user's policy, without the calls inside kvtool that led there."""
     import traceback
     from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a shell completes after an option. Files are left to the shell: it gets no answer then."""
+"""Values of options that a shell completes. For files the shell gets no answer and completes them itself."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from kvtool.errors import KvtoolError
 from kvtool.units import CACHE_TYPES
 
 _FIRST = b"kvtool session"
-"""How a session file begins."""
+"""First bytes of a session file."""
 
 
 def policies(incomplete: str) -> list[str]:
-    """Names of policies, those of other packages too. A file of one's own is left to the shell."""
+    """Return names of policies, also of other packages. The shell completes files."""
     from kvtool import policies as known
 
     return _from(incomplete, [*known.names(), *known.installed()])
 
 
 def policy_list(incomplete: str) -> list[str]:
-    """The same after the last comma."""
+    """Return names of policies for the text after the last comma."""
     return _in_list(incomplete, policies)
 
 
 def parameters(context: typer.Context, incomplete: str) -> list[str]:
-    """Parameters of the policy that is typed before, or of the default one."""
+    """Return parameters of the typed policy, or of the default policy."""
     from kvtool import policies as known
 
     try:
@@ -40,26 +40,26 @@ def parameters(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def models(incomplete: str) -> list[str]:
-    """Names of models. A GGUF file is left to the shell."""
+    """Return names of models. The shell completes GGUF files."""
     from kvtool.models.catalogue import registry
 
     return _from(incomplete, registry())
 
 
 def tasks(incomplete: str) -> list[str]:
-    """Names of tasks."""
+    """Return names of tasks."""
     from kvtool import tasks as known
 
     return _from(incomplete, known.names())
 
 
 def cache_type_list(incomplete: str) -> list[str]:
-    """Types of cached keys and values, after the last comma."""
+    """Return types of cached keys and values for the text after the last comma."""
     return _in_list(incomplete, lambda last: _from(last, CACHE_TYPES))
 
 
 def sessions(incomplete: str) -> list[str]:
-    """Session files, and folders to look for them in."""
+    """Return session files, and folders that may contain some."""
     folder, slash, start = incomplete.rpartition("/")
     found = []
     with suppress(OSError):
@@ -71,13 +71,13 @@ def sessions(incomplete: str) -> list[str]:
 
 
 def commands(incomplete: str) -> list[str]:
-    """Names of commands."""
+    """Return names of commands."""
     return _from(incomplete, COMMANDS)
 
 
 def _is_session(path: Path) -> bool:
     with suppress(OSError):
-        # a pipe would be waited for
+        # opening a pipe would wait for its writer
         if path.is_file():
             with path.open("rb") as file:
                 return file.read(len(_FIRST)) == _FIRST

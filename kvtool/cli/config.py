@@ -1,4 +1,4 @@
-"""`kvtool config`: the defaults that are set, and where."""
+"""`kvtool config`: the defaults that are set, and their sources."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvtool.cli.command import default_of
 from kvtool.cli.completion import models
 from kvtool.cli.declared import Json, command_words
 from kvtool.cli.listed import flag
+from kvtool.cli.settings import Words
 from kvtool.errors import UsageError, suggestion
 from kvtool.system.texts import json_text
 
 Row = dict[str, Any]
-Commands = dict[tuple[str, ...], Any]
 
 
 def config(
@@ -55,7 +55,7 @@ def config(
         return
     if model and not words:
         raise UsageError("-m needs a command: kvtool config chat -m MODEL")
-    _, file = settings.read()
+    file = settings.read()[1]
     root = context.find_root().command
     rows = list(_of_command(tuple(words), model, root) if words else _all(root))
     if as_json:
@@ -68,8 +68,8 @@ def config(
         typer.echo("nothing is set: every option has the default that -h shows")
 
 
-def _of_command(words: tuple[str, ...], model: str | None, root: Any) -> Iterator[Row]:
-    """Every option of a command with what holds."""
+def _of_command(words: Words, model: str | None, root: Any) -> Iterator[Row]:
+    """Yield a row for each option of a command, with its current value."""
     known = dict(settings.all_commands(root))
     if words not in known:
         names = [" ".join(each) for each in known]
@@ -84,58 +84,54 @@ def _of_command(words: tuple[str, ...], model: str | None, root: Any) -> Iterato
 
 
 def _all(root: Any) -> Iterator[Row]:
-    """What the file and the environment set. Raises UsageError for a key or a value that is wrong."""
-    data, path = settings.read()
+    """Yield a row for each setting. Raises UsageError for a wrong key or value."""
     known = dict(settings.all_commands(root))
-    for of, table in settings.tables(data, path):
-        is_model = of[:1] == ("models",) and len(of) > 1 and of not in known
-        start = of[2:] if is_model else of
+    for table in settings.tables():
+        is_model = table.words[:1] == ("models",) and len(table.words) > 1 and table.words not in known
+        start = table.words[2:] if is_model else table.words
         if is_model and start in known:
             settings.check_takes_model(known[start], start, table)
-        yield from _of_table(of, table, known, start)
+        yield from _of_table(table, known, start)
     yield from _of_variables(known)
 
 
-def _of_table(
-    of: tuple[str, ...], table: settings.Table, known: Commands, start: tuple[str, ...]
-) -> Iterator[Row]:
-    """The rows of a table for the commands whose words have this start."""
-    values, where, is_own = table
+def _of_table(table: settings.Table, known: dict[Words, Any], start: Words) -> Iterator[Row]:
+    """Yield the rows of a table. start: first words of the commands that it applies to."""
     reached = [words for words in known if words[: len(start)] == start]
-    if not reached or (values and is_own and start not in known):
-        raise UsageError(f"{where} is not a command of kvtool")
+    if not reached or (table.values and table.is_own and start not in known):
+        raise UsageError(f"{table.title} is not a command of kvtool")
     params = [
         param for words in reached for param in settings.options_of(known[words], () if start else words)
     ]
-    for name, value in values.items():
-        named = [param for param in params if name.replace("_", "-") in settings.names_of(param)]
+    for key, value in table.values.items():
+        source = f"{table.title} {key}"
+        named = [param for param in params if key.replace("_", "-") in settings.names_of(param)]
         if not named:
-            right = sorted({each for param in params for each in settings.names_of(param)})
-            raise UsageError(f"{where} {name} is not an option.{suggestion(name, right)}")
+            right = sorted({name for param in params for name in settings.names_of(param)})
+            raise UsageError(f"{source} is not an option.{suggestion(key, right)}")
         for param in named:
-            settings.checked(param, value, f"{where} {name}")
-        yield _row(of, named[0], value, f"{where} {name}")
+            settings.checked(param, value, source)
+        yield _row(table.words, named[0], value, source)
 
 
-def _of_variables(known: Commands) -> Iterator[Row]:
-    meant: dict[str, tuple[tuple[str, ...], Any]] = {}
+def _of_variables(known: dict[Words, Any]) -> Iterator[Row]:
+    """Yield the rows of variables, and report variables of no option on stderr."""
+    params: dict[str, tuple[Words, Any]] = {}
     for words, command in known.items():
         for param in settings.options_of(command):
-            meant.setdefault(settings.variable(param), ((), param))
-            meant[settings.variable(param, words)] = words, param
+            params.setdefault(settings.variable(param), ((), param))
+            params[settings.variable(param, words)] = words, param
     for name in sorted(os.environ):
         if not name.startswith(settings.VARIABLE) or name in settings.NOT_OPTIONS or not os.environ[name]:
             continue
-        if name in meant:
-            words, param = meant[name]
-            yield _row(words, param, os.environ[name], f"${name}")
+        if name in params:
+            yield _row(*params[name], os.environ[name], f"${name}")
         else:
-            sys.stderr.write(f"kvtool: ${name} does not belong to an option.{suggestion(name, meant)}\n")
+            sys.stderr.write(f"kvtool: ${name} does not belong to an option.{suggestion(name, params)}\n")
 
 
-def _row(words: tuple[str, ...], param: Any, value: Any, source: str) -> Row:
-    of = " ".join(words) or "all"
-    return {"command": of, "option": flag(param), "value": value, "source": source}
+def _row(words: Words, param: Any, value: Any, source: str) -> Row:
+    return {"command": " ".join(words) or "all", "option": flag(param), "value": value, "source": source}
 
 
 def _print(rows: list[Row]) -> None:

@@ -53,7 +53,7 @@ def table(
 ) -> Table:
     """Return a table without borders.
 
-    left: how many columns are aligned left; the others, which hold numbers, are aligned right. None: all.
+    left: number of columns that are aligned left; None for all. Columns of numbers are aligned right.
     """
     from rich.table import Table
 

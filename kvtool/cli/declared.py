@@ -9,16 +9,16 @@ from typing import Annotated, Any, NewType, get_args, get_origin, get_type_hints
 import typer
 
 from kvtool.cli import completion
-from kvtool.cli.command import BadValue
+from kvtool.cli.command import BadValue, source_of
 from kvtool.cli.listed import flag
 from kvtool.errors import UsageError
 from kvtool.options import OUTPUT, Option, Options, declared
 
 Typed = NewType("Typed", Mapping[str, str])
-"""The typed options: the names of parameters, each with its flag."""
+"""Flags of the typed options, by parameter name."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)]
-"""--json of the commands that print one result."""
+"""--json of commands that print one result."""
 
 ModelName = Annotated[
     str | None,
@@ -26,42 +26,40 @@ ModelName = Annotated[
         metavar="[MODEL]", help="Model, as for --model.", show_default=False, autocompletion=completion.models
     ),
 ]
-"""The model, where it may be typed without -m."""
+"""The model as an argument, without -m."""
 
 
 def command_words(help: str, default: str) -> Any:
-    """An argument that takes the words of a command."""
+    """Return an argument that takes the words of a command."""
     return typer.Argument(
         metavar="[COMMAND]...", help=help, show_default=default, autocompletion=completion.commands
     )
 
 
 def options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as Typer takes it: each parameter of a class of `Options` becomes an option a field.
+    """Return the function that Typer calls for a command.
 
-    The command gets the dataclasses filled. Fields that a class hides are left out. A parameter of the type
-    `Typed` gets the options that were typed.
+    Each field of a parameter that is a class of `Options` becomes an option, unless the class hides it; the
+    command gets the filled dataclass. A parameter of the type `Typed` gets the options that were typed.
     """
     hints = get_type_hints(command, include_extras=True)
-    kinds: dict[str, type[Options]] = {}
+    classes = {name: hint for name, hint in hints.items() if _is_options(hint)}
+    typed_params = [name for name, hint in hints.items() if hint is Typed]
     params = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-    asks = [name for name, hint in hints.items() if hint is Typed]
     for each in inspect.signature(command).parameters.values():
-        hint = hints[each.name]
-        if isinstance(hint, type) and issubclass(hint, Options):
-            kinds[each.name] = hint
-            params += parameters(hint)
-        elif each.name not in asks:
-            params.append(each.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
+        if each.name in classes:
+            params += parameters(classes[each.name])
+        elif each.name not in typed_params:
+            params.append(each.replace(annotation=hints[each.name], kind=inspect.Parameter.KEYWORD_ONLY))
 
     def run(context: typer.Context, **values: Any) -> None:
-        given = {name: str(getattr(context.get_parameter_source(name), "name", "")) for name in values}
-        typed = {name for name, source in given.items() if source == "COMMANDLINE"}
-        set_or_typed = {name for name, source in given.items() if source != "DEFAULT"}
-        flags = {str(each.name): flag(each) for each in context.command.params if each.name in typed}
-        filled = {name: kind.from_values(values, typed, set_or_typed) for name, kind in kinds.items()}
-        own = {name: value for name, value in values.items() if name in hints.keys() - kinds.keys()}
-        command(**own, **filled, **{name: Typed(flags) for name in asks})
+        sources = {name: source_of(context, name) for name in values}
+        typed = {name for name, source in sources.items() if source == "COMMANDLINE"}
+        given = {name for name, source in sources.items() if source != "DEFAULT"}
+        flags = {str(param.name): flag(param) for param in context.command.params if param.name in typed}
+        filled = {name: kind.from_values(values, typed, given) for name, kind in classes.items()}
+        other = {name: value for name, value in values.items() if name in hints.keys() - classes.keys()}
+        command(**other, **filled, **{name: Typed(flags) for name in typed_params})
 
     run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
     run.__annotations__ = {each.name: each.annotation for each in params} | {"return": None}
@@ -70,77 +68,73 @@ def options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def parameters(kind: type[Options]) -> Iterator[inspect.Parameter]:
-    """A Typer parameter for each field that the class does not hide."""
+    """Yield a Typer parameter for each field that the class does not hide."""
     hints = get_type_hints(kind)
-    for name, its in declared(kind).items():
+    for name, option in declared(kind).items():
         if name in kind.hidden:
             continue
-        default, hint = getattr(kind, name), hints[name]
+        default = getattr(kind, name)
+        hint: Any = hints[name]
         if get_origin(hint) is tuple:
-            each = get_args(hint)[0]
-            default, hint = None, (list[int] if each is int else list[str]) | None
-        yield inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=default,
-            annotation=Annotated[hint, _typer_option(kind, hint, its)],
-        )
+            default, hint = None, (list[int] if get_args(hint)[0] is int else list[str]) | None
+        annotation = Annotated[hint, _typer_option(kind, hint, option)]
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _typer_option(kind: type[Options], hint: Any, its: Option) -> Any:
+def _is_options(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Options)
+
+
+def _typer_option(kind: type[Options], hint: Any, option: Option) -> Any:
     number = next((each for each in (int, float) if each.__name__ in str(hint)), None)
+    is_list = "list" in str(hint)
+    help = option.help
+    if option.least is not None and option.most is not None:
+        help = f"{help.removesuffix('.')} ({option.least} to {option.most})."
+    default = option.default_text
+    if isinstance(default, str) and "{default_" in default:
+        default = default.format(**{name: getattr(kind, name) for name in dir(kind) if "default_" in name})
     return typer.Option(
-        *its.flags,
-        help=_with_range(its),
-        metavar=its.metavar,
-        show_default=_words(kind, its.default_text),
-        count=its.is_count,
-        rich_help_panel=its.group,
-        parser=_parser(its, number, of_list="list" in str(hint)) if number and not its.is_count else None,
-        autocompletion=_completer(its),
+        *option.flags,
+        help=help,
+        metavar=option.metavar,
+        show_default=default,
+        count=option.is_count,
+        rich_help_panel=option.group,
+        parser=_number_parser(option, number, is_list) if number and not option.is_count else None,
+        autocompletion=_completer(option),
     )
 
 
-def _parser(its: Option, number: type[int] | type[float], *, of_list: bool) -> Callable[[Any], Any]:
-    """Reads a number while the line is parsed, so that an error can name the setting that it comes from.
+def _number_parser(
+    option: Option, number: type[int] | type[float], is_list: bool
+) -> Callable[[Any], int | float]:
+    """Return a function that reads and checks a number while the command line is parsed.
 
-    of_list: the option may be repeated, and `Option.read` takes all its numbers.
+    At that time an error can name the setting that the number comes from. is_list: the option is repeatable,
+    and `Option.read` takes all its numbers.
     """
 
-    def parse(raw: Any) -> Any:
+    def parse(raw: Any) -> int | float:
         try:
             value = number(raw)
         except ValueError:
             kind = "a whole number" if number is int else "a number"
             raise BadValue(f"must be {kind}, got {raw!r}") from None
         try:
-            its.check(value, its.name)
-            if not of_list:
-                its.parse(value)
+            option.check(value, option.name)
+            if not is_list:
+                option.parse(value)
         except UsageError as error:
-            raise BadValue(str(error).removeprefix(f"{its.name} ")) from None
+            raise BadValue(str(error).removeprefix(f"{option.name} ")) from None
         return value
 
-    # the kind of value that a file of settings must have
+    # `settings` checks the types of values in the file by this name
     parse.__name__ = number.__name__
     return parse
 
 
-def _with_range(its: Option) -> str:
-    """The help of an option, with the range of a number that is limited at both ends."""
-    if its.least is None or its.most is None:
-        return its.help
-    return f"{its.help.removesuffix('.')} ({its.least} to {its.most})."
-
-
-def _words(kind: type[Options], words: str | bool) -> str | bool:
-    """The default in words, with the class's numbers in it."""
-    if isinstance(words, str) and "{default_" in words:
-        return words.format(**{name: getattr(kind, name) for name in dir(kind) if "default_" in name})
-    return words
-
-
-def _completer(its: Option) -> Callable[..., list[str]] | None:
-    if its.choices:
-        return lambda incomplete: [each for each in its.choices if each.startswith(incomplete)]
-    return getattr(completion, its.completes) if its.completes else None
+def _completer(option: Option) -> Callable[..., list[str]] | None:
+    if option.choices:
+        return lambda incomplete: [each for each in option.choices if each.startswith(incomplete)]
+    return getattr(completion, option.completes) if option.completes else None

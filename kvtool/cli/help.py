@@ -1,4 +1,4 @@
-"""`kvtool help`: the help of a command, as its -h prints it."""
+"""`kvtool help`: the same help as with -h."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands that there are, and the names of commands and options in messages."""
+"""Names of all commands, and the names of commands and options in messages."""
 
 from typing import Any
 
@@ -20,28 +20,28 @@ COMMANDS = {
     "doctor": "Check the installation: what is built and cached, what is wrong, and how to fix it.",
     "help": "Show the help of a command.",
 }
-"""The sentence about each command. It stands here because importing all commands takes long."""
+"""Name and description of each command. They are here because importing all commands takes long."""
 
 FOLDERS = ("chat", "compare", "bench", "inspect")
-"""Commands with a folder: the command is in its command.py. The others are one file each."""
+"""Commands with a folder, in whose command.py they are. All other commands are one file each."""
 
 GROUPS = ("models", "session")
-"""Those that are several commands: a Typer app of the name `app` in their module."""
+"""Groups of commands: their modules define a Typer app named `app`."""
 
 FUNCTIONS = {"eval": "evaluate", "help": "help_"}
-"""Names of the functions of commands whose own names Python reserves."""
+"""Functions of commands whose names are names of Python."""
 
 
 def module_of(command: str) -> str:
-    """The name of the module with a command."""
+    """Return the name of the module with a command."""
     return f"kvtool.cli.{command}" + ".command" * (command in FOLDERS)
 
 
 def flag(param: Any) -> str:
-    """The name of an option in messages and documents: the first long one, or its only one."""
+    """Return the name of an option in messages and documents: its first long name, else its only name."""
     return str(next((name for name in param.opts if name.startswith("--")), param.opts[0]))
 
 
 def words_of(context: Any) -> tuple[str, ...]:
-    """The words that called a command."""
+    """Return the words that called a command, such as ("models", "show")."""
     return (*words_of(context.parent), context.info_name) if context.parent else ()

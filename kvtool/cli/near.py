@@ -1,11 +1,15 @@
-"""Advice for wrong command lines: names of other programs, near misses, prompts without quotes."""
+"""Advice for wrong command lines: names from other programs, misspelt names, prompts without quotes.
+
+click suggests similar names, but knows no synonyms, and it takes an unknown name with one dash apart: it
+reads `-hf` as `-h -f`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_CALLED = {
+_OTHER_NAMES = {
     "chat": ("run", "start", "cli"),
     "generate": ("prompt", "complete"),
     "serve": ("server", "api"),
@@ -23,20 +27,17 @@ _CALLED = {
     "doctor": ("check",),
     "--version": ("version",),
 }
-"""Names that other programs give to our commands."""
-
-_ALL = {name: ours for ours, names in _CALLED.items() for name in names}
+"""Our command, and its names in other programs."""
 
 INSTEAD = {
-    "kvtool": _ALL,
+    "kvtool": {name: ours for ours, names in _OTHER_NAMES.items() for name in names},
     "kvtool models": {
-        name: ours
-        for name, ours in _ALL.items()
-        if ours.startswith("models ") and not ours.endswith(f" {name}")
+        **{"ls": "models list", "download": "models pull", "get": "models pull"},
+        **{"info": "models show", "remove": "models rm", "delete": "models rm"},
     },
     "kvtool session": {"cat": "session export", "print": "session export", "info": "session show"},
 }
-"""Our command for the name of another program, by the group that was asked."""
+"""Our command for another program's name, by the group that was called."""
 
 NOT_HERE = {
     "ps": "kvtool runs nothing in the background: a command loads its model, and frees it when it ends",
@@ -44,7 +45,7 @@ NOT_HERE = {
     "quantize": "kvtool does not change GGUF files; llama.cpp's llama-quantize makes smaller ones",
     "convert": "kvtool does not make GGUF files; llama.cpp's convert_hf_to_gguf.py does",
 }
-"""Reasons for commands that kvtool does not have."""
+"""Commands of other programs without a counterpart, with the reason."""
 
 OURS = {
     "--api-key-file": ("--api-key",),
@@ -86,24 +87,11 @@ ADVICE = {
     "use -m {value}": ("-mu", "--model-url"),
     "put the token into $HF_TOKEN": ("-hft", "--hf-token"),
     "`kvtool chat` is a conversation, without this option": (
-        *(
-            "-cnv",
-            "--conversation",
-            "-i",
-            "--interactive",
-            "-if",
-            "--interactive-first",
-            "-ins",
-            "--instruct",
-        ),
+        *("-cnv", "--conversation", "-i", "--interactive", "-if", "--interactive-first"),
+        *("-ins", "--instruct"),
     ),
     "`kvtool generate` answers a prompt": (
-        "-p",
-        "--prompt",
-        "-st",
-        "--single-turn",
-        "-no-cnv",
-        "--no-conversation",
+        *("-p", "--prompt", "-st", "--single-turn", "-no-cnv", "--no-conversation"),
     ),
     "the model's own chat template is always used; leave it out": (
         *("--jinja", "--no-jinja", "--chat-template", "--chat-template-file"),
@@ -134,7 +122,7 @@ ADVICE = {
         *("--log-disable", "--no-perf", "--keepalive", "--keep-alive", "--gpu-memory-utilization"),
     ),
 }
-"""Advice for options of these programs that have no counterpart of the same form."""
+"""Advice for options of these programs that have no counterpart, or one with other values."""
 
 _OURS = {name: ours for ours, names in OURS.items() for name in names}
 _ADVICE = {name: advice for advice, names in ADVICE.items() for name in names}
@@ -143,21 +131,21 @@ _ADVICE = {name: advice for advice, names in ADVICE.items() for name in names}
 def no_command(path: str, name: str, known: Iterable[str]) -> str:
     """Return the line for a word that is not a command. path: the group. known: its commands."""
     group = "" if path == "kvtool" else f"`{path}`: "
-    said = f"{group}there is no command {name!r}"
+    line = f"{group}there is no command {name!r}"
     if instead := INSTEAD.get(path, {}).get(name):
-        return f"{said}; use `kvtool {instead}`"
+        return f"{line}; use `kvtool {instead}`"
     if not group and name in NOT_HERE:
-        return f"{said}; {NOT_HERE[name]}"
+        return f"{line}; {NOT_HERE[name]}"
     if not group and name.endswith(".gguf"):
-        return f"{said}; use `kvtool chat {name}`"
+        return f"{line}; use `kvtool chat {name}`"
     if not group and " " in name:
         return f"name a command first: `kvtool generate {quoted(name)}` or `kvtool chat`"
-    # imported here: every command looks into this file
+    # imported here: every command imports this file
     from difflib import get_close_matches
 
-    if meant := get_close_matches(name, list(known), n=1):
-        return f"{said}; did you mean `{path} {meant[0]}`?"
-    return f"{said}; `{path} -h` lists them"
+    if similar := get_close_matches(name, list(known), n=1):
+        return f"{line}; did you mean `{path} {similar[0]}`?"
+    return f"{line}; `{path} -h` lists them"
 
 
 def no_command_yet(context: Any, args: Sequence[str]) -> str:
@@ -167,7 +155,7 @@ def no_command_yet(context: Any, args: Sequence[str]) -> str:
 
 
 def ours(name: str) -> str:
-    """Return our option for a name with or without dashes, which may be another program's."""
+    """Return our option for an option of ours or of another program. name: with or without dashes."""
     name = name.lstrip("-").replace("_", "-")
     flag = f"--{name}" if len(name) > 1 else f"-{name}"
     return _OURS.get(flag, flag)
@@ -176,10 +164,10 @@ def ours(name: str) -> str:
 def other_option(context: Any, args: Sequence[str]) -> str | None:
     """Return the line for the first option of another program; None without such an option.
 
-    args: as they were typed. Values of our own options are not looked at.
+    args: as they were typed. Values of our own options are skipped.
     """
-    params = [each for each in context.command.get_params(context) if each.param_type_name == "option"]
-    known = {name: each for each in params for name in (*each.opts, *each.secondary_opts)}
+    options = [p for p in context.command.get_params(context) if p.param_type_name == "option"]
+    known = {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
     words = iter(args)
     for word in words:
         name, has_value, value = word.partition("=")
@@ -190,33 +178,32 @@ def other_option(context: Any, args: Sequence[str]) -> str | None:
                 next(words, None)
         elif name in _OURS and _OURS[name] in known:
             return f"no such option: {name}; use {_OURS[name]}"
-        elif name in _OURS and name not in _ADVICE:
-            # else -md 9 would be -m d and an argument 9
-            return f"no such option: {name}; `{context.command_path} -h` lists its options"
         elif name in _ADVICE:
             advice = _ADVICE[name].format(value=value if has_value else next(words, "..."))
             return f"no such option: {name}; {advice}"
+        elif name in _OURS:
+            # click would read -md 9 as -m d and an argument 9
+            return f"no such option: {name}; `{context.command_path} -h` lists its options"
     return None
 
 
-def too_many(context: Any, spare: Sequence[str]) -> str:
-    """Return the line for arguments that a command does not take. spare: the superfluous arguments."""
+def too_many(context: Any, surplus: Sequence[str]) -> str:
+    """Return the line for arguments that a command does not take. surplus: these arguments."""
     from shlex import quote
 
     path, command = context.command_path, context.command
     if command.name == "generate":
-        prompt = " ".join([context.params["given"], *spare])
+        prompt = " ".join([context.params["given"], *surplus])
         return f"put the prompt into quotes: `{path} {quoted(prompt)}`"
     if command.name in ("chat", "serve"):
-        prompt = " ".join([context.params["model_name"], *spare])
-        return not_a_model(prompt)
-    names = [each.metavar for each in command.params if each.param_type_name == "argument"]
+        return not_a_model(" ".join([context.params["model_name"], *surplus]))
+    names = [param.metavar for param in command.params if param.param_type_name == "argument"]
     takes = f"takes only {' '.join(names)}" if names else "takes only options"
-    return f"`{path}` {takes}; leave out {' '.join(map(quote, spare))}"
+    return f"`{path}` {takes}; leave out {' '.join(map(quote, surplus))}"
 
 
 def not_a_model(text: str) -> str:
-    """Return the line for a prompt in the place of a model."""
+    """Return the line for a prompt that was typed instead of a model."""
     return (
         f"{text!r} is not a model; `kvtool generate {quoted(text)}` answers a prompt, and `kvtool chat` "
         "starts a chat in which you type it"
@@ -224,7 +211,7 @@ def not_a_model(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text as a shell takes it, in double quotes unless they would change it."""
+    """Quote a text for a shell: in double quotes, unless the shell would change the text in them."""
     from shlex import quote
 
     return quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
