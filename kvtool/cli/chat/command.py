@@ -66,7 +66,7 @@ def chat(
         sampling = sampling_of(generation)
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if is_terminal:
-            # its import takes as long as loading a small model: the two go side by side
+            # importing it takes as long as loading a small model; a thread does both at the same time
             Thread(target=import_module, args=["kvtool.cli.chat.terminal"], daemon=True).start()
 
         from kvtool.config.opening import open_run
@@ -110,13 +110,13 @@ def chat(
         else:
             _pipe(conversation, files, stdin_lines())
             if run.verbose:
-                guessed = f", {writer.n_accepted} of {writer.n_drafted} guesses" if writer.drafter else ""
-                say([f"{engine.n_past:,} tokens{guessed}, {line(report(engine, run.policy))}"])
+                drafted = f", {writer.n_accepted} of {writer.n_drafted} guesses" if writer.drafter else ""
+                say([f"{engine.n_past:,} tokens{drafted}, {line(report(engine, run.policy))}"])
     files.check()
 
 
 def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) -> None:
-    """Takes each line as a turn; only replies go to stdout."""
+    """Read each line as a turn, and write only replies to stdout."""
     writer, generation = conversation.writer, files.generation
     for line in lines:
         if not line.strip():
@@ -138,5 +138,5 @@ def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) ->
             say([generation.looped(writer.loop.n_block, writer.loop.n_times)])
         elif writer.is_cut:
             say([generation.cut(writer.n_written)])
-        # between turns there is nothing to finish
+        # between turns Ctrl-C ends the program at once
         interrupt.ends()

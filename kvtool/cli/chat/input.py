@@ -1,4 +1,4 @@
-"""The prompt of a chat: lines that can be edited, a history, completion; a pasted text is one turn."""
+"""The prompt of a chat: editing, history and completion. A pasted text is one turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvtool.errors import InputError
 from kvtool.system.texts import decoded, with_lf
 
 BLOCK = '"""'
-"""Opens and closes a text of several lines."""
+"""Mark before and after a text of several lines."""
 
 _OF_LINES = ("/system", "/edit")
 """Commands that take a text, which may have several lines."""
@@ -57,7 +57,7 @@ class Prompt:
     def ask(self, default: str = "", *, selected: bool = False) -> str:
         """Return the typed text. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C.
 
-        default: stands at the prompt. selected: typing replaces it, and an arrow key keeps it.
+        default: text at the prompt. selected: typing replaces that text, and an arrow key keeps it.
         """
         return self._session.prompt("\n> ", default=default, pre_run=self._select if selected else None)
 
@@ -67,14 +67,14 @@ class Prompt:
         buffer.start_selection()
         buffer.cursor_position = len(buffer.text)
         if buffer.selection_state:
-            # else typed text is inserted, as in Emacs
+            # in the normal mode typed text would be inserted, as in Emacs
             buffer.selection_state.enter_shift_mode()
 
     def forget(self) -> bool:
         """Drop the text that was typed ahead; return True if there was any."""
         typing = self._session.app.input
         dropped = get_typeahead(typing)
-        # else a line without its end stays, and a Ctrl-D ends the input
+        # the raw mode also gives an unfinished line, and Ctrl-D as a key
         with typing.raw_mode():
             while keys := typing.read_keys():
                 dropped += keys
@@ -83,20 +83,20 @@ class Prompt:
 
 def confirmed(question: str) -> bool:
     """Return True if the answer is "y" or "yes". Raises as `Prompt.ask` does."""
-    # not input(): without readline, it misses a Ctrl-C that comes at once
+    # not input(): without readline it misses an immediate Ctrl-C
     answer: str = PromptSession[str](enable_suspend=True).prompt(question)
     return answer.strip().lower() in ("y", "yes")
 
 
 class Meant(NamedTuple):
-    """A command or a turn, without the marks of how it was typed."""
+    """A command or a turn, without quotes and backslashes of its typed form."""
 
     text: str
     is_command: bool
 
 
 def meant(typed: str) -> Meant:
-    """Return a text without the marks of how it was typed: a block's quotes, backslashes at line ends.
+    """Return a typed text without the quotes of a block and without backslashes at line ends.
 
     A single line that starts with a slash is a command, and so are several lines if the command takes a text.
     A single line that starts with `//` is a turn that starts with a slash, and quoted text is a turn.
@@ -200,7 +200,7 @@ def _keys() -> KeyBindings:
 
 
 class _Completer(Completer):
-    """Completes commands, what may follow them, and paths."""
+    """Completes commands, the words after them, and paths."""
 
     def __init__(self, commands: Mapping[str, Words | None]) -> None:
         self._commands = commands

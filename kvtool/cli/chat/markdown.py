@@ -1,6 +1,6 @@
-"""Shows a reply in a terminal while it is being written. What is printed is never printed again.
+"""Coloured Markdown in a terminal, printed while the model writes it.
 
-Markdown is shown as it is written, coloured: no character is lost, whatever it means. Lines of prose break
+All characters are printed, also the marks of Markdown, and no line is printed again. Lines of prose break
 between words.
 """
 
@@ -18,7 +18,7 @@ CODE, BOLD, MARK = "cyan", "bold", "dim"
 
 _WIDE = "\u1100-\u11ff\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe4f\uff00-\uff60\U00020000-\U0003fffd"
 _UNITS = re.compile(rf"\n|[^\S\n]+|[^\s{_WIDE}]+|[{_WIDE}]")
-"""A line break, blanks, a word, or a character of a script that breaks lines anywhere."""
+"""A line break, blanks, a word, or a character of a script without blanks between words."""
 
 _FENCE = re.compile(r"(`{3,}|~{3,})")
 _BULLET = re.compile(r"[-*+]|\d+[.)]")
@@ -32,7 +32,7 @@ class ReplyStream:
     Parameters
     ----------
     plain
-        Print the text as it is, without colours and without breaking lines.
+        Print without colours, and do not break lines.
     """
 
     def __init__(self, console: Console, *, plain: bool = False) -> None:
@@ -51,8 +51,8 @@ class ReplyStream:
         self.end()
 
     def write(self, piece: str) -> None:
-        """Adds a piece; its last word waits for its end. Raises OSError once the terminal is gone."""
-        # the model must not steer the terminal
+        """Print a piece, except its last word, which may go on. Raises OSError if the terminal is closed."""
+        # the model must not control the terminal
         piece = _CONTROL.sub("\ufffd", piece.replace("\r", "").replace("\t", "    "))
         if self._is_plain:
             self._put([(piece, "")])
@@ -65,7 +65,7 @@ class ReplyStream:
         self._show(units)
 
     def end(self) -> None:
-        """Prints what waits, and ends the line."""
+        """Print the last word, and end the line."""
         self._show([self._held] if self._held else [])
         self._held = ""
         if self._column:
@@ -83,7 +83,7 @@ class ReplyStream:
         parts: list[tuple[str, str]] = []
         for unit in units:
             if unit == "\n":
-                # blanks at the end of a line show nothing
+                # blanks at the end of a line are dropped
                 parts.append(("\n", ""))
                 self._start_line()
             elif unit.isspace():
@@ -103,7 +103,7 @@ class ReplyStream:
             styled = self._styled(word)
         width = cell_len(word)
         end = self._column + len(self._blanks) + width
-        # the rest of a word that is longer than a line follows its start
+        # a word that is longer than a line is not broken, unless its script allows breaks anywhere
         may_break = not self._fence and (self._blanks or width > len(word))
         if may_break and self._column and end > self._console.width:
             parts.append(("\n" + " " * self._hang, ""))
@@ -113,7 +113,7 @@ class ReplyStream:
             self._column += len(self._blanks)
         if self._n_word == 0:
             is_bullet = _BULLET.fullmatch(word)
-            # a long indentation is none of a list's
+            # a longer indentation does not belong to a list
             self._hang = len(self._blanks) + (len(word) + 1 if is_bullet else 0)
             self._hang = self._hang if self._hang < self._console.width // 2 else 0
         parts += styled
@@ -122,7 +122,7 @@ class ReplyStream:
         self._n_word += 1
 
     def _styled(self, word: str) -> list[tuple[str, str]]:
-        """The word in parts: code, bold, and the marks of both."""
+        """Split a word into parts with styles: code, bold, and the marks of both."""
         if self._n_word == 0 and re.fullmatch(r"#{1,6}", word):
             self._is_heading = True
         parts, before = [], ""
@@ -152,6 +152,6 @@ class ReplyStream:
         if not parts:
             return
         if not self._console.is_terminal:
-            # it is gone, and rich draws nothing where there is none
+            # the terminal is closed; rich would draw nothing and raise no error
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         self._console.print(Text.assemble(*parts), end="", soft_wrap=True)

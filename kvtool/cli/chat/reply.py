@@ -1,4 +1,4 @@
-"""A reply as a person sees it: its thought, dimmed and folded when it ends, and then what it says."""
+"""A reply in a terminal: the dimmed thought, which is replaced by one line when it ends, and the answer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvtool.chats.thinking import Splitter
 from kvtool.cli.chat.markdown import ReplyStream
 
 _EVERY_S = 1 / 12
-"""Seconds from one drawing to the next."""
+"""Minimum seconds between two drawings."""
 
 _MOST_LINES = 8
-"""Lines of a thought that are shown while it goes on: its newest ones."""
+"""Number of newest lines that are shown while the model thinks."""
 
 
 class ReplyView:
@@ -24,11 +24,11 @@ class ReplyView:
     Parameters
     ----------
     splitter
-        Tells the thought from the rest.
+        Separates the thought from the answer.
     plain
-        Show all as the model writes it.
+        Show the text exactly as the model writes it.
     hide
-        Show nothing of a thought but that it goes on.
+        Show only that the model is thinking, and not the thought.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class ReplyView:
         self._out.end()
 
     def write(self, piece: str) -> None:
-        """Adds a piece. Raises OSError once the terminal is gone."""
+        """Print a piece. Raises OSError if the terminal is closed."""
         if self._is_plain:
             self._out.write(piece)
             return
@@ -72,7 +72,7 @@ class ReplyView:
             return
         self._fold()
         if self._is_new and self.thought:
-            # templates put line breaks between a thought and the rest
+            # templates put line breaks between a thought and the answer
             text = text.lstrip("\n")
         if text:
             self._is_new = False
@@ -82,7 +82,7 @@ class ReplyView:
         self.thought += text
         if self._live is None:
             self._started = time.monotonic()
-            # drawn by this thread: one of its own would keep errors to itself
+            # without a drawing thread, in which errors would be lost
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
         now = time.monotonic()
@@ -94,13 +94,13 @@ class ReplyView:
         if self._hides:
             return Text("thinking", style="dim")
         n = max(min(_MOST_LINES, self._console.height // 2), 1)
-        # a line takes at most the width: no more of the text can be seen
+        # earlier text would not be visible: a line has at most the width of the terminal
         end = self.thought[-n * self._console.width :].strip()
         lines = Text(end, style="dim").wrap(self._console, self._console.width)
         return Text("\n").join(lines[-n:])
 
     def _fold(self) -> None:
-        """Puts one line in the place of a thought that has ended."""
+        """Replace a thought that has ended by one line."""
         if self._live is None:
             return
         self._live.update("", refresh=True)

@@ -25,33 +25,33 @@ if TYPE_CHECKING:
     from kvtool.engine.loop import Engine
 
 _N_LINES = 8
-"""Lines of the last turn that are shown when a chat is continued."""
+"""Maximum lines of the last turn that are shown when a chat is continued."""
 
 
 @dataclass
 class Terminal:
-    """A chat in a terminal: takes turns, and shows the replies.
+    """A chat in a terminal: reads turns, and shows the replies.
 
     Attributes
     ----------
     policy
-        The policy's name, for the user.
+        Name of the policy, as the user typed it.
     plain
-        Whether replies are shown as the model writes them.
+        True if replies are shown exactly as the model writes them.
     hide_thinking
-        Whether nothing of a thought is shown but that it goes on.
+        True if thoughts are not shown.
     thought
-        The last reply's thought.
+        Thought of the last reply.
     tokens_per_s
-        Speed of the last reply; 0 if it has no more than one token.
+        Speed of the last reply; 0 for a reply of at most one token.
     typed
         Text at the next prompt.
     selects
         True if typing replaces that text: it is a line that was refused.
     edits
-        Whether the next turn takes the place of the last one.
+        True if the next turn replaces the last turn.
     last_typed
-        The last turn, and how it was typed: with the names of files.
+        The last turn, mapped to its typed form, in which names stand for the texts of files.
     keys
         The keyboard.
     """
@@ -81,7 +81,7 @@ class Terminal:
         self.console.print(f"{text}", style="red")
 
     def confirm(self, question: str) -> bool:
-        """Asks a question that only "y" or "yes" answers with yes."""
+        """Ask a question; return True for the answers "y" and "yes"."""
         interrupt.raises()
         with self.keys.normal():
             try:
@@ -91,7 +91,7 @@ class Terminal:
                 return False
 
     def status(self) -> str:
-        """One line: the chat's length, where its tokens are, bytes, and the speed of the last reply."""
+        """Return a line with the chat's length, where its tokens are, bytes, and the last reply's speed."""
         from kvtool.measure.holdings import n_forgotten
         from kvtool.units import format_bytes
 
@@ -104,7 +104,7 @@ class Terminal:
         return " \u00b7 ".join(filter(None, parts))
 
     def saved(self) -> None:
-        """Says what could not be saved, and where another chat was put."""
+        """Report an error of saving, and the new names of files that were moved."""
         if self.files.unsaved:
             self.error(self.files.unsaved)
         if self.files.previous_path:
@@ -112,31 +112,31 @@ class Terminal:
         if self.files.moved_archive:
             self.note(moved_line(self.files.moved_archive))
         for spare in self.files.recovered:
-            # FILE.1 was made of FILE
+            # FILE.1 was made from FILE
             self.note(f"the chat of {spare.name} is in {spare.stem} again")
 
     def show_last(self) -> None:
-        """Shows the last turn and its reply again."""
+        """Show the last turn and its reply again."""
         from kvtool.cli.chat.reply import ReplyView
 
         user, reply = [each["content"] for each in self.conversation.messages][-2:]
         lines = user.split("\n")
-        # a long text is known by its beginning
+        # the first lines are enough to recognize a long text
         lines[_N_LINES:] = ["..."] * (len(lines) > _N_LINES)
         self.console.print("\n> " + "\n  ".join(lines) + "\n")
         template = self.conversation.template
-        # its thought is not in the content
+        # with some templates the content lacks the thought
         splitter = Splitter(template.tags) if template.takes_thoughts else self.conversation.splitter()
         with ReplyView(self.console, splitter, plain=self.plain, hide=True) as out:
             out.write(reply)
 
     def say(self, text: str, *, again: bool = False) -> None:
-        """Takes a turn: reads it, and shows the reply while it is written.
+        """Read a turn, and show the reply while the model writes it.
 
-        again: it takes the place of the last one.
+        again: the turn replaces the last turn.
         """
         try:
-            said = with_files(text)
+            sent = with_files(text)
             if again:
                 self.conversation.undo_turn()
         except (InputError, SessionError, UsageError) as error:
@@ -145,7 +145,7 @@ class Terminal:
             self.selects = not again
             self.edits = again and isinstance(error, InputError)
             return
-        self.last_typed, text = {said: text}, said
+        self.last_typed, text = {sent: text}, sent
         writer = self.conversation.writer
         signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))
         self.tokens_per_s, self.thought = 0.0, ""
@@ -168,7 +168,7 @@ class Terminal:
         self.note(self.status())
 
     def _read_turn(self, text: str) -> bool:
-        """Reads a turn, and says how far it is."""
+        """Read a turn, and show the progress. Return False if the user stopped it."""
         from rich.text import Text
 
         from kvtool.cli.progress import ProgressLine
@@ -201,12 +201,12 @@ class Terminal:
             self.tokens_per_s = n / seconds if n > 0 and seconds > 0 else 0.0
             self.thought = view.thought
 
-    def offer(self, said: str) -> None:
+    def offer(self, turn: str) -> None:
         """Put a turn at the next prompt in its typed form."""
-        self.typed = typed_as(self.last_typed.get(said, said))
+        self.typed = typed_as(self.last_typed.get(turn, turn))
 
     def _cancel(self, instead: str | None) -> None:
-        """Takes back a turn that was stopped while it was read. instead: the turn, if it replaced another."""
+        """Undo a turn that was stopped while it was read. instead: the turn, if it replaced another turn."""
         if self.conversation.undo_turn() is None:
             self.note(
                 "stopped; there is no copy to restore, so the rest of the turn is read with the next one"
@@ -219,10 +219,10 @@ class Terminal:
 
 
 def whereabouts(n: int, n_held: float, n_archived: int, n_forgotten: int) -> str:
-    """The length of a chat of n tokens, and where they are.
+    """Return the length of a chat of n tokens, and the shares of tokens in the cache, archived and forgotten.
 
-    n_held: tokens that a row holds, in the mean. n_forgotten: tokens that no row and no archive has. The
-    shares add up to 100 % if all rows hold the same tokens; else one is a row's, and the other that of all.
+    n_held: mean number of tokens that a row holds. n_forgotten: tokens in no row and in no archive. If rows
+    hold different tokens, the shares do not add up to 100 %, and the line says of which rows they are.
     """
     held, forgotten = share(n_held / max(n, 1)), share(n_forgotten / max(n, 1))
     if n_held + n_archived + n_forgotten != n:
@@ -232,19 +232,19 @@ def whereabouts(n: int, n_held: float, n_archived: int, n_forgotten: int) -> str
 
 
 def share(part: float) -> str:
-    """A share as people read it; only all and nothing are 100 % and 0 %."""
+    """Return a share in percent. Only the shares 1 and 0 give 100 % and 0 %."""
     percent = 100 * part if part in (0, 1) else min(max(100 * part, 0.1), 99.9)
     return f"{percent:.0f} %" if part in (0, 1) else f"{percent:.1f} %"
 
 
 class Keys:
-    """Hides typed characters while the chat is busy; the next prompt gets them."""
+    """Hides characters that are typed while the chat is busy; the next prompt gets them."""
 
     _before: Any = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, typed characters are not shown: they would break the drawing."""
+        """Hide typed characters inside the block: they would disturb the output."""
         try:
             import termios
         except ImportError:
@@ -253,20 +253,20 @@ class Keys:
         self._before = termios.tcgetattr(sys.stdin)
         waiting = termios.tcgetattr(sys.stdin)
         waiting[3] &= ~termios.ECHO
-        # else the terminal itself swallows Ctrl-D, and the prompt never gets it
+        # else the terminal consumes Ctrl-D, and the prompt never gets it
         waiting[6][termios.VEOF] = bytes([os.fpathconf(sys.stdin.fileno(), "PC_VDISABLE") & 0xFF])
         try:
             with _attributes(waiting):
                 yield
         finally:
-            # a terminal that is gone cannot be set back
+            # fails if the terminal is closed
             with suppress(termios.error):
                 termios.tcsetattr(sys.stdin, termios.TCSANOW, self._before)
             self._before = None
 
     @contextmanager
     def normal(self) -> Iterator[None]:
-        """Inside `waiting`, for a question: typed characters are shown again."""
+        """Show typed characters again inside the block, for a question inside `waiting`."""
         if self._before is None:
             yield
             return
@@ -283,11 +283,11 @@ class Keys:
 
 @contextmanager
 def _attributes(attributes: Any) -> Iterator[None]:
-    """Sets the terminal's attributes, and sets them again after Ctrl-Z and fg: a shell changes them."""
+    """Set the terminal's attributes, and set them again after Ctrl-Z and fg, as the shell changes them."""
     import termios
 
     def apply(*_: object) -> None:
-        # a terminal that is gone has none
+        # fails if the terminal is closed
         with suppress(termios.error):
             termios.tcsetattr(sys.stdin, termios.TCSANOW, attributes)
 

@@ -1,4 +1,4 @@
-"""What a chat shows about itself: its cache, its text, its settings."""
+"""Commands that show the cache, the text and the settings of a chat."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def cells(terminal: Terminal, last: str) -> None:
-    """The last tokens, coloured by the share of rows that hold each. Raises UsageError for a wrong number."""
+    """Show the last tokens, coloured by the share of rows that hold them. last: number of tokens, or "".
+
+    Raises UsageError for any other text.
+    """
     from kvtool.cli.inspect.command import LAST
     from kvtool.cli.inspect.terminal import show
     from kvtool.measure import holdings
@@ -36,7 +39,7 @@ def cells(terminal: Terminal, last: str) -> None:
 
 
 def stats(terminal: Terminal) -> None:
-    """Where the chat's tokens are, bytes, and the speed; options that change them are in parentheses."""
+    """Show where the chat's tokens are, sizes in bytes and the speed, with options that change them."""
     from kvtool.measure.holdings import n_forgotten
     from kvtool.system.memory import rss_bytes
     from kvtool.units import format_bytes
@@ -75,15 +78,15 @@ def stats(terminal: Terminal) -> None:
 
 
 def _renumbered(engine: Engine) -> str:
-    """An addition for a chat that has gone beyond its context, in which positions were assigned again."""
+    """Return a note for a chat that exceeded its context, so that positions were assigned again; else ""."""
     n = engine.n_restart
     return f"; the chat went beyond it, and positions were assigned again {n:,} times" if n else ""
 
 
 def help(terminal: Terminal, what: str) -> None:
-    """All commands, one of them, or "more": how a turn is typed, and what is kept.
+    """Show help on all commands, on one command, or on typing and files ("more").
 
-    Raises UsageError for anything else.
+    what: a command, "more", or "" for all commands. Raises UsageError for any other text.
     """
     name = f"/{what.removeprefix('/').lower()}"
     of_one = {usage: text for usage, text in HELP.items() if name in re.findall(r"/[\w?-]+", usage)}
@@ -99,27 +102,27 @@ def help(terminal: Terminal, what: str) -> None:
 
 
 def show(terminal: Terminal, what: str) -> None:
-    """One of `SHOWN`. Raises UsageError for anything else."""
+    """Show a part of the chat. what: a key of `SHOWN`. Raises UsageError for any other text."""
     if what not in SHOWN:
         raise UsageError(f"/show takes one of {', '.join(SHOWN)}")
     SHOWN[what](terminal)
 
 
 def system(terminal: Terminal) -> None:
-    """The system prompt, as text and not as markup."""
+    """Show the system prompt, without markup."""
     chat = terminal.conversation
     none = "(the template's own)" if chat.template.has_own_system else "(none)"
     terminal.console.print(chat.system or none)
 
 
 def setting(terminal: Terminal, name: str) -> str:
-    """Return the hint of /set for this field of `Sampling`."""
+    """Return the value of a field of `GenerationOptions` as people read it."""
     generation = terminal.files.generation
     if name == "seed":
         return str(terminal.conversation.writer.sampler.seed)
     value = generation.session_values()[name]
     if isinstance(value, list):
-        # as one can type them: a line break is \n
+        # in the form that /set takes: a line break is \n
         return ", ".join('"' + text.replace('"', '\\"') + '"' for text in value) or "(none)"
     if value is None:
         return {"n": "no limit", "think": "(the model's own)", "think_budget": "no limit"}.get(name, "(none)")
@@ -127,7 +130,7 @@ def setting(terminal: Terminal, name: str) -> str:
 
 
 def settings(terminal: Terminal) -> None:
-    """What /set changes most, and what is not as it is by default."""
+    """Show the settings that users change most, and all settings with another value than the default."""
     generation, default = terminal.files.generation, GenerationOptions()
     names = [
         name
@@ -146,14 +149,14 @@ SHOWN: dict[str, Callable[[Terminal], None]] = {
     "thought": lambda on: on.note(on.thought.strip() or "the last reply has no thought"),
     "last": lambda on: on.show_last() if on.conversation.n_turn else on.note("the chat has no turns"),
 }
-"""What /show shows."""
+"""Functions of /show, by the word after it."""
 
 
 _MOST = ("n", "temp", "top_k", "top_p", "min_p", "seed")
-"""What a bare /set shows even by default."""
+"""Settings that /set without a name always shows."""
 
 MORE = ("more",)
-"""What may follow /help."""
+"""Words after /help that are not commands."""
 
 HELP = {
     "/help, /?": "show this help; /help more explains typing, /undo and sessions",

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 _ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}
 
 _DEFAULT = "default"
-"""The value of /think that returns to the model's own way."""
+"""Value of /think for the default of the model's template."""
 
 _HOT = 2
-"""A temperature above which hardly any text makes sense: llama.cpp takes it, other programs refuse it."""
+"""Temperature above which text makes no sense. llama.cpp allows it; other programs refuse it."""
 
 
 class Commands:
-    """Runs a user's commands on the chat of a terminal. An error is one line, and the chat continues."""
+    """Commands of a chat in a terminal. After an error, which is one line, the chat continues."""
 
     def __init__(self, terminal: Terminal) -> None:
         self.terminal = terminal
@@ -57,7 +57,7 @@ class Commands:
         }
 
     def words(self) -> Mapping[str, Callable[[], Iterable[str]] | None]:
-        """The commands, each with the words that may follow it; None means a path."""
+        """Return the commands, each with a function that lists the words after it; None means a path."""
         found: dict[str, Callable[[], Iterable[str]] | None] = {"/save": None, "/load": None}
         found |= {"/show": lambda: show.SHOWN, "/set": lambda: declared(GenerationOptions)}
         found["/help"] = lambda: (*show.MORE, *(name[1:] for name in self._with_text | self._plain))
@@ -69,7 +69,7 @@ class Commands:
         typed, *text = line.split(maxsplit=1)
         rest = "".join(text)
         name = _ALIASES.get(typed.lower(), typed.lower())
-        # a command is short, and must not be left half done
+        # ignored, so that no command stops halfway
         signal.signal(signal.SIGINT, lambda *_: None)
         try:
             if name in self._with_text:
@@ -85,12 +85,12 @@ class Commands:
         except KvtoolError as error:
             self.terminal.error(error)
         except KeyboardInterrupt:
-            # while a model is hashed, for the first session
+            # at the first save, hashing the model can be stopped
             self.terminal.note("stopped")
         return True
 
     def _refuse(self, name: str, line: str) -> None:
-        """Report a line with no command. A path may begin a turn: the user is asked whether to send it."""
+        """Report a line without a known command, or ask whether to send it: a turn may start with a path."""
         if "/" in name[1:]:
             if self.terminal.confirm(f"There is no command {name}. Send the line to the model?"):
                 self.terminal.say(line)
@@ -102,7 +102,7 @@ class Commands:
         self.terminal.typed, self.terminal.selects = line, True
 
     def _meant(self, name: str) -> str | None:
-        """The command that a word may stand for: one that takes it, or the one most like it."""
+        """Return the command that the user may mean, if any: it takes the word, or has a similar name."""
         for command, taken in self.words().items():
             if taken is not None and name[1:] in taken():
                 return f"{command} {name[1:]}"
@@ -138,7 +138,7 @@ class Commands:
         self.terminal.note("send the edited turn to replace the last one, or press Ctrl-C to keep it")
 
     def _last_turn(self) -> str:
-        """Return the last turn. Raises UsageError where that cannot be taken back."""
+        """Return the last turn. Raises UsageError if it cannot be taken back."""
         text = self.conversation.undo_stack.newest_turn
         if text is None:
             raise UsageError(
@@ -162,7 +162,7 @@ class Commands:
     def _set(self, text: str) -> None:
         name, _, given = text.replace("=", " ", 1).partition(" ")
         given = given.strip()
-        # a text may stand in quotes
+        # a text may be in quotes
         value = given[1:-1] if len(given) > 1 and given[0] == given[-1] in "\"'" else given
         if not text:
             show.settings(self.terminal)
@@ -173,7 +173,7 @@ class Commands:
             self._think(value)
             return
         if given and name == "think_budget":
-            # it may be in the prompt
+            # the template may put it into the prompt
             budget = self.files.generation.set(name, value).think_budget
             if not self._rethink(self.conversation.effort, budget, f"/set {name} {value}"):
                 return
@@ -225,7 +225,7 @@ class Commands:
         self.terminal.note(f"think  {show.setting(self.terminal, 'think')}; {taken}")
 
     def _rethink(self, effort: str | None, budget: int | None, change: str) -> bool:
-        """Changes how much replies think; returns False if the user then rather leaves it."""
+        """Change how much replies think. Return False if the user decides against it."""
         chat = self.conversation
         again = chat.rereads(effort, budget)
         if again and not self._remember(change):
@@ -253,13 +253,13 @@ class Commands:
         self._note_new(f"continuing after {turns(self.conversation.n_turn)} of {path}")
 
     def _remember(self, change: str) -> bool:
-        """Copies the chat for /undo; without room for a copy, asks whether to go on."""
+        """Copy the chat for /undo. If there is no room for a copy, ask; return False for no."""
         return self.conversation.remember(change) or self.terminal.confirm(
             f"There is no disk space for a copy, so /undo could not take {change} back. Continue?"
         )
 
     def _note_new(self, what: str) -> None:
-        """Says that the chat is another one now, and where the one before is."""
+        """Report a change to another chat, and the file with the previous chat."""
         self.terminal.note(f"{what}{self._previous()}; /undo takes this back")
 
     def _previous(self) -> str:
@@ -269,7 +269,7 @@ class Commands:
 
 
 def _path(command: str, name: str) -> Path:
-    """The file that a command names. Raises SessionError where it names none."""
+    """Return the path that follows a command. Raises SessionError without a path."""
     if not name:
         raise SessionError(f"{command} needs a file")
     try:

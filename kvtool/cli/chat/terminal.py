@@ -1,4 +1,4 @@
-"""The chat that a person sees in a terminal: reads what they type until they leave."""
+"""The loop of a chat in a terminal: read a command or a turn, and run it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KEPT = "the last turn is unchanged"
 
 
 def run(terminal: Terminal) -> None:
-    """Each text is a command or a turn."""
+    """Run commands and turns until the user leaves."""
     from rich.text import Text
 
     from kvtool.config.report import archive_limit
@@ -46,16 +46,16 @@ def run(terminal: Terminal) -> None:
                 if not commands.run(text):
                     break
             elif text:
-                # what a terminal without UTF-8 sends must not end the chat
+                # a terminal without UTF-8 may send invalid bytes
                 terminal.say(shown(text), again=again)
 
 
 def _ask(terminal: Terminal, prompt: Prompt) -> str | None:
-    """What the user types next; None to leave."""
+    """Return the next typed text; None if the user leaves."""
     interrupt.raises()
     default, terminal.typed = terminal.typed, ""
     selected, terminal.selects = terminal.selects, False
-    # at the end of another text it would mean something else
+    # text that was typed ahead was not meant to follow the offered text
     if default and prompt.forget():
         terminal.note("the text that you typed ahead was dropped")
     while True:
