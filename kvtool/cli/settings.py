@@ -3,8 +3,8 @@
 Typed options override variables, and variables override the file. In the file, a model's table overrides a
 command's table, and that overrides the top level. A variable for one command overrides one for all.
 
-click's `default_map` and `auto_envvar_prefix` cannot replace the lookup here: they know neither tables of
-models, nor keys for all commands, nor names of flags, nor `OPTIONS_OF_ONE`, nor the source of a value.
+click finds neither tables of models nor keys for all commands, names its variables after parameters, and not
+after flags, and does not name a value's source in errors. So this file finds the values, and click gets them.
 """
 
 from __future__ import annotations
