@@ -1,4 +1,4 @@
-"""Messages and tools as the tokens that a model was trained on."""
+"""Rendering of chats: messages and tools as tokens, by the model's chat template."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from kvtool.serve.tools.forced import Forced
 from kvtool.serve.tools.formats import Format
 from kvtool.serve.tools.prompt import for_template, tools_text
 
-_MOST = 16
-"""Sets of variables whose renderings are kept."""
+_N_KEPT = 16
+"""Number of renderings that are kept, each for other variables of the template."""
 
 
 class Renderings:
-    """The renderings of a model's chats: one for each set of variables of the template."""
+    """A model's `Rendering` for each set of template variables that requests set."""
 
     def __init__(self, model: Model, template: Template) -> None:
         self._model, self._template = model, template
-        self._found: dict[str, Rendering] = {}
+        self._by_variables: dict[str, Rendering] = {}
 
     @cached_property
     def _efforts(self) -> Efforts:
@@ -49,35 +49,35 @@ class Renderings:
 
         Raises ApiError as `template_for` does.
         """
-        asks = options.effort is not None or options.budget is not None
+        sets_effort = options.effort is not None or options.budget is not None
         template, remarks = self._template, list[str]()
-        if asks or options.variables:
+        if sets_effort or options.variables:
             template, remarks = template_for(template, self._efforts, options)
         key = json.dumps(template.variables, sort_keys=True)
-        if key not in self._found:
-            while len(self._found) >= _MOST:
-                del self._found[next(iter(self._found))]
-            self._found[key] = Rendering(self._model, template, self._past(template))
-        return self._found[key], remarks
+        if key not in self._by_variables:
+            if len(self._by_variables) >= _N_KEPT:
+                del self._by_variables[next(iter(self._by_variables))]
+            self._by_variables[key] = Rendering(self._model, template, self._past(template))
+        return self._by_variables[key], remarks
 
     def _past(self, template: Template) -> str:
-        """Return a mark of histories under these variables; "" if they leave earlier turns unchanged."""
+        """Return a key of these variables for `History`; "" if they do not change how turns are rendered."""
         is_known = template.variables.keys() <= NAMES
         same = is_known and _earlier_turns(template) == _earlier_turns(self._template)
         return "" if same else json.dumps(template.variables, sort_keys=True)
 
 
 def _earlier_turns(template: Template) -> list[str | None]:
-    """Small chats of earlier turns as the template renders them: with a thought, with a tool and its calls.
+    """Render small chats with earlier turns: with a thought, with a tool and its calls.
 
-    None for one that it does not take.
+    A chat that the template cannot render gives None.
     """
     user: Message = {"role": "user", "content": "."}
-    said = {"content": "Hm.", "reasoning_content": "Hm?"}
+    reply = {"content": "Hm.", "reasoning_content": "Hm?"}
     tool = {"name": "tool", "description": ".", "parameters": {"type": "object", "properties": {}}}
     call = {"id": "a12345678", "type": "function", "function": {"name": "tool", "arguments": {}}}
-    plain = [{"role": "system", "content": "."}, user, {"role": "assistant", **said}, user]
-    calls = [user, {"role": "assistant", "tool_calls": [call], **said}]
+    plain = [{"role": "system", "content": "."}, user, {"role": "assistant", **reply}, user]
+    calls = [user, {"role": "assistant", "tool_calls": [call], **reply}]
     calls += [{"role": "tool", "tool_call_id": call["id"], "content": "."}]
     texts: list[str | None] = []
     for chat in (plain, calls, [*calls, *plain[2:]]):
@@ -89,15 +89,15 @@ def _earlier_turns(template: Template) -> list[str | None]:
     return texts
 
 
-class Later(NamedTuple):
-    """A reply once it is an earlier one.
+class EarlierReply(NamedTuple):
+    """A reply as the template will render it in later requests.
 
     Attributes
     ----------
     message
-        As in a history.
+        The message for `History`.
     start
-        The text between the kept part of the reply's header and the reply; None if it is not known.
+        Text between the kept part of the reply's header and the reply. None if it is unknown.
     """
 
     message: Message
@@ -105,16 +105,16 @@ class Later(NamedTuple):
 
 
 class Rendering:
-    """Renders chats by a model's template.
+    """Renders chats with a model's template.
 
     Attributes
     ----------
     template
-        The template, under the variables of a request.
+        The template with the variables of a request.
     past
-        The mark of histories under these variables: chats of other marks do not share their beginnings.
+        Key of these variables. Chats under other keys do not share their beginnings.
     format
-        The syntax in which the model writes calls.
+        Syntax in which the model writes tool calls.
     """
 
     def __init__(self, model: Model, template: Template, past: str = "") -> None:
@@ -122,39 +122,39 @@ class Rendering:
         self.template = template
         self.past = past
         self._bare = template.of_marked
-        # what `whole` was asked for last, and what it gave
+        # arguments and result of the last call of `whole`
         self._last: tuple[list[Message], list[Any], tuple[np.ndarray, int]] | None = None
-        # the header in place of which the reply has a beginning
+        # header that ends rendered chats, if `with_begun` has replaced it
         self._replaced = ""
         self.format = Format.of(template)
 
     @cached_property
     def header(self) -> Header:
-        """The header of replies."""
+        """Header of replies."""
         return Header.of(self._model, self.template)
 
     def with_begun(self, begun: str) -> Rendering:
-        """The rendering of chats behind which the reply begins with this text."""
+        """Return a rendering for replies that begin with this text."""
         other = copy(self)
         other._last, other._replaced = None, self.header.kept + self.header.left_out
         other.header = self.header.with_begun(self._model, self.template, begun)
         return other
 
     def _ended(self, text: str) -> str:
-        """A rendered chat, with the beginning of the reply if there is one."""
+        """Add the beginning of the reply, if there is one, to a rendered chat."""
         if not self._replaced:
             return text
-        # behind a tool's result there may be no header
+        # after a tool's result there may be no header
         header = self.header.kept + self.header.left_out if text.endswith(self._replaced) else ""
         begun = {"role": "assistant", "content": self.header.begun}
-        words: str = self.template.marked(begun)["content"]
-        return text.removesuffix(self._replaced) + header + words
+        content: str = self.template.marked(begun)["content"]
+        return text.removesuffix(self._replaced) + header + content
 
     def whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
-        """The tokens i32[n] of a whole chat, and how many of them are the system prompt's and the tools'.
+        """Return the tokens i32[n] of a whole chat, and how many of them the system prompt and tools have.
 
-        Raises ApiError for a message that the template does not take. The list of messages, which nobody
-        changes, is not rendered again if it is the one of the last call.
+        The same list of messages, which nobody changes, is not rendered twice in a row. Raises ApiError for a
+        message that the template cannot render.
         """
         last = self._last
         if not (last and last[0] is messages and last[1] == tools):
@@ -162,32 +162,33 @@ class Rendering:
         return last[2]
 
     def history(self, name: str | None, messages: list[Message], tools: list[Any]) -> History:
-        """The digests of a chat's beginnings: equal ones read the same under the template."""
+        """Return the digests of a chat's beginnings, as the template renders them."""
         return History(name, tools, self._with_starts(messages, tools), self.past)
 
-    def later(self, messages: list[Message], reply: Message, tools: list[Any]) -> Later:
-        """The reply to these messages as the template shows it once it is an earlier one.
+    def earlier_reply(self, messages: list[Message], reply: Message, tools: list[Any]) -> EarlierReply:
+        """Return the reply to these messages as the template will render it in later requests.
 
-        reply: with its thought as "reasoning_content", if the client will send it back. A reply with calls is
-        followed by their results, any other by a message of the user.
+        The next message is the result of a call if the reply has calls, and otherwise the user's.
+
+        reply: has its thought as "reasoning_content" if the client will send it back.
         """
         calls = reply.get("tool_calls", ())
         results = [{"role": "tool", "tool_call_id": call["id"], "content": "."} for call in calls]
         chat = [*messages, reply, *(results or [{"role": "user", "content": "."}])]
         region = self._starts(chat, tools).get(len(messages))
         if region is None:
-            return Later(reply, None)
-        return Later(self._with_start(reply, region), self._behind_header(region))
+            return EarlierReply(reply, None)
+        return EarlierReply(self._with_start(reply, region), self._behind_header(region))
 
     def _with_starts(self, messages: list[Message], tools: list[Any]) -> list[Message]:
-        """The messages, with the thoughts that the template shows for replies: see `_with_start`."""
+        """Return the messages with the thoughts that the template shows for replies. See `_with_start`."""
         starts = self._starts(messages, tools)
         return [self._with_start(each, starts[i]) if i in starts else each for i, each in enumerate(messages)]
 
     def _with_start(self, reply: Message, region: str) -> Message:
-        """The message, with the thought that the template shows before it unless that is as usual."""
+        """Return the message with the thought that the template shows before it, if that is not the usual."""
         start = self._thought_in(region)
-        # clients cut blanks at the ends of thoughts
+        # clients strip white space from thoughts
         return reply if start == self._usual_start else {**reply, START: " ".join(start.split())}
 
     @cached_property
@@ -195,12 +196,12 @@ class Rendering:
         return self._thought_in(self.template.earlier_start or "")
 
     def _behind_header(self, region: str) -> str | None:
-        """The end of a text behind the kept part of the reply header; None if it does not have that."""
+        """Return what follows the last kept part of the reply header in a text; None without such a part."""
         at = region.rfind(self.header.kept) if self.header.kept else -1
         return region[at + len(self.header.kept) :] if at >= 0 else None
 
     def _thought_in(self, region: str) -> str:
-        """The thought at the end of a text, with its tags, and the blanks around them; "" for none."""
+        """Return the thought at the end of a text with tags and the white space around them; "" if none."""
         if (start := self._behind_header(region)) is not None:
             return start
         opening, end, _ = self.template.tags
@@ -211,10 +212,10 @@ class Rendering:
         return region[at if at >= 0 else bare.rfind(end.rstrip()) :]
 
     def _starts(self, messages: list[Message], tools: list[Any]) -> dict[int, str]:
-        """The text before each reply that the template shows, behind the one before it.
+        """Return the text between each reply that the template shows and the one before it, by message index.
 
-        Thoughts in it are as in the messages, without the blanks around them. Empty for a model that does not
-        think, and where the template does not take the chat.
+        Thoughts in it are those of the messages, without white space at their ends. Empty if the model does
+        not think, or the template cannot render the chat.
         """
         replies = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
         if not (replies and self.template.has_thoughts):
@@ -223,30 +224,33 @@ class Rendering:
         for i in replies:
             chat[i] = {**messages[i], "content": marks[i]}
         try:
-            found, shown = self._shown(chat, tools)
-            text = self._bare.render(found, tools=shown)
+            text = self._text(*self._prepared(chat, tools))
         except ModelError:
             return {}
         starts: dict[int, str] = {}
         for i, mark in marks.items():
-            before, is_there, rest = text.partition(mark)
-            if is_there:
+            before, shown, rest = text.partition(mark)
+            if shown:
                 starts[i], text = before, rest
         return starts
 
     def _rendered(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
-        found, shown = self._shown(messages, tools)
+        prepared, shown_tools = self._prepared(messages, tools)
         try:
-            whole = self._ended(self._bare.render(found, tools=shown))
+            whole = self._ended(self._text(prepared, shown_tools))
         except ModelError:
             raise self._refused(messages, tools) from None
-        return prefix_tokens(self._model, whole, len(self._prefix(whole, found, shown)))
+        return prefix_tokens(self._model, whole, len(self._prefix(whole, prepared, shown_tools)))
 
-    def _prefix(self, whole: str, found: list[Message], shown: list[Any] | None) -> str:
-        """What a chat of this system prompt and these tools begins with, whatever follows."""
-        system = found[0]["content"] if found[0]["role"] == "system" else ""
-        # a template may show the tools later on: then the system prompt alone
-        for listed in (shown, None) if shown else (None,):
+    def _text(self, prepared: list[Message], shown_tools: list[Any] | None) -> str:
+        """Render what `_prepared` returned. Raises ModelError."""
+        return self._bare.render(prepared, tools=shown_tools)
+
+    def _prefix(self, whole: str, prepared: list[Message], shown_tools: list[Any] | None) -> str:
+        """Return the beginning that all chats with this system prompt and these tools share."""
+        system = prepared[0]["content"] if prepared[0]["role"] == "system" else ""
+        # a template may show tools after the first message; then only the system prompt is shared
+        for listed in (shown_tools, None) if shown_tools else (None,):
             if system or listed:
                 prefix = system_prefix(self._bare, system, listed)
                 if prefix and whole.startswith(prefix):
@@ -254,14 +258,13 @@ class Rendering:
         return ""
 
     def _refused(self, messages: list[Message], tools: list[Any]) -> ApiError:
-        """Names the first message that the template does not take."""
+        """Return the error that names the first message that the template cannot render."""
         why = ""
 
         def fails(n: int) -> bool:
             nonlocal why
-            found, shown = self._shown(messages[:n], tools)
             try:
-                self._bare.render(found, tools=shown)
+                self._text(*self._prepared(messages[:n], tools))
             except ModelError as error:
                 why = str(error).removesuffix(f"; {RAW}")
                 return True
@@ -275,28 +278,27 @@ class Rendering:
         )
 
     def following(self, messages: list[Message], i: int, tools: list[Any]) -> np.ndarray:
-        """The tokens i32[n] behind the first i messages, the last of which is a reply. Raises ModelError."""
+        """Return the tokens i32[n] after the first i messages, which end with a reply. Raises ModelError."""
         if self.format.holds_results and "tool_calls" in messages[i - 1]:
             text = self._after_calls(messages, i, tools)
         else:
-            before, shown = self._shown(messages[: i - 1], tools)
-            text = self._bare.following(before, for_template(messages[i:], self.template), shown)
+            before, shown_tools = self._prepared(messages[: i - 1], tools)
+            text = self._bare.following(before, for_template(messages[i:], self.template), shown_tools)
         return tokens_of(self._model, self._ended(text))
 
     def _after_calls(self, messages: list[Message], i: int, tools: list[Any]) -> str:
-        """The text behind the calls of a reply, which also has their results."""
+        """Return the text after a reply's calls, for a template that shows their results in the reply."""
         name = f"kvtool_{secrets.token_hex(8)}"
         call = {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}}
         reply = {**messages[i - 1], "content": "", "tool_calls": [*messages[i - 1]["tool_calls"], call]}
-        found, shown = self._shown([*messages[: i - 1], reply, *messages[i:]], tools)
-        whole = self._bare.render(found, tools=shown)
+        whole = self._text(*self._prepared([*messages[: i - 1], reply, *messages[i:]], tools))
         _, last, text = whole.rpartition(self.format.written([(name, {})]))
         if not last:
             raise ModelError("the model's chat template leaves calls out")
         return text
 
     def rules(self, request: ChatRequest) -> tuple[Rules | None, list[str]]:
-        """The rules of the answer that a request demands, if any, and remarks about them. Raises ApiError."""
+        """Return the rules that the answer must fit, or None, and remarks on them. Raises ApiError."""
         shape = request.shape
         forced = Forced(Vocabulary.of(self._model), self.format)
         if request.choice.kind == "required":
@@ -306,17 +308,17 @@ class Rendering:
         if not shape:
             return None, []
         rules, remarks = shape.rules()
-        # a grammar is the client's own for the whole reply
+        # a grammar is for the whole reply, calls included
         if request.choice.kind == "none" or shape.kind == "grammar":
             return rules, remarks
         return forced.call_or(request.tools, rules), [*remarks, *forced.remarks]
 
-    def _shown(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:
-        """Messages and tools as the template takes them, marked; tools that it does not show are a text."""
-        found, shown = for_template(messages, self.template), marked(self.template.markers, tools)
+    def _prepared(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:
+        """Return marked messages and tools for `_bare`. The system prompt gets tools that it cannot show."""
+        prepared, shown_tools = for_template(messages, self.template), marked(self.template.markers, tools)
         if tools and not Format.native(self.template):
-            is_system = bool(found) and found[0]["role"] == "system"
-            system = found[0]["content"] if is_system else ""
-            said = f"{tools_text(shown)}\n\n{system}".rstrip()
-            return [{"role": "system", "content": said}, *found[1 if is_system else 0 :]], None
-        return found, shown or None
+            is_system = bool(prepared) and prepared[0]["role"] == "system"
+            system = prepared[0]["content"] if is_system else ""
+            content = f"{tools_text(shown_tools)}\n\n{system}".rstrip()
+            return [{"role": "system", "content": content}, *prepared[1 if is_system else 0 :]], None
+        return prepared, shown_tools or None

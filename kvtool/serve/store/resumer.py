@@ -311,12 +311,14 @@ class Resumer:
     def keep(self, history: History, messages: list[Message], reply: Message, tools: list[Any]) -> None:
         """Store the chat with the reply to these messages. If that fails, `unsaved` has the reason.
 
-        The reply's thought stays in the cache if the template will render it. reply: see `Rendering.later`.
+        The reply's thought stays in the cache if the template will render it.
+
+        reply: as for `Rendering.earlier_reply`.
         """
-        later = self.rendering.later(messages, reply, tools)
-        self.conversation.finish_reply(later.start)
+        earlier = self.rendering.earlier_reply(messages, reply, tools)
+        self.conversation.finish_reply(earlier.start)
         self.conversation.messages.append(reply)
-        history.add(later.message)
+        history.add(earlier.message)
         self._is_cut = False
         writer = self.conversation.writer
         n_token = self._engine.n_past + len(writer.unread)
