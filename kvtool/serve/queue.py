@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from kvtool.serve.api.errors import ApiError, bug
+from kvtool.serve.api.errors import ApiError, internal_error
 
 Event = dict[str, Any]
 """Progress of a job. "kind" is "reading", "read", "piece", "end" or "error"."""
@@ -158,7 +158,7 @@ def answer(job: Job, handler: Callable[[Job], None]) -> None:
     try:
         handler(job)
     except ApiError as error:
-        job.emit("error", error=job.request.names.of(error))
+        job.emit("error", error=job.request.places.in_error(error))
     except Exception as error:  # noqa: BLE001
         # a bug in kvtool must not let the client wait forever
-        job.emit("error", error=bug(error))
+        job.emit("error", error=internal_error(error))

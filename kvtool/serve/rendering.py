@@ -299,17 +299,19 @@ class Rendering:
 
     def rules(self, request: ChatRequest) -> tuple[Rules | None, list[str]]:
         """Return the rules that the answer must fit, or None, and remarks on them. Raises ApiError."""
-        shape = request.shape
+        output_format = request.output_format
         forced = Forced(Vocabulary.of(self._model), self.format)
         if request.choice.kind == "required":
-            if shape:
-                raise ApiError(f"tool_choice demands a call, and {shape.where} does not", param="tool_choice")
+            if output_format:
+                raise ApiError(
+                    f"tool_choice demands a call, and {output_format.where} does not", param="tool_choice"
+                )
             return forced.call(request.tools, request.choice.name), forced.remarks
-        if not shape:
+        if not output_format:
             return None, []
-        rules, remarks = shape.rules()
+        rules, remarks = output_format.rules()
         # a grammar is for the whole reply, calls included
-        if request.choice.kind == "none" or shape.kind == "grammar":
+        if request.choice.kind == "none" or output_format.kind == "grammar":
             return rules, remarks
         return forced.call_or(request.tools, rules), [*remarks, *forced.remarks]
 

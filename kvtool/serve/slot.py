@@ -152,7 +152,7 @@ class Slot:
         conversation, tools = resumer.conversation, _offered(request)
         rendering, remarks = self._rendering(request)
         rules, unenforced = rendering.rules(request)
-        self._remarks = [*map(request.names.of_text, [*remarks, *unenforced])]
+        self._remarks = [*map(request.places.in_text, [*remarks, *unenforced])]
         resumer.use(rendering)
         conversation.thought_budget = request.thinking.budget
         history = rendering.history(request.name, request.messages, tools)
@@ -205,7 +205,7 @@ class Slot:
 
     def _text(self, job: Job, request: TextRequest) -> None:
         """Continue a text."""
-        rules, self._remarks = request.shape.rules() if request.shape else (None, [])
+        rules, self._remarks = request.output_format.rules() if request.output_format else (None, [])
         self._start(job, request, rules=rules)
         started = time.perf_counter()
         if self._resumer:
@@ -294,7 +294,7 @@ class Slot:
         try:
             sampler = Sampler(self.model, settings, seed=request.seed, rules=rules)
         except UsageError as error:
-            where = request.shape.where if request.shape and rules else None
+            where = request.output_format.where if request.output_format and rules else None
             raise ApiError(f"{where}: {error}", param=where) if where else of_usage(error) from None
         n_top, self._logprobs, self._offsets = request.logprobs, [], Offsets()
         began = time.perf_counter()
@@ -360,7 +360,9 @@ def _banned(model: Model, request: Request) -> set[int]:
 
 def _parser(rendering: Rendering, request: ChatRequest, tools: list[dict[str, Any]]) -> Parser | None:
     """Return a parser for calls of these tools, or None if there are no tools."""
-    holds: Literal["", "call", "or"] = "or" if request.shape and request.shape.kind != "grammar" else ""
+    holds: Literal["", "call", "or"] = (
+        "or" if request.output_format and request.output_format.kind != "grammar" else ""
+    )
     holds = "call" if request.choice.kind == "required" else holds
     return Parser(rendering.format, tools, holds) if tools else None
 

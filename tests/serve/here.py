@@ -21,11 +21,11 @@ from tests.held import PATIENCE_S
 class Here:
     """A server that is ready.
 
-    site: what its routes share. slots: its engines.
+    site: state that its routes share. pool: its slots.
     """
 
-    def __init__(self, site, slots):
-        self.site, self.slots = site, slots
+    def __init__(self, site, pool):
+        self.site, self.pool = site, pool
         self._app = app.make(site)
         # the engine's threads hand events to it until the server ends
         self._loop = asyncio.new_event_loop()
@@ -63,13 +63,13 @@ def here(model, **options):
     run, generation = WriteOptions.from_values(raw, given=raw), serve._RequestDefaults(temp=0)
     site = Site("here", run.policy, JobQueue(64), Defaults(generation.sampling()))
     opened = partial(serve._opened, site, run, generation, serve._ServeOptions(), None, 2**32)
-    ready, slots, failed = threading.Event(), [], []
+    ready, pools, failed = threading.Event(), [], []
 
     def work():
         try:
             with opened() as made:
                 serve._tell(site, made)
-                slots.append(made)
+                pools.append(made)
                 ready.set()
                 made.run(site.jobs)
         except BaseException as error:  # noqa: BLE001
@@ -82,7 +82,7 @@ def here(model, **options):
     try:
         if failed:
             raise failed[0]
-        server = Here(site, slots[0])
+        server = Here(site, pools[0])
         yield server
     finally:
         site.jobs.close()

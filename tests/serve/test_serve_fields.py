@@ -177,22 +177,24 @@ def test_errors_that_come_later_name_the_message_of_the_client():
     system = Defaults(system="Be brief.")
     refused = ApiError("messages[1], of role user: no", param="messages[1]")
     # the server's system prompt came before it
-    assert chat(system).names.of(refused).param == "messages[0]"
-    assert chat(system).names.of(ApiError("x", param="messages[0]")).param == "the server's system prompt"
+    assert chat(system).places.in_error(refused).param == "messages[0]"
+    assert (
+        chat(system).places.in_error(ApiError("x", param="messages[0]")).param == "the server's system prompt"
+    )
     several = [said("system", "One."), said("system", "Two."), *HI]
     asked = requests.chat({"messages": several}, Defaults())
-    assert asked.names.of(refused).message == "messages[2], of role user: no"
+    assert asked.places.in_error(refused).message == "messages[2], of role user: no"
     result = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
     body = {"system": "Be.", "messages": [said("user", [result, {"type": "text", "text": "So?"}])]}
     found = requests.chat(*_of(anthropic.as_chat(body, is_counted=True)))
     # system prompt, result, and the user's message
-    assert found.names.of(refused).param == "messages[0].content[0]"
-    assert found.names.of(ApiError("x", param="messages[2]")).param == "messages[0]"
+    assert found.places.in_error(refused).param == "messages[0].content[0]"
+    assert found.places.in_error(ApiError("x", param="messages[2]")).param == "messages[0]"
     tools = [{"type": "bash_20250124", "name": "bash"}, {"name": "f", "input_schema": {"type": "object"}}]
     found = requests.chat(*_of(anthropic.as_chat(body | {"tools": tools}, is_counted=True)))
     error = ApiError("tools[0].function.parameters: no", param="tools[0].function.parameters.x")
-    assert found.names.of(error).param == "tools[1].input_schema.x"
-    assert found.names.of(error).message == "tools[1].input_schema: no"
+    assert found.places.in_error(error).param == "tools[1].input_schema.x"
+    assert found.places.in_error(error).message == "tools[1].input_schema: no"
 
 
 def _of(translated):
@@ -234,7 +236,7 @@ def test_tokens_that_end_a_text_and_tokens_that_are_allowed(server):
 
 @pytest.mark.engine
 def test_an_answer_may_go_on_where_the_model_would_end_it(server):
-    (end,) = server.slots.first.model.ends
+    (end,) = server.pool.slots[0].model.ends
     more = {"messages": HI, "max_tokens": 4, "logit_bias": {str(end): 1000}}
     ends = server.ask("/v1/chat/completions", more).json()
     assert (ends["usage"]["completion_tokens"], ends["choices"][0]["finish_reason"]) == (0, "stop")

@@ -12,7 +12,7 @@ from kvtool.llama.model import Model
 from kvtool.llama.sampling import Sampling
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields
-from kvtool.serve.api.output_format import Shape, check
+from kvtool.serve.api.output_format import OutputFormat, check
 from tests.serve.answered import answering
 from tests.serve.test_serve_tools import tool
 
@@ -31,28 +31,31 @@ def of_schema(schema, strict=None):
         ({"response_format": {"type": "text"}, "grammar": "", "guided_json": None}, None),
         (
             {"response_format": of_schema(CITY, strict=True)},
-            Shape("schema", CITY, "response_format.json_schema.schema", strict=True),
+            OutputFormat("schema", CITY, "response_format.json_schema.schema", strict=True),
         ),
         (
             {"response_format": {"type": "json_object"}},
-            Shape("schema", {"type": "object"}, "response_format.schema"),
+            OutputFormat("schema", {"type": "object"}, "response_format.schema"),
         ),
-        ({"json_schema": CITY}, Shape("schema", CITY, "json_schema")),
-        ({"guided_json": json.dumps(CITY)}, Shape("schema", CITY, "guided_json")),
-        ({"guided_json": CITY}, Shape("schema", CITY, "guided_json")),
-        ({"grammar": "root ::= [a]"}, Shape("grammar", "root ::= [a]", "grammar")),
-        ({"guided_grammar": "root ::= [a]"}, Shape("grammar", "root ::= [a]", "guided_grammar")),
-        ({"guided_regex": "[ab]"}, Shape("regex", "[ab]", "guided_regex")),
-        ({"guided_choice": ["a", "b"]}, Shape("choice", ["a", "b"], "guided_choice")),
-        ({"structured_outputs": {"json": CITY}}, Shape("schema", CITY, "structured_outputs.json")),
+        ({"json_schema": CITY}, OutputFormat("schema", CITY, "json_schema")),
+        ({"guided_json": json.dumps(CITY)}, OutputFormat("schema", CITY, "guided_json")),
+        ({"guided_json": CITY}, OutputFormat("schema", CITY, "guided_json")),
+        ({"grammar": "root ::= [a]"}, OutputFormat("grammar", "root ::= [a]", "grammar")),
+        ({"guided_grammar": "root ::= [a]"}, OutputFormat("grammar", "root ::= [a]", "guided_grammar")),
+        ({"guided_regex": "[ab]"}, OutputFormat("regex", "[ab]", "guided_regex")),
+        ({"guided_choice": ["a", "b"]}, OutputFormat("choice", ["a", "b"], "guided_choice")),
+        ({"structured_outputs": {"json": CITY}}, OutputFormat("schema", CITY, "structured_outputs.json")),
         (
             {"structured_outputs": {"regex": "a", "disable_any_whitespace": False}},
-            Shape("regex", "a", "structured_outputs.regex"),
+            OutputFormat("regex", "a", "structured_outputs.regex"),
         ),
-        ({"structured_outputs": {"choice": ["a"]}}, Shape("choice", ["a"], "structured_outputs.choice")),
+        (
+            {"structured_outputs": {"choice": ["a"]}},
+            OutputFormat("choice", ["a"], "structured_outputs.choice"),
+        ),
         (
             {"structured_outputs": {"json_object": True}},
-            Shape("schema", {"type": "object"}, "structured_outputs.json_object"),
+            OutputFormat("schema", {"type": "object"}, "structured_outputs.json_object"),
         ),
     ],
 )
@@ -105,20 +108,22 @@ def test_a_shape_that_is_none_names_its_field(fields, param, words):
     ("shape", "param", "words"),
     [
         (
-            Shape("grammar", "root = x", "grammar"),
+            OutputFormat("grammar", "root = x", "grammar"),
             "grammar",
             "the grammar does not parse: expecting a rule's name",
         ),
-        (Shape("choice", [], "guided_choice"), "guided_choice", "among 1 to 10,000 texts, got 0"),
+        (OutputFormat("choice", [], "guided_choice"), "guided_choice", "among 1 to 10,000 texts, got 0"),
         (
-            Shape(
+            OutputFormat(
                 "schema", {"properties": {"a": {"items": {"pattern": "(?!a)b"}}}}, "json_schema", strict=True
             ),
             "json_schema.properties.a.items.pattern",
             "the JSON schema's pattern cannot be enforced",
         ),
         (
-            Shape("schema", {"type": "object", "required": ["a"], "properties": {"a": False}}, "json_schema"),
+            OutputFormat(
+                "schema", {"type": "object", "required": ["a"], "properties": {"a": False}}, "json_schema"
+            ),
             "json_schema",
             "cannot be enforced: Unsatisfiable schema: required property 'a' is unsatisfiable",
         ),

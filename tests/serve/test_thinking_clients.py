@@ -56,7 +56,7 @@ def test_all_agents_but_continue_send_thoughts_back():
 
 @pytest.mark.parametrize("client", LOGS)
 def test_thought_answer_and_calls_come_apart_and_a_thought_that_comes_back_is_read(server, client):
-    model, answers = Answering(server.slots.first, server.site.defaults), []
+    model, answers = Answering(server.pool.slots[0], server.site.defaults), []
     for n, line in enumerate(LOGS[client]):
         body, name = filled(line["body"], answers), line["calls"]
         thought, text, call = f"This is thought {n}.", "" if name else f"Answer {n}.", (name, {"n": n})

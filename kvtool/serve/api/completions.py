@@ -1,4 +1,4 @@
-"""Answers in OpenAI's interface, with llama-server's timings and kvtool's own fields."""
+"""Bodies of answers in OpenAI's API, with llama-server's timings and kvtool's own fields."""
 
 from __future__ import annotations
 
@@ -14,104 +14,130 @@ DONE = "data: [DONE]\n\n"
 Body = dict[str, Any]
 
 
-class Answer:
-    """The bodies of one answer: the part that all interfaces share."""
+def server_event(kind: str, **values: Any) -> str:
+    """Return a named event of a stream."""
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **values}, ensure_ascii=False)}\n\n"
+
+
+class AnswerBodies:
+    """The body of one answer, or the lines of its stream. Each API has a subclass.
+
+    Parameters
+    ----------
+    policy
+        Name of the policy.
+    common
+        Fields with which each body of the answer begins.
+    """
+
+    def __init__(self, policy: str, common: Body) -> None:
+        self._policy = policy
+        self._common = common
+
+    def whole(self, logprobs: list[Body] | None, end: Body) -> Body:
+        """Return the body of an answer that is not streamed. end: the last event."""
+        raise NotImplementedError
 
     def first(self) -> list[str]:
-        """The first lines of a stream."""
+        """Return the first lines of a stream."""
         return []
 
     def begun(self, counts: Body | None) -> list[str]:
-        """Lines about the prompt's tokens, once they are known. May be called again."""
+        """Return lines with the prompt's number of tokens, once it is known. May be called again."""
         return []
 
     def progress(self, counts: Body | None, event: Body) -> list[str]:
-        """A stream's report of how much of the prompt is read. event: of kind "reading"."""
+        """Return lines that report how much of the prompt is read. event: of kind "reading"."""
         return []
 
+    def piece(self, delta: Body, logprobs: list[Body] | None) -> list[str]:
+        """Return the lines of a delta, such as {"content": ...}, and of the tokens in it."""
+        raise NotImplementedError
+
+    def last(self, logprobs: list[Body] | None, end: Body) -> list[str]:
+        """Return the last lines of a stream. end: the last event."""
+        raise NotImplementedError
+
+    def failed(self, error: ApiError) -> list[str]:
+        """Return the last lines of a stream that an error ends."""
+        raise NotImplementedError
+
     def ping(self) -> str:
-        """A line that shows that the stream is alive."""
+        """Return a line that shows that the stream is alive."""
         return ": ping\n\n"
 
+    def _held(self, end: Body) -> Body:
+        """Return kvtool's own field: how much of the chat is held."""
+        return {"kvtool": {"policy": self._policy, **end["held"]}}
 
-class Bodies(Answer):
-    """The bodies of one answer of OpenAI's interface.
+
+class CompletionBodies(AnswerBodies):
+    """The bodies of one answer in OpenAI's API.
 
     Parameters
     ----------
     kind
         "chat" or "text".
-    model
-        The model's name.
-    policy
-        The policy's.
+    model, policy
+        Names of the model and the policy.
     with_usage
-        Whether a stream ends with its usage.
+        True if a stream ends with the numbers of tokens.
     """
 
     def __init__(self, kind: str, model: str, policy: str, *, with_usage: bool = False) -> None:
         self._is_chat = kind == "chat"
-        self._policy = policy
         self._with_usage = with_usage
-        self._common = {
-            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": model,
-        }
+        id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        super().__init__(policy, {"id": id, "created": int(time.time()), "model": model})
 
     def whole(self, logprobs: list[Body] | None, end: Body) -> Body:
-        """The body of an answer that is not streamed. end: the last event."""
         message = end["message"]
-        shown = logprobs if logprobs is None else self._logprobs(logprobs)
+        shown = None if logprobs is None else self._logprobs(logprobs)
         choice: Body = {"index": 0, "finish_reason": end["finish"], "logprobs": shown}
         choice |= {"message": message} if self._is_chat else {"text": message["content"]}
         kind = "chat.completion" if self._is_chat else "text_completion"
         return self._common | {"object": kind, "choices": [choice]} | self.counts(end)
 
     def first(self) -> list[str]:
-        """The first lines of a stream."""
         return [self._piece({"role": "assistant", "content": ""})] if self._is_chat else []
 
     def progress(self, counts: Body | None, event: Body) -> list[str]:
-        """llama-server's report: the prompt's tokens, how many were cached, and how many are read by now."""
+        """Return llama-server's report: the prompt's tokens, the cached ones, and those read until now."""
         if not counts:
             return []
         n, n_cached = counts["n_prompt"], counts["n_cached"]
         now = {"processed": min(event["n_past"], n), "time_ms": round(1e3 * event["seconds"])}
         return [self._piece({}, more={"prompt_progress": {"total": n, "cache": n_cached, **now}})]
 
-    def piece(self, delta: Body, listed: list[Body] | None) -> list[str]:
-        """The lines of a piece. delta: {"content": ...} and the like."""
-        return [self._piece(delta, listed)]
+    def piece(self, delta: Body, logprobs: list[Body] | None) -> list[str]:
+        return [self._piece(delta, logprobs)]
 
-    def last(self, listed: list[Body] | None, end: Body) -> list[str]:
-        """The last lines of a stream."""
+    def last(self, logprobs: list[Body] | None, end: Body) -> list[str]:
         counts = self.counts(end)
-        # llama-server's clients look for these in the last piece
+        # clients of llama-server expect the timings in the last piece
         more = {name: counts[name] for name in ("timings", "kvtool")}
-        lines = [self._piece({}, listed or None, end["finish"], more)]
+        lines = [self._piece({}, logprobs or None, end["finish"], more)]
         if self._with_usage:
             lines.append(_line(self._head() | {"choices": []} | counts))
         return [*lines, DONE]
 
     def failed(self, error: ApiError) -> list[str]:
-        """The lines of an error."""
         return [_line(error.body), DONE]
 
     def _piece(
         self,
         delta: Body,
-        listed: list[Body] | None = None,
+        logprobs: list[Body] | None = None,
         finish: str | None = None,
         more: Body | None = None,
     ) -> str:
-        shown = listed if listed is None else self._logprobs(listed)
+        shown = None if logprobs is None else self._logprobs(logprobs)
         choice: Body = {"index": 0, "finish_reason": finish, "logprobs": shown}
         choice |= {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
         return _line(self._head() | {"choices": [choice]} | (more or {}))
 
     def counts(self, end: Body) -> Body:
-        """The answer's tokens and times, and how much of its chat is held."""
+        """Return the answer's tokens and times, and how much of its chat is held."""
         n_prompt, n_cached, n = end["n_prompt"], end["n_cached"], end["n_written"]
         n_read = n_prompt - n_cached
         return {
@@ -128,31 +154,31 @@ class Bodies(Answer):
                 "draft_n": end["n_drafted"],
                 "draft_n_accepted": end["n_accepted"],
             },
-            "kvtool": {"policy": self._policy, **end["held"]},
+            **self._held(end),
         }
 
     def _head(self) -> Body:
         return self._common | {"object": "chat.completion.chunk" if self._is_chat else "text_completion"}
 
-    def _logprobs(self, listed: list[Body]) -> Body:
+    def _logprobs(self, records: list[Body]) -> Body:
         if self._is_chat:
-            return {"content": listed}
+            return {"content": records}
         return {
-            "tokens": [each["token"] for each in listed],
-            "token_logprobs": [each["logprob"] for each in listed],
-            "top_logprobs": [_top(each["top_logprobs"]) for each in listed],
-            "text_offset": [each["text_offset"] for each in listed],
+            "tokens": [record["token"] for record in records],
+            "token_logprobs": [record["logprob"] for record in records],
+            "top_logprobs": [_top(record["top_logprobs"]) for record in records],
+            "text_offset": [record["text_offset"] for record in records],
         }
 
 
 def _top(likeliest: list[Body] | None) -> dict[str, float] | None:
     if likeliest is None:
         return None
-    found: dict[str, float] = {}
+    logprobs: dict[str, float] = {}
     for top in likeliest:
-        # of tokens with equal texts, such as parts of a character, the likeliest counts
-        found.setdefault(top["token"], top["logprob"])
-    return found
+        # tokens may have equal texts, such as parts of a character: keep the likeliest
+        logprobs.setdefault(top["token"], top["logprob"])
+    return logprobs
 
 
 def _timings(name: str, n: int, seconds: float) -> Body:

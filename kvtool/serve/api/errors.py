@@ -1,4 +1,4 @@
-"""Errors: sent to a client instead of an answer."""
+"""Errors that a client gets instead of an answer."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """A request that cannot be answered, in the words of OpenAI's error bodies.
+    """Error of a request, with the fields of OpenAI's error bodies.
 
     Attributes
     ----------
     message
         One line: the fault, and a remedy.
     param
-        The field of the request that is wrong, such as "messages[2].role".
+        Field of the request that is wrong, such as "messages[2].role".
     code
-        What programs look at, such as "exceed_context_size_error".
+        Code for programs, such as "context_length_exceeded".
     status
-        The HTTP status.
+        HTTP status.
     kind
         OpenAI's `type`, such as "invalid_request_error".
     more
-        Further fields of the body's error.
+        Further fields of the error body.
     """
 
     message: str
@@ -38,52 +38,52 @@ class ApiError(Exception):
     more: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # it may quote a request
+        # the message may quote any text of the request
         self.message = "".join(each if each.isprintable() else " " for each in self.message)
         super().__init__(self.message)
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON that the client gets."""
-        own = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": own | self.more}
+        """JSON that the client gets."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error | self.more}
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """A client's names of the parts of a chat, for errors.
+class ClientPlaces:
+    """Translates places in a checked chat ("messages[1].content") to places in the client's request.
 
     Attributes
     ----------
     places
-        Where the client put a part, by its place in a body of /v1/chat/completions ("messages[1].content").
+        Places in the client's request, by places in the body of /v1/chat/completions that was made of it.
     shift
-        How many messages at the beginning were joined into one or dropped; negative for one that was added.
+        Number of messages that were joined or dropped at the start of the chat; -1 if one was added.
     """
 
     places: Mapping[str, str]
     shift: int = 0
 
-    def of(self, error: ApiError) -> ApiError:
-        """The error, naming the client's places in its message and its `param`."""
-        param = None if error.param is None else self.of_text(error.param)
-        return replace(error, message=self.of_text(error.message), param=param)
+    def in_error(self, error: ApiError) -> ApiError:
+        """Return the error with the client's places in its message and `param`."""
+        param = None if error.param is None else self.in_text(error.param)
+        return replace(error, message=self.in_text(error.message), param=param)
 
-    def of_text(self, text: str) -> str:
-        """The text, naming the client's places."""
+    def in_text(self, text: str) -> str:
+        """Return a text with the client's places."""
         if self.shift:
-            text = re.sub(r"\bmessages\[(\d+)\]", lambda found: self._message(int(found[1])), text)
+            text = re.sub(r"\bmessages\[(\d+)\]", lambda match: self._message(int(match[1])), text)
         if not self.places:
             return text
         known = "|".join(map(re.escape, sorted(self.places, key=len, reverse=True)))
-        return re.sub(rf"(?<![\w.])({known})(?!\w)", lambda found: self.places[found[1]], text)
+        return re.sub(rf"(?<![\w.])({known})(?!\w)", lambda match: self.places[match[1]], text)
 
     def _message(self, i: int) -> str:
         return f"messages[{i + self.shift}]" if i + self.shift >= 0 else "the server's system prompt"
 
 
-def bug(error: Exception) -> ApiError:
-    """The error for a mistake in kvtool; the traceback goes to the log."""
+def internal_error(error: Exception) -> ApiError:
+    """Return the error for a bug in kvtool, and print its traceback to the log."""
     traceback.print_exception(error)
-    what = type(error).__name__
-    return ApiError(f"kvtool has failed ({what}); its log says more", status=500, kind="server_error")
+    name = type(error).__name__
+    return ApiError(f"kvtool has failed ({name}); its log says more", status=500, kind="server_error")

@@ -1,4 +1,4 @@
-"""The JSON of a request and its fields. Taking a field out checks its type and range."""
+"""Fields of a request's JSON, each checked for its type and range when it is read."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import math
 import re
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from kvtool.serve.api.errors import ApiError
 
+_T = TypeVar("_T")
+
 MOST_DEEP = 200
-"""The most levels of a request's JSON: what looks through it later may recurse."""
+"""Maximum levels of a request's JSON, because functions that walk through it recurse."""
 
 NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
-"""Values that ask for nothing, of fields that are off by default."""
+"""Values that turn a field off."""
 
 _TEXT_ONLY = "kvtool only reads and writes text; remove it"
 
@@ -80,9 +82,9 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("raw", (False,), "use /v1/completions"),
     ("template", ("",), "the model's own is used; remove it"),
 )
-"""Fields of other servers that change an answer there, and that kvtool does not support.
+"""Fields of other servers that change an answer there and that kvtool does not support.
 
-Each row has their names, the values that change nothing, and a way to do without. null is always accepted.
+Each row has their names, the values that change nothing, and an alternative. null is always accepted.
 """
 
 NEUTRAL = {name: (values, hint) for names, values, hint in _UNSUPPORTED for name in names.split()}
@@ -109,7 +111,7 @@ HARMLESS = frozenset(
         *("context_management", "cache_control", "inference_geo", "client_metadata"),
     )
 )
-"""Fields of other servers that do not change the answer."""
+"""Fields of other servers that do not change the answer. They are ignored."""
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _ESCAPE = re.compile(
@@ -117,26 +119,24 @@ _ESCAPE = re.compile(
         "XX", "[0-9a-fA-F]{2}"
     )
 )
-"""Escapes in JSON; the group matches all but lone halves of characters."""
+"""Escapes in JSON. The group matches all except lone surrogates (halves of characters)."""
 
 
 def parsed(data: bytes) -> Any:
-    """The JSON of a body. Halves of characters, which no tokenizer takes, become U+FFFD. Raises ApiError."""
+    """Return the JSON of a body. Lone surrogates, which cannot be encoded, become U+FFFD. Raises ApiError."""
     try:
         text = data.decode("utf-8-sig")
         if _HALF.search(text):
-            text = _ESCAPE.sub(lambda found: found[1] or r"\ufffd", text)
+            text = _ESCAPE.sub(lambda match: match[1] or r"\ufffd", text)
         body = json.loads(text, parse_constant=_not_json, parse_float=_finite)
     except RecursionError:
         raise _too_deep() from None
     except UnicodeDecodeError as error:
         raise ApiError(f"the body is not UTF-8 at byte {error.start}") from None
-    except json.JSONDecodeError as error:
-        raise ApiError(f"the body is not JSON: {error}") from None
-    except _NoNumber as error:
+    except (json.JSONDecodeError, _NotJson) as error:
         raise ApiError(f"the body is not JSON: {error}") from None
     except ValueError:
-        # Python reads no numbers of thousands of digits
+        # Python refuses to read a number of thousands of digits
         raise ApiError("the body has a number of too many digits") from None
     _check_depth(body)
     return body
@@ -145,40 +145,36 @@ def parsed(data: bytes) -> Any:
 def _check_depth(body: object) -> None:
     level: list[Any] = [body]
     for _ in range(MOST_DEEP):
-        inner = (each.values() if isinstance(each, dict) else each for each in level if _has_more(each))
-        level = list(chain.from_iterable(inner))
+        parents = (each for each in level if isinstance(each, (dict, list)))
+        level = [*chain.from_iterable(each.values() if isinstance(each, dict) else each for each in parents)]
         if not level:
             return
     raise _too_deep()
-
-
-def _has_more(value: object) -> bool:
-    return isinstance(value, (dict, list))
 
 
 def _too_deep() -> ApiError:
     return ApiError(f"the body is nested too deeply; the most are {MOST_DEEP} levels")
 
 
-class _NoNumber(ValueError):
-    """A number that only Python knows (NaN), or one that is too large."""
+class _NotJson(ValueError):
+    """A number that JSON does not have: NaN, Infinity, or one that is too large."""
 
 
 def _not_json(name: str) -> NoReturn:
-    raise _NoNumber(f"{name} is no JSON number")
+    raise _NotJson(f"{name} is no JSON number")
 
 
 def _finite(digits: str) -> float:
     value = float(digits)
     if math.isinf(value):
-        raise _NoNumber("a number is too large")
+        raise _NotJson("a number is too large")
     return value
 
 
 class Fields:
-    """A request's JSON object. Each method takes a field out; null counts as missing.
+    """A request's JSON object. Each method removes a field and returns it; null counts as missing.
 
-    Raises ApiError, which names the field, for a value that does not fit.
+    Raises ApiError, which names the field, for a value of another type or out of range.
     """
 
     def __init__(self, body: object) -> None:
@@ -188,32 +184,29 @@ class Fields:
 
     @property
     def left(self) -> list[str]:
-        """Names of the fields that were not taken out."""
+        """Names of the fields that are left."""
         return list(self._left)
 
-    def any(self, name: str) -> Any:
-        """The value, unchecked; None if the field is missing."""
+    def pop(self, name: str) -> Any:
+        """Return the value unchecked; None if the field is missing."""
         return self._left.pop(name, None)
 
     def text(self, name: str) -> str | None:
-        """A string."""
-        value = self.any(name)
-        if value is not None and not isinstance(value, str):
-            raise wrong(name, "a string", value)
-        return value
+        """Return a string."""
+        return optional(self.pop(name), str, name)
+
+    def mapping(self, name: str) -> dict[str, Any] | None:
+        """Return an object."""
+        return optional(self.pop(name), dict, name)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false."""
-        value = self.any(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise wrong(name, "true or false", value)
-        return value
+        """Return true or false."""
+        value = optional(self.pop(name), bool, name)
+        return default if value is None else value
 
     def whole(self, name: str, low: int, high: int) -> int | None:
-        """A whole number in low..high."""
-        value = self.any(name)
+        """Return a whole number in low..high."""
+        value = self.pop(name)
         if value is None:
             return None
         if isinstance(value, float) and value.is_integer():
@@ -225,8 +218,8 @@ class Fields:
         return value
 
     def number(self, name: str) -> float | None:
-        """A finite number."""
-        value = self.any(name)
+        """Return a finite number."""
+        value = self.pop(name)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -240,8 +233,8 @@ class Fields:
         return value
 
     def tokens(self, name: str) -> tuple[int, ...]:
-        """A list of tokens, which are whole numbers of 0 or more; empty if the field is missing."""
-        value = self.any(name)
+        """Return a list of tokens, which are whole numbers of 0 or more; empty if the field is missing."""
+        value = self.pop(name)
         if value is None:
             return ()
         if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
@@ -249,42 +242,57 @@ class Fields:
         return tuple(value)
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
-        """A string, or a list of at most so many."""
-        value = self.any(name)
+        """Return a list of at most this many strings. A single string is a list of one."""
+        value = self.pop(name)
         if value is None:
             return ()
-        found = [value] if isinstance(value, str) else value
-        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
             raise wrong(name, "a string or a list of strings", value)
-        if len(found) > most:
-            raise ApiError(f"{name} takes at most {most} strings, got {len(found)}", param=name)
-        return tuple(found)
+        if len(texts) > most:
+            raise ApiError(f"{name} takes at most {most} strings, got {len(texts)}", param=name)
+        return tuple(texts)
 
     def refuse(self, names: Iterable[str]) -> None:
-        """Raise ApiError if one of these fields asks for something."""
+        """Remove these fields. Raises ApiError if one of them is not turned off."""
         for name in names:
             self._refuse(name, NOTHING, "remove it")
 
     def check_rest(self) -> None:
-        """Take out the fields of other servers. Raise ApiError for a value that kvtool does not support."""
+        """Remove the known fields of other servers. Raises ApiError for an unsupported value."""
         for name, (neutral, hint) in NEUTRAL.items():
             self._refuse(name, neutral, hint)
         for name in HARMLESS:
-            self.any(name)
+            self.pop(name)
 
     def _refuse(self, name: str, neutral: tuple[Any, ...], hint: str) -> None:
-        value = self.any(name)
+        value = self.pop(name)
         if value is not None and value not in neutral:
             raise ApiError(f"{name} is not supported; {hint}", param=name, code="unsupported_parameter")
 
 
+_NEEDED: dict[type, str] = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+
+
+def need(value: object, kind: type[_T], where: str) -> _T:
+    """Return the value. Raises ApiError if it is not of this type. where: its place in the request."""
+    if not isinstance(value, kind):
+        raise wrong(where, _NEEDED[kind], value)
+    return value
+
+
+def optional(value: object, kind: type[_T], where: str) -> _T | None:
+    """Return the value, which may be None. Raises ApiError if it is not of this type."""
+    return None if value is None else need(value, kind, where)
+
+
 def wrong(name: str, needed: str, value: object) -> ApiError:
-    """The error for a value of another type."""
+    """Return the error for a value of another type."""
     return ApiError(f"{name} must be {needed}, got {kind_of(value)}", param=name, code="invalid_type")
 
 
 def kind_of(value: object) -> str:
-    """The JSON type of a value, in words."""
+    """Return the name of a value's JSON type."""
     kinds: dict[type, str] = {
         dict: "an object",
         list: "a list",
@@ -297,7 +305,7 @@ def kind_of(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value from a stranger, cut to what fits on a line."""
+    """Return the text of any value, cut to fit on a line."""
     if value is None:
         return "null"
     try:

@@ -1,4 +1,4 @@
-"""Messages of a request, checked."""
+"""The messages of a request, checked."""
 
 from __future__ import annotations
 
@@ -6,78 +6,76 @@ import json
 from typing import Any
 
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.fields import kind_of, shown, wrong
+from kvtool.serve.api.fields import kind_of, need, shown, wrong
 
 Message = dict[str, Any]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 MOST = 100_000
-"""The most messages of a request."""
+"""Maximum number of messages of a request."""
 
 
 def check(value: object) -> list[Message]:
-    """The messages of a request as templates take them. Raises ApiError.
+    """Return the messages of a request as templates expect them. Raises ApiError.
 
-    Texts in parts become one; "developer" is "system". System messages at the beginning become one, as many
-    templates take no second. Calls and results without an id get one, in their order. Pictures and sound are
-    refused by name.
+    A content in parts becomes one text, and the role "developer" becomes "system". System messages at the
+    beginning become one, because many templates accept no second. Calls and results without an id get one.
     """
-    if not isinstance(value, list):
-        raise wrong("messages", "a list", value)
-    if not value:
+    given = need(value, list, "messages")
+    if not given:
         raise ApiError("messages must have at least one message", param="messages")
-    if len(value) > MOST:
-        raise ApiError(f"messages has {len(value):,} messages; the most are {MOST:,}", param="messages")
-    found = [_message(each, f"messages[{i}]") for i, each in enumerate(value)]
-    _name_calls(found)
-    n = next((i for i, each in enumerate(found) if each["role"] != "system"), len(found))
+    if len(given) > MOST:
+        raise ApiError(f"messages has {len(given):,} messages; the most are {MOST:,}", param="messages")
+    messages = [_message(each, f"messages[{i}]") for i, each in enumerate(given)]
+    _name_calls(messages)
+    n = next((i for i, each in enumerate(messages) if each["role"] != "system"), len(messages))
     if n > 1:
-        found[:n] = [found[0] | {"content": "\n\n".join(each["content"] for each in found[:n])}]
-    return found
+        content = "\n\n".join(each["content"] for each in messages[:n])
+        messages[:n] = [messages[0] | {"content": content}]
+    return messages
 
 
-def drop_header(found: list[Message]) -> None:
-    """Takes the line that Claude Code puts before its system prompt, and changes, from checked messages."""
-    if found[0]["role"] == "system" and found[0]["content"].startswith("x-anthropic-billing-header:"):
-        content = found[0]["content"].partition("\n")[2].lstrip("\n")
-        found[:1] = [found[0] | {"content": content}] if content or len(found) == 1 else []
+def drop_header(messages: list[Message]) -> None:
+    """Remove the header that Claude Code puts before its system prompt, which changes with each request."""
+    if messages[0]["role"] == "system" and messages[0]["content"].startswith("x-anthropic-billing-header:"):
+        content = messages[0]["content"].partition("\n")[2].lstrip("\n")
+        messages[:1] = [messages[0] | {"content": content}] if content or len(messages) == 1 else []
 
 
 def _message(value: object, where: str) -> Message:
-    if not isinstance(value, dict):
-        raise wrong(where, "an object", value)
-    role = value.get("role")
+    given = need(value, dict, where)
+    role = given.get("role")
     if role not in _ROLES:
         right = ", ".join(_ROLES)
         raise ApiError(f"{where}.role must be one of {right}, got {shown(role)}", param=f"{where}.role")
-    found: Message = {"role": "system" if role == "developer" else role}
-    found["content"] = _content(value.get("content"), f"{where}.content")
-    if role == "assistant" and value.get("tool_calls"):
-        found["tool_calls"] = _calls(value["tool_calls"], f"{where}.tool_calls")
-    if role == "assistant" and (thought := _thought(value)):
-        found["reasoning_content"] = thought
-    if value.get("content") is None and role != "assistant":
+    message: Message = {"role": "system" if role == "developer" else role}
+    message["content"] = _content(given.get("content"), f"{where}.content")
+    if role == "assistant" and given.get("tool_calls"):
+        message["tool_calls"] = _calls(given["tool_calls"], f"{where}.tool_calls")
+    if role == "assistant" and (thought := _thought(given)):
+        message["reasoning_content"] = thought
+    if given.get("content") is None and role != "assistant":
         raise ApiError(f"{where}.content is missing", param=f"{where}.content")
     if role == "tool":
-        found["tool_call_id"] = _id(value, "tool_call_id", where)
-    # the other name is Ollama's
-    if isinstance(name := value.get("name", value.get("tool_name")), str):
-        found["name"] = name
-    return found
+        message["tool_call_id"] = _id(given, "tool_call_id", where)
+    # Ollama names it tool_name
+    if isinstance(name := given.get("name", given.get("tool_name")), str):
+        message["name"] = name
+    return message
 
 
-def _thought(value: Message) -> str:
-    """The thought of a reply, under the first of the names that clients give it. Some send it under both."""
-    texts = (value.get(name) for name in ("reasoning_content", "reasoning"))
+def _thought(given: Message) -> str:
+    """Return the thought of a reply. Some clients send it under both names."""
+    texts = (given.get(name) for name in ("reasoning_content", "reasoning"))
     return next((_clean(text) for text in texts if isinstance(text, str) and text.strip()), "")
 
 
-def _name_calls(found: list[Message]) -> None:
-    """Give ids to calls and results that have none. Raise ApiError for a result that no call waits for."""
+def _name_calls(messages: list[Message]) -> None:
+    """Give ids to calls and results without one. Raises ApiError for a result without a call."""
     waiting: list[Message] = []
     n = 0
-    for i, message in enumerate(found):
+    for i, message in enumerate(messages):
         if "tool_calls" in message:
             waiting = list(message["tool_calls"])
         for call in message.get("tool_calls", ()):
@@ -87,9 +85,9 @@ def _name_calls(found: list[Message]) -> None:
             continue
         id, name = message["tool_call_id"], message.get("name")
         fitting = [call for call in waiting if call["id"] == id] if id else waiting
-        # of several calls without an id, the first of the result's name
-        of_name = [call for call in fitting if call["function"]["name"] == name]
-        call = next(iter(of_name or fitting), None)
+        # a result without an id belongs to the first call of its name
+        same_name = [call for call in fitting if call["function"]["name"] == name]
+        call = next(iter(same_name or fitting), None)
         if call:
             waiting.remove(call)
             message["tool_call_id"] = call["id"]
@@ -115,54 +113,44 @@ def _content(value: object, where: str) -> str:
                 code="unsupported_content",
             )
         text = part.get("refusal" if kind == "refusal" else "text")
-        if not isinstance(text, str):
-            raise wrong(f"{where}[{i}].text", "a string", text)
-        texts.append(_clean(text))
+        texts.append(_clean(need(text, str, f"{where}[{i}].text")))
     return "".join(texts)
 
 
 def _calls(value: object, where: str) -> list[Message]:
-    if not isinstance(value, list):
-        raise wrong(where, "a list", value)
-    found = []
-    for i, each in enumerate(value):
-        function = each.get("function") if isinstance(each, dict) else None
-        if not isinstance(function, dict):
-            raise wrong(f"{where}[{i}].function", "an object", function)
-        own = {
-            "name": _text(function, "name", f"{where}[{i}].function"),
-            "arguments": _arguments(function.get("arguments"), f"{where}[{i}].function.arguments"),
-        }
-        found.append({"id": _id(each, "id", f"{where}[{i}]"), "type": "function", "function": own})
-    return found
+    calls = []
+    for i, each in enumerate(need(value, list, where)):
+        at = f"{where}[{i}].function"
+        given = need(each.get("function") if isinstance(each, dict) else None, dict, at)
+        arguments = _arguments(given.get("arguments"), f"{at}.arguments")
+        function = {"name": _text(given, "name", at), "arguments": arguments}
+        calls.append({"id": _id(each, "id", f"{where}[{i}]"), "type": "function", "function": function})
+    return calls
 
 
 def _arguments(value: object, where: str) -> str:
-    """The JSON text of a call's arguments, which clients may send as an object."""
+    """Return the JSON text of a call's arguments. Clients may send an object."""
     if not isinstance(value, str | dict | None):
         raise wrong(where, "an object, or its JSON as a string", value)
     return _clean(value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False))
 
 
-def _id(value: Message, name: str, where: str) -> str | None:
-    """The id of a call or a result; None if it is missing or empty."""
-    return _text(value, name, where) or None if value.get(name) is not None else None
+def _id(given: Message, name: str, where: str) -> str | None:
+    """Return the id of a call or a result; None if it is missing or empty."""
+    return _text(given, name, where) or None if given.get(name) is not None else None
 
 
-def _text(value: Message, name: str, where: str) -> str:
-    text = value.get(name)
-    if not isinstance(text, str):
-        raise wrong(f"{where}.{name}", "a string", text)
-    return _clean(text)
+def _text(given: Message, name: str, where: str) -> str:
+    return _clean(need(given.get(name), str, f"{where}.{name}"))
 
 
 def _clean(text: str) -> str:
-    """JSON can name halves of characters, which no tokenizer takes."""
+    """Replace lone surrogates, which JSON can contain and no tokenizer accepts."""
     return text.encode("utf-8", "replace").decode()
 
 
 def loaded(text: str) -> Any:
-    """The value of a JSON text, or the text itself if it is not JSON."""
+    """Return the value of a JSON text, or the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Shapes: an answer must be JSON of a schema, or fit a grammar, a regular expression or a choice."""
+"""Structured output: an answer that must fit a JSON schema, a grammar, a regular expression or a choice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtool.llama import gbnf
 from kvtool.llama.rules import Rules, of_choice, of_regex
 from kvtool.llama.schema import Enforced, Unenforced, enforced
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.fields import Fields, shown, wrong
+from kvtool.serve.api.fields import Fields, need, optional, shown, wrong
 
 Kind = Literal["schema", "grammar", "regex", "choice"]
 
@@ -28,17 +28,17 @@ _ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Requirement on an answer.
+class OutputFormat:
+    """What an answer must fit.
 
     Attributes
     ----------
     kind
-        Its form.
+        Kind of `value`.
     value
         A schema, the text of a grammar or of a regular expression, or a list of texts.
     where
-        The field that has it.
+        Field of the request that has the value.
     strict
         True if a schema must be enforced as a whole.
     """
@@ -51,8 +51,8 @@ class Shape:
     def rules(self) -> tuple[Rules, list[str]]:
         """Return the rules of the answer, and remarks on keywords that are not enforced. Raises ApiError."""
         if self.kind == "schema":
-            found = enforced_at(self.value, self.where, strict=self.strict)
-            return found.rules, remarks_of(found, self.where)
+            schema = enforced_at(self.value, self.where, strict=self.strict)
+            return schema.rules, remarks_of(schema, self.where)
         make = {"grammar": gbnf.rules_of, "regex": of_regex, "choice": of_choice}[self.kind]
         try:
             return make(self.value), []
@@ -61,7 +61,7 @@ class Shape:
 
 
 def enforced_at(schema: Mapping[str, Any], where: str, *, strict: bool) -> Enforced:
-    """As `enforced`, of the schema in this field. Raises ApiError, which names the keyword."""
+    """Call `enforced` for the schema in this field. Raises ApiError, which names the keyword."""
     try:
         return enforced(schema, strict=strict)
     except UsageError as error:
@@ -71,26 +71,26 @@ def enforced_at(schema: Mapping[str, Any], where: str, *, strict: bool) -> Enfor
         raise ApiError(f"{at}: {error}", param=at) from None
 
 
-def remarks_of(found: Enforced, where: str) -> list[str]:
-    """Remarks on keywords that are not enforced. where: the schema's field."""
-    return [f"{where}: {', '.join(found.not_held)} cannot be enforced"] if found.not_held else []
+def remarks_of(schema: Enforced, where: str) -> list[str]:
+    """Return remarks on keywords that are not enforced. where: the schema's field."""
+    return [f"{where}: {', '.join(schema.not_held)} cannot be enforced"] if schema.not_held else []
 
 
-def check(fields: Fields) -> Shape | None:
-    """Take the shape out of a request's fields. Raises ApiError, also if there are two."""
-    found = [_of_format(fields.any("response_format")), *_of_structured(fields.any("structured_outputs"))]
-    found += [_shape(kind, fields.any(name), name) for name, kind in _FIELDS.items()]
+def check(fields: Fields) -> OutputFormat | None:
+    """Return the output format that a request's fields ask for. Raises ApiError, also if there are two."""
+    candidates = [_of_response_format(fields.mapping("response_format")), *_of_structured(fields)]
+    candidates += [_format(kind, fields.pop(name), name) for name, kind in _FIELDS.items()]
     if fields.flag("guided_json_object"):
-        found.append(Shape("schema", _ANY_OBJECT, "guided_json_object"))
-    shapes = [shape for shape in found if shape]
-    if len(shapes) > 1:
-        one, other = shapes[0].where, shapes[1].where
+        candidates.append(OutputFormat("schema", _ANY_OBJECT, "guided_json_object"))
+    formats = [each for each in candidates if each]
+    if len(formats) > 1:
+        one, other = formats[0].where, formats[1].where
         raise ApiError(f"{other} and {one} each say what the answer must fit; leave out one", param=other)
-    return shapes[0] if shapes else None
+    return formats[0] if formats else None
 
 
-def _shape(kind: Kind, value: Any, where: str, *, strict: bool = False) -> Shape | None:
-    """A shape, checked; None for null and an empty text."""
+def _format(kind: Kind, value: Any, where: str, *, strict: bool = False) -> OutputFormat | None:
+    """Return a checked output format; None for null and an empty text."""
     if value is None or value == "":
         return None
     if kind == "schema" and isinstance(value, str):
@@ -98,34 +98,28 @@ def _shape(kind: Kind, value: Any, where: str, *, strict: bool = False) -> Shape
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise ApiError(f"{where} must be a JSON schema", param=where) from None
-    if kind == "schema" and not isinstance(value, dict):
-        raise wrong(where, "an object", value)
-    if kind in ("grammar", "regex") and not isinstance(value, str):
-        raise wrong(where, "a string", value)
+    if kind == "schema":
+        need(value, dict, where)
+    if kind in ("grammar", "regex"):
+        need(value, str, where)
     if kind == "choice" and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
         raise wrong(where, "a list of strings", value)
-    return Shape(kind, value, where, strict)
+    return OutputFormat(kind, value, where, strict)
 
 
-def _of_format(given: Any) -> Shape | None:
-    """The shape of OpenAI's response_format."""
+def _of_response_format(given: dict[str, Any] | None) -> OutputFormat | None:
+    """Return the format of OpenAI's response_format."""
     if given is None:
         return None
-    if not isinstance(given, dict):
-        raise wrong("response_format", "an object", given)
     kind = given.get("type")
     if kind == "json_object":
-        return _shape("schema", given.get("schema") or _ANY_OBJECT, "response_format.schema")
+        return _format("schema", given.get("schema") or _ANY_OBJECT, "response_format.schema")
     if kind == "json_schema":
-        own, where = given.get("json_schema"), "response_format.json_schema"
-        its = Fields(own if isinstance(own, dict) else {})
-        value = its.any("schema")
-        if not isinstance(value, dict):
-            raise wrong(f"{where}.schema", "an object", value)
-        strict = its.any("strict")
-        if not isinstance(strict, bool | None):
-            raise wrong(f"{where}.strict", "true or false", strict)
-        return _shape("schema", value, f"{where}.schema", strict=bool(strict))
+        inner, where = given.get("json_schema"), "response_format.json_schema"
+        inner = inner if isinstance(inner, dict) else {}
+        schema = need(inner.get("schema"), dict, f"{where}.schema")
+        strict = optional(inner.get("strict"), bool, f"{where}.strict")
+        return _format("schema", schema, f"{where}.schema", strict=bool(strict))
     if kind == "text":
         return None
     raise ApiError(
@@ -134,18 +128,16 @@ def _of_format(given: Any) -> Shape | None:
     )
 
 
-def _of_structured(given: Any) -> list[Shape | None]:
-    """The shapes of vLLM's structured_outputs."""
-    if given is None:
-        return []
-    if not isinstance(given, dict):
-        raise wrong("structured_outputs", "an object", given)
-    its = Fields(given)
-    found = [_shape(kind, its.any(name), f"structured_outputs.{name}") for name, kind in _STRUCTURED.items()]
-    if its.any("json_object") is True:
-        found.append(Shape("schema", _ANY_OBJECT, "structured_outputs.json_object"))
-    for name in its.left:
-        if its.any(name) not in (False, ""):
+def _of_structured(fields: Fields) -> list[OutputFormat | None]:
+    """Return the formats in vLLM's structured_outputs."""
+    inner = Fields(fields.mapping("structured_outputs") or {})
+    formats = [
+        _format(kind, inner.pop(name), f"structured_outputs.{name}") for name, kind in _STRUCTURED.items()
+    ]
+    if inner.pop("json_object") is True:
+        formats.append(OutputFormat("schema", _ANY_OBJECT, "structured_outputs.json_object"))
+    for name in inner.left:
+        if inner.pop(name) not in (False, ""):
             where = f"structured_outputs.{name}"
             raise ApiError(f"{where} is not supported; remove it", param=where, code="unsupported_parameter")
-    return found
+    return formats

@@ -1,4 +1,4 @@
-"""Requests: their fields, checked, over the defaults that the server was started with."""
+"""Requests: checked fields, with the server's defaults for missing ones."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvtool.errors import UsageError
 from kvtool.llama.sampling import MOST, Sampling
 from kvtool.options import declared
 from kvtool.serve.api import messages, output_format, thinking
-from kvtool.serve.api.errors import ApiError, Names
+from kvtool.serve.api.errors import ApiError, ClientPlaces
 from kvtool.serve.api.fields import Fields, shown, wrong
 from kvtool.serve.api.messages import Message
-from kvtool.serve.api.output_format import Shape
+from kvtool.serve.api.output_format import OutputFormat
 from kvtool.serve.api.thinking import ThinkingOptions
 from kvtool.serve.api.tools import Choice, check_choice, check_tools
 
@@ -24,41 +24,41 @@ MOST_STOPS = 16
 MOST_BREAKERS = 64
 
 MOST_IGNORED = 20
-"""The most fields that an answer names as ignored."""
+"""Maximum number of ignored fields that an answer names."""
 
 _KINDS = get_type_hints(Sampling)
 _NUMBERS = {
-    named: field
-    for field, its in declared(Sampling).items()
-    for named in its.request
+    name: field
+    for field, option in declared(Sampling).items()
+    for name in option.request
     if _KINDS[field] in (int, float)
 }
-"""Fields of OpenAI and llama-server, and what `Sampling` calls them."""
+"""Fields of `Sampling` that are numbers, by their names in OpenAI's and llama-server's requests."""
 
 _ALL_WRITTEN = ("repeat_last_n", "dry_penalty_last_n")
-"""Fields of which llama-server's -1 looks back at all tokens written."""
+"""Fields in which -1 means all written tokens, as in llama-server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """Values for fields that a request leaves out.
+    """Values for fields that a request lacks.
 
     Attributes
     ----------
     sampling
-        How tokens are drawn.
+        Sampling parameters.
     n_max
-        The most tokens of an answer; None is no limit.
+        Maximum tokens of an answer. None for no limit.
     seed
-        What draws depend on; None draws another one for each answer.
+        Seed of the sampler. None for a random one for each answer.
     system
-        The system prompt of chats that bring none.
+        System prompt of chats without one.
     model
-        The one name that a request may give the model; None: any.
+        The only model name that requests may have. None to accept all.
     keep_headers
-        Whether a system prompt keeps the header that an agent puts before it.
+        True if a system prompt keeps the header that Claude Code puts before it.
     thinking
-        How much replies of chats think, and the most tokens of a thought.
+        Effort and budget of thoughts.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -77,37 +77,37 @@ class Request:
     Attributes
     ----------
     sampling
-        How tokens are drawn.
-    shape
-        What the answer must fit; None for what the server was started with.
+        Sampling parameters.
+    output_format
+        What the answer must fit. None for the server's default.
     n_max
-        The most tokens of the answer; None is no limit.
+        Maximum tokens of the answer. None for no limit.
     seed
-        None: drawn.
+        Seed of the sampler. None for a random one.
     stop_tokens
-        Tokens that end the answer, and are no part of it.
+        Tokens that end the answer. They are not part of it.
     allowed
-        The only tokens that the answer may have; empty allows all.
+        The only tokens that the answer may have. Empty to allow all.
     ignores_end
-        True if the answer continues where the model would end it.
+        True to continue after the model's end token.
     logprobs
-        How many of the likeliest tokens to list for each token; None lists no log-probabilities.
+        Number of the likeliest tokens to list for each token. None to list no log-probabilities.
     stream
-        Whether the answer comes piece by piece.
+        True to send the answer piece by piece.
     with_usage
-        Whether a stream ends with the usage.
+        True if a stream ends with the numbers of tokens.
     with_progress
-        True if a stream says how much of the prompt is read.
+        True if a stream reports how much of the prompt is read.
     n_share
-        How many of the last tokens to report the share of rows for.
+        Number of the last tokens for which the answer has the share of rows that hold them.
     ignored
-        Fields that kvtool does not know, which the answer names.
-    names
-        The client's names of places in the request, for errors.
+        Unknown fields, which the answer names.
+    places
+        Translates places for errors.
     """
 
     sampling: Sampling
-    shape: Shape | None
+    output_format: OutputFormat | None
     n_max: int | None
     seed: int | None
     stop_tokens: tuple[int, ...]
@@ -119,25 +119,25 @@ class Request:
     with_progress: bool
     n_share: int
     ignored: list[str]
-    names: Names
+    places: ClientPlaces
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest(Request):
-    """A chat's next answer.
+    """Request of a chat's next reply.
 
     Attributes
     ----------
     messages
-        All of the chat, as templates take them.
-    name
-        Of the chat, where the client names its chats.
-    tools, choice
-        What the model may call, and whether it must.
-    thinking
-        What the request asks for about thinking.
+        All messages, as templates expect them.
     begun
-        The text of a last message of the assistant, which the answer continues; it is not in `messages`.
+        Text of a last assistant message, which the reply continues. The message is not in `messages`.
+    thinking
+        Effort, budget and variables of the template.
+    name
+        Name of the chat, if the client names its chats.
+    tools, choice
+        The tools that the model may call, and the choice among them.
     """
 
     messages: list[Message]
@@ -149,21 +149,21 @@ class ChatRequest(Request):
 
     @property
     def sends_thoughts(self) -> bool:
-        """True if the client sends the thoughts of earlier replies back; at first a guess: agents do."""
+        """True if the client sends back thoughts. In a chat's first request it is a guess: agents do."""
         replies = [message for message in self.messages if message["role"] == "assistant"]
         return any("reasoning_content" in reply for reply in replies) if replies else bool(self.tools)
 
 
 @dataclass(frozen=True, slots=True)
 class TextRequest(Request):
-    """The continuation of a text.
+    """Request to continue a text.
 
     Attributes
     ----------
     prompt
-        The text, or tokens.
+        The text, or its tokens.
     echo
-        Whether the answer begins with the text.
+        True if the answer begins with the prompt.
     """
 
     prompt: str | list[int]
@@ -173,88 +173,88 @@ class TextRequest(Request):
 def chat(
     body: object, defaults: Defaults, name: str | None = None, places: Mapping[str, str] | None = None
 ) -> ChatRequest:
-    """Check the body of /v1/chat/completions. Raise ApiError.
+    """Check a body of /v1/chat/completions. Raises ApiError.
 
-    places: where the client put the parts of a body that was translated from another interface, by their
-    places in `body`.
+    places: as in `ClientPlaces`, if the body was made of a request to another API.
     """
     try:
         return _chat(body, defaults, name, places or {})
     except ApiError as error:
-        raise Names(places or {}).of(error) from None
+        raise ClientPlaces(places or {}).in_error(error) from None
 
 
 def _chat(body: object, defaults: Defaults, name: str | None, places: Mapping[str, str]) -> ChatRequest:
     fields = Fields(body)
-    asked = fields.any("messages")
-    found = messages.check(asked)
+    given = fields.pop("messages")
+    checked = messages.check(given)
     if not defaults.keep_headers:
-        messages.drop_header(found)
-    if defaults.system and all(message["role"] != "system" for message in found):
-        found.insert(0, {"role": "system", "content": defaults.system})
-    shift = len(asked) - len(found)
-    begun = _begun(fields, found)
-    tools = check_tools(fields.any("tools"))
-    choice = check_choice(fields.any("tool_choice"), tools)
+        messages.drop_header(checked)
+    if defaults.system and all(message["role"] != "system" for message in checked):
+        checked.insert(0, {"role": "system", "content": defaults.system})
+    shift = len(given) - len(checked)
+    begun = _begun(fields, checked)
+    tools = check_tools(fields.pop("tools"))
+    choice = check_choice(fields.pop("tool_choice"), tools)
     if begun and choice.kind == "required":
         raise ApiError(
             "tool_choice must be auto or none if the last message is continued", param="tool_choice"
         )
-    listed = fields.flag("logprobs")
-    top = fields.whole("top_logprobs", 0, MOST_LOGPROBS)
-    if top and not listed:
+    has_logprobs = fields.flag("logprobs")
+    n_top = fields.whole("top_logprobs", 0, MOST_LOGPROBS)
+    if n_top and not has_logprobs:
         raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
     key = fields.text("prompt_cache_key")
     return ChatRequest(
-        messages=found,
+        messages=checked,
         begun=begun,
         thinking=thinking.check(fields, defaults.thinking),
         name=name or key,
         tools=tools,
         choice=choice,
-        logprobs=(top or 0) if listed else None,
-        names=Names(places, shift),
+        logprobs=(n_top or 0) if has_logprobs else None,
+        places=ClientPlaces(places, shift),
         **_common(fields, defaults),
     )
 
 
-def _begun(fields: Fields, found: list[Message]) -> str:
-    """Take the text of a last message of the assistant that the answer continues; "" if there is none.
+def _begun(fields: Fields, checked: list[Message]) -> str:
+    """Remove a last assistant message that the reply continues, and return its text; "" if there is none.
 
-    An empty message is dropped. Raises ApiError for fields that ask for what cannot be.
+    Raises ApiError if the fields require such a message and there is none, or the opposite.
     """
-    # the second name is text-generation-webui's
+    # text-generation-webui uses the second name
     names = ("continue_final_message", "continue_")
-    asked = [name for name in names if name in fields.left]
+    given = [name for name in names if name in fields.left]
     continues = all([fields.flag(name, True) for name in names])
-    fits = found[-1]["role"] == "assistant" and "tool_calls" not in found[-1] and len(found) > 1
-    if asked and continues and not fits:
+    last = checked[-1]
+    fits = last["role"] == "assistant" and "tool_calls" not in last and len(checked) > 1
+    if given and continues and not fits:
         raise ApiError(
-            f"{asked[0]} needs a last message of the assistant, without calls, that follows another message",
-            param=asked[0],
+            f"{given[0]} needs a last message of the assistant, without calls, that follows another message",
+            param=given[0],
         )
     if not fields.flag("add_generation_prompt", True) and not (continues and fits):
         name = "add_generation_prompt"
         raise ApiError(f"{name} must be true unless a last message of the assistant is continued", param=name)
-    text: str = found.pop()["content"] if continues and fits else ""
+    text: str = checked.pop()["content"] if continues and fits else ""
     return text
 
 
 def text(body: object, defaults: Defaults) -> TextRequest:
-    """Checks the body of /v1/completions. Raises ApiError."""
+    """Check a body of /v1/completions. Raises ApiError."""
     fields = Fields(body)
     return TextRequest(
-        prompt=_prompt(fields.any("prompt")),
+        prompt=_prompt(fields.pop("prompt")),
         echo=fields.flag("echo"),
         logprobs=_logprobs(fields),
-        names=Names({}),
+        places=ClientPlaces({}),
         **_common(fields, defaults),
     )
 
 
 def _logprobs(fields: Fields) -> int | None:
-    value = fields.any("logprobs")
-    # clients of chats say false where they want none
+    value = fields.pop("logprobs")
+    # in chats false means no log-probabilities, and clients send it here
     return Fields({"logprobs": None if value is False else value}).whole("logprobs", 0, MOST_LOGPROBS)
 
 
@@ -271,109 +271,103 @@ def _prompt(value: object) -> str | list[int]:
 
 
 def _common(fields: Fields, defaults: Defaults) -> dict[str, Any]:
-    """The fields of `Request` except log-probabilities and names. Raise ApiError."""
-    for one in ("n", "n_cmpl", "best_of"):
-        if (fields.whole(one, 1, 2**31 - 1) or 1) > 1:
-            raise ApiError(f"{one} must be 1: kvtool writes one answer a request", param=one)
+    """Return the fields of `Request` except `logprobs` and `places`. Raises ApiError."""
+    for name in ("n", "n_cmpl", "best_of"):
+        if (fields.whole(name, 1, 2**31 - 1) or 1) > 1:
+            raise ApiError(f"{name} must be 1: kvtool writes one answer a request", param=name)
     check_model(fields.text("model"), defaults)
-    options = fields.any("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise wrong("stream_options", "an object", options)
+    stream_options = fields.mapping("stream_options") or {}
     stream = fields.flag("stream")
-    found = {
+    common = {
         "sampling": _sampling(fields, defaults.sampling),
-        "shape": output_format.check(fields),
-        "n_max": _most(fields, defaults.n_max),
+        "output_format": output_format.check(fields),
+        "n_max": _n_max(fields, defaults.n_max),
         "seed": _seed(fields, defaults.seed),
         "stop_tokens": fields.tokens("stop_token_ids"),
         "allowed": fields.tokens("allowed_token_ids"),
         "ignores_end": any([fields.flag(name) for name in ("ignore_eos", "ban_eos_token")]),
         "stream": stream,
         "with_progress": fields.flag("return_progress") and stream,
-        "with_usage": stream and bool((options or {}).get("include_usage")),
-        "n_share": _share(fields.any("kvtool")),
+        "with_usage": stream and bool(stream_options.get("include_usage")),
+        "n_share": _n_share(fields.mapping("kvtool")),
     }
     fields.check_rest()
-    return found | {"ignored": [shown(each) for each in fields.left[:MOST_IGNORED]]}
+    return common | {"ignored": [shown(each) for each in fields.left[:MOST_IGNORED]]}
 
 
-def _most(fields: Fields, default: int | None) -> int | None:
-    """The most tokens of the answer. -1 is no limit, as in llama-server."""
+def _n_max(fields: Fields, default: int | None) -> int | None:
+    """Return the maximum tokens of the answer. -1 is no limit, as in llama-server."""
     given = [fields.whole(name, -1, 2**31 - 1) for name in declared(GenerationOptions)["n"].request]
     n = next((n for n in given if n is not None), default)
     return None if n == -1 else n
 
 
-def check_model(asked: str | None, defaults: Defaults) -> None:
-    """Raises ApiError for a model that does not run. Agents send several names, so that any may be right."""
-    if asked and defaults.model and asked not in (defaults.model, "default", "kvtool"):
+def check_model(name: str | None, defaults: Defaults) -> None:
+    """Raise ApiError for the name of another model, if the server accepts only one."""
+    if name and defaults.model and name not in (defaults.model, "default", "kvtool"):
         raise ApiError(
-            f"this server runs {defaults.model}, and not {shown(asked)}",
+            f"this server runs {defaults.model}, and not {shown(name)}",
             param="model",
             code="model_not_found",
             status=404,
         )
 
 
-def _share(own: object) -> int:
-    """How many tokens the field `kvtool` asks the shares of."""
-    if own is None:
-        return 0
-    if not isinstance(own, dict):
-        raise wrong("kvtool", "an object", own)
-    asked = Fields(own)
-    n = asked.whole("share", 0, 2**31 - 1) or 0
-    asked.refuse(asked.left)
+def _n_share(options: dict[str, Any] | None) -> int:
+    """Return the number of tokens in "share" of the field `kvtool`."""
+    fields = Fields(options or {})
+    n = fields.whole("share", 0, 2**31 - 1) or 0
+    fields.refuse(fields.left)
     return n
 
 
 def _seed(fields: Fields, default: int | None) -> int | None:
     seed = fields.whole("seed", -(2**63), 2**64 - 1)
-    # llama-server's -1 is a drawn one
+    # -1 asks for a random seed, as in llama-server
     return default if seed is None or seed == -1 else seed % 2**31
 
 
 def _sampling(fields: Fields, default: Sampling) -> Sampling:
-    own: dict[str, Any] = {}
-    for name, its in _NUMBERS.items():
-        value = fields.whole(name, -(2**31), 2**31 - 1) if _KINDS[its] is int else fields.number(name)
+    changes: dict[str, Any] = {}
+    for name, parameter in _NUMBERS.items():
+        is_whole = _KINDS[parameter] is int
+        value = fields.whole(name, -(2**31), 2**31 - 1) if is_whole else fields.number(name)
         if value is not None:
-            own.setdefault(its, MOST if value == -1 and its in _ALL_WRITTEN else value)
-    stops = tuple(each for each in fields.texts("stop", MOST_STOPS) if each)
-    if stops:
-        own["stop"] = stops
+            changes.setdefault(parameter, MOST if value == -1 and parameter in _ALL_WRITTEN else value)
+    if stops := tuple(each for each in fields.texts("stop", MOST_STOPS) if each):
+        changes["stop"] = stops
     if breakers := fields.texts("dry_sequence_breakers", MOST_BREAKERS):
-        own["dry_sequence_breaker"] = tuple(each for each in breakers if each != "none")
-    if bias := _bias(fields.any("logit_bias")):
-        own["logit_bias"] = bias
+        changes["dry_sequence_breaker"] = tuple(each for each in breakers if each != "none")
+    if bias := _bias(fields.pop("logit_bias")):
+        changes["logit_bias"] = bias
     try:
-        return replace(default, **own)
+        return replace(default, **changes)
     except UsageError as error:
         raise of_usage(error) from None
 
 
 def of_usage(error: UsageError) -> ApiError:
-    """The error of an option, worded for a field."""
-    said = str(error)
-    for name, its in _NUMBERS.items():
-        said = said.replace(f"--{its.replace('_', '-')} ", f"{name} ")
-    return ApiError(said.replace("--logit-bias", "logit_bias").replace("--", ""))
+    """Return an option's error with the names of fields instead of options."""
+    message = str(error)
+    for name, parameter in _NUMBERS.items():
+        message = message.replace(f"--{parameter.replace('_', '-')} ", f"{name} ")
+    return ApiError(message.replace("--logit-bias", "logit_bias").replace("--", ""))
 
 
 def _bias(value: object) -> tuple[tuple[int, float], ...]:
-    """OpenAI's object of tokens, or llama-server's list of pairs, in which false bans a token."""
+    """Return pairs of OpenAI's object of tokens, or of llama-server's list, in which false bans a token."""
     if value is None:
         return ()
     pairs = list(value.items()) if isinstance(value, dict) else value
     if not isinstance(pairs, list):
         raise wrong("logit_bias", "an object or a list of pairs", value)
-    found = []
+    biases = []
     for pair in pairs:
         try:
             token, bias = pair
-            found.append((int(token), -inf if bias is False else float(bias)))
+            biases.append((int(token), -inf if bias is False else float(bias)))
         except (TypeError, ValueError, OverflowError):
             raise ApiError(
                 f"logit_bias must have pairs of a token and a number, got {shown(pair)}", param="logit_bias"
             ) from None
-    return tuple(found)
+    return tuple(biases)

@@ -1,4 +1,4 @@
-"""A request's wishes about thinking: effort, budget, and variables of the chat template."""
+"""Thinking: the effort, the budget and the template variables that a request asks for."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kvtool.chats.effort import LEVELS, OFF, ON, Efforts
 from kvtool.chats.template import RAW, Template
 from kvtool.errors import ModelError
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.fields import Fields, shown, wrong
+from kvtool.serve.api.fields import Fields, need, optional, shown
 
 _KINDS = {"enabled": ON, "disabled": OFF, "adaptive": None, "auto": None}
-"""Values of thinking.type."""
+"""Efforts by the values of thinking.type. None leaves the effort to the template."""
 
 _BUDGETS = ("thinking_budget", "reasoning_budget", "thinking_budget_tokens", "thinking_token_budget")
-"""Names that servers have for the most tokens of a thought."""
+"""Fields of other servers for the maximum tokens of a thought."""
 
 _MOST = 2**31 - 1
 
@@ -29,13 +29,13 @@ class ThinkingOptions:
     variables
         Variables of the chat template, with any JSON as values.
     effort
-        As `Efforts.variables` takes it; None leaves it to the template.
+        Argument of `Efforts.variables`. None leaves it to the template.
     name
-        The field that asks for the effort.
+        Field that sets the effort.
     is_needed
-        True if an effort that the template does not take is an error. Otherwise the nearest one is used.
+        True if an effort that the template does not support is an error. If False, the nearest one is used.
     budget
-        The most tokens of a thought; None is no limit.
+        Maximum tokens of a thought. None for no limit.
     """
 
     variables: dict[str, Any] = field(default_factory=dict)
@@ -46,13 +46,11 @@ class ThinkingOptions:
 
 
 def check(fields: Fields, default: ThinkingOptions) -> ThinkingOptions:
-    """Take the fields about thinking out of a request. Raises ApiError.
+    """Return the options that a request's fields set. Raises ApiError.
 
-    default: the server's. Its effort is the default, and its budget is the largest.
+    default: the server's options. A request without an effort gets theirs; their budget is the upper limit.
     """
-    variables = fields.any("chat_template_kwargs") or {}
-    if not isinstance(variables, dict):
-        raise wrong("chat_template_kwargs", "an object", variables)
+    variables = need(fields.pop("chat_template_kwargs") or {}, dict, "chat_template_kwargs")
     for name in ("messages", "tools", "add_generation_prompt"):
         if name in variables and (name, variables[name]) != ("add_generation_prompt", True):
             where = f"chat_template_kwargs.{name}"
@@ -69,13 +67,11 @@ def check(fields: Fields, default: ThinkingOptions) -> ThinkingOptions:
 
 
 def _effort(fields: Fields) -> tuple[str | None, str, bool, int | None]:
-    """The effort, its field, whether it is needed, and the budget that belongs to it."""
-    switch = fields.any("enable_thinking")
-    if switch is not None and not isinstance(switch, bool):
-        raise wrong("enable_thinking", "true or false", switch)
-    kind, budget = _thinking(fields.any("thinking"))
-    reasoning, level, most = _reasoning(fields.any("reasoning"))
-    named = _level(fields.any("reasoning_effort"), "reasoning_effort")
+    """Return the effort, its field, True if it is needed, and the budget in the same field."""
+    switch = optional(fields.pop("enable_thinking"), bool, "enable_thinking")
+    kind, budget = _thinking(fields.mapping("thinking"))
+    reasoning, level, most = _reasoning(fields.mapping("reasoning"))
+    named = _level(fields.pop("reasoning_effort"), "reasoning_effort")
     where = "reasoning.effort" if level else "reasoning_effort"
     level = level or named
     budget = most if budget is None else budget
@@ -92,12 +88,10 @@ def _effort(fields: Fields) -> tuple[str | None, str, bool, int | None]:
     return None, "", False, budget
 
 
-def _thinking(value: Any) -> tuple[str | None, int | None]:
-    """Effort and budget of {"type": "enabled", "budget_tokens": 1024}."""
+def _thinking(value: dict[str, Any] | None) -> tuple[str | None, int | None]:
+    """Return effort and budget of {"type": "enabled", "budget_tokens": 1024}."""
     if value is None:
         return None, None
-    if not isinstance(value, dict):
-        raise wrong("thinking", "an object", value)
     kind = value.get("type")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ApiError(
@@ -106,15 +100,11 @@ def _thinking(value: Any) -> tuple[str | None, int | None]:
     return _KINDS[kind], _whole(value, "thinking", "budget_tokens")
 
 
-def _reasoning(value: Any) -> tuple[str | None, str | None, int | None]:
-    """Switch, level and budget of {"effort": "high", "max_tokens": 1024, "enabled": true}."""
+def _reasoning(value: dict[str, Any] | None) -> tuple[str | None, str | None, int | None]:
+    """Return switch, level and budget of {"effort": "high", "max_tokens": 1024, "enabled": true}."""
     if value is None:
         return None, None, None
-    if not isinstance(value, dict):
-        raise wrong("reasoning", "an object", value)
-    enabled = value.get("enabled")
-    if enabled is not None and not isinstance(enabled, bool):
-        raise wrong("reasoning.enabled", "true or false", enabled)
+    enabled = optional(value.get("enabled"), bool, "reasoning.enabled")
     switch = None if enabled is None else ON if enabled else OFF
     level = _level(value.get("effort"), "reasoning.effort")
     return switch, level, _whole(value, "reasoning", "max_tokens")
@@ -139,8 +129,9 @@ def template_for(
 ) -> tuple[Template, list[str]]:
     """Return the template with the variables for these options, and a remark on each option that it lacks.
 
-    template: without variables. Raises ApiError for an effort that is needed, or variables under which the
-    template renders no chat.
+    Raises ApiError if it lacks a needed effort, or renders no chat with these variables.
+
+    template: has no variables yet.
     """
     remarks: list[str] = []
     variables: dict[str, Any] = {}
@@ -153,14 +144,14 @@ def template_for(
             remarks.append(f"{options.name}: the model's chat template {why}")
     for name in options.variables.keys() - template.reads:
         remarks.append(f"chat_template_kwargs.{shown(name)}: the model's chat template does not read it")
-    found = template.under({**variables, **options.variables})
+    changed = template.under({**variables, **options.variables})
     if options.variables:
         try:
-            found.reply_start()
+            changed.reply_start()
         except ModelError as error:
             raise ApiError(
                 f"chat_template_kwargs: {str(error).removesuffix(f'; {RAW}')}",
                 param="chat_template_kwargs",
                 code="chat_template",
             ) from None
-    return found, remarks
+    return changed, remarks

@@ -8,20 +8,21 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.fields import need, optional
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a request says of calling tools.
+    """A request's tool_choice.
 
     Attributes
     ----------
     kind
-        Whether the model must not, may, or must call a tool.
+        "none" if the model must not call a tool, "auto" if it may, "required" if it must.
     name
-        The one tool that it must call; None: any.
+        Name of the tool that it must call. None for any tool.
     """
 
     kind: Literal["none", "auto", "required"]
@@ -29,15 +30,11 @@ class Choice:
 
 
 def check_tools(value: object) -> list[dict[str, Any]]:
-    """A request's tools, checked and without fields that are not known; empty for null. Raises ApiError.
+    """Return a request's tools without unknown fields; no tools for null. Raises ApiError.
 
-    Every function has "name" and "parameters", as templates expect. "defer_loading" is kept if true.
+    Each function has "name" and "parameters", as templates expect. "defer_loading" is kept if true.
     """
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        _wrong("tools", "must be a list")
-    tools = [_tool(each, f"tools[{n}]") for n, each in enumerate(value)]
+    tools = [_tool(each, f"tools[{n}]") for n, each in enumerate(optional(value, list, "tools") or [])]
     names = [tool["function"]["name"] for tool in tools]
     for n, name in enumerate(names):
         if name in names[:n]:
@@ -46,30 +43,23 @@ def check_tools(value: object) -> list[dict[str, Any]]:
 
 
 def _tool(value: object, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        _wrong(where, "must be an object")
-    kind = value.get("type")
+    tool = need(value, dict, where)
+    kind, at = tool.get("type"), f"{where}.function"
     if kind != "function":
         _wrong(f"{where}.type", f"must be 'function'{_got(kind)}; other kinds of tools are not supported")
-    given = value.get("function")
-    where += ".function"
-    if not isinstance(given, dict):
-        _wrong(where, "must be an object")
+    given = need(tool.get("function"), dict, at)
     name = given.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        _wrong(f"{where}.name", f"must be 1 to 128 letters, digits, '_' or '-'{_got(name)}")
-    description, strict = given.get("description"), given.get("strict")
-    if not isinstance(description, str | None):
-        _wrong(f"{where}.description", "must be a text")
-    parameters = _parameters(given.get("parameters"), f"{where}.parameters")
-    if not isinstance(strict, bool | None):
-        _wrong(f"{where}.strict", "must be true or false")
-    own = {"name": name, "description": description, "parameters": parameters, "strict": strict}
-    tool = {"type": "function", "function": {key: part for key, part in own.items() if part is not None}}
-    deferred = value.get("defer_loading")
-    if not isinstance(deferred, bool | None):
-        _wrong(f"{where.removesuffix('.function')}.defer_loading", "must be true or false")
-    return tool | {"defer_loading": True} if deferred else tool
+        _wrong(f"{at}.name", f"must be 1 to 128 letters, digits, '_' or '-'{_got(name)}")
+    function = {
+        "name": name,
+        "description": optional(given.get("description"), str, f"{at}.description"),
+        "parameters": _parameters(given.get("parameters"), f"{at}.parameters"),
+        "strict": optional(given.get("strict"), bool, f"{at}.strict"),
+    }
+    function = {key: part for key, part in function.items() if part is not None}
+    is_deferred = optional(tool.get("defer_loading"), bool, f"{where}.defer_loading")
+    return {"type": "function", "function": function} | ({"defer_loading": True} if is_deferred else {})
 
 
 def _parameters(value: object, where: str) -> dict[str, Any]:
@@ -79,10 +69,7 @@ def _parameters(value: object, where: str) -> dict[str, Any]:
         _wrong(where, "must be a JSON schema, which is an object")
     if value.get("type", "object") != "object":
         _wrong(f"{where}.type", f"must be 'object'{_got(value['type'])}")
-    properties = value.get("properties", {})
-    if not isinstance(properties, dict):
-        _wrong(f"{where}.properties", "must be an object")
-    for name, schema in properties.items():
+    for name, schema in need(value.get("properties", {}), dict, f"{where}.properties").items():
         if not isinstance(schema, (dict, bool)):
             _wrong(f"{where}.properties.{name}", "must be a JSON schema")
     required = value.get("required", [])
@@ -92,9 +79,11 @@ def _parameters(value: object, where: str) -> dict[str, Any]:
 
 
 def check_choice(value: object, tools: Sequence[Mapping[str, Any]]) -> Choice:
-    """A request's tool_choice, checked. Raises ApiError.
+    """Return a request's tool_choice. Raises ApiError.
 
-    Null is auto; without tools, auto is none. tools: as `check_tools` returns them.
+    null is auto. Without tools, auto becomes none.
+
+    tools: as `check_tools` returns them.
     """
     if value is None or value == "auto":
         return Choice("auto" if tools else "none")
@@ -123,9 +112,9 @@ def _named(value: dict[str, Any], names: list[str]) -> str:
 
 
 def _got(value: object) -> str:
-    """The value, for the end of a message, if it is a text."""
+    """Return the end of an error message: the value if it is a text, and nothing otherwise."""
     return f", got {value[:80]!r}" if isinstance(value, str) else ""
 
 
-def _wrong(where: str, what: str) -> NoReturn:
-    raise ApiError(f"{where} {what}", param=where)
+def _wrong(where: str, fault: str) -> NoReturn:
+    raise ApiError(f"{where} {fault}", param=where)

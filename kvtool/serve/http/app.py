@@ -18,9 +18,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvtool.serve.api import anthropic, requests, responses
-from kvtool.serve.api.anthropic import MessageBodies
-from kvtool.serve.api.completions import Bodies, Body
-from kvtool.serve.api.errors import ApiError, bug
+from kvtool.serve.api.anthropic import AnthropicBodies
+from kvtool.serve.api.completions import AnswerBodies, Body, CompletionBodies
+from kvtool.serve.api.errors import ApiError, internal_error
 from kvtool.serve.api.fields import Fields
 from kvtool.serve.api.requests import ChatRequest, Defaults, Request
 from kvtool.serve.api.responses import ResponseBodies
@@ -31,8 +31,6 @@ from kvtool.serve.http.metrics import Counts
 from kvtool.serve.queue import Job, JobQueue
 
 _T = TypeVar("_T")
-
-AnyBodies = Bodies | ResponseBodies | MessageBodies
 
 Handler = Callable[["Site", HttpRequest], Awaitable[Response]]
 
@@ -155,13 +153,13 @@ def _unslashed(app: ASGIApp) -> ASGIApp:
 
 async def _chat(site: Site, http: HttpRequest) -> Response:
     request = _chat_request(site, http, await gate.body(site.limits, http))
-    bodies = Bodies("chat", site.model, site.policy, with_usage=request.with_usage)
+    bodies = CompletionBodies("chat", site.model, site.policy, with_usage=request.with_usage)
     return await _answer(site, http, request, bodies)
 
 
 async def _text(site: Site, http: HttpRequest) -> Response:
     request = requests.text(await gate.body(site.limits, http), site.defaults)
-    bodies = Bodies("text", site.model, site.policy, with_usage=request.with_usage)
+    bodies = CompletionBodies("text", site.model, site.policy, with_usage=request.with_usage)
     return await _answer(site, http, request, bodies)
 
 
@@ -174,7 +172,7 @@ async def _response(site: Site, http: HttpRequest) -> Response:
 async def _message(site: Site, http: HttpRequest) -> Response:
     body = await gate.body(site.limits, http)
     request = _chat_request(site, http, *anthropic.as_chat(body))
-    return await _answer(site, http, request, MessageBodies(site.model, site.policy, body, http.state.id))
+    return await _answer(site, http, request, AnthropicBodies(site.model, site.policy, body, http.state.id))
 
 
 async def _count_response(site: Site, http: HttpRequest) -> Response:
@@ -195,7 +193,7 @@ async def _counted(site: Site, request: ChatRequest) -> int:
         # it takes as long as a template does
         return await asyncio.to_thread(site.count, request)
     except ApiError as error:
-        raise request.names.of(error) from None
+        raise request.places.in_error(error) from None
 
 
 async def _embeddings(site: Site, http: HttpRequest) -> Response:
@@ -212,7 +210,7 @@ def _chat_request(
     return requests.chat(body, site.defaults, http.headers.get("x-session-id"), places)
 
 
-async def _answer(site: Site, http: HttpRequest, request: Request, bodies: AnyBodies) -> Response:
+async def _answer(site: Site, http: HttpRequest, request: Request, bodies: AnswerBodies) -> Response:
     job = http.state.job = Job(request, gate.client(http))
     site.jobs.put(job)
     try:
@@ -256,7 +254,7 @@ class _Streamed(StreamingResponse):
             self._job.cancel()
 
 
-async def _whole(site: Site, job: Job, request: Request, bodies: AnyBodies) -> Response:
+async def _whole(site: Site, job: Job, request: Request, bodies: AnswerBodies) -> Response:
     logprobs: list[Body] = []
     while True:
         event = await job.next_event("reading")
@@ -270,7 +268,7 @@ async def _whole(site: Site, job: Job, request: Request, bodies: AnyBodies) -> R
 
 
 async def _stream(
-    site: Site, job: Job, request: Request, bodies: AnyBodies, first: Body | None
+    site: Site, job: Job, request: Request, bodies: AnswerBodies, first: Body | None
 ) -> AsyncIterator[str]:
     lines = bodies.first()
     # log-probabilities of tokens without text
@@ -381,7 +379,7 @@ async def _tokenize(site: Site, http: HttpRequest) -> Response:
 
 
 async def _detokenize(site: Site, http: HttpRequest) -> Response:
-    tokens = Fields(await gate.body(site.limits, http)).any("tokens")
+    tokens = Fields(await gate.body(site.limits, http)).pop("tokens")
     if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
         raise ApiError("tokens must be a list of whole numbers", param="tokens")
     assert site.detokenize
@@ -430,7 +428,7 @@ def _failed(http: HttpRequest, error: ApiError) -> Response:
 
 
 async def _bug(http: HttpRequest, error: Exception) -> Response:
-    return _failed(http, bug(error))
+    return _failed(http, internal_error(error))
 
 
 async def _no_route(http: HttpRequest, error: Any) -> Response:
