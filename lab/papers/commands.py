@@ -157,7 +157,8 @@ class Eval:
             " -o ".join([name, *options]) for name, options in map(split_policy, self.policies)
         )
         if self.named:
-            return command.replace("--policy POLICY --budget BUDGET", f"--policy {chosen}")
+            command = command.replace("--policy POLICY --budget BUDGET", f"--policy {chosen}")
+            return f"{command.replace(f' {self.named}', '')}\n    # with {self.named}"
         return f"{command}\n    # POLICY: {chosen}\n    # BUDGET: {', '.join(self.budgets)}"
 
     def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:

@@ -83,12 +83,18 @@ def _of_model(
 
 
 def _commands(runs: Sequence[Run]) -> Iterator[str]:
-    """The commands of runs. Successive commands with the same comments have them once, after the last."""
-    shown = [run.shown().split("\n", 1) for run in runs]
-    for (command, *comments), following in zip(shown, [*shown[1:], []], strict=True):
+    """The commands of runs. Successive runs share equal commands, and equal comments."""
+    commands: list[tuple[str, str]] = []
+    for run in runs:
+        command, _, comments = run.shown().partition("\n")
+        if commands and commands[-1][0] == command:
+            commands[-1] = command, f"{commands[-1][1]}\n{comments}"
+        else:
+            commands.append((command, comments))
+    for (command, comments), (_, following) in zip(commands, [*commands[1:], ("", "")], strict=True):
         yield command
-        if comments != following[1:]:
-            yield from "\n".join(comments).splitlines()
+        if comments != following:
+            yield from comments.splitlines()
 
 
 def _model(run: str, results: Path) -> str:

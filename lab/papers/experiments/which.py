@@ -6,11 +6,10 @@ from lab.papers.commands import Compare, Eval
 from lab.papers.experiments.kinds import ALL, LARGE, SMALL, Experiment, Run, Table
 from lab.papers.texts import DATA_SETS, FOUR_KINDS, TWELVE
 
-_OF_TASKS = ("recall", "roco", "h2o", "bumblebee", "buzz", "weightedkv", "streamingllm")
-POLICIES = (*_OF_TASKS[:3], "expected", *_OF_TASKS[3:])
+POLICIES = ("recall", "roco", "h2o", "expected", "bumblebee", "buzz", "weightedkv", "streamingllm")
 # larger models are asked less, as they take longer
-_FEWER = tuple(name for name in POLICIES if name not in ("bumblebee", "buzz", "weightedkv"))
-_FEWER_OF_TASKS = tuple(name for name in _FEWER if name in _OF_TASKS)
+_FEWER = ("recall", "roco", "h2o", "expected", "streamingllm")
+_OF_TASKS = ("full", "recall", "roco", "h2o", "streamingllm")
 _QUANTIZED = ("full q8_0", "full q4_0")
 _TYPES = ("f16", "q8_0", "q4_0")
 # scores of the field beside h2o's, and rows that share a layer's budget
@@ -25,30 +24,26 @@ _EQUAL = {
 }
 _OF_LARGE_CACHES = ("recall", "roco", "h2o")
 _FILES = tuple(file for files in FOUR_KINDS.values() for file in files)
-_SHARES = ("5%", "10%", "20%", "40%")
-# the larger models are asked with these alone
-_TWO = ("5%", "20%")
 _QUESTIONS, _SHORT = ("lost_in_the_middle/nq-open-oracle.jsonl.gz",), ("--set", "n_max=24")
 
 
-def _passkey(policies: tuple[str, ...], repeats: int, minutes: int, model: str = "") -> Eval:
+def _passkey(shares: tuple[str, ...], repeats: int, minutes: int, model: str = "") -> Eval:
     hidden = ("--set", "lengths=512", "--set", f"repeats={repeats}")
-    shares = _TWO if model else _SHARES
-    return Eval("passkey", (), ("full", *policies), shares, hidden, 5 * repeats, model, minutes=minutes)
+    return Eval("passkey", (), _OF_TASKS, shares, hidden, 5 * repeats, model, minutes=minutes)
 
 
-def _qa(policies: tuple[str, ...], n: int, minutes: int, model: str = "") -> Eval:
-    shares = _TWO if model else _SHARES
-    return Eval("qa", _QUESTIONS, ("full", *policies), shares, _SHORT, n, model, minutes=minutes)
+def _qa(shares: tuple[str, ...], n: int, minutes: int, model: str = "") -> Eval:
+    return Eval("qa", _QUESTIONS, _OF_TASKS, shares, _SHORT, n, model, minutes=minutes)
 
 
+_TWO = ("5%", "20%")
 _TASKS: dict[str, Run] = {
-    "which-passkey": _passkey(_OF_TASKS, 4, 38),
-    "which-qa": _qa(_OF_TASKS, 40, 54),
-    "which-passkey-0.5b": _passkey(_FEWER_OF_TASKS, 2, 16, SMALL),
-    "which-qa-0.5b": _qa(_FEWER_OF_TASKS, 20, 12, SMALL),
-    "which-passkey-1.5b": _passkey(_FEWER_OF_TASKS, 2, 30, LARGE),
-    "which-qa-1.5b": _qa(_FEWER_OF_TASKS, 20, 30, LARGE),
+    "which-passkey": _passkey((*_TWO, "40%"), 4, 18),
+    "which-qa": _qa((*_TWO, "40%"), 40, 26),
+    "which-passkey-0.5b": _passkey(_TWO, 2, 16, SMALL),
+    "which-qa-0.5b": _qa(_TWO, 20, 12, SMALL),
+    "which-passkey-1.5b": _passkey(_TWO, 2, 30, LARGE),
+    "which-qa-1.5b": _qa(_TWO, 20, 30, LARGE),
 }
 
 _SAMPLED = {
@@ -91,7 +86,6 @@ RUNS: dict[str, Run] = {
 }
 
 
-_ROWS = ("full", *_OF_TASKS)
 _EXCESS = {"apart": "full", "against": "h2o", "rows": (*_QUANTIZED, *POLICIES)}
 _BY_MODEL = {
     "by": ("model", "budget"),
@@ -170,7 +164,7 @@ EXPERIMENTS = {
     "which-tasks": Experiment(
         tuple(_TASKS),
         tuple(
-            Table("", **_BY_MODEL, against="full", rows=_ROWS, scores={name: score}, title=title)
+            Table("", **_BY_MODEL, against="full", rows=_OF_TASKS, scores={name: score}, title=title)
             for name, (title, score) in _ASKED.items()
         ),
         together=True,

@@ -154,7 +154,13 @@ def test_an_eval_is_shown_once_and_run_for_each_policy_and_budget():
         "    # POLICY: full, h2o -o decay=0.9\n    # BUDGET: 10%, 64"
     )
     named = Eval("qa", ("folder/qa.jsonl",), ("full",), (), ("--temp", "0"), limit=3, named="--temp 0")
-    assert named.shown() == "kvtool eval qa qa.jsonl --policy full --temp 0 --limit 3"
+    assert named.shown() == "kvtool eval qa qa.jsonl --policy full --limit 3\n    # with --temp 0"
+    warm = replace(named, more=("--temp", "1"), named="--temp 1")
+    assert list(tables._commands([named, warm])) == [
+        "kvtool eval qa qa.jsonl --policy full --limit 3",
+        "    # with --temp 0",
+        "    # with --temp 1",
+    ]
     assert Compare(texts.EIGHT, ("corm",), (), 9).shown().endswith("\n    # FILE: the eight texts")
     assert Compare(("f/t.txt",), ("corm",), (), 9).shown() == (
         "kvtool compare t.txt --policies corm --budgets '' --types f16 --max-tokens 9"
