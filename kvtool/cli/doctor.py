@@ -1,4 +1,4 @@
-"""`kvtool doctor`: the state of the installation, its faults, and the commands that fix them."""
+"""`kvtool doctor`: the state of the installation, its faults, and commands that fix them."""
 
 from __future__ import annotations
 

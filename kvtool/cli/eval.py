@@ -1,4 +1,4 @@
-"""`kvtool eval`: tasks that measure what a model can still do under a policy."""
+"""`kvtool eval`: tasks that measure how well a model works under a policy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     PolicyFor = Callable[[int, int], Policy]
 
 _STEP = 1024
-"""The cache of `full` grows in steps of this many cells, so that few caches serve all prompts."""
+"""Cells by which the cache of `full` grows, so that few different caches serve all prompts."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class _EvalSampling(Options):
     )
 
     def sampling(self) -> Sampling | None:
-        """The sampler's settings; None where the likeliest tokens are taken."""
+        """Return the sampler's settings; None for temperature 0, which takes the most likely tokens."""
         if not self.temp:
             return None
         return Sampling(
@@ -170,7 +170,7 @@ def evaluate(
     if args.plot and len(chosen.by) != 2:
         raise UsageError(f"{task} has no heat map; leave out --plot")
     output.check_picture("--plot", args.plot)
-    # values out of range are refused before a download
+    # before a download
     _check_drawing(drawn, chosen, task)
 
     from kvtool.config import notes
@@ -210,7 +210,7 @@ def evaluate(
         results = of_items.TaskResults(about, items, records_path, one_stream=chosen.one_stream)
 
         def stopped() -> str:
-            # an incomplete stream counts as none
+            # an incomplete stream is not kept
             in_part = not chosen.one_stream and (records_path or not as_json)
             return output.stopped(records_path, len(results), len(items), "items") if in_part else "stopped"
 
@@ -225,7 +225,7 @@ def evaluate(
 
 @contextmanager
 def _on_disk(files: list[Path]) -> Iterator[list[Path]]:
-    """The files, with a copy of stdin in place of -, so that a task reads all alike. Raises InputError."""
+    """Yield the files, with a copy of stdin instead of "-". Raises InputError."""
     if not any(is_stdin(str(file)) for file in files):
         yield files
         return
@@ -242,7 +242,7 @@ def _on_disk(files: list[Path]) -> Iterator[list[Path]]:
 
 
 def _check_drawing(drawn: _EvalSampling, chosen: Task, task: str) -> None:
-    """Raises UsageError for a temperature or a seed that is out of range or without effect."""
+    """Raise UsageError for a temperature or a seed that is out of range or has no effect."""
     if drawn.temp and not chosen.uses_sampling:
         own = "use --set temp=T" if hasattr(chosen, "temp") else "it samples no answers"
         raise UsageError(f"{task} takes no --temp: {own}")
@@ -287,7 +287,7 @@ def _policy_for(
 
 
 def _full_for(spec: PolicySpec, n_ctx: int) -> PolicyFor:
-    """A policy that never evicts, with cells for prompt and answer."""
+    """Return a function from the lengths of prompt and answer to a policy that never evicts."""
     return lambda n, n_answer: spec.fit(min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
 
 
@@ -361,7 +361,7 @@ def _shown(value: object) -> str:
 
 
 def _in_short(found: Sequence[Record]) -> str:
-    """The means so far, without intervals: computing those takes longer than a short answer."""
+    """Return the current means as a line, without intervals: these take longer than a short answer."""
     from kvtool.tasks.results import scores
 
     return ", ".join(f"{name} {sum(of) / len(of):.3f}" for name, of in scores(found).items())
@@ -375,11 +375,11 @@ def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: boo
         line = f"{len(errors)} of {len(results)} items failed: {errors[0]}"
         if len(errors) == len(results):
             raise KvtoolError(line)
-        # an item that does not fit is a result, too: the policy could not do it
+        # an item that does not fit is a result: the policy failed
         sys.stderr.write(f"{line}\n")
     if cut := sum(record.get("is_cut", False) for record in results.records):
         sys.stderr.write(f"{cut} of {len(results)} prompts were too long; their middle was cut out\n")
-    # once: each interval takes thousands of draws
+    # computed only once: each interval takes thousands of random samples
     groups = of_items.broken_down(results.records, task.by) if task.by else {}
     if as_json:
         summary = {name: asdict(score) for name, score in means.items()}
@@ -402,8 +402,8 @@ def _print(task: Task, results: TaskResults, means: dict[str, Mean], groups: Gro
     budget = f", budget {about['budget']}" if about["budget"] else ""
     drawn = f", temperature {about['temp']:g}, seed {about['seed']}" if about["temp"] else ""
     console.print(f"{about['task']}, {len(results)} items, {about['model']}, {policy}{budget}{drawn}\n")
-    rows = [(name, *_told(score)) for name, score in means.items()]
-    console.print(table(("score", *_TOLD), rows, 1))
+    rows = [(name, *_mean_cells(score)) for name, score in means.items()]
+    console.print(table(("score", *_MEAN_COLUMNS), rows, 1))
     if more := task.summary(results.records):
         console.print()
         for name, value in more.items():
@@ -422,9 +422,9 @@ def _print(task: Task, results: TaskResults, means: dict[str, Mean], groups: Gro
         console.print(f"{first} by {task.by[0]} and {task.by[1]}\n")
     head = (task.by[0], *map(str, columns))
     if len(columns) == 1:
-        # room for what a table of several leaves out
-        head = (*head, *_TOLD[1:])
-        cells = [[str(name), *(_told(each) if each else ())] for name, (each,) in lines]
+        # one score leaves room for intervals and numbers of items
+        head = (*head, *_MEAN_COLUMNS[1:])
+        cells = [[str(name), *(_mean_cells(each) if each else ())] for name, (each,) in lines]
     else:
         cells = [
             [str(name), *(f"{each.mean:.{digits}f}" if each else "" for each in of)] for name, of in lines
@@ -432,10 +432,10 @@ def _print(task: Task, results: TaskResults, means: dict[str, Mean], groups: Gro
     console.print(table(head, cells, n_left))
 
 
-_TOLD = ("mean", "95 % interval", "items")
+_MEAN_COLUMNS = ("mean", "95 % interval", "items")
 
 
-def _told(score: Mean) -> tuple[str, str, str]:
+def _mean_cells(score: Mean) -> tuple[str, str, str]:
     """Return the cells of a mean under these heads."""
     return f"{score.mean:.3f}", f"{score.low:.3f} to {score.high:.3f}", f"{score.n}"
 

@@ -1,4 +1,4 @@
-"""Says what a run will do: how the budget is split, bytes, the first eviction, long inputs."""
+"""Lines that explain a run before it starts: parts of the budget, bytes, the first eviction, long texts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def explain_run(engine: Engine, policy: str, what: str, n_text: int = 0) -> None:
-    """Writes to stderr how the engine will run: --explain.
+    """Explain on stderr how the engine will run, for --explain.
 
-    policy: its name. what: what is read first, for example a "prompt". n_text: tokens of it, 0 if unknown.
+    policy: its name. what: kind of the first text, such as "prompt". n_text: its tokens, 0 if unknown.
     """
     lines = {
         "policy": policy_line(engine, policy),
@@ -38,9 +38,10 @@ def explain_run(engine: Engine, policy: str, what: str, n_text: int = 0) -> None
 def before_text(
     engine: Engine, run: RunOptions, what: str, n: int = 0, info: ModelInfo | None = None
 ) -> None:
-    """Says on stderr what --explain asks for, or only what may surprise, before a text of n tokens is read.
+    """Explain on stderr how a text will be read, with --explain; else report only what may surprise.
 
-    what: "prompt", for example. n: 0 if unknown. info: of the model, if it is to answer.
+    what: kind of the text, such as "prompt". n: its tokens, 0 if unknown. info: header of a model that will
+    answer.
     """
     if run.explain:
         explain_run(engine, run.policy, what, n)
@@ -51,18 +52,18 @@ def before_text(
 
 @dataclass
 class Notice:
-    """Says on stderr what happens to a text that is longer than the budget, or too much for the model.
+    """Reports on stderr, each once, that a text is longer than the budget or too long for the model.
 
     Attributes
     ----------
     engine
-        Reads the text.
+        Engine that reads the text.
     what
-        A "prompt", for example.
+        Kind of the text, such as "prompt".
     info
-        Of the model, if it is to answer.
+        Header of the model, if the model will answer.
     is_long, is_much
-        Whether each of the two was said: once is enough.
+        True if the line about the budget, or about the model, was printed.
     """
 
     engine: Engine
@@ -72,7 +73,7 @@ class Notice:
     is_much: bool = False
 
     def __call__(self, n: int) -> None:
-        """Call it before a text of n tokens is read."""
+        """Report on a text of n tokens, before it is read."""
         if not self.is_long and (text := long_text(self.engine, self.what, n)):
             self.is_long = True
             say([text])
@@ -82,7 +83,7 @@ class Notice:
 
 
 def long_text(engine: Engine, what: str, n: int) -> str | None:
-    """What happens to a text of n tokens; None if it fits in the budget."""
+    """Return a line about the reading of a text of n tokens; None if the text fits in the budget."""
     from kvtool.engine import staged
     from kvtool.engine.outlook import whole_signal_bytes
     from kvtool.engine.prefill import in_segments, n_segments, whole_bytes
@@ -104,8 +105,8 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
         if segments > 1 and settings.positions == "original":
             return f"{start}, but original positions end at {engine.n_ctx:,}: it cannot be read whole"
         if segments > 1 and not in_segments(engine):
-            who = "recall" if engine.policy.recall else "rows that share a budget"
-            return f"{start}, more than {who} can read whole in a context of {engine.n_ctx:,}"
+            readers = "recall" if engine.policy.recall else "rows that share a budget"
+            return f"{start}, more than {readers} can read whole in a context of {engine.n_ctx:,}"
         how = f"in {segments} parts that do not see each other" if segments > 1 else "at once"
         how += ", twice" if engine.policy.reconstruction else ""
         how += f", with the {n_before:,} tokens before it" if n_before else ""
@@ -127,7 +128,7 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
 
 
 def _share(engine: Engine, n_kept: int, n: int) -> str:
-    """The part of a text of n tokens that stays in the cache, and the place of the others."""
+    """Return a clause about a text of n tokens: how many stay in the cache, and where the rest is kept."""
     percent = 100 * n_kept / n
     kept = f"{n_kept:,} of them ({percent:{'.0f' if percent >= 1 else '.1g'}} %)"
     if not (archive := engine.context.archive):
@@ -141,7 +142,7 @@ def _share(engine: Engine, n_kept: int, n: int) -> str:
 
 
 def spare_line(engine: Engine) -> str | None:
-    """What is allocated besides the budget's cells, in bytes; None if there is nothing worth saying."""
+    """Return the bytes of the budget's cells, and of further cells; None without further cells."""
     from kvtool.measure.run import budget_bytes, fixed_bytes
     from kvtool.models.layers import PAD
 
@@ -158,7 +159,7 @@ def spare_line(engine: Engine) -> str | None:
 
 
 def say_spare(engine: Engine) -> None:
-    """Tells a person at a terminal what a budget costs that is below the least that llama.cpp allocates."""
+    """Report the bytes of a budget that is smaller than the least that llama.cpp allocates, in a terminal."""
     from kvtool.models.layers import PAD
 
     if not sys.stderr.isatty():
@@ -168,26 +169,26 @@ def say_spare(engine: Engine) -> None:
 
 
 def may_lose_system(conversation: Conversation) -> bool:
-    """Whether the system prompt can be evicted, because it cannot be pinned."""
+    """Return True if the system prompt may be evicted, because it cannot be pinned."""
     return not conversation.is_pinned and conversation.writer.engine.policy.slack > 0
 
 
 def unpinned(what: str) -> str:
-    """What to say of a text that cannot be pinned."""
+    """Return the line about a text that cannot be pinned. what: kind of the text."""
     return f"{what} may be evicted: the model's chat template leaves it out, cuts it or moves it"
 
 
 def policy_line(engine: Engine, name: str) -> str:
-    """A policy's name and parameters."""
+    """Return a policy's name and parameters."""
     from kvtool.policies import chosen
 
-    own = chosen(engine.policy)
+    parameters = chosen(engine.policy)
     if engine.model.layers.has_values:
-        # the model's, and not to be set
-        own.pop("recalled", None)
-    if own.get("search") == "all":
-        own.pop("exact", None)
-    return " ".join([name, *(f"{key}={value}" for key, value in own.items())])
+        # set by the model
+        parameters.pop("recalled", None)
+    if parameters.get("search") == "all":
+        parameters.pop("exact", None)
+    return " ".join([name, *(f"{key}={value}" for key, value in parameters.items())])
 
 
 def _rows(engine: Engine) -> str:
@@ -218,7 +219,7 @@ def _budget(engine: Engine) -> str:
 
 
 def _shares(policy: Policy) -> bool:
-    """Whether rows or layers share what was asked for, so that one row may hold more."""
+    """Return True if rows or layers share the requested budget, so that a row may hold more cells."""
     return policy.ragged and policy.n_asked != policy.budget
 
 

@@ -87,15 +87,15 @@ def generate(
     system_prompt = system.text()
     text = "" if file and is_stdin(file) else read_stdin()
     if file is not None:
-        there = read_text(file).rstrip("\n")
+        file_text = read_text(file).rstrip("\n")
         if prompt is None:
-            prompt = there
+            prompt = file_text
         else:
-            text = "\n\n".join(filter(None, (there, text)))
-    # as other programs name stdin
+            text = "\n\n".join(filter(None, (file_text, text)))
+    # other programs use - for stdin
     prompt = None if prompt == "-" and text else prompt
     request = "\n\n".join(part for part in (prompt, text) if part)
-    # without a template a blank is a text to continue
+    # with --raw a blank is also a text
     if not (request if raw else request.strip()):
         if prompt is None:
             raise InputError("there is nothing to read; give a prompt, a file with -f, or a text on stdin")
@@ -142,7 +142,7 @@ def generate(
             read_in, started = time.monotonic() - started, time.monotonic()
             pieces = _written(writer, generation.n, aloud=not as_json)
             wrote_in = time.monotonic() - started
-            n_written, said = writer.n_written, report(engine, opened.run.policy)
+            n_written, state = writer.n_written, report(engine, opened.run.policy)
             if as_json:
                 result = {
                     "text": "".join(pieces),
@@ -152,7 +152,7 @@ def generate(
                     "evicted": engine.n_evicted,
                     "drafted": writer.n_drafted,
                     "accepted": writer.n_accepted,
-                    **said,
+                    **state,
                     **({} if likely is None else {"logprobs": {"content": likely}}),
                     "prompt_s": read_in,
                     "tokens_per_s": n_written / wrote_in if wrote_in else None,
@@ -167,8 +167,8 @@ def generate(
             elif writer.is_cut:
                 say([generation.cut(n_written)])
             if run.verbose:
-                guessed = f" ({writer.n_accepted} of {writer.n_drafted} guesses)" if writer.drafter else ""
-                wrote = f"wrote {n_written} in {wrote_in:.1f} s{guessed}, {line(said)}"
+                drafted = f" ({writer.n_accepted} of {writer.n_drafted} guesses)" if writer.drafter else ""
+                wrote = f"wrote {n_written} in {wrote_in:.1f} s{drafted}, {line(state)}"
                 sys.stderr.write(f"read {len(tokens)} tokens in {read_in:.1f} s, {wrote}\n")
         if writer.stop:
             raise KeyboardInterrupt
@@ -177,10 +177,10 @@ def generate(
 def _rendered(
     writer: Writer, generation: GenerationOptions, system: str | None, request: str, first: str
 ) -> tuple[str, str]:
-    """The request in the model's chat template, and the part of it that is pinned.
+    """Return the request in the model's chat template, and its prefix that is pinned.
 
-    The writer will show what tells a thought from the answer. first: the start of the request that is pinned,
-    if any, else the system prompt is.
+    The writer will also write the tags around a thought. first: start of the request to pin; if empty, the
+    system prompt is pinned.
     """
     from kvtool.chats.after_thought import after_thought
     from kvtool.chats.effort import Efforts
@@ -210,7 +210,7 @@ def _rendered(
 
 
 def _record_logprobs(writer: Writer, n: int) -> list[dict[str, Any]]:
-    """A list that gets a record of each token as it is written, with the n likeliest in its place."""
+    """Return a list that gets a record of each written token, with the n most likely tokens."""
     from kvtool.chats.logprobs import logprobs
 
     engine, likely = writer.engine, list[dict[str, Any]]()
@@ -223,7 +223,7 @@ def _record_logprobs(writer: Writer, n: int) -> list[dict[str, Any]]:
 
 
 def _written(writer: Writer, n: int | None, *, aloud: bool) -> list[str]:
-    """The pieces of the answer, at most n tokens. aloud: each goes to stdout as it comes."""
+    """Return the pieces of an answer of at most n tokens. aloud: write each to stdout at once."""
     pieces = []
     try:
         for piece in writer.write(n):
@@ -233,7 +233,7 @@ def _written(writer: Writer, n: int | None, *, aloud: bool) -> list[str]:
                 sys.stdout.flush()
     except KvtoolError:
         if pieces and sys.stdout.isatty():
-            # the line that says why begins a line
+            # the error follows on a new line
             sys.stdout.write("\n")
         raise
     return pieces

@@ -66,7 +66,7 @@ def list_(
             | {"fits": fits.fits(entry, room), "best": entry is best}
             | {name: getattr(entry, name) for name in ("source", "file", *_OF_ENTRY)}
             | _json_stored(copy)
-            # a file in the user's own folder takes nothing of the cache
+            # a file in a folder of the user is not in the cache
             | ({} if entry.is_download else {"cached_bytes": 0})
             for entry, copy in known
         ]

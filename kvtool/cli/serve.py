@@ -1,4 +1,4 @@
-"""kvtool serve: the OpenAI and Anthropic APIs over caches that never fill."""
+"""kvtool serve: the OpenAI and Anthropic APIs, from caches that never fill."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _serving = partial(option, group=SERVER)
 
 
 def _origins(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
-    """Origins as browsers send them. Raises UsageError."""
+    """Return the origins in the form that browsers send. Raises UsageError."""
     for origin in raw or ():
         if not re.fullmatch(r"\*|null|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s]+", origin):
             raise UsageError(
@@ -113,7 +113,7 @@ def serve(
     """Serve the OpenAI and Anthropic APIs, from caches that never fill."""
     run = of_model(asked, model_name)
 
-    # without llama.cpp nothing else helps
+    # fails first if llama.cpp is missing
     import kvtool.llama.bindings  # noqa: F401
 
     try:
@@ -139,12 +139,12 @@ def serve(
     sampling = sampling_of(generation)
     listening = listener(address, serving.port)
     port = listening.getsockname()[1]
-    # what is wrong with an option is said at once, and downloads come before anybody can ask
+    # errors in options come before a download, and downloads before the first request
     check(run)
     info = find_model(run.model, locate)
     n_ctx, note = context_length(run.n_ctx, info.n_ctx_train)
     say([note])
-    # it is said once that a context is cut
+    # so that the note on a reduced context is not repeated
     run = run.changed(n_ctx=run.n_ctx and n_ctx)
     name = Path(run.model).stem if run.model else next(iter(registry()))
     local_only = endpoints.is_loopback(address) and not keys
@@ -198,7 +198,7 @@ def _opened(
     system: str | None,
     most_bytes: int,
 ) -> Iterator[SlotPool]:
-    """The first engine, and what it and others need to answer. Tells the site which policy it got."""
+    """Open the first engine, and yield the slots that answer requests. Sets the site's policy."""
     from kvtool.chats.conversation import Conversation
     from kvtool.chats.effort import Efforts
     from kvtool.chats.prompt import template_of
@@ -241,13 +241,13 @@ def _opened(
 
             site.defaults = replace(site.defaults, thinking=with_thinking(generation, checked))
         if template and system:
-            # it must fit before anybody asks
+            # raises if it does not fit, before the first request
             Conversation(Writer(engine, Sampler(engine.model)), template).check_system(system)
 
         def meta(chat: Conversation) -> Meta:
             return meta_of(chat, fixed, kept)
 
-        # where a worker has no memory left, all ends
+        # a worker without memory for a second cache would end the server
         n_max, archive = 1 if run.rpc else serving.parallel, engine.context.archive
         lock, drafts = ComputeLock(), stack.enter_context(drafting.opened(run, engine.model))
 
@@ -260,7 +260,7 @@ def _opened(
 
         def more() -> Slot:
             n_bytes = engine.cache_bytes + engine.state_bytes
-            # a device says it itself; Linux gives what it does not have
+            # a device reports that itself; Linux allocates memory that it does not have
             if n_bytes > free_bytes() and not has_gpu():
                 raise OutOfMemory(f"no memory for another cache of {format_bytes(n_bytes)}")
             found = stack.enter_context(closing(Engine(engine.model, engine.policy, engine.settings)))

@@ -1,4 +1,4 @@
-"""kvtool session: show a chat's session file, and export its text."""
+"""`kvtool session`: show a chat's session file, and export its text."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def show(file: File, as_json: Json = False) -> None:
         "tokens": meta["n_past"],
         "cells": meta["cells"],
         "kv_bytes": meta["kv_bytes"],
-        # sessions of earlier versions have none
+        # missing in sessions of earlier versions
         **{name: meta.get(name, 0) for name in ("archived", "archive_bytes")},
         "system": meta["system"],
         "problem": str(problem) if problem else None,

@@ -3,8 +3,8 @@
 Typed options override variables, and variables override the file. In the file, a model's table overrides a
 command's table, and that overrides the top level. A variable for one command overrides one for all.
 
-click finds neither tables of models nor keys for all commands, names its variables after parameters, and not
-after flags, and does not name a value's source in errors. So this file finds the values, and click gets them.
+click supports no tables for models and no keys for all commands. It names variables after parameters instead
+of flags, and its errors do not name the source of a value. This file finds the values for click.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Words = tuple[str, ...]
 """Words of a command, such as ("models", "show")."""
 
 OPTIONS_OF_ONE: dict[Words, tuple[str, ...]] = {
-    # they choose what the list shows
+    # they choose the columns of the list
     ("policies",): ("budget", "evict_every", "options", "as_json"),
     # the sampler's settings for chats do not apply to tasks
     ("eval",): ("temp", "seed"),
@@ -86,7 +86,7 @@ class Table(NamedTuple):
 def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) -> dict[str, Setting]:
     """Return the settings that apply to a command, by parameter name. Raises UsageError.
 
-    typed: typed parameters with their values. root: kvtool's own command, which has all others.
+    typed: typed parameters with their values. root: kvtool's own command, with all commands in it.
     """
     own, shared = options_of(command), options_of(command, without=words)
     all_tables = list(tables())

@@ -22,7 +22,7 @@ from kvtool.system.cpu import default_threads
 from kvtool.units import MOST_THREADS, format_bytes, parse_bytes
 
 _SHORT_S = 1.0
-"""Connections shorter than this are not reported: a client makes some to look at the worker."""
+"""Minimum seconds of a reported connection: a client makes short ones to test the worker."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def worker(*, args: _WorkerOptions) -> None:
     n_bytes = None if args.mem is None else parse_bytes(args.mem)
     if n_bytes == 0:
         raise UsageError("--mem must be above 0; leave it out to lend all memory")
-    # who listens then would not say why it cannot
+    # ggml would not tell why it cannot listen
     listener(address, port).close()
 
     from kvtool.llama.crash import guard
@@ -84,7 +84,7 @@ def worker(*, args: _WorkerOptions) -> None:
         try:
             start()
         finally:
-            # ends the loop that reads our stdout
+            # ends the loop over the lines of stdout
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     # in a thread: Python handles signals between its own steps, and ggml never returns
@@ -99,11 +99,11 @@ def worker(*, args: _WorkerOptions) -> None:
 
 
 def listener(address: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises UsageError."""
+    """Return a socket that listens at an address. Raises UsageError."""
     try:
         return socket.create_server((address, port))
     except OSError as error:
-        # Python says once more which address
+        # Python repeats the address
         why = str(error.strerror or error).partition(" (while attempting")[0]
         if error.errno == errno.EADDRINUSE:
             why = "the port is in use, maybe by another kvtool; choose another --port"
@@ -113,7 +113,7 @@ def listener(address: str, port: int) -> socket.socket:
 
 
 def _listens(thread: threading.Thread, address: str, port: int) -> bool:
-    """Wait until the serving thread can be reached. False if it has ended instead."""
+    """Wait until the serving thread can be reached. Return False if the thread ended."""
     reached_at = "127.0.0.1" if address == "0.0.0.0" else address
     while thread.is_alive():
         try:
@@ -133,9 +133,9 @@ def _names(devices: list[dict[str, object]]) -> str:
 
 
 def _stdout_lines() -> TextIO:
-    """The lines that anything, C code too, writes to stdout from now on."""
+    """Return the lines that this process, including C code, writes to stdout from now on."""
     if sys.stdout is None:
-        # stdout is closed: the pipe must not get its number
+        # stdout is closed: keep the pipe from getting file descriptor 1
         os.open(os.devnull, os.O_WRONLY)
     else:
         sys.stdout.flush()
@@ -146,7 +146,7 @@ def _stdout_lines() -> TextIO:
 
 
 class _Log:
-    """A worker's messages on stderr. verbose: 1 reports every connection, 2 shows ggml's output too."""
+    """Messages of a worker on stderr. verbose: 1 reports every connection, 2 also shows ggml's output."""
 
     def __init__(self, verbose: int) -> None:
         self.verbose = verbose
@@ -154,7 +154,7 @@ class _Log:
         self._told = threading.Event()
 
     def say(self, line: str) -> None:
-        # go on serving when the terminal is gone
+        # the terminal may be closed
         with suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(f"kvtool: {line}\n")
             sys.stderr.flush()

@@ -20,10 +20,10 @@ WIDE = 100
 """Least terminal width at which the table shows cells, intervals and speeds."""
 
 WIDEST = 120
-"""Least terminal width at which it also shows the bytes of the budget's cells. A pipe gets them, too."""
+"""Least terminal width at which it also shows the bytes of the budget's cells. A pipe gets all columns."""
 
 BEST = {"kv_bytes": min, "perplexity": min, "kl": min, "top1": max, "tokens_per_s": max}
-"""Columns in which the best value is marked, and how to find it."""
+"""Columns in which the best value is marked, with the function that finds it."""
 
 LEGEND = (
     "to full, to best (other run of a budget): nll +- two standard errors; "
