@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvtool.chats import session
 from kvtool.llama.model import Model
 from kvtool.serve.api import requests
 from kvtool.serve.api.requests import Defaults
@@ -80,7 +81,8 @@ def test_an_answer_behind_an_edit_is_that_of_a_chat_without_one(url, talker, opt
     assert found[1] == messages[4]
 
 
-def test_a_chat_goes_back_in_what_another_server_has_stored(talker, tmp_path, options):
+@pytest.mark.parametrize("is_old", [False, True], ids=["", "of an earlier version"])
+def test_a_chat_goes_back_in_what_another_server_has_stored(talker, tmp_path, options, is_old):
     own = (*options, "--sessions", str(tmp_path))
     with serving(talker, *own) as server:
         messages, _ = talked(server.url)
@@ -88,6 +90,14 @@ def test_a_chat_goes_back_in_what_another_server_has_stored(talker, tmp_path, op
         files = sorted(path.suffix for path in tmp_path.glob("*.kv*"))
         assert files == [*[".archive"] * (options is RECALL), ".kv"]
         server.stop()
+    if is_old:
+        (path,) = tmp_path.glob("*.kv")
+        meta, arrays = session.read(path)
+        turns, beginnings = meta["turns"], [""] * (len(messages) + 1)
+        for n_message, _, _, digest in turns:
+            beginnings[n_message] = digest
+        meta |= {"turns": [turn[:3] for turn in turns], "beginnings": beginnings}
+        session.write(path, meta, arrays.items())
     with serving(talker, *own) as server:
         reply, _, n_read, _ = asked(server.url, messages[:4])
         assert (reply, n_read) == (messages[4], 1)

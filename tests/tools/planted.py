@@ -207,8 +207,8 @@ PLANTED = {
     "serve, digests": Fault(
         "a chat is stored as if its reply were not there",
         "kvtool/serve/store/resumer.py",
-        "self._at = self._store(self._before, history.now, ",
-        "self._at = self._store(self._before, history.digests[-2], ",
+        "recent, digest = list(writer.sampler.recent), history.now",
+        "recent, digest = list(writer.sampler.recent), history.digests[-2]",
         ("serve/test_serve_chats.py",),
     ),
     "serve, pieces": Fault(

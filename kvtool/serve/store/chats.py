@@ -16,7 +16,6 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +23,8 @@ import numpy as np
 
 from kvtool.chats import archive_file, session
 from kvtool.chats.conversation import Conversation
-from kvtool.chats.writer import n_equal
 from kvtool.errors import SessionError
+from kvtool.serve.api.messages import Message
 from kvtool.serve.store.leftovers import PREFIX, SUFFIX, leftovers, remove
 from kvtool.system.files import LOCK, is_locked, locked, second_name, spare_folder
 
@@ -44,11 +43,14 @@ class ReplyEnd(NamedTuple):
         Number of messages up to there, and of the stream's tokens.
     recent
         The last sampled tokens, as in `Sampler.recent`.
+    digest
+        Digest of the messages, as hexadecimal digits.
     """
 
     n_message: int
     n_token: int
     recent: list[int]
+    digest: str
 
 
 @dataclass(eq=False, slots=True)
@@ -63,8 +65,6 @@ class StoredChat:
         Archive of all its snapshots.
     n_named
         Highest number of a file.
-    beginnings
-        Digest of the newest snapshot's first n messages, for each n.
     turns
         Ends of the replies that the server wrote.
     """
@@ -73,7 +73,6 @@ class StoredChat:
     archive_file: archive_file.ArchiveFile
     snapshots: list[Snapshot] = field(default_factory=list)
     n_named: int = 0
-    beginnings: list[bytes] = field(default_factory=list)
     turns: list[ReplyEnd] = field(default_factory=list)
 
 
@@ -89,6 +88,8 @@ class Snapshot:
         Session file.
     n_bytes
         Bytes of the session file.
+    is_start
+        True if its messages are a system prompt alone, with which several chats may begin.
     used
         Time of its last use, by the monotonic clock.
     tokens
@@ -99,6 +100,7 @@ class Snapshot:
     digest: bytes
     path: Path
     n_bytes: int
+    is_start: bool
     used: float = field(default_factory=time.monotonic)
     tokens: np.ndarray | None = None
 
@@ -151,6 +153,11 @@ class ChatStore:
         return archives + sum(each.n_bytes for each in self._snapshots)
 
     @property
+    def newest(self) -> list[Snapshot]:
+        """Newest snapshot of each chat."""
+        return [line.snapshots[-1] for line in self._lines]
+
+    @property
     def _snapshots(self) -> list[Snapshot]:
         return [each for line in self._lines for each in line.snapshots]
 
@@ -165,33 +172,6 @@ class ChatStore:
                 snapshot.used = time.monotonic()
                 return i, snapshot
         return None
-
-    def find_shared(self, beginnings: list[bytes], at: Snapshot | None) -> tuple[int, Snapshot] | None:
-        """Return the index of the longest beginning that a stored chat shares, and its newest snapshot.
-
-        at: snapshot that the engine holds, which is preferred. The beginning without messages counts only
-        for this snapshot. Among equals the one that was used last.
-        """
-        newest = (line.snapshots[-1] for line in self._lines)
-        ranked = [(_n_same(each.line.beginnings, beginnings), each is at, each.used, each) for each in newest]
-        n, is_at, _, snapshot = max(ranked, key=itemgetter(0, 1, 2), default=(0, False, 0.0, None))
-        if not snapshot or not n or (beginnings[n - 1] == beginnings[0] and not is_at):
-            return None
-        snapshot.used = time.monotonic()
-        return n - 1, snapshot
-
-    def find_similar(self, tokens: np.ndarray) -> tuple[int, Snapshot] | None:
-        """Return the newest snapshot that shares the longest beginning with tokens i32[n], and its length.
-
-        Among equals the shortest stream, which loads fastest.
-        """
-        newest = [line.snapshots[-1] for line in self._lines]
-        ranked = [(n_equal(self.tokens(each), tokens), -len(self.tokens(each)), each) for each in newest]
-        n, _, snapshot = max(ranked, key=itemgetter(0, 1), default=(0, 0, None))
-        if snapshot is None:
-            return None
-        snapshot.used = time.monotonic()
-        return n, snapshot
 
     def tokens(self, snapshot: Snapshot) -> np.ndarray:
         """Return the tokens i32[n] of a snapshot's stream. They are checked only when it is loaded."""
@@ -224,7 +204,6 @@ class ChatStore:
         chat: Conversation,
         meta: session.Meta,
         *,
-        beginnings: list[bytes],
         turns: list[ReplyEnd],
         is_enough: bool = False,
     ) -> Snapshot:
@@ -238,7 +217,7 @@ class ChatStore:
             Digest of its messages.
         chat, meta
             The chat, and values for its session's JSON.
-        beginnings, turns
+        turns
             As in `StoredChat`.
         is_enough
             True if this snapshot replaces `before`.
@@ -248,21 +227,23 @@ class ChatStore:
         SessionError
             If the chat cannot be written. The stored chats are then unchanged.
         """
-        # a snapshot of a system prompt alone stays: several chats begin with it
-        is_next = before is not None and before.is_newest and bool(before.line.beginnings)
+        is_next = before is not None and before.is_newest and not before.is_start
         line = before.line if before and is_next else self._new_line()
-        index = {"digest": digest.hex(), "beginnings": [each.hex() for each in beginnings], "turns": turns}
         with ExitStack() as failed:
             failed.callback(_give_up, line)
             try:
                 if not is_enough:
                     _number(line)
-                listed = chat.save_to(line.path, line.archive_file, meta | index)
+                listed = chat.save_to(
+                    line.path, line.archive_file, {**meta, "digest": digest.hex(), "turns": turns}
+                )
                 n_bytes = line.path.stat().st_size
             except OSError as error:
                 raise session.cannot("write", line.path, error) from None
             failed.pop_all()
-        snapshot = Snapshot(line, digest, line.path, n_bytes, tokens=chat.writer.tokens)
+        snapshot = Snapshot(
+            line, digest, line.path, n_bytes, _is_start(chat.messages), tokens=chat.writer.tokens
+        )
         # close the file: there may be thousands of chats
         line.archive_file.adopt(dict(listed))
         for twin in self._snapshots:
@@ -274,7 +255,7 @@ class ChatStore:
         elif is_enough and line.snapshots[-1].path == line.path:
             line.snapshots.pop()
         line.snapshots.append(snapshot)
-        line.beginnings, line.turns = beginnings, turns
+        line.turns = turns
         self._shrink(keep=snapshot)
         return snapshot
 
@@ -346,9 +327,12 @@ class ChatStore:
         try:
             meta = session.read_meta(path)
             digest, stat = bytes.fromhex(meta["digest"]), path.stat()
-            # earlier versions have none
-            beginnings = [bytes.fromhex(each) for each in meta.get("beginnings", ())]
-            turns = [ReplyEnd(*each) for each in meta.get("turns", ())]
+            # earlier versions list the digests apart
+            beginnings = meta.get("beginnings")
+            turns = [
+                ReplyEnd(*each, *([beginnings[each[0]]] if beginnings else ()))
+                for each in meta.get("turns", ())
+            ]
             if meta.get("fixed") != self.fixed:
                 raise ValueError
         except (SessionError, OSError, KeyError, ValueError, TypeError):
@@ -360,14 +344,14 @@ class ChatStore:
             line.snapshots.remove(second)
             with suppress(OSError):
                 second.path.unlink()
-        age = max(time.time() - stat.st_mtime, 0)
-        line.snapshots.append(Snapshot(line, digest, path, stat.st_size, used=time.monotonic() - age))
-        line.beginnings, line.turns = beginnings, turns
+        used = time.monotonic() - max(time.time() - stat.st_mtime, 0)
+        is_start = _is_start(meta["messages"])
+        line.snapshots.append(Snapshot(line, digest, path, stat.st_size, is_start, used))
+        line.turns = turns
 
 
-def _n_same(one: list[bytes], other: list[bytes]) -> int:
-    """Number of elements that two lists share at their start."""
-    return len(os.path.commonprefix([one, other]))
+def _is_start(messages: list[Message]) -> bool:
+    return all(message["role"] == "system" for message in messages)
 
 
 def _number(line: StoredChat) -> None:

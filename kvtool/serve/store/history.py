@@ -30,8 +30,6 @@ class History:
     ) -> None:
         self._name = name
         self.digests = [_digest(past.encode(), tools or [])]
-        self._own = _digest(self.digests[0], [name])
-        self._is_shared = False
         for message in messages:
             self.add(message)
 
@@ -39,15 +37,8 @@ class History:
         """One message more."""
         # agents name each chat, and begin all with the same long prompt: it is read once for all
         is_start = len(self.digests) == 1 and message["role"] == "system"
-        self._is_shared |= is_start
         name = None if is_start else self._name
         self.digests.append(_digest(self.digests[-1], [name, _compared(message)]))
-
-    @property
-    def beginnings(self) -> list[bytes]:
-        """Those of chats of this name alone, by their numbers of messages."""
-        n_shared = 1 + self._is_shared
-        return [self._own] * n_shared + self.digests[n_shared:]
 
     @property
     def now(self) -> bytes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from operator import attrgetter
+from contextlib import suppress
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,15 +30,20 @@ class _Candidate(NamedTuple):
     ----------
     n
         Number of tokens that it shares with the chat, less the cost of loading it.
+    n_stream
+        Number of its tokens.
     snapshot
         Its snapshot; None for the engine's stream if that is not stored.
-    tokens, first, n_pinned
+    tokens, n_pinned
         As in `_after`.
+    first
+        Number of the stream's tokens before `tokens`.
     turns
         Ends of the chat's replies that are in the stream.
     """
 
     n: int
+    n_stream: int
     snapshot: Snapshot | None
     tokens: np.ndarray
     first: int
@@ -150,29 +157,35 @@ class Resumer:
     def _candidates(
         self, at: Snapshot | None, messages: list[Message], tools: list[Any], history: History
     ) -> list[_Candidate]:
-        """Return streams that begin as the chat does, the stream with most of its tokens first.
+        """Return three streams that begin as the chat does, the stream with most of its tokens first.
 
-        A stored chat with the same messages has their replies token by token, as the model wrote them. The
-        engine's stream, which need not be loaded, or another stored stream may share more tokens.
+        The stream of a stored chat with the same messages has their replies token by token, as the model
+        wrote them: it is compared after the last of these replies, and any other stream from its first token.
+        The engine's stream need not be loaded.
         """
+        known = {digest.hex() for digest in history.digests}
+        turns_of: dict[Snapshot | None, list[ReplyEnd]] = {at: []}
+        for each in self.chats.newest:
+            turns_of[each] = [turn for turn in each.line.turns if turn.digest in known]
+        after = cache(lambda n_message: self._after(n_message, messages, tools))
         candidates: list[_Candidate] = []
-        if shared := self.chats.find_shared(history.beginnings, at):
-            i, snapshot = shared
-            stream = self._stream if snapshot is at else self.chats.tokens(snapshot)
-            n_stream = len(stream)
-            turns = [turn for turn in snapshot.line.turns if turn.n_message <= i and turn.n_token <= n_stream]
-            tokens, first, n_pinned = self._after(turns, messages, tools)
+        for snapshot in sorted(turns_of, key=lambda each: -len(turns_of[each])):
+            is_here = snapshot is at
+            stream = self.chats.tokens(snapshot) if snapshot and not is_here else self._stream
+            turns = [turn for turn in turns_of[snapshot] if turn.n_token <= len(stream)]
+            tokens, n_pinned = after(turns[-1].n_message if turns else 0)
+            turns = turns if n_pinned is None else []
+            first = turns[-1].n_token if turns else 0
             n = first + n_equal(stream[first:], tokens)
-            candidates.append(_Candidate(n, snapshot, tokens, first, n_pinned, turns))
-            if n == n_stream:
-                return candidates
-        whole, n_pinned = self._whole(messages, tools)
-        candidates.append(_Candidate(n_equal(self._stream, whole), at, whole, 0, n_pinned, []))
-        if similar := self.chats.find_similar(whole):
             # loading a snapshot takes longer than reading a few tokens
-            candidates.append(_Candidate(similar[0] - _LEAST_START, similar[1], whole, 0, n_pinned, []))
+            less = 0 if is_here or turns else _LEAST_START
+            candidates.append(_Candidate(n - less, len(stream), snapshot, tokens, first, n_pinned, turns))
+            if turns and n == len(stream):
+                break
         usable = (candidate for candidate in candidates if candidate.n > 0)
-        return sorted(usable, key=attrgetter("n"), reverse=True)
+        # of equal ones the shortest stream loads fastest
+        ranked = sorted(usable, key=lambda each: (each.n, each.snapshot is at, -each.n_stream), reverse=True)
+        return ranked[:3]
 
     @property
     def _stream(self) -> np.ndarray:
@@ -214,6 +227,8 @@ class Resumer:
                 return None
         if is_start and n_pinned is not None:
             self._engine.pin(n_pinned)
+        if snapshot:
+            snapshot.used = time.monotonic()
         self._turns, self.n_cached = candidate.turns, self._engine.n_past
         # a stop may have left tokens before `first` unread
         return np.concatenate([stream[n:first], tokens[max(n - first, 0) :]])
@@ -224,28 +239,26 @@ class Resumer:
         return tokens, self._n_start if self._pins else 0
 
     def _after(
-        self, turns: list[ReplyEnd], messages: list[Message], tools: list[Any]
-    ) -> tuple[np.ndarray, int, int | None]:
-        """Return the tokens i32[n] of a chat after the last of these turns, the turn's n_token, and None.
+        self, n_message: int, messages: list[Message], tools: list[Any]
+    ) -> tuple[np.ndarray, int | None]:
+        """Return the tokens i32[n] of a chat after its first messages, the last of them a reply; and None.
 
-        If there is no turn, or the template cannot render what follows it, returns the tokens of the whole
-        chat, 0, and how many of them are pinned. Then `turns` is cleared.
+        Without such messages, or if the template cannot render what follows them, returns the tokens of the
+        whole chat, and how many of them are pinned.
         """
-        if turns:
-            last = turns[-1]
-            try:
-                return self.rendering.following(messages, last.n_message, tools), last.n_token, None
-            except ModelError:
-                turns.clear()
-        tokens, n_pinned = self._whole(messages, tools)
-        return tokens, 0, n_pinned
+        if n_message:
+            with suppress(ModelError):
+                return self.rendering.following(messages, n_message, tools), None
+        return self._whole(messages, tools)
 
     def _following(self, messages: list[Message], i: int, tools: list[Any]) -> np.ndarray:
         """Return the tokens after the first i messages, which the cache holds. Raises ModelError."""
         if messages[i - 1]["role"] == "assistant":
             return self.rendering.following(messages, i, tools)
         # the cache holds a prompt without its reply header, or a beginning of the system prompt
-        tokens, first, _ = self._after(self._turns, messages, tools)
+        tokens, n_pinned = self._after(self._turns[-1].n_message if self._turns else 0, messages, tools)
+        self._turns = self._turns if n_pinned is None else []
+        first = self._turns[-1].n_token if self._turns else 0
         cached = self.conversation.writer.tokens[first:]
         if n_equal(cached, tokens) < len(cached):
             raise ModelError("the template has changed what was read")
@@ -284,7 +297,7 @@ class Resumer:
         if not self.conversation.writer.read(tokens[:n]):
             return tokens[:0]
         self.conversation.set_messages(messages[:1])
-        self._store(None, history.digests[1], [])
+        self._store(None, history.digests[1])
         return tokens[n:]
 
     def read_prompt(
@@ -305,7 +318,7 @@ class Resumer:
         if not self.conversation.writer.read(tokens[:n]):
             return tokens[:0]
         self.conversation.set_messages(messages)
-        self._before = self._store(self._before, history.now, history.beginnings) or self._before
+        self._before = self._store(self._before, history.now) or self._before
         return tokens[n:]
 
     def keep(self, history: History, messages: list[Message], reply: Message, tools: list[Any]) -> None:
@@ -322,10 +335,11 @@ class Resumer:
         self._is_cut = False
         writer = self.conversation.writer
         n_token = self._engine.n_past + len(writer.unread)
-        self._turns.append(ReplyEnd(len(history.digests) - 1, n_token, list(writer.sampler.recent)))
-        self._at = self._store(self._before, history.now, history.beginnings)
+        recent, digest = list(writer.sampler.recent), history.now
+        self._turns.append(ReplyEnd(len(history.digests) - 1, n_token, recent, digest.hex()))
+        self._at = self._store(self._before, digest)
 
-    def _store(self, before: Snapshot | None, digest: bytes, beginnings: list[bytes]) -> Snapshot | None:
+    def _store(self, before: Snapshot | None, digest: bytes) -> Snapshot | None:
         chat = self.conversation
         self.unsaved = None
         try:
@@ -334,8 +348,7 @@ class Resumer:
                 digest,
                 chat,
                 self._meta(chat),
-                beginnings=beginnings,
-                turns=list(self._turns) if beginnings else [],
+                turns=list(self._turns),
                 # a snapshot of a system prompt alone stays
                 is_enough=chat.goes_back and before is not None and bool(before.line.turns),
             )
