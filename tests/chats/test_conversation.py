@@ -31,11 +31,6 @@ from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
 from tests.engine.running import KINDS
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def model(talker):
@@ -82,13 +77,6 @@ def chats(model):
         talk.writer.engine.close()
 
 
-def test_a_turn_closes_the_reply_before_it():
-    before = [{"role": "user", "content": "one"}]
-    assert Template(CHATML, "", "").turn(before, "two") == (
-        "<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 def test_a_gemma_without_a_template_talks_as_gemmas_do():
     template = Template(GEMMA, "<bos>", "<eos>")
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hello. "}]
@@ -131,44 +119,45 @@ def test_a_template_that_fails_or_leaves_its_sandbox_is_one_error(source):
 
 
 @pytest.mark.engine
-def test_only_new_tokens_are_decoded(chat):
-    talk = chat()
-    "".join(talk.reply("Hello there, how are you?", 10))
-    engine, before = talk.writer.engine, talk.writer.engine.n_past
-    "".join(talk.reply("Fine.", 10))
-    turn = engine.model.tokenize(talk.template.turn(talk.messages[:-1], "Fine."), special=True)
-    assert before + len(turn) <= engine.n_past <= before + len(turn) + 10
-
-
-@pytest.mark.engine
-def test_the_cache_holds_the_template_of_the_whole_chat(chat):
-    talk = chat(budget=1024)
-    for text in ("Hello!", "And who are you?"):
-        "".join(talk.reply(text, 12))
-    model, engine = talk.writer.engine.model, talk.writer.engine
+def test_a_turn_decodes_its_new_tokens_and_the_cache_holds_the_template_of_the_whole_chat(chat):
+    talk = chat(budget=1024, system="You count waves.")
+    writer, model = talk.writer, talk.writer.engine.model
+    "".join(talk.reply("Hello!", 12))
+    before = writer.engine.n_past
+    "".join(talk.reply("And who are you?", 12))
+    turn = model.tokenize(talk.template.turn(talk.messages[:-1], "And who are you?"), special=True)
+    assert before + len(turn) <= writer.engine.n_past <= before + len(turn) + 12
     whole = talk.template.render(talk.messages, reply=False)
-    tokens = model.tokenize(whole, special=True)
-    # the last reply's end is not there before the next turn
-    assert abs(len(tokens) - engine.n_past) <= 3
+    # before the next turn, the last reply's end and the token that cut it are not in the stream
+    assert abs(len(model.tokenize(whole, special=True)) - writer.engine.n_past) <= 3
+    assert len(writer.tokens) == writer.engine.n_past
+    assert whole.startswith("".join(holdings.texts(model, writer.tokens))[:-1])
+    talk.reset()
+    assert len(writer.tokens) == 0
 
 
 @pytest.mark.engine
-def test_the_system_prompt_is_never_evicted(chat):
+def test_the_system_prompt_is_pinned_before_the_first_turn_and_never_evicted(chat):
     talk = chat(policy="local", budget=96, system="You are a lighthouse keeper who counts waves.")
+    engine = talk.writer.engine
+    talk.pin_system()
+    n_pinned = engine.n_pinned
+    assert n_pinned > 8
     for text in ("Tell me a long story about the sea.", "More.", "More."):
         "".join(talk.reply(text, 60))
-    engine = talk.writer.engine
+        assert engine.n_pinned == n_pinned
     assert engine.n_evicted > 0
     live = engine.rows.pos[:, : engine.n_kv]
-    assert engine.n_pinned > 8
-    assert all((live == pos).any(axis=1).all() for pos in range(engine.n_pinned))
+    assert all((live == pos).any(axis=1).all() for pos in range(n_pinned))
 
 
 @pytest.mark.engine
-def test_a_system_prompt_over_the_budget_is_refused_with_a_way_out(chat):
+def test_a_system_prompt_over_the_budget_is_refused_with_a_way_out_and_nothing_to_take_back(chat):
     talk = chat(budget=64, system="word " * 200)
+    talk.undoable = True
     with pytest.raises(UsageError, match="choose a budget of"):
         "".join(talk.reply("Hello", 4))
+    assert talk.undo() is None
 
 
 @pytest.mark.engine
@@ -216,12 +205,18 @@ def test_a_reply_ends_where_the_model_ends_its_turn(real_chat, real_model, monke
 
 
 @pytest.mark.engine
-def test_a_reset_chat_answers_like_a_new_one(chat):
+def test_a_reset_chat_is_another_that_answers_like_a_new_one(chat):
     talk = chat()
-    first = "".join(talk.reply("Name a fruit.", 12))
+    talk.undoable = True
+    first, id_ = "".join(talk.reply("Name a fruit.", 12)), talk.id
     "".join(talk.reply("Another.", 12))
+    talk.remember("/reset")
     talk.reset()
+    assert talk.id != id_
     assert "".join(talk.reply("Name a fruit.", 12)) == first
+    talk.undo()
+    talk.undo()
+    assert talk.id == id_
 
 
 @pytest.mark.engine
@@ -237,11 +232,11 @@ def test_no_piece_ends_in_half_a_character(model, monkeypatch):
 
 
 @pytest.mark.engine
-def test_turns_can_be_taken_back_one_after_the_other(chat):
-    talk = chat()
+def test_turns_can_be_taken_back_one_after_the_other_with_the_system_prompt_kept(chat):
+    talk = chat(system="You are a pirate.")
     talk.undoable = True
     assert not talk.undo()
-    "".join(talk.reply("Name a fruit.", 12))
+    first = "".join(talk.reply("Name a fruit.", 12))
     before = (talk.writer.engine.n_past, list(talk.messages))
     said = "".join(talk.reply("And a colour.", 12))
     assert talk.undo()
@@ -253,6 +248,7 @@ def test_turns_can_be_taken_back_one_after_the_other(chat):
     assert talk.undo() == 'the turn "Name a fruit."'
     assert talk.writer.is_new
     assert talk.undo() is None
+    assert "".join(talk.reply("Name a fruit.", 12)) == first
 
 
 @pytest.mark.engine
@@ -507,19 +503,6 @@ def test_where_nobody_can_be_asked_another_chat_is_not_replaced(chat, tmp_path):
     assert session.read_meta(path)["id"] == second.id
 
 
-@pytest.mark.engine
-def test_a_chat_is_the_same_one_until_a_reset(chat):
-    talk = chat()
-    talk.undoable = True
-    first = talk.id
-    "".join(talk.reply("Name a fruit.", 4))
-    talk.remember("/reset")
-    talk.reset()
-    assert talk.id != first
-    talk.undo()
-    assert talk.id == first
-
-
 def copy_of(n):
     file = tempfile.TemporaryFile()  # noqa: SIM115  (the copies close it)
     file.write(b"x" * n)
@@ -606,15 +589,6 @@ def test_a_copy_that_is_damaged_is_dropped_and_the_one_before_it_is_there(chat):
 
 
 @pytest.mark.engine
-def test_a_turn_that_cannot_begin_leaves_nothing_to_take_back(chat):
-    talk = chat(budget=64, system="word " * 200)
-    talk.undoable = True
-    with pytest.raises(UsageError, match="choose a budget of"):
-        "".join(talk.reply("Hello", 4))
-    assert talk.undo() is None
-
-
-@pytest.mark.engine
 @pytest.mark.parametrize("system", ["s", "system", "<|im_start|>"])
 def test_a_system_prompt_like_the_templates_own_words_is_pinned_whole(real_chat, system):
     talk = real_chat(system=system)
@@ -629,16 +603,6 @@ def _fails(path):
 
 
 @pytest.mark.engine
-def test_the_first_turn_can_be_taken_back_with_its_system_prompt_kept(chat):
-    talk = chat(system="You are a pirate.")
-    talk.undoable = True
-    said = "".join(talk.reply("Who are you?", 12))
-    assert talk.undo()
-    assert talk.writer.is_new
-    assert "".join(talk.reply("Who are you?", 12)) == said
-
-
-@pytest.mark.engine
 @pytest.mark.parametrize("policy", ["tova", "knorm", "corm"])
 def test_the_words_before_a_reply_are_whole_whatever_is_evicted(real_chat, real_model, share_of, policy):
     talk = real_chat(policy=policy, budget=64, evict_every=1)
@@ -649,20 +613,6 @@ def test_the_words_before_a_reply_are_whole_whatever_is_evicted(real_chat, real_
     live = engine.rows.pos[:, : engine.n_kv]
     assert engine.n_evicted > 0
     assert all((live == engine.n_past - 1 - i).any(axis=1).all() for i in range(len(marker)))
-
-
-@pytest.mark.engine
-def test_a_chat_knows_the_tokens_of_its_stream(chat):
-    talk = chat(budget=1024, system="You count waves.")
-    for text in ("Hello!", "And who are you?"):
-        "".join(talk.reply(text, 12))
-    writer = talk.writer
-    assert len(writer.tokens) == writer.engine.n_past
-    said = "".join(holdings.texts(writer.engine.model, writer.tokens))
-    # before the next turn, the last reply's end and the token that cut it are not in the stream
-    assert talk.template.render(talk.messages, reply=False).startswith(said[:-1])
-    talk.reset()
-    assert len(writer.tokens) == 0
 
 
 @pytest.mark.engine
@@ -729,16 +679,6 @@ def test_a_status_line_says_what_each_share_is_a_share_of():
     # each row holds others
     assert whereabouts(400, 100, 0, 20) == "400 tokens: each KV head keeps 25.0 %, no head kept 5.0 %"
     assert whereabouts(0, 0, 0, 0) == "0 tokens: 0 % in the cache, 0 % forgotten"
-
-
-@pytest.mark.engine
-def test_a_system_prompt_is_pinned_before_the_first_turn_as_by_it(chat):
-    talk = chat(system="You count waves.")
-    talk.pin_system()
-    n_pinned = talk.writer.engine.n_pinned
-    assert n_pinned > 3
-    "".join(talk.reply("Hello!", 3))
-    assert talk.writer.engine.n_pinned == n_pinned
 
 
 @pytest.mark.engine

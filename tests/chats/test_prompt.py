@@ -71,9 +71,9 @@ def test_a_request_before_a_text_is_found_whatever_it_says(source, request_, pre
     assert request_prefix(Template(source, "", ""), [], request_, "\n\nA text.") == prefix
 
 
-def test_a_user_who_says_the_stand_in_ends_no_reply():
+def test_a_turn_closes_the_reply_before_it_even_if_the_user_says_the_stand_in():
     template = Template(CHATML, "", "")
-    for text in ("kvtool stands in for the reply", "kvtool stands in for the reply. And more."):
+    for text in ("two", "kvtool stands in for the reply", "kvtool stands in for the reply. And more."):
         assert template.turn([{"role": "user", "content": "one"}], text) == (
             f"<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
         )

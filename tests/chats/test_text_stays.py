@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import ExitStack, closing
 
 import httpx2 as httpx
 import pytest
@@ -81,6 +82,19 @@ def model(request, shape, tmp_path_factory):
 
 
 @pytest.fixture
+def vocab(tmp_path):
+    """vocab(control=[...], words=[...]): a model that has only a vocabulary."""
+    with ExitStack() as stack:
+
+        def make(**what):
+            path = tmp_path / f"{len([*tmp_path.iterdir()])}.gguf"
+            tiny.write_vocab(path, **what)
+            return stack.enter_context(closing(Model(path, vocab_only=True)))
+
+        yield make
+
+
+@pytest.fixture
 def template(model, shape):
     return Template(source(*shape), "", "", model.markers)
 
@@ -153,9 +167,8 @@ def test_what_stands_between_two_markers_is_tokenized_as_one_plain_text(model, t
             assert tokens_of(model, whole, start=start).tolist() == wanted
 
 
-def test_a_reply_may_begin_with_a_thought(tmp_path):
-    tiny.write_vocab(tmp_path / "m.gguf", control=["<think>", "</think>", "<end>"])
-    model = Model(tmp_path / "m.gguf", vocab_only=True)
+def test_a_reply_may_begin_with_a_thought(vocab):
+    model = vocab(control=["<think>", "</think>", "<end>"])
     stays = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}<end>{% endfor %}"
     for opens in ("", "{% if add_generation_prompt %}<think>{% endif %}"):
         template = Template(stays + opens, "", "", model.markers)
@@ -168,13 +181,11 @@ def test_a_reply_may_begin_with_a_thought(tmp_path):
             tokens = tokens_of(model, template.render([said("assistant", content)], reply=False))
             assert text_of(model, tokens) == (left_if_open if opens else left) + "<end>"
             assert len(special(model, tokens)) == 1 + ("f" in content)
-    model.close()
 
 
-def test_words_stay_words_but_in_results_of_tools(tmp_path):
+def test_words_stay_words_but_in_results_of_tools(vocab):
     words = ["  ", "<b>", "<|user|>", "</result>"]
-    tiny.write_vocab(tmp_path / "m.gguf", control=["<end>"], words=words)
-    model = Model(tmp_path / "m.gguf", vocab_only=True)
+    model = vocab(control=["<end>"], words=words)
     turns = "{% for m in messages %}<|user|>{{ m.content }}  </result>{% endfor %}"
     template = Template(turns, "", "", model.markers)
     own = {int(model.tokenize(word)[0]): word for word in words}
@@ -184,28 +195,22 @@ def test_words_stay_words_but_in_results_of_tools(tmp_path):
         assert text_of(model, tokens) == f"<|user|>{text}  </result>"
         found = [own[token] for token in tokens.tolist() if token in own]
         assert found == ["<|user|>", "  ", "<b>", *some, "  ", "</result>"]
-    model.close()
-    tiny.write_vocab(tmp_path / "m.gguf", words=words, space_prefix=True)
-    model = Model(tmp_path / "m.gguf", vocab_only=True)
+    model = vocab(words=words, space_prefix=True)
     text = Template(turns, "", "", model.markers).render([said("tool", "a<|user|></result>d")])
     assert text_of(model, tokens_of(model, text)) == "<|user|> a<|user|></result>d  </result>"
-    model.close()
 
 
-def test_markers_that_overlap_stay_text(tmp_path):
-    tiny.write_vocab(tmp_path / "m.gguf", control=["]~b]", "]~!b[", "<a<b>c>", "<b>"], words=["<|b]"])
-    model = Model(tmp_path / "m.gguf", vocab_only=True)
+def test_markers_that_overlap_stay_text(vocab):
+    model = vocab(control=["]~b]", "]~!b[", "<a<b>c>", "<b>"], words=["<|b]"])
     template = Template("]~b]{{ messages[0].content }}]~!b[", "", "", model.markers)
     for text in ("]~b]~!b[", "<a<b>c>", "<a<b>", "]~b]~b]<|b]~!b[", "]~", "]~b"):
         tokens = tokens_of(model, template.render([said("user", text)]))
         assert text_of(model, tokens) == f"]~b]{text}]~!b["
         assert special(model, tokens) == special(model, tokens[[0, -1]])
-    model.close()
 
 
-def test_a_marker_that_a_template_would_complete_stays_text(tmp_path):
-    tiny.write_vocab(tmp_path / "m.gguf", control=["<|im_end|>"])
-    model = Model(tmp_path / "m.gguf", vocab_only=True)
+def test_a_marker_that_a_template_would_complete_stays_text(vocab):
+    model = vocab(control=["<|im_end|>"])
     template = Template(
         "{{ messages[0].content }}>{{ tools | tojson(ensure_ascii=True) }}", "", "", model.markers
     )
@@ -213,7 +218,6 @@ def test_a_marker_that_a_template_would_complete_stays_text(tmp_path):
     tokens = tokens_of(model, template.render([said("user", "<|im_end|")], tools=tools))
     assert text_of(model, tokens) == "<|im_end|>" + json.dumps(tools).replace(r"\u003c", "<")
     assert special(model, tokens) == []
-    model.close()
 
 
 # what users meet

@@ -183,16 +183,6 @@ def test_penalties_know_each_token_of_two_replies_once_though_their_thoughts_are
 
 
 @pytest.mark.engine
-def test_a_thought_stays_where_the_template_keeps_it(talk, model):
-    ours = talk(KEEPS, "full", 512)
-    reply = "<think>\nHm.</think>\n\nSeven."
-    says(ours, reply)
-    "".join(ours.reply("Name a number."))
-    text = b"".join(map(model.piece, ours.writer.tokens.tolist())).decode()
-    assert text.endswith(reply)
-
-
-@pytest.mark.engine
 def test_a_thought_that_is_stopped_leaves_nothing(talk):
     ours = talk(DROPS.replace("%OPEN%", ""), "h2o")
     says(ours, "<think>\nlong and longer and longer</think>\n\nSeven.")
@@ -204,8 +194,7 @@ def test_a_thought_that_is_stopped_leaves_nothing(talk):
     n = len(ours.writer.tokens)
     says(ours, "Yes.")
     assert "".join(ours.reply("And now?")) == "Yes."
-    text = b"".join(map(ours.writer.engine.model.piece, ours.writer.tokens.tolist())).decode()
-    assert "long" not in text
+    assert "long" not in read(ours)
     assert n < len(ours.writer.tokens)
 
 
@@ -250,6 +239,11 @@ SHOWS, HIDES = (
 )
 
 
+def read(talk):
+    """The text in the cache, without markers."""
+    return b"".join(map(talk.writer.engine.model.piece, talk.writer.tokens.tolist())).decode()
+
+
 def read_afresh(talk):
     """The tokens of the chat so far as its template renders it."""
     whole = talk.template.render([*talk.messages, {"role": "user", "content": "."}])
@@ -259,7 +253,7 @@ def read_afresh(talk):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("policy", ["full", "h2o", "recall"])
-@pytest.mark.parametrize("source", [SWITCHED, OPENED, TOLD, SHOWS, HIDES])
+@pytest.mark.parametrize("source", [SWITCHED, OPENED, TOLD, SHOWS, HIDES, KEEPS])
 def test_after_each_reply_the_cache_is_a_fresh_reading_of_the_chat(talk, source, policy):
     ours = talk(source, policy, 512 if policy == "full" else 64)
     efforts = [None, "low", "high", None] if source is TOLD else [None, "off", "off", "on"]
@@ -304,9 +298,7 @@ def test_an_effort_in_the_prompt_has_the_chat_read_again_and_is_undone_with_it(t
     assert ours.writer.engine.n_past == 0
     says(ours, "Hm.</think>Yes.")
     "".join(ours.reply("Sure?"))
-    assert (
-        "effort low." in b"".join(map(ours.writer.engine.model.piece, ours.writer.tokens.tolist())).decode()
-    )
+    assert "effort low." in read(ours)
     assert ours.writer.tokens.tolist() == read_afresh(ours)
     assert ours.undo().startswith("the turn")
     assert (ours.undo(), ours.effort, ours.template.variables) == ("/think low", None, template.variables)
@@ -329,11 +321,10 @@ def test_an_effort_pins_the_system_prompt_that_it_changes(talk):
     ours = talk(TOLD, budget=512)
     ours.reset("Be brief.")
     ours.pin_system()
-    n = ours.writer.engine.n_pinned
+    engine = ours.writer.engine
+    n, (low, medium) = engine.n_pinned, map(engine.model.tokenize, ("low", "medium"))
     ours.set_effort("low")
-    assert ours.writer.engine.n_pinned == n + len(ours.writer.engine.model.tokenize("low")) - len(
-        ours.writer.engine.model.tokenize("medium")
-    )
+    assert engine.n_pinned == n + len(low) - len(medium)
     ours.set_effort("high")
     assert ours.writer.is_new
 
