@@ -18,7 +18,8 @@ Three ways to go back
 ---------------------
 If the cache can be rewound, because it archives or keeps all tokens, a position in the stream is enough, and
 no file is needed: `undo.Mark` for undo, `ReplyEnd` for a server. A mark restores the end of a turn, with the
-sampler's state and the unread tokens. A server rewinds to any token, because clients edit any message.
+sampler's state and the unread tokens. A server finds a chat by the digest in each `ReplyEnd`, and rewinds to
+any token, because clients edit any message.
 
 All other policies lose the tokens that they evict. Each earlier state of the chat is then a separate file:
 
@@ -28,4 +29,8 @@ All other policies lose the tokens that they evict. Each earlier state of the ch
   least recently used one of all chats.
 
 Both are session files, and both may share their archive with the newest session.
+
+States and marks are not records of one log. A state is as large as the cache, and a server deletes the least
+recently used one of all chats: a log would be rewritten for each. Archived tokens never change, so only they
+are appended to a file, which is rewritten when less than half of it would be in use.
 """
