@@ -90,7 +90,6 @@ def parts(model, tokens, tags, header):
     return thought, answer, splitter.had_thought
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("budget", [0, 1, 7, 40])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_answer_fits_whatever_the_thought_is(models, kind, budget):
@@ -111,7 +110,6 @@ def test_the_answer_fits_whatever_the_thought_is(models, kind, budget):
     assert n_thoughts or (budget == 0 and tags.plain)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thought_without_a_limit_ends_where_the_model_ends_it(models, kind):
     model, (tags, header, _, _) = models(kind), KINDS[kind]
@@ -129,7 +127,6 @@ def test_a_thought_without_a_limit_ends_where_the_model_ends_it(models, kind):
         assert parts(model, tokens, tags, header) == (thought, gap + '{"city": "Nice"}', True)
 
 
-@pytest.mark.engine
 def test_a_thought_does_not_end_the_reply_unless_any_answer_fits(models):
     model = models("the header opens it")
     tags, header, *_ = KINDS["the header opens it"]
@@ -142,7 +139,6 @@ def test_a_thought_does_not_end_the_reply_unless_any_answer_fits(models):
     assert free.accept(end)
 
 
-@pytest.mark.engine
 def test_what_follows_the_end_tag_in_its_token_belongs_to_the_answer(models):
     model = models("tags that are no tokens")
     of = {piece: token for token, piece in enumerate(Vocabulary.of(model).pieces)}
@@ -160,7 +156,6 @@ def test_what_follows_the_end_tag_in_its_token_belongs_to_the_answer(models):
     assert {Vocabulary.of(model).pieces[token][:1] for token in fitting(constraint, model)} == {b"c"}
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("header", ["<|im_start|>assistant\n<think>\n\n</think>\n\n", "</think>"])
 def test_after_a_header_that_closes_the_thought_the_answer_begins(models, header):
     model = models("the model opens it")
@@ -168,7 +163,6 @@ def test_after_a_header_that_closes_the_thought_the_answer_begins(models, header
     assert {Vocabulary.of(model).pieces[token][:1] for token in fitting(constraint, model)} == {b"{"}
 
 
-@pytest.mark.engine
 def test_a_reply_may_begin_with_a_thought_or_with_the_answer(models):
     model = models("the model opens it")
     for text in ('{"city": "Nice"}', '<think>x</think>{"city": "Nice"}'):
@@ -187,7 +181,6 @@ def test_a_reply_may_begin_with_a_thought_or_with_the_answer(models):
     assert b"a" not in pieces
 
 
-@pytest.mark.engine
 def test_a_limit_alone_closes_a_thought_and_then_anything_fits(models):
     for kind in ("the header opens it", "the model opens it", "gpt-oss"):
         model, (tags, header, _, _) = models(kind), KINDS[kind]
@@ -203,7 +196,6 @@ def test_a_limit_alone_closes_a_thought_and_then_anything_fits(models):
         assert constraint.mask() is None
 
 
-@pytest.mark.engine
 def test_a_limit_within_the_end_tag_goes_on_with_its_rest(models):
     model = models("tags that are no tokens")
     constraint = AfterThought(json_of(model), model, THINK, "<think>", 5)
@@ -216,7 +208,6 @@ def test_a_limit_within_the_end_tag_goes_on_with_its_rest(models):
         assert constraint.accept(token)
 
 
-@pytest.mark.engine
 def test_guesses_are_checked_ahead(models):
     model, (tags, header, _, _) = models("the header opens it"), KINDS["the header opens it"]
     constraint = AfterThought(json_of(model), model, tags, header, 4)

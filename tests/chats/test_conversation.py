@@ -118,7 +118,6 @@ def test_a_template_that_fails_or_leaves_its_sandbox_is_one_error(source):
         Template(source, "", "").render([{"role": "user", "content": "x"}])
 
 
-@pytest.mark.engine
 def test_a_turn_decodes_its_new_tokens_and_the_cache_holds_the_template_of_the_whole_chat(chat):
     talk = chat(budget=1024, system="You count waves.")
     writer, model = talk.writer, talk.writer.engine.model
@@ -136,7 +135,6 @@ def test_a_turn_decodes_its_new_tokens_and_the_cache_holds_the_template_of_the_w
     assert len(writer.tokens) == 0
 
 
-@pytest.mark.engine
 def test_the_system_prompt_is_pinned_before_the_first_turn_and_never_evicted(chat):
     talk = chat(policy="local", budget=96, system="You are a lighthouse keeper who counts waves.")
     engine = talk.writer.engine
@@ -151,7 +149,6 @@ def test_the_system_prompt_is_pinned_before_the_first_turn_and_never_evicted(cha
     assert all((live == pos).any(axis=1).all() for pos in range(n_pinned))
 
 
-@pytest.mark.engine
 def test_a_system_prompt_over_the_budget_is_refused_with_a_way_out_and_nothing_to_take_back(chat):
     talk = chat(budget=64, system="word " * 200)
     talk.undoable = True
@@ -160,7 +157,6 @@ def test_a_system_prompt_over_the_budget_is_refused_with_a_way_out_and_nothing_t
     assert talk.undo() is None
 
 
-@pytest.mark.engine
 def test_a_stopped_reply_leaves_the_chat_usable(chat):
     talk = chat()
     pieces = talk.reply("Count to one hundred.")
@@ -172,7 +168,6 @@ def test_a_stopped_reply_leaves_the_chat_usable(chat):
     assert "".join(talk.reply("Thank you.", 5))
 
 
-@pytest.mark.engine
 def test_what_was_not_read_before_a_stop_is_read_first_the_next_time(chat, model):
     writer = chat().writer
     tokens = model.tokenize("One two three four five six seven eight nine ten. " * 20)
@@ -191,7 +186,6 @@ def test_what_was_not_read_before_a_stop_is_read_first_the_next_time(chat, model
     assert writer.engine.n_past == len(tokens) + 3
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("marker", ["<|im_end|>", "<|endoftext|>"])
 def test_a_reply_ends_where_the_model_ends_its_turn(real_chat, real_model, monkeypatch, marker):
     writer = real_chat().writer
@@ -204,7 +198,6 @@ def test_a_reply_ends_where_the_model_ends_its_turn(real_chat, real_model, monke
     assert writer.n_written == 2
 
 
-@pytest.mark.engine
 def test_a_reset_chat_is_another_that_answers_like_a_new_one(chat):
     talk = chat()
     talk.undoable = True
@@ -219,7 +212,6 @@ def test_a_reset_chat_is_another_that_answers_like_a_new_one(chat):
     assert talk.id == id_
 
 
-@pytest.mark.engine
 def test_no_piece_ends_in_half_a_character(model, monkeypatch):
     engine = Engine(model, policies.fit("buzz", 256), Settings(n_threads=1))
     euro = "€".encode()
@@ -231,7 +223,6 @@ def test_no_piece_ends_in_half_a_character(model, monkeypatch):
     engine.close()
 
 
-@pytest.mark.engine
 def test_turns_can_be_taken_back_one_after_the_other_with_the_system_prompt_kept(chat):
     talk = chat(system="You are a pirate.")
     talk.undoable = True
@@ -251,7 +242,6 @@ def test_turns_can_be_taken_back_one_after_the_other_with_the_system_prompt_kept
     assert "".join(talk.reply("Name a fruit.", 12)) == first
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
 def test_a_turn_is_taken_back_from_the_session_of_the_one_before(chat, tmp_path, monkeypatch):
     path = tmp_path / "chat.kvs"
@@ -289,7 +279,6 @@ def test_a_turn_is_taken_back_from_the_session_of_the_one_before(chat, tmp_path,
     ]
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
 def test_a_session_that_was_reset_is_no_copy_of_the_new_chat(chat, tmp_path):
     talk = chat()
@@ -343,7 +332,6 @@ def check_alike(talk, other):
         assert np.abs(own[name].view(np.float16) - others[name].view(np.float16)).max() < 0.05
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
 @pytest.mark.parametrize("has_session", [True, False])
 def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, has_session):
@@ -386,7 +374,6 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
         assert sorted(path.name for path in tmp_path.glob("chat*")) == ["chat.kvs", "chat.kvs.archive"]
 
 
-@pytest.mark.engine
 def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
     talk = chat("recall", 64, "Be brief.", archive_type="f16")
     talk.undoable = True
@@ -422,7 +409,6 @@ def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
     assert n_all > 300
 
 
-@pytest.mark.engine
 def test_an_undo_that_the_archive_has_forgotten_is_one_line(chat):
     talk = chat("recall", 64, archive=60)
     talk.undoable = True
@@ -439,7 +425,6 @@ def test_an_undo_that_the_archive_has_forgotten_is_one_line(chat):
     assert "".join(talk.reply(text, 12)) == said[2]
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
 def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
     def names():
@@ -490,7 +475,6 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
     assert everything(again) == fourth
 
 
-@pytest.mark.engine
 def test_where_nobody_can_be_asked_another_chat_is_not_replaced(chat, tmp_path):
     path = tmp_path / "chat.kvs"
     first, second = chat(), chat()
@@ -545,7 +529,6 @@ def test_the_oldest_copies_are_dropped(sizes, left):
     given[-1].close()
 
 
-@pytest.mark.engine
 def test_where_there_is_no_room_older_copies_go_first_and_leave_no_gap(chat, monkeypatch):
     talk = chat()
     talk.undoable = True
@@ -569,7 +552,6 @@ def test_where_there_is_no_room_older_copies_go_first_and_leave_no_gap(chat, mon
     assert talk.n_turn == 5
 
 
-@pytest.mark.engine
 def test_a_copy_that_is_damaged_is_dropped_and_the_one_before_it_is_there(chat):
     talk = chat()
     talk.undoable = True
@@ -588,7 +570,6 @@ def test_a_copy_that_is_damaged_is_dropped_and_the_one_before_it_is_there(chat):
     assert talk.n_turn == 0
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("system", ["s", "system", "<|im_start|>"])
 def test_a_system_prompt_like_the_templates_own_words_is_pinned_whole(real_chat, system):
     talk = real_chat(system=system)
@@ -602,7 +583,6 @@ def _fails(path):
     raise SessionError("no room")
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("policy", ["tova", "knorm", "corm"])
 def test_the_words_before_a_reply_are_whole_whatever_is_evicted(real_chat, real_model, share_of, policy):
     talk = real_chat(policy=policy, budget=64, evict_every=1)
@@ -615,7 +595,6 @@ def test_the_words_before_a_reply_are_whole_whatever_is_evicted(real_chat, real_
     assert all((live == engine.n_past - 1 - i).any(axis=1).all() for i in range(len(marker)))
 
 
-@pytest.mark.engine
 def test_a_stream_that_ends_within_a_text_keeps_what_was_read(model):
     engine = Engine(model, policies.fit("local", 64), Settings("original", n_ctx=80, n_batch=16, n_threads=1))
     writer = Writer(engine, greedy(model))
@@ -627,7 +606,6 @@ def test_a_stream_that_ends_within_a_text_keeps_what_was_read(model):
     engine.close()
 
 
-@pytest.mark.engine
 def test_the_terminal_shows_the_cells_and_counts_what_is_forgotten(chat, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     talk = chat(policy="local", budget=48)
@@ -652,7 +630,6 @@ def test_the_terminal_shows_the_cells_and_counts_what_is_forgotten(chat, monkeyp
     assert out.getvalue().count("/cells takes a number of tokens") == 3
 
 
-@pytest.mark.engine
 def test_what_is_held_and_archived_is_all_that_was_said(chat):
     talk = chat("recall", 48)
     "".join(talk.reply("Tell me a long story about the sea.", 60))
@@ -681,7 +658,6 @@ def test_a_status_line_says_what_each_share_is_a_share_of():
     assert whereabouts(0, 0, 0, 0) == "0 tokens: 0 % in the cache, 0 % forgotten"
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("policy", ["full", "recall", *KINDS])
 def test_policies_of_each_kind_chat(chat, policy):
     talk = chat(policy=policy, budget=1024 if policy == "full" else 64, system="You count waves.")

@@ -83,7 +83,6 @@ def test_it_finds_what_the_definition_finds(monkeypatch):
     assert 10 < sum(seen) < 36
 
 
-@pytest.mark.engine
 def test_no_usual_text_counts_as_a_loop(smollm2):
     paths = [path for pattern in TEXTS for path in ROOT.glob(pattern) if path.is_file()]
     paths += [Path(sysconfig.get_path("stdlib")) / name for name in LIBRARY]
@@ -119,7 +118,6 @@ LOOPING = ("-t", 1, "--temp", 0, "--logit-bias", "70+100")
 LINE = "stopped: the model wrote the same token 512 times; --stop-loops off lets it go on\n"
 
 
-@pytest.mark.engine
 def test_an_answer_that_loops_ends_with_a_line(talker):
     def generate(*options):
         return called("generate", "-m", talker, "-p", "hi", "-n", 600, *LOOPING, *options)
@@ -134,14 +132,12 @@ def test_an_answer_that_loops_ends_with_a_line(talker):
     assert (on.stdout, on.stderr) == (600 * letter + "\n", "")
 
 
-@pytest.mark.engine
 def test_a_reply_that_loops_ends_and_the_chat_goes_on(talker):
     done = called("chat", "-m", talker, "--policy", "h2o", "-n", 600, *LOOPING, stdin="one\ntwo\n")
     assert (done.returncode, done.stderr) == (0, 2 * LINE)
     assert [len(line) for line in done.stdout.splitlines()] == [512, 512]
 
 
-@pytest.mark.engine
 def test_a_terminal_says_how_to_let_a_reply_go_on(talker):
     chat = Terminal(talker, "-n", 600, "--policy", "h2o", *map(str, LOOPING))
     try:
@@ -155,7 +151,6 @@ def test_a_terminal_says_how_to_let_a_reply_go_on(talker):
         os.close(chat.master)
 
 
-@pytest.mark.engine
 def test_the_server_leaves_a_loop_to_the_limit_of_the_client(talker):
     body = {"messages": [said("user", "hi")], "max_tokens": 600, "temperature": 0, "logit_bias": {"70": 100}}
     with serving(talker, "--policy", "h2o") as server:

@@ -98,7 +98,6 @@ def pieces(model, tokens):
     return b"".join(model.piece(token, special=True) for token in tokens)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("n_pinned", range(len(TEXT) + 1))
 def test_pinning_changes_no_token_and_pins_those_that_cross_the_border(engine, n_pinned):
     model = engine.model
@@ -114,7 +113,6 @@ def test_pinning_changes_no_token_and_pins_those_that_cross_the_border(engine, n
     assert not n_pinned or len(shown[0]) < len(wanted) or TEXT[n_pinned - 1] == " "
 
 
-@pytest.mark.engine
 def test_a_token_may_cross_the_border(engine):
     whole = pieces(engine.model, pin_prefix(engine, "ab", 1)).decode()
     assert whole.strip(" ") in ("ab", "<s> ab")
@@ -129,7 +127,6 @@ def conversation(engine, template, system):
     return Conversation(Writer(engine, Sampler(engine.model)), Template(template, "", ""), system)
 
 
-@pytest.mark.engine
 def test_a_chat_knows_whether_its_system_prompt_is_pinned(engine):
     for template, is_pinned in ((CHATML, True), (FIRST_WORDS, False), (COUNTED, False)):
         talk = conversation(engine, template, "Be brief.")
@@ -141,7 +138,6 @@ def test_a_chat_knows_whether_its_system_prompt_is_pinned(engine):
         assert talk.is_pinned
 
 
-@pytest.mark.engine
 def test_checking_a_system_prompt_changes_nothing(engine):
     talk = conversation(engine, CHATML, "Be brief.")
     talk.pin_system()
@@ -154,7 +150,6 @@ def test_checking_a_system_prompt_changes_nothing(engine):
     )
 
 
-@pytest.mark.engine
 def test_a_writer_that_has_read_nothing_says_so(engine):
     writer = Writer(engine, Sampler(engine.model))
     for _ in range(2):
@@ -166,7 +161,6 @@ def test_a_writer_that_has_read_nothing_says_so(engine):
         writer.reset()
 
 
-@pytest.mark.engine
 def test_nothing_can_be_generated_from_nothing(engine):
     if engine.model.adds_bos:
         pytest.skip("an empty text has a BOS")
@@ -177,7 +171,6 @@ def test_nothing_can_be_generated_from_nothing(engine):
     assert "".join(api.generate(engine, "", 4))
 
 
-@pytest.mark.engine
 def test_a_restored_writer_does_not_sample_from_the_logits_of_another_text(engine):
     writer = Writer(engine, Sampler(engine.model))
     writer.read(engine.model.tokenize("ab cd"))
@@ -192,7 +185,6 @@ def test_a_restored_writer_does_not_sample_from_the_logits_of_another_text(engin
     assert "".join(writer.write(2))
 
 
-@pytest.mark.engine
 def test_what_a_stop_left_unread_is_read_before_a_writer_goes_on(engine):
     tokens = engine.model.tokenize("ab cd ef gh ij kl")
     writer = Writer(engine, Sampler(engine.model))
@@ -206,7 +198,6 @@ def test_what_a_stop_left_unread_is_read_before_a_writer_goes_on(engine):
     assert said == "".join(other.write(6))
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("before", "has_one"),
     [

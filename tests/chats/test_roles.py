@@ -149,7 +149,6 @@ def text_of(model, tokens):
     return b"".join(model.piece(token, special=True) for token in tokens.tolist()).decode()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("source", "start"),
     [
@@ -173,7 +172,6 @@ def test_a_system_prompt_is_pinned_wherever_it_is_said(model, source, start):
         assert text_of(model, tokens[:n]) == start
 
 
-@pytest.mark.engine
 def test_two_system_prompts_are_pinned_together(model):
     for source, start in ((CHATML, "<system>0\n\n1<user>"), (GEMMA2, "<user>0\n\n1\n\n")):
         own = rendering(model, source)
@@ -182,7 +180,6 @@ def test_two_system_prompts_are_pinned_together(model):
         assert text_of(model, tokens[:n]).endswith("1")
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("source", [GEMMA2, LLAMA2, DROPS, QWEN35])
 def test_tools_are_told_and_pinned_without_a_place_for_them(model, source):
     own = rendering(model, source)
@@ -195,7 +192,6 @@ def test_tools_are_told_and_pinned_without_a_place_for_them(model, source):
         assert own.format is HERMES
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("source", [GEMMA2, LLAMA2, MISTRAL3, DROPS, QWEN35, CHATML])
 def test_what_follows_a_reply_is_what_the_whole_chat_has_there(model, source):
     own = rendering(model, source)
@@ -206,7 +202,6 @@ def test_what_follows_a_reply_is_what_the_whole_chat_has_there(model, source):
         assert text_of(model, whole).rpartition("#")[2] == after
 
 
-@pytest.mark.engine
 def test_a_result_is_the_users_where_tools_have_no_role(model):
     turns = check([*said("u"), CALL, RESULT])
     call = HERMES.written([("now", {})])
@@ -227,7 +222,6 @@ def test_a_result_is_the_users_where_tools_have_no_role(model):
     assert f"<user>{answer}<a>" in text_of(model, rendering(model, listed).whole(turns, TOOLS)[0])
 
 
-@pytest.mark.engine
 def test_the_user_speaks_before_the_model_has_answered_to_a_result(model):
     own = rendering(model, MISTRAL3)
     assert own.format is MISTRAL
@@ -249,7 +243,6 @@ GEMMA4 = (
 )
 
 
-@pytest.mark.engine
 def test_results_that_stand_in_the_reply_follow_its_calls(model):
     own = rendering(model, GEMMA4)
     turns = check([*said("su"), CALL, RESULT])
@@ -266,7 +259,6 @@ def test_results_that_stand_in_the_reply_follow_its_calls(model):
         leaves_out.following(turns, 3, TOOLS)
 
 
-@pytest.mark.engine
 def test_a_message_that_the_template_does_not_take_is_named(model):
     raises = "{{ raise_exception('no such of ' ~ messages | length) }}"
     for n, role in ((3, "user"), (6, "assistant")):
@@ -282,7 +274,6 @@ def test_a_message_that_the_template_does_not_take_is_named(model):
         assert (error.param, error.status, error.code) == (where, 400, "chat_template")
 
 
-@pytest.mark.engine
 def test_the_prefix_is_whole_tokens(model):
     tokens, n = rendering(model, GEMMA2).whole(check(said("su")), [])
     again, n_again = prefix_tokens(model, text_of(model, tokens), len("<user>0"))
@@ -290,7 +281,6 @@ def test_the_prefix_is_whole_tokens(model):
     assert np.array_equal(tokens, again)
 
 
-@pytest.mark.engine
 def test_a_chat_with_tools_under_a_template_without_either(tmp_path):
     path = tmp_path / "gemma2.gguf"
     tiny.write_llama(path, chat_template=GEMMA2, n_ctx_train=4096)

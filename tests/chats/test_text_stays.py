@@ -22,8 +22,6 @@ from tests.held import PATIENCE_S
 from tests.serve.crowd_serve import request, said
 from tests.serve.serving import serving
 
-pytestmark = pytest.mark.engine
-
 ROLES = ("system", "user", "assistant", "tool")
 TEMPLATES = {
     "ChatML": ("<|im_start|>%s\n", "<|im_end|>\n", "<tool_call>%s</tool_call>"),

@@ -143,7 +143,6 @@ def says(talk, text):
     talk.writer.sampler = fixed
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("opening", "policy"), [("", "full"), ("<think>\n", "h2o"), ("", "recall")])
 def test_later_turns_do_not_see_a_thought_that_the_template_drops(talk, opening, policy):
     budget = 512 if policy == "full" else 64
@@ -165,7 +164,6 @@ def test_later_turns_do_not_see_a_thought_that_the_template_drops(talk, opening,
     assert ours.writer.tokens.tolist() == theirs.writer.tokens.tolist()
 
 
-@pytest.mark.engine
 def test_penalties_know_each_token_of_two_replies_once_though_their_thoughts_are_dropped(talk, monkeypatch):
     ours, sampled = talk(DROPS.replace("%OPEN%", ""), "full", 512), []
     model, sampler = ours.writer.engine.model, ours.writer.sampler
@@ -182,7 +180,6 @@ def test_penalties_know_each_token_of_two_replies_once_though_their_thoughts_are
     assert list(sampler.recent) == sampled
 
 
-@pytest.mark.engine
 def test_a_thought_that_is_stopped_leaves_nothing(talk):
     ours = talk(DROPS.replace("%OPEN%", ""), "h2o")
     says(ours, "<think>\nlong and longer and longer</think>\n\nSeven.")
@@ -198,7 +195,6 @@ def test_a_thought_that_is_stopped_leaves_nothing(talk):
     assert n < len(ours.writer.tokens)
 
 
-@pytest.mark.engine
 def test_thoughts_between_control_tokens_are_told_and_dropped(talk):
     ours, theirs = talk(HEADED, tags=HEADERS), talk(HEADED, tags=HEADERS)
     thought = "They want a number. " * 6
@@ -251,7 +247,6 @@ def read_afresh(talk):
     return talk.writer.engine.model.tokenize(text, special=True).tolist()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("policy", ["full", "h2o", "recall"])
 @pytest.mark.parametrize("source", [SWITCHED, OPENED, TOLD, SHOWS, HIDES, KEEPS])
 def test_after_each_reply_the_cache_is_a_fresh_reading_of_the_chat(talk, source, policy):
@@ -267,7 +262,6 @@ def test_after_each_reply_the_cache_is_a_fresh_reading_of_the_chat(talk, source,
         assert ours.writer.tokens.tolist() == read_afresh(ours)
 
 
-@pytest.mark.engine
 def test_an_effort_that_changes_the_header_alone_keeps_what_is_read(talk):
     ours = talk(OPENED)
     says(ours, "Hm.\n</think>\n\nSeven.")
@@ -283,7 +277,6 @@ def test_an_effort_that_changes_the_header_alone_keeps_what_is_read(talk):
     assert ours.writer.tokens.tolist()[: len(before)] == before
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
 def test_an_effort_in_the_prompt_has_the_chat_read_again_and_is_undone_with_it(talk, policy):
     ours = talk(TOLD, policy)
@@ -305,7 +298,6 @@ def test_an_effort_in_the_prompt_has_the_chat_read_again_and_is_undone_with_it(t
     assert ours.writer.tokens.tolist() == before
 
 
-@pytest.mark.engine
 def test_an_effort_that_a_template_does_not_take_changes_nothing(talk):
     ours = talk(OPENED)
     ours.set_effort("off")
@@ -316,7 +308,6 @@ def test_an_effort_that_a_template_does_not_take_changes_nothing(talk):
     assert (ours.effort, ours.template.opens_thought) == ("off", False)
 
 
-@pytest.mark.engine
 def test_an_effort_pins_the_system_prompt_that_it_changes(talk):
     ours = talk(TOLD, budget=512)
     ours.reset("Be brief.")
