@@ -28,7 +28,7 @@ from kvtool.chats.template import Message, Template
 from kvtool.chats.thinking import THINK, Splitter, apart, control_tokens, without_thought
 from kvtool.chats.undo import Copy, Mark, UndoPoint, UndoStack, turn_label
 from kvtool.chats.writer import Writer
-from kvtool.errors import UsageError
+from kvtool.errors import SessionError, UsageError
 from kvtool.llama.archive import Archive
 from kvtool.system.files import temporary
 
@@ -246,7 +246,7 @@ class Conversation:
         """Read a turn of the user; return False if stopped before its end. Raises as `reply` does."""
         self.writer.stop = False
         tokens = self._tokens_of_turn(text)
-        self.remember(turn_label(text), text)
+        self.remember(turn=text)
         self.version += 1
         self.messages.append({"role": "user", "content": text})
         is_read = False
@@ -385,7 +385,7 @@ class Conversation:
             "messages": self.messages,
             "n_reply": self.n_reply,
             "writer": self.writer.save(),
-            "marks": [mark.saved() for mark in self.undo_stack.marks],
+            "marks": self.undo_stack.marks,
             "effort": self.effort,
         }, arrays
 
@@ -422,7 +422,7 @@ class Conversation:
         self.restore(meta, arrays)
         # sessions of earlier versions have none
         for saved in meta.get("marks", ()):
-            self.undo_stack.push(Mark.restored(saved, self.messages))
+            self.undo_stack.push(Mark(*saved))
 
     # undo
 
@@ -432,9 +432,8 @@ class Conversation:
         archive = self.archive
         return self.writer.engine.goes_back and (archive is None or archive.n < archive.n_max)
 
-    def _mark(self, change: str, turn: str | None = None) -> Mark:
-        n = self.writer.engine.n_past, len(self.messages), self.n_reply
-        return Mark(change, *n, self.writer.save(), turn)
+    def _mark(self) -> Mark:
+        return Mark(self.writer.engine.n_past, len(self.messages), self.n_reply, self.writer.save())
 
     def _go_to(self, before: UndoPoint) -> None:
         """Take the chat back to a mark or a copy. Raises as `undo` does, changing nothing."""
@@ -448,22 +447,22 @@ class Conversation:
         self.version += 1
         self.messages, self.n_reply = self.messages[: before.n_message], before.n_reply
 
-    def remember(self, change: str, turn: str | None = None) -> bool:
+    def remember(self, command: str | None = None, *, turn: str | None = None) -> bool:
         """Push the mark or the copy that `undo` needs to take back a change which comes next.
 
-        turn: text of the user, if the change is a turn. A turn needs only a mark if the cache can be rewound.
-        Returns False if the disk has no room for a copy even without the older copies.
+        command, turn: the change, one of both. A turn needs only a mark if the cache can be rewound. Returns
+        False if the disk has no room for a copy even without the older copies.
         """
         if turn is not None and self.goes_back:
             # pushed even if not undoable: the session saves it, for a later chat that is
-            self.undo_stack.push(self._mark(change, turn))
+            self.undo_stack.push(self._mark())
             return True
         if not self.undoable:
             self.undo_stack.close()
             return False
         while True:
             try:
-                self.undo_stack.push(Copy(change, *(self.open_saved() or self._copy()), turn))
+                self.undo_stack.push(Copy(command, *(self.open_saved() or self._copy()), turn))
             except OSError:
                 # undo cannot skip a missing copy, so older copies are useless: drop them to make room
                 if not len(self.undo_stack):
@@ -479,21 +478,41 @@ class Conversation:
         Raises SessionError for a damaged copy, and UsageError if the archive has forgotten tokens that a mark
         needs. The copy or mark is then dropped, and nothing else changes.
         """
-        return self._undo_last().change if len(self.undo_stack) else None
+        if (turn := self.undo_turn()) is not None:
+            return turn_label(turn)
+        copy = self.undo_stack.newest
+        if not isinstance(copy, Copy):
+            return None
+        self._undo_last()
+        return copy.command
 
     def undo_turn(self) -> str | None:
         """Take back the last turn if it is the last change, and return its text; otherwise return None.
 
         Raises as `undo` does.
         """
-        return self._undo_last().turn if self.undo_stack.newest_turn is not None else None
+        if (turn := self.newest_turn) is not None:
+            self._undo_last()
+        return turn
 
-    def _undo_last(self) -> UndoPoint:
+    @property
+    def newest_turn(self) -> str | None:
+        """Text of the user in the last change; None if that is not a turn, or cannot be taken back."""
+        before = self.undo_stack.newest
+        if isinstance(before, Mark):
+            return self.messages[before.n_message]["content"]
+        return before and before.turn
+
+    def _undo_last(self) -> None:
         with closing(self.undo_stack.pop()) as before:
             n_reply = self.n_reply
-            self._go_to(before)
+            try:
+                self._go_to(before)
+            except SessionError:
+                # marks under a copy belong to the stream that the copy cannot restore
+                self.undo_stack.drop_marks()
+                raise
         self.n_reply = max(n_reply, self.n_reply)
-        return before
 
     def close(self) -> None:
         """Drop all marks and copies."""
@@ -514,8 +533,8 @@ class Conversation:
     def _undo_point(self) -> UndoPoint | None:
         """Return a mark or a copy of the chat now; None if the disk has no room for a copy."""
         if self.goes_back:
-            return self._mark("")
+            return self._mark()
         try:
-            return Copy("", *self._copy())
+            return Copy(None, *self._copy())
         except OSError:
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from io import FileIO
 from itertools import takewhile
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
@@ -27,8 +26,8 @@ class Copy(NamedTuple):
 
     Attributes
     ----------
-    change
-        Name of the change: a turn, or a command.
+    command
+        The command that changed the chat; None if the change is a turn.
     file
         Open session file.
     archive
@@ -37,7 +36,7 @@ class Copy(NamedTuple):
         Text of the user, if the change is a turn.
     """
 
-    change: str
+    command: str | None
     file: BinaryIO
     archive: FileIO | None = None
     turn: str | None = None
@@ -49,12 +48,10 @@ class Copy(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Position in a chat before a change, to which the cache can be rewound.
+    """Position in a chat before a turn, to which the cache can be rewound. Sessions save it as JSON.
 
     Attributes
     ----------
-    change, turn
-        As in `Copy`.
     n_past, n_message
         Number of tokens and messages.
     n_reply
@@ -63,26 +60,13 @@ class Mark(NamedTuple):
         State of the writer, from `Writer.save`.
     """
 
-    change: str
     n_past: int
     n_message: int
     n_reply: int
     writer: dict[str, Any]
-    turn: str | None = None
 
     def close(self) -> None:
         """Do nothing: a mark has no files."""
-
-    def saved(self) -> tuple[Any, ...]:
-        """Return the values that a session saves as JSON: the texts are in its messages."""
-        return self[1:-1]
-
-    @classmethod
-    def restored(cls, saved: Sequence[Any], messages: Sequence[dict[str, Any]]) -> Mark:
-        """Return the mark from the values of `saved` and the chat's messages."""
-        n_past, n_message, n_reply, writer = saved
-        turn = messages[n_message]["content"]
-        return cls(turn_label(turn), n_past, n_message, n_reply, writer, turn)
 
 
 UndoPoint: TypeAlias = "Copy | Mark"
@@ -124,9 +108,9 @@ class UndoStack:
         return len(copies) > self.most or (len(copies) > 1 and self.n_bytes - shared > self.most_bytes)
 
     @property
-    def newest_turn(self) -> str | None:
-        """Text of the user in the last change; None if that is not a turn."""
-        return self._points[-1].turn if self._points else None
+    def newest(self) -> UndoPoint | None:
+        """State before the last change."""
+        return self._points[-1] if self._points else None
 
     @property
     def marks(self) -> list[Mark]:
@@ -142,6 +126,10 @@ class UndoStack:
     def pop(self) -> UndoPoint:
         """Remove and return the newest mark or copy. The caller closes it."""
         return self._points.pop()
+
+    def drop_marks(self) -> None:
+        """Drop the marks that are newer than all copies."""
+        del self._points[len(self._points) - len(self.marks) :]
 
     def drop_oldest(self) -> None:
         self._points.pop(0).close()

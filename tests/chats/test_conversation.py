@@ -523,7 +523,7 @@ def test_the_oldest_copies_are_dropped(sizes, left):
     assert len(copies) == left
     assert [file.closed for file in given] == [True] * (len(sizes) - left) + [False] * left
     assert copies.n_bytes == sum(sizes[-left:])
-    assert copies.pop().change == str(len(sizes) - 1)
+    assert copies.pop().command == str(len(sizes) - 1)
     copies.close()
     assert [file.closed for file in given] == [True] * (len(sizes) - 1) + [False]
     given[-1].close()
@@ -552,21 +552,39 @@ def test_where_there_is_no_room_older_copies_go_first_and_leave_no_gap(chat, mon
     assert talk.n_turn == 5
 
 
-def test_a_copy_that_is_damaged_is_dropped_and_the_one_before_it_is_there(chat):
-    talk = chat()
-    talk.undoable = True
-    for text in ("one", "two"):
-        "".join(talk.reply(text, 2))
-    file = talk.undo_stack._points[-1].file
+def damage(file):
     file.seek(-1, os.SEEK_END)
     last = file.read(1)
     file.seek(-1, os.SEEK_END)
     file.write(bytes([last[0] ^ 1]))
     file.flush()
+
+
+def test_a_copy_that_is_damaged_is_dropped_and_the_one_before_it_is_there(chat):
+    talk = chat()
+    talk.undoable = True
+    for text in ("one", "two"):
+        "".join(talk.reply(text, 2))
+    damage(talk.undo_stack.newest.file)
     with pytest.raises(SessionError, match="is damaged"):
         talk.undo()
     assert talk.n_turn == 2
     assert talk.undo() == 'the turn "one"'
+    assert talk.n_turn == 0
+
+
+def test_marks_under_a_damaged_copy_are_dropped_because_they_are_those_of_another_stream(chat):
+    talk = chat("recall", 64)
+    talk.undoable = True
+    "".join(talk.reply("one", 2))
+    talk.remember("/reset")
+    talk.reset()
+    "".join(talk.reply("two", 2))
+    assert talk.undo() == 'the turn "two"'
+    damage(talk.undo_stack.newest.file)
+    with pytest.raises(SessionError, match="is damaged"):
+        talk.undo()
+    assert talk.undo() is None
     assert talk.n_turn == 0
 
 

@@ -139,7 +139,7 @@ class Commands:
 
     def _last_turn(self) -> str:
         """Return the last turn. Raises UsageError if it cannot be taken back."""
-        text = self.conversation.undo_stack.newest_turn
+        text = self.conversation.newest_turn
         if text is None:
             raise UsageError(
                 "the last turn cannot be taken back" if self.conversation.n_turn else "the chat has no turns"
