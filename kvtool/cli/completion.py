@@ -61,13 +61,13 @@ def cache_type_list(incomplete: str) -> list[str]:
 def sessions(incomplete: str) -> list[str]:
     """Return session files, and folders that may contain some."""
     folder, slash, start = incomplete.rpartition("/")
-    found = []
+    names = []
     with suppress(OSError):
         for path in sorted(Path(folder + slash or ".").expanduser().iterdir()):
             if path.name.startswith(start) and (start or path.name[0] != "."):
                 shown = f"{folder}{slash}{path.name}"
-                found += [f"{shown}/"] if path.is_dir() else [shown] if _is_session(path) else []
-    return found
+                names += [f"{shown}/"] if path.is_dir() else [shown] if _is_session(path) else []
+    return names
 
 
 def commands(incomplete: str) -> list[str]:

@@ -75,10 +75,10 @@ def _of_command(words: Words, model: str | None, root: Any) -> Iterator[Row]:
         names = [" ".join(each) for each in known]
         raise UsageError(f"there is no command {' '.join(words)!r}.{suggestion(' '.join(words), names)}")
     typed = {"model": settings.Setting(model, "-m")} if model else {}
-    found = settings.of_command(known[words], words, {"model": model}, root) | typed
+    current = settings.of_command(known[words], words, {"model": model}, root) | typed
     for param in settings.options_of(known[words]):
-        if param.name in found:
-            yield _row(words, param, *found[param.name])
+        if param.name in current:
+            yield _row(words, param, *current[param.name])
         else:
             yield _row(words, param, param.default, "default") | {"default": default_of(param)}
 

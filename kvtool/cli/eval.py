@@ -244,8 +244,8 @@ def _on_disk(files: list[Path]) -> Iterator[list[Path]]:
 def _check_drawing(drawn: _EvalSampling, chosen: Task, task: str) -> None:
     """Raise UsageError for a temperature or a seed that is out of range or has no effect."""
     if drawn.temp and not chosen.uses_sampling:
-        own = "use --set temp=T" if hasattr(chosen, "temp") else "it samples no answers"
-        raise UsageError(f"{task} takes no --temp: {own}")
+        advice = "use --set temp=T" if hasattr(chosen, "temp") else "it samples no answers"
+        raise UsageError(f"{task} takes no --temp: {advice}")
     if "seed" in drawn.typed and "temp" not in drawn.typed and not drawn.temp:
         raise UsageError("--seed has no effect without a temperature; add --temp T")
     drawn.sampling()
@@ -383,13 +383,13 @@ def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: boo
     groups = of_items.broken_down(results.records, task.by) if task.by else {}
     if as_json:
         summary = {name: asdict(score) for name, score in means.items()}
-        said = {"items": len(results), "summary": summary, "more": task.summary(results.records)}
+        record = {"items": len(results), "summary": summary, "more": task.summary(results.records)}
         if groups:
-            said["by"] = [
-                dict(zip(task.by, values, strict=True)) | {name: asdict(each) for name, each in of.items()}
-                for values, of in groups.items()
+            record["by"] = [
+                dict(zip(task.by, values, strict=True)) | {name: asdict(mean) for name, mean in group.items()}
+                for values, group in groups.items()
             ]
-        typer.echo(json_text({**results.about, **said}))
+        typer.echo(json_text({**results.about, **record}))
     else:
         _print(task, results, means, groups)
     if plot:

@@ -172,7 +172,7 @@ def serve(
     )
 
     def ready(pool: SlotPool) -> None:
-        _tell(site, pool)
+        _connect(site, pool)
         engine = pool.slots[0].engine
         if run.explain:
             explain_run(engine, site.policy, "chat")
@@ -263,18 +263,18 @@ def _opened(
             # a device reports that itself; Linux allocates memory that it does not have
             if n_bytes > free_bytes() and not has_gpu():
                 raise OutOfMemory(f"no memory for another cache of {format_bytes(n_bytes)}")
-            found = stack.enter_context(closing(Engine(engine.model, engine.policy, engine.settings)))
-            if archive and found.context.archive:
-                found.context.archive.n_max = archive.n_max
-            return slot(found)
+            another = stack.enter_context(closing(Engine(engine.model, engine.policy, engine.settings)))
+            if archive and another.context.archive:
+                another.context.archive.n_max = archive.n_max
+            return slot(another)
 
         if archive and engine.settings.archive is None:
             n_max = archive.share(n_max)
         yield SlotPool(lock, slot(engine), more, n_max, lambda line: say([line]))
 
 
-def _tell(site: Site, pool: SlotPool) -> None:
-    """Lets the routes know the engines."""
+def _connect(site: Site, pool: SlotPool) -> None:
+    """Give the site's routes access to the model and to the slots."""
     from kvtool.serve.slot import text_of
 
     slot = pool.slots[0]

@@ -106,15 +106,15 @@ def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) 
         model = typed.get("model") or typed.get("model_name") or (names[-1] if names else None)
         of_model = _tables_of_model(all_tables, words, model)
         layers += [_from_table(table, own if table.is_own else shared, root) for table in of_model]
-    found: dict[str, Setting] = {}
+    result: dict[str, Setting] = {}
     for layer in [*layers, *variables]:
         # -o sets parameters of the policy in the same place
         if "policy" in layer:
-            found.pop("options", None)
-        found |= layer
+            result.pop("options", None)
+        result |= layer
     if typed.get("policy") is not None:
-        found.pop("options", None)
-    return found
+        result.pop("options", None)
+    return result
 
 
 def read() -> tuple[dict[str, Any], Path]:
@@ -225,25 +225,25 @@ def _from_table(table: Table, params: list[Any], root: Any) -> dict[str, Setting
     Raises UsageError for other keys: in a command's own table for all, else for keys of no command.
     """
     by_name = {name: param for param in params for name in names_of(param)}
-    found = {}
+    result = {}
     for key, value in table.values.items():
         name, source = key.replace("_", "-"), f"{table.title} {key}"
         if name in by_name:
-            found[by_name[name].name] = checked(by_name[name], value, source)
+            result[by_name[name].name] = checked(by_name[name], value, source)
         elif table.is_own or not _is_known(name, root):
             known = by_name if table.is_own else all_names(root)
             raise UsageError(f"{source} is not an option.{suggestion(key, sorted(known))}")
-    return found
+    return result
 
 
 def _from_variables(params: list[Any], words: Words = ()) -> dict[str, Setting]:
     """Return the settings of variables for these options. An empty variable counts as not set."""
-    found = {}
+    result = {}
     for param in params:
         name = variable(param, words)
         if text := os.environ.get(name):
-            found[param.name] = Setting(tuple(text.split()) if param.multiple else text, f"${name}")
-    return found
+            result[param.name] = Setting(tuple(text.split()) if param.multiple else text, f"${name}")
+    return result
 
 
 def names_of(param: Any) -> list[str]:

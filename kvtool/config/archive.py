@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from kvtool import policies
 from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
-from kvtool.options import ARCHIVE, declared
 from kvtool.system import files, memory
 from kvtool.units import format_bytes, parse_count
 
@@ -25,8 +24,7 @@ def check(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> None:
     """
     check_file(run.archive_file)
     limit(run.archive, run.archive_file)
-    archive_options = {name: its for name, its in declared(RunOptions).items() if its.group == ARCHIVE}
-    flags = [its.flags[0] for name, its in archive_options.items() if name in run.typed]
+    flags = run.typed_archive
     if flags and not any(map(policies.recalls, kinds.values())):
         have = "has" if len(kinds) == 1 else "have"
         listed = " and ".join(filter(None, [", ".join(flags[:-1]), flags[-1]]))

@@ -107,7 +107,7 @@ class GenerationOptions(Sampling, _LengthOptions):
     @classmethod
     def field(cls, name: str) -> str:
         """Return the field for the name of an option or of a request's field. Raises UsageError."""
-        names = {each: field for field, its in declared(cls).items() for each in its.names(field)}
+        names = {each: field for field, option in declared(cls).items() for each in option.names(field)}
         name = name.lstrip("-").replace("-", "_")
         if name not in names:
             # suggest the field, also if the name resembles a request's
@@ -124,10 +124,10 @@ class GenerationOptions(Sampling, _LengthOptions):
         """
         name = self.field(name)
         none = dict.fromkeys(_SHAPES, None) if name in _SHAPES else {}
-        its = declared(GenerationOptions)[name]
-        value = its.parse(_raw(name, text), name)
+        option = declared(GenerationOptions)[name]
+        value = option.parse(_raw(name, text), name)
         # the error names the setting as `/set` does, not the option
-        its.check(value, name)
+        option.check(value, name)
         return self.changed(**none | {name: value})
 
 

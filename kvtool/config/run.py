@@ -224,8 +224,13 @@ class RunOptions(Options):
 
         None, so that it is an error, if the user chose the policy, its parameters or its archive.
         """
-        archive = {name for name, its in declared(RunOptions).items() if its.group == ARCHIVE}
-        return None if self.typed & archive or self.given & {"policy", "options"} else INSTEAD
+        return None if self.typed_archive or self.given & {"policy", "options"} else INSTEAD
+
+    @property
+    def typed_archive(self) -> list[str]:
+        """Flags of the archive's options that were typed."""
+        options = declared(RunOptions).items()
+        return [option.flags[0] for name, option in options if option.group == ARCHIVE and name in self.typed]
 
 
 @dataclass(frozen=True)

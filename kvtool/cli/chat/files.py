@@ -245,16 +245,16 @@ class ChatFiles:
         from kvtool.chats import archive_file, session
 
         is_own = self._is_own(path)
-        own = self._archive_file if is_own else archive_file.ArchiveFile(path, session.archive_id(path))
+        archive = self._archive_file if is_own else archive_file.ArchiveFile(path, session.archive_id(path))
         try:
             options = self.run.session_values() | self.generation.session_values()
-            self.chat.save_to(path, own, meta_of(self.chat, self._fixed, options))
+            self.chat.save_to(path, archive, meta_of(self.chat, self._fixed, options))
         except OSError as error:
             raise session.cannot("write", archive_file.archive_path(path), error, path) from None
         finally:
-            self.moved_archive = own.moved
+            self.moved_archive = archive.moved
             if not is_own:
-                own.close()
+                archive.close()
 
     def _is_own(self, path: Path) -> bool:
         return self.path is not None and os.path.realpath(path) == os.path.realpath(self.path)
@@ -354,11 +354,11 @@ def resumed(run: RunOptions, saved: Meta) -> RunOptions:
     from kvtool import policies
 
     is_typed, run = "options" in run.typed, run.resumed(saved["options"])
-    kind, had = policies.load(run.policy), saved["fixed"]["parameters"]
+    kind, parameters = policies.load(run.policy), saved["fixed"]["parameters"]
     if run.budget is None and policies.recalls(kind):
         # earlier versions had another default
-        run = replace(run, budget=str(had["budget"]))
-    if not is_typed and had.keys() - {"budget", "slack", *policies.params(kind)}:
+        run = replace(run, budget=str(parameters["budget"]))
+    if not is_typed and parameters.keys() - {"budget", "slack", *policies.params(kind)}:
         stay = policies.params(kind).keys() - set(kind.adjustable)
         run = replace(run, options=tuple(o for o in run.options if o.partition("=")[0] in stay))
     return run.changed(policy=run.policy)

@@ -58,11 +58,16 @@ class Commands:
 
     def words(self) -> Mapping[str, Callable[[], Iterable[str]] | None]:
         """Return the commands, each with a function that lists the words after it; None means a path."""
-        found: dict[str, Callable[[], Iterable[str]] | None] = {"/save": None, "/load": None}
-        found |= {"/show": lambda: show.SHOWN, "/set": lambda: declared(GenerationOptions)}
-        found["/help"] = lambda: (*show.MORE, *(name[1:] for name in self._with_text | self._plain))
-        found["/think"] = lambda: (*EFFORTS, _DEFAULT)
-        return dict.fromkeys([*self._plain, *self._with_text, *_ALIASES, "/exit"], tuple) | found
+        words: dict[str, Callable[[], Iterable[str]] | None] = {
+            **dict.fromkeys([*self._plain, *self._with_text, *_ALIASES, "/exit"], tuple),
+            "/save": None,
+            "/load": None,
+            "/show": lambda: show.SHOWN,
+            "/set": lambda: declared(GenerationOptions),
+            "/help": lambda: (*show.MORE, *(name[1:] for name in self._with_text | self._plain)),
+            "/think": lambda: (*EFFORTS, _DEFAULT),
+        }
+        return words
 
     def run(self, line: str) -> bool:
         """Run the command of a line; return False to leave the chat."""
@@ -190,9 +195,9 @@ class Commands:
         if name == "system":
             raise UsageError("/system TEXT starts over with another system prompt")
         ours = near.ours(name)
-        for its in declared(type(self.files.run)).values():
-            if ours in its.flags:
-                call = " ".join(filter(None, ("kvtool chat", its.name, value)))
+        for option in declared(type(self.files.run)).values():
+            if ours in option.flags:
+                call = " ".join(filter(None, ("kvtool chat", option.name, value)))
                 raise UsageError(f"{name} is fixed when a chat starts; leave with /exit and start `{call}`")
 
     def _reset(self) -> None:
@@ -216,9 +221,9 @@ class Commands:
     def _think(self, text: str) -> None:
         chat = self.conversation
         if text:
-            its = declared(GenerationOptions)["think"]
-            effort = None if text.lower() == _DEFAULT else its.parse(text)
-            its.check(effort, "/think")
+            option = declared(GenerationOptions)["think"]
+            effort = None if text.lower() == _DEFAULT else option.parse(text)
+            option.check(effort, "/think")
             if not self._rethink(effort, chat.thought_budget, f"/think {text}"):
                 return
         taken = f"the model's chat template takes {chat.efforts.taken}"
