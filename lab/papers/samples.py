@@ -77,18 +77,18 @@ SCORES = {
     "right": Score("Log-probability of the right choice among all choices, nats", "likelihood"),
     "score": Score("LongBench's metrics, %", "LongBench", **_PERCENT),
     "cells_held": Score("Tokens a row holds at the end", digits=0),
-    "holds": Score("Tokens a row holds at the end, the mean over rows", digits=0),
+    "holds": Score("Tokens a row holds at the end", digits=0),
     "self_bleu": Score("Self-BLEU", digits=1),
     "full_self_bleu": Score("Self-BLEU of the full cache's samples", digits=1),
     "alike": Score("Self-BLEU less that of the full cache's samples", digits=1, words=_MORE),
-    "evicted": Score("Tokens evicted at the end, %, the mean over rows", **_PERCENT),
+    "evicted": Score("Tokens evicted at the end, %", **_PERCENT),
     "ms": Score("CPU time of a token, ms", lower=True, digits=2),
     "nearest": Score("Similarity to the nearest key that stays", digits=4, words=_MORE),
     "share": Score(
         "Share of a query's keys that are important to it, %", "important keys", words=_MORE, **_PERCENT
     ),
     "attention": Score(
-        "Important keys that a query shares with another, % of those of either",
+        "Keys important to two queries, % of the keys important to either",
         "shared keys",
         words=_MORE,
         **_PERCENT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,53 +45,68 @@ def kept(names: Sequence[str], results: Path = RESULTS) -> list[Line]:
     return [line for name in names for line in records.read(results / f"{name}.jsonl")]
 
 
-def render(name: str, results: Path = RESULTS, others: bool = False) -> str:
+def render(name: str, results: Path = RESULTS, others: bool = False, shown: set[str] | None = None) -> str:
     """An experiment's commands and tables with each model, with the paper's numbers in brackets.
 
     others: the results are another model's, which ran in place of the experiment's first.
+    shown: commands that the document has already; those of the experiment are added.
     """
     experiment, models = EXPERIMENTS[name], models_of(name)
+    shown = set() if shown is None else shown
     if experiment.together or others:
         runs = of_model(experiment, models[0]) if others else experiment.runs
-        return "\n\n".join(_of_model(experiment, runs, results, others=others))
+        return "\n\n".join(_of_model(experiment, runs, results, shown, others=others))
     parts = []
     for model in models:
         title = [f"**{NAMES[model]}**"] if len(models) > 1 else []
-        # what the paper has and nobody measured is shown once, with the first model
+        # numbers of the paper that nobody measured are shown once, with the first model
         only = model != models[0]
-        parts += [*title, *_of_model(experiment, of_model(experiment, model), results, only)]
+        parts += [*title, *_of_model(experiment, of_model(experiment, model), results, shown, only)]
     return "\n\n".join(parts)
 
 
 def _of_model(
-    experiment: Experiment, runs: Sequence[str], results: Path, only: bool = False, others: bool = False
+    experiment: Experiment,
+    runs: Sequence[str],
+    results: Path,
+    shown: set[str],
+    only: bool = False,
+    others: bool = False,
 ) -> Iterator[str]:
     lines = kept(runs, results)
     asked = [replace(RUNS[run], model=_model(run, results)) if others else RUNS[run] for run in runs]
-    if experiment.commands:
-        yield "\n".join(f"    {line}" for line in _commands(asked))
+    if commands := [f"    {line}" for line in _commands(asked, shown)] if experiment.commands else []:
+        yield "\n".join(commands)
     if not lines:
         yield "Not measured yet."
         return
+    grids: list[_Grid] = []
     for table in experiment.tables:
-        places = samples(lines, table)
-        if places:
-            yield "\n".join(_drawn(places, table, experiment.model, only))
+        if places := samples(lines, table):
+            grid = _grid(places, table, experiment.model, only)
+            if grids and (both := grids[-1].next_to(grid)):
+                grids[-1] = both
+            else:
+                grids.append(grid)
+    yield from ("\n".join(grid.lines()) for grid in grids)
     counted = [line for line in lines if any(is_about(table, line) for table in experiment.tables)]
     if sizes := _sizes(counted or lines):
         yield sizes
 
 
-def _commands(runs: Sequence[Run]) -> Iterator[str]:
-    """The commands of runs. Successive runs share equal commands, and equal comments."""
+def _commands(runs: Sequence[Run], shown: set[str]) -> Iterator[str]:
+    """The commands of runs that are not among those shown. Successive ones share a command, or comments."""
     commands: list[tuple[str, str]] = []
     for run in runs:
         command, _, comments = run.shown().partition("\n")
+        if run.shown() in shown:
+            continue
+        shown.add(run.shown())
         if commands and commands[-1][0] == command:
             commands[-1] = command, f"{commands[-1][1]}\n{comments}"
         else:
             commands.append((command, comments))
-    for (command, comments), (_, following) in zip(commands, [*commands[1:], ("", "")], strict=True):
+    for (command, comments), (_, following) in zip(commands, [*commands, ("", "")][1:], strict=True):
         yield command
         if comments != following:
             yield from comments.splitlines()
@@ -102,26 +117,76 @@ def _model(run: str, results: Path) -> str:
     return next((str(line["model"]) for line in kept([run], results)), RUNS[run].model)
 
 
-def _drawn(places: Mapping[Place, Sample], table: Table, model: str, only: bool) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """A table as it is shown.
+
+    Attributes
+    ----------
+    title
+        The text above the table; empty if each column has a score of its own.
+    head
+        Heading of the column of row names.
+    columns
+        Headings of the other columns.
+    rows
+        The cells of each row, by the row's name.
+    """
+
+    title: str
+    head: str
+    columns: tuple[str, ...]
+    rows: Mapping[str, tuple[str, ...]]
+
+    def lines(self) -> Iterator[str]:
+        if self.title:
+            yield f"{self.title}:"
+            yield ""
+        yield f"| {self.head} | {' | '.join(self.columns)} |"
+        yield "| --- |" + " ---: |" * len(self.columns)
+        for name, cells in self.rows.items():
+            yield f"| {name} | {' | '.join(cells)} |"
+
+    def next_to(self, other: _Grid) -> _Grid | None:
+        """One grid of both if each has the same single column; None otherwise."""
+        mine, theirs = self.by_score(), other.by_score()
+        if mine is None or theirs is None or mine.head != theirs.head:
+            return None
+        empty = ("",) * len(mine.columns), ("",) * len(theirs.columns)
+        rows = {
+            name: mine.rows.get(name, empty[0]) + theirs.rows.get(name, empty[1])
+            for name in {**mine.rows, **theirs.rows}
+        }
+        return _Grid("", mine.head, mine.columns + theirs.columns, rows)
+
+    def by_score(self) -> _Grid | None:
+        """The grid of a single column with the title as its heading; None of several columns."""
+        if not self.title:
+            return self
+        if len(self.columns) > 1:
+            return None
+        return _Grid("", f"{self.head}, {self.columns[0]}", (self.title,), self.rows)
+
+
+def _grid(places: Mapping[Place, Sample], table: Table, model: str, only: bool) -> _Grid:
     """A table. model: the paper's model. only: leave out columns of which nothing was measured."""
     signs = compared(places, table)
     asked = dict.fromkeys(column for _, column in ([] if only else [*table.paper]) + [*places])
     if table.by == ("budget",) and not table.budgets:
         asked = dict.fromkeys(sorted(asked, key=size))
-    heads = [column for column in asked if not table.only_pooled and not is_pooled(column, table)]
-    heads += [column for column in asked if is_pooled(column, table)]
-    there = dict.fromkeys(row for row, column in [*places, *table.paper] if column in heads)
-    rows = [row for row in table.rows or there if row in there]
-    cells = {(row, column): _shown(places, table, (row, column), signs) for row in rows for column in heads}
-    has_paper = any(column in heads for _, column in table.paper)
+    columns = [column for column in asked if not table.only_pooled and not is_pooled(column, table)]
+    columns += [column for column in asked if is_pooled(column, table)]
+    there = dict.fromkeys(row for row, column in [*places, *table.paper] if column in columns)
+    has_paper = any(column in columns for _, column in table.paper)
     brackets = f" (in brackets: the paper's, with {model})" * has_paper
-    yield f"{table.title or SCORES[table.score].title}{brackets}:"
-    yield ""
-    yield f"| {table.head} | {' | '.join(heads)} |"
-    yield "| --- |" + " ---: |" * len(heads)
-    for row in rows:
-        name = f"`{row}`" if table.head == "policy" else row
-        yield f"| {name} | {' | '.join(cells[row, column] for column in heads)} |"
+    rows = {
+        f"`{row}`" if table.head == "policy" else row: tuple(
+            _shown(places, table, (row, column), signs) for column in columns
+        )
+        for row in table.rows or there
+        if row in there
+    }
+    return _Grid(f"{table.title or SCORES[table.score].title}{brackets}", table.head, tuple(columns), rows)
 
 
 def _shown(places: Mapping[Place, Sample], table: Table, place: Place, signs: Mapping[Place, int]) -> str:
@@ -160,14 +225,18 @@ def _sizes(lines: Sequence[Line]) -> str:
 
 
 def fill_between(text: str, mark: str, rows: Callable[[], Iterable[str]]) -> str:
-    """The document with the lines between the marks of this name made anew, once for each of them."""
+    """The document with new lines between the marks of this name."""
     marks = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- end -->)", re.S)
     return marks.sub(lambda found: found[1] + "\n".join(rows()) + "\n" + found[2], text)
 
 
 def fill(text: str, results: Path = RESULTS) -> str:
-    """The document with the text between the two marks of each experiment made anew. Raises ValueError."""
+    """The document with new text between the two marks of each experiment. Raises ValueError.
+
+    A command is shown once.
+    """
     mark = re.compile(r"(<!-- experiment (\S+) -->\n).*?(<!-- end -->)", re.S)
     if unknown := [name for _, name, _ in mark.findall(text) if name not in EXPERIMENTS]:
         raise ValueError(f"no experiment {', '.join(unknown)}; there are: {', '.join(EXPERIMENTS)}")
-    return mark.sub(lambda found: f"{found[1]}{render(found[2], results)}\n{found[3]}", text)
+    shown: set[str] = set()
+    return mark.sub(lambda found: f"{found[1]}{render(found[2], results, shown=shown)}\n{found[3]}", text)

@@ -41,7 +41,7 @@ RUNS: dict[str, Run] = {
 
 _POOLED = {"names": DATA_SETS, "pooled": ALL, "only_pooled": True}
 _BY_BUDGET = {"by": ("of", "budget"), **_POOLED}
-_LATE = {"late": True, "title": "Perplexity of the tokens after the first that fill the budget"}
+_LATE = {"late": True, "title": "Perplexity once the budget is full"}
 _OF_TABLE_3 = _BY_BUDGET | {"rows": ("full", "corm", "corm, capped", *_OTHERS)}
 _LONGER = _BY_BUDGET | {"rows": ("full", "corm", _OTHERS[-1])}
 
@@ -70,9 +70,9 @@ EXPERIMENTS = {
     "corm-tables-7-8": Experiment(
         ("texts-corm-long", "texts-corm-long-h2o", "texts-corm-long-full"),
         (
-            # six texts are too few for a test that counts the full cache, too
+            # six texts are too few for a test that also counts the full cache
             Table("nll", **_LATE, against="corm", worse=_OTHERS, **_BY_BUDGET, rows=("corm", _OTHERS[-1])),
-            Table("nll", **_LONGER, **_LATE | {"title": "The same and the full cache, without a test"}),
+            Table("nll", **_LONGER, **_LATE | {"title": "The same with `full`, without a test"}),
             Table("device", **_LONGER),
         ),
     ),

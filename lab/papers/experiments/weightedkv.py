@@ -66,12 +66,10 @@ EXPERIMENTS = {
     "weightedkv-figure-4": Experiment(
         ("texts", "texts-1.5b"),
         (Table("nll", against="weightedkv", rows=("weightedkv", _EVICTS), worse=(_EVICTS,), **_POOLED),),
-        commands=False,
     ),
     "weightedkv-figure-4-each": Experiment(
         ("texts-each", "texts-each-ungrouped"),
         (Table("nll", against=_EACH, rows=(_EACH, _EACH_EVICTS), worse=(_EACH_EVICTS,), **_POOLED),),
-        commands=False,
     ),
     "weightedkv-figure-1": Experiment(
         ("map-values", "map-values-1.5b"),

@@ -46,3 +46,18 @@ def test_one_table_may_have_all_models_each_with_its_own_budgets(monkeypatch, tm
         "| `full` | 100.0 | 100.0 | 50.0 ±50.0 |",
         "| `h2o` | 0.0 | 50.0 ±50.0 | 100.0 |",
     ]
+
+
+def test_tables_with_the_same_single_column_are_one_table(measured):
+    found = lines(full={"f1": [0.5], "acc": [0.2]}, h2o__64={"f1": [0.75], "acc": [0.25]})
+    tables_shown = (Table("f1"), Table("acc", rows=("h2o",)), Table("acc", ("of",), head="row"))
+    assert re.findall(r"^\| .*", measured(found, *tables_shown), re.M) == [
+        "| policy, 64 | F1, % | Accuracy, % |",
+        "| --- | ---: | ---: |",
+        "| `full` | 50.0 |  |",
+        "| `h2o` | 75.0 | 25.0 |",
+        "| row | file |",
+        "| --- | ---: |",
+        "| full | 20.0 |",
+        "| h2o | 25.0 |",
+    ]

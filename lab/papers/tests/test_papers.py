@@ -52,7 +52,7 @@ def test_successive_commands_with_the_same_comments_show_them_once():
     runs = [Eval("qa", (file,), ("full",), ("10%",)) for file in ("f/a.jsonl", "f/b.jsonl")]
     other = Eval("qa", ("f/c.jsonl",), ("h2o",), ("10%",))
     command = "kvtool eval qa {}.jsonl --policy POLICY --budget BUDGET"
-    assert list(tables._commands([*runs, other])) == [
+    assert list(tables._commands([*runs, other, other], set())) == [
         *(command.format("a"), command.format("b"), "    # POLICY: full", "    # BUDGET: 10%"),
         *(command.format("c"), "    # POLICY: h2o", "    # BUDGET: 10%"),
     ]
@@ -156,7 +156,7 @@ def test_an_eval_is_shown_once_and_run_for_each_policy_and_budget():
     named = Eval("qa", ("folder/qa.jsonl",), ("full",), (), ("--temp", "0"), limit=3, named="--temp 0")
     assert named.shown() == "kvtool eval qa qa.jsonl --policy full --limit 3\n    # with --temp 0"
     warm = replace(named, more=("--temp", "1"), named="--temp 1")
-    assert list(tables._commands([named, warm])) == [
+    assert list(tables._commands([named, warm], set())) == [
         "kvtool eval qa qa.jsonl --policy full --limit 3",
         "    # with --temp 0",
         "    # with --temp 1",
