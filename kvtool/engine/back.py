@@ -7,23 +7,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtool.engine.eviction import fill_holes, moves_of
-from kvtool.engine.stream import Stream
+from kvtool.engine.eviction import Eviction, fill_holes, moves_of
 from kvtool.policy import Policy, Signal
 
 
-def can_go_back(stream: Stream) -> bool:
+def can_go_back(eviction: Eviction) -> bool:
     """Whether `go_back` knows what the stream was: all that is evicted is archived, and nothing else counts.
 
     That is so where nothing is ever evicted. Sliding and recurrent layers forget, and a policy's state and
     signals are of tokens that have come since.
     """
-    keeps_all = stream.context.archive or not stream.policy.slack
+    keeps_all = eviction.cache.archive or not eviction.policy.slack
     return bool(
         keeps_all
-        and not stream.context.fixed_state
-        and not stream.state
-        and stream.policy.reads == Signal.NONE
+        and not eviction.cache.fixed_state
+        and not eviction.state
+        and eviction.policy.reads == Signal.NONE
     )
 
 
@@ -51,23 +50,16 @@ class _Past(NamedTuple):
     n_later: int
 
 
-def go_back(stream: Stream, n: int) -> bool:
+def go_back(eviction: Eviction, n: int) -> bool:
     """Cuts the stream to its first n tokens. Returns False, with all as it was, where that cannot be.
 
     The stream is then as after n tokens, but for what the archive's type has rounded, and for the oldest
     tokens where the archive has forgotten them. There are no logits before the next step.
     """
-    if n == stream.n_past:
-        return True
-    if n == 0:
-        n_pinned, n_held = stream.n_pinned, stream.n_held
-        stream.reset()
-        stream.eviction.n_pinned, stream.eviction.n_held = n_pinned, n_held
-        return True
-    past = _past(stream, n) if can_go_back(stream) else None
+    past = _past(eviction, n) if can_go_back(eviction) else None
     if not past:
         return False
-    context, rows, eviction = stream.context, stream.rows, stream.eviction
+    context, rows = eviction.cache, eviction.rows
     archive = context.archive
     end = max(min(archive.end, n), past.begin) if archive and archive.n else n
     pos = rows.pos[:, : rows.n_kv]
@@ -81,7 +73,7 @@ def go_back(stream: Stream, n: int) -> bool:
     kept_rot = kept_pos - np.where(kept_pos < past.n_first, 0, past.base).astype(np.int32)
     turn = kept_rot - np.take_along_axis(rows.rot, source, axis=1)
     live = np.full(len(n_keep), past.n_kv, np.int32)
-    n_planned = n if past.n_kv == n else n - (past.n_kv - stream.policy.n_keep)
+    n_planned = n if past.n_kv == n else n - (past.n_kv - eviction.policy.n_keep)
     rows.n_past = n
     eviction.edit(live, n - past.base, moves_of(source, turn))
     if archive and archive.n:
@@ -96,16 +88,16 @@ def go_back(stream: Stream, n: int) -> bool:
     return True
 
 
-def _past(stream: Stream, n: int) -> _Past | None:
+def _past(eviction: Eviction, n: int) -> _Past | None:
     """What the stream was after n tokens; None where the archive has forgotten some of its window."""
-    rows, archive = stream.rows, stream.context.archive
-    n_kv, base = n_live(stream.policy, n), rows.n_past - rows.next_rot
+    rows, archive = eviction.rows, eviction.cache.archive
+    n_kv, base = n_live(eviction.policy, n), rows.n_past - rows.next_rot
     if not (archive and archive.n):
         return _Past(rows.n_kv, n, n, base, 0) if rows.n_kv == rows.n_past else None
     span, frames = archive.span, archive.frames
     n_first = int((rows.pos[0, : rows.n_kv] < span.stop).sum())
     if n <= n_first:
-        return _Past(n_first, span.start, n, 0, stream.n_restart)
+        return _Past(n_first, span.start, n, 0, eviction.n_restart)
     # what the policy has kept may be less than it might
     begin = min(n - n_kv + n_first, span.stop)
     if begin < span.start:
@@ -113,7 +105,7 @@ def _past(stream: Stream, n: int) -> _Past | None:
     # positions start over late: a frame that begins here may have begun after these tokens
     started = len([first for first, _ in takewhile(lambda frame: frame[0] < begin, frames)])
     at = max(started - 1, 0)
-    while at + 1 < len(frames) and frames[at + 1][0] <= begin and n - frames[at][1] > stream.n_ctx:
+    while at + 1 < len(frames) and frames[at + 1][0] <= begin and n - frames[at][1] > eviction.n_ctx:
         at += 1
     return _Past(n_first, begin, n_first + n - begin, frames[at][1], len(frames) - 1 - at)
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvtool.engine.stream import Stream
+from kvtool.engine.eviction import Eviction
 from kvtool.llama.context import Context
 from kvtool.llama.model import Model
 from kvtool.policy import ReconstructionPass, SignalRequest, signals_where
@@ -55,33 +55,34 @@ class CachedPrompt:
     reconstructed: dict[Pass, dict[str, np.ndarray]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, stream: Stream, tokens: np.ndarray) -> CachedPrompt:
+    def of(cls, eviction: Eviction, tokens: np.ndarray) -> CachedPrompt:
         """The prompt i32[n], which is all that the stream has read, and of which it has evicted nothing."""
-        context, n = stream.context, len(tokens)
-        assert stream.n_past == stream.n_kv == n
-        cells = [context.cells(layer, n) for layer in range(len(stream.layer_cells))]
+        context, rows, n = eviction.cache, eviction.rows, len(tokens)
+        assert rows.n_past == rows.n_kv == n
+        cells = [context.cells(layer, n) for layer in range(len(context.layer_cells))]
         logits = context.logits()[-1:].copy()
-        how = stream.model, _types(stream), cells, logits, stream.policy.request(), stream.signals.read()
-        return cls(tokens, *how)
+        request, signals = eviction.policy.request(), eviction.signals.read()
+        return cls(tokens, context.model, context.types, cells, logits, request, signals)
 
-    def fits(self, stream: Stream, tokens: np.ndarray) -> bool:
+    def fits(self, eviction: Eviction, tokens: np.ndarray) -> bool:
         """Whether the stream would read this prompt into the same cells, and nothing beside them."""
+        context = eviction.cache
         return (
             np.array_equal(tokens, self.tokens)
-            and isinstance(stream.context, Context)
-            and not stream.context.fixed_state
-            and (stream.model, _types(stream)) == (self.model, self.types)
-            and not (stream.policy.logn or self.request.log_n)
+            and isinstance(context, Context)
+            and not context.fixed_state
+            and (context.model, context.types) == (self.model, self.types)
+            and not (eviction.policy.logn or self.request.log_n)
         )
 
-    def put(self, stream: Stream) -> int:
+    def put(self, eviction: Eviction) -> int:
         """Puts the first tokens of the prompt into the empty cache of a stream that fits. Returns how many.
 
         The others are to be decoded there, so that the stream has its signals: none if `signals` has them, or
         the policy has a reconstruction pass; its queries, if only the last ones count; else all.
         """
-        context, rows = stream.context, stream.rows
-        n = self._n_known(stream)
+        context, rows = eviction.cache, eviction.rows
+        n = self._n_known(eviction)
         if not n:
             return 0
         assert isinstance(context, Context)
@@ -89,14 +90,14 @@ class CachedPrompt:
             context.set_cells(layer, len(self.tokens), cells)
         # cells beyond these are free again
         rows.append(n)
-        stream.eviction.edit(rows.live, rows.next_rot)
+        eviction.edit(rows.live, rows.next_rot)
         if n == len(self.tokens):
             context.take_logits(self.logits)
         return n
 
-    def _n_known(self, stream: Stream) -> int:
-        asked, n = stream.policy.request(), len(self.tokens)
-        if self.has(asked) or stream.policy.reconstruction:
+    def _n_known(self, eviction: Eviction) -> int:
+        asked, n = eviction.policy.request(), len(self.tokens)
+        if self.has(asked) or eviction.policy.reconstruction:
             return n
         if not asked.signals & ~(_OF_CACHE | _OF_LAST):
             return max(n - max(asked.n_query, 1), 0)
@@ -110,7 +111,3 @@ class CachedPrompt:
         same_queries = not wanted & _OF_N_QUERY or asked.n_query == own.n_query
         same_t = not wanted & _USE_T or asked.t == own.t
         return not wanted or (asked.group == own.group and same_queries and same_t)
-
-
-def _types(stream: Stream) -> tuple[str, str]:
-    return stream.settings.type_k, stream.settings.type_v

@@ -21,12 +21,17 @@ _NO_MOVES = np.empty((0, 4), np.int32)
 _LAST = np.iinfo(np.int32).max
 """A position behind all others, for cells that hold no token."""
 
+_STEP = 64
+"""Ragged layers grow and shrink by this many cells."""
+
 
 class Eviction:
-    """A policy at work on a cache: what it sees, what it remembers, and what it plans.
+    """A cache under a policy: its cells, its signals and the policy's state, which are edited together.
 
     Attributes
     ----------
+    layer_cells
+        i32[layer]: cells of each layer of the empty cache.
     state
         What the policy remembers of each cell: arrays [row, cell, ...].
     n_pinned, n_held
@@ -59,16 +64,31 @@ class Eviction:
         self.signals = signals
         self.n_ctx = n_ctx
         self.in_cache = in_cache
+        self.layer_cells = cache.layer_cells
         self._reads = policy.reads
         self._name = type(policy).__name__
+        self.reset()
 
     def reset(self) -> None:
-        """Frees all cells of the cache."""
+        """Forget all tokens, and how many of them are pinned and held."""
+        # tokens that every layer of ragged rows has room for
+        self._n_fit = 0
+        self.rows.clear(self.rows.pos.shape[1])
         self.n_pinned = self.n_held = self.n_planned = self.n_evicted = self.n_restart = 0
         if self.cache.archive:
             self.cache.archive.keep(0)
         self.plan_s = self.edit_s = 0.0
         self.edit(np.zeros(self.cache.n_row, np.int32), 0)
+        if (self.cache.layer_cells != self.layer_cells).any():
+            self.cache.resize(self.layer_cells)
+        self.rows.clear(self.cache.n_cell)
+        self.start()
+
+    def empty(self) -> None:
+        """Forget all tokens, but not how many are pinned and held."""
+        n_pinned, n_held = self.n_pinned, self.n_held
+        self.reset()
+        self.n_pinned, self.n_held = n_pinned, n_held
 
     def start(self) -> None:
         """Lets the policy make the state for the rows' cells. Raises PlanError if it makes something else."""
@@ -77,13 +97,44 @@ class Eviction:
         check_state(self._name, state, shape)
         self.state = state
 
-    def resize(self) -> None:
-        """Gives the state as many cells as the rows have."""
-        old = self.state
-        self.start()
-        for source, target in zip(old, self.state, strict=False):
-            common = tuple(map(slice, map(min, source.shape, target.shape)))
-            target[common] = source[common]
+    def resize(self, n_cell: np.ndarray) -> None:
+        """Give each layer i32[layer] cells, and the rows and the state as many as the longest layer."""
+        self.cache.resize(n_cell)
+        if self.cache.n_cell == self.rows.pos.shape[1]:
+            return
+        self.rows.resize(self.cache.n_cell)
+        if old := self.state:
+            self.start()
+            for source, target in zip(old, self.state, strict=False):
+                common = tuple(map(slice, map(min, source.shape, target.shape)))
+                target[common] = source[common]
+
+    def take_room(self, n: int) -> None:
+        """Reserve cells of ragged rows for the next n tokens."""
+        if n > self._n_fit:
+            self.make_room(n)
+        self._n_fit -= n
+
+    def give_room(self, n: int) -> None:
+        """Return the cells that `take_room` reserved for n tokens that were removed again."""
+        self._n_fit += n
+
+    def make_room(self, n: int) -> None:
+        """Resize the layers of ragged rows so that each has room for n tokens, and not for many more."""
+        most = self.rows.most_live()
+        wanted = -(-(most + n) // _STEP) * _STEP
+        cells = self.cache.layer_cells
+        wrong = (most + n > cells) | (cells - wanted > _STEP)
+        if wrong.any():
+            self.resize(np.where(wrong, wanted, cells))
+        self._n_fit = int((self.cache.layer_cells - most).min())
+
+    def low_rot(self, n_kv: int, n: int) -> int:
+        """Return the position from which positions start over after n_kv cells, with n tokens to come.
+
+        Sliding layers need room for the tokens that they see, which may be more than the cells.
+        """
+        return max(n_kv, min(self.cache.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
 
     def ask(self, what: str, *args: object) -> Any:
         """Calls the policy. Raises PlanError for whatever goes wrong in it."""
@@ -181,8 +232,9 @@ class Eviction:
         self.apply(plan, self.check(view, plan), self.rows.next_rot)
         self.n_planned = self.rows.n_past
 
-    def close_gaps(self, next_rot: int) -> None:
-        """Evicts nothing, and turns all keys so that no gap is before the next token, at next_rot."""
+    def close_gaps(self, n: int) -> None:
+        """Rotate all keys so that no gap is left between live cells, and n tokens fit after them."""
+        next_rot = self.low_rot(self.rows.n_kv, n)
         # the edit clears the signals: what they say so far must not be lost
         self.observe()
         self.n_restart += 1

@@ -73,10 +73,6 @@ class Engine(Stream):
             return False
         return staged.n_readable(self, n) < n and prefill.has_room(self, n_all)
 
-    def empty(self) -> None:
-        """Forgets everything but how many tokens are pinned and held: the next token is the first."""
-        prefill.empty(self)
-
     def evict_if_due(self, n: int = 1) -> None:
         """Lets the policy evict if the next n tokens do not fit before its next plan: all that ever evicts.
 
@@ -87,7 +83,7 @@ class Engine(Stream):
         if self.n_until_plan < n:
             self.eviction.evict()
             if self.rows.ragged:
-                self.make_room(self.policy.slack)
+                self.eviction.make_room(self.policy.slack)
 
     def step(self, tokens: np.ndarray, n_output: int = 1) -> None:
         """Decodes i32[n] tokens in one batch; the last n_output give logits.
@@ -169,8 +165,8 @@ class Engine(Stream):
                 return (done or 0) + self.read(tokens[done or 0 :], stopped)
             return done
         fits_in = self.n_past == 0 and not self.policy.evicts and len(tokens) <= self.n_cell
-        if cached and fits_in and cached.fits(self, tokens):
-            n = cached.put(self)
+        if cached and fits_in and cached.fits(self.eviction, tokens):
+            n = cached.put(self.eviction)
             return n + self.read(tokens[n:], stopped)
         steps, done = self.steps(tokens, late=True, every=False), 0
         while done < len(tokens) and not stopped():
@@ -207,14 +203,14 @@ class Engine(Stream):
         if n:
             self.context.take_back(n)
             self.rows.take_back(n)
-            self._n_fit += n
+            self.eviction.give_room(n)
 
     @property
     def goes_back(self) -> bool:
         """Whether `go_back` can cut the stream anywhere, as long as nothing of it is forgotten."""
         from kvtool.engine import back
 
-        return back.can_go_back(self)
+        return back.can_go_back(self.eviction)
 
     def go_back(self, n: int) -> bool:
         """Cuts the stream to its first n tokens; the archive's newest ones fill the window again.
@@ -225,9 +221,14 @@ class Engine(Stream):
         """
         if not 0 <= n <= self.n_past:
             raise UsageError(f"n must be in 0..{self.n_past}, the tokens of the stream, got {n}")
+        if n == self.n_past:
+            return True
+        if n == 0:
+            self.empty()
+            return True
         from kvtool.engine import back
 
-        return back.go_back(self, n)
+        return back.go_back(self.eviction, n)
 
     def save(self, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
         """What the next step depends on besides model, policy and settings: arrays by name, one at a time.
@@ -237,13 +238,13 @@ class Engine(Stream):
         # here and below: what most chats do not need is not imported at their start
         from kvtool.engine import snapshot
 
-        return snapshot.save(self, archived=archived)
+        return snapshot.save(self.eviction, archived=archived)
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
         """Continues from what `save` gave. Raises SessionError if it does not fit."""
         from kvtool.engine import snapshot
 
-        snapshot.restore(self, saved)
+        snapshot.restore(self.eviction, saved, self.n_cell)
 
     def _step(self, tokens: np.ndarray, n_output: int) -> None:
         self.advance(tokens, n_output)

@@ -56,15 +56,15 @@ def read_whole(
             f"continue with --positions auto or in-cache{instead}"
         )
     try:
-        fits = whole and len(segments) == 1 and whole.fits(stream, tokens)
+        fits = whole and len(segments) == 1 and whole.fits(stream.eviction, tokens)
         signals = _decode(stream, segments, stopped, whole if fits else None)
         if signals is None:
-            empty(stream)
+            stream.empty()
             return 0
         _compress(stream, signals, close=len(segments) > 1)
     except BaseException:
         with suppress(KvtoolError):
-            empty(stream)
+            stream.empty()
         raise
     return n
 
@@ -92,7 +92,7 @@ def has_room(stream: Stream, n: int) -> bool:
 def whole_bytes(stream: Stream, n: int) -> int:
     """Bytes of K and V while a prompt of n tokens is read whole."""
     context = stream.context
-    cell_bytes = sum(map(context.cell_bytes, range(len(stream.layer_cells))))
+    cell_bytes = sum(map(context.cell_bytes, range(len(stream.eviction.layer_cells))))
     return stream.cache_bytes + (n_cells(stream, n) - context.n_cell) * cell_bytes
 
 
@@ -118,16 +118,8 @@ def n_cells(stream: Stream, n: int) -> int:
         n += reconstruction.n_beside + reconstruction.n_chunk(-(-n // n_segments(stream, n)))
     if stream.policy.recall:
         # behind the live cells are those for what is recalled
-        n += int(stream.layer_cells.max()) - stream.policy.n_live
+        n += int(stream.eviction.layer_cells.max()) - stream.policy.n_live
     return pad(n)
-
-
-def empty(stream: Stream) -> None:
-    """Forgets everything but how many tokens are pinned and held."""
-    eviction = stream.eviction
-    n_pinned, n_held = eviction.n_pinned, eviction.n_held
-    stream.reset()
-    eviction.n_pinned, eviction.n_held = n_pinned, n_held
 
 
 def _decode(
@@ -140,19 +132,19 @@ def _decode(
     eviction.state = ()
     # attention goes over all cells of rows that differ: there they come as the text does
     if not rows.ragged:
-        stream.resize(np.full_like(stream.layer_cells, n_cells(stream, n)))
+        stream.eviction.resize(np.full_like(stream.eviction.layer_cells, n_cells(stream, n)))
     elif whole:
-        stream.make_room(n)
+        stream.eviction.make_room(n)
     words = stream.policy.reconstruction
     reconstruction = Reconstruction(stream, words) if words else None
     signals: dict[str, np.ndarray] = {}
     for segment in segments:
         first = rows.n_past
         rows.rotate_from(0)
-        n_known = whole.put(stream) if whole else 0
+        n_known = whole.put(stream.eviction) if whole else 0
         if rows.ragged and n_known:
             # what was put there took cells
-            stream.make_room(len(segment) - n_known)
+            stream.eviction.make_room(len(segment) - n_known)
         found: Mapping[str, np.ndarray] | None
         found = decode_watched(stream, segment[n_known:], int(first + len(segment) == n), stopped)
         if reconstruction and found is not None:
@@ -201,13 +193,13 @@ def _compress(stream: Stream, signals: dict[str, np.ndarray], *, close: bool) ->
     next_rot = rows.next_rot
     if close:
         eviction.n_restart += 1
-        next_rot = stream.low_rot(int(n_keep[0]), 0)
+        next_rot = eviction.low_rot(int(n_keep[0]), 0)
     source = eviction.apply(plan, n_keep, next_rot, close=close)
     eviction.n_planned = rows.n_past
     if rows.ragged:
-        stream.make_room(stream.policy.slack)
+        stream.eviction.make_room(stream.policy.slack)
     else:
-        stream.resize(stream.layer_cells)
+        stream.eviction.resize(stream.eviction.layer_cells)
     eviction.start()
     kept: dict[str, Any] = {
         field: np.take_along_axis(values, _aligned(source, values.ndim, spec.cell_axis), spec.cell_axis)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvtool.engine.stream import Stream
+from kvtool.engine.eviction import Eviction
 from kvtool.errors import LibraryError, SessionError, StreamEnd
 
 _COUNTERS = (
@@ -30,7 +30,7 @@ _BESIDE = ("window", "window_cells")
 """What a model keeps beside its rows. Session files have these names, which sliding layers gave."""
 
 
-def save(stream: Stream, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
+def save(eviction: Eviction, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
     """What the next step depends on besides model, policy and settings: arrays by name, one at a time.
 
     engine
@@ -46,16 +46,17 @@ def save(stream: Stream, *, archived: bool = True) -> Iterator[tuple[str, np.nda
     window, window_cells
         What the model keeps beside its rows, in sliding and recurrent layers, if there are some.
     """
-    context, rows, eviction = stream.context, stream.rows, stream.eviction
+    context, rows = eviction.cache, eviction.rows
     n = rows.n_kv
-    yield "engine", np.array([getattr(getattr(stream, part), name) for part, name in _COUNTERS], np.int64)
+    parts = _parts(eviction)
+    yield "engine", np.array([getattr(parts[part], name) for part, name in _COUNTERS], np.int64)
     yield "live", rows.live
     yield "layer_cells", context.layer_cells
     yield "pos", rows.pos[:, :n]
     yield "rot", rows.rot[:, :n]
     for i, array in enumerate(eviction.state):
         yield f"state.{i}", array[:, :n]
-    yield from stream.signals.save()
+    yield from eviction.signals.save()
     for layer, n_live in enumerate(rows.most_live().tolist()):
         yield f"cells.{layer}", context.cells(layer, n_live)
     if context.archive:
@@ -64,7 +65,7 @@ def save(stream: Stream, *, archived: bool = True) -> Iterator[tuple[str, np.nda
         yield from zip(_BESIDE, context.fixed_state.save(), strict=True)
 
 
-def restore(stream: Stream, saved: Mapping[str, np.ndarray]) -> None:
+def restore(eviction: Eviction, saved: Mapping[str, np.ndarray], n_cell: int) -> None:
     """Continues from what `save` gave.
 
     Raises SessionError if it does not fit this model, policy or cache. The stream is then as it was, or empty
@@ -73,25 +74,25 @@ def restore(stream: Stream, saved: Mapping[str, np.ndarray]) -> None:
     misfit = SessionError("what was saved does not fit this model, policy or cache")
     try:
         counters = dict(zip(_COUNTERS, saved["engine"].tolist(), strict=True))
-        _check_beside(stream, saved)
-        fits = _fits(stream, saved, counters)
+        _check_beside(eviction, saved)
+        fits = _fits(eviction, saved, counters, n_cell)
     except (KeyError, ValueError, TypeError, AttributeError):
         fits = False
     if not fits:
         raise misfit
     try:
-        _put(stream, saved, counters)
+        _put(eviction, saved, counters)
     except LibraryError:
-        stream.reset()
+        eviction.reset()
         raise misfit from None
     except StreamEnd:
-        stream.reset()
+        eviction.reset()
         raise
 
 
-def _check_beside(stream: Stream, saved: Mapping[str, np.ndarray]) -> None:
+def _check_beside(eviction: Eviction, saved: Mapping[str, np.ndarray]) -> None:
     """Raises SessionError where sliding layers had other cells, whose number goes with the batch size."""
-    beside = stream.context.fixed_state
+    beside = eviction.cache.fixed_state
     if beside and saved[_BESIDE[0]].shape != beside.shapes[0]:
         raise SessionError(
             "what was saved does not fit: its sliding layers have another number of cells; "
@@ -99,9 +100,9 @@ def _check_beside(stream: Stream, saved: Mapping[str, np.ndarray]) -> None:
         )
 
 
-def _fits(stream: Stream, saved: Mapping[str, np.ndarray], counters: Counters) -> bool:
+def _fits(eviction: Eviction, saved: Mapping[str, np.ndarray], counters: Counters, n_cell: int) -> bool:
     """Whether the arrays are of the right types and sizes, and the numbers can be."""
-    context, rows, state = stream.context, stream.rows, stream.eviction.state
+    context, rows, state = eviction.cache, eviction.rows, eviction.state
     live, layer_cells, pos, rot = tables = [saved[name] for name in ("live", "layer_cells", "pos", "rot")]
     n, n_past = counters["rows", "n_kv"], counters["rows", "n_past"]
     shape = len(rows.layer), n
@@ -109,8 +110,8 @@ def _fits(stream: Stream, saved: Mapping[str, np.ndarray], counters: Counters) -
         all(array.dtype == np.int32 for array in tables)
         and live.shape == shape[:1]
         and pos.shape == rot.shape == shape
-        and layer_cells.shape == stream.layer_cells.shape
-        and 0 <= n <= min(stream.n_cell, n_past)
+        and layer_cells.shape == eviction.layer_cells.shape
+        and 0 <= n <= min(n_cell, n_past)
         and live.min(initial=n) >= (0 if rows.ragged else n)
         and live.max(initial=0) == n
     ):
@@ -120,44 +121,48 @@ def _fits(stream: Stream, saved: Mapping[str, np.ndarray], counters: Counters) -
     return (
         min(counters.values()) >= 0
         and all(counters[clock] <= n_past for clock in (("eviction", "n_planned"), ("signals", "since")))
-        and all(counters["eviction", name] < stream.policy.n_live for name in ("n_pinned", "n_held"))
-        and counters["rows", "next_rot"] <= stream.n_ctx
+        and all(counters["eviction", name] < eviction.policy.n_live for name in ("n_pinned", "n_held"))
+        and counters["rows", "next_rot"] <= eviction.n_ctx
         and all(
             ((array >= 0) & (array < end))[is_live].all()
-            for array, end in ((pos, n_past), (rot, stream.n_ctx))
+            for array, end in ((pos, n_past), (rot, eviction.n_ctx))
         )
         and all(
             context.fits(layer, n_live, saved[f"cells.{layer}"])
             for layer, n_live in enumerate(rows.most(live).tolist())
         )
-        and stream.signals.fits(saved, n)
+        and eviction.signals.fits(saved, n)
         and (not context.archive or context.archive.fits(saved, n_past))
         and (not context.fixed_state or context.fixed_state.fits(*(saved[name] for name in _BESIDE)))
-        and [(own.dtype, own.shape) for own in _states(stream, saved)] == own_state
+        and [(own.dtype, own.shape) for own in _states(eviction, saved)] == own_state
     )
 
 
-def _states(stream: Stream, saved: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    return [saved[f"state.{i}"] for i in range(len(stream.eviction.state))]
+def _parts(eviction: Eviction) -> dict[str, object]:
+    return {"rows": eviction.rows, "eviction": eviction, "signals": eviction.signals}
 
 
-def _put(stream: Stream, saved: Mapping[str, np.ndarray], counters: Counters) -> None:
-    context, rows = stream.context, stream.rows
-    stream.reset()
+def _states(eviction: Eviction, saved: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    return [saved[f"state.{i}"] for i in range(len(eviction.state))]
+
+
+def _put(eviction: Eviction, saved: Mapping[str, np.ndarray], counters: Counters) -> None:
+    context, rows = eviction.cache, eviction.rows
+    eviction.reset()
     if rows.ragged:
-        stream.resize(saved["layer_cells"])
+        eviction.resize(saved["layer_cells"])
     for (part, name), value in counters.items():
-        setattr(getattr(stream, part), name, value)
+        setattr(_parts(eviction)[part], name, value)
     rows.put(saved["live"], saved["pos"], saved["rot"])
-    for own, array in zip(stream.eviction.state, _states(stream, saved), strict=True):
+    for own, array in zip(eviction.state, _states(eviction, saved), strict=True):
         own[:, : rows.n_kv] = array
     for layer, n_live in enumerate(rows.most_live().tolist()):
         context.set_cells(layer, n_live, saved[f"cells.{layer}"])
     if context.archive:
         context.archive.restore(saved)
         context.archive.rebase(rows.n_past - rows.next_rot)
-    stream.eviction.edit(rows.live, rows.next_rot)
+    eviction.edit(rows.live, rows.next_rot)
     context.set_places(saved["rot"])
     if context.fixed_state:
         context.fixed_state.restore(*(saved[name] for name in _BESIDE))
-    stream.signals.restore(saved, counters["signals", "since"])
+    eviction.signals.restore(saved, counters["signals", "since"])

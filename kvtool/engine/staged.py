@@ -62,10 +62,12 @@ def read(
     context, policy = stream.context, stream.policy
     assert isinstance(context, Context)
     assert context.archive
-    n_filled = int(stream.layer_cells.max()) - policy.n_live
+    n_filled = int(stream.eviction.layer_cells.max()) - policy.n_live
     done, is_ready = 0, False
     try:
-        stream.resize(np.full_like(stream.layer_cells, pad(policy.n_live + stream.n_chunk + n_filled)))
+        stream.eviction.resize(
+            np.full_like(stream.eviction.layer_cells, pad(policy.n_live + stream.n_chunk + n_filled))
+        )
         context.archive.stage(stream.n_past + len(tokens))
         is_ready = True
         while done < len(tokens) and not stopped():
@@ -80,5 +82,5 @@ def read(
         return None
     finally:
         context.archive.stage(0)
-        stream.resize(stream.layer_cells)
+        stream.eviction.resize(stream.eviction.layer_cells)
     return done

@@ -24,10 +24,6 @@ from kvtool.policy import Policy, State
 if TYPE_CHECKING:
     from kvtool.llama.sequence import Cache
 
-_STEP = 64
-"""Ragged layers grow and shrink by this many cells."""
-
-
 _N_CHUNK = 1024
 """Tokens of a chunk on a GPU: the archive is copied there once for each chunk."""
 
@@ -91,16 +87,11 @@ class Stream:
         What the policy reads of the attention.
     eviction
         The policy at work: its state, and what it has evicted.
-    layer_cells
-        i32[layer]: the cells that each layer has at first.
     joint_decoder
         Decodes steps of several streams at once; None where this one is alone.
     pace
         In which parts the steps of a prompt are decoded, where something else waits for them.
     """
-
-    _n_fit: int
-    """Tokens that every layer of ragged rows has room for."""
 
     def __init__(self, model: Model, policy: Policy, settings: Settings | None = None) -> None:
         self.settings = settings = settings or Settings()
@@ -130,13 +121,11 @@ class Stream:
         self.context = self._cache(pad(n_start))
         if policy.reconstruction and isinstance(self.context, Context):
             self.context.watch(on=False)
-        self.layer_cells = self.context.layer_cells
         self.rows = Rows(self.context.row_layers, self.context.n_cell, ragged=policy.ragged)
         self.signals = Signals(policy.reads, self.context, self.rows)
         in_cache = settings.positions == "in-cache"
         parts = self.context, self.rows, self.signals
         self.eviction = Eviction(policy, *parts, self.n_ctx, in_cache=in_cache)
-        self.reset()
 
     def _cache(self, n_cell: int) -> Cache:
         """The cache. Raises UsageError where it is too long, and LibraryError for what needs the patch."""
@@ -174,14 +163,12 @@ class Stream:
         return SequenceContext(model, n_cell, settings.n_batch, **how)
 
     def reset(self) -> None:
-        """Forgets everything: the next token is the first."""
-        self._n_fit = 0
-        self.rows.clear(self.rows.pos.shape[1])
+        """Forget all tokens, and how many of them are pinned and held."""
         self.eviction.reset()
-        if (self.context.layer_cells != self.layer_cells).any():
-            self.context.resize(self.layer_cells)
-        self.rows.clear(self.context.n_cell)
-        self.eviction.start()
+
+    def empty(self) -> None:
+        """Forget all tokens, but not how many are pinned and held."""
+        self.eviction.empty()
 
     def close(self) -> None:
         """Frees the cache."""
@@ -320,34 +307,7 @@ class Stream:
         if self.rows.next_rot + n > self.n_ctx:
             self._start_over(n)
         if self.rows.ragged:
-            if n > self._n_fit:
-                self.make_room(n)
-            self._n_fit -= n
-
-    def resize(self, n_cell: np.ndarray) -> None:
-        """Gives each layer i32[layer] so many cells, and the host's arrays as many as the longest."""
-        self.context.resize(n_cell)
-        if self.context.n_cell != self.rows.pos.shape[1]:
-            self.rows.resize(self.context.n_cell)
-            if self.state:
-                self.eviction.resize()
-
-    def make_room(self, n: int) -> None:
-        """Gives every layer of ragged rows room for n tokens; one that has much more gives it back."""
-        most = self.rows.most_live()
-        wanted = -(-(most + n) // _STEP) * _STEP
-        cells = self.context.layer_cells
-        wrong = (most + n > cells) | (cells - wanted > _STEP)
-        if wrong.any():
-            self.resize(np.where(wrong, wanted, cells))
-        self._n_fit = int((self.context.layer_cells - most).min())
-
-    def low_rot(self, n_kv: int, n: int) -> int:
-        """Where positions start over behind n_kv cells, so that n more tokens fit into the context.
-
-        Sliding layers need room for the tokens they see, which may be more than the cells.
-        """
-        return max(n_kv, min(self.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
+            self.eviction.take_room(n)
 
     def _start_over(self, n: int) -> None:
         """Closes all gaps between live cells; positions start over behind them, n tokens to come."""
@@ -356,7 +316,7 @@ class Stream:
                 f"the stream has reached the context of {self.n_ctx} tokens; "
                 "continue with --positions auto or in-cache"
             )
-        self.eviction.close_gaps(self.low_rot(self.n_kv, n))
+        self.eviction.close_gaps(n)
 
 
 def _check_index(model: Model, n_cell: int) -> None:

@@ -76,6 +76,7 @@ class Decoder:
         self.model = model
         self.ragged = ragged
         self.kv_offload = kv_offload
+        self.types = type_k, type_v
         params = api.llama_context_default_params()
         # the sliding layers' cache is never longer than this, and must hold what they see and a step
         params.n_ctx = max(n_cell, self.model.n_swa and self.model.n_swa + n_batch)

@@ -53,12 +53,12 @@ class Shared:
             policy = _Watch(min(pad(len(tokens) + 1), n_ctx))
             with closing(Engine(self._model, policy, self._settings)) as engine:
                 n = 0
-                if last and last.fits(engine, tokens[: len(last.tokens)]):
-                    n = last.put(engine)
+                if last and last.fits(engine.eviction, tokens[: len(last.tokens)]):
+                    n = last.put(engine.eviction)
                     engine.signals.restore(last.signals, 0)
                 # freed first, or two would be in memory
                 last = None
                 engine.read(tokens[n:])
-                last = CachedPrompt.of(engine, tokens)
+                last = CachedPrompt.of(engine.eviction, tokens)
         self._last = last
         return last

@@ -103,7 +103,7 @@ def _saved(
 ) -> tuple[dict[str, np.ndarray], dict[tuple[str, str], int]]:
     """What the engine holds after the text, and its counters."""
     engine.read(tokens[:N_READ])
-    arrays = {name: np.array(values) for name, values in snapshot.save(engine)}
+    arrays = {name: np.array(values) for name, values in engine.save()}
     engine.close()
     return arrays, dict(zip(snapshot._COUNTERS, arrays["engine"].tolist(), strict=True))
 
@@ -112,7 +112,7 @@ def _put(
     engine: loop.Engine, arrays: dict[str, np.ndarray], counters: dict[tuple[str, str], int]
 ) -> loop.Engine:
     # without its checks: a full cache is longer than the trained context
-    snapshot._put(engine, arrays, counters)
+    snapshot._put(engine.eviction, arrays, counters)
     return engine
 
 

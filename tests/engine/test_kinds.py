@@ -213,7 +213,7 @@ def test_there_are_no_more_cells_than_an_index_chooses(tmp_path):
     with open_engine(path, policies.fit("h2o", 200, 16)) as engine:
         perplexity.stream(engine, text(300))
         assert engine.n_evicted
-        engine.resize(np.full(2, 512))
+        engine.eviction.resize(np.full(2, 512))
         with pytest.raises(KvtoolError, match=r"300 cells, not 512"):
             engine.step(text(1))
 

@@ -410,8 +410,8 @@ PLANTED = {
     "engine, snapshot": Fault(
         "a restored engine forgets which tokens its signals are of",
         "kvtool/engine/snapshot.py",
-        'stream.signals.restore(saved, counters["signals", "since"])',
-        "stream.signals.restore(saved, stream.signals.since)",
+        'eviction.signals.restore(saved, counters["signals", "since"])',
+        "eviction.signals.restore(saved, eviction.signals.since)",
         ("engine/test_session.py",),
     ),
     "chats": Fault(
