@@ -271,7 +271,7 @@ def _policy_for(
     n_held: tokens that no eviction removes. Raises UsageError.
     """
     from kvtool.config import budget
-    from kvtool.engine.stream import on_model
+    from kvtool.engine.checks import on_model
 
     n_batch = run.n_batch or run.default_n_batch
     if not spec.kind.evicts:

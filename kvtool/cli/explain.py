@@ -84,10 +84,6 @@ class Notice:
 
 def long_text(engine: Engine, what: str, n: int) -> str | None:
     """Return a line about the reading of a text of n tokens; None if the text fits in the budget."""
-    from kvtool.engine import staged
-    from kvtool.engine.outlook import whole_signal_bytes
-    from kvtool.engine.prefill import in_segments, n_segments, whole_bytes
-
     n_before = engine.n_past if engine.reads_anew(n) else 0
     is_whole, settings = engine.reads_whole(n) or n_before > 0, engine.settings
     is_shared = _shares(engine.policy)
@@ -101,27 +97,29 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
         )
     start, share = f"the {what} has {n:,} tokens", _share(engine, budget, n)
     if is_whole:
-        segments = n_segments(engine, n_before + n)
+        reader = engine.whole_reader
+        segments = reader.n_segments(n_before + n)
         if segments > 1 and settings.positions == "original":
             return f"{start}, but original positions end at {engine.n_ctx:,}: it cannot be read whole"
-        if segments > 1 and not in_segments(engine):
+        if segments > 1 and not reader.in_segments:
             readers = "recall" if engine.policy.recall else "rows that share a budget"
             return f"{start}, more than {readers} can read whole in a context of {engine.n_ctx:,}"
         how = f"in {segments} parts that do not see each other" if segments > 1 else "at once"
         how += ", twice" if engine.policy.reconstruction else ""
         how += f", with the {n_before:,} tokens before it" if n_before else ""
-        cache = format_bytes(whole_bytes(engine, n_before + n))
-        if n_bytes := whole_signal_bytes(engine, n_before + n):
+        cache = format_bytes(reader.n_bytes(n_before + n))
+        if n_bytes := reader.signal_bytes(n_before + n):
             cache += f" and {format_bytes(n_bytes)} of signals"
         return f"{start}: {share}. It is read {how}, in a cache of {cache}, which is freed then"
     if settings.positions == "original" and engine.n_past + n > engine.n_ctx:
         return f"{start}, but original positions end at {engine.n_ctx:,}: reading stops there"
-    if n_exact := staged.n_readable(engine, n):
+    if n_exact := engine.n_exact(n):
+        exact = engine.exact_reader
         which = "It" if n_exact == n else f"Its first {n_exact:,} tokens"
         is_or_are = "is" if n_exact == n else "are"
         return (
-            f"{start}; {share}. {which} {is_or_are} read in chunks of {engine.n_chunk:,} that attend to all "
-            f"tokens before them, with {format_bytes(staged.device_bytes(engine, engine.n_past + n_exact))} "
+            f"{start}; {share}. {which} {is_or_are} read in chunks of {exact.n_chunk:,} that attend to all "
+            f"tokens before them, with {format_bytes(exact.device_bytes(engine.n_past + n_exact))} "
             "more on the device meanwhile"
         )
     return f"{start}: {share}"
@@ -238,24 +236,20 @@ def _memory(engine: Engine) -> str:
 
 
 def _eviction(engine: Engine, what: str, n_text: int) -> str:
-    from kvtool.engine.outlook import first_plan
-
-    first = first_plan(engine, n_text)
+    first = engine.first_plan(n_text)
     if first is None:
         return "never"
     every = f", then every {engine.policy.slack:,}" if engine.policy.ragged else ""
     behind = f", including the {what}'s {n_text:,}" if 0 < n_text < first else ""
     kind = "the policy first chooses" if engine.policy.ragged else "first"
     text = f"{kind} after {first:,} tokens{every}{behind}"
-    batched = first_plan(engine, sys.maxsize) if not n_text else first
+    batched = engine.first_plan(sys.maxsize) if not n_text else first
     if batched != first and not engine.reads_whole(sys.maxsize):
         text += f"; in a long {what} after {batched:,}"
     return text
 
 
 def _positions(engine: Engine, what: str, n_text: int) -> str:
-    from kvtool.engine.prefill import in_segments, n_segments
-
     mode, n_ctx = engine.settings.positions, engine.n_ctx
     if mode == "in-cache":
         return "in-cache from the first token"
@@ -263,24 +257,23 @@ def _positions(engine: Engine, what: str, n_text: int) -> str:
         return f"original: the stream ends after {n_ctx:,} tokens"
     if not engine.policy.slack:
         return f"original for the {engine.n_cell:,} tokens that fit"
-    if engine.reads_whole(n_text) and n_segments(engine, n_text) > 1 and in_segments(engine):
+    reader = engine.whole_reader
+    if engine.reads_whole(n_text) and reader.n_segments(n_text) > 1 and reader.in_segments:
         return f"auto: original within each segment of the {what}, then gaps are closed"
     return f"auto: original up to token {n_ctx:,}; gaps are closed there, and whenever the context is full"
 
 
 def _prefill(engine: Engine) -> str:
-    from kvtool.engine.prefill import has_room
-
     if (engine.settings.prefill or engine.policy.prefill) == "whole":
         return (
             f"whole: a prompt of more than {engine.policy.n_asked:,} tokens is decoded whole, "
             f"{'read once more, ' if engine.policy.reconstruction else ''}then compressed once"
         )
     stream = f"in batches of up to {_batch(engine):,} tokens"
-    if engine.n_chunk:
-        how = f"in chunks of up to {engine.n_chunk:,} tokens that attend to all before them"
+    if engine.exact_reader.n_chunk:
+        how = f"in chunks of up to {engine.exact_reader.n_chunk:,} tokens that attend to all before them"
         return f"exact up to half of the context ({engine.n_ctx // 2:,}), {how}; then {stream}"
-    if has_room(engine, engine.policy.n_asked + 1):
+    if engine.whole_reader.gpu_has_room(engine.policy.n_asked + 1):
         return (
             f"whole where it takes at most half of a GPU's free memory, then compressed once; else {stream}"
         )

@@ -17,10 +17,10 @@ def can_go_back(eviction: Eviction) -> bool:
     That is so where nothing is ever evicted. Sliding and recurrent layers forget, and a policy's state and
     signals are of tokens that have come since.
     """
-    keeps_all = eviction.cache.archive or not eviction.policy.slack
+    keeps_all = eviction.context.archive or not eviction.policy.slack
     return bool(
         keeps_all
-        and not eviction.cache.fixed_state
+        and not eviction.context.fixed_state
         and not eviction.state
         and eviction.policy.reads == Signal.NONE
     )
@@ -59,7 +59,7 @@ def go_back(eviction: Eviction, n: int) -> bool:
     past = _past(eviction, n) if can_go_back(eviction) else None
     if not past:
         return False
-    context, rows = eviction.cache, eviction.rows
+    context, rows = eviction.context, eviction.rows
     archive = context.archive
     end = max(min(archive.end, n), past.begin) if archive and archive.n else n
     pos = rows.pos[:, : rows.n_kv]
@@ -90,7 +90,7 @@ def go_back(eviction: Eviction, n: int) -> bool:
 
 def _past(eviction: Eviction, n: int) -> _Past | None:
     """What the stream was after n tokens; None where the archive has forgotten some of its window."""
-    rows, archive = eviction.rows, eviction.cache.archive
+    rows, archive = eviction.rows, eviction.context.archive
     n_kv, base = n_live(eviction.policy, n), rows.n_past - rows.next_rot
     if not (archive and archive.n):
         return _Past(rows.n_kv, n, n, base, 0) if rows.n_kv == rows.n_past else None

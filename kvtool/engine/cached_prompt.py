@@ -57,7 +57,7 @@ class CachedPrompt:
     @classmethod
     def of(cls, eviction: Eviction, tokens: np.ndarray) -> CachedPrompt:
         """The prompt i32[n], which is all that the stream has read, and of which it has evicted nothing."""
-        context, rows, n = eviction.cache, eviction.rows, len(tokens)
+        context, rows, n = eviction.context, eviction.rows, len(tokens)
         assert rows.n_past == rows.n_kv == n
         cells = [context.cells(layer, n) for layer in range(len(context.layer_cells))]
         logits = context.logits()[-1:].copy()
@@ -66,7 +66,7 @@ class CachedPrompt:
 
     def fits(self, eviction: Eviction, tokens: np.ndarray) -> bool:
         """Whether the stream would read this prompt into the same cells, and nothing beside them."""
-        context = eviction.cache
+        context = eviction.context
         return (
             np.array_equal(tokens, self.tokens)
             and isinstance(context, Context)
@@ -81,7 +81,7 @@ class CachedPrompt:
         The others are to be decoded there, so that the stream has its signals: none if `signals` has them, or
         the policy has a reconstruction pass; its queries, if only the last ones count; else all.
         """
-        context, rows = eviction.cache, eviction.rows
+        context, rows = eviction.context, eviction.rows
         n = self._n_known(eviction)
         if not n:
             return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
+from kvtool.llama.model import Model
 from kvtool.models.layers import Layers
 from kvtool.policy import Policy
 
@@ -48,6 +49,14 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
         raise UsageError(
             f"{type(policy).__name__} needs the distances of the text; choose --positions auto or original"
         )
+
+
+def on_model(policy: Policy, model: Model) -> Policy:
+    """Return the policy adapted to the model. Raises UsageError if they do not go together."""
+    try:
+        return policy.on(model.layers.n_group, model.layers.has_values)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def how_read(policy: Policy, settings: Settings) -> str:

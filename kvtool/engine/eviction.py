@@ -56,15 +56,15 @@ class Eviction:
     edit_s: float
 
     def __init__(
-        self, policy: Policy, cache: Cache, rows: Rows, signals: Signals, n_ctx: int, *, in_cache: bool
+        self, policy: Policy, context: Cache, rows: Rows, signals: Signals, n_ctx: int, *, in_cache: bool
     ) -> None:
         self.policy = policy
-        self.cache = cache
+        self.context = context
         self.rows = rows
         self.signals = signals
         self.n_ctx = n_ctx
         self.in_cache = in_cache
-        self.layer_cells = cache.layer_cells
+        self.layer_cells = context.layer_cells
         self._reads = policy.reads
         self._name = type(policy).__name__
         self.reset()
@@ -75,13 +75,13 @@ class Eviction:
         self._n_fit = 0
         self.rows.clear(self.rows.pos.shape[1])
         self.n_pinned = self.n_held = self.n_planned = self.n_evicted = self.n_restart = 0
-        if self.cache.archive:
-            self.cache.archive.keep(0)
+        if self.context.archive:
+            self.context.archive.keep(0)
         self.plan_s = self.edit_s = 0.0
-        self.edit(np.zeros(self.cache.n_row, np.int32), 0)
-        if (self.cache.layer_cells != self.layer_cells).any():
-            self.cache.resize(self.layer_cells)
-        self.rows.clear(self.cache.n_cell)
+        self.edit(np.zeros(self.context.n_row, np.int32), 0)
+        if (self.context.layer_cells != self.layer_cells).any():
+            self.context.resize(self.layer_cells)
+        self.rows.clear(self.context.n_cell)
         self.start()
 
     def empty(self) -> None:
@@ -93,16 +93,16 @@ class Eviction:
     def start(self) -> None:
         """Lets the policy make the state for the rows' cells. Raises PlanError if it makes something else."""
         shape = self.rows.pos.shape
-        state = self.ask("start", *shape, self.cache.n_dim)
+        state = self.ask("start", *shape, self.context.n_dim)
         check_state(self._name, state, shape)
         self.state = state
 
     def resize(self, n_cell: np.ndarray) -> None:
         """Give each layer i32[layer] cells, and the rows and the state as many as the longest layer."""
-        self.cache.resize(n_cell)
-        if self.cache.n_cell == self.rows.pos.shape[1]:
+        self.context.resize(n_cell)
+        if self.context.n_cell == self.rows.pos.shape[1]:
             return
-        self.rows.resize(self.cache.n_cell)
+        self.rows.resize(self.context.n_cell)
         if old := self.state:
             self.start()
             for source, target in zip(old, self.state, strict=False):
@@ -123,18 +123,18 @@ class Eviction:
         """Resize the layers of ragged rows so that each has room for n tokens, and not for many more."""
         most = self.rows.most_live()
         wanted = -(-(most + n) // _STEP) * _STEP
-        cells = self.cache.layer_cells
+        cells = self.context.layer_cells
         wrong = (most + n > cells) | (cells - wanted > _STEP)
         if wrong.any():
             self.resize(np.where(wrong, wanted, cells))
-        self._n_fit = int((self.cache.layer_cells - most).min())
+        self._n_fit = int((self.context.layer_cells - most).min())
 
     def low_rot(self, n_kv: int, n: int) -> int:
         """Return the position from which positions start over after n_kv cells, with n tokens to come.
 
         Sliding layers need room for the tokens that they see, which may be more than the cells.
         """
-        return max(n_kv, min(self.cache.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
+        return max(n_kv, min(self.context.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
 
     def ask(self, what: str, *args: object) -> Any:
         """Calls the policy. Raises PlanError for whatever goes wrong in it."""
@@ -163,7 +163,7 @@ class Eviction:
         """
         self.check_pin(n)
         n = self.pinnable(n)
-        if n != self.n_pinned and self.cache.archive and self.cache.archive.n:
+        if n != self.n_pinned and self.context.archive and self.context.archive.n:
             raise UsageError("tokens are archived already; pin before the first eviction")
         self.n_pinned = n
 
@@ -189,17 +189,17 @@ class Eviction:
         rows = self.rows
         if Signal.KEYS in self._reads:
             # as before RoPE
-            signals = signals | {"keys": self.cache.read_keys(rows.live - n_new, -rows.new_rot(n_new))}
-        if self.cache.queries:
-            n_last = max(min(self.cache.queries.n, rows.n_past - self.policy.n_skip), 1)
-            future = self.cache.queries.future(n_last, rows.next_rot, rows.n_kv)
+            signals = signals | {"keys": self.context.read_keys(rows.live - n_new, -rows.new_rot(n_new))}
+        if self.context.queries:
+            n_last = max(min(self.context.queries.n, rows.n_past - self.policy.n_skip), 1)
+            future = self.context.queries.future(n_last, rows.next_rot, rows.n_kv)
             signals = signals | dict(zip(("future_mean", "future_variance"), future, strict=True))
         if Signal.VALUE_NORMS in self._reads:
-            signals = signals | {"value_norms": self.cache.read_value_norms(rows.n_kv)}
+            signals = signals | {"value_norms": self.context.read_value_norms(rows.n_kv)}
         if rows.ragged:
             signals = signals | {"live": rows.live.copy()}
         if self._reads & (Signal.HITS | Signal.FUTURE):
-            signals = signals | {"n_head": self.cache.n_head}
+            signals = signals | {"n_head": self.context.n_head}
         return View(
             pos=rows.view_pos(),
             layer=rows.layer,
@@ -272,15 +272,15 @@ class Eviction:
                 raise PlanError(f"{name}: row {int(lost[0])} evicts a pinned token")
         if plan.merge is not None:
             check_merge(name, plan.merge, keep)
-        if self.cache.archive:
+        if self.context.archive:
             self._check_archived(name, view, keep)
         return counts
 
     def _check_archived(self, name: str, view: View, keep: np.ndarray) -> None:
         """Raises PlanError unless all rows evict the tokens that come next in the archive, without gaps."""
-        assert self.cache.archive
+        assert self.context.archive
         pos = np.sort(view.pos[0, ~keep[0]])
-        begin = self.cache.archive.end if self.cache.archive.n else (pos[0] if len(pos) else 0)
+        begin = self.context.archive.end if self.context.archive.n else (pos[0] if len(pos) else 0)
         if not (keep == keep[0]).all() or (pos != begin + np.arange(len(pos))).any():
             raise PlanError(f"{name}: all rows must evict the tokens that are archived next")
 
@@ -301,13 +301,13 @@ class Eviction:
         fill_holes(plan.keep, n_keep, source)
         turn = turns(rows, source, n_keep, next_rot) if close or self.in_cache else None
         moves = moves_of(source, turn)
-        if self.cache.archive and not plan.keep[0].all():
+        if self.context.archive and not plan.keep[0].all():
             self._archive(np.flatnonzero(~plan.keep[0]))
         self.edit(n_keep, next_rot, moves, plan.merge)
         self.n_evicted += int((rows.live - n_keep).sum())
         rows.move(moves, n_keep, next_rot)
-        if self.cache.archive:
-            self.cache.archive.rebase(rows.n_past - rows.next_rot)
+        if self.context.archive:
+            self.context.archive.rebase(rows.n_past - rows.next_rot)
         try:
             if self.state:
                 self.ask("move", self.state, source)
@@ -341,19 +341,19 @@ class Eviction:
         most = int(n_keep.max())
         n_keep_row = n_keep if self.rows.ragged else None
         start = time.perf_counter()
-        self.cache.apply(moves, most, next_rot - most, merge, n_keep_row=n_keep_row, n_hidden=n_hidden)
+        self.context.apply(moves, most, next_rot - most, merge, n_keep_row=n_keep_row, n_hidden=n_hidden)
         self.edit_s += time.perf_counter() - start
         self.signals.begin()
 
     def _archive(self, cells: np.ndarray) -> None:
         """Archives the tokens in these cells i32[n] of every row."""
-        assert self.cache.archive
+        assert self.context.archive
         pos = self.rows.pos[0, cells]
-        self.cache.archive.push(cells[np.argsort(pos)], int(pos.min()))
+        self.context.archive.push(cells[np.argsort(pos)], int(pos.min()))
 
     def hide(self) -> None:
         """Keeps the live cells out of sight of later queries, which clears the signals."""
-        self.cache.hide(self.rows.n_past)
+        self.context.hide(self.rows.n_past)
         self.signals.begin()
 
 

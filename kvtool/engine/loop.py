@@ -1,94 +1,130 @@
-"""The one loop: decode, read signals, plan, apply."""
+"""The one loop: decode, observe, plan, apply."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 
-from kvtool.engine import prefill, staged
+from kvtool.engine.cache import Sizes, open_cache
 from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.cells import Cells
-from kvtool.engine.stream import Stream
-from kvtool.errors import LibraryError, UsageError
+from kvtool.engine.checks import check, how_read, on_model
+from kvtool.engine.chunk_size import ChunkSize
+from kvtool.engine.eviction import Eviction, ask
+from kvtool.engine.exact_reader import ExactReader
+from kvtool.engine.rows import Rows
+from kvtool.engine.settings import Settings
+from kvtool.engine.signals import Signals
+from kvtool.engine.whole_reader import WholeReader, batches
+from kvtool.errors import LibraryError, StreamEnd, UsageError
+from kvtool.llama.context import Context
+from kvtool.llama.model import Model
+from kvtool.policy import Policy, State
 
 _I32 = np.dtype(np.int32)
 
 _N_ANEW = 8
-"""A text that is this part of all, or more, is read with what is before it where a GPU reads that whole."""
+"""Re-read the whole stream if the new text is at least 1/8 of it, and a GPU has room for it."""
 
 
-class Engine(Stream):
-    """A stream that evicts when its policy is due. Attributes as in `Stream`."""
+class JointDecoder(Protocol):
+    """Decodes the steps of several engines together."""
 
-    def cells(self) -> Cells:
-        """Which tokens each row holds now."""
-        return Cells.of(self.rows)
+    @property
+    def is_several(self) -> bool:
+        """True if steps of several engines are decoded together now. They then have no draft tokens."""
+
+    def decode(self, context: Context, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
+        """Decode as `Context.decode` does."""
+
+
+class Engine:
+    """A stream of tokens that goes through one cache under one policy.
+
+    Attributes
+    ----------
+    model, policy, settings
+        The arguments. A policy that recalls is adapted to the model.
+    prefill
+        How a prompt is read: "stream", "whole" or "exact".
+    n_ctx
+        Context length: keys are rotated to positions below it.
+    n_cell
+        Maximum number of tokens in the cache before an eviction.
+    n_batch
+        Maximum number of tokens of a step while there are archived tokens.
+    context
+        The cache in llama.cpp. Its `logits()` are those of the last step.
+    rows
+        Which token each cell of each row holds.
+    signals
+        The attention statistics that the policy reads.
+    eviction
+        The cache under the policy: plans, and the policy's state.
+    whole_reader, exact_reader
+        The other two ways to read a text.
+    n_refused
+        Length of a text for which a GPU had no memory, read whole or exactly. None: there was none.
+    joint_decoder
+        Decodes the steps of several engines together; None if this engine is alone.
+    chunk_size
+        Size of the parts in which steps are decoded while another thread waits; None: steps have one part.
+    """
+
+    def __init__(self, model: Model, policy: Policy, settings: Settings | None = None) -> None:
+        self.settings = settings = settings or Settings()
+        self.model = model
+        self.policy = policy = on_model(policy, model) if policy.recall else policy
+        sizes = Sizes.of(policy, settings, model)
+        self.n_ctx, self.n_cell, self.n_batch = sizes.n_ctx, sizes.n_cell, sizes.n_batch
+        check(policy, settings, model.layers, self.n_ctx, model.n_ctx_train)
+        self.prefill = how_read(policy, settings)
+        # properties of a policy take microseconds, which count in each step
+        self._n_live = policy.n_live
+        self._request = ask(policy, "request")
+        self._needs_t = self._request.needs_t
+        self.context = open_cache(model, policy, self._request, settings, sizes)
+        self.rows = Rows(self.context.row_layers, self.context.n_cell, ragged=policy.ragged)
+        self.signals = Signals(policy.reads, self.context, self.rows)
+        in_cache = settings.positions == "in-cache"
+        parts = self.context, self.rows, self.signals
+        self.eviction = Eviction(policy, *parts, self.n_ctx, in_cache=in_cache)
+        self.whole_reader = WholeReader(self.eviction, settings)
+        self.exact_reader = ExactReader(self.eviction, settings, sizes.n_chunk)
+        self.n_refused: int | None = None
+        self.joint_decoder: JointDecoder | None = None
+        self.chunk_size: ChunkSize | None = None
+
+    def close(self) -> None:
+        """Free the cache."""
+        self.context.close()
+
+    def reset(self) -> None:
+        """Forget all tokens, and how many of them are pinned and held."""
+        self.eviction.reset()
+
+    def empty(self) -> None:
+        """Forget all tokens, but not how many are pinned and held."""
+        self.eviction.empty()
 
     def pin(self, n: int) -> None:
-        """The first n tokens of the stream are never evicted. Raises UsageError for too many."""
+        """Never evict the first n tokens of the stream. Raises UsageError for too many."""
         self.eviction.pin(n)
 
     def hold(self, n: int) -> None:
-        """The newest n tokens stay at every eviction. Raises UsageError for too many."""
+        """Keep the newest n tokens at every eviction. Raises UsageError for too many."""
         self.eviction.hold(n)
 
-    def room(self) -> int:
-        """The largest step that fits beside the live cells. 0 if an eviction has to come first."""
-        # n_cell is at most n_ctx
-        return min(self.n_batch if self.n_archived else self.settings.n_batch, self.n_cell - self.rows.n_kv)
-
-    @property
-    def n_until_plan(self) -> int:
-        """Tokens until the next plan; 0 or less if one is due."""
-        rows = self.rows
-        n = self._n_live - rows.n_kv
-        if rows.ragged:
-            n = min(n, self.eviction.n_planned + self.policy.slack - rows.n_past)
-        return n
-
-    def reads_whole(self, n: int) -> bool:
-        """Whether a text of n tokens would now be decoded whole, then compressed once.
-
-        What only the policy asks for gives way where it cannot be. What is recalled is read so unasked where
-        a GPU has room for it.
-        """
-        evicts = n > self.policy.n_asked and self.policy.slack > 0
-        if self.n_past or not evicts:
-            return False
-        if self.prefill != "whole":
-            # a text that is read by chunks takes less memory and time
-            return staged.n_readable(self, n) < n and prefill.has_room(self, n)
-        has_to = self.settings.prefill == "whole" or self.policy.reconstruction is not None
-        return has_to or prefill.fits_at_once(self, n)
-
-    def reads_anew(self, n: int) -> bool:
-        """Whether a text of n tokens behind others had better be read with these, as one prompt.
-
-        A GPU then reads all of it, as `reads_whole` says unasked, before a CPU has looked into the archive
-        for the text.
-        """
-        n_all = self.n_past + n
-        if not self.n_past or n * _N_ANEW < n_all or n_all <= self.policy.n_asked:
-            return False
-        return staged.n_readable(self, n) < n and prefill.has_room(self, n_all)
-
-    def evict_if_due(self, n: int = 1) -> None:
-        """Lets the policy evict if the next n tokens do not fit before its next plan: all that ever evicts.
-
-        A step begins with this for the token that comes, and ends with it for none. Raises PlanError, with
-        the cache as it was, for a plan that breaks a rule, and StreamEnd if the cache is full and the policy
-        keeps everything.
-        """
-        if self.n_until_plan < n:
-            self.eviction.evict()
-            if self.rows.ragged:
-                self.eviction.make_room(self.policy.slack)
+    # the loop
 
     def step(self, tokens: np.ndarray, n_output: int = 1) -> None:
-        """Decodes i32[n] tokens in one batch; the last n_output give logits.
+        """Decode i32[n] tokens at once; the last n_output give logits.
 
-        Raises what `evict_if_due` raises, UsageError for too many tokens or for one that is not in the
+        Raises what `evict_if_due` raises, UsageError for too many tokens or for a token that is not in the
         vocabulary, and StreamEnd if original positions end before them.
         """
         tokens = _checked(tokens, self.model.n_vocab)
@@ -102,39 +138,73 @@ class Engine(Stream):
                 f"n_output must be in 0..{most}, got {n_output}; "
                 "Settings(n_output=...) sets how many tokens of a step may give logits"
             )
-        self._step(tokens, n_output)
+        self._make_way(n)
+        self._decode(tokens, n_output)
+        # the step may have gone over the budget
+        self.evict_if_due(0)
 
-    def steps(self, tokens: np.ndarray, *, late: bool = False, every: bool = True) -> Iterator[slice]:
-        """Decodes a text i32[n] in as many steps as it takes. After each, yields which of the tokens it took.
+    def evict_if_due(self, n: int = 1) -> None:
+        """Evict if the next n tokens do not fit before the policy's next plan.
 
-        With a `chunk_size`, a late step yields after each of its chunks. The result is the same.
-
-        late
-            Whether a step may run past the next plan, so that a prompt is read in long steps. Otherwise every
-            plan comes when it is due: exactly the policy's own schedule.
-        every
-            Whether each token gives logits. Otherwise only the last one of the text does.
-
-        Raises what `step` raises.
+        A step calls this before its tokens, for one token, and after them, for none. Raises PlanError, with
+        the cache unchanged, for a plan that breaks a rule, and StreamEnd if the cache is full and the policy
+        keeps everything.
         """
-        tokens = _checked(tokens, self.model.n_vocab)
-        most = self.settings.n_output if every else len(tokens)
-        at = 0
-        while at < len(tokens):
-            self.evict_if_due()
-            n = min(self.room(), most, len(tokens) - at)
-            if not late:
-                n = min(n, self.n_until_plan)
-            self.make_way(n)
-            end = at + n
-            while at < end:
-                part = self.part(at, end) if late else slice(at, end)
-                at = part.stop
-                self.decode(tokens[part], at - part.start if every else int(at == len(tokens)))
-                if at == end:
-                    # it may have gone over the budget
-                    self.evict_if_due(0)
-                yield part
+        if self.n_until_plan < n:
+            self.eviction.evict()
+            if self.rows.ragged:
+                self.eviction.make_room(self.policy.slack)
+
+    @property
+    def n_until_plan(self) -> int:
+        """Number of tokens until the next plan; 0 or less if it is due."""
+        rows = self.rows
+        n = self._n_live - rows.n_kv
+        if rows.ragged:
+            n = min(n, self.eviction.n_planned + self.policy.slack - rows.n_past)
+        return n
+
+    def room(self) -> int:
+        """Maximum number of tokens of the next step; 0 if an eviction has to come first."""
+        # n_cell is at most n_ctx
+        return min(self.n_batch if self.n_archived else self.settings.n_batch, self.n_cell - self.rows.n_kv)
+
+    def _make_way(self, n: int) -> None:
+        """Provide positions and cells for n tokens. Raises StreamEnd if original positions end before."""
+        if self.rows.next_rot + n > self.n_ctx:
+            if self.settings.positions == "original":
+                raise StreamEnd(
+                    f"the stream has reached the context of {self.n_ctx} tokens; "
+                    "continue with --positions auto or in-cache"
+                )
+            self.eviction.close_gaps(n)
+        if self.rows.ragged:
+            self.eviction.take_room(n)
+
+    def _decode(self, tokens: np.ndarray, n_output: int) -> None:
+        """Decode i32[n] tokens after the live cells, whatever the budget. Nothing else calls llama.cpp's."""
+        rows = self.rows
+        if self.signals.is_observed:
+            # the policy must not see these signals a second time
+            self.signals.clear()
+        if self._needs_t:
+            self.context.see(rows.n_past if self._request.t == "stream" else rows.n_kv)
+        began = time.perf_counter()
+        if self.joint_decoder:
+            assert isinstance(self.context, Context)
+            self.joint_decoder.decode(self.context, tokens, rows.next_rot, n_output)
+        else:
+            self.context.decode(tokens, rows.next_rot, n_output)
+        if self.chunk_size:
+            self.chunk_size.note(len(tokens), time.perf_counter() - began)
+        rows.append(len(tokens))
+
+    def _part(self, at: int, end: int) -> slice:
+        """Return which of a step's tokens at..end are decoded next."""
+        # the tokens of a step share the clusters that they read from an archive
+        return self.chunk_size.part(at, end) if self.chunk_size and not self.n_archived else slice(at, end)
+
+    # texts
 
     def read(
         self,
@@ -142,26 +212,31 @@ class Engine(Stream):
         stopped: Callable[[], bool] = lambda: False,
         cached: CachedPrompt | None = None,
     ) -> int:
-        """Decodes a text i32[n] of any length; its last token gives logits.
+        """Decode a text i32[n] of any length; its last token gives logits.
 
-        The first text of a stream is read whole if policy or settings say so. `stopped` is asked before each
-        step, or part of one, whether to end. cached: what another stream has read; where that is the same
-        text with the same model and cache types, and nothing is evicted amid it, it is not read again.
-        Returns how many tokens were read; of a text read whole all or none. Raises what `step` raises.
+        The first text of a stream is read whole if the policy or the settings ask for it.
+
+        stopped
+            Asked before each part of a step whether to end.
+        cached
+            A prompt that another stream has read. If it is this text, read by the same model into the same
+            cache types, and nothing is evicted before its end, it is not read again.
+
+        Returns the number of tokens read: all or none if the text is read whole. Raises what `step` raises.
         """
         if self.reads_whole(len(tokens)):
             try:
-                return prefill.read_whole(self, _checked(tokens, self.model.n_vocab), stopped, cached)
+                return self._read_whole(_checked(tokens, self.model.n_vocab), stopped, cached)
             except LibraryError:
-                # nobody has asked for it where a GPU has less room than it says
                 if self.prefill == "whole":
                     raise
+                # a GPU has less memory than it reports
                 self.n_refused = len(tokens)
-        if n := staged.n_readable(self, len(tokens)):
+        if n := self.n_exact(len(tokens)):
             tokens = _checked(tokens, self.model.n_vocab)
-            done = staged.read(self, tokens[:n], stopped, lambda: self.evict_if_due(0))
+            done = self._read_exactly(tokens[:n], stopped)
             if done is None or (done == n and n < len(tokens)):
-                # a device lacks memory, or keys further on lie at other distances
+                # a device lacks memory, or the distances of later keys are not true
                 return (done or 0) + self.read(tokens[done or 0 :], stopped)
             return done
         fits_in = self.n_past == 0 and not self.policy.evicts and len(tokens) <= self.n_cell
@@ -175,6 +250,121 @@ class Engine(Stream):
             # a part of a step may have gone over the budget
             self.evict_if_due(0)
         return done
+
+    def steps(self, tokens: np.ndarray, *, late: bool = False, every: bool = True) -> Iterator[slice]:
+        """Decode a text i32[n] in as many steps as it takes; after each, yield the slice that it decoded.
+
+        With a `chunk_size`, a late step yields after each of its parts. The result is the same.
+
+        late
+            True if a step may run past the next plan, so that a prompt is read in long steps. If False, every
+            plan comes when it is due, according to the policy's schedule.
+        every
+            True if each token gives logits; if False, only the last token of the text.
+
+        Raises what `step` raises.
+        """
+        tokens = _checked(tokens, self.model.n_vocab)
+        most = self.settings.n_output if every else len(tokens)
+        at = 0
+        while at < len(tokens):
+            self.evict_if_due()
+            n = min(self.room(), most, len(tokens) - at)
+            if not late:
+                n = min(n, self.n_until_plan)
+            self._make_way(n)
+            end = at + n
+            while at < end:
+                part = self._part(at, end) if late else slice(at, end)
+                at = part.stop
+                self._decode(tokens[part], at - part.start if every else int(at == len(tokens)))
+                if at == end:
+                    # the step may have gone over the budget
+                    self.evict_if_due(0)
+                yield part
+
+    def reads_whole(self, n: int) -> bool:
+        """True if a text of n tokens would now be decoded whole, then compressed once.
+
+        If only the policy asks for a whole read and it does not fit, the text is streamed instead. A policy
+        that recalls reads whole, unasked, if a GPU has room for it and chunks cannot read the text exactly.
+        """
+        evicts = n > self.policy.n_asked and self.policy.slack > 0
+        if self.n_past or not evicts:
+            return False
+        if self.prefill != "whole":
+            # chunks take less memory and time
+            return self.n_exact(n) < n and self._gpu_has_room(n)
+        has_to = self.settings.prefill == "whole" or self.policy.reconstruction is not None
+        return has_to or self.whole_reader.fits(n)
+
+    def reads_anew(self, n: int) -> bool:
+        """True if a text of n tokens should be read together with all tokens before it, as one prompt.
+
+        A GPU then reads the whole stream, as `reads_whole` describes, faster than a CPU searches the archive
+        for each token of the text.
+        """
+        n_all = self.n_past + n
+        if not self.n_past or n * _N_ANEW < n_all or n_all <= self.policy.n_asked:
+            return False
+        return self.n_exact(n) < n and self._gpu_has_room(n_all)
+
+    def n_exact(self, n: int) -> int:
+        """Return how many of the next n tokens are read in chunks that attend exactly to the archive."""
+        n = self.exact_reader.n_readable(n)
+        return 0 if self._is_refused(n) else n
+
+    def _is_refused(self, n: int) -> bool:
+        return self.n_refused is not None and n >= self.n_refused
+
+    def _gpu_has_room(self, n: int) -> bool:
+        return not self._is_refused(n) and self.whole_reader.gpu_has_room(n)
+
+    def _read_whole(
+        self, tokens: np.ndarray, stopped: Callable[[], bool], cached: CachedPrompt | None
+    ) -> int:
+        """Decode a prompt i32[n] without an eviction, then compress it once. Returns n, or 0 if stopped."""
+        return self.whole_reader.read(tokens, partial(self._decode_text, stopped=stopped), cached)
+
+    def _decode_text(self, tokens: np.ndarray, n_output: int, stopped: Callable[[], bool]) -> bool:
+        """Decode a text i32[n] after the live cells, in batches; the last n_output tokens give logits.
+
+        Returns False if `stopped`, which is asked before each part of a batch.
+        """
+        n_left = len(tokens)
+        for step in batches(tokens, self.whole_reader.n_batch):
+            at = 0
+            while at < len(step):
+                if stopped():
+                    return False
+                part = step[self._part(at, len(step))]
+                at += len(part)
+                n_left -= len(part)
+                self._decode(part, 0 if n_left else n_output)
+        return True
+
+    def _read_exactly(self, tokens: np.ndarray, stopped: Callable[[], bool]) -> int | None:
+        """Decode a text i32[n] in chunks that attend exactly to the archive. Returns the number decoded.
+
+        Returns None, with nothing changed, if a device lacks memory for chunks that were not asked for.
+        """
+        done, is_ready = 0, False
+        try:
+            with self.exact_reader.staged(self.n_past + len(tokens)):
+                is_ready = True
+                while done < len(tokens) and not stopped():
+                    chunk = tokens[done : done + self.exact_reader.n_chunk]
+                    done += len(chunk)
+                    self._decode(chunk, int(done == len(tokens)))
+                    self.evict_if_due(0)
+        except LibraryError:
+            if is_ready or self.settings.prefill == "exact":
+                raise
+            self.n_refused = len(tokens)
+            return None
+        return done
+
+    # draft tokens
 
     def most_ahead(self) -> int:
         """How many guesses may follow the next token in its step: none has to be evicted for them.
@@ -195,7 +385,8 @@ class Engine(Stream):
         """
         tokens = _checked(tokens, self.model.n_vocab)
         self.context.guess(len(tokens) - 1)
-        self.advance(tokens, len(tokens))
+        self._make_way(len(tokens))
+        self._decode(tokens, len(tokens))
         self.context.look_from(0)
 
     def take_back(self, n: int) -> None:
@@ -205,9 +396,12 @@ class Engine(Stream):
             self.rows.take_back(n)
             self.eviction.give_room(n)
 
+    # earlier states
+
     @property
     def goes_back(self) -> bool:
         """Whether `go_back` can cut the stream anywhere, as long as nothing of it is forgotten."""
+        # here and below: what most chats do not need is not imported at their start
         from kvtool.engine import back
 
         return back.can_go_back(self.eviction)
@@ -235,7 +429,6 @@ class Engine(Stream):
 
         archived: False leaves out the archive's tokens, which `restore` needs, too.
         """
-        # here and below: what most chats do not need is not imported at their start
         from kvtool.engine import snapshot
 
         return snapshot.save(self.eviction, archived=archived)
@@ -246,15 +439,109 @@ class Engine(Stream):
 
         snapshot.restore(self.eviction, saved, self.n_cell)
 
-    def _step(self, tokens: np.ndarray, n_output: int) -> None:
-        self.advance(tokens, n_output)
-        # it may have gone over the budget
-        self.evict_if_due(0)
+    # what there is
+
+    def first_plan(self, n_text: int = 0) -> int | None:
+        """Return after how many tokens of a new stream the first plan comes; None: never.
+
+        n_text: how many of them are read as one text. The others come one by one.
+        """
+        policy, settings = self.policy, self.settings
+        if not policy.slack:
+            return None
+        if self.reads_whole(n_text):
+            return n_text
+        due = min(policy.budget, policy.slack) if policy.ragged else policy.n_live
+        if not settings.over_budget or policy.recall:
+            return due
+        # a text is read in whole batches, as long as they fit
+        n_batch = settings.n_batch
+        return max(due, min(-(-due // n_batch) * n_batch, n_text, self.n_cell))
+
+    def cells(self) -> Cells:
+        """Return which tokens each row holds now."""
+        return Cells.of(self.rows)
+
+    @property
+    def n_past(self) -> int:
+        """Number of tokens decoded so far."""
+        return self.rows.n_past
+
+    @property
+    def n_kv(self) -> int:
+        """Number of live cells of each row; of the longest row if rows are ragged."""
+        return self.rows.n_kv
+
+    @property
+    def n_pinned(self) -> int:
+        """Number of first tokens that are never evicted."""
+        return self.eviction.n_pinned
+
+    @property
+    def n_held(self) -> int:
+        """Number of newest tokens that are never evicted."""
+        return self.eviction.n_held
+
+    @property
+    def n_restart(self) -> int:
+        """How many times positions have started over after the live cells."""
+        return self.eviction.n_restart
+
+    @property
+    def n_evicted(self) -> int:
+        """Number of cells evicted so far per row; the mean if rows are ragged."""
+        return self.eviction.n_evicted // len(self.rows.live)
+
+    @property
+    def n_archived(self) -> int:
+        """Number of evicted tokens that a step may recall."""
+        return self.context.archive.n if self.context.archive else 0
+
+    @property
+    def mean_live(self) -> float:
+        """Mean number of tokens that a row holds."""
+        return float(self.rows.live.mean())
+
+    @property
+    def mean_kv(self) -> float:
+        """Mean number of cells of a row that a query sees, live or recalled."""
+        n_recalled = min(self.policy.recall.n_cell, self.n_archived) if self.policy.recall else 0
+        return self.mean_live + n_recalled
+
+    @property
+    def state(self) -> State:
+        """The policy's state of each cell: arrays [row, cell, ...]."""
+        return self.eviction.state
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of K and V of all cells, live or not."""
+        return self.context.cache_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the policy's state and of the table of rows, in host memory."""
+        return self.rows.pos.nbytes + self.rows.rot.nbytes + sum(array.nbytes for array in self.state)
+
+    @property
+    def signal_bytes(self) -> int:
+        """Bytes of one copy of the signals and of queries."""
+        return self.context.signal_bytes(self.context.layer_cells)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a policy takes in addition to the cache."""
+        return self.host_bytes + self.signal_bytes
+
+    @property
+    def archive_bytes(self) -> int:
+        """Bytes of the archive, in host memory or on disk."""
+        return self.context.archive.n_bytes if self.context.archive else 0
 
 
 def _checked(tokens: np.ndarray, n_vocab: int) -> np.ndarray:
-    """The tokens as i32[n]. Raises UsageError if they are none of this model."""
-    # a reply comes token by token, and beside a decode every call of NumPy takes microseconds
+    """Return the tokens as i32[n]. Raises UsageError if a token is not in the vocabulary."""
+    # a reply comes token by token, and next to a decode every call of NumPy takes microseconds
     is_one = type(tokens) is np.ndarray and tokens.shape == (1,) and tokens.dtype is _I32
     if is_one and 0 <= tokens.item() < n_vocab:
         return tokens

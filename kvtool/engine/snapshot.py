@@ -46,7 +46,7 @@ def save(eviction: Eviction, *, archived: bool = True) -> Iterator[tuple[str, np
     window, window_cells
         What the model keeps beside its rows, in sliding and recurrent layers, if there are some.
     """
-    context, rows = eviction.cache, eviction.rows
+    context, rows = eviction.context, eviction.rows
     n = rows.n_kv
     parts = _parts(eviction)
     yield "engine", np.array([getattr(parts[part], name) for part, name in _COUNTERS], np.int64)
@@ -92,7 +92,7 @@ def restore(eviction: Eviction, saved: Mapping[str, np.ndarray], n_cell: int) ->
 
 def _check_beside(eviction: Eviction, saved: Mapping[str, np.ndarray]) -> None:
     """Raises SessionError where sliding layers had other cells, whose number goes with the batch size."""
-    beside = eviction.cache.fixed_state
+    beside = eviction.context.fixed_state
     if beside and saved[_BESIDE[0]].shape != beside.shapes[0]:
         raise SessionError(
             "what was saved does not fit: its sliding layers have another number of cells; "
@@ -102,7 +102,7 @@ def _check_beside(eviction: Eviction, saved: Mapping[str, np.ndarray]) -> None:
 
 def _fits(eviction: Eviction, saved: Mapping[str, np.ndarray], counters: Counters, n_cell: int) -> bool:
     """Whether the arrays are of the right types and sizes, and the numbers can be."""
-    context, rows, state = eviction.cache, eviction.rows, eviction.state
+    context, rows, state = eviction.context, eviction.rows, eviction.state
     live, layer_cells, pos, rot = tables = [saved[name] for name in ("live", "layer_cells", "pos", "rot")]
     n, n_past = counters["rows", "n_kv"], counters["rows", "n_past"]
     shape = len(rows.layer), n
@@ -147,7 +147,7 @@ def _states(eviction: Eviction, saved: Mapping[str, np.ndarray]) -> list[np.ndar
 
 
 def _put(eviction: Eviction, saved: Mapping[str, np.ndarray], counters: Counters) -> None:
-    context, rows = eviction.cache, eviction.rows
+    context, rows = eviction.context, eviction.rows
     eviction.reset()
     if rows.ragged:
         eviction.resize(saved["layer_cells"])

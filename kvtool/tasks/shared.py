@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvtool.engine.cache import pad
 from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
-from kvtool.engine.stream import pad
 from kvtool.llama.model import Model
 from kvtool.policy import Plan, Policy, Signal, State, View
 

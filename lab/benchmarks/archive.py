@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtool import policies
-from kvtool.engine import loop, snapshot, stream
+from kvtool.engine import loop, snapshot
 from kvtool.engine.settings import Settings
 from kvtool.llama.model import Model
 from kvtool.llama.segment import CLUSTERS
@@ -62,7 +62,7 @@ def main() -> None:
     model = load_model(args.model)
     tokens = load_tokens(model, args.file, N_READ + N_STEP)
     # a full cache may be longer here than the model was trained for: its text is of no interest
-    stream.check = lambda *_: None
+    loop.check = lambda *_: None
     rows = []
     for size in map(int, args.sizes.split(",")):
         engines = {name: _recalling(model, name, tokens, size, args) for name in args.policies.split()}

@@ -203,7 +203,7 @@ def read(args: Args) -> Iterator[Row]:
         yield {
             "what": f"{way.name}, a prompt",
             "tokens": n,
-            "chunk": engine.n_chunk,
+            "chunk": engine.exact_reader.n_chunk,
             "read_s": took,
             "device_bytes": free - min(lowest),
         }

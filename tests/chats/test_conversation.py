@@ -172,16 +172,16 @@ def test_what_was_not_read_before_a_stop_is_read_first_the_next_time(chat, model
     writer = chat().writer
     tokens = model.tokenize("One two three four five six seven eight nine ten. " * 20)
     # two steps of 64 tokens
-    decode = writer.engine.decode
+    decode = writer.engine._decode
 
     def stop_after_the_second(*args, **kwargs):
         decode(*args, **kwargs)
         writer.stop = writer.engine.n_past >= 128
 
-    writer.engine.decode = stop_after_the_second
+    writer.engine._decode = stop_after_the_second
     assert not writer.read(tokens)
     assert writer.engine.n_past == 128
-    writer.engine.decode, writer.stop = decode, False
+    writer.engine._decode, writer.stop = decode, False
     assert writer.read(tokens[:3])
     assert writer.engine.n_past == len(tokens) + 3
 

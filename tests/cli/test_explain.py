@@ -7,8 +7,6 @@ import pytest
 from kvtool import policies
 from kvtool.cli.explain import Notice, _budget, explain_run, long_text, policy_line
 from kvtool.config import report
-from kvtool.engine.outlook import first_plan, whole_signal_bytes
-from kvtool.engine.prefill import whole_bytes
 from kvtool.measure import perplexity
 from tests.cli.test_cli import kvtool
 from tests.engine.running import open_engine, text
@@ -44,7 +42,7 @@ def test_the_first_plan_comes_when_foretold(tiny_model, name, settings, n_text):
     tokens = text(260)
     with open_engine(tiny_model(), policies.fit(name, 32, 4), **settings) as engine:
         seen = spy(engine)
-        first = first_plan(engine, n_text)
+        first = engine.first_plan(n_text)
         if n_text:
             engine.read(tokens[:n_text])
         while not seen:
@@ -60,13 +58,13 @@ def test_a_scored_text_is_planned_when_foretold(tiny_model, name):
     with open_engine(tiny_model(), policies.fit(name, 32, 4), over_budget=False) as engine:
         seen = spy(engine)
         perplexity.stream(engine, text(80))
-        assert seen[0] == first_plan(engine, 80)
+        assert seen[0] == engine.first_plan(80)
 
 
 @pytest.mark.engine
 def test_what_keeps_all_never_plans(tiny_model):
     with open_engine(tiny_model(), policies.fit("full", 32)) as engine:
-        assert first_plan(engine) is None
+        assert engine.first_plan() is None
 
 
 @pytest.mark.engine
@@ -77,7 +75,7 @@ def test_the_large_cache_takes_what_was_foretold(tiny_model, shape):
     with open_engine(tiny_model(**shape), policies.fit("h2o", 32, 8), prefill="whole") as engine:
         most = []
         engine.read(text(300), lambda: most.append((engine.cache_bytes, engine.signal_bytes)))
-        assert max(most) == (whole_bytes(engine, 300), whole_signal_bytes(engine, 300))
+        assert max(most) == (engine.whole_reader.n_bytes(300), engine.whole_reader.signal_bytes(300))
         assert most[-1] > (engine.cache_bytes, engine.signal_bytes)
 
 

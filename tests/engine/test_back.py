@@ -89,7 +89,7 @@ def test_a_stream_that_went_back_is_one_that_has_read_no_more(tiny_model, search
 def test_a_stream_that_keeps_all_goes_back_to_any_token(tiny_model, monkeypatch, arch, has_patch):
     n_ctx = 256
     if not has_patch:
-        for module in ("kvtool.engine.stream", "kvtool.llama.model"):
+        for module in ("kvtool.engine.cache", "kvtool.llama.model"):
             monkeypatch.setattr(f"{module}.is_patched", lambda: False)
     policy = policies.fit("full", n_ctx)
     path = tiny_model(arch, n_ctx_train=n_ctx)

@@ -13,8 +13,6 @@ import pytest
 from kvtool import policies
 from kvtool.config.report import report as said
 from kvtool.engine.loop import Engine
-from kvtool.engine.outlook import first_plan
-from kvtool.engine.prefill import whole_bytes
 from kvtool.engine.settings import Settings
 from kvtool.errors import PlanError, StreamEnd, UsageError
 from kvtool.llama.decoder import FLASH
@@ -510,8 +508,8 @@ def test_a_question_changes_nothing(tiny_model):
         before = engine.context.state(), engine.rows.pos.tobytes(), engine.n_kv, engine.n_evicted
         assert (engine.room(), engine.n_until_plan) == (0, 0)
         assert not engine.reads_whole(100)
-        assert first_plan(engine, 100) == 48
-        assert whole_bytes(engine, 1000) > engine.cache_bytes
+        assert engine.first_plan(100) == 48
+        assert engine.whole_reader.n_bytes(1000) > engine.cache_bytes
         assert (engine.context.state(), engine.rows.pos.tobytes(), engine.n_kv, engine.n_evicted) == before
 
 
@@ -647,8 +645,8 @@ def test_no_row_is_over_the_budget_between_steps(tiny_model, name, over_budget, 
 def test_a_prompt_is_read_in_steps_longer_than_the_slack(tiny_model, name):
     steps = []
     with open_engine(tiny_model(), policies.fit(name, 96, 8), prefill="stream") as engine:
-        decode = engine.decode
-        engine.decode = lambda tokens, n_output: (steps.append(len(tokens)), decode(tokens, n_output))
+        decode = engine._decode
+        engine._decode = lambda tokens, n_output: (steps.append(len(tokens)), decode(tokens, n_output))
         engine.read(text(300))
         assert engine.n_past == 300
         assert engine.n_kv <= 96

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.engine.outlook import first_plan
 from kvtool.errors import KvtoolError, LibraryError, PlanError, SessionError, StreamEnd, UsageError
 from kvtool.llama.archive import set_layer
 from kvtool.llama.devices import has_gpu
@@ -386,8 +385,8 @@ def test_live_and_recalled_cells_together_are_within_the_budget(tiny_model, posi
 def test_a_prompt_is_read_in_steps_of_the_chunk_once_something_is_archived(tiny_model):
     steps = []
     with open_engine(tiny_model(), fit(96, 8, chunk=12)) as engine:
-        decode = engine.decode
-        engine.decode = lambda tokens, n_output: (
+        decode = engine._decode
+        engine._decode = lambda tokens, n_output: (
             steps.append((len(tokens), engine.n_archived)),
             decode(tokens, n_output),
         )
@@ -421,7 +420,7 @@ def test_an_archive_that_cannot_be_is_one_line(tiny_model, settings, line):
 @pytest.mark.parametrize("n_text", [0, 100])
 def test_the_first_eviction_comes_when_foretold(tiny_model, n_text):
     with open_engine(tiny_model(), fit(96, 8)) as engine:
-        foretold = first_plan(engine, n_text)
+        foretold = engine.first_plan(n_text)
         if n_text:
             for _ in engine.steps(text(n_text), late=True):
                 if engine.n_evicted:

@@ -11,7 +11,6 @@ import pytest
 from kvtool import policies
 from kvtool.chats.writer import Writer
 from kvtool.cli.explain import explain_run, long_text
-from kvtool.engine.prefill import whole_bytes
 from kvtool.errors import LibraryError, StreamEnd, UsageError
 from kvtool.llama.context import Context
 from kvtool.llama.devices import has_gpu
@@ -136,14 +135,14 @@ def test_a_prompt_beyond_the_context_is_for_a_stream(tiny_model):
 def beside_gpu(monkeypatch, n_bytes):
     """As if a GPU computed all layers, and so many of its bytes were free."""
     monkeypatch.setattr(Model, "is_on_gpu", True)
-    monkeypatch.setattr("kvtool.engine.prefill.gpu_free_bytes", lambda: n_bytes)
+    monkeypatch.setattr("kvtool.engine.whole_reader.gpu_free_bytes", lambda: n_bytes)
 
 
 def test_unasked_it_reads_whole_what_half_of_a_free_gpu_has_room_for(monkeypatch, tiny_model):
     path = tiny_model(n_head_kv=2)
     with open_engine(path, fit(), prefill=None) as engine:
         assert not engine.reads_whole(300) or has_gpu()
-        needed = whole_bytes(engine, 300)
+        needed = engine.whole_reader.n_bytes(300)
         beside_gpu(monkeypatch, 2 * needed)
         assert engine.reads_whole(300)
         # cells come 256 at a time

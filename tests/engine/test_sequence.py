@@ -32,7 +32,7 @@ UNPATCHED = (
 
 @pytest.fixture
 def unpatched(monkeypatch):
-    for module in ("kvtool.engine.stream", "kvtool.llama.model"):
+    for module in ("kvtool.engine.cache", "kvtool.llama.model"):
         monkeypatch.setattr(f"{module}.is_patched", lambda: False)
 
 
@@ -95,7 +95,7 @@ def test_the_same_plan_gives_the_same_logits(tiny_model, monkeypatch, name, posi
         n_bytes = patched.cache_bytes
         assert patched.n_evicted > 0
         assert patched.context.n_row > 1
-    for module in ("kvtool.engine.stream", "kvtool.llama.model"):
+    for module in ("kvtool.engine.cache", "kvtool.llama.model"):
         monkeypatch.setattr(f"{module}.is_patched", lambda: False)
     with open_engine(path, policy, positions=positions) as plain:
         got = perplexity.stream(plain, tokens)

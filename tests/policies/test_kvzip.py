@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,6 @@ import pytest
 from reference import kvzip
 
 from kvtool import policies
-from kvtool.engine.prefill import n_cells, n_segments
-from kvtool.engine.reconstruction import Reconstruction
 from kvtool.errors import StreamEnd, UsageError
 from kvtool.policies.kvzip import KVzip
 from kvtool.policy import View
@@ -76,7 +75,7 @@ def repeat(engine, stream, tokens, begin, stop):
     """Lets the definition repeat its tokens from position begin to stop, as the engine does."""
     words, tokenize, n_held = engine.policy.reconstruction, engine.model.tokenize, engine.n_held
     header = tokens[len(tokens) - n_held :] if n_held else tokenize("\n")
-    n_chunk = Reconstruction(engine, words).n_chunk(stream.n)
+    n_chunk = engine.whole_reader.reconstruction.n_chunk(stream.n)
     for at in range(begin, stop, n_chunk):
         chunk = tokens[at : min(at + n_chunk, stop)]
         asked = [tokenize(words.first if at == begin else words.later)]
@@ -158,9 +157,9 @@ def test_each_segment_of_a_prompt_beyond_the_context_is_repeated(tiny_model):
     model = transformer.Llama(path)
     whole = transformer.Stream(model, positions="in-cache")
     with open_engine(path, policy) as engine:
-        assert n_segments(engine, n) == 3
+        assert engine.whole_reader.n_segments(n) == 3
         # more than one chunk a segment
-        assert Reconstruction(engine, policy.reconstruction).n_chunk(134) < 133
+        assert engine.whole_reader.reconstruction.n_chunk(134) < 133
         assert engine.read(tokens[:n]) == n
         parts = []
         for segment in np.array_split(tokens[:n], 3):
@@ -192,7 +191,8 @@ def test_of_a_reconstruction_nothing_is_left(tiny_model, arch, chunk):
             engine.read(tokens[:120])
             before = {name: array.copy() for name, array in engine.save()}
             if not found:
-                signals = Reconstruction(engine, policy.reconstruction).read(tokens[:120], 0, lambda: False)
+                decode = partial(engine._decode_text, stopped=lambda: False)
+                signals = engine.whole_reader.reconstruction.read(tokens[:120], 0, decode)
                 assert (signals["highest"] > 0).all()
                 after = dict(engine.save())
                 # where the signals' window begins is all that may differ
@@ -247,8 +247,8 @@ def test_a_text_that_fits_is_read_once(tiny_model):
 
 def test_a_cache_for_a_prompt_has_room_for_its_repetition(tiny_model):
     with open_engine(tiny_model(), policies.fit("kvzip", 48, 8, ["chunk=100"])) as engine:
-        n_beside = Reconstruction(engine, engine.policy.reconstruction).n_beside
-        assert n_cells(engine, 500) == -(-(500 + 100 + n_beside) // 256) * 256
+        n_beside = engine.whole_reader.reconstruction.n_beside
+        assert engine.whole_reader.n_cells(500) == -(-(500 + 100 + n_beside) // 256) * 256
 
 
 def test_what_cannot_be_read_twice_is_refused(tiny_model):

@@ -563,9 +563,9 @@ PLANTED = {
     ),
     "engine, staging": Fault(
         "a chunk's tokens are not evicted before the next chunk",
-        "kvtool/engine/staged.py",
-        "            done += len(part)\n            evict()\n",
-        "            done += len(part)\n        evict()\n",
+        "kvtool/engine/loop.py",
+        "int(done == len(tokens)))\n                    self.evict_if_due(0)\n",
+        "int(done == len(tokens)))\n                self.evict_if_due(0)\n",
         ("engine/test_staged.py",),
     ),
     "patch, going back": Fault(

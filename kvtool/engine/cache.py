@@ -1,0 +1,136 @@
+"""The cache for a policy: how many cells it has, and how many tokens are decoded at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvtool.engine.settings import Settings
+from kvtool.errors import LibraryError, UsageError
+from kvtool.llama.context import Context
+from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
+from kvtool.llama.model import Model
+from kvtool.models.layers import PAD
+from kvtool.policy import Policy, SignalRequest
+
+if TYPE_CHECKING:
+    from kvtool.llama.sequence import Cache
+
+_N_CHUNK = 1024
+"""Tokens of a chunk on a GPU: the archive is copied there once for each chunk."""
+
+
+class Sizes(NamedTuple):
+    """Sizes of a cache, in tokens.
+
+    Attributes
+    ----------
+    n_ctx
+        Context length: keys are rotated to positions below it.
+    n_start
+        Cells of each layer while the cache is empty.
+    n_cell
+        Maximum number of tokens in the cache before an eviction.
+    n_batch
+        Maximum number of tokens of a step while there are archived tokens.
+    n_chunk
+        Maximum number of tokens that attend exactly to the archive at once; 0 if none do.
+    """
+
+    n_ctx: int
+    n_start: int
+    n_cell: int
+    n_batch: int
+    n_chunk: int
+
+    @classmethod
+    def of(cls, policy: Policy, settings: Settings, model: Model) -> Sizes:
+        """Choose sizes for a policy that fits the model."""
+        n_ctx = min(settings.n_ctx or model.n_ctx_train, model.n_ctx_train)
+        n_cell = n_start = policy.n_live
+        n_batch, recall = settings.n_batch, policy.recall
+        if policy.ragged:
+            # llama.cpp's own table only holds the tokens between two plans
+            n_start = policy.slack + n_batch + 1
+        elif policy.slack and settings.over_budget and not recall:
+            n_cell = n_start = max(policy.budget, min(policy.budget - policy.slack + n_batch, n_ctx))
+        if recall:
+            n_start += recall.n_filled(model.layers.has_values)
+            n_batch = min(n_batch, recall.chunk)
+        return cls(n_ctx, pad(n_start), n_cell, n_batch, _chunk(policy, settings, model))
+
+
+def _chunk(policy: Policy, settings: Settings, model: Model) -> int:
+    if not (policy.recall and model.layers.has_values):
+        return 0
+    if settings.prefill == "exact":
+        return settings.n_batch
+    on_gpu = settings.prefill is None and settings.kv_offload and model.is_on_gpu
+    return max(settings.n_batch, _N_CHUNK) if on_gpu else 0
+
+
+def pad(n: int) -> int:
+    """Round a number of tokens up to the multiple of 256 for which llama.cpp makes cells."""
+    return -(-n // PAD) * PAD
+
+
+def open_cache(
+    model: Model, policy: Policy, request: SignalRequest, settings: Settings, sizes: Sizes
+) -> Cache:
+    """Make an empty cache that computes the signals of a policy's request.
+
+    Raises UsageError if it needs more cells than the model's index chooses from, and LibraryError if it needs
+    the patch and the library is unpatched.
+    """
+    n_cell = sizes.n_start
+    # ragged rows grow
+    _check_index(model, max(n_cell, pad(policy.n_live)))
+    how: dict[str, Any] = {
+        "type_k": settings.type_k,
+        "type_v": settings.type_v,
+        "flash": settings.flash,
+        "n_threads": settings.n_threads,
+        "kv_offload": settings.kv_offload,
+        "n_output": max(settings.n_output, settings.n_ahead + 1),
+    }
+    if is_patched():
+        fills_all = policy.recall and model.layers.has_values
+        context = Context(
+            model,
+            n_cell,
+            max(settings.n_batch, sizes.n_chunk),
+            request,
+            ragged=policy.ragged,
+            archive_type=settings.archive_type,
+            # right after the live cells: a step attends no farther than to its last cell
+            n_filled=n_cell - policy.n_live if fills_all else 0,
+            n_ahead=settings.n_ahead,
+            n_near=sizes.n_ctx // 2,
+            n_archive=settings.archive,
+            archive_bytes=settings.archive_bytes,
+            archive_file=settings.archive_file,
+            **how,
+        )
+        if policy.reconstruction:
+            # signals come from the reconstruction pass alone
+            context.watch(on=False)
+        return context
+    needs = None
+    if policy.needs_patch():
+        needs = f"the policy {type(policy).__name__}"
+    elif (settings.prefill or policy.prefill) == "whole":
+        needs = "reading a prompt whole, without --prefill stream,"
+    if needs:
+        raise LibraryError(f"{UNPATCHED}, which {needs} needs; {HOW_TO_BUILD}")
+    # most chats do not need this module
+    from kvtool.llama.sequence import SequenceContext
+
+    return SequenceContext(model, n_cell, settings.n_batch, **how)
+
+
+def _check_index(model: Model, n_cell: int) -> None:
+    """Raise UsageError for more cells than the model's index chooses from."""
+    if n_cell > (n_most := model.layers.most_cells):
+        raise UsageError(
+            f"{model.path.name} chooses {n_most:,} cells by an index, and kvtool keeps no more for it; "
+            f"choose a smaller --budget, --batch-size or --ctx-size: {n_cell:,} cells are needed"
+        )

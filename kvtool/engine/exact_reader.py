@@ -1,0 +1,72 @@
+"""Exact reading: a text in chunks, each of which attends exactly to everything before it.
+
+Archived keys and values are copied to the device layer by layer while a chunk is computed. The text is read
+as with the full cache, and the device holds two layers of it instead of all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from kvtool.engine.cache import pad
+from kvtool.engine.eviction import Eviction
+from kvtool.engine.settings import Settings
+from kvtool.llama.devices import gpu_free_bytes
+
+_LEAST = 64
+"""Tokens of the shortest text that a GPU reads exactly, unasked: making the buffers takes milliseconds."""
+
+
+class ExactReader:
+    """Sizes and device memory of exact reading.
+
+    Attributes
+    ----------
+    n_chunk
+        Maximum number of tokens of a chunk; 0 if no text can be read exactly.
+    """
+
+    def __init__(self, eviction: Eviction, settings: Settings, n_chunk: int) -> None:
+        self._eviction = eviction
+        self._is_asked = settings.prefill == "exact"
+        self.n_chunk = min(n_chunk, eviction.context.n_batch)
+
+    def n_readable(self, n: int) -> int:
+        """Return how many of the next n tokens can be read exactly; 0 if the text is better read otherwise.
+
+        Keys must have their true distances, which they have up to half of the context. The host traces
+        attention to archived tokens, so no text is read exactly meanwhile.
+        """
+        eviction, rows = self._eviction, self._eviction.rows
+        archive = eviction.context.archive
+        if not self.n_chunk or not archive or archive.is_traced or eviction.n_restart:
+            return 0
+        n = min(n, eviction.n_ctx // 2 - rows.n_past)
+        if n < (1 if self._is_asked else _LEAST) or rows.n_kv + n <= eviction.policy.n_live:
+            return 0
+        return n if self._is_asked or self.device_bytes(rows.n_past + n) <= gpu_free_bytes() else 0
+
+    def device_bytes(self, n: int) -> int:
+        """Return about how many bytes a device needs to attend to n archived tokens at once."""
+        assert self._eviction.context.archive
+        layer_bytes = max(self._eviction.context.archive.layer_bytes)
+        # two buffers, the same once more as llama.cpp's kernels convert it, and a mask in half precision
+        return n * (4 * layer_bytes + 2 * self.n_chunk)
+
+    @contextmanager
+    def staged(self, n: int) -> Iterator[None]:
+        """Inside, chunks attend exactly to up to n archived tokens. Raises LibraryError without memory."""
+        eviction, n_live = self._eviction, self._eviction.policy.n_live
+        archive = eviction.context.archive
+        assert archive
+        n_filled = int(eviction.layer_cells.max()) - n_live
+        try:
+            eviction.resize(np.full_like(eviction.layer_cells, pad(n_live + self.n_chunk + n_filled)))
+            archive.stage(n)
+            yield
+        finally:
+            archive.stage(0)
+            eviction.resize(eviction.layer_cells)

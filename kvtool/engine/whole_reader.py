@@ -1,0 +1,365 @@
+"""Whole reading: a prompt is decoded into a cache that holds all of it, then compressed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvtool.engine.cache import pad
+from kvtool.engine.cached_prompt import CachedPrompt
+from kvtool.engine.eviction import Eviction
+from kvtool.engine.settings import Settings
+from kvtool.errors import KvtoolError, StreamEnd, UsageError
+from kvtool.llama.context import Context
+from kvtool.llama.devices import gpu_free_bytes
+from kvtool.policy import SIGNALS, ReconstructionPass
+
+_LEAST = 256
+"""A prompt that leaves no room to repeat this many tokens at once is read in segments."""
+
+DecodeText: TypeAlias = "Callable[[np.ndarray, int], bool]"
+"""Decodes a text i32[n] after the live cells; the last n_output tokens give logits. False if stopped."""
+
+
+def batches(tokens: np.ndarray, n_batch: int) -> list[np.ndarray]:
+    """Split a text i32[n] into as few parts of at most n_batch tokens as possible, of about equal size."""
+    return np.array_split(tokens, max(-(-len(tokens) // n_batch), 1))
+
+
+class WholeReader:
+    """Reads a prompt whole, and knows in advance how many cells and segments that takes.
+
+    Attributes
+    ----------
+    n_batch
+        Maximum number of tokens decoded at once.
+    reconstruction
+        The policy's reconstruction pass, or None.
+    """
+
+    def __init__(self, eviction: Eviction, settings: Settings) -> None:
+        self._eviction = eviction
+        self._settings = settings
+        self.n_batch = min(settings.n_batch, eviction.context.n_batch)
+        words = eviction.policy.reconstruction
+        self.reconstruction = Reconstruction(eviction, words, self.n_batch) if words else None
+
+    @property
+    def in_segments(self) -> bool:
+        """True if a prompt longer than the context can be read in segments that do not see each other."""
+        # a segment attends over all cells of rows that differ, and to all of an archive
+        return not (self._eviction.rows.ragged or self._eviction.policy.recall)
+
+    def n_segments(self, n: int) -> int:
+        """Return in how many segments a prompt of n tokens is read.
+
+        Raises UsageError if the context is too short.
+        """
+        n_ctx = self._eviction.n_ctx
+        longest = self.reconstruction.longest if self.reconstruction else n_ctx
+        if longest < 1:
+            raise UsageError(f"a context of {n_ctx} tokens is too short to read a prompt twice")
+        return -(-n // longest)
+
+    def n_cells(self, n: int) -> int:
+        """Return the maximum cells of a row while a prompt of n tokens is read."""
+        eviction, policy = self._eviction, self._eviction.policy
+        if self.reconstruction:
+            n_chunk = self.reconstruction.n_chunk(-(-n // self.n_segments(n)))
+            n += self.reconstruction.n_beside + n_chunk
+        if policy.recall:
+            # after the live cells are those that steps fill from the archive
+            n += int(eviction.layer_cells.max()) - policy.n_live
+        return pad(n)
+
+    def n_bytes(self, n: int) -> int:
+        """Return the bytes of K and V while a prompt of n tokens is read."""
+        context = self._eviction.context
+        cell_bytes = sum(map(context.cell_bytes, range(len(context.layer_cells))))
+        return context.cache_bytes + (self.n_cells(n) - context.n_cell) * cell_bytes
+
+    def signal_bytes(self, n: int) -> int:
+        """Return the bytes of signals and queries while a prompt of n tokens is read."""
+        context = self._eviction.context
+        return context.signal_bytes(np.full_like(context.layer_cells, self.n_cells(n)))
+
+    def fits(self, n: int) -> bool:
+        """True if there can be enough cells for a prompt of n tokens. Original positions may end before."""
+        in_one = self.in_segments or self.n_segments(n) == 1
+        return in_one and self.n_cells(n) <= self._eviction.context.model.layers.most_cells
+
+    def gpu_has_room(self, n: int) -> bool:
+        """True if a policy that recalls should read a prompt of n tokens whole without being asked to.
+
+        A CPU searches the archive for each token of a streamed prompt: a GPU reads it whole ten times as
+        fast. The cells for that may take at most half of the free memory.
+        """
+        settings, model = self._settings, self._eviction.context.model
+        if settings.prefill or not (self._eviction.policy.recall and settings.kv_offload and model.is_on_gpu):
+            return False
+        return self.fits(n) and 2 * self.n_bytes(n) <= gpu_free_bytes()
+
+    def read(self, tokens: np.ndarray, decode: DecodeText, cached: CachedPrompt | None = None) -> int:
+        """Decode a prompt i32[n] into a cache that holds all of it, and let the policy compress it once.
+
+        A prompt longer than the context is decoded in segments that do not see each other (BumbleBee 6.4).
+        If the policy has a reconstruction pass, each segment is then read again. cached: what another stream
+        has read; the tokens and signals that it has are not computed again.
+
+        Returns n, or 0 if stopped. When stopped, or after an error, the cache is empty, and as many tokens
+        are pinned and held as before. Raises StreamEnd if original positions end before the prompt does, and
+        what `Engine.step` raises.
+        """
+        n, eviction = len(tokens), self._eviction
+        segments = np.array_split(tokens, self.n_segments(n))
+        self._check(n, len(segments))
+        try:
+            fits = cached and len(segments) == 1 and cached.fits(eviction, tokens)
+            signals = self._decode(segments, decode, cached if fits else None)
+            if signals is None:
+                eviction.empty()
+                return 0
+            self._compress(signals, close=len(segments) > 1)
+        except BaseException:
+            with suppress(KvtoolError):
+                eviction.empty()
+            raise
+        return n
+
+    def _check(self, n: int, n_segment: int) -> None:
+        """Raise StreamEnd or UsageError if a prompt of n tokens cannot be read whole."""
+        model, n_ctx = self._eviction.context.model, self._eviction.n_ctx
+        twice = ", read twice," if self.reconstruction else ""
+        if n_segment > 1 and not self.in_segments:
+            apart = "without -o heads=adaptive and layers=adaptive"
+            instead = "with -o heads=equal" if twice else f"with --prefill stream, or {apart}"
+            who = "rows that share a budget cannot read more in one piece"
+            if self._eviction.policy.recall:
+                who, instead = "recall cannot read more in one piece", "with --prefill stream"
+            raise StreamEnd(
+                f"the prompt of {n} tokens{twice} is longer than the context of {n_ctx}, and {who}; "
+                f"continue {instead}"
+            )
+        if self.n_cells(n) > (n_most := model.layers.most_cells):
+            instead = "choose a shorter prompt" if twice else "choose --prefill stream, or a shorter prompt"
+            raise UsageError(
+                f"{model.path.name} chooses {n_most:,} cells by an index: a prompt of {n} tokens{twice} "
+                f"cannot be read whole; {instead}"
+            )
+        if n_segment > 1 and self._settings.positions == "original":
+            instead = "" if twice else ", or with --prefill stream"
+            raise StreamEnd(
+                f"the prompt of {n} tokens{twice} is longer than the context of {n_ctx}; "
+                f"continue with --positions auto or in-cache{instead}"
+            )
+
+    def _decode(
+        self, segments: list[np.ndarray], decode: DecodeText, cached: CachedPrompt | None
+    ) -> dict[str, np.ndarray] | None:
+        """Decode the segments into a cache made for them. Return the signals of all; None if stopped."""
+        eviction, rows = self._eviction, self._eviction.rows
+        n = sum(map(len, segments))
+        # the state has the shape of the small cache
+        eviction.state = ()
+        # attention goes over all cells of rows that differ: these grow as the text is read
+        if not rows.ragged:
+            eviction.resize(np.full_like(eviction.layer_cells, self.n_cells(n)))
+        elif cached:
+            eviction.make_room(n)
+        total: dict[str, np.ndarray] = {}
+        for segment in segments:
+            first = rows.n_past
+            rows.rotate_from(0)
+            n_known = cached.put(eviction) if cached else 0
+            if rows.ragged and n_known:
+                # the cached tokens took cells
+                eviction.make_room(len(segment) - n_known)
+            signals: Mapping[str, np.ndarray] | None
+            n_output = int(first + len(segment) == n)
+            signals = decode_watched(eviction, decode, segment[n_known:], n_output, self.n_batch)
+            if self.reconstruction and signals is not None:
+                signals = self._reconstructed(np.concatenate(segments), first, decode, cached)
+            elif cached and n_known == n:
+                signals = {name: cached.signals[name] for name in eviction.signals.of}
+            if signals is None:
+                return None
+            for name, values in signals.items():
+                sums = total.setdefault(name, np.zeros((len(rows.live), n), values.dtype))
+                # no segment sees another segment's tokens: where one has a value, the others have 0
+                sums[:, : rows.n_kv] += values
+            if rows.n_past < n:
+                eviction.hide()
+        return total
+
+    def _reconstructed(
+        self, tokens: np.ndarray, first: int, decode: DecodeText, cached: CachedPrompt | None
+    ) -> dict[str, np.ndarray] | None:
+        """Return the signals of a reconstruction pass over the tokens from `first` on; None if stopped.
+
+        The logits are still those of the prompt.
+        """
+        assert self.reconstruction
+        eviction, context = self._eviction, self._eviction.context
+        n_past = eviction.rows.n_past
+        n_chunk = self.reconstruction.n_chunk(n_past - first)
+        request, words = eviction.policy.request(), self.reconstruction.words
+        how = request, words, eviction.n_pinned, eviction.n_held, n_chunk
+        if cached and (known := cached.reconstructed.get(how)):
+            return known
+        logits = context.logits().copy() if n_past == len(tokens) else None
+        signals = self.reconstruction.read(tokens, first, decode)
+        if signals is not None and logits is not None:
+            context.take_logits(logits)
+        if signals is not None and cached:
+            cached.reconstructed[how] = signals
+        return signals
+
+    def _compress(self, signals: dict[str, np.ndarray], *, close: bool) -> None:
+        """Evict once by the signals f32[row, n] of the whole prompt, and return to the small cache.
+
+        close: True if gaps between positions are closed.
+        """
+        eviction, rows = self._eviction, self._eviction.rows
+        view = eviction.view(signals, rows.n_past)
+        plan = eviction.ask("compress", view)
+        n_keep = eviction.check(view, plan)
+        next_rot = rows.next_rot
+        if close:
+            eviction.n_restart += 1
+            next_rot = eviction.low_rot(int(n_keep[0]), 0)
+        source = eviction.apply(plan, n_keep, next_rot, close=close)
+        eviction.n_planned = rows.n_past
+        if rows.ragged:
+            eviction.make_room(eviction.policy.slack)
+        else:
+            eviction.resize(eviction.layer_cells)
+        eviction.start()
+        kept: dict[str, Any] = {
+            field: np.take_along_axis(values, _aligned(source, values.ndim, spec.cell_axis), spec.cell_axis)
+            for spec in SIGNALS.values()
+            for field in spec.fields
+            if (values := getattr(view, field)) is not None
+        }
+        kept["pos"] = np.take_along_axis(view.pos, source, axis=1)
+        if rows.ragged:
+            _clear_dead(kept, ~rows.is_live())
+            kept["live"], kept["pos"] = rows.live.copy(), rows.view_pos()
+        eviction.ask("adopt", replace(view, **kept), eviction.state)
+        eviction.clear_dead(rows.n_kv)
+
+
+class Reconstruction:
+    """Reconstruction pass: a prompt in the cache is read again, as the answer to a request to repeat it.
+
+    The tokens decoded for it are removed again; only the signals of their queries stay. The prompt is
+    repeated chunk by chunk. Pinned and held tokens are not repeated, as they are never evicted. The held
+    tokens are the reply header, which is decoded again before each chunk, so that the model seems to answer.
+
+    words: the policy's.
+    """
+
+    def __init__(self, eviction: Eviction, words: ReconstructionPass, n_batch: int) -> None:
+        tokenize = eviction.context.model.tokenize
+        self._eviction = eviction
+        self._n_batch = n_batch
+        self.words = words
+        self._first, self._later = tokenize(words.first), tokenize(words.later)
+        self._close = tokenize(words.close)
+
+    @property
+    def n_beside(self) -> int:
+        """Maximum number of tokens that are decoded before a chunk."""
+        n_header = self._eviction.n_held or len(self._close)
+        return max(len(self._first), len(self._later) + self.words.n_lead) + n_header
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest segment that can be repeated within the context; below 1 if none can."""
+        n_ctx = self._eviction.n_ctx
+        return n_ctx - self.n_beside - min(self.words.n_chunk, _LEAST, n_ctx // 4)
+
+    def n_chunk(self, n: int) -> int:
+        """Return how many tokens of a segment of n tokens are repeated at once."""
+        return min(self.words.n_chunk, n, self._eviction.n_ctx - self.n_beside - n)
+
+    def read(self, tokens: np.ndarray, first: int, decode: DecodeText) -> dict[str, np.ndarray] | None:
+        """Return the signals of a pass over the tokens from `first` on: f32[row, n_past] by field.
+
+        tokens: i32[n] of the whole prompt, whose first n_past tokens are in the cache. A token has the
+        signals of the queries of its own chunk, and zeros if it is not repeated. Afterwards the cache is
+        unchanged except for the signals, and there are no logits. Returns None if stopped, with the cache in
+        between.
+        """
+        eviction, rows, words = self._eviction, self._eviction.rows, self.words
+        context = eviction.context
+        assert isinstance(context, Context)
+        end, n_chunk = rows.n_past, self.n_chunk(rows.n_past - first)
+        begin, stop = max(first, eviction.n_pinned), min(end, len(tokens) - eviction.n_held)
+        header = tokens[len(tokens) - eviction.n_held :] if eviction.n_held else self._close
+        fixed_state = context.fixed_state.save() if context.fixed_state else None
+        # nothing was watched so far
+        signals = {name: np.zeros_like(values) for name, values in eviction.signals.read().items()}
+        context.watch(on=True)
+        try:
+            for at in range(begin, stop, n_chunk):
+                chunk = slice(at, min(at + n_chunk, stop))
+                lead = tokens[max(at - words.n_lead, begin) : at]
+                asked = self._first if at == begin else np.concatenate([self._later, lead])
+                text = np.concatenate([asked, header, tokens[chunk]])
+                watched = decode_watched(eviction, decode, text, 0, self._n_batch)
+                if watched is None:
+                    return None
+                for name, values in watched.items():
+                    signals[name][:, chunk] = values[:, chunk]
+                rows.take_back(len(text))
+                eviction.edit(rows.live, rows.next_rot, n_hidden=first)
+                if context.fixed_state and fixed_state:
+                    context.fixed_state.restore(*fixed_state)
+        finally:
+            context.watch(on=False)
+        return signals
+
+
+def decode_watched(
+    eviction: Eviction, decode: DecodeText, tokens: np.ndarray, n_output: int, n_batch: int
+) -> dict[str, np.ndarray] | None:
+    """Decode a text i32[n] after the live cells and return its signals, f32[row, n_kv] by field.
+
+    They are the signals of all queries of the text, and of those since the last edit. Returns None if
+    stopped. llama.cpp's own table of ragged rows has room for a step, and no more until an edit, which clears
+    the signals: the signals of each step are then combined with the earlier ones.
+    """
+    if not eviction.rows.ragged:
+        return eviction.signals.read() if decode(tokens, n_output) else None
+    signals = eviction.signals.read()
+    steps = batches(tokens, n_batch)
+    for i, step in enumerate(steps):
+        eviction.edit(eviction.rows.live, eviction.rows.next_rot)
+        eviction.take_room(len(step))
+        if not decode(step, n_output if i == len(steps) - 1 else 0):
+            return None
+        before, signals = signals, eviction.signals.read()
+        for name, signal in eviction.signals.of.items():
+            if (spec := SIGNALS[signal]).scope == "plan":
+                combine = np.maximum if spec.reduction == "max" else np.add
+                old = signals[name][:, : before[name].shape[1]]
+                combine(old, before[name], out=old)
+    return signals
+
+
+def _aligned(source: np.ndarray, n_axis: int, cell_axis: int) -> np.ndarray:
+    """View of source i32[row, cell] with n_axis axes, for arrays that have their cells along cell_axis."""
+    other = [axis for axis in range(n_axis) if axis not in (0, cell_axis)]
+    return np.expand_dims(source, other)
+
+
+def _clear_dead(kept: Mapping[str, np.ndarray], dead: np.ndarray) -> None:
+    """Set the signals of empty cells, dead b1[row, n_kv], to zero."""
+    for spec in SIGNALS.values():
+        for field in spec.fields:
+            if field in kept:
+                np.moveaxis(kept[field], spec.cell_axis, 1)[dead] = 0
