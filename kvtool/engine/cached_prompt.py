@@ -1,4 +1,4 @@
-"""A prompt that one stream has read with nothing evicted, for streams of other policies to go on from."""
+"""A prompt that one engine has read with nothing evicted, so that engines with other policies need not."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _USE_T = signals_where(lambda spec: spec.uses_t)
 
 
 Pass: TypeAlias = "tuple[SignalRequest, ReconstructionPass, int, int, int]"
-"""A reconstruction pass: request, texts, and number of tokens pinned, held and repeated at a time."""
+"""A reconstruction pass: request, texts, and number of tokens pinned, held and repeated at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrompt:
-    """A prompt in a cache that holds all of it, before anything of it is evicted.
+    """A prompt in a cache that holds all of it.
 
     Attributes
     ----------
     tokens
         i32[n]: the prompt.
     model, types
-        The model that read it, and the number formats of its K and V.
+        The model that read it, and the number formats of K and V.
     cells
-        K and V of each layer's cells, as they are stored.
+        K and V of each layer's cells, in those formats.
     logits
-        f32[1, n_vocab]: what follows the prompt.
+        f32[1, n_vocab] after the prompt.
     request
-        What the policy that read it asked of the attention.
+        The signals that the policy of the first engine requested.
     signals
-        f32[row, n]: its signals, by their fields in a view.
+        f32[row, n]: these signals, by field of a view.
     reconstructed
-        The same of policies that have reconstructed the prompt, by `Pass`.
+        Signals of reconstruction passes over the prompt, by `Pass`.
     """
 
     tokens: np.ndarray
@@ -56,7 +56,7 @@ class CachedPrompt:
 
     @classmethod
     def of(cls, eviction: Eviction, tokens: np.ndarray) -> CachedPrompt:
-        """The prompt i32[n], which is all that the stream has read, and of which it has evicted nothing."""
+        """Copy the prompt i32[n] from an engine that has read nothing else and evicted nothing."""
         context, rows, n = eviction.context, eviction.rows, len(tokens)
         assert rows.n_past == rows.n_kv == n
         cells = [context.cells(layer, n) for layer in range(len(context.layer_cells))]
@@ -65,7 +65,7 @@ class CachedPrompt:
         return cls(tokens, context.model, context.types, cells, logits, request, signals)
 
     def fits(self, eviction: Eviction, tokens: np.ndarray) -> bool:
-        """Whether the stream would read this prompt into the same cells, and nothing beside them."""
+        """True if the engine would read this prompt into the same cells, and has no other layers."""
         context = eviction.context
         return (
             np.array_equal(tokens, self.tokens)
@@ -76,10 +76,10 @@ class CachedPrompt:
         )
 
     def put(self, eviction: Eviction) -> int:
-        """Puts the first tokens of the prompt into the empty cache of a stream that fits. Returns how many.
+        """Put the first tokens of the prompt into the empty cache of an engine that fits. Returns how many.
 
-        The others are to be decoded there, so that the stream has its signals: none if `signals` has them, or
-        the policy has a reconstruction pass; its queries, if only the last ones count; else all.
+        The caller decodes the rest, for its signals: nothing if `signals` has them, or if the policy has a
+        reconstruction pass; the last queries, if the policy reads only theirs; otherwise the whole prompt.
         """
         context, rows = eviction.context, eviction.rows
         n = self._n_known(eviction)
@@ -88,7 +88,7 @@ class CachedPrompt:
         assert isinstance(context, Context)
         for layer, cells in enumerate(self.cells):
             context.set_cells(layer, len(self.tokens), cells)
-        # cells beyond these are free again
+        # the other cells are free again
         rows.append(n)
         eviction.edit(rows.live, rows.next_rot)
         if n == len(self.tokens):
@@ -104,7 +104,7 @@ class CachedPrompt:
         return 0
 
     def has(self, asked: SignalRequest) -> bool:
-        """Whether `signals` are what a policy with this request would have read."""
+        """True if `signals` has all that a policy with this request reads."""
         wanted, own = asked.signals & ~_OF_CACHE, self.request
         if wanted & ~own.signals:
             return False

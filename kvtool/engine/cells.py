@@ -1,4 +1,4 @@
-"""What a caller gets to see of the cache: which tokens each row holds, oldest first."""
+"""Copy of the rows' table for callers: which tokens each row holds, oldest first."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from kvtool.engine.rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """What each row holds of the stream. The arrays are copies; in each row the oldest token comes first.
+    """The tokens that each row holds. The arrays are copies; in each row the oldest token comes first.
 
     Attributes
     ----------
     n_past
-        Tokens of the stream so far.
+        Number of tokens of the stream so far.
     layer
         i32[row]: the layer of each row.
     head
         i32[row]: the KV head of each row within its layer.
     live
-        i32[row]: how many tokens the row holds.
+        i32[row]: number of tokens that the row holds.
     pos
         i32[row, n_kv]: their positions in the stream, rising; -1 at the end of a row that holds fewer.
     rot
-        i32[row, n_kv]: the positions that their keys are rotated to, which is where the model sees them;
-        -1 likewise.
+        i32[row, n_kv]: the positions that their keys are rotated to, at which the model sees them; -1 as
+        in `pos`.
     cell
-        i32[row, n_kv]: the cell of each, to look up what else is known of a cell:
+        i32[row, n_kv]: the cell of each token. It selects values of a cell, such as the policy's state:
         np.take_along_axis(engine.state[0], cells.cell, axis=1).
     """
 
@@ -43,10 +43,10 @@ class Cells:
 
     @classmethod
     def of(cls, rows: Rows) -> Cells:
-        """What these rows hold now."""
+        """Copy the table of these rows."""
         live, layer = rows.is_live(), rows.layer
         pos = np.where(live, rows.pos[:, : rows.n_kv], np.iinfo(np.int32).max)
-        # cells without a token come last; of the others no two positions are equal: any sort will do
+        # empty cells come last, and no two tokens of a row have the same position: any sort will do
         cell = np.argsort(pos, axis=1)
         return cls(
             n_past=rows.n_past,
@@ -59,13 +59,13 @@ class Cells:
         )
 
     def held(self) -> np.ndarray:
-        """b1[row, n_past]: whether the row holds the token."""
+        """b1[row, n_past]: True if the row holds the token."""
         held = np.zeros((len(self.live), self.n_past), np.bool_)
         row, column = np.nonzero(self.pos >= 0)
         held[row, self.pos[row, column]] = True
         return held
 
     def share(self) -> np.ndarray:
-        """f64[n_past]: the share of the rows that hold each token."""
+        """f64[n_past]: share of the rows that hold each token."""
         share: np.ndarray = np.bincount(self.pos[self.pos >= 0], minlength=self.n_past) / len(self.live)
         return share

@@ -1,4 +1,4 @@
-"""What cannot go together: a policy, settings and a model."""
+"""Checks that a policy, settings and a model go together."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _COARSE = ("q4_0", "q4_1")
 
 
 def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_train: int) -> None:
-    """Raises UsageError for what cannot go together.
+    """Raise UsageError if a policy, settings and a model do not go together.
 
-    layers: of the model. n_ctx: context length in tokens. n_ctx_train: the trained one.
+    layers: of the model. n_ctx, n_ctx_train: context length and trained context length, in tokens.
     """
     if policy.budget > n_ctx:
         asked = f"{policy.n_asked}, which takes " if policy.n_asked < policy.budget else ""
@@ -60,7 +60,7 @@ def on_model(policy: Policy, model: Model) -> Policy:
 
 
 def how_read(policy: Policy, settings: Settings) -> str:
-    """How a prompt is read. Raises UsageError if the policy wants it in a way that there is not."""
+    """Return how prompts are read. Raises UsageError for a way that a policy asks for and kvtool lacks."""
     how = settings.prefill or policy.prefill
     if how not in ("stream", "whole", "exact"):
         raise UsageError(f"{type(policy).__name__}: prefill must be stream, whole or exact, got {how!r}")

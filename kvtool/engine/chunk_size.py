@@ -1,23 +1,23 @@
-"""Steps of a prompt that others wait for: in parts, each of which takes about as long."""
+"""Parts of a prompt's steps, which take about equal time, for when other threads wait."""
 
 from __future__ import annotations
 
 _LEAST = 32
-"""Tokens of the smallest part: fewer take longer, each."""
+"""Tokens of the smallest part: in smaller parts each token takes longer."""
 
 
 class ChunkSize:
-    """How many tokens of a step are decoded at once.
+    """Number of tokens of a step that are decoded at once, adapted to their time.
 
     Parameters
     ----------
     seconds
-        What a part may take, about.
+        Time that a part should take, approximately.
 
     Attributes
     ----------
     n
-        The tokens of a part; twice or half as many, the next time, where that is closer.
+        Tokens of a part. It is doubled or halved if that comes closer to the time.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -25,14 +25,14 @@ class ChunkSize:
         self.n = _LEAST
 
     def part(self, at: int, end: int) -> slice:
-        """What is decoded next of the tokens at..end. A short rest is not left alone."""
+        """Return the part of the tokens at..end that is decoded next. A short rest is added to it."""
         n = end - at
         return slice(at, end if n <= self.n * 5 // 4 else at + min(self.n, -(-n // 2)))
 
     def note(self, n: int, seconds: float) -> None:
-        """So many tokens have taken so many seconds."""
+        """Record that decoding n tokens took so many seconds."""
         if n < self.n:
-            # they say nothing of a part
+            # less than a part: its time says little about a whole part's
             return
         took = seconds * self.n / n / self._seconds
         if took > 1.25:

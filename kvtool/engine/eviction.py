@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _NO_MOVES = np.empty((0, 4), np.int32)
 
 _LAST = np.iinfo(np.int32).max
-"""A position behind all others, for cells that hold no token."""
+"""Position of empty cells, after every token's."""
 
 _STEP = 64
 """Ragged layers grow and shrink by this many cells."""
@@ -33,17 +33,17 @@ class Eviction:
     layer_cells
         i32[layer]: cells of each layer of the empty cache.
     state
-        What the policy remembers of each cell: arrays [row, cell, ...].
+        The policy's state of each cell: arrays [row, cell, ...].
     n_pinned, n_held
-        First and newest tokens that are never evicted.
+        Number of first and of newest tokens that are never evicted.
     n_planned
-        The clock at the last plan: `Rows.n_past` then.
+        `Rows.n_past` at the last plan.
     n_evicted
-        Cells evicted so far, of all rows together.
+        Number of cells evicted so far, of all rows together.
     n_restart
-        How often positions have started over behind the live cells.
+        Number of times that positions have started over after the live cells.
     plan_s, edit_s
-        Seconds spent on plans, with the signals read for them, and on edits of the cache.
+        Seconds spent on plans, including reading their signals, and on edits of the cache.
     """
 
     state: State
@@ -91,7 +91,7 @@ class Eviction:
         self.n_pinned, self.n_held = n_pinned, n_held
 
     def start(self) -> None:
-        """Lets the policy make the state for the rows' cells. Raises PlanError if it makes something else."""
+        """Let the policy make the state for the rows' cells. Raises PlanError if it returns anything else."""
         shape = self.rows.pos.shape
         state = self.ask("start", *shape, self.context.n_dim)
         check_state(self._name, state, shape)
@@ -137,18 +137,18 @@ class Eviction:
         return max(n_kv, min(self.context.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
 
     def ask(self, what: str, *args: object) -> Any:
-        """Calls the policy. Raises PlanError for whatever goes wrong in it."""
+        """Call the policy. Raises PlanError for any error in it."""
         return ask(self.policy, what, *args)
 
     def pinnable(self, n: int) -> int:
-        """How many of the first n tokens are pinned if n should be.
+        """Return how many of the first n tokens are pinned if a caller pins n.
 
-        What goes to an archive is still attended to: at least half of what is kept is then for other tokens.
+        Archived tokens are still attended to, so with an archive at most half of the kept tokens are pinned.
         """
         return min(n, self.policy.n_keep // 2) if self.policy.recall else n
 
     def check_pin(self, n: int) -> None:
-        """Raises UsageError if n tokens are too many to be pinned."""
+        """Raise UsageError if n tokens are too many to be pinned."""
         room = self.policy.n_keep - 1
         if self.pinnable(n) > room:
             raise UsageError(
@@ -157,9 +157,10 @@ class Eviction:
             )
 
     def pin(self, n: int) -> None:
-        """The first n tokens of the stream are never evicted, or those of them that are `pinnable`.
+        """Never evict the first n tokens of the stream, or as many of them as are `pinnable`.
 
-        Raises UsageError for too many, and for another number once tokens are archived: they have no gaps.
+        Raises UsageError for too many, and for another number once tokens are archived: an archive has no
+        gaps.
         """
         self.check_pin(n)
         n = self.pinnable(n)
@@ -168,7 +169,7 @@ class Eviction:
         self.n_pinned = n
 
     def _budget_for(self, n: int) -> int:
-        """A budget in which n tokens that stay leave room for others."""
+        """Return a budget in which n pinned and held tokens leave room for others."""
         policy = self.policy
         if policy.recall:
             # the cells for recalled tokens grow with the budget
@@ -176,7 +177,7 @@ class Eviction:
         return n + policy.slack + 64
 
     def hold(self, n: int) -> None:
-        """The newest n tokens stay at every eviction. Raises UsageError for too many."""
+        """Keep the newest n tokens at every eviction. Raises UsageError for too many."""
         if n >= self.policy.n_keep - self.n_pinned:
             raise UsageError(
                 f"the chat template's reply header takes {n} cells, and {self.n_pinned} are pinned; "
@@ -185,7 +186,7 @@ class Eviction:
         self.n_held = n
 
     def view(self, signals: dict[str, np.ndarray], n_new: int) -> View:
-        """What the policy sees now: these signals by their fields' names, and the n_new last tokens' keys."""
+        """Return the policy's view: signals by field, and the keys of the newest n_new tokens."""
         rows = self.rows
         if Signal.KEYS in self._reads:
             # as before RoPE
@@ -212,7 +213,7 @@ class Eviction:
         )
 
     def observe(self) -> View:
-        """Shows the policy what came since the last edit, once. Returns what it sees."""
+        """Show the policy the tokens since the last edit, once. Returns its view."""
         view = self.view(self.signals.read(), self.signals.n_new)
         if not self.signals.is_observed:
             self.ask("observe", view, self.state)
@@ -220,9 +221,9 @@ class Eviction:
         return view
 
     def evict(self) -> None:
-        """Asks for a plan, and applies it.
+        """Observe, plan and apply.
 
-        Raises PlanError, with the cache as it was, for a plan that breaks a rule, and StreamEnd if the cache
+        Raises PlanError, with the cache unchanged, for a plan that breaks a rule, and StreamEnd if the cache
         is full and the policy keeps everything.
         """
         start = time.perf_counter()
@@ -235,13 +236,13 @@ class Eviction:
     def close_gaps(self, n: int) -> None:
         """Rotate all keys so that no gap is left between live cells, and n tokens fit after them."""
         next_rot = self.low_rot(self.rows.n_kv, n)
-        # the edit clears the signals: what they say so far must not be lost
+        # the edit clears the signals, which the policy must see first
         self.observe()
         self.n_restart += 1
         self.apply(Plan(self.rows.is_live()), self.rows.live.copy(), next_rot, close=True)
 
     def check(self, view: View, plan: Plan) -> np.ndarray:
-        """i32[row]: how many cells the plan keeps. Raises StreamEnd or PlanError if it cannot be."""
+        """Return i32[row]: cells that the plan keeps. Raises StreamEnd or PlanError if it breaks a rule."""
         name, n_kv, budget = self._name, self.rows.n_kv, self.policy.n_live
         if not isinstance(plan, Plan):
             raise PlanError(f"{name}: plan must return a Plan, got {type(plan).__name__}")
@@ -277,7 +278,7 @@ class Eviction:
         return counts
 
     def _check_archived(self, name: str, view: View, keep: np.ndarray) -> None:
-        """Raises PlanError unless all rows evict the tokens that come next in the archive, without gaps."""
+        """Raise PlanError unless all rows evict the tokens that come next in the archive, without gaps."""
         assert self.context.archive
         pos = np.sort(view.pos[0, ~keep[0]])
         begin = self.context.archive.end if self.context.archive.n else (pos[0] if len(pos) else 0)
@@ -285,16 +286,16 @@ class Eviction:
             raise PlanError(f"{name}: all rows must evict the tokens that are archived next")
 
     def apply(self, plan: Plan, n_keep: np.ndarray, next_rot: int, *, close: bool = False) -> np.ndarray:
-        """Fills the holes of evicted cells, closes gaps by rotating keys, and moves the state along.
+        """Fill the holes of evicted cells, close gaps by rotating keys, and move the state in the same way.
 
         n_keep i32[row]
-            How many cells the plan keeps.
+            Number of cells that the plan keeps.
         next_rot
             The position that the next token's key will be rotated to.
         close
-            Whether gaps are closed even if positions are original.
+            True if gaps are closed even if positions are original.
 
-        Returns i32[row, most]: where each of the first cells has come from.
+        Returns i32[row, most]: the cell from which each of the first cells was filled.
         """
         rows, n = self.rows, self.rows.n_kv
         source = np.empty((len(n_keep), int(n_keep.max())), np.int32)
@@ -312,12 +313,12 @@ class Eviction:
             if self.state:
                 self.ask("move", self.state, source)
         finally:
-            # the next tokens' cells, whatever becomes of the others
+            # the next tokens use these cells, even after an error
             self.clear_dead(n)
         return source
 
     def clear_dead(self, n: int) -> None:
-        """Of the first n cells, clears the state of those that hold no token: the next ones come there."""
+        """Clear the state of empty cells among the first n, which the next tokens will use."""
         rows = self.rows
         for array in self.state:
             if rows.ragged:
@@ -334,9 +335,9 @@ class Eviction:
         *,
         n_hidden: int = 0,
     ) -> None:
-        """Edits the cache, which clears the signals; the rows' table is the caller's.
+        """Edit the cache, which clears the signals. The caller edits the table of rows.
 
-        n_hidden: first cells that later queries do not see.
+        n_hidden: number of first cells that later queries do not see.
         """
         most = int(n_keep.max())
         n_keep_row = n_keep if self.rows.ragged else None
@@ -346,19 +347,19 @@ class Eviction:
         self.signals.begin()
 
     def _archive(self, cells: np.ndarray) -> None:
-        """Archives the tokens in these cells i32[n] of every row."""
+        """Archive the tokens in these cells i32[n] of every row."""
         assert self.context.archive
         pos = self.rows.pos[0, cells]
         self.context.archive.push(cells[np.argsort(pos)], int(pos.min()))
 
     def hide(self) -> None:
-        """Keeps the live cells out of sight of later queries, which clears the signals."""
+        """Hide the live cells from later queries, which clears the signals."""
         self.context.hide(self.rows.n_past)
         self.signals.begin()
 
 
 def ask(policy: Policy, what: str, *args: object) -> Any:
-    """Calls a policy, which may be anybody's. Raises PlanError for whatever goes wrong in it."""
+    """Call a policy, which may be the user's own. Raises PlanError for any error in it."""
     try:
         return getattr(policy, what)(*args)
     except KvtoolError:
@@ -368,7 +369,7 @@ def ask(policy: Policy, what: str, *args: object) -> Any:
 
 
 def check_state(name: str, state: object, shape: tuple[int, ...]) -> None:
-    """Raises PlanError unless a policy's state is a tuple of zeroed arrays of numbers [row, cell, ...]."""
+    """Raise PlanError unless a policy's state is a tuple of zeroed arrays of numbers [row, cell, ...]."""
     arrays = state if isinstance(state, tuple) else (None,)
     if not all(isinstance(array, np.ndarray) and array.shape[:2] == shape for array in arrays):
         raise PlanError(f"{name}: start must return a tuple of arrays {shape}, or longer in further axes")
@@ -380,10 +381,10 @@ def check_state(name: str, state: object, shape: tuple[int, ...]) -> None:
 
 
 def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
-    """Raises PlanError for a merge that llama.cpp cannot do or would not take.
+    """Raise PlanError for a merge that llama.cpp cannot do or would refuse.
 
-    Each term must be of cells that are there, must give a finite share to a cell that stays, and must lie
-    beside the other terms of that cell.
+    The cells of each term must exist, its weight must be finite, its target must be kept, and the terms of
+    one target must be neighbours.
     """
     if not isinstance(merge, Merge):
         raise PlanError(f"{name}: merge must be a Merge or None, got {type(merge).__name__}")
@@ -393,7 +394,7 @@ def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
         parts = [np.empty(())]
     if any(part.shape != parts[0].shape or part.ndim != 1 for part in parts):
         raise PlanError(f"{name}: a merge's row, dst, src and weight must be lists of one length")
-    # an empty list has no type of its own
+    # an empty list has an arbitrary dtype
     wrong = [
         part.dtype
         for part, kinds in zip(parts, ("iu", "iu", "iu", "iuf"), strict=True)
@@ -425,12 +426,12 @@ def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
 
 
 def turns(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) -> np.ndarray:
-    """i32[row, most]: by how much keys turn so that no gap is between them and the next token.
+    """Return i32[row, most]: by how much keys are rotated so that no gap is left before the next token.
 
     source i32[row, most]
         The cell that each of the first cells takes its content from.
     n_keep i32[row]
-        How many of them each row keeps.
+        Number of them that each row keeps.
     next_rot
         The position that the next token's key will be rotated to.
     """
@@ -447,9 +448,9 @@ def turns(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) -> 
 
 
 def moves_of(source: np.ndarray, turn: np.ndarray | None) -> np.ndarray:
-    """i32[n, 4]: the moves (row, dst, src, delta) that source i32[row, most] and turn i32[row, most] make.
+    """Return i32[n, 4]: the moves (row, dst, src, delta) for source i32[row, most] and turn i32[row, most].
 
-    turn: None if no key turns.
+    turn: None if no key is rotated.
     """
     most = source.shape[1]
     moved = source != np.arange(most, dtype=np.int32)
@@ -466,15 +467,15 @@ def moves_of(source: np.ndarray, turn: np.ndarray | None) -> np.ndarray:
 
 @kernel("void(b1[:,::1], i4[::1], i4[:,::1])")
 def fill_holes(keep, n_keep, source):
-    """Fills holes left to right with kept cells from the tail, also left to right: one move per eviction.
+    """Fill holes left to right with kept cells from the tail, also left to right: one move per eviction.
 
     keep b1[row, n]
-        Which cells stay.
+        True for cells that are kept.
     n_keep i32[row]
-        How many of them are true in each row.
+        Number of kept cells of each row.
     source i32[row, most]
-        Output: the cell that each of a row's first n_keep cells takes its content from, itself if it stays.
-        Cells from n_keep on have themselves.
+        Output: the cell that each of a row's first n_keep cells takes its content from, itself if it is
+        kept. Cells from n_keep on have their own index.
     """
     n_row, most = source.shape
     for row in range(n_row):
@@ -491,7 +492,7 @@ def fill_holes(keep, n_keep, source):
 
 @kernel("void(i4[:,::1], i4[:,::1])")
 def rank_by_pos(pos, rank):
-    """How many tokens of its row are older than each cell's: pos i32[row, n] -> rank i32[row, n]."""
+    """Number of tokens of the row older than each cell's: pos i32[row, n] -> rank i32[row, n]."""
     n_row, n = pos.shape
     for row in range(n_row):
         order = np.argsort(pos[row], kind="mergesort")

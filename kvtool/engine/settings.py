@@ -1,4 +1,4 @@
-"""How the engine runs, apart from the policy."""
+"""Settings of the engine that do not depend on the policy."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How the engine runs, apart from the policy.
+    """Settings of the engine that do not depend on the policy.
 
     Attributes
     ----------
     positions
-        What keys are rotated to: "original" positions in the stream; distances "in-cache", without gaps;
-        "auto": original up to the end of the context, where all gaps are closed at once.
+        Positions that keys are rotated to: "original", those in the stream; "in-cache", without gaps;
+        "auto", original up to the end of the context, where all gaps are closed at once.
     prefill
         How a prompt is read: "stream", in batches with a plan after each; "whole", decoded whole and
         compressed once; or "exact", in batches each of which attends to all archived tokens, for policies
-        that recall. As the policy wants it if not given. Then, if all layers are on this machine's GPUs, a
+        that recall. Default: as the policy asks. In that case, if all layers are on this machine's GPUs, a
         policy that recalls reads texts exactly up to half of the context, and a longer prompt whole if the
         cells for that take at most half of the free memory.
     n_ctx
@@ -45,29 +45,29 @@ class Settings:
     n_ahead
         The most guesses of a step that `Engine.take_back` can leave out.
     over_budget
-        Whether a step may go over the budget until its eviction, so that a prompt is read in steps longer
+        True if a step may go over the budget until its eviction, so that a prompt is read in steps longer
         than the slack.
     type_k, type_v
         Number formats of keys and values, such as "f16" or "q8_0".
     archive, archive_bytes
-        The most tokens in the archive of a policy that recalls, or the most bytes that it takes; a quarter of
-        the free memory, or half of the disk's free space, if neither is given. The oldest tokens go for good.
+        Maximum tokens or bytes of the archive of a policy that recalls. Default: a quarter of the free
+        memory, or half of the disk's free space. When the archive is full, its oldest tokens are dropped.
     archive_file
-        Path of a new file that the archive lies in, instead of in host memory. The file has no name once it
-        is made, so that its space is free again when the process ends.
+        Path of a new file for the archive, instead of host memory. The file is unlinked as soon as it is
+        made, so that its space is free again when the process ends.
     archive_type
-        Number format of what a policy recalls from, such as "f16" or "q8_0".
+        Number format of the archive, such as "f16" or "q8_0".
     flash
         Flash attention: "on", "off" or "auto".
     n_threads
         CPU threads; one per core if not given.
     kv_offload
-        Whether the cache lies on the devices that compute the layers; else in host memory.
+        True if the cache is on the devices that compute the layers; False if it is in host memory.
 
     Raises
     ------
     UsageError
-        For a value that none of these takes.
+        For a value that a setting does not allow.
     """
 
     positions: str = "auto"

@@ -1,4 +1,4 @@
-"""The signals that a policy reads, and their window: the tokens since one step of the stream."""
+"""Signals that a policy reads, and the window of tokens that they are of."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _QUERIES = ("queries", "queries_pos")
-"""The last queries, and what they are rotated to, of a policy that reads FUTURE."""
+"""Names of the last queries, and of the positions they are rotated to, of a policy that reads FUTURE."""
 
 
 class Signals:
@@ -27,9 +27,9 @@ class Signals:
     of
         The signals that the policy reads, by their fields in a view.
     since
-        Where the window begins: `Rows.n_past` when the signals were cleared.
+        Start of the window: `Rows.n_past` when the signals were cleared.
     is_observed
-        Whether the policy has observed this window already: its plan failed, and it is asked again.
+        True if the policy has observed this window: its plan failed, and it is asked again.
     """
 
     since: int
@@ -42,20 +42,20 @@ class Signals:
 
     @property
     def n_new(self) -> int:
-        """Tokens of the window; they are in the last live cells."""
+        """Number of tokens of the window; they are in the last live cells."""
         return self._rows.n_past - self.since
 
     def begin(self) -> None:
-        """The library has cleared the signals, as an edit does: another window begins."""
+        """Begin a new window. The library has just cleared the signals, as every edit does."""
         self.since, self.is_observed = self._rows.n_past, False
 
     def clear(self) -> None:
-        """Clears the signals."""
+        """Clear the signals and begin a new window."""
         self._cache.clear_signals()
         self.begin()
 
     def read(self) -> dict[str, np.ndarray]:
-        """Each signal, by its field in a view. Raises PlanError if one is not finite."""
+        """Return each signal by its field in a view. Raises PlanError if a value is not finite."""
         values = {name: self._cache.read(signal, self._rows.n_kv) for name, signal in self.of.items()}
         if any(not np.isfinite(array).all() for array in values.values()):
             raise PlanError("the model's attention is not finite; the model file may be damaged")
@@ -65,7 +65,7 @@ class Signals:
         return values
 
     def save(self) -> Iterator[tuple[str, np.ndarray]]:
-        """What `restore` takes, by name: `Context.history`, but IMPORTANT counts the window's queries."""
+        """Yield `Context.history` by name, except that IMPORTANT counts the window's queries."""
         for name, signal in self.of.items():
             yield name, self._turned(signal, self._cache.history(signal, self._rows.n_kv))
         if self._cache.queries:
@@ -74,7 +74,7 @@ class Signals:
             yield "is_observed", np.ones(1, np.bool_)
 
     def fits(self, saved: Mapping[str, np.ndarray], n_kv: int) -> bool:
-        """Whether `save` may have given these for rows of n_kv cells. Raises KeyError if one is missing."""
+        """True if `save` can yield these for rows of n_kv cells. Raises KeyError if one is missing."""
         if self._cache.queries and not self._cache.queries.fits(*(saved[name] for name in _QUERIES)):
             return False
         return all(
@@ -83,7 +83,7 @@ class Signals:
         )
 
     def restore(self, saved: Mapping[str, np.ndarray], since: int) -> None:
-        """Continues from what `save` gave of the window that began there."""
+        """Continue from the arrays that `save` yielded for the window that began at `since`."""
         self.since, self.is_observed = since, "is_observed" in saved
         for signal, values in self._parts(saved):
             self._cache.write(signal, self._turned(signal, values))
@@ -94,12 +94,12 @@ class Signals:
         for name, signal in self.of.items():
             values = saved[name]
             if signal is Signal.RECENT and values.ndim == 2:
-                # older sessions have the sum, which here is the last query's
+                # older sessions have the sum: it counts as the last query's
                 history = np.zeros(self._cache.history_shape(signal, values.shape[1]), np.float32)
                 history[-1] = values
                 values = history
             yield signal, values
 
     def _turned(self, signal: Signal, values: np.ndarray) -> np.ndarray:
-        """IMPORTANT by the window's query, 1 is the first, from how many queries ago, or the other way."""
+        """Convert IMPORTANT between the number of queries ago and the window's query, counted from 1."""
         return np.where(values > 0, self.n_new + 1 - values, 0) if signal is Signal.IMPORTANT else values

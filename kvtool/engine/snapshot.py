@@ -1,4 +1,4 @@
-"""What the next step depends on, as arrays by name: taken from an engine, and given back to one."""
+"""Snapshots of an engine: everything that the next step depends on, as arrays by name."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ _COUNTERS = (
     ("signals", "since"),
     ("eviction", "n_evicted"),
 )
-"""A stream's numbers, in the order in which the array "engine" has them."""
+"""An engine's counters, in their order in the array "engine"."""
 
 Counters: TypeAlias = "dict[tuple[str, str], int]"
-"""These numbers, by the part that has them and their names."""
+"""The counters, by the part of the engine that has them and their name there."""
 
-_BESIDE = ("window", "window_cells")
-"""What a model keeps beside its rows. Session files have these names, which sliding layers gave."""
+_FIXED = ("window", "window_cells")
+"""Names of the state of sliding and recurrent layers in session files, once that of sliding layers alone."""
 
 
 def save(eviction: Eviction, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
-    """What the next step depends on besides model, policy and settings: arrays by name, one at a time.
+    """Yield by name the arrays that the next step depends on, in addition to model, policy and settings.
 
     engine
         The counters.
     live, layer_cells
-        As `Rows` and `Context` have them.
-    pos, rot, state.N, and what `Signals.save` gives
+        As in `Rows` and `Context`.
+    pos, rot, state.N, and the arrays of `Signals.save`
         Of the first n_kv cells.
     cells.N
-        K and V of the Nth layer's live cells, as they are stored.
+        K and V of the Nth layer's live cells, in the cache's number format.
     archive, archive.N
-        Of a policy that recalls: as `Archive.save` gives them. Without `archived`, tokens are left out.
+        The arrays of `Archive.save`, if the policy recalls. Without `archived`, tokens are left out.
     window, window_cells
-        What the model keeps beside its rows, in sliding and recurrent layers, if there are some.
+        State of sliding and recurrent layers, if the model has any.
     """
     context, rows = eviction.context, eviction.rows
     n = rows.n_kv
@@ -62,19 +62,20 @@ def save(eviction: Eviction, *, archived: bool = True) -> Iterator[tuple[str, np
     if context.archive:
         yield from context.archive.save(tokens=archived)
     if context.fixed_state:
-        yield from zip(_BESIDE, context.fixed_state.save(), strict=True)
+        yield from zip(_FIXED, context.fixed_state.save(), strict=True)
 
 
 def restore(eviction: Eviction, saved: Mapping[str, np.ndarray], n_cell: int) -> None:
-    """Continues from what `save` gave.
+    """Continue from the arrays that `save` yielded.
 
-    Raises SessionError if it does not fit this model, policy or cache. The stream is then as it was, or empty
-    if llama.cpp itself refused. Raises StreamEnd where there is no room for the archive, and it is empty.
+    n_cell: maximum number of tokens in the cache. Raises SessionError if the arrays do not fit this model,
+    policy or cache; the engine is then unchanged, or empty if llama.cpp refused them. Raises StreamEnd, with
+    the engine empty, if there is no room for the archive.
     """
     misfit = SessionError("what was saved does not fit this model, policy or cache")
     try:
         counters = dict(zip(_COUNTERS, saved["engine"].tolist(), strict=True))
-        _check_beside(eviction, saved)
+        _check_fixed(eviction, saved)
         fits = _fits(eviction, saved, counters, n_cell)
     except (KeyError, ValueError, TypeError, AttributeError):
         fits = False
@@ -90,10 +91,10 @@ def restore(eviction: Eviction, saved: Mapping[str, np.ndarray], n_cell: int) ->
         raise
 
 
-def _check_beside(eviction: Eviction, saved: Mapping[str, np.ndarray]) -> None:
-    """Raises SessionError where sliding layers had other cells, whose number goes with the batch size."""
-    beside = eviction.context.fixed_state
-    if beside and saved[_BESIDE[0]].shape != beside.shapes[0]:
+def _check_fixed(eviction: Eviction, saved: Mapping[str, np.ndarray]) -> None:
+    """Raise SessionError if sliding layers had another number of cells, which depends on the batch size."""
+    fixed_state = eviction.context.fixed_state
+    if fixed_state and saved[_FIXED[0]].shape != fixed_state.shapes[0]:
         raise SessionError(
             "what was saved does not fit: its sliding layers have another number of cells; "
             "give the --batch-size that it was made with"
@@ -101,7 +102,7 @@ def _check_beside(eviction: Eviction, saved: Mapping[str, np.ndarray]) -> None:
 
 
 def _fits(eviction: Eviction, saved: Mapping[str, np.ndarray], counters: Counters, n_cell: int) -> bool:
-    """Whether the arrays are of the right types and sizes, and the numbers can be."""
+    """True if the arrays have the right types and sizes, and the counters are possible."""
     context, rows, state = eviction.context, eviction.rows, eviction.state
     live, layer_cells, pos, rot = tables = [saved[name] for name in ("live", "layer_cells", "pos", "rot")]
     n, n_past = counters["rows", "n_kv"], counters["rows", "n_past"]
@@ -133,7 +134,7 @@ def _fits(eviction: Eviction, saved: Mapping[str, np.ndarray], counters: Counter
         )
         and eviction.signals.fits(saved, n)
         and (not context.archive or context.archive.fits(saved, n_past))
-        and (not context.fixed_state or context.fixed_state.fits(*(saved[name] for name in _BESIDE)))
+        and (not context.fixed_state or context.fixed_state.fits(*(saved[name] for name in _FIXED)))
         and [(own.dtype, own.shape) for own in _states(eviction, saved)] == own_state
     )
 
@@ -164,5 +165,5 @@ def _put(eviction: Eviction, saved: Mapping[str, np.ndarray], counters: Counters
     eviction.edit(rows.live, rows.next_rot)
     context.set_places(saved["rot"])
     if context.fixed_state:
-        context.fixed_state.restore(*(saved[name] for name in _BESIDE))
+        context.fixed_state.restore(*(saved[name] for name in _FIXED))
     eviction.signals.restore(saved, counters["signals", "since"])
