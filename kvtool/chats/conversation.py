@@ -427,10 +427,10 @@ class Conversation:
     # undo
 
     @property
-    def goes_back(self) -> bool:
+    def can_rewind(self) -> bool:
         """True if the cache can be rewound: a full archive has forgotten tokens that it would need."""
         archive = self.archive
-        return self.writer.engine.goes_back and (archive is None or archive.n < archive.n_max)
+        return self.writer.engine.can_rewind and (archive is None or archive.n < archive.n_max)
 
     def _mark(self) -> Mark:
         return Mark(self.writer.engine.n_past, len(self.messages), self.n_reply, self.writer.save())
@@ -440,7 +440,7 @@ class Conversation:
         if isinstance(before, Copy):
             self.restore(*session.load(before.file, "the copy of the chat", before.archive))
             return
-        if not self.writer.go_back(before.n_past, before.writer):
+        if not self.writer.rewind(before.n_past, before.writer):
             raise UsageError(
                 "the archive has forgotten tokens that the cache would need; a larger --archive keeps more"
             )
@@ -453,7 +453,7 @@ class Conversation:
         command, turn: the change, one of both. A turn needs only a mark if the cache can be rewound. Returns
         False if the disk has no room for a copy even without the older copies.
         """
-        if turn is not None and self.goes_back:
+        if turn is not None and self.can_rewind:
             # pushed even if not undoable: the session saves it, for a later chat that is
             self.undo_stack.push(self._mark())
             return True
@@ -532,7 +532,7 @@ class Conversation:
 
     def _undo_point(self) -> UndoPoint | None:
         """Return a mark or a copy of the chat now; None if the disk has no room for a copy."""
-        if self.goes_back:
+        if self.can_rewind:
             return self._mark()
         try:
             return Copy(None, *self._copy())

@@ -150,7 +150,7 @@ class Writer:
         self._decoded = array("i", tokens.tobytes())
         self._restored = True
 
-    def go_back(self, n: int, saved: Mapping[str, Any], seed: int | None = None) -> bool:
+    def rewind(self, n: int, saved: Mapping[str, Any], seed: int | None = None) -> bool:
         """Rewind to the first n tokens, with the state that `save` returned there.
 
         seed: replaces the saved one. Returns False, changing nothing, if the engine cannot be rewound so far.
@@ -162,7 +162,7 @@ class Writer:
             self.restore(saved, self.tokens, seed)
             self._unread = np.concatenate([missing, self._unread])
             return True
-        if not self.engine.go_back(n):
+        if not self.engine.rewind(n):
             return False
         self.restore(saved, self.tokens[:n], seed)
         return True
@@ -273,7 +273,7 @@ class Writer:
         elif len(self._drafts) and self._drafts[0] == token:
             self._drafts = self._drafts[1:]
             self._n_sampled += 1
-            self.engine.context.look_from(self._n_sampled)
+            self.engine.context.sample_from(self._n_sampled)
             self._mark_decoded(1)
         else:
             self._drop_drafts()
@@ -286,9 +286,9 @@ class Writer:
         n = len(self._decoded)
         drafter.cut(n)
         drafter.add(np.concatenate([np.array(self._decoded[drafter.n :], np.int32), self._unread]))
-        drafts = drafter.guess(min(self.engine.most_ahead(), n_left - 1), self.sampler.constraint)
+        drafts = drafter.guess(min(self.engine.draft_room(), n_left - 1), self.sampler.constraint)
         if len(drafts):
-            self.engine.step_ahead(np.concatenate([self._unread, drafts]))
+            self.engine.draft(np.concatenate([self._unread, drafts]))
         else:
             self.engine.step(self._unread)
         drafter.stepped()
@@ -306,7 +306,7 @@ class Writer:
         if self.drafter:
             self.drafter.judge(self._n_sampled)
         n, self._drafts, self._n_sampled = len(self._drafts), self._drafts[:0], 0
-        self.engine.take_back(n)
+        self.engine.drop_drafts(n)
 
 
 def n_equal(one: np.ndarray, other: np.ndarray) -> int:

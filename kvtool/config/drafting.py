@@ -51,7 +51,7 @@ class Drafts:
 
     def of(self, engine: Engine) -> Drafter | None:
         """Return a drafter for an engine; None if the engine takes no draft tokens."""
-        if not engine.settings.n_ahead:
+        if not engine.settings.n_draft:
             return None
         from kvtool.drafts.lookup import Lookup
 

@@ -98,8 +98,8 @@ def open_run(
             spec, run, model.layers, min(n_ctx, n_text), n_ctx, info.n_ctx_train
         )
         n_output = fitted.n_batch if run.scores else n_output
-        n_ahead = max_draft_tokens(run, model.layers, spec.kind, fitted.n_batch)
-        engine = Engine(model, fitted.policy, settings_of(run, n_ctx, fitted.n_batch, n_output, n_ahead))
+        n_draft = max_draft_tokens(run, model.layers, spec.kind, fitted.n_batch)
+        engine = Engine(model, fitted.policy, settings_of(run, n_ctx, fitted.n_batch, n_output, n_draft))
         try:
             yield Opened(engine, info, run, [note for note in [*notes, replaced_note, fitted.note] if note])
         finally:
@@ -146,7 +146,7 @@ def replace_recall(run: RunOptions, kind: type[Policy], layers: Layers) -> tuple
     return run.changed(policy=run.instead), note
 
 
-def settings_of(run: RunOptions, n_ctx: int, n_batch: int, n_output: int, n_ahead: int = 0) -> Settings:
+def settings_of(run: RunOptions, n_ctx: int, n_batch: int, n_output: int, n_draft: int = 0) -> Settings:
     """Return the engine's settings. Raises UsageError."""
     return Settings(
         positions=run.positions,
@@ -154,7 +154,7 @@ def settings_of(run: RunOptions, n_ctx: int, n_batch: int, n_output: int, n_ahea
         n_ctx=n_ctx,
         n_batch=n_batch,
         n_output=n_output,
-        n_ahead=n_ahead,
+        n_draft=n_draft,
         over_budget=not run.scores,
         type_k=run.type_k,
         type_v=run.type_v,

@@ -28,7 +28,7 @@ class ModelDraft:
 
     def __init__(self, model: Model, n_threads: int | None = None) -> None:
         policy = policies.fit("streamingllm", min(_BUDGET, model.n_ctx_train), _EVICT_EVERY)
-        self._engine = Engine(model, policy, Settings(n_ahead=MOST, n_threads=n_threads))
+        self._engine = Engine(model, policy, Settings(n_draft=MOST, n_threads=n_threads))
         self._stream = array("i")
         # number of stream tokens that are read, and of draft tokens read after them
         self._at = 0
@@ -57,7 +57,7 @@ class ModelDraft:
         """Return at most n tokens i32[n], each the likeliest, while their joint probability is enough."""
         engine = self._engine
         self._catch_up()
-        n = min(n, engine.most_ahead() + 1)
+        n = min(n, engine.draft_room() + 1)
         found: list[int] = []
         all_true = 1.0
         while True:
@@ -84,7 +84,7 @@ class ModelDraft:
             n += 1
         # read at least one token, for its logits
         n = min(n, len(come) - 1)
-        self._engine.take_back(len(self._ahead) - n)
+        self._engine.drop_drafts(len(self._ahead) - n)
         self._at, self._ahead = self._at + n, []
         if len(come) - n > 2 * _BUDGET:
             self._begin()

@@ -90,7 +90,7 @@ def open_cache(
         "flash": settings.flash,
         "n_threads": settings.n_threads,
         "kv_offload": settings.kv_offload,
-        "n_output": max(settings.n_output, settings.n_ahead + 1),
+        "n_output": max(settings.n_output, settings.n_draft + 1),
     }
     if is_patched():
         fills_all = policy.recall and model.layers.has_values
@@ -103,7 +103,7 @@ def open_cache(
             archive_type=settings.archive_type,
             # right after the live cells: a step attends no farther than to its last cell
             n_filled=n_cell - policy.n_live if fills_all else 0,
-            n_ahead=settings.n_ahead,
+            n_draft=settings.n_draft,
             n_near=sizes.n_ctx // 2,
             n_archive=settings.archive,
             archive_bytes=settings.archive_bytes,

@@ -92,7 +92,7 @@ class CachedPrompt:
         rows.append(n)
         eviction.edit(rows.live, rows.next_rot)
         if n == len(self.tokens):
-            context.take_logits(self.logits)
+            context.set_logits(self.logits)
         return n
 
     def _n_known(self, eviction: Eviction) -> int:

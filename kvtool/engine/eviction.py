@@ -300,8 +300,8 @@ class Eviction:
         rows, n = self.rows, self.rows.n_kv
         source = np.empty((len(n_keep), int(n_keep.max())), np.int32)
         fill_holes(plan.keep, n_keep, source)
-        turn = turns(rows, source, n_keep, next_rot) if close or self.in_cache else None
-        moves = moves_of(source, turn)
+        delta = deltas(rows, source, n_keep, next_rot) if close or self.in_cache else None
+        moves = moves_of(source, delta)
         if self.context.archive and not plan.keep[0].all():
             self._archive(np.flatnonzero(~plan.keep[0]))
         self.edit(n_keep, next_rot, moves, plan.merge)
@@ -425,7 +425,7 @@ def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
         raise PlanError(f"{name}: the terms of a merge into one cell must be neighbours")
 
 
-def turns(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) -> np.ndarray:
+def deltas(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) -> np.ndarray:
     """Return i32[row, most]: by how much keys are rotated so that no gap is left before the next token.
 
     source i32[row, most]
@@ -441,27 +441,27 @@ def turns(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) -> 
         pos[dead] = _LAST
     rank = np.empty_like(pos)
     rank_by_pos(pos, rank)
-    turn: np.ndarray = next_rot - n_keep[:, None] + rank - np.take_along_axis(rows.rot, source, axis=1)
+    delta: np.ndarray = next_rot - n_keep[:, None] + rank - np.take_along_axis(rows.rot, source, axis=1)
     if dead is not None:
-        turn[dead] = 0
-    return turn
+        delta[dead] = 0
+    return delta
 
 
-def moves_of(source: np.ndarray, turn: np.ndarray | None) -> np.ndarray:
-    """Return i32[n, 4]: the moves (row, dst, src, delta) for source i32[row, most] and turn i32[row, most].
+def moves_of(source: np.ndarray, delta: np.ndarray | None) -> np.ndarray:
+    """Return i32[n, 4]: the moves (row, dst, src, delta) for source i32[row, most] and delta i32[row, most].
 
-    turn: None if no key is rotated.
+    delta: None if no key is rotated.
     """
     most = source.shape[1]
     moved = source != np.arange(most, dtype=np.int32)
-    if turn is not None:
-        moved |= turn != 0
+    if delta is not None:
+        moved |= delta != 0
     where = np.flatnonzero(moved)
     moves = np.zeros((len(where), 4), np.int32)
     moves[:, 0], moves[:, 1] = np.divmod(where, most)
     moves[:, 2] = source.ravel()[where]
-    if turn is not None:
-        moves[:, 3] = turn.ravel()[where]
+    if delta is not None:
+        moves[:, 3] = delta.ravel()[where]
     return moves
 
 

@@ -58,7 +58,7 @@ class Engine:
     n_batch
         Maximum number of tokens of a step while there are archived tokens.
     context
-        The cache in llama.cpp. Its `logits()` are those of the last step.
+        The cache in llama.cpp. It holds the logits of the last step.
     rows
         Which token each cell of each row holds.
     signals
@@ -366,52 +366,53 @@ class Engine:
 
     # draft tokens
 
-    def most_ahead(self) -> int:
-        """How many guesses may follow the next token in its step: none has to be evicted for them.
+    def draft_room(self) -> int:
+        """Return how many draft tokens may follow the next token in its step without an eviction.
 
-        Evicts if that is due for the next token. Raises what `evict_if_due` raises.
+        Evicts first if the next token needs it. Raises what `evict_if_due` raises.
         """
         self.evict_if_due()
         if self.joint_decoder and self.joint_decoder.is_several:
             return 0
         n_left = min(self.n_until_plan, self.room(), self.n_ctx - self.rows.next_rot)
-        return max(min(self.settings.n_ahead, n_left - 1), 0)
+        return max(min(self.settings.n_draft, n_left - 1), 0)
 
-    def step_ahead(self, tokens: np.ndarray) -> None:
-        """Decodes i32[n] tokens in one step: the next one, and at most `most_ahead` guesses of what follows.
+    def draft(self, tokens: np.ndarray) -> None:
+        """Decode i32[n] tokens in one step: the next token, and at most `draft_room` draft tokens after it.
 
-        All give logits, and the first one's are those that the next token is drawn from. Each guess is then
-        confirmed by `context.look_from`, or `take_back` leaves it out. Raises what `step` raises.
+        All of them give logits. The next token is sampled from those of the first one. The caller then
+        accepts each draft token by `context.sample_from`, and removes the others by `drop_drafts`. Raises
+        what `step` raises.
         """
         tokens = _checked(tokens, self.model.n_vocab)
-        self.context.guess(len(tokens) - 1)
+        self.context.mark_drafts(len(tokens) - 1)
         self._make_way(len(tokens))
         self._decode(tokens, len(tokens))
-        self.context.look_from(0)
+        self.context.sample_from(0)
 
-    def take_back(self, n: int) -> None:
-        """The newest n guesses of the last step never came: no policy sees what they attended to."""
+    def drop_drafts(self, n: int) -> None:
+        """Remove the newest n draft tokens of the last step. No policy sees their attention."""
         if n:
-            self.context.take_back(n)
-            self.rows.take_back(n)
+            self.context.drop(n)
+            self.rows.drop(n)
             self.eviction.give_room(n)
 
     # earlier states
 
     @property
-    def goes_back(self) -> bool:
-        """Whether `go_back` can cut the stream anywhere, as long as nothing of it is forgotten."""
-        # here and below: what most chats do not need is not imported at their start
-        from kvtool.engine import back
+    def can_rewind(self) -> bool:
+        """True if `rewind` can cut the stream anywhere, as long as the archive has dropped no tokens."""
+        # here and below: modules that most chats do not need are not imported at their start
+        from kvtool.engine.rewind import can_rewind
 
-        return back.can_go_back(self.eviction)
+        return can_rewind(self.eviction)
 
-    def go_back(self, n: int) -> bool:
-        """Cuts the stream to its first n tokens; the archive's newest ones fill the window again.
+    def rewind(self, n: int) -> bool:
+        """Cut the stream to its first n tokens; the newest archived tokens fill the window again.
 
-        The next step reads on from there. Returns False, with all as it was, where that cannot be: the policy
-        has no archive, this has forgotten tokens of the window, or the model keeps more than cells. Raises
-        UsageError for more tokens than there are.
+        Returns False, changing nothing, if the policy evicts without an archive, if the archive has dropped
+        tokens of that window, or if the model has sliding or recurrent layers. Raises UsageError for more
+        tokens than the stream has.
         """
         if not 0 <= n <= self.n_past:
             raise UsageError(f"n must be in 0..{self.n_past}, the tokens of the stream, got {n}")
@@ -420,21 +421,21 @@ class Engine:
         if n == 0:
             self.empty()
             return True
-        from kvtool.engine import back
+        from kvtool.engine.rewind import rewind
 
-        return back.go_back(self.eviction, n)
+        return rewind(self.eviction, n)
 
     def save(self, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
-        """What the next step depends on besides model, policy and settings: arrays by name, one at a time.
+        """Yield by name the arrays that the next step depends on, in addition to model, policy and settings.
 
-        archived: False leaves out the archive's tokens, which `restore` needs, too.
+        archived: False leaves out the archive's tokens. `restore` needs them.
         """
         from kvtool.engine import snapshot
 
         return snapshot.save(self.eviction, archived=archived)
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Continues from what `save` gave. Raises SessionError if it does not fit."""
+        """Continue from the arrays that `save` yielded. Raises SessionError if they do not fit."""
         from kvtool.engine import snapshot
 
         snapshot.restore(self.eviction, saved, self.n_cell)
@@ -484,7 +485,7 @@ class Engine:
 
     @property
     def n_restart(self) -> int:
-        """How many times positions have started over after the live cells."""
+        """Number of times that positions have started over after the live cells."""
         return self.eviction.n_restart
 
     @property

@@ -65,7 +65,7 @@ class Rows:
         self.n_past += n
         self.next_rot += n
 
-    def take_back(self, n: int) -> None:
+    def drop(self, n: int) -> None:
         """Remove the newest n tokens, which were appended last."""
         if self.ragged:
             self._live -= n

@@ -42,8 +42,8 @@ class Settings:
         Maximum tokens decoded at once.
     n_output
         Maximum tokens of a step that give logits.
-    n_ahead
-        The most guesses of a step that `Engine.take_back` can leave out.
+    n_draft
+        Maximum draft tokens of a step, which `Engine.drop_drafts` can remove.
     over_budget
         True if a step may go over the budget until its eviction, so that a prompt is read in steps longer
         than the slack.
@@ -75,7 +75,7 @@ class Settings:
     n_ctx: int | None = None
     n_batch: int = 256
     n_output: int = 1
-    n_ahead: int = 0
+    n_draft: int = 0
     over_budget: bool = True
     type_k: str = "f16"
     type_v: str = "f16"
@@ -95,5 +95,5 @@ class Settings:
                 raise UsageError(f"{name} must be at least 1, got {n}")
         if self.n_threads is not None and self.n_threads > MOST_THREADS:
             raise UsageError(f"n_threads must be in 1..{MOST_THREADS}, got {self.n_threads}")
-        if not 0 <= self.n_ahead < self.n_batch:
-            raise UsageError(f"n_ahead must be in 0..{self.n_batch - 1}, got {self.n_ahead}")
+        if not 0 <= self.n_draft < self.n_batch:
+            raise UsageError(f"n_draft must be in 0..{self.n_batch - 1}, got {self.n_draft}")

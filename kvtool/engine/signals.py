@@ -60,14 +60,14 @@ class Signals:
         if any(not np.isfinite(array).all() for array in values.values()):
             raise PlanError("the model's attention is not finite; the model file may be damaged")
         if "important" in values:
-            query = self._turned(Signal.IMPORTANT, values["important"]).astype(np.int32)
+            query = self._converted(Signal.IMPORTANT, values["important"]).astype(np.int32)
             values["important"] = np.where(query > 0, query + np.int32(self.since), 0)
         return values
 
     def save(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield `Context.history` by name, except that IMPORTANT counts the window's queries."""
         for name, signal in self.of.items():
-            yield name, self._turned(signal, self._cache.history(signal, self._rows.n_kv))
+            yield name, self._converted(signal, self._cache.history(signal, self._rows.n_kv))
         if self._cache.queries:
             yield from zip(_QUERIES, self._cache.queries.save(), strict=True)
         if self.is_observed:
@@ -86,7 +86,7 @@ class Signals:
         """Continue from the arrays that `save` yielded for the window that began at `since`."""
         self.since, self.is_observed = since, "is_observed" in saved
         for signal, values in self._parts(saved):
-            self._cache.write(signal, self._turned(signal, values))
+            self._cache.write(signal, self._converted(signal, values))
         if self._cache.queries:
             self._cache.queries.restore(*(saved[name] for name in _QUERIES))
 
@@ -100,6 +100,6 @@ class Signals:
                 values = history
             yield signal, values
 
-    def _turned(self, signal: Signal, values: np.ndarray) -> np.ndarray:
+    def _converted(self, signal: Signal, values: np.ndarray) -> np.ndarray:
         """Convert IMPORTANT between the number of queries ago and the window's query, counted from 1."""
         return np.where(values > 0, self.n_new + 1 - values, 0) if signal is Signal.IMPORTANT else values

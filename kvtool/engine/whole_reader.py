@@ -213,7 +213,7 @@ class WholeReader:
         logits = context.logits().copy() if n_past == len(tokens) else None
         signals = self.reconstruction.read(tokens, first, decode)
         if signals is not None and logits is not None:
-            context.take_logits(logits)
+            context.set_logits(logits)
         if signals is not None and cached:
             cached.reconstructed[how] = signals
         return signals
@@ -315,7 +315,7 @@ class Reconstruction:
                     return None
                 for name, values in watched.items():
                     signals[name][:, chunk] = values[:, chunk]
-                rows.take_back(len(text))
+                rows.drop(len(text))
                 eviction.edit(rows.live, rows.next_rot, n_hidden=first)
                 if context.fixed_state and fixed_state:
                     context.fixed_state.restore(*fixed_state)

@@ -152,7 +152,7 @@ class Archive:
         check(n_bytes)
         return n_bytes
 
-    def go_back(self, cell: int, n: int, end: int, base: int, next_pos: int) -> None:
+    def rewind(self, cell: int, n: int, end: int, base: int, next_pos: int) -> None:
         """Delete the tokens from `end` on, and move the newest n earlier ones to cells of the cache.
 
         Parameters

@@ -37,8 +37,8 @@ class Context(Decoder):
         Number format of the archive, if the request recalls from one.
     n_filled
         Cells behind the live ones that steps fill from the archive, if not as few as the request says.
-    n_ahead
-        The most tokens that `take_back` can leave out.
+    n_draft
+        Maximum tokens that `drop` can remove.
     n_near
         Archived tokens that are farther than this are chosen, and attended to, as if they were so far.
     n_archive, archive_bytes
@@ -82,7 +82,7 @@ class Context(Decoder):
         ragged: bool = False,
         archive_type: str = "f16",
         n_filled: int = 0,
-        n_ahead: int = 0,
+        n_draft: int = 0,
         n_near: int = 0,
         n_archive: int | None = None,
         archive_bytes: int | None = None,
@@ -98,7 +98,7 @@ class Context(Decoder):
         self._cleared = [signal for signal in per_cell if signal is not Signal.RECENT]
         self._n_query = max(request.n_query, 1)
         # queries that are taken back may not have taken the place of older ones
-        self._n_slot = self._n_query + n_ahead
+        self._n_slot = self._n_query + n_draft
         recall, made = request.recall or Recalls(n_cell=0, chunk=1), model.layers.has_values
         n_future = request.n_future if Signal.FUTURE in request.signals else 0
         params = EnableParams(
@@ -106,7 +106,7 @@ class Context(Decoder):
             group=GROUPS[request.group],
             n_query=self._n_query,
             n_future=n_future,
-            n_ahead=n_ahead,
+            n_ahead=n_draft,
             n_recall=n_filled or recall.n_filled(made),
             n_made=recall.n_cell if made else 0,
             n_exact=recall.n_exact,
@@ -279,15 +279,15 @@ class Context(Decoder):
             edit.terms, edit.n_term = terms.ctypes.data, len(terms)
         check(lib.llama_kvtool_apply(self._context, ctypes.byref(edit)))
 
-    def guess(self, n: int) -> None:
-        """The last n tokens of the next decode are guesses: none changes what another one looks into."""
+    def mark_drafts(self, n: int) -> None:
+        """Mark the last n tokens of the next decode as draft tokens, which choose clusters alone."""
         check(lib.llama_kvtool_guess(self._context, n))
 
-    def take_back(self, n: int) -> None:
-        """The last n tokens never came, and what they attended to counts nowhere.
+    def drop(self, n: int) -> None:
+        """Remove the last n tokens, and their attention from the signals.
 
-        Raises LibraryError for more than n_ahead, for tokens before the last edit, with signals for others
-        than guesses of the last decode, and where layers are recurrent.
+        Raises LibraryError for more than n_draft tokens, for tokens before the last edit, for recurrent
+        layers, and, with signals, for other tokens than draft tokens of the last decode.
         """
         check(lib.llama_kvtool_take_back(self._context, n))
 

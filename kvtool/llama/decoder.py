@@ -157,7 +157,7 @@ class Decoder:
         self._n_output = n_output
         self._next = n_output - 1
 
-    def take_logits(self, logits: np.ndarray) -> None:
+    def set_logits(self, logits: np.ndarray) -> None:
         """What the last decode would have given, f32[n_output, n_vocab]: something else has computed it."""
         self._has_decoded = True
         self._taken = logits
@@ -179,7 +179,7 @@ class Decoder:
 
     @property
     def next_logits(self) -> np.ndarray:
-        """f32[n_vocab]: what the next token is drawn from: the last of `logits`, or what `look_from` said."""
+        """f32[n_vocab] that the next token is sampled from: the last ones, or as `sample_from` chose."""
         logits: np.ndarray = self.logits()[self._next]
         return logits
 
@@ -188,7 +188,7 @@ class Decoder:
         """Which of the last decode's outputs these are, counted from its end: -1 is the last one."""
         return self._next - self._n_output
 
-    def look_from(self, n: int) -> None:
+    def sample_from(self, n: int) -> None:
         """The next token is drawn from the logits of the nth output of the last decode."""
         self._next = n
 

@@ -101,5 +101,5 @@ class JointContext:
         at = 0
         for part in parts:
             # the next step overwrites them, and this context may not be in it
-            part.context.take_logits(logits[at : at + part.n_output].copy())
+            part.context.set_logits(logits[at : at + part.n_output].copy())
             at += part.n_output

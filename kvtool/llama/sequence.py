@@ -84,11 +84,11 @@ class SequenceContext(Decoder):
         self._pos_of = self._pos_of[source] + turn
         self._at = self._at[source]
 
-    def guess(self, n: int) -> None:
-        """Nothing: there are no signals, and no archive."""
+    def mark_drafts(self, n: int) -> None:
+        """Do nothing: there are no signals and no archive."""
 
-    def take_back(self, n: int) -> None:
-        """The last n tokens of the last decode never came. Raises LibraryError where layers are recurrent."""
+    def drop(self, n: int) -> None:
+        """Remove the last n tokens of the last decode. Raises LibraryError if layers are recurrent."""
         self.remove(int(self._at[-n]), int(self._at[-1]) + 1)
         self._at, self._pos_of = self._at[:-n], self._pos_of[:-n]
 

@@ -89,7 +89,7 @@ def main() -> None:
             check_vocabulary(model, draft)
             source = stack.enter_context(closing(ModelDraft(draft, args.threads)))
         policy = policies.fit(args.policy, args.budget)
-        settings = Settings(n_ahead=MOST, n_threads=args.threads)
+        settings = Settings(n_draft=MOST, n_threads=args.threads)
         engine = stack.enter_context(closing(Engine(model, policy, settings)))
         drafter = Drafter(Lookup(), source)
         template = template_of(model)

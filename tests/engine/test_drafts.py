@@ -187,7 +187,7 @@ def written(path, drafter, its, n=120, policy="recall"):
     likely = []
     # the tokens of a step share the archived tokens that they attend to
     chosen = policies.fit(policy, 64, 16, ["search=all"] if policy == "recall" else [])
-    with open_engine(path, chosen, n_ahead=MOST, n_output=1, archive_type="f32") as engine:
+    with open_engine(path, chosen, n_draft=MOST, n_output=1, archive_type="f32") as engine:
         sampler = Sampler(engine.model, Sampling(**its), seed=3)
         with closing(sampler):
             writer = Writer(engine, sampler, drafter)
@@ -229,7 +229,7 @@ def test_what_a_schema_forces_is_guessed(talker):
 
 def test_a_text_that_is_left_in_the_middle_keeps_what_was_said(talker):
     for n_piece in (1, 7, 30):
-        with open_engine(talker, policies.fit("h2o", 64, 16), n_ahead=MOST, n_output=1) as engine:
+        with open_engine(talker, policies.fit("h2o", 64, 16), n_draft=MOST, n_output=1) as engine:
             writer = Writer(engine, Sampler(engine.model), Drafter(Lookup()))
             writer.read(engine.model.tokenize(SAID))
             pieces = writer.write(100)

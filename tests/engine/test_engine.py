@@ -797,16 +797,16 @@ def test_cache_bytes_are_cells_times_bytes(tiny_model, type_k, type_v, bytes_of_
         ("expected", ["queries=16"], 0, 16 * 4 * 32 * 2),
     ],
 )
-@pytest.mark.parametrize("n_ahead", [0, 3])
+@pytest.mark.parametrize("n_draft", [0, 3])
 def test_what_signals_take_beside_the_cache_counts_as_state(
-    tiny_model, policy, options, per_cell, per_query, n_ahead
+    tiny_model, policy, options, per_cell, per_query, n_draft
 ):
     path = tiny_model(n_layer=2, n_head=4, n_head_kv=2, head_dim=32)
-    with open_engine(path, policies.fit(policy, 48, 4, options), n_ahead=n_ahead) as engine:
+    with open_engine(path, policies.fit(policy, 48, 4, options), n_draft=n_draft) as engine:
         assert engine.context.n_cell == 256
         # guesses that are taken back may not have taken the place of older queries
         n_query = policies.spec(policy, None, options).fit(48).n_query
-        more = (n_query + n_ahead) / n_query if policy in ("snapkv", "expected") else 1
+        more = (n_query + n_draft) / n_query if policy in ("snapkv", "expected") else 1
         n_float = (per_cell * 2 * 2 * 256 + per_query) * more
         assert engine.signal_bytes == 4 * n_float
         assert engine.state_bytes == engine.host_bytes + 4 * n_float

@@ -107,7 +107,7 @@ def test_it_goes_back_into_the_prompt_as_a_stream_does(tiny_model):
     for prefill in ("whole", "stream"):
         with open_engine(path, fit(search="all"), prefill=prefill, archive_type="f32") as engine:
             engine.read(tokens)
-            assert engine.go_back(200)
+            assert engine.rewind(200)
             engine.step(tokens[200:201])
             found.append(engine.context.logits()[-1].copy())
             assert engine.n_past == 201
@@ -256,7 +256,7 @@ def test_a_stop_amid_what_is_read_anew_loses_nothing(monkeypatch, tiny_model):
         assert (writer.engine.n_past, writer.is_new) == (0, False)
         np.testing.assert_array_equal(writer.unread, tokens)
         writer.stop, writer.while_reading = False, lambda n_read, n: None
-        assert writer.go_back(100, mark)
+        assert writer.rewind(100, mark)
         np.testing.assert_array_equal(writer.unread, tokens[:100])
         assert writer.read(tokens[100:])
         np.testing.assert_array_equal(writer.engine.context.logits()[-1], want)
@@ -278,7 +278,7 @@ def test_a_stop_before_the_first_step_leaves_what_there_is(monkeypatch, tiny_mod
         assert not writer.read(text(200, seed=2))
         assert (writer.engine.n_past, len(writer.unread)) == (100, 200)
         with pytest.raises(UsageError, match=r"n must be in 0\.\.100"):
-            writer.go_back(301, writer.save())
+            writer.rewind(301, writer.save())
 
 
 def test_a_gpu_that_has_refused_is_asked_for_less_alone(monkeypatch, tiny_model):

@@ -134,7 +134,7 @@ def test_a_session_that_is_opened_at_every_turn_is_one_that_never_stopped(tiny_m
                 each.read(tokens)
                 if turn % 5 == 4 and limit > 1200:
                     # to before where the last turn was saved
-                    assert each.go_back(each.n_past - 450)
+                    assert each.rewind(each.n_past - 450)
                 if turn == 18:
                     each.context.archive.keep(700)
             write(file, engine, store)
@@ -152,7 +152,7 @@ def test_a_session_that_is_opened_at_every_turn_is_one_that_never_stopped(tiny_m
         is_the_same(engine, other, seed=3)
         if limit > 1200:
             for each in (engine, other):
-                assert each.go_back(each.n_past - 600)
+                assert each.rewind(each.n_past - 600)
             is_the_same(engine, other, seed=4)
         for each in (engine, other):
             each.context.archive.keep(600)

@@ -67,7 +67,7 @@ def stats(terminal: Terminal) -> None:
         "policy state": format_bytes(engine.state_bytes),
         "process memory": format_bytes(resident) if resident else "unknown",
     }
-    if copies.on_disk or not terminal.conversation.goes_back:
+    if copies.on_disk or not terminal.conversation.can_rewind:
         rows["copies for /undo"] = f"{len(copies.on_disk)}, {format_bytes(copies.n_bytes)} on disk"
     if terminal.tokens_per_s:
         rows["speed"] = f"{terminal.tokens_per_s:.1f} tokens/s in the last reply"

@@ -113,7 +113,7 @@ class Resumer:
 
     def n_shared(self, messages: list[Message], tools: list[Any], name: str | None) -> int:
         """Number of a chat's tokens that the engine holds and can continue from."""
-        if self._engine.goes_back:
+        if self._engine.can_rewind:
             return n_equal(self._stream, self._whole(messages, tools)[0])
         is_at = self._at and self._at.digest in self.rendering.history(name, messages, tools).digests
         return self._engine.n_past if is_at else 0
@@ -121,7 +121,7 @@ class Resumer:
     def begin(self, messages: list[Message], tools: list[Any], history: History) -> np.ndarray:
         """Bring the engine to the longest stored beginning of a chat; return the tokens i32[n] after it."""
         at, self._at = self._at, None
-        if self._engine.goes_back:
+        if self._engine.can_rewind:
             for candidate in self._candidates(at, messages, tools, history):
                 if (tokens := self._rewind(candidate, at, history)) is not None:
                     # the engine can be rewound from here even if the client leaves
@@ -223,7 +223,7 @@ class Resumer:
         if n < len(stream):
             n = min(n, self._engine.n_past)
             recent = candidate.turns[-1].recent if candidate.turns else []
-            if not writer.go_back(n, {"recent": recent, "unread": [], "seed": seed}):
+            if not writer.rewind(n, {"recent": recent, "unread": [], "seed": seed}):
                 return None
         if is_start and n_pinned is not None:
             self._engine.pin(n_pinned)
@@ -288,7 +288,7 @@ class Resumer:
         """
         # a stream that can be rewound needs a snapshot only for its pins
         pins = self._engine.n_pinned if self._engine.policy.recall else 0
-        n = pins if self._engine.goes_back else self._n_start
+        n = pins if self._engine.can_rewind else self._n_start
         n_batch = self._engine.settings.n_batch
         n = n // n_batch * n_batch
         is_new = self._engine.n_past == 0 and messages[0]["role"] == "system"
@@ -313,7 +313,7 @@ class Resumer:
         n = len(tokens) - max(self.conversation.header.n, 1)
         is_first = keeps_thought and messages[-1]["role"] == "user"
         least = 1 if is_first else _LEAST_START
-        if self._engine.goes_back or n < least or self._engine.reads_whole(len(tokens)):
+        if self._engine.can_rewind or n < least or self._engine.reads_whole(len(tokens)):
             return tokens
         if not self.conversation.writer.read(tokens[:n]):
             return tokens[:0]
@@ -350,7 +350,7 @@ class Resumer:
                 self._meta(chat),
                 turns=list(self._turns),
                 # a snapshot of a system prompt alone stays
-                is_enough=chat.goes_back and before is not None and bool(before.line.turns),
+                is_enough=chat.can_rewind and before is not None and bool(before.line.turns),
             )
         except SessionError as error:
             self.unsaved = str(error)

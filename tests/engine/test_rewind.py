@@ -59,7 +59,7 @@ def check_back(engine, fresh, n, n_later, tolerance):
     wanted = state(fresh)
     engine.read(text(n_later, seed=2))
     assert engine.n_past == n + n_later
-    assert engine.go_back(n)
+    assert engine.rewind(n)
     assert not engine.context.has_logits
     assert state(engine) == wanted
     got, wanted = (logits(each, tokens[n:]) for each in (engine, fresh))
@@ -94,10 +94,10 @@ def test_a_stream_that_keeps_all_goes_back_to_any_token(tiny_model, monkeypatch,
     policy = policies.fit("full", n_ctx)
     path = tiny_model(arch, n_ctx_train=n_ctx)
     with open_engine(path, policy, n_batch=16) as engine, open_engine(path, policy, n_batch=16) as fresh:
-        assert engine.goes_back
+        assert engine.can_rewind
         for n, n_later in ((n_ctx - 40, 40), (100, 9), (60, 1), (1, 130)):
             check_back(engine, fresh, n, n_later, TOLERANCE)
-        assert engine.go_back(0)
+        assert engine.rewind(0)
         assert engine.n_past == 0
 
 
@@ -141,7 +141,7 @@ def test_what_is_pinned_stays_pinned(tiny_model):
                 each.hold(3)
                 each.read(text(n))
             engine.read(text(300, seed=2))
-            assert engine.go_back(n)
+            assert engine.rewind(n)
             assert state(engine) == state(fresh)
             for each in (engine, fresh):
                 each.read(text(200, seed=3))
@@ -153,7 +153,7 @@ def test_a_stream_that_went_back_is_saved_and_goes_on(tiny_model):
     path = tiny_model(n_head_kv=2, n_ctx_train=256)
     with opened(path, fit()) as engine, opened(path, fit()) as other:
         engine.read(text(900))
-        assert engine.go_back(400)
+        assert engine.rewind(400)
         other.restore({name: array.copy() for name, array in engine.save()})
         assert state(engine) == state(other)
         found = [logits(each, text(50, seed=2)) for each in (engine, other)]
@@ -165,14 +165,14 @@ def test_where_the_window_is_forgotten_nothing_changes(tiny_model):
     with opened(tiny_model(n_head_kv=2), policy, archive=100) as engine:
         engine.read(text(600))
         before, n_least = state(engine), engine.context.archive.span.start + policy.n_keep - policy.sinks
-        assert not engine.go_back(300)
-        assert not engine.go_back(n_least - policy.slack)
+        assert not engine.rewind(300)
+        assert not engine.rewind(n_least - policy.slack)
         assert state(engine) == before
         assert engine.context.has_logits
-        assert engine.go_back(n_least + policy.slack)
+        assert engine.rewind(n_least + policy.slack)
         engine.step(text(1))
         # sinks are always there
-        assert engine.go_back(3)
+        assert engine.rewind(3)
         assert engine.n_kv == 3
 
 
@@ -188,11 +188,11 @@ def test_what_has_no_archive_or_more_than_rows_says_that_it_cannot(tiny_model, n
     policy = policies.fit(name, 256 if name == "full" else 64, 16)
     with open_engine(tiny_model(arch), policy, n_batch=16) as engine:
         engine.read(text(200))
-        assert not engine.goes_back
-        assert not engine.go_back(100)
+        assert not engine.can_rewind
+        assert not engine.rewind(100)
         assert engine.n_past == 200
-        assert engine.go_back(200)
-        assert engine.go_back(0)
+        assert engine.rewind(200)
+        assert engine.rewind(0)
         assert engine.n_past == 0
 
 
@@ -201,8 +201,8 @@ def test_nobody_goes_where_there_is_nothing(tiny_model):
         engine.read(text(100))
         for n in (-1, 101):
             with pytest.raises(UsageError, match=r"n must be in 0\.\.100"):
-                engine.go_back(n)
-        assert engine.go_back(0)
+                engine.rewind(n)
+        assert engine.rewind(0)
         assert engine.n_past == engine.n_kv == engine.n_archived == 0
 
 
@@ -227,7 +227,7 @@ def test_cells_on_a_worker_go_back(tiny_model):
 
     path = tiny_model(n_head_kv=2, n_ctx_train=256)
     with working() as worker:
-        found, _ = rpc_server.client("tests.engine.test_back", worker.endpoint, str(path))
+        found, _ = rpc_server.client("tests.engine.test_rewind", worker.endpoint, str(path))
     assert found == [120, 20, 120, 20]
 
 

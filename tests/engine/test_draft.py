@@ -10,14 +10,14 @@ from kvtool.errors import LibraryError
 from kvtool.policy import Signal
 from tests.engine.running import open_engine, text
 
-N_AHEAD = 5
+N_DRAFT = 5
 
 
 def told(engine, tokens, rng=None):
     """Decodes tokens one by one, or with guesses some of which are wrong; yields the logits behind each."""
     at = 0
     while at < len(tokens):
-        n = engine.most_ahead() if rng else 0
+        n = engine.draft_room() if rng else 0
         right = tokens[at + 1 : at + 1 + n]
         if not len(right) or rng.random() < 0.2:
             engine.step(tokens[at : at + 1])
@@ -28,11 +28,11 @@ def told(engine, tokens, rng=None):
         n_true = int(rng.integers(0, len(right) + 1))
         if n_true < len(right):
             guesses[n_true] = (guesses[n_true] + 1) % 256
-        engine.step_ahead(np.concatenate([tokens[at : at + 1], guesses]))
+        engine.draft(np.concatenate([tokens[at : at + 1], guesses]))
         for i in range(n_true + 1):
-            engine.context.look_from(i)
+            engine.context.sample_from(i)
             yield engine.context.next_logits.copy()
-        engine.take_back(len(right) - n_true)
+        engine.drop_drafts(len(right) - n_true)
         at += 1 + n_true
 
 
@@ -55,7 +55,7 @@ def same_with_guesses(path, name, tokens):
     policy = policies.fit(name, 200 if name == "full" else 48)
     found = []
     for rng in (None, np.random.default_rng(1)):
-        with open_engine(path, policy, n_ahead=N_AHEAD, n_batch=32, archive_type="f32") as engine:
+        with open_engine(path, policy, n_draft=N_DRAFT, n_batch=32, archive_type="f32") as engine:
             logits = np.array([*told(engine, tokens, rng)])
             assert engine.n_past == len(tokens)
             assert engine.n_evicted > 100 or name == "full"
@@ -88,7 +88,7 @@ def test_guesses_look_into_an_archive_as_they_would_alone(tiny_model):
     path, tokens = tiny_model(n_ctx_train=4096), text(1500)
     policy, found = policies.fit("recall", 96, None, ["exact=24"]), []
     for rng in (None, np.random.default_rng(1)):
-        with open_engine(path, policy, n_ahead=N_AHEAD, archive_type="f32") as engine:
+        with open_engine(path, policy, n_draft=N_DRAFT, archive_type="f32") as engine:
             engine.read(tokens[:1300])
             assert engine.context.archive.clustered
             found.append(np.array([*told(engine, tokens[1300:], rng)]))
@@ -97,7 +97,7 @@ def test_guesses_look_into_an_archive_as_they_would_alone(tiny_model):
 
 def test_recurrent_layers_take_nothing_back(tiny_model):
     tokens = text(20)
-    with open_engine(tiny_model(arch="lfm2"), policies.fit("h2o", 48), n_ahead=N_AHEAD) as engine:
-        engine.step_ahead(tokens[:4])
+    with open_engine(tiny_model(arch="lfm2"), policies.fit("h2o", 48), n_draft=N_DRAFT) as engine:
+        engine.draft(tokens[:4])
         with pytest.raises(LibraryError, match="recurrent"):
-            engine.take_back(2)
+            engine.drop_drafts(2)

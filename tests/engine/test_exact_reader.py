@@ -150,7 +150,7 @@ def test_it_goes_back_into_the_text(tiny_model):
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT)
     with open_engine(path, fit(), prefill="exact", archive_type="f32") as engine:
         engine.read(tokens)
-        assert engine.go_back(200)
+        assert engine.rewind(200)
         engine.read(tokens[200:])
         again = engine.context.logits()[-1].copy()
     at_once = logits_of(path, fit(), [tokens], prefill="exact", archive_type="f32")[0][-1]

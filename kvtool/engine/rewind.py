@@ -1,0 +1,116 @@
+"""Rewinding: a stream is cut to its first tokens, and its window is filled from the archive."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtool.engine.eviction import Eviction, fill_holes, moves_of
+from kvtool.policy import Policy, Signal
+
+
+def can_rewind(eviction: Eviction) -> bool:
+    """True if earlier states of the stream are known: evicted tokens are archived, or nothing is evicted.
+
+    Earlier states of sliding and recurrent layers, of a policy's state and of signals are lost.
+    """
+    keeps_all = eviction.context.archive or not eviction.policy.slack
+    return bool(
+        keeps_all
+        and not eviction.context.fixed_state
+        and not eviction.state
+        and eviction.policy.reads == Signal.NONE
+    )
+
+
+class _Earlier(NamedTuple):
+    """State of the stream after n tokens.
+
+    Attributes
+    ----------
+    n_first
+        Number of first tokens, which are never evicted.
+    begin
+        The oldest token in the cache after the first ones.
+    n_kv
+        Number of live cells of each row.
+    base
+        Keys were rotated to their position minus this.
+    n_later
+        Number of times that positions have started over since.
+    """
+
+    n_first: int
+    begin: int
+    n_kv: int
+    base: int
+    n_later: int
+
+
+def rewind(eviction: Eviction, n: int) -> bool:
+    """Cut the stream to its first n tokens. Return False, changing nothing, if that is impossible.
+
+    The cache is then as after n tokens, except that the archive's type has rounded some, and that tokens
+    dropped by the archive are missing. There are no logits before the next step.
+    """
+    earlier = _earlier(eviction, n) if can_rewind(eviction) else None
+    if not earlier:
+        return False
+    context, rows = eviction.context, eviction.rows
+    archive = context.archive
+    end = max(min(archive.end, n), earlier.begin) if archive and archive.n else n
+    pos = rows.pos[:, : rows.n_kv]
+    keep = (pos < min(earlier.n_first, n)) | ((pos >= end) & (pos < n))
+    n_keep = keep.sum(axis=1, dtype=np.int32)
+    n_own = int(n_keep[0])
+    n_back = earlier.n_kv - n_own
+    source = np.empty((len(n_keep), n_own), np.int32)
+    fill_holes(keep, n_keep, source)
+    kept_pos = np.take_along_axis(pos, source, axis=1)
+    kept_rot = kept_pos - np.where(kept_pos < earlier.n_first, 0, earlier.base).astype(np.int32)
+    delta = kept_rot - np.take_along_axis(rows.rot, source, axis=1)
+    live = np.full(len(n_keep), earlier.n_kv, np.int32)
+    n_planned = n if earlier.n_kv == n else n - (earlier.n_kv - eviction.policy.n_keep)
+    rows.n_past = n
+    eviction.edit(live, n - earlier.base, moves_of(source, delta))
+    if archive and archive.n:
+        archive.rewind(n_own, n_back, end, earlier.base, max(n_planned, end - n_back))
+    new = np.broadcast_to(np.arange(end - n_back, end, dtype=np.int32), (len(n_keep), n_back))
+    rows.n_kv, rows.next_rot = earlier.n_kv, n - earlier.base
+    rows.put(live, np.hstack([kept_pos, new]), np.hstack([kept_rot, new - earlier.base]))
+    eviction.n_planned = 0 if earlier.n_kv == n else n_planned
+    eviction.n_evicted = (n - earlier.n_kv) * len(n_keep)
+    eviction.n_restart -= earlier.n_later
+    context.forget_logits()
+    return True
+
+
+def _earlier(eviction: Eviction, n: int) -> _Earlier | None:
+    """Return the stream's state after n tokens; None if the archive has dropped tokens of its window."""
+    rows, archive = eviction.rows, eviction.context.archive
+    n_kv, base = n_live(eviction.policy, n), rows.n_past - rows.next_rot
+    if not (archive and archive.n):
+        return _Earlier(rows.n_kv, n, n, base, 0) if rows.n_kv == rows.n_past else None
+    span, frames = archive.span, archive.frames
+    n_first = int((rows.pos[0, : rows.n_kv] < span.stop).sum())
+    if n <= n_first:
+        return _Earlier(n_first, span.start, n, 0, eviction.n_restart)
+    # the policy may have kept fewer tokens than it can
+    begin = min(n - n_kv + n_first, span.stop)
+    if begin < span.start:
+        return None
+    # positions start over late: the frame of `begin` may have been made after the first n tokens
+    started = len([first for first, _ in takewhile(lambda frame: frame[0] < begin, frames)])
+    at = max(started - 1, 0)
+    while at + 1 < len(frames) and frames[at + 1][0] <= begin and n - frames[at][1] > eviction.n_ctx:
+        at += 1
+    return _Earlier(n_first, begin, n_first + n - begin, frames[at][1], len(frames) - 1 - at)
+
+
+def n_live(policy: Policy, n: int) -> int:
+    """Return the live cells of each row after n tokens, if each eviction keeps as many as the policy can."""
+    if n <= policy.n_live or not policy.slack:
+        return n
+    return policy.n_keep + 1 + (n - policy.n_live - 1) % policy.slack
