@@ -1,4 +1,4 @@
-"""A cache that evicts each row on its own, with the patch."""
+"""A cache of the patched llama.cpp, in which each row has its own evictions."""
 
 from __future__ import annotations
 
@@ -23,53 +23,53 @@ GROUPS = {"sum": 0, "max": 1, "first": 2}
 
 
 class Context(Decoder):
-    """A cache each of whose rows is evicted on its own, from the patched library.
+    """A cache of the patched llama.cpp, in which each row has its own evictions.
 
-    Sliding layers, if the model has some, have no rows: llama.cpp keeps what they see beside the cells.
+    Sliding layers have no rows: llama.cpp keeps their tokens in other cells.
 
     Parameters
     ----------
     request
-        What a policy needs of the attention.
+        The signals that a policy requests.
     ragged
-        Whether rows may hold different numbers of cells.
+        True if rows may hold different numbers of cells.
     archive_type
-        Number format of the archive, if the request recalls from one.
+        Number format of the archive, if the request recalls.
     n_filled
-        Cells behind the live ones that steps fill from the archive, if not as few as the request says.
+        Number of cells after the live cells that steps fill from the archive. Default: as in the request.
     n_draft
         Maximum tokens that `drop` can remove.
     n_near
-        Archived tokens that are farther than this are chosen, and attended to, as if they were so far.
+        Archived tokens at a greater distance are chosen and attended to as if at this distance.
     n_archive, archive_bytes
-        The most archived tokens, or the most bytes that they take; a quarter of the free memory, or half of
-        the disk's free space, without either.
+        Maximum tokens or bytes of the archive. Default: a quarter of the free memory, or half of the disk's
+        free space.
     archive_file
-        Where to make the file that the archive lies in; it lies in host memory if not given.
+        Path of a new file for the archive, instead of host memory.
     how
-        As in `Decoder`.
+        Arguments of `Decoder`.
 
     Attributes
     ----------
     n_row
-        Rows that are evicted on their own.
+        Number of rows.
     n_dim
-        The length of a key; the longest if layers differ.
+        Length of a key; the maximum if layers differ.
     row_layers
         i32[row]: the layer of each row, counted among all layers of the model.
     layer_cells
-        i32[layer]: the cells of each layer that has rows.
+        i32[layer]: number of cells of each layer that has rows.
     archive
-        What has left the cache and may be recalled; None without recall.
+        Evicted tokens that may be recalled; None without recall.
     queries
-        The last queries; None unless the request looks ahead.
-    beside
-        What sliding and recurrent layers hold; None without such layers.
+        The last queries; None unless the request has FUTURE.
+    fixed_state
+        State of sliding and recurrent layers; None without such layers.
 
     Raises
     ------
     ModelError
-        For a model whose layers have no rows.
+        If the model's layers have no rows.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class Context(Decoder):
         **how: Any,
     ) -> None:
         request = request or SignalRequest()
-        # llama.cpp takes no batch longer than the cells that there are at first
+        # llama.cpp takes no batch longer than its first number of cells
         n_first = max(n_cell, n_batch) if request.recall else n_cell
         super().__init__(model, n_first, n_batch, ragged=ragged, **how)
         per_cell = [signal for signal in PER_CELL if signal in request.signals]
         self._recent = Signal.RECENT in request.signals
         self._cleared = [signal for signal in per_cell if signal is not Signal.RECENT]
         self._n_query = max(request.n_query, 1)
-        # queries that are taken back may not have taken the place of older ones
+        # removed queries must not have overwritten older ones
         self._n_slot = self._n_query + n_draft
         recall, made = request.recall or Recalls(n_cell=0, chunk=1), model.layers.has_values
         n_future = request.n_future if Signal.FUTURE in request.signals else 0
@@ -141,19 +141,19 @@ class Context(Decoder):
 
     @property
     def n_cell(self) -> int:
-        """Cells of the longest layer."""
+        """Number of cells of the longest layer."""
         return int(self.layer_cells.max())
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the K and V tensors, those of sliding layers included."""
+        """Bytes of the K and V tensors, including sliding layers."""
         return int(lib.llama_kvtool_cache_bytes(self._context))
 
     def signal_bytes(self, n_cell: np.ndarray) -> int:
-        """Bytes beside a cache whose layers have i32[layer] cells: a signal's f32[row, cell], and queries.
+        """Return the bytes of signals and queries for layers of i32[layer] cells.
 
-        RECENT has as much of each query. Of each there is one copy: what the host holds while it reads them
-        from a device is not counted.
+        A signal is f32[row, cell]; RECENT is that for each query. Copies that the host makes while it reads
+        from a device are not counted.
         """
         n_signal = len(self._cleared) + self._recent * self._n_slot
         n_query = self.queries.shape[1] * self._n_slot if self.queries else 0
@@ -161,7 +161,7 @@ class Context(Decoder):
 
     @cached_property
     def n_head(self) -> np.ndarray:
-        """i32[row]: the query heads, of all layers that read its cells, that share each row's KV head."""
+        """i32[row]: query heads that share each row's KV head, in all layers that read its cells."""
         groups = self.model.groups
         n_query = np.zeros(max(layer.number for layer, _ in groups) + 1, np.int32)
         for layer, n in groups:
@@ -169,24 +169,24 @@ class Context(Decoder):
         return n_query[self.row_layers]
 
     def watch(self, *, on: bool) -> None:
-        """Whether later decodes compute the signals, as they do at first."""
+        """Turn the signals of later decodes on or off. They are on at first."""
         check(lib.llama_kvtool_watch(self._context, on))
 
     def see(self, n_seen: int) -> None:
-        """The first query of the next decode has seen n_seen tokens before: what 1 / t and log t count."""
+        """Set t for 1 / t and log t: the first query of the next decode has seen n_seen tokens before."""
         check(lib.llama_kvtool_seen(self._context, n_seen))
 
     def read(self, signal: Signal, n_kv: int) -> np.ndarray:
-        """f32[row, n_kv]: one signal of the queries since the last edit; RECENT of its last queries.
+        """Return f32[row, n_kv]: a signal of the queries since the last edit; RECENT of its last queries.
 
-        IMPORTANT is how many queries ago a key was last important: 1 is the last query; 0: to none.
+        IMPORTANT is how many queries ago a key was last important: 1 is the last query; 0: it never was.
         """
         out = np.empty((self.n_row, n_kv), np.float32)
         check(lib.llama_kvtool_read(self._context, int(signal), out.ctypes.data, self.n_row, n_kv))
         return out
 
     def history(self, signal: Signal, n_kv: int) -> np.ndarray:
-        """What `write` continues a signal from: `read`, or for RECENT f32[query, row, n_kv], oldest first."""
+        """Return `write`'s values: those of `read`, or for RECENT f32[query, row, n_kv], oldest first."""
         if signal != Signal.RECENT:
             return self.read(signal, n_kv)
         out = np.empty(self.history_shape(signal, n_kv), np.float32)
@@ -194,11 +194,11 @@ class Context(Decoder):
         return out
 
     def history_shape(self, signal: Signal, n_kv: int) -> tuple[int, ...]:
-        """The shape of what `history` returns."""
+        """Return the shape of `history`."""
         return (*([self._n_query] if signal == Signal.RECENT else []), self.n_row, n_kv)
 
     def write(self, signal: Signal, values: np.ndarray) -> None:
-        """Continues a signal from its `history`."""
+        """Continue a signal from its `history`."""
         values = np.ascontiguousarray(values, np.float32)
         where = values.ctypes.data
         if signal == Signal.RECENT:
@@ -207,15 +207,15 @@ class Context(Decoder):
             check(lib.llama_kvtool_write(self._context, int(signal), where, *values.shape))
 
     def clear_signals(self) -> None:
-        """Clears all signals but RECENT."""
+        """Clear all signals except RECENT."""
         nothing = np.zeros((self.n_row, self.n_cell), np.float32)
         for signal in self._cleared:
             self.write(signal, nothing)
 
     def read_keys(self, first: np.ndarray, delta: np.ndarray) -> np.ndarray:
-        """f32[row, n, n_dim]: the keys of cells first i32[row] .. of each row, rotated by delta i32[row, n].
+        """Return f32[row, n, n_dim]: keys of n cells from first i32[row] on, rotated by delta i32[row, n].
 
-        A quantized K is stored under one orthogonal map of llama.cpp's; its keys come under that map.
+        llama.cpp stores a quantized K under an orthogonal map; these keys are under that map.
         """
         n_row, n = delta.shape
         out = np.empty((n_row, n, self.n_dim), np.float32)
@@ -225,7 +225,7 @@ class Context(Decoder):
         return out
 
     def read_value_norms(self, n_kv: int) -> np.ndarray:
-        """f32[row, n_kv]: the length of each cell's value."""
+        """Return f32[row, n_kv]: norm of each cell's value."""
         out = np.empty((self.n_row, n_kv), np.float32)
         check(lib.llama_kvtool_read_lengths(self._context, out.ctypes.data, *out.shape))
         return out
@@ -241,29 +241,30 @@ class Context(Decoder):
         n_hidden: int = 0,
         force_graph: bool = False,
     ) -> None:
-        """Edits the cache and clears the signals: merges first, then moves; cells 0 .. n_keep - 1 stay live.
+        """Edit the cache and clear the signals: first merge, then move; cells 0 .. n_keep - 1 stay live.
 
         Parameters
         ----------
         moves
-            i32[n, 4]: (row, dst, src, delta). Cell dst takes what cell src holds, its key rotated by delta.
+            i32[n, 4]: (row, dst, src, delta). Cell dst takes the content of cell src, its key rotated by
+            delta.
         n_keep, pos_0
-            The last live cell counts as position pos_0 + n_keep - 1, the others come before it, and the next
-            token must come at pos_0 + n_keep. Where that is another position than it was, sliding layers
-            move along; what would come before position 0 they lose.
+            llama.cpp's table has the live cells at positions pos_0 .. pos_0 + n_keep - 1, and the next token
+            must have position pos_0 + n_keep. If that differs from before, the positions of sliding layers
+            change by as much; tokens at negative positions are dropped there.
         merge
             New values for cells that stay.
         n_keep_row
             i32[row]: n_keep of each row, at most n_keep, if rows are ragged.
         n_hidden
-            First cells that later queries do not see; pos_0 may then be as much below 0.
+            Number of first cells that later queries do not see; pos_0 may then be down to -n_hidden.
         force_graph
-            Never take the short cut through host memory.
+            True: always edit by a graph, never directly in host memory.
 
         Raises
         ------
         LibraryError
-            For an index or a pair of moves that cannot be. The cache is then unchanged.
+            For an invalid index or an invalid pair of moves. The cache is then unchanged.
         """
         self._check_open()
         moves = np.ascontiguousarray(moves, np.int32).reshape(-1, 4)
@@ -292,41 +293,41 @@ class Context(Decoder):
         check(lib.llama_kvtool_take_back(self._context, n))
 
     def hide(self, n: int) -> None:
-        """Keeps the first n cells out of sight of later queries, and clears the signals.
+        """Hide the first n cells from later queries, and clear the signals.
 
-        The next token may have any position. Sliding layers forget everything.
+        The next token may have any position. Sliding layers drop all tokens.
         """
         check(lib.llama_kvtool_apply(self._context, ctypes.byref(Edit(n_keep=n, n_hidden=n))))
 
     def resize(self, n_cell: np.ndarray) -> None:
-        """Gives each layer i32[layer] that many cells. The live ones keep what they hold."""
+        """Give each layer i32[layer] cells. Live cells keep their content."""
         n_cell = np.ascontiguousarray(n_cell, np.int32)
         check(lib.llama_kvtool_resize(self._context, n_cell.ctypes.data, len(n_cell)))
         self.layer_cells = n_cell
 
     def cell_bytes(self, layer: int) -> int:
-        """Bytes of K and V that one cell takes in a layer."""
+        """Return the bytes of K and V of a layer's cell."""
         n_bytes: int = lib.llama_kvtool_get_cells(self._context, layer, None, 1)
         check(n_bytes)
         return n_bytes
 
     def cells(self, layer: int, n: int) -> np.ndarray:
-        """u1[bytes]: the first n cells of a layer as they are stored, keys and then values, cell by cell."""
+        """Return u1[bytes]: the first n cells of a layer in its formats, keys, then values, cell by cell."""
         out = np.empty(n * self.cell_bytes(layer), np.uint8)
         check(lib.llama_kvtool_get_cells(self._context, layer, out.ctypes.data, n))
         return out
 
     def fits(self, layer: int, n: int, data: np.ndarray) -> bool:
-        """Whether `cells` may have returned this for n cells of the layer."""
+        """True if `cells` can return data of this size for n cells of the layer."""
         return data.dtype == np.uint8 and data.nbytes == n * self.cell_bytes(layer)
 
     def set_cells(self, layer: int, n: int, data: np.ndarray) -> None:
-        """Writes what `cells` returned."""
+        """Write cells that `cells` returned."""
         assert self.fits(layer, n, data)
         assert data.flags.c_contiguous
         check(lib.llama_kvtool_set_cells(self._context, layer, data.ctypes.data, n))
 
     def set_places(self, rot: np.ndarray) -> None:
-        """Says where the keys i32[row, n] of each row's first cells stand: with ALiBi they do not."""
+        """Set the positions i32[row, n] of each row's first cells, which ALiBi needs: its keys have none."""
         rot = np.ascontiguousarray(rot, np.int32)
         check(lib.llama_kvtool_set_places(self._context, rot.ctypes.data, *rot.shape))

@@ -1,4 +1,4 @@
-"""A cache of cells and the decode that fills it, with any llama.cpp."""
+"""A cache of any llama.cpp, patched or not, and the decode that fills it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _QUANTIZED = {name for name in CACHE_TYPES if name.startswith("q")}
 
 
 class Decoder:
-    """One sequence in a cache of n_cell cells, and the decode that fills it: what any llama.cpp has.
+    """One sequence in a cache of n_cell cells, and the decode that fills it, in any llama.cpp.
 
     Parameters
     ----------
     n_cell
-        Cells of the cache.
+        Number of cells.
     n_batch
-        Maximum tokens decoded at once; no more than the cells that there are at first.
+        Maximum tokens decoded at once; at most n_cell.
     n_output
         Maximum tokens of a decode that give logits.
     type_k, type_v
@@ -42,20 +42,20 @@ class Decoder:
     flash
         Flash attention: "on", "off" or "auto".
     n_threads
-        Threads of a CPU; as `Threads` chooses, one per core at most, if not given.
+        CPU threads. Default: `Threads` chooses, at most one per core.
     kv_offload
-        Whether the cache lies on the devices that compute the layers; else in host memory.
+        True if the cache is on the devices that compute the layers; False if it is in host memory.
     ragged
-        Whether rows may hold different numbers of cells, which only a `Context` can do.
+        True if rows may hold different numbers of cells, which only a `Context` can do.
     on_tensor
-        llama.cpp's callback for each operation of a decode, as `observe` has it.
+        llama.cpp's callback for each operation of a decode.
 
     Raises
     ------
     UsageError
-        For cache types that cannot go together.
+        For cache types that do not go together.
     OutOfMemory, LibraryError
-        If llama.cpp makes no such cache.
+        If llama.cpp cannot make the cache.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Decoder:
         self.kv_offload = kv_offload
         self.types = type_k, type_v
         params = api.llama_context_default_params()
-        # the sliding layers' cache is never longer than this, and must hold what they see and a step
+        # this limits the sliding layers' cache, which must hold their window and a step
         params.n_ctx = max(n_cell, self.model.n_swa and self.model.n_swa + n_batch)
         params.swa_full = False
         params.offload_kqv = kv_offload
@@ -94,7 +94,7 @@ class Decoder:
         if on_tensor is not None:
             # llama.cpp keeps no reference
             self._on_tensor = params.cb_eval = on_tensor
-        # flash attention adds up a float cache in parts, one a thread: their number must not change
+        # flash attention sums a float cache in one part per thread: the number of threads must not change
         self._adapts = not (n_threads or has_gpu()) and (flash == "off" or type_v in _QUANTIZED)
         log_tail.clear()
         self._context = None
@@ -114,36 +114,36 @@ class Decoder:
 
     @property
     def n_threads(self) -> int:
-        """Threads of the next decode."""
+        """Number of CPU threads of the next decode."""
         return self._threads.n
 
     def close(self) -> None:
-        """Frees the cache. A second call does nothing."""
+        """Free the cache. A second call does nothing."""
         if self._context:
             api.llama_free(self._context)
             self._context = None
 
     @property
     def handle(self) -> object:
-        """llama.cpp's own context."""
+        """Pointer to llama.cpp's context."""
         self._check_open()
         return self._context
 
     def _check_open(self) -> None:
-        """Raises UsageError if the cache or its model has been closed: llama.cpp would read freed memory."""
+        """Raise UsageError if the cache or its model is closed: llama.cpp would read freed memory."""
         if not (self._context and self.model.is_open):
             raise UsageError("this engine or its model is closed; make a new one")
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
-        """Decodes i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""
+        """Decode i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""
         self._check_open()
         n = len(tokens)
         self._batch.clear()
-        # one at least: llama.cpp aborts without in one architecture, and it takes no time that counts
+        # at least one output: with none llama.cpp aborts in one architecture, and one takes no time
         self._batch.add(tokens, pos_0, max(n_output, 1))
         log_tail.clear()
         n_threads, start = self._threads.n, time.perf_counter()
-        # a damaged file shows in the first decode
+        # a damaged file may crash the first decode
         with nullcontext() if self._has_decoded else crash_means(damaged(self.model.path)):
             status = api.llama_decode(self._context, self._batch.raw)
         if self._adapts:
@@ -158,21 +158,21 @@ class Decoder:
         self._next = n_output - 1
 
     def set_logits(self, logits: np.ndarray) -> None:
-        """What the last decode would have given, f32[n_output, n_vocab]: something else has computed it."""
+        """Set the last decode's logits f32[n_output, n_vocab], which were computed elsewhere."""
         self._has_decoded = True
         self._taken = logits
         self._n_output = len(logits)
         self._next = self._n_output - 1
 
     def logits(self) -> np.ndarray:
-        """f32[n_output, n_vocab] of the last decode: a view that the next decode overwrites."""
+        """Return f32[n_output, n_vocab] of the last decode: a view that the next decode overwrites."""
         self._check_open()
         if self._taken is not None:
             return self._taken
         pointer = api.llama_get_logits(self._context)
         where = ctypes.addressof(pointer.contents), self._n_output
         if where != self._logits_where:
-            # NumPy makes a new ctypes type for each view, which takes longer than all else here
+            # NumPy makes a new ctypes type for each view, which takes most of the time here
             self._logits = np.ctypeslib.as_array(pointer, (self._n_output, self.model.n_vocab))
             self._logits_where = where
         return self._logits
@@ -185,38 +185,38 @@ class Decoder:
 
     @property
     def next_output(self) -> int:
-        """Which of the last decode's outputs these are, counted from its end: -1 is the last one."""
+        """Index of these logits in the last decode's outputs, counted from their end: -1 is the last."""
         return self._next - self._n_output
 
     def sample_from(self, n: int) -> None:
-        """The next token is drawn from the logits of the nth output of the last decode."""
+        """Let the next token be sampled from the logits of the last decode's output n."""
         self._next = n
 
     @property
     def has_logits(self) -> bool:
-        """Whether the last decode left logits to sample from."""
+        """True if the last decode left logits to sample from."""
         return self._n_output > 0
 
     @property
     def has_own_logits(self) -> bool:
-        """Whether llama.cpp's own context has the last decode's logits: a joint step's are taken."""
+        """True if llama.cpp's context has the last decode's logits; those of a joint step were set."""
         return self._taken is None
 
     def forget_logits(self) -> None:
-        """The last decode's logits are of no use any more."""
+        """Drop the last decode's logits."""
         self._n_output = 0
 
     def remove(self, first: int, end: int) -> None:
-        """Frees the cells at positions first .. end - 1."""
+        """Free the cells at positions first .. end - 1."""
         if not api.llama_memory_seq_rm(self._memory, 0, first, end):
             raise LibraryError(f"llama.cpp cannot remove positions {first} to {end - 1} of its cache")
 
     def shift(self, first: int, end: int, delta: int) -> None:
-        """Moves positions first .. end - 1 by delta; their keys are rotated before the next decode."""
+        """Shift positions first .. end - 1 by delta; their keys are rotated before the next decode."""
         api.llama_memory_seq_add(self._memory, 0, first, end, delta)
 
     def state(self) -> bytes:
-        """The live cells as llama.cpp saves a sequence. Raises LibraryError for ragged rows."""
+        """Return the live cells as llama.cpp saves a sequence. Raises LibraryError for ragged rows."""
         if self.ragged:
             raise LibraryError("llama.cpp cannot save a cache whose rows hold different numbers of cells")
         n = api.llama_state_seq_get_size(self._context, 0)
@@ -224,7 +224,7 @@ class Decoder:
         return bytes(buffer[: api.llama_state_seq_get_data(self._context, buffer, n, 0)])
 
     def set_state(self, data: bytes) -> None:
-        """Writes what `state` returned into an empty cache."""
+        """Write cells that `state` returned into an empty cache."""
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
         if api.llama_state_seq_set_data(self._context, buffer, len(data), 0) != len(data):
             raise LibraryError(f"llama.cpp cannot take back the cells that it saved{because()}")
@@ -236,12 +236,12 @@ class Decoder:
 
 
 def choose_flash(flash: str, type_v: str, own_masks: bool) -> str:
-    """Return what --flash-attn auto means for this type of V. Raises UsageError if they do not go together.
+    """Resolve --flash-attn auto for a type of V. Raises UsageError if they do not go together.
 
-    own_masks: each head has a mask of its own, as with ragged rows and with ALiBi.
+    own_masks: True if each head has its own mask, as with ragged rows and with ALiBi.
     """
     if own_masks:
-        # flash attention takes no mask of each head's own on most devices
+        # on most devices flash attention takes one mask for all heads
         if type_v in _QUANTIZED and has_gpu():
             raise UsageError(
                 f"a {type_v} V cache cannot have a mask for each head on a GPU; choose --cache-type-v f16"

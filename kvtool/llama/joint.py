@@ -1,4 +1,4 @@
-"""Steps of several contexts at once: their tokens go through the model's weights together."""
+"""Joint steps: the tokens of several contexts go through the model's weights together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtool.models.layers import PAD
 
 @dataclass(eq=False)
 class Part:
-    """What one context decodes in a joint step: as the arguments of `Context.decode`."""
+    """A context's part of a joint step: the arguments of its `Context.decode`."""
 
     context: Context
     tokens: np.ndarray
@@ -26,23 +26,23 @@ class Part:
 
 
 class JointContext:
-    """Decodes for up to n_most contexts in one step. It has no tokens of its own.
+    """Decodes for up to n_most contexts in one step. It holds no tokens.
 
     Parameters
     ----------
     like
-        One of the contexts: the others have the same model, request and settings.
+        One of the contexts, which all have the same model, request and settings.
     n_most
-        The most contexts of a step.
+        Maximum contexts of a step.
     n_batch
-        The most tokens of a step.
+        Maximum tokens of a step.
 
     Raises
     ------
     ModelError
-        For a model that takes no such steps: with recurrent layers, or with an index.
+        If the model has recurrent layers or an index.
     OutOfMemory, LibraryError
-        If llama.cpp makes no such context.
+        If llama.cpp cannot make the context.
     """
 
     def __init__(self, like: Context, n_most: int, n_batch: int) -> None:
@@ -54,7 +54,7 @@ class JointContext:
         params.offload_kqv = like.kv_offload
         params.n_batch = params.n_ubatch = params.n_outputs_max = n_batch
         params.n_seq_max = n_most
-        # one stream: no cell of it is ever attended to
+        # one stream: its cells are never attended to
         params.kv_unified = True
         params.flash_attn_type = 0
         self._n_threads = params.n_threads = params.n_threads_batch = like.n_threads
@@ -71,13 +71,13 @@ class JointContext:
         self._batch = Batch(n_batch)
 
     def close(self) -> None:
-        """Frees it. A second call does nothing."""
+        """Free the context. A second call does nothing."""
         if self._context:
             api.llama_free(self._context)
             self._context = None
 
     def decode(self, parts: list[Part]) -> None:
-        """Decodes each part, as its context's `decode` would. Raises LibraryError, and none has decoded."""
+        """Decode each part as its context's `decode` would. If it raises LibraryError, nothing is decoded."""
         batch = self._batch
         batch.clear()
         for i, part in enumerate(parts):
@@ -100,6 +100,6 @@ class JointContext:
         logits = np.ctypeslib.as_array(pointer, (n_output, self.model.n_vocab))
         at = 0
         for part in parts:
-            # the next step overwrites them, and this context may not be in it
+            # the next step overwrites them, even if this context has no part in it
             part.context.set_logits(logits[at : at + part.n_output].copy())
             at += part.n_output

@@ -1,4 +1,4 @@
-"""The last queries of each layer, kept beside a cache, and what they would make of its cells."""
+"""The last queries of each layer, and the attention that future queries would give to cells."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from kvtool.llama.library import check, lib
 
 
 class Queries:
-    """The last n queries of a context with n_row rows, whose groups have n_head heads, i32[row]."""
+    """The last n queries of a context with n_row rows.
+
+    n_head: i32[row], query heads of each row's group.
+    """
 
     def __init__(self, context: Decoder, n: int, n_row: int, n_head: np.ndarray) -> None:
         self._context = context
@@ -17,9 +20,9 @@ class Queries:
         self.n = n
 
     def future(self, n_last: int, pos: int, n_kv: int) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and variance of the logits that the last n_last queries would give the first n_kv cells.
+        """Return mean and variance of the logits that the last n_last queries give to the first n_kv cells.
 
-        Both are f32[row, head, n_kv]. pos: where the next token's key is rotated to.
+        Both are f32[row, head, n_kv]. pos: position that the next token's key is rotated to.
         """
         shape = *self._shape, n_kv
         mean, variance = np.empty(shape, np.float32), np.empty(shape, np.float32)
@@ -29,27 +32,27 @@ class Queries:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the queries that `save` returns."""
+        """Shape of the queries that `save` returns."""
         n_number: int = lib.llama_kvtool_get_queries(self._context.handle, None, None)
         check(n_number)
         return self.n, n_number
 
     def save(self) -> tuple[np.ndarray, np.ndarray]:
-        """The queries f32[n, n_number], the oldest first, and what each is rotated to i32[n].
+        """Return the queries f32[n, n_number], oldest first, and the position i32[n] each is rotated to.
 
-        -1: there has been none.
+        A position is -1 if there was no query.
         """
         out, pos = np.empty(self.shape, np.float32), np.empty(self.n, np.int32)
         check(lib.llama_kvtool_get_queries(self._context.handle, out.ctypes.data, pos.ctypes.data))
         return out, pos
 
     def fits(self, queries: np.ndarray, pos: np.ndarray) -> bool:
-        """Whether `save` may have returned these."""
+        """True if `save` can return arrays of these shapes."""
         is_shaped = queries.shape == self.shape and pos.shape == (self.n,)
         return is_shaped and queries.dtype == np.float32 and pos.dtype == np.int32
 
     def restore(self, queries: np.ndarray, pos: np.ndarray) -> None:
-        """Continues from what `save` returned."""
+        """Continue from arrays that `save` returned."""
         assert self.fits(queries, pos)
         queries, pos = np.ascontiguousarray(queries), np.ascontiguousarray(pos)
         check(lib.llama_kvtool_set_queries(self._context.handle, queries.ctypes.data, pos.ctypes.data))

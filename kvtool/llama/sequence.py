@@ -1,6 +1,6 @@
-"""A cache under llama.cpp's own sequence calls: what an unpatched library can do for a policy.
+"""A cache of an unpatched llama.cpp, edited by its sequence calls.
 
-They remove and shift whole tokens, in all layers and heads alike: to a policy the cache is one row.
+These remove and shift whole tokens, in all layers and heads alike: to a policy the cache is one row.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvtool.policy import Merge
 class SequenceContext(Decoder):
     """A cache of one row, for a policy that reads no signal and whose rows are not ragged.
 
-    llama.cpp finds a cell by its position. Cell i is therefore the ith of a table kept here.
+    llama.cpp finds a cell by its position, so the cells are numbered in a table kept here.
 
     Parameters
     ----------
     how
-        As in `Decoder`.
+        Arguments of `Decoder`.
     """
 
     n_row = 1
@@ -43,16 +43,16 @@ class SequenceContext(Decoder):
         self.n_head = np.full(1, sum(read(model.path).n_head), np.int32)
         self.layer_cells = np.array([n_cell], np.int32)
         self.n_cell = n_cell
-        # each cell's position in llama.cpp now, and the one it must have at the next decode
+        # each cell's position in llama.cpp now, and its position at the next decode
         self._at = self._pos_of = np.empty(0, np.int32)
 
     def signal_bytes(self, _n_cell: np.ndarray) -> int:
-        """None: no policy that reads signals runs here."""
+        """Return 0: no policy that reads signals runs here."""
         return 0
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
-        """Decodes i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""
-        # not earlier: llama.cpp saves keys without the rotations that it has put off
+        """Decode as `Decoder.decode` does, after the shifts of earlier edits."""
+        # not earlier: llama.cpp saves keys without the rotations that it has deferred
         for shift in shifts(self._at, self._pos_of):
             self.shift(*shift)
         super().decode(tokens, pos_0, n_output)
@@ -60,20 +60,13 @@ class SequenceContext(Decoder):
         self._at = self._pos_of = np.concatenate([self._pos_of, new])
 
     def apply(
-        self,
-        moves: np.ndarray,
-        n_keep: int,
-        pos_0: int,
-        merge: Merge | None = None,
-        *,
-        n_keep_row: np.ndarray | None = None,
-        n_hidden: int = 0,
+        self, moves: np.ndarray, n_keep: int, pos_0: int, merge: Merge | None = None, **how: object
     ) -> None:
-        """Edits the cache, as `Context.apply` says. Cells that only move within the table cost nothing.
+        """Edit the cache as `Context.apply` does. Cells that only move within the table cost nothing.
 
-        Raises LibraryError for a merge, and for hidden cells.
+        how: the other arguments of `Context.apply`. Raises LibraryError for a merge, and for hidden cells.
         """
-        for is_asked, what in ((merge is not None, "merging values"), (n_hidden, "hiding cells")):
+        for is_asked, what in ((merge is not None, "merging values"), (how.get("n_hidden"), "hiding cells")):
             if is_asked:
                 raise LibraryError(f"{UNPATCHED}, which {what} needs; {HOW_TO_BUILD}")
         _, dst, src, delta = np.reshape(moves, (-1, 4)).T
@@ -93,43 +86,43 @@ class SequenceContext(Decoder):
         self._at, self._pos_of = self._at[:-n], self._pos_of[:-n]
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        """What an unpatched llama.cpp cannot do. The engine refuses such a policy before it comes to this."""
+        """Raise LibraryError: the call needs the patch. The engine refuses policies that make it."""
         raise LibraryError(f"{UNPATCHED}, which this step needs; {HOW_TO_BUILD}")
 
     see = read = history = history_shape = write = read_keys = hide = resize = read_value_norms = _refuse
 
     def cell_bytes(self, layer: int) -> int:
-        """Bytes of K and V that one cell takes in all layers."""
+        """Return the bytes of K and V of a cell in all layers."""
         return self._cell_bytes
 
     def cells(self, layer: int, n: int) -> np.ndarray:
-        """u1[bytes]: both positions of each of the n cells, and the sequence as llama.cpp saves it."""
+        """Return u1[bytes]: both positions of the n cells, and the sequence as llama.cpp saves it."""
         table = np.stack([self._at, self._pos_of]).astype("<i4")
         return np.frombuffer(table.tobytes() + self.state(), np.uint8)
 
     def fits(self, layer: int, n: int, data: np.ndarray) -> bool:
-        """Whether `cells` may have returned this for n cells; llama.cpp checks the rest."""
+        """True if the data is long enough for n cells; llama.cpp checks the rest."""
         return data.dtype == np.uint8 and data.nbytes > 8 * n
 
     def set_cells(self, layer: int, n: int, data: np.ndarray) -> None:
-        """Writes what `cells` returned into an empty cache."""
+        """Write cells that `cells` returned into an empty cache."""
         table = np.frombuffer(data[: 8 * n].tobytes(), "<i4").reshape(2, n)
         self.set_state(data[8 * n :].tobytes())
         self._at, self._pos_of = table.astype(np.int32)
 
     def set_places(self, rot: np.ndarray) -> None:
-        """Nothing: llama.cpp has one place for a token in all rows."""
+        """Do nothing: a token has one position in all rows."""
 
     def clear_signals(self) -> None:
-        """Nothing: there are none."""
+        """Do nothing: there are no signals."""
 
 
 Cache: TypeAlias = Context | SequenceContext
-"""What an engine runs on, whichever llama.cpp there is."""
+"""The cache of an engine, with a patched or an unpatched llama.cpp."""
 
 
 def runs(at: np.ndarray, gone: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Ranges (first, end) of positions that hold cells gone i64[n], of those at i32[cell], and no other."""
+    """Yield ranges (first, end) of positions that hold only cells gone i64[n], of cells at i32[cell]."""
     if not len(gone):
         return
     order = np.argsort(at)
@@ -141,15 +134,15 @@ def runs(at: np.ndarray, gone: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def shifts(at: np.ndarray, to: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """The shifts (first, end, delta) that bring cells at i32[cell] to positions i32[cell], in the same order.
+    """Yield the shifts (first, end, delta) that move cells from at i32[cell] to positions i32[cell].
 
-    Done one after the other, none touches a token that another has moved.
+    The order of the cells is the same before and after. In this order, no shift moves a token twice.
     """
     order = np.argsort(at)
     at, delta = at[order], (to - at)[order]
     starts = np.flatnonzero(np.diff(delta, prepend=0))
     ends = np.append(starts, len(delta))[1:]
     groups = [(int(at[i]), int(at[j - 1]) + 1, int(delta[i])) for i, j in zip(starts, ends, strict=True)]
-    # groups that move up go from the top, groups that move down from the bottom: none overwrites another
+    # upward shifts begin at the top, downward shifts at the bottom: no group overwrites another group
     yield from (group for group in reversed(groups) if group[2] > 0)
     yield from (group for group in groups if group[2] < 0)
