@@ -183,7 +183,7 @@ class Writer:
         """Decode the unread tokens; return False if stopped before the end."""
         # the engine may have read tokens without this writer
         knows_all = len(self._decoded) == self.engine.n_past
-        if after_step is None and knows_all and not self.stop and self.engine.reads_anew(len(self._unread)):
+        if after_step is None and knows_all and not self.stop and self.engine.rereads(len(self._unread)):
             whole = np.concatenate([self.tokens, self._unread])
             self.engine.empty()
             self.n_reread += len(self._decoded)

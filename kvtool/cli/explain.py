@@ -84,7 +84,7 @@ class Notice:
 
 def long_text(engine: Engine, what: str, n: int) -> str | None:
     """Return a line about the reading of a text of n tokens; None if the text fits in the budget."""
-    n_before = engine.n_past if engine.reads_anew(n) else 0
+    n_before = engine.n_past if engine.rereads(n) else 0
     is_whole, settings = engine.reads_whole(n) or n_before > 0, engine.settings
     is_shared = _shares(engine.policy)
     budget = engine.policy.n_asked if is_whole or is_shared else engine.policy.budget

@@ -1,4 +1,4 @@
-"""A prompt that one engine has read with nothing evicted, so that engines with other policies need not."""
+"""A prompt that an engine has read with nothing evicted, so that engines with other policies need not."""
 
 from __future__ import annotations
 

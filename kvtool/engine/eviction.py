@@ -220,19 +220,6 @@ class Eviction:
             self.signals.is_observed = True
         return view
 
-    def evict(self) -> None:
-        """Observe, plan and apply.
-
-        Raises PlanError, with the cache unchanged, for a plan that breaks a rule, and StreamEnd if the cache
-        is full and the policy keeps everything.
-        """
-        start = time.perf_counter()
-        view = self.observe()
-        plan = self.ask("plan", view, self.state)
-        self.plan_s += time.perf_counter() - start
-        self.apply(plan, self.check(view, plan), self.rows.next_rot)
-        self.n_planned = self.rows.n_past
-
     def close_gaps(self, n: int) -> None:
         """Rotate all keys so that no gap is left between live cells, and n tokens fit after them."""
         next_rot = self.low_rot(self.rows.n_kv, n)

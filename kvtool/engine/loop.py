@@ -27,8 +27,8 @@ from kvtool.policy import Policy, State
 
 _I32 = np.dtype(np.int32)
 
-_N_ANEW = 8
-"""Re-read the whole stream if the new text is at least 1/8 of it, and a GPU has room for it."""
+_REREAD_FACTOR = 8
+"""Read the whole stream again if the new text is at least 1/8 of it, and a GPU has room for it."""
 
 
 class JointDecoder(Protocol):
@@ -138,48 +138,10 @@ class Engine:
                 f"n_output must be in 0..{most}, got {n_output}; "
                 "Settings(n_output=...) sets how many tokens of a step may give logits"
             )
-        self._make_way(n)
+        self._prepare(n)
         self._decode(tokens, n_output)
         # the step may have gone over the budget
         self.evict_if_due(0)
-
-    def evict_if_due(self, n: int = 1) -> None:
-        """Evict if the next n tokens do not fit before the policy's next plan.
-
-        A step calls this before its tokens, for one token, and after them, for none. Raises PlanError, with
-        the cache unchanged, for a plan that breaks a rule, and StreamEnd if the cache is full and the policy
-        keeps everything.
-        """
-        if self.n_until_plan < n:
-            self.eviction.evict()
-            if self.rows.ragged:
-                self.eviction.make_room(self.policy.slack)
-
-    @property
-    def n_until_plan(self) -> int:
-        """Number of tokens until the next plan; 0 or less if it is due."""
-        rows = self.rows
-        n = self._n_live - rows.n_kv
-        if rows.ragged:
-            n = min(n, self.eviction.n_planned + self.policy.slack - rows.n_past)
-        return n
-
-    def room(self) -> int:
-        """Maximum number of tokens of the next step; 0 if an eviction has to come first."""
-        # n_cell is at most n_ctx
-        return min(self.n_batch if self.n_archived else self.settings.n_batch, self.n_cell - self.rows.n_kv)
-
-    def _make_way(self, n: int) -> None:
-        """Provide positions and cells for n tokens. Raises StreamEnd if original positions end before."""
-        if self.rows.next_rot + n > self.n_ctx:
-            if self.settings.positions == "original":
-                raise StreamEnd(
-                    f"the stream has reached the context of {self.n_ctx} tokens; "
-                    "continue with --positions auto or in-cache"
-                )
-            self.eviction.close_gaps(n)
-        if self.rows.ragged:
-            self.eviction.take_room(n)
 
     def _decode(self, tokens: np.ndarray, n_output: int) -> None:
         """Decode i32[n] tokens after the live cells, whatever the budget. Nothing else calls llama.cpp's."""
@@ -198,6 +160,53 @@ class Engine:
         if self.chunk_size:
             self.chunk_size.note(len(tokens), time.perf_counter() - began)
         rows.append(len(tokens))
+
+    def evict_if_due(self, n: int = 1) -> None:
+        """Evict if the next n tokens do not fit before the policy's next plan.
+
+        A step calls this before its tokens, for one token, and after them, for none. Raises PlanError, with
+        the cache unchanged, for a plan that breaks a rule, and StreamEnd if the cache is full and the policy
+        keeps everything.
+        """
+        if self.n_until_plan < n:
+            self._evict()
+
+    def _evict(self) -> None:
+        eviction = self.eviction
+        began = time.perf_counter()
+        view = eviction.observe()
+        plan = eviction.ask("plan", view, eviction.state)
+        eviction.plan_s += time.perf_counter() - began
+        eviction.apply(plan, eviction.check(view, plan), self.rows.next_rot)
+        eviction.n_planned = self.rows.n_past
+        if self.rows.ragged:
+            eviction.make_room(self.policy.slack)
+
+    @property
+    def n_until_plan(self) -> int:
+        """Number of tokens until the next plan; 0 or less if it is due."""
+        rows = self.rows
+        n = self._n_live - rows.n_kv
+        if rows.ragged:
+            n = min(n, self.eviction.n_planned + self.policy.slack - rows.n_past)
+        return n
+
+    def room(self) -> int:
+        """Maximum number of tokens of the next step; 0 if an eviction has to come first."""
+        # n_cell is at most n_ctx
+        return min(self.n_batch if self.n_archived else self.settings.n_batch, self.n_cell - self.rows.n_kv)
+
+    def _prepare(self, n: int) -> None:
+        """Provide positions and cells for n tokens. Raises StreamEnd if original positions end before."""
+        if self.rows.next_rot + n > self.n_ctx:
+            if self.settings.positions == "original":
+                raise StreamEnd(
+                    f"the stream has reached the context of {self.n_ctx} tokens; "
+                    "continue with --positions auto or in-cache"
+                )
+            self.eviction.close_gaps(n)
+        if self.rows.ragged:
+            self.eviction.take_room(n)
 
     def _part(self, at: int, end: int) -> slice:
         """Return which of a step's tokens at..end are decoded next."""
@@ -272,7 +281,7 @@ class Engine:
             n = min(self.room(), most, len(tokens) - at)
             if not late:
                 n = min(n, self.n_until_plan)
-            self._make_way(n)
+            self._prepare(n)
             end = at + n
             while at < end:
                 part = self._part(at, end) if late else slice(at, end)
@@ -298,14 +307,14 @@ class Engine:
         has_to = self.settings.prefill == "whole" or self.policy.reconstruction is not None
         return has_to or self.whole_reader.fits(n)
 
-    def reads_anew(self, n: int) -> bool:
+    def rereads(self, n: int) -> bool:
         """True if a text of n tokens should be read together with all tokens before it, as one prompt.
 
         A GPU then reads the whole stream, as `reads_whole` describes, faster than a CPU searches the archive
         for each token of the text.
         """
         n_all = self.n_past + n
-        if not self.n_past or n * _N_ANEW < n_all or n_all <= self.policy.n_asked:
+        if not self.n_past or n * _REREAD_FACTOR < n_all or n_all <= self.policy.n_asked:
             return False
         return self.n_exact(n) < n and self._gpu_has_room(n_all)
 
@@ -380,13 +389,12 @@ class Engine:
     def draft(self, tokens: np.ndarray) -> None:
         """Decode i32[n] tokens in one step: the next token, and at most `draft_room` draft tokens after it.
 
-        All of them give logits. The next token is sampled from those of the first one. The caller then
-        accepts each draft token by `context.sample_from`, and removes the others by `drop_drafts`. Raises
-        what `step` raises.
+        All give logits. The next token is sampled from the logits of the first one. The caller then accepts
+        each draft token by `context.sample_from`, or removes it by `drop_drafts`. Raises what `step` raises.
         """
         tokens = _checked(tokens, self.model.n_vocab)
         self.context.mark_drafts(len(tokens) - 1)
-        self._make_way(len(tokens))
+        self._prepare(len(tokens))
         self._decode(tokens, len(tokens))
         self.context.sample_from(0)
 

@@ -70,7 +70,7 @@ class WholeReader:
         eviction, policy = self._eviction, self._eviction.policy
         if self.reconstruction:
             n_chunk = self.reconstruction.n_chunk(-(-n // self.n_segments(n)))
-            n += self.reconstruction.n_beside + n_chunk
+            n += self.reconstruction.n_before + n_chunk
         if policy.recall:
             # after the live cells are those that steps fill from the archive
             n += int(eviction.layer_cells.max()) - policy.n_live
@@ -189,7 +189,7 @@ class WholeReader:
                 return None
             for name, values in signals.items():
                 sums = total.setdefault(name, np.zeros((len(rows.live), n), values.dtype))
-                # no segment sees another segment's tokens: where one has a value, the others have 0
+                # no segment sees another segment's tokens, so each value comes from a single segment
                 sums[:, : rows.n_kv] += values
             if rows.n_past < n:
                 eviction.hide()
@@ -200,7 +200,7 @@ class WholeReader:
     ) -> dict[str, np.ndarray] | None:
         """Return the signals of a reconstruction pass over the tokens from `first` on; None if stopped.
 
-        The logits are still those of the prompt.
+        Afterwards the context has the prompt's logits again.
         """
         assert self.reconstruction
         eviction, context = self._eviction, self._eviction.context
@@ -256,7 +256,7 @@ class Reconstruction:
     """Reconstruction pass: a prompt in the cache is read again, as the answer to a request to repeat it.
 
     The tokens decoded for it are removed again; only the signals of their queries stay. The prompt is
-    repeated chunk by chunk. Pinned and held tokens are not repeated, as they are never evicted. The held
+    repeated chunk by chunk. Pinned and held tokens are never evicted, so they are not repeated. The held
     tokens are the reply header, which is decoded again before each chunk, so that the model seems to answer.
 
     words: the policy's.
@@ -271,7 +271,7 @@ class Reconstruction:
         self._close = tokenize(words.close)
 
     @property
-    def n_beside(self) -> int:
+    def n_before(self) -> int:
         """Maximum number of tokens that are decoded before a chunk."""
         n_header = self._eviction.n_held or len(self._close)
         return max(len(self._first), len(self._later) + self.words.n_lead) + n_header
@@ -280,11 +280,11 @@ class Reconstruction:
     def longest(self) -> int:
         """Tokens of the longest segment that can be repeated within the context; below 1 if none can."""
         n_ctx = self._eviction.n_ctx
-        return n_ctx - self.n_beside - min(self.words.n_chunk, _LEAST, n_ctx // 4)
+        return n_ctx - self.n_before - min(self.words.n_chunk, _LEAST, n_ctx // 4)
 
     def n_chunk(self, n: int) -> int:
         """Return how many tokens of a segment of n tokens are repeated at once."""
-        return min(self.words.n_chunk, n, self._eviction.n_ctx - self.n_beside - n)
+        return min(self.words.n_chunk, n, self._eviction.n_ctx - self.n_before - n)
 
     def read(self, tokens: np.ndarray, first: int, decode: DecodeText) -> dict[str, np.ndarray] | None:
         """Return the signals of a pass over the tokens from `first` on: f32[row, n_past] by field.

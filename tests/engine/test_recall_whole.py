@@ -217,14 +217,14 @@ def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
         engine.pin(5)
         writer.read(tokens[:100])
         # an eighth of all is what counts
-        assert (engine.reads_anew(14), engine.reads_anew(15)) == (False, True)
+        assert (engine.rereads(14), engine.rereads(15)) == (False, True)
         said = "It is read at once, with the 100 tokens before it, in a cache of"
         assert said in long_text(engine, "turn", 500)
         assert writer.read(tokens[100:600])
         assert (engine.n_past, engine.n_pinned, engine.eviction.n_planned) == (600, 5, 600)
         np.testing.assert_array_equal(writer.tokens, tokens[:600])
-        assert not engine.reads_anew(1)
-        assert not engine.reads_anew(85)
+        assert not engine.rereads(1)
+        assert not engine.rereads(85)
     # after the second and the last of these, all is as if it had been one prompt
     with open_writer(path, prefill=None) as writer:
         writer.read(tokens[:20])
@@ -235,7 +235,7 @@ def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
     for prefill in ("stream", "whole"):
         with open_writer(path, prefill=prefill) as writer:
             writer.read(tokens[:100])
-            assert not writer.engine.reads_anew(500)
+            assert not writer.engine.rereads(500)
 
 
 def test_a_stop_amid_what_is_read_anew_loses_nothing(monkeypatch, tiny_model):

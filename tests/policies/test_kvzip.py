@@ -247,8 +247,8 @@ def test_a_text_that_fits_is_read_once(tiny_model):
 
 def test_a_cache_for_a_prompt_has_room_for_its_repetition(tiny_model):
     with open_engine(tiny_model(), policies.fit("kvzip", 48, 8, ["chunk=100"])) as engine:
-        n_beside = engine.whole_reader.reconstruction.n_beside
-        assert engine.whole_reader.n_cells(500) == -(-(500 + 100 + n_beside) // 256) * 256
+        n_before = engine.whole_reader.reconstruction.n_before
+        assert engine.whole_reader.n_cells(500) == -(-(500 + 100 + n_before) // 256) * 256
 
 
 def test_what_cannot_be_read_twice_is_refused(tiny_model):
