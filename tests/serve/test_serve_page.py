@@ -152,7 +152,7 @@ def test_a_stream_says_that_it_lives_while_a_long_prompt_is_read(monkeypatch):
             job.emit("piece", text="a")
 
         reading = asyncio.ensure_future(read())
-        async for each in app._pings(job, ("reading", "read")):
+        async for each in app._next_events(job, ("reading", "read")):
             found.append(each)
         await reading
         return found

@@ -256,8 +256,8 @@ PLANTED = {
     "serve, keys": Fault(
         "the beginning of a key is enough",
         "kvtool/serve/http/gate.py",
-        "hmac.compare_digest(given, own.encode())",
-        "own.encode().startswith(given)",
+        "hmac.compare_digest(given, key.encode())",
+        "key.encode().startswith(given)",
         ("serve/test_serve_chats.py",),
     ),
     "serve, hosts": Fault(
@@ -291,8 +291,8 @@ PLANTED = {
     "serve, decoded bodies": Fault(
         "a small body may become a large one",
         "kvtool/serve/http/gate.py",
-        "        if len(found) > most:\n            raise _too_large(most)\n        if not decoder.eof:",
-        "        if not decoder.eof and not found:",
+        "        if len(decoded) > most:\n            raise _too_large(most)\n        if not decoder.eof:",
+        "        if not decoder.eof and not decoded:",
         ("serve/test_serve_gate.py",),
     ),
     "serve, origins": Fault(
@@ -326,8 +326,8 @@ PLANTED = {
     "serve, strict clients": Fault(
         "a model has no lifecycle",
         "kvtool/serve/http/app.py",
-        'openai | own | {"lifecycle": "active"} | meta',
-        "openai | own | meta",
+        'openai | anthropic | {"lifecycle": "active"} | meta',
+        "openai | anthropic | meta",
         ("serve/test_serve_strict.py",),
     ),
     "serve, progress": Fault(
@@ -375,8 +375,8 @@ PLANTED = {
     "serve, slow heads": Fault(
         "each byte of a head gives it more time",
         "kvtool/serve/http/server.py",
-        "one.conn.their_state is h11.IDLE or",
-        "(one.conn.their_state is h11.IDLE and not one.conn.trailing_data[0]) or",
+        "each.conn.their_state is h11.IDLE or",
+        "(each.conn.their_state is h11.IDLE and not each.conn.trailing_data[0]) or",
         ("serve/test_serve_faults.py::test_a_slow_head_and_a_slow_body_are_not_waited_for",),
     ),
     "kernels": Fault(

@@ -1,4 +1,4 @@
-"""The access log: one line for each request, once its answer has ended."""
+"""The access log: one line for each request, after its answer has ended."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvtool.serve.api.fields import shown
 
 
-class Access:
-    """Reports each request to `say`: time, client, method, path, status, milliseconds, and tokens."""
+class AccessLog:
+    """Calls `say` with a line about each request: time, client, method, path, status, duration and tokens."""
 
     def __init__(self, app: ASGIApp, say: Callable[[str], None]) -> None:
         self._app = app
@@ -20,10 +20,10 @@ class Access:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status, is_over, started = 0, False, time.perf_counter()
-        # the routes put the answer's job there
+        # the routes store the answer's job here
         state: dict[str, Any] = scope.setdefault("state", {})
 
-        async def noted(message: Message) -> None:
+        async def send_noted(message: Message) -> None:
             nonlocal status, is_over
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -32,19 +32,19 @@ class Access:
             await send(message)
 
         try:
-            await self._app(scope, receive, noted)
+            await self._app(scope, receive, send_noted)
         finally:
             ms = 1e3 * (time.perf_counter() - started)
             now = time.strftime("%Y-%m-%d %H:%M:%S")
             client = scope["client"][0] if scope.get("client") else "-"
             path = "".join(each if each.isprintable() else " " for each in shown(scope["path"]))
-            told = f"{now} {client} {scope['method']} {path} {status} {ms:.0f} ms"
+            line = f"{now} {client} {scope['method']} {path} {status} {ms:.0f} ms"
             job = state.get("job")
             if job and job.end:
-                told += f", {_tokens(job.end)}"
+                line += f", {_tokens(job.end)}"
             elif not is_over:
-                told += ", the client has gone"
-            self._say(told)
+                line += ", the client has gone"
+            self._say(line)
 
 
 def _tokens(end: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The HTTP side: routes, keys, limits, streams. It never waits for the engine."""
+"""Routes, and the answers and streams that they send. They never wait for an engine's thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvtool.serve.api.fields import Fields
 from kvtool.serve.api.requests import ChatRequest, Defaults, Request
 from kvtool.serve.api.responses import ResponseBodies
 from kvtool.serve.http import gate, metrics, page
-from kvtool.serve.http.access import Access
+from kvtool.serve.http.access import AccessLog
 from kvtool.serve.http.gate import Limits
 from kvtool.serve.http.metrics import Counts
 from kvtool.serve.queue import Job, JobQueue
@@ -39,10 +39,10 @@ _HEADERS = {
     429: {"Retry-After": "1"},
     503: {"Retry-After": "1"},
 }
-"""Headers of errors, by their status."""
+"""Headers of errors by their status."""
 
 PING_S = 5.0
-"""Seconds without a word after which a stream says that it lives."""
+"""Seconds without output after which a stream sends a ping."""
 
 
 @dataclass(slots=True)
@@ -52,20 +52,25 @@ class Site:
     Attributes
     ----------
     model, policy
-        Their names.
+        Names of the model and the policy.
     jobs
         Queue of the requests.
+    defaults, limits
+        Defaults of requests, and limits on clients.
     props
-        What is known of the engine once it is ready; None before.
+        Body of /props. None until the model is loaded.
+    tokenize, detokenize
+        Return the tokens of a text, given flags to add special tokens and to parse them; and the opposite.
+    count
+        Returns the number of tokens of a chat's prompt.
     has_metrics, counts
         True if there is /metrics, and the sums that it reports.
-    count
-        Gives the tokens of a chat's prompt.
     log
-        Called with a line about each request; None keeps no log.
-    stored, caches
-        Give the number of stored chats and their bytes; how many requests may be answered at once, the
-        number of caches that there are for them so far, and their bytes.
+        Called with a line about each request. None to keep no log.
+    stored
+        Returns the number of stored chats, and their bytes.
+    caches
+        Returns the maximum number of slots, the number that were made, and the bytes of their caches.
     """
 
     model: str
@@ -85,7 +90,7 @@ class Site:
 
 
 def make(site: Site) -> Starlette:
-    """The application."""
+    """Return the application."""
 
     def route(path: str, handler: Handler, method: str = "GET", is_open: bool = False) -> Route:
         async def endpoint(request: HttpRequest) -> Response:
@@ -107,8 +112,8 @@ def make(site: Site) -> Starlette:
 
         return Route(path, endpoint, methods=[method])
 
-    own = [
-        # it asks for a key itself
+    routes = [
+        # the page asks its user for a key
         route("/", _page, is_open=True),
         route("/v1/chat/completions", _chat, "POST"),
         route("/v1/completions", _text, "POST"),
@@ -122,25 +127,25 @@ def make(site: Site) -> Starlette:
         route("/props", _props),
         route("/tokenize", _tokenize, "POST"),
         route("/detokenize", _detokenize, "POST"),
-        # tells lm-evaluation-harness that it needs no separate tokenizer
+        # lm-evaluation-harness looks for this address to decide that the server can tokenize
         route("/tokenizer_info", _props),
-        # who looks whether a server lives has no key
+        # programs that check if a server is alive have no key
         route("/health", _health, is_open=True),
     ]
     if site.has_metrics:
-        own.append(route("/metrics", _metrics))
-    parts = [gate.cors(site.limits), Middleware(_unslashed)]
+        routes.append(route("/metrics", _metrics))
+    middleware = [gate.cors(site.limits), Middleware(_without_slash)]
     if site.log:
-        parts.insert(0, Middleware(Access, say=site.log))
-    handlers = {404: _no_route, 405: _no_route, Exception: _bug}
-    app = Starlette(routes=own, middleware=parts, exception_handlers=handlers)
-    # the new address would begin with whatever host the client has named
+        middleware.insert(0, Middleware(AccessLog, say=site.log))
+    handlers = {404: _no_route, 405: _no_route, Exception: _internal_error}
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    # a redirect would go to whatever host the client has named
     app.router.redirect_slashes = False
     return app
 
 
-def _unslashed(app: ASGIApp) -> ASGIApp:
-    """The application, for which a path with a slash at its end is the same as without."""
+def _without_slash(app: ASGIApp) -> ASGIApp:
+    """Return the application for paths without a slash at their end."""
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "path": scope["path"].rstrip("/") or "/"}, receive, send)
@@ -187,10 +192,10 @@ async def _count_message(site: Site, http: HttpRequest) -> Response:
 
 
 async def _counted(site: Site, request: ChatRequest) -> int:
-    """The tokens of a chat's prompt. Raises ApiError."""
+    """Return the number of tokens of a chat's prompt. Raises ApiError."""
     assert site.count
     try:
-        # it takes as long as a template does
+        # in another thread, because rendering a chat takes time
         return await asyncio.to_thread(site.count, request)
     except ApiError as error:
         raise request.places.in_error(error) from None
@@ -215,32 +220,27 @@ async def _answer(site: Site, http: HttpRequest, request: Request, bodies: Answe
     site.jobs.put(job)
     try:
         if request.stream:
-            # an early error gets its HTTP status
-            first = await _unless_gone(http, job, _soon(job, () if request.with_progress else ("reading",)))
+            # wait for the first event: if it is an error, its status becomes the HTTP status
+            first = await _unless_gone(http, job, _first(job, () if request.with_progress else ("reading",)))
             if first and first["kind"] == "error":
                 raise first["error"]
             return _Streamed(job, _stream(site, job, request, bodies, first))
-        return await _unless_gone(http, job, _whole(site, job, request, bodies))
+        return await _unless_gone(http, job, _complete(site, job, request, bodies))
     except BaseException:
         job.cancel()
         raise
 
 
-def _unsaid(request: Request) -> tuple[str, ...]:
-    """The kinds of events that a stream does not report."""
-    return ("read",) if request.with_progress else ("reading", "read")
-
-
-async def _soon(job: Job, unsaid: tuple[str, ...]) -> Body | None:
-    """The first event, or None if it takes longer than a client should wait without a word."""
+async def _first(job: Job, skipped: tuple[str, ...]) -> Body | None:
+    """Return the first event, or None if it does not come before the client needs a ping."""
     try:
-        return await asyncio.wait_for(job.next_event(*unsaid), PING_S)
+        return await asyncio.wait_for(job.next_event(*skipped), PING_S)
     except asyncio.TimeoutError:
         return None
 
 
 class _Streamed(StreamingResponse):
-    """A stream that ends its job, even if the client has gone before the first line."""
+    """A stream that cancels its job at its end, even if the client leaves before the first line."""
 
     def __init__(self, job: Job, lines: AsyncIterator[str]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -254,7 +254,8 @@ class _Streamed(StreamingResponse):
             self._job.cancel()
 
 
-async def _whole(site: Site, job: Job, request: Request, bodies: AnswerBodies) -> Response:
+async def _complete(site: Site, job: Job, request: Request, bodies: AnswerBodies) -> Response:
+    """Return an answer that is not streamed."""
     logprobs: list[Body] = []
     while True:
         event = await job.next_event("reading")
@@ -270,10 +271,12 @@ async def _whole(site: Site, job: Job, request: Request, bodies: AnswerBodies) -
 async def _stream(
     site: Site, job: Job, request: Request, bodies: AnswerBodies, first: Body | None
 ) -> AsyncIterator[str]:
+    """Yield the lines of an answer. first: the first event, or None to begin with a ping."""
+    skipped = ("read",) if request.with_progress else ("reading", "read")
     lines = bodies.first()
-    # log-probabilities of tokens without text
+    # log-probabilities whose tokens had no text until now
     logprobs: list[Body] = []
-    event, said_at = first or {"kind": "read"}, time.monotonic()
+    event, sent_at = first or {"kind": "read"}, time.monotonic()
     try:
         while True:
             lines += bodies.begun(job.counts)
@@ -291,28 +294,28 @@ async def _stream(
                 job.end = event
                 site.counts.add(event)
                 lines += bodies.last(shown, event)
-            # text that is held back, such as the beginning of a call, may be long
-            if not lines and time.monotonic() - said_at > PING_S:
+            # the beginning of a call is held back, and may take long
+            if not lines and time.monotonic() - sent_at > PING_S:
                 lines.append(bodies.ping())
             for line in lines:
-                said_at = time.monotonic()
+                sent_at = time.monotonic()
                 yield line
             if event["kind"] in ("end", "error"):
                 return
             lines = []
-            async for found in _pings(job, _unsaid(request)):
-                if found is None:
+            async for next_event in _next_events(job, skipped):
+                if next_event is None:
                     yield "".join([*bodies.begun(job.counts), bodies.ping()])
                 else:
-                    event = found
+                    event = next_event
     finally:
         job.cancel()
 
 
-async def _pings(job: Job, unsaid: tuple[str, ...]) -> AsyncIterator[Body | None]:
-    """The next event that a client gets, and None before it whenever it takes long."""
-    # one wait for all: events that a client does not get must not put a ping off
-    waited = asyncio.ensure_future(job.next_event(*unsaid))
+async def _next_events(job: Job, skipped: tuple[str, ...]) -> AsyncIterator[Body | None]:
+    """Yield the next event, and None before it each time that a ping is due."""
+    # a single future, because skipped events must not delay a ping
+    waited = asyncio.ensure_future(job.next_event(*skipped))
     try:
         while True:
             done, _ = await asyncio.wait({waited}, timeout=PING_S)
@@ -332,8 +335,8 @@ async def _page(site: Site, http: HttpRequest) -> Response:
 
 
 async def _models(site: Site, http: HttpRequest) -> Response:
-    listed = {"has_more": False, "first_id": site.model, "last_id": site.model}
-    return JSONResponse({"object": "list", "data": [_model_body(site)], **listed})
+    page = {"has_more": False, "first_id": site.model, "last_id": site.model}
+    return JSONResponse({"object": "list", "data": [_model_body(site)], **page})
 
 
 async def _model(site: Site, http: HttpRequest) -> Response:
@@ -344,8 +347,8 @@ async def _model(site: Site, http: HttpRequest) -> Response:
 def _model_body(site: Site) -> Body:
     meta = {"meta": site.props["model_meta"]} if site.props else {}
     openai = {"id": site.model, "object": "model", "created": 0, "owned_by": "kvtool"}
-    own = {"type": "model", "display_name": site.model, "created_at": "1970-01-01T00:00:00Z"}
-    return openai | own | {"lifecycle": "active"} | meta
+    anthropic = {"type": "model", "display_name": site.model, "created_at": "1970-01-01T00:00:00Z"}
+    return openai | anthropic | {"lifecycle": "active"} | meta
 
 
 async def _props(site: Site, http: HttpRequest) -> Response:
@@ -366,13 +369,13 @@ async def _health(site: Site, http: HttpRequest) -> Response:
 
 async def _tokenize(site: Site, http: HttpRequest) -> Response:
     fields = Fields(await gate.body(site.limits, http))
-    # the other names are vLLM's
+    # vLLM uses the other names
     content = fields.text("content") or fields.text("prompt") or ""
-    add = fields.flag("add_special") or fields.flag("add_special_tokens")
-    markers = fields.flag("parse_special", True)
+    adds_special = fields.flag("add_special") or fields.flag("add_special_tokens")
+    parses_special = fields.flag("parse_special", True)
     assert site.tokenize
     assert site.detokenize
-    tokens: list[Any] = site.tokenize(content, add, markers)
+    tokens: list[Any] = site.tokenize(content, adds_special, parses_special)
     if fields.flag("with_pieces"):
         tokens = [{"id": token, "piece": site.detokenize([token])} for token in tokens]
     return JSONResponse({"tokens": tokens})
@@ -397,9 +400,9 @@ def _loading() -> ApiError:
     return ApiError("the model is being loaded", status=503, kind="unavailable_error", code="loading")
 
 
-async def _unless_gone(http: HttpRequest, job: Job, wanted: Awaitable[_T]) -> _T:
-    """The awaited result, or ClientDisconnect as soon as the client has gone."""
-    waited = asyncio.ensure_future(wanted)
+async def _unless_gone(http: HttpRequest, job: Job, result: Awaitable[_T]) -> _T:
+    """Return the awaited result. Raises ClientDisconnect as soon as the client has left."""
+    waited = asyncio.ensure_future(result)
     gone = asyncio.ensure_future(_gone(http))
     try:
         await asyncio.wait({waited, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -418,7 +421,7 @@ async def _gone(http: HttpRequest) -> None:
 
 
 def _failed(http: HttpRequest, error: ApiError) -> Response:
-    """An error, in the words of the interface that the client speaks."""
+    """Return the error response of the API that the client uses."""
     headers = _HEADERS.get(error.status, {})
     if not (http.url.path.startswith("/v1/messages") or "anthropic-version" in http.headers):
         return JSONResponse(error.body, error.status, headers)
@@ -427,15 +430,15 @@ def _failed(http: HttpRequest, error: ApiError) -> Response:
     return JSONResponse(body, status, headers | {"request-id": id})
 
 
-async def _bug(http: HttpRequest, error: Exception) -> Response:
+async def _internal_error(http: HttpRequest, error: Exception) -> Response:
     return _failed(http, internal_error(error))
 
 
 async def _no_route(http: HttpRequest, error: Any) -> Response:
     is_known = error.status_code == 405
-    what = f"{http.method} is not for this address" if is_known else "no such address"
+    fault = f"{http.method} is not for this address" if is_known else "no such address"
     code = "method_not_allowed" if is_known else "not_found"
-    answer = _failed(http, ApiError(f"{what}: {http.url.path}", status=error.status_code, code=code))
-    # the methods that are
+    answer = _failed(http, ApiError(f"{fault}: {http.url.path}", status=error.status_code, code=code))
+    # starlette lists the allowed methods
     answer.headers.update(error.headers or {})
     return answer

@@ -1,4 +1,4 @@
-"""The gate: who may ask, and how large a request may be."""
+"""Limits on clients: keys, hosts, origins, and the size of a request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import parsed, shown
 
 _LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
-"""Origins of web pages that may always ask."""
+"""Origins of web pages that may always send requests."""
 
 _ENCODINGS = ("gzip", "x-gzip", "deflate")
 """Encodings of bodies that are decoded."""
@@ -31,15 +31,15 @@ class Limits:
     Attributes
     ----------
     keys
-        API keys, one of which each request must have; empty asks for none.
+        API keys, one of which each request must have. Empty if no key is needed.
     local_only
         True if a request must name this machine as its host.
     origins
-        Web pages and apps that may ask, in addition to pages from this machine; "*" allows all.
+        Origins of web pages and apps that may send requests, in addition to this machine's; "*" allows all.
     most_bytes
-        Bytes that a body may have, before and after decoding.
+        Maximum bytes of a body, before and after decoding.
     read_timeout
-        Seconds that a body may take to arrive.
+        Maximum seconds until a body has arrived.
     """
 
     keys: tuple[str, ...] = ()
@@ -48,20 +48,20 @@ class Limits:
     most_bytes: int = 64 * 2**20
     read_timeout: float = 30.0
 
-    def may_ask(self, origin: str) -> bool:
-        """True if a page of this origin may ask a server without keys."""
+    def allows(self, origin: str) -> bool:
+        """True if a page of this origin may send requests to a server without keys."""
         return bool("*" in self.origins or origin in self.origins or re.fullmatch(_LOCAL, origin))
 
 
 def cors(limits: Limits) -> Middleware:
-    """The part that tells browsers which pages may read answers."""
+    """Return the middleware that tells browsers which pages may read answers."""
     return Middleware(
         CORSMiddleware,
         allow_origins=limits.origins,
         allow_origin_regex=_LOCAL,
         allow_methods=["*"],
         allow_headers=["*"],
-        # browsers ask before a page of the internet reaches this machine
+        # browsers ask for permission before a page of the internet connects to this machine
         allow_private_network=bool(limits.origins),
     )
 
@@ -73,23 +73,23 @@ def check_key(limits: Limits, http: Request) -> None:
     scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
     key = bearer.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
     given = key.encode("utf-8", "surrogatepass")
-    # all are compared, so that the time reveals nothing
-    if not sum(hmac.compare_digest(given, own.encode()) for own in limits.keys):
+    # compare with all keys, so that the time reveals nothing about them
+    if not sum(hmac.compare_digest(given, key.encode()) for key in limits.keys):
         raise ApiError(
             "the API key is wrong or missing", status=401, kind="authentication_error", code="invalid_api_key"
         )
 
 
 def check_host(limits: Limits, http: Request) -> None:
-    """Raise ApiError for a request of somebody else's web page, where nobody needs a key.
+    """Raise ApiError for a request of a foreign web page, if no key is needed.
 
-    Such a page may give its own name this machine's address. And its request arrives even if the page may not
-    read the answer.
+    Such a page may let its own name resolve to this machine's address. CORS does not help: a browser sends
+    the request even if the page may not read the answer.
     """
     host = http.headers.get("host", "")
     origin = http.headers.get("origin")
     is_own = origin in (f"http://{host}", f"https://{host}")
-    if origin and not limits.keys and not (is_own or limits.may_ask(origin)):
+    if origin and not limits.keys and not (is_own or limits.allows(origin)):
         raise ApiError(
             f"pages of {shown(origin)} are refused; kvtool serve --allow-origin {shown(origin)} allows them",
             status=403,
@@ -110,14 +110,14 @@ def check_host(limits: Limits, http: Request) -> None:
 
 
 def client(http: Request) -> str:
-    """An id of the client, for a fair queue."""
+    """Return an id of the client, for a fair queue."""
     names = ("authorization", "x-api-key", "x-session-id")
-    own = next(filter(None, map(http.headers.get, names)), None)
-    return own or (http.client.host if http.client else "")
+    id = next(filter(None, map(http.headers.get, names)), None)
+    return id or (http.client.host if http.client else "")
 
 
 async def body(limits: Limits, http: Request) -> Any:
-    """The JSON of a request. Raises ApiError."""
+    """Return the JSON of a request. Raises ApiError."""
     encoding = http.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity", *_ENCODINGS):
         raise ApiError(
@@ -130,7 +130,7 @@ async def body(limits: Limits, http: Request) -> Any:
     except asyncio.TimeoutError:
         raise ApiError("the body took too long to arrive", status=408, code="timeout") from None
     if encoding in _ENCODINGS:
-        # it may become a thousand times as long
+        # in another thread, because the data may become a thousand times as long
         data = await asyncio.to_thread(_decoded, data, encoding, limits.most_bytes)
     return parsed(data)
 
@@ -146,25 +146,25 @@ async def _bytes(limits: Limits, http: Request) -> bytes:
 
 
 def _decoded(data: bytes, encoding: str, most: int) -> bytes:
-    """The data without their encoding. Raises ApiError for more than `most` bytes."""
-    # some clients send deflate without the header of zlib, which begins with an 8
+    """Return the decoded data. Raises ApiError if they have more than `most` bytes."""
+    # some clients send deflate without zlib's header, whose first byte ends with 8
     is_bare = encoding == "deflate" and data[:1] and data[0] & 0x0F != 8
     window = -zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS | 32
-    found = b""
+    decoded = b""
     while True:
         decoder = zlib.decompressobj(window)
         try:
-            found += decoder.decompress(data, most + 1 - len(found))
+            decoded += decoder.decompress(data, most + 1 - len(decoded))
         except zlib.error:
             raise ApiError(f"the body is not {encoding}, as its Content-Encoding says") from None
-        if len(found) > most:
+        if len(decoded) > most:
             raise _too_large(most)
         if not decoder.eof:
             raise ApiError(f"the body ends in the middle of its {encoding} data")
-        # gzip may have several parts
+        # gzip data may have several parts
         data = decoder.unused_data
         if not data:
-            return found
+            return decoded
 
 
 def _too_large(most: int) -> ApiError:

@@ -1,4 +1,4 @@
-"""What a server has done so far, as Prometheus reads it."""
+"""Numbers of answers, tokens and seconds since the start, in Prometheus's format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Counts:
-    """Sums over all answers since the start. Tokens and seconds of reading, and of writing."""
+    """Sums over all answers since the start: tokens and seconds of prompts that were read, and of replies."""
 
     answered: int = 0
     refused: int = 0
@@ -19,7 +19,7 @@ class Counts:
     write_s: float = 0.0
 
     def add(self, end: dict[str, Any]) -> None:
-        """Counts an answer by its last event."""
+        """Add an answer. end: its last event."""
         self.answered += 1
         self.cached += end["n_cached"]
         self.read += end["n_prompt"] - end["n_cached"]
@@ -29,7 +29,7 @@ class Counts:
 
 
 def text(counts: Counts, n_running: int, n_waiting: int, stored: tuple[int, int], cache_bytes: int) -> str:
-    """Prometheus's text format. stored: the number of stored chats, and their bytes."""
+    """Return the text for Prometheus. stored: number of stored chats, and their bytes."""
     n_stored, stored_bytes = stored
     rows: list[tuple[str, str, str, float]] = [
         ("requests_answered_total", "counter", "Requests that were answered.", counts.answered),
@@ -46,6 +46,6 @@ def text(counts: Counts, n_running: int, n_waiting: int, stored: tuple[int, int]
         ("cache_bytes", "gauge", "Bytes of the caches.", cache_bytes),
     ]
     return "".join(
-        f"# HELP kvtool_{name} {what}\n# TYPE kvtool_{name} {kind}\nkvtool_{name} {value:.10g}\n"
-        for name, kind, what, value in rows
+        f"# HELP kvtool_{name} {help_text}\n# TYPE kvtool_{name} {kind}\nkvtool_{name} {value:.10g}\n"
+        for name, kind, help_text, value in rows
     )

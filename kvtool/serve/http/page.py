@@ -1,4 +1,4 @@
-"""The web page at /: a chat in one file that loads nothing else."""
+"""The chat page at /: one HTML file that loads no other files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POLICY = {
 
 
 def response() -> Response:
-    """The page, with headers that let a browser run its own script alone and ask its own server alone."""
+    """Return the page. Its headers let it run only its own script, and connect only to its own server."""
     text, policy = _read()
     return HTMLResponse(
         text,
@@ -27,7 +27,7 @@ def response() -> Response:
             "Content-Security-Policy": policy,
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
-            # a newer kvtool has a newer page
+            # the page changes when kvtool is updated
             "Cache-Control": "no-cache",
         },
     )
@@ -35,13 +35,13 @@ def response() -> Response:
 
 @cache
 def _read() -> tuple[str, str]:
-    """The page, and its Content-Security-Policy, which names script and style by their digests."""
+    """Return the page and its Content-Security-Policy, which has the digests of its script and style."""
     folder = files("kvtool.serve.http").joinpath("web")
 
     def read(name: str) -> str:
         return folder.joinpath(name).read_text(encoding="utf-8")
 
-    text = re.sub(r"\{\{(\S+)\}\}", lambda found: read(found[1]), read("page.html"))
+    text = re.sub(r"\{\{(\S+)\}\}", lambda match: read(match[1]), read("page.html"))
     policy = _POLICY | {f"{tag}-src": _digests(text, tag) for tag in ("script", "style")}
     return text, "; ".join(f"{name} {value}" for name, value in policy.items())
 

@@ -1,4 +1,4 @@
-"""The server as a whole: HTTP in the main thread, engines in others."""
+"""The whole server: HTTP in the main thread, engines in other threads."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvtool.serve.http.app import Site, make
 from kvtool.serve.pool import SlotPool
 
 _HEADERS = 64 * 2**10
-"""The most bytes of a request's head."""
+"""Maximum bytes of the headers of a request."""
 
 _GRACE_S = 1
-"""Seconds that HTTP, and then the engine, may take to end when the server is stopped."""
+"""Seconds for HTTP, and then for the engine, to end after the server is stopped."""
 
 
 def serve(
@@ -30,18 +30,26 @@ def serve(
     listening: socket.socket,
     ready: Callable[[SlotPool], None],
 ) -> int:
-    """Serves until a signal stops it, and returns which. The engine may still be in a long step then.
+    """Serve until a signal stops the server, and return the signal. An engine may still be in a long step.
 
-    opened: loads the model, in the engine's thread. listening: a socket that is bound. ready: called in the
-    engine's thread once the model is loaded. Raises the KvtoolError with which the engine was not opened.
+    Raises the KvtoolError of an engine that cannot be opened.
+
+    Parameters
+    ----------
+    opened
+        Loads the model and yields its slots, in the engine's thread.
+    listening
+        A bound socket.
+    ready
+        Called in the engine's thread after the model is loaded.
     """
     config = uvicorn.Config(
         make(site),
-        # other implementations of HTTP, which may be installed, have other limits
+        # httptools, which may be installed, has other limits
         http="h11",
         ws="none",
         log_config=None,
-        # a client's mistakes; ours are printed where they are made
+        # log no mistakes of clients; `internal_error` prints those of kvtool
         log_level="critical",
         access_log=False,
         lifespan="off",
@@ -58,14 +66,14 @@ def serve(
                 ready(pool)
                 pool.run(site.jobs)
         except BaseException as error:  # noqa: BLE001
-            # the main thread says it
+            # the main thread raises it
             failed.append(error)
             site.props = None
             server.should_exit = True
 
-    # it does not keep the process: no file is half written at any time
+    # a daemon may be killed at any step, because no file is ever half written
     engine = threading.Thread(target=work, name="engine", daemon=True)
-    with _noted(server) as signals:
+    with _noted_signals(server) as signals:
         engine.start()
         try:
             server.run(sockets=[listening])
@@ -80,12 +88,12 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which waits for ever for a request's head, for a client to read, and for answers to end."""
+    """uvicorn's server, with time limits. Without them a slow client could keep its connection forever."""
 
     def __init__(self, config: uvicorn.Config, site: Site) -> None:
         super().__init__(config)
         self._site = site
-        # since when each connection has waited for its client
+        # time since when each connection waits for its client
         self._stalled: dict[Any, float] = {}
 
     async def on_tick(self, counter: int) -> bool:
@@ -94,9 +102,11 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _close_stalled(self, now: float) -> None:
-        """Closes connections whose client owes the head of a request, or does not read, for too long."""
+        """Close connections whose client sends no request, or reads no answer, for too long."""
         connections: list[Any] = list(self.server_state.connections)
-        stalled = [one for one in connections if one.conn.their_state is h11.IDLE or one.flow.write_paused]
+        stalled = [
+            each for each in connections if each.conn.their_state is h11.IDLE or each.flow.write_paused
+        ]
         self._stalled = {each: self._stalled.get(each, now) for each in stalled}
         for each, since in self._stalled.items():
             if now - since > self._site.limits.read_timeout:
@@ -106,28 +116,28 @@ class _Server(uvicorn.Server):
         self._site.jobs.close()
         connections: list[Any] = list(self.server_state.connections)
         for each in connections:
-            # their clients take no answer
+            # the client is still sending its request, or does not read the answer
             if each.conn.their_state is h11.SEND_BODY or each.flow.write_paused:
                 each.transport.abort()
         await super().shutdown(sockets)
 
 
 @contextmanager
-def _noted(server: uvicorn.Server) -> Iterator[list[int]]:
-    """Yield the list of the SIGINTs and SIGTERMs that arrive within the block.
+def _noted_signals(server: uvicorn.Server) -> Iterator[list[int]]:
+    """Yield a list that gets each SIGINT and SIGTERM within the block.
 
-    uvicorn handles them itself while it runs, and raises them again at its end. One that arrives before stops
-    the server as soon as it has started.
+    uvicorn handles them while it runs, and raises them again at its end. An earlier one stops the server as
+    soon as it has started.
     """
-    found: list[int] = []
+    signals: list[int] = []
 
     def note(number: int, _: object) -> None:
-        found.append(number)
+        signals.append(number)
         server.should_exit = True
 
     before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield found
+        yield signals
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
