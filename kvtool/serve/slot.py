@@ -360,11 +360,11 @@ def _banned(model: Model, request: Request) -> set[int]:
 
 def _parser(rendering: Rendering, request: ChatRequest, tools: list[dict[str, Any]]) -> Parser | None:
     """Return a parser for calls of these tools, or None if there are no tools."""
-    holds: Literal["", "call", "or"] = (
+    rules: Literal["", "call", "or"] = (
         "or" if request.output_format and request.output_format.kind != "grammar" else ""
     )
-    holds = "call" if request.choice.kind == "required" else holds
-    return Parser(rendering.format, tools, holds) if tools else None
+    rules = "call" if request.choice.kind == "required" else rules
+    return Parser(rendering.format, tools, rules) if tools else None
 
 
 def _offered(request: ChatRequest) -> list[dict[str, Any]]:

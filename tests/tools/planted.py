@@ -487,7 +487,7 @@ PLANTED = {
     "serve, cut calls": Fault(
         "a demanded call that is cut off is text",
         "kvtool/serve/tools/calls.py",
-        "if ended and self._holds:",
+        "if has_ended and self._has_rules:",
         'if ended and self._holds == "or":',
         ("serve/test_serve_shapes.py",),
     ),

@@ -1,4 +1,4 @@
-"""Calls of tools in what a model writes, told from its text piece by piece."""
+"""Parsing of tool calls in the text of a reply, which arrives piece by piece."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, Literal
 from kvtool.chats.stops import n_begun
 from kvtool.serve.tools import formats
 from kvtool.serve.tools.formats import Format
-from kvtool.serve.tools.values import Broken, calls_in_json, calls_in_python, dumped, json_of_marked, typed
+from kvtool.serve.tools.values import NoCall, calls_in_json, calls_in_python, dumped, json_of_marked, typed
 
 Tools = Mapping[str, Mapping[str, Any]]
-"""The schema of each tool's parameters, by the tool's name."""
+"""Schema of each tool's parameters, by the tool's name."""
 
 Calls = list[tuple[str, str]]
-"""Each call's name, and its arguments as the JSON text of an object."""
+"""Name of each call, and its arguments as the JSON text of an object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class Call:
     Attributes
     ----------
     index
-        Its number among the calls of a reply, from 0.
+        Number of the call in its reply, from 0.
     id, name
-        Its own, and the tool's.
+        Id of the call, and name of the tool.
     arguments
-        The JSON text of an object.
+        JSON text of an object.
     """
 
     index: int
@@ -41,89 +41,91 @@ class Call:
 
 
 Event = str | Call
-"""What a reply says, or a call in it."""
+"""A text of the reply, or a call."""
 
 
 class Parser:
-    """Tells the calls of a reply from its text, however the reply is cut into pieces.
+    """Separates the calls of a reply from its text. The reply may be cut into pieces anywhere.
 
-    The reply without its calls is its text: where there is no call, the texts joined are the reply, character
-    by character. A call takes its tags and the white space on both sides with it. What only looks like a call
-    is text: one that is broken, is cut off before its end, or names a tool that is not there. The search
-    goes on right behind its tag. A list of calls is one thing: if one of them is no call, all are text.
+    The text is the reply without its calls; without calls, the joined texts equal the reply. A call includes
+    its tags and the white space around it. If something that looks like a call is malformed, incomplete, or
+    names an unknown tool, it is text, and the search continues after its opening tag. A list of calls is text
+    if one of them is.
 
-    Every format's parser also reads Hermes's tags, since a model may be forced to write them. Where the
-    format's calls are JSON objects, calls are also Markdown's blocks of such, what stands in the tags around
-    the list of tools, and a reply that is nothing else: models mistake the tags. Feed it what follows a
-    thought, as `Splitter` tells it. It needs the text of the format's control tokens: see `shown_tokens`.
+    Each parser also accepts Hermes's tags, because rules may force a model to write them. Models mistake the
+    tags of formats whose calls are JSON objects. There the parser also accepts calls in Markdown code blocks,
+    calls in the tags around the list of tools, and a reply that has only calls, without tags.
+
+    The input is the part of a reply after its thought, which `Splitter` separates, with the text of the
+    format's control tokens; see `shown_tokens`.
 
     Parameters
     ----------
     tools
-        What the model may call, as `check_tools` returns them.
-    holds
-        What rules make of the reply: a "call", a call "or" an answer, or "" for any text. A call that is cut
-        off before its end is then left out, and is not text.
+        Tools that the model may call, as `check_tools` returns them.
+    rules
+        "call" if rules force a call, "or" if they allow a call or an answer, "" without rules. With rules, an
+        incomplete call is left out instead of being text.
 
     Attributes
     ----------
     has_left_out
-        True if a call was cut off and left out.
+        True if an incomplete call was left out.
     """
 
     def __init__(
-        self, format: Format, tools: Sequence[Mapping[str, Any]], holds: Literal["", "call", "or"] = ""
+        self, format: Format, tools: Sequence[Mapping[str, Any]], rules: Literal["", "call", "or"] = ""
     ) -> None:
-        self._holds = holds
+        self._has_rules = bool(rules)
         self.has_left_out = False
         self._tools: Tools = {
             tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools
         }
         self._readers: dict[str, _Reader] = {"<tool_call>": _tagged, **_READERS.get(format.name, {})}
-        # what a reply without a tag may be
-        self._bare: _Reader | None = None
-        # JSON without a tag may be an answer
-        if format.is_json and holds != "or":
-            self._bare = _json if format is formats.LLAMA else _nothing_else
+        # reads calls without a tag, at the start of the reply
+        self._bare_reader: _Reader | None = None
+        # if an answer is allowed, JSON without a tag is an answer
+        if format.is_json and rules != "or":
+            self._bare_reader = _json if format is formats.LLAMA else _nothing_else
             self._readers |= {"```json": _wrapped("```"), "<tools>": _wrapped("</tools>")}
         self._rest = ""
-        # white space before a tag: it goes with a call, and is text otherwise
+        # white space before a tag: part of a call, or text if there is no call
         self._space = ""
-        self._source: _Source | None = None
+        self._source: _GrowingText | None = None
         self._n = 0
-        # where a reply may be a call without a tag
+        # True where a call may have no tag
         self._is_start = True
         self._follows_call = False
 
     def feed(self, piece: str) -> Iterator[Event]:
-        """Yields what this piece makes certain. What may be the start of a call waits for the next one."""
+        """Yield the texts and calls that a piece completes. Text that may begin a call is held back."""
         if self._source:
             self._source.text += piece
         else:
             self._rest += piece
-        yield from self._go(False)
+        yield from self._events(False)
 
     def end(self) -> Iterator[Event]:
-        """Yields what has waited: the reply is over."""
-        yield from self._go(True)
+        """End the reply, and yield what was held back."""
+        yield from self._events(True)
 
-    def _go(self, ended: bool) -> Iterator[Event]:
+    def _events(self, has_ended: bool) -> Iterator[Event]:
         while True:
             if not self._source:
-                yield from self._plain(ended)
+                yield from self._text_events(has_ended)
                 if not self._source:
                     return
             source = self._source
-            source.ended = ended
+            source.has_ended = has_ended
             try:
                 next(self._reading)
                 return
             except StopIteration as done:
-                yield from self._made(done.value)
+                yield from self._call_events(done.value)
                 self._rest = source.text[source.at :]
                 self._follows_call = self._is_start = True
-            except Broken:
-                if ended and self._holds:
+            except NoCall:
+                if has_ended and self._has_rules:
                     self._leave_out()
                     return
                 yield self._space + self._tag
@@ -131,17 +133,17 @@ class Parser:
                 self._follows_call = self._is_start = False
             self._source, self._space = None, ""
 
-    def _plain(self, ended: bool) -> Iterator[Event]:
-        """Yields the text up to what may be a call, and begins to read that."""
+    def _text_events(self, has_ended: bool) -> Iterator[Event]:
+        """Yield the text up to a possible call, and begin to read the call."""
         text = self._rest
         if self._follows_call:
             text = text.lstrip()
         bare = text.lstrip()
         if self._is_start and bare:
-            # before a later one of Llama's there may be a mark
-            opens = "{" if not self._follows_call else "{;" if self._bare is _json else ""
-            if self._bare and bare[0] in opens:
-                self._begin(text, len(text) - len(bare), bare[0], self._bare)
+            # Llama writes ";" between calls
+            opens = "{" if not self._follows_call else "{;" if self._bare_reader is _json else ""
+            if self._bare_reader and bare[0] in opens:
+                self._begin(text, len(text) - len(bare), bare[0], self._bare_reader)
                 return
             self._is_start = False
         if bare:
@@ -149,17 +151,17 @@ class Parser:
         places = {at: tag for tag in self._readers if (at := text.find(tag)) >= 0}
         if places:
             at = min(places)
-            said = text[:at].rstrip()
-            self._begin(text[len(said) :], at - len(said), places[at], self._readers[places[at]])
+            before = text[:at].rstrip()
+            self._begin(text[len(before) :], at - len(before), places[at], self._readers[places[at]])
         else:
-            n = max(n_begun(text, tag) for tag in self._readers)
-            if ended and self._holds and n and n == len(bare):
+            n_held = max(n_begun(text, tag) for tag in self._readers)
+            if has_ended and self._has_rules and n_held and n_held == len(bare):
                 self._leave_out()
                 return
-            said = text if ended else text[: len(text) - n].rstrip()
-            self._rest = text[len(said) :]
-        if said:
-            yield said
+            before = text if has_ended else text[: len(text) - n_held].rstrip()
+            self._rest = text[len(before) :]
+        if before:
+            yield before
 
     def _leave_out(self) -> None:
         self._source, self._rest, self.has_left_out = None, "", True
@@ -167,266 +169,263 @@ class Parser:
     def _begin(self, text: str, at: int, tag: str, reader: _Reader) -> None:
         self._rest = ""
         self._space, self._tag = text[:at], tag
-        # a brace is a part of the call
-        self._source = _Source(text[at:], 0 if tag == "{" else len(tag))
+        # a brace is part of the call
+        self._source = _GrowingText(text[at:], 0 if tag == "{" else len(tag))
         self._reading = reader(self._source, self._tools)
 
-    def _made(self, calls: Calls) -> Iterator[Event]:
+    def _call_events(self, calls: Calls) -> Iterator[Event]:
         for name, arguments in calls:
             yield Call(self._n, f"call_{secrets.token_hex(12)}", name, arguments)
             self._n += 1
 
 
-class _Source:
-    """A text that grows, read from its front.
+_Text = Generator[None, None, str]
 
-    The methods are generators: they yield where only more text, or its end, can tell how to go on. So what
-    they decide does not depend on how the text is cut. They raise Broken.
+
+class _GrowingText:
+    """A text that grows while it is read from its start.
+
+    The methods are generators, which yield whenever they need more text, or its end, to decide. Therefore the
+    result does not depend on how the text is cut. They raise NoCall.
     """
 
     def __init__(self, text: str, at: int) -> None:
         self.text = text
         self.at = at
-        self.ended = False
+        self.has_ended = False
 
-    def take(self, *options: str) -> Generator[None, None, str]:
-        """Passes the option that comes next; "" if none does. No option may begin another."""
+    def accept(self, *options: str) -> _Text:
+        """Skip the option that comes next, and return it; "" if none does. No option may begin another."""
         while True:
             for option in options:
                 if self.text.startswith(option, self.at):
                     self.at += len(option)
                     return option
             rest = self.text[self.at : self.at + max(map(len, options))]
-            if self.ended or not any(option.startswith(rest) for option in options):
+            if self.has_ended or not any(option.startswith(rest) for option in options):
                 return ""
             yield
 
-    def need(self, *options: str) -> Generator[None, None, str]:
-        """Passes the option that comes next; there must be one."""
-        return (yield from self.take(*options)) or _broken()
+    def expect(self, *options: str) -> _Text:
+        """Skip the option that comes next, and return it. Raises NoCall if none does."""
+        return (yield from self.accept(*options)) or _no_call()
 
-    def space(self) -> Generator[None, None, str]:
-        """Passes white space. Returns the character after it, or "" at the end."""
+    def skip_space(self) -> _Text:
+        """Skip white space, and return the character after it; "" at the end."""
         while True:
             while self.text[self.at : self.at + 1].isspace():
                 self.at += 1
-            if self.at < len(self.text) or self.ended:
+            if self.at < len(self.text) or self.has_ended:
                 return self.text[self.at : self.at + 1]
             yield
 
-    def name(self, tools: Tools) -> Generator[None, None, str]:
-        """Passes the name of a tool."""
+    def accept_spaced(self, *options: str) -> _Text:
+        """Skip white space, and then do as `accept`."""
+        yield from self.skip_space()
+        return (yield from self.accept(*options))
+
+    def expect_spaced(self, *options: str) -> _Text:
+        """Skip white space, and then do as `expect`."""
+        yield from self.skip_space()
+        return (yield from self.expect(*options))
+
+    def name(self, tools: Tools) -> _Text:
+        """Read the name of a tool."""
         while True:
             after = _AFTER_NAME.search(self.text, self.at)
-            if after or self.ended:
+            if after or self.has_ended:
                 end = after.start() if after else len(self.text)
                 name, self.at = self.text[self.at : end], end
-                return name if name in tools else _broken()
+                return name if name in tools else _no_call()
             yield
 
-    def until(self, tag: str) -> Generator[None, None, str]:
-        """Passes the text up to a tag, and the tag; all there is if it never comes. Returns the text."""
-        start = looked = self.at
-        while (found := self.text.find(tag, looked)) < 0:
-            if self.ended:
+    def until(self, tag: str) -> _Text:
+        """Read the text before a tag, and skip the tag. Returns all text if the tag never comes."""
+        start = searched = self.at
+        while (end := self.text.find(tag, searched)) < 0:
+            if self.has_ended:
                 self.at = len(self.text)
                 return self.text[start:]
-            looked = max(start, len(self.text) - len(tag) + 1)
+            searched = max(start, len(self.text) - len(tag) + 1)
             yield
-        self.at = found + len(tag)
-        return self.text[start:found]
+        self.at = end + len(tag)
+        return self.text[start:end]
 
-    def json(self) -> Generator[None, None, str]:
-        """Passes a JSON object or list, and the white space before it. Returns its text."""
-        if (yield from self.space()) not in ("{", "["):
-            _broken()
+    def json(self) -> _Text:
+        """Skip white space, and read the text of a JSON object or list."""
+        if (yield from self.skip_space()) not in ("{", "["):
+            _no_call()
         start = at = self.at
         depth, in_string = 0, False
         while depth or at == start:
-            found = (_IN_STRING if in_string else _OUTSIDE).search(self.text, at)
-            # an escaped character counts as seen before it is there
-            at = found.end() if found else max(at, len(self.text))
-            if not found:
-                if self.ended:
-                    _broken()
+            match = (_IN_STRING if in_string else _OUTSIDE).search(self.text, at)
+            # `at` may be after the text's end: the character after a backslash is skipped before it comes
+            at = match.end() if match else max(at, len(self.text))
+            if not match:
+                if self.has_ended:
+                    _no_call()
                 yield
-            elif found[0] == "\\":
+            elif match[0] == "\\":
                 at += 1
-            elif found[0] == '"':
+            elif match[0] == '"':
                 in_string = not in_string
             else:
-                depth += 1 if found[0] in "{[" else -1
+                depth += 1 if match[0] in "{[" else -1
         self.at = at
         return self.text[start:at]
 
 
-_Reader = Callable[[_Source, Tools], Generator[None, None, Calls]]
+_Read = Generator[None, None, Calls]
+_Reader = Callable[[_GrowingText, Tools], _Read]
 
 _AFTER_NAME = re.compile(r"[^a-zA-Z0-9_-]")
 _OUTSIDE = re.compile(r'[\[\]{}"]')
 _IN_STRING = re.compile(r'["\\]')
 
 
-def _broken() -> Any:
-    raise Broken
+def _no_call() -> Any:
+    raise NoCall
 
 
-def _json(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+def _json(source: _GrowingText, tools: Tools) -> _Read:
     return calls_in_json((yield from source.json()), tools)
 
 
-def _objects(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
-    """Calls in JSON, or lists of them, up to something else.
+def _objects(source: _GrowingText, tools: Tools) -> _Read:
+    """Read JSON calls, or lists of them, until something else comes.
 
-    Their names come first, so that no text waits for long.
+    A call must begin with its name, so that other JSON is soon known to be text.
     """
     calls: Calls = []
-    while (yield from source.space()) in ("{", "["):
+    while (yield from source.skip_space()) in ("{", "["):
         start = source.at
-        yield from source.take("[")
+        yield from source.accept("[")
         for part in ("{", '"name"', ":", '"'):
-            yield from source.space()
-            yield from source.need(part)
+            yield from source.expect_spaced(part)
         yield from source.name(tools)
-        yield from source.need('"')
+        yield from source.expect('"')
         source.at = start
         calls += calls_in_json((yield from source.json()), tools, strictly=True)
-    return calls or _broken()
+    return calls or _no_call()
 
 
 def _wrapped(close: str) -> _Reader:
-    """Reads calls in JSON up to this."""
+    """Return a reader of JSON calls up to this closing tag."""
 
-    def read(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+    def read(source: _GrowingText, tools: Tools) -> _Read:
         calls = yield from _objects(source, tools)
-        # models end without it
-        if (yield from source.space()):
-            yield from source.need(close)
+        # some models end without the tag
+        if (yield from source.skip_space()):
+            yield from source.expect(close)
         return calls
 
     return read
 
 
-def _nothing_else(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+def _nothing_else(source: _GrowingText, tools: Tools) -> _Read:
     calls = yield from _objects(source, tools)
-    return calls if source.ended and source.at == len(source.text) else _broken()
+    return calls if source.has_ended and source.at == len(source.text) else _no_call()
 
 
-def _tagged(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
-    """Between <tool_call> and </tool_call>: JSON, <function=...>, or a name and GLM's tags."""
-    after = yield from source.space()
-    if after in ("{", "["):
+def _closed(close: str) -> _Reader:
+    """Return a reader of JSON that a closing tag may follow."""
+
+    def read(source: _GrowingText, tools: Tools) -> _Read:
         calls = yield from _json(source, tools)
-    elif after == "<":
-        return (yield from _inner_function(source, tools))
-    else:
-        return (yield from _glm(source, tools))
-    # models end without it
-    yield from source.space()
-    yield from source.take("</tool_call>")
-    return calls
+        yield from source.accept_spaced(close)
+        return calls
+
+    return read
 
 
-def _inner_function(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
-    yield from source.space()
-    yield from source.need("<function=")
+def _tagged(source: _GrowingText, tools: Tools) -> _Read:
+    """Read what follows <tool_call>: JSON, <function=...>, or a name and GLM's tags."""
+    after = yield from source.skip_space()
+    reader = _closed("</tool_call>") if after in ("{", "[") else _inner_function if after == "<" else _glm
+    return (yield from reader(source, tools))
+
+
+def _inner_function(source: _GrowingText, tools: Tools) -> _Read:
+    yield from source.expect_spaced("<function=")
     return (yield from _function(source, tools))
 
 
-def _function(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+def _function(source: _GrowingText, tools: Tools) -> _Read:
     name = yield from source.name(tools)
-    yield from source.need(">")
-    tags = "<parameter=", ">", "</function>"
+    yield from source.expect(">")
+    tags = "<parameter=", (">",), "</parameter>", "</function>"
     arguments = yield from _parameters(source, tools[name], *tags, is_padded=True)
-    yield from source.space()
-    yield from source.take("</tool_call>", "</seed:tool_call>")
+    yield from source.accept_spaced("</tool_call>", "</seed:tool_call>")
     return [(name, arguments)]
 
 
 def _parameters(
-    source: _Source, tool: Mapping[str, Any], start: str, middle: str, end: str, *, is_padded: bool
-) -> Generator[None, None, str]:
-    """The JSON of parameters, start KEY middle VALUE </parameter>, up to the end of the call.
+    source: _GrowingText,
+    tool: Mapping[str, Any],
+    start: str,
+    middle: Sequence[str],
+    stop: str,
+    end: str,
+    is_padded: bool = False,
+) -> _Text:
+    """Read parameters, each as `start KEY middle VALUE stop`, up to `end`. Returns the JSON of an object.
 
-    is_padded: values stand between line breaks that are no part of them.
+    middle: tags, with white space between them. is_padded: True if values are between two line breaks.
     """
     arguments: dict[str, object] = {}
-    while True:
-        yield from source.space()
-        if (yield from source.need(start, end)) == end:
-            return dumped(arguments)
-        key = yield from source.until(middle)
-        value = yield from source.until("</parameter>")
+    while (yield from source.expect_spaced(start, end)) == start:
+        key = yield from source.until(middle[0])
+        for tag in middle[1:]:
+            yield from source.expect_spaced(tag)
+        value = yield from source.until(stop)
         if is_padded:
             value = value.removeprefix("\n").removesuffix("\n")
         arguments[key] = typed(value, key, tool)
+    return dumped(arguments)
 
 
-def _minimax(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+def _minimax(source: _GrowingText, tools: Tools) -> _Read:
     calls: Calls = []
-    while True:
-        yield from source.space()
-        if calls and (yield from source.take("</minimax:tool_call>")):
-            return calls
-        yield from source.need('<invoke name="')
+    while not (calls and (yield from source.accept_spaced("</minimax:tool_call>"))):
+        yield from source.expect_spaced('<invoke name="')
         name = yield from source.name(tools)
-        yield from source.need('">')
-        tags = '<parameter name="', '">', "</invoke>"
-        calls.append((name, (yield from _parameters(source, tools[name], *tags, is_padded=False))))
+        yield from source.expect('">')
+        tags = '<parameter name="', ('">',), "</parameter>", "</invoke>"
+        calls.append((name, (yield from _parameters(source, tools[name], *tags))))
+    return calls
 
 
-def _glm(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+def _glm(source: _GrowingText, tools: Tools) -> _Read:
     name = yield from source.name(tools)
-    arguments: dict[str, object] = {}
-    while True:
-        yield from source.space()
-        if (yield from source.need("<arg_key>", "</tool_call>")) == "</tool_call>":
-            return [(name, dumped(arguments))]
-        key = yield from source.until("</arg_key>")
-        yield from source.space()
-        yield from source.need("<arg_value>")
-        value = yield from source.until("</arg_value>")
-        arguments[key] = typed(value, key, tools[name])
+    tags = "<arg_key>", ("</arg_key>", "<arg_value>"), "</arg_value>", "</tool_call>"
+    return [(name, (yield from _parameters(source, tools[name], *tags)))]
 
 
-def _mistral(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
-    if (yield from source.space()) in ("[", "{"):
+def _mistral(source: _GrowingText, tools: Tools) -> _Read:
+    if (yield from source.skip_space()) in ("[", "{"):
         return (yield from _json(source, tools))
     name = yield from source.name(tools)
-    if (yield from source.need("[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
+    if (yield from source.expect("[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
         yield from source.until("[ARGS]")
     return calls_in_json(f'{{"name": "{name}", "arguments": {(yield from source.json())}}}', tools)
 
 
-def _closed(close: str) -> _Reader:
-    """Reads JSON that a tag may follow."""
-
-    def read(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
-        calls = yield from _json(source, tools)
-        yield from source.space()
-        yield from source.take(close)
-        return calls
-
-    return read
-
-
-def _python(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
-    if (yield from source.space()) != "[":
-        _broken()
+def _python(source: _GrowingText, tools: Tools) -> _Read:
+    if (yield from source.skip_space()) != "[":
+        _no_call()
     return calls_in_python((yield from source.until("<|tool_call_end|>")), tools)
 
 
-def _gemma(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
-    yield from source.space()
-    yield from source.need("call:")
+def _gemma(source: _GrowingText, tools: Tools) -> _Read:
+    yield from source.expect_spaced("call:")
     name = yield from source.name(tools)
-    yield from source.need("{")
+    yield from source.expect("{")
     mark, end = '<|"|>', "<tool_call|>"
-    inside = "{" + (yield from source.until(end))
-    while inside.count(mark) % 2 and not (source.ended and source.at == len(source.text)):
-        # that was in a string
-        inside += end + (yield from source.until(end))
-    return calls_in_json(f'{{"name": "{name}", "arguments": {json_of_marked(inside, mark)}}}', tools)
+    arguments = "{" + (yield from source.until(end))
+    while arguments.count(mark) % 2 and not (source.has_ended and source.at == len(source.text)):
+        # the end tag was in a string
+        arguments += end + (yield from source.until(end))
+    return calls_in_json(f'{{"name": "{name}", "arguments": {json_of_marked(arguments, mark)}}}', tools)
 
 
 _READERS: dict[str, dict[str, _Reader]] = {
@@ -443,4 +442,4 @@ _READERS: dict[str, dict[str, _Reader]] = {
     formats.MINIMAX.name: {"<minimax:tool_call>": _minimax},
     formats.GEMMA.name: {"<|tool_call>": _gemma},
 }
-"""What may open a call besides <tool_call>, by the format's name."""
+"""Tags that open a call, with their readers, by the format's name. All formats also have <tool_call>."""

@@ -1,59 +1,57 @@
-"""Names and arguments of calls, from JSON, from text between tags, and from Python."""
+"""Names and arguments of calls: parsed from JSON, from text between tags, and from Python syntax."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from math import isfinite
 from typing import Any
 
 
-class Broken(Exception):
-    """A text is no call, or one of a tool that is not there."""
+class NoCall(Exception):
+    """A text is not a call, or calls an unknown tool."""
 
 
 def dumped(value: object) -> str:
-    """JSON text that can be encoded."""
+    """Return JSON text that can be encoded: lone surrogates are escaped."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
     except UnicodeEncodeError:
-        # half of a pair stays an escape
         return json.dumps(value)
     return text
 
 
 def calls_in_json(text: str, names: Collection[str], *, strictly: bool = False) -> list[tuple[str, str]]:
-    """The calls in the JSON text of one call, or of a list of them. Raises Broken.
+    """Return the calls in the JSON text of one call, or of a list of calls. Raises NoCall.
 
-    A call is an object with the name as "name", "tool_name" or "function", and the arguments as "arguments"
-    or "parameters": an object, the JSON text of one as a string, or nothing. They stay as they are written.
-    strictly: the name is "name", and the arguments are the object "arguments".
+    A call is an object. Its name is in "name", "tool_name" or "function". Its arguments are in "arguments" or
+    "parameters": an object, the JSON text of an object, or nothing. The text of the arguments is unchanged.
+
+    strictly: True if the name must be in "name", and the arguments an object in "arguments".
     """
     calls = []
     try:
-        at = _past_space(text, 0)
-        is_list = text[at] == "["
-        at = _past_space(text, at + is_list)
-        while text[at] != "]":
-            members, at = _members(text, at)
+        source = _Source(text)
+        is_list = source.accept("[")
+        while not (is_list and source.accept("]")):
+            members = _members(source)
             if strictly and not ("name" in members and members.get("arguments", "").startswith("{")):
                 raise ValueError
             calls.append(_call(members, names))
-            at = _past_space(text, at)
             if not is_list:
                 return calls
-            at = _past_space(text, at + 1) if text[at] == "," else at
+            source.accept(",")
     except (ValueError, LookupError, RecursionError) as error:
-        raise Broken from error
+        raise NoCall from error
     if not calls:
-        raise Broken
+        raise NoCall
     return calls
 
 
 def json_of_marked(text: str, mark: str) -> str:
-    """The JSON of a text whose strings stand between marks, and whose names may stand without."""
+    """Return the JSON of a text whose strings are between marks, and whose names may have no marks."""
     parts = text.split(mark)
     return "".join(dumped(part) if n % 2 else _BARE.sub(_as_json, part) for n, part in enumerate(parts))
 
@@ -61,44 +59,79 @@ def json_of_marked(text: str, mark: str) -> str:
 _BARE = re.compile(r""""(?:\\.|[^"\\])*"|([{,]\s*)([^\s":{}\[\],][^":{}\[\],]*?)\s*:|\b(True|False|None)\b""")
 
 
-def _as_json(found: re.Match[str]) -> str:
-    before, name, word = found.groups()
-    return dumped(_WORDS[word]) if word else f"{before}{dumped(name)}:" if name else found[0]
+def _as_json(match: re.Match[str]) -> str:
+    before, name, word = match.groups()
+    return dumped(_WORDS[word]) if word else f"{before}{dumped(name)}:" if name else match[0]
 
 
 def _finite(text: str) -> float:
-    """The number of a text. JSON has no other, not even for NaN."""
+    """Return the number of a text. Raises ValueError for NaN and infinity, which JSON does not have."""
     value = float(text)
     if not isfinite(value):
         raise ValueError
     return value
 
 
-# models write line breaks into strings
+# not strict: models write line breaks in strings
 _LOOSE = json.JSONDecoder(strict=False, parse_constant=_finite, parse_float=_finite)
 _STRICT = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 
+_WORD = re.compile(r"[^\s()\[\]{},:='\"]+")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
-def _members(text: str, at: int) -> tuple[dict[str, str], int]:
-    """The members of the object at a place, each value as its own text, and where the object ends."""
-    if text[at] != "{":
-        raise ValueError
-    members = {}
-    at = _past_space(text, at + 1)
-    while text[at] != "}":
-        key, at = _LOOSE.raw_decode(text, at)
-        at = _past_space(text, at)
-        if text[at] != ":":
+
+class _Source:
+    """A text that is read from its start. Each method skips the white space after what it reads.
+
+    Raises ValueError or LookupError for a malformed text.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.skip_to(0)
+
+    def skip_to(self, at: int) -> None:
+        """Continue at a place, and skip white space there."""
+        self.at = _past_space(self.text, at)
+
+    @property
+    def next(self) -> str:
+        """Next character."""
+        return self.text[self.at]
+
+    def accept(self, character: str) -> bool:
+        """Skip a character if it comes next. Returns True if it does."""
+        is_next = self.text.startswith(character, self.at)
+        if is_next:
+            self.skip_to(self.at + 1)
+        return is_next
+
+    def expect(self, character: str) -> None:
+        """Skip a character, which must come next."""
+        if not self.accept(character):
             raise ValueError
-        start = _past_space(text, at + 1)
-        _, at = _LOOSE.raw_decode(text, start)
-        members[key] = text[start:at]
-        at = _past_space(text, at)
-        if text[at] == ",":
-            at = _past_space(text, at + 1)
-        elif text[at] != "}":
+
+    def items(self, end: str) -> Iterator[None]:
+        """Yield before each item of a list with commas, up to the character `end`."""
+        while not self.accept(end):
+            yield
+            if self.next != end:
+                self.expect(",")
+
+    def word(self) -> str:
+        """Read a name or keyword."""
+        match = _WORD.match(self.text, self.at)
+        if not match:
             raise ValueError
-    return members, at + 1
+        self.skip_to(match.end())
+        return match[0]
+
+    def json(self) -> tuple[Any, str]:
+        """Read a JSON value. Returns it and its text."""
+        value, end = _LOOSE.raw_decode(self.text, self.at)
+        text = self.text[self.at : end]
+        self.skip_to(end)
+        return value, text
 
 
 def _past_space(text: str, at: int) -> int:
@@ -107,9 +140,21 @@ def _past_space(text: str, at: int) -> int:
     return at
 
 
+def _members(source: _Source) -> dict[str, str]:
+    """Read a JSON object, and return the text of each member's value."""
+    source.expect("{")
+    members = {}
+    for _ in source.items("}"):
+        key, _ = source.json()
+        source.expect(":")
+        _, members[key] = source.json()
+    return members
+
+
 def _call(members: Mapping[str, str], names: Collection[str]) -> tuple[str, str]:
-    named = [_LOOSE.decode(members[key]) for key in ("name", "tool_name", "function") if key in members]
-    if not named or not isinstance(named[0], str) or named[0] not in names:
+    keys = (key for key in ("name", "tool_name", "function") if key in members)
+    name = _LOOSE.decode(members[next(keys, "name")])
+    if not isinstance(name, str) or name not in names:
         raise ValueError
     text = members.get("arguments", members.get("parameters", "{}"))
     value = _LOOSE.decode(text)
@@ -125,32 +170,32 @@ def _call(members: Mapping[str, str], names: Collection[str]) -> tuple[str, str]
         text.encode()
     except ValueError:
         text = dumped(value)
-    return named[0], text
+    return name, text
 
 
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
-_MOST_DEEP = 8
+_MAX_DEPTH = 8
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
 
 def types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """The types that a JSON schema says; empty if it says none. root: has its definitions."""
+    """Return the types that a JSON schema allows; empty if it names none. root: has its definitions."""
     schema = resolved(schema, root)
-    if not isinstance(schema, Mapping) or depth > _MOST_DEEP:
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
-    own = schema.get("type")
-    found = {own} if isinstance(own, str) else set(own) if isinstance(own, list) else set()
+    given = schema.get("type")
+    types = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else set()
     for part in [*(schema.get("anyOf") or []), *(schema.get("oneOf") or [])]:
-        found |= types_of(part, root, depth + 1)
+        types |= types_of(part, root, depth + 1)
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if not found and isinstance(values, list):
-        found = {_TYPES.get(type(value), "null") for value in values}
-    return found
+    if not types and isinstance(values, list):
+        types = {_TYPES.get(type(value), "null") for value in values}
+    return types
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> object:
-    """What a schema refers to, by a path such as #/$defs/colour; itself if it refers to nothing."""
-    for _ in range(_MOST_DEEP):
+    """Follow a schema's reference, such as #/$defs/colour. A schema without one is returned itself."""
+    for _ in range(_MAX_DEPTH):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
             break
@@ -161,10 +206,10 @@ def resolved(schema: object, root: Mapping[str, Any]) -> object:
 
 
 def typed(text: str, key: str, parameters: Mapping[str, Any]) -> object:
-    """The value of a text that does not say its type, by the schema of a tool's parameters.
+    """Return the value of a text without quotes, with a type that the schema of a tool's parameters allows.
 
-    A text stays a string where the schema allows strings, unless it is null, an object or a list and the
-    schema also allows that. Without a type in the schema it is JSON if it can be.
+    If the schema allows strings, the text stays a string, unless it is null, an object or a list and the
+    schema also allows that. Other text is read as JSON if it is JSON.
     """
     schema = (parameters.get("properties") or {}).get(key)
     types = types_of(schema, parameters)
@@ -172,122 +217,90 @@ def typed(text: str, key: str, parameters: Mapping[str, Any]) -> object:
         value = _WORDS[text.strip()] if text.strip() in _WORDS else _STRICT.decode(text)
     except (ValueError, RecursionError):
         return text
-    own = _TYPES.get(type(value), "null")
-    return text if "string" in types and not (own in types and own in ("null", "object", "array")) else value
+    kind = _TYPES.get(type(value), "null")
+    stays = "string" in types and not (kind in types and kind in ("null", "object", "array"))
+    return text if stays else value
 
 
 def calls_in_python(text: str, names: Collection[str]) -> list[tuple[str, str]]:
-    """The calls in a list such as [name(key='value', other=1)]. Raises Broken.
+    """Return the calls in a list such as [name(key='value', other=1)]. Raises NoCall.
 
-    Values are Python's or JSON's. A quote ends a string only where the value can end: models write
-    'it's' without a backslash.
+    Values may be Python's or JSON's. A quote ends a string only if the value can end there, because models
+    write 'it's' without a backslash.
     """
     try:
-        at = _expect(text, 0, "[")
+        source = _Source(text)
+        source.expect("[")
         calls = []
         while True:
-            name, at = _word(text, at)
+            name = source.word()
             if name not in names:
-                raise Broken
-            arguments, at = _arguments(text, _expect(text, at, "("))
-            calls.append((name, dumped(arguments)))
-            if text[at : at + 1] == "]":
+                raise NoCall
+            source.expect("(")
+            calls.append((name, dumped(_arguments(source))))
+            if source.accept("]"):
                 break
-            at = _expect(text, at, ",")
-        if _past_space(text, at + 1) != len(text):
-            raise Broken
+            source.expect(",")
+        if source.at != len(text):
+            raise NoCall
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise Broken from error
+        raise NoCall from error
     return calls
 
 
-def _expect(text: str, at: int, character: str) -> int:
-    """The place after a character and the white space after that."""
-    if text[at] != character:
-        raise ValueError
-    return _past_space(text, at + 1)
+def _arguments(source: _Source) -> dict[str, object]:
+    """Read key=value, ... up to the closing bracket."""
+    arguments = {}
+    for _ in source.items(")"):
+        key = source.word()
+        source.expect("=")
+        arguments[key] = _value(source)
+    return arguments
 
 
-def _word(text: str, at: int) -> tuple[str, int]:
-    found = _WORD.match(text, at)
-    if not found:
-        raise ValueError
-    return found[0], _past_space(text, found.end())
+def _value(source: _Source) -> Any:
+    if source.next in "'\"":
+        return _quoted(source)
+    if source.accept("["):
+        return [_value(source) for _ in source.items("]")]
+    if source.accept("("):
+        return [_value(source) for _ in source.items(")")]
+    if source.accept("{"):
+        return _mapping(source)
+    if number := _NUMBER.match(source.text, source.at):
+        source.skip_to(number.end())
+        is_float = bool(number[2]) or "." in number[1]
+        return (_finite if is_float else int)(number[0])
+    return _WORDS[source.word()]
 
 
-_WORD = re.compile(r"[^\s()\[\]{},:='\"]+")
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+def _mapping(source: _Source) -> dict[str, object]:
+    mapping = {}
+    for _ in source.items("}"):
+        key = _value(source)
+        if not isinstance(key, str):
+            raise ValueError
+        source.expect(":")
+        mapping[key] = _value(source)
+    return mapping
+
+
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[\s\S])")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 
 
-def _arguments(text: str, at: int) -> tuple[dict[str, object], int]:
-    """key=value, ... up to the bracket, and the place after it."""
-    found = {}
-    while text[at] != ")":
-        key, at = _word(text, at)
-        found[key], at = _value(text, _expect(text, at, "="))
-        if text[at] != ")":
-            at = _expect(text, at, ",")
-    return found, _expect(text, at, ")")
-
-
-def _value(text: str, at: int) -> tuple[Any, int]:
-    """The value at a place, and the place after it and the white space that follows."""
-    first = text[at]
-    if first in "'\"":
-        return _quoted(text, at)
-    if first in "[(":
-        return _list(text, at)
-    if first == "{":
-        return _mapping(text, at)
-    if number := _NUMBER.match(text, at):
-        is_float = bool(number[2]) or "." in number[1]
-        return (_finite if is_float else int)(number[0]), _past_space(text, number.end())
-    word, at = _word(text, at)
-    return _WORDS[word], at
-
-
-def _list(text: str, at: int) -> tuple[list[object], int]:
-    found, end = [], "]" if text[at] == "[" else ")"
-    at = _past_space(text, at + 1)
-    while text[at] != end:
-        value, at = _value(text, at)
-        found.append(value)
-        if text[at] != end:
-            at = _expect(text, at, ",")
-    return found, _past_space(text, at + 1)
-
-
-def _mapping(text: str, at: int) -> tuple[dict[str, object], int]:
-    found = {}
-    at = _expect(text, at, "{")
-    while text[at] != "}":
-        key, at = _value(text, at)
-        if not isinstance(key, str):
-            raise ValueError
-        found[key], at = _value(text, _expect(text, at, ":"))
-        if text[at] != "}":
-            at = _expect(text, at, ",")
-    return found, _past_space(text, at + 1)
-
-
-def _quoted(text: str, at: int) -> tuple[str, int]:
-    quote, start = text[at], at + 1
+def _quoted(source: _Source) -> str:
+    text, quote, start = source.text, source.next, source.at + 1
     at = start
-    while True:
-        if text[at] == "\\":
-            at += 2
-        elif text[at] == quote and text[_past_space(text, at + 1)] in ",:)]}":
-            break
-        else:
-            at += 1
-    return _ESCAPE.sub(_unescaped, text[start:at]), _past_space(text, at + 1)
+    while not (text[at] == quote and text[_past_space(text, at + 1)] in ",:)]}"):
+        at += 2 if text[at] == "\\" else 1
+    source.skip_to(at + 1)
+    return _ESCAPE.sub(_unescaped, text[start:at])
 
 
-def _unescaped(found: re.Match[str]) -> str:
-    code = found[1]
+def _unescaped(match: re.Match[str]) -> str:
+    code = match[1]
     if len(code) > 1:
         return chr(int(code[1:], 16))
-    # one that is not known stays as it is
-    return _ESCAPED.get(code, code if code in "'\"\\/" else found[0])
+    # an unknown escape is unchanged
+    return _ESCAPED.get(code, code if code in "'\"\\/" else match[0])
