@@ -487,8 +487,8 @@ PLANTED = {
     "serve, cut calls": Fault(
         "a demanded call that is cut off is text",
         "kvtool/serve/tools/calls.py",
-        "if has_ended and self._has_rules:",
-        'if ended and self._holds == "or":',
+        "if has_ended and self._rules:",
+        'if has_ended and self._rules == "or":',
         ("serve/test_serve_shapes.py",),
     ),
     "serve, strict schemas": Fault(

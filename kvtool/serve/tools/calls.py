@@ -76,7 +76,7 @@ class Parser:
     def __init__(
         self, format: Format, tools: Sequence[Mapping[str, Any]], rules: Literal["", "call", "or"] = ""
     ) -> None:
-        self._has_rules = bool(rules)
+        self._rules = rules
         self.has_left_out = False
         self._tools: Tools = {
             tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools
@@ -125,7 +125,7 @@ class Parser:
                 self._rest = source.text[source.at :]
                 self._follows_call = self._is_start = True
             except NoCall:
-                if has_ended and self._has_rules:
+                if has_ended and self._rules:
                     self._leave_out()
                     return
                 yield self._space + self._tag
@@ -155,7 +155,7 @@ class Parser:
             self._begin(text[len(before) :], at - len(before), places[at], self._readers[places[at]])
         else:
             n_held = max(n_begun(text, tag) for tag in self._readers)
-            if has_ended and self._has_rules and n_held and n_held == len(bare):
+            if has_ended and self._rules and n_held and n_held == len(bare):
                 self._leave_out()
                 return
             before = text if has_ended else text[: len(text) - n_held].rstrip()
