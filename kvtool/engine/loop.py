@@ -124,7 +124,7 @@ class Engine:
     def step(self, tokens: np.ndarray, n_output: int = 1) -> None:
         """Decode i32[n] tokens at once; the last n_output give logits.
 
-        Raises what `evict_if_due` raises, UsageError for too many tokens or for a token that is not in the
+        Raises what `evict` raises, UsageError for too many tokens or for a token that is not in the
         vocabulary, and StreamEnd if original positions end before them.
         """
         tokens = _checked(tokens, self.model.n_vocab)
@@ -144,7 +144,7 @@ class Engine:
         self.evict_if_due(0)
 
     def _decode(self, tokens: np.ndarray, n_output: int) -> None:
-        """Decode i32[n] tokens after the live cells, whatever the budget. Nothing else calls llama.cpp's."""
+        """Decode i32[n] tokens after the live cells, whatever the budget. All decoding is done here."""
         rows = self.rows
         if self.signals.is_observed:
             # the policy must not see these signals a second time
@@ -162,16 +162,19 @@ class Engine:
         rows.append(len(tokens))
 
     def evict_if_due(self, n: int = 1) -> None:
-        """Evict if the next n tokens do not fit before the policy's next plan.
+        """Evict if the next n tokens do not fit before the policy's next plan. Raises what `evict` raises.
 
-        A step calls this before its tokens, for one token, and after them, for none. Raises PlanError, with
-        the cache unchanged, for a plan that breaks a rule, and StreamEnd if the cache is full and the policy
-        keeps everything.
+        A step calls this before its tokens, for one token, and after them, for none.
         """
         if self.n_until_plan < n:
-            self._evict()
+            self.evict()
 
-    def _evict(self) -> None:
+    def evict(self) -> None:
+        """Observe, plan and apply.
+
+        Raises PlanError, with the cache unchanged, for a plan that breaks a rule, and StreamEnd if the cache
+        is full and the policy keeps everything.
+        """
         eviction = self.eviction
         began = time.perf_counter()
         view = eviction.observe()
@@ -378,7 +381,7 @@ class Engine:
     def draft_room(self) -> int:
         """Return how many draft tokens may follow the next token in its step without an eviction.
 
-        Evicts first if the next token needs it. Raises what `evict_if_due` raises.
+        Evicts first if the next token needs it. Raises what `evict` raises.
         """
         self.evict_if_due()
         if self.joint_decoder and self.joint_decoder.is_several:

@@ -112,7 +112,7 @@ class Kvtool:
         self.engine.context.decode = self._timed("decode", self.engine.context.decode)
         eviction = self.engine.eviction
         eviction.apply = self._timed("apply", eviction.apply)
-        eviction.evict = self._timed("evict", eviction.evict)
+        self.engine.evict = self._timed("evict", self.engine.evict)
 
     def _warm_up(self) -> None:
         """Go past two evictions and up to the next one: from there on nothing changes."""

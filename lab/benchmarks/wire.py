@@ -196,14 +196,14 @@ def measure_policy(
     try:
         n_fill = args.budget + 2 * args.evict_every
         engine.read(tokens[:n_fill])
-        n_plan, evict = 0, engine._evict
+        n_plan, evict = 0, engine.evict
 
         def counted() -> None:
             nonlocal n_plan
             n_plan += 1
             evict()
 
-        engine._evict = counted
+        engine.evict = counted
 
         def steps(is_done: Callable[[int], bool]) -> Iterator[None]:
             # from one plan to another; some policies plan seldom

@@ -525,8 +525,8 @@ def test_a_step_begins_with_the_eviction_that_is_due(tiny_model):
 def test_steps_take_the_text_part_by_part_and_end_where_a_plan_is_due(tiny_model, name, n_output):
     parts, n_logits, late, tokens = [], [], [], text(200)
     with open_engine(tiny_model(), policies.fit(name, 48, 8), n_output=n_output) as engine:
-        evict = engine._evict
-        engine._evict = lambda: (late.append(engine.n_until_plan), evict())
+        evict = engine.evict
+        engine.evict = lambda: (late.append(engine.n_until_plan), evict())
         for part in engine.steps(tokens):
             parts.append(tokens[part])
             n_logits.append(len(engine.context.logits()))
