@@ -1,26 +1,21 @@
-"""Does a row gain by keeping means of what it evicts? Fewer cells of a policy, and means beside them.
+"""Measure rows that keep means of evicted tokens next to the cells that a policy chooses.
 
     python -m lab.papers.fading wiki.test.raw --budget 128 --rules full,h2o,h2o+16:cells,h2o+16,h2o+16:spare
 
-A row of `h2o+16` has 16 places for what its policy evicts, and as many cells less: a query sees `--budget`
-cells and means. A token that leaves takes a place as it is. Where there is one too many, two of them become
-one, with a mean key, a mean value and a number that is added to its logit. Behind a colon stands which two:
+A row of `h2o+16` has 16 places for evicted tokens, and 16 cells fewer: a query sees `--budget` cells and
+means. An evicted token takes a place. If a row then has too many means, two of them merge into one mean key
+and value, and a bias that is added to its logit. The word after a colon selects the rule:
 
-output  the default: the two whose merge changes the outputs of the last queries least. Their means are
-        weighted by the attention that these queries pay, and the number keeps the sum of that attention.
-next    the same with queries of the next tokens, in place of the last. No policy can know them.
-near    the two nearest keys by Ward's criterion (cosine: by the angle). Means are weighted by tokens, and the
-        number is the logarithm of how many there are.
-age     the two neighbours in the order of leaving that have the fewest tokens together, weighted as in near.
-spare   none: the one goes whose loss changes the outputs of the last queries least. So the places hold
-        tokens, chosen much as `output` chooses, and no means.
-cells   no means and no places, but as many cells as fit into the bytes of a row of `output`.
+output  the default: merge the two means whose merge changes the outputs of the last queries least. Means are
+        weighted by the attention of these queries, and the bias keeps the sum of that attention.
+spare   merge nothing: drop the token whose loss changes the outputs of the last queries least.
+cells   no places, but as many cells as fit into the bytes of a row of `output`.
 
-Behind a second colon stands of how many tokens the queries are kept: `h2o+16:output:4`; without it 16.
+`h2o+16:output:4` keeps the queries of 4 tokens; the default is 16.
 
-Policies decide for each row by that row's attention alone. So a layer is done for all tokens before the next
-one, in F32 and with an eviction at each token: as `kvtool perplexity --evict-every 1` computes. Runs a llama
-or qwen2 in NumPy. lab/papers/fading.md says what was found.
+Policies decide for each row by that row's attention alone, so one layer is computed for all tokens before the
+next, in F32 and with an eviction at each token, like `kvtool perplexity --evict-every 1`. Runs a llama or
+qwen2 model in NumPy. lab/papers/fading.md has the results.
 """
 
 from __future__ import annotations
@@ -41,18 +36,15 @@ from lab.benchmarks.common import add_common, load_model, load_tokens, make_pars
 from tests import tiny
 from tests.reference.models import Llama
 
-MERGES = ("output", "near", "cosine", "age", "spare", "next", "cells")
-OUTPUT, NEAR, COSINE, AGE, SPARE, NEXT = range(6)
+MERGES = ("output", "spare", "cells")
 WINDOW, HEAVY, STEADY = range(3)
-STRIDE = 8
-"""Tokens between the next queries that `next` looks at."""
 _CHUNK = 256
 _SINKS = 4
 _FAR = np.float32(1e30)
 
 
 class Rule(NamedTuple):
-    """What a row keeps: h2o, roco or streamingllm with n_mean places less, and the places."""
+    """The policy of a row (h2o, roco or streamingllm), its places for evicted tokens, and their rule."""
 
     policy: str
     n_mean: int
@@ -62,26 +54,26 @@ class Rule(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Rule:
         """From POLICY, POLICY+N, POLICY+N:MERGE or POLICY+N:MERGE:QUERIES. Raises ValueError."""
-        own, _, how = text.partition(":")
-        policy, _, n_mean = own.partition("+")
-        merge, _, n_query = how.partition(":")
+        row, _, options = text.partition(":")
+        policy, _, n_mean = row.partition("+")
+        merge, _, n_query = options.partition(":")
         if policy not in ("h2o", "roco", "streamingllm") or (merge or "output") not in MERGES:
             raise ValueError(f"not a rule: {text}")
         return cls(policy, int(n_mean or 0), merge or "output", int(n_query or 16))
 
     def n_byte(self, budget: int, group: int, dim: int) -> int:
-        """What a row holds: keys, values and queries in two bytes a number, all others in four.
+        """The bytes of a row: keys, values and queries take two bytes a number, other numbers four.
 
-        A cell has a key and a value; a mean its size and the number of its logit, too. Of a query that is
-        kept there is the logarithm of its sum of exponentials, and for `spare` its output.
+        A cell has a key and a value; a mean also has a size and a bias. A kept query also has the logarithm
+        of its sum of exponentials, and for `spare` its output.
         """
         cell = 4 * dim
         if not self.n_mean:
             return budget * cell
         if self.merge == "cells":
             return self._n_cell(budget, group, dim) * cell
-        numbers = {"output": 2 * dim + 4, "next": 2 * dim + 4, "spare": 4 * dim + 4}.get(self.merge, 0)
-        return budget * cell + self.n_mean * 8 + self.n_query * group * numbers
+        of_query = (4 if self.merge == "spare" else 2) * dim + 4
+        return budget * cell + self.n_mean * 8 + self.n_query * group * of_query
 
     def _n_cell(self, budget: int, group: int, dim: int) -> int:
         if self.merge != "cells":
@@ -89,7 +81,7 @@ class Rule(NamedTuple):
         return self._replace(merge="output").n_byte(budget, group, dim) // (4 * dim)
 
     def numbers(self, budget: int, group: int, dim: int) -> tuple[int, int, int, int, int, int]:
-        """Cells, which kind of policy, sinks, window, how many stay for their deviation, and places."""
+        """Cells, kind of policy, sinks, window, cells that stay for their deviation, and places."""
         n_cell = self._n_cell(budget, group, dim)
         n_mean = 0 if self.merge == "cells" else self.n_mean
         if self.policy == "h2o":
@@ -121,19 +113,19 @@ def main() -> None:
     for name, rule in rules.items():
         note(name)
         started = time.process_time()
-        found = nll(model, tokens, rule, args.budget)
+        of_tokens = nll(model, tokens, rule, args.budget)
         seconds[name] = time.process_time() - started
-        blocks[name] = statistics.block_sums(found.astype(np.float64)).tolist()
+        blocks[name] = statistics.block_sums(of_tokens.astype(np.float64)).tolist()
         of_row = rule.n_byte(args.budget, group, model.head_dim) if rule else len(tokens) * 4 * model.head_dim
         n_byte[name] = of_row * n_row
-        print(f"| `{name}` | {np.exp(found.mean()):.3f} | {of_row:,} |", flush=True)
+        print(f"| `{name}` | {np.exp(of_tokens.mean()):.3f} | {of_row:,} |", flush=True)
     about = {"file": args.file.name, "model": resolve(args.model).name, "tokens": len(tokens)}
     about |= {"budget": args.budget, **records.versions()}
     write_json(args.json, about | {"nll_blocks": blocks, "cpu_s": seconds, "bytes": n_byte})
 
 
 def nll(model: Llama, tokens: np.ndarray, rule: Rule | None, budget: int) -> np.ndarray:
-    """Of each token after the first, f32[n - 1]; None: with the full cache."""
+    """Return the negative log-likelihood f32[n - 1] of each token after the first. rule None: full cache."""
     n, group = len(tokens), model.n_head // model.n_head_kv
     x = model.embd[tokens]
     for i, layer in enumerate(model.layers):
@@ -146,20 +138,20 @@ def nll(model: Llama, tokens: np.ndarray, rule: Rule | None, budget: int) -> np.
         output = np.empty_like(query)
         for head in range(model.n_head_kv):
             mine = slice(head * group, (head + 1) * group)
-            own = (np.ascontiguousarray(each) for each in (query[:, mine], key[:, head], value[:, head]))
-            output[:, mine] = attend(*own, rule, budget)
+            of_row = (np.ascontiguousarray(each) for each in (query[:, mine], key[:, head], value[:, head]))
+            output[:, mine] = attend(*of_row, rule, budget)
         x = x + output.reshape(n, -1) @ layer["attn_output"].T
         h = _norm(model, x, layer["ffn_norm"])
         gate = h @ layer["ffn_gate"].T
         x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["ffn_up"].T)) @ layer["ffn_down"].T
     x = _norm(model, x[:-1], model.output_norm)
-    found = np.empty(n - 1, np.float32)
+    result = np.empty(n - 1, np.float32)
     for at in range(0, n - 1, _CHUNK):
         logits = x[at : at + _CHUNK] @ model.output.T
         most = logits.max(axis=1)
         right = logits[np.arange(len(logits)), tokens[at + 1 : at + 1 + len(logits)]]
-        found[at : at + _CHUNK] = most + np.log(np.exp(logits - most[:, None]).sum(axis=1)) - right
-    return found
+        result[at : at + _CHUNK] = most + np.log(np.exp(logits - most[:, None]).sum(axis=1)) - right
+    return result
 
 
 def _norm(model: Llama, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -167,7 +159,7 @@ def _norm(model: Llama, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _rotated(model: Llama, x: np.ndarray, i: int) -> np.ndarray:
-    """f32[n, head, head_dim], with the pairs' halves behind each other."""
+    """Rotate f32[n, head, head_dim]; in the result the second halves of all pairs follow the first."""
     half = model.head_dim // 2
     a, b = (x[..., :half], x[..., half:]) if model.pairs_are_halves else (x[..., ::2], x[..., 1::2])
     angle = np.arange(len(x))[:, None, None] * model.freq[i]
@@ -181,30 +173,25 @@ def attend(
     """A row's outputs f32[n, group, dim], for query f32[n, group, dim], key and value f32[n, dim]."""
     query = query / np.float32(np.sqrt(query.shape[-1]))
     if rule is None:
-        return _attend_all(query, key, value)[0]
-    sums = np.zeros((1, 1), np.float32)
-    if rule.merge == "next":
-        sums = _attend_all(query, key, value)[1]
+        return _attend_all(query, key, value)
     output = np.empty_like(query)
     numbers = rule.numbers(budget, *query.shape[1:])
-    _evict(query, key, value, *numbers, MERGES.index(rule.merge), rule.n_query, sums, output)
+    _evict(query, key, value, *numbers, rule.merge == "spare", rule.n_query, output)
     return output
 
 
-def _attend_all(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The outputs with the full cache, and the logarithm of each query's sum of exponentials."""
+def _attend_all(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """The outputs with the full cache."""
     n, group, dim = query.shape
-    output, total = np.empty_like(query), np.empty((n, group), np.float32)
+    output = np.empty_like(query)
     for at in range(0, n, _CHUNK):
         end = min(at + _CHUNK, n)
         logits = (query[at:end].reshape(-1, dim) @ key[:end].T).reshape(end - at, group, end)
         logits[:, :, at:] += np.triu(np.full((end - at, end - at), -np.inf, np.float32), 1)[:, None]
-        most = logits.max(axis=-1, keepdims=True)
-        weight = np.exp(logits - most)
+        weight = np.exp(logits - logits.max(axis=-1, keepdims=True))
         sums = weight.sum(axis=-1, keepdims=True)
-        total[at:end] = (most + np.log(sums))[..., 0]
         output[at:end] = ((weight / sums).reshape(-1, end) @ value[:end]).reshape(end - at, group, dim)
-    return output, total
+    return output
 
 
 @numba.njit(fastmath=True, cache=True)
@@ -226,7 +213,7 @@ def _apart(a, b):
 
 @numba.njit(fastmath=True, cache=True)
 def _victim(kind, t, n, n_sink, n_window, n_steady, pos, mass, squares):
-    """Which of n cells goes behind token t; the oldest among equals."""
+    """The cell, of n, to evict after token t; the oldest among equals."""
     if n_steady > 0:
         variance = np.full(n, np.inf)
         for c in range(n):
@@ -250,27 +237,6 @@ def _victim(kind, t, n, n_sink, n_window, n_steady, pos, mass, squares):
 
 
 @numba.njit(fastmath=True, cache=True)
-def _nearest(merge, m, keys, size, order):
-    """The two that become one by their keys or their age."""
-    one, other, least = -1, -1, _FAR
-    if merge == AGE:
-        for o in range(m - 1):
-            both = size[order[o]] + size[order[o + 1]]
-            if both < least:
-                one, other, least = order[o], order[o + 1], both
-        return one, other
-    for x in range(m):
-        for y in range(x):
-            if merge == NEAR:
-                cost = _apart(keys[x], keys[y]) * size[x] * size[y] / (size[x] + size[y])
-            else:
-                cost = -_dot(keys[x], keys[y]) / np.sqrt(_dot(keys[x], keys[x]) * _dot(keys[y], keys[y]))
-            if cost < least:
-                one, other, least = x, y, cost
-    return one, other
-
-
-@numba.njit(fastmath=True, cache=True)
 def _seen(key, bias, queries, totals, into):
     """The attention of some queries to a mean; returns its sum."""
     total = np.float32(1e-20)
@@ -282,7 +248,7 @@ def _seen(key, bias, queries, totals, into):
 
 @numba.njit(fastmath=True, cache=True)
 def _least_seen(m, seen, values, outputs):
-    """The one whose loss changes these outputs least, but for their sums of attention."""
+    """The mean whose loss changes these outputs least, leaving their sums of attention out."""
     best, least = -1, _FAR
     for x in range(m):
         cost = np.float32(0)
@@ -295,7 +261,7 @@ def _least_seen(m, seen, values, outputs):
 
 @numba.njit(fastmath=True, cache=True)
 def _least_changed(m, seen, total, values):
-    """The two whose mean value changes outputs least, if the mean gets the attention of both."""
+    """The two means whose average changes outputs least, if it gets the attention of both."""
     one, other, least = -1, -1, _FAR
     for x in range(m):
         for y in range(x):
@@ -321,20 +287,18 @@ def _evict(
     n_window,
     n_steady,
     n_mean,
-    merge,
+    spare,
     n_query,
-    sums,
     output,
 ):
-    """A row's stream; query: scaled. sums: the full cache's totals, for NEXT."""
+    """Compute a row's outputs, evicting after each token. query is scaled."""
     n_token, group, dim = query.shape
     f32 = np.float32
     keys, values = np.zeros((n_cell, dim), f32), np.zeros((n_cell, dim), f32)
     mass, squares, pos = np.zeros(n_cell, f32), np.zeros(n_cell), np.zeros(n_cell, np.int64)
     mean_keys, mean_values = np.zeros((n_mean + 1, dim), f32), np.zeros((n_mean + 1, dim), f32)
     size, bias = np.zeros(n_mean + 1, f32), np.zeros(n_mean + 1, f32)
-    order = np.zeros(n_mean + 1, np.int64)
-    # of the last tokens; a total that no query has seen makes their attention nothing
+    # of the last tokens; with a total of _FAR a query that does not exist yet has no attention
     queries, outputs = np.zeros((n_query * group, dim), f32), np.zeros((n_query * group, dim), f32)
     totals = np.full(n_query * group, _FAR)
     seen, paid = np.zeros((n_mean + 1, n_query * group), f32), np.zeros(n_mean + 1, f32)
@@ -366,8 +330,7 @@ def _evict(
                     attn[c] += w
             output[t, g] = out
             r = t % n_query * group + g
-            if merge != NEXT:
-                queries[r], outputs[r], totals[r] = query[t, g], out, most + np.log(z)
+            queries[r], outputs[r], totals[r] = query[t, g], out, most + np.log(z)
         for c in range(n):
             mass[c] += attn[c]
             squares[c] += attn[c] * attn[c]
@@ -375,48 +338,31 @@ def _evict(
             continue
         gone = _victim(kind, t, n, n_sink, n_window, n_steady, pos, mass, squares)
         if n_mean:
-            mean_keys[m], mean_values[m], size[m], bias[m], order[m] = keys[gone], values[gone], 1, 0, m
+            mean_keys[m], mean_values[m], size[m], bias[m] = keys[gone], values[gone], 1, 0
             m += 1
         n -= 1
         keys[gone], values[gone], pos[gone] = keys[n], values[n], pos[n]
         mass[gone], squares[gone] = mass[n], squares[n]
         if m <= n_mean:
             continue
-        if merge == NEXT:
-            for r in range(n_query * group):
-                at, g = min(t + 1 + r // group * STRIDE, n_token - 1), r % group
-                queries[r], totals[r] = query[at, g], sums[at, g]
-        by_output = merge in (OUTPUT, NEXT)
-        if by_output or merge == SPARE:
-            for x in range(m):
-                paid[x] = _seen(mean_keys[x], bias[x], queries, totals, seen[x])
-        if merge == SPARE:
-            b, a = _least_seen(m, seen, mean_values, outputs), -1
-        elif by_output:
-            a, b = _least_changed(m, seen, paid, mean_values)
+        for x in range(m):
+            paid[x] = _seen(mean_keys[x], bias[x], queries, totals, seen[x])
+        if spare:
+            b = _least_seen(m, seen, mean_values, outputs)
         else:
-            a, b = _nearest(merge, m, mean_keys, size, order)
-        if a >= 0:
-            both = size[a] + size[b]
-            share = size[a] / both
-            if by_output:
-                share = max(min(paid[a] / (paid[a] + paid[b]), f32(0.99)), f32(0.01))
+            a, b = _least_changed(m, seen, paid, mean_values)
+            share = max(min(paid[a] / (paid[a] + paid[b]), f32(0.99)), f32(0.01))
             for e in range(dim):
                 mean_keys[a, e] = share * mean_keys[a, e] + (1 - share) * mean_keys[b, e]
                 mean_values[a, e] = share * mean_values[a, e] + (1 - share) * mean_values[b, e]
-            size[a], bias[a] = both, np.log(both)
-            if by_output:
-                now = f32(1e-20)
-                for r in range(n_query * group):
-                    now += np.exp(min(_dot(mean_keys[a], queries[r]) - totals[r], f32(60)))
-                # few queries may say nothing of a mean
-                bias[a] = min(max(np.log((paid[a] + paid[b]) / now), bias[a] - 3), bias[a] + 3)
+            size[a] += size[b]
+            now = f32(1e-20)
+            for r in range(n_query * group):
+                now += np.exp(min(_dot(mean_keys[a], queries[r]) - totals[r], f32(60)))
+            # within 3 of log size, as few queries may say nothing of a mean
+            log_size = np.log(size[a])
+            bias[a] = min(max(np.log((paid[a] + paid[b]) / now), log_size - 3), log_size + 3)
         m -= 1
-        at = 0
-        for o in range(m + 1):
-            if order[o] != b:
-                order[at] = b if order[o] == m else order[o]
-                at += 1
         mean_keys[b], mean_values[b], size[b], bias[b] = mean_keys[m], mean_values[m], size[m], bias[m]
 
 

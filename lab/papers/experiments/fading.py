@@ -8,8 +8,7 @@ from lab.papers.experiments.kinds import ALL, Experiment, Run, Table
 from lab.papers.programs import Fading
 from lab.papers.texts import WIKI
 
-_THREE = (WIKI, "pg19/10321.txt", "proofpile/hott-basics.tex")
-_FOUR = (*_THREE, "pg19/10146.txt")
+_FOUR = (WIKI, "pg19/10321.txt", "proofpile/hott-basics.tex", "pg19/10146.txt")
 _NAMES = {
     "wiki.test.raw": "wikitext-2",
     "10321.txt": "PG19 10321",
@@ -18,8 +17,6 @@ _NAMES = {
 }
 _POLICIES = ("h2o", "roco")
 _FEWER_QUERIES = ("roco+16:output:4", "roco+16:cells:4")
-_WAYS = ("h2o+16:next", "h2o+16:near", "h2o+16:cosine", "h2o+16:age")
-_WINDOW = ("streamingllm", "streamingllm+64:cells", "streamingllm+64", "streamingllm+64:spare")
 
 
 def _rules(policy: str, n_mean: int, *more: str) -> tuple[str, ...]:
@@ -34,7 +31,6 @@ _LARGE = tuple(rule for policy in _POLICIES for rule in _rules(policy, 32))
 RUNS: dict[str, Run] = {
     "fading-512": Fading(_FOUR, ("full", *_LARGE), 512, 4096, minutes=11),
     "fading": Fading(_FOUR, ("full", *_SMALL, *_FEWER_QUERIES), 128, 2048, minutes=6),
-    "fading-ways": Fading(_THREE, (*_WINDOW, *_WAYS), 128, 2048, minutes=4),
 }
 
 _BY_TEXT: dict[str, Any] = {"by": ("of",), "names": _NAMES, "pooled": ALL}
@@ -55,17 +51,4 @@ EXPERIMENTS = {
         ),
     ),
     "fading-512": Experiment(("fading-512",), tuple(_of(policy, 32) for policy in _POLICIES)),
-    "fading-ways": Experiment(
-        # the first two rows are of the other run
-        ("fading", "fading-ways"),
-        (
-            Table(
-                "nll",
-                ("of",),
-                names=_NAMES,
-                of=tuple(file.rpartition("/")[2] for file in _THREE),
-                rows=("h2o", "h2o+16", *_WAYS, *_WINDOW),
-            ),
-        ),
-    ),
 }

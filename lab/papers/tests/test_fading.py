@@ -7,7 +7,7 @@ import pytest
 
 from kvtool import policies
 from kvtool.measure import perplexity
-from lab.papers.fading import MERGES, STRIDE, Rule, attend, nll
+from lab.papers.fading import MERGES, Rule, attend, nll
 from tests.engine.running import TOLERANCE, open_engine, text
 from tests.reference import models
 
@@ -51,9 +51,8 @@ def test_cells_that_take_the_bytes_of_means():
     found = attend(query, key, value, cells, 20)
     kept = [*range(4), *range(60 - n_cell + 5 - 1, 60)]
     assert found[-1, :, 0] == pytest.approx(np.mean(kept))
-    # spare keeps outputs, too; what merges by keys keeps no queries
+    # spare also keeps outputs
     assert Rule.parse("h2o+6:spare:4").n_byte(20, 2, 8) - rule.n_byte(20, 2, 8) == 4 * 2 * 16
-    assert Rule.parse("h2o+6:near").n_byte(20, 2, 8) == 20 * 32 + 6 * 8
     assert Rule.parse("h2o").n_byte(20, 2, 8) == 20 * 32
 
 
@@ -81,17 +80,8 @@ def _attend(query, key, value, n_cell, n_mean, merge, n_query):
         means.append(live.pop(4))
         if len(means) > n_mean:
             some = asked[-n_query * query.shape[1] :]
-            if merge == "next":
-                at = [min(t + 1 + i * STRIDE, len(query) - 1) for i in range(n_query)]
-                some = [_full(own, key[: u + 1], value[: u + 1], scale) for u in at for own in query[u]]
-            _merge(means, "output" if merge == "next" else merge, scale, some)
+            _merge(means, merge, scale, some)
     return output
-
-
-def _full(query, key, value, scale):
-    logits = scale * key @ query
-    total = np.logaddexp.reduce(logits)
-    return query, total, np.exp(logits - total) @ value
 
 
 def _merge(means, merge, scale, asked):
@@ -110,17 +100,9 @@ def _merge(means, merge, scale, asked):
         del means[int(np.argmin(cost))]
         return
     pairs = [(i, j) for i in range(len(means)) for j in range(i)]
-    if merge == "age":
-        pairs = [(i, i - 1) for i in range(1, len(means))]
 
     def cost_of(pair):
         a, b = (means[i] for i in pair)
-        if merge == "age":
-            return a["size"] + b["size"]
-        if merge == "near":
-            return ((a["key"] - b["key"]) ** 2).sum() / (1 / a["size"] + 1 / b["size"])
-        if merge == "cosine":
-            return -a["key"] @ b["key"] / np.linalg.norm(a["key"]) / np.linalg.norm(b["key"])
         share = seen(a).sum() / (seen(a).sum() + seen(b).sum())
         mixed = share * a["value"] + (1 - share) * b["value"]
         error = np.outer(seen(a), a["value"] - mixed) + np.outer(seen(b), b["value"] - mixed)
@@ -129,12 +111,10 @@ def _merge(means, merge, scale, asked):
     one, other = min(pairs, key=cost_of)
     a, b = means[one], means[other]
     size = a["size"] + b["size"]
-    share, bias = a["size"] / size, math.log(size)
-    if merge == "output":
-        share = np.clip(seen(a).sum() / (seen(a).sum() + seen(b).sum()), 0.01, 0.99)
+    share = np.clip(seen(a).sum() / (seen(a).sum() + seen(b).sum()), 0.01, 0.99)
     mean = {name: share * a[name] + (1 - share) * b[name] for name in ("key", "value")}
-    if merge == "output":
-        now = sum(math.exp(scale * mean["key"] @ own - total) for own, total, _ in asked)
-        bias += np.clip(math.log((seen(a).sum() + seen(b).sum()) / now) - bias, -3, 3)
+    now = sum(math.exp(scale * mean["key"] @ own - total) for own, total, _ in asked)
+    wanted = math.log((seen(a).sum() + seen(b).sum()) / now)
+    bias = np.clip(wanted, math.log(size) - 3, math.log(size) + 3)
     means[other] = mean | {"size": size, "bias": bias}
     del means[one]
