@@ -67,18 +67,20 @@ def test_a_lookup_grows_with_its_stream():
     assert lookup.guess(3).tolist() == [40, 41, 42]
 
 
-def timed(pace, slope):
+def timed(slope):
+    """A draft length to which each further token of a step costs this share of the first."""
+    length = DraftLength()
     for n in range(1, MOST + 2):
         for _ in range(3):
-            pace.took(n, 0.01 * (1 + slope * (n - 1)))
+            length.took(n, 0.01 * (1 + slope * (n - 1)))
+    return length
 
 
 @pytest.mark.parametrize(
     ("share", "slope", "least", "most"), [(1, 0.1, MOST, MOST), (0, 0.1, 0, 0), (0.7, 0.2, 1, 5)]
 )
 def test_as_many_guesses_are_made_as_pay(share, slope, least, most):
-    pace, rng = DraftLength(), np.random.default_rng(0)
-    timed(pace, slope)
+    pace, rng = timed(slope), np.random.default_rng(0)
     for _ in range(200):
         n_true = 0
         while n_true < MOST and rng.random() < share:
@@ -90,8 +92,7 @@ def test_as_many_guesses_are_made_as_pay(share, slope, least, most):
 
 
 def test_guesses_that_do_not_pay_are_tried_now_and_then():
-    pace = DraftLength()
-    timed(pace, 0.5)
+    pace = timed(0.5)
     for _ in range(100):
         pace.judge(20, 0, 4)
     chosen = [pace.choose(20, MOST) for _ in range(200)]
@@ -99,8 +100,7 @@ def test_guesses_that_do_not_pay_are_tried_now_and_then():
 
 
 def test_what_is_well_supported_is_judged_by_itself():
-    pace = DraftLength()
-    timed(pace, 0.15)
+    pace = timed(0.15)
     for _ in range(100):
         pace.judge(3, 0, 4)
         pace.judge(30, 8, 8)
@@ -109,8 +109,7 @@ def test_what_is_well_supported_is_judged_by_itself():
 
 
 def test_a_guess_is_judged_with_those_that_as_much_supports():
-    pace = DraftLength()
-    timed(pace, 0.15)
+    pace = timed(0.15)
     for _ in range(100):
         pace.judge(3, 1, 8)
     # the second guess of each, behind four tokens that agree, was wrong
@@ -298,12 +297,7 @@ def test_guesses_that_cannot_be_are_refused_in_a_line(talker, tiny_model):
     for path, draft, code, said in (
         (talker, tiny_model(n_vocab=400), 2, "it has another vocabulary; choose a smaller model"),
         (talker, "nothing", 3, "unknown model 'nothing'"),
-        (
-            tiny_model(arch="lfm2"),
-            "lookup",
-            2,
-            "cannot be used with a model with recurrent layers",
-        ),
+        (tiny_model(arch="lfm2"), "lookup", 2, "cannot be used with a model with recurrent layers"),
         (tiny_model(arch="deepseek2"), "lookup", 2, "cannot be used with recall of tokens (MLA)"),
     ):
         done = generated(path, "--raw", "--draft", draft)

@@ -22,14 +22,16 @@ from kvtool.serve.batching import ComputeLock, StepBatcher
 from tests.engine.running import LOGITS, ON_CUDA, TOLERANCE, text
 from tests.held import PATIENCE_S, until
 
-EXACT = {
-    "type_k": "f32",
-    "type_v": "f32",
-    "flash": "off",
-    "n_threads": 1,
-    "n_batch": 32,
-    "archive_type": "f32",
-}
+EXACT = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_batch": 32}
+EXACT["archive_type"] = "f32"
+
+
+@pytest.fixture
+def opened(tiny_model):
+    """opened(policy) -> an engine. All are of one model."""
+    with ExitStack() as stack:
+        model = stack.enter_context(closing(Model(tiny_model(n_ctx_train=400))))
+        yield lambda policy: stack.enter_context(closing(Engine(model, policy, Settings(**EXACT))))
 
 
 def distinct(n, seed):
@@ -151,15 +153,19 @@ def test_in_any_kind_of_model(tiny_model, arch, name):
     same_together(tiny_model(arch=arch, n_ctx_train=400), name, rounds=rounds)
 
 
+def two_lives(path, make_batcher, said=40, n=100):
+    """Lives of two streams under h2o: one after the other, and in joint steps."""
+    policy, tokens = policies.fit("h2o", 48), [text(n, seed=i) for i in range(2)]
+    with closing(Model(path)) as model:
+        return [
+            lives(model, policy, tokens, (said, said), make_batcher=each)
+            for each in (lambda lock: StepBatcher(lock, 1), make_batcher)
+        ]
+
+
 def test_recurrent_layers_decode_one_after_the_other(tiny_model):
-    said, lines = (40, 40), []
-    policy = policies.fit("h2o", 48)
-    tokens = [text(100, seed=i) for i in range(2)]
-    with closing(Model(tiny_model(arch="lfm2", n_ctx_train=400))) as model:
-        alone = lives(model, policy, tokens, said, make_batcher=lambda lock: StepBatcher(lock, 1))
-        beside = lives(
-            model, policy, tokens, said, make_batcher=lambda lock: StepBatcher(lock, 2, lines.append)
-        )
+    path, lines = tiny_model(arch="lfm2", n_ctx_train=400), []
+    alone, beside = two_lives(path, lambda lock: StepBatcher(lock, 2, lines.append))
     assert lines == [
         "answers are written one after the other: a model with recurrent layers takes no joint steps"
     ]
@@ -174,15 +180,7 @@ def test_where_there_is_no_memory_for_joint_steps_it_is_said_once(tiny_model, mo
 
     tried, lines = [], []
     monkeypatch.setattr(batching, "JointContext", no_room)
-    with closing(Model(tiny_model(n_ctx_train=400))) as model:
-        tokens = [text(100, seed=i) for i in range(2)]
-        lives(
-            model,
-            policies.fit("h2o", 48),
-            tokens,
-            (40, 40),
-            make_batcher=lambda lock: StepBatcher(lock, 2, lines.append),
-        )
+    two_lives(tiny_model(n_ctx_train=400), lambda lock: StepBatcher(lock, 2, lines.append))
     assert len(tried) == 1
     (line,) = lines
     assert line.startswith(
@@ -201,51 +199,30 @@ class Broken(Counting):
 
 
 def test_a_step_that_fails_is_made_up_one_by_one(tiny_model):
-    policy, said = policies.fit("h2o", 48), (60, 60)
-    tokens = [text(120, seed=i) for i in range(2)]
-    with closing(Model(tiny_model(n_ctx_train=400))) as model:
-        alone = lives(model, policy, tokens, said, make_batcher=lambda lock: StepBatcher(lock, 1))
-        beside = lives(model, policy, tokens, said, make_batcher=lambda lock: Broken(lock, 2))
+    path = tiny_model(n_ctx_train=400)
+    alone, beside = two_lives(path, lambda lock: Broken(lock, 2), 60, 120)
     for one, other in zip(alone, beside, strict=True):
         assert np.array_equal(one[0], other[0])
         assert np.abs(one[3] - other[3]).max() < LOGITS
 
 
-def test_nothing_is_decoded_where_one_has_no_room(tiny_model):
-    policy = policies.fit("full", 300)
-    tokens = text(256)
-    with ExitStack() as stack:
-        model = stack.enter_context(closing(Model(tiny_model(n_ctx_train=400))))
-        one, other = (
-            stack.enter_context(closing(Engine(model, policy, Settings(**EXACT)))) for _ in range(2)
-        )
-        joint = stack.enter_context(closing(JointContext(one.context, 2, 4)))
-        one.read(tokens[:100])
-        other.read(tokens[:100])
-        # llama.cpp has no cell left for it
-        filler = np.full(32, 5, np.int32)
-        at = 100
-        while at + 32 <= other.context.n_ctx:
-            other.context.decode(filler, at, 1)
-            at += 32
-        rest = np.full(other.context.n_ctx - at, 5, np.int32)
-        if len(rest):
-            other.context.decode(rest, at, 1)
-        parts = [
-            Part(one.context, tokens[:1], 100, 1),
-            Part(other.context, tokens[:1], other.context.n_ctx, 1),
-        ]
+def test_nothing_is_decoded_where_one_has_no_room(opened):
+    policy, tokens = policies.fit("full", 300), text(256)
+    one, other, alone = (opened(policy) for _ in range(3))
+    for engine in (one, other, alone):
+        engine.read(tokens[:100])
+    # until llama.cpp has no cell left for it
+    filler, n_ctx = np.full(32, 5, np.int32), other.context.n_ctx
+    for at in range(100, n_ctx, 32):
+        other.context.decode(filler[: n_ctx - at], at, 1)
+    with closing(JointContext(one.context, 2, 4)) as joint:
+        parts = [Part(one.context, tokens[:1], 100, 1), Part(other.context, tokens[:1], n_ctx, 1)]
         with pytest.raises(LibraryError, match="2 chats at once"):
             joint.decode(parts)
         # as if nothing had been: positions go on where they were
         joint.decode(parts[:1])
-        found = one.context.logits().copy()
-    with ExitStack() as stack:
-        model = stack.enter_context(closing(Model(tiny_model(n_ctx_train=400))))
-        alone = stack.enter_context(closing(Engine(model, policy, Settings(**EXACT))))
-        alone.read(tokens[:100])
-        alone.step(tokens[:1])
-        assert np.abs(found - alone.context.logits()).max() < LOGITS
+    alone.step(tokens[:1])
+    assert np.abs(one.context.logits() - alone.context.logits()).max() < LOGITS
 
 
 def test_others_get_their_turns_beside_joint_steps(tiny_model, monkeypatch):
@@ -283,11 +260,9 @@ def test_others_get_their_turns_beside_joint_steps(tiny_model, monkeypatch):
 
 
 @pytest.mark.parametrize("n_most", [0, 5])
-def test_what_cannot_be_joint_is_one_line(tiny_model, n_most):
-    with ExitStack() as stack:
-        model = stack.enter_context(closing(Model(tiny_model(n_ctx_train=400))))
-        engine = stack.enter_context(closing(Engine(model, policies.fit("h2o", 48), Settings(**EXACT))))
-        joint = stack.enter_context(closing(JointContext(engine.context, 4, 4)))
+def test_what_cannot_be_joint_is_one_line(opened, n_most):
+    engine = opened(policies.fit("h2o", 48))
+    with closing(JointContext(engine.context, 4, 4)) as joint:
         part = Part(engine.context, text(1), 0, 1)
         with pytest.raises(LibraryError, match=r"member|n_member"):
             joint.decode([part] * (n_most or 2))

@@ -35,30 +35,44 @@ def positions_of(stream):
     return [row.pos.tolist() for rows in stream.rows for row in rows]
 
 
-@pytest.mark.share(1, "positions")
-@pytest.mark.parametrize("positions", ["original", "in-cache"])
-@pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm", "snapkv", "expected"])
-def test_a_prompt_read_whole_leaves_what_the_definition_leaves(tiny_model, name, positions):
-    path, tokens = tiny_model(), text(330)
-    policy = policies.fit(name, 48, 8)
-    model = transformer.Llama(path)
-    stream = transformer.Stream(model, positions=positions, future=future_of(policy))
-    with open_engine(path, policy, positions=positions, prefill="whole") as engine:
+def assert_continues_as_defined(engine, stream, tokens, name, policy):
+    """Step both a token at a time. The last plan was just before; ragged rows have one every `slack` tokens."""
+    for i in range(len(tokens)):
+        if i and i % policy.slack == 0 if policy.ragged else stream.n >= policy.budget:
+            evict(stream, name, policy)
+        engine.step(tokens[i : i + 1])
+        want = stream.decode(tokens[i : i + 1])
+        assert np.abs(engine.context.logits() - want).max() < LOGITS
+        assert live(engine) == positions_of(stream)
+
+
+@pytest.mark.parametrize(("positions", "n_batch"), [("original", 64), ("in-cache", 512)])
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        *((name, "equal") for name in ("h2o", "tova", "snapkv", "expected", "buzz", "streamingllm")),
+        *((name, "adaptive") for name in ("h2o", "snapkv", "expected", "keydiff", "rkv")),
+    ],
+)
+def test_a_prompt_read_whole_leaves_what_the_definition_leaves(tiny_model, name, heads, positions, n_batch):
+    path, tokens = tiny_model(n_head_kv=2), text(330)
+    policy = policies.fit(name, 48, 8, ["heads=adaptive"] if heads == "adaptive" else [])
+    stream = transformer.Stream(transformer.Llama(path), positions=positions, future=future_of(policy))
+    with open_engine(path, policy, positions=positions, n_batch=n_batch, prefill="whole") as engine:
         small = engine.cache_bytes
         engine.read(tokens[:310])
         want = stream.decode(tokens[:310])[-1]
         evict(stream, name, policy)
         assert np.abs(engine.context.logits()[0] - want).max() < LOGITS
         assert live(engine) == positions_of(stream)
-        assert engine.cache_bytes == small
-        # the policy's state is right: it continues from there
-        for at in range(310, 330):
-            if stream.n >= policy.budget:
-                evict(stream, name, policy)
-            engine.step(tokens[at : at + 1])
-            want = stream.decode(tokens[at : at + 1])
-            assert np.abs(engine.context.logits() - want).max() < LOGITS
-            assert live(engine) == positions_of(stream)
+        # the large cache is given back
+        if heads == "equal":
+            assert engine.cache_bytes == small
+        else:
+            assert engine.n_until_plan == policy.slack
+            assert engine.context.layer_cells.max() < 310
+            assert len(set(engine.rows.live.tolist())) > 1
+        assert_continues_as_defined(engine, stream, tokens[310:], name, policy)
 
 
 @pytest.mark.parametrize("heads", ["equal", "adaptive"])
@@ -77,34 +91,6 @@ def test_layers_that_share_a_budget_hold_it_together_and_take_no_more_cells(tiny
             engine.step(part)
             engine.evict_if_due()
         assert 6 * policy.n_keep - 6 <= engine.rows.live.sum() <= 6 * policy.n_keep
-
-
-@pytest.mark.parametrize("name", ["h2o", "snapkv", "expected", "keydiff", "rkv"])
-@pytest.mark.parametrize(("positions", "n_batch"), [("original", 64), ("in-cache", 512)])
-def test_rows_that_share_a_budget_are_compressed_once_like_the_definition(
-    tiny_model, name, positions, n_batch
-):
-    path, tokens = tiny_model(n_head_kv=2), text(330)
-    policy = policies.fit(name, 48, 8, ["heads=adaptive"])
-    stream = transformer.Stream(transformer.Llama(path), positions=positions, future=future_of(policy))
-    with open_engine(path, policy, positions=positions, n_batch=n_batch, prefill="whole") as engine:
-        engine.read(tokens[:310])
-        want = stream.decode(tokens[:310])[-1]
-        evict(stream, name, policy)
-        assert np.abs(engine.context.logits()[0] - want).max() < LOGITS
-        assert live(engine) == positions_of(stream)
-        assert len(set(engine.rows.live.tolist())) > 1
-        # the large cache is given back
-        assert engine.context.layer_cells.max() < 310
-        assert engine.n_until_plan == policy.slack
-        for at in range(310, 330):
-            # rows that differ have a plan every 8 tokens
-            if at in (318, 326):
-                evict(stream, name, policy)
-            engine.step(tokens[at : at + 1])
-            want = stream.decode(tokens[at : at + 1])
-            assert np.abs(engine.context.logits() - want).max() < LOGITS
-            assert live(engine) == positions_of(stream)
 
 
 def test_a_policy_adopts_what_each_of_rows_that_differ_has_left(monkeypatch, tiny_model):
@@ -196,16 +182,6 @@ def test_more_cells_than_an_index_chooses_are_not_read_whole(tiny_model, heads):
         assert engine.read(text(500)) == 500
 
 
-def test_rows_that_share_a_budget_read_no_more_than_the_context_whole(tiny_model):
-    policy = policies.fit("h2o", 48, 8, ["heads=adaptive"])
-    with open_engine(tiny_model(n_ctx_train=130, n_head_kv=2), policy, prefill="whole") as engine:
-        with pytest.raises(
-            StreamEnd, match="131 tokens is longer than the context of 130, and rows that share"
-        ):
-            engine.read(text(131))
-        assert engine.read(text(130)) == 130
-
-
 def summaries(rows, *, next, pinned, budget, slack, window, sinks, mixture, phi, **_):
     """Return the cells of a layer's rows that BumbleBee's offline algorithm keeps, by its definition."""
     stays = {*range(sinks), *range(next - window, next)}
@@ -224,13 +200,7 @@ def test_bumblebee_sums_a_prompt_up_and_goes_on_as_a_stream(tiny_model, position
         stream.decode(tokens[:80])
         stream.evict(summaries, pinned=0, budget=policy.budget, slack=policy.slack, **params)
         assert live(engine) == positions_of(stream)
-        for at in range(80, 110):
-            if stream.n >= policy.budget:
-                evict(stream, "bumblebee", policy)
-            engine.step(tokens[at : at + 1])
-            want = stream.decode(tokens[at : at + 1])
-            assert np.abs(engine.context.logits() - want).max() < LOGITS
-            assert live(engine) == positions_of(stream)
+        assert_continues_as_defined(engine, stream, tokens[80:], "bumblebee", policy)
         assert engine.n_evicted > 70
 
 
@@ -269,31 +239,36 @@ def test_a_prompt_longer_than_the_context_is_read_in_segments_that_do_not_see_ea
         assert live(engine) == positions_of(whole)
 
 
-def test_original_positions_end_where_the_context_does(tiny_model):
-    policy = policies.fit("h2o", 48, 8)
-    with (
-        open_engine(tiny_model(n_ctx_train=130), policy, positions="original", prefill="whole") as engine,
-        pytest.raises(StreamEnd, match="the prompt of 131 tokens is longer than the context of 130"),
-    ):
-        engine.read(text(131))
+@pytest.mark.parametrize(
+    ("positions", "options", "why"),
+    [("original", [], ""), ("auto", ["heads=adaptive"], ", and rows that share")],
+)
+def test_a_prompt_read_whole_ends_where_the_context_does(tiny_model, positions, options, why):
+    policy, path = policies.fit("h2o", 48, 8, options), tiny_model(n_ctx_train=130)
+    with open_engine(path, policy, positions=positions, prefill="whole") as engine:
+        with pytest.raises(StreamEnd, match=f"131 tokens is longer than the context of 130{why}"):
+            engine.read(text(131))
+        assert engine.read(text(130)) == 130
 
 
-def test_a_prompt_read_whole_can_be_stopped_and_read_again(tiny_model):
-    tokens, asked = text(300), []
+@pytest.mark.parametrize("name", ["h2o", "recall"])
+def test_a_prompt_read_whole_can_be_stopped_and_read_again(tiny_model, name):
+    tokens, asked, policy = text(300), [], policies.fit(name, 48, 8)
 
     def stopped():
         asked.append(engine.n_past)
         return len(asked) == 3
 
-    with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="whole") as engine:
+    with open_engine(tiny_model(), policy, prefill="whole") as engine:
         engine.pin(5)
         assert engine.read(tokens, stopped) == 0
         assert asked[-1] > 0
-        assert (engine.n_past, engine.n_kv, engine.n_pinned) == (0, 0, 5)
+        assert (engine.n_past, engine.n_kv, engine.n_archived, engine.n_pinned) == (0, 0, 0, 5)
         assert engine.read(tokens) == 300
         again = engine.context.logits().copy()
         assert (np.sort(engine.rows.pos[:, : engine.n_kv], axis=1)[:, :5] == np.arange(5)).all()
-    with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="whole") as engine:
+    with open_engine(tiny_model(), policy, prefill="whole") as engine:
+        engine.pin(5)
         engine.read(tokens)
         assert np.array_equal(engine.context.logits(), again)
 
@@ -344,15 +319,6 @@ class Whole(Policy):
         return Plan(view.pos >= np.sort(view.pos, axis=1)[:, -(self.budget - self.slack), None])
 
 
-def test_rows_that_keep_what_they_need_are_not_compressed_at_once(tiny_model):
-    policy = policies.fit("corm", 96, 8)
-    with (
-        pytest.raises(UsageError, match="CORM cannot read a prompt whole; choose --prefill stream"),
-        open_engine(tiny_model(), policy, prefill="whole"),
-    ):
-        pass
-
-
 def _raises(error):
     raise error
 
@@ -390,9 +356,15 @@ def test_important_steps_count_the_stream_in_every_segment(tiny_model):
         assert (own[own > 0] > np.broadcast_to(np.arange(first, end), own.shape)[own > 0]).all()
 
 
-def test_an_unknown_way_to_read_a_prompt_is_refused(tiny_model):
-    with (
-        pytest.raises(UsageError, match="prefill must be stream, whole or exact, got 'half'"),
-        open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="half"),
-    ):
+@pytest.mark.parametrize(
+    ("name", "prefill", "why"),
+    [
+        # its rows keep as many tokens as they need
+        ("corm", "whole", "CORM cannot read a prompt whole; choose --prefill stream"),
+        ("h2o", "half", "prefill must be stream, whole or exact, got 'half'"),
+    ],
+)
+def test_a_way_to_read_a_prompt_that_cannot_be_is_refused(tiny_model, name, prefill, why):
+    policy = policies.fit(name, 96, 8)
+    with pytest.raises(UsageError, match=why), open_engine(tiny_model(), policy, prefill=prefill):
         pass

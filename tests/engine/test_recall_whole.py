@@ -114,14 +114,6 @@ def test_it_goes_back_into_the_prompt_as_a_stream_does(tiny_model):
     assert np.abs(found[0] - found[1]).max() < TOLERANCE
 
 
-def test_a_prompt_that_is_stopped_leaves_nothing(tiny_model):
-    asked = []
-    with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole") as engine:
-        assert engine.read(text(300), lambda: asked.append(0) or len(asked) > 2) == 0
-        assert (engine.n_past, engine.n_archived) == (0, 0)
-        assert engine.read(text(300)) == 300
-
-
 def test_a_prompt_beyond_the_context_is_for_a_stream(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole", n_ctx=256) as engine:
         said = "the prompt has 257 tokens, more than recall can read whole in a context of 256"
