@@ -6,7 +6,7 @@ child of the test process with its own arguments, streams, folder, environment a
 process does. Calls that a fork cannot serve start a new Python. A fork uses the compiled kernels of the
 tests' cache, wherever $KVTOOL_CACHE is.
 
-Tests of start-up, of imports and of memory use subprocess.
+Tests of start-up, of imports and of memory use `run_python`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
+
+from tests.held import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -106,13 +108,17 @@ class Popen(subprocess.Popen):
             return source and source.fork(message, streams)
 
 
-def run(args, *, input=None, capture_output=False, timeout=None, check=False, **options):
-    """subprocess.run with the Popen of this file."""
+def run(args, *, input=None, timeout=PATIENCE_S, check=False, popen=Popen, **options):
+    """subprocess.run with the Popen of this file. It captures text, unless `options` say otherwise.
+
+    args: bytes are passed on; anything else becomes a string.
+    """
+    pipe = subprocess.PIPE
+    options = {"stdout": pipe, "stderr": pipe, "text": True} | options
     if input is not None:
-        options["stdin"] = subprocess.PIPE
-    if capture_output:
-        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with Popen(args, **options) as process:
+        options["stdin"] = pipe
+    words = [word if isinstance(word, bytes) else str(word) for word in args]
+    with popen(words, **options) as process:
         try:
             said = process.communicate(input, timeout)
         except BaseException:
@@ -122,6 +128,11 @@ def run(args, *, input=None, capture_output=False, timeout=None, check=False, **
     if check:
         done.check_returncode()
     return done
+
+
+def run_python(*args, **options):
+    """`run` of a new Python: for tests of start-up, of imports and of memory."""
+    return run([sys.executable, *args], popen=subprocess.Popen, **options)
 
 
 def deaf():
@@ -137,7 +148,7 @@ class Source:
             raise OSError("only Linux gives a process its children's orphans")
         self._libc = ctypes.CDLL(None)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, __file__, str(theirs.fileno())]
+        command = [sys.executable, "-m", "tests.forked", str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]

@@ -30,15 +30,7 @@ KVTOOL = [sys.executable, "-m", "kvtool"]
 
 
 def kvtool(*arguments, stdin="", **kwargs):
-    return forked.run(
-        [*KVTOOL, *map(str, arguments)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        **kwargs,
-    )
+    return forked.run([*KVTOOL, *arguments], input=stdin, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +76,7 @@ def loaded_by_help():
         "    found[command] = out.getvalue(), sorted(heavy & set(sys.modules))\n"
         "print(json.dumps(found))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *COMMANDS], capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    done = forked.run_python("-c", code, *COMMANDS)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -108,7 +98,7 @@ def test_a_command_loads_no_other():
         "which = 'kvtool.cli.', 'pydantic', 'gguf'\n"
         "print(*sorted(name for name in sys.modules if name.startswith(which)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = forked.run_python("-c", code, check=True)
     used = (
         *("command", "completion", "console", "declared", "listed", "locate", "models", "near", "progress"),
         "settings",

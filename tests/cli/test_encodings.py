@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -16,7 +15,6 @@ from kvtool.chats import session
 from kvtool.errors import UsageError
 from kvtool.system.texts import json_text, shown, utf8
 from tests import forked
-from tests.held import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="bytes as arguments, as Unix has them")
 
@@ -32,16 +30,8 @@ LOCALES = {
 
 
 def kvtool(*arguments, stdin=b"", env=None, **kwargs):
-    command = [sys.executable, "-m", "kvtool", *(a if isinstance(a, bytes) else str(a) for a in arguments)]
-    return forked.run(
-        command,
-        input=stdin,
-        capture_output=True,
-        check=False,
-        timeout=PATIENCE_S,
-        env=os.environ | (env or {}),
-        **kwargs,
-    )
+    command = [sys.executable, "-m", "kvtool", *arguments]
+    return forked.run(command, input=stdin, env=os.environ | (env or {}), text=False, **kwargs)
 
 
 CHAT = ("chat", "--policy", "h2o", "-n", 2, "-t", 1)
@@ -190,7 +180,7 @@ def test_what_no_command_has_looked_at_is_one_line():
         "generate.read_stdin = read\n"
         "from kvtool.__main__ import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code, "generate"], capture_output=True, check=False)
+    done = forked.run_python("-c", code, "generate", text=False)
     assert "a text is not UTF-8" in one_line(done, 5)
 
 

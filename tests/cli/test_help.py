@@ -25,7 +25,6 @@ from kvtool.options import declared
 from tests import forked
 from tests.cli.called import called
 from tests.cli.test_cli import KVTOOL, kvtool
-from tests.held import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +44,7 @@ def test_h_and_v_work_on_every_command(words):
         "    try: app(sys.argv[1:] + more, prog_name='kvtool')\n"
         "    except SystemExit as end: print(f'ended with {end.code}')\n"
     )
-    done = forked.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True)
+    done = forked.run([sys.executable, "-c", code, *words.split()])
     first, second, *versions = done.stdout.split("ended with 0\n")[:-1]
     assert first == second
     assert first.startswith(" ".join(["Usage: kvtool", *words.split(), "["]))
@@ -506,14 +505,7 @@ def test_an_error_is_wrapped_between_words():
 def completed(line, **env):
     words = line.split(" ")
     told = {"_KVTOOL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    done = forked.run(
-        KVTOOL,
-        env={**os.environ, **told, **env},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=PATIENCE_S,
-    )
+    done = forked.run(KVTOOL, env={**os.environ, **told, **env}, check=True)
     assert done.stderr == ""
     return done.stdout.split()
 
@@ -574,8 +566,8 @@ def test_other_shells_complete_too(shell):
         "_TYPER_COMPLETE_ARGS": "kvtool chat --policy str",
         "_TYPER_COMPLETE_FISH_ACTION": "get-args",
     }
-    done = forked.run(KVTOOL, env={**os.environ, **told}, capture_output=True, text=True, check=True)
+    done = forked.run(KVTOOL, env={**os.environ, **told}, check=True)
     assert "streamingllm" in done.stdout
     assert "h2o" not in done.stdout
     source = {**os.environ, "_KVTOOL_COMPLETE": f"source_{shell}"}
-    assert "complete" in forked.run(KVTOOL, env=source, capture_output=True, text=True, check=True).stdout
+    assert "complete" in forked.run(KVTOOL, env=source, check=True).stdout

@@ -193,7 +193,7 @@ def test_other_names_of_stdin_are_stdin(talker, tmp_path):
 
     def read(*words, **how):
         own = ("-n", "1", "-t", "1", "--json", "-m", talker)
-        done = forked.run([*KVTOOL, "generate", *words, *own], capture_output=True, text=True, **how)
+        done = forked.run([*KVTOOL, "generate", *words, *own], **how)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["prompt_tokens"]
 
@@ -216,7 +216,7 @@ def test_without_a_text_a_terminal_gets_one_line(words):
     import pty
 
     own, theirs = pty.openpty()
-    done = forked.run([*KVTOOL, *words], stdin=theirs, capture_output=True, text=True)
+    done = forked.run([*KVTOOL, *words], stdin=theirs)
     os.close(own)
     os.close(theirs)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from lab.benchmarks.servers import reserved_port
 from tests import forked
-from tests.held import PATIENCE_S, until
+from tests.held import until
 
 TIME_LIMIT = 600
 
@@ -99,14 +99,7 @@ def client(module, *arguments):
 
     It runs in another process, because devices are registered for the whole process.
     """
-    done = forked.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=forked.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    done = forked.run([sys.executable, "-m", module, *arguments], cwd=forked.ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout), done.stderr.split("\nrun ")
 

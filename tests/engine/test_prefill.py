@@ -36,7 +36,7 @@ def positions_of(stream):
 
 
 def assert_continues_as_defined(engine, stream, tokens, name, policy):
-    """Step both a token at a time. The last plan was just before; ragged rows have one every `slack` tokens."""
+    """Step both a token at a time, from a plan on; ragged rows have the next one every `slack` tokens."""
     for i in range(len(tokens)):
         if i and i % policy.slack == 0 if policy.ragged else stream.n >= policy.budget:
             evict(stream, name, policy)

@@ -17,7 +17,6 @@ from kvtool.policies.random import Random
 from kvtool.policy import Merge, Plan
 from tests import forked
 from tests.engine.running import open_engine, text
-from tests.held import PATIENCE_S
 
 # the command line in a process in which the patch is not to be seen
 UNPATCHED = (
@@ -199,7 +198,7 @@ def test_a_merge_is_refused(tiny_model, unpatched):
 
 def kvtool(*arguments, stdin=""):
     command = [sys.executable, "-c", UNPATCHED, *map(str, arguments)]
-    return forked.run(command, input=stdin, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    return forked.run(command, input=stdin)
 
 
 NOTE = (
@@ -252,13 +251,7 @@ def test_perplexity_without_the_patch_is_that_with_it(smol, tmp_path):
     ]
     done = [
         kvtool(*command, "--json"),
-        forked.run(
-            [sys.executable, "-m", "kvtool", *map(str, command), "--json"],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=True,
-        ),
+        forked.run([sys.executable, "-m", "kvtool", *command, "--json"], check=True),
     ]
     plain, patched = (json.loads(each.stdout) for each in done)
     assert plain["tokens"] == patched["tokens"]

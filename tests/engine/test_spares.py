@@ -179,7 +179,7 @@ def test_a_device_that_is_none_has_no_spare():
         "bind('llama_kvtool_spare', pointer, pointer);"
         "assert lib.llama_kvtool_spare(None) is None; print(error_text())"
     )
-    done = forked.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = forked.run([sys.executable, "-c", code], check=True)
     assert done.stdout == "dev must not be null\n"
 
 

@@ -20,7 +20,6 @@ from kvtool.models.header import read, read_file
 from kvtool.models.resolve import resolve
 from kvtool.models.split import part_names
 from tests import forked
-from tests.held import PATIENCE_S
 
 KVTOOL = [sys.executable, "-m", "kvtool"]
 
@@ -38,14 +37,7 @@ def parts(tmp_path, made):
 def generate(model, **environment):
     command = [*KVTOOL, "generate", "-m", model, "-p", "tell me", "-n", "24", "-t", "1", "--temp", "0"]
     command += ["--policy", "h2o", "--budget", "16"]
-    return forked.run(
-        [*map(str, command)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-        env=os.environ | environment,
-    )
+    return forked.run(command, env=os.environ | environment)
 
 
 # names
@@ -209,15 +201,7 @@ def test_a_chat_with_a_model_of_a_repository_goes_on_without_a_network(parts, tm
     command = [*KVTOOL, "chat", "-t", "1", "--temp", "0", "-n", "8", "--session", tmp_path / "chat.kvs"]
 
     def chat(*options, **more):
-        return forked.run(
-            [*map(str, [*command, *options])],
-            input="hello\n",
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PATIENCE_S,
-            env=environment | more,
-        )
+        return forked.run([*command, *options], input="hello\n", env=environment | more)
 
     with server.serving() as site:
         server.add_repository(site, "o/r", {path.name: path.read_bytes() for path in parts})

@@ -22,6 +22,7 @@ from kvtool.models import catalogue, download, hub, stored, web
 from kvtool.models.fetch import OFFLINE
 from kvtool.models.header import read
 from kvtool.models.resolve import pull, resolve
+from tests import forked
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +229,7 @@ def test_a_file_of_the_users_loads_nothing_for_downloads(tmp_path, model):
         "import sys; from kvtool.models.resolve import resolve; resolve(sys.argv[1]); "
         "print({'huggingface_hub', 'urllib.request', 'kvtool.models.hub'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    done = forked.run_python("-c", code, path, check=True)
     assert done.stdout == "set()\n"
 
 

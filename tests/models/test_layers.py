@@ -237,7 +237,7 @@ def test_a_window_without_layers_is_a_damaged_file_under_a_guard(tmp_path):
         "import sys; from kvtool.llama.crash import guard; from kvtool.llama.model import Model; guard()\n"
         "Model(sys.argv[1], no_weights=True).layers"
     )
-    done = forked.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    done = forked.run([sys.executable, "-c", code, path])
     said = f"kvtool: {path} seems to be damaged: llama.cpp has crashed on it; download it again\n"
     assert (done.returncode, done.stderr) == (ModelError.exit_code, said)
 

@@ -824,7 +824,7 @@ def test_what_llama_cpp_crashes_on_is_one_line_in_show(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, pattern=1)
     command = [sys.executable, "-m", "kvtool", "models", "show", str(path)]
-    done = forked.run(command, capture_output=True, text=True)
+    done = forked.run(command)
     said = f"kvtool: {path} seems to be damaged: llama.cpp has crashed on it; download it again\n"
     assert (done.returncode, done.stdout, done.stderr) == (ModelError.exit_code, "", said)
 
@@ -835,7 +835,7 @@ def test_show_needs_no_llama_cpp_for_the_header(tmp_path):
         "from kvtool.cli import main; sys.argv = ['kvtool', 'models', 'show', '--json', sys.argv[1]]; main()"
     )
     path = tiny_gguf(tmp_path / "tiny.gguf")
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    done = forked.run_python("-c", code, path)
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
     assert shown["architecture"] == "llama"
@@ -859,5 +859,5 @@ def test_show_refuses_a_type_that_does_not_fit_the_heads(tmp_path):
 
 def test_the_command_line_starts_without_the_heavy_imports():
     code = "import sys, kvtool.cli.models; print({'numpy', 'gguf', 'rich.table'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = forked.run_python("-c", code, check=True)
     assert done.stdout == "set()\n"

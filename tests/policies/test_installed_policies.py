@@ -81,7 +81,7 @@ def kvtool(*args, stdin=""):
     code = f"import sys; sys.path.insert(1, {sys.path[0]!r}); from kvtool.__main__ import main; main()"
     command = [sys.executable, "-c", code, *map(str, args)]
     env = {**os.environ, "COLUMNS": "200"}
-    return forked.run(command, capture_output=True, text=True, check=False, env=env, input=stdin)
+    return forked.run(command, env=env, input=stdin)
 
 
 def test_a_package_s_policy_is_loaded_by_its_name(packages):

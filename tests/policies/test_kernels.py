@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from kvtool.kernels.kernel import kernel, of_module
 from kvtool.kernels.link import link
 from kvtool.kernels.selection import keep_highest
 from kvtool.policies import bumblebee, knorm, weightedkv
+from tests import forked
 
 
 @kernel("i8(i4[:,::1], f8)")
@@ -149,5 +148,5 @@ def test_a_stream_is_without_numba(policy, tiny_model):
         "assert engine.n_evicted, engine.rows.live\n"
         "print([name for name in ('numba', 'llvmlite') if name in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = forked.run_python("-c", code)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -202,8 +202,6 @@ def test_texts_are_continued(real_client, smol):
     answer = real_client.completions.create(model=REAL, prompt=prompt, max_tokens=3, logprobs=1)
     written = forked.run(
         [sys.executable, "-m", "kvtool", "generate", "--raw", "-m", str(smol), "-p", prompt, *GREEDY],
-        capture_output=True,
-        text=True,
         check=True,
     )
     assert answer.choices[0].text.strip() == written.stdout.strip() != ""
@@ -373,14 +371,7 @@ def test_a_chat_says_what_kvtool_chat_says(talker, policy, connect):
     options = ("--policy", policy, "--budget", "128", "--temp", "0")
     system = ("--system", SYSTEM["content"], "-n", "10", "-t", "1")
     command = [sys.executable, "-m", "kvtool", "chat", "-m", str(talker), *options, *system]
-    done = forked.run(
-        command,
-        input="\n".join(turns),
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | ONE_THREAD,
-    )
+    done = forked.run(command, input="\n".join(turns), check=True, env=os.environ | ONE_THREAD)
     messages, replies = [SYSTEM], []
     # a chat always pins its system prompt
     with serving(talker, *options, "--pin") as server:

@@ -86,9 +86,7 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect)
 
     def kvtool(*arguments, typed=""):
         command = [sys.executable, "-m", "kvtool", *map(str, arguments)]
-        return forked.run(
-            command, input=typed, capture_output=True, text=True, check=False, env=os.environ | ONE_THREAD
-        )
+        return forked.run(command, input=typed, env=os.environ | ONE_THREAD)
 
     shown = kvtool("session", "show", "--json", file)
     assert shown.returncode == 0, shown.stderr
@@ -150,12 +148,11 @@ def test_fields_of_llama_server_are_taken_or_refused(server, client):
 
 def test_without_its_packages_it_says_which_to_install(tmp_path):
     def served():
-        return subprocess.run(
-            [sys.executable, "-m", "kvtool", "serve"],
+        return forked.run_python(
+            "-m",
+            "kvtool",
+            "serve",
             env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
-            capture_output=True,
-            text=True,
-            check=False,
         )
 
     (tmp_path / "starlette.py").write_text("raise ModuleNotFoundError(name='starlette')")
@@ -175,7 +172,7 @@ def test_a_chat_and_a_server_do_not_share_a_chat(talker, tmp_path, connect):
         return [*call, "-n", "4", "--temp", "0", "--session", str(path)]
 
     def chat(path, typed="Hello\n"):
-        return forked.run(command(path), input=typed, capture_output=True, text=True)
+        return forked.run(command(path), input=typed)
 
     options = ("--budget", "256", "--temp", "0", "--sessions", str(tmp_path))
     with serving(talker, *options) as server:

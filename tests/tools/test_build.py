@@ -28,6 +28,7 @@ from kvtool.cli import app
 from kvtool.errors import LibraryError, UsageError
 from kvtool.kernels import load
 from kvtool.system import paths
+from tests import forked
 
 PATCHES = Path(__file__).parents[2] / "patches"
 DIGESTED = ("hooks.patch", "src/a.h", "src/b.cpp")
@@ -338,14 +339,7 @@ def test_a_missing_compiler_is_said_with_what_to_install(tmp_path):
     env = {key: value for key, value in os.environ.items() if key not in ("CC", "CXX")}
     root = Path(__file__).parents[2]
     for path, said in ((str(tmp_path), "C++ compiler"), (env["PATH"], "")):
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env={**env, "PATH": path},
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = forked.run_python("-c", script, env={**env, "PATH": path}, cwd=root)
         assert done.stderr == ""
         assert said in done.stdout
         assert len(done.stdout.splitlines()) == bool(said)

@@ -150,7 +150,7 @@ def test_what_it_cannot_be_is_a_plain_process(popen, tmp_path):
 
 
 def test_run_is_that_of_subprocess():
-    done = forked.run([sys.executable, "-c", "print(input())"], input="a", capture_output=True, text=True)
+    done = forked.run([sys.executable, "-c", "print(input())"], input="a")
     assert (done.returncode, done.stdout, done.stderr) == (0, "a\n", "")
     with pytest.raises(subprocess.CalledProcessError):
         forked.run([sys.executable, "-c", "raise SystemExit(1)"], check=True)

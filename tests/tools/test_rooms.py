@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Container, Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kvtool"
@@ -150,16 +150,14 @@ def test_a_circle_is_found(tmp_path, back):
 def test_the_build_needs_the_standard_library_alone():
     # -S: without the environment's packages
     code = "import sys; sys.path.insert(0, sys.argv[1]); import kvtool.build.__main__, kvtool.build.kernels"
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code, str(ROOT)], capture_output=True, text=True, check=False
-    )
+    done = forked.run_python("-S", "-c", code, str(ROOT))
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_old_python_can_import_the_build_which_says_that_it_is_too_old():
     """Before 3.10 `Path | None` cannot be evaluated: the files that a build imports must not try."""
     code = "import sys, kvtool.build.__main__; print(*(name for name in sys.modules if name[:6] == 'kvtool'))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = forked.run_python("-c", code, cwd=ROOT, check=True)
     for path in FILES:
         if (
             ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
