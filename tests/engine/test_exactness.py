@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.llama.context import Context
 from kvtool.llama.devices import has_gpu
 from kvtool.llama.model import Model
 from kvtool.measure import perplexity
@@ -56,6 +55,22 @@ def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
     )
 
 
+def score_errors(
+    path, tokens, policy, name, *, positions, model=None, made=True, restarts=None, n_block=None, **settings
+):
+    """f64[n - 1]: how far each token's NLL is from that of the definition, with evictions on the way.
+
+    model: the definition's, if it is loaded. restarts: whether positions have to start over.
+    """
+    given = {} if n_block is None else {"n_block": n_block}
+    want = reference(model or path, tokens, policy, name, made, positions=positions, **given)
+    with open_engine(path, policy, positions=positions, **settings) as engine:
+        got = perplexity.stream(engine, tokens)
+        assert engine.n_evicted > 0
+        assert restarts in (None, engine.n_restart > 0)
+    return np.abs(got - want.nll)
+
+
 # each policy under each kind of positions; heads of a group and tokens between evictions in turn
 TINY = [
     *product(["h2o", "buzz"], ["original", "in-cache", "auto"], [1, 16], [2]),
@@ -70,11 +85,7 @@ def test_tiny_models_score_like_the_definition(tiny_model, name, positions, evic
     path = tiny_model(n_head_kv=n_head_kv, n_ctx_train=130)
     tokens = text(120 if positions == "original" else 280)
     policy = policies.fit(name, 48, evict_every)
-    want = reference(path, tokens, policy, name, positions=positions)
-    with open_engine(path, policy, positions=positions) as engine:
-        got = perplexity.stream(engine, tokens)
-        assert engine.n_evicted > 0
-    assert np.abs(got - want.nll).max() < TOLERANCE
+    assert score_errors(path, tokens, policy, name, positions=positions).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz"])
@@ -128,13 +139,8 @@ def test_other_policies_and_options_score_like_the_definition(
 ):
     # no token twice: its keys in the first layer would be equal up to rounding, which would then decide
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:120].astype(np.int32)
-    path = tiny_model(n_head_kv=2)
-    policy = policies.fit(name, 48, evict_every, options)
-    want = reference(path, tokens, policy, name, positions=positions)
-    with open_engine(path, policy, positions=positions) as engine:
-        got = perplexity.stream(engine, tokens)
-        assert engine.n_evicted > 0
-    assert np.abs(got - want.nll).max() < TOLERANCE
+    path, policy = tiny_model(n_head_kv=2), policies.fit(name, 48, evict_every, options)
+    assert score_errors(path, tokens, policy, name, positions=positions).max() < TOLERANCE
 
 
 def rows_differ_like_the_definition(path, tokens, policy, name, positions):
@@ -226,12 +232,9 @@ def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(
     # blocks of one frame and of two, near and far
     path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, rope=rope), text(1300)
     policy = policies.fit("recall", 48, 16, ["exact=1000000", f"chunk={chunk}"])
-    want = reference(path, tokens, policy, "recall", made, positions="auto", n_block=256)
     monkeypatch.setattr(Layers, "has_values", made)
-    with open_engine(path, policy, archive_type="f32") as engine:
-        got = perplexity.stream(engine, tokens)
-        assert engine.n_restart > 1
-    off = np.abs(got - want.nll)
+    how = {"positions": "auto", "restarts": True, "n_block": 256, "archive_type": "f32"}
+    off = score_errors(path, tokens, policy, "recall", made=made, **how)
     # on a device, choices as above; else keys are turned more than once, and rounded each time
     assert (off.max() if made or not has_gpu() else np.median(off)) < 2 * TOLERANCE
 
@@ -303,23 +306,10 @@ def test_a_real_model_scores_like_the_definition(
 
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm"])
-def test_edits_on_the_device_score_like_the_definition(monkeypatch, tiny_model, name, positions):
-    path, tokens = tiny_model(), text(200)
-    policy = policies.fit(name, 48, 16)
-    want = reference(path, tokens, policy, name, positions=positions)
-    apply = Context.apply
-    edits = []
-
-    def on_the_device(self, *args, **kwargs):
-        edits.append(len(args[0]))
-        apply(self, *args, force_graph=True, **kwargs)
-
-    monkeypatch.setattr(Context, "apply", on_the_device)
-    with open_engine(path, policy, positions=positions) as engine:
-        got = perplexity.stream(engine, tokens)
-    assert sum(edits) > 100
-    n = N_UNTIED if ON_CUDA and name == "tova" else None
-    assert np.abs(got - want.nll)[:n].max() < TOLERANCE
+def test_edits_on_the_device_score_like_the_definition(edits_on_device, tiny_model, name, positions):
+    off = score_errors(tiny_model(), text(200), policies.fit(name, 48, 16), name, positions=positions)
+    assert sum(edits_on_device) > 100
+    assert off[: N_UNTIED if ON_CUDA and name == "tova" else None].max() < TOLERANCE
 
 
 # Flash attention adds up in f16, and so rounds what follows; seen: 0.002 and 0.015. The second is wide:
@@ -332,14 +322,10 @@ FLASH_MAX = 0.2
 @pytest.mark.parametrize(("positions", "evict_every"), [("original", 1), ("original", 16), ("in-cache", 16)])
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm"])
 def test_flash_attention_and_f16_score_nearly_like_the_definition(tiny_model, name, positions, evict_every):
-    path, tokens = tiny_model(), text(200)
-    policy = policies.fit(name, 48, evict_every)
-    want = reference(path, tokens, policy, name, positions=positions)
-    with open_engine(path, policy, positions=positions, flash="on", type_k="f16", type_v="f16") as engine:
-        got = perplexity.stream(engine, tokens)
-    error = np.abs(got - want.nll)
-    assert np.median(error) < FLASH_MEDIAN
-    assert error.max() < FLASH_MAX
+    policy, half = policies.fit(name, 48, evict_every), {"flash": "on", "type_k": "f16", "type_v": "f16"}
+    off = score_errors(tiny_model(), text(200), policy, name, positions=positions, **half)
+    assert np.median(off) < FLASH_MEDIAN
+    assert off.max() < FLASH_MAX
 
 
 @pytest.mark.parametrize("positions", ["original", "in-cache"])

@@ -11,11 +11,10 @@ from kvtool.chats.conversation import Conversation
 from kvtool.chats.template import Template
 from kvtool.chats.writer import Writer
 from kvtool.errors import KvtoolError
-from kvtool.llama.context import Context
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import perplexity
 from tests.engine.running import LOGITS, TOLERANCE, open_engine, text
-from tests.engine.test_exactness import reference, twin
+from tests.engine.test_exactness import reference, score_errors, twin
 from tests.reference import models, transformer
 
 N_CTX_TRAIN = 130
@@ -28,6 +27,7 @@ KINDS = {
     "deepseek2": {},
     "deepseek2-no-q-rank": {"q_rank": 0},
     "deepseek32": {},
+    "gemma3": {"window": 16},
     "gemma4": {},
     "refact": {},
     "gpt2": {},
@@ -39,7 +39,7 @@ KINDS = {
 def path(request, tmp_path_factory):
     name = request.param
     path = tmp_path_factory.mktemp(name) / f"{name}.gguf"
-    getattr(tiny_kinds, f"write_{name.split('-')[0]}")(path, n_ctx_train=N_CTX_TRAIN, **KINDS[name])
+    tiny_kinds.write(name.split("-")[0], path, n_ctx_train=N_CTX_TRAIN, **KINDS[name])
     return path
 
 
@@ -89,41 +89,25 @@ def test_what_other_policies_read_and_write_is_that_of_the_definition(path, mode
     made = not path.stem.startswith("deepseek")
     # with clusters, tokens become far in blocks
     n_block = 256 if name == "recall" and not options else None
-    want = reference(model, tokens, policy, name, made, positions="auto", n_block=n_block)
-    with open_engine(path, policy, positions="auto", archive_type="f32") as engine:
-        got = perplexity.stream(engine, tokens)
-        assert engine.n_evicted > 0
-    assert np.abs(got - want.nll).max() < TOLERANCE
+    how = {"positions": "auto", "n_block": n_block, "archive_type": "f32"}
+    assert score_errors(path, tokens, policy, name, made=made, model=model, **how).max() < TOLERANCE
 
 
 @pytest.mark.share(1, "name")
 @pytest.mark.parametrize("name", ["h2o", "weightedkv"])
-def test_edits_on_the_device_score_like_the_definition(monkeypatch, path, model, name):
+def test_edits_on_the_device_score_like_the_definition(edits_on_device, path, model, name):
     if name == "weightedkv" and path.stem.startswith("deepseek"):
         pytest.skip("refused")
-    apply = Context.apply
-
-    def on_the_device(self, *args, **kwargs):
-        apply(self, *args, force_graph=True, **kwargs)
-
-    monkeypatch.setattr(Context, "apply", on_the_device)
-    tokens, policy = _no_token_twice(160), policies.fit(name, 48, 16)
-    want = reference(model, tokens, policy, name, positions="auto")
-    with open_engine(path, policy, positions="auto") as engine:
-        got = perplexity.stream(engine, tokens)
-        assert engine.n_restart > 0
-    assert np.abs(got - want.nll).max() < TOLERANCE
+    policy, how = policies.fit(name, 48, 16), {"positions": "auto", "restarts": True}
+    assert score_errors(path, _no_token_twice(160), policy, name, model=model, **how).max() < TOLERANCE
 
 
 def test_quantized_keys_turn_as_well(path, model):
-    tokens, policy = text(300), policies.fit("streamingllm", 48, 16)
-    want = reference(model, tokens, policy, "streamingllm", positions="auto")
-    settings = {"flash": "on", "type_k": "q8_0", "type_v": "q8_0"}
-    with open_engine(path, policy, positions="auto", **settings) as engine:
-        error = np.abs(perplexity.stream(engine, tokens) - want.nll)
-        assert engine.n_restart > 0
+    policy, how = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
+    quantized = {"flash": "on", "type_k": "q8_0", "type_v": "q8_0"}
+    off = score_errors(path, text(300), policy, "streamingllm", model=model, **how, **quantized)
     # before and behind the place where positions start over the error is that of the type
-    assert 1e-3 < np.median(error[130:]) < 3 * np.median(error[:130])
+    assert 1e-3 < np.median(off[130:]) < 3 * np.median(off[:130])
 
 
 @pytest.mark.share(1, "n")
@@ -180,37 +164,23 @@ def test_a_restored_engine_goes_on_bit_by_bit(path):
         np.testing.assert_array_equal(perplexity.stream(engine, tokens[101:]), want)
 
 
-def test_values_that_are_a_part_of_keys_are_not_merged(tmp_path):
-    path = tmp_path / "latent.gguf"
-    tiny_kinds.write_deepseek2(path)
-    with (
-        pytest.raises(KvtoolError, match=r"^[^\n]*\(MLA\)[^\n]*$"),
-        open_engine(path, policies.fit("weightedkv", 48, 16)) as engine,
-    ):
+@pytest.mark.parametrize(
+    ("arch", "shape", "policy", "budget", "why"),
+    [
+        ("deepseek2", {}, "weightedkv", 48, r"\(MLA\)"),
+        ("refact", {}, "recall", 48, r"\(ALiBi\)"),
+        ("deepseek32", {"top_k": 300}, "h2o", 400, r"chooses 300 cells by an index.*--budget, --batch-size "),
+    ],
+)
+def test_what_a_kind_of_model_cannot_do_is_one_line(tiny_model, arch, shape, policy, budget, why):
+    path, policy = tiny_model(arch, **shape), policies.fit(policy, budget, 16)
+    with pytest.raises(KvtoolError, match=rf"^.*{why}.*$") as error, open_engine(path, policy) as engine:
         engine.read(text(100))
+    assert "\n" not in str(error.value)
 
 
-def test_where_attention_falls_with_distance_nothing_is_recalled(tmp_path):
-    path = tmp_path / "alibi.gguf"
-    tiny_kinds.write_refact(path)
-    with (
-        pytest.raises(KvtoolError, match=r"^[^\n]*\(ALiBi\)[^\n]*$"),
-        open_engine(path, policies.fit("recall", 48, 16)) as engine,
-    ):
-        engine.read(text(100))
-
-
-def test_there_are_no_more_cells_than_an_index_chooses(tmp_path):
-    path = tmp_path / "index.gguf"
-    tiny_kinds.write_deepseek32(path, top_k=300)
-    with (
-        pytest.raises(
-            KvtoolError, match=r"^[^\n]*chooses 300 cells by an index[^\n]*--budget, --batch-size "
-        ),
-        open_engine(path, policies.fit("h2o", 400, 16)) as engine,
-    ):
-        engine.read(text(100))
-    with open_engine(path, policies.fit("h2o", 200, 16)) as engine:
+def test_there_are_no_more_cells_than_an_index_chooses(tiny_model):
+    with open_engine(tiny_model("deepseek32", top_k=300), policies.fit("h2o", 200, 16)) as engine:
         perplexity.stream(engine, text(300))
         assert engine.n_evicted
         engine.eviction.resize(np.full(2, 512))
@@ -218,10 +188,9 @@ def test_there_are_no_more_cells_than_an_index_chooses(tmp_path):
             engine.step(text(1))
 
 
-def test_the_keys_of_an_index_are_a_part_of_the_cache(tmp_path):
-    path = tmp_path / "index.gguf"
-    tiny_kinds.write_deepseek32(path, n_index=128)
-    with open_engine(path, policies.fit("full", 256, None), type_k="f16", type_v="f16") as engine:
+def test_the_keys_of_an_index_are_a_part_of_the_cache(tiny_model):
+    path, policy = tiny_model("deepseek32", n_index=128), policies.fit("full", 256, None)
+    with open_engine(path, policy, type_k="f16", type_v="f16") as engine:
         layers = engine.model.layers
         assert layers.kinds == ["latent attention (MLA)", "an index"]
         assert layers.cell_bytes() == 2 * 2 * (128 + 128)

@@ -86,11 +86,10 @@ def test_a_stream_that_went_back_is_one_that_has_read_no_more(tiny_model, search
 
 @pytest.mark.parametrize("arch", ["llama", "deepseek2", "deepseek32", "qwen2vl", "refact", "gpt2"])
 @pytest.mark.parametrize("has_patch", [True, False])
-def test_a_stream_that_keeps_all_goes_back_to_any_token(tiny_model, monkeypatch, arch, has_patch):
+def test_a_stream_that_keeps_all_goes_back_to_any_token(tiny_model, unpatch, arch, has_patch):
     n_ctx = 256
     if not has_patch:
-        for module in ("kvtool.engine.cache", "kvtool.llama.model"):
-            monkeypatch.setattr(f"{module}.is_patched", lambda: False)
+        unpatch()
     policy = policies.fit("full", n_ctx)
     path = tiny_model(arch, n_ctx_train=n_ctx)
     with open_engine(path, policy, n_batch=16) as engine, open_engine(path, policy, n_batch=16) as fresh:

@@ -16,6 +16,7 @@ from kvtool.measure import perplexity
 from kvtool.policies.random import Random
 from kvtool.policy import Merge, Plan
 from tests import forked
+from tests.cli import test_cli
 from tests.engine.running import open_engine, text
 
 # the command line in a process in which the patch is not to be seen
@@ -27,12 +28,6 @@ UNPATCHED = (
     "sys.argv[0] = 'kvtool'\n"
     "main()"
 )
-
-
-@pytest.fixture
-def unpatched(monkeypatch):
-    for module in ("kvtool.engine.cache", "kvtool.llama.model"):
-        monkeypatch.setattr(f"{module}.is_patched", lambda: False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +79,7 @@ def test_tokens_that_go_together_are_one_call():
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
 @pytest.mark.parametrize("name", ["random", "streamingllm", "local"])
-def test_the_same_plan_gives_the_same_logits(tiny_model, monkeypatch, name, positions, evict_every):
+def test_the_same_plan_gives_the_same_logits(tiny_model, unpatch, name, positions, evict_every):
     path = tiny_model(n_ctx_train=130)
     tokens = text(120 if positions == "original" else 300)
     policy = policies.fit(name, 48, evict_every)
@@ -94,8 +89,7 @@ def test_the_same_plan_gives_the_same_logits(tiny_model, monkeypatch, name, posi
         n_bytes = patched.cache_bytes
         assert patched.n_evicted > 0
         assert patched.context.n_row > 1
-    for module in ("kvtool.engine.cache", "kvtool.llama.model"):
-        monkeypatch.setattr(f"{module}.is_patched", lambda: False)
+    unpatch()
     with open_engine(path, policy, positions=positions) as plain:
         got = perplexity.stream(plain, tokens)
         assert isinstance(plain.context, SequenceContext)
@@ -197,8 +191,7 @@ def test_a_merge_is_refused(tiny_model, unpatched):
 
 
 def kvtool(*arguments, stdin=""):
-    command = [sys.executable, "-c", UNPATCHED, *map(str, arguments)]
-    return forked.run(command, input=stdin)
+    return forked.run([sys.executable, "-c", UNPATCHED, *arguments], input=stdin)
 
 
 NOTE = (
@@ -237,23 +230,10 @@ def test_other_policies_are_refused_before_the_model_is_loaded(chat_model, tmp_p
 
 def test_perplexity_without_the_patch_is_that_with_it(smol, tmp_path):
     (tmp_path / "text").write_text("The tide comes in twice a day, and twice a day it goes. " * 12)
-    command = [
-        "perplexity",
-        tmp_path / "text",
-        "-m",
-        smol,
-        "--policy",
-        "streamingllm",
-        "--budget",
-        32,
-        "-t",
-        1,
-    ]
-    done = [
-        kvtool(*command, "--json"),
-        forked.run([sys.executable, "-m", "kvtool", *command, "--json"], check=True),
-    ]
-    plain, patched = (json.loads(each.stdout) for each in done)
+    command = ["perplexity", tmp_path / "text", "-m", smol, "--policy", "streamingllm", "--budget", 32]
+    plain, patched = (
+        json.loads(run(*command, "-t", 1, "--json").stdout) for run in (kvtool, test_cli.kvtool)
+    )
     assert plain["tokens"] == patched["tokens"]
     # quantized weights: sums in another order differ
     assert plain["nll"] == pytest.approx(patched["nll"], abs=0.05)

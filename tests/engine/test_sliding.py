@@ -21,8 +21,8 @@ from kvtool.models.header import read
 from kvtool.models.layers import Kind
 from kvtool.models.supported import unsupported
 from tests.engine.running import N_UNTIED, ON_CUDA, open_engine, text
-from tests.engine.test_exactness import reference
-from tests.reference import streamingllm, transformer
+from tests.engine.test_exactness import score_errors
+from tests.reference import transformer
 
 # Gemma's queries are scaled before they are rounded to half precision, the reference's after
 TOLERANCE = 2e-2 if transformer.half_precision else 1e-4
@@ -37,11 +37,11 @@ def gemma3(tiny_model):
     return lambda **shape: tiny_model(arch="gemma3", window=WINDOW, **shape)
 
 
-def scores_like(got, want, name):
-    error = np.abs(got - want.nll)
+def assert_scored_alike(off, name):
+    """off: see `score_errors`."""
     if ON_CUDA and name == "tova":
-        error = error[:N_UNTIED]
-    return error.max() < TOLERANCE or (name in TIED and np.median(error) < TOLERANCE / 2)
+        off = off[:N_UNTIED]
+    assert off.max() < TOLERANCE or (name in TIED and np.median(off) < TOLERANCE / 2)
 
 
 def test_nothing_evicted_scores_like_the_definition(gemma3):
@@ -61,13 +61,8 @@ def test_evictions_score_like_the_definition(gemma3, name, positions, evict_ever
     # past 130 positions start over, and the sliding layers' keys turn
     path = gemma3(n_ctx_train=130)
     tokens = text(120 if positions == "original" else 400)
-    policy = policies.fit(name, 48, evict_every)
-    want = reference(path, tokens, policy, name, positions=positions)
-    with open_engine(path, policy, positions=positions) as engine:
-        got = perplexity.stream(engine, tokens)
-        assert engine.n_evicted > 0
-        assert (engine.n_restart > 0) == (positions != "original")
-    assert scores_like(got, want, name)
+    how = {"positions": positions, "restarts": positions != "original"}
+    assert_scored_alike(score_errors(path, tokens, policies.fit(name, 48, evict_every), name, **how), name)
 
 
 @pytest.mark.parametrize("positions", ["original", "auto"])
@@ -75,10 +70,7 @@ def test_a_window_longer_than_the_budget(tiny_model, positions):
     path = tiny_model(arch="gemma3", window=80, n_ctx_train=200)
     tokens = text(190 if positions == "original" else 500)
     policy = policies.fit("h2o", 32, 16)
-    want = reference(path, tokens, policy, "h2o", positions=positions)
-    with open_engine(path, policy, positions=positions) as engine:
-        got = perplexity.stream(engine, tokens)
-    assert np.abs(got - want.nll).max() < TOLERANCE
+    assert score_errors(path, tokens, policy, "h2o", positions=positions).max() < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -96,25 +88,18 @@ def test_a_window_longer_than_the_budget(tiny_model, positions):
 )
 def test_what_policies_read_and_write_is_of_the_other_layers(gemma3, name, options):
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:160].astype(np.int32)
-    path = gemma3(n_ctx_train=130)
     policy = policies.fit(name, 96 if name == "corm" else 48, 16, options)
-    want = reference(path, tokens, policy, name, positions="auto")
-    with open_engine(path, policy, positions="auto") as engine:
-        got = perplexity.stream(engine, tokens)
-        assert engine.n_evicted > 0
-    assert scores_like(got, want, name)
+    off = score_errors(gemma3(n_ctx_train=130), tokens, policy, name, positions="auto")
+    assert_scored_alike(off, name)
 
 
 @pytest.mark.parametrize("type_k", ["f16", "bf16", "q8_0"])
 def test_other_types_of_keys_turn_as_well(tiny_model, type_k):
     path, tokens = tiny_model(arch="gemma3", window=WINDOW, head_dim=64, n_ctx_train=130), text(300)
-    policy = policies.fit("streamingllm", 48, 16)
-    want = reference(path, tokens, policy, "streamingllm", positions="auto")
-    with open_engine(path, policy, positions="auto", type_k=type_k) as engine:
-        error = np.abs(perplexity.stream(engine, tokens) - want.nll)
-        assert engine.n_restart
+    policy, how = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
+    off = score_errors(path, tokens, policy, "streamingllm", **how, type_k=type_k)
     # before and behind the place where positions start over the error is that of the type
-    assert np.median(error[130:]) < 3 * np.median(error[:130])
+    assert np.median(off[130:]) < 3 * np.median(off[:130])
 
 
 def plain(path, tokens, n_cell, n_batch):
@@ -183,45 +168,6 @@ def test_the_same_text_after_a_reset_scores_the_same(gemma3, positions):
         first = perplexity.stream(engine, tokens)
         engine.reset()
         assert perplexity.stream(engine, tokens).tolist() == first.tolist()
-
-
-@pytest.mark.parametrize("n", [100, 300])
-def test_a_prompt_read_whole_scores_like_the_definition(gemma3, n):
-    """The second is beyond the context: three segments, and sliding layers keep the window of the last."""
-    path, tokens = gemma3(n_ctx_train=130), text(n + 60)
-    policy = policies.fit("streamingllm", 48, 16)
-    params = {key: getattr(policy, key) for key in policies.params(type(policy))}
-    evict = {"keep": streamingllm.keep, "pinned": 0, "budget": 48, "slack": 16, **params}
-    model = transformer.Llama(path)
-    segments = []
-    for segment in np.array_split(tokens[:n], -(-n // 130)):
-        stream = transformer.Stream(model, positions="auto")
-        stream.next = segments[-1].next if segments else 0
-        want = [stream.decode(segment)[-1]]
-        segments.append(stream)
-    if len(segments) > 1:
-        for rows in zip(*(one.rows for one in segments), strict=True):
-            for head, parts in enumerate(zip(*rows, strict=True)):
-                for part in parts[1:]:
-                    parts[0].append(part.pos, part.rot, part.key, part.value)
-                rows[-1][head] = parts[0]
-        stream.in_cache, stream.counter = True, 48 - 16
-    stream.evict(**evict)
-    # gaps were closed behind the segments; later ones stay
-    stream.in_cache = False
-    for token in tokens[n:]:
-        if stream.n >= 48:
-            stream.evict(**evict)
-        want.append(stream.decode([token])[-1])
-    with open_engine(path, policy, prefill="whole") as engine:
-        small = engine.cache_bytes
-        assert engine.read(tokens[:n]) == n
-        assert engine.cache_bytes == small
-        got = [engine.context.logits()[-1].copy()]
-        for token in tokens[n:]:
-            engine.step(np.array([token]))
-            got.append(engine.context.logits()[-1].copy())
-    assert np.abs(np.array(got) - np.array(want)).max() < max(TOLERANCE, 1e-3)
 
 
 @pytest.mark.parametrize("type_k", ["f16", "q8_0"])

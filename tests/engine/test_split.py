@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -19,9 +18,7 @@ from kvtool.models.download import sha256
 from kvtool.models.header import read, read_file
 from kvtool.models.resolve import resolve
 from kvtool.models.split import part_names
-from tests import forked
-
-KVTOOL = [sys.executable, "-m", "kvtool"]
+from tests.cli.test_cli import kvtool
 
 
 @pytest.fixture(scope="module")
@@ -34,31 +31,27 @@ def parts(tmp_path, made):
     return [shutil.copy(path, tmp_path / path.name) for path in made]
 
 
-def generate(model, **environment):
-    command = [*KVTOOL, "generate", "-m", model, "-p", "tell me", "-n", "24", "-t", "1", "--temp", "0"]
-    command += ["--policy", "h2o", "--budget", "16"]
-    return forked.run(command, env=os.environ | environment)
+def generate(model):
+    own = ["-m", model, "-p", "tell me", "-n", 24, "-t", 1, "--temp", 0, "--policy", "h2o", "--budget", 16]
+    return kvtool("generate", *own)
 
 
 # names
 
 
+def test_each_part_is_named():
+    assert part_names("a-00002-of-00003.gguf") == [f"a-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+
+
 @pytest.mark.parametrize(
-    ("name", "names"),
+    "name",
     [
-        (
-            "a-00002-of-00003.gguf",
-            ["a-00001-of-00003.gguf", "a-00002-of-00003.gguf", "a-00003-of-00003.gguf"],
-        ),
-        ("a-00001-of-00001.gguf", ["a-00001-of-00001.gguf"]),
-        ("a-00004-of-00003.gguf", ["a-00004-of-00003.gguf"]),
-        ("a-00000-of-00003.gguf", ["a-00000-of-00003.gguf"]),
-        ("a-1-of-3.gguf", ["a-1-of-3.gguf"]),
-        ("a.gguf", ["a.gguf"]),
+        *("a-00001-of-00001.gguf", "a-00004-of-00003.gguf", "a-00000-of-00003.gguf"),
+        *("a-1-of-3.gguf", "a.gguf"),
     ],
 )
-def test_the_names_of_the_parts(name, names):
-    assert part_names(name) == names
+def test_a_name_that_is_not_of_several_parts_stands_alone(name):
+    assert part_names(name) == [name]
 
 
 # headers
@@ -98,49 +91,41 @@ def change(path, name, value):
         file.write(value.to_bytes(2, "little"))
 
 
-def missing(paths):
-    paths[1].unlink()
-
-
-def two_missing(paths):
-    paths[1].unlink()
-    paths[2].unlink()
-
-
-def cut(paths):
-    os.truncate(paths[1], paths[1].stat().st_size - 1000)
-
-
-def exchanged(paths):
-    shutil.copy(paths[2], paths[1])
-
-
-def of_another(paths):
-    change(paths[0], "split.tensors.count", 99)
-
-
-def renamed(paths):
-    paths[0].rename(paths[0].with_name("chat.gguf"))
-
-
-def of_more(paths):
-    change(paths[0], "split.count", 4)
-
-
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (missing, "chat-F32-00002-of-00003.gguf of the 3 parts of the model is missing; all have to be in "),
-        (two_missing, "chat-F32-00002-of-00003.gguf and 1 more of the 3 parts of the model is missing"),
-        (cut, "chat-F32-00002-of-00003.gguf is truncated"),
-        (exchanged, "chat-F32-00002-of-00003.gguf is not part 2 of 3 of a model; download it again"),
-        (of_another, " tensors instead of 99: they are not of one model"),
-        (renamed, "chat.gguf is the first of 3 parts, and its name does not say so"),
-        (of_more, "is the first of 4 parts, and its name does not say so"),
+        (
+            lambda first, second, third: second.unlink(),
+            "chat-F32-00002-of-00003.gguf of the 3 parts of the model is missing; all have to be in ",
+        ),
+        (
+            lambda first, second, third: (second.unlink(), third.unlink()),
+            "chat-F32-00002-of-00003.gguf and 1 more of the 3 parts of the model is missing",
+        ),
+        (
+            lambda first, second, third: os.truncate(second, second.stat().st_size - 1000),
+            "chat-F32-00002-of-00003.gguf is truncated",
+        ),
+        (
+            lambda first, second, third: shutil.copy(third, second),
+            "chat-F32-00002-of-00003.gguf is not part 2 of 3 of a model; download it again",
+        ),
+        (
+            lambda first, second, third: change(first, "split.tensors.count", 99),
+            " tensors instead of 99: they are not of one model",
+        ),
+        (
+            lambda first, second, third: first.rename(first.with_name("chat.gguf")),
+            "chat.gguf is the first of 3 parts, and its name does not say so",
+        ),
+        (
+            lambda first, second, third: change(first, "split.count", 4),
+            "is the first of 4 parts, and its name does not say so",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_are_one_line(parts, spoil, says):
-    spoil(parts)
+    spoil(*parts)
     path = parts[0] if parts[0].exists() else parts[0].with_name("chat.gguf")
     with pytest.raises(ModelError) as error:
         read(path)
@@ -194,14 +179,11 @@ def test_a_missing_part_ends_with_one_line(parts):
 
 def test_a_chat_with_a_model_of_a_repository_goes_on_without_a_network(parts, tmp_path):
     """All of it: an empty cache, a server, parts that are links there, a session that finds them again."""
-    environment = os.environ | {
-        "HF_HOME": str(tmp_path / "hf"),
-        "KVTOOL_CACHE": str(tmp_path / "cache"),
-    }
-    command = [*KVTOOL, "chat", "-t", "1", "--temp", "0", "-n", "8", "--session", tmp_path / "chat.kvs"]
+    environment = os.environ | {"HF_HOME": str(tmp_path / "hf"), "KVTOOL_CACHE": str(tmp_path / "cache")}
 
     def chat(*options, **more):
-        return forked.run([*command, *options], input="hello\n", env=environment | more)
+        own = ["-t", 1, "--temp", 0, "-n", 8, "--session", tmp_path / "chat.kvs"]
+        return kvtool("chat", *own, *options, stdin="hello\n", env=environment | more)
 
     with server.serving() as site:
         server.add_repository(site, "o/r", {path.name: path.read_bytes() for path in parts})

@@ -1,0 +1,36 @@
+"""Fixtures of the engine's tests: a library without the patch, and edits on the device."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtool.llama.context import Context
+
+
+@pytest.fixture
+def unpatch(monkeypatch):
+    """unpatch() hides the patch from kvtool until the test ends."""
+
+    def hide():
+        for module in ("kvtool.engine.cache", "kvtool.llama.model"):
+            monkeypatch.setattr(f"{module}.is_patched", lambda: False)
+
+    return hide
+
+
+@pytest.fixture
+def unpatched(unpatch):
+    unpatch()
+
+
+@pytest.fixture
+def edits_on_device(monkeypatch):
+    """Number of moves of each edit so far. All edits are computed on the device, not in host memory."""
+    apply, n_moves = Context.apply, []
+
+    def on_the_device(self, moves, *args, **kwargs):
+        n_moves.append(len(moves))
+        apply(self, moves, *args, force_graph=True, **kwargs)
+
+    monkeypatch.setattr(Context, "apply", on_the_device)
+    return n_moves
