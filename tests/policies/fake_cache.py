@@ -7,6 +7,31 @@ import numpy as np
 from kvtool.policy import PER_CELL, Signal, View
 
 
+def view_of(pos, next_pos=None, pinned=0, **fields):
+    """View of rows of one layer, whose cells hold the tokens at pos i[n] or i[row, n]; an int is range(n).
+
+    fields: other fields of the View; lists are of a row's numbers.
+    """
+    pos = np.array(range(pos) if isinstance(pos, int) else pos, np.int32, ndmin=2)
+    as_rows = {
+        name: np.array(value, np.float32, ndmin=2) if isinstance(value, list) else value
+        for name, value in fields.items()
+    }
+    return View(pos, np.zeros(len(pos), np.int32), next_pos or int(pos.max()) + 1, pinned, **as_rows)
+
+
+def kept(view, plan):
+    """The positions of each row's tokens that stay, sorted."""
+    return [sorted(pos[keep].tolist()) for pos, keep in zip(view.pos, plan.keep, strict=True)]
+
+
+def kept_at_first(policy, view):
+    """The positions of the first row's tokens that stay in a policy's first plan."""
+    state = policy.start(len(view.pos), view.n_kv, 0 if view.keys is None else view.keys.shape[2])
+    policy.observe(view, state)
+    return kept(view, policy.plan(view, state))[0]
+
+
 class Cache:
     """A policy's cache, with the signals since the last plan as fields, named as in a View.
 

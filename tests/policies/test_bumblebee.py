@@ -5,7 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from fake_cache import Cache
+from fake_cache import Cache, kept
 from reference import bumblebee as twin
 from reference.random import splitmix64
 
@@ -43,10 +43,6 @@ def records(view, row):
         }
         for cell in cells
     ]
-
-
-def kept(view, plan):
-    return [sorted(pos[keep].tolist()) for pos, keep in zip(view.pos, plan.keep, strict=True)]
 
 
 @pytest.mark.share(1)
@@ -405,23 +401,3 @@ def test_discards_as_the_definition_says_where_a_few_tokens_have_most_of_the_att
     own = {name: getattr(policy, name) for name in policies.params(BumbleBee)}
     want = twin.keep([records(view, 0)], next=n, pinned=0, budget=n, slack=40, **own)
     assert kept(view, policy.plan(view, state)) == want
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"mixture": 1.5}, r"mixture must be in 0\.\.1, got 1\.5"),
-        ({"mixture": -0.1}, r"mixture must be in 0\.\.1, got -0\.1"),
-        ({"mixture": math.nan}, r"mixture must be in 0\.\.1, got nan"),
-        ({"phi": "sqrt"}, "phi must be one of log, power, got 'sqrt'"),
-        ({"greedy": "eager"}, "greedy must be one of lazy, stochastic, got 'eager'"),
-        ({"similarity": "f64"}, "similarity must be one of f32, f16, recompute, got 'f64'"),
-        ({"cosine": "cos"}, "cosine must be one of relu, shifted, absolute, got 'cos'"),
-        ({"grow": -1.0}, "grow must be 0 or more, and finite, got -1"),
-        ({"grow": math.nan}, "grow must be 0 or more, and finite, got nan"),
-        ({"window": 53}, r"window must be in 0\.\.52 .*, got 53"),
-    ],
-)
-def test_refuses_parameters_that_cannot_work(params, message):
-    with pytest.raises(ValueError, match=message):
-        BumbleBee.fit(64, 8, **params)

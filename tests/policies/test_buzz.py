@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from fake_cache import view_of
 from reference import buzz as twin
 
 from kvtool import policies
@@ -19,9 +20,9 @@ KEPT = [
 ]
 
 
-def view_of(pos, next_pos, pinned=0):
-    pos = np.array([pos], np.int32)
-    return View(pos, np.zeros(1, np.int32), next_pos, pinned, attn=np.ones(pos.shape, np.float32))
+def positions(pos, next_pos=None, pinned=0):
+    """View of one row with these tokens, each of which has the same attention."""
+    return view_of(pos, next_pos, pinned, attn=[1.0] * len(pos))
 
 
 def adopted(policy, view):
@@ -34,24 +35,24 @@ def adopted(policy, view):
 
 def test_what_a_compressed_prompt_leaves_in_the_middle_is_old():
     policy = BUZZ(10, 1, window=2, threshold=3, sinks=4, stride=3)
-    prompt = view_of(range(46), 46)
+    prompt = positions(range(46), 46)
     kept = prompt.pos[0][policy.compress(prompt).keep[0]].tolist()
     assert kept == [0, 1, 2, 3, 4, 28, 44, 45]
     # in any order of the cells
     for cells in (kept, kept[::-1]):
-        mass, old = adopted(policy, view_of(cells, 46))
+        mass, old = adopted(policy, positions(cells, 46))
         assert mass == [1] * 8
         assert old == [4, 28]
 
 
 def test_pinned_tokens_are_not_of_the_middle_and_the_window_gives_way_to_them():
     policy = BUZZ(10, 1, window=4, threshold=3, sinks=2, stride=3)
-    assert adopted(policy, view_of([0, 1, 2, 3, 4, 30, 44, 45], 46, pinned=7))[1] == [30]
+    assert adopted(policy, positions([0, 1, 2, 3, 4, 30, 44, 45], 46, pinned=7))[1] == [30]
 
 
 def test_a_prompt_that_fits_leaves_nothing_old():
     policy = policies.fit("buzz", 40)
-    view = view_of(range(39), 39)
+    view = positions(range(39), 39)
     assert policy.compress(view).keep.all()
     assert adopted(policy, view)[1] == []
 
@@ -82,7 +83,7 @@ def held_after(policy, n_plan, batch=1):
         n_new = policy.budget - len(cells) + batch - 1
         cells = np.append(cells, np.arange(following, following + n_new, dtype=np.int32))
         following += n_new
-        view = view_of(cells, following)
+        view = positions(cells, following)
         policy.observe(view, state)
         keep = policy.plan(view, state).keep[0]
         cells = cells[keep]
@@ -115,14 +116,14 @@ def test_with_kept_a_prompt_read_whole_leaves_what_was_asked_for(options):
     # the first sampling is never done by halves: of a short prompt it leaves less
     for n in range(61, 2400, 83):
         sampled = around + -(-(n - around) // stride)
-        assert policy.compress(view_of(range(n), n)).keep.sum() == min(60, sampled), n
-    assert policy.compress(view_of(range(60), 60)).keep.all()
+        assert policy.compress(positions(range(n), n)).keep.sum() == min(60, sampled), n
+    assert policy.compress(positions(range(60), 60)).keep.all()
 
 
 def test_with_kept_the_middle_is_thinned_from_its_oldest_token_as_far_as_needed():
     policy = policies.fit("buzz", 8, None, ["kept=true", "sinks=1", "window=2", "stride=3"])
     # 30 in the middle, 10 after one sampling: five go, one of two each
-    keep = policy.compress(view_of(range(33), 33)).keep[0]
+    keep = policy.compress(positions(range(33), 33)).keep[0]
     assert np.flatnonzero(keep).tolist() == [0, 1, 7, 13, 19, 25, 31, 32]
 
 

@@ -2,19 +2,18 @@
 
 import numpy as np
 import pytest
+from fake_cache import view_of
 from test_policies import make
 
 from kvtool import policies
 from kvtool.policies.cam import CaM
-from kvtool.policy import Signal, View
+from kvtool.policy import Signal
 
 
-def plan(last, policy, next=None, pinned=0):
+def plan(last, policy, next_pos=None, pinned=0):
     """The plan of rows whose tokens have this last attention f32[row, n]."""
-    last = np.asarray(last, np.float32)
-    n_row, n = last.shape
-    pos = np.tile(np.arange(n, dtype=np.int32), (n_row, 1))
-    return policy.plan(View(pos, np.zeros(n_row, np.int32), next or n, pinned, last=last), ())
+    pos = np.tile(np.arange(len(last[0])), (len(last), 1))
+    return policy.plan(view_of(pos, next_pos, pinned, last=last), ())
 
 
 def terms(merge):
@@ -81,9 +80,9 @@ def test_may_compare_with_the_largest_of_all_that_stay():
 
 def test_draws_afresh_at_every_step_and_for_every_seed():
     draws = {
-        tuple(plan([[0, 1, 2, 2]] * 64, CaM(4, 1, sinks=1, merge=1, seed=seed), next).merge.row.tolist())
+        tuple(plan([[0, 1, 2, 2]] * 64, CaM(4, 1, sinks=1, merge=1, seed=seed), n).merge.row.tolist())
         for seed in (0, 1, -1)
-        for next in (4, 5, 6)
+        for n in (4, 5, 6)
     }
     assert len(draws) == 9
 
@@ -102,17 +101,3 @@ def test_keeps_what_streamingllm_keeps():
 def test_reads_no_more_than_its_score_needs(score):
     policy = policies.fit("cam", 40, options=[f"score={score}"])
     assert policy.reads == (Signal.LAST if score == "last" else Signal.ATTENTION)
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"merge": 0}, "merge must be 1 or more, got 0"),
-        ({"score": "mean"}, "score must be one of last, sum, average, got 'mean'"),
-        ({"denominator": "min"}, "denominator must be one of mean, targets, max, got 'min'"),
-        ({"sinks": 56}, "a budget of 64 is too small for 56 sinks, a window of 1 and 8 slack"),
-    ],
-)
-def test_refuses_parameters_that_cannot_work(params, message):
-    with pytest.raises(ValueError, match=message):
-        CaM(64, 8, **params)

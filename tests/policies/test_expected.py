@@ -2,30 +2,20 @@
 
 import numpy as np
 import pytest
+from fake_cache import kept_at_first, view_of
 
 from kvtool import policies
 from kvtool.policies.expected import Expected
-from kvtool.policy import Signal, View
+from kvtool.policy import Signal
 
 
 def kept(mean, n_keep, variance=None, norms=None, n_head=1, **params):
     """The tokens that stay, whose cells are in their order. mean, variance: of each head."""
     mean = np.array([mean], np.float32)
     variance = np.zeros_like(mean) if variance is None else np.array([variance], np.float32)
-    n = mean.shape[2]
-    norms = np.ones((1, n), np.float32) if norms is None else np.array([norms], np.float32)
-    pos, layer = np.arange(n, dtype=np.int32)[None], np.zeros(1, np.int32)
-    view = View(
-        pos,
-        layer,
-        n,
-        n_head=np.full(1, n_head, np.int32),
-        future_mean=mean,
-        future_variance=variance,
-        value_norms=norms,
-    )
-    policy = Expected.fit(n_keep + 1, 1, window=1, **params)
-    return np.flatnonzero(policy.plan(view, ()).keep[0]).tolist()
+    n, future = mean.shape[2], {"future_mean": mean, "future_variance": variance}
+    view = view_of(n, n_head=np.full(1, n_head, np.int32), value_norms=norms or [1] * n, **future)
+    return kept_at_first(Expected.fit(n_keep + 1, 1, window=1, **params), view)
 
 
 def test_half_of_the_variance_counts_as_much_as_the_mean():
@@ -74,19 +64,3 @@ def test_looks_at_as_many_queries_as_asked_for_but_those_of_sinks():
 @pytest.mark.parametrize("options", [[], ["heads=adaptive"]], ids=["equal", "adaptive"])
 def test_a_prompt_is_compressed_once(options):
     assert policies.fit("expected", 512, None, options).prefill == "whole"
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"queries": 0}, "queries must be 1 or more, got 0"),
-        ({"ahead": 0}, "ahead must be 1 or more, got 0"),
-        ({"epsilon": -0.1}, r"epsilon must not be negative, got -0\.1"),
-        ({"epsilon": float("nan")}, "epsilon must not be negative, got nan"),
-        ({"window": 0}, r"window must be in 1\.\.52 .*, got 0"),
-        ({"heads": "other"}, "heads must be one of equal, adaptive, got 'other'"),
-    ],
-)
-def test_refuses_what_cannot_work(params, message):
-    with pytest.raises(ValueError, match=message):
-        Expected.fit(64, 8, **params)

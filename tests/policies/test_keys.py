@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from fake_cache import view_of
 
 from kvtool.policies.keydiff import KeyDiff
 from kvtool.policies.knorm import Knorm
-from kvtool.policy import View
 
 
 def state_and_plan(policy, keys, batches):
@@ -15,9 +15,7 @@ def state_and_plan(policy, keys, batches):
     end = 0
     for n_token in batches:
         end += n_token
-        pos = np.arange(end, dtype=np.int32)[None]
-        new = np.ascontiguousarray(keys[:, end - n_token : end])
-        view = View(pos, np.zeros(1, np.int32), end, keys=new)
+        view = view_of(end, keys=np.ascontiguousarray(keys[:, end - n_token : end]))
         policy.observe(view, state)
     return state, np.flatnonzero(policy.plan(view, state).keep[0]).tolist()
 
@@ -61,9 +59,3 @@ def test_a_key_of_zeros_is_like_no_other():
 
 def test_keys_take_half_the_bytes_that_they_take_in_the_cache():
     assert KeyDiff(40, 1).start(2, 40, 64)[0].nbytes == 2 * 40 * 64
-
-
-@pytest.mark.parametrize("policy", [Knorm, KeyDiff])
-def test_refuses_an_empty_window(policy):
-    with pytest.raises(ValueError, match=r"window must be in 1\.\.52 .*, got 0"):
-        policy(64, 8, window=0)

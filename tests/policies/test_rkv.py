@@ -2,25 +2,23 @@
 
 import numpy as np
 import pytest
+from fake_cache import view_of
 from reference.rkv import softmax
 
 from kvtool import policies
 from kvtool.policies.rkv import RKV
-from kvtool.policy import View
 
 
 def kept(keys, votes, n_keep, batches=None, **params):
     n = len(keys)
-    keys, votes = np.array([keys], np.float32), np.array([votes], np.float32)
+    keys = np.array([keys], np.float32)
     policy = RKV.fit(n_keep + 1, 1, **params)
     state = policy.start(1, n, keys.shape[2])
     end = 0
     for n_token in batches or [n]:
         end += n_token
-        pos = np.arange(end, dtype=np.int32)[None]
         new = np.ascontiguousarray(keys[:, end - n_token : end])
-        recent = np.ascontiguousarray(votes[:, :end])
-        view = View(pos, np.zeros(1, np.int32), end, n_new=n_token, recent=recent, keys=new)
+        view = view_of(end, n_new=n_token, recent=votes[:end], keys=new)
         policy.observe(view, state)
     return np.flatnonzero(policy.plan(view, state).keep[0]).tolist()
 
@@ -102,18 +100,3 @@ def test_the_newest_eight_ask_unless_told():
 
 def test_keys_take_half_the_bytes_that_they_take_in_the_cache():
     assert RKV.fit(40, 1).start(2, 40, 64)[0].nbytes == 2 * 40 * 64
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"mixture": 1.5}, r"mixture must be in 0\.\.1, got 1\.5"),
-        ({"kernel": 4}, "kernel must be odd, 1 or more, got 4"),
-        ({"threshold": 2.0}, r"threshold must be in -1\.\.1, got 2\.0"),
-        ({"similar": -1}, "similar must not be negative, got -1"),
-        ({"window": 0}, r"window must be in 1\.\.56 .*, got 0"),
-    ],
-)
-def test_refuses_what_cannot_work(params, message):
-    with pytest.raises(ValueError, match=message):
-        RKV.fit(64, 8, **params)

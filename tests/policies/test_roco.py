@@ -1,22 +1,18 @@
 """RoCo's rule: tokens that stay because of their deviation, and refused parameters."""
 
 import numpy as np
-import pytest
+from fake_cache import kept_at_first, view_of
 
 from kvtool.policies.roco import RoCo
-from kvtool.policy import View
 
 
 def evicted(attention, **params):
     """attention[query][token] of a stream in which every token sees itself and all before it."""
     attention = np.tril(np.array(attention, np.float32))
     n = len(attention)
-    policy = RoCo.fit(n, 1, sinks=0, **params)
-    state = policy.start(1, n, 0)
-    attn, squares = attention.sum(axis=0)[None], (attention**2).sum(axis=0)[None]
-    view = View(np.arange(n, dtype=np.int32)[None], np.zeros(1, np.int32), n, attn=attn, squares=squares)
-    policy.observe(view, state)
-    return np.flatnonzero(~policy.plan(view, state).keep[0]).tolist()
+    view = view_of(n, attn=attention.sum(axis=0)[None], squares=(attention**2).sum(axis=0)[None])
+    stays = kept_at_first(RoCo.fit(n, 1, sinks=0, **params), view)
+    return [pos for pos in range(n) if pos not in stays]
 
 
 # means of the first three: 1, 2/3, 1; deviations: 0, high, 0
@@ -41,16 +37,3 @@ def test_three_tenths_stay_for_deviation_or_age_unless_given():
     assert RoCo.fit(216, 16, window=60).keep_std == 0
     assert RoCo.fit(216, 16, window=20).keep_std == 40
     assert RoCo.fit(20, 4, sinks=12, window=2).keep_std == 2
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"keep_std": 47}, r"keep_std must be in 0\.\.42 .* 8 slack, 4 sinks and 10 window\), got 47"),
-        ({"keep_std": -1}, r"keep_std must be in 0\.\.42 .*, got -1"),
-        ({"window": 53}, r"window must be in 0\.\.52 .*, got 53"),
-    ],
-)
-def test_refuses_what_cannot_work(params, message):
-    with pytest.raises(ValueError, match=message):
-        RoCo.fit(64, 8, **params)

@@ -1,10 +1,9 @@
 """Scissorhands' rule: its counts, their limit, and refused parameters."""
 
 import numpy as np
-import pytest
+from fake_cache import view_of
 
 from kvtool.policies.scissorhands import Scissorhands
-from kvtool.policy import View
 
 
 def counts_after(policy, n_tokens, low_of, n_head=1):
@@ -15,10 +14,8 @@ def counts_after(policy, n_tokens, low_of, n_head=1):
         next_pos += n_token
         hits = np.zeros((1, next_pos), np.float32)
         hits[0, 0] = n_head * n_token - low_of(step)
-        pos = np.arange(next_pos, dtype=np.int32)[None]
         heads = np.full(1, n_head, np.int32)
-        view = View(pos, np.zeros(1, np.int32), next_pos, n_new=n_token, n_head=heads, hits=hits)
-        policy.observe(view, state)
+        policy.observe(view_of(next_pos, n_new=n_token, n_head=heads, hits=hits), state)
         counts.append(int(state[0][0, 0].sum()))
     return counts
 
@@ -26,9 +23,8 @@ def counts_after(policy, n_tokens, low_of, n_head=1):
 def test_a_new_token_is_not_blamed_for_queries_that_came_before_it():
     # oldest last: it was important to 2 of 6 queries, the next to 1 of 5, the third to none of 4: 4 low each
     policy = Scissorhands(6, 1, window=1)
-    hits = np.array([[1, 2, 3, 0, 1, 2]], np.float32)
-    pos = np.arange(6, dtype=np.int32)[None, ::-1].copy()
-    view = View(pos, np.zeros(1, np.int32), 6, n_new=6, n_head=np.ones(1, np.int32), hits=hits)
+    hits = [1, 2, 3, 0, 1, 2]
+    view = view_of(range(5, -1, -1), n_new=6, n_head=np.ones(1, np.int32), hits=hits)
     state = policy.start(1, 6, 0)
     policy.observe(view, state)
     assert policy.scores(view, state).tolist() == [[0, 0, 0, -4, -4, -4]]
@@ -78,8 +74,3 @@ def test_takes_sixteen_bytes_a_cell_and_less_where_plans_are_rare():
     assert n_bytes(1) == n_bytes(16) == 16
     assert n_bytes(200) == 4
     assert n_bytes(500) == 2
-
-
-def test_refuses_an_empty_history():
-    with pytest.raises(ValueError, match="history must be 1 or more, got 0"):
-        Scissorhands(64, 8, window=1, history=0)

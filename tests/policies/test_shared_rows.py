@@ -9,8 +9,6 @@ from fake_cache import Cache
 from kvtool import policies
 from kvtool.errors import UsageError
 from kvtool.kernels.selection import keep_shared, layer_entropy
-from kvtool.policies.h2o import H2O
-from kvtool.policies.snapkv import SnapKV
 from kvtool.policy.ranked import apportion
 
 SHARING = ["expected", "h2o", "keydiff", "knorm", "kvzip", "rkv", "scissorhands", "snapkv", "tova"]
@@ -193,27 +191,6 @@ def test_a_stream_of_layers_that_share_stays_within_the_budget(name):
         if before.sum() > 6 * 32:
             assert cache.live.sum() >= 6 * 32 - 6
     assert len(set(cache.live.tolist())) > 1
-
-
-@pytest.mark.parametrize(
-    ("policy", "params", "message"),
-    [
-        (H2O, {"heads": "uneven"}, "heads must be one of equal, adaptive, got 'uneven'"),
-        (SnapKV, {"heads": "uneven"}, "heads must be one of equal, adaptive, got 'uneven'"),
-        (SnapKV, {"layers": "uneven"}, "layers must be one of equal, adaptive, got 'uneven'"),
-        (SnapKV, {"floor": 1.2}, r"floor must be in 0\.\.1, got 1\.2"),
-        (
-            SnapKV,
-            {"floor": 0.5},
-            "floor needs heads=adaptive: the rows of a layer keep the same number of cells",
-        ),
-        (H2O, {"heads": "adaptive", "per": "layer"}, "heads=adaptive needs per=row, got per=layer"),
-        (H2O, {"heads": "adaptive", "window": 57}, r"window must be in 0\.\.56 \(the budget of 64 less"),
-    ],
-)
-def test_refuses_what_cannot_work(policy, params, message):
-    with pytest.raises(ValueError, match=message):
-        policy.fit(64, 8, **params)
 
 
 def test_the_smallest_budget_that_works_is_the_one_to_ask_for():

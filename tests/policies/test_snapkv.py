@@ -1,21 +1,15 @@
 """SnapKV's own: how votes are pooled, which queries vote, and a prompt that is compressed whole."""
 
 import numpy as np
-import pytest
-from fake_cache import Cache
+from fake_cache import Cache, kept_at_first, view_of
 from reference.snapkv import pooled
 
 from kvtool import policies
 from kvtool.policies.snapkv import SnapKV
-from kvtool.policy import View
 
 
 def kept(votes, n_keep, **params):
-    n = len(votes)
-    pos = np.arange(n, dtype=np.int32)[None]
-    view = View(pos, np.zeros(1, np.int32), n, recent=np.array([votes], np.float32))
-    plan = SnapKV.fit(n_keep + 1, 1, **params).plan(view, ())
-    return np.flatnonzero(plan.keep[0]).tolist()
+    return kept_at_first(SnapKV.fit(n_keep + 1, 1, **params), view_of(len(votes), recent=votes))
 
 
 def test_a_vote_saves_its_neighbours_too():
@@ -59,17 +53,3 @@ def test_a_prompt_decoded_whole_is_compressed_once():
     keep = policy.compress(view).keep
     np.testing.assert_array_equal(keep, policy.plan(view, ()).keep)
     assert keep.sum(axis=1).tolist() == [20] * 4
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"kernel": 4}, "kernel must be odd, 1 or more, got 4"),
-        ({"kernel": -1}, "kernel must be odd, 1 or more, got -1"),
-        ({"pool": "min"}, "pool must be one of avg, max, got 'min'"),
-        ({"window": 0}, r"window must be in 1\.\.56 .*, got 0"),
-    ],
-)
-def test_refuses_what_cannot_work(params, message):
-    with pytest.raises(ValueError, match=message):
-        SnapKV.fit(64, 8, **params)

@@ -2,19 +2,17 @@
 
 import numpy as np
 import pytest
+from fake_cache import view_of
 from test_policies import make, merges_of, stream
 
 from kvtool import policies
 from kvtool.policies.weightedkv import WeightedKV
-from kvtool.policy import View
 
 
 def merged(average, policy, pinned=0):
     """{dst: {src: weight}} of one row whose tokens have these averages, and the positions that stay."""
     n = len(average)
-    pos = np.arange(n, dtype=np.int32)[None]
-    attn = np.array([average], np.float32) * (n - pos)
-    view = View(pos, np.zeros(1, np.int32), n, pinned, attn=attn.astype(np.float32))
+    view = view_of(n, pinned=pinned, attn=[mean * (n - pos) for pos, mean in enumerate(average)])
     state = policy.start(1, n, 0)
     policy.observe(view, state)
     plan = policy.plan(view, state)
@@ -84,16 +82,3 @@ def test_sinks_and_window_are_half_of_what_is_kept_as_in_the_paper():
     assert policies.fit("weightedkv", 257, 1).window == 124
     assert policies.fit("weightedkv", 1025, 1).window == 508
     assert policies.fit("weightedkv", 257, 1, ["sinks=8"]).window == 120
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"window": 0}, r"window must be in 1..52 .*, got 0"),
-        ({"window": 60}, r"window must be in 1..52 \(the budget of 64 less 8 slack and 4 sinks\), got 60"),
-        ({"sinks": -1}, "sinks must not be negative, got -1"),
-    ],
-)
-def test_refuses_parameters_that_cannot_work(params, message):
-    with pytest.raises(ValueError, match=message):
-        WeightedKV.fit(64, 8, **params)
