@@ -40,9 +40,7 @@ PAPERS = {
         "corm-tables-1-2": "LongBench",
         "corm-table-3": "perplexity",
         "corm-table-4": "perplexity with 128 recent queries",
-        "corm-tables-7-8": "texts of 8,192 tokens (there prompts of 12,000)",
         "corm-windows": "perplexity with fewer recent queries",
-        "corm-figure-4": "compression by length",
         "corm-figures-1-2-3": "patterns of attention",
     },
 }

@@ -1,12 +1,12 @@
-"""Does merging values help? WeightedKV against its evicting variant and other ways to merge, token by token.
+"""Compare WeightedKV with its evicting variant and with other merges, token by token.
 
     python -m lab.papers.merging wiki.test.raw --budget 256 --nll runs
 
-Every variant streams the first `--max-tokens` tokens of the text and evicts by average attention. They differ
-in what happens to the value of an evicted token. For each variant the table shows the mean nll from token
-`--budget` on; the mean difference from `evict`, with its standard error from blocks of 64 tokens; the share
-of tokens that score better; and the own share: the weight that a value between sinks and window has kept of
-itself at the end, the median. What is in the folder of --nll is not measured again.
+Every variant streams the first `--max-tokens` tokens of the text and evicts by average attention. Variants
+differ in the use of an evicted value. The table shows the mean nll from token `--budget` on; the mean
+difference from `evict`, with its standard error from blocks of 64 tokens; the share of tokens with a lower
+nll; and the own share, which is the median weight that values between sinks and window have kept of
+themselves at the end. Results in the folder of --nll are not measured again.
 """
 
 from __future__ import annotations
@@ -32,112 +32,78 @@ from lab.benchmarks.common import add_common, describe, load_tokens, machine, ma
 from lab.papers.ungroup import ungroup
 
 BLOCK = 64
-RIGHT, KEPT, LEFT = range(3)
-OWN, WEIGHT, SUM, POOLED = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant(WeightedKV):
-    """WeightedKV with other merges. The victim is the evicted token, its value merges into a neighbour's.
+    """WeightedKV with another merge of the victim, the evicted token, into a neighbour.
 
     Attributes
     ----------
-    into
-        The neighbour: RIGHT, the next token that is live now; KEPT, the next that stays; LEFT, the one
-        before, unless it is a sink.
-    by_sum
-        Whether a value's weight is its attention sum, and not the average.
-    equal
-        Whether all values have the same weight.
+    left
+        Whether the neighbour is the live token before the victim, not after it. A sink takes no victims.
     scale
         Factor of the victim's share.
-    most
-        A victim whose share would be larger is not merged.
-    spare
-        Whether a victim is not merged if its neighbour is in the window.
-    add
-        Whether the victim is added, times the ratio of the averages (at most 1), without scaling the
-        neighbour.
-    centre
-        With add: whether the average output of the row is first subtracted from the victim.
-    after
-        What a merge does to the neighbour: nothing (OWN); later merges count what went into it (WEIGHT); its
-        attention sum grows by the victim's (SUM); sums and steps alive are added (POOLED).
-    n_layer
-        Layers that merge.
-    heads
-        Rows that evict together, by the sum of their averages; each merges by its own.
+    counts
+        Whether a merged value's weight counts the weights of its victims in later merges.
+    together
+        Rows that evict together, by the sum of their averages; each merges by its own average.
     """
 
-    into: int = RIGHT
-    by_sum: bool = False
-    equal: bool = False
+    left: bool = False
     scale: float = 1
-    most: float = 1
-    spare: bool = False
-    add: bool = False
-    centre: bool = False
-    after: int = OWN
-    n_layer: int = 1_000
-    heads: int = 1
+    counts: bool = False
+    together: int = 1
 
     paper: ClassVar[str] = ""
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """The state: attention sum; steps alive; weight taken over from victims; lost own share."""
-        return tuple(np.zeros((n_row, n_cell), np.float32) for _ in range(4))
+        """The state: attention sum; weights of victims; lost own share."""
+        return tuple(np.zeros((n_row, n_cell), np.float32) for _ in range(3))
 
     def observe(self, view: View, state: State) -> None:
         state[0][:, : view.n_kv] += view.attn
 
     def plan(self, view: View, state: State) -> Plan:
-        mass, steps = (array[:, : view.n_kv] for array in state[:2])
-        average = mass / ((view.next - view.pos).astype(np.float32) + steps)
+        average = state[0][:, : view.n_kv] / (view.next - view.pos).astype(np.float32)
         n_keep = self.budget - self.slack
         keep = np.empty(view.pos.shape, np.bool_)
         first, recent = protected(view, n_keep, self.sinks, self.window)
         order = np.argsort(view.pos, axis=1)
-        decides = average if self.heads == 1 else self._summed(average, order)
+        decides = average if self.together == 1 else self._summed(average, order)
         keep_highest(view.pos, decides, first, recent, n_keep, keep)
         if not self.merge:
             return Plan(keep)
         place = np.nonzero(~np.take_along_axis(keep, order, axis=1))[1].reshape(len(keep), -1)
         scores = np.take_along_axis(np.take_along_axis(decides, order, axis=1), place, axis=1)
-        turn = np.take_along_axis(place, scores.argsort(axis=1, kind="stable"), axis=1)
-        n_most = place.size * (view.n_kv if self.centre else 2)
-        terms = [np.empty(n_most, kind) for kind in (np.int32, np.int32, np.int32, np.float32)]
-        amount = np.ones_like(mass) if self.equal else (mass.copy() if self.by_sum else average)
-        parameters = (self.into, self.scale, self.most, self.spare, self.add, self.centre, self.after)
-        tokens = (view.next, view.pos, order, average, amount, keep, turn)
-        n = _merge(*tokens, first, recent, *parameters, *state, *terms)
-        asked = view.layer[terms[0][:n]] < self.n_layer
-        state[3][view.layer >= self.n_layer] = 0
-        return Plan(keep, Merge(*(term[:n][asked] for term in terms)))
+        victims = np.take_along_axis(place, scores.argsort(axis=1, kind="stable"), axis=1)
+        terms = [np.empty(place.size * 2, kind) for kind in (np.int32, np.int32, np.int32, np.float32)]
+        tokens = (view.pos, order, average, keep, victims, first)
+        n = _merge(*tokens, self.left, self.scale, self.counts, *state[1:], *terms)
+        return Plan(keep, Merge(*(term[:n] for term in terms)))
 
     def _summed(self, average: np.ndarray, order: np.ndarray) -> np.ndarray:
         """The sums over rows that evict together; these hold the same tokens."""
         by_age = np.take_along_axis(average, order, axis=1)
-        total = by_age.reshape(-1, self.heads, by_age.shape[1]).sum(axis=1)
+        total = by_age.reshape(-1, self.together, by_age.shape[1]).sum(axis=1)
         summed = np.empty_like(average)
-        np.put_along_axis(summed, order, np.repeat(total, self.heads, axis=0), axis=1)
+        np.put_along_axis(summed, order, np.repeat(total, self.together, axis=0), axis=1)
         return summed
 
 
 @kernel(
-    "i8(i8, i4[:,::1], i8[:,::1], f4[:,::1], f4[:,::1], b1[:,::1], i8[:,::1], i8, i8, "
-    "i8, f8, f8, b1, b1, b1, i8, "
-    "f4[:,::1], f4[:,::1], f4[:,::1], f4[:,::1], i4[::1], i4[::1], i4[::1], f4[::1])"
+    "i8(i4[:,::1], i8[:,::1], f4[:,::1], b1[:,::1], i8[:,::1], i8, b1, f8, b1, "
+    "f4[:,::1], f4[:,::1], i4[::1], i4[::1], i4[::1], f4[::1])"
 )
 def _merge(
-    next, pos, order, average, amount, keep, turn, first, recent,
-    into, scale, most, spare, add, centre, after,
-    mass, steps, extra, lost, row_of, dst_of, src_of, weight_of,
+    pos, order, average, keep, victims, first, left, scale, counts,
+    extra, lost, row_of, dst_of, src_of, weight_of,
 ):  # fmt: skip
-    """Merge row by row and victim by victim, as Variant says. Indices are cells, unless named places."""
+    """Write a row's terms, victim by victim. Places are cells in order of position. Returns their number."""
     n_row, n = order.shape
-    n_evict = turn.shape[1]
+    n_evict = victims.shape[1]
     older, newer = np.empty(n + 1, np.int64), np.empty(n + 1, np.int64)
-    target, give, hold = np.empty(n_evict, np.int64), np.empty(n_evict), np.empty(n_evict)
+    target, give = np.empty(n_evict, np.int64), np.empty(n_evict)
     weight, home = np.empty(n + 1), np.empty(n + 1, np.int64)
     taken = np.empty(n)
     n_term = 0
@@ -145,44 +111,30 @@ def _merge(
         for place in range(n + 1):
             older[place], newer[place] = place - 1, place + 1
             weight[place], home[place] = 1, place
-        total_average = 0.0
         for cell in range(n):
             taken[cell] = 0
-            total_average += average[row, cell]
         for i in range(n_evict):
-            gone = turn[row, i]
-            left, right = older[gone], newer[gone]
-            older[right] = left
-            if left >= 0:
-                newer[left] = right
-            to = left if into == LEFT else right
-            while into == KEPT and not keep[row, order[row, to]]:
-                to = newer[to]
+            gone = victims[row, i]
+            before, after = older[gone], newer[gone]
+            older[after] = before
+            if before >= 0:
+                newer[before] = after
+            to = before if left else after
             a, b = order[row, gone], order[row, to]
-            p, q = np.float64(amount[row, a] + extra[row, a]), np.float64(amount[row, b] + extra[row, b])
-            share = scale * (p / (p + q) if p + q > 0 else 0.5)
-            skip = share > most or (spare and pos[row, b] >= recent) or pos[row, b] < first
-            target[i], give[i], hold[i] = to, share, 1 - share
-            if add:
-                give[i], hold[i] = min(p / q, 1.0) * scale if q > 0 else 0.0, 1.0
-            if skip:
-                give[i], hold[i] = 0, 1
-                continue
-            if after == WEIGHT:
+            p, q = np.float64(average[row, a] + extra[row, a]), np.float64(average[row, b] + extra[row, b])
+            is_sink = pos[row, b] < first
+            target[i] = to
+            give[i] = 0 if is_sink else scale * (p / (p + q) if p + q > 0 else 0.5)
+            if counts and not is_sink:
                 extra[row, b] += np.float32(p)
-            elif after == SUM:
-                mass[row, b] += mass[row, a]
-            elif after == POOLED:
-                mass[row, b] += mass[row, a]
-                steps[row, b] += np.float32(next - pos[row, a]) + steps[row, a]
         for i in range(n_evict - 1, -1, -1):
-            gone, to = turn[row, i], target[i]
+            gone, to = victims[row, i], target[i]
             home[gone] = home[to]
             weight[gone] = weight[to] * give[i]
-            weight[to] *= hold[i]
+            weight[to] *= 1 - give[i]
         for i in range(n_evict):
-            taken[home[turn[row, i]]] += weight[turn[row, i]]
-        # the tokens whose next kept token is the same merge into that one
+            taken[home[victims[row, i]]] += weight[victims[row, i]]
+        # victims between two kept tokens merge into one of them
         for place in range(n):
             if taken[place] == 0:
                 continue
@@ -193,42 +145,24 @@ def _merge(
                 begin -= 1
             while end < n and not keep[row, order[row, end]]:
                 end += 1
-            if centre:
-                begin, end = 0, n
             for source in range(begin, end):
-                src = order[row, source]
                 value = weight[source] if home[source] == place else 0.0
-                if centre:
-                    value -= taken[place] * average[row, src] / total_average
                 if value != 0:
-                    row_of[n_term], dst_of[n_term], src_of[n_term], weight_of[n_term] = row, dst, src, value
+                    row_of[n_term], dst_of[n_term], src_of[n_term] = row, dst, order[row, source]
+                    weight_of[n_term] = value
                     n_term += 1
     return n_term
 
 
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
-    "evict": ("values go with their keys", {"merge": False}),
+    "evict": ("evicted with its key", {"merge": False}),
     "paper": ("Algorithm 1", {}),
-    "layer-0": ("Algorithm 1 in the first layer, no merge in the others", {"n_layer": 1}),
-    "shared-evict": (
-        "with --ungroup: three heads, once a group, evict together",
-        {"merge": False, "heads": 3},
-    ),
-    "shared": ("the same, each merging by its own averages", {"heads": 3}),
-    "left": ("into the left neighbour", {"into": LEFT}),
-    "kept": ("into the next that stays: no chains", {"into": KEPT}),
-    "spare": ("never into a token of the window", {"spare": True}),
-    "sums": ("weights are attention sums", {"by_sum": True}),
-    "equal": ("all weights alike", {"equal": True}),
+    "left": ("into the left neighbour", {"left": True}),
     "half": ("half of the victim's share", {"scale": 0.5}),
     "tenth": ("a tenth of the victim's share", {"scale": 0.1}),
-    "under-30": ("only where the victim's share is 30 % at most", {"most": 0.3}),
-    "under-10": ("only where it is 10 % at most", {"most": 0.1}),
-    "weight": ("a merged value weighs what went into it", {"after": WEIGHT}),
-    "sum": ("the neighbour's sum grows by the victim's", {"after": SUM}),
-    "pooled": ("sums and steps alive of the two are added", {"after": POOLED}),
-    "add": ("added, times the ratio of averages", {"add": True}),
-    "centre": ("the same, less the row's average output", {"add": True, "centre": True}),
+    "weight": ("the merged value's weight counts its victims", {"counts": True}),
+    "shared-evict": ("with --ungroup: three heads evict together", {"merge": False, "together": 3}),
+    "shared": ("the same, each merging by its own averages", {"together": 3}),
 }
 
 
@@ -255,13 +189,13 @@ def main() -> None:
         model = Model(path)
         tokens = load_tokens(model, args.file, args.max_tokens)
         runs = {name: _run(args, model, tokens, name) for name in names}
-    print("| variant | what becomes of an evicted value | nll | against evict | better for | own share |")
+    print("| variant | an evicted value is | nll | against evict | better for | own share |")
     print("| --- | --- | ---: | ---: | ---: | ---: |")
     base = runs["evict"][0][args.budget - 1 :]
-    for name, (nll, own) in runs.items():
+    for name, (nll, own_share) in runs.items():
         scored = nll[args.budget - 1 :]
         against = " | " if name == "evict" else paired(scored - base)
-        print(f"| `{name}` | {VARIANTS[name][0]} | {scored.mean():.4f} | {against} | {own:.2f} |")
+        print(f"| `{name}` | {VARIANTS[name][0]} | {scored.mean():.4f} | {against} | {own_share:.2f} |")
     note(describe(machine()))
 
 
@@ -285,8 +219,8 @@ def _run(args, model: Model, tokens: np.ndarray, name: str) -> tuple[np.ndarray,
         parts += (args.max_tokens, args.budget, args.evict_every, args.window or "half", args.positions, name)
         path = args.nll / ("-".join(map(str, parts)) + ".npz")
         if path.exists():
-            found = np.load(path)
-            return found["nll"], float(found["own"])
+            stored = np.load(path)
+            return stored["nll"], float(stored["own"])
     window = {} if args.window is None else {"window": args.window}
     policy = Variant.fit(args.budget, args.evict_every, **window, **VARIANTS[name][1])
     settings = Settings(
@@ -298,12 +232,12 @@ def _run(args, model: Model, tokens: np.ndarray, name: str) -> tuple[np.ndarray,
     live = slice(0, engine.n_kv)
     pos = engine.rows.pos[:, live]
     middle = (pos >= policy.sinks) & (pos < engine.n_past - policy.window)
-    own = float(np.median(1 - engine.state[3][:, live][middle]))
+    own_share = float(np.median(1 - engine.state[2][:, live][middle]))
     engine.close()
     note(f"{name}: {nll[args.budget - 1 :].mean():.4f}, {time.perf_counter() - start:.0f} s")
     if path:
-        np.savez(path, nll=nll, own=own)
-    return nll, own
+        np.savez(path, nll=nll, own=own_share)
+    return nll, own_share
 
 
 if __name__ == "__main__":

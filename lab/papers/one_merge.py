@@ -1,16 +1,11 @@
-"""The error of attention's outputs after one merge, and after one eviction, in the full cache.
+"""Measure the error of attention's outputs after one merge and after one eviction in the full cache.
 
     python -m lab.papers.one_merge wiki.test.raw
 
 In every row (layer and KV head) the `--victims` tokens with the lowest average attention by token `--at` are
-removed, one at a time: once together with their value, once with WeightedKV's merge. Sinks and window do not
-count. The error is the squared difference of the heads' outputs, summed over all later queries. Everything
-else stays as it was. Runs a llama or qwen2 in NumPy, with weights in F32.
-
-Then WeightedKV's figure 2: when `--merge-at` tokens are read, every row merges its token of the lowest
-average attention with the one to its right, and the attention of the next `--steps` queries is held against
-that of the full cache. Here what a layer loses goes on to the layers above. Beside it the same token is
-evicted.
+removed, one at a time: once with their value, once with WeightedKV's merge. Sinks and window are exempt. The
+error is the squared difference of the heads' outputs, summed over all later queries; nothing else changes.
+Runs a llama or qwen2 model in NumPy, with weights in F32.
 """
 
 from __future__ import annotations
@@ -36,8 +31,6 @@ def main() -> None:
     parser.add_argument("--victims", type=int, default=64, help="tokens of each row")
     parser.add_argument("--sinks", type=int, default=4)
     parser.add_argument("--window", type=int, default=124)
-    parser.add_argument("--merge-at", type=int, default=100, help="tokens before the merge of figure 2")
-    parser.add_argument("--steps", type=int, default=800, help="queries of figure 2")
     parser.add_argument("--ungroup", action="store_true", help="give every query head its own KV head")
     args = parser.parse_args()
 
@@ -48,56 +41,25 @@ def main() -> None:
             ungroup(path, path := Path(folder) / "ungrouped.gguf")
         tiny.dequantize(path, Path(folder) / "f32.gguf")
         model = Llama(Path(folder) / "f32.gguf")
-    found = []
+    merges = []
     for attention, output, value in rows(model, tokens):
         average = average_of(attention, args.at)
         lowest = average[args.sinks : args.at - args.window].argsort()[: args.victims]
         for gone in (args.sinks + lowest).tolist():
             later = attention[:, args.at :], output[:, args.at :]
-            found.append(one_merge(*later, value, average, gone))
-    results = {name: np.array([each[name] for each in found]) for name in found[0]}
-    print(f"{len(found)} merges, later queries: {len(tokens) - args.at}")
+            merges.append(one_merge(*later, value, average, gone))
+    results = {name: np.array([merge[name] for merge in merges]) for name in merges[0]}
+    print(f"{len(merges)} merges, later queries: {len(tokens) - args.at}")
     print("| | 10 % | median | 90 % |")
     print("| --- | ---: | ---: | ---: |")
     for name, values in results.items():
         low, median, high = np.quantile(values, [0.1, 0.5, 0.9])
         print(f"| {name} | {low:.2f} | {median:.2f} | {high:.2f} |")
-    figure = figure_2(model, tokens[: args.merge_at + args.steps], args.merge_at)
-    write_json(args.json, {name: values.tolist() for name, values in (results | figure).items()})
+    write_json(args.json, {name: values.tolist() for name, values in results.items()})
 
 
-def figure_2(model: Llama, tokens: np.ndarray, at: int) -> dict[str, np.ndarray]:
-    """Prints the cosine similarity of attention with and without one merge, or eviction, at token `at`.
-
-    Returns f64[head, query] of each, for the queries from `at` on.
-    """
-    passes = (rows(model, tokens, at, change) for change in (None, "merge", "evict"))
-    cosines: dict[str, list[np.ndarray]] = {"merge": [], "evict": []}
-    for full, *others in zip(*passes, strict=True):
-        for found, (attention, *_) in zip(cosines.values(), others, strict=True):
-            one, other = full[0][:, at:], attention[:, at:]
-            lengths = np.linalg.norm(one, axis=-1) * np.linalg.norm(other, axis=-1)
-            found.append((one * other).sum(axis=-1) / lengths)
-    results = {name: np.concatenate(found) for name, found in cosines.items()}
-    n_step = len(tokens) - at
-    print(
-        f"\ncosine similarity of attention, one token of each row gone at {at}: mean, deviation, 1 % quantile"
-    )
-    print("| steps | merged | evicted |")
-    print("| --- | ---: | ---: |")
-    for first in range(0, n_step, 100):
-        end = min(first + 100, n_step)
-        parts = (found[:, first:end] for found in results.values())
-        cells = (f"{part.mean():.5f} {part.std():.5f} {np.quantile(part, 0.01):.5f}" for part in parts)
-        print(f"| {first + 1} to {end} | {' | '.join(cells)} |")
-    return results
-
-
-def rows(model: Llama, tokens: np.ndarray, at: int = 0, change: str | None = None):
-    """For each row attention f64[head, query, token], output f64[head, query, dim], value f64[token, dim].
-
-    change: "merge" or "evict" takes the token of the lowest average attention from the queries from `at` on.
-    """
+def rows(model: Llama, tokens: np.ndarray):
+    """For each row attention f64[head, query, token], output f64[head, query, dim], value f64[token, dim]."""
     n, group = len(tokens), model.n_head // model.n_head_kv
     later = np.triu(np.ones((n, n), np.bool_), 1)
     x = model.embd[tokens].astype(np.float64)
@@ -117,16 +79,6 @@ def rows(model: Llama, tokens: np.ndarray, at: int = 0, change: str | None = Non
             attention = np.exp(scores - scores.max(axis=-1, keepdims=True))
             attention /= attention.sum(axis=-1, keepdims=True)
             output[mine] = attention @ value[i]
-            if change:
-                average = average_of(attention, at)
-                # the last one has no neighbour yet
-                gone = int(average[:-1].argmin())
-                attention[:, at:, gone] = 0
-                attention[:, at:] /= attention[:, at:].sum(axis=-1, keepdims=True)
-                left = value[i].copy()
-                if change == "merge":
-                    left[gone + 1] += share_of(average, gone) * (left[gone] - left[gone + 1])
-                output[mine, at:] = attention[:, at:] @ left
             yield attention, output[mine], value[i]
         x = x + output.swapaxes(0, 1).reshape(n, -1) @ layer["attn_output"].T
         h = model.norm(x, layer["ffn_norm"])
@@ -135,17 +87,20 @@ def rows(model: Llama, tokens: np.ndarray, at: int = 0, change: str | None = Non
 
 
 def average_of(attention, at: int):
-    """The attention f64[token] to each of the first `at` tokens, a step that it has lived."""
+    """Average attention f64[token] to each of the first `at` tokens over its later queries."""
     return attention[:, :at, :at].sum(axis=(0, 1)) / np.arange(at, 0, -1)
 
 
 def share_of(average, gone: int) -> float:
-    """The part that an evicted value has in the mixture with its neighbour's."""
+    """Share of an evicted value in the mixture with its neighbour's."""
     return average[gone] / max(average[gone] + average[gone + 1], np.finfo(float).tiny)
 
 
 def one_merge(attention, output, value, average, gone: int) -> dict[str, float]:
-    """The attention f64[head, query, token] and output f64[head, query, dim] of queries after the merge."""
+    """Errors of a merge and of an eviction of token `gone`.
+
+    attention f64[head, query, token] and output f64[head, query, dim] are of the queries after it.
+    """
     lost, read = attention[:, :, gone, None], attention[:, :, gone + 1, None]
     share = share_of(average, gone)
     error = (output - lost * value[gone]) / (1 - lost) - output

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvtool.measure import records, statistics
-from lab.papers import index, places, tables, texts, verdicts
+from lab.papers import index, places, tables, verdicts
 from lab.papers.commands import Compare
 from lab.papers.experiments import EXPERIMENTS, RUNS
 from lab.papers.experiments.kinds import Table
@@ -374,27 +374,6 @@ def test_tokens_that_a_row_holds_are_those_not_evicted(measured):
     found = [line | {"tokens": 2000} for line in lines(corm={"evicted": [0.75]}, full={"evicted": [0.0]})]
     text = measured(found, Table("holds"))
     assert "| `corm` | 500 |\n| `full` | 2000 |" in text
-
-
-def test_what_corm_holds_in_the_mean_of_a_stream_is_what_its_page_says():
-    """The prose of its Table 3, from the sizes of Figure 4 on the same eight texts."""
-    held = {0: 0.0}
-    for n, name in ((512, "corm-512"), (1024, "corm-1024"), (2048, "corm-2048"), (4096, "texts-corm")):
-        kept = tables.kept([name])
-        found = [
-            n * (1 - line["scores"]["evicted"][0])
-            for line in kept
-            if line["label"] == "corm" and any(line["of"] in file for file in texts.EIGHT)
-        ]
-        assert len(found) == 8
-        held[n] = float(np.mean(found))
-    mean = np.trapezoid(list(held.values()), list(held)) / 4096
-    others = (1792 * 1792 / 2 + 1792 * (4096 - 1792)) / 4096
-    said = f"CORM holds about {round(mean, -1):,.0f} in the mean"
-    page = " ".join((tables.LABORATORY / "corm.md").read_text(encoding="utf-8").split())
-    assert said in page
-    assert f"and the others {others:,.0f}." in page
-    assert "1,653 at the end, and 39.4 MiB against 44.9" in page
 
 
 def test_bytes_are_shown_in_mib_without_an_error(measured):

@@ -1,4 +1,4 @@
-"""Each program says what it is for; one without groups is the same model; one merge is the definition's."""
+"""Each program says what it is for; one without groups is the same model; errors of a merge."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ import numpy as np
 import pytest
 
 from kvtool import policies
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.llama.model import Model
 from kvtool.measure import perplexity
+from kvtool.policies.weightedkv import WeightedKV
 from lab.papers import ungroup
 from lab.papers.maps.observe import What
-from lab.papers.one_merge import rows
+from lab.papers.merging import VARIANTS, Variant
+from lab.papers.one_merge import average_of, one_merge, rows
 from lab.papers.tests.test_maps import Watched
 from tests import tiny, tiny_kinds
 from tests.engine.running import open_engine, text
@@ -67,25 +72,42 @@ def test_a_model_whose_keys_have_no_tensor_of_their_own_is_not_written(tmp_path)
         ungroup.ungroup(tmp_path / "gpt2.gguf", tmp_path / "out.gguf")
 
 
-@pytest.mark.parametrize("change", ["merge", "evict"])
-def test_attention_after_one_merge_is_that_of_the_definition(tiny_model, change):
-    tokens, at = text(70), 40
+def test_attention_of_each_row_is_that_of_the_definition(tiny_model):
+    tokens = text(70)
     stream = Watched(models.load(tiny_model()))
-    stream.decode(tokens[:at])
-    victims = []
-    for row in (row for of_layer in stream.rows for row in of_layer):
-        average = row.mass / np.arange(at, 0, -1)
-        gone = int(average[:-1].argmin())
-        share = average[gone] / (average[gone] + average[gone + 1])
-        if change == "merge":
-            row.merge({gone + 1: [(gone, share), (gone + 1, 1 - share)]})
-        row.keep(np.delete(row.pos, gone))
-        victims.append(gone)
-    stream.decode(tokens[at:])
-    want = [stream.found[What.ATTENTION][layer] for layer in range(2)]
-    found = list(rows(models.load(tiny_model()), tokens, at, change))
-    for i, ((attention, *_), gone) in enumerate(zip(found, victims, strict=True)):
-        assert not attention[:, at:, gone].any()
+    stream.decode(tokens)
+    for i, (attention, *_) in enumerate(rows(models.load(tiny_model()), tokens)):
         layer, head = divmod(i, 2)
-        later = np.delete(attention[:, at:], gone, axis=2)
-        assert np.abs(later - want[layer][2 * head : 2 * head + 2]).max() < 1e-5
+        of_layer = stream.found[What.ATTENTION][layer]
+        assert np.abs(attention - of_layer[2 * head : 2 * head + 2]).max() < 1e-5
+
+
+def test_an_error_after_one_merge_is_that_of_the_outputs():
+    rng = np.random.default_rng(0)
+    n, at, gone = 12, 8, 3
+    attention = np.tril(rng.random((2, n, n)))
+    attention /= attention.sum(axis=-1, keepdims=True)
+    value = rng.normal(size=(n, 4))
+    average, later = average_of(attention, at), attention[:, at:]
+    left = np.delete(later, gone, axis=2)
+    left /= left.sum(axis=-1, keepdims=True)
+    share = average[gone] / (average[gone] + average[gone + 1])
+    merged = value.copy()
+    merged[gone + 1] = share * value[gone] + (1 - share) * value[gone + 1]
+    errors = [((left @ np.delete(each, gone, axis=0) - later @ value) ** 2).sum() for each in (merged, value)]
+    result = one_merge(later, later @ value, value, average, gone)
+    assert result["error of the merge / of the eviction"] == pytest.approx(errors[0] / errors[1])
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if not name.startswith("shared")])
+def test_the_papers_variants_are_weightedkv_and_others_are_not(tiny_model, name):
+    parameters = VARIANTS[name][1]
+    merge = parameters.get("merge", True)
+    settings = Settings(n_batch=64, n_output=64, over_budget=False, n_threads=1)
+    nll = []
+    for policy in (Variant.fit(48, 8, **parameters), WeightedKV.fit(48, 8, merge=merge)):
+        engine = Engine(Model(tiny_model()), policy, settings)
+        nll.append(perplexity.stream(engine, text(150)))
+        engine.close()
+    is_same = np.abs(nll[0] - nll[1]).max() < 1e-5
+    assert is_same == (name in ("evict", "paper"))
