@@ -16,10 +16,10 @@ Tests kill a process before each of these calls.
 
 Three ways to go back
 ---------------------
-If the cache can be rewound, because it archives or keeps all tokens, a position in the stream is enough, and
-no file is needed: `undo.Mark` for undo, `ReplyEnd` for a server. A mark restores the end of a turn, with the
-sampler's state and the unread tokens. A server finds a chat by the digest in each `ReplyEnd`, and rewinds to
-any token, because clients edit any message.
+If the cache can be rewound, because it archives or keeps all tokens, an `undo.Mark` is enough, and no file is
+needed. It is the position between two turns, with the sampler's state and the unread tokens. Undo goes back
+to the mark before a turn. A server finds a chat by the digest in each mark, and rewinds to any token after
+the last common mark, because clients edit any message.
 
 All other policies lose the tokens that they evict. Each earlier state of the chat is then a separate file:
 

@@ -385,19 +385,19 @@ class Conversation:
             "messages": self.messages,
             "n_reply": self.n_reply,
             "writer": self.writer.save(),
-            "marks": self.undo_stack.marks,
+            "marks": [mark[:-1] for mark in self.undo_stack.marks],
             "effort": self.effort,
         }, arrays
 
     def save_to(self, path: Path, archive_file: ArchiveFile, meta: session.Meta) -> Listing:
         """Write the chat to a session and its archive file; return the listing of the archive.
 
-        meta: more values for the session's JSON. Raises OSError and SessionError, leaving the old session and
-        its archive readable.
+        meta: other values for the session's JSON. Raises OSError and SessionError, leaving the old session
+        and its archive readable.
         """
         with archive_file.write(self.archive) as listed:
             saved, arrays = self.save(listed)
-            session.write(path, meta | saved, arrays)
+            session.write(path, saved | meta, arrays)
         return listed
 
     def restore(self, meta: session.Meta, arrays: session.Arrays, *, seed: int | None = None) -> None:
@@ -421,8 +421,11 @@ class Conversation:
         """Continue as `restore` does, with the saved chat's marks. Its copies are not saved."""
         self.restore(meta, arrays)
         # sessions of earlier versions have none
-        for saved in meta.get("marks", ()):
-            self.undo_stack.push(Mark(*saved))
+        for mark in (Mark(*saved) for saved in meta.get("marks", ())):
+            # a server also marks the end of the chat and the results of tools, under any policy
+            following = self.messages[mark.n_message : mark.n_message + 1]
+            if self.writer.engine.can_rewind and [message["role"] for message in following] == ["user"]:
+                self.undo_stack.push(mark)
 
     # undo
 
@@ -432,7 +435,8 @@ class Conversation:
         archive = self.archive
         return self.writer.engine.can_rewind and (archive is None or archive.n < archive.n_max)
 
-    def _mark(self) -> Mark:
+    def mark(self) -> Mark:
+        """Return the position after the last turn."""
         return Mark(self.writer.engine.n_past, len(self.messages), self.n_reply, self.writer.save())
 
     def _go_to(self, before: UndoPoint) -> None:
@@ -455,7 +459,7 @@ class Conversation:
         """
         if turn is not None and self.can_rewind:
             # pushed even if not undoable: the session saves it, for a later chat that is
-            self.undo_stack.push(self._mark())
+            self.undo_stack.push(self.mark())
             return True
         if not self.undoable:
             self.undo_stack.close()
@@ -533,7 +537,7 @@ class Conversation:
     def _undo_point(self) -> UndoPoint | None:
         """Return a mark or a copy of the chat now; None if the disk has no room for a copy."""
         if self.can_rewind:
-            return self._mark()
+            return self.mark()
         try:
             return Copy(None, *self._copy())
         except OSError:

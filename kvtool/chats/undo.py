@@ -48,7 +48,7 @@ class Copy(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Position in a chat before a turn, to which the cache can be rewound. Sessions save it as JSON.
+    """Position in a chat between two turns, to which the cache can be rewound. Sessions save it as JSON.
 
     Attributes
     ----------
@@ -58,12 +58,20 @@ class Mark(NamedTuple):
         Number of replies started.
     writer
         State of the writer, from `Writer.save`.
+    digest
+        Digest of the messages as hexadecimal digits, by which a server finds the chat.
     """
 
     n_past: int
     n_message: int
     n_reply: int
     writer: dict[str, Any]
+    digest: str = ""
+
+    @property
+    def n_token(self) -> int:
+        """Number of tokens, with those that are not decoded yet."""
+        return self.n_past + len(self.writer["unread"])
 
     def close(self) -> None:
         """Do nothing: a mark has no files."""

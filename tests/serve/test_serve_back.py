@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtool.chats import session
+from kvtool.chats.undo import Mark, turn_label
 from kvtool.llama.model import Model
 from kvtool.serve.api import requests
 from kvtool.serve.api.requests import Defaults
@@ -93,15 +94,36 @@ def test_a_chat_goes_back_in_what_another_server_has_stored(talker, tmp_path, op
     if is_old:
         (path,) = tmp_path.glob("*.kv")
         meta, arrays = session.read(path)
-        turns, beginnings = meta["turns"], [""] * (len(messages) + 1)
-        for n_message, _, _, digest in turns:
-            beginnings[n_message] = digest
-        meta |= {"turns": [turn[:3] for turn in turns], "beginnings": beginnings}
+        marks = [Mark(*saved) for saved in meta["marks"]]
+        turns = [(mark.n_message, mark.n_token, mark.writer["recent"]) for mark in marks]
+        beginnings = [""] * (len(messages) + 1)
+        for mark in marks:
+            beginnings[mark.n_message] = mark.digest
+        meta |= {"marks": [], "turns": turns, "beginnings": beginnings}
         session.write(path, meta, arrays.items())
     with serving(talker, *own) as server:
         reply, _, n_read, _ = asked(server.url, messages[:4])
         assert (reply, n_read) == (messages[4], 1)
         assert asked(server.url, [*messages, said("user", "And?")])[2] < 20
+
+
+def test_a_stored_chat_is_taken_back_turn_by_turn(talker, tmp_path):
+    messages, sizes = [SYSTEM], []
+    with closing(Model(talker)) as model:
+        server = Server(model, "recall", tmp_path / "chats")
+        for text in ASKED:
+            messages.append(said("user", text))
+            reply, _, n = server.ask(messages)
+            messages.append(said("assistant", reply))
+            sizes.append(n)
+        (path,) = (tmp_path / "chats").glob("*.kv")
+        chat = Server(model, "recall", tmp_path / "other").slot._resumer.conversation
+        chat.resume(*session.read(path))
+        for n in (2, 1):
+            assert chat.undo() == turn_label(ASKED[n])
+            assert chat.messages == messages[: 2 * n + 1]
+            assert chat.writer.engine.n_past + len(chat.writer.unread) == sizes[n - 1]
+        assert chat.undo() is None
 
 
 def test_a_beginning_is_shared_whatever_a_chat_is_called(url):

@@ -17,12 +17,13 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from kvtool.chats import archive_file, session
 from kvtool.chats.conversation import Conversation
+from kvtool.chats.undo import Mark
 from kvtool.errors import SessionError
 from kvtool.serve.api.messages import Message
 from kvtool.serve.store.leftovers import PREFIX, SUFFIX, leftovers, remove
@@ -32,25 +33,6 @@ _UNFINISHED = re.compile(rf"([0-9a-f]{{16}}){re.escape(SUFFIX)}(?:((?:\.kvtool)?
 
 _NEWEST = 2**62
 """Number of a file without a number, which sorts last."""
-
-
-class ReplyEnd(NamedTuple):
-    """Position in a chat after a reply.
-
-    Attributes
-    ----------
-    n_message, n_token
-        Number of messages up to there, and of the stream's tokens.
-    recent
-        The last sampled tokens, as in `Sampler.recent`.
-    digest
-        Digest of the messages, as hexadecimal digits.
-    """
-
-    n_message: int
-    n_token: int
-    recent: list[int]
-    digest: str
 
 
 @dataclass(eq=False, slots=True)
@@ -65,15 +47,15 @@ class StoredChat:
         Archive of all its snapshots.
     n_named
         Highest number of a file.
-    turns
-        Ends of the replies that the server wrote.
+    marks
+        Marks at the ends of the replies that the server wrote.
     """
 
     path: Path
     archive_file: archive_file.ArchiveFile
     snapshots: list[Snapshot] = field(default_factory=list)
     n_named: int = 0
-    turns: list[ReplyEnd] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -204,7 +186,7 @@ class ChatStore:
         chat: Conversation,
         meta: session.Meta,
         *,
-        turns: list[ReplyEnd],
+        marks: list[Mark],
         is_enough: bool = False,
     ) -> Snapshot:
         """Store a chat, which is on the disk when this returns.
@@ -217,7 +199,7 @@ class ChatStore:
             Digest of its messages.
         chat, meta
             The chat, and values for its session's JSON.
-        turns
+        marks
             As in `StoredChat`.
         is_enough
             True if this snapshot replaces `before`.
@@ -234,9 +216,8 @@ class ChatStore:
             try:
                 if not is_enough:
                     _number(line)
-                listed = chat.save_to(
-                    line.path, line.archive_file, {**meta, "digest": digest.hex(), "turns": turns}
-                )
+                meta = {**meta, "digest": digest.hex(), "marks": marks}
+                listed = chat.save_to(line.path, line.archive_file, meta)
                 n_bytes = line.path.stat().st_size
             except OSError as error:
                 raise session.cannot("write", line.path, error) from None
@@ -255,7 +236,7 @@ class ChatStore:
         elif is_enough and line.snapshots[-1].path == line.path:
             line.snapshots.pop()
         line.snapshots.append(snapshot)
-        line.turns = turns
+        line.marks = marks
         self._shrink(keep=snapshot)
         return snapshot
 
@@ -327,12 +308,7 @@ class ChatStore:
         try:
             meta = session.read_meta(path)
             digest, stat = bytes.fromhex(meta["digest"]), path.stat()
-            # earlier versions list the digests apart
-            beginnings = meta.get("beginnings")
-            turns = [
-                ReplyEnd(*each, *([beginnings[each[0]]] if beginnings else ()))
-                for each in meta.get("turns", ())
-            ]
+            marks = _marks_in(meta)
             if meta.get("fixed") != self.fixed:
                 raise ValueError
         except (SessionError, OSError, KeyError, ValueError, TypeError):
@@ -347,7 +323,18 @@ class ChatStore:
         used = time.monotonic() - max(time.time() - stat.st_mtime, 0)
         is_start = _is_start(meta["messages"])
         line.snapshots.append(Snapshot(line, digest, path, stat.st_size, is_start, used))
-        line.turns = turns
+        line.marks = marks
+
+
+def _marks_in(meta: session.Meta) -> list[Mark]:
+    """Return the marks of a session."""
+    if "turns" not in meta:
+        return [Mark(*saved) for saved in meta.get("marks", ())]
+    # earlier versions
+    return [
+        Mark(n_token, n, 0, {"recent": recent, "unread": [], "seed": 0}, meta["beginnings"][n])
+        for n, n_token, recent in meta["turns"]
+    ]
 
 
 def _is_start(messages: list[Message]) -> bool:

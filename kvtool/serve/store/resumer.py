@@ -12,11 +12,12 @@ import numpy as np
 
 from kvtool.chats import session
 from kvtool.chats.conversation import Conversation
+from kvtool.chats.undo import Mark
 from kvtool.chats.writer import n_equal
 from kvtool.errors import ModelError, SessionError
 from kvtool.serve.api.messages import Message
 from kvtool.serve.rendering import Rendering
-from kvtool.serve.store.chats import ChatStore, ReplyEnd, Snapshot
+from kvtool.serve.store.chats import ChatStore, Snapshot
 from kvtool.serve.store.history import History
 
 _LEAST_START = 256
@@ -38,8 +39,8 @@ class _Candidate(NamedTuple):
         As in `_after`.
     first
         Number of the stream's tokens before `tokens`.
-    turns
-        Ends of the chat's replies that are in the stream.
+    marks
+        Marks at the ends of the chat's replies that are in the stream.
     """
 
     n: int
@@ -48,7 +49,7 @@ class _Candidate(NamedTuple):
     tokens: np.ndarray
     first: int
     n_pinned: int | None
-    turns: list[ReplyEnd]
+    marks: list[Mark]
 
 
 class Resumer:
@@ -92,8 +93,8 @@ class Resumer:
         # snapshot from which the chat was continued, and snapshot that the engine holds
         self._before: Snapshot | None = None
         self._at: Snapshot | None = None
-        # ends of the chat's earlier replies
-        self._turns: list[ReplyEnd] = []
+        # marks at the ends of the chat's earlier replies
+        self._marks: list[Mark] = []
         # True if the engine holds the beginning of a prompt whose client left
         self._is_cut = False
         # number of tokens of the system prompt and the tools of the last chat
@@ -143,7 +144,7 @@ class Resumer:
                     # keep the request's seed
                     seed = self.conversation.writer.sampler.seed
                     self.conversation.restore(*self.chats.load(self._before), seed=seed)
-                self._turns = [turn for turn in self._before.line.turns if turn.n_message <= i]
+                self._marks = [mark for mark in self._before.line.marks if mark.n_message <= i]
                 self.n_cached = self._engine.n_past
                 return self._following(messages, i, tools)
             except (SessionError, ModelError):
@@ -151,7 +152,7 @@ class Resumer:
                 at, digests = None, digests[:i]
         tokens, n_pinned = self._whole(messages, tools)
         self.conversation.start_over(n_pinned)
-        self._before, self._turns, self.n_cached = None, [], 0
+        self._before, self._marks, self.n_cached = None, [], 0
         return tokens
 
     def _candidates(
@@ -164,23 +165,23 @@ class Resumer:
         The engine's stream need not be loaded.
         """
         known = {digest.hex() for digest in history.digests}
-        turns_of: dict[Snapshot | None, list[ReplyEnd]] = {at: []}
+        marks_of: dict[Snapshot | None, list[Mark]] = {at: []}
         for each in self.chats.newest:
-            turns_of[each] = [turn for turn in each.line.turns if turn.digest in known]
+            marks_of[each] = [mark for mark in each.line.marks if mark.digest in known]
         after = cache(lambda n_message: self._after(n_message, messages, tools))
         candidates: list[_Candidate] = []
-        for snapshot in sorted(turns_of, key=lambda each: -len(turns_of[each])):
+        for snapshot in sorted(marks_of, key=lambda each: -len(marks_of[each])):
             is_here = snapshot is at
             stream = self.chats.tokens(snapshot) if snapshot and not is_here else self._stream
-            turns = [turn for turn in turns_of[snapshot] if turn.n_token <= len(stream)]
-            tokens, n_pinned = after(turns[-1].n_message if turns else 0)
-            turns = turns if n_pinned is None else []
-            first = turns[-1].n_token if turns else 0
+            marks = [mark for mark in marks_of[snapshot] if mark.n_token <= len(stream)]
+            tokens, n_pinned = after(marks[-1].n_message if marks else 0)
+            marks = marks if n_pinned is None else []
+            first = marks[-1].n_token if marks else 0
             n = first + n_equal(stream[first:], tokens)
             # loading a snapshot takes longer than reading a few tokens
-            less = 0 if is_here or turns else _LEAST_START
-            candidates.append(_Candidate(n - less, len(stream), snapshot, tokens, first, n_pinned, turns))
-            if turns and n == len(stream):
+            less = 0 if is_here or marks else _LEAST_START
+            candidates.append(_Candidate(n - less, len(stream), snapshot, tokens, first, n_pinned, marks))
+            if marks and n == len(stream):
                 break
         usable = (candidate for candidate in candidates if candidate.n > 0)
         # of equal ones the shortest stream loads fastest
@@ -217,19 +218,19 @@ class Resumer:
         # with that prompt is stored
         if is_start and (n > self._engine.policy.n_live or self.chats.find(history.digests[:2])):
             return None
-        # the chat replaces the snapshot if it keeps all of the snapshot's turns
-        is_kept = snapshot is not None and bool(snapshot.line.turns) and n >= snapshot.line.turns[-1].n_token
+        # the chat replaces the snapshot if it keeps all of the snapshot's marks
+        is_kept = snapshot is not None and bool(snapshot.line.marks) and n >= snapshot.line.marks[-1].n_token
         self._before = snapshot if is_kept else None
         if n < len(stream):
             n = min(n, self._engine.n_past)
-            recent = candidate.turns[-1].recent if candidate.turns else []
+            recent = candidate.marks[-1].writer["recent"] if candidate.marks else []
             if not writer.rewind(n, {"recent": recent, "unread": [], "seed": seed}):
                 return None
         if is_start and n_pinned is not None:
             self._engine.pin(n_pinned)
         if snapshot:
             snapshot.used = time.monotonic()
-        self._turns, self.n_cached = candidate.turns, self._engine.n_past
+        self._marks, self.n_cached = candidate.marks, self._engine.n_past
         # a stop may have left tokens before `first` unread
         return np.concatenate([stream[n:first], tokens[max(n - first, 0) :]])
 
@@ -256,9 +257,9 @@ class Resumer:
         if messages[i - 1]["role"] == "assistant":
             return self.rendering.following(messages, i, tools)
         # the cache holds a prompt without its reply header, or a beginning of the system prompt
-        tokens, n_pinned = self._after(self._turns[-1].n_message if self._turns else 0, messages, tools)
-        self._turns = self._turns if n_pinned is None else []
-        first = self._turns[-1].n_token if self._turns else 0
+        tokens, n_pinned = self._after(self._marks[-1].n_message if self._marks else 0, messages, tools)
+        self._marks = self._marks if n_pinned is None else []
+        first = self._marks[-1].n_token if self._marks else 0
         cached = self.conversation.writer.tokens[first:]
         if n_equal(cached, tokens) < len(cached):
             raise ModelError("the template has changed what was read")
@@ -274,8 +275,8 @@ class Resumer:
         if n_pinned != self._engine.n_pinned or not 0 < n_equal(cached, whole) == len(cached) < len(whole):
             return None
         if self._before and self._before.digest not in history.digests:
-            self._before, self._turns = None, []
-        recent = self._turns[-1].recent if self._turns else []
+            self._before, self._marks = None, []
+        recent = self._marks[-1].writer["recent"] if self._marks else []
         writer.restore({"recent": recent, "unread": [], "seed": writer.sampler.seed}, cached)
         self.n_cached = len(cached)
         return whole[len(cached) :]
@@ -333,10 +334,8 @@ class Resumer:
         self.conversation.messages.append(reply)
         history.add(earlier.message)
         self._is_cut = False
-        writer = self.conversation.writer
-        n_token = self._engine.n_past + len(writer.unread)
-        recent, digest = list(writer.sampler.recent), history.now
-        self._turns.append(ReplyEnd(len(history.digests) - 1, n_token, recent, digest.hex()))
+        digest = history.now
+        self._marks.append(self.conversation.mark()._replace(digest=digest.hex()))
         self._at = self._store(self._before, digest)
 
     def _store(self, before: Snapshot | None, digest: bytes) -> Snapshot | None:
@@ -348,9 +347,9 @@ class Resumer:
                 digest,
                 chat,
                 self._meta(chat),
-                turns=list(self._turns),
+                marks=list(self._marks),
                 # a snapshot of a system prompt alone stays
-                is_enough=chat.can_rewind and before is not None and bool(before.line.turns),
+                is_enough=chat.can_rewind and before is not None and bool(before.line.marks),
             )
         except SessionError as error:
             self.unsaved = str(error)
