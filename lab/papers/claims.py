@@ -174,8 +174,6 @@ CLAIMS = (
     ),
 )
 
-_SHORT = {"": "135M", tables.LARGE: "1.5B"}
-
 
 def rows(results: Path = RESULTS) -> Iterator[str]:
     """The lines of the table, and how often a paper's method is ahead of H2O."""
@@ -249,7 +247,7 @@ def _said(
     tokens = max((line["tokens"] for line in own_lines if "tokens" in line), default=0)
     sizes = _sizes(own_lines, seen[-1].own_lines("full"), model)
     of = look.of.format(n=n, tokens=f"{tokens:,}", of=_grouped(seen[-1].column.rpartition(", ")[2]))
-    return f"{_SHORT[model]}, {of}", sizes, "; ".join(found), "; ".join(told)
+    return f"{tables.SHORT[model]}, {of}", sizes, "; ".join(found), "; ".join(told)
 
 
 def _grouped(budget: str) -> str:

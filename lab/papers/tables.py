@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,9 @@ NAMES = MODELS | {
     UNGROUPED: "SmolLM2-135M-Instruct without groups",
 }
 """The names of the models that the papers' experiments run with."""
+
+SHORT = {"": "135M", LARGE: "1.5B", SMALL: "0.5B", UNGROUPED: "135M without groups"}
+"""Short names of the same models."""
 
 
 def models_of(name: str) -> tuple[str, ...]:
@@ -55,14 +59,30 @@ def render(name: str, results: Path = RESULTS, others: bool = False, shown: set[
     shown = set() if shown is None else shown
     if experiment.together or others:
         runs = of_model(experiment, models[0]) if others else experiment.runs
-        return "\n\n".join(_of_model(experiment, runs, results, shown, others=others))
-    parts = []
+        return _of_model(experiment, runs, results, shown, others=others).text()
+    parts = {}
     for model in models:
-        title = [f"**{NAMES[model]}**"] if len(models) > 1 else []
         # numbers of the paper that nobody measured are shown once, with the first model
         only = model != models[0]
-        parts += [*title, *_of_model(experiment, of_model(experiment, model), results, shown, only)]
-    return "\n\n".join(parts)
+        parts[model] = _of_model(experiment, of_model(experiment, model), results, shown, only)
+    if len(parts) > 1 and (together := _together(parts)):
+        return together.text()
+    titles = {model: f"**{NAMES[model]}**\n\n" if len(models) > 1 else "" for model in models}
+    return "\n\n".join(titles[model] + part.text() for model, part in parts.items())
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The commands of an experiment, its tables, and how much was read; of all models or of one."""
+
+    commands: tuple[str, ...]
+    grids: tuple[_Grid, ...]
+    sizes: str
+
+    def text(self) -> str:
+        commands = ["\n".join(f"    {line}" for line in self.commands)] if self.commands else []
+        grids = ("\n".join(grid.lines()) for grid in self.grids)
+        return "\n\n".join([*commands, *grids, self.sizes])
 
 
 def _of_model(
@@ -72,14 +92,10 @@ def _of_model(
     shown: set[str],
     only: bool = False,
     others: bool = False,
-) -> Iterator[str]:
+) -> _Part:
     lines = kept(runs, results)
     asked = [replace(RUNS[run], model=_model(run, results)) if others else RUNS[run] for run in runs]
-    if commands := [f"    {line}" for line in _commands(asked, shown)] if experiment.commands else []:
-        yield "\n".join(commands)
-    if not lines:
-        yield "Not measured yet."
-        return
+    commands = tuple(_commands(asked, shown)) if experiment.commands else ()
     grids: list[_Grid] = []
     for table in experiment.tables:
         if places := samples(lines, table):
@@ -88,10 +104,28 @@ def _of_model(
                 grids[-1] = both
             else:
                 grids.append(grid)
-    yield from ("\n".join(grid.lines()) for grid in grids)
     counted = [line for line in lines if any(is_about(table, line) for table in experiment.tables)]
-    if sizes := _sizes(counted or lines):
-        yield sizes
+    return _Part(commands, tuple(grids), _sizes(counted or lines) if lines else "Not measured yet.")
+
+
+def _together(parts: Mapping[str, _Part]) -> _Part | None:
+    """One part with the columns of all models side by side; None if their tables differ."""
+    heads = [[(grid.title, grid.head) for grid in part.grids] for part in parts.values()]
+    if any(head != heads[0] for head in heads) or not all(title for title, _ in heads[0]):
+        return None
+    grids = []
+    for of_models in zip(*(part.grids for part in parts.values()), strict=True):
+        named = [
+            replace(grid, columns=tuple(f"{SHORT[model]}: {column}" for column in grid.columns))
+            for model, grid in zip(parts, of_models, strict=True)
+        ]
+        grids.append(reduce(_Grid.beside, named))
+    commands = tuple(line for part in parts.values() for line in part.commands)
+    sizes = {SHORT[model]: part.sizes.strip("*.") for model, part in parts.items()}
+    if len(set(sizes.values())) == 1:
+        return _Part(commands, tuple(grids), next(iter(parts.values())).sizes)
+    listed = "; ".join(f"{name}: {size}" for name, size in sizes.items())
+    return _Part(commands, tuple(grids), f"*{listed}.*")
 
 
 def _commands(runs: Sequence[Run], shown: set[str]) -> Iterator[str]:
@@ -150,14 +184,16 @@ class _Grid:
     def next_to(self, other: _Grid) -> _Grid | None:
         """One grid of both if each has the same single column; None otherwise."""
         mine, theirs = self.by_score(), other.by_score()
-        if mine is None or theirs is None or mine.head != theirs.head:
-            return None
-        empty = ("",) * len(mine.columns), ("",) * len(theirs.columns)
+        return mine.beside(theirs) if mine and theirs and mine.head == theirs.head else None
+
+    def beside(self, other: _Grid) -> _Grid:
+        """The grid with the other's columns after its own."""
+        empty = ("",) * len(self.columns), ("",) * len(other.columns)
         rows = {
-            name: mine.rows.get(name, empty[0]) + theirs.rows.get(name, empty[1])
-            for name in {**mine.rows, **theirs.rows}
+            name: self.rows.get(name, empty[0]) + other.rows.get(name, empty[1])
+            for name in {**self.rows, **other.rows}
         }
-        return _Grid("", mine.head, mine.columns + theirs.columns, rows)
+        return replace(self, columns=self.columns + other.columns, rows=rows)
 
     def by_score(self) -> _Grid | None:
         """The grid of a single column with the title as its heading; None of several columns."""

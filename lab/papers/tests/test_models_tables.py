@@ -7,22 +7,38 @@ import re
 from kvtool.measure import records
 from lab.papers import tables
 from lab.papers.commands import Eval
-from lab.papers.experiments import EXPERIMENTS, RUNS
+from lab.papers.experiments import EXPERIMENTS, RUNS, kinds
 from lab.papers.experiments.kinds import Experiment, Table
 from lab.papers.tests.made_up import lines
 
 
-def test_each_model_has_tables_of_its_own(monkeypatch, tmp_path):
-    for name, model in (("small", ""), ("large", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf")):
+def two_models(monkeypatch, tmp_path, large_score):
+    """An experiment with one run of each of two models; the larger has this score alone."""
+    scores = {"": {"f1": [0.75, 0.75]}, kinds.LARGE: {large_score: [0.25, 0.25]}}
+    for model, found in scores.items():
+        name = f"made-up{model}"
         monkeypatch.setitem(RUNS, name, Eval("qa", ("qa.jsonl",), ("full",), (), model=model))
-        value = 0.25 if model else 0.75
-        records.rewrite(tmp_path / f"{name}.jsonl", lambda _, v=value: lines(full={"f1": [v, v]}))
-    monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("small", "large"), (Table("f1"),)))
-    first, second = tables.render("made-up", tmp_path).split("**Qwen2.5-Coder-1.5B-Instruct**")
+        records.rewrite(tmp_path / f"{name}.jsonl", lambda _, found=found: lines(full=found))
+    shown = Table("f1"), Table("acc", ("of",))
+    runs = tuple(f"made-up{model}" for model in scores)
+    monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(runs, shown))
+    return tables.render("made-up", tmp_path)
+
+
+def test_each_model_has_columns_of_its_own(monkeypatch, tmp_path):
+    text = two_models(monkeypatch, tmp_path, "f1")
+    assert text.startswith("    kvtool eval qa qa.jsonl --policy POLICY")
+    assert f"-m {kinds.LARGE}" in text
+    assert "F1, %:\n\n| policy | 135M: None | 1.5B: None |" in text
+    assert "| `full` | 75.0 | 25.0 |" in text
+
+
+def test_each_model_has_tables_of_its_own_if_they_differ(monkeypatch, tmp_path):
+    first, second = two_models(monkeypatch, tmp_path, "acc").split("**Qwen2.5-Coder-1.5B-Instruct**")
     assert first.startswith("**SmolLM2-135M-Instruct**\n\n    kvtool eval qa qa.jsonl --policy POLICY")
     assert "75.0" in first
     assert "25.0" in second
-    assert "-m qwen2.5-coder-1.5b-instruct-q4_k_m.gguf" in second
+    assert f"-m {kinds.LARGE}" in second
 
 
 def test_one_table_may_have_all_models_each_with_its_own_budgets(monkeypatch, tmp_path):
