@@ -63,7 +63,7 @@ if(KVTOOL_PATCH)
     # src/sources.cmake reads the copy of MANIFEST
     list(FILTER kvtool_files INCLUDE REGEX "^src/")
     foreach(file MANIFEST ${kvtool_files})
-        get_filename_component(kvtool_name "${file}" NAME)
+        string(REGEX REPLACE "^src/" "" kvtool_name "${file}")
         configure_file("${CMAKE_CURRENT_LIST_DIR}/${file}" "${kvtool_llama}/src/kvtool/${kvtool_name}" COPYONLY)
     endforeach()
     file(CONFIGURE OUTPUT "${kvtool_llama}/src/kvtool/digest.h" @ONLY

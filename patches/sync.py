@@ -143,7 +143,9 @@ def import_(tree: Path, archive: Path | None = None) -> str:
     ours.mkdir(parents=True)
     for name in ("MANIFEST", *sources.manifest(HERE)):
         if name != PATCH.name:
-            (ours / Path(name).name).symlink_to(HERE / name)
+            link = ours / name.removeprefix("src/")
+            link.parent.mkdir(exist_ok=True)
+            link.symlink_to(HERE / name)
     (ours / "digest.h").write_text('#define LLAMA_KVTOOL_DIGEST "work tree"\n')
     patch, left = PATCH.read_bytes(), []
     try:

@@ -1,7 +1,7 @@
-// The kernels of patches/src/index.cpp and softmax.cpp one by one, for tests: in a program the CPU decides which of them runs.
+// The kernels of patches/src/archive/index.cpp and softmax.cpp one by one, for tests: in a program the CPU decides which of them runs.
 
-#include "../../patches/src/index.cpp"
-#include "../../patches/src/softmax.cpp"
+#include "../../patches/src/archive/index.cpp"
+#include "../../patches/src/archive/softmax.cpp"
 
 using namespace kvtool;
 

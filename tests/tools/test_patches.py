@@ -19,6 +19,7 @@ from kvtool.errors import LibraryError
 
 ROOT = Path(__file__).parents[2]
 PATCHES = ROOT / "patches"
+SRC = PATCHES / "src"
 MANIFEST = sources.manifest(PATCHES)
 sys.path.insert(0, str(PATCHES))
 apply = importlib.import_module("apply")
@@ -58,6 +59,12 @@ def tree(tmp_path):
     return folder
 
 
+def included(path):
+    """Names in a C++ file's #include lines, those of our files below patches/src."""
+    names = re.findall(r'^#include "([^"]+)"', path.read_text(), re.M)
+    return {f"{path.parent.name}/{name}" if (path.parent / name).is_file() else name for name in names}
+
+
 def read(tree):
     return (tree / "src" / "a.cpp").read_text()
 
@@ -93,7 +100,7 @@ def test_patch_files_are_ascii(name):
 
 
 def test_the_manifest_names_every_file_of_ours_once():
-    ours = [f"src/{path.name}" for path in (PATCHES / "src").iterdir()]
+    ours = [path.relative_to(PATCHES).as_posix() for path in SRC.rglob("*") if path.is_file()]
     assert sorted(MANIFEST) == sorted(["hooks.patch", *ours])
 
 
@@ -103,11 +110,21 @@ def test_no_file_of_ours_is_too_long(name):
 
 
 def test_no_file_of_ours_includes_itself_through_others():
-    includes: dict[str, set[str]] = {}  # of a .h and its .cpp together
-    for path in (PATCHES / "src").iterdir():
-        names = re.findall(r'^#include "([\w-]+)\.h"', path.read_text(), re.M)
-        includes.setdefault(path.stem, set()).update({*names} - {path.stem})
-    assert {"state", "llama-context"} <= set(TopologicalSorter(includes).static_order())
+    names: dict[str, set[str]] = {}  # of a .h and its .cpp together
+    for path in SRC.glob("*/*.*"):
+        own = path.relative_to(SRC).with_suffix("").as_posix()
+        names.setdefault(own, set()).update({name.removesuffix(".h") for name in included(path)} - {own})
+    assert {"hooks/state", "llama-context"} <= set(TopologicalSorter(names).static_order())
+
+
+def test_the_archive_needs_ggml_alone():
+    """Its C++ tests link it with ggml. The seam describes a layer of the cache."""
+    ggml = r"ggml[\w-]*\.h|\.\./ggml/src/ggml-impl\.h"
+    names = {name for path in (SRC / "archive").iterdir() for name in included(path)}
+    own = {path.relative_to(SRC).as_posix() for path in (SRC / "archive").iterdir()}
+    assert {name for name in names - own if not re.fullmatch(ggml, name)} == {"cache/layer.h"}
+    for name in ("cache/layer.h", "cache/rope.h", "cache/rope.cpp"):
+        assert included(SRC / name) <= {"ggml.h", "cache/rope.h"}, name
 
 
 def test_a_manifest_that_is_missing_is_named(tmp_path):
@@ -312,7 +329,7 @@ def test_check_without_git_says_what_it_left_out(archive, monkeypatch):
     assert "no git" in sync.check()
 
 
-OURS = ("src/sources.cmake", "src/a.h", "src/a.cpp", "src/b.cpp")
+OURS = ("src/sources.cmake", "src/x/a.h", "src/x/a.cpp", "src/y/b.cpp")
 """The files of ours in the project below."""
 
 
@@ -327,6 +344,7 @@ def project(folder: Path, patch: bytes = PATCH) -> Path:
     (patches / "src").mkdir()
     shutil.copy(PATCHES / "src" / "sources.cmake", patches / "src")
     for name in OURS[1:]:
+        (patches / name).parent.mkdir(exist_ok=True)
         (patches / name).write_text(f"// {name}\n")
     source = folder / "source distribution"
     (source / "vendor/llama.cpp/src").mkdir(parents=True)
@@ -373,8 +391,8 @@ def test_cmake_patches_and_computes_the_digest_that_python_does(tmp_path):
         assert done.returncode == 0, done.stderr
         llama = source / "vendor/llama.cpp"
         assert read(llama) == AFTER
-        assert (llama / "src/kvtool/a.h").read_text() == "// src/a.h\n"
-        assert "sources: llama.cpp;kvtool/a.cpp;kvtool/b.cpp\n" in done.stdout
+        assert (llama / "src/kvtool/x/a.h").read_text() == "// src/x/a.h\n"
+        assert "sources: llama.cpp;kvtool/x/a.cpp;kvtool/y/b.cpp\n" in done.stdout
         define = f'#define LLAMA_KVTOOL_DIGEST "{sources.patch_digest(tmp_path / "patches")}"\n'
         assert (llama / "src/kvtool/digest.h").read_text() == define
 

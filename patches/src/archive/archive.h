@@ -1,0 +1,324 @@
+// Archive: keys and values that have left the cache, in host memory or in a file.
+
+#pragma once
+
+#include "clusters.h"
+#include "index.h"
+#include "store.h"
+#include "turns.h"
+
+#include "ggml.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace kvtool {
+
+// A run of tokens whose keys are rotated to their positions minus `base`. A long stream starts another run whenever
+// its positions start over at the end of the context.
+struct frame {
+    int64_t first; // position of its first token
+    int64_t base;
+};
+
+// parameters of all layers of an archive; see llama_kvtool_params
+struct archive_params {
+    int32_t n_recall;
+    int32_t n_near;
+    int32_t type_k;
+    int32_t type_v;
+    int32_t v_trans;
+    int32_t n_made;
+    int32_t n_exact;
+};
+
+// shape of one layer
+struct archive_shape {
+    int32_t n_head;
+    int32_t n_embd_k; // elements of a head's key
+    int32_t n_embd_v;
+
+    rotation turns;
+};
+
+// tokens that leave the cache for the archive
+struct leaving {
+    const int32_t * cells;
+
+    int32_t n_cell;
+    int64_t pos_0; // position of the first of them
+    int64_t n_max; // maximum size of the archive; the newest tokens stay
+    int64_t next;  // position that the cache's next token will be rotated to
+
+    int64_t end() const { return pos_0 + n_cell; }
+
+    // oldest token of an archive that has tokens begin .. end - 1 now and receives these
+    int64_t first(int64_t begin, int64_t end) const { return std::max(begin < end ? begin : pos_0, this->end() - n_max); }
+};
+
+// contents of some cells of a layer, cell by cell
+struct gathered {
+    ggml_type type_k;
+    ggml_type type_v;
+
+    std::vector<uint8_t> k;
+    std::vector<uint8_t> v; // empty if values are a part of the keys (MLA)
+};
+
+constexpr int64_t n_block = store::n_block; // tokens of a block
+
+// Archived tokens of one layer. Their positions in the stream are consecutive.
+class archived_layer {
+public:
+    // at: offset of the layer's part of a slab
+    archived_layer(
+            const store & memory, size_t at, int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, ggml_type type_v);
+
+    int64_t begin() const { return first; }
+    int64_t end()   const { return last; }
+
+    // set the range of tokens; the memory has slabs for them
+    void set_span(int64_t begin, int64_t end);
+
+    // store token i: the keys and the values of all heads
+    void put(int64_t i, const float * k, const float * v);
+
+    // reorder a complete block: place first + i gets the token of place from[first + i]
+    void sort(int head, int64_t block, int first, const uint8_t * from);
+
+    size_t token_bytes() const { return n_head*size; }
+
+    // below, tokens of clustered blocks are addressed by their places
+
+    // keys i .. i + n - 1 of a head as f32; all lie in one block
+    void keys(int head, int64_t i, int n, float * out) const;
+
+    // the same for values
+    void values(int head, int64_t i, int n, float * out) const;
+
+    // a key and a value in their stored format
+    const uint8_t * raw_key  (int head, int64_t i) const { return key_at  (head, i); }
+    const uint8_t * raw_value(int head, int64_t i) const { return value_at(head, i); }
+
+    uint8_t * raw_key  (int head, int64_t i) { return key_at  (head, i); }
+    uint8_t * raw_value(int head, int64_t i) { return value_at(head, i); }
+
+    // end of the block of token i
+    static int64_t block_end(int64_t i) { return (i/n_block + 1)*n_block; }
+
+    // end of the layer's part of a slab
+    size_t slab_end() const;
+
+    const int     n_head;
+    const int64_t n_embd_k; // elements of a head's key
+    const int64_t n_embd_v;
+
+    const ggml_type type_k;
+    const ggml_type type_v;
+
+    const size_t size_k; // bytes of a key
+    const size_t size_v;
+    const size_t size;   // bytes of a key and the value stored behind it
+
+    static constexpr int n_block = store::n_block;
+
+private:
+    const store & memory;
+
+
+    // offset in a slab; there lie [n_head][n_block] keys, each followed by its value
+    const size_t at_k;
+
+    int64_t first = 0;
+    int64_t last  = 0;
+
+    uint8_t * key_at  (int head, int64_t i) const { return memory.at(i) + at_k + (head*n_block + i % n_block)*size; }
+    uint8_t * value_at(int head, int64_t i) const { return key_at(head, i) + size_k; }
+};
+
+// tokens of a layer in the format of archive::get, beginning with token `first`
+struct archive_part {
+    const uint8_t * data;
+    int64_t         first;
+};
+
+// archived tokens whose keys have the same rotation
+struct stretch {
+    int64_t begin;
+    int64_t end;
+
+    int64_t delta; // positions by which a query is rotated before it is multiplied with their keys
+};
+
+class archive {
+public:
+    // create empty layers of these shapes
+    void make(const archive_params & params, const std::vector<archive_shape> & shapes);
+
+    // put the archive into a new file at that path; nothing may be archived yet. Throws std::runtime_error on
+    // failure.
+    void open(const std::string & path) { memory.open(path); }
+
+    bool has_file() const { return memory.has_file(); }
+
+    // Archiving takes four steps: `reserve` allocates the memory (throws no_room); `start` deletes tokens that
+    // are too old and returns the oldest token that stays; `put` stores a layer's tokens from pos on; `finish`
+    // completes the archive, clusters included.
+    void reserve(const leaving & some) { memory.reserve(first_of(some), some.end()); }
+    int64_t start(const leaving & some);
+    void put    (size_t layer, int64_t pos, const gathered & cells);
+    void finish (const leaving & some, int64_t first, int n_thread);
+
+    // store one token: keys and values of all heads
+    void put(size_t layer, int64_t pos, ggml_type type_k, const uint8_t * k, ggml_type type_v, const uint8_t * v);
+
+    // oldest token of the archive once it has received these
+    int64_t first_of(const leaving & some) const {
+        const int64_t begin = size() > 0 ? this->begin() : some.pos_0;
+        return whole(begin, some.first(begin, end()), some.end());
+    }
+
+    // While clustering is deferred, `finish` computes no clusters; instead `seal_layer` clusters the complete
+    // blocks of one head of a layer. Several heads may be clustered at the same time, but nothing else may read
+    // or change the layer. Ending the deferral clusters the remaining blocks.
+    void defer_seal(bool on, int n_thread);
+    void seal_layer(size_t layer, int head);
+
+    bool has_clusters() const { return !clusters.empty(); }
+
+    // set the base: keys in the cache are rotated to their positions minus base
+    void set_base(int64_t base);
+
+    // base of the newest run
+    int64_t base() const { return frames.empty() ? 0 : frames.back().base; }
+
+    // delete all but the newest n tokens
+    void keep(int64_t n);
+
+    // Delete the tokens from `end` on. The rest is then in the state that it had when its last token had just
+    // been archived and the stream's next position was `next`. The caller then calls `set_base`, as runs may have
+    // been removed.
+    void cut(int64_t end, int64_t next);
+
+    void clear();
+
+    // Empty the layers that hold other tokens than begin .. end - 1. Throws no_room, and nothing has changed
+    // then.
+    void expect(int64_t begin, int64_t end);
+
+    // copy a layer's keys and values in their stored format, token by token; and the bytes of a token
+    void   get(size_t layer, uint8_t * out, int64_t begin, int64_t end) const;
+    size_t token_bytes(size_t layer) const { return layers[layer].token_bytes(); }
+
+    // set a layer's tokens begin .. end - 1 from consecutive parts
+    void fill(size_t layer, const std::vector<archive_part> & in, int64_t begin, int64_t end, int n_thread);
+
+    // Clusters of blocks in a saved archive: see llama_kvtool_clusters. They are set after the layers and before
+    // the table. `get_clusters` returns false if some row lacks such clusters.
+    std::array<int64_t, 4> clustered() const;
+    size_t                 cluster_bytes() const { return n_row()*sizeof(membership); }
+
+    bool get_clusters(uint8_t * out, int64_t begin, int64_t end, bool is_far) const;
+    void set_clusters(const uint8_t * in, int64_t begin, int64_t end, bool is_far);
+
+    // Compute clusters that are missing after `set_table`, for a few rows; returns how many rows are left. n_max:
+    // maximum size of the archive
+    int seal_some(int64_t n_max, int n_thread);
+
+    // see llama_kvtool_get_archive_table; set_table returns the reason if it fails, otherwise an empty string,
+    // and marks all rows as not clustered
+    std::vector<int64_t> table() const;
+    std::string          set_table(const std::vector<int64_t> & table);
+
+    int64_t begin() const { return layers.empty() ? 0 : layers[0].begin(); }
+    int64_t end()   const { return layers.empty() ? 0 : layers[0].end(); }
+    int64_t size()  const { return end() - begin(); }
+
+    // clusters included; they lie in host memory even if slabs lie in a file
+    int64_t bytes()      const;
+    int64_t slab_bytes() const;
+
+    size_t n_layer() const { return layers.size(); }
+
+    const archived_layer & operator[](size_t i) const { return layers[i]; }
+
+    // place of token i of a row: clustered blocks are stored in another order
+    int64_t place_of(size_t layer, int head, int64_t i) const;
+
+    const turns & turns_of(size_t i) const { return rope[i]; }
+
+    // Tokens before this position are beyond n_near: all have the same distance from a query. Clustered blocks
+    // store whether they were clustered as far.
+    int64_t far_end() const { return far; }
+
+    // runs of the tokens within n_near, and the newest run
+    std::vector<frame> frames;
+
+    // All tokens by their rotation. Tokens before far_end count as not rotated, for queries rotated by far_turn.
+    std::vector<stretch> stretches(int64_t far_end, int64_t far_turn) const;
+
+    // base of the run of token i
+    int64_t base_of(int64_t i) const;
+
+    int64_t n_near = 0; // distance that farther tokens are treated as having
+
+    // clusters of a row's keys; only if n_exact > 0
+    const row_clusters & clusters_of(size_t layer, int head) const { return clusters[layer][head]; }
+
+    // positions by which the key of token i is rotated before its block is clustered
+    int64_t turn_to(const bearing & to, int64_t i) const { return base_of(i) - (to.is_far ? i : to.base); }
+
+    // limit of positions, so that no computed value overflows
+    static constexpr int64_t most = (int64_t) 1 << 40;
+
+private:
+    store memory;
+
+    std::vector<archived_layer> layers;
+    std::vector<turns>          rope;
+
+    int64_t far    = 0;
+    int64_t n_most = most; // maximum size of the archive
+
+    // first token that stays if the tokens before `to` are deleted: a clustered block is deleted as a whole
+    int64_t whole(int64_t begin, int64_t to, int64_t end) const;
+
+    std::vector<std::vector<row_clusters>> clusters; // [layer][head]
+
+    // number of last rows that lack clusters after set_table
+    int n_unsealed = 0;
+
+    // clusters given by `set_clusters`, by block and whether it is far; [row]
+    std::map<std::pair<int64_t, bool>, std::vector<membership>> known;
+
+    int n_row() const;
+
+    // blocks of a row that are clustered: from the archive's first block to block `to`, as far before block `far`
+    struct row_span {
+        int64_t far;
+        int64_t to;
+    };
+    row_span span_of(int row) const;
+
+    void move_far(int64_t end);
+
+    // Cluster the blocks that have become complete, cluster those again that are now beyond n_near, and remove
+    // the clusters of deleted blocks.
+    void seal(int n_thread);
+    void seal_row(int row);
+
+    bool is_deferred = false;
+    // keys, values: buffers for a block
+    void seal(size_t layer, int head, int row, int64_t block, bool is_far, std::vector<float> & keys, std::vector<float> & values);
+    void clear_clusters();
+
+    // remove the tokens before `begin`, whose memory is gone
+    void forget(int64_t begin);
+};
+
+} // namespace kvtool

@@ -1,0 +1,375 @@
+// Attention of a step's queries to one layer's archive, on the host.
+//
+// In the decode's graph each layer has a custom operation (hooks/recall.cpp adds it, recaller.cpp implements it) between
+// the computation of the layer's queries and attention over the cache. All threads of ggml's CPU backend run it together
+// and meet at barriers. Its result is written to the last cells of the cache, so attention over the cache, with any
+// kernel on any device, includes the archive. The code below computes, for each query, what exact attention to the
+// archive would give: a value, and the logarithm of the softmax's denominator, with which the value can be weighted
+// against the live cells. It does so in this order:
+//
+// 1. make_room (one thread): buffers for the results, which all threads share.
+//
+// 2. find (one thread per row): search.cpp decides which tokens the row's queries attend to exactly. These are all
+//    tokens without clusters (the newest ones), and the tokens of the clusters with the highest attention per token,
+//    n_exact in total. All other clusters are estimated from their mean keys and values; the estimate is stored as one
+//    more partial sum of the row. As most attention is on few tokens, the work depends little on the archive's length.
+//
+// 3. attend (each thread has some parts): the row's exact tokens are divided into n_span parts of equal size. read_part
+//    reads a part in batches of n_together tokens:
+//    - read multiplies the batch's keys with the queries. A key is stored with the rotation (RoPE) that it had in the
+//      cache, so key and query first have to get the right distance. The search has rotated the queries once per base
+//      ("way"), which suits all keys archived under that base. Keys beyond n_near, and keys of a block in which the
+//      base changes, are rotated as well. The fastest case is a step of few queries (is_few), as in decoding: keys are
+//      multiplied in their stored format, without a converted copy. For many queries (a chunk of a prompt) keys are
+//      converted once and multiplied as matrices.
+//    - add turns the products into exponentials and adds them to the part's sums. This is the online softmax: a part
+//      stores the maximum logit, the sum of the exponentials relative to it, and the sum of the values weighted by
+//      them. When the maximum rises, the earlier sums are scaled down.
+//    - add_values reads only values whose exponential exceeds `least`; smaller ones would hardly change the result.
+//
+// 4. result (any thread, after a barrier): combines the sums of the parts and of the estimate, again relative to the
+//    common maximum. made.cpp computes synthetic cells from these results.
+//
+// 5. weigh and most_attended (only if tokens are recalled or traced): with the denominator over archive and live cells,
+//    which set_sum receives, each exact token gets its attention probability, and the tokens with the most are chosen.
+//
+// The division into parts depends on the archive and the row count only, so that results do not depend on the number
+// of threads.
+
+#include "attention.h"
+
+#include "convert.h"
+#include "products.h"
+#include "softmax.h"
+#include "stored.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvtool {
+
+// approximate number of parts of a layer's work: enough for many threads, and few enough that their sums take little
+// memory
+static constexpr int n_parts = 16;
+
+// tokens of a batch
+static constexpr int n_together = 64;
+
+// ranges that are prefetched ahead
+static constexpr size_t n_ahead = 1;
+
+attention::attention(
+        const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact, attention_work & work)
+    : all(all), l(all[i]), rope(all.turns_of(i)), n_query(n_query), is_few(n_query <= n_few_columns), n_column(columns(n_query))
+    , n_value(columns(l.n_embd_v)), n_span((n_parts + l.n_head - 1)/l.n_head), least(n_exact > 0 ? 1e-6f : 1e-9f), logits(logits)
+    , work(work), looking(all, i, rot, n_query, logits, n_exact) {}
+
+void attention::make_room() {
+    work.rows .resize(l.n_head);
+    work.parts.resize((size_t) l.n_head*(n_span + 1)*n_query*(2 + n_value));
+    work.sums .resize(l.n_head*n_query);
+    work.attn .resize(l.n_head);
+}
+
+void attention::clear(float * part) const {
+    std::fill_n(part, 2 + n_value, 0.0f);
+    part[0] = -INFINITY;
+}
+
+void attention::find(int head, const float * queries) {
+    for (int q = 0; q < n_query; ++q) {
+        clear(part_of(head, n_span, q));
+    }
+    looking.find(head, queries, work.rows[head], part_of(head, n_span, 0), 2 + n_value);
+    work.attn[head].resize(work.rows[head].n_looked);
+}
+
+// multiply the keys of n tokens from place `begin` on with the queries; the results are tokens at .. at + n - 1 of
+// the batch
+void attention::read(int head, const token_range & range, int64_t begin, int n, int at) {
+    const int64_t d = l.n_embd_k;
+    const auto & row = work.rows[head];
+
+    // [query][token] for few queries, [token][query] for many
+    float * to = powers.data() + (is_few ? at : at*n_column);
+
+    const float * queries = row.turned.data() + (size_t) range.way*n_query*d;
+
+    pieces.push_back({ begin, n, at });
+
+    const int64_t block  = begin - begin % l.n_block;
+    const auto    base   = [&](int i) { return all.base_of(block + i); };
+    const bool    is_one = !range.sealed || base(range.sealed->first) == base(l.n_block - 1);
+    const bool    turns  = range.is_far || !is_one;
+
+    if (is_few && !turns && looking.has_bytes()) {
+        multiply_byte_rows(l.raw_key(head, begin), l.size, n, d, row.bytes, range.way*n_query, n_query, to, n_together);
+        return;
+    }
+    if (is_few && !turns) {
+        multiply_rows(l.type_k, l.raw_key(head, begin), l.size, n, d, queries, n_query, to, n_together);
+        return;
+    }
+    if (is_few && is_one && range.sealed && rope.is_plain() && can_turn(l.type_k, d)) {
+        // the queries are rotated for the block's last token, and each key by the rest
+        if (turned_block != block || turned_way != range.way) {
+            turned.assign(queries, queries + n_query*d);
+            for (int q = 0; q < n_query; ++q) {
+                rope.turn_query(turned.data() + q*d, block + l.n_block - 1 - base(l.n_block - 1));
+            }
+            turned_block = block;
+            turned_way   = range.way;
+        }
+        multiply_turned_rows(l.type_k, l.raw_key(head, begin), l.size, n, d, turned.data(), n_query,
+                rope.small_turns() + (l.n_block - 1)*2*d, rope.are_halves(), range.sealed->order.data() + begin % l.n_block, to, n_together);
+        return;
+    }
+
+    float * some = keys.data() + at*d;
+    l.keys(head, begin, n, some);
+    for (int j = 0; j < n && turns; ++j) {
+        rope.turn(some + j*d, looking.turn_of(range, begin + j));
+    }
+    if (is_few) {
+        multiply_rows(GGML_TYPE_F32, (const uint8_t *) some, d*sizeof(float), n, d, queries, n_query, to, n_together);
+        return;
+    }
+    std::fill_n(to, n*n_column, 0.0f);
+    multiply_add(to, n_column, some, d, 1, row.columns.data() + (size_t) range.way*d*n_column, n_column, n, d, n_column);
+}
+
+void attention::add_values(int head, float * to) {
+    if (n_value == 0) {
+        // values are a part of the keys
+        return;
+    }
+    for (const auto & p : pieces) {
+        if (is_few) {
+            add_rows(l.type_v, l.raw_value(head, p.begin), l.size, p.n, l.n_embd_v, powers.data() + p.at, n_together, n_query, to, 2 + n_value);
+            continue;
+        }
+        float * own = powers.data() + p.at*n_column;
+        int m = 0;
+        for (int j = 0; j < p.n; ++j) {
+            const float * one = own + j*n_column;
+            if (*std::max_element(one, one + n_query) > least) {
+                l.values(head, p.begin + j, 1, values.data() + m*n_value);
+                std::copy_n(one, n_column, own + m++*n_column);
+            }
+        }
+        multiply_add(to, 2 + n_value, own, 1, n_column, values.data(), n_value, n_query, m, n_value);
+    }
+}
+
+// Apply the soft cap, if there is one. Returns the scale that is left to the softmax.
+static float softened(float * x, int n, const logit_params & logits) {
+    if (!(logits.cap > 0.0f)) {
+        return logits.scale;
+    }
+    for (int j = 0; j < n; ++j) {
+        x[j] = logits.cap*std::tanh(x[j]*logits.scale/logits.cap);
+    }
+    return 1.0f;
+}
+
+// add for few queries, one by one
+void attention::add_few(int head, int span, int n) {
+    for (int q = 0; q < n_query; ++q) {
+        float * own = part_of(head, span, q);
+        float * x   = powers.data() + q*n_together;
+
+        const float scale = softened(x, n, logits);
+        const auto  part  = exponentials(x, n, scale, x);
+        if (!(part.most > -INFINITY)) {
+            std::fill_n(x, n, 0.0f);
+            continue;
+        }
+        const float most = std::max(own[0], part.most);
+        const float old  = std::exp(own[0] - most);
+        const float now  = std::exp(part.most - most);
+
+        own[0] = most;
+        own[1] = own[1]*old + part.sum*now;
+        for (int e = 0; e < n_value && old != 1.0f; ++e) {
+            own[2 + e] *= old;
+        }
+        keep_above(x, n, least/std::max(now, 1e-30f));
+        for (int j = 0; j < n && now != 1.0f; ++j) {
+            x[j] *= now;
+        }
+    }
+    add_values(head, part_of(head, span, 0) + 2);
+}
+
+// add a batch of n tokens to the sums of a part
+void attention::add(int head, int span, int n) {
+    if (is_few) {
+        return add_few(head, span, n);
+    }
+    const float scale = softened(powers.data(), n*n_column, logits);
+
+    most  .resize(n_column);
+    factor.resize(n_column);
+    sum   .resize(n_column);
+    for (int q = 0; q < n_column; ++q) {
+        most[q] = q < n_query ? part_of(head, span, q)[0] : 0.0f;
+    }
+    exponential_columns(powers.data(), n, n_column, scale, most.data(), factor.data(), sum.data());
+
+    for (int q = 0; q < n_query; ++q) {
+        float * own = part_of(head, span, q);
+        own[0] = most[q];
+        own[1] = own[1]*factor[q] + sum[q];
+        for (int e = 0; e < n_value && factor[q] != 1.0f; ++e) {
+            own[2 + e] *= factor[q];
+        }
+    }
+    add_values(head, part_of(head, span, 0) + 2);
+}
+
+template <typename F>
+void attention::read_part(int head, int span, F && done) {
+    turned_block = -1;
+
+    keys  .resize(n_together*l.n_embd_k);
+    values.resize(n_together*n_value, 0.0f);
+    powers.resize(n_together*n_column); // with few queries [query][n_together] is smaller
+
+    const auto & row = work.rows[head];
+
+    const int64_t begin = row.n_looked*span/n_span;
+    const int64_t end   = row.n_looked*(span + 1)/n_span;
+
+    // prefetched, as clusters are far apart in memory
+    const auto ask = [&](size_t r) {
+        if (r < row.looked.size()) {
+            prefetch(l.raw_key(head, row.looked[r].begin), row.looked[r].n*l.size);
+        }
+    };
+
+    int     n  = 0;
+    int64_t at = 0;
+    bool    is_first = true;
+    for (size_t r = 0; r < row.looked.size() && at < end; ++r) {
+        const auto & range = row.looked[r];
+
+        const int64_t stop = std::min(end, at + range.n);
+        if (at + range.n > begin) {
+            for (size_t i = is_first ? 0 : n_ahead; i <= n_ahead; ++i) {
+                ask(r + i);
+            }
+            is_first = false;
+        }
+        for (int64_t i = std::max(begin, at); i < stop;) {
+            const int m = std::min<int64_t>(n_together - n, stop - i);
+            read(head, range, range.begin + i - at, m, n);
+            n += m;
+            i += m;
+            if (n == n_together) {
+                done(n);
+                pieces.clear();
+                n = 0;
+            }
+        }
+        at += range.n;
+    }
+    if (n > 0) {
+        done(n);
+        pieces.clear();
+    }
+}
+
+void attention::attend(int part) {
+    const int head = part/n_span;
+    const int span = part % n_span;
+
+    for (int q = 0; q < n_query; ++q) {
+        clear(part_of(head, span, q));
+    }
+    read_part(head, span, [&](int n) { add(head, span, n); });
+}
+
+double attention::result(int head, int query, float * value) const {
+    const auto part = [&](int i) { return part_of(head, i, query); };
+
+    float most = -INFINITY;
+    for (int i = 0; i <= n_span; ++i) {
+        most = std::max(most, part(i)[0]);
+    }
+    double sum = 0.0;
+    std::fill_n(value, l.n_embd_v, 0.0f);
+    for (int i = 0; i <= n_span; ++i) {
+        if (part(i)[0] > -INFINITY) {
+            const float w = std::exp(part(i)[0] - most);
+            sum += (double) w*part(i)[1];
+            kvtool::add(value, part(i) + 2, l.n_embd_v, w);
+        }
+    }
+    bool is_number = std::isfinite(most) && std::isfinite(sum) && sum > 0.0;
+    for (int64_t e = 0; e < l.n_embd_v; ++e) {
+        value[e]  /= sum;
+        is_number &= std::isfinite(value[e]);
+    }
+    if (!is_number) {
+        std::fill_n(value, l.n_embd_v, 0.0f);
+        return -INFINITY;
+    }
+    return most + std::log(sum);
+}
+
+void attention::weigh(int part) {
+    const int head = part/n_span;
+    const int span = part % n_span;
+
+    float * to = work.attn[head].data() + work.rows[head].n_looked*span/n_span;
+
+    read_part(head, span, [&](int n) {
+        const float scale = is_few ? 0.0f : softened(powers.data(), n*n_column, logits);
+
+        std::fill_n(to, n, 0.0f);
+        for (int q = 0; q < n_query; ++q) {
+            const double sum = work.sums[head*n_query + q];
+            if (!std::isfinite(sum)) {
+                continue;
+            }
+            float * own = powers.data() + (is_few ? q*n_together : q);
+
+            const int   step = is_few ? 1 : n_column;
+            const float by   = is_few ? softened(own, n, logits) : scale;
+            for (int j = 0; j < n; ++j) {
+                to[j] += std::exp(by*own[j*step] - (float) sum);
+            }
+        }
+        for (int j = 0; j < n; ++j) {
+            // 0 if the key is not finite
+            to[j] = to[j] > 0.0f ? to[j] : 0.0f;
+        }
+        to += n;
+    });
+}
+
+std::vector<attended_token> attention::most_attended(int head, int k) const {
+    const auto & row = work.rows[head];
+    const auto & own = work.attn[head];
+
+    std::vector<attended_token> res;
+    res.reserve(row.n_looked);
+    for (const auto & range : row.looked) {
+        for (int64_t place = range.begin; place < range.begin + range.n; ++place) {
+            const int64_t pos = looking.pos_of(range, place);
+            res.push_back({ pos, place, looking.turn_back(range, pos), own[res.size()] });
+        }
+    }
+
+    const auto is_before = [](const attended_token & a, const attended_token & b) {
+        return a.attn != b.attn ? a.attn > b.attn : a.pos > b.pos;
+    };
+    const auto end = res.begin() + std::min<size_t>(k, res.size());
+    std::nth_element(res.begin(), end - (end != res.begin()), res.end(), is_before);
+    res.erase(end, res.end());
+    std::sort(res.begin(), res.end(), [](const attended_token & a, const attended_token & b) { return a.pos < b.pos; });
+
+    return res;
+}
+
+} // namespace kvtool

@@ -1,0 +1,89 @@
+// Rewinding: the archive's newest tokens return to cells, and later tokens are deleted.
+
+#include "convert.h"
+#include "recaller.h"
+
+#include "ggml-backend.h"
+
+#include <algorithm>
+
+namespace kvtool {
+
+void archive::cut(int64_t end, int64_t next) {
+    if (end <= begin()) {
+        clear();
+        return;
+    }
+
+    // as an eviction at that time would have set it
+    far = std::max(begin(), std::min({ far, end, next - n_near }));
+
+    for (auto & l : layers) {
+        l.set_span(begin(), end);
+    }
+    memory.fit(begin(), end);
+    memory.trim();
+
+    while (frames.size() > 1 && frames.back().first >= end) {
+        frames.pop_back();
+    }
+
+    seal(1);
+}
+
+// copy tokens first .. first + n - 1 of a layer into its cells from `cell` on
+static void fill_cells(const archive & all, size_t i, const layer & own, bool v_trans, int32_t cell, int32_t n, int64_t first, int64_t base) {
+    const auto & l = all[i];
+
+    const int64_t n_embd_k = l.n_head*l.n_embd_k;
+    const int64_t n_embd_v = l.n_head*l.n_embd_v;
+
+    std::vector<float>   x(std::max(n_embd_k, n_embd_v));
+    std::vector<uint8_t> raw(own.k->nb[1]*n);
+
+    for (int32_t j = 0; j < n; ++j) {
+        const int64_t t = first + j;
+        for (int head = 0; head < l.n_head; ++head) {
+            float * key = x.data() + head*l.n_embd_k;
+            l.keys(head, all.place_of(i, head, t), 1, key);
+            if (const int64_t delta = all.base_of(t) - base) {
+                all.turns_of(i).turn(key, delta);
+            }
+        }
+        from_float(own.k->type, x.data(), raw.data() + j*own.k->nb[1], n_embd_k);
+    }
+    ggml_backend_tensor_set(own.k, raw.data(), cell*own.k->nb[1], raw.size());
+
+    if (!own.v) {
+        return;
+    }
+    // transposed, the cells of an element are consecutive
+    const size_t one    = v_trans ? ggml_type_size(own.v->type) : 0;
+    const size_t stride = v_trans ? one*n_embd_v : own.v->nb[1];
+
+    raw.resize(stride*n);
+    for (int32_t j = 0; j < n; ++j) {
+        for (int head = 0; head < l.n_head; ++head) {
+            l.values(head, all.place_of(i, head, first + j), 1, x.data() + head*l.n_embd_v);
+        }
+        from_float(own.v->type, x.data(), raw.data() + j*stride, n_embd_v);
+    }
+    if (!v_trans) {
+        ggml_backend_tensor_set(own.v, raw.data(), cell*stride, raw.size());
+        return;
+    }
+    std::vector<uint8_t> turned(raw.size());
+    transpose(raw.data(), turned.data(), n, n_embd_v, one);
+    ggml_backend_tensor_set_2d(own.v, turned.data(), cell*one, one*n, n_embd_v, one*own.k->ne[1], one*n);
+}
+
+void recaller::go_back(const std::vector<layer> & layers, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next) {
+    const int64_t first = end - n_cell;
+    for (size_t i = 0; i < layers.size() && n_cell > 0; ++i) {
+        fill_cells(tokens, i, layers[i], params.v_trans != 0, cell, n_cell, first, base);
+    }
+    tokens.cut(first, next);
+    tokens.set_base(base);
+}
+
+} // namespace kvtool

@@ -1,0 +1,368 @@
+#include "recaller.h"
+
+#include "convert.h"
+#include "made.h"
+#include "staging.h"
+#include "together.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+namespace kvtool {
+
+// writes chosen tokens in the cache's format
+template <typename T>
+struct gathering {
+    const archived_layer & l;
+    const turns          & rope;
+
+    const int  k;
+    const bool v_trans;
+
+    T * to_k; // [k][n_head][n_embd_k]
+    T * to_v; // [k][n_head][n_embd_v], or [n_head][n_embd_v][k]
+
+    std::vector<float> key    = {};
+    std::vector<T>     values = {}; // of n_side tokens
+
+    static void from(ggml_type type, const uint8_t * x, ggml_fp16_t * y, int64_t n) { to_half(type, x, y, n); }
+    static void from(ggml_type type, const uint8_t * x, float       * y, int64_t n) { to_float(type, x, y, n); }
+
+    static void from(const float * x, ggml_fp16_t * y, int64_t n) { to_half(x, y, n); }
+    static void from(const float * x, float       * y, int64_t n) { std::copy_n(x, n, y); }
+
+    // write the tokens of a head, filled up with zeros to k tokens
+    void copy(int head, const std::vector<attended_token> & some) {
+        const int n = some.size();
+
+        key.resize(l.n_embd_k);
+        for (int i = 0; i < k; ++i) {
+            T * to = to_k + ((size_t) i*l.n_head + head)*l.n_embd_k;
+            if (i >= n) {
+                std::fill_n(to, l.n_embd_k, T {});
+            } else if (some[i].turn == 0) {
+                from(l.type_k, l.raw_key(head, some[i].place), to, l.n_embd_k);
+            } else {
+                l.keys(head, some[i].place, 1, key.data());
+                rope.turn(key.data(), some[i].turn);
+                from(key.data(), to, l.n_embd_k);
+            }
+        }
+
+        values.resize(n_side*l.n_embd_v);
+        for (int i = 0; i < k; ++i) {
+            T * to = v_trans ? values.data() + i % n_side*l.n_embd_v : to_v + ((size_t) i*l.n_head + head)*l.n_embd_v;
+            if (i < n) {
+                from(l.type_v, l.raw_value(head, some[i].place), to, l.n_embd_v);
+            } else {
+                std::fill_n(to, l.n_embd_v, T {});
+            }
+            if (v_trans && l.n_embd_v > 0 && (i % n_side == n_side - 1 || i == k - 1)) {
+                const int first = i - i % n_side;
+                for (int64_t e = 0; e < l.n_embd_v; ++e) {
+                    for (int j = first; j <= i; ++j) {
+                        to_v[(head*l.n_embd_v + e)*k + j] = values[j % n_side*l.n_embd_v + e];
+                    }
+                }
+            }
+        }
+    }
+};
+
+// Each of the first tokens of a step adds n_exact tokens to those attended to exactly; further tokens add none
+static constexpr int n_apart = 5;
+
+// A long archive has more tokens similar to the query: with an archive 16 times as long, such a step attends exactly
+// to twice as many tokens. A step of one token does not, as its time depends on their number.
+static constexpr double n_short = 8192.0;
+
+static int64_t exact_of(const recaller & all, int n_tokens) {
+    const double longer = n_tokens > 1 ? std::max(1.0, std::sqrt(std::sqrt(all.tokens.size()/n_short))) : 1.0;
+
+    const int64_t n = (int64_t) (all.params.n_exact*longer)*std::min(n_tokens, n_apart);
+
+    // at least as many as are recalled
+    return n > 0 && all.params.n_made == 0 ? std::max<int64_t>(n, all.params.n_recall) : n;
+}
+
+// tokens of a step that attend to the same archived tokens
+struct some_tokens {
+    int first;
+    int n;
+};
+
+// queries of a row, token by token, rounded as attention to the live cells rounds them
+static std::vector<float> queries_of(const ggml_tensor * q, some_tokens some, int head, int n_gqa, ggml_type type_q) {
+    std::vector<float> res;
+    for (int64_t t = some.first; t < some.first + some.n; ++t) {
+        for (int g = head*n_gqa; g < (head + 1)*n_gqa; ++g) {
+            const auto * from = (const float *) ((const char *) q->data + g*q->nb[1] + t*q->nb[2]);
+            res.insert(res.end(), from, from + q->ne[0]);
+        }
+    }
+    if (type_q != GGML_TYPE_F32) {
+        std::vector<uint8_t> bytes(ggml_row_size(type_q, res.size()));
+        from_float(type_q, res.data(), bytes.data(), res.size());
+        to_float  (type_q, bytes.data(), res.data(), res.size());
+    }
+    return res;
+}
+
+// attention of a layer; each thread creates one, and they share layer.all->attending
+static attention attention_of(const ggml_tensor * dst, some_tokens some, recalled_layer & layer) {
+    const ggml_tensor * q = dst->src[0];
+
+    const int64_t rot = *(const int32_t *) dst->src[1]->data + some.first;
+
+    const int n_gqa = q->ne[1]/layer.all->tokens[layer.i].n_head;
+
+    return attention(layer.all->tokens, layer.i, rot, n_gqa*some.n, layer.logits, exact_of(*layer.all, some.n), layer.all->attending);
+}
+
+// called by all threads
+static void attend(attention & one, const ggml_tensor * dst, some_tokens some, recalled_layer & layer, int ith, int nth) {
+    const ggml_tensor * q = dst->src[0];
+
+    const int n_head = layer.all->tokens[layer.i].n_head;
+
+    auto & all = layer.all->attending;
+
+    if (ith == 0) {
+        one.make_room();
+    }
+    all.meet(nth);
+
+    std::vector<float> queries;
+    for (int head = ith; head < n_head; head += nth) {
+        queries = queries_of(q, some, head, q->ne[1]/n_head, layer.type_q);
+        one.find(head, queries.data());
+    }
+    all.meet(nth);
+    for (int part = one.n_part()*ith/nth; part < one.n_part()*(ith + 1)/nth; ++part) {
+        one.attend(part);
+    }
+    all.meet(nth);
+}
+
+// Attention of each archived token, relative to live cells and archive together. Called by all threads after attend;
+// each sets the sums of its rows.
+static void weigh(attention & one, const ggml_tensor * dst, recalled_layer & layer, int ith, int nth) {
+    const ggml_tensor * q = dst->src[0];
+
+    const auto & l = layer.all->tokens[layer.i];
+
+    const auto * most = (const float *) dst->src[2]->data;
+    const auto * prob = (const float *) dst->src[3]->data;
+
+    const int n_gqa    = q->ne[1]/l.n_head;
+    const int n_tokens = q->ne[2];
+
+    std::vector<float> value(l.n_embd_v);
+    for (int head = ith; head < l.n_head; head += nth) {
+        for (int i = 0; i < n_tokens*n_gqa; ++i) {
+            const size_t at = (size_t) (head*n_gqa + i % n_gqa)*n_tokens + i/n_gqa;
+
+            const double sum = (layer.logits.cap > 0.0f ? 1.0f : layer.logits.scale)*most[at] - std::log(prob[at]);
+            const double own  = one.result(head, i, value.data());
+
+            const double top = std::max(sum, own);
+            one.set_sum(head, i, std::isfinite(own) && std::isfinite(sum) ? top + std::log(std::exp(sum - top) + std::exp(own - top)) : -INFINITY);
+        }
+    }
+    layer.all->attending.meet(nth);
+    for (int part = one.n_part()*ith/nth; part < one.n_part()*(ith + 1)/nth; ++part) {
+        one.weigh(part);
+    }
+    layer.all->attending.meet(nth);
+}
+
+static const attended_token no_token = { -1, -1, 0, 0.0f };
+
+static void note(recalled_layer & layer, int head, int n, const std::vector<attended_token> & some) {
+    auto * to = layer.attended.data() + head*n;
+    for (int i = 0; i < n; ++i) {
+        to[i] = i < (int) some.size() ? some[i] : no_token;
+    }
+}
+
+template <typename T>
+static void recall(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    auto & layer = *(recalled_layer *) userdata;
+
+    auto & tokens = layer.all->tokens;
+
+    const auto & l = tokens[layer.i];
+
+    const int k = layer.all->params.n_recall;
+
+    T * to_k = (T *) dst->data;
+    T * to_v = to_k + (size_t) k*l.n_head*l.n_embd_k;
+
+    gathering<T> all { l, tokens.turns_of(layer.i), k, layer.all->params.v_trans != 0, to_k, to_v };
+
+    const some_tokens step = { 0, (int) dst->src[0]->ne[2] };
+
+    auto one = attention_of(dst, step, layer);
+    attend(one, dst, step, layer, ith, nth);
+    weigh (one, dst, layer, ith, nth);
+
+    for (int head = ith; head < l.n_head; head += nth) {
+        const auto some = one.most_attended(head, k);
+        note(layer, head, k, some);
+        all.copy(head, some);
+    }
+}
+
+void recall_into(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    if (dst->type == GGML_TYPE_F16) {
+        recall<ggml_fp16_t>(dst, ith, nth, userdata);
+    } else {
+        recall<float>(dst, ith, nth, userdata);
+    }
+}
+
+// synthetic cells of some tokens of a step
+template <typename T>
+static void make(ggml_tensor * dst, some_tokens some, recalled_layer & layer, int ith, int nth) {
+    const auto & l = layer.all->tokens[layer.i];
+    const auto & p = layer.all->params;
+
+    const ggml_tensor * q = dst->src[0];
+
+    const int n_gqa  = q->ne[1]/l.n_head;
+    const int n_cell = q->ne[2]*p.n_made;
+
+    auto one = attention_of(dst, some, layer);
+    attend(one, dst, some, layer, ith, nth);
+
+    T * to_k = (T *) dst->data;
+    T * to_v = to_k + (size_t) n_cell*l.n_head*l.n_embd_k;
+
+    made_cells cells(n_gqa, l.n_embd_k, l.n_embd_v, layer.type_k, layer.logits);
+
+    std::vector<float>  queries;
+    std::vector<double> sums(n_gqa);
+    std::vector<float>  found(n_gqa*l.n_embd_v);
+    std::vector<T>      value(l.n_embd_v);
+
+    for (int i = ith; i < l.n_head*some.n; i += nth) {
+        const int head = i/some.n;
+        const int t    = i % some.n;
+
+        // first token of this thread in this row
+        if (t < nth) {
+            queries = queries_of(q, some, head, n_gqa, layer.type_q);
+        }
+        for (int g = 0; g < n_gqa; ++g) {
+            sums[g] = one.result(head, t*n_gqa + g, found.data() + g*l.n_embd_v);
+        }
+        cells.make(queries.data() + t*n_gqa*l.n_embd_k, sums.data(), found.data());
+
+        for (int g = 0; g < p.n_made; ++g) {
+            const size_t cell = (some.first + t)*p.n_made + g;
+
+            T * k = to_k + (cell*l.n_head + head)*l.n_embd_k;
+            if (g < n_gqa) {
+                gathering<T>::from(cells.keys  .data() + g*l.n_embd_k, k, l.n_embd_k);
+                gathering<T>::from(cells.values.data() + g*l.n_embd_v, value.data(), l.n_embd_v);
+            } else {
+                std::fill_n(k, l.n_embd_k, T {});
+                std::fill(value.begin(), value.end(), T {});
+            }
+            for (int64_t e = 0; e < l.n_embd_v; ++e) {
+                to_v[p.v_trans ? (head*l.n_embd_v + e)*n_cell + cell : (cell*l.n_head + head)*l.n_embd_v + e] = value[e];
+            }
+        }
+    }
+
+    if (dst->src[2]) {
+        layer.all->attending.meet(nth);
+        weigh(one, dst, layer, ith, nth);
+        for (int head = ith; head < l.n_head; head += nth) {
+            note(layer, head, layer.all->n_traced, one.most_attended(head, layer.all->n_traced));
+        }
+    }
+}
+
+void make_into(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    auto & layer = *(recalled_layer *) userdata;
+
+    const int n_tokens = dst->src[0]->ne[2];
+
+    const int n = layer.all->is_apart && !dst->src[2] ? 1 : n_tokens;
+
+    for (int first = 0; first < n_tokens; first += n) {
+        if (first > 0) {
+            layer.all->attending.meet(nth);
+        }
+        if (dst->type == GGML_TYPE_F16) {
+            make<ggml_fp16_t>(dst, { first, n }, layer, ith, nth);
+        } else {
+            make<float>(dst, { first, n }, layer, ith, nth);
+        }
+    }
+}
+
+recaller::recaller(const archive_params & params, const std::vector<archive_shape> & shapes) : params(params) {
+    tokens.make(params, shapes);
+
+    for (size_t i = 0; i < shapes.size(); ++i) {
+        recalled.push_back({ this, i, {}, GGML_TYPE_F32, GGML_TYPE_F32, {} });
+    }
+    trace(params.n_made > 0 ? 0 : params.n_recall);
+}
+
+void recaller::trace(int32_t n) {
+    n_traced = n;
+    for (auto & l : recalled) {
+        l.attended.assign((size_t) tokens[l.i].n_head*n, no_token);
+    }
+}
+
+void recaller::push(const gatherer & gather, const leaving & some, int n_thread, kvtool::staging * staging) {
+    // copies of this many cells of all layers fit on a device at once
+    static constexpr int32_t n_most = 128;
+
+    if (some.n_cell <= n_most) {
+        // few tokens are stored in less time than threads take to start
+        n_thread = 1;
+    }
+
+    if (staging && staging->push(some)) {
+        return;
+    }
+
+    std::vector<gathered> found(recalled.size());
+
+    tokens.reserve(some);
+    const int64_t first = tokens.start(some);
+    // tokens that would be deleted at once are not stored
+    for (int32_t c = std::max<int64_t>(0, first - some.pos_0); c < some.n_cell; c += n_most) {
+        const auto keep = [&](size_t i, gathered && cells) { found[i] = std::move(cells); };
+        if (!gather(some.cells + c, std::min(n_most, some.n_cell - c), keep)) {
+            throw std::runtime_error("a device failed to give its cells");
+        }
+        together(n_thread, found.size(), [&](int i) { tokens.put(i, some.pos_0 + c, found[i]); });
+    }
+    tokens.finish(some, first, n_thread);
+}
+
+void recaller::clear() {
+    tokens.clear();
+    trace(n_traced);
+}
+
+ggml_tensor * recaller::build(
+        ggml_context * ctx, size_t i, const ggml_tensor * k, ggml_tensor ** args, ggml_type type, int64_t n, const logit_params & logits) {
+    recalled[i].logits = logits;
+    recalled[i].type_k = k->type;
+    // ggml converts queries to 8 bits for quantized keys
+    recalled[i].type_q = ggml_is_quantized(k->type) ? GGML_TYPE_Q8_0 : GGML_TYPE_F32;
+
+    const bool made = params.n_made > 0;
+
+    return ggml_custom_4d(ctx, type, n, 1, 1, 1, args, n_traced > 0 ? 4 : 2, made ? make_into : recall_into, GGML_N_TASKS_MAX, &recalled[i]);
+}
+
+} // namespace kvtool

@@ -1,0 +1,200 @@
+#include "softmax.h"
+
+#include "cpu.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+
+namespace kvtool {
+
+// numbers processed at once; the compiler maps them to the CPU's vectors
+#if defined(__GNUC__)
+static constexpr int n_wide   = 16;
+static constexpr int n_narrow = 8;
+
+typedef float   floats __attribute__((vector_size(n_wide*sizeof(float))));
+typedef int32_t ints   __attribute__((vector_size(n_wide*sizeof(int32_t))));
+
+typedef float   few_floats __attribute__((vector_size(n_narrow*sizeof(float))));
+typedef int32_t few_ints   __attribute__((vector_size(n_narrow*sizeof(int32_t))));
+
+#define KVTOOL_CONVERT(x, type) __builtin_convertvector(x, type)
+#else
+static constexpr int n_wide   = 1;
+static constexpr int n_narrow = 1;
+
+typedef float   floats;
+typedef int32_t ints;
+typedef float   few_floats;
+typedef int32_t few_ints;
+
+#define KVTOOL_CONVERT(x, type) (type) (x)
+#endif
+
+// f becomes 2^f = 2^whole * 2^(f - whole). The second factor is a Taylor series around -0.5 with a relative error
+// below 2e-7. f <= 0
+template <typename F, typename I>
+static inline KVTOOL_INLINE void power_of_2(F & f) {
+    f = f > -126.0f ? f : F {} - 126.0f;
+    const I whole = KVTOOL_CONVERT(f, I);
+    f = f - KVTOOL_CONVERT(whole, F) + 0.5f;
+
+    F y = f*1.0891941e-4f + 9.4282494e-4f;
+    y = y*f + 6.8010443e-3f;
+    y = y*f + 3.9247332e-2f;
+    y = y*f + 1.6986579e-1f;
+    y = y*f + 4.9012907e-1f;
+    y = y*f + 7.0710678e-1f;
+
+    const I bits = (whole + 127)*(1 << 23);
+    memcpy(&f, &bits, sizeof(f));
+    f = y*f;
+}
+
+static inline KVTOOL_INLINE softmax_part exponentials_of(float * x, int n, float scale, float * e) {
+    const int end = (n + n_wide - 1)/n_wide*n_wide;
+    std::fill(x + n, x + end, -INFINITY);
+
+    floats f;
+    floats most = floats {} - INFINITY;
+    for (int i = 0; i < end; i += n_wide) {
+        memcpy(&f, x + i, sizeof(f));
+        most = f > most ? f : most;
+    }
+    float lane[n_wide];
+    memcpy(lane, &most, sizeof(most));
+    const float top = *std::max_element(lane, lane + n_wide);
+
+    floats sum = {};
+    for (int i = 0; i < end; i += n_wide) {
+        memcpy(&f, x + i, sizeof(f));
+
+        f = (f - top)*(scale*1.44269504f);
+        power_of_2<floats, ints>(f);
+
+        memcpy(e + i, &f, sizeof(f));
+        sum = sum + f;
+    }
+    memcpy(lane, &sum, sizeof(sum));
+
+    return { scale*top, std::accumulate(lane, lane + n_wide, 0.0f) };
+}
+
+static inline KVTOOL_INLINE void exponential_columns_of(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) {
+    for (int q = 0; q < n_column; q += n_narrow) {
+        few_floats f, top = few_floats {} - INFINITY;
+        for (int i = 0; i < n; ++i) {
+            memcpy(&f, x + i*n_column + q, sizeof(f));
+            // a comparison with NaN is false
+            top = f > top ? f : top;
+        }
+        float lane[n_narrow];
+        memcpy(lane, &top, sizeof(top));
+        for (int j = 0; j < n_narrow; ++j) {
+            const float higher = std::max(most[q + j], scale*lane[j]);
+            factor[q + j] = most[q + j] > -INFINITY ? std::exp(most[q + j] - higher) : 0.0f;
+            most[q + j]   = higher;
+        }
+        memcpy(&top, most + q, sizeof(top));
+
+        few_floats all = {};
+        for (int i = 0; i < n; ++i) {
+            memcpy(&f, x + i*n_column + q, sizeof(f));
+            f = f*scale - top;
+            // NaN (also from -INFINITY - -INFINITY) becomes 2^-126; the maximum may be rounded to
+            // slightly more than itself
+            f = f < 1.0f ? f : few_floats {} - 126.0f;
+            f = (f < 0.0f ? f : few_floats {})*1.44269504f;
+            power_of_2<few_floats, few_ints>(f);
+            memcpy(x + i*n_column + q, &f, sizeof(f));
+            all = all + f;
+        }
+        memcpy(sum + q, &all, sizeof(all));
+    }
+}
+
+static inline KVTOOL_INLINE float keep_above_of(float * x, int n, float least) {
+    const int end = (n + n_wide - 1)/n_wide*n_wide;
+    std::fill(x + n, x + end, 0.0f);
+
+    floats sum = {};
+    for (int i = 0; i < end; i += n_wide) {
+        floats f;
+        memcpy(&f, x + i, sizeof(f));
+        f = f > least ? f : floats {};
+        memcpy(x + i, &f, sizeof(f));
+        sum = sum + f;
+    }
+    float lane[n_wide];
+    memcpy(lane, &sum, sizeof(sum));
+    return std::accumulate(lane, lane + n_wide, 0.0f);
+}
+
+static inline KVTOOL_INLINE void add_to(float * y, const float * x, int n, float w) {
+    for (int i = 0; i < n; ++i) {
+        y[i] += w*x[i];
+    }
+}
+
+#ifdef KVTOOL_X86
+KVTOOL_AVX2   static softmax_part exponentials_avx2  (float * x, int n, float scale, float * e) { return exponentials_of(x, n, scale, e); }
+KVTOOL_AVX512 static softmax_part exponentials_avx512(float * x, int n, float scale, float * e) { return exponentials_of(x, n, scale, e); }
+
+KVTOOL_AVX2   static void exponential_columns_avx2  (float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) { exponential_columns_of(x, n, n_column, scale, most, factor, sum); }
+KVTOOL_AVX512 static void exponential_columns_avx512(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) { exponential_columns_of(x, n, n_column, scale, most, factor, sum); }
+
+KVTOOL_AVX2   static float keep_above_avx2  (float * x, int n, float least) { return keep_above_of(x, n, least); }
+KVTOOL_AVX512 static float keep_above_avx512(float * x, int n, float least) { return keep_above_of(x, n, least); }
+
+KVTOOL_AVX2   static void add_avx2  (float * y, const float * x, int n, float w) { add_to(y, x, n, w); }
+KVTOOL_AVX512 static void add_avx512(float * y, const float * x, int n, float w) { add_to(y, x, n, w); }
+#endif
+
+softmax_part exponentials(float * x, int n, float scale, float * e) {
+#ifdef KVTOOL_X86
+    switch (vectors()) {
+        case AVX512: return exponentials_avx512(x, n, scale, e);
+        case AVX2:   return exponentials_avx2  (x, n, scale, e);
+        case PLAIN:  break;
+    }
+#endif
+    return exponentials_of(x, n, scale, e);
+}
+
+void exponential_columns(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) {
+#ifdef KVTOOL_X86
+    switch (vectors()) {
+        case AVX512: return exponential_columns_avx512(x, n, n_column, scale, most, factor, sum);
+        case AVX2:   return exponential_columns_avx2  (x, n, n_column, scale, most, factor, sum);
+        case PLAIN:  break;
+    }
+#endif
+    exponential_columns_of(x, n, n_column, scale, most, factor, sum);
+}
+
+float keep_above(float * x, int n, float least) {
+#ifdef KVTOOL_X86
+    switch (vectors()) {
+        case AVX512: return keep_above_avx512(x, n, least);
+        case AVX2:   return keep_above_avx2  (x, n, least);
+        case PLAIN:  break;
+    }
+#endif
+    return keep_above_of(x, n, least);
+}
+
+void add(float * y, const float * x, int n, float w) {
+#ifdef KVTOOL_X86
+    switch (vectors()) {
+        case AVX512: return add_avx512(y, x, n, w);
+        case AVX2:   return add_avx2  (y, x, n, w);
+        case PLAIN:  break;
+    }
+#endif
+    add_to(y, x, n, w);
+}
+
+} // namespace kvtool

@@ -1,0 +1,347 @@
+#include "staging.h"
+
+#include "convert.h"
+#include "no_room.h"
+
+#include "../ggml/src/ggml-impl.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvtool {
+
+// Maximum number of copying threads. One thread reads host memory more slowly than a device receives it; eight keep
+// up with PCIe 5.0.
+static constexpr unsigned n_most_copiers = 8;
+
+// One thread in four clusters: this keeps up with a device, whose own work needs a thread.
+static constexpr int n_sealer_part = 4;
+
+// Pinned buffers of a thread: it fills one while the device reads the other.
+static constexpr size_t n_bounce = 2;
+
+// Bytes behind the rows, as devices read past a tensor's end.
+static constexpr size_t n_padding = 4096;
+
+std::string staging::unsupported(const archive & tokens, const std::vector<layer> & layers) {
+    for (size_t i = 0; i < layers.size(); ++i) {
+        if (!layers[i].v) {
+            return "values are a part of the keys (MLA)";
+        }
+        if (tokens[i].type_k != tokens[i].type_v) {
+            return "keys and values are archived in different formats";
+        }
+    }
+    return {};
+}
+
+static ggml_backend_dev_t device_of(ggml_backend_buffer_type_t buft) {
+    ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
+    // llama.cpp's own host memory has no device
+    return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+}
+
+static no_room no_device_memory(size_t n_bytes) {
+    return no_room("a device has no " + std::to_string(n_bytes >> 20) + " MiB for archived tokens");
+}
+
+static bool lie_apart(const std::vector<layer> & layers) {
+    return std::none_of(layers.begin(), layers.end(), [](const layer & l) {
+        return ggml_backend_buffer_is_host(l.k->buffer) || ggml_backend_buffer_is_host(l.v->buffer);
+    });
+}
+
+staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_trans, int64_t n_token, int n_thread)
+    : tokens(tokens), layers(layers), n_room(n_token), is_apart(!v_trans && lie_apart(layers))
+    , copiers(std::clamp(std::thread::hardware_concurrency()/2, 1u, n_most_copiers))
+    , sealers(tokens.has_clusters() ? std::max(n_thread/n_sealer_part, 1) : 0) {
+    // bytes per token of the largest layer of each device
+    std::map<ggml_backend_buffer_type_t, size_t> most;
+    for (size_t i = 0; i < layers.size(); ++i) {
+        size_t & n_bytes = most[ggml_backend_buffer_get_type(layers[i].k->buffer)];
+        n_bytes = std::max(n_bytes, tokens[i].token_bytes());
+    }
+
+    for (const auto & [buft, token_bytes] : most) {
+        auto & d = devices[buft];
+
+        const size_t n_bytes  = token_bytes*n_token + n_padding;
+        const size_t n_tensor = 2 + 2*layers.size();
+        d.ctx.reset(ggml_init({ n_tensor*ggml_tensor_overhead(), nullptr, true }));
+
+        for (int b = 0; b < 2; ++b) {
+            d.buffers[b].reset(ggml_backend_buft_alloc_buffer(buft, n_bytes));
+            if (!d.buffers[b]) {
+                throw no_device_memory(2*n_bytes);
+            }
+            // rows that are never written could hold NaN, which attention would propagate
+            ggml_backend_buffer_clear(d.buffers[b].get(), 0);
+
+            d.bytes[b] = ggml_new_tensor_1d(d.ctx.get(), GGML_TYPE_I8, n_bytes);
+            ggml_backend_tensor_alloc(d.buffers[b].get(), d.bytes[b], ggml_backend_buffer_get_base(d.buffers[b].get()));
+        }
+
+        ggml_backend_dev_t         dev  = device_of(buft);
+        ggml_backend_buffer_type_t host = ggml_backend_buft_is_host(buft) ? nullptr : ggml_backend_dev_host_buffer_type(dev);
+
+        for (size_t t = 0; t < copiers.size(); ++t) {
+            queue q;
+            q.backend.reset(ggml_backend_dev_init(dev, nullptr));
+            if (!q.backend) {
+                throw std::runtime_error("a device gives no queue for copies");
+            }
+            for (size_t j = 0; j < n_bounce && host; ++j) {
+                bounce one;
+                one.buffer.reset(ggml_backend_buft_alloc_buffer(host, token_bytes*n_block));
+                one.done  .reset(ggml_backend_event_new(dev));
+                if (!one.buffer || !one.done) {
+                    q.bounces.clear();
+                    break;
+                }
+                q.bounces.push_back(std::move(one));
+            }
+            d.queues.push_back(std::move(q));
+        }
+    }
+
+    for (size_t i = 0; i < layers.size(); ++i) {
+        const auto & l = tokens[i];
+
+        auto & d = devices[ggml_backend_buffer_get_type(layers[i].k->buffer)];
+
+        ggml_tensor * bytes = d.bytes[i % 2];
+
+        const auto rows = [&](int64_t n_embd, ggml_type type, size_t offset) {
+            ggml_tensor * t = ggml_new_tensor_2d(d.ctx.get(), type, n_embd, n_token*l.n_head);
+
+            // a key is followed by its value
+            t->nb[1] = l.size;
+            t->nb[2] = t->nb[3] = l.size*t->ne[1];
+
+            ggml_backend_tensor_alloc(bytes->buffer, t, (char *) bytes->data + offset);
+            return t;
+        };
+
+        staged_layer s;
+        s.home  = &d;
+        s.bytes = bytes;
+        s.k     = rows(l.n_embd_k, l.type_k, 0);
+        s.v     = rows(l.n_embd_v, l.type_v, l.size_k);
+        staged.push_back(std::move(s));
+    }
+}
+
+staging::~staging() {
+    // copies into the buffers must end before the buffers are freed
+    copiers.wait(arriving);
+    copiers.wait(fetching);
+    sealers.wait(sealing);
+}
+
+int64_t staging::bytes() const {
+    int64_t res = 0;
+    for (const auto & each : devices) {
+        res += 2*ggml_backend_buffer_get_size(each.second.buffers[0].get());
+    }
+    return res;
+}
+
+//
+// a step
+//
+
+void staging::begin(const std::vector<mark> & marks, int64_t n_live) {
+    // a failed step may have left copies under way
+    copiers.wait(arriving);
+    copiers.wait(fetching);
+    sealers.wait(sealing);
+
+    this->marks  = marks;
+    this->n_live = n_live;
+    n_reached    = 0;
+
+    for (auto & s : staged) {
+        s.is_fetched = false;
+    }
+    if (!marks.empty()) {
+        copy(marks[0].layer);
+    }
+}
+
+bool staging::reach(ggml_tensor * node, bool ask, void * self) {
+    auto & own = *(staging *) self;
+
+    const bool is_mark = own.n_reached < own.marks.size() && own.marks[own.n_reached].node == node;
+    if (ask || !is_mark) {
+        return is_mark || !ask;
+    }
+
+    const size_t layer = own.marks[own.n_reached].layer;
+    if (const auto why = own.copiers.wait(own.arriving); !why.empty()) {
+        GGML_LOG_ERROR("%s\n", why.c_str());
+        return false;
+    }
+    own.staged[layer].is_stored = true;
+
+    if (own.is_last(layer)) {
+        own.fetch(layer);
+        own.seal(layer);
+    }
+    if (++own.n_reached < own.marks.size()) {
+        // the previous layer has been computed, so its buffer is free
+        own.copy(own.marks[own.n_reached].layer);
+    }
+    return true;
+}
+
+// true if no later layer reads the layer's cells
+bool staging::is_last(size_t layer) const {
+    return std::none_of(marks.begin() + n_reached + 1, marks.end(), [&](const mark & m) { return m.layer == layer; });
+}
+
+void staging::copy(size_t layer) {
+    next = store::n_slab(tokens.begin(), tokens.end()) - 1;
+
+    for (size_t t = 0; t < copiers.size(); ++t) {
+        copiers.add(arriving, [this, layer](size_t thread) {
+            // the newest block first: it may still have to be stored
+            for (int64_t block; (block = next--) >= 0;) {
+                copy_block(thread, layer, block);
+            }
+            ggml_backend_synchronize(staged[layer].home->queues[thread].backend.get());
+        });
+    }
+}
+
+void staging::copy_block(size_t thread, size_t layer, int64_t block) {
+    const auto & l = tokens[layer];
+    const auto & s = staged[layer];
+
+    const int64_t first = (tokens.begin()/n_block + block)*n_block;
+    const int64_t begin = std::max(first, tokens.begin());
+    const int64_t end   = std::min(first + n_block, tokens.end());
+
+    if (!s.is_stored) {
+        store(layer, begin, end);
+    }
+
+    const size_t n_bytes = (end - begin)*l.size; // per head
+    const size_t offset  = (n_live + begin - tokens.begin())*l.size;
+    const size_t from    = n_block*l.size;       // distance between heads
+    const size_t to      = n_room*l.size;
+
+    auto & q = s.home->queues[thread];
+    if (q.bounces.empty()) {
+        ggml_backend_tensor_set_2d(s.bytes, l.raw_key(0, begin), offset, n_bytes, l.n_head, to, from);
+        return;
+    }
+
+    auto & b = q.bounces[q.next++ % q.bounces.size()];
+    if (b.is_used) {
+        ggml_backend_event_synchronize(b.done.get());
+    }
+    auto * memory = (uint8_t *) ggml_backend_buffer_get_base(b.buffer.get());
+    for (int head = 0; head < l.n_head; ++head) {
+        std::memcpy(memory + head*n_bytes, l.raw_key(head, begin), n_bytes);
+    }
+    ggml_backend_tensor_set_2d_async(q.backend.get(), s.bytes, memory, offset, n_bytes, l.n_head, to, n_bytes);
+    ggml_backend_event_record(b.done.get(), q.backend.get());
+    b.is_used = true;
+}
+
+void staging::seal(size_t layer) {
+    for (int head = 0; head < tokens[layer].n_head && sealers.size() > 0; ++head) {
+        sealers.add(sealing, [this, layer, head](size_t) { tokens.seal_layer(layer, head); });
+    }
+}
+
+//
+// new tokens
+//
+
+// copy all cells of a layer to the host
+void staging::fetch(size_t layer) {
+    if (!is_apart) {
+        return;
+    }
+    staged[layer].is_fetched = true;
+
+    copiers.add(fetching, [this, layer](size_t thread) {
+        auto & s = staged[layer];
+
+        const auto backend = s.home->queues[thread].backend.get();
+
+        const auto get = [&](const ggml_tensor * t, std::vector<uint8_t> & out) {
+            out.resize(ggml_nbytes(t));
+            ggml_backend_tensor_get_async(backend, t, out.data(), 0, out.size());
+        };
+        get(layers[layer].k, s.cells_k);
+        get(layers[layer].v, s.cells_v);
+        ggml_backend_synchronize(backend);
+    });
+}
+
+// store the tokens begin .. end - 1, except tokens that were not pushed last
+void staging::store(size_t layer, int64_t begin, int64_t end) {
+    const auto & l = layers[layer];
+    const auto & s = staged[layer];
+
+    begin = std::max(begin, cells_pos);
+    end   = std::min(end, cells_pos + (int64_t) cells.size());
+    for (int64_t i = begin; i < end; ++i) {
+        const size_t cell = cells[i - cells_pos];
+        tokens.put(layer, i, l.k->type, s.cells_k.data() + cell*l.k->nb[1], l.v->type, s.cells_v.data() + cell*l.v->nb[1]);
+    }
+}
+
+void staging::settle() {
+    const auto check = [](const std::string & why) {
+        if (!why.empty()) {
+            throw std::runtime_error(why);
+        }
+    };
+
+    check(copiers.wait(arriving));
+    check(copiers.wait(fetching));
+    check(sealers.wait(sealing));
+
+    for (size_t i = 0; i < staged.size(); ++i) {
+        if (!staged[i].is_stored) {
+            copiers.add(fetching, [this, i](size_t) { store(i, tokens.begin(), tokens.end()); });
+        }
+    }
+    check(copiers.wait(fetching));
+    for (auto & s : staged) {
+        s.is_stored = true;
+    }
+}
+
+bool staging::push(const leaving & some) {
+    settle();
+    if (!is_apart) {
+        return false;
+    }
+
+    for (size_t i = 0; i < staged.size(); ++i) {
+        if (!staged[i].is_fetched) {
+            fetch(i);
+        }
+    }
+    if (const auto why = copiers.wait(fetching); !why.empty()) {
+        throw std::runtime_error(why);
+    }
+
+    tokens.reserve(some);
+    const int64_t first = tokens.start(some);
+
+    cells.assign(some.cells, some.cells + some.n_cell);
+    cells_pos = some.pos_0;
+    for (auto & s : staged) {
+        s.is_stored = false;
+    }
+
+    tokens.finish(some, first, 1);
+    return true;
+}
+
+} // namespace kvtool

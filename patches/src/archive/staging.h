@@ -1,0 +1,140 @@
+// Staging: archived keys and values are copied to a device, and new ones back to the host, while a long text is read.
+//
+// The device has two buffers. While attention of one layer reads the first buffer, threads copy the next layer's
+// archived tokens to the second. Other threads meanwhile copy new cells of earlier layers to the host and cluster
+// archived tokens there. The device therefore waits only for the first layer's copy.
+
+#pragma once
+
+#include "archive.h"
+#include "cache/layer.h"
+#include "workers.h"
+
+#include "ggml-backend.h"
+#include "ggml-cpp.h"
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <vector>
+
+namespace kvtool {
+
+class staging {
+public:
+    // Reason why these layers cannot be staged; empty if they can.
+    static std::string unsupported(const archive & tokens, const std::vector<layer> & layers);
+
+    // n_token: rows of each head, for archived tokens and live cells together. n_thread: threads of the context,
+    // some of which cluster. Throws no_room if a device lacks memory.
+    staging(archive & tokens, const std::vector<layer> & layers, bool v_trans, int64_t n_token, int n_thread);
+    ~staging();
+
+    staging(const staging &) = delete;
+
+    // A layer's keys or values as rows, head after head: [n_embd, n_token*n_head].
+    ggml_tensor * keys  (size_t i) const { return staged[i].k; }
+    ggml_tensor * values(size_t i) const { return staged[i].v; }
+
+    int64_t n_token() const { return n_room; }
+
+    // Bytes of the buffers on devices.
+    int64_t bytes() const;
+
+    // Begin a step. Archived tokens are copied behind the first n_live rows of each head. `marks` has one node of
+    // the graph for each layer that attends, in order: attention reads the layer's rows only after that node.
+    struct mark {
+        const ggml_tensor * node;
+        size_t              layer;
+    };
+    void begin(const std::vector<mark> & marks, int64_t n_live);
+
+    // Callback of the scheduler for each node of the step's graph, see ggml_backend_sched_set_eval_callback. It
+    // stops at marked nodes, waits until the layer's archived tokens are copied, and starts to copy the next
+    // layer's.
+    static bool reach(ggml_tensor * node, bool ask, void * self);
+
+    // Archive cells of all layers, as recaller::push does, but store a layer's keys and values only when that
+    // layer is next copied. Returns false if the cells lie on the host, where the caller stores them at once.
+    bool push(const leaving & some);
+
+    // Wait until the archive holds everything that was pushed and no thread uses it. Throws if a copy failed.
+    void settle();
+
+private:
+    // Pinned memory that a thread copies through. Copies from other memory are slower and block the device.
+    struct bounce {
+        ggml_backend_buffer_ptr buffer;
+        ggml_backend_event_ptr  done; // reached when the last copy from it has arrived
+
+        bool is_used = false;
+    };
+
+    // A thread's queue of copies to one device.
+    struct queue {
+        ggml_backend_ptr    backend;
+        std::vector<bounce> bounces; // empty: the device copies from any memory
+
+        size_t next = 0;
+    };
+
+    struct device {
+        ggml_backend_buffer_ptr buffers[2];
+        ggml_context_ptr        ctx;
+        ggml_tensor           * bytes[2]; // a whole buffer
+        std::vector<queue>      queues;   // [thread]
+    };
+
+    struct staged_layer {
+        device      * home;
+        ggml_tensor * bytes;
+        ggml_tensor * k;
+        ggml_tensor * v;
+
+        // copy of its cells on the host, in their stored format
+        std::vector<uint8_t> cells_k;
+        std::vector<uint8_t> cells_v;
+
+        bool is_fetched = false; // copied to the host since the last step
+        bool is_stored  = true;  // the cells pushed last are in the archive
+    };
+
+    archive &                  tokens;
+    const std::vector<layer> & layers;
+
+    const int64_t n_room;
+    // the cells lie on devices, not on the host
+    const bool    is_apart;
+
+    std::map<ggml_backend_buffer_type_t, device> devices;
+    std::vector<staged_layer>                    staged;
+
+    // of the step
+    std::vector<mark> marks;
+    int64_t           n_live    = 0;
+    size_t            n_reached = 0;
+
+    // cells that were pushed last
+    std::vector<int32_t> cells;
+    int64_t              cells_pos = 0; // position of the first of them
+
+    std::atomic<int64_t> next { 0 }; // next block of the layer to copy
+
+    workers::group arriving;
+    workers::group fetching;
+    workers::group sealing;
+
+    // declared last, so that they are destroyed first
+    workers copiers;
+    workers sealers;
+
+    bool is_last(size_t layer) const;
+
+    void copy(size_t layer);
+    void copy_block(size_t thread, size_t layer, int64_t block);
+    void fetch(size_t layer);
+    void store(size_t layer, int64_t begin, int64_t end);
+    void seal(size_t layer);
+};
+
+} // namespace kvtool

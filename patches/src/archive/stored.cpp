@@ -1,0 +1,386 @@
+#include "stored.h"
+
+#include "convert.h"
+#include "cpu.h"
+#include "index.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#ifdef KVTOOL_X86
+#include <immintrin.h>
+#endif
+
+namespace kvtool {
+
+// rows collected before they are added
+static constexpr int n_listed = 64;
+
+static bool any(const float * w, int64_t wx, int n) {
+    for (int q = 0; q < n; ++q) {
+        if (w[q*wx] != 0.0f) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// row by row, through a converted copy
+static void multiply_converted(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os) {
+    std::vector<float> row(d);
+    for (int i = 0; i < n; ++i) {
+        to_float(type, rows + i*size, row.data(), d);
+        for (int q = 0; q < n_x; ++q) {
+            float sum = 0.0f;
+            for (int64_t e = 0; e < d; ++e) {
+                sum += row[e]*x[q*d + e];
+            }
+            out[q*os + i] = sum;
+        }
+    }
+}
+
+static void add_converted(
+        ggml_type type, const weighted_row * rows, int n, int64_t d, int64_t wx, int n_y, float * y, int64_t ys) {
+    std::vector<float> row(d);
+    for (int i = 0; i < n; ++i) {
+        to_float(type, rows[i].row, row.data(), d);
+        for (int q = 0; q < n_y; ++q) {
+            for (int64_t e = 0; e < d; ++e) {
+                y[q*ys + e] += rows[i].w[q*wx]*row[e];
+            }
+        }
+    }
+}
+
+void prefetch(const uint8_t * rows, size_t n_bytes) {
+#ifdef __GNUC__
+    for (const uint8_t * end = rows + n_bytes; rows < end; rows += 64) {
+        __builtin_prefetch(rows);
+    }
+#else
+    (void) rows, (void) n_bytes;
+#endif
+}
+
+#ifdef KVTOOL_X86
+
+// the numbers of a q8_0 group in four vectors
+struct group {
+    __m256 x[4];
+};
+
+struct of_floats {
+    KVTOOL_AVX2 static inline KVTOOL_INLINE group load(const uint8_t * row, int64_t g) {
+        const float * from = (const float *) row + g*n_group;
+        return { _mm256_loadu_ps(from), _mm256_loadu_ps(from + 8), _mm256_loadu_ps(from + 16), _mm256_loadu_ps(from + 24) };
+    }
+};
+
+struct of_halves {
+    KVTOOL_AVX2 static inline KVTOOL_INLINE group load(const uint8_t * row, int64_t g) {
+        const auto * from = (const __m128i *) row + g*4;
+        return { _mm256_cvtph_ps(_mm_loadu_si128(from)),     _mm256_cvtph_ps(_mm_loadu_si128(from + 1)),
+                 _mm256_cvtph_ps(_mm_loadu_si128(from + 2)), _mm256_cvtph_ps(_mm_loadu_si128(from + 3)) };
+    }
+};
+
+struct of_q8_0 {
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 eight(const uint8_t * from, __m256 scale) {
+        return _mm256_mul_ps(scale, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) from))));
+    }
+    KVTOOL_AVX2 static inline KVTOOL_INLINE group load(const uint8_t * row, int64_t g) {
+        const uint8_t * from = row + g*(int64_t) (sizeof(ggml_fp16_t) + n_group);
+        uint16_t d;
+        memcpy(&d, from, sizeof(d));
+        const __m256 scale = _mm256_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(d)));
+        from += sizeof(d);
+        return { eight(from, scale), eight(from + 8, scale), eight(from + 16, scale), eight(from + 24, scale) };
+    }
+};
+
+// sum[q] += group . x[q*d]
+template <int N>
+KVTOOL_AVX2 static inline KVTOOL_INLINE void multiply_group(const group & row, const float * x, int64_t d, __m256 * sum) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+#pragma GCC unroll 4
+        for (int q = 0; q < N; ++q) {
+            sum[q] = _mm256_fmadd_ps(row.x[j], _mm256_loadu_ps(x + q*d + 8*j), sum[q]);
+        }
+    }
+}
+
+KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 sum_of(__m256 x) {
+    return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+}
+
+template <int N>
+KVTOOL_AVX2 static inline KVTOOL_INLINE void put_sums(const __m256 * sum, float * out, int os) {
+    const __m128 all = _mm_hadd_ps(_mm_hadd_ps(sum_of(sum[0]), sum_of(sum[1])), _mm_hadd_ps(sum_of(sum[2]), sum_of(sum[3])));
+    float four[4];
+    _mm_storeu_ps(four, all);
+#pragma GCC unroll 4
+    for (int q = 0; q < N; ++q) {
+        out[q*os] = four[q];
+    }
+}
+
+template <typename S, int N>
+KVTOOL_AVX2 static void multiply_avx2(const uint8_t * rows, size_t size, int n, int64_t d, const float * x, float * out, int os) {
+    for (int i = 0; i < n; ++i, rows += size) {
+        __m256 sum[4] = { _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps() };
+        for (int64_t g = 0; g < d/n_group; ++g) {
+            multiply_group<N>(S::load(rows, g), x + g*n_group, d, sum);
+        }
+        put_sums<N>(sum, out + i, os);
+    }
+}
+
+// 8-bit products (AVX512 VNNI)
+template <int N>
+KVTOOL_AVX512 static void multiply_bytes_avx512(
+        const uint8_t * rows, size_t size, int n, int64_t d, const int8_t * x, const float * scales, float * out, int os) {
+    constexpr int64_t n_bytes = sizeof(ggml_fp16_t) + n_group;
+
+    const int64_t n_scale = d/n_group;
+
+    // flips the sign bit: turns signed bytes into unsigned ones with an offset of 128
+    const __m256i sign = _mm256_set1_epi8((char) 0x80);
+
+    for (int i = 0; i < n; ++i, rows += size) {
+        __m256 sum[4] = { _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps() };
+        for (int64_t g = 0; g < n_scale; ++g) {
+            const uint8_t * from = rows + g*n_bytes;
+            uint16_t half;
+            memcpy(&half, from, sizeof(half));
+            const __m128  scale = _mm_cvtph_ps(_mm_cvtsi32_si128(half));
+            const __m256i k     = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *) (from + sizeof(half))), sign);
+#pragma GCC unroll 4
+            for (int q = 0; q < N; ++q) {
+                const __m256i own = _mm256_loadu_si256((const __m256i *) (x + q*d + g*n_group));
+                const __m256i off = _mm256_dpbusd_epi32(_mm256_setzero_si256(), sign, own);
+                const __m256i dot = _mm256_sub_epi32(_mm256_dpbusd_epi32(_mm256_setzero_si256(), k, own), off);
+                const __m256  by  = _mm256_broadcastss_ps(_mm_mul_ss(scale, _mm_load_ss(scales + q*n_scale + g)));
+                sum[q] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), by, sum[q]);
+            }
+        }
+        put_sums<N>(sum, out + i, os);
+    }
+}
+
+// HALVES: the elements of a pair are d/2 apart; otherwise they are neighbours
+template <typename S, int N, bool HALVES>
+KVTOOL_AVX2 static void multiply_turned_avx2(
+        const uint8_t * rows, size_t size, int n, int64_t d, const float * x, const float * turns, const uint8_t * by, float * out, int os) {
+    const int64_t n_half = d/n_group/2;
+
+    for (int i = 0; i < n; ++i, rows += size) {
+        const float * c = turns - (int64_t) by[i]*2*d;
+        const float * s = c + d;
+
+        __m256 sum[4] = { _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps() };
+        for (int64_t g = 0; HALVES && g < n_half; ++g) {
+            const group u = S::load(rows, g);
+            const group v = S::load(rows, g + n_half);
+            group a, b;
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+                const __m256 cosine = _mm256_loadu_ps(c + g*n_group + 8*j);
+                const __m256 sine   = _mm256_loadu_ps(s + g*n_group + 8*j + d/2);
+                a.x[j] = _mm256_fmsub_ps(u.x[j], cosine, _mm256_mul_ps(v.x[j], sine));
+                b.x[j] = _mm256_fmadd_ps(v.x[j], cosine, _mm256_mul_ps(u.x[j], sine));
+            }
+            multiply_group<N>(a, x + g*n_group, d, sum);
+            multiply_group<N>(b, x + (g + n_half)*n_group, d, sum);
+        }
+        for (int64_t g = 0; !HALVES && g < d/n_group; ++g) {
+            group u = S::load(rows, g);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+                const int64_t e = g*n_group + 8*j;
+                u.x[j] = _mm256_fmadd_ps(u.x[j], _mm256_loadu_ps(c + e), _mm256_mul_ps(_mm256_permute_ps(u.x[j], 0xB1), _mm256_loadu_ps(s + e)));
+            }
+            multiply_group<N>(u, x + g*n_group, d, sum);
+        }
+        put_sums<N>(sum, out + i, os);
+    }
+}
+
+// one group of all rows at a time, so that its sums stay in registers
+template <typename S, int N>
+KVTOOL_AVX2 static void add_avx2(
+        const weighted_row * rows, int n, int64_t d, int first, int64_t wx, float * y, int64_t ys) {
+    for (int64_t g = 0; g < d/n_group; ++g) {
+        __m256 sum[N][4];
+#pragma GCC unroll 4
+        for (int q = 0; q < N; ++q) {
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+                sum[q][j] = _mm256_loadu_ps(y + q*ys + g*n_group + 8*j);
+            }
+        }
+        for (int i = 0; i < n; ++i) {
+            const group x = S::load(rows[i].row, g);
+#pragma GCC unroll 4
+            for (int q = 0; q < N; ++q) {
+                const __m256 by = _mm256_broadcast_ss(rows[i].w + (first + q)*wx);
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; ++j) {
+                    sum[q][j] = _mm256_fmadd_ps(by, x.x[j], sum[q][j]);
+                }
+            }
+        }
+#pragma GCC unroll 4
+        for (int q = 0; q < N; ++q) {
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+                _mm256_storeu_ps(y + q*ys + g*n_group + 8*j, sum[q][j]);
+            }
+        }
+    }
+}
+
+template <typename S>
+static void multiply_some(const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os) {
+    for (; n_x > 0; n_x -= 4, x += 4*d, out += 4*os) {
+        switch (n_x) {
+            case 1:  multiply_avx2<S, 1>(rows, size, n, d, x, out, os); break;
+            case 2:  multiply_avx2<S, 2>(rows, size, n, d, x, out, os); break;
+            case 3:  multiply_avx2<S, 3>(rows, size, n, d, x, out, os); break;
+            default: multiply_avx2<S, 4>(rows, size, n, d, x, out, os); break;
+        }
+    }
+}
+
+template <typename S, bool HALVES>
+static void multiply_turned_some(
+        const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * turns, const uint8_t * by, float * out, int os) {
+    for (; n_x > 0; n_x -= 4, x += 4*d, out += 4*os) {
+        switch (n_x) {
+            case 1:  multiply_turned_avx2<S, 1, HALVES>(rows, size, n, d, x, turns, by, out, os); break;
+            case 2:  multiply_turned_avx2<S, 2, HALVES>(rows, size, n, d, x, turns, by, out, os); break;
+            case 3:  multiply_turned_avx2<S, 3, HALVES>(rows, size, n, d, x, turns, by, out, os); break;
+            default: multiply_turned_avx2<S, 4, HALVES>(rows, size, n, d, x, turns, by, out, os); break;
+        }
+    }
+}
+
+template <typename S>
+static void add_some(const weighted_row * rows, int n, int64_t d, int64_t wx, int n_y, float * y, int64_t ys) {
+    for (int q = 0; q < n_y; q += 3) {
+        switch (n_y - q) {
+            case 1:  add_avx2<S, 1>(rows, n, d, q, wx, y + q*ys, ys); break;
+            case 2:  add_avx2<S, 2>(rows, n, d, q, wx, y + q*ys, ys); break;
+            default: add_avx2<S, 3>(rows, n, d, q, wx, y + q*ys, ys); break;
+        }
+    }
+}
+
+#endif
+
+void multiply_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os) {
+#ifdef KVTOOL_X86
+    if (vectors() != PLAIN && d % n_group == 0) {
+        switch (type) {
+            case GGML_TYPE_F32:  return multiply_some<of_floats>(rows, size, n, d, x, n_x, out, os);
+            case GGML_TYPE_F16:  return multiply_some<of_halves>(rows, size, n, d, x, n_x, out, os);
+            case GGML_TYPE_Q8_0: return multiply_some<of_q8_0>  (rows, size, n, d, x, n_x, out, os);
+            default:             break;
+        }
+    }
+#endif
+    multiply_converted(type, rows, size, n, d, x, n_x, out, os);
+}
+
+bool can_turn(ggml_type type, int64_t d) {
+#ifdef KVTOOL_X86
+    return vectors() != PLAIN && d % (2*n_group) == 0 && (type == GGML_TYPE_F32 || type == GGML_TYPE_F16 || type == GGML_TYPE_Q8_0);
+#else
+    (void) type, (void) d;
+    return false;
+#endif
+}
+
+void multiply_turned_rows(
+        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * turns, bool are_halves,
+        const uint8_t * by, float * out, int os) {
+#ifdef KVTOOL_X86
+    const auto run = [&](auto source) {
+        using S = decltype(source);
+        if (are_halves) {
+            multiply_turned_some<S, true>(rows, size, n, d, x, n_x, turns, by, out, os);
+        } else {
+            multiply_turned_some<S, false>(rows, size, n, d, x, n_x, turns, by, out, os);
+        }
+    };
+    switch (type) {
+        case GGML_TYPE_F16:  return run(of_halves());
+        case GGML_TYPE_Q8_0: return run(of_q8_0());
+        default:             return run(of_floats());
+    }
+#else
+    (void) type, (void) rows, (void) size, (void) n, (void) d, (void) x, (void) n_x, (void) turns, (void) are_halves, (void) by, (void) out, (void) os;
+#endif
+}
+
+void byte_columns::set(const float * from, int n_x, int64_t d) {
+    x     .resize(n_x*d);
+    scales.resize(n_x*d/n_group);
+    for (size_t g = 0; g < scales.size(); ++g) {
+        scales[g] = to_bytes(from + g*n_group, n_group, x.data() + g*n_group);
+    }
+}
+
+bool can_multiply_bytes(ggml_type type, int64_t d) {
+    return vectors() == AVX512 && type == GGML_TYPE_Q8_0 && d % n_group == 0;
+}
+
+void multiply_byte_rows(const uint8_t * rows, size_t size, int n, int64_t d, const byte_columns & x, int first_x, int n_x, float * out, int os) {
+#ifdef KVTOOL_X86
+    for (; n_x > 0; n_x -= 4, first_x += 4, out += 4*os) {
+        const auto * own    = x.x.data() + first_x*d;
+        const auto * scales = x.scales.data() + first_x*d/n_group;
+        switch (n_x) {
+            case 1:  multiply_bytes_avx512<1>(rows, size, n, d, own, scales, out, os); break;
+            case 2:  multiply_bytes_avx512<2>(rows, size, n, d, own, scales, out, os); break;
+            case 3:  multiply_bytes_avx512<3>(rows, size, n, d, own, scales, out, os); break;
+            default: multiply_bytes_avx512<4>(rows, size, n, d, own, scales, out, os); break;
+        }
+    }
+#else
+    (void) rows, (void) size, (void) n, (void) d, (void) x, (void) first_x, (void) n_x, (void) out, (void) os;
+#endif
+}
+
+void add_rows(ggml_type type, const weighted_row * rows, int n, int64_t d, int64_t wx, int n_y, float * y, int64_t ys) {
+#ifdef KVTOOL_X86
+    if (vectors() != PLAIN && d % n_group == 0) {
+        switch (type) {
+            case GGML_TYPE_F32:  return add_some<of_floats>(rows, n, d, wx, n_y, y, ys);
+            case GGML_TYPE_F16:  return add_some<of_halves>(rows, n, d, wx, n_y, y, ys);
+            case GGML_TYPE_Q8_0: return add_some<of_q8_0>  (rows, n, d, wx, n_y, y, ys);
+            default:             break;
+        }
+    }
+#endif
+    add_converted(type, rows, n, d, wx, n_y, y, ys);
+}
+
+void add_rows(
+        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * w, int64_t wx, int n_y, float * y, int64_t ys) {
+    weighted_row some[n_listed];
+    int n_some = 0;
+    for (int i = 0; i < n; ++i) {
+        if (any(w + i, wx, n_y)) {
+            some[n_some++] = { rows + i*size, w + i };
+        }
+        if (n_some == n_listed || i == n - 1) {
+            add_rows(type, some, n_some, d, wx, n_y, y, ys);
+            n_some = 0;
+        }
+    }
+}
+
+} // namespace kvtool

@@ -1,0 +1,207 @@
+#include "turns.h"
+
+#include "cpu.h"
+
+#include "ggml-backend.h"
+
+#include <algorithm>
+#include <cmath>
+
+#ifdef KVTOOL_X86
+#include <immintrin.h>
+#endif
+
+namespace kvtool {
+
+rotation::rotation(const layer & l, int n_map) : rope(l.rope), n_map(l.rope.is_mapped ? n_map : 0) {
+    const auto numbers = [](const ggml_tensor * t, int64_t n) {
+        std::vector<float> res(t ? n : 0);
+        if (t) {
+            ggml_backend_tensor_get(t, res.data(), 0, n*sizeof(float));
+        }
+        return res;
+    };
+
+    if (rope.is_rotary()) {
+        factors = numbers(rope.factors, rope.n_dims/2);
+        scale   = numbers(rope.scale, l.n_embd_k);
+    }
+    rope.factors = nullptr;
+    rope.scale   = nullptr;
+}
+
+turns::turns(const rotation & r, int64_t n_embd, int n_most) : n_map(r.n_map), n_embd(n_embd), scale(r.scale) {
+    const auto & rope = r.rope;
+
+    if (!rope.is_rotary()) {
+        return;
+    }
+
+    is_neox = rope.mode != GGML_ROPE_TYPE_NORMAL;
+    first   = rope.first;
+    n_pair  = rope.n_dims/2;
+
+    for (const float x : scale) {
+        unscale.push_back(1.0f/x);
+    }
+
+    float range[2];
+    ggml_rope_yarn_corr_dims(2*n_pair, rope.n_ctx_orig, rope.freq_base, rope.beta_fast, rope.beta_slow, range);
+
+    for (int i = 0; i < n_pair; ++i) {
+        const double own  = pow(rope.freq_base, -i/(double) n_pair)/(r.factors.empty() ? 1.0f : r.factors[i]);
+        const double ramp = 1.0 - std::min(1.0, std::max(0.0, (i - range[0])/(double) std::max(0.001f, range[1] - range[0])));
+        const double mix  = ramp*rope.ext_factor;
+
+        omega.push_back(rope.has_pair(i) ? own*(rope.freq_scale*(1.0 - mix) + mix) : 0.0);
+    }
+
+    const auto made = std::make_shared<tables>();
+    const auto fill = [&](std::vector<float> & table, int64_t first, int64_t step, int n) {
+        for (int i = 0; i < n; ++i) {
+            add_row(table, (first + i)*step);
+        }
+    };
+
+    const int n_large = n_most/n_small + 2;
+
+    made->first_large = -n_large;
+    fill(made->small, 0, 1, n_small);
+    fill(made->large, made->first_large, n_small, 2*n_large + 1);
+    rows = made;
+}
+
+void turns::share(const turns & other) {
+    if (rows && other.rows && omega == other.omega && is_neox == other.is_neox && rows->large.size() == other.rows->large.size()) {
+        rows = other.rows;
+    }
+}
+
+// index of a pair's first or second element among the rotated elements
+int turns::at(int pair, bool second) const {
+    return is_neox ? pair + second*n_pair : 2*pair + second;
+}
+
+void turns::add_row(std::vector<float> & table, int64_t delta) const {
+    const size_t begin = table.size();
+    table.resize(begin + 4*n_pair);
+
+    float * c = table.data() + begin;
+    float * s = c + 2*n_pair;
+    for (int i = 0; i < n_pair; ++i) {
+        c[at(i, false)] = c[at(i, true)] = cos(delta*omega[i]);
+        s[at(i, true)]  = sin(delta*omega[i]);
+        s[at(i, false)] = -s[at(i, true)];
+    }
+}
+
+void turns::map(float * x) const {
+    const float scale = 1.0f/std::sqrt((float) n_map);
+
+    for (float * end = x + n_embd; x < end; x += n_map) {
+        for (int half = 1; half < n_map; half *= 2) {
+            for (int i = 0; i < n_map; i += 2*half) {
+                for (int j = i; j < i + half; ++j) {
+                    const float a = x[j];
+                    const float b = x[j + half];
+                    x[j]        = a + b;
+                    x[j + half] = a - b;
+                }
+            }
+        }
+        for (int i = 0; i < n_map; ++i) {
+            x[i] *= scale;
+        }
+    }
+}
+
+// Rotate pairs by the rotation a followed by b. A rotation has 2*n_pair factors for the elements, then 2*n_pair
+// factors for the other element of each pair
+static void turn_pairs_plain(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
+    for (int i = 0; i < n_pair; ++i) {
+        const int j = is_neox ? i : 2*i;
+        const int k = is_neox ? i + n_pair : 2*i + 1;
+
+        const float c = a[j]*b[j] - a[k + 2*n_pair]*b[k + 2*n_pair];
+        const float s = a[k + 2*n_pair]*b[k] + a[k]*b[k + 2*n_pair];
+
+        const float u = y[j];
+        const float v = y[k];
+        y[j] = u*c - v*s;
+        y[k] = u*s + v*c;
+    }
+}
+
+#ifdef KVTOOL_X86
+KVTOOL_AVX2 static void turn_pairs_avx2(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
+    // factors of each kind
+    const int n = 2*n_pair;
+
+    const auto cosine = [&](int i) KVTOOL_AVX2 {
+        return _mm256_fmsub_ps(_mm256_loadu_ps(a + i), _mm256_loadu_ps(b + i), _mm256_mul_ps(_mm256_loadu_ps(a + n + i), _mm256_loadu_ps(b + n + i)));
+    };
+    const auto sine = [&](int i) KVTOOL_AVX2 {
+        return _mm256_fmadd_ps(_mm256_loadu_ps(a + n + i), _mm256_loadu_ps(b + i), _mm256_mul_ps(_mm256_loadu_ps(a + i), _mm256_loadu_ps(b + n + i)));
+    };
+    if (!is_neox) {
+        for (int i = 0; i < n; i += 8) {
+            const __m256 x = _mm256_loadu_ps(y + i);
+            _mm256_storeu_ps(y + i, _mm256_fmadd_ps(x, cosine(i), _mm256_mul_ps(_mm256_permute_ps(x, 0xB1), sine(i))));
+        }
+        return;
+    }
+    for (int i = 0; i < n_pair; i += 8) {
+        const __m256 u = _mm256_loadu_ps(y + i);
+        const __m256 v = _mm256_loadu_ps(y + i + n_pair);
+        const __m256 c = cosine(i);
+        const __m256 s = sine(i + n_pair);
+        _mm256_storeu_ps(y + i,          _mm256_fmsub_ps(u, c, _mm256_mul_ps(v, s)));
+        _mm256_storeu_ps(y + i + n_pair, _mm256_fmadd_ps(v, c, _mm256_mul_ps(u, s)));
+    }
+}
+#endif
+
+static void turn_pairs(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
+#ifdef KVTOOL_X86
+    if (vectors() != PLAIN && n_pair % 8 == 0) {
+        return turn_pairs_avx2(a, b, n_pair, is_neox, y);
+    }
+#endif
+    turn_pairs_plain(a, b, n_pair, is_neox, y);
+}
+
+static void multiply(float * x, const std::vector<float> & by) {
+    for (size_t i = 0; i < by.size(); ++i) {
+        x[i] *= by[i];
+    }
+}
+
+void turns::turn(float * x, int64_t delta, const std::vector<float> & after, const std::vector<float> & before) const {
+    if (n_pair == 0 || delta == 0) {
+        return;
+    }
+
+    const int64_t row = (delta >> 8) - rows->first_large;
+
+    std::vector<float> made;
+
+    const float * a = rows->small.data() + (delta & (n_small - 1))*4*n_pair;
+    const float * b = rows->large.data() + row*4*n_pair;
+    if (row < 0 || row*4*n_pair >= (int64_t) rows->large.size()) {
+        add_row(made, delta - (delta & (n_small - 1)));
+        b = made.data();
+    }
+
+    if (n_map > 0) {
+        map(x);
+    }
+    multiply(x, before);
+
+    turn_pairs(a, b, n_pair, is_neox, x + first);
+    multiply(x, after);
+    if (n_map > 0) {
+        map(x);
+    }
+}
+
+} // namespace kvtool

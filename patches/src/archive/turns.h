@@ -1,0 +1,93 @@
+// RoPE on the host: rotates keys and queries by whole positions.
+
+#pragma once
+
+#include "cache/layer.h"
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace kvtool {
+
+// rotation of a layer's keys as plain numbers, without tensors of the model
+struct rotation {
+    rotation() = default;
+
+    // n_map: size of the Hadamard matrix that quantized keys are multiplied by
+    rotation(const layer & l, int n_map);
+
+    kvtool::rope rope; // its tensors are null
+
+    int n_map = 0; // 0: no matrix
+
+    std::vector<float> factors; // contents of the tensors factors and scale
+    std::vector<float> scale;
+};
+
+class turns {
+public:
+    turns() = default;
+
+    // r: rotation of keys with n_embd elements; tables are made for fewer than n_most positions in either
+    // direction
+    turns(const rotation & r, int64_t n_embd, int n_most);
+
+    // use the tables of another object with the same rotation: separate tables for every layer would not fit in a
+    // processor's cache
+    void share(const turns & other);
+
+    // rotate a key by delta positions
+    void turn(float * key, int64_t delta) const { turn(key, delta, scale, unscale); }
+
+    // rotate a query so that its product with a key equals the query's product with that key rotated by -delta
+    void turn_query(float * query, int64_t delta) const { turn(query, delta, unscale, scale); }
+
+    // true if all elements are rotated and not scaled, so that keys can be rotated while they are multiplied
+    bool is_plain() const { return n_pair > 0 && first == 0 && 2*n_pair == n_embd && n_map == 0 && scale.empty(); }
+    bool are_halves() const { return is_neox; }
+
+    // table of rotations by 0 .. n_small - 1 positions. A rotation's row holds the factor of each element, then
+    // the factor of the other element of its pair
+    const float * small_turns() const { return rows->small.data(); }
+
+    static constexpr int n_small = 256;
+
+private:
+    bool is_neox = false;
+    int  first   = 0; // first rotated element of a key
+    int  n_pair  = 0; // 0: the layer has no RoPE
+    int  n_map   = 0;
+
+    int64_t n_embd = 0;
+
+    // multiply by the Hadamard matrix, which is its own inverse
+    void map(float * x) const;
+
+    int at(int pair, bool second) const;
+
+    // append the rotation by delta positions to a table: cosines, then sines, which are negative for the first
+    // element of a pair
+    void add_row(std::vector<float> & table, int64_t delta) const;
+
+    // factor of each key element after its rotation, and its inverse; empty: none
+    std::vector<float> scale;
+    std::vector<float> unscale;
+
+    // before, after: factors applied before and after the rotation
+    void turn(float * x, int64_t delta, const std::vector<float> & after, const std::vector<float> & before) const;
+
+    std::vector<double> omega; // [n_pair], radians per position
+
+    // rotations by 0 .. n_small - 1 positions, and by multiples of n_small
+    struct tables {
+        std::vector<float> small;
+        std::vector<float> large;
+
+        int first_large = 0; // multiple that `large` begins with
+    };
+
+    std::shared_ptr<const tables> rows;
+};
+
+} // namespace kvtool

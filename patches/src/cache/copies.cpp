@@ -1,0 +1,96 @@
+// Copies of a context's cells, and of the memory of layers without rows.
+
+#include "archive/convert.h"
+#include "hooks/memory.h"
+#include "hooks/state.h"
+
+#include "llama-context.h"
+#include "llama-memory-recurrent.h"
+
+#include <cstring>
+
+using namespace kvtool;
+
+int64_t llama_kvtool::copy_cells(llama_context & lctx, const layer & l, uint8_t * out, const uint8_t * in, int n) const {
+    const size_t size_k = l.k->nb[1]*n;
+    const size_t size_v = l.v ? l.v->nb[1]*n : 0;
+
+    if ((!out && !in) || n == 0) {
+        return size_k + size_v;
+    }
+    lctx.synchronize();
+
+    if (out) {
+        ggml_backend_tensor_get(l.k, out, 0, size_k);
+    } else {
+        ggml_backend_tensor_set(l.k, in, 0, size_k);
+    }
+
+    if (!l.v) {
+        return size_k;
+    }
+    if (!v_trans) {
+        if (out) {
+            ggml_backend_tensor_get(l.v, out + size_k, 0, size_v);
+        } else {
+            ggml_backend_tensor_set(l.v, in + size_k, 0, size_v);
+        }
+        return size_k + size_v;
+    }
+
+    // the bytes must not depend on the layout of V on the device
+    const size_t  one    = ggml_type_size(l.v->type);
+    const int64_t n_embd = l.v->ne[0];
+
+    std::vector<uint8_t> tmp(size_v);
+
+    if (out) {
+        ggml_backend_tensor_get_2d(l.v, tmp.data(), 0, one*n, n_embd, one*l.n_cell, one*n);
+        transpose(tmp.data(), out + size_k, n_embd, n, one);
+    } else {
+        transpose(in + size_k, tmp.data(), n, n_embd, one);
+        ggml_backend_tensor_set_2d(l.v, tmp.data(), 0, one*n, n_embd, one*l.n_cell, one*n);
+    }
+
+    return size_k + size_v;
+}
+
+// Copy all bytes of a tensor to out or from in, or nothing if both are null; returns their number
+static int64_t copy_tensor(ggml_tensor * t, uint8_t * out, const uint8_t * in) {
+    const size_t size = ggml_nbytes(t);
+    if (out) {
+        ggml_backend_tensor_get(t, out, 0, size);
+    }
+    if (in) {
+        ggml_backend_tensor_set(t, in, 0, size);
+    }
+    return size;
+}
+
+int64_t llama_kvtool::copy_beside(
+        llama_context & lctx, int32_t * table_out, uint8_t * out, const int32_t * table_in, const uint8_t * in) const {
+    lctx.synchronize();
+
+    int64_t res = 0;
+    for (const auto & l : sliding) {
+        res += copy_cells(lctx, l, out ? out + res : nullptr, in ? in + res : nullptr, l.n_cell);
+    }
+    for (auto * t : states) {
+        res += copy_tensor(t, out ? out + res : nullptr, in ? in + res : nullptr);
+    }
+
+    int n_table = 0;
+    if (auto * kv = memory::sliding_cache(lctx)) {
+        n_table = memory::copy_table(*kv, table_out, table_in);
+    }
+    if (auto * mem = memory::recurrent(lctx)) {
+        if (table_out) {
+            table_out[n_table] = mem->seq_pos_max(0);
+        }
+        if (table_in) {
+            memory::set_newest(*mem, table_in[n_table]);
+        }
+    }
+
+    return res;
+}

@@ -1,0 +1,317 @@
+#include "future.h"
+
+#include "edit-graph.h"
+#include "hooks/error.h"
+#include "halving.h"
+#include "hooks/memory.h"
+#include "hooks/state.h"
+#include "archive/turns.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-kv-cache.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvtool {
+
+// cells whose logits are computed at once
+static constexpr int64_t n_together = 1024;
+
+// [n_embd, n_embd]: mean of the rotations of a query by 0 .. n - 1 positions
+static std::vector<float> mean_turn(const layer & l, int n) {
+    const turns own(rotation(l, 0), l.n_embd_k, n);
+
+    std::vector<float>  one(l.n_embd_k);
+    std::vector<double> sum;
+
+    std::vector<float> res((size_t) l.n_embd_k*l.n_embd_k);
+    for (int64_t j = 0; j < l.n_embd_k; ++j) {
+        sum.assign(l.n_embd_k, 0.0);
+        for (int u = 0; u < n; ++u) {
+            std::fill(one.begin(), one.end(), 0.0f);
+            one[j] = 1.0f;
+            own.turn_query(one.data(), u);
+            for (int64_t d = 0; d < l.n_embd_k; ++d) {
+                sum[d] += one[d];
+            }
+        }
+        for (int64_t d = 0; d < l.n_embd_k; ++d) {
+            res[d*l.n_embd_k + j] = sum[d]/n;
+        }
+    }
+    return res;
+}
+
+// offsets of one layer's inputs
+struct asker_inputs {
+    size_t delta = 0;
+    size_t turn  = 0;
+};
+
+// Queries [n_embd, n, n_head] as they would be if they came next, rotated to the mean of their possible positions
+static ggml_tensor * build_queries(
+        ggml_context * ctx, const layer & l, const queries::asker & a, ggml_tensor * idx, ggml_tensor * delta, ggml_tensor * turn,
+        ggml_tensor * rot) {
+    const int64_t n = idx->ne[0];
+
+    ggml_tensor * q = ggml_reshape_2d(ctx, ggml_get_rows(ctx, a.t, idx), a.n_embd, a.n_head*n);
+
+    if (l.rope.is_rotary()) {
+        rope own = l.rope;
+        own.scale = nullptr;
+
+        q = mapped(ctx, l, q, rot);
+        // the inverse order of scaling: a query's product with a key must equal that with the key rotated the
+        // other way
+        if (l.rope.scale) {
+            q = ggml_mul(ctx, q, l.rope.scale);
+        }
+        q = own.build(ctx, q, delta, a.n_head);
+        if (l.rope.scale) {
+            q = ggml_div(ctx, q, l.rope.scale);
+        }
+        q = ggml_mul_mat(ctx, ggml_reshape_2d(ctx, turn, a.n_embd, a.n_embd), q);
+        q = mapped(ctx, l, q, rot);
+    }
+
+    q = ggml_reshape_3d(ctx, ggml_scale(ctx, q, a.scale), a.n_embd, a.n_head, n);
+
+    return ggml_cont(ctx, ggml_permute(ctx, q, 0, 2, 1, 3));
+}
+
+// compute the result of `build` for each layer, device by device, and pass it to `read` layer by layer
+static bool compute_layers(
+        llama_kvtool & kvtool, llama_context & lctx, size_t max_nodes, const std::vector<input *> & inputs, const graphs::build_t & build,
+        const std::function<void (size_t i, const float * from)> & read) {
+    lctx.synchronize();
+
+    for (const auto & p : by_device(kvtool.layers)) {
+        const auto build_own = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) {
+            return build(ctx, gf, p.layers[i], rot);
+        };
+        const auto read_own = [&](const std::vector<ggml_tensor *> & found) {
+            std::vector<float> tmp;
+            for (size_t i = 0; i < found.size(); ++i) {
+                if (!found[i]) {
+                    continue;
+                }
+                tmp.resize(ggml_nelements(found[i]));
+                ggml_backend_tensor_get(found[i], tmp.data(), 0, ggml_nbytes(found[i]));
+                read(p.layers[i], tmp.data());
+            }
+        };
+        if (!kvtool.graphs.compute(lctx, *memory::cache(lctx), kvtool.layers, p, max_nodes, inputs, build_own, read_own)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+int32_t read_future(
+        llama_kvtool & kvtool, llama_context & lctx, int32_t n_last, int64_t pos, float * mean, float * variance, int32_t n_head,
+        int32_t n_cell) {
+    const auto & layers = kvtool.layers;
+    const auto & asked  = kvtool.queries;
+
+    std::fill_n(mean,     (size_t) kvtool.n_row*n_head*n_cell, 0.0f);
+    std::fill_n(variance, (size_t) kvtool.n_row*n_head*n_cell, 0.0f);
+
+    input in_idx   { GGML_TYPE_I32, {}, nullptr };
+    input in_delta { GGML_TYPE_I32, {}, nullptr };
+    input in_turn  { GGML_TYPE_F32, {}, nullptr };
+
+    const size_t align = part {}.align();
+
+    std::vector<int32_t> deltas;
+    for (int32_t t = kvtool.params.n_query - n_last; t < kvtool.params.n_query; ++t) {
+        const int64_t slot = asked.past(t);
+        if (asked.pos[slot] < 0) {
+            return fail(format("there have been fewer than %d queries", n_last));
+        }
+        in_idx.push<int32_t>(slot);
+        deltas.push_back(pos - asked.pos[slot]);
+    }
+
+    std::vector<asker_inputs> at;
+    std::vector<int>          first_head(layers.size()); // per layer: heads of a group that belong to earlier query
+                                                         // layers
+    std::vector<int>          first;
+
+    const std::vector<float> * last = nullptr;
+    for (const auto & a : asked.askers) {
+        const auto & l = layers[a.i];
+
+        first.push_back(first_head[a.i]);
+        first_head[a.i] += a.n_head/l.n_head;
+        if (first_head[a.i] > n_head) {
+            return fail(format("n_head must be %d or more, got %d", first_head[a.i], n_head));
+        }
+
+        at.push_back({});
+        if (!l.rope.is_rotary()) {
+            continue;
+        }
+        at.back().delta = in_delta.start(align);
+        push_deltas(l, deltas, in_delta);
+
+        auto & turn = kvtool.mean_turns[a.i];
+        if (turn.empty()) {
+            turn = mean_turn(l, kvtool.params.n_future);
+        }
+        if (last && *last == turn) {
+            at.back().turn = at[at.size() - 2].turn;
+            continue;
+        }
+        at.back().turn = in_turn.start(align);
+        for (const float x : turn) {
+            in_turn.push(x);
+        }
+        last = &turn;
+    }
+
+    // cells of a layer that exist
+    const auto n_own = [&](const layer & l) { return std::min<int64_t>(n_cell, l.n_cell); };
+
+    const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) {
+        const auto & l = layers[i];
+
+        const int64_t n_all = n_own(l);
+        const size_t  row   = n_all*sizeof(float);
+
+        // [n_all, 2, heads]: mean and variance
+        ggml_tensor * out = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_all, 2, (int64_t) first_head[i]*l.n_head);
+        ggml_set_output(out);
+
+        size_t begin = 0;
+        for (size_t j = 0; j < asked.askers.size(); ++j) {
+            const auto & a = asked.askers[j];
+            if (a.i != i) {
+                continue;
+            }
+            ggml_tensor * q = build_queries(ctx, l, a, in_idx.t,
+                    l.rope.is_rotary() ? in_delta.view(ctx, at[j].delta, n_deltas(l, n_last)) : nullptr,
+                    l.rope.is_rotary() ? in_turn.view(ctx, at[j].turn, (int64_t) a.n_embd*a.n_embd) : nullptr, rot);
+
+            ggml_tensor * mu   = ggml_scale(ctx, sum_middle(ctx, q), 1.0f/n_last);
+            ggml_tensor * rest = ggml_sub(ctx, q, mu);
+
+            const size_t size = ggml_row_size(l.k->type, a.n_embd);
+
+            for (int64_t c = 0; c < n_all; c += n_together) {
+                const int64_t n = std::min(n_together, n_all - c);
+
+                ggml_tensor * k = ggml_view_3d(ctx, l.k, a.n_embd, n, l.n_head, l.k->nb[1], size, c*l.k->nb[1]);
+
+                const auto put = [&](ggml_tensor * x, int what) {
+                    ggml_tensor * to = ggml_view_3d(ctx, out, n, 1, a.n_head, row, 2*row, begin + what*row + c*sizeof(float));
+                    ggml_build_forward_expand(gf, ggml_cpy(ctx, x, to));
+                };
+                const auto product = [&](ggml_tensor * x) {
+                    x = ggml_mul_mat(ctx, k, x);
+                    ggml_prec_set_acc(x, GGML_PREC_F32);
+                    return x;
+                };
+                put(product(mu), 0);
+                put(ggml_scale(ctx, sum_middle(ctx, ggml_sqr(ctx, product(rest))), 1.0f/n_last), 1);
+            }
+            begin += 2*row*a.n_head;
+        }
+        return out;
+    };
+
+    const auto read = [&](size_t i, const float * from) {
+        const auto & l = layers[i];
+
+        const int64_t n = n_own(l);
+
+        for (size_t j = 0; j < asked.askers.size(); ++j) {
+            const auto & a = asked.askers[j];
+            for (int head = 0; a.i == i && head < a.n_head; ++head, from += 2*n) {
+                const int n_group = a.n_head/l.n_head;
+
+                const size_t to = ((size_t) (l.row_0 + head/n_group)*n_head + first[j] + head % n_group)*n_cell;
+                std::copy_n(from,     n, mean     + to);
+                std::copy_n(from + n, n, variance + to);
+            }
+        }
+    };
+
+    size_t max_nodes = 16;
+    for (const auto & a : asked.askers) {
+        max_nodes += 96 + (n_own(layers[a.i])/n_together + 1)*64;
+    }
+
+    if (!compute_layers(kvtool, lctx, max_nodes, { &in_idx, &in_delta, &in_turn }, build, read)) {
+        return fail("the device failed to read logits");
+    }
+    return 0;
+}
+
+int32_t read_lengths(llama_kvtool & kvtool, llama_context & lctx, float * out, int32_t n_cell) {
+    const auto & layers = kvtool.layers;
+
+    const auto n_own = [&](const layer & l) { return std::min<int64_t>(n_cell, l.n_cell); };
+
+    std::fill_n(out, (size_t) kvtool.n_row*n_cell, 0.0f);
+    for (const auto & l : layers) {
+        for (int row = l.row_0; !l.v && row < l.row_0 + l.n_head; ++row) {
+            // a part of the keys, which is normalized up to weights
+            std::fill_n(out + (size_t) row*n_cell, n_own(l), 1.0f);
+        }
+    }
+
+    input in_idx { GGML_TYPE_I32, {}, nullptr };
+    if (!kvtool.v_trans) {
+        int64_t most = 0;
+        for (const auto & l : layers) {
+            most = std::max(most, n_own(l)*l.n_head);
+        }
+        for (int64_t c = 0; c < most; ++c) {
+            in_idx.push<int32_t>(c);
+        }
+    }
+
+    // [n, n_head] where values are transposed, else [n_head, n]
+    const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor *) -> ggml_tensor * {
+        const auto & l = layers[i];
+        if (!l.v) {
+            return nullptr;
+        }
+        const int64_t n = n_own(l);
+
+        ggml_tensor * x;
+        if (kvtool.v_trans) {
+            const size_t row = ggml_row_size(l.v->type, l.n_cell);
+            x = ggml_view_3d(ctx, l.v, n, l.n_embd_v, l.n_head, row, row*l.n_embd_v, 0);
+            x = sum_middle(ctx, ggml_sqr(ctx, ggml_cast(ctx, x, GGML_TYPE_F32)));
+        } else {
+            x = ggml_reshape_2d(ctx, l.v, l.n_embd_v, l.n_head*l.v->ne[1]);
+            x = ggml_sum_rows(ctx, ggml_sqr(ctx, ggml_get_rows(ctx, x, in_idx.view(ctx, 0, n*l.n_head))));
+        }
+        x = ggml_sqrt(ctx, x);
+        ggml_set_output(x);
+        ggml_build_forward_expand(gf, x);
+        return x;
+    };
+
+    const auto read = [&](size_t i, const float * from) {
+        const auto & l = layers[i];
+
+        const int64_t n = n_own(l);
+
+        for (int head = 0; head < l.n_head; ++head) {
+            for (int64_t c = 0; c < n; ++c) {
+                out[(size_t) (l.row_0 + head)*n_cell + c] = from[kvtool.v_trans ? head*n + c : c*l.n_head + head];
+            }
+        }
+    };
+
+    if (!compute_layers(kvtool, lctx, layers.size()*64 + 16, { &in_idx }, build, read)) {
+        return fail("the device failed to read values");
+    }
+    return 0;
+}
+
+} // namespace kvtool

@@ -1,0 +1,210 @@
+#include "gather.h"
+
+#include "hooks/memory.h"
+
+#include "llama-context.h"
+#include "llama-kv-cache.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace kvtool {
+
+static bool is_host(const layer & l) {
+    return ggml_backend_buffer_is_host(l.k->buffer) && (!l.v || ggml_backend_buffer_is_host(l.v->buffer));
+}
+
+static gathered gather_host(const layer & l, bool v_trans, const int32_t * cells, int32_t n) {
+    const auto copy = [&](const ggml_tensor * t, size_t size, std::vector<uint8_t> & out) {
+        out.resize(n*size);
+        for (int32_t c = 0; c < n; ++c) {
+            memcpy(out.data() + c*size, (const char *) t->data + cells[c]*size, size);
+        }
+    };
+
+    gathered res = { l.k->type, l.v ? l.v->type : GGML_TYPE_F32, {}, {} };
+
+    copy(l.k, l.k->nb[1], res.k);
+    if (!l.v) {
+        return res;
+    }
+    if (!v_trans) {
+        copy(l.v, l.v->nb[1], res.v);
+        return res;
+    }
+
+    const size_t  one    = ggml_type_size(l.v->type);
+    const int64_t n_embd = l.v->ne[0];
+
+    res.v.resize(n*n_embd*one);
+    for (int32_t c = 0; c < n; ++c) {
+        for (int64_t e = 0; e < n_embd; ++e) {
+            memcpy(res.v.data() + (c*n_embd + e)*one, (const char *) l.v->data + (e*l.n_cell + cells[c])*one, one);
+        }
+    }
+    return res;
+}
+
+//
+// on a device
+//
+
+// view of a tensor's bytes from `offset` on, as n numbers of another type
+static ggml_tensor * as(ggml_context * ctx, ggml_tensor * t, ggml_type type, int64_t n, size_t offset) {
+    ggml_tensor * res = ggml_view_1d(ctx, t, 1, offset);
+
+    res->type  = type;
+    res->ne[0] = n;
+    res->nb[0] = ggml_type_size(type);
+    res->nb[1] = res->nb[2] = res->nb[3] = n*res->nb[0];
+
+    return res;
+}
+
+// A layer's keys or values, copied cell by cell. If a cell's bytes are whole 32-bit words they are copied unchanged,
+// as words. Otherwise the device converts the numbers to floats.
+struct cell_rows {
+    cell_rows(const ggml_tensor * t, bool trans) : t(t), trans(trans), is_words(!trans && t->nb[1] % sizeof(int32_t) == 0) {}
+
+    // type of the copies
+    ggml_type type() const { return is_words || (trans && t->type == GGML_TYPE_F16) ? t->type : GGML_TYPE_F32; }
+
+    // bytes of a copied cell
+    size_t size() const { return ggml_row_size(type(), t->ne[0]); }
+
+    // result: [elements of a cell, n], or transposed
+    ggml_tensor * build(ggml_context * ctx, ggml_tensor * idx) const {
+        auto * from = const_cast<ggml_tensor *>(t);
+
+        const int64_t n_embd = t->ne[0];
+        const int64_t n_cell = t->ne[1];
+        if (trans) {
+            const size_t one = ggml_type_size(t->type);
+            // the same cells for each element's row
+            ggml_tensor * all = ggml_view_1d(ctx, idx, idx->ne[0], 0);
+            all->ne[1] = n_embd;
+            all->nb[1] = all->nb[2] = all->nb[3] = 0;
+            return ggml_get_rows(ctx, ggml_view_3d(ctx, from, 1, n_cell, n_embd, one, n_cell*one, 0), all);
+        }
+        ggml_tensor * rows = ggml_view_2d(ctx, from, n_embd, n_cell, t->nb[1], 0);
+        if (is_words) {
+            rows->type  = GGML_TYPE_I32;
+            rows->ne[0] = t->nb[1]/sizeof(int32_t);
+            rows->nb[0] = sizeof(int32_t);
+        }
+        return ggml_get_rows(ctx, rows, idx);
+    }
+
+    // type that the device copies them as
+    ggml_type word() const { return is_words ? GGML_TYPE_I32 : type(); }
+
+    const ggml_tensor * t;
+
+    const bool trans;
+    const bool is_words;
+};
+
+static bool gather_device(
+        graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const part & p, const int32_t * cells, int32_t n,
+        const std::function<void (size_t, gathered &&)> & f) {
+    const auto & kv = *memory::cache(lctx);
+
+    const bool v_trans = memory::is_transposed(kv);
+
+    input in { GGML_TYPE_I32, {}, nullptr };
+    for (int32_t c = 0; c < n; ++c) {
+        in.push<int32_t>(cells[c]);
+    }
+
+    if (p.kept && (p.kept->shapes.empty() || p.kept->shapes[0].n_moves != n)) {
+        p.kept->clear();
+    }
+
+    // offset of the values behind the keys
+    const auto begin_v = [&](const layer & l) { return GGML_PAD(n*cell_rows(l.k, false).size(), p.align()); };
+
+    const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor *) {
+        const auto & l = layers[p.layers[i]];
+
+        const size_t size_v = l.v ? n*cell_rows(l.v, v_trans).size() : 0;
+
+        ggml_tensor * out = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, (begin_v(l) + size_v + 3)/sizeof(int32_t));
+        ggml_set_output(out);
+
+        const auto write = [&](const cell_rows & rows, size_t at) {
+            ggml_tensor * x = rows.build(ctx, in.t);
+            ggml_build_forward_expand(gf, ggml_cpy(ctx, x, as(ctx, out, rows.word(), ggml_nelements(x), at)));
+        };
+        write(cell_rows(l.k, false), 0);
+        if (l.v) {
+            write(cell_rows(l.v, v_trans), begin_v(l));
+        }
+        return out;
+    };
+
+    const auto read = [&](const std::vector<ggml_tensor *> & found) {
+        std::vector<uint8_t> raw;
+        for (size_t i = 0; i < found.size(); ++i) {
+            const auto & l = layers[p.layers[i]];
+
+            raw.resize(ggml_nbytes(found[i]));
+            ggml_backend_tensor_get(found[i], raw.data(), 0, raw.size());
+
+            const cell_rows k(l.k, false);
+
+            gathered res = { k.type(), GGML_TYPE_F32, { raw.begin(), raw.begin() + n*k.size() }, {} };
+            if (l.v) {
+                const cell_rows v(l.v, v_trans);
+
+                const auto * from = raw.data() + begin_v(l);
+
+                res.type_v = v.type();
+                res.v.assign(from, from + n*v.size());
+                const int64_t n_embd = l.v->ne[0];
+                const size_t  one    = v.size()/n_embd;
+                for (int64_t e = 0; v.trans && e < n_embd; ++e) {
+                    for (int32_t c = 0; c < n; ++c) {
+                        memcpy(res.v.data() + (c*n_embd + e)*one, from + (e*n + c)*one, one);
+                    }
+                }
+            }
+            f(p.layers[i], std::move(res));
+        }
+    };
+
+    const size_t max_nodes = p.layers.size()*16 + 16;
+
+    if (!graphs.compute(lctx, kv, layers, p, max_nodes, { &in }, build, read)) {
+        return false;
+    }
+    if (p.kept && p.kept->gf) {
+        p.kept->shapes = { { n } };
+    }
+
+    return true;
+}
+
+bool gather(
+        graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const int32_t * cells, int32_t n,
+        const std::function<void (size_t, gathered &&)> & f) {
+    const bool v_trans = memory::is_transposed(*memory::cache(lctx));
+
+    for (size_t i = 0; i < layers.size(); ++i) {
+        if (is_host(layers[i])) {
+            f(i, gather_host(layers[i], v_trans, cells, n));
+        }
+    }
+
+    for (auto p : graphs.parts(layers, KEPT_CELLS)) {
+        auto & own = p.layers;
+        own.erase(std::remove_if(own.begin(), own.end(), [&](size_t i) { return is_host(layers[i]); }), own.end());
+        if (!own.empty() && !gather_device(graphs, lctx, layers, p, cells, n, f)) {
+            return false;
+        }
+    }
+
+    return true;
+}
+
+} // namespace kvtool

@@ -1,0 +1,294 @@
+#include "graphs.h"
+
+#include "devices.h"
+#include "hooks/memory.h"
+
+#include "llama-context.h"
+#include "llama-kv-cache.h"
+
+#include "../ggml/src/ggml-backend-impl.h"
+#include "../ggml/src/ggml-impl.h"
+
+#include <algorithm>
+#include <atomic>
+#include <numeric>
+
+namespace kvtool {
+
+void input::create(ggml_context * ctx) {
+    if (!data.empty()) {
+        t = ggml_new_tensor_1d(ctx, type, data.size()/ggml_type_size(type));
+        ggml_set_input(t);
+    }
+}
+
+void input::upload() const {
+    if (t && t->buffer) {
+        ggml_backend_tensor_set(t, data.data(), 0, data.size());
+    }
+}
+
+size_t part::align() const {
+    return kept ? ggml_backend_buft_get_alignment(kept->buft) : 256;
+}
+
+part all_of(const std::vector<layer> & layers) {
+    part res = { std::vector<size_t>(layers.size()), nullptr };
+    std::iota(res.layers.begin(), res.layers.end(), 0);
+    return res;
+}
+
+std::vector<part> by_device(const std::vector<layer> & layers) {
+    const auto buft_of = [&](size_t i) { return ggml_backend_buffer_get_type(layers[i].k->buffer); };
+
+    std::vector<part> res;
+    for (size_t i = 0; i < layers.size(); ++i) {
+        auto it = std::find_if(res.begin(), res.end(), [&](const part & p) { return buft_of(p.layers[0]) == buft_of(i); });
+        if (it == res.end()) {
+            it = res.insert(it, { {}, nullptr });
+        }
+        it->layers.push_back(i);
+    }
+    return res;
+}
+
+// null if the layer's device has no spares
+kept_graph * graphs::kept_of(const layer & l, kept_use use) {
+    const auto buft = ggml_backend_buffer_get_type(l.k->buffer);
+
+    spare_devices spares;
+    if (!find_spares(ggml_backend_buft_get_device(buft), spares)) {
+        return nullptr;
+    }
+
+    auto & res = kept[buft][use];
+    if (!res.backend) {
+        res.buft = buft;
+        res.backend.reset(ggml_backend_dev_init(spares[use == KEPT_EDITS ? 0 : 1], nullptr));
+        res.alloc  .reset(ggml_gallocr_new(buft));
+    }
+
+    return res.backend && !res.unfit ? &res : nullptr;
+}
+
+std::vector<part> graphs::parts(const std::vector<layer> & layers, kept_use use) {
+    std::vector<part> res;
+    for (size_t i = 0; i < layers.size(); ++i) {
+        auto * graph = kept_of(layers[i], use);
+
+        auto it = std::find_if(res.begin(), res.end(), [&](const part & p) { return p.kept == graph; });
+        if (it == res.end()) {
+            it = res.insert(it, { {}, graph });
+        }
+        it->layers.push_back(i);
+    }
+    return res;
+}
+
+void graphs::clear() {
+    for (auto & one : kept) {
+        for (auto & graph : one.second) {
+            graph.clear();
+        }
+    }
+}
+
+// build the graph that a spare keeps; returns false if the device lacks memory
+static bool keep_graph(
+        const llama_kv_cache & kv, const part & p, size_t max_nodes, const std::vector<input *> & inputs, const graphs::build_t & build) {
+    static std::atomic<uint64_t> n_made;
+
+    auto & kept = *p.kept;
+
+    kept.clear();
+    kept.ctx.reset(ggml_init({ ggml_tensor_overhead()*max_nodes + ggml_graph_overhead_custom(max_nodes, false), nullptr, true }));
+
+    ggml_context * ctx = kept.ctx.get();
+    ggml_cgraph  * gf  = ggml_new_graph_custom(ctx, max_nodes, false);
+
+    for (input * i : inputs) {
+        i->create(ctx);
+        kept.inputs.push_back(i->t);
+    }
+
+    ggml_tensor * rot = kv.build_input_k_rot(ctx);
+    if (rot) {
+        // it is uploaded once, so nothing else may use its memory
+        ggml_set_output(rot);
+    }
+
+    for (size_t i = 0; i < p.layers.size(); ++i) {
+        kept.outputs.push_back(build(ctx, gf, i, rot));
+    }
+
+    // without a scheduler, tensors on another device would not be copied
+    for (int i = 0; i < gf->n_leafs; ++i) {
+        const auto * buf = gf->leafs[i]->buffer;
+        kept.unfit = kept.unfit || (buf && buf->buft != kept.buft);
+    }
+    if (kept.unfit) {
+        kept.clear();
+        return true;
+    }
+
+    // without the reserve, ggml mistakes a graph with the same number of nodes for the previous one
+    if (!ggml_gallocr_reserve(kept.alloc.get(), gf) || !ggml_gallocr_alloc_graph(kept.alloc.get(), gf)) {
+        kept.clear();
+        return false;
+    }
+    if (rot && rot->buffer) {
+        ggml_backend_tensor_set(rot, memory::key_rotation(kv, rot->ne[0]).data(), 0, ggml_nbytes(rot));
+    }
+    // ggml's RPC client recognizes the graph by this number
+    gf->uid = ++n_made;
+    kept.gf = gf;
+
+    return true;
+}
+
+static bool compute_kept(kept_graph & kept, const std::vector<input *> & inputs, const graphs::read_t & read) {
+    if (ggml_graph_n_nodes(kept.gf) == 0) {
+        return true;
+    }
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        inputs[i]->t = kept.inputs[i];
+        inputs[i]->upload();
+    }
+    // a worker executes commands one after the other, for all its devices
+    if (ggml_backend_graph_compute(kept.backend.get(), kept.gf) != GGML_STATUS_SUCCESS) {
+        return false;
+    }
+    if (read) {
+        read(kept.outputs);
+    }
+
+    return true;
+}
+
+bool graphs::compute(
+        llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers, const part & p, size_t max_nodes,
+        const std::vector<input *> & inputs, const build_t & build, const read_t & read) {
+    if (p.kept) {
+        if (!p.kept->gf && !keep_graph(kv, p, max_nodes, inputs, build)) {
+            return false;
+        }
+        if (!p.kept->unfit) {
+            return compute_kept(*p.kept, inputs, read);
+        }
+    }
+
+    buf_graph.resize(ggml_tensor_overhead()*max_nodes + ggml_graph_overhead_custom(max_nodes, false));
+
+    ggml_context_ptr ctx_ptr { ggml_init({ buf_graph.size(), buf_graph.data(), true }) };
+
+    ggml_context * ctx = ctx_ptr.get();
+    ggml_cgraph  * gf  = ggml_new_graph_custom(ctx, max_nodes, false);
+
+    // the same backends as the decode's scheduler
+    std::vector<ggml_backend_t>             backends;
+    std::vector<ggml_backend_buffer_type_t> bufts;
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(lctx.get_sched()); ++i) {
+        backends.push_back(ggml_backend_sched_get_backend(lctx.get_sched(), i));
+        bufts   .push_back(ggml_backend_sched_get_buffer_type(lctx.get_sched(), backends.back()));
+    }
+
+    // The decode's scheduler would have to rebuild the decode's graph after every edit. This one is freed at the
+    // end, as a worker drops the graphs of a freed buffer, which must not be the decode's
+    ggml_backend_sched_ptr sched { ggml_backend_sched_new(
+            backends.data(), bufts.data(), backends.size(), max_nodes, false, false) };
+
+    for (input * i : inputs) {
+        i->create(ctx);
+    }
+
+    ggml_tensor * rot = kv.build_input_k_rot(ctx);
+
+    std::vector<ggml_backend_t> homes;
+    std::vector<ggml_tensor *>  results;
+
+    for (size_t i = 0; i < p.layers.size(); ++i) {
+        const int first = ggml_graph_n_nodes(gf);
+
+        results.push_back(build(ctx, gf, i, rot));
+
+        // Compute on the device that holds the cache. A view stays with the tensor that it views, which may
+        // be an input on the host
+        const auto buft = ggml_backend_buffer_get_type(layers[p.layers[i]].k->buffer);
+        const auto home = std::find_if(backends.begin(), backends.end(),
+                [&](ggml_backend_t b) { return ggml_backend_supports_buft(b, buft); });
+        homes.push_back(home == backends.end() ? nullptr : *home);
+        if (homes.back() && results.back() && results.back()->op == GGML_OP_NONE) {
+            // the result is written to it
+            ggml_backend_sched_set_tensor_backend(sched.get(), results.back(), homes.back());
+        }
+        for (int j = first; home != backends.end() && j < ggml_graph_n_nodes(gf); ++j) {
+            ggml_tensor * node = ggml_graph_node(gf, j);
+            if (!ggml_op_is_empty(node->op) && ggml_backend_supports_op(*home, node)) {
+                ggml_backend_sched_set_tensor_backend(sched.get(), node, *home);
+            }
+        }
+    }
+
+    if (ggml_graph_n_nodes(gf) == 0) {
+        return true;
+    }
+
+    // If all layers lie on one device, send whole lists there. Otherwise the scheduler copies each layer's part
+    // separately
+    const bool one_home = homes[0] && std::count(homes.begin(), homes.end(), homes[0]) == (ptrdiff_t) homes.size();
+    for (const input * i : inputs) {
+        if (one_home && i->t) {
+            ggml_backend_sched_set_tensor_backend(sched.get(), i->t, homes[0]);
+        }
+    }
+
+    if (!ggml_backend_sched_alloc_graph(sched.get(), gf)) {
+        return false;
+    }
+
+    for (const input * i : inputs) {
+        i->upload();
+    }
+    if (rot && rot->buffer) {
+        kv.set_input_k_rot(rot);
+    }
+    if (ggml_backend_sched_graph_compute(sched.get(), gf) != GGML_STATUS_SUCCESS) {
+        return false;
+    }
+    if (read) {
+        read(results);
+    }
+
+    return true;
+}
+
+void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::vector<layer_shape> & shapes) {
+    // unneeded bytes that may be sent for each node of a kept graph
+    static constexpr int64_t n_vain_node = 128;
+
+    auto & kept = *p.kept;
+
+    auto fresh = rooms(shapes, nullptr);
+
+    bool    fits   = kept.gf;
+    int64_t n_vain = 0;
+
+    for (size_t i = 0; kept.gf && i < shapes.size(); ++i) {
+        const auto & l = layers[p.layers[i]];
+
+        fits = fits && holds(kept.shapes[i], shapes[i]);
+        n_vain += list_bytes(l, kept.shapes[i], v_trans) - list_bytes(l, fresh[i], v_trans);
+    }
+
+    // sending more unneeded bytes with every edit costs more than a new graph
+    const bool large = kept.gf && n_vain > ggml_graph_n_nodes(kept.gf)*n_vain_node;
+
+    if (fits && !large) {
+        shapes = kept.shapes;
+        return;
+    }
+    shapes = kept.gf && !large ? rooms(shapes, &kept.shapes) : std::move(fresh);
+    kept.clear();
+}
+
+} // namespace kvtool

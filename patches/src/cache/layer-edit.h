@@ -1,0 +1,28 @@
+// One layer's share of an edit.
+
+#pragma once
+
+#include "hooks/llama-kvtool.h"
+
+#include <algorithm>
+#include <iterator>
+#include <vector>
+
+namespace kvtool {
+
+struct layer_edit {
+    std::vector<llama_kvtool_move> moves; // delta == 0, src != dst
+    std::vector<llama_kvtool_move> turns; // delta != 0
+
+    std::vector<llama_kvtool_term> terms;
+};
+
+// moves of values: all moves except rotations in place
+inline std::vector<llama_kvtool_move> values_moved(const layer_edit & edit) {
+    auto res = edit.moves;
+    std::copy_if(edit.turns.begin(), edit.turns.end(), std::back_inserter(res),
+            [](const llama_kvtool_move & m) { return m.src != m.dst; });
+    return res;
+}
+
+} // namespace kvtool

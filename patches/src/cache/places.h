@@ -1,0 +1,46 @@
+// Positions of the keys for ALiBi, with which attention falls with the distance between positions. Each row holds
+// different tokens, so each of its cells has a separate position, which llama.cpp's table cannot hold.
+
+#pragma once
+
+#include "layer.h"
+#include "hooks/llama-kvtool.h"
+
+#include <cstdint>
+#include <vector>
+
+namespace kvtool {
+
+class places {
+public:
+    // create positions for these layers' cells, all 0
+    void make(const std::vector<layer> & layers);
+
+    bool is_on() const { return !of_layer.empty(); }
+
+    // layer i now has n_cell cells
+    void resize(size_t i, int n_cell);
+
+    // move positions as an edit moves the cells
+    void move(const std::vector<layer> & layers, const llama_kvtool_edit & edit);
+
+    // set the position of a cell's key
+    void put(size_t i, int head, int cell, int32_t pos) { of_layer[i].at(head, cell) = pos; }
+
+    // position of a cell's key
+    int32_t get(size_t i, int head, int cell) const { return of_layer[i].at(head, cell); }
+
+private:
+    struct table {
+        int n_cell;
+
+        std::vector<int32_t> pos; // [n_head][n_cell]
+
+        int32_t &       at(int head, int cell)       { return pos[(size_t) head*n_cell + cell]; }
+        const int32_t & at(int head, int cell) const { return pos[(size_t) head*n_cell + cell]; }
+    };
+
+    std::vector<table> of_layer;
+};
+
+} // namespace kvtool

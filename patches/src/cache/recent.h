@@ -1,0 +1,118 @@
+// Attention of each of the last n_query queries. The recent signal is their sum. As they are stored separately, the
+// oldest query can be dropped at any time, independent of batches. Edits move the attention along with the cells.
+
+#pragma once
+
+#include "layer.h"
+#include "hooks/llama-kvtool.h"
+
+#include "ggml-cpp.h"
+
+#include <cstdint>
+#include <vector>
+
+struct llama_context;
+
+namespace kvtool {
+
+struct layer_edit;
+
+class recent {
+public:
+    // both must outlive this object
+    recent(const std::vector<layer> & layers, const llama_kvtool_params & params) : layers(layers), params(params) {}
+
+    bool is_on() const {
+        return params.signals & LLAMA_KVTOOL_SIGNAL_RECENT;
+    }
+
+    // Attention of the queries to the cells of all layers on one device: a ring buffer with one slot per query
+    struct ring {
+        ggml_backend_buffer_type_t buft;
+
+        size_t n = 0; // floats per slot: [layer][n_head][n_cell]
+
+        ggml_context_ptr        ctx;
+        ggml_backend_buffer_ptr buf;
+
+        ggml_tensor * t = nullptr; // [n_slot*n], in the cache's memory type
+
+        // copy on the host, complete after collect; empty if t is on the host
+        std::vector<float> copy;
+
+        float * data();
+    };
+
+    // location of a layer in a slot
+    struct place {
+        size_t ring;
+        size_t first;
+        int    n_cell;
+    };
+
+    struct rings {
+        std::vector<ring>  all;
+        std::vector<place> places; // one per layer
+
+        // attention of layer i's head in a slot
+        float * at(int slot, size_t i, int head) {
+            const auto & p = places[i];
+            return all[p.ring].data() + slot*all[p.ring].n + p.first + (size_t) head*p.n_cell;
+        }
+    };
+
+    // create empty rings for layers with these numbers of cells; returns false if there is no memory
+    bool make(rings & res, const int * n_cell) const;
+
+    // replace the rings by these, preserving their content; call collect first
+    void take(rings && res);
+
+    // store the attention t [n_kv, q, n_head] of the last queries to layer i's cells in slots I64 [q]
+    ggml_tensor * build(ggml_context * ctx, size_t i, ggml_tensor * t, ggml_tensor * slots) const;
+
+    // there are n_ahead more slots, so that removed queries have not overwritten older ones
+    int n_slot() const { return params.n_query + params.n_ahead; }
+
+    // slot of the next batch's query t
+    int64_t slot(int64_t t) const { return (next + t) % n_slot(); }
+
+    // remove the last n queries of the last batch
+    void take_back(int n);
+
+    // count the n_tokens queries of a computed graph
+    void decoded(int n_tokens);
+
+    // copy the devices' rings to the host
+    void collect(llama_context & lctx);
+
+    // the functions below work on collected data
+
+    // out[n_cell]: sum over the queries of layer i's head, from the oldest to the newest; 0 beyond the layer's
+    // cells
+    void sum(size_t i, int head, float * out, int n_cell);
+
+    // copy the queries, the oldest first, to out[n_query][n_row][n_cell] or from in; missing cells are 0
+    void copy(float * out, const float * in, int n_cell);
+
+    // move cells as an edit does and clear the cells that it frees; edits: the edit by layer
+    void move(const llama_kvtool_edit & edit, const std::vector<layer_edit> & edits);
+
+    void clear();
+
+private:
+    const std::vector<layer>  & layers;
+    const llama_kvtool_params & params;
+
+    rings own;
+
+    // slot of query t of the last n_query, the oldest first
+    int64_t past(int64_t t) const { return slot(params.n_ahead + t); }
+
+    int64_t next  = 0;     // slot of the next query
+    int     n_new = 0;     // last queries that have not been collected
+    bool    stale = false; // devices have stored a query since they were cleared
+
+    void clear_devices();
+};
+
+} // namespace kvtool

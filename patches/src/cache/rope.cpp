@@ -1,0 +1,202 @@
+#include "rope.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace kvtool {
+
+bool rope::has_pair(int i) const {
+    if (!is_multi()) {
+        return true;
+    }
+    const int * s = sections;
+    const int   j = i % std::max(1, s[0] + s[1] + s[2] + s[3]);
+
+    // interleaved: pairs belong to the first three sections in turn
+    return mode == GGML_ROPE_TYPE_IMROPE ? j < 3*s[j % 3] : j < s[0] + s[1] + s[2];
+}
+
+// walk through the graph from a layer's keys back to the operation that rotates them
+struct rope_walk {
+    const ggml_tensor * found = nullptr;
+
+    int first = 0; // index in a key of the first rotated element
+
+    ggml_tensor * scale = nullptr; // weights applied after the rotation
+
+    bool is_mapped = false;
+
+    std::string why; // reason why the walk cannot continue
+
+    static bool is_weight(const ggml_tensor * t) {
+        return t->op == GGML_OP_NONE && !(t->flags & GGML_TENSOR_FLAG_INPUT);
+    }
+
+    // a product with a model's weights, which may follow the rotation
+    void visit_scaled(const ggml_tensor * t, ggml_tensor * weights, int offset) {
+        const auto * before = found;
+        visit(t, offset);
+
+        if (found == before || weights->ne[0] == 1) {
+            return;
+        }
+        if (scale || first > 0 || ggml_nelements(weights) != weights->ne[0] || weights->type != GGML_TYPE_F32) {
+            why = "they are scaled in an unknown way behind their rotation";
+        }
+        scale = weights;
+    }
+
+    // an operation that may not follow the rotation
+    void visit_plain(const ggml_tensor * t, int offset, const char * what) {
+        const auto * before = found;
+        visit(t, offset);
+
+        if (found != before) {
+            why = std::string(what) + " comes behind their rotation";
+        }
+    }
+
+    // offset: index in a key of the first element of t
+    void visit(const ggml_tensor * t, int offset) {
+        switch (t->op) {
+            case GGML_OP_ROPE:
+                if (found && found != t) {
+                    why = "they are rotated twice";
+                }
+                found = t;
+                first = offset;
+                return;
+            case GGML_OP_CONCAT:
+                visit(t->src[0], offset);
+                visit(t->src[1], offset + (t->op_params[0] == 0 ? t->src[0]->ne[0] : 0));
+                return;
+            case GGML_OP_MUL_MAT:
+                // the Hadamard matrix of quantized keys is an input; weights end the walk
+                if (t->src[0]->flags & GGML_TENSOR_FLAG_INPUT) {
+                    is_mapped = true;
+                    visit(t->src[1], offset);
+                }
+                return;
+            case GGML_OP_MUL_MAT_ID:
+            case GGML_OP_GET_ROWS:
+                return;
+            case GGML_OP_MUL:
+                if (is_weight(t->src[1])) {
+                    visit_scaled(t->src[0], t->src[1], offset);
+                } else {
+                    visit(t->src[0], offset);
+                    visit(t->src[1], offset);
+                }
+                return;
+            case GGML_OP_ADD:
+                if (is_weight(t->src[1])) {
+                    visit_plain(t->src[0], offset, "a sum");
+                    return;
+                }
+                [[fallthrough]];
+            case GGML_OP_SUB:
+            case GGML_OP_DIV:
+                visit(t->src[0], offset);
+                visit(t->src[1], offset);
+                return;
+            case GGML_OP_NORM:
+                visit_plain(t->src[0], offset, "a norm with a mean");
+                return;
+            case GGML_OP_VIEW:
+            case GGML_OP_RESHAPE:
+            case GGML_OP_PERMUTE:
+            case GGML_OP_TRANSPOSE:
+            case GGML_OP_CONT:
+            case GGML_OP_CPY:
+            case GGML_OP_DUP:
+            case GGML_OP_REPEAT:
+            case GGML_OP_SCALE:
+            case GGML_OP_CLAMP:
+            case GGML_OP_RMS_NORM:
+            case GGML_OP_L2_NORM:
+            case GGML_OP_UNARY:
+                visit(t->src[0], offset);
+                return;
+            case GGML_OP_NONE:
+                if (t->flags & GGML_TENSOR_FLAG_INPUT) {
+                    why = std::string("they are made from the input ") + t->name;
+                }
+                return;
+            default:
+                why = std::string("they are made by ") + ggml_op_name(t->op);
+        }
+    }
+};
+
+std::string rope::read(const ggml_tensor * keys) {
+    rope_walk walk;
+    walk.visit(keys, 0);
+
+    if (!walk.why.empty()) {
+        return walk.why;
+    }
+
+    *this = {};
+    is_known  = true;
+    is_mapped = walk.is_mapped;
+
+    const ggml_tensor * t = walk.found;
+    if (!t) {
+        return {};
+    }
+
+    const auto as_float = [&](int i) {
+        float res;
+        memcpy(&res, &t->op_params[i], sizeof(res));
+        return res;
+    };
+
+    // in the order in which ggml_rope_impl stores them
+    first      = walk.first;
+    n_dims     = t->op_params[1];
+    mode       = t->op_params[2];
+    n_ctx_orig = t->op_params[4];
+    freq_base  = as_float(5);
+    freq_scale = as_float(6);
+    ext_factor = as_float(7);
+    beta_fast  = as_float(9);
+    beta_slow  = as_float(10);
+    factors    = t->src[2];
+    scale      = walk.scale;
+    memcpy(sections, &t->op_params[11], sizeof(sections));
+
+    return {};
+}
+
+ggml_tensor * rope::build(ggml_context * ctx, ggml_tensor * keys, ggml_tensor * delta, int64_t n_head) const {
+    const int64_t n_embd = keys->ne[0];
+    const int64_t n      = keys->ne[1];
+
+    if (scale) {
+        keys = ggml_div(ctx, keys, scale);
+    }
+    ggml_tensor * x = ggml_view_3d(ctx, keys, n_embd - first, n_head, n/n_head, keys->nb[1], n_head*keys->nb[1], first*sizeof(float));
+
+    // YaRN scaled the key at its first rotation and must not scale it again
+    const float attn_factor = ext_factor != 0.0f ? 1.0f/(1.0f + 0.1f*logf(1.0f/freq_scale)) : 1.0f;
+
+    if (is_multi()) {
+        int copy[GGML_MROPE_SECTIONS];
+        memcpy(copy, sections, sizeof(copy));
+        x = ggml_rope_multi(ctx, x, delta, factors, n_dims, copy, mode, n_ctx_orig, freq_base, freq_scale,
+                ext_factor, attn_factor, beta_fast, beta_slow);
+    } else {
+        x = ggml_rope_ext(ctx, x, delta, factors, n_dims, mode, n_ctx_orig, freq_base, freq_scale,
+                ext_factor, attn_factor, beta_fast, beta_slow);
+    }
+
+    x = ggml_reshape_2d(ctx, x, n_embd - first, n);
+    if (first > 0) {
+        x = ggml_concat(ctx, ggml_view_2d(ctx, keys, first, n, keys->nb[1], 0), x, 0);
+    }
+
+    return scale ? ggml_mul(ctx, x, scale) : x;
+}
+
+} // namespace kvtool

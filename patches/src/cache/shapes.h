@@ -1,0 +1,53 @@
+// Lengths of the lists in an edit's graph. A kept graph serves every edit whose lists fit into its own.
+
+#pragma once
+
+#include "layer.h"
+#include "hooks/llama-kvtool.h"
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+namespace kvtool {
+
+struct layer_edit;
+
+// a merge adds its terms in levels: the first two, the next two, then four, eight, ...
+constexpr int n_level = 30;
+
+constexpr int64_t level_first(int level) { return level == 0 ? 0 : int64_t(1) << level; }
+constexpr int64_t level_width(int level) { return level == 0 ? 2 : int64_t(1) << level; }
+
+// a merge in a list of terms: index and number of its terms
+struct merge {
+    size_t  first;
+    int64_t n_term;
+};
+
+// sorted by number of terms, the most first
+std::vector<merge> merges_of(const std::vector<llama_kvtool_term> & terms);
+
+// lengths of a layer's lists
+struct layer_shape {
+    int64_t n_moves = 0; // keys that move without rotation
+    int64_t n_turns = 0; // keys that are rotated, and possibly move
+    int64_t n_moved = 0; // values that move
+
+    std::array<int64_t, n_level> n_merged = {}; // merged values that have terms on each level
+
+    bool shared = false; // values move by the list of the keys
+};
+
+layer_shape shape_of(const layer_edit & edit, bool with_k, bool with_v, bool v_trans);
+
+// true if lists with the lengths of `room` hold an edit of this shape, with their last entries repeated
+bool holds(const layer_shape & room, const layer_shape & shape);
+
+// lengths for the lists of a new graph, not shorter than the lists of `before`; null: there was no graph
+std::vector<layer_shape> rooms(std::vector<layer_shape> shapes, const std::vector<layer_shape> * before);
+
+// bytes of a layer's lists
+int64_t list_bytes(const layer & l, const layer_shape & shape, bool v_trans);
+
+} // namespace kvtool

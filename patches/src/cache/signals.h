@@ -1,0 +1,97 @@
+// Sums of the signals since the last edit, on the host and on devices.
+
+#pragma once
+
+#include "hooks/hooks.h"
+#include "layer.h"
+#include "hooks/llama-kvtool.h"
+
+#include "ggml-cpp.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace kvtool {
+
+class signals {
+public:
+    static constexpr int n_signal = llama_kvtool_graph::n_signal;
+
+    // both must outlive this object
+    signals(const std::vector<layer> & layers, const llama_kvtool_params & params) : layers(layers), params(params) {}
+
+    // true if signal s is enabled and summed here; the recent signal is not, see recent.h
+    bool has(int s) const {
+        return (params.signals & ~LLAMA_KVTOOL_SIGNAL_RECENT) >> s & 1;
+    }
+
+    // resize to the layers' numbers of cells; the sums of devices must have been collected
+    void resize();
+
+    // add a batch's signal s [n_kv, 1, n_head] of layer i to its sum on the device; returns null if the host adds
+    // it
+    ggml_tensor * build_sum(ggml_context * ctx, size_t i, int s, ggml_tensor * t, int64_t n_tokens) const;
+
+    // start to copy the signals that a computed graph leaves for the host; is_apart: they are per query
+    void extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens, bool is_apart);
+
+    // remove the last n queries of the last batch, whose signals are per query
+    void take_back(int n) { n_query_staged = std::max(n_query_staged - n, 0); }
+
+    // copy all sums to the host, so that values() is complete
+    void collect(llama_context & lctx);
+
+    void clear(llama_context & lctx);
+
+    // sums of signal s, after collect: [n_row][n_cell of the row's layer]
+    std::vector<std::vector<float>> & values(int s) { return sums[s]; }
+
+private:
+    // Sums of all layers whose cache lies on one device, in that device's memory. They are copied only when they
+    // are read: copying after every batch would be most of the traffic to another machine
+    struct device_sums {
+        ggml_backend_buffer_type_t buft;
+
+        size_t n = 0; // floats per signal
+
+        ggml_context_ptr ctx;
+
+        ggml_tensor *           t  [n_signal] = {};
+        ggml_backend_buffer_ptr buf[n_signal];
+
+        void clear() const;
+    };
+
+    // location of a layer's sums
+    struct place {
+        int    device = -1; // -1: on the host
+        size_t first  = 0;  // index in the device's sums of the first of [n_head][n_cell]
+    };
+
+    const std::vector<layer>  & layers;
+    const llama_kvtool_params & params;
+
+    std::vector<std::vector<float>> sums[n_signal];
+
+    // copies of the last batch's signals on their way to the host: [n_layer][n_head*n_part*n_kv]
+    std::vector<std::vector<float>> staging[n_signal];
+
+    int n_part         = 1; // parts of a batch's signal: one per query if they are per query
+    int n_query_staged = 0; // queries that count; 0: no copies are on their way
+
+    std::vector<device_sums> devices;
+    std::vector<place>       places; // one per layer
+
+    int n_query_device = 0; // queries since the devices' sums were cleared
+
+    bool make_device_sums();
+
+    void fold(llama_context & lctx);
+    void fold(int s, const float * src, float * dst, size_t n, int n_query) const;
+
+    void collect(int s, const float * src, std::vector<float> & dst) const;
+
+    void clear_devices();
+};
+
+} // namespace kvtool

@@ -1,0 +1,157 @@
+// Resizing the layers of a cache. These are methods of the state, as they replace llama.cpp's tensors.
+
+#include "hooks/error.h"
+#include "hooks/memory.h"
+#include "hooks/state.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+
+#include <algorithm>
+
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
+using namespace kvtool;
+
+int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
+    auto * kv  = memory::cache(lctx);
+    auto * idx = memory::index_cache(lctx);
+
+    lctx.synchronize();
+
+    const int n_own = n_used(lctx);
+
+    for (size_t i = 0; i < layers.size(); ++i) {
+        const auto & l = layers[i];
+
+        const int n_live = params.ragged ? most_live(l) : n_own;
+        if (n_cell[i] < std::max(n_live, 1) + params.n_recall) {
+            return fail(format("layer %d: %d cells cannot hold its %d tokens and %d recalled ones",
+                    l.il, n_cell[i], n_live, params.n_recall));
+        }
+        if (!params.ragged && n_cell[i] != n_cell[0]) {
+            return fail(format("layer %d gets %d cells and layer %d gets %d: only ragged rows may differ",
+                    l.il, n_cell[i], layers[0].il, n_cell[0]));
+        }
+    }
+
+    signals.collect(lctx);
+    recent.collect(lctx);
+
+    const int64_t n_before = n_bytes();
+
+    const auto before = layer_cells();
+
+    // one layer at a time, so that only one layer exists twice
+    const auto resize_all = [&](const int * wanted) {
+        bool ok = true;
+        for (size_t i = 0; ok && i < layers.size(); ++i) {
+            ok = wanted[i] == layers[i].n_cell || resize(lctx, *kv, layers, i, wanted[i]);
+        }
+        // with ragged rows, the table and the index hold only the newest tokens
+        for (size_t i = 0; ok && !params.ragged && i < index.size(); ++i) {
+            ok = wanted[0] == index[i].n_cell || resize(lctx, *idx, index, i, wanted[0]);
+        }
+        return ok;
+    };
+
+    recent::rings rings;
+
+    const bool ok = resize_all(n_cell) && recent.make(rings, n_cell);
+    if (!ok && !resize_all(before.data())) {
+        // attention would read past the end of the layers that are too short
+        broken = "there was no memory to resize the cache, nor to undo it; close this context and open a new one";
+    }
+    signals.resize();
+    if (ok) {
+        recent.take(std::move(rings));
+    }
+
+    if (ok && !params.ragged && memory::resize_tables(lctx, n_cell[0], n_own)) {
+        // recalled tokens are in the last cells
+        fill_recalled(lctx);
+    }
+
+#if defined(__GLIBC__)
+    // glibc does not return memory that is freed in small pieces
+    if (n_before - n_bytes() > (16 << 20)) {
+        malloc_trim(0);
+    }
+#else
+    GGML_UNUSED(n_before);
+#endif
+
+    // Existing graphs have views of the old tensors. Compute buffers are resized with the cache. Ragged layers
+    // change too often for that, unless the change is large
+    const int most    = *std::max_element(before.begin(), before.end());
+    const bool by_much = !params.ragged || most > 2*most_cells() || most_cells() > 2*most;
+    forget_graphs(lctx, broken.empty() && (lctx.sched_need_reserve || by_much));
+
+    return ok ? 0 : fail(broken.empty() ? "no memory for the cache" : broken);
+}
+
+// Resize layer i of `some` in a cache to n cells. Returns false, leaving that layer unchanged, if there is no memory
+// or a device failed
+bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, std::vector<layer> & some, size_t i, int n) {
+    auto & l = some[i];
+
+    ggml_context_ptr ctx { ggml_init({ 4*ggml_tensor_overhead(), nullptr, true }) };
+
+    const auto create = [&](const ggml_tensor * old) {
+        ggml_tensor * t = ggml_new_tensor_3d(ctx.get(), old->type, old->ne[0], n, old->ne[2]);
+        ggml_set_name(t, old->name);
+        return t;
+    };
+
+    ggml_tensor * k = create(l.k);
+    ggml_tensor * v = l.v ? create(l.v) : nullptr;
+
+    const auto stream = [&](ggml_tensor * t) {
+        return t ? ggml_view_2d(ctx.get(), t, t->ne[0], n, t->nb[1], 0) : nullptr;
+    };
+
+    ggml_tensor * k_stream = stream(k);
+    ggml_tensor * v_stream = stream(v);
+
+    ggml_backend_buffer_ptr buf { ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_buffer_get_type(l.k->buffer)) };
+    if (!buf) {
+        return false;
+    }
+    ggml_backend_buffer_clear(buf.get(), 0);
+
+    const int64_t n_copy = std::min(n, l.n_cell);
+
+    // cells that exist before and after; transposed, a row of the tensor is one element of all values
+    const auto live = [&](ggml_context * c, ggml_tensor * t, bool trans) {
+        const int64_t n_embd = t->ne[0];
+        return trans ?
+            ggml_view_2d(c, t, n_copy, n_embd, ggml_row_size(t->type, t->ne[1]), 0) :
+            ggml_view_2d(c, t, n_embd, n_copy, t->nb[1], 0);
+    };
+
+    const auto build = [&](ggml_context * c, ggml_cgraph * gf, size_t, ggml_tensor *) -> ggml_tensor * {
+        ggml_build_forward_expand(gf, ggml_cpy(c, live(c, l.k, false),   live(c, k, false)));
+        if (v) {
+            ggml_build_forward_expand(gf, ggml_cpy(c, live(c, l.v, v_trans), live(c, v, v_trans)));
+        }
+        return nullptr;
+    };
+    if (!graphs.compute(lctx, kv, some, { { i }, nullptr }, 64, {}, build)) {
+        return false;
+    }
+
+    l.k = k;
+    l.v = v;
+    l.n_cell = n;
+    if (&some == &layers) {
+        places.resize(i, n);
+    }
+
+    graphs.clear();
+
+    memory::replace(kv, some, l, k_stream, v_stream, std::move(ctx), std::move(buf));
+
+    return true;
+}

@@ -1,0 +1,109 @@
+// Inputs that kvtool adds to the decode's graph. They change with every batch, so that the graph does not have to.
+
+#pragma once
+
+#include "hooks.h"
+#include "archive/staging.h"
+
+#include "llama-graph.h"
+
+#include <vector>
+
+class llama_kvtool_input : public llm_graph_input_i {
+public:
+    llama_kvtool_input(llama_kvtool & kvtool) : kvtool(kvtool) {}
+
+    // of one layer with ragged rows
+    struct rows {
+        int i; // index of the layer in the cache
+
+        ggml_tensor * k_idx; // I64 [n_head*n_tokens]
+        ggml_tensor * v_idx; // I64 [n_embd*n_head*n_tokens], null unless V is transposed
+        ggml_tensor * limit; // F32 [1, n_tokens, n_head]: last cell that a query sees; [1, n_tokens, 1] if all rows
+                             // have equal lengths
+    };
+
+    // of one layer, with ALiBi
+    struct distances {
+        int i;
+
+        ggml_tensor * keys; // F32 [n_kv, 1, n_head]: positions of the keys
+    };
+
+    void set_input(const llama_ubatch * ubatch) override;
+
+    // batches and caches of another size need no check: llama.cpp builds a new graph for them
+    bool can_reuse(const llm_graph_params &) override;
+
+    llama_kvtool & kvtool;
+
+    ggml_tensor * seen  = nullptr; // F32 [1, n_tokens]: tokens that each query has seen, itself included
+    ggml_tensor * scale = nullptr; // F32 [1, 1, n_tokens]: log_512 of the same
+
+    ggml_tensor * slots = nullptr; // I64 [q]: slots for the attention of the last q queries
+
+    ggml_tensor * asked = nullptr; // I64 [q]: slots for the last q queries themselves
+
+    ggml_tensor * rot  = nullptr; // I32 [1]: position that the first query is rotated to
+    ggml_tensor * live = nullptr; // [n_live, n_tokens]: mask of the live cells, computed from llama.cpp's mask
+
+    std::vector<rows> ragged;
+
+    std::vector<distances> biased;
+
+    // masks of synthetic cells, for rows with n_gqa query heads
+    struct made {
+        int64_t n_gqa;
+
+        ggml_tensor * seen; // F32 [n_kv, n_tokens]: 0 where a query sees a cell, else -INFINITY
+        ggml_tensor * mask; // the same added to llama.cpp's mask
+    };
+
+    std::vector<made> made;
+
+    // indices of the cells that a step fills from the archive, for layers that have the same first such cell
+    struct filled {
+        int64_t first;
+
+        ggml_tensor * idx; // I64 [n]: first, first + 1, ...
+    };
+
+    std::vector<filled> filled;
+
+    // attention to archived tokens that are copied to the device, see staged.cpp
+    struct staged {
+        // of layers with n_head heads
+        struct rows_of {
+            int     n_head;
+            int64_t n_token; // rows per head
+
+            ggml_tensor * idx; // I64 [n_head*n_live]: the row of each live cell
+        };
+
+        int64_t n_live     = 0;
+        int64_t n_archived = 0;
+
+        ggml_tensor * tail = nullptr; // [n_all - n_live]: 0 for archived tokens, then -INFINITY
+        ggml_tensor * mask = nullptr; // [n_all, n_tokens]: llama.cpp's mask, followed by the tail for each query
+
+        std::vector<rows_of>                rows;
+        std::vector<kvtool::staging::mark>  marks;
+
+        void set_input(kvtool::staging & to) const;
+    };
+
+    staged stage;
+
+    bool is_apart = false; // signals are stored per query, because of draft tokens
+
+    ggml_tensor * queries = nullptr; // F32 [1, n_tokens]: positions of the queries, with ALiBi
+};
+
+namespace kvtool {
+
+// kvtool's inputs of the graph, created by the first call
+llama_kvtool_input & graph_input(const llm_graph_context & graph);
+
+ggml_tensor * new_input(ggml_context * ctx, ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2);
+
+} // namespace kvtool

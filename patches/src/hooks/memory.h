@@ -1,0 +1,127 @@
+// Access to llama.cpp's memory: its kinds, its layers and its tables of cells.
+
+#pragma once
+
+#include "cache/layer.h"
+#include "llama-kvtool.h"
+
+#include "ggml-cpp.h"
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+class  llama_kv_cache;
+class  llama_memory_recurrent;
+struct llama_context;
+struct llama_memory_i;
+struct llama_model;
+
+// the only code that touches private members of llama.cpp's caches
+struct llama_kvtool_memory {
+    //
+    // kinds
+    //
+
+    // cache of the layers with rows; null if the memory cannot be edited
+    static llama_kv_cache * cache(llama_memory_i * memory);
+
+    // cache of the sliding layers; null without such layers
+    static llama_kv_cache * sliding_cache(llama_memory_i * memory);
+
+    // keys of an index; null without an index
+    static llama_kv_cache * index_cache(llama_memory_i * memory);
+
+    // states of recurrent layers; null without such layers
+    static llama_memory_recurrent * recurrent(llama_memory_i * memory);
+
+    // the same for the memory of a context
+    static llama_kv_cache         * cache        (const llama_context & lctx);
+    static llama_kv_cache         * sliding_cache(const llama_context & lctx);
+    static llama_kv_cache         * index_cache  (const llama_context & lctx);
+    static llama_memory_recurrent * recurrent    (const llama_context & lctx);
+
+    // memory of one cell, enough to describe a memory of any size
+    static std::unique_ptr<llama_memory_i> smallest(const llama_model & model);
+
+    // reason why a model with this memory cannot be used; empty if it can
+    static std::string unsupported(const llama_model & model, llama_memory_i * memory);
+
+    // reason why this context cannot be used; empty if it can
+    static std::string unsupported(const llama_context & lctx);
+
+    // maximum number of cells that a model's index chooses for a query
+    static int most_indexed(const llama_model & model, llama_memory_i * memory);
+
+    //
+    // layers
+    //
+
+    // what each layer of a model with this memory keeps
+    static std::vector<llama_kvtool_layer> describe(const llama_model & model, llama_memory_i * memory);
+
+    // layers of a cache except those without attention; rows are not numbered yet
+    static std::vector<kvtool::layer> layers(const llama_model & model, const llama_kv_cache & kv);
+
+    // for each layer of the model, the index in `layers` of the layer whose cells it reads; -1 if it reads none
+    static std::vector<int> owners(const llama_model & model, const llama_kv_cache & kv);
+
+    // layers of an index
+    static std::vector<kvtool::layer> index_layers(const llama_kv_cache & kv);
+
+    // number of cells of every layer of a cache, also of layers without attention
+    static std::vector<int> layer_cells(const llama_kv_cache & kv);
+
+    // Replace the tensors of one of these layers; the new ones lie in buf. Buffers that no layer uses any more
+    // are freed.
+    static void replace(
+            llama_kv_cache & kv, const std::vector<kvtool::layer> & layers, const kvtool::layer & l, ggml_tensor * k_stream,
+            ggml_tensor * v_stream, ggml_context_ptr ctx, ggml_backend_buffer_ptr buf);
+
+    // true if values are stored transposed
+    static bool is_transposed(const llama_kv_cache & kv);
+
+    // Hadamard matrix [n, n] that quantized keys are multiplied by
+    static const std::vector<float> & key_rotation(const llama_kv_cache & kv, int64_t n);
+
+    // size of that matrix; 0: keys are stored unchanged
+    static int key_map(const llama_kv_cache & kv);
+
+    //
+    // tables
+    //
+
+    // Set the table of cells of the rows' cache, and that of its index: n cells in use, with consecutive
+    // positions up to pos_0 + n - 1. The first n_hidden cells belong to a sequence without queries.
+    static void fill_tables(const llama_context & lctx, int n, llama_pos pos_0, int n_hidden = 0);
+
+    // resize both tables to n_cell cells, preserving the first n_own; returns false if they had that size already
+    static bool resize_tables(const llama_context & lctx, int n_cell, int n_own);
+
+    // number of cells that hold the context's own tokens: the first cells of the table. Not for ragged rows
+    static int n_used(const llama_kv_cache & kv, int n_recall);
+
+    // mark n_recalled of the last n_recall cells as tokens with position 0, older than the rest
+    static void fill_recalled(llama_kv_cache & kv, int n_recall, int n_recalled);
+
+    // copy the cell of the next token and each cell's position (-1 if empty) to out or from in; returns the
+    // number of integers
+    static int copy_table(llama_kv_cache & kv, int32_t * out, const int32_t * in);
+
+    // shift the positions in the table by delta and remove tokens that would come before 0; returns the cells
+    // whose keys have to be rotated
+    static std::vector<int> shift_swa(llama_kv_cache & kv, int delta);
+
+    // set the position of the newest token that recurrent layers have read; -1: none
+    static void set_newest(llama_memory_recurrent & mem, llama_pos pos);
+
+private:
+    static void fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidden);
+};
+
+namespace kvtool {
+
+using memory = llama_kvtool_memory;
+
+} // namespace kvtool

@@ -1,0 +1,156 @@
+// Attention of a step's queries to all archived tokens, on the device. A layer's archived rows are copied to the
+// device while the previous layer is computed. The live cells are written in front of them, and a single attention
+// operation reads both.
+
+#include "hooks.h"
+#include "input.h"
+#include "archive/staging.h"
+#include "state.h"
+
+#include "llama-context.h"
+#include "llama-graph.h"
+
+#include <algorithm>
+#include <cmath>
+
+using namespace kvtool;
+
+// cells that a flash attention kernel reads at once
+static constexpr int64_t n_together = 256;
+
+//
+// inputs
+//
+
+// index of the row for each live cell: [n_head*n_live], cell by cell
+static ggml_tensor * rows_of(const llm_graph_context & graph, llama_kvtool_input::staged & in, int n_head, int64_t n_token) {
+    for (const auto & r : in.rows) {
+        if (r.n_head == n_head) {
+            return r.idx;
+        }
+    }
+    in.rows.push_back({ n_head, n_token, new_input(graph.ctx0, GGML_TYPE_I64, n_head*in.n_live, 1, 1) });
+    return in.rows.back().idx;
+}
+
+void llama_kvtool_input::staged::set_input(staging & to) const {
+    std::vector<int64_t> idx;
+    for (const auto & r : rows) {
+        idx.clear();
+        for (int64_t c = 0; c < n_live; ++c) {
+            for (int64_t head = 0; head < r.n_head; ++head) {
+                idx.push_back(head*r.n_token + c);
+            }
+        }
+        ggml_backend_tensor_set(r.idx, idx.data(), 0, ggml_nbytes(r.idx));
+    }
+    // all queries see the same archived tokens
+    std::vector<float> seen(tail->ne[0], -INFINITY);
+    std::fill_n(seen.begin(), n_archived, 0.0f);
+    if (tail->type == GGML_TYPE_F16) {
+        std::vector<ggml_fp16_t> half(seen.size());
+        ggml_fp32_to_fp16_row(seen.data(), half.data(), seen.size());
+        ggml_backend_tensor_set(tail, half.data(), 0, ggml_nbytes(tail));
+    } else {
+        ggml_backend_tensor_set(tail, seen.data(), 0, ggml_nbytes(tail));
+    }
+    to.begin(marks, n_live);
+}
+
+//
+// graph
+//
+
+// cells of a layer that queries may see, as F32 [n_embd, n_head*n_live], cell by cell
+static ggml_tensor * live_rows(ggml_context * ctx, ggml_tensor * cache, int64_t n_embd, int64_t n_head, int64_t n_cell, int64_t n_live, bool is_transposed) {
+    if (is_transposed) {
+        ggml_tensor * t = ggml_view_2d(ctx, cache, n_live, n_embd*n_head, n_cell*ggml_type_size(cache->type), 0);
+        t = ggml_cont(ctx, ggml_transpose(ctx, t->type == GGML_TYPE_F32 ? t : ggml_cast(ctx, t, GGML_TYPE_F32)));
+        return ggml_reshape_2d(ctx, t, n_embd, n_head*n_live);
+    }
+    ggml_tensor * t = ggml_view_2d(ctx, cache, n_embd, n_head*n_live, ggml_row_size(cache->type, n_embd), 0);
+    return t->type == GGML_TYPE_F32 ? t : ggml_cast(ctx, t, GGML_TYPE_F32);
+}
+
+static ggml_tensor * flash_attention(
+        const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, ggml_tensor * mask, ggml_tensor * sinks, float scale) {
+    ggml_context * ctx = graph.ctx0;
+
+    const auto & hparams = graph.hparams;
+
+    const auto readable = [&](ggml_tensor * t) { return t->type == GGML_TYPE_F32 ? ggml_cast(ctx, t, GGML_TYPE_F16) : t; };
+
+    ggml_tensor * cur = ggml_flash_attn_ext(ctx, q, readable(k), readable(v), mask, scale, 0.0f, hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f);
+    ggml_flash_attn_ext_add_sinks(cur, sinks);
+    ggml_prec_set_acc(cur, GGML_PREC_F32);
+
+    return ggml_reshape_2d(ctx, cur, cur->ne[0]*cur->ne[1], cur->ne[2]);
+}
+
+static ggml_tensor * plain_attention(
+        const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, ggml_tensor * mask, ggml_tensor * sinks, float scale) {
+    ggml_context * ctx = graph.ctx0;
+
+    const auto & hparams = graph.hparams;
+
+    ggml_tensor * kq = ggml_mul_mat(ctx, k, q);
+    ggml_prec_set_acc(kq, GGML_PREC_F32);
+
+    if (hparams.attn_soft_cap || graph.arch == LLM_ARCH_GROK) {
+        const float cap    = hparams.f_attn_logit_softcapping;
+        const float factor = graph.arch == LLM_ARCH_GROK ? hparams.f_attn_out_scale : 1.0f;
+        kq = ggml_scale(ctx, ggml_tanh(ctx, ggml_scale(ctx, kq, factor/cap)), cap);
+    }
+    kq = ggml_soft_max_ext(ctx, kq, mask, scale, 0.0f);
+    ggml_soft_max_add_sinks(kq, sinks);
+
+    v = ggml_cont(ctx, ggml_transpose(ctx, v->type == GGML_TYPE_F32 ? v : ggml_cast(ctx, v, GGML_TYPE_F32)));
+
+    ggml_tensor * cur = ggml_permute(ctx, ggml_mul_mat(ctx, v, kq), 0, 2, 1, 3);
+    return ggml_cont_2d(ctx, cur, cur->ne[0]*cur->ne[1], cur->ne[2]);
+}
+
+ggml_tensor * llama_kvtool_staged(
+        const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il) {
+    const auto * kvtool = graph.cparams.kvtool;
+
+    if (!kvtool || !kvtool->is_staging() || !kvtool->find(il)) {
+        return nullptr;
+    }
+
+    ggml_context * ctx = graph.ctx0;
+
+    const auto & l     = *kvtool->find(il);
+    const auto & stage = *kvtool->staging;
+    const size_t i     = &l - kvtool->layers.data();
+
+    auto & in = graph_input(graph).stage;
+    if (!in.mask) {
+        in.n_live     = live_mask->ne[0];
+        in.n_archived = kvtool->n_archived();
+        in.tail       = new_input(ctx, live_mask->type, GGML_PAD(in.n_live + in.n_archived, n_together) - in.n_live, 1, 1);
+        in.mask       = ggml_concat(ctx, live_mask, ggml_repeat_4d(ctx, in.tail, in.tail->ne[0], live_mask->ne[1], 1, 1), 0);
+    }
+
+    // layers that share cells stage them separately
+    ggml_tensor * idx = rows_of(graph, in, l.n_head, stage.n_token());
+
+    const auto write = [&](ggml_tensor * to, ggml_tensor * cache, int64_t n_embd, bool is_transposed) {
+        ggml_tensor * from = live_rows(ctx, cache, n_embd, l.n_head, l.n_cell, in.n_live, is_transposed);
+        ggml_tensor * res  = ggml_set_rows(ctx, to, from, idx);
+        ggml_build_forward_expand(graph.gf, res);
+        return res;
+    };
+    write(stage.keys(i), l.k, l.n_embd_k, false);
+    in.marks.push_back({ write(stage.values(i), l.v, l.n_embd_v, kvtool->v_trans), i });
+
+    const auto rows = [&](ggml_tensor * t) {
+        return ggml_view_3d(ctx, t, t->ne[0], in.mask->ne[0], l.n_head, t->nb[1], t->nb[1]*stage.n_token(), 0);
+    };
+
+    const auto attend = graph.cparams.flash_attn ? flash_attention : plain_attention;
+
+    ggml_tensor * cur = attend(graph, ggml_permute(ctx, q, 0, 2, 1, 3), rows(stage.keys(i)), rows(stage.values(i)), in.mask, sinks, scale);
+    ggml_build_forward_expand(graph.gf, cur);
+    return cur;
+}

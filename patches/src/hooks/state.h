@@ -1,0 +1,199 @@
+// kvtool's state of a context. The only code, with sizes.cpp, that touches private members of llama.cpp's context.
+
+#pragma once
+
+#include "cache/graphs.h"
+#include "joint.h"
+#include "cache/layer.h"
+#include "llama-kvtool.h"
+#include "cache/places.h"
+#include "cache/queries.h"
+#include "archive/recaller.h"
+#include "cache/recent.h"
+#include "cache/signals.h"
+#include "archive/staging.h"
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+class  llama_kv_cache;
+struct llama_context;
+struct llama_hparams;
+
+struct llama_kvtool {
+    llama_kvtool_params params;
+
+    std::vector<kvtool::layer> layers;  // layers with rows
+    // layers with a sliding window: llama.cpp manages their cache, and they have no rows
+    std::vector<kvtool::layer> sliding;
+
+    // keys by which a model's index chooses cells; see llama_kvtool_dense
+    std::vector<kvtool::layer> index;
+
+    std::vector<ggml_tensor *> states; // states of recurrent layers, managed by llama.cpp
+
+    std::vector<int> layer_of_row;
+    // for each layer of the model, the index in `layers` of the layer whose cells it reads; -1: none
+    std::vector<int> index_of_il;
+
+    int  n_most  = INT32_MAX; // maximum number of cells of a layer when tokens are decoded
+    int  n_row   = 0;
+    bool v_trans = false; // values are stored transposed
+
+    int n_own   = 0; // cells in use in each row, unless rows are ragged
+    int n_guess = 0; // draft tokens at the end of the next batch
+    int n_back  = 0; // last tokens that can be removed
+
+    int64_t n_seen = 0; // tokens that the next query has seen before itself
+
+    bool is_watching = true; // decodes compute the signals
+
+    std::vector<int32_t> live; // ragged: cells in use of each row
+
+    std::string broken; // reason why the context is unusable; empty: it is usable
+
+    kvtool::signals signals { layers, params };
+    kvtool::recent  recent  { layers, params };
+    kvtool::queries queries { params };
+    kvtool::graphs  graphs;
+    kvtool::places  places; // used with ALiBi only
+
+    std::vector<std::vector<float>> mean_turns; // mean rotation of each layer, made when first needed: see
+                                                // read_future
+
+    std::unique_ptr<kvtool::recaller> archive; // null: no archive
+    std::unique_ptr<kvtool::staging>  staging; // null: steps recall from the archive on the host
+
+    // version of the tensors that graphs view, unique over all contexts; raised when graphs made for the older
+    // tensors become invalid
+    uint64_t version = 0;
+
+    std::unique_ptr<kvtool::joint> joint; // null: the context decodes its own tokens
+
+    explicit llama_kvtool(const llama_kvtool_params & params) : params(params) {}
+
+    llama_kvtool(const llama_kvtool &) = delete;
+
+    // see llama_kvtool_enable; joint: not null if the context computes steps of other contexts
+    static int32_t enable(llama_context & lctx, const llama_kvtool_params & params, std::unique_ptr<kvtool::joint> joint = nullptr);
+
+    // null, with the error set, if kvtool is not enabled or the context is unusable
+    static llama_kvtool * get(const llama_context * ctx);
+
+    //
+    // counts
+    //
+
+    // number of tokens in the archive
+    int64_t n_archived() const { return archive ? archive->tokens.size() : 0; }
+
+    // true if the next step attends to all archived tokens on the device. With an empty archive, llama.cpp's own
+    // attention sees all tokens
+    bool is_staging() const { return staging && n_archived() > 0; }
+
+    // see llama_kvtool_stage
+    int64_t stage(llama_context & lctx, int64_t n_archived);
+
+    // reason why the archive's tokens cannot be staged for the next step; empty if they can
+    std::string unstaged() const;
+
+    // layer whose cells this layer of the model reads, itself or an earlier one; null if it reads no rows
+    const kvtool::layer * find(int il) const;
+
+    // read from a graph how the keys of a layer are rotated
+    void see(int il, const ggml_tensor * keys);
+
+    // true if k is a view of the cache; other keys belong to an encoder or to cross-attention
+    bool has_keys(const ggml_tensor * k) const;
+
+    int most_cells() const;
+    int most_live(const kvtool::layer & l) const;
+
+    // true if all rows of a layer hold the same number of tokens: their queries then see the same cells
+    bool is_even(const kvtool::layer & l) const;
+
+    std::vector<int> layer_cells() const;
+    std::vector<int> row_cells()   const;
+
+    int64_t n_bytes() const;
+    int32_t n_dim()   const;
+
+    // entries of the table of copy_beside
+    int32_t n_beside() const;
+
+    // true if the signals of the next batch are stored per token, so that draft tokens can be removed: see
+    // llama_kvtool_guess
+    bool is_apart() const { return n_guess > 0; }
+
+    void guess(int n);
+
+    // see llama_kvtool_watch
+    void watch(llama_context & lctx, bool on);
+
+    // see llama_kvtool_take_back
+    int32_t take_back(llama_context & lctx, int n);
+
+    // update the state after a batch has been computed
+    void decoded(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens);
+
+    //
+    // sizes
+    //
+
+    // see llama_kvtool_resize
+    int32_t resize(llama_context & lctx, const int32_t * n_cell);
+
+    //
+    // copies
+    //
+
+    // Copy a layer's first n cells (all keys, then all values, cell by cell) to out or from in, or nothing if
+    // both are null; returns the number of bytes
+    int64_t copy_cells(llama_context & lctx, const kvtool::layer & l, uint8_t * out, const uint8_t * in, int n) const;
+
+    // Copy the memory of layers without rows: all cells of the sliding layers, then the recurrent states. The
+    // tables are [cell of the sliding layers' next token, each cell's position or -1, position of the newest
+    // token or -1]
+    int64_t copy_beside(llama_context & lctx, int32_t * table_out, uint8_t * out, const int32_t * table_in, const uint8_t * in) const;
+
+    //
+    // llama.cpp's own
+    //
+
+    // see memory
+    int  n_used       (const llama_context & lctx) const;
+    void fill_recalled(const llama_context & lctx, int n_tokens = 1) const; // n_tokens: of the step
+
+    // make the next decode build a new graph; reserve: its compute buffers have another size, too
+    static void forget_graphs(llama_context & lctx, bool reserve);
+
+    //
+    // joint steps
+    //
+
+    static int32_t enable_joint(llama_context & lctx, const llama_context & like, int n_most);
+
+    // see llama_kvtool_decode_joint
+    static int32_t decode_joint(
+            llama_context & lctx, const llama_batch & batch, llama_context ** members, const int32_t * n_tokens, int n_member);
+
+    static llm_graph_params graph_params(const kvtool::member & m, llm_graph_result * res);
+
+private:
+    static bool begin(kvtool::member & m, const llama_batch & batch);
+
+    // reason why the rotation of a layer's keys cannot be determined
+    std::string unreadable;
+
+    void add_layers(const llama_context & lctx);
+    bool keep_queries(const llama_hparams & hparams);
+    void make_archive(const llama_kv_cache & kv);
+
+    // reason why some layer's keys cannot be rotated; empty if all can
+    std::string unseen() const;
+    std::string no_archive(const llama_hparams & hparams) const;
+
+    bool resize(llama_context & lctx, llama_kv_cache & kv, std::vector<kvtool::layer> & some, size_t i, int n);
+};
