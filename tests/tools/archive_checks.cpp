@@ -1,0 +1,1400 @@
+// Checks of patches/src/archive, which is linked with ggml and without llama.cpp. Each compares the library with a
+// definition that can be read here. `archive_checks NAME` runs one check; it ends with 1 and a line if that fails.
+
+#include "archive/kmeans.h"
+#include "archive/made.h"
+#include "archive/products.h"
+#include "archive/recaller.h"
+#include "archive/together.h"
+#include "archive/workers.h"
+
+#include "ggml-backend.h"
+#include "ggml-cpp.h"
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <numeric>
+#include <random>
+#include <set>
+#include <string>
+
+using namespace kvtool;
+
+static std::map<std::string, void (*)()> & checks() {
+    static std::map<std::string, void (*)()> all;
+    return all;
+}
+
+static bool add_check(const char * name, void (*check)()) {
+    return checks().emplace(name, check).second;
+}
+
+#define CHECK(name)                                           \
+    static void name();                                       \
+    static const bool added_##name = add_check(#name, name);  \
+    static void name()
+
+[[noreturn]] static void fail(int line, const std::string & why) {
+    printf("archive_checks.cpp:%d: %s\n", line, why.c_str());
+    exit(1);
+}
+
+#define EXPECT(condition) \
+    do { if (!(condition)) fail(__LINE__, "not so: " #condition); } while (0)
+
+#define EXPECT_NEAR(a, b, limit)                                                                                   \
+    do {                                                                                                           \
+        const double a_ = a, b_ = b;                                                                               \
+        if (!(std::fabs(a_ - b_) <= (limit))) fail(__LINE__, #a " is " + std::to_string(a_) + ", " #b " is " + std::to_string(b_)); \
+    } while (0)
+
+template <typename F>
+static bool throws(F && f) {
+    try {
+        f();
+    } catch (const std::exception &) {
+        return true;
+    }
+    return false;
+}
+
+// numbers from a normal distribution
+static std::vector<float> normal(size_t n, unsigned seed, float size = 1.0f) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> some(0.0f, size);
+    std::vector<float> res(n);
+    for (auto & x : res) {
+        x = some(random);
+    }
+    return res;
+}
+
+static double dot(const float * a, const float * b, int64_t n) {
+    return std::inner_product(a, a + n, b, 0.0);
+}
+
+//
+// kernels
+//
+
+static const ggml_type types[] = { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q5_1, GGML_TYPE_Q4_0 };
+
+CHECK(conversions_are_those_of_ggml) {
+    constexpr int n = 160;
+    const auto x = normal(n, 1);
+    for (const ggml_type type : types) {
+        std::vector<uint8_t> own(ggml_row_size(type, n)), theirs(own.size());
+        from_float(type, x.data(), own.data(), n);
+        if (type == GGML_TYPE_F32) {
+            memcpy(theirs.data(), x.data(), theirs.size());
+        } else {
+            ggml_quantize_chunk(type, x.data(), theirs.data(), 0, 1, n, nullptr);
+        }
+
+        std::vector<float> y(n), z(n);
+        to_float(type, own.data(), y.data(), n);
+        if (type == GGML_TYPE_F32) {
+            z = x;
+        } else {
+            ggml_get_type_traits(type)->to_float(own.data(), z.data(), n);
+        }
+        EXPECT(y == z);
+        // ggml may round ties in another direction
+        const float step = type == GGML_TYPE_Q4_0 || type == GGML_TYPE_Q5_1 ? 0.5f : 0.05f;
+        for (int i = 0; i < n; ++i) {
+            EXPECT_NEAR(y[i], x[i], step);
+        }
+        if (type == GGML_TYPE_F16 || type == GGML_TYPE_F32) {
+            EXPECT(own == theirs);
+        }
+
+        std::vector<ggml_fp16_t> halves(n);
+        to_half(type, own.data(), halves.data(), n);
+        for (int i = 0; i < n; ++i) {
+            EXPECT(halves[i] == ggml_fp32_to_fp16(y[i]));
+        }
+    }
+}
+
+CHECK(a_transposed_matrix_has_its_rows_as_columns) {
+    constexpr int n_row = 5, n_column = 7;
+    std::vector<uint16_t> from(n_row*n_column), to(from.size());
+    std::iota(from.begin(), from.end(), 0);
+    transpose((const uint8_t *) from.data(), (uint8_t *) to.data(), n_row, n_column, sizeof(uint16_t));
+    for (int r = 0; r < n_row; ++r) {
+        for (int c = 0; c < n_column; ++c) {
+            EXPECT(to[c*n_row + r] == from[r*n_column + c]);
+        }
+    }
+}
+
+CHECK(a_matrix_product_adds_to_its_result) {
+    constexpr int m = 5, k = 19;
+    for (const int n : { 8, 24, 40 }) {
+        const auto a = normal(m*k, 1), b = normal(k*n, 2), before = normal(m*n, 3);
+        // a, and a transposed
+        for (const auto & [as, ak] : { std::pair(k, 1), std::pair(1, m) }) {
+            auto c = before;
+            multiply_add(c.data(), n, a.data(), as, ak, b.data(), n, m, k, n);
+            for (int i = 0; i < m; ++i) {
+                for (int j = 0; j < n; ++j) {
+                    double sum = before[i*n + j];
+                    for (int e = 0; e < k; ++e) {
+                        sum += (double) a[i*as + e*ak]*b[e*n + j];
+                    }
+                    EXPECT_NEAR(c[i*n + j], sum, 1e-4);
+                }
+            }
+        }
+    }
+}
+
+CHECK(stored_rows_are_multiplied_and_added_as_their_numbers) {
+    constexpr int n = 70, d = 64, gap = 12; // more rows than are listed at once
+    for (const ggml_type type : types) {
+        for (const int n_x : { 1, 3, 8 }) {
+            const size_t size = ggml_row_size(type, d) + gap;
+            const auto numbers = normal(n*d, 1), x = normal(n_x*d, 2);
+            auto weights = normal(n_x*n, 3);
+            for (int q = 0; q < n_x; ++q) {
+                weights[q*n + 4] = 0.0f; // the row is not read
+            }
+
+            std::vector<uint8_t> rows(n*size);
+            std::vector<float>   read(n*d);
+            for (int i = 0; i < n; ++i) {
+                from_float(type, numbers.data() + i*d, rows.data() + i*size, d);
+                to_float  (type, rows.data() + i*size, read.data() + i*d, d);
+            }
+            std::vector<float> out(n_x*n), sums(n_x*d, 1.0f);
+            multiply_rows(type, rows.data(), size, n, d, x.data(), n_x, out.data(), n);
+            add_rows(type, rows.data(), size, n, d, weights.data(), n, n_x, sums.data(), d);
+            for (int q = 0; q < n_x; ++q) {
+                for (int i = 0; i < n; ++i) {
+                    EXPECT_NEAR(out[q*n + i], dot(x.data() + q*d, read.data() + i*d, d), 1e-3);
+                }
+                for (int e = 0; e < d; ++e) {
+                    double sum = 1.0;
+                    for (int i = 0; i < n; ++i) {
+                        sum += (double) weights[q*n + i]*read[i*d + e];
+                    }
+                    EXPECT_NEAR(sums[q*d + e], sum, 1e-3);
+                }
+            }
+            if (can_multiply_bytes(type, d)) {
+                byte_columns bytes;
+                bytes.set(x.data(), n_x, d);
+                multiply_byte_rows(rows.data(), size, n, d, bytes, 0, n_x, out.data(), n);
+                for (int i = 0; i < n_x*n; ++i) {
+                    EXPECT_NEAR(out[i], dot(x.data() + i/n*d, read.data() + i % n*d, d), 0.3);
+                }
+            }
+        }
+    }
+}
+
+CHECK(exponentials_are_relative_to_the_maximum) {
+    constexpr int n = 37;
+    auto x = normal(48, 1, 5.0f);
+    const auto logits = x;
+    std::vector<float> e(48);
+    const auto part = exponentials(x.data(), n, 0.5f, e.data());
+
+    const float most = *std::max_element(logits.begin(), logits.begin() + n);
+    EXPECT_NEAR(part.most, 0.5f*most, 1e-6);
+    double sum = 0.0;
+    for (int i = 0; i < n; ++i) {
+        EXPECT_NEAR(e[i], std::exp(0.5*logits[i] - 0.5*most), 1e-5);
+        sum += std::exp(0.5*logits[i] - 0.5*most);
+    }
+    EXPECT_NEAR(part.sum, sum, 1e-4);
+
+    double above = 0.0;
+    const auto all = e;
+    std::fill(e.begin() + n, e.end(), 1.0f); // not a part of the sum
+    const float kept = keep_above(e.data(), n, 0.1f);
+    for (int i = 0; i < n; ++i) {
+        EXPECT(e[i] == (all[i] > 0.1f ? all[i] : 0.0f));
+        above += e[i];
+    }
+    EXPECT_NEAR(kept, above, 1e-5);
+}
+
+CHECK(sums_of_columns_follow_a_rising_maximum) {
+    constexpr int n = 9, n_column = 16;
+    std::vector<float> most(n_column, -INFINITY), factor(n_column), sum(n_column);
+    std::vector<double> sums(n_column, 0.0), expected(n_column, 0.0);
+    std::vector<float> seen;
+    for (unsigned batch = 0; batch < 3; ++batch) {
+        auto x = normal(n*n_column, batch, 3.0f);
+        seen.insert(seen.end(), x.begin(), x.end());
+        exponential_columns(x.data(), n, n_column, 2.0f, most.data(), factor.data(), sum.data());
+        for (int q = 0; q < n_column; ++q) {
+            sums[q] = sums[q]*factor[q] + sum[q];
+        }
+    }
+    for (int q = 0; q < n_column; ++q) {
+        double top = -INFINITY;
+        for (size_t i = q; i < seen.size(); i += n_column) {
+            top = std::max(top, 2.0*seen[i]);
+        }
+        for (size_t i = q; i < seen.size(); i += n_column) {
+            expected[q] += std::exp(2.0*seen[i] - top);
+        }
+        EXPECT_NEAR(most[q], top, 1e-5);
+        EXPECT_NEAR(sums[q], expected[q], 1e-4);
+    }
+}
+
+//
+// rotations
+//
+
+static constexpr int n_embd = 64;
+static constexpr int n_ctx  = 4096;
+
+static rotation rope_of(int mode, int n_dims = n_embd, int first = 0) {
+    rotation res;
+    res.rope.is_known   = true;
+    res.rope.n_dims     = n_dims;
+    res.rope.first      = first;
+    res.rope.mode       = mode;
+    res.rope.n_ctx_orig = n_ctx;
+    res.rope.freq_base  = 10000.0f;
+    res.rope.freq_scale = 1.0f;
+    res.rope.beta_fast  = 32.0f;
+    res.rope.beta_slow  = 1.0f;
+    return res;
+}
+
+// the definition of RoPE: pair i turns by delta/10000^(i/n_pair)
+static std::vector<float> rotated(const std::vector<float> & x, int64_t delta, int mode, int n_dims, int first) {
+    auto res = x;
+    const int n_pair = n_dims/2;
+    for (int i = 0; i < n_pair; ++i) {
+        const int a = first + (mode == GGML_ROPE_TYPE_NEOX ? i : 2*i);
+        const int b = first + (mode == GGML_ROPE_TYPE_NEOX ? i + n_pair : 2*i + 1);
+        const double angle = delta*std::pow(10000.0, -i/(double) n_pair);
+        res[a] = x[a]*std::cos(angle) - x[b]*std::sin(angle);
+        res[b] = x[a]*std::sin(angle) + x[b]*std::cos(angle);
+    }
+    return res;
+}
+
+CHECK(keys_are_rotated_as_rope_defines) {
+    const auto key = normal(n_embd, 1);
+    for (const int mode : { GGML_ROPE_TYPE_NORMAL, GGML_ROPE_TYPE_NEOX }) {
+        // all elements; all but the first 24; half of what a vector holds
+        for (const auto & [n_dims, first] : { std::pair(n_embd, 0), std::pair(40, 24), std::pair(24, 0) }) {
+            const turns rope(rope_of(mode, n_dims, first), n_embd, n_ctx);
+            // the last is beyond the tables
+            for (const int64_t delta : { 0, 1, -1, 255, 256, -300, 4000, -4000, 100000 }) {
+                auto own = key;
+                rope.turn(own.data(), delta);
+                const auto expected = rotated(key, delta, mode, n_dims, first);
+                for (int e = 0; e < n_embd; ++e) {
+                    EXPECT_NEAR(own[e], expected[e], 2e-3);
+                }
+            }
+        }
+    }
+}
+
+CHECK(a_rotated_query_stands_for_the_opposite_rotation_of_the_key) {
+    const auto key = normal(n_embd, 1), query = normal(n_embd, 2);
+    for (const int n_map : { 0, 32 }) {
+        auto how = rope_of(GGML_ROPE_TYPE_NEOX);
+        how.n_map = n_map;
+        for (int e = 0; e < n_embd; ++e) {
+            how.scale.push_back(1.0f + 0.01f*e);
+        }
+        const turns rope(how, n_embd, n_ctx);
+        auto k = key, q = query;
+        rope.turn(k.data(), -77);
+        rope.turn_query(q.data(), 77);
+        EXPECT_NEAR(dot(q.data(), key.data(), n_embd), dot(query.data(), k.data(), n_embd), 1e-3);
+
+        rope.turn(k.data(), 77);
+        for (int e = 0; e < n_embd; ++e) {
+            EXPECT_NEAR(k[e], key[e], 1e-4);
+        }
+    }
+}
+
+CHECK(keys_rotated_in_a_product_are_those_rotated_before) {
+    constexpr int n = 20, n_x = 3;
+    for (const int mode : { GGML_ROPE_TYPE_NORMAL, GGML_ROPE_TYPE_NEOX }) {
+        const turns rope(rope_of(mode), n_embd, n_ctx);
+        for (const ggml_type type : { GGML_TYPE_F16, GGML_TYPE_Q8_0 }) {
+            if (!can_turn(type, n_embd)) {
+                continue;
+            }
+            const size_t size = ggml_row_size(type, n_embd);
+            const auto numbers = normal(n*n_embd, 1), x = normal(n_x*n_embd, 2);
+            std::vector<uint8_t> rows(n*size), by(n);
+            for (int i = 0; i < n; ++i) {
+                from_float(type, numbers.data() + i*n_embd, rows.data() + i*size, n_embd);
+                by[i] = 13*i % 256;
+            }
+            std::vector<float> out(n_x*n), key(n_embd);
+            multiply_turned_rows(type, rows.data(), size, n, n_embd, x.data(), n_x, rope.small_turns() + 255*2*n_embd, rope.are_halves(), by.data(), out.data(), n);
+            for (int i = 0; i < n; ++i) {
+                to_float(type, rows.data() + i*size, key.data(), n_embd);
+                rope.turn(key.data(), 255 - by[i]);
+                for (int q = 0; q < n_x; ++q) {
+                    EXPECT_NEAR(out[q*n + i], dot(x.data() + q*n_embd, key.data(), n_embd), 2e-3);
+                }
+            }
+        }
+    }
+}
+
+//
+// clusters
+//
+
+// points of n_cluster groups far from each other, one after the other
+static std::vector<float> groups(int n, int d, unsigned seed, float noise) {
+    const auto centres = normal(n_cluster*d, seed, 10.0f);
+    auto res = normal(n*d, seed + 1, noise);
+    for (int i = 0; i < n; ++i) {
+        for (int e = 0; e < d; ++e) {
+            res[i*d + e] += centres[i % n_cluster*d + e];
+        }
+    }
+    return res;
+}
+
+CHECK(kmeans_finds_groups_that_lie_apart) {
+    constexpr int n = 256, d = 16;
+    const auto x  = groups(n, d, 1, 0.1f);
+    const auto of = kmeans(x.data(), n, d, n_cluster);
+    for (int i = n_cluster; i < n; ++i) {
+        EXPECT(of[i] == of[i % n_cluster]);
+    }
+    EXPECT(std::set<int>(of.begin(), of.end()).size() == n_cluster);
+}
+
+CHECK(kmeans_gives_an_unusual_point_a_separate_cluster) {
+    constexpr int n = 200, d = 16;
+    auto x = normal(n*d, 1);
+    for (int e = 0; e < d; ++e) {
+        x[77*d + e] = 40.0f;
+    }
+    const auto of = kmeans(x.data(), n, d, n_cluster);
+    EXPECT(std::count(of.begin(), of.end(), of[77]) == 1);
+}
+
+CHECK(kmeans_puts_points_to_the_nearest_mean) {
+    constexpr int n = 256, d = 8;
+    const auto x  = normal(n*d, 1);
+    const auto of = kmeans(x.data(), n, d, n_cluster);
+    std::vector<double> mean(n_cluster*d, 0.0);
+    std::vector<int> size(n_cluster, 0);
+    for (int i = 0; i < n; ++i) {
+        ++size[of[i]];
+        for (int e = 0; e < d; ++e) {
+            mean[of[i]*d + e] += x[i*d + e];
+        }
+    }
+    int n_nearest = 0;
+    for (int i = 0; i < n; ++i) {
+        std::vector<double> far(n_cluster, 0.0);
+        for (int c = 0; c < n_cluster; ++c) {
+            for (int e = 0; e < d; ++e) {
+                far[c] += std::pow(x[i*d + e] - mean[c*d + e]/std::max(size[c], 1), 2.0);
+            }
+            far[c] = size[c] > 0 ? far[c] : INFINITY;
+        }
+        n_nearest += std::min_element(far.begin(), far.end()) - far.begin() == of[i];
+    }
+    // the means have moved since the last assignment
+    EXPECT(n_nearest > n*8/10);
+}
+
+CHECK(halves_are_of_one_size_and_keep_what_is_near_together) {
+    constexpr int n = 64, d = 8, n_set = 8;
+    auto x = normal(n*d, 1, 0.1f);
+    for (int i = 0; i < n; ++i) {
+        x[i*d + 3] += i % 2 ? 9.0f : -9.0f;
+    }
+    const std::vector<float> weight(n, 1.0f);
+    const auto order = kvtool::halved(x.data(), weight.data(), n, d, n_set);
+    EXPECT(std::set<int>(order.begin(), order.end()).size() == n);
+    for (int i = 0; i < n; ++i) {
+        // the sets of a half have points of one side
+        EXPECT(order[i] % 2 == order[i < n/2 ? 0 : n/2] % 2);
+    }
+    EXPECT(order[0] % 2 != order[n/2] % 2);
+}
+
+// a row's clusters, of blocks of random keys; block b's are rotated to base 0 if it is in one_base, otherwise to b
+static row_clusters clustered_row(int n_block, bool one_base, std::vector<std::vector<float>> & keys) {
+    row_clusters res(n_embd, n_embd);
+    for (int b = 0; b < n_block; ++b) {
+        keys.push_back(normal(256*n_embd, b));
+        res.set(b, 0, { false, one_base ? 0 : b }, keys[b].data(), keys[b].data(), nullptr);
+    }
+    return res;
+}
+
+// whether every place's summary is that of the cluster that it names
+static void expect_means(const row_clusters & row, const std::vector<std::vector<float>> & keys) {
+    std::vector<float> key(n_embd), value(n_embd);
+    std::set<std::pair<int64_t, int>> seen;
+    for (size_t place = 0; place < (size_t) (row.end() - row.begin())*n_cluster; ++place) {
+        const int64_t block = row.block_at(place);
+        const int     c     = row.cluster_at(place);
+        const auto  & own   = row[block];
+        EXPECT(seen.insert({ block, c }).second);
+        EXPECT(row.clusters.sizes[place] == own.start[c + 1] - own.start[c]);
+
+        std::vector<double> sum(n_embd, 0.0);
+        for (int at = own.start[c]; at < own.start[c + 1]; ++at) {
+            for (int e = 0; e < n_embd; ++e) {
+                sum[e] += keys[block][own.order[at]*n_embd + e];
+            }
+        }
+        get_key(row.clusters.sides.data() + place/n_side*row.side_size(), place % n_side, key.data(), n_embd);
+        row.clusters.get_value(place, value.data());
+        for (int e = 0; e < n_embd; ++e) {
+            const double mean = sum[e]/std::max<int>(row.clusters.sizes[place], 1);
+            EXPECT_NEAR(key  [e], mean, 0.05);
+            EXPECT_NEAR(value[e], mean, 0.05);
+        }
+    }
+}
+
+CHECK(clusters_hold_each_token_once_and_their_means) {
+    std::vector<std::vector<float>> keys;
+    const auto row = clustered_row(3, true, keys);
+    for (int b = 0; b < 3; ++b) {
+        std::set<int> tokens(row[b].order.begin(), row[b].order.end());
+        EXPECT(tokens.size() == 256);
+        EXPECT(row[b].start[0] == 0 && row[b].start[n_cluster] == 256);
+        EXPECT(!row.is_grouped(b));
+    }
+    expect_means(row, keys);
+}
+
+CHECK(clusters_known_from_a_file_are_those_computed_before) {
+    const auto keys = normal(200*n_embd, 1);
+    row_clusters a(n_embd, n_embd), b(n_embd, n_embd);
+    a.set(5, 56, { true, 0 }, keys.data(), keys.data(), nullptr); // the archive began inside the block
+    const membership known = a[5].members();
+    b.set(5, 56, { true, 0 }, keys.data(), keys.data(), &known);
+    EXPECT(a[5].order == b[5].order && a[5].start == b[5].start);
+    EXPECT(a.clusters.sides == b.clusters.sides && a.clusters.values == b.clusters.values);
+    EXPECT(a[5].start[0] == 56);
+}
+
+CHECK(sets_are_means_of_their_clusters) {
+    std::vector<std::vector<float>> keys;
+    const auto row = clustered_row(n_grouped + 1, true, keys);
+    EXPECT(row.is_grouped(0) && row.is_grouped(n_grouped - 1) && !row.is_grouped(n_grouped));
+    expect_means(row, keys);
+
+    std::vector<float> key(n_embd), one(n_embd);
+    for (int s = 0; s < n_set; ++s) {
+        std::vector<double> sum(n_embd, 0.0);
+        int n = 0;
+        for (size_t place = row.place_of_set(s); place < row.place_of_set(s) + n_side; ++place) {
+            get_key(row.clusters.sides.data() + place/n_side*row.side_size(), place % n_side, one.data(), n_embd);
+            for (int e = 0; e < n_embd; ++e) {
+                sum[e] += (double) one[e]*row.clusters.sizes[place];
+            }
+            n += row.clusters.sizes[place];
+        }
+        EXPECT(row.sets.sizes[s] == n);
+        get_key(row.sets.sides.data(), s, key.data(), n_embd);
+        for (int e = 0; e < n_embd; ++e) {
+            EXPECT_NEAR(key[e], sum[e]/n, 0.05);
+        }
+    }
+}
+
+CHECK(blocks_of_two_bases_are_no_group) {
+    std::vector<std::vector<float>> keys;
+    const auto row = clustered_row(n_grouped, false, keys);
+    EXPECT(!row.is_grouped(0));
+    expect_means(row, keys);
+}
+
+CHECK(clusters_that_are_cut_or_forgotten_leave_the_others) {
+    std::vector<std::vector<float>> keys;
+    auto row = clustered_row(n_grouped + 2, true, keys);
+    row.cut(n_grouped - 1);
+    EXPECT(row.begin() == 0 && row.end() == n_grouped - 1 && !row.is_grouped(0));
+    expect_means(row, keys);
+    row.forget(3);
+    EXPECT(row.begin() == 3 && row.end() == n_grouped - 1);
+    expect_means(row, keys);
+    row.set(n_grouped - 1, 0, { false, 0 }, keys[n_grouped - 1].data(), keys[n_grouped - 1].data(), nullptr);
+    EXPECT(!row.is_grouped(5)); // its group has lost blocks
+    expect_means(row, keys);
+}
+
+//
+// memory
+//
+
+// whether token i's slab has its mark, for the tokens of these slabs
+static void expect_marks(const store & memory, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i += store::n_block) {
+        int64_t mark;
+        memcpy(&mark, memory.at(i), sizeof(mark));
+        EXPECT(mark == i/store::n_block);
+    }
+}
+
+static void mark(const store & memory, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i += store::n_block) {
+        const int64_t own = i/store::n_block;
+        memcpy(memory.at(i), &own, sizeof(own));
+    }
+}
+
+static void expect_slabs(store & memory) {
+    memory.make(5000);
+    EXPECT(memory.slab_bytes() == 8192);
+    memory.fit(0, 70*256);
+    mark(memory, 0, 70*256);
+    const int64_t full = memory.bytes();
+    EXPECT(full == 70*8192);
+
+    memory.fit(3*256 + 5, 72*256); // three slabs go, two of them are used again
+    expect_marks(memory, 4*256, 70*256);
+    EXPECT(memory.bytes() == full);
+    mark(memory, 3*256, 72*256);
+    expect_marks(memory, 3*256, 72*256);
+
+    memory.trim();
+    EXPECT(memory.bytes() == (memory.has_file() ? full : full - 8192));
+    memory.clear();
+    EXPECT(memory.bytes() == 0);
+    memory.fit(256, 512);
+    mark(memory, 256, 512);
+    expect_marks(memory, 256, 512);
+}
+
+CHECK(slabs_keep_their_tokens_while_others_go) {
+    store memory;
+    expect_slabs(memory);
+}
+
+CHECK(slabs_of_a_file_keep_their_tokens_too) {
+    const char * folder = getenv("TMPDIR");
+    const std::string path = std::string(folder ? folder : "/tmp") + "/archive_checks.slabs";
+    remove(path.c_str());
+    store memory;
+    memory.make(5000);
+    memory.open(path);
+    EXPECT(memory.has_file());
+    EXPECT(fopen(path.c_str(), "r") == nullptr); // it has no name, so that nothing is left of it
+    memory.fit(0, 70*256);
+    mark(memory, 0, 70*256);
+    memory.fit(5*256, 80*256);
+    expect_marks(memory, 5*256, 70*256);
+
+    FILE * other = fopen(path.c_str(), "w");
+    store second;
+    second.make(5000);
+    EXPECT(throws([&] { second.open(path); })); // the file of somebody else
+    fclose(other);
+    remove(path.c_str());
+}
+
+//
+// archives
+//
+
+static constexpr int n_head  = 2;
+static constexpr int n_layer = 2;
+static constexpr int n_dim   = n_head*n_embd; // elements of a token's keys
+
+static archive_params params_of(ggml_type type = GGML_TYPE_F32, int n_exact = 128, int n_near = n_ctx) {
+    return { 0, n_near, type, type, 0, 2, n_exact };
+}
+
+// A stream of random tokens, and an archive of its first ones. Keys are as before RoPE; the cache rotates them to
+// their positions minus the base that it has when they come.
+struct stream {
+    archive own;
+    int64_t n_max;
+    int64_t base = 0;
+
+    std::vector<int64_t> bases; // of each token
+
+    std::vector<std::vector<float>> keys, values; // [layer], [token][head][n_embd]
+
+    explicit stream(const archive_params & params, int64_t n_max = archive::most, int n_token = 2304, float noise = 0.0f) : n_max(n_max) {
+        own.make(params, { n_layer, { n_head, n_embd, n_embd, rope_of(GGML_ROPE_TYPE_NEOX) } });
+        for (int l = 0; l < n_layer; ++l) {
+            keys  .push_back(noise > 0.0f ? groups(n_token, n_dim, l, noise) : normal(n_token*n_dim, l));
+            values.push_back(normal(n_token*n_dim, l + 10));
+        }
+    }
+
+    const float * key  (int l, int head, int64_t i) const { return keys  [l].data() + (i*n_head + head)*n_embd; }
+    const float * value(int l, int head, int64_t i) const { return values[l].data() + (i*n_head + head)*n_embd; }
+
+    void start_over() {
+        base = own.end();
+        own.set_base(base);
+    }
+
+    void push(int n) {
+        const int64_t pos = own.end();
+        const leaving some = { nullptr, n, pos, n_max, pos + n - base };
+        own.reserve(some);
+        const int64_t first = own.start(some);
+        bases.resize(pos);
+        bases.resize(pos + n, base);
+        for (int l = 0; l < n_layer; ++l) {
+            std::vector<float> k(keys[l].begin() + pos*n_dim, keys[l].begin() + (pos + n)*n_dim);
+            const float * v = value(l, 0, pos);
+            for (int i = 0; i < n*n_head; ++i) {
+                own.turns_of(l).turn(k.data() + i*n_embd, pos + i/n_head - base);
+            }
+            const auto bytes = [&](const float * x) { return std::vector<uint8_t>((const uint8_t *) x, (const uint8_t *) (x + n*n_dim)); };
+            const gathered cells = { GGML_TYPE_F32, GGML_TYPE_F32, bytes(k.data()), bytes(v) };
+            // tokens that are deleted at once are not stored
+            for (int64_t i = std::max(pos, first); i < pos + n; ++i) {
+                const size_t at = (i - pos)*n_dim*sizeof(float);
+                own.put(l, i, cells.type_k, cells.k.data() + at, cells.type_v, cells.v.data() + at);
+            }
+        }
+        own.finish(some, first, 2);
+    }
+};
+
+static std::vector<uint8_t> tokens_of(const archive & all, size_t layer, int64_t begin, int64_t end) {
+    std::vector<uint8_t> res((end - begin)*all.token_bytes(layer));
+    all.get(layer, res.data(), begin, end);
+    return res;
+}
+
+// whether two archives hold the same tokens and clusters, in the same order
+static void expect_same(const archive & a, const archive & b) {
+    EXPECT(a.table() == b.table());
+    EXPECT(a.clustered() == b.clustered());
+    for (int l = 0; l < n_layer; ++l) {
+        EXPECT(tokens_of(a, l, a.begin(), a.end()) == tokens_of(b, l, b.begin(), b.end()));
+        for (int head = 0; head < n_head; ++head) {
+            const auto & of_a = a.clusters_of(l, head);
+            const auto & of_b = b.clusters_of(l, head);
+            EXPECT(of_a.begin() == of_b.begin() && of_a.end() == of_b.end());
+            EXPECT(of_a.clusters.sides == of_b.clusters.sides && of_a.clusters.sizes == of_b.clusters.sizes);
+            for (int64_t block = of_a.begin(); block < of_a.end(); ++block) {
+                EXPECT(of_a[block].order == of_b[block].order && of_a[block].to == of_b[block].to);
+            }
+        }
+    }
+}
+
+CHECK(an_archive_gives_back_its_tokens_in_their_order) {
+    stream s(params_of());
+    s.push(100);
+    s.push(900);
+    s.push(600);
+    EXPECT(s.own.begin() == 0 && s.own.end() == 1600);
+    EXPECT(s.own.clusters_of(0, 0).end() == 6); // complete blocks, whose tokens are stored by clusters
+    std::vector<float> key(n_embd);
+    for (int l = 0; l < n_layer; ++l) {
+        const auto raw = tokens_of(s.own, l, 250, 1600);
+        for (int64_t i = 250; i < 1600; ++i) {
+            for (int head = 0; head < n_head; ++head) {
+                const auto * got = (const float *) raw.data() + ((i - 250)*n_head + head)*2*n_embd;
+                EXPECT(std::equal(got + n_embd, got + 2*n_embd, s.value(l, head, i)));
+
+                s.own[l].keys(head, s.own.place_of(l, head, i), 1, key.data());
+                EXPECT(std::equal(got, got + n_embd, key.begin()));
+                s.own.turns_of(l).turn(key.data(), -i);
+                for (int e = 0; e < n_embd; ++e) {
+                    EXPECT_NEAR(key[e], s.key(l, head, i)[e], 1e-3);
+                }
+            }
+        }
+    }
+}
+
+CHECK(a_full_archive_deletes_its_oldest_tokens_by_whole_blocks) {
+    stream s(params_of(), 1500);
+    s.push(1500);
+    EXPECT(s.own.begin() == 0);
+    s.push(10);
+    EXPECT(s.own.begin() == 256 && s.own.end() == 1510);
+    s.push(246);
+    EXPECT(s.own.begin() == 256);
+    s.own.keep(700);
+    EXPECT(s.own.begin() == 1280); // 1056 is in the block before
+    EXPECT(s.own.clusters_of(1, 1).begin() == 5);
+
+    stream few(params_of(), 500); // so few have no clusters, and go one by one
+    few.push(490);
+    few.push(37);
+    EXPECT(few.own.begin() == 27 && few.own.clusters_of(0, 0).end() == 0);
+}
+
+CHECK(rows_are_clustered_at_different_steps) {
+    stream s(params_of());
+    s.push(256);
+    EXPECT(s.own.clusters_of(0, 0).end() == 1 && s.own.clusters_of(1, 1).end() == 0);
+    s.push(64);
+    EXPECT(s.own.clusters_of(1, 1).end() == 1);
+}
+
+CHECK(segments_have_the_base_of_their_time) {
+    stream s(params_of());
+    s.push(300);
+    s.start_over();
+    s.push(500);
+    s.start_over();
+    s.push(10);
+    EXPECT(s.own.base() == 800);
+    for (const int64_t i : { 0, 299, 300, 799, 800, 809 }) {
+        EXPECT(s.own.base_of(i) == s.bases[i]);
+    }
+    // with the first 50 tokens far: each token once, its query rotated by the difference of the bases
+    std::vector<int64_t> delta;
+    for (const auto & part : s.own.stretches(50, -7)) {
+        EXPECT(part.begin == (int64_t) delta.size());
+        delta.resize(part.end, part.delta);
+    }
+    EXPECT(delta.size() == 810);
+    for (int64_t i = 0; i < 810; ++i) {
+        EXPECT(delta[i] == (i < 50 ? -7 : 800 - s.bases[i]));
+    }
+
+    s.start_over();
+    s.own.set_base(0); // a run without tokens leaves nothing
+    EXPECT(s.own.table() == std::vector<int64_t>({ 0, 810, 0, 0, 0, 300, 300, 800, 800, 810, 0 }));
+    s.own.keep(20);
+    EXPECT(s.own.frames.front().base == 300);
+}
+
+CHECK(an_archive_without_its_newest_tokens_is_as_if_they_had_not_come) {
+    // inside a block, at its end, before the last start over; with a limit that has deleted tokens
+    for (const int64_t end : { 1290, 1280, 800 }) {
+        for (const int64_t n_max : { archive::most, (int64_t) 1100 }) {
+            stream a(params_of(GGML_TYPE_Q8_0), n_max), b(params_of(GGML_TYPE_Q8_0), n_max);
+            for (auto * s : { &a, &b }) {
+                s->push(700);
+                s->start_over();
+                s->push(end - 700);
+            }
+            const int64_t base = a.base;
+            const int64_t next = end - base;
+            if (n_max > end) {
+                a.push(100);
+                a.start_over();
+                a.push(500);
+            } else {
+                a.push(30); // within the block that the limit leaves
+            }
+            const bool is_whole = a.own.begin() == b.own.begin();
+            a.own.cut(end, next);
+            a.own.set_base(base);
+            a.base = base;
+            EXPECT(a.own.end() == end);
+            if (is_whole) {
+                expect_same(a.own, b.own);
+                a.push(300);
+                b.push(300);
+                expect_same(a.own, b.own);
+            }
+        }
+    }
+    stream s(params_of());
+    s.push(300);
+    s.own.cut(0, 0);
+    EXPECT(s.own.size() == 0);
+}
+
+CHECK(a_saved_archive_comes_back_with_its_clusters) {
+    stream a(params_of(GGML_TYPE_Q8_0)), b(params_of(GGML_TYPE_Q8_0));
+    a.push(1300);
+    a.start_over();
+    a.push(900);
+
+    const auto blocks = a.own.clustered();
+    EXPECT(blocks[0] == 0 && blocks[1] == 0 && blocks[2] == 0 && blocks[3] == 2048);
+    std::vector<uint8_t> saved(blocks[3]/256*a.own.cluster_bytes());
+    EXPECT(a.own.get_clusters(saved.data(), 0, blocks[3], false));
+    EXPECT(!a.own.get_clusters(saved.data(), 0, blocks[3], true));
+
+    b.own.expect(0, 2200);
+    for (int l = 0; l < n_layer; ++l) {
+        // in two parts
+        const auto one = tokens_of(a.own, l, 0, 1000), two = tokens_of(a.own, l, 1000, 2200);
+        b.own.fill(l, { { one.data(), 0 }, { two.data(), 1000 } }, 0, 2200, 2);
+    }
+    b.own.set_clusters(saved.data(), 0, blocks[3], false);
+    EXPECT(b.own.set_table(a.own.table()).empty());
+    EXPECT(b.own.seal_some(archive::most, 1) == n_layer*n_head - 2); // two rows a thread
+    EXPECT(b.own.seal_some(archive::most, 1) == 0);
+    expect_same(a.own, b.own);
+}
+
+CHECK(a_table_of_no_archive_is_refused) {
+    stream s(params_of());
+    s.push(300);
+    const auto table = s.own.table();
+    EXPECT(s.own.set_table(table).empty());
+    for (const auto & wrong : std::vector<std::vector<int64_t>> {
+            { 0, 299, 0, 0, 0 }, { 0, 300, 301, 0, 0 }, { 0, 300, -1, 0, 0 }, { 0, 300, 0 }, { 0, 300, 0, 1, 0 },
+            { 0, 300, 0, 0, -1 }, { 0, 300, 0, 0, archive::most }, { 0, 300, 0, 0, 0, 0, 5 }, { 0, 300, 0, 0, 0, 301, 5 } }) {
+        EXPECT(!s.own.set_table(wrong).empty());
+    }
+    EXPECT(s.own.table() == table);
+}
+
+CHECK(clusters_deferred_are_those_of_the_end) {
+    stream a(params_of()), b(params_of());
+    a.push(1100);
+    b.own.defer_seal(true, 1);
+    b.push(600);
+    b.own.seal_layer(0, 1);
+    EXPECT(b.own.clusters_of(0, 1).end() == 2 && b.own.clusters_of(0, 0).end() == 0);
+    b.push(500);
+    b.own.defer_seal(false, 2);
+    expect_same(a.own, b.own);
+}
+
+//
+// attention
+//
+
+// the definition of a query's attention to the archived tokens of a row
+struct defined {
+    double              sum; // logarithm of the sum of all exponentials
+    std::vector<double> value;
+    std::vector<double> attn; // of each token from the archive's first on
+};
+
+// query: as before RoPE, at position rot of the cache. is_far(i): token i has the distance n_near
+template <typename F>
+static defined attention_by_definition(
+        const stream & s, int l, int head, const std::vector<float> & query, int64_t rot, const logit_params & logits, F && is_far) {
+    std::vector<double> x;
+    for (int64_t i = s.own.begin(); i < s.own.end(); ++i) {
+        const int64_t distance = is_far(i) ? s.own.n_near : rot + s.own.base() - i;
+        const auto q = rotated(query, distance, GGML_ROPE_TYPE_NEOX, n_embd, 0);
+        const double logit = logits.scale*dot(q.data(), s.key(l, head, i), n_embd);
+        x.push_back(logits.cap > 0.0f ? logits.cap*std::tanh(logit/logits.cap) : logit);
+    }
+    defined res = { 0.0, std::vector<double>(n_embd, 0.0), {} };
+    const double most = *std::max_element(x.begin(), x.end());
+    for (size_t i = 0; i < x.size(); ++i) {
+        const double e = std::exp(x[i] - most);
+        res.sum += e;
+        res.attn.push_back(e);
+        for (int d = 0; d < n_embd; ++d) {
+            res.value[d] += e*s.value(l, head, s.own.begin() + i)[d];
+        }
+    }
+    for (auto & v : res.value) {
+        v /= res.sum;
+    }
+    for (auto & a : res.attn) {
+        a /= res.sum;
+    }
+    res.sum = most + std::log(res.sum);
+    return res;
+}
+
+// queries of one head as the cache has them: rotated to rot, all at the same position
+static std::vector<float> queries_at(const std::vector<std::vector<float>> & queries, int64_t rot) {
+    std::vector<float> res;
+    for (const auto & q : queries) {
+        const auto own = rotated(q, rot, GGML_ROPE_TYPE_NEOX, n_embd, 0);
+        res.insert(res.end(), own.begin(), own.end());
+    }
+    return res;
+}
+
+static std::vector<std::vector<float>> some_queries(int n, unsigned seed = 50) {
+    std::vector<std::vector<float>> res;
+    for (int q = 0; q < n; ++q) {
+        res.push_back(normal(n_embd, seed + q));
+    }
+    return res;
+}
+
+static const logit_params plain  = { 0.35f, 0.0f };
+static const logit_params capped = { 0.35f, 3.0f };
+
+// attend with these queries for all heads of layer 1, and compare with the definition
+template <typename F>
+static void expect_attention(
+        const stream & s, int n_query, int64_t rot, const logit_params & logits, int n_exact, double limit, F && is_far) {
+    const auto queries = some_queries(n_query);
+    const auto turned  = queries_at(queries, rot);
+
+    attention_work work;
+    attention one(s.own, 1, rot, n_query, logits, n_exact, work);
+    one.make_room();
+    for (int head = 0; head < n_head; ++head) {
+        one.find(head, turned.data());
+    }
+    for (int part = 0; part < one.n_part(); ++part) {
+        one.attend(part);
+    }
+    std::vector<float> value(n_embd);
+    for (int head = 0; head < n_head; ++head) {
+        for (int q = 0; q < n_query; ++q) {
+            const auto expected = attention_by_definition(s, 1, head, queries[q], rot, logits, [&](int64_t i) { return is_far(head, i); });
+            EXPECT_NEAR(one.result(head, q, value.data()), expected.sum, limit);
+            for (int e = 0; e < n_embd; ++e) {
+                EXPECT_NEAR(value[e], expected.value[e], limit);
+            }
+        }
+    }
+}
+
+CHECK(attention_to_all_tokens_is_a_softmax) {
+    stream s(params_of(GGML_TYPE_F32, 0));
+    s.push(300);
+    s.start_over();
+    s.push(410);
+    for (const int n_query : { 1, 8, 12 }) { // few, and many
+        for (const auto & logits : { plain, capped }) {
+            expect_attention(s, n_query, 420, logits, 0, 1e-3, [](int, int64_t) { return false; });
+        }
+    }
+}
+
+CHECK(far_tokens_have_the_distance_of_the_limit) {
+    stream s(params_of(GGML_TYPE_F32, 0, 200));
+    s.push(300);
+    s.start_over();
+    s.push(250);
+    EXPECT(s.own.far_end() == 350);
+    for (const int n_query : { 2, 12 }) {
+        expect_attention(s, n_query, 260, plain, 0, 1e-3, [&](int, int64_t i) { return i < s.own.far_end(); });
+    }
+}
+
+CHECK(attention_to_all_clusters_is_a_softmax) {
+    stream s(params_of(GGML_TYPE_F32, 1 << 20, 600));
+    s.push(1000);
+    s.start_over();
+    s.push(700);
+    // a clustered block is far as a whole
+    const auto is_far = [&](int head, int64_t i) {
+        const auto & own = s.own.clusters_of(1, head);
+        return i/256 < own.end() && own[i/256].to.is_far;
+    };
+    EXPECT(is_far(0, 0) && !is_far(0, 1400));
+    for (const int n_query : { 1, 12 }) {
+        expect_attention(s, n_query, 710, plain, 1 << 20, 2e-3, is_far);
+    }
+}
+
+CHECK(attention_to_quantized_tokens_is_near_a_softmax) {
+    stream s(params_of(GGML_TYPE_Q8_0, 1 << 20, 600));
+    s.push(1700);
+    for (const int n_query : { 1, 12 }) {
+        const auto is_far = [&](int head, int64_t i) {
+            const auto & own = s.own.clusters_of(1, head);
+            return i/256 < own.end() && own[i/256].to.is_far;
+        };
+        expect_attention(s, n_query, 1710, plain, 1 << 20, 0.1, is_far);
+    }
+}
+
+CHECK(clusters_that_are_not_read_are_estimated_by_their_means) {
+    // tokens of a cluster are nearly equal once they are rotated alike, so that their mean stands for them all
+    stream s(params_of(GGML_TYPE_F32, 64, 256), archive::most, 4608, 0.02f);
+    for (auto & k : s.keys) {
+        for (auto & x : k) {
+            x *= 0.02f;
+        }
+    }
+    // the values of a cluster are equal
+    for (auto & v : s.values) {
+        for (size_t i = n_cluster*n_dim; i < v.size(); ++i) {
+            v[i] = v[i % (n_cluster*n_dim)];
+        }
+    }
+    s.push(4608); // with a group of blocks in sets
+    EXPECT(s.own.clusters_of(1, 0).is_grouped(0));
+    const auto is_far = [&](int head, int64_t i) {
+        const auto & own = s.own.clusters_of(1, head);
+        return i/256 < own.end() && own[i/256].to.is_far;
+    };
+    for (const int n_query : { 1, 12 }) {
+        expect_attention(s, n_query, 4610, plain, 64, 0.05, is_far);
+    }
+}
+
+CHECK(a_search_finds_the_tokens_that_a_query_wants) {
+    stream s(params_of(GGML_TYPE_F32, 64, 256), archive::most, 4608);
+    const auto query = normal(n_embd, 99);
+    for (int e = 0; e < n_embd; ++e) { // one far token has the query's direction at its distance
+        s.keys[1][(300*n_head + 1)*n_embd + e] = rotated(query, 256, GGML_ROPE_TYPE_NEOX, n_embd, 0)[e];
+    }
+    s.push(4608);
+    const auto turned = queries_at({ query }, 4610);
+
+    search looking(s.own, 1, 4610, 1, plain, 64);
+    searched_row row;
+    std::vector<float> estimate(2 + n_embd, 0.0f);
+    looking.find(1, turned.data(), row, estimate.data(), estimate.size());
+
+    std::set<int64_t> seen;
+    int64_t n_sealed = 0;
+    for (const auto & range : row.looked) {
+        n_sealed += range.sealed ? range.n : 0;
+        for (int64_t place = range.begin; place < range.begin + range.n; ++place) {
+            EXPECT(seen.insert(looking.pos_of(range, place)).second);
+        }
+    }
+    EXPECT((int64_t) seen.size() == row.n_looked);
+    EXPECT(seen.count(300) == 1);
+    EXPECT(n_sealed >= 64 && n_sealed < 64 + 256);
+    for (int64_t i = s.own.clusters_of(1, 1).end()*256; i < s.own.end(); ++i) {
+        EXPECT(seen.count(i) == 1); // tokens without clusters are all read
+    }
+    EXPECT(estimate[1] > 0.0f);
+}
+
+// attention of one query, of layer 1 and head 0
+static double attended(const stream & s, const std::vector<float> & query, std::vector<float> & value) {
+    attention_work work;
+    attention one(s.own, 1, 110, 1, plain, 0, work);
+    one.make_room();
+    for (int head = 0; head < n_head; ++head) {
+        one.find(head, query.data());
+    }
+    for (int part = 0; part < one.n_part(); ++part) {
+        one.attend(part);
+    }
+    value.resize(n_embd);
+    return one.result(0, 0, value.data());
+}
+
+CHECK(numbers_that_are_not_finite_do_no_harm) {
+    const auto queries = some_queries(1);
+    auto turned = queries_at(queries, 110);
+
+    // a key that is NaN adds nothing
+    stream s(params_of(GGML_TYPE_F32, 0));
+    s.keys[1][5*n_dim] = NAN;
+    s.push(100);
+    std::vector<float> value;
+    const double sum = attended(s, turned, value);
+    std::fill_n(s.keys[1].begin() + 5*n_dim, n_embd, 0.0f);
+    const auto expected = attention_by_definition(s, 1, 0, queries[0], 110, plain, [](int64_t) { return false; });
+    EXPECT_NEAR(sum, expected.sum + std::log(1.0 - expected.attn[5]), 1e-3);
+
+    const auto is_nothing = [&](double sum) {
+        return sum == -INFINITY && std::all_of(value.begin(), value.end(), [](float x) { return x == 0.0f; });
+    };
+    for (const float wrong : { NAN, INFINITY }) {
+        stream with_value(params_of(GGML_TYPE_F32, 0));
+        with_value.values[1][7*n_dim] = wrong;
+        with_value.push(100);
+        EXPECT(is_nothing(attended(with_value, turned, value)));
+    }
+    turned[3] = NAN;
+    EXPECT(is_nothing(attended(s, turned, value)));
+}
+
+CHECK(the_tokens_with_the_most_attention_are_those_by_definition) {
+    stream s(params_of(GGML_TYPE_F32, 0));
+    s.push(200);
+    s.start_over();
+    s.push(200);
+    constexpr int n_query = 3, k = 10;
+    const auto queries = some_queries(n_query);
+    const auto turned  = queries_at(queries, 205);
+    attention_work work;
+    attention one(s.own, 1, 205, n_query, plain, 0, work);
+    one.make_room();
+    for (int head = 0; head < n_head; ++head) {
+        one.find(head, turned.data());
+    }
+    for (int part = 0; part < one.n_part(); ++part) {
+        one.attend(part);
+    }
+    std::vector<float> value(n_embd);
+    for (int head = 0; head < n_head; ++head) {
+        std::vector<std::pair<double, int64_t>> attn(400);
+        for (int q = 0; q < n_query; ++q) {
+            // the live cells have as much attention as the archive
+            one.set_sum(head, q, one.result(head, q, value.data()) + std::log(2.0));
+            const auto expected = attention_by_definition(s, 1, head, queries[q], 205, plain, [](int64_t) { return false; });
+            for (int64_t i = 0; i < 400; ++i) {
+                attn[i] = { attn[i].first + expected.attn[i]/2.0, i };
+            }
+        }
+        for (int part = 0; part < one.n_part(); ++part) {
+            one.weigh(part);
+        }
+        std::sort(attn.rbegin(), attn.rend());
+        std::map<int64_t, double> most;
+        for (int i = 0; i < k; ++i) {
+            most[attn[i].second] = attn[i].first;
+        }
+        auto next = most.begin();
+        for (const auto & each : one.most_attended(head, k)) {
+            EXPECT(each.pos == next->first && each.place == each.pos);
+            EXPECT_NEAR(each.attn, next->second, 1e-4);
+            EXPECT(each.turn == s.bases[each.pos] - s.own.base());
+            ++next;
+        }
+        EXPECT(next == most.end());
+    }
+}
+
+CHECK(synthetic_cells_stand_for_the_archive) {
+    constexpr int n = 4;
+    for (const ggml_type type : { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_Q8_0 }) {
+        for (const auto & logits : { plain, logit_params { 0.35f, 30.0f } }) {
+            const auto queries = normal(n*n_embd, 1), found = normal(n*n_embd, 2);
+            const double sums[n] = { 3.0, 5.5, 2.0, 4.0 };
+            made_cells cells(n, n_embd, n_embd, type, logits);
+            cells.make(queries.data(), sums, found.data());
+
+            const double limit = type == GGML_TYPE_Q8_0 ? 0.2 : 0.02;
+            for (int h = 0; h < n; ++h) {
+                double sum = 0.0;
+                std::vector<double> value(n_embd, 0.0);
+                for (int c = 0; c < n; ++c) {
+                    double x = logits.scale*dot(queries.data() + h*n_embd, cells.keys.data() + c*n_embd, n_embd);
+                    x = logits.cap > 0.0f ? logits.cap*std::tanh(x/logits.cap) : x;
+                    sum += std::exp(x);
+                    for (int e = 0; e < n_embd; ++e) {
+                        value[e] += std::exp(x)*cells.values[c*n_embd + e];
+                    }
+                }
+                EXPECT_NEAR(std::log(sum), sums[h], limit);
+                for (int e = 0; e < n_embd; ++e) {
+                    EXPECT_NEAR(value[e]/sum, found[h*n_embd + e], 2*limit);
+                }
+            }
+        }
+    }
+}
+
+//
+// operations
+//
+
+static ggml_context_ptr some_tensors() {
+    return ggml_context_ptr(ggml_init({ 16u << 20, nullptr, false }));
+}
+
+// a recaller whose archive is that of a stream: 600 tokens
+static void fill(recaller & all, stream & s) {
+    s.push(600);
+    const auto gather = [&](const int32_t * cells, int32_t n, const std::function<void (size_t, gathered &&)> & f) {
+        for (int l = 0; l < n_layer; ++l) {
+            gathered res = { GGML_TYPE_F32, GGML_TYPE_F32, {}, {} };
+            for (int32_t c = 0; c < n; ++c) {
+                std::vector<float> k(s.key(l, 0, cells[c]), s.key(l, 0, cells[c] + 1));
+                for (int head = 0; head < n_head; ++head) {
+                    s.own.turns_of(l).turn(k.data() + head*n_embd, cells[c]);
+                }
+                const auto add = [](std::vector<uint8_t> & to, const float * x) {
+                    to.insert(to.end(), (const uint8_t *) x, (const uint8_t *) (x + n_dim));
+                };
+                add(res.k, k.data());
+                add(res.v, s.value(l, 0, cells[c]));
+            }
+            f(l, std::move(res));
+        }
+        return true;
+    };
+    std::vector<int32_t> cells(600);
+    std::iota(cells.begin(), cells.end(), 0);
+    all.push(gather, { cells.data(), 600, 0, archive::most, 600 }, 2, nullptr);
+}
+
+static std::vector<archive_shape> shapes() {
+    return { n_layer, { n_head, n_embd, n_embd, rope_of(GGML_ROPE_TYPE_NEOX) } };
+}
+
+// run an operation of layer 1 with that many threads
+static std::vector<float> computed(recaller & all, ggml_tensor * t, int n_thread) {
+    std::vector<std::thread> threads;
+    for (int ith = 0; ith < n_thread; ++ith) {
+        threads.emplace_back([&, ith] { (all.params.n_made > 0 ? make_into : recall_into)(t, ith, n_thread, &all.recalled[1]); });
+    }
+    for (auto & each : threads) {
+        each.join();
+    }
+    const auto * x = (const float *) t->data;
+    return { x, x + ggml_nelements(t) };
+}
+
+CHECK(made_cells_of_a_step_do_not_depend_on_the_threads) {
+    constexpr int n_gqa = 2, n_tokens = 3;
+    stream s(params_of(GGML_TYPE_F32, 1 << 20));
+    recaller all(params_of(GGML_TYPE_F32, 1 << 20), shapes());
+    fill(all, s);
+    expect_same(all.tokens, s.own);
+
+    const auto ctx = some_tensors();
+    ggml_tensor * k = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, 1);
+    ggml_tensor * q = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, n_embd, n_gqa*n_head, n_tokens);
+    ggml_tensor * rot = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, n_tokens);
+    for (int t = 0; t < n_tokens; ++t) {
+        ((int32_t *) rot->data)[t] = 610 + t;
+        const auto own = queries_at(some_queries(n_gqa*n_head, 50 + 10*t), 610 + t);
+        std::copy(own.begin(), own.end(), (float *) q->data + t*own.size());
+    }
+    ggml_tensor * args[] = { q, rot, nullptr, nullptr };
+    const int n_cell = n_tokens*n_gqa;
+    ggml_tensor * t = all.build(ctx.get(), 1, k, args, GGML_TYPE_F32, n_cell*n_head*2*n_embd, plain);
+    for (const bool is_apart : { false, true }) {
+        all.is_apart = is_apart;
+        const auto one = computed(all, t, 1);
+        EXPECT(one == computed(all, t, 3));
+        EXPECT(one == computed(all, t, 5));
+
+        // a token's cells give its heads the archive's attention
+        for (int i = 0; i < n_tokens*n_head*n_gqa; ++i) {
+            const int token = i/(n_head*n_gqa), head = i/n_gqa % n_head, g = i % n_gqa;
+            const auto queries = some_queries(n_gqa*n_head, 50 + 10*token);
+            const auto expected = attention_by_definition(s, 1, head, queries[head*n_gqa + g], 610 + token, plain, [](int64_t) { return false; });
+            double sum = 0.0;
+            for (int c = 0; c < n_gqa; ++c) {
+                const float * key = one.data() + ((token*n_gqa + c)*n_head + head)*n_embd;
+                sum += std::exp(plain.scale*dot((const float *) q->data + (token*n_head*n_gqa + head*n_gqa + g)*n_embd, key, n_embd));
+            }
+            EXPECT_NEAR(std::log(sum), expected.sum, 0.01);
+        }
+    }
+}
+
+CHECK(recalled_tokens_are_those_with_the_most_attention) {
+    constexpr int k = 7;
+    auto params = params_of(GGML_TYPE_F32, 0);
+    params.n_made = 0;
+    params.n_recall = k;
+    stream s(params);
+    recaller all(params, shapes());
+    fill(all, s);
+    all.tokens.set_base(600);
+
+    const auto ctx = some_tensors();
+    const auto floats = [&](int64_t n) { return ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, n); };
+    ggml_tensor * q   = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, n_embd, n_head, 1);
+    ggml_tensor * rot = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, 1);
+    ((int32_t *) rot->data)[0] = 5;
+    const auto queries = some_queries(n_head);
+    const auto turned  = queries_at(queries, 5);
+    std::copy(turned.begin(), turned.end(), (float *) q->data);
+    ggml_tensor * args[] = { q, rot, floats(n_head), floats(n_head) };
+    for (int head = 0; head < n_head; ++head) {
+        ((float *) args[2]->data)[head] = 0.0f; // one live cell
+        ((float *) args[3]->data)[head] = 1.0f;
+    }
+    ggml_tensor * t = all.build(ctx.get(), 1, floats(1), args, GGML_TYPE_F32, k*n_head*2*n_embd, plain);
+    const auto out = computed(all, t, 3);
+    EXPECT(out == computed(all, t, 1));
+
+    s.own.set_base(600);
+    for (int head = 0; head < n_head; ++head) {
+        const auto expected = attention_by_definition(s, 1, head, queries[head], 5, plain, [](int64_t) { return false; });
+        std::vector<int64_t> order(600);
+        std::iota(order.begin(), order.end(), 0);
+        std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return expected.attn[a] > expected.attn[b]; });
+        std::sort(order.begin(), order.begin() + k);
+        for (int i = 0; i < k; ++i) {
+            EXPECT(all.recalled[1].attended[head*k + i].pos == order[i]);
+            const float * key   = out.data() + (i*n_head + head)*n_embd;
+            const float * value = out.data() + ((k + i)*n_head + head)*n_embd;
+            const auto own = rotated({ s.key(1, head, order[i]), s.key(1, head, order[i]) + n_embd }, order[i] - 600, GGML_ROPE_TYPE_NEOX, n_embd, 0);
+            for (int e = 0; e < n_embd; ++e) {
+                EXPECT_NEAR(key[e], own[e], 2e-3);
+                EXPECT(value[e] == s.value(1, head, order[i])[e]);
+            }
+        }
+    }
+}
+
+CHECK(tokens_that_come_back_are_in_their_cells_rotated_to_the_new_base) {
+    constexpr int n_cell = 16, cell = 3, n_back = 5;
+    for (const bool v_trans : { false, true }) {
+        auto params = params_of();
+        params.v_trans = v_trans;
+        stream s(params);
+        recaller all(params, shapes());
+        fill(all, s);
+
+        const ggml_context_ptr ctx(ggml_init({ 8*ggml_tensor_overhead(), nullptr, true }));
+        std::vector<layer> layers(n_layer);
+        for (auto & l : layers) {
+            l.k = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, n_dim, n_cell);
+            l.v = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, n_dim, n_cell);
+        }
+        const ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_cpu_buffer_type()));
+        ggml_backend_buffer_clear(buffer.get(), 0);
+
+        all.go_back(layers, cell, n_back, 550, 100, 450);
+        EXPECT(all.tokens.end() == 545 && all.tokens.base() == 100);
+        for (int l = 0; l < n_layer; ++l) {
+            const auto * k = (const float *) layers[l].k->data;
+            const auto * v = (const float *) layers[l].v->data;
+            for (int i = 0; i < n_cell*n_dim; ++i) {
+                const int c = i/n_dim, head = i % n_dim/n_embd, e = i % n_embd;
+                const float own = v[v_trans ? i % n_dim*n_cell + c : i];
+                if (c < cell || c >= cell + n_back) {
+                    EXPECT(k[i] == 0.0f && own == 0.0f); // another cell
+                    continue;
+                }
+                const int64_t pos = 545 + c - cell;
+                EXPECT(own == s.value(l, head, pos)[e]);
+                const auto key = rotated({ s.key(l, head, pos), s.key(l, head, pos) + n_embd }, pos - 100, GGML_ROPE_TYPE_NEOX, n_embd, 0);
+                EXPECT_NEAR(k[i], key[e], 2e-3);
+            }
+        }
+    }
+}
+
+//
+// threads
+//
+
+CHECK(work_is_done_once_by_any_number_of_threads) {
+    for (const int n_thread : { 1, 3, 20 }) {
+        std::vector<std::atomic<int>> done(10);
+        together(n_thread, 10, [&](int i) { ++done[i]; });
+        for (const auto & n : done) {
+            EXPECT(n == 1);
+        }
+    }
+    EXPECT(throws([] { together(3, 10, [](int i) { if (i == 7) throw std::runtime_error("7"); }); }));
+}
+
+CHECK(work_in_the_background_is_waited_for_by_group) {
+    std::vector<int> order;
+    workers::group first, second;
+    workers one(1);
+    for (int i = 0; i < 5; ++i) {
+        one.add(first, [&, i](size_t) { order.push_back(i); });
+    }
+    one.add(second, [](size_t) { throw std::runtime_error("no room"); });
+    EXPECT(one.wait(first).empty());
+    EXPECT(order == std::vector<int>({ 0, 1, 2, 3, 4 }));
+    EXPECT(one.wait(second) == "no room");
+    EXPECT(one.wait(second).empty());
+}
+
+int main(int argc, char ** argv) {
+    for (int i = 1; i < argc; ++i) {
+        const auto check = checks().find(argv[i]);
+        if (check == checks().end()) {
+            printf("there is no check %s\n", argv[i]);
+            return 1;
+        }
+        check->second();
+    }
+    return 0;
+}

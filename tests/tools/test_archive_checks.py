@@ -1,0 +1,71 @@
+"""C++ checks of the archive in patches/src: it is compiled here, and linked with ggml and no llama.cpp."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from kvtool.build import sources
+from kvtool.llama.bindings import lib
+from tests.held import PATIENCE_S
+
+SRC = sources.patches_dir() / "src"
+CHECKS = Path(__file__).with_name("archive_checks.cpp")
+NAMES = re.findall(r"^CHECK\((\w+)\)", CHECKS.read_text(encoding="utf-8"), re.M)
+ARCHIVE = sources.place(sources.Upstream.read(sources.patches_dir()))
+HEADER = re.compile(r"[^/]+/vendor/llama\.cpp/(ggml/include/[\w-]+\.h|ggml/src/ggml-impl\.h)")
+COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux" or not COMPILER, reason="there is no C++ compiler for Linux"),
+    pytest.mark.skipif(not ARCHIVE.is_file(), reason="the sources of ggml are gone"),
+]
+
+
+def unpack_headers(folder: Path) -> None:
+    """Put ggml's headers where llama.cpp has them."""
+    with tarfile.open(ARCHIVE) as tar:
+        for member in tar:
+            if match := HEADER.fullmatch(member.name):
+                path = folder / match[1]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(tar.extractfile(member).read())
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("archive")
+    unpack_headers(folder)
+    (folder / "src").mkdir()  # "../ggml/src" is found from here, as in llama.cpp
+    # all files at once: most of the time goes to the standard library's headers
+    parts = sorted((SRC / "archive").glob("*.cpp")) + [SRC / "cache" / "rope.cpp"]
+    library = "".join(f'#include "{path}"\n' for path in parts)
+    includes = [f"-I{path}" for path in (SRC, folder / "ggml" / "include", folder / "src")]
+    command = [COMPILER, "-std=c++17", "-O0", *includes, "-x", "c++", "-c", "-"]
+    objects = []
+    for name, text in (("archive", library), ("checks", f'#include "{CHECKS}"\n')):
+        objects.append(folder / f"{name}.o")
+        subprocess.run([*command, "-o", objects[-1]], input=text, text=True, check=True, timeout=PATIENCE_S)
+    libraries = Path(lib._name).resolve().parent
+    link = [f"-L{libraries}", "-lggml", "-lggml-base", f"-Wl,-rpath,{libraries}", "-pthread"]
+    made = folder / "archive_checks"
+    subprocess.run([COMPILER, *objects, *link, "-o", made], check=True, timeout=PATIENCE_S)
+    return made
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_archive(program, name):
+    command = [program, name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_there_are_checks():
+    assert len(NAMES) > 30
