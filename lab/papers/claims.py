@@ -147,10 +147,6 @@ CLAIMS = (
                 ("acc_norm", "right"),
             ),
             Look(
-                *("bumblebee-table-2", "{n} items of LongBench", _SUBMODULAR, ("h2o", "streamingllm"), "all"),
-                ("score",),
-            ),
-            Look(
                 *("bumblebee-figure-3", "{n} articles of XSUM", _SUBMODULAR, ("h2o", "streamingllm"), "20%"),
                 ("rouge", "logp"),
             ),
@@ -185,7 +181,7 @@ def rows(results: Path = RESULTS) -> Iterator[str]:
         for look in claim.looks:
             for model in tables.MODELS:
                 if seen := _seen(look, model, results):
-                    yield f"| {head} | {' | '.join(_said(look, model, seen, as_good))} |"
+                    yield f"| {head} | {' | '.join(_cells(look, model, seen, as_good))} |"
                     head = ""
     yield ""
     yield textwrap.fill(_against_h2o(results), 140, break_on_hyphens=False)
@@ -220,34 +216,37 @@ def _seen(look: Look, model: str, results: Path) -> list[_Seen]:
     return found
 
 
-def _said(
+def _cells(
     look: Look, model: str, seen: Sequence[_Seen], as_good: Mapping[Key, tuple[float, float]]
 ) -> tuple[str, ...]:
     """The cells of a row after its head."""
-    found, told = [], []
+    numbers, results = [], {}
     for each in seen:
         own, signs = each.places[look.own, each.column], compared(each.places, each.table)
         short = SCORES[each.table.score].short or each.table.score
         if look.rivals == ("full",):
             full, sign = each.places["full", each.column], signs.get(("full", each.column), 0)
-            found.append(f"{short} {_number(own)} against {_number(full)}")
-            if not look.above:
-                found[-1] += _how_far(look, each)
+            distance = "" if look.above else _how_far(look, each)
+            numbers.append(f"{short} {_number(own)} against {_number(full)}{distance}")
             if sign or look.above:
-                told.append(f"{short}: " + {1: "behind full", -1: "ahead of full", 0: "no difference"}[sign])
+                results[short] = {1: "behind full", -1: "ahead of full", 0: "no difference"}[sign]
             else:
-                told.append(f"{short}: {_in_words(*as_good[_key(look, model, each)])}")
+                results[short] = _in_words(*as_good[_key(look, model, each)])
         else:
             rivals = [name for name in look.rivals if (name, each.column) in each.places]
-            numbers = (f"{_rival(name)} {_number(each.places[name, each.column])}" for name in rivals)
-            found.append(f"{short} {_number(own)}; {', '.join(numbers)}")
-            told.append(f"{short}: {_of_rivals(rivals, each.column, signs)}")
+            listed = (f"{_rival(name)} {_number(each.places[name, each.column])}" for name in rivals)
+            numbers.append(f"{short} {_number(own)}; {', '.join(listed)}")
+            results[short] = _of_rivals(rivals, each.column, signs)
     own_lines = seen[-1].own_lines(look.own)
     n = len({of for of, _ in own.values} if own.of_text else own.values)
     tokens = max((line["tokens"] for line in own_lines if "tokens" in line), default=0)
     sizes = _sizes(own_lines, seen[-1].own_lines("full"), model)
     of = look.of.format(n=n, tokens=f"{tokens:,}", of=_grouped(seen[-1].column.rpartition(", ")[2]))
-    return f"{tables.SHORT[model]}, {of}", sizes, "; ".join(found), "; ".join(told)
+    if len(set(results.values())) == 1:
+        result = next(iter(results.values()))
+    else:
+        result = "; ".join(f"{short}: {of_score}" for short, of_score in results.items())
+    return f"{tables.SHORT[model]}, {of}", sizes, "; ".join(numbers), result
 
 
 def _grouped(budget: str) -> str:

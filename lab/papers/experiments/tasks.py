@@ -8,7 +8,7 @@ from lab.papers.experiments.kinds import Experiment, Run, Table
 from lab.papers.experiments.longbench import ENGLISH
 from lab.papers.texts import XSUM
 
-_POLICIES = ("full", "recall", "roco", "h2o", "buzz", "streamingllm", "snapkv")
+_POLICIES = ("full", "recall", "roco", "h2o", "buzz", "streamingllm")
 _AT_20 = (_POLICIES, ("20%",))
 _HIDDEN = ("--set", "lengths=512", "--set", "repeats=20")
 
