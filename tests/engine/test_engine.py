@@ -264,6 +264,7 @@ I32, F32 = np.int32, np.float32
             lambda view: _first_and_newest(view, Merge([[0], [0, 1]], [50], [49], [1.0])),
             "lists of one length",
         ),
+        (lambda view: _first_and_newest(view, Merge([0], [50], [49], None)), "lists of one length"),
         (_merging([0], [50], [51], [1.0]), r"merge 0 is row 0 of \d+, cells .* <- 51 of 51"),
         (_merging([0], [50], [-1], [1.0]), "merge 0 is row 0"),
         (_merging([0, 99], [50, 50], [0, 0], [1.0, 1.0]), "merge 1 is row 99"),
@@ -272,7 +273,9 @@ I32, F32 = np.int32, np.float32
         (_merging([[0]], [50], [49], [1.0]), "lists of one length"),
         (_merging([0], [50], [49], [1.0], (F32, I32, I32, F32)), "must be whole numbers, .* got float32"),
         (_merging([0], [50], [49], [1.0], (I32, I32, F32, F32)), "must be whole numbers"),
+        (_merging([0], [50], [49], [1.0], (I32, I32, np.bool_, F32)), "must be whole numbers, .* got bool"),
         (_merging([0], [50], [49], [1], (I32, I32, I32, object)), "its weight numbers, got object"),
+        (_merging([0], [50], [49], ["a"], (I32, I32, I32, np.str_)), "its weight numbers, got <U1"),
         (_merging([0, 0], [50, 49], [50, 49], [1.0, np.nan]), "merge 1 has a weight that is not finite"),
         (_merging([0], [50], [49], [np.inf]), "merge 0 has a weight that is not finite"),
         (_merging([0], [50], [49], [1e39], (I32, I32, I32, np.float64)), "has a weight that is not finite"),
@@ -423,6 +426,7 @@ class Wishing(Policy):
     group: str = "sum"
     t: str = "stream"
     n_query: int = 1
+    reads: object = Signal.ATTENTION
     prefill: str = "stream"
 
 
@@ -432,11 +436,14 @@ class Wishing(Policy):
         ({"group": "mean"}, PlanError, "Wishing.request: .*group must be one of sum, max, first, got 'mean'"),
         ({"t": "tokens"}, PlanError, "Wishing.request: .*t must be one of stream, cells, got 'tokens'"),
         ({"n_query": -1}, PlanError, "Wishing.request: .*n_query must not be negative, got -1"),
+        ({"n_query": 2.5}, PlanError, "n_query must be a whole number, got 2.5"),
+        ({"reads": 5.5}, PlanError, "reads must be a Signal, such as Signal.ATTENTION, got 5.5"),
+        ({"reads": 1}, PlanError, "reads must be a Signal"),
         ({"prefill": "half"}, UsageError, "Wishing: prefill must be stream, whole or exact, got 'half'"),
     ],
 )
 def test_what_a_policy_cannot_ask_for_is_refused(tiny_model, wish, error, message):
-    with pytest.raises(error, match=message), open_engine(tiny_model(), Wishing(**wish)):
+    with pytest.raises(error, match=f"^.*{message}[^\n]*$"), open_engine(tiny_model(), Wishing(**wish)):
         pass
 
 
