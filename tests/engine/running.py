@@ -71,6 +71,27 @@ def text(n, seed=1, n_vocab=259):
     return tokens[:n].astype(np.int32)
 
 
+def positions_of(stream):
+    """The same of a stream of the reference."""
+    return [row.pos.tolist() for rows in stream.rows for row in rows]
+
+
+def assert_continues_as_defined(engine, stream, tokens, evict):
+    """Step both a token at a time, from a plan on; ragged rows have the next one every `slack` tokens.
+
+    evict: lets the stream evict.
+    """
+    assert live(engine) == positions_of(stream)
+    policy = engine.policy
+    for i in range(len(tokens)):
+        if i and i % policy.slack == 0 if policy.ragged else stream.n >= policy.budget:
+            evict()
+        engine.step(tokens[i : i + 1])
+        want = stream.decode(tokens[i : i + 1])
+        assert np.abs(engine.context.logits() - want).max() < LOGITS
+        assert live(engine) == positions_of(stream)
+
+
 def live(engine):
     """The positions of the tokens that each row holds, sorted."""
     return [sorted(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)]

@@ -126,14 +126,7 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
         want = [stream.decode(segment)[-1]]
         streams.append(stream)
     if len(streams) > 1:
-        for rows in zip(*(one.rows for one in streams), strict=True):
-            for head, (row, *later) in enumerate(zip(*rows, strict=True)):
-                for part in later:
-                    at = len(row)
-                    row.append(part.pos, part.rot, part.key, part.value)
-                    row.mass[at:], row.last[at:], row.seen[at:] = part.mass, part.last, part.seen
-                rows[-1][head] = row
-        stream.in_cache, stream.counter = True, 48 - 16
+        transformer.join(streams, 48 - 16)
     stream.evict(keep, pinned=0, budget=48, slack=16)
     # gaps were closed behind the segments; later ones stay
     stream.in_cache = False

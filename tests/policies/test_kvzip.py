@@ -17,7 +17,7 @@ from kvtool import policies
 from kvtool.errors import StreamEnd, UsageError
 from kvtool.policies.kvzip import KVzip
 from tests.cli.called import called
-from tests.engine.running import LOGITS, live, open_engine, text
+from tests.engine.running import LOGITS, assert_continues_as_defined, live, open_engine, text
 from tests.reference import transformer
 
 PLAIN = {"sinks": 0, "window": 1}
@@ -73,23 +73,8 @@ def evict(engine, stream):
     stream.evict(kvzip.keep, **common, **params)
 
 
-def goes_on_as_the_definition(engine, stream, tokens):
-    assert live(engine) == positions_of(stream)
-    # rows choose for themselves
+def assert_rows_choose_for_themselves(engine):
     assert len({tuple(row) for row in live(engine)}) > 1
-    for i, token in enumerate(tokens):
-        policy = engine.policy
-        # rows that differ have a plan every few tokens
-        if (i and i % policy.slack == 0) if policy.ragged else stream.n >= policy.budget:
-            evict(engine, stream)
-        engine.step([token])
-        want = stream.decode([token])
-        assert np.abs(engine.context.logits() - want).max() < LOGITS
-        assert live(engine) == positions_of(stream)
-
-
-def positions_of(stream):
-    return [row.pos.tolist() for rows in stream.rows for row in rows]
 
 
 @pytest.mark.share(3, "positions", "chunk")
@@ -110,7 +95,8 @@ def test_a_prompt_leaves_what_the_definition_leaves(tiny_model, positions, chunk
         repeat(engine, stream, tokens[:n], n_pinned, n - n_held)
         evict(engine, stream)
         assert engine.cache_bytes == small
-        goes_on_as_the_definition(engine, stream, tokens[n:])
+        assert_rows_choose_for_themselves(engine)
+        assert_continues_as_defined(engine, stream, tokens[n:], lambda: evict(engine, stream))
 
 
 @pytest.mark.share(2, "chunk", "n_batch")
@@ -130,36 +116,29 @@ def test_rows_that_share_a_budget_leave_what_the_definition_leaves(tiny_model, c
         repeat(engine, stream, tokens[:n], 11, n - 6)
         evict(engine, stream)
         assert len(set(engine.rows.live.tolist())) > 1
-        goes_on_as_the_definition(engine, stream, tokens[n:])
+        assert_continues_as_defined(engine, stream, tokens[n:], lambda: evict(engine, stream))
 
 
 def test_each_segment_of_a_prompt_beyond_the_context_is_repeated(tiny_model):
     path, tokens, n = tiny_model(n_head_kv=2, n_ctx_train=330), text(408), 400
     policy = policies.fit("kvzip", 48, 8)
-    model = transformer.Llama(path)
-    whole = transformer.Stream(model, positions="in-cache")
+    model, parts = transformer.Llama(path), []
     with open_engine(path, policy) as engine:
         assert engine.whole_reader.n_segments(n) == 3
         # more than one chunk a segment
         assert engine.whole_reader.reconstruction.n_chunk(134) < 133
         assert engine.read(tokens[:n]) == n
-        parts = []
         for segment in np.array_split(tokens[:n], 3):
             part = transformer.Stream(model)
-            part.next = begin = sum(each.counter for each in parts)
+            part.next = begin = parts[-1].next if parts else 0
             want = part.decode(segment)[-1]
             repeat(engine, part, tokens[:n], begin, part.next)
             parts.append(part)
-        for rows, *others in zip(whole.rows, *(part.rows for part in parts), strict=True):
-            for row, *pieces in zip(rows, *others, strict=True):
-                for piece in pieces:
-                    at = len(row)
-                    row.append(piece.pos, piece.rot, piece.key, piece.value)
-                    row.notes[at:] = piece.notes
-        whole.next, whole.counter = n, policy.n_keep
+        whole = transformer.join(parts, policy.n_keep)
         evict(engine, whole)
         assert np.abs(engine.context.next_logits - want).max() < LOGITS
-        goes_on_as_the_definition(engine, whole, tokens[n:])
+        assert_rows_choose_for_themselves(engine)
+        assert_continues_as_defined(engine, whole, tokens[n:], lambda: evict(engine, whole))
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2", "deepseek2", "refact"])

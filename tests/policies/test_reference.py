@@ -1,5 +1,7 @@
 """The reference transformer alone: what must hold for any right one, whatever kvtool's engine does."""
 
+from functools import partial
+
 import gguf
 import numpy as np
 import pytest
@@ -185,7 +187,8 @@ def test_original_positions_leave_gaps(one_layer):
     evicted = run(one_layer, tokens, budget=32, slack=12, keep=keep_ends, logits=True)
     closed = run(one_layer, tokens[:4] + tokens[16:], logits=True)
     assert np.abs(evicted.logits[-1] - closed.logits[-1]).max() > 0.1
-    oldest_gone = run(one_layer, tokens, budget=32, slack=12, keep=keep_ends, sinks=0, logits=True)
+    no_sinks = partial(keep_ends, sinks=0)
+    oldest_gone = run(one_layer, tokens, budget=32, slack=12, keep=no_sinks, logits=True)
     newest = run(one_layer, tokens[12:], logits=True)
     np.testing.assert_allclose(oldest_gone.logits[-1], newest.logits[-1], **close)
 
@@ -225,14 +228,14 @@ def test_refuses_more_entries_than_the_trained_context(model):
 def test_evicts_whenever_the_budget_is_full(model):
     calls = []
 
-    def keep(rows, *, next, pinned, budget, slack, favourite):
-        calls.append((next, pinned, budget, slack, favourite))
+    def keep(rows, *, next, pinned, budget, slack):
+        calls.append((next, pinned, budget, slack))
         assert [len(row) for row in rows] == [20] * model.n_head_kv
         assert all(row[-1]["pos"] == next - 1 for row in rows)
         return keep_ends(rows, next=next, pinned=pinned, budget=budget, slack=slack)
 
-    stream = run(model, text(40), budget=20, slack=8, keep=keep, pinned=2, favourite="x").stream
-    assert calls == [(n, 2, 20, 8, "x") for n in (20, 20, 28, 28, 36, 36)]
+    stream = run(model, text(40), budget=20, slack=8, keep=keep, pinned=2).stream
+    assert calls == [(n, 2, 20, 8) for n in (20, 20, 28, 28, 36, 36)]
     assert stream.n == 12 + 4
     assert [row.pos.tolist() for row in stream.rows[1]] == [[0, 1, 2, 3, *range(28, 40)]] * model.n_head_kv
 

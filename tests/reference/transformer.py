@@ -15,7 +15,7 @@ import numpy as np
 from .clusters import Clusters
 from .models import Llama
 
-__all__ = ["Llama", "Row", "Stream", "run"]
+__all__ = ["Llama", "Row", "Stream", "join", "run"]
 
 POSITIONS = ("original", "in-cache", "auto")
 
@@ -53,13 +53,9 @@ class Row:
         return len(self.pos)
 
     def append(self, pos, rot, key, value):
-        none_yet = np.zeros(len(pos))
-        self.pos = np.concatenate((self.pos, pos))
-        self.rot = np.concatenate((self.rot, rot))
-        self.key = np.concatenate((self.key, key))
-        self.value = np.concatenate((self.value, value))
-        self.mass = np.concatenate((self.mass, none_yet))
-        self.last = np.concatenate((self.last, none_yet))
+        new = {"pos": pos, "rot": rot, "key": key, "value": value}
+        for name, values in (new | dict.fromkeys(("mass", "last"), np.zeros(len(pos)))).items():
+            setattr(self, name, np.concatenate((getattr(self, name), values)))
         self.seen += [[] for _ in pos]
         self.old += [False] * len(pos)
         self.notes += [{} for _ in pos]
@@ -80,9 +76,8 @@ class Row:
             raise ValueError(f"the positions that stay must be sorted and no two equal, got {positions}")
         for name in ("pos", "rot", "key", "value", "mass", "last"):
             setattr(self, name, getattr(self, name)[index])
-        self.seen = [self.seen[i] for i in index]
-        self.old = [self.old[i] for i in index]
-        self.notes = [self.notes[i] for i in index]
+        for name in ("seen", "old", "notes"):
+            setattr(self, name, [getattr(self, name)[i] for i in index])
 
     def merge(self, terms):
         """Merge values by terms {dst pos: [(src pos, weight), ...]}; all sources are read before a write."""
@@ -382,6 +377,24 @@ class Result(NamedTuple):
     stream: Stream
 
 
+def join(streams, counter):
+    """Return the last stream, whose rows now begin with the entries of those before it, without gaps.
+
+    counter: position that its next query and key are rotated by.
+    """
+    *_, stream = streams
+    for rows in zip(*(each.rows for each in streams), strict=True):
+        for head, (row, *later) in enumerate(zip(*rows, strict=True)):
+            for part in later:
+                at = len(row)
+                row.append(part.pos, part.rot, part.key, part.value)
+                row.mass[at:], row.last[at:] = part.mass, part.last
+                row.seen[at:], row.notes[at:] = part.seen, part.notes
+            rows[-1][head] = row
+    stream.in_cache, stream.counter = True, counter
+    return stream
+
+
 def run(
     model,
     tokens,
@@ -390,43 +403,21 @@ def run(
     slack=None,
     n_batch=None,
     keep=None,
-    observe=None,
     pinned=0,
-    positions="original",
-    n_ctx_train=None,
-    counter=0,
     logits=False,
-    t="stream",
-    logn=False,
     ragged=False,
-    recalled=0,
-    n_block=None,
-    exact=None,
     n_made=0,
-    future=None,
-    **params,
+    **options,
 ):
     """Score a text in batches of n_batch tokens (default: slack, or all at once), never over the budget.
 
     Whenever the rows hold `budget` entries (None: never), or if ragged after every batch, keep(rows, *, next,
-    pinned, budget, slack, **params) returns for the rows of one layer the positions that stay, or (positions,
-    merges) with terms for Row.merge. rows are records as in tests/reference/__init__.py. n_made: cells of the
-    budget for recalled entries, if different from their number.
+    pinned, budget, slack) returns for the rows of one layer the positions that stay, or (positions, merges)
+    with terms for Row.merge. rows are records as in tests/reference/__init__.py. n_made: cells of the budget
+    for recalled entries, if different from their number. options: those of Stream.
     """
-    stream = Stream(
-        model,
-        positions=positions,
-        n_ctx_train=n_ctx_train,
-        counter=counter,
-        t=t,
-        logn=logn,
-        observe=observe,
-        recalled=recalled,
-        n_block=n_block,
-        exact=exact,
-        future=future,
-    )
-    n_live = None if budget is None else budget - (n_made or recalled)
+    stream = Stream(model, **options)
+    n_live = None if budget is None else budget - (n_made or stream.recalled)
     nll, kept_logits, at = [], [], 0
     while at < len(tokens):
         m = min(n_batch or slack or len(tokens), len(tokens) - at)
@@ -444,7 +435,7 @@ def run(
         if logits:
             kept_logits.append(batch_logits)
         if budget is not None and (ragged or stream.n >= n_live):
-            stream.evict(keep, pinned=pinned, budget=budget, slack=slack, **params)
+            stream.evict(keep, pinned=pinned, budget=budget, slack=slack)
             counts = {len(row) for rows in stream.rows for row in rows}
             if len(counts) > 1 and not ragged:
                 raise ValueError(f"all rows must keep the same number of entries, got {sorted(counts)}")
