@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sysconfig
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from kvtool.chats import loops
 from kvtool.chats.loops import LEAST_SIGNS, LEAST_TIMES, LEAST_TOKENS, MOST_BLOCK, Loop
 from kvtool.llama.model import Model
 from tests.cli.called import called
-from tests.cli.terminal import Terminal
+from tests.cli.terminal import terminals
 from tests.serve.crowd_serve import request, said
 from tests.serve.serving import serving
 
@@ -139,16 +138,12 @@ def test_a_reply_that_loops_ends_and_the_chat_goes_on(talker):
 
 
 def test_a_terminal_says_how_to_let_a_reply_go_on(talker):
-    chat = Terminal(talker, "-n", 600, "--policy", "h2o", *map(str, LOOPING))
-    try:
-        chat.wait_for("\n> ")
+    with terminals(talker, "-n", 600, "--policy", "h2o", *map(str, LOOPING)) as start:
+        chat = start()
         assert LINE.replace("--stop-loops", "/set stop_loops").strip() in chat.say("hello")
         assert chat.say("/set stop_loops off") == "stop_loops  off"
         assert "600 tokens" in chat.say("hello")
         assert chat.say("/set stop_loops maybe") == "stop_loops must be on or off, got 'maybe'"
-    finally:
-        chat.kill()
-        os.close(chat.master)
 
 
 def test_the_server_leaves_a_loop_to_the_limit_of_the_client(talker):

@@ -16,6 +16,19 @@ KEEPS = (
 """Start line of a chat or server with recall."""
 
 
+def one_line(done, exit_code, words="", prints=False):
+    """Check the end of a command: its exit code, and one line on stderr with these words.
+
+    prints: True if the command may have written to stdout before.
+    """
+    assert done.returncode == exit_code, done.stderr[-2000:]
+    assert prints or not done.stdout
+    (line,) = done.stderr.splitlines(keepends=True)
+    assert line.startswith("kvtool: ")
+    assert line.endswith("\n")
+    assert words in line
+
+
 def called(*arguments, stdin="", cwd=".", env=None):
     """`kvtool ...` as for subprocess.run: what ends in one line takes the same way to it here."""
     words = [*map(str, arguments)]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import termios
 import time
-from contextlib import suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -74,10 +74,6 @@ class Terminal:
         return "".join(row[x].data for x in range(max(row, default=-1) + 1))
 
     @property
-    def all(self):
-        return self.text
-
-    @property
     def seen(self):
         return self.text[self._at :]
 
@@ -92,25 +88,26 @@ class Terminal:
         PROMPT counts only at the end of the text: a chat that continues shows its last turn after the same
         characters.
         """
-        end = time.monotonic() + PATIENCE_S
-        while not (self.seen.endswith(words) if words == PROMPT else words in self.seen):
-            assert time.monotonic() < end, self.text[-2000:]
-            if select.select([self.master], [], [], 0.5)[0]:
-                self._read()
-            else:
-                self.type(pressing)
+        self._read_until(
+            lambda: self.seen.endswith(words) if words == PROMPT else words in self.seen, pressing
+        )
         before, _, _ = self.seen.rpartition(words) if words == PROMPT else self.seen.partition(words)
         self._at += len(before) + len(words)
         return before
 
     def until(self, *words):
         """Read until one of these words is anywhere in the text, including lines that were drawn again."""
+        self._read_until(lambda: any(word in self.text for word in words))
+        self._at = len(self.text)
+
+    def _read_until(self, is_there, pressing=""):
         end = time.monotonic() + PATIENCE_S
-        while not any(word in self.text for word in words):
+        while not is_there():
             assert time.monotonic() < end, self.text[-2000:]
             if select.select([self.master], [], [], 0.5)[0]:
                 self._read()
-        self._at = len(self.text)
+            else:
+                self.type(pressing)
 
     def _read(self):
         try:
@@ -129,12 +126,8 @@ class Terminal:
         at = len(self.text)
         self.type(line if isinstance(line, bytes) else line.encode())
         self.type("\r")
-        end = time.monotonic() + PATIENCE_S
         # the terminal shows the typed line first
-        while not self.text[at:].endswith(PROMPT):
-            assert time.monotonic() < end, self.text[-2000:]
-            if select.select([self.master], [], [], 0.5)[0]:
-                self._read()
+        self._read_until(lambda: self.text[at:].endswith(PROMPT))
         shown = self.text[at:]
         self._at = len(self.text)
         width = self._screen.columns
@@ -156,6 +149,30 @@ class Terminal:
                 self.process.wait(timeout=0.5)
         return self.process.returncode
 
+    def leave(self):
+        """Type /exit and wait for the end of the program."""
+        self.type("/exit\r")
+        assert self.process.wait(PATIENCE_S) == 0
+
     def kill(self):
         self.process.kill()
         self.process.wait()
+
+    def close(self):
+        """End the program, and close the terminal."""
+        self.kill()
+        os.close(self.master)
+
+
+@contextmanager
+def terminals(model, *options, env=None):
+    """Yield a function that starts a chat with further options, and waits for its prompt."""
+    with ExitStack() as stack:
+
+        def start(*more, **how):
+            how["env"] = (env or {}) | how.get("env", {})
+            chat = stack.enter_context(closing(Terminal(model, *options, *more, **how)))
+            chat.wait_for(PROMPT)
+            return chat
+
+        yield start

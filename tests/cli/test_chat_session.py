@@ -19,7 +19,7 @@ import tiny
 from kvtool.chats import archive_file, session
 from kvtool.llama.segment import CLUSTERS
 from tests import forked
-from tests.cli.called import KEEPS, called
+from tests.cli.called import KEEPS, called, one_line
 from tests.held import PATIENCE_S
 from tests.serve.serving import ONE_THREAD
 
@@ -169,9 +169,7 @@ def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(chat_model, t
         (["--system", "Be brief."], "another system prompt"),
     ):
         done = called(*_words(chat_model, path, *options), stdin=f"{TURNS[2]}\n")
-        assert done.returncode == 9, (options, done.stderr)
-        assert word in done.stderr
-        assert done.stderr.count("\n") == 1
+        one_line(done, 9, word)
         assert path.read_bytes() == before
     # what only changes the words may change
     assert talk(TURNS[2:3], "--temp", "0.5", "--seed", "3").returncode == 0
@@ -185,10 +183,7 @@ def test_a_damaged_session_is_one_line_and_its_text_is_still_there(talk, tmp_pat
     data = bytearray(path.read_bytes())
     data[-1000] ^= 1
     path.write_bytes(data)
-    done = talk(TURNS[2:3])
-    assert done.returncode == 9
-    assert "is damaged" in done.stderr
-    assert done.stderr.count("\n") == 1
+    one_line(talk(TURNS[2:3]), 9, "is damaged")
     assert path.read_bytes() == data
     assert exported(path) == text
 
@@ -205,12 +200,9 @@ def test_show_says_that_a_file_is_damaged_or_truncated(talk, tmp_path, n_cut, wo
     data[-1000] ^= 1
     path.write_bytes(data[: -n_cut if n_cut else None])
     done = called("session", "show", path)
-    assert done.returncode == 9
     # what can be read is shown all the same
     assert re.search(r"^turns +2 *$", done.stdout, re.M), done.stdout
-    line = f"kvtool: {path} {words} and its chat cannot continue; "
-    assert done.stderr.startswith(line)
-    assert done.stderr.count("\n") == 1
+    one_line(done, 9, f"kvtool: {path} {words} and its chat cannot continue; ", prints=True)
 
 
 @pytest.mark.engine
@@ -219,10 +211,8 @@ def test_a_file_that_ends_within_its_text_is_not_said_to_have_one(talk, tmp_path
     path = tmp_path / "chat.kvs"
     path.write_bytes(path.read_bytes()[:300])
     for command in ("show", "export"):
-        done = called("session", command, path)
-        assert (done.returncode, done.stdout) == (9, "")
         said = f"kvtool: {path} is truncated, and so is its text; restore a copy, or name another file\n"
-        assert done.stderr == said
+        one_line(called("session", command, path), 9, said)
 
 
 @pytest.mark.engine
@@ -284,10 +274,7 @@ def test_an_archive_that_cannot_be_read_is_one_line_and_the_text_is_still_there(
     else:
         talk(TURNS[:6], *RECALL, session="other")
         (tmp_path / "other.archive").rename(archive)
-    done = talk(TURNS[6:7])
-    assert done.returncode == 9
-    assert f"{archive} {what}, and the chat in {path} cannot continue" in done.stderr
-    assert done.stderr.count("\n") == 1
+    one_line(talk(TURNS[6:7]), 9, f"{archive} {what}, and the chat in {path} cannot continue")
     assert path.read_bytes() == before
     assert exported(path) == text
     shown = called("session", "show", "--json", path)
@@ -342,10 +329,7 @@ def test_a_session_keeps_clusters_and_goes_on_without_those_of_earlier_versions(
     (_, _, _, n_bytes, at), *_ = session.read(path)[1][CLUSTERS].tolist()
     for n in (at, at + n_bytes - 1):
         archive.write_bytes(data[:n] + bytes([data[n] ^ 16]) + data[n + 1 :])
-        done = talk(TURNS[:1])
-        assert done.returncode == 9
-        assert f"{archive} is damaged, and the chat in {path} cannot continue" in done.stderr
-        assert done.stderr.count("\n") == 1
+        one_line(talk(TURNS[:1]), 9, f"{archive} is damaged, and the chat in {path} cannot continue")
         assert (path.read_bytes(), exported(path)) == (before, text)
     archive.write_bytes(data)
     with path.open("rb") as file:
@@ -367,10 +351,7 @@ def test_two_chats_on_one_session_are_one_too_many(chat_model, talk, tmp_path):
     chat.stdin.write(b"hello\n")
     chat.stdin.flush()
     assert chat.stdout.readline()
-    done = talk(TURNS[:1])
-    assert done.returncode == 9
-    assert "in use by another chat" in done.stderr
-    assert done.stderr.count("\n") == 1
+    one_line(talk(TURNS[:1]), 9, "in use by another chat")
     chat.communicate(b"bye\n", timeout=PATIENCE_S)
     assert chat.returncode == 0
     assert len(exported(tmp_path / "chat.kvs")) == 4
@@ -386,9 +367,7 @@ def test_a_full_disk_keeps_what_was_saved(talk, tmp_path):
     limit = len(before) // 2
     full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     done = talk(TURNS[1:3], preexec_fn=full)
-    assert done.returncode == 9
-    assert "the last saved version is still there" in done.stderr
-    assert done.stderr.count("\n") == 1
+    one_line(done, 9, "the last saved version is still there", prints=True)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["chat.kvs"]
 
@@ -412,9 +391,7 @@ def test_a_full_disk_keeps_what_was_saved_and_its_archive(talk, tmp_path):
 
 @pytest.mark.engine
 def test_a_session_that_cannot_be_written_at_all_is_told_before_the_chat(talk):
-    done = talk(TURNS[:1], *FIRST, session="no/such/folder/chat.kvs")
-    assert (done.returncode, done.stdout) == (9, "")
-    assert done.stderr.count("\n") == 1
+    one_line(talk(TURNS[:1], *FIRST, session="no/such/folder/chat.kvs"), 9)
 
 
 @pytest.mark.engine

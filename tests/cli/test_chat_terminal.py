@@ -11,8 +11,7 @@ from kvtool.chats import session
 from kvtool.chats.undo import MOST, MOST_BYTES
 from kvtool.cli.chat.show import HELP, KEYS, NOTES
 from tests import tiny
-from tests.cli.terminal import Terminal
-from tests.held import PATIENCE_S
+from tests.cli.terminal import terminals
 
 pytestmark = [
     pytest.mark.engine,
@@ -25,29 +24,18 @@ SMALL = ("-n", 4, "-c", 2048, "--policy", "h2o", "--budget", 128)
 
 @pytest.fixture
 def terminal(talker):
-    started = []
-
-    def start(*options, **kwargs):
-        started.append(Terminal(talker, *SMALL, *options, **kwargs))
-        started[-1].wait_for("\n> ")
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.kill()
-        os.close(each.master)
+    with terminals(talker, *SMALL) as start:
+        yield start
 
 
 @pytest.fixture(scope="module")
 def four_turns(talker, tmp_path_factory):
     """A session of four turns."""
     path = tmp_path_factory.mktemp("session") / "four.kv"
-    chat = Terminal(talker, *SMALL, "--session", path)
-    chat.wait_for("\n> ")
-    for i in range(4):
-        chat.say(f"turn {i}")
-    chat.kill()
-    os.close(chat.master)
+    with terminals(talker, *SMALL) as start:
+        chat = start("--session", path)
+        for i in range(4):
+            chat.say(f"turn {i}")
     return path
 
 
@@ -61,11 +49,6 @@ def turns(path):
 
 
 FOUR = [f"turn {i}" for i in range(4)]
-
-
-def leave(chat):
-    chat.type("/exit\n")
-    assert chat.process.wait(PATIENCE_S) == 0
 
 
 # typed text stays text
@@ -88,7 +71,7 @@ def test_nothing_that_is_typed_is_read_as_markup(terminal):
     chat.type("\x15")
     assert chat.say("say [/] :smile:").endswith("tokens/s")
     assert chat.say("/undo").startswith('took back the turn "say [/] :smile:"; the chat has no turns')
-    leave(chat)
+    chat.leave()
 
 
 @pytest.mark.parametrize(
@@ -110,7 +93,7 @@ def test_what_is_typed_in_another_encoding_does_not_end_the_chat(terminal, env):
     assert "No such file" in chat.say(b"/load caf\xe9.kv")
     assert "started over" in chat.say(b"/system caf\xe9")
     assert "tokens/s" in chat.say("na\u00efve \u4e16\u754c")
-    leave(chat)
+    chat.leave()
 
 
 def test_a_wrong_line_is_one_line_and_the_chat_goes_on(terminal, tmp_path):
@@ -135,7 +118,7 @@ def test_a_wrong_line_is_one_line_and_the_chat_goes_on(terminal, tmp_path):
         assert words in said, line
     assert chat.say("/undo") == "there is nothing to undo"
     assert chat.say("hello").endswith("tokens/s")
-    leave(chat)
+    chat.leave()
 
 
 def test_the_help_says_what_undo_keeps(terminal):
@@ -148,7 +131,7 @@ def test_the_help_says_what_undo_keeps(terminal):
         assert each in text
     assert f"up to {MOST} changes" in text
     assert f"{MOST_BYTES >> 20} MiB" in text
-    leave(chat)
+    chat.leave()
 
 
 def test_the_help_is_seen_whole_in_a_small_terminal(terminal):
@@ -159,7 +142,7 @@ def test_the_help_is_seen_whole_in_a_small_terminal(terminal):
     for name in ("set", "/SET"):
         assert chat.say(f"/help {name}") == f"/set [NAME X]  {HELP['/set [NAME X]']}"
     assert chat.say("/help quit") == f"/exit, /bye, /quit  {HELP['/exit, /bye, /quit']}"
-    leave(chat)
+    chat.leave()
 
 
 # /save
@@ -175,7 +158,7 @@ def test_saving_replaces_nothing_but_a_session(terminal, tmp_path):
     assert chat.say(f"/save {tmp_path / 'new.kv'}") == f"saved to {tmp_path / 'new.kv'}"
     (tmp_path / "empty.kv").touch()
     assert "saved to" in chat.say(f"/save {tmp_path / 'empty.kv'}")
-    leave(chat)
+    chat.leave()
     assert turns(tmp_path / "new.kv") == turns(tmp_path / "empty.kv") == ["hello"]
     assert not list(tmp_path.glob("*.lock"))
 
@@ -199,7 +182,7 @@ def test_saving_asks_before_it_replaces_another_chat(terminal, chat_kv):
     assert "holds more of this chat (2 turns" in chat.wait_for("Replace it? [y/N] ")
     chat.type("n\n")
     chat.wait_for("\n> ")
-    leave(chat)
+    chat.leave()
     assert turns(chat_kv) == ["hello", "more"]
 
 
@@ -208,7 +191,7 @@ def test_saving_into_the_session_of_a_running_chat_is_refused(terminal, chat_kv)
     chat = terminal()
     chat.say("hello")
     assert "in use by another chat" in chat.say(f"/save {chat_kv}")
-    leave(chat)
+    chat.leave()
     assert turns(chat_kv) == FOUR
 
 
@@ -222,7 +205,7 @@ def other_kv(terminal, tmp_path):
     path = tmp_path / "other.kv"
     chat = terminal("--session", path)
     chat.say("other")
-    leave(chat)
+    chat.leave()
     return path
 
 
@@ -232,10 +215,10 @@ def test_a_session_keeps_its_chat_until_another_has_a_reply(terminal, chat_kv, o
     chat = terminal("--session", chat_kv)
     said = chat.say(change.format(other=other_kv))
     assert f"{chat_kv} holds the previous chat until the next reply; /undo takes this back" in said
-    chat.kill() if end == "killed" else leave(chat)
+    chat.kill() if end == "killed" else chat.leave()
     assert turns(chat_kv) == FOUR
     again = terminal("--session", chat_kv)
-    assert "continuing after 4 turns" in again.all
+    assert "continuing after 4 turns" in again.text
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -298,7 +281,7 @@ def test_an_undo_moves_no_chat_that_a_further_undo_brings_back(terminal, chat_kv
     assert "the chat of chat.kv.1 is in chat.kv again" in chat.say("/undo 2")
     assert turns(chat_kv) == FOUR
     assert not chat_kv.with_name("chat.kv.1").exists()
-    leave(chat)
+    chat.leave()
 
 
 def test_a_session_without_turns_is_told(terminal, tmp_path):
@@ -307,10 +290,10 @@ def test_a_session_without_turns_is_told(terminal, tmp_path):
     chat.say("one")
     assert "the chat has no turns" in chat.say("/undo")
     assert chat.say("/retry") == "the chat has no turns"
-    leave(chat)
+    chat.leave()
     again = terminal("--session", path)
     for each in (chat, again):
-        assert f"\na new chat, saved in {path}\n" in each.all
+        assert f"\na new chat, saved in {path}\n" in each.text
 
 
 def test_an_older_copy_of_the_same_chat_replaces_no_turns(terminal, chat_kv, tmp_path):
@@ -327,7 +310,7 @@ def test_an_older_copy_of_the_same_chat_replaces_no_turns(terminal, chat_kv, tmp
     assert "took back /load" in chat.say("/undo")
     assert turns(chat_kv) == [*FOUR, "turn 4"]
     assert not chat_kv.with_name("chat.kv.1").exists()
-    leave(chat)
+    chat.leave()
 
 
 def test_undo_without_a_session_takes_changes_back_too(terminal):
@@ -340,7 +323,7 @@ def test_undo_without_a_session_takes_changes_back_too(terminal):
     # asked for more than there is
     undone = chat.say("/undo 2")
     assert undone == 'took back the turn "one"; the chat has no turns; /undo cannot go back further'
-    leave(chat)
+    chat.leave()
 
 
 def test_a_system_prompt_that_does_not_fit_changes_nothing(terminal, chat_kv):
@@ -349,7 +332,7 @@ def test_a_system_prompt_that_does_not_fit_changes_nothing(terminal, chat_kv):
     assert chat.say("/system") == "(none)"
     assert chat.say("more").endswith("tokens/s")
     assert turns(chat_kv) == [*FOUR, "more"]
-    leave(chat)
+    chat.leave()
 
 
 def test_a_session_behind_a_link_stays_behind_it(terminal, chat_kv, tmp_path):
@@ -357,7 +340,7 @@ def test_a_session_behind_a_link_stays_behind_it(terminal, chat_kv, tmp_path):
     link.symlink_to(chat_kv)
     chat = terminal("--session", link)
     chat.say("more")
-    leave(chat)
+    chat.leave()
     assert link.is_symlink()
     assert turns(chat_kv) == [*FOUR, "more"]
 
@@ -365,12 +348,9 @@ def test_a_session_behind_a_link_stays_behind_it(terminal, chat_kv, tmp_path):
 def test_a_template_that_cuts_the_system_prompt_is_told(tmp_path):
     path = tmp_path / "cuts.gguf"
     tiny.write_llama(path, chat_template="{% for m in messages %}[{{ m.content[:5] }}]{% endfor %}[a]")
-    chat = Terminal(path, "-n", 2, "--budget", 64, "--system", "Be brief.")
-    try:
-        words = "the system prompt may be evicted: the model's chat template leaves it out"
-        assert words in chat.wait_for("\n> ")
+    words = "the system prompt may be evicted: the model's chat template leaves it out"
+    with terminals(path, "-n", 2, "--budget", 64, "--system", "Be brief.") as start:
+        chat = start()
+        assert words in chat.text
         assert words in chat.say("/system Be long.")
-        leave(chat)
-    finally:
-        chat.kill()
-        os.close(chat.master)
+        chat.leave()

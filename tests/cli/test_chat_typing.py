@@ -13,7 +13,7 @@ from kvtool.chats import session
 from kvtool.cli.chat.input import Prompt, goes_on, meant, typed_as, with_files
 from kvtool.errors import InputError
 from tests.cli.called import called
-from tests.cli.terminal import Terminal
+from tests.cli.terminal import terminals
 from tests.held import PATIENCE_S, Held, until
 
 SMALL = ("-n", 4, "-c", 2048, "--budget", 128)
@@ -23,18 +23,8 @@ UP = "\x1b[A"
 
 @pytest.fixture
 def terminal(talker, tmp_path):
-    started = []
-
-    def start(*options, **kwargs):
-        env = {"XDG_STATE_HOME": str(tmp_path)} | kwargs.pop("env", {})
-        started.append(Terminal(talker, *SMALL, *options, env=env, **kwargs))
-        started[-1].wait_for("\n> ")
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.kill()
-        os.close(each.master)
+    with terminals(talker, *SMALL, env={"XDG_STATE_HOME": str(tmp_path)}) as start:
+        yield start
 
 
 def said(path):
@@ -213,8 +203,7 @@ def test_texts_of_several_lines_are_one_turn_each(terminal, tmp_path):
 def test_a_history_is_kept_between_chats(terminal, tmp_path):
     chat = terminal()
     chat.say("the first thing")
-    chat.type("/exit\r")
-    assert chat.process.wait(PATIENCE_S) == 0
+    chat.leave()
     path = tmp_path / "kvtool" / "chat-history"
     assert path.stat().st_mode & 0o077 == 0
     again = terminal("--session", tmp_path / "chat.kv")
@@ -444,13 +433,10 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     assert chat.say("/show thought") == "the last reply has no thought"
     assert chat.say("/show last").startswith("> Tell me a story.")
     assert "/show takes one of" in chat.say("/show all")
-    chat.type("/exit\r")
-    assert chat.process.wait(PATIENCE_S) == 0
-    again = Terminal(chat.model, "-c", 2048, "--budget", 128, "--session", tmp_path / "chat.kv")
-    again.wait_for("\n> ")
-    shown = {line.split()[0]: line.split()[-1] for line in again.say("/show settings").split("\n")}
-    again.kill()
-    os.close(again.master)
+    chat.leave()
+    with terminals(chat.model, "-c", 2048, "--budget", 128) as start:
+        settings = start("--session", tmp_path / "chat.kv").say("/show settings")
+    shown = {line.split()[0]: line.split()[-1] for line in settings.split("\n")}
     assert (shown["n"], shown["top_p"]) == ("2", "0.5")
 
 
@@ -493,8 +479,7 @@ def test_a_chat_that_goes_on_shows_its_last_turn(terminal, tmp_path):
     path = tmp_path / "chat.kv"
     chat = terminal("--session", path)
     chat.say("what was said")
-    chat.type("/exit\r")
-    assert chat.process.wait(PATIENCE_S) == 0
+    chat.leave()
     reply = session.read(path)[0]["messages"][-1]["content"]
     again = terminal("--session", path)
     assert f"> what was said\n\n{reply.rstrip()}" in again.text
@@ -507,10 +492,8 @@ def test_a_base_model_is_told_at_the_start(terminal, talker, tmp_path):
     assert "base model" not in terminal().text
     # known by its file's name
     path = shutil.copy(talker, tmp_path / "gemma-3-270m-q4_k_m.gguf")
-    chat = Terminal(path, *SMALL)
-    assert f"\n{line}" in chat.wait_for("\n> ")
-    chat.kill()
-    os.close(chat.master)
+    with terminals(path, *SMALL) as start:
+        assert f"\n{line}" in start().text
     piped = called("chat", "-m", path, *SMALL, "-t", 1, stdin="hello\n")
     assert piped.stderr.endswith(f"\n{line}")
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests import forked
-from tests.cli.called import KEEPS, called
+from tests.cli.called import KEEPS, called, one_line
 from tests.engine.running import KINDS
 from tests.held import PATIENCE_S
 
@@ -153,12 +153,7 @@ def test_commands_are_shown_in_their_order_and_suggested():
 )
 @pytest.mark.engine
 def test_bad_input_gets_one_line_and_its_code(arguments, code, words, text_file, smollm2):
-    done = called(*(str(text_file) if a == "TEXT" else a for a in arguments))
-    assert done.returncode == code
-    assert done.stdout == ""
-    (line,) = done.stderr.strip().split("\n")
-    assert line.startswith("kvtool: ")
-    assert words in line
+    one_line(called(*(str(text_file) if a == "TEXT" else a for a in arguments)), code, words)
 
 
 @pytest.mark.engine
@@ -168,11 +163,8 @@ def test_a_budget_in_bytes_has_to_hold_what_is_beside_the_rows(tiny_model, text_
     own = ["-m", tiny_model(arch=arch), "-b", 16, "-t", 1, "--max-tokens", 40]
     budget = "--budgets" if command == "compare" else "--budget"
     policy = "--policies" if command == "compare" else "--policy"
-    done = called(command, text_file, *own, policy, "h2o", budget, "129KiB")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"kvtool: 129KiB is too small for this model: its smallest cache (256 tokens) takes {least}\n"
-    )
+    said = f"kvtool: 129KiB is too small for this model: its smallest cache (256 tokens) takes {least}\n"
+    one_line(called(command, text_file, *own, policy, "h2o", budget, "129KiB"), 2, said)
     if command == "perplexity":
         done = called(command, text_file, *own, policy, "h2o", budget, least.replace(" ", ""), "--json")
         assert done.returncode == 0, done.stderr
@@ -196,18 +188,15 @@ def test_a_small_budget_in_bytes_lowers_the_batch(tiny_model, text_file, command
 def test_what_is_no_text_is_refused(tmp_path, data):
     path = tmp_path / "data"
     path.write_bytes(data)
-    done = called("perplexity", path)
-    assert done.returncode == 5
-    assert done.stderr.count("\n") == 1
+    one_line(called("perplexity", path), 5)
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("command", ["perplexity", "compare"])
 def test_a_text_of_one_token_is_too_short(tmp_path, smollm2, command):
     (tmp_path / "one.txt").write_text("a")
-    done = called(command, tmp_path / "one.txt")
-    assert (done.returncode, done.stdout) == (5, "")
-    assert done.stderr == f"kvtool: {tmp_path / 'one.txt'} is too short: 1 token, at least 2 needed\n"
+    said = f"kvtool: {tmp_path / 'one.txt'} is too short: 1 token, at least 2 needed\n"
+    one_line(called(command, tmp_path / "one.txt"), 5, said)
 
 
 def test_policies_lists_all_with_their_parameters():
@@ -278,12 +267,7 @@ def test_policies_explains_every_parameter():
     ],
 )
 def test_policies_refuses_what_would_show_nothing(arguments, words):
-    done = called("policies", *arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.strip().split("\n")
-    assert line.startswith("kvtool: ")
-    assert words in line
+    one_line(called("policies", *arguments), 2, words)
 
 
 @pytest.mark.engine

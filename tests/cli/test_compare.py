@@ -24,6 +24,7 @@ from kvtool.measure.grid import Run
 from kvtool.measure.results import ComparisonResults
 from kvtool.system.paths import cache_dir
 from tests import forked
+from tests.cli.called import one_line
 from tests.cli.test_cli import KVTOOL, TEXT, kvtool
 from tests.held import PATIENCE_S, Held, until
 from tests.tasks.test_grid import TIMES
@@ -314,12 +315,7 @@ def test_records_go_to_a_file_and_are_printed(compare, tmp_path):
     ],
 )
 def test_what_cannot_be_is_one_line_and_its_code(compare, arguments, code, words):
-    done = compare(*arguments, check=False)
-    assert done.returncode == code, done.stderr
-    (line,) = done.stderr.strip().split("\n")
-    assert line.startswith("kvtool: ")
-    assert words in line
-    assert done.stdout == ""
+    one_line(compare(*arguments, check=False), code, words)
 
 
 @pytest.mark.engine

@@ -19,7 +19,7 @@ import termios
 import pytest
 
 from tests import forked
-from tests.cli.called import KEEPS
+from tests.cli.called import KEEPS, one_line
 from tests.cli.terminal import ROOT, RUN, Terminal
 from tests.engine import rpc_server
 from tests.held import PATIENCE_S, Held, until
@@ -43,13 +43,6 @@ def start(code, *arguments, **options):
     pipe = subprocess.PIPE
     options = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, "text": True} | options
     return forked.Popen([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, **options)
-
-
-def one_line(done, exit_code, words):
-    assert done.returncode == exit_code, done.stderr[-2000:]
-    (line,) = done.stderr.strip().split("\n")
-    assert line.startswith("kvtool: ")
-    assert words in line
 
 
 @pytest.fixture(scope="module")
@@ -390,7 +383,7 @@ def test_what_is_typed_during_a_reply_waits_for_its_end(terminal, held):
     terminal.wait_for("> ")
     terminal.wait_for("policy state")
     assert terminal.process.wait(PATIENCE_S) == 0
-    assert "/stats" not in terminal.all.partition("tokens/s")[0].partition("long story")[2]
+    assert "/stats" not in terminal.text.partition("tokens/s")[0].partition("long story")[2]
     os.close(terminal.master)
 
 

@@ -23,7 +23,7 @@ from kvtool.cli.settings import all_commands
 from kvtool.config.run import RunOptions
 from kvtool.options import declared
 from tests import forked
-from tests.cli.called import called
+from tests.cli.called import called, one_line
 from tests.cli.test_cli import KVTOOL, kvtool
 
 ROOT = Path(__file__).parents[2]
@@ -183,18 +183,7 @@ def test_a_command_of_several_lists_their_options_alone():
             ["Why is the sky blue?"],
             'name a command first: `kvtool generate "Why is the sky blue?"` or `kvtool chat`',
         ),
-    ],
-)
-def test_a_near_miss_is_one_line_that_says_what_to_type(words, said):
-    done = called(*words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"kvtool: {said}")
-    assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+        # names of other programs
         (["chat", "-hf", "a/b:Q8_0"], "no such option: -hf; use -m hf:a/b:Q8_0"),
         # -h alone is an option
         (["generate", "-hf", "a/b"], "no such option: -hf; use -m hf:a/b"),
@@ -231,11 +220,8 @@ def test_a_near_miss_is_one_line_that_says_what_to_type(words, said):
         (["chat", "--plain=3"], "--plain takes no value; `kvtool chat -h` lists its options"),
     ],
 )
-def test_a_line_for_another_program_is_answered_with_ours(words, said):
-    done = called(*words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"kvtool: {said}")
-    assert done.stderr.count("\n") == 1
+def test_a_near_miss_is_one_line_that_says_what_to_type(words, said):
+    one_line(called(*words), 2, f"kvtool: {said}")
 
 
 def test_a_value_is_not_taken_for_an_option_of_another_program():
@@ -305,11 +291,7 @@ def test_what_is_suggested_exists():
 )
 @pytest.mark.engine
 def test_a_value_out_of_range_is_one_line(smollm2, words, said):
-    done = called("chat" if words[0] < "--s" else "generate", *words, stdin="x")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("kvtool: ")
+    one_line(called("chat" if words[0] < "--s" else "generate", *words, stdin="x"), 2, said)
 
 
 @pytest.mark.parametrize(
@@ -320,8 +302,7 @@ def test_a_value_out_of_range_is_one_line(smollm2, words, said):
     ],
 )
 def test_what_is_typed_in_two_places_is_one_line(words, said):
-    done = called(*words)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvtool: {said}\n")
+    one_line(called(*words), 2, f"kvtool: {said}\n")
 
 
 def test_cache_types_are_taken_in_any_case():

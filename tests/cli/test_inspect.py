@@ -25,7 +25,7 @@ from kvtool.cli.inspect import page as inspect_page
 from kvtool.cli.inspect import terminal as inspect_terminal
 from kvtool.measure import holdings
 from tests import forked
-from tests.cli.called import called
+from tests.cli.called import called, one_line
 from tests.cli.test_cli import kvtool
 from tests.engine.running import open_engine, text
 from tests.held import PATIENCE_S
@@ -425,24 +425,16 @@ def test_a_full_disk_leaves_no_part_of_a_file(tiny_model, tmp_path, flag):
     ],
 )
 def test_bad_input_gets_one_line(arguments, code, words):
-    done = called("inspect", *arguments)
-    assert (done.returncode, done.stdout) == (code, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("kvtool: ")
-    assert words in line
+    one_line(called("inspect", *arguments), code, words)
 
 
 @pytest.mark.engine
 def test_what_does_not_fit_the_full_cache_is_refused(tiny_model):
     done = called("inspect", "-m", tiny_model(), "--policy", "full", "-c", 16, stdin="word " * 40)
-    assert done.returncode == 5
-    assert "does not fit in the cache (16)" in done.stderr
-    assert done.stderr.count("\n") == 1
+    one_line(done, 5, "does not fit in the cache (16)")
 
 
 def test_a_missing_matplotlib_is_said_before_any_work(tmp_path):
     code = "import sys; sys.modules['matplotlib'] = None; from kvtool.__main__ import main; main()"
     done = forked.run([sys.executable, "-c", code, "inspect", "x", "--plot", tmp_path / "x.png"])
-    assert done.returncode == 2
-    assert done.stderr.startswith("kvtool: --plot needs matplotlib, which is not installed: pip install")
-    assert done.stderr.count("\n") == 1
+    one_line(done, 2, "kvtool: --plot needs matplotlib, which is not installed: pip install")

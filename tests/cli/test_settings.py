@@ -12,6 +12,7 @@ from typer.main import get_command
 
 from kvtool.cli import app, settings
 from kvtool.errors import UsageError
+from tests.cli.called import one_line
 from tests.cli.test_cli import kvtool
 
 ROOT = get_command(app)
@@ -158,12 +159,10 @@ def test_what_is_typed_beats_all_and_what_is_read_runs(file, monkeypatch):
 
 def test_a_budget_that_nobody_typed_does_not_stop_full(file, tmp_path):
     file("budget = 512")
-    done = kvtool("perplexity", "missing.txt", "--policy", "full")
-    assert done.returncode == 5
-    done = kvtool("chat", "-m", "no-such-model", "--policy", "full")
-    assert (done.returncode, "unknown model" in done.stderr) == (3, True)
-    done = kvtool("chat", "-m", "no-such-model", "--policy", "full", "--budget", 12)
-    assert (done.returncode, "takes no --budget" in done.stderr) == (2, True)
+    one_line(kvtool("perplexity", "missing.txt", "--policy", "full"), 5)
+    full = "chat", "-m", "no-such-model", "--policy", "full"
+    one_line(kvtool(*full), 3, "unknown model")
+    one_line(kvtool(*full, "--budget", 12), 2, "takes no --budget")
 
 
 def test_a_key_for_other_commands_loads_none_of_them(file):
@@ -200,12 +199,9 @@ def test_a_key_for_other_commands_loads_none_of_them(file):
     ],
 )
 def test_a_wrong_key_or_value_is_one_line_that_names_file_and_key(file, text, words):
-    path = file(text)
-    done = kvtool("chat")
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.strip().split("\n")
-    assert line.startswith(f"kvtool: {path}")
-    assert words in line
+    path, done = file(text), kvtool("chat")
+    one_line(done, 2, words)
+    assert done.stderr.startswith(f"kvtool: {path}")
     # kvtool config checks all that can be checked without running
     if "n = 0" not in text and "size" not in text and "another" not in text:
         assert kvtool("config").returncode == 2
@@ -224,8 +220,7 @@ def test_a_wrong_key_or_value_is_one_line_that_names_file_and_key(file, text, wo
 )
 def test_config_checks_the_tables_of_all_commands(file, text, words):
     file(text)
-    done = kvtool("config")
-    assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+    one_line(kvtool("config"), 2, words)
 
 
 @pytest.mark.parametrize(
@@ -238,9 +233,8 @@ def test_config_checks_the_tables_of_all_commands(file, text, words):
 )
 def test_a_models_table_of_a_command_that_takes_no_model_is_refused(file, table, command):
     path = file(f"[{table}]\njson = true")
-    done = kvtool("config", "--json")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"kvtool: {path}: [{table}] never applies: `kvtool {command}` has no -m\n"
+    said = f"kvtool: {path}: [{table}] never applies: `kvtool {command}` has no -m\n"
+    one_line(kvtool("config", "--json"), 2, said)
     with pytest.raises(UsageError, match="never applies"):
         held(command)
 
@@ -252,18 +246,13 @@ def test_a_misspelt_command_in_a_models_table_is_none(file):
 
 def test_a_value_of_a_variable_is_named_by_it(file, monkeypatch):
     monkeypatch.setenv("KVTOOL_CHAT_SEED", "x")
-    done = kvtool("chat")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "kvtool: $KVTOOL_CHAT_SEED must be a whole number, got 'x'\n",
-    )
+    one_line(kvtool("chat"), 2, "kvtool: $KVTOOL_CHAT_SEED must be a whole number, got 'x'\n")
 
 
 def test_an_error_says_who_has_set_an_option_that_nobody_typed(file):
     path = file("[chat]\nevict-every = 16")
-    done = kvtool("chat", "--budget", 8)
-    assert done.returncode == 2
-    assert f"(--evict-every is set by {path}: [chat] evict-every)" in done.stderr
+    said = f"(--evict-every is set by {path}: [chat] evict-every)"
+    one_line(kvtool("chat", "--budget", 8), 2, said)
 
 
 def test_a_file_that_is_named_must_be_there(file, monkeypatch, tmp_path):

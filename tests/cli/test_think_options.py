@@ -12,7 +12,7 @@ from kvtool.chats.effort import LEVELS, OFF, ON
 from kvtool.config.generation import EFFORTS
 from tests import tiny
 from tests.cli.called import called
-from tests.cli.terminal import Terminal
+from tests.cli.terminal import terminals
 
 EMPTY = "<think></think>"
 
@@ -138,10 +138,9 @@ def test_a_session_keeps_its_budget(models, tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
-    chat = Terminal(models(TOLD), "-n", 4, "--policy", "h2o", "--budget", 128)
     taken = "the model's chat template takes on, low, medium and high"
-    try:
-        chat.wait_for("\n> ")
+    with terminals(models(TOLD), "-n", 4, "--policy", "h2o", "--budget", 128) as start:
+        chat = start()
         assert chat.say("/think") == f"think  (the model's own); {taken}"
         assert chat.say("/think low") == f"think  low; {taken}"
         assert chat.say("/set think") == f"think  low; {taken}"
@@ -165,6 +164,3 @@ def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
         assert chat.say("/show system") == chat.say("/system") == "(the template's own)"
         chat.say("/system Be brief.")
         assert chat.say("/show system") == "Be brief."
-    finally:
-        chat.kill()
-        os.close(chat.master)

@@ -22,7 +22,7 @@ from kvtool.system import memory
 from kvtool.units import format_bytes, parse_bytes
 from tests import tiny_kinds
 from tests.cli.called import KEEPS, called
-from tests.cli.terminal import Terminal
+from tests.cli.terminal import terminals
 from tests.cli.test_chat_session import TURNS
 from tests.cli.test_cli import kvtool
 from tests.held import PATIENCE_S
@@ -264,9 +264,9 @@ def test_a_policy_that_was_asked_for_has_no_other_in_its_place(talk, tiny_model,
 
 @pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 def test_a_chat_says_what_is_archived(chat_model):
-    chat = Terminal(chat_model, "-n", 4, *RECALL, "--archive", 30)
-    try:
-        said = chat.wait_for("\n> ")
+    with terminals(chat_model, "-n", 4, *RECALL, "--archive", 30) as start:
+        chat = start()
+        said = chat.text.removesuffix("\n> ")
         # the kind of file comes first
         assert re.search(
             r"\nchat with policy recall, a cache of 96 tokens; trained for 512 tokens\n"
@@ -281,9 +281,6 @@ def test_a_chat_says_what_is_archived(chat_model):
         assert f"30 archived, {forgotten} forgotten" in chat.say("/cells").replace("\n", "")
         # another system prompt needs no room in the archive that there is
         assert "started over under the new system prompt" in chat.say("/system Be brief.")
-    finally:
-        chat.kill()
-        os.close(chat.master)
 
 
 def test_compare_takes_an_archive_for_the_policies_that_have_one(chat_model, tmp_path):
@@ -424,13 +421,10 @@ def test_a_chat_with_a_full_disk_keeps_its_last_whole_turn(talk, tmp_path):
 
 
 def test_nothing_is_left_of_the_file_of_a_killed_process(chat_model, tmp_path):
-    chat = Terminal(chat_model, "-n", 4, *RECALL, "--archive-file", tmp_path / "file")
-    try:
-        assert f" to disk ({tmp_path / 'file'})" in chat.wait_for("\n> ").replace("\n", "")
+    with terminals(chat_model, "-n", 4, *RECALL, "--archive-file", tmp_path / "file") as start:
+        chat = start()
+        assert f" to disk ({tmp_path / 'file'})" in chat.text.replace("\n", "")
         chat.say("word " * 60)
         assert f"on disk ({tmp_path / 'file'})" in chat.say("/stats").replace("\n", "")
         assert os.listdir(tmp_path) == []
-    finally:
-        chat.kill()
-        os.close(chat.master)
     assert os.listdir(tmp_path) == []

@@ -19,7 +19,7 @@ from kvtool.llama import devices
 from kvtool.models.catalogue import parse, registry
 from kvtool.system import memory as system_memory
 from tests.cli.called import called
-from tests.cli.terminal import Terminal
+from tests.cli.terminal import terminals
 
 GIB = 2**30
 HINT = "a better model fits here: kvtool chat -m "
@@ -213,12 +213,8 @@ def test_an_answer_and_a_chat_say_once_that_a_text_is_too_much(smollm2, memory, 
 @pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 def test_a_first_chat_in_a_terminal_names_it(smollm2, talker, tmp_path):
     def start(model, *options):
-        chat = Terminal(model, *options, env={"XDG_STATE_HOME": str(tmp_path)})
-        chat.wait_for("\n> ")
-        text = chat.text
-        chat.kill()
-        os.close(chat.master)
-        return text
+        with terminals(model, *options, env={"XDG_STATE_HOME": str(tmp_path)}) as chat:
+            return chat().text
 
     assert HINT not in start(talker)
     assert HINT in start(None)

@@ -48,7 +48,7 @@ PLANTED = {
         "kvtool/cli/near.py",
         "elif name in _OURS and _OURS[name] in known:",
         "elif name in _OURS:",
-        ("cli/test_help.py::test_a_line_for_another_program_is_answered_with_ours",),
+        ("cli/test_help.py::test_a_near_miss_is_one_line_that_says_what_to_type",),
     ),
     "cli, texts": Fault(
         "a text is cut right behind the tokens that are needed",
