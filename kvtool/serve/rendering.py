@@ -25,7 +25,7 @@ from kvtool.serve.api.messages import Message
 from kvtool.serve.api.requests import ChatRequest
 from kvtool.serve.api.thinking import ThinkingOptions, template_for
 from kvtool.serve.store.history import START, History
-from kvtool.serve.tools.forced import Forced
+from kvtool.serve.tools.forced import CallRules
 from kvtool.serve.tools.formats import Format
 from kvtool.serve.tools.prompt import for_template, tools_text
 
@@ -300,20 +300,20 @@ class Rendering:
     def rules(self, request: ChatRequest) -> tuple[Rules | None, list[str]]:
         """Return the rules that the answer must fit, or None, and remarks on them. Raises ApiError."""
         output_format = request.output_format
-        forced = Forced(Vocabulary.of(self._model), self.format)
+        call_rules = CallRules(Vocabulary.of(self._model), self.format)
         if request.choice.kind == "required":
             if output_format:
                 raise ApiError(
                     f"tool_choice demands a call, and {output_format.where} does not", param="tool_choice"
                 )
-            return forced.call(request.tools, request.choice.name), forced.remarks
+            return call_rules.call(request.tools, request.choice.name), call_rules.remarks
         if not output_format:
             return None, []
         rules, remarks = output_format.rules()
         # a grammar is for the whole reply, calls included
         if request.choice.kind == "none" or output_format.kind == "grammar":
             return rules, remarks
-        return forced.call_or(request.tools, rules), [*remarks, *forced.remarks]
+        return call_rules.call_or(request.tools, rules), [*remarks, *call_rules.remarks]
 
     def _prepared(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:
         """Return marked messages and tools for `_bare`. The system prompt gets tools that it cannot show."""

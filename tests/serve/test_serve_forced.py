@@ -12,7 +12,7 @@ from kvtool.llama.sampling import Sampling
 from kvtool.llama.schema import enforced
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.tools import Choice, check_tools
-from kvtool.serve.tools.forced import Forced
+from kvtool.serve.tools.forced import CallRules
 from kvtool.serve.tools.formats import GEMMA, HERMES, LLAMA, MISTRAL_ARGS
 from tests.engine.running import open_engine
 from tests.serve.test_serve_calls import each_format, parsed
@@ -29,7 +29,7 @@ def engine(tiny_model):
 
 def forced(engine, format, tools, choice=None):
     """The rules of a call."""
-    return Forced(Vocabulary.of(engine.model), format).call(tools, choice and choice.name)
+    return CallRules(Vocabulary.of(engine.model), format).call(tools, choice and choice.name)
 
 
 def written(engine, rules, likes, n=900):
@@ -288,7 +288,7 @@ def test_a_schema_nested_too_deeply_is_an_error_only_for_a_strict_tool(engine, f
 @each_format
 def test_a_call_or_an_answer_fits_where_both_may_come(engine, format):
     answer = enforced({"type": "object", "properties": {"city": {"enum": ["Nice"]}}}).rules
-    rules = Forced(Vocabulary.of(engine.model), format).call_or(TOOLS, answer)
+    rules = CallRules(Vocabulary.of(engine.model), format).call_or(TOOLS, answer)
     for call in (ZURICH, TRICKY, NOW):
         text = format.written([call])
         text = f"<|python_tag|>{text}" if format is LLAMA else text

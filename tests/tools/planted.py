@@ -480,7 +480,7 @@ PLANTED = {
     "serve, shapes": Fault(
         "a reply under a schema cannot be a call",
         "kvtool/serve/rendering.py",
-        "return forced.call_or(request.tools, rules), ",
+        "return call_rules.call_or(request.tools, rules), ",
         "return rules, ",
         ("serve/test_serve_shapes.py",),
     ),

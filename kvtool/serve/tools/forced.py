@@ -1,4 +1,4 @@
-"""Rules that make a model call a tool."""
+"""Rules that force a model to call a tool."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _PLAIN_OBJECT = {
 
 _PARTS = {"properties", "items", "prefixItems"}
 _REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
-"""A reference that does not lead to a definition: a parameter's schema stands alone."""
+"""A reference to something other than a definition. A parameter's schema alone cannot resolve it."""
 
 
-class _NoPlace(Exception):
-    """A format has no syntax for a schema."""
+class _NoSyntax(Exception):
+    """A format cannot express the values of a schema."""
 
 
-class Forced:
-    """Writes the rules of one call of a tool, as `Parser` reads it.
+class CallRules:
+    """Writes the rules of a tool call, in the syntax that `Parser` reads.
 
-    Arguments are held to the tool's schema. A call is in Hermes's syntax if the format has none for the
-    schema, such as for a pattern of a text that is not quoted.
+    The arguments must fit the tool's schema. If the format cannot express the schema, such as a pattern of a
+    text without quotes, the call is in Hermes's format.
 
     Parameters
     ----------
     vocabulary
-        The model's. Rules name control tokens among the format's tags by their numbers: no text has them.
+        The model's vocabulary. Rules name control tokens by their numbers, because no text has them.
     format
-        The syntax in which the model writes calls.
+        Format in which the model writes calls.
 
     Attributes
     ----------
@@ -57,16 +57,20 @@ class Forced:
         self._format = format
         ids = {tag: vocabulary.tokens_of(tag.encode()) for tag in (*HERMES.tags, *format.tags)}
         self._control = {
-            tag: one[0] for tag, one in ids.items() if len(one) == 1 and one[0] in vocabulary.control
+            tag: tokens[0]
+            for tag, tokens in ids.items()
+            if len(tokens) == 1 and tokens[0] in vocabulary.control
         }
         self._tags = re.compile("|".join(map(re.escape, self._control)) or "(?!)")
         self._rules: list[str] = []
         self.remarks: list[str] = []
 
     def call(self, tools: Sequence[Mapping[str, Any]], name: str | None = None) -> Rules:
-        """The rules of a call of one of the tools, or of the one with this name.
+        """Return the rules of a call of one of the tools, or of the tool with this name.
 
-        tools: as `check_tools` returns them. Raises ApiError for a strict one that cannot be enforced.
+        Raises ApiError if the schema of a strict tool cannot be enforced.
+
+        tools: as `check_tools` returns them.
         """
         calls = [
             self._call_of(f"t{n}", tool["function"], f"tools[{n}].function.parameters")
@@ -76,106 +80,108 @@ class Forced:
         return Rules(" | ".join(calls), tuple(self._rules))
 
     def call_or(self, tools: Sequence[Mapping[str, Any]], answer: Rules) -> Rules:
-        """The rules of a call of one of the tools, or of an answer. Raises ApiError as `call` does."""
+        """Return the rules of a call of one of the tools, or of an answer. Raises ApiError as `call` does."""
         if self._format is LLAMA:
-            # JSON without a tag in front may be an answer
+            # without this tag, the JSON of a call could be an answer
             self._format = replace(LLAMA, open=LLAMA.tags[0])
         call = self.call(tools)
         return Rules(f"{call.start} | ({answer.start})", (*call.more, *answer.more), answer.name)
 
     def _call_of(self, name: str, function: Mapping[str, Any], where: str) -> str:
-        """Add the rule of a call of one tool; return its name. where: the schema's field."""
+        """Add the rule of a call of one tool, and return its name. where: field of the schema."""
         is_strict = bool(function.get("strict"))
         try:
-            found = enforced_at(function["parameters"], where, strict=is_strict)
+            parameters = enforced_at(function["parameters"], where, strict=is_strict)
         except ApiError as error:
             if is_strict:
                 raise
             self.remarks.append(error.message)
-            found = Enforced(_ANY_OBJECT, [])
-        self.remarks += remarks_of(found, where)
+            parameters = Enforced(_ANY_OBJECT, [])
+        self.remarks += remarks_of(parameters, where)
         n_before = len(self._rules)
         try:
-            return self._call(name, self._format, function["name"], found.schema)
-        except _NoPlace:
+            return self._call(name, self._format, function["name"], parameters.schema)
+        except _NoSyntax:
             del self._rules[n_before:]
-            return self._call(name, HERMES, function["name"], found.schema)
+            return self._call(name, HERMES, function["name"], parameters.schema)
 
     def _call(self, name: str, format: Format, tool: str, schema: Mapping[str, Any]) -> str:
-        """Add the rule of a call in a format; return its name."""
-        own = format.parameters
-        arguments = json_texts(schema) if own is None else self._parameters(name, own, schema)
+        """Add the rule of a call in a format, and return its name."""
+        syntax = format.parameters
+        arguments = json_texts(schema) if syntax is None else self._parameters(name, syntax, schema)
         start = self._literal(format.open + format.start + tool + format.middle)
         return self._add(name, f"{start} {arguments} {self._literal(format.end + format.close)}")
 
-    def _add(self, name: str, what: str) -> str:
-        """Add a rule; return its name."""
-        self._rules.append(f"{name}: {what}")
+    def _add(self, name: str, expression: str) -> str:
+        """Add a rule, and return its name."""
+        self._rules.append(f"{name}: {expression}")
         return name.partition("[")[0]
 
-    def _parameters(self, name: str, own: Parameters, schema: Mapping[str, Any]) -> str:
-        """Add the rules of arguments, in the schema's order; return the name of the first."""
+    def _parameters(self, name: str, syntax: Parameters, schema: Mapping[str, Any]) -> str:
+        """Add the rules of arguments, in the schema's order, and return the name of the first."""
         names = schema.get("properties")
         if (
             not isinstance(names, Mapping)
             or not schema.keys() <= _PLAIN_OBJECT
             or _REFERENCE.search(json.dumps(schema))
         ):
-            raise _NoPlace
+            raise _NoSyntax
         properties = {key: part for key, part in names.items() if part is not False}
         required = schema.get("required", ())
         for n, (key, part) in enumerate(properties.items()):
             if not re.fullmatch(r"[\w.$-]+", key):
-                raise _NoPlace
-            value = self._value(f"{name}_text{n}", own, part, schema)
-            item = self._add(f"{name}_item{n}", f"{self._literal(own.start + key + own.middle)} {value}")
-            # first: nothing stands before it
-            for rule, before in (("first", ""), ("next", self._literal(own.between))):
+                raise _NoSyntax
+            value = self._value(f"{name}_text{n}", syntax, part, schema)
+            item = self._add(
+                f"{name}_item{n}", f"{self._literal(syntax.start + key + syntax.middle)} {value}"
+            )
+            # "first" is an argument before which there is none, "next" any other
+            for rule, before in (("first", ""), ("next", self._literal(syntax.between))):
                 skip = "" if key in required else f" | {name}_{rule}{n + 1}"
                 self._add(f"{name}_{rule}{n}", f"{before} {item} {name}_next{n + 1}{skip}")
         for rule in ("first", "next"):
             self._add(f"{name}_{rule}{len(properties)}", '""')
         return f"{name}_first0"
 
-    def _value(self, name: str, own: Parameters, schema: Any, root: Mapping[str, Any]) -> str:
-        """Expression of one value and its end. name: of a rule that may be added."""
+    def _value(self, name: str, syntax: Parameters, schema: Any, root: Mapping[str, Any]) -> str:
+        """Return the expression of one value and its end. name: name of a rule that may be added."""
         known = {} if schema is True else resolved(schema, root)
         types = types_of(known, root)
-        if not isinstance(known, Mapping) or (own.mark and not types):
-            raise _NoPlace
-        is_quoted = own.quotes or (own.mark and not _has_strings(known, root))
+        if not isinstance(known, Mapping) or (syntax.mark and not types):
+            raise _NoSyntax
+        is_quoted = syntax.quotes or (syntax.mark and not _has_strings(known, root))
         if not is_quoted and types <= {"string", "null"} and "enum" in known:
-            return self._choices(known["enum"], own)
-        if not is_quoted and _is_free_text(known, root) and (not own.mark or types <= {"string", "null"}):
-            return self._free_text(name, own, "null" in types)
-        if not is_quoted and (own.mark or "string" in types or not (types or known.keys() & _PARTS)):
-            raise _NoPlace
+            return self._choices(known["enum"], syntax)
+        if not is_quoted and _is_free_text(known, root) and (not syntax.mark or types <= {"string", "null"}):
+            return self._free_text(name, syntax, "null" in types)
+        if not is_quoted and (syntax.mark or "string" in types or not (types or known.keys() & _PARTS)):
+            raise _NoSyntax
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
         whole = {**schema, **definitions} if isinstance(schema, Mapping) else {}
-        return f"{json_texts(whole)} {self._literal(own.end)}"
+        return f"{json_texts(whole)} {self._literal(syntax.end)}"
 
-    def _choices(self, values: Sequence[object], own: Parameters) -> str:
-        texts = [own.written(value) for value in values]
-        if not own.mark and any(own.tag in text for text in texts):
-            raise _NoPlace
-        return f"({' | '.join(self._literal(text + own.end) for text in texts)})"
+    def _choices(self, values: Sequence[object], syntax: Parameters) -> str:
+        texts = [syntax.written(value) for value in values]
+        if not syntax.mark and any(syntax.tag in text for text in texts):
+            raise _NoSyntax
+        return f"({' | '.join(self._literal(text + syntax.end) for text in texts)})"
 
-    def _free_text(self, name: str, own: Parameters, may_be_null: bool) -> str:
-        """Any text up to the mark or the tag that ends it."""
-        tag = own.mark or own.tag
-        _, _, after = own.end.rpartition(tag) if not own.mark else ("", "", own.end)
+    def _free_text(self, name: str, syntax: Parameters, may_be_null: bool) -> str:
+        """Return the expression of any text up to the mark or the tag that ends it."""
+        tag = syntax.mark or syntax.tag
+        _, _, after = syntax.end.rpartition(tag) if not syntax.mark else ("", "", syntax.end)
         if tag in self._control:
             text = f"/(?s:.*)/ {self._literal(tag + after)}"
         else:
             self._add(f"{name}[suffix={literal(tag)}]", "/(?s:.*)/")
             text = f"{name} {self._literal(after)}"
-        if not own.mark:
+        if not syntax.mark:
             return text
-        null = f" | {self._literal('null' + own.end)}" if may_be_null else ""
-        return f"({self._literal(own.mark)} {text}{null})"
+        null = f" | {self._literal('null' + syntax.end)}" if may_be_null else ""
+        return f"({self._literal(syntax.mark)} {text}{null})"
 
     def _literal(self, text: str) -> str:
-        """A text in a rule; "" for none."""
+        """Return the expression of a text; "" for no text."""
         parts, at = [], 0
         for tag in self._tags.finditer(text):
             parts += [literal(text[at : tag.start()]), f"<[{self._control[tag[0]]}]>"]
@@ -184,7 +190,7 @@ class Forced:
 
 
 def _has_strings(schema: Any, root: Mapping[str, Any]) -> bool:
-    """True if a value of a schema may be or have a string, or names."""
+    """True if a value that fits a schema may have strings, or names of members."""
     types = types_of(schema, root)
     if "array" in types and isinstance(schema, Mapping):
         types = types - {"array"} | (types_of(schema.get("items"), root) or {"string"})
@@ -192,7 +198,7 @@ def _has_strings(schema: Any, root: Mapping[str, Any]) -> bool:
 
 
 def _is_free_text(schema: object, root: Mapping[str, Any]) -> bool:
-    """True if any text without quotes fits a schema."""
+    """True if each text without quotes fits a schema."""
     types = types_of(schema, root)
     if not isinstance(schema, Mapping) or types & {"object", "array"}:
         return False

@@ -1,10 +1,10 @@
-"""The syntaxes in which models write calls of tools.
+"""The syntaxes in which models write tool calls.
 
-A format is a table of texts. A reply's calls are
+A format is a table of texts. A reply writes its calls as
 
     open  start NAME middle ARGUMENTS end  between  start NAME ...  close
 
-where the arguments are one JSON object, or one text after another as `Parameters` has it.
+The arguments are one JSON object, or a text for each argument as in `Parameters`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from kvtool.llama.model import Model
 
 
 class Parameters(NamedTuple):
-    """Arguments that are not one JSON object: start KEY middle VALUE end, with `between` between two.
+    """Syntax of arguments that are not one JSON object: start KEY middle VALUE end between start KEY ...
 
-    quotes: whether strings are quoted; where they are not, other values are still JSON. mark: what stands
-    around strings instead of a quote; names of objects then have nothing around them.
+    Attributes
+    ----------
+    quotes
+        True if strings are quoted. Values other than strings are always JSON.
+    mark
+        Text before and after a string, instead of quotes. Names in objects have none.
     """
 
     start: str
@@ -33,7 +37,7 @@ class Parameters(NamedTuple):
     mark: str = ""
 
     def written(self, value: object) -> str:
-        """The text of a value."""
+        """Return the text of a value."""
         if isinstance(value, str) and not self.quotes:
             return f"{self.mark}{value}{self.mark}"
         if self.mark and isinstance(value, Mapping):
@@ -44,26 +48,26 @@ class Parameters(NamedTuple):
 
     @property
     def tag(self) -> str:
-        """What ends a value that is not quoted."""
+        """Text that ends a value without quotes."""
         return self.end.strip()
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A syntax of calls.
+    """A syntax of tool calls.
 
     Attributes
     ----------
     name
-        What it is called here.
+        Name of the format.
     tags
-        What may open a call, and its other marks; a vocabulary may have a control token for each.
+        Texts that may open a call, and other tags in it. A vocabulary may have a control token for each.
     open, start, middle, end, between, close
-        What stands around and between calls, as above.
+        Texts around and between calls, as above.
     parameters
-        How arguments are written; None: as one JSON object.
+        Syntax of arguments. None for one JSON object.
     holds_results
-        Whether templates show results in the reply that has the calls.
+        True if templates show results in the reply that has the calls.
     """
 
     name: str
@@ -79,15 +83,15 @@ class Format:
 
     @property
     def is_json(self) -> bool:
-        """Whether a call is a JSON object with its name and arguments."""
+        """True if a call is a JSON object with its name and arguments."""
         return self.start.endswith('"') and '{"' in self.start
 
     @classmethod
     def native(cls, template: Template) -> Format | None:
-        """The syntax that a chat template asks for, by what its source names.
+        """Return the format that a chat template asks for, which its source reveals.
 
-        None where the template shows no tools, or asks for a syntax that is not known here: then render it
-        without tools, and ask for Hermes by `tools_text`.
+        None if the template shows no tools, or asks for an unknown format. It is then rendered without tools,
+        and `tools_text` asks for Hermes's format.
         """
         source = template.source
         if not template.has_tools:
@@ -96,37 +100,39 @@ class Format:
 
     @classmethod
     def of(cls, template: Template) -> Format:
-        """The syntax in which a model writes calls: the native one, or else Hermes."""
+        """Return the format in which a model writes calls: the native one, or Hermes's."""
         return cls.native(template) or HERMES
 
     def written(self, calls: Sequence[tuple[str, object]]) -> str:
-        """The text of calls (name, arguments), for templates that leave calls out.
+        """Return the text of calls (name, arguments), for templates that leave calls out.
 
-        Arguments that are no object stand in Hermes syntax as they are.
+        If the arguments of a call are not an object, the calls are in Hermes's format.
         """
-        own = self.parameters
-        if own and not all(isinstance(arguments, Mapping) for _, arguments in calls):
+        if self.parameters and not all(isinstance(arguments, Mapping) for _, arguments in calls):
             return HERMES.written(calls)
-        parts = [self.start + name + self.middle + self._written(of) + self.end for name, of in calls]
+        parts = [
+            self.start + name + self.middle + self._written(arguments) + self.end for name, arguments in calls
+        ]
         return self.open + self.between.join(parts) + self.close
 
     def _written(self, arguments: object) -> str:
-        own = self.parameters
-        if own is None or not isinstance(arguments, Mapping):
+        syntax = self.parameters
+        if syntax is None or not isinstance(arguments, Mapping):
             return json.dumps(arguments, ensure_ascii=False)
         parts = (
-            own.start + key + own.middle + own.written(value) + own.end for key, value in arguments.items()
+            syntax.start + key + syntax.middle + syntax.written(value) + syntax.end
+            for key, value in arguments.items()
         )
-        return own.between.join(parts)
+        return syntax.between.join(parts)
 
 
 def shown_tokens(model: Model, format: Format) -> frozenset[int]:
-    """The tokens whose text the parser needs, though they may be control tokens.
+    """Return the tokens of the format's tags, which the text for the parser must include.
 
-    A writer must print these, with Model.piece(token, special=True), and no other control token.
+    They may be control tokens. The text has no other control tokens.
     """
-    pieces = [model.tokenize(tag, special=True).tolist() for tag in (*HERMES.tags, *format.tags)]
-    return frozenset(piece[0] for piece in pieces if len(piece) == 1)
+    tags = [model.tokenize(tag, special=True).tolist() for tag in (*HERMES.tags, *format.tags)]
+    return frozenset(tokens[0] for tokens in tags if len(tokens) == 1)
 
 
 HERMES = Format(
@@ -135,7 +141,7 @@ HERMES = Format(
     *('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
     between="\n",
 )
-"""One JSON object a call, between tags: Hermes, Qwen, Granite 4, Falcon H1. Every parser reads it."""
+"""One JSON object a call, between tags: Hermes, Qwen, Granite 4, Falcon H1. Each parser accepts it."""
 
 XML = Format(
     "xml",
@@ -144,7 +150,7 @@ XML = Format(
     between="\n",
     parameters=Parameters("<parameter=", ">\n", "\n</parameter>\n"),
 )
-"""Qwen3-Coder, Qwen3.5, Nemotron 3. A value loses one line break at each side."""
+"""Qwen3-Coder, Qwen3.5, Nemotron 3. One line break on each side of a value is not part of it."""
 
 GLM = Format(
     "glm",
@@ -156,7 +162,7 @@ GLM = Format(
 
 
 def _json_list(name: str, *tags: str) -> Format:
-    """Calls in a JSON list behind a tag, and before another if there are two."""
+    """Return the format of a JSON list of calls after a tag, and before another one if there are two."""
     start, end = (*tags, "")[:2]
     json = '{"name": "', '", "arguments": ', "}"
     return Format(name, tags, *json, open=f"{start}[", between=", ", close=f"]{end}")
@@ -175,7 +181,7 @@ NEMOTRON = _json_list("nemotron", "<TOOLCALL>", "</TOOLCALL>")
 """Nemotron Nano 2."""
 
 LLAMA = Format("llama", ("<|python_tag|>",), '{"name": "', '", "parameters": ', "}", between="; ")
-"""Llama 3: a reply that starts with a call's JSON, or has it after the tag."""
+"""Llama 3. A reply begins with the JSON of a call, or has it after the tag."""
 
 LFM2 = Format(
     "lfm2",
@@ -186,7 +192,7 @@ LFM2 = Format(
     close="]<|tool_call_end|>",
     parameters=Parameters("", "=", "", ", ", quotes=True),
 )
-"""Calls as in Python; values may be Python's or JSON's."""
+"""LFM2. Calls as in Python; values may be Python's or JSON's."""
 
 SEED = Format(
     "seed",
@@ -226,16 +232,16 @@ GEMMA = Format(
     parameters=Parameters("", ":", "", ",", mark='<|"|>'),
     holds_results=True,
 )
-"""Gemma 4. Its results stand in the reply, behind the calls."""
+"""Gemma 4. Results are in the reply, after the calls."""
 
-# the first that fits: a template may also name the tags of another format
+# the first match counts, because a template may also name the tags of another format
 _SIGNS: tuple[tuple[tuple[str, ...], Format | None], ...] = (
     (("<|tool_call>call:",), GEMMA),
     (("<seed:tool_call>",), SEED),
     (("<tool_calls>[",), APRIEL),
     (("<|START_ACTION|>",), COHERE),
     (("<minimax:tool_call>",), MINIMAX),
-    # formats that kvtool does not know, though their templates also name tags below
+    # unknown formats, whose templates also name tags below
     (("<invoke", "<tool_calls>\\n{"), None),
     (("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["), LFM2),
     (("[ARGS]",), MISTRAL_ARGS),
@@ -247,4 +253,4 @@ _SIGNS: tuple[tuple[tuple[str, ...], Format | None], ...] = (
     (("<TOOLCALL>",), NEMOTRON),
     (("<|python_tag|>", '{"name": function name, "parameters": '), LLAMA),
 )
-"""What a template's source names, and the format that this means."""
+"""Texts in a template's source, and the format of which they are a sign."""

@@ -1,4 +1,4 @@
-"""Tools, calls and results as a chat template takes them."""
+"""Tools, calls and results in the form that a chat template expects."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from kvtool.serve.tools.formats import HERMES, LLAMA, Format
 
 
 def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Tells a model of tools, and of Hermes's syntax of calls.
+    """Return a text that describes tools, and Hermes's syntax of calls, to a model without a native format.
 
-    For a model without a native format: render its template without tools, with this text before the system
-    prompt (the text, an empty line, the prompt), or as the system prompt if there is none.
+    Its template is rendered without tools. The text goes before the system prompt, with an empty line.
     """
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     example = HERMES.written([("NAME", {"KEY": "VALUE"})])
@@ -35,25 +34,26 @@ def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
 def for_template(
     messages: Sequence[Mapping[str, Any]], template: Template | None = None
 ) -> list[dict[str, Any]]:
-    """A request's messages, as chat templates take them; `messages` stay as they are.
+    """Return copies of a request's messages in the form that chat templates expect.
 
-    Contents are texts, or None for "". The arguments of calls become objects where their text is the JSON of
-    one. Ids of calls become nine letters and digits, since Mistral's templates take no other; equal ids stay
-    equal. With a template, messages are marked, for its `of_marked`; calls and results that it does not show
-    are written out, the results as messages of the user; and Llama's template, which takes one call a reply,
-    gets a reply for each.
+    A content of None becomes "". Arguments of calls become objects if they are the JSON of an object. Ids of
+    calls become nine letters and digits, because Mistral's templates accept no others; equal ids stay equal.
+
+    With a template, the messages are marked, as its `of_marked` expects. Calls and results that the template
+    does not show become texts, the results in a message of the user. Llama's template, which accepts one call
+    in a reply, gets a reply for each call.
     """
-    found = [_for_template(message) for message in messages]
+    converted = [_for_template(message) for message in messages]
     if template is None:
-        return found
-    # what is written below has markers of its own
-    found = [template.marked(message) for message in found]
+        return converted
+    # before calls and results become texts, whose own markers stay markers
+    converted = [template.marked(message) for message in converted]
     native = Format.native(template)
     if native is LLAMA:
-        found = _one_call_each(found)
+        converted = _one_call_each(converted)
     if native is None or not template.has_calls:
-        found = [_with_calls_written(message, native or HERMES) for message in found]
-    return found if native and template.has_results else _with_results_said(found)
+        converted = [_with_calls_in_content(message, native or HERMES) for message in converted]
+    return converted if native and template.has_results else _with_results_of_user(converted)
 
 
 def _for_template(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,8 +80,7 @@ def _short(id: str) -> str:
     return id if is_short else hashlib.sha256(id.encode(errors="replace")).hexdigest()[:9]
 
 
-def _with_calls_written(message: dict[str, Any], format: Format) -> dict[str, Any]:
-    """The message with its calls in its content."""
+def _with_calls_in_content(message: dict[str, Any], format: Format) -> dict[str, Any]:
     if "tool_calls" not in message:
         return message
     functions = [call["function"] for call in message["tool_calls"]]
@@ -90,35 +89,36 @@ def _with_calls_written(message: dict[str, Any], format: Format) -> dict[str, An
     return {**rest, "content": f"{message['content']}\n{text}" if message["content"] else text}
 
 
-def _with_results_said(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with results as the user's, those of one reply together."""
-    found: list[dict[str, Any]] = []
+def _with_results_of_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Replace the results of each reply by one message of the user."""
+    converted: list[dict[str, Any]] = []
     for is_result, group in groupby(messages, lambda message: bool(message["role"] == "tool")):
         if is_result:
             texts = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
-            found.append({"role": "user", "content": "\n".join(texts)})
+            converted.append({"role": "user", "content": "\n".join(texts)})
         else:
-            found += group
-    return found
+            converted += group
+    return converted
 
 
 def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with a reply for each call, followed by its result."""
-    found: list[dict[str, Any]] = []
+    """Replace a reply with several calls by a reply for each call, followed by its result."""
+    converted: list[dict[str, Any]] = []
     rest = list(messages)
     while rest:
         message = rest.pop(0)
         calls = message.get("tool_calls", ())
         if len(calls) < 2:
-            found.append(message)
+            converted.append(message)
             continue
         n = next((n for n, later in enumerate(rest) if later["role"] != "tool"), len(rest))
         results, rest = rest[:n], rest[n:]
         for number, call in enumerate(calls):
-            said = dict.fromkeys({"content", "reasoning_content"} & message.keys(), "") if number else {}
-            found.append({**message, **said, "tool_calls": [call]})
-            own = [result for result in results if result.get("tool_call_id") == call.get("id")]
-            found += own
-            results = [result for result in results if result not in own]
-        found += results
-    return found
+            # text and thought stay with the first call
+            emptied = dict.fromkeys({"content", "reasoning_content"} & message.keys(), "") if number else {}
+            converted.append({**message, **emptied, "tool_calls": [call]})
+            of_call = [result for result in results if result.get("tool_call_id") == call.get("id")]
+            converted += of_call
+            results = [result for result in results if result not in of_call]
+        converted += results
+    return converted
