@@ -31,7 +31,6 @@ PAPERS = {
     },
     "bumblebee": {
         "bumblebee-table-1": "choices with five examples",
-        "bumblebee-table-2": "LongBench",
         "bumblebee-figure-3": "summaries with three examples (1.5B: one)",
         "bumblebee-lambda": "Section 6.4: weight of diversity against attention",
         "bumblebee-table-6": "decoding speed",
@@ -61,22 +60,6 @@ def rows(results: Path = RESULTS) -> Iterator[str]:
         for name, shows in experiments.items():
             verdicts = (_verdict(name, model, results) for model in tables.MODELS)
             yield f"| [`{name}`]({paper}.md) | {shows} | {' | '.join(verdicts)} |"
-    hours = {name: _hours(model, results) for model, name in tables.MODELS.items()}
-    took = " and ".join(f"{hour:.1f} hours with {name}" for name, hour in hours.items())
-    yield ""
-    yield f"All this took {took}, on one core of a small machine."
-
-
-def _hours(model: str, results: Path) -> float:
-    """The time of all that is measured with a model for the papers' tables and figures."""
-    runs = {
-        run
-        for experiments in PAPERS.values()
-        for name in experiments
-        for version in _COLUMNS[model]
-        for run in tables.of_model(EXPERIMENTS[name], version)
-    }
-    return sum(line["seconds"] for line in tables.kept(sorted(runs), results)) / 3600
 
 
 def _verdict(name: str, model: str, results: Path) -> str:

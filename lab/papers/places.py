@@ -125,15 +125,12 @@ def _behind(
 
 
 def _of_line(line: Line) -> dict[str, list[float | None]]:
-    """The scores of a line, its bytes in MiB, and how much more alike samples are than the full cache's."""
+    """The scores of a line, its bytes in MiB, and the tokens that a row holds."""
     scores = line["scores"]
     sizes = zip(("device", "host"), line.get("bytes", ()), strict=False)
     found = scores | {name: [size / 2**20] for name, size in sizes}
     if "tokens" in line and "evicted" in scores:
         found["holds"] = [line["tokens"] * (1 - share) for share in scores["evicted"]]
-    if "full_self_bleu" in scores:
-        pairs = zip(scores["self_bleu"], scores["full_self_bleu"], strict=True)
-        found["alike"] = [None if own is None else own - full for own, full in pairs]
     return found
 
 

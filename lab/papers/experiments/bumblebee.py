@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lab.papers.commands import Compare, Eval
 from lab.papers.experiments.kinds import ALL, LARGE, Experiment, Run, Table, each, numbers
-from lab.papers.experiments.longbench import ENGLISH, ONLY_SIX
 from lab.papers.texts import EIGHT, XSUM
 
 # on these a model of 135M parameters is better than guessing
@@ -36,11 +35,6 @@ def _choice(name: str, policies: tuple[str, ...], n: int, model: str = "") -> Ev
 RUNS: dict[str, Run] = {
     **{f"choice-{name.lower()}": _choice(name, _ALL, 24) for name in CHOICES},
     **{f"choice-{name.lower()}-1.5b": _choice(name, _FEW, 12, LARGE) for name in _LARGE},
-    "longbench-bumblebee": Eval(
-        *("longbench", (ENGLISH,), ("full", *_ALL[3:]), ("20%",)),
-        (*_WHOLE, "--max-prompt", "2048", *ONLY_SIX),
-        minutes=40,
-    ),
     "xsum-3shots": Eval(
         "summarize", (XSUM,), _ALL, ("20%",), (*_SUMMARY, "--set", "shots=3"), 12, minutes=30
     ),
@@ -55,7 +49,6 @@ RUNS: dict[str, Run] = {
 
 _FEW_SHOT = {"by": ("of",), "against": _OWN, "rows": _ALL, "pooled": ALL, "only_pooled": True}
 _FEW_SHOT |= {"names": {file: name for name, file in CHOICES.items()}}
-_SIX = ("qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "qmsum", "trec")
 
 EXPERIMENTS = {
     "bumblebee-table-1": Experiment(
@@ -68,19 +61,6 @@ EXPERIMENTS = {
             Table("right", worse=("local", "random", "h2o"), **_FEW_SHOT),
         ),
         "LLaMA-7B",
-    ),
-    "bumblebee-table-2": Experiment(
-        ("longbench-bumblebee",),
-        (
-            Table(
-                *("score", ("of",), _OWN, ("full", *_ALL[3:])),
-                pooled=ALL,
-                only_pooled=True,
-                strata=dict.fromkeys(_SIX, "all"),
-                paper=numbers("bumblebee", "table-2"),
-            ),
-        ),
-        "Llama-2-7B-chat",
     ),
     "bumblebee-figure-3": Experiment(
         ("xsum-3shots", "xsum-1shot-1.5b"),

@@ -6,9 +6,6 @@ from kvtool.tasks.longbench import CATEGORIES, LANGUAGES
 
 ENGLISH = "longbench/minilongbench_en.jsonl"
 
-ONLY_SIX = ("--set", "only=qasper,multifieldqa_en,hotpotqa,2wikimqa,qmsum,trec")
-"""The data sets of BumbleBee's Table 2."""
-
 STRATA = {name: category for category, names in CATEGORIES.items() for name in names}
 """The category of each data set."""
 

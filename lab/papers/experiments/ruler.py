@@ -48,8 +48,6 @@ EXPERIMENTS = {
         (
             _scores("after", against="full"),
             _scores("known", against="full"),
-            # policies that evict hold the same cells at a share
-            _scores("after", "device", "Keys and values on the device, MiB", rows=(*_OWN, "kvzip")),
         ),
     ),
     # beside these the tests of the ones above would tell less
@@ -59,11 +57,7 @@ EXPERIMENTS = {
         commands=False,
     ),
     "ruler-long": Experiment(
-        ("ruler-long",),
-        tuple(
-            Table("", ("of",), scores={"after": score}, title=title)
-            for score, title in (("string_match", "RULER's score, %"), ("host", "In host memory, MiB"))
-        ),
+        ("ruler-long",), (Table("", ("of",), scores={"after": "string_match"}, title="RULER's score, %"),)
     ),
     # what docs/which-policy.md shows
     "ruler-short": Experiment(

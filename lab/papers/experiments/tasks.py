@@ -1,4 +1,4 @@
-"""Eight tasks with a fifth of the cache: lab/papers/policy-numbers.md. No paper's."""
+"""Seven tasks with a fifth of the cache: lab/papers/policy-numbers.md. No paper's."""
 
 from __future__ import annotations
 
@@ -29,11 +29,6 @@ _TASKS = (
         ("--set", "scored=true", "--limit", "100"),
         minutes=16,
     ),
-    Eval(
-        *("diversity", ("mt_bench/question.jsonl",), _POLICIES[1:], _AT_20[1]),
-        ("--set", "samples=3", "--set", "n_max=48", "--limit", "100"),
-        minutes=36,
-    ),
 )
 
 RUNS: dict[str, Run] = {f"task-{run.task}": run for run in _TASKS}
@@ -48,7 +43,6 @@ _SHOWN = {
     "choice": ("choice, nats", "right"),
     "longbench": ("longbench, %", "score"),
     "stream": ("stream, perplexity", "nll"),
-    "diversity": ("diversity, Self-BLEU less the full cache's", "alike"),
 }
 
 EXPERIMENTS = {

@@ -102,6 +102,8 @@ _ASKED = {
 }
 
 
+_POOLED = {"by": ("of", "budget"), "names": DATA_SETS, "pooled": ALL, "only_pooled": True}
+
 EXPERIMENTS = {
     # what the page shows: all models side by side
     "which-short": Experiment(
@@ -139,26 +141,18 @@ EXPERIMENTS = {
     ),
     "which-sampling": Experiment(
         tuple(_SAMPLED),
-        tuple(
-            Table(score, ("model",), "--temp 0.8", names=_BY_MODEL["names"], head="sampling", title=title)
-            for score, title in (("f1", "F1, %"), ("subspan_em", "Right answer somewhere in the output, %"))
-        ),
+        (Table("f1", ("model",), "--temp 0.8", names=_BY_MODEL["names"], head="sampling"),),
         together=True,
     ),
     "which-texts-long": Experiment(
         ("which-texts-long",),
-        (Table("above", apart="full", rows=_OF_LARGE_CACHES), Table("host", rows=("recall",))),
+        (Table("above", apart="full", rows=_OF_LARGE_CACHES),),
     ),
     "scores": Experiment(
         ("scores",),
         (
-            Table(
-                *("nll", ("of", "budget"), "h2o", ("full", *_SCORES)),
-                names=DATA_SETS,
-                pooled=ALL,
-                only_pooled=True,
-            ),
-            Table("device", rows=("full", *_SCORES)),
+            Table("nll", against="h2o", **_POOLED, rows=("full", *_SCORES)),
+            Table("device", **_POOLED, rows=("full", *_SCORES)),
         ),
     ),
     "which-tasks": Experiment(

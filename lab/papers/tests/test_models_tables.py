@@ -19,7 +19,7 @@ def two_models(monkeypatch, tmp_path, large_score):
         name = f"made-up{model}"
         monkeypatch.setitem(RUNS, name, Eval("qa", ("qa.jsonl",), ("full",), (), model=model))
         records.rewrite(tmp_path / f"{name}.jsonl", lambda _, found=found: lines(full=found))
-    shown = Table("f1"), Table("acc", ("of",))
+    shown = Table("f1"), Table("acc_norm", ("of",))
     runs = tuple(f"made-up{model}" for model in scores)
     monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(runs, shown))
     return tables.render("made-up", tmp_path)
@@ -34,7 +34,7 @@ def test_each_model_has_columns_of_its_own(monkeypatch, tmp_path):
 
 
 def test_each_model_has_tables_of_its_own_if_they_differ(monkeypatch, tmp_path):
-    first, second = two_models(monkeypatch, tmp_path, "acc").split("**Qwen2.5-Coder-1.5B-Instruct**")
+    first, second = two_models(monkeypatch, tmp_path, "acc_norm").split("**Qwen2.5-Coder-1.5B-Instruct**")
     assert first.startswith("**SmolLM2-135M-Instruct**\n\n    kvtool eval qa qa.jsonl --policy POLICY")
     assert "75.0" in first
     assert "25.0" in second
@@ -65,10 +65,10 @@ def test_one_table_may_have_all_models_each_with_its_own_budgets(monkeypatch, tm
 
 
 def test_tables_with_the_same_single_column_are_one_table(measured):
-    found = lines(full={"f1": [0.5], "acc": [0.2]}, h2o__64={"f1": [0.75], "acc": [0.25]})
-    tables_shown = (Table("f1"), Table("acc", rows=("h2o",)), Table("acc", ("of",), head="row"))
+    found = lines(full={"f1": [0.5], "acc_norm": [0.2]}, h2o__64={"f1": [0.75], "acc_norm": [0.25]})
+    tables_shown = (Table("f1"), Table("acc_norm", rows=("h2o",)), Table("acc_norm", ("of",), head="row"))
     assert re.findall(r"^\| .*", measured(found, *tables_shown), re.M) == [
-        "| policy, 64 | F1, % | Accuracy, % |",
+        "| policy, 64 | F1, % | Accuracy by likelihood a byte, % |",
         "| --- | ---: | ---: |",
         "| `full` | 50.0 |  |",
         "| `h2o` | 75.0 | 25.0 |",

@@ -167,12 +167,6 @@ def test_the_rows_of_a_column_have_the_same_items(measured):
     assert "| `full` | 15.0 ±5.0 | 15.0 ±5.0 |\n| `h2o` | 35.0 ±5.0 | 55.0 ±5.0 |" in text
 
 
-def test_how_much_more_alike_samples_are_is_told_item_by_item(measured):
-    scores = {"self_bleu": [9.0, 5.0, None], "full_self_bleu": [10.0, 7.0, None]}
-    text = measured(lines(h2o__64=scores), Table("alike"))
-    assert "| `h2o` | -1.5 ±0.5 |" in text
-
-
 def test_columns_of_shares_stand_in_order(measured):
     found = lines(full={"f1": [0.1, 0.2]})
     for share in ("50 % removed", "8 % removed", "87.5 % removed"):
@@ -199,7 +193,7 @@ def test_every_experiment_can_be_shown_once_something_is_measured(monkeypatch, t
         assert "Not measured yet." not in text
         assert text.endswith(".*")
     n_experiment = sum(map(len, index.PAPERS.values()))
-    assert len(list(index.rows(tmp_path))) == n_experiment + 4
+    assert len(list(index.rows(tmp_path))) == n_experiment + 2
 
 
 def test_what_the_paper_says_without_numbers_is_told_as_well():
