@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import gguf
 import numpy as np
 
@@ -16,6 +18,9 @@ def write(arch, path, /, **shape):
     """Writes a model of that architecture, of this file or tests/tiny.py."""
     name = f"write_{arch}"
     (globals().get(name) or getattr(tiny, name))(path, **shape)
+
+
+write_deci = partial(tiny.write_llama, arch="deci")
 
 
 def _start(path, arch, n_ctx_train, n_layer, n_head_kv=N_HEAD_KV, eps=1e-5):

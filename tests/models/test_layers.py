@@ -145,10 +145,8 @@ def test_a_cache_type_that_does_not_fit():
 
 
 @pytest.mark.parametrize(("pattern", "slides"), [(2, "101010"), (3, "110110"), (4, "111011")])
-def test_llama_cpp_says_which_layers_slide(tmp_path, pattern, slides):
-    path = tmp_path / "tiny.gguf"
-    tiny.write_gemma3(path, n_layer=6, n_head_kv=1, window=100, pattern=pattern)
-    layers = layers_of(path)
+def test_llama_cpp_says_which_layers_slide(tiny_model, pattern, slides):
+    layers = layers_of(tiny_model("gemma3", n_layer=6, n_head_kv=1, window=100, pattern=pattern))
     for kind, which in ((ROWS, "0"), (SLIDING, "1")):
         assert [layer.number for layer in layers.of(kind)] == [i for i in range(6) if slides[i] == which]
     assert layers.n_swa == 100
@@ -162,16 +160,15 @@ def test_llama_cpp_says_which_layers_slide(tmp_path, pattern, slides):
     [
         ("llama", {}),
         ("llama", {"n_head": 3, "n_head_kv": 3, "n_layer": 3, "head_dim": 64}),
-        ("llama", {"arch": "deci", "n_layer": 3, "n_head_kv": [1, 2, 4]}),
+        ("deci", {"n_layer": 3, "n_head_kv": [1, 2, 4]}),
         ("gemma3", {"window": 300, "n_layer": 5, "pattern": 3}),
         ("lfm2", {}),
         ("lfm2", {"n_head_kv": (4, 0, 0, 1, 2), "n_conv": 5}),
     ],
     ids=str,
 )
-def test_a_context_takes_the_bytes_that_layers_say(tmp_path, arch, shape, type_k, type_v):
-    path = tmp_path / "tiny.gguf"
-    tiny_kinds.write(arch, path, **shape)
+def test_a_context_takes_the_bytes_that_layers_say(tiny_model, arch, shape, type_k, type_v):
+    path = tiny_model(arch, **shape)
     layers = layers_of(path)
     model = Model(path)
     # weights make no difference
@@ -190,17 +187,14 @@ def test_a_context_takes_the_bytes_that_layers_say(tmp_path, arch, shape, type_k
 @pytest.mark.parametrize(
     "shape", [{}, {"rope": "neox"}, {"arch": "deci", "n_layer": 3, "n_head_kv": [1, 2, 4]}], ids=str
 )
-def test_of_a_plain_model_the_header_says_the_same(tmp_path, shape):
-    path = tmp_path / "tiny.gguf"
-    tiny.write_llama(path, **shape)
+def test_of_a_plain_model_the_header_says_the_same(tiny_model, shape):
+    path = tiny_model(**shape)
     assert layers_of(path) == read(path).plain_layers
     assert layers_of(path).kinds == []
 
 
-def test_recurrent_layers_have_a_state_and_the_others_rows(tmp_path):
-    path = tmp_path / "tiny.gguf"
-    tiny_kinds.write_lfm2(path, n_head_kv=(0, 2, 0, 4), n_conv=4)
-    layers = layers_of(path)
+def test_recurrent_layers_have_a_state_and_the_others_rows(tiny_model):
+    layers = layers_of(tiny_model("lfm2", n_head_kv=(0, 2, 0, 4), n_conv=4))
     # the three newest of 128 numbers of 4 bytes
     assert layers.all == (
         Layer(1, ROWS, 1, 2, 32, 32, 0),
@@ -211,9 +205,8 @@ def test_recurrent_layers_have_a_state_and_the_others_rows(tmp_path):
     assert (layers.kinds, layers.n_swa) == (["recurrent layers"], 0)
 
 
-def test_llama_cpp_says_that_a_token_has_several_positions(tmp_path, monkeypatch):
-    path = tmp_path / "tiny.gguf"
-    tiny_kinds.write_qwen2vl(path)
+def test_llama_cpp_says_that_a_token_has_several_positions(tiny_model, monkeypatch):
+    path = tiny_model("qwen2vl")
     assert (layers_of(path).rope, layers_of(path).kinds) == ("M-RoPE", ["M-RoPE"])
     # as any llama.cpp says it
     monkeypatch.setattr("kvtool.llama.model.is_patched", lambda: False)
@@ -264,22 +257,19 @@ def test_layers_of_a_closed_model_are_an_error(tiny_model):
 # without the patch
 
 
-@pytest.mark.parametrize(("arch", "shape"), [("gemma3", {}), ("lfm2", {})])
-def test_without_the_patch_what_is_not_plain_is_refused(tmp_path, unpatched, arch, shape):
-    path = tmp_path / "tiny.gguf"
-    tiny_kinds.write(arch, path, **shape)
+@pytest.mark.parametrize("arch", ["gemma3", "lfm2"])
+def test_without_the_patch_what_is_not_plain_is_refused(tiny_model, unpatched, arch):
     said = (
         "^this llama.cpp was built without kvtool's patch, "
         "which models with sliding or recurrent layers need; build .*make setup"
     )
     with pytest.raises(LibraryError, match=said) as error:
-        layers_of(path)
+        layers_of(tiny_model(arch))
     assert "\n" not in str(error.value)
 
 
-def test_without_the_patch_a_plain_model_is_what_its_header_says(tmp_path, unpatched):
-    path = tmp_path / "tiny.gguf"
-    tiny.write_llama(path, arch="deci", n_layer=3, n_head_kv=[1, 2, 4])
+def test_without_the_patch_a_plain_model_is_what_its_header_says(tiny_model, unpatched):
+    path = tiny_model(arch="deci", n_layer=3, n_head_kv=[1, 2, 4])
     layers = layers_of(path)
     assert layers == read(path).plain_layers
     assert [layer.n_head_kv for layer in layers.all] == [1, 2, 4]

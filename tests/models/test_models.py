@@ -435,14 +435,8 @@ def test_the_figures_of_a_header(tmp_path):
 
 
 def test_every_layer_counts_with_its_own_heads(tmp_path):
-    info = read(
-        tiny_gguf(
-            tmp_path / "tiny.gguf",
-            n_head_kv=[1, 2, 4],
-            attention__key_length=64,
-            attention__value_length=32,
-        )
-    )
+    sizes = {"attention__key_length": 64, "attention__value_length": 32}
+    info = read(tiny_gguf(tmp_path / "tiny.gguf", n_head_kv=[1, 2, 4], **sizes))
     assert info.n_head_kv == (1, 2, 4)
     # 7 KV heads in all; q8_0 is 34 bytes, q4_0 18, q4_1 20, q5_0 22, q5_1 24 for 32 numbers
     layers = info.plain_layers
@@ -499,56 +493,57 @@ def test_damage_is_never_a_traceback(tmp_path):
     assert refused > 100
 
 
-def test_a_context_of_no_tokens_is_damage(tmp_path):
-    path = tiny_gguf(tmp_path / "tiny.gguf", context_length=0)
-    with pytest.raises(ModelError) as error:
-        read(path)
-    said = "is damaged: its header says llama.context_length = 0; download it again"
-    assert str(error.value) == f"{path} {said}"
-
-
-def test_what_is_no_model(tmp_path):
-    path = tmp_path / "x.gguf"
+def test_what_is_no_file_is_refused(tmp_path):
     with pytest.raises(ModelError, match="cannot read .*No such file"):
-        read(path)
+        read(tmp_path / "x.gguf")
     with pytest.raises(ModelError, match="is a folder"):
         read(tmp_path)
-    path.write_bytes(b"")
-    with pytest.raises(ModelError, match="is empty"):
+
+
+ALIGNMENT_0 = struct.pack("<Q17sII", 17, b"general.alignment", gguf.GGUFValueType.UINT32, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is empty"),
+        (b"hello, world", "not a GGUF file"),
+        (b"GGUF\0\0\0\3" + bytes(16), "big-endian"),
+        (b"GGUF\3\0\0\0" + bytes(16), "no architecture in its header"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + ALIGNMENT_0, "damaged .alignment 0"),
+        (
+            b"GGUF" + struct.pack("<IQQQ1sI", 3, 1, 0, 1, b"t", 2**32 - 1) + struct.pack("<Q", 2**63) * 1000,
+            "a tensor of 4294967295 axes",
+        ),
+    ],
+)
+def test_bytes_that_are_no_model_are_refused(tmp_path, content, says):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=says):
         read(path)
-    path.write_bytes(b"hello, world")
-    with pytest.raises(ModelError, match="not a GGUF file"):
-        read(path)
-    path.write_bytes(b"GGUF\0\0\0\3" + bytes(16))
-    with pytest.raises(ModelError, match="big-endian"):
-        read(path)
-    path.write_bytes(b"GGUF\3\0\0\0" + bytes(16))
-    with pytest.raises(ModelError, match="no architecture in its header"):
-        read(path)
-    alignment = b"general.alignment"
-    key = struct.pack(f"<Q{len(alignment)}sII", len(alignment), alignment, gguf.GGUFValueType.UINT32, 0)
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key)
-    with pytest.raises(ModelError, match="damaged .alignment 0"):
-        read(path)
-    header_of = b"GGUF" + struct.pack("<IQQ", 3, 1, 0)
-    axes = struct.pack("<Q1sI", 1, b"t", 2**32 - 1) + struct.pack("<Q", 2**63) * 1000
-    path.write_bytes(header_of + axes)
-    with pytest.raises(ModelError, match="a tensor of 4294967295 axes"):
-        read(path)
-    with pytest.raises(ModelError, match="its header says .* layers"):
-        read(tiny_gguf(tmp_path / "loops.gguf", num_loops=2**31 - 1))
-    with pytest.raises(ModelError, match=r"says llama\.attention\.key_length = 4294967295"):
-        read(tiny_gguf(tmp_path / "negative.gguf", attention__key_length=2**32 - 1))
-    with pytest.raises(ModelError, match="says 0 layers"):
-        read(tiny_gguf(tmp_path / "none.gguf", block_count=0))
-    with pytest.raises(ModelError, match="says 99999 layers"):
-        read(tiny_gguf(tmp_path / "many.gguf", block_count=99999))
-    with pytest.raises(ModelError, match=r"bad llama\.attention\.head_count_kv"):
-        read(tiny_gguf(tmp_path / "few.gguf", n_head_kv=[1, 2]))
-    with pytest.raises(ModelError, match=r"bad llama\.attention\.head_count_kv"):
-        read(tiny_gguf(tmp_path / "half.gguf", n_head_kv=1.5))
-    with pytest.raises(ModelError, match=r"no clip\.block_count"):
-        read(tiny_gguf(tmp_path / "clip.gguf", "clip", block_count=None))
+
+
+@pytest.mark.parametrize(
+    ("arch", "keys", "says"),
+    [
+        ("llama", {"num_loops": 2**31 - 1}, "its header says .* layers"),
+        ("llama", {"attention__key_length": 2**32 - 1}, r"says llama\.attention\.key_length = 4294967295"),
+        ("llama", {"block_count": 0}, "says 0 layers"),
+        ("llama", {"block_count": 99999}, "says 99999 layers"),
+        ("llama", {"n_head_kv": [1, 2]}, r"bad llama\.attention\.head_count_kv"),
+        ("llama", {"n_head_kv": 1.5}, r"bad llama\.attention\.head_count_kv"),
+        ("clip", {"block_count": None}, r"no clip\.block_count"),
+        (
+            "llama",
+            {"context_length": 0},
+            r"tiny\.gguf is damaged: its header says llama\.context_length = 0; download it again$",
+        ),
+    ],
+)
+def test_numbers_of_a_header_that_cannot_be_are_refused(tmp_path, arch, keys, says):
+    with pytest.raises(ModelError, match=says):
+        read(tiny_gguf(tmp_path / "tiny.gguf", arch, **keys))
 
 
 @pytest.mark.parametrize(
@@ -653,14 +648,8 @@ def test_parse_bytes_refuses(text):
 
 
 def test_format_bytes():
-    assert [format_bytes(n) for n in (0, 1023, 1024, 98362432, 3 * 2**30, 5 * 2**41)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "93.8 MiB",
-        "3.0 GiB",
-        "10.0 TiB",
-    ]
+    texts = ["0 B", "1023 B", "1.0 KiB", "93.8 MiB", "3.0 GiB", "10.0 TiB"]
+    assert list(map(format_bytes, (0, 1023, 1024, 98362432, 3 * 2**30, 5 * 2**41))) == texts
 
 
 # the command line
@@ -695,12 +684,8 @@ def test_pull_prints_the_path_alone(folder, known, pip):
     assert result.stdout == f"{folder / 'tiny.gguf'}\n"
     assert result.stderr == "downloading tiny\n"
     again = invoke("pull", "tiny", "--json")
-    assert json.loads(again.stdout) == {
-        "name": "tiny",
-        "path": str(folder / "tiny.gguf"),
-        "sha256": SHA,
-        "size": len(DATA),
-    }
+    about = {"name": "tiny", "path": str(folder / "tiny.gguf"), "sha256": SHA, "size": len(DATA)}
+    assert json.loads(again.stdout) == about
     assert again.stderr == ""
 
 
@@ -823,8 +808,7 @@ def test_what_llama_cpp_crashes_on_is_one_line_in_show(tmp_path):
     # a window that no layer has
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, pattern=1)
-    command = [sys.executable, "-m", "kvtool", "models", "show", str(path)]
-    done = forked.run(command)
+    done = forked.run([sys.executable, "-m", "kvtool", "models", "show", path])
     said = f"kvtool: {path} seems to be damaged: llama.cpp has crashed on it; download it again\n"
     assert (done.returncode, done.stdout, done.stderr) == (ModelError.exit_code, "", said)
 

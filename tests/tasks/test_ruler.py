@@ -620,21 +620,3 @@ def test_each_task_has_its_score_and_interval(when, tiny_model, tmp_path):
     by = json.loads(done.stdout.splitlines()[-1])["by"]
     assert [(each["part"], each["length"]) for each in by] == [(name, 1500) for name in sorted(names)]
     assert by[0]["string_match"] == {"mean": 0, "low": 0, "high": pytest.approx(0.658, abs=1e-3), "n": 2}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        ([], 2, "ruler: niah_single_2 needs a folder of Paul Graham's essays: --set essays=FOLDER"),
-        (
-            ["--set", "tasks=vt", "--set", "length=9"],
-            2,
-            "there is no parameter 'length'; its parameters: tasks",
-        ),
-    ],
-)
-def test_what_cannot_work_is_one_line(arguments, code, words):
-    done = called("eval", "ruler", *arguments)
-    assert done.returncode == code
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1

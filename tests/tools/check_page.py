@@ -16,6 +16,7 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from playwright.sync_api import expect, sync_playwright
@@ -27,6 +28,15 @@ WHERE = r"([\d.]+ % in the cache, [\d.]+ % forgotten|each KV head keeps [\d.]+ %
 STATUS = re.compile(rf"[\d,]+ tokens: {WHERE} · cache [\d.]+ MiB · [\d.]+ tokens/s")
 
 
+CHECKS: dict[str, Callable[[Visitor], None]] = {}
+
+
+def check(function: Callable[[Visitor], None]) -> Callable[[Visitor], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+@check
 def streams(visit: Visitor) -> None:
     """Enter sends, Shift+Enter starts a line, and the reply comes piece by piece."""
     with visit.page(most=60) as page:
@@ -47,6 +57,7 @@ def streams(visit: Visitor) -> None:
         expect(page.get_by_role("button", name="Send")).to_be_visible()
 
 
+@check
 def input_methods(visit: Visitor) -> None:
     """The Enter that ends a word of an input method does not send."""
     with visit.page(fake=True) as page:
@@ -59,6 +70,7 @@ def input_methods(visit: Visitor) -> None:
         expect(page.locator("article")).to_have_count(2)
 
 
+@check
 def stop(visit: Visitor) -> None:
     """Stop ends a reply, keeps its beginning, and frees the server."""
     with visit.page(most=2000) as page:
@@ -79,6 +91,7 @@ def stop(visit: Visitor) -> None:
         expect(page.locator(".assistant .foot").last).to_have_text("Stopped")
 
 
+@check
 def edit(visit: Visitor) -> None:
     """An edited message is sent with the history before it, and the server reads that from its snapshot."""
     with visit.page() as page:
@@ -106,6 +119,7 @@ def edit(visit: Visitor) -> None:
         assert re.search(r'"cache_n": [1-9]', asked[0].text())
 
 
+@check
 def retry(visit: Visitor) -> None:
     """Retry asks for another last reply."""
     with visit.page() as page:
@@ -120,6 +134,7 @@ def retry(visit: Visitor) -> None:
         expect(page.get_by_label("Write the reply again").first).to_be_hidden()
 
 
+@check
 def chats(visit: Visitor) -> None:
     """Chats are kept, each with its name and its own session, and can be deleted."""
     with visit.page() as page:
@@ -150,6 +165,7 @@ def chats(visit: Visitor) -> None:
         assert kept == [f"kvtool.chat.{second}"], kept
 
 
+@check
 def goes_on_elsewhere(visit: Visitor) -> None:
     """A reply continues while another chat is shown."""
     with visit.page(fake=True) as page:
@@ -162,6 +178,7 @@ def goes_on_elsewhere(visit: Visitor) -> None:
         expect(page.locator(".assistant .body")).to_have_text("half and half")
 
 
+@check
 def held(visit: Visitor) -> None:
     """The held tokens are shown one by one, with a legend, and by keyboard."""
     with visit.page() as page:
@@ -193,6 +210,7 @@ def held(visit: Visitor) -> None:
         expect(panel).to_be_hidden()
 
 
+@check
 def archived(visit: Visitor) -> None:
     """Archived tokens have a colour of the legend, and the status says how many there are."""
     with visit.page(fake=True) as page:
@@ -213,6 +231,7 @@ def archived(visit: Visitor) -> None:
         expect(page.locator("#legend .archived")).to_be_visible()
 
 
+@check
 def reading(visit: Visitor) -> None:
     """A long prompt is read with its progress in percent, and thoughts are folded."""
     with visit.page(fake=True) as page:
@@ -241,6 +260,7 @@ def reading(visit: Visitor) -> None:
         assert page.evaluate("asked.at(-1).body.messages[1]") == {"role": "assistant", "content": "yes"}
 
 
+@check
 def files(visit: Visitor) -> None:
     """Text files go into the message, with their sizes; a file that is no text is refused by name."""
     with visit.page(fake=True) as page:
@@ -291,6 +311,7 @@ def files(visit: Visitor) -> None:
         expect(page.get_by_label("Chats", exact=True).locator("li button").first).to_have_text("notes.txt")
 
 
+@check
 def exported(visit: Visitor) -> None:
     """A chat is downloaded as Markdown or JSON, with its system prompt, thoughts and files."""
     with visit.page(fake=True) as page:
@@ -324,6 +345,7 @@ def exported(visit: Visitor) -> None:
         assert found["Markdown"].startswith("# Tea? / <img")
 
 
+@check
 def caches(visit: Visitor) -> None:
     """The line at the top says how many caches there are, and how large each is."""
     with visit.page() as page:
@@ -335,6 +357,7 @@ def caches(visit: Visitor) -> None:
         assert page.evaluate(f"cacheOf({props})") == "2 caches of 1.0 MiB"
 
 
+@check
 def html(visit: Visitor) -> None:
     """HTML of the user, the model or the server is shown as text, wherever it stands."""
     said = f"{BAD}\n\n- {BAD}\n\n**{BAD}** `{BAD}`\n\n```{BAD}\n{BAD}\n```\n\n"
@@ -354,6 +377,7 @@ def html(visit: Visitor) -> None:
         expect(page.locator(".foot.error")).to_contain_text(BAD)
 
 
+@check
 def markdown(visit: Visitor) -> None:
     """Markdown is shown, code can be copied, and a selection stays while a reply comes."""
     with visit.page(fake=True) as page:
@@ -373,6 +397,7 @@ def markdown(visit: Visitor) -> None:
         visit.shot(page, "markdown")
 
 
+@check
 def errors(visit: Visitor) -> None:
     """Each error is one plain line with a retry."""
     with visit.page(fake=True) as page:
@@ -401,6 +426,7 @@ def errors(visit: Visitor) -> None:
         assert page.evaluate("asked.at(-1).body.messages") == [{"role": "user", "content": "hi\n\nthere"}]
 
 
+@check
 def loading(visit: Visitor) -> None:
     """While the model is loading, the page retries."""
     with visit.page(fake=True) as page:
@@ -412,6 +438,7 @@ def loading(visit: Visitor) -> None:
         expect(page.locator(".assistant .body")).to_have_text("yes")
 
 
+@check
 def keys(visit: Visitor) -> None:
     """A key is asked for when the server wants one, and kept for this tab alone."""
     with visit.page(fake=True) as page:
@@ -432,6 +459,7 @@ def keys(visit: Visitor) -> None:
         assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
 
 
+@check
 def settings(visit: Visitor) -> None:
     """System prompt, temperature and token limit are sent and kept; a chat keeps its system prompt."""
     with visit.page(fake=True) as page:
@@ -455,6 +483,7 @@ def settings(visit: Visitor) -> None:
         assert messages[0] == {"role": "system", "content": "Be brief."}, messages
 
 
+@check
 def closed(visit: Visitor) -> None:
     """A page closed during a reply keeps its beginning, and reports that."""
     with visit.page(fake=True) as page:
@@ -465,6 +494,7 @@ def closed(visit: Visitor) -> None:
         expect(page.locator(".foot").last).to_have_text("Unfinished: its tab was closed, or is still writing")
 
 
+@check
 def narrow(visit: Visitor) -> None:
     """360 pixels are enough, light and dark; the list opens and closes by keyboard."""
     with visit.page(width=360) as page:
@@ -489,6 +519,7 @@ def narrow(visit: Visitor) -> None:
         expect(page.get_by_role("button", name="New chat")).to_be_hidden()
 
 
+@check
 def keyboard(visit: Visitor) -> None:
     """Everything has a name, and the Tab key reaches it."""
     with visit.page(fake=True) as page:
@@ -504,26 +535,9 @@ def keyboard(visit: Visitor) -> None:
                     " || document.activeElement.textContent).trim().slice(0, 40)"
                 )
             )
-        wanted = {
-            "New chat",
-            "Export this chat",
-            "Attach a file",
-            "hi",
-            "Delete the chat: hi",
-            "Settings",
-            "Chat",
-            "Copy your message",
-            "Edit your message",
-        }
-        wanted |= {
-            "Copy code",
-            "Copy the reply",
-            "Write the reply again",
-            "Message",
-            "Send",
-            "What is held",
-            "Plain text",
-        }
+        wanted = {"New chat", "Export this chat", "Attach a file", "hi", "Delete the chat: hi", "Settings"}
+        wanted |= {"Chat", "Copy your message", "Edit your message", "Copy code", "Copy the reply"}
+        wanted |= {"Write the reply again", "Message", "Send", "What is held", "Plain text"}
         assert wanted <= seen, wanted - seen
         nameless = page.evaluate(
             "[...document.querySelectorAll('button, input, textarea')].filter((x) => !x.ariaLabel"
@@ -532,46 +546,17 @@ def keyboard(visit: Visitor) -> None:
         assert nameless == [], nameless
 
 
+@check
 def pictures(visit: Visitor) -> None:
     """For --shots: a chat on a desktop, light and dark."""
     with visit.page(most=120) as page:
         visit.shot(page, "empty")
         page.get_by_role("checkbox", name="What is held").check()
-        for text in (
-            "How do I make tea? Answer in a list.",
-            "Write a Python function that adds two numbers.",
-        ):
-            send(page, text)
+        send(page, "How do I make tea? Answer in a list.")
+        send(page, "Write a Python function that adds two numbers.")
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             visit.shot(page, f"desktop-{scheme}")
-
-
-CHECKS = [
-    streams,
-    input_methods,
-    stop,
-    edit,
-    retry,
-    chats,
-    goes_on_elsewhere,
-    held,
-    archived,
-    reading,
-    files,
-    exported,
-    caches,
-    html,
-    markdown,
-    errors,
-    loading,
-    keys,
-    settings,
-    closed,
-    narrow,
-    keyboard,
-    pictures,
-]
 
 
 def main() -> int:
@@ -584,15 +569,15 @@ def main() -> int:
     args = parser.parse_args()
     if args.shots:
         args.shots.mkdir(parents=True, exist_ok=True)
-    own = {check.__name__: check for check in CHECKS if args.shots or check is not pictures}
+    names = args.only.split(",") if args.only else [*CHECKS][: None if args.shots else -1]
     failed = 0
     with server(args.model) as site, sync_playwright() as playwright:
         expect.set_options(timeout=20_000)
         visit = Visitor(launched(playwright), site, args.shots)
-        for name in args.only.split(",") if args.only else own:
+        for name in names:
             began = time.monotonic()
             try:
-                own[name](visit)
+                CHECKS[name](visit)
                 said = "ok"
             except Exception:  # noqa: BLE001
                 failed += 1

@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -466,9 +465,7 @@ def test_an_old_python_is_refused_before_anything_is_made(tmp_path):
     old = tmp_path / "old-python"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
-    done = subprocess.run(
-        ["make", "setup", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = forked.run(["make", "setup", f"PYTHON={old}"], cwd=tmp_path)
     assert done.returncode != 0
     assert "Python 3.10 or newer" in done.stderr
     assert not (tmp_path / ".venv").exists()

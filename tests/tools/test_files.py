@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.system import files
+from tests import forked
 from tests.held import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="limits, links and pipes of Unix")
@@ -171,7 +172,7 @@ def test_a_lock_of_a_killed_process_is_free(tmp_path):
         "import os, sys\nfrom pathlib import Path\nfrom kvtool.system.files import locked\n"
         "with locked(Path(sys.argv[1])): os.kill(os.getpid(), 9)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code, lock], check=False).returncode == -9
+    assert forked.run_python("-c", code, lock).returncode == -9
     with files.locked(lock, wait=False):
         pass
     assert not lock.exists()

@@ -159,10 +159,7 @@ def test_an_old_python_can_import_the_build_which_says_that_it_is_too_old():
     code = "import sys, kvtool.build.__main__; print(*(name for name in sys.modules if name[:6] == 'kvtool'))"
     done = forked.run_python("-c", code, cwd=ROOT, check=True)
     for path in FILES:
-        if (
-            ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            in done.stdout.split()
-        ):
+        if module_of(path) in done.stdout.split():
             text = path.read_text(encoding="utf-8")
             assert "from __future__ import annotations\n" in text or not re.search(r"\w \| \w", text), path
 

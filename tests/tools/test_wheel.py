@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import sysconfig
 import venv
 import zipfile
@@ -23,7 +21,7 @@ from kvtool.build import pack, sources
 from kvtool.build import wheel as build
 from kvtool.llama.library import api, library_path
 from kvtool.models.catalogue import registry
-from tests.held import PATIENCE_S
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,58 +35,35 @@ __path__ = [{str(Path(api.__file__).parent)!r}]
 def place(tmp_path_factory):
     """An environment with kvtool from a wheel and its dependencies, but without kvtool-llama."""
     folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    pip = ["-m", "pip", "--disable-pip-version-check", "--no-input", "wheel", "-q", "--no-deps"]
     # a new environment, like pip's own builds: the one of the tests has the checkout in it
-    done = subprocess.run(
-        [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked.run_python(*pip, "--no-build-isolation", "-w", folder, ROOT)
     assert done.returncode == 0, done.stderr
     (wheel,) = folder.glob(f"kvtool-{__version__}-*.whl")
     venv.create(folder / "env", with_pip=False, symlinks=True)
     python = folder / "env" / "bin" / "python"
     rest = folder / "rest"
     rest.mkdir()
-    for path in (
-        p
-        for site in dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib")))
-        for p in Path(site).iterdir()
-    ):
-        if (
-            not path.name.startswith(("kvtool", "_kvtool", "__editable__", "llama_cpp"))
-            and path.suffix != ".pth"
-        ):
-            (rest / path.name).symlink_to(path)
-    site = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    Path(site, "rest.pth").write_text(f"{rest}\n")
-    env = {
-        key: os.environ[key] for key in os.environ if key not in ("PYTHONPATH", "CMAKE_ARGS", "KVTOOL_MODEL")
-    }
+    ours = ("kvtool", "_kvtool", "__editable__", "llama_cpp")
+    for packages in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for path in Path(packages).iterdir():
+            if not path.name.startswith(ours) and path.suffix != ".pth":
+                (rest / path.name).symlink_to(path)
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(forked.run([python, "-c", code], check=True).stdout.strip())
+    (site / "rest.pth").write_text(f"{rest}\n")
+    left_out = ("PYTHONPATH", "CMAKE_ARGS", "KVTOOL_MODEL")
+    env = {key: value for key, value in os.environ.items() if key not in left_out}
     # compiling the kernels takes a minute
     env |= {"KVTOOL_CACHE": str(folder / "cache"), "COLUMNS": "200", "NUMBA_DISABLE_JIT": "1"}
 
     def run(*words):
-        return subprocess.run(
-            [python, *map(str, words)],
-            cwd=folder,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        return forked.run([python, *words], cwd=folder, env=env)
 
     # without an index: the dependencies must be complete
     done = run("-m", "pip", "install", "-q", "--no-index", wheel)
     assert done.returncode == 0, done.stderr
-    return SimpleNamespace(run=run, folder=folder, site=Path(site), kvtool=folder / "env" / "bin" / "kvtool")
+    return SimpleNamespace(run=run, folder=folder, site=site, kvtool=folder / "env" / "bin" / "kvtool")
 
 
 @pytest.fixture(scope="module")
