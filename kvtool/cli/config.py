@@ -104,14 +104,12 @@ def _of_table(table: settings.Table, known: dict[Words, Any], start: Words) -> I
         param for words in reached for param in settings.options_of(known[words], () if start else words)
     ]
     for key, value in table.values.items():
-        source = f"{table.title} {key}"
-        named = [param for param in params if key.replace("_", "-") in settings.names_of(param)]
-        if not named:
-            right = sorted({name for param in params for name in settings.names_of(param)})
-            raise UsageError(f"{source} is not an option.{suggestion(key, right)}")
-        for param in named:
+        source, options = f"{table.title} {key}", settings.named(key, params)
+        if not options:
+            raise settings.unknown(table, key, params)
+        for param in options:
             settings.checked(param, value, source)
-        yield _row(table.words, named[0], value, source)
+        yield _row(table.words, options[0], value, source)
 
 
 def _of_variables(known: dict[Words, Any]) -> Iterator[Row]:

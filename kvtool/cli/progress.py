@@ -100,7 +100,7 @@ class ProgressLine:
 
 
 def reading_progress() -> AbstractContextManager[Callable[[int, int], None]]:
-    """Yield a callback for (tokens read, all tokens of the text). If slow, a terminal shows a line."""
+    """Yield a callback for the tokens read and all tokens of the text. A terminal shows slow progress."""
     return _line_progress("reading", "tokens")
 
 

@@ -181,27 +181,24 @@ def check_takes_model(command: Any, words: Words, table: Table) -> None:
 def tables() -> Iterator[Table]:
     """Yield the tables of the file. Raises UsageError for a table that belongs to no command."""
     data, path = read()
-    yield Table((), _values(data), f"{path}:", False)
-    for name, top in data.items():
-        if not isinstance(top, dict):
-            continue
-        if name not in COMMANDS:
-            raise UsageError(f"{path}: [{name}] is not a command.{suggestion(name, COMMANDS)}")
-        for words, table, title in _nested((name,), top, f"{path}: [{name}"):
-            if len(words) > 1 and name not in GROUPS:
-                raise UsageError(f"{title} is not a command; `kvtool {name}` has no subcommands")
-            is_shared = len(words) == 1 and name in GROUPS or len(words) == 2 and name == _MODELS
-            yield Table(words, _values(table), title, not is_shared)
+    yield from _tables((), data, path)
 
 
-def _nested(
-    words: Words, table: Mapping[str, Any], title: str
-) -> Iterator[tuple[Words, Mapping[str, Any], str]]:
-    """Yield a table and all tables inside it, each with its words and title."""
-    yield words, table, f"{title}]"
-    for name, inner in table.items():
-        if isinstance(inner, dict):
-            yield from _nested((*words, name), inner, f"{title}.{_quoted(name)}")
+def _tables(words: Words, table: Mapping[str, Any], path: Path) -> Iterator[Table]:
+    """Yield a table and all tables inside it. words: as in `Table`."""
+    title = f"{path}: [{'.'.join(map(_quoted, words))}]" if words else f"{path}:"
+    if words and words[0] not in COMMANDS:
+        raise UsageError(f"{title} is not a command.{suggestion(words[0], COMMANDS)}")
+    is_in_group = not words or words[0] in GROUPS
+    if len(words) > 1 and not is_in_group:
+        raise UsageError(f"{title} is not a command; `kvtool {words[0]}` has no subcommands")
+    # the top level, a group and a model apply to several commands
+    is_shared = is_in_group and (len(words) < 2 or len(words) == 2 and words[0] == _MODELS)
+    inner = {name: value for name, value in table.items() if isinstance(value, dict)}
+    values = {name: value for name, value in table.items() if name not in inner}
+    yield Table(words, values, title, not is_shared)
+    for name, value in inner.items():
+        yield from _tables((*words, name), value, path)
 
 
 def _tables_of_model(all_tables: list[Table], words: Words, model: str | None) -> Iterator[Table]:
@@ -224,15 +221,13 @@ def _from_table(table: Table, params: list[Any], root: Any) -> dict[str, Setting
 
     Raises UsageError for other keys: in a command's own table for all, else for keys of no command.
     """
-    by_name = {name: param for param in params for name in names_of(param)}
     result = {}
     for key, value in table.values.items():
-        name, source = key.replace("_", "-"), f"{table.title} {key}"
-        if name in by_name:
-            result[by_name[name].name] = checked(by_name[name], value, source)
-        elif table.is_own or not _is_known(name, root):
-            known = by_name if table.is_own else all_names(root)
-            raise UsageError(f"{source} is not an option.{suggestion(key, sorted(known))}")
+        options = named(key, params)
+        for param in options:
+            result[param.name] = checked(param, value, f"{table.title} {key}")
+        if not options and (table.is_own or not _is_known(key, root)):
+            raise unknown(table, key, params if table.is_own else all_options(root))
     return result
 
 
@@ -246,23 +241,32 @@ def _from_variables(params: list[Any], words: Words = ()) -> dict[str, Setting]:
     return result
 
 
-def names_of(param: Any) -> list[str]:
-    """Return the keys for an option in the file: its names without dashes."""
-    return [name.lstrip("-") for name in param.opts]
+def named(key: str, params: Iterable[Any]) -> list[Any]:
+    """Return the options with this key in the file: a name without dashes."""
+    return [param for param in params if key.replace("_", "-") in _keys(param.opts)]
 
 
-def _is_known(name: str, root: Any) -> bool:
-    """Return True if any command has an option of that name."""
+def unknown(table: Table, key: str, params: Iterable[Any]) -> UsageError:
+    """Return the error about a key that is not an option. params: the possible options."""
+    keys = sorted({each for param in params for each in _keys(param.opts)})
+    return UsageError(f"{table.title} {key} is not an option.{suggestion(key, keys)}")
+
+
+def _keys(flags: Iterable[str]) -> list[str]:
+    return [flag.lstrip("-") for flag in flags]
+
+
+def _is_known(key: str, root: Any) -> bool:
+    """Return True if any command has an option with this key."""
     # importing all commands takes as long as loading a small model, and most options are in these classes
     shared = [option for kind in (RunOptions, GenerationOptions) for option in declared(kind).values()]
-    return any(f.lstrip("-") == name for option in shared for f in option.flags) or name in all_names(root)
+    is_shared = any(key.replace("_", "-") in _keys(option.flags) for option in shared)
+    return is_shared or bool(named(key, all_options(root)))
 
 
-def all_names(root: Any) -> set[str]:
-    """Return the keys for the options of all commands. Slow: it imports all commands."""
-    return {
-        name for _, command in all_commands(root) for param in options_of(command) for name in names_of(param)
-    }
+def all_options(root: Any) -> list[Any]:
+    """Return the options of all commands. Slow: it imports all commands."""
+    return [param for _, command in all_commands(root) for param in options_of(command)]
 
 
 def all_commands(group: Any, words: Words = ()) -> Iterator[tuple[Words, Any]]:
@@ -273,10 +277,6 @@ def all_commands(group: Any, words: Words = ()) -> Iterator[tuple[Words, Any]]:
             yield from all_commands(command, (*words, name))
         else:
             yield (*words, name), command
-
-
-def _values(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in table.items() if not isinstance(value, dict)}
 
 
 def _scalar(kind: str, value: Any, source: str) -> Any:

@@ -38,7 +38,7 @@ def source(file: str | None) -> TextSource:
 def first_tokens(
     model: Model, text: TextSource, n: int | None, *, start: bool = True, n_least: int = 2
 ) -> np.ndarray:
-    """Return the first n tokens i32[<= n] of a text, reading as little of it as they need.
+    """Return the first n tokens i32[<= n] of a text, and read no more of it than needed.
 
     n: None means all tokens. start: begin with a BOS token if the model uses one. Raises InputError for fewer
     than n_least tokens.

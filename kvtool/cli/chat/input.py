@@ -116,7 +116,7 @@ def meant(typed: str) -> Meant:
 
 
 def typed_as(text: str) -> str:
-    """Return the way to type a turn so that `meant` gives the same turn."""
+    """Return a typed form of a turn, from which `meant` returns the turn."""
     ways = text, f"/{text}", f"{BLOCK}\n{text}\n{BLOCK}"
     return next((typed for typed in ways if meant(typed) == (text, False)), text)
 

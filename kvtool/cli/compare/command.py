@@ -222,7 +222,7 @@ def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: in
         say([f"{len(missing)} runs of {common.n_tokens:,} tokens each; {less}"])
     reference, first = grid.reference(common) if against else None, None
     if reference and not reference.exists():
-        # the run of `full` that writes it, of the grid if the grid has it
+        # the run that writes the reference: the grid's run of `full`, or an additional one
         full = grid.full_run(common)
         first = next((run for run in missing if run.options.values() == full.options.values()), full)
 

@@ -84,7 +84,7 @@ def attended_record(held: Holdings) -> dict[str, Any] | None:
 
 
 def show_attended(console: Console, held: Holdings, texts: Sequence[str]) -> None:
-    """Print the archived tokens with most attention: the text before each, and who attended most to it."""
+    """Print the archived tokens with most attention, each with the text before it, its row and its query."""
     record = attended_record(held)
     if not record:
         return
