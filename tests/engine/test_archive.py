@@ -78,28 +78,19 @@ def test_what_is_no_archive_is_refused(monkeypatch, text, words):
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "words"),
+    ("typed", "words"),
     [
+        ("chat --policy h2o --archive 9", "`h2o` has no archive; leave out --archive, or choose"),
+        ("perplexity - --policy h2o --archive-type q8_0", "`h2o` has no archive; leave out --archive-type,"),
+        ("chat --policy full --archive 9", "`full` has no archive; leave out --archive, or"),
         (
-            "chat",
-            ["--policy", "h2o", "--archive", "9"],
-            "`h2o` has no archive; leave out --archive, or choose",
-        ),
-        (
-            "perplexity",
-            ["-", "--policy", "h2o", "--archive-type", "q8_0"],
-            "`h2o` has no archive; leave out --archive-type, or",
-        ),
-        ("chat", ["--policy", "full", "--archive", "9"], "`full` has no archive; leave out --archive, or"),
-        (
-            "inspect",
-            ["--policy", "tova", "--archive-type", "f16", "--archive", "9"],
+            "inspect --policy tova --archive-type f16 --archive 9",
             "`tova` has no archive; leave out --archive and --archive-type, or choose --policy recall",
         ),
     ],
 )
-def test_a_policy_without_an_archive_takes_no_flag_of_it(command, arguments, words):
-    done = called(command, *arguments, stdin="a text")
+def test_a_policy_without_an_archive_takes_no_flag_of_it(typed, words):
+    done = called(*typed.split(), stdin="a text")
     assert done.returncode == 2
     assert words in done.stderr
     assert done.stderr.count("\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvtool.policies.recall import Recall
 from kvtool.system.memory import rss_bytes
 from tests.engine import saved
 from tests.engine.running import ON_CUDA, TOLERANCE, open_engine, text
+from tests.tools.test_files import full_after, limited
 
 
 def fit(budget=48, evict_every=16, **params):
@@ -99,17 +101,19 @@ def test_made_cells_are_the_full_cache_where_logits_are_capped(tiny_model, n_hea
     assert np.abs(got - full).max() < TOLERANCE
 
 
-def test_made_cells_are_the_same_with_any_number_of_threads(tiny_model):
+@pytest.mark.parametrize("params", [{"exact": 100}, {"recalled": 9, "exact": 100}], ids=["made", "tokens"])
+def test_what_comes_back_is_the_same_with_any_number_of_threads(tiny_model, monkeypatch, params):
+    monkeypatch.setattr(Layers, "has_values", "recalled" not in params)
     found = []
     for n_threads in (1, 2, 5):
-        policy = fit(exact=100)
-        with open_engine(tiny_model(n_head_kv=2), policy, n_threads=n_threads) as engine:
+        with open_engine(tiny_model(n_head_kv=2), fit(**params), n_threads=n_threads) as engine:
             engine.read(text(900))
-            found.append(engine.context.logits().copy())
+            archive = engine.context.archive
+            tokens = [each.tolist() for each in archive.attended(4, 9)] if "recalled" in params else []
+            found.append((tokens, engine.context.logits().tolist()))
             # several tiles for each thread
             assert engine.n_archived > 3 * 256
-    for logits in found[1:]:
-        assert (logits == found[0]).all()
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_step_of_one_token_attends_no_farther_than_to_its_made_cells(tiny_model):
@@ -187,18 +191,6 @@ def test_steps_of_several_tokens_look_into_more_of_a_longer_archive(tiny_model):
     assert 512 <= most[0] < 604 <= most[1] < 660
 
 
-@pytest.mark.parametrize("search", [{"search": "all"}, {"exact": 64}])
-def test_a_saved_archive_of_made_cells_goes_on_bit_by_bit(tiny_model, search):
-    path, tokens = tiny_model(**CLUSTERED), text(1700)
-    with open_engine(path, fit(**search), archive=1200) as engine:
-        perplexity.stream(engine, tokens[:1650])
-        saved = {name: array.copy() for name, array in engine.save()}
-        want = perplexity.stream(engine, tokens[1650:])
-    with open_engine(path, fit(**search), archive=1200) as engine:
-        engine.restore(saved)
-        assert (perplexity.stream(engine, tokens[1650:]) == want).all()
-
-
 @pytest.mark.parametrize("archive", [1, 40, 260])
 def test_an_archive_smaller_than_a_block_goes_as_a_whole_where_that_is_complete(tiny_model, archive):
     with open_engine(tiny_model(**CLUSTERED), fit(search="clusters", exact=64), archive=archive) as engine:
@@ -217,18 +209,6 @@ def test_with_an_empty_archive_it_is_streamingllm_bit_for_bit(tiny_model):
         got = perplexity.stream(engine, tokens)
         assert engine.context.archive.n == 0
     assert np.abs(got - want).max() <= (1e-5 if ON_CUDA else 0)
-
-
-def test_the_same_tokens_come_back_with_any_number_of_threads(tiny_model, without_values):
-    found = []
-    for n_threads in (1, 2, 5):
-        with open_engine(tiny_model(), fit(recalled=9, exact=100), n_threads=n_threads) as engine:
-            engine.read(text(900))
-            found.append((*engine.context.archive.attended(4, 9), engine.context.logits().copy()))
-            # several blocks
-            assert engine.n_archived > 3 * 256
-    for own in found[1:]:
-        assert all((a == b).all() for a, b in zip(own, found[0], strict=True))
 
 
 def test_attention_to_archived_tokens_is_that_of_the_full_cache(tiny_model):
@@ -265,33 +245,47 @@ def test_what_is_forgotten_is_not_recalled(tiny_model):
     assert not np.allclose(few, many)
 
 
-@pytest.mark.parametrize("kinds", [("f32", "f32"), ("f16", "q8_0")])
-def test_a_saved_stream_goes_on_as_one_that_never_stopped(tiny_model, kinds):
-    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=130), text(300)
-    settings = {"type_k": kinds[0], "archive_type": kinds[1], "archive": 100}
-    policy = fit()
+@pytest.mark.parametrize(
+    ("params", "n_ctx", "n_saved", "settings"),
+    [
+        ({}, 130, 250, {"type_k": "f32", "archive_type": "f32", "archive": 100}),
+        ({}, 130, 250, {"type_k": "f16", "archive_type": "q8_0", "archive": 100}),
+        # blocks of clusters, near and far
+        ({"exact": 64}, 1024, 1650, {"archive": 1200}),
+        ({"search": "all"}, 1024, 1650, {"archive": 1200}),
+    ],
+    ids=str,
+)
+def test_a_saved_stream_goes_on_as_one_that_never_stopped(tiny_model, params, n_ctx, n_saved, settings):
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=n_ctx), text(n_saved + 50)
+    policy = fit(**params)
     with open_engine(path, policy, **settings) as engine:
-        perplexity.stream(engine, tokens[:250])
+        perplexity.stream(engine, tokens[:n_saved])
         saved = {name: array.copy() for name, array in engine.save()}
-        want = perplexity.stream(engine, tokens[250:])
+        want = perplexity.stream(engine, tokens[n_saved:])
         assert engine.n_restart > 0
     with open_engine(path, policy, **settings) as engine:
-        engine.restore(saved)
-        assert (perplexity.stream(engine, tokens[250:]) == want).all()
-        # and again, over the present contents
-        engine.restore(saved)
-        assert (perplexity.stream(engine, tokens[250:]) == want).all()
+        # the second time, over the present contents
+        for _ in range(2):
+            engine.restore(saved)
+            assert (perplexity.stream(engine, tokens[n_saved:]) == want).all()
 
 
 def test_a_saved_archive_that_does_not_fit_is_refused(tiny_model):
-    path, tokens = tiny_model(n_head_kv=2), text(200)
-    with open_engine(path, fit()) as engine:
-        perplexity.stream(engine, tokens)
+    with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
+        perplexity.stream(engine, text(200))
         saved = {name: array.copy() for name, array in engine.save()}
         for name, wrong in (
             ("archive", saved["archive"][:2]),
             ("archive", saved["archive"].astype(np.int32)),
             ("archive.0", saved["archive.0"][:-1]),
+            # begins after its end; ends after the stream
+            ("archive", np.array([9, 8, 0, 0, 0])),
+            ("archive", np.array([0, 2**62, 0, 0, 0])),
+            # frames far after its end, beyond it, before it, not rising
+            ("archive", np.array([0, 8, 9, 0, 0])),
+            ("archive", np.array([0, 8, 0, 0, 0, 900, 0])),
+            ("archive", np.array([0, 8, 0, 1, 0])),
         ):
             with pytest.raises(SessionError):
                 engine.restore(saved | {name: wrong})
@@ -310,20 +304,6 @@ def test_pieces_of_an_archive_are_what_is_saved_of_it(tiny_model):
         assert set(saved) - set(dict(engine.save(archived=False))) == {
             f"archive.{i}" for i in range(len(sizes))
         }
-
-
-def test_a_new_stream_begins_with_an_empty_archive(tiny_model):
-    path, tokens = tiny_model(n_head_kv=2), text(200)
-    with open_engine(path, fit()) as engine:
-        first = perplexity.stream(engine, tokens)
-        engine.reset()
-        assert engine.context.archive.n == 0
-        assert (perplexity.stream(engine, tokens) == first).all()
-
-
-def test_what_recall_cannot_do_is_one_line(tiny_model):
-    with pytest.raises(UsageError, match="Recall"), open_engine(tiny_model(), fit(), positions="in-cache"):
-        pass
 
 
 WRONG = [
@@ -401,6 +381,7 @@ def test_a_prompt_is_read_in_steps_of_the_chunk_once_something_is_archived(tiny_
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
+        ({"positions": "in-cache"}, "Recall needs the distances of the text"),
         ({"archive_type": "q8_0"}, "heads of 8 and 8 numbers are not archived as q8_0; choose f16"),
         (
             {"archive_bytes": 100},
@@ -409,11 +390,9 @@ def test_a_prompt_is_read_in_steps_of_the_chunk_once_something_is_archived(tiny_
     ],
     ids=str,
 )
-def test_an_archive_that_cannot_be_is_one_line(tiny_model, settings, line):
-    with (
-        pytest.raises(KvtoolError, match=line),
-        open_engine(tiny_model(head_dim=8), fit(), **({"archive_type": "f16"} | settings)),
-    ):
+def test_what_recall_cannot_do_is_one_line(tiny_model, settings, line):
+    settings = {"archive_type": "f16"} | settings
+    with pytest.raises(KvtoolError, match=line), open_engine(tiny_model(head_dim=8), fit(), **settings):
         pass
 
 
@@ -470,20 +449,6 @@ def test_a_smaller_archive_takes_the_newest_of_a_saved_one(tiny_model):
         assert engine.n_archived == 50
         # and no memory for other rows
         assert engine.archive_bytes <= engine.context.archive.max_bytes
-
-
-@pytest.mark.parametrize(
-    "table",
-    # begins after its end; ends after the stream; far after its end; frames beyond it, before it, not rising
-    [[9, 8, 0, 0, 0], [0, 2**62, 0, 0, 0], [0, 8, 9, 0, 0], [0, 8, 0, 0, 0, 900, 0], [0, 8, 0, 1, 0]],
-    ids=str,
-)
-def test_a_table_that_cannot_be_is_refused(tiny_model, table):
-    with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
-        perplexity.stream(engine, text(100))
-        saved = {name: array.copy() for name, array in engine.save()}
-        with pytest.raises(SessionError):
-            engine.restore(saved | {"archive": np.array(table, np.int64)})
 
 
 def test_rows_that_evict_different_tokens_are_refused(tiny_model):
@@ -545,8 +510,6 @@ def test_tokens_that_are_forgotten_give_their_memory_back(tiny_model):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="limits memory as Linux counts it")
 def test_a_push_without_memory_changes_nothing(tiny_model):
-    import resource
-
     with open_engine(tiny_model(n_head_kv=4, head_dim=64), fit(), archive_type="f32") as engine:
         engine.read(text(200))
         archive, cells, before = engine.context.archive, np.arange(16), []
@@ -557,14 +520,10 @@ def test_a_push_without_memory_changes_nothing(tiny_model):
                 archive.push(cells, archive.end)
 
         n_page = int(Path("/proc/self/statm").read_text().split()[0])
-        limits = resource.getrlimit(resource.RLIMIT_AS)
         most = n_page * resource.getpagesize() + 4 * archive.slab_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
-        try:
-            with pytest.raises(StreamEnd, match="^no memory for [0-9]+ KiB more of the archive$"):
-                fill()
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, limits)
+        full = pytest.raises(StreamEnd, match="^no memory for [0-9]+ KiB more of the archive$")
+        with limited(resource.RLIMIT_AS, most), full:
+            fill()
         assert before == [archive.span, archive.n_bytes]
         # every layer has all tokens
         saved = dict(archive.save())
@@ -726,8 +685,6 @@ def test_the_space_of_an_archives_file_is_free_when_it_is_closed(tiny_model, pat
 
 
 def test_a_stream_goes_on_where_a_full_disk_has_room_again(tiny_model, path_of_file):
-    import resource
-
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=512), text(1500)
 
     def read(engine):
@@ -739,16 +696,13 @@ def test_a_stream_goes_on_where_a_full_disk_has_room_again(tiny_model, path_of_f
     with open_engine(path, fit()) as engine:
         want = read(engine)
     with open_engine(path, fit(), archive_file=path_of_file) as engine:
-        archive, limits = engine.context.archive, resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3 * archive.slab_bytes + 4096, limits[1]))
-        try:
+        archive = engine.context.archive
+        with full_after(3 * archive.slab_bytes + 4096):
             for _ in range(3):
                 with pytest.raises(StreamEnd, match="^no room for the archive on the disk: File too large$"):
                     read(engine)
                 assert 2 * archive.slab_bytes < archive.n_bytes <= 3 * archive.slab_bytes
                 assert 768 - 16 < archive.span.stop <= 768 < engine.n_past
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         got = read(engine)
     assert (got[0] == want[0]).all()
     assert all((got[1][name] == array).all() for name, array in want[1].items())

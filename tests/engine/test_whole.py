@@ -55,30 +55,31 @@ NONE = ("full", "streamingllm", "random", "h2o", "roco", "bumblebee", "knorm", "
 SHARING = ("h2o", "snapkv", "expected", "kvzip")
 
 
+def assert_leaves_the_same(model, name, whole):
+    """Return the numbers of tokens decoded without and with the cached prompt."""
+    (pos, *alone, n), (cached_pos, *cached, n_cached) = left(model, name), left(model, name, whole)
+    assert np.array_equal(pos, cached_pos)
+    for one, other in zip(alone, cached, strict=True):
+        assert np.abs(one - other).max() < 1e-4
+    return n, n_cached
+
+
 @pytest.mark.parametrize("name", SHARING)
 def test_rows_that_share_go_on_from_it_too(model, whole, name):
     # 300 tokens in layers of 320 cells
-    pos, first, later, n = left(model, f"{name}:heads=adaptive")
-    pos_2, first_2, later_2, n_2 = left(model, f"{name}:heads=adaptive", whole)
-    assert np.array_equal(pos, pos_2)
-    assert np.abs(first - first_2).max() < 1e-4
-    assert np.abs(later - later_2).max() < 1e-4
+    n, n_cached = assert_leaves_the_same(model, f"{name}:heads=adaptive", whole)
     # a reconstruction pass decodes more than the prompt
     n_query = policies.spec(name).fit(64).n_query if name in LAST else 0
-    assert n_2 == n - len(TOKENS) + n_query
+    assert n_cached == n - len(TOKENS) + n_query
 
 
 @pytest.mark.parametrize("name", [*NONE, *LAST, "scissorhands"])
 def test_a_policy_leaves_what_it_leaves_when_it_reads_itself(model, whole, name):
-    pos, first, later, n = left(model, name)
+    n, n_cached = assert_leaves_the_same(model, name, whole)
     assert n >= len(TOKENS)
-    pos_2, first_2, later_2, n_2 = left(model, name, whole)
-    assert np.array_equal(pos, pos_2)
-    assert np.abs(first - first_2).max() < 1e-4
-    assert np.abs(later - later_2).max() < 1e-4
     # sums are known; of policies that look at the last queries only these are read; of hits nothing is known
     n_query = max(policies.spec(name).fit(64).n_query, 1)
-    assert n_2 == (0 if name in NONE else n_query if name in LAST else len(TOKENS))
+    assert n_cached == (0 if name in NONE else n_query if name in LAST else len(TOKENS))
 
 
 def test_a_reconstruction_pass_is_done_once(model):
@@ -169,11 +170,10 @@ def test_signals_are_known_only_if_they_are_the_same():
             SignalRequest(**asked)
         )
 
-    assert known(signals=Signal.ATTENTION)
-    assert known(signals=Signal.ATTENTION | Signal.KEYS)
+    for signals in (Signal.ATTENTION, Signal.ATTENTION | Signal.KEYS, Signal.HITS):
+        assert known(signals=signals)
     assert known(signals=Signal.NONE, group="max")
     assert known(signals=Signal.RECENT, n_query=8)
-    assert known(signals=Signal.HITS)
     assert not known(signals=Signal.SQUARES)
     assert not known(signals=Signal.ATTENTION, group="max")
     assert not known(signals=Signal.RECENT, n_query=9)

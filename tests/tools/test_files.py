@@ -22,14 +22,19 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="limits, links and pi
 
 
 @contextmanager
-def full_after(n_bytes):
-    """A disk on which no file gets longer."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+def limited(kind, most):
+    """Lower a limit of this process, such as resource.RLIMIT_AS, to `most` bytes."""
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(kind, before)
+
+
+def full_after(n_bytes):
+    """A disk on which no file gets longer."""
+    return limited(resource.RLIMIT_FSIZE, n_bytes)
 
 
 @pytest.mark.parametrize("old", [None, b"old"])
