@@ -319,7 +319,7 @@ def _about(spec: PolicySpec, run: RunOptions, path: Path) -> dict[str, object]:
     from kvtool.models.download import sha256
 
     kind = spec.kind
-    recalls = policies.recalls(kind)
+    recalls = kind.recalls()
     limit = archive.limit(run.archive, run.archive_file)
     return {
         "model": path.name,

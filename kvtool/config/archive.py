@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvtool import policies
 from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
 from kvtool.system import files, memory
@@ -25,7 +24,7 @@ def check(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> None:
     check_file(run.archive_file)
     limit(run.archive, run.archive_file)
     flags = run.typed_archive
-    if flags and not any(map(policies.recalls, kinds.values())):
+    if flags and not any(kind.recalls() for kind in kinds.values()):
         have = "has" if len(kinds) == 1 else "have"
         listed = " and ".join(filter(None, [", ".join(flags[:-1]), flags[-1]]))
         raise UsageError(

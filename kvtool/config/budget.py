@@ -111,7 +111,7 @@ def of_run(run: RunOptions, kind: type[Policy], n_ctx: int, n_ctx_train: int) ->
     if run.budget is not None:
         return parse(run.budget, n_ctx_train)
     # for a policy that decides how much each row keeps, the budget is only a limit
-    n = n_ctx if kind.capped else run.default_recall if policies.recalls(kind) else run.default_budget
+    n = n_ctx if kind.capped else run.default_recall if kind.recalls() else run.default_budget
     return in_cells(min(n, n_ctx), n_ctx_train)
 
 

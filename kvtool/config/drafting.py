@@ -7,7 +7,6 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvtool import policies
 from kvtool.config.model import find_model, loaded_model
 from kvtool.config.run import RunOptions, WriteOptions
 from kvtool.drafts.drafter import MOST, Drafter
@@ -32,7 +31,7 @@ def max_draft_tokens(run: RunOptions, layers: Layers, kind: type[Policy], n_batc
     obstacle = ""
     if layers.of(Kind.RECURRENT):
         obstacle = "a model with recurrent layers, which cannot take guesses back"
-    elif policies.recalls(kind) and not layers.has_values:
+    elif kind.recalls() and not layers.has_values:
         obstacle = "recall of tokens (MLA), which the tokens of a step share"
     if obstacle and "draft" in run.given:
         raise UsageError(f"--draft {run.draft} cannot be used with {obstacle}; leave it out")

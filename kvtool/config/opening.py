@@ -122,7 +122,7 @@ def check(run: RunOptions) -> policies.PolicySpec:
 
 def check_read_once(run: RunOptions, policy: str) -> None:
     """Raise UsageError if a text is streamed under a policy that reads it twice. policy: its name."""
-    if run.scores and run.prefill is None and policies.has_reconstruction(policies.load(policy)):
+    if run.scores and run.prefill is None and policies.load(policy).has_reconstruction():
         raise UsageError(
             f"`{policy}` reads a prompt twice, but here the text is read only once; choose another policy, "
             "or use generate or eval"
@@ -134,7 +134,7 @@ def replace_recall(run: RunOptions, kind: type[Policy], layers: Layers) -> tuple
 
     Returns the options, and a note if the policy was replaced. kind: the policy. layers: of the loaded model.
     """
-    if not (run.instead and policies.recalls(kind)):
+    if not (run.instead and kind.recalls()):
         return run, None
     if layers.has_alibi:
         obstacle = "in this model (ALiBi)"

@@ -117,20 +117,6 @@ def _checked(policy: object, what: str) -> type[Policy]:
     return policy
 
 
-def recalls(policy: type[Policy]) -> bool:
-    """True if the policy recalls evicted tokens from an archive."""
-    from kvtool.policy import Policy
-
-    return policy.recall is not Policy.recall
-
-
-def has_reconstruction(policy: type[Policy]) -> bool:
-    """True if the policy runs a reconstruction pass over a prompt before compressing it."""
-    from kvtool.policy import Policy
-
-    return policy.reconstruction is not Policy.reconstruction
-
-
 def params(policy: type[Policy]) -> dict[str, object]:
     """Return the `-o` parameters with their defaults; None for a default that depends on the budget."""
     return parameters.defaults(policy, but=_COMMON)

@@ -187,6 +187,16 @@ class Policy:
         return SignalRequest(self.reads, self.n_query, self.group, self.t, self.logn, self.recall, *ahead)
 
     @classmethod
+    def recalls(cls) -> bool:
+        """True if the policy recalls evicted tokens from an archive."""
+        return cls.recall is not Policy.recall
+
+    @classmethod
+    def has_reconstruction(cls) -> bool:
+        """True if the policy runs a reconstruction pass over a prompt before compressing it."""
+        return cls.reconstruction is not Policy.reconstruction
+
+    @classmethod
     def needs_patch(cls) -> bool:
         """True if the policy needs the patched llama.cpp.
 

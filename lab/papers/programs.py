@@ -152,7 +152,7 @@ class Ruler:
     def _asked(self) -> tuple[list[str], list[str]]:
         """What has a budget for each share; and the others, as `papers.ruler` takes them."""
         kinds = {label: policies.load(split_policy(label)[0]) for label in self.policies}
-        recall = [label for label, kind in kinds.items() if policies.recalls(kind)]
+        recall = [label for label, kind in kinds.items() if kind.recalls()]
         forget = [label for label, kind in kinds.items() if kind.evicts and label not in recall]
         others = [f"{label}@{self.cells}" for label in recall]
         return forget, others + [f"full@{type_kv}" for type_kv in self.types[1:]]

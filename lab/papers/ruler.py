@@ -99,7 +99,7 @@ class Row:
             raise UsageError(f"--others: only full takes a type; {name} takes a budget, as in {name}@128")
         if not kind.evicts and (self.budget or self.removed):
             raise UsageError(f"{name} evicts nothing; leave it out of --policies, and of POLICY@CELLS")
-        if self.is_shared and (policies.recalls(kind) or kind.capped):
+        if self.is_shared and (kind.recalls() or kind.capped):
             raise UsageError(
                 f"--policies: {self.policy} cannot compress a prompt that was read whole; "
                 f"choose --others {self.policy}@128, with a budget in cells"
@@ -149,8 +149,8 @@ class Row:
         what reads its prompt twice does so for questions that nobody knows yet.
         """
         kind = policies.load(split_policy(self.policy)[0])
-        forgets = kind.evicts and not policies.recalls(kind)
-        return question == "after" or (forgets and not policies.has_reconstruction(kind))
+        forgets = kind.evicts and not kind.recalls()
+        return question == "after" or (forgets and not kind.has_reconstruction())
 
 
 def rows(names: Sequence[str], removed: Sequence[float], others: Sequence[str]) -> Iterator[Row]:

@@ -355,7 +355,7 @@ def resumed(run: RunOptions, saved: Meta) -> RunOptions:
 
     is_typed, run = "options" in run.typed, run.resumed(saved["options"])
     kind, parameters = policies.load(run.policy), saved["fixed"]["parameters"]
-    if run.budget is None and policies.recalls(kind):
+    if run.budget is None and kind.recalls():
         # earlier versions had another default
         run = replace(run, budget=str(parameters["budget"]))
     if not is_typed and parameters.keys() - {"budget", "slack", *policies.params(kind)}:

@@ -151,7 +151,7 @@ def compare(
     if not names:
         # policies with a reconstruction pass read a text twice; without values (MLA) none can be merged
         kinds = runnable()
-        kinds = {name: kind for name, kind in kinds.items() if not policies.has_reconstruction(kind)}
+        kinds = {name: kind for name, kind in kinds.items() if not kind.has_reconstruction()}
         names = [n for n, kind in kinds.items() if layers.has_values or not kind.may_merge()]
     say([patch_note(kinds), None if run.rpc else gpu_note(run.gpu_layers)])
     names, why_not = _against_full(common, n_vocab, names)
