@@ -1,4 +1,4 @@
-"""The index of lab/papers/README.md: each table and figure of the papers, and what became of it here."""
+"""The index of lab/papers/README.md: the experiments of each paper, and how their tests ended."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PAPERS = {
 """The experiments that repeat each paper, with a few words about each."""
 
 _COLUMNS = {model: (model, UNGROUPED) if not model else (model,) for model in tables.MODELS}
-"""The models of each column. SmolLM2's has it without groups, too, in entries of its own."""
+"""The models of each column. SmolLM2's column also counts that model without groups."""
 
 TITLES = {"weightedkv": "WeightedKV", "buzz": "BUZZ", "bumblebee": "BumbleBee", "corm": "CORM"}
 
@@ -97,5 +97,5 @@ def _in_words(found: Verdict) -> str:
 
 
 def fill_index(text: str, results: Path = RESULTS) -> str:
-    """The document with the index between its marks made anew."""
+    """The document with a new index between its marks."""
     return tables.fill_between(text, "index", lambda: rows(results))

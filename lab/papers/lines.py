@@ -15,21 +15,21 @@ Line = dict[str, Any]
 """A line of lab/papers/records: one policy with one budget on one file.
 
 label
-    The policy as it was asked for.
+    The policy with its options.
 budget
-    As it was asked for; None for a policy that keeps all it needs.
+    The budget as the command has it; None for a policy without one.
 of
     The file or the data set.
 scores
-    By name a list with a number for each item, or for each block of tokens.
+    Lists by name, with a number for each item or for each block of tokens.
 weights
-    By name the tokens of each block.
+    Tokens of each block, by name of the score.
 cells
     The budget of each item, in cells.
 bytes
-    Of keys and values on the device, and of the archive on the host.
+    Bytes of keys and values on the device, and of the archive on the host.
 seconds, and VERSIONS
-    The time that it took, and what it was measured with.
+    The time and the versions of the measurement.
 """
 
 VERSIONS = ("model", "kvtool", "llama_cpp_python", "patch")
@@ -37,16 +37,16 @@ VERSIONS = ("model", "kvtool", "llama_cpp_python", "patch")
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A command that is still to be run.
+    """A command that has not been run yet.
 
     Attributes
     ----------
     command
-        Its words after `kvtool`, or after `python -m`, without the model.
+        Words after `kvtool` or `python -m`, without the model.
     store
-        The name of its file of records.
+        Name of the file of records.
     goes_on
-        Whether a program keeps that file itself, and goes on where it has ended.
+        Whether the program writes that file itself and continues it.
     """
 
     command: tuple[str, ...]
@@ -77,12 +77,12 @@ class ByText:
 
 
 def is_program(command: Sequence[str]) -> bool:
-    """Whether it is a module of this folder and no command of kvtool."""
+    """True for a module of this folder, False for a command of kvtool."""
     return command[0].startswith("lab.papers.")
 
 
 def shell(command: Sequence[str], model: str = "") -> str:
-    """The command as one types it: without folders, with quotes around an empty argument."""
+    """The command as a user types it: without folders, with quotes for an empty argument."""
     program = "python -m " if is_program(command) else "kvtool "
     words = [*command, *(("-m", model) if model else ())]
     return program + " ".join(Path(part).name if "/" in part else part or "''" for part in words)
@@ -94,19 +94,19 @@ def each_of(files: Sequence[str]) -> str:
 
 
 def typed(label: str, type_k: str) -> str:
-    """The policy with the type of its cache, if that is not f16."""
+    """The policy, followed by the type of its cache unless that is f16."""
     return label if type_k == "f16" else f"{label} {type_k}"
 
 
 def option_words(label: str) -> list[str]:
-    """A policy as kvtool's commands take it: its name, and -o for each parameter."""
+    """A policy as arguments of kvtool: its name, and -o for each parameter."""
     name, options = split_policy(label)
     return [name, *(part for option in options for part in ("-o", option))]
 
 
-def about(*found: records.Record, lines: int = 1) -> Line:
-    """The time of these records, of which so many lines have a part each, and what measured them."""
-    versions = {name: found[0][name] for name in VERSIONS} | {"model": Path(found[0]["model"]).name}
-    # CPU time if it is known: it does not depend on what else was running
-    seconds = sum(record.get("cpu_s", record.get("seconds", 0)) for record in found)
+def about(*measured: records.Record, lines: int = 1) -> Line:
+    """The time of these records, divided by the lines that share it, and their versions."""
+    versions = {name: measured[0][name] for name in VERSIONS} | {"model": Path(measured[0]["model"]).name}
+    # CPU time does not depend on other programs
+    seconds = sum(record.get("cpu_s", record.get("seconds", 0)) for record in measured)
     return {"seconds": seconds / lines, **versions}

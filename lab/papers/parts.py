@@ -1,4 +1,4 @@
-"""What a line keeps of a record: an item's scores, and a few means of each map."""
+"""Parts of a record that a line keeps: an item's scores, and a few means of each map."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Parts = Iterator[tuple[str, str, float]]
 
 
 def _share(record: records.Record) -> Parts:
-    """Of the first two layers and of the others."""
+    """Means over the first two layers and over all other layers."""
     share, first = np.array(record["share"]), np.array(record["layer"]) < 2
     yield "important keys", "the first two layers", share[first].mean()
     yield "important keys", "all other layers", share[~first].mean()
@@ -32,7 +32,7 @@ def _near(record: records.Record) -> Parts:
 
 
 def _ranks(record: records.Record) -> Parts:
-    """The part of the dimensions that the ranks are, the mean over heads."""
+    """Ranks as a share of the dimensions, the mean over heads."""
     for name, label in (("keys_before", "keys before RoPE"), ("keys", "keys"), ("values", "values")):
         n_dim = len(record[name]["normalised"])
         yield "rank", label, float(np.mean(record[name]["rank"])) / n_dim

@@ -1,8 +1,8 @@
-"""What rows and layers that share a budget gain on RULER, in equal cells and in equal bytes: a table of
+"""Gain of rows and layers that share a budget on RULER, in equal cells and in equal bytes, as a table of
 lab/papers/ruler.md.
 
 Rows of a layer take the cells of its longest row, so rows that share take more bytes for as many cells. In
-equal bytes the score of equal rows is interpolated, item by item, between the shares that were measured and
+equal bytes, the score of equal rows is interpolated, item by item, between the shares that were measured and
 the full cache. A task is a unit: the mean over the policies that were asked both ways, and over all shares.
 """
 
@@ -25,7 +25,7 @@ _QUESTIONS = {"after": ("after",), "known": ("known",), "both": ("after", "known
 
 
 def gains(lines: Sequence[Line], by: str, questions: Sequence[str], *, in_bytes: bool) -> np.ndarray:
-    """f64[task]: by how much "heads" or "layers" that share score above equal ones, 0 to 1."""
+    """Return f64[task], by how much "heads" or "layers" that share score above equal ones, in 0..1."""
     found: dict[str, list[float]] = defaultdict(list)
     where = {(line["label"], line["task"], line["of"], line["budget"]): line for line in lines}
     equal = defaultdict(list)
@@ -46,7 +46,7 @@ def gains(lines: Sequence[Line], by: str, questions: Sequence[str], *, in_bytes:
 
 
 def _at(lines: Sequence[Line], size: Sequence[float]) -> np.ndarray:
-    """f64[item]: the score at these bytes, on the lines between those that were measured."""
+    """Return f64[item], the score at these bytes, interpolated between the lines."""
     at, scores = (np.array([line["scores"][name] for line in lines]) for name in ("device", "string_match"))
     order = np.argsort(at, axis=0)
     at, scores = np.take_along_axis(at, order, 0), np.take_along_axis(scores, order, 0)
@@ -67,5 +67,5 @@ def rows() -> Iterator[str]:
 
 
 def fill_sharing(text: str) -> str:
-    """A document with what stands between its marks made anew."""
+    """The document with a new table between its marks."""
     return tables.fill_between(text, "sharing", rows)

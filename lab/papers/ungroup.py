@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def ungroup(source: Path, target: Path) -> None:
-    """Write the model. Raises ValueError unless keys and values have tensors of their own (llama, qwen2)."""
+    """Write the model. Raises ValueError unless keys and values are separate tensors (llama, qwen2)."""
     reader = gguf.GGUFReader(source)
     if not any(tensor.name.endswith(_REPEATED) for tensor in reader.tensors):
         raise ValueError(f"{source.name} has no attn_k and attn_v tensors to repeat")

@@ -1,4 +1,4 @@
-"""What becomes of a paper's differences: tests of a table's numbers, and what they tell."""
+"""Verdicts on a paper's differences: tests of a table's numbers, and their directions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEVEL = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many of the paper's differences are found here.
+    """Counts of the paper's differences by the result of a test here.
 
     Attributes
     ----------
@@ -63,13 +63,15 @@ def verdict(places: Mapping[Place, Sample], table: Table) -> Verdict:
 
 
 def size(budget: str) -> float:
-    """By which columns of budgets stand in order; what is none comes first."""
+    """Sort key of columns of budgets; a column without a number comes first."""
     number = re.match(r"\d+(\.\d+)?", budget)
     return float(number[0]) if number else 0
 
 
 def compared(places: Mapping[Place, Sample], table: Table) -> dict[Place, int]:
-    """Of each place that a test can compare with the paper's own method: 1 better, -1 worse, 0 not told.
+    """Results by place, for all places that a test compares with the paper's method.
+
+    1 is better, -1 worse, 0 not significant.
 
     A table's tests together are wrong with a chance of 5 % (Holm). A single number, such as a Self-BLEU, has
     no test.
@@ -86,9 +88,9 @@ def _signs(places: Mapping[Place, Sample], found: Mapping[Place, Difference]) ->
 
 
 def ordered(places: Mapping[Place, Sample], table: Table) -> Iterator[tuple[Place, int]]:
-    """Places that were measured here, and whether the paper calls them better (1) or worse (-1).
+    """Measured places, and whether the paper calls them better (1) or worse (-1) than its method.
 
-    Compared is with the paper's own method; `full` does not count, unless the paper says that it is worse.
+    `full` does not count, unless the paper says that it is worse.
     """
     for place in places:
         if not _is_compared(place, places, table):
@@ -104,7 +106,7 @@ def ordered(places: Mapping[Place, Sample], table: Table) -> Iterator[tuple[Plac
 
 
 def _differences(places: Mapping[Place, Sample], table: Table) -> dict[Place, Difference]:
-    """The tests of a table."""
+    """The differences of a table that have a test."""
     found = {
         place: sample.minus(places[table.against, place[1]])
         for place, sample in places.items()
@@ -114,14 +116,14 @@ def _differences(places: Mapping[Place, Sample], table: Table) -> dict[Place, Di
 
 
 def _is_compared(place: Place, places: Mapping[Place, Sample], table: Table) -> bool:
-    """Whether a place is beside one of the paper's own method, in a column that counts."""
+    """True if the column counts and also has the paper's method, and the row is another."""
     row, column = place
     counts = not table.only_pooled or is_pooled(column, table)
     return counts and row != table.against and (table.against, column) in places
 
 
 def _theirs(place: Place, table: Table) -> int:
-    """The sign of the paper's difference; of a pooled column without numbers that of the others' mean."""
+    """Sign of the paper's difference; for a pooled column without numbers, of the mean difference."""
     row, column = place
     if {place, (table.against, column)} <= table.paper.keys():
         return int(np.sign(float(table.paper[place]) - float(table.paper[table.against, column])))
