@@ -1,4 +1,4 @@
-"""Claims of the papers' abstracts, and what the records say: the first table of lab/papers/README.md."""
+"""Claims of the papers' abstracts and their tests: the first table of lab/papers/README.md."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from lab.papers.tables import RESULTS
 from lab.papers.verdicts import compared
 
 MARGIN = 0.01
-"""How much worse than the full cache is still "about as good": of a score, or of a perplexity."""
+"""Largest loss of score or of perplexity that is still "about as good" as the full cache."""
 
 _LEVEL = 0.05
 
 _CELL_BYTES = {"": 30 * 3 * 64 * 2 * 2, tables.LARGE: 28 * 2 * 128 * 2 * 2}
-"""Of each model the bytes of a token's keys and values: layers, KV heads, their size, two of two bytes."""
+"""Bytes of a token's keys and values by model: layers, KV heads, head size, key and value, two bytes."""
 
 
 Key = tuple[str, str, str, str]
-"""Of a test: the experiment, the model, the score and the column."""
+"""The experiment, model, score and column of a test."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One place where a claim can be looked at.
+    """One test of a claim.
 
     Attributes
     ----------
     experiment
-        Whose tables have it.
+        The experiment whose tables have the numbers.
     of
-        What was read or asked: {n} for how many, {tokens} of each, {of} for the column's budget.
+        Description of the texts or items; {n} is their number, {tokens} their length, {of} the budget.
     own
         The paper's method.
     rivals
-        What it is compared with; `full` alone asks whether it is about as good.
+        Rows that it is compared with; `full` alone asks whether it is about as good.
     column
-        Where in the tables.
+        Column of the tables.
     scores
-        Which of the tables.
+        Scores of the tables.
     above
         Whether the claim is that it is better than `full`.
     """
@@ -67,16 +67,16 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A headline of a paper, and where to look.
+    """A headline of a paper, and its tests.
 
     Attributes
     ----------
     paper
         Its name.
     says
-        What it claims.
+        The claim.
     looks
-        Where its claim can be looked at.
+        Its tests.
     """
 
     paper: str
@@ -189,7 +189,7 @@ def rows(results: Path = RESULTS) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What the records have of a claim by one score."""
+    """The measured numbers of a claim in one score."""
 
     table: Table
     places: Mapping[Place, Sample]
@@ -197,23 +197,23 @@ class _Seen:
     lines: Sequence[Line]
 
     def own_lines(self, label: str) -> list[Line]:
-        """The lines of the column with this label, or of this row."""
-        found = [line for line in self.lines if line[self.table.row] == label]
+        """The lines of this row in the column, or else of the row."""
+        lines = [line for line in self.lines if line[self.table.row] == label]
         parts = self.column.split(", ")
-        return [line for line in found if not {line["budget"], line["label"]}.isdisjoint(parts)] or found
+        return [line for line in lines if not {line["budget"], line["label"]}.isdisjoint(parts)] or lines
 
 
 def _seen(look: Look, model: str, results: Path) -> list[_Seen]:
-    """What there is of each score with this model."""
+    """The measured numbers of each score with this model."""
     experiment = EXPERIMENTS[look.experiment]
     lines = tables.kept(tables.of_model(experiment, model), results)
-    found = []
+    seen = []
     for table in (table for table in experiment.tables if table.score in look.scores and table.against):
         places = samples(lines, table)
         own = (column for row, column in places if row == look.own and column.startswith(look.column))
         if column := next(own, ""):
-            found.append(_Seen(table, places, column, lines))
-    return found
+            seen.append(_Seen(table, places, column, lines))
+    return seen
 
 
 def _cells(
@@ -263,7 +263,7 @@ def _number(sample: Sample) -> str:
 
 
 def _how_far(look: Look, seen: _Seen) -> str:
-    """How far a score is from the full cache's."""
+    """Distance of a score from the full cache's."""
     own, full = (seen.places[label, seen.column] for label in (look.own, "full"))
     if SCORES[own.score].exp:
         mean, error = own.apart(full).mean()
@@ -277,7 +277,7 @@ def _how_far(look: Look, seen: _Seen) -> str:
 def _ratio(
     own: Sample, full: Sample, own_lines: Sequence[Line], full_lines: Sequence[Line]
 ) -> tuple[float, float, float]:
-    """A score in percent of the full cache's, and its 95 % interval by drawing items of each set."""
+    """A score in percent of the full cache's, and its 95 % interval, by resampling items of each set."""
     rng, places = np.random.default_rng(0), list(own.values)
     of = np.array([name for name, _ in places])
     groups = [np.flatnonzero(of == name) for name in dict.fromkeys(of)]
@@ -286,7 +286,7 @@ def _ratio(
     )
     order = np.concatenate(groups)[None]
     if own.score == "rouge":
-        both = [_three(found, places) for found in (own_lines, full_lines)]
+        both = [_three(lines, places) for lines in (own_lines, full_lines)]
         means = [[np.prod(values[:, at].mean(2), 0) ** (1 / 3) for values in both] for at in (order, drawn)]
     else:
         weight = own.weights(places)[order]
@@ -298,11 +298,11 @@ def _ratio(
 
 def _three(lines: Sequence[Line], places: Sequence[Place]) -> np.ndarray:
     """The three ROUGE scores f64[3, item] of these items."""
-    found = {}
+    by_place = {}
     for line in lines:
         scores = zip(*(line["scores"][name] for name in ("rouge1", "rouge2", "rougeL")), strict=True)
-        found |= {(line["of"], item): of_item for item, of_item in zip(line["items"], scores, strict=True)}
-    return np.array([found[place] for place in places]).T
+        by_place |= {(line["of"], item): of_item for item, of_item in zip(line["items"], scores, strict=True)}
+    return np.array([by_place[place] for place in places]).T
 
 
 def _key(look: Look, model: str, seen: _Seen) -> Key:
@@ -310,11 +310,11 @@ def _key(look: Look, model: str, seen: _Seen) -> Key:
 
 
 def _as_good(results: Path) -> dict[Key, tuple[float, float]]:
-    """Of each test whether a method is about as good as the full cache its p and its power.
+    """p-value and power of each test whether a method is about as good as the full cache.
 
     All these tests together are wrong with a chance of 5 % (Holm).
     """
-    found = {}
+    tests = {}
     looks = (look for claim in CLAIMS for look in claim.looks if look.rivals == ("full",) and not look.above)
     for look, model in product(looks, tables.MODELS):
         for seen in _seen(look, model, results):
@@ -323,9 +323,9 @@ def _as_good(results: Path) -> dict[Key, tuple[float, float]]:
             score = SCORES[own.score]
             margin = MARGIN * full.mean()[0] if score.scale > 1 else np.log1p(MARGIN)
             how = (-sums if score.lower else sums, weights, margin)
-            found[_key(look, model, seen)] = significance.not_worse_test(*how), significance.power(*how)
-    adjusted = significance.holm(np.array([p for p, _ in found.values()]))
-    return {key: (p, power) for (key, (_, power)), p in zip(found.items(), adjusted, strict=True)}
+            tests[_key(look, model, seen)] = significance.not_worse_test(*how), significance.power(*how)
+    adjusted = significance.holm(np.array([p for p, _ in tests.values()]))
+    return {key: (p, power) for (key, (_, power)), p in zip(tests.items(), adjusted, strict=True)}
 
 
 def _in_words(p: float, power: float) -> str:
@@ -335,12 +335,12 @@ def _in_words(p: float, power: float) -> str:
 
 
 def _of_rivals(rivals: Sequence[str], column: str, signs: Mapping[Place, int]) -> str:
-    """Which rivals it is ahead of, and which are ahead of it."""
+    """The rivals by the result of their tests."""
     words = {-1: "ahead of", 1: "behind", 0: "no difference from", None: "too few for a test against"}
-    found: dict[str, list[str]] = {}
+    by_result: dict[str, list[str]] = {}
     for name in rivals:
-        found.setdefault(words[signs.get((name, column))], []).append(_rival(name))
-    return ", ".join(f"{word} {_listed(names)}" for word, names in found.items())
+        by_result.setdefault(words[signs.get((name, column))], []).append(_rival(name))
+    return ", ".join(f"{word} {_listed(names)}" for word, names in by_result.items())
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -349,7 +349,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _against_h2o(results: Path) -> str:
-    """In how many tests of the papers' tables a method is ahead of H2O in quality, and H2O of the method."""
+    """Count the tests of the papers' tables in which a method is ahead of H2O in quality, or H2O of it."""
     signs: list[tuple[str, int]] = []
     unequal = []
     for paper, experiments in PAPERS.items():
@@ -376,11 +376,11 @@ def _against_h2o(results: Path) -> str:
 
 
 def _sizes(own_lines: Sequence[Line], full_lines: Sequence[Line], model: str) -> str:
-    """How many cells the method held at the end, of how many, and their bytes."""
+    """Cells that the method and the full cache held at the end, and their bytes."""
     n_own, own_mib = _size(own_lines, model)
     n_full, full_mib = _size(full_lines, model)
     if not n_full and own_lines[0]["budget"] == "100%":
-        # that is as many as a prompt has tokens
+        # a budget of all tokens of the prompt
         n_full = float(np.mean([n for line in own_lines for n in line["cells"]]))
         full_mib = n_full * _CELL_BYTES[model] / 2**20
     cells = f"{n_own:,.0f} of {n_full:,.0f} cells" if n_full else f"{n_own:,.0f} cells"
@@ -390,9 +390,9 @@ def _sizes(own_lines: Sequence[Line], full_lines: Sequence[Line], model: str) ->
 
 
 def _size(lines: Sequence[Line], model: str) -> tuple[float, float]:
-    """Cells held at the end and MiB, in the mean; 0 if that is not recorded.
+    """Mean cells held at the end, and MiB; 0 if not recorded.
 
-    Bytes that are not recorded are those of the cells, unless rows differ.
+    MiB that are not recorded are computed from the cells, unless rows differ in length.
     """
     evicted = [line["tokens"] * (1 - line["scores"]["evicted"][0]) for line in lines if "tokens" in line]
     held = [n for line in lines for n in line["scores"].get("cells_held", ()) if n is not None]
@@ -404,5 +404,5 @@ def _size(lines: Sequence[Line], model: str) -> tuple[float, float]:
 
 
 def fill_claims(text: str, results: Path = RESULTS) -> str:
-    """The document with the table between its marks made anew."""
+    """The document with a new table between its marks."""
     return tables.fill_between(text, "claims", lambda: rows(results))

@@ -1,4 +1,4 @@
-"""The commands of kvtool that an experiment is made of."""
+"""Runs that are commands of kvtool."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from lab.papers.parts import PARTS, item_scores
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """A `kvtool compare` for each text. Without budgets only policies run that need none.
+    """A `kvtool compare` for each text. Without budgets only policies without a budget run.
 
     Attributes
     ----------
     files, policies, budgets, max_tokens
-        What is compared, on how many tokens.
+        As in the command.
     more
         Further options.
     model
         The file of the model; empty for kvtool's default.
     types
-        Types of keys and values; of all but the first only for `full`.
+        Types of keys and values; only `full` runs with all of them, other policies with the first.
     minutes
-        What it takes on one core of a small machine, about.
+        Approximate time on one core of a small machine.
     """
 
     files: tuple[str, ...]
@@ -44,13 +44,13 @@ class Compare:
     minutes: int = 0
 
     def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
-        """A command for each text of which lines are missing, with the policies that it lacks."""
+        """A command for each text with missing lines, and the missing policies."""
         kept = [line for line in kept if line["tokens"] == self.max_tokens]
         for file in self.files:
             there = {(line["label"], line["budget"]) for line in kept if line["of"] == Path(file).name}
             lacking = tuple(label for label in self.policies if not self._places(label) <= there)
             if lacking:
-                # all on the same tokens share a file: no run is done twice
+                # runs on the same tokens share a file, so that none is repeated
                 store = "-".join([Path(file).stem, str(self.max_tokens), *self.more])
                 yield Ask(self._command(file, lacking), store)
 
@@ -66,7 +66,7 @@ class Compare:
     def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
         texts = {Path(file).name for file in self.files}
         for record in found:
-            # without a budget there is a cell for each token of the text, or of the context
+            # without a budget there is a cell for each token of the text or the context
             has_all = record["budget"] >= record["tokens"]
             label = _label(self.policies, record)
             if "error" in record or not label or record["text"] not in texts:
@@ -93,7 +93,7 @@ class Compare:
             }
 
     def _places(self, label: str) -> set[tuple[str, str | None]]:
-        """What a policy's runs on a text are kept as."""
+        """The labels and budgets of a policy's lines of a text."""
         name, _ = split_policy(label)
         if not policies.load(name).evicts:
             return {(typed(label, type_k), None) for type_k in self.types}
@@ -115,15 +115,15 @@ class Eval:
     Attributes
     ----------
     task, files, policies, budgets
-        What is asked, with what.
+        As in the command.
     more
         Further options.
     limit
-        The first items of all; 0 for all.
+        Number of first items; 0 for all.
     model
         The file of the model; empty for kvtool's default.
     named
-        What a table's row is called, in place of its only policy.
+        Name of the table's row, in place of the only policy.
     minutes
         As in Compare.
     """
@@ -139,7 +139,7 @@ class Eval:
     minutes: int = 0
 
     def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
-        """A command for each policy and budget of which items are missing."""
+        """A command for each policy and budget with missing items."""
         there = defaultdict(int)
         for line in kept:
             there[line["label"], line["budget"]] += len(line["items"])
@@ -199,7 +199,7 @@ class Eval:
 
 @dataclass(frozen=True, slots=True)
 class Map(ByText):
-    """A `papers.maps` for each text; instead of policies, a line has a part of what the map says.
+    """A `papers.maps` for each text; in place of a policy, a line has a part of the map.
 
     Attributes
     ----------
@@ -238,13 +238,13 @@ class Map(ByText):
 
 
 def _label(labels: Sequence[str], record: records.Record) -> str:
-    """The policy asked for that names the most of the record's parameters; "" if none matches."""
+    """The label that names the most of the record's parameters; "" if no label matches."""
     named = [label for label in labels if _names(label, record)]
     return max(named, key=lambda label: len(split_policy(label)[1]), default="")
 
 
 def _names(label: str, record: records.Record) -> bool:
-    """Whether the record's policy has this name and these parameters."""
+    """True if the record's policy has this name and these parameters."""
     name, options = split_policy(label)
     if name != record["policy"]:
         return False

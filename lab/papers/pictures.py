@@ -39,15 +39,15 @@ _STYLES = {
 _KINDS = {Path(file).name: kind for kind, files in FOUR_KINDS.items() for file in files}
 
 _APART = 1.2
-"""By how much two sizes differ so that both are written under an axis."""
+"""Least ratio of two sizes that are both written under an axis."""
 
 
 def _points(
     lines: Sequence[tables.Line], *, host: bool
 ) -> Mapping[str, Mapping[str, list[tuple[float, float]]]]:
-    """By kind of text and policy: MiB, and percent above the perplexity of the full cache.
+    """MiB and percent above the full cache's perplexity, by kind of text and policy.
 
-    host: whether what lies in host memory counts, too.
+    host: whether host memory counts.
     """
     full = {line["of"]: _mean(line) for line in lines if line["label"] == "full"}
     sums: dict[tuple[str, str, str | None], list[tuple[float, float]]] = defaultdict(list)
@@ -57,11 +57,11 @@ def _points(
         if line["label"] != "full":
             size = sum(line["bytes"][: 1 + host]) / 2**20
             sums[_KINDS[line["of"]], name, line["budget"] or type_k].append((size, above))
-    found: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    points: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for (kind, name, _), values in sorted(sums.items()):
         size, above = np.mean(values, axis=0).tolist()
-        found[kind][name].append((size, above))
-    return {kind: {name: sorted(points) for name, points in of.items()} for kind, of in found.items()}
+        points[kind][name].append((size, above))
+    return {kind: {name: sorted(of) for name, of in by_name.items()} for kind, by_name in points.items()}
 
 
 def _mean(line: tables.Line) -> float:
@@ -69,7 +69,7 @@ def _mean(line: tables.Line) -> float:
 
 
 def quality(path: Path, run: str, title: str) -> None:
-    """Quality by bytes, on the device and with the host's; a column for each kind of text."""
+    """Draw quality by bytes, of the device and of device and host; a column for each kind of text."""
     from matplotlib.figure import Figure
 
     lines = records.read(tables.RESULTS / f"{run}.jsonl")
@@ -77,9 +77,9 @@ def quality(path: Path, run: str, title: str) -> None:
     figure = Figure(figsize=(10, 6.4), dpi=100, layout="constrained")
     figure.suptitle(title, fontsize="medium")
     for part, (where, host) in zip(figure.subfigures(2, 1), named, strict=True):
-        found = _points(lines, host=host)
-        panels = np.atleast_1d(part.subplots(1, len(found), sharey=True))
-        for axes, (kind, policies) in zip(panels, found.items(), strict=True):
+        by_kind = _points(lines, host=host)
+        panels = np.atleast_1d(part.subplots(1, len(by_kind), sharey=True))
+        for axes, (kind, policies) in zip(panels, by_kind.items(), strict=True):
             _panel(axes, policies)
             axes.set_title(kind, fontsize="medium")
         part.supxlabel(f"MiB of keys and values {where}", fontsize="medium")
@@ -90,16 +90,16 @@ def quality(path: Path, run: str, title: str) -> None:
 
 
 def _ruler_points(lines: Sequence[tables.Line], *, host: bool) -> Mapping[str, list[tuple[float, float]]]:
-    """By policy MiB and RULER's score in percent, at each share that is removed."""
-    found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    """MiB and RULER's score in percent, by policy, at each removed share."""
+    by_row: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for line in lines:
         scores = line["scores"]
         name, _, type_kv = line["label"].partition(" ")
         size = np.mean(scores["device"]) + host * np.mean(scores["host"])
         name = name.partition(":")[0]
-        found[name, line["budget"] or type_kv].append((size, 100 * np.mean(scores["string_match"])))
+        by_row[name, line["budget"] or type_kv].append((size, 100 * np.mean(scores["string_match"])))
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for (name, _), of_tasks in found.items():
+    for (name, _), of_tasks in by_row.items():
         # the mean of the tasks' means
         size, score = np.mean(of_tasks, axis=0).tolist()
         points[name].append((size, score))
@@ -107,11 +107,11 @@ def _ruler_points(lines: Sequence[tables.Line], *, host: bool) -> Mapping[str, l
 
 
 def ruler(path: Path, run: str, title: str) -> None:
-    """RULER's score by bytes, a row for each protocol: on the device, and with the host's."""
+    """Draw RULER's score by bytes, a row for each protocol: of the device, and of device and host."""
     from matplotlib.figure import Figure
 
-    found = records.read(tables.RESULTS / f"{run}.jsonl")
-    every = [line for line in found if line["of"] in COUNTED and line["label"] in ROWS]
+    every = records.read(tables.RESULTS / f"{run}.jsonl")
+    every = [line for line in every if line["of"] in COUNTED and line["label"] in ROWS]
     figure = Figure(figsize=(10, 6.4), dpi=100, layout="constrained")
     figure.suptitle(title, fontsize="medium")
     panels = figure.subplots(2, 2, sharey=True)
@@ -133,7 +133,7 @@ def ruler(path: Path, run: str, title: str) -> None:
 def _panel(axes: Any, policies: Mapping[str, list[tuple[float, float]]]) -> None:
     for name, points in policies.items():
         colour, mark = _STYLES[name]
-        # an excess below a tenth of a percent is drawn as one
+        # an excess below 0.1 % is drawn as 0.1 %
         values = [(size, max(above, 0.1)) for size, above in points]
         label = "full, 8 and 4 bits" if name == "full" else name
         axes.plot(*zip(*values, strict=True), color=colour, marker=mark, markersize=5, label=label)
@@ -143,11 +143,11 @@ def _panel(axes: Any, policies: Mapping[str, list[tuple[float, float]]]) -> None
 
 
 def _ticks(axes: Any, sizes: Sequence[float]) -> None:
-    """Lets the x axis have the sizes in MiB themselves, by powers of 2."""
+    """Put ticks at the sizes in MiB on a logarithmic x axis."""
     axes.set_xscale("log", base=2)
     ticks = [0.0]
     for size in sorted(set(sizes)):
-        # of numbers that would lie on each other the first one
+        # the first of numbers that would overlap
         ticks += [size] * (size > _APART * ticks[-1])
     axes.set_xticks(ticks[1:])
     axes.xaxis.set_major_formatter("{x:.0f}")

@@ -1,4 +1,4 @@
-"""Which numbers of the records kept belong to which place of a table: a row and a column."""
+"""Numbers of the records, sorted into the places of a table: rows and columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lab.papers.samples import SCORES, Sample
 def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
     """The places of a table. A line without a budget is in the column of every budget of its model.
 
-    All rows of a column have the same items: those that every row has.
+    All rows of a column have the same items, which every row has.
     """
     lines = [line for line in lines if is_about(table, line)]
     lines = [line for line in lines if not table.rows or line[table.row] in (*table.rows, table.apart)]
@@ -26,7 +26,7 @@ def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
         score = table.scores.get(line["task"], "") if table.scores else table.score
         if not score:
             continue
-        found, of_text = _values(line, score), bool(line.get("weights", {}).get(SCORES[score].of or score))
+        values, of_text = _values(line, score), bool(line.get("weights", {}).get(SCORES[score].of or score))
         budgets = [name for name in measured[line.get("model")] if not table.budgets or name in table.budgets]
         unlimited = budgets or [None] * (not table.budgets)
         for budget in {line["budget"]}.intersection(budgets) if line["budget"] else unlimited:
@@ -34,13 +34,13 @@ def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
                 place = line[table.row], column
                 strata = table.strata if is_pooled else {}
                 sample = Sample(score, of_text, table.same_item and is_pooled, strata)
-                of_place = _behind(found, int(budget)) if table.late and budget else found
+                of_place = _behind(values, int(budget)) if table.late and budget else values
                 places.setdefault(place, sample).values.update(of_place)
-                if score in ("device", "host") and not found:
+                if score in ("device", "host") and not values:
                     lacking.add(place)
     _share(places)
     whole = (place for place, sample in places.items() if _is_whole(place, sample, table))
-    # a mean of some texts' bytes is none of the others'
+    # bytes that some texts lack have no mean
     places = {place: places[place] for place in whole if place not in lacking}
     if table.apart:
         return {
@@ -52,17 +52,17 @@ def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
 
 
 def is_about(table: Table, line: Line) -> bool:
-    """Whether a table is about what this line is of."""
+    """True if the table counts the file or data set of this line."""
     return not table.of or line["of"] in table.of
 
 
 def _budgets(lines: Sequence[Line]) -> dict[str | None, list[str]]:
-    """The budgets that were measured of each model."""
-    found: dict[str | None, list[str]] = defaultdict(list)
+    """The measured budgets of each model."""
+    budgets: dict[str | None, list[str]] = defaultdict(list)
     for line in lines:
-        if line["budget"] and line["budget"] not in found[line.get("model")]:
-            found[line.get("model")].append(line["budget"])
-    return found
+        if line["budget"] and line["budget"] not in budgets[line.get("model")]:
+            budgets[line.get("model")].append(line["budget"])
+    return budgets
 
 
 def _share(places: Mapping[Place, Sample]) -> None:
@@ -86,7 +86,7 @@ def _is_whole(place: Place, sample: Sample, table: Table) -> bool:
 
 
 def _columns(line: Line, table: Table) -> Iterator[tuple[str, bool]]:
-    """The columns that a line is in, and whether they are pooled ones."""
+    """The columns of a line, and whether they are pooled."""
     first, *rest = (table.names.get(str(line[name]), str(line[name])) for name in table.by)
     yield ", ".join([first, *rest]), False
     for heading, members in table.pooled.items():
@@ -95,29 +95,29 @@ def _columns(line: Line, table: Table) -> Iterator[tuple[str, bool]]:
 
 
 def is_pooled(column: str, table: Table) -> bool:
-    """Whether a column has what is in several others."""
+    """True if a column has the lines of several other columns."""
     return column.partition(", ")[0] in table.pooled
 
 
 def _values(line: Line, score: str) -> dict[tuple[str, str], tuple[float, float]]:
     score = SCORES[score].of or score
-    found = _rouge(line["scores"]) if score == "rouge" else _of_line(line).get(score, [])
-    weights = line.get("weights", {}).get(score, [1] * len(found))
-    # older lines lack scores that came later
-    items = line.get("items", range(len(found))) if found else ()
+    values = _rouge(line["scores"]) if score == "rouge" else _of_line(line).get(score, [])
+    weights = line.get("weights", {}).get(score, [1] * len(values))
+    # older lines lack newer scores
+    items = line.get("items", range(len(values))) if values else ()
     return {
         (line["of"], str(item)): (value, weight)
-        for item, value, weight in zip(items, found, weights, strict=True)
+        for item, value, weight in zip(items, values, weights, strict=True)
         if value is not None
     }
 
 
 def _behind(
-    found: Mapping[tuple[str, str], tuple[float, float]], budget: int
+    values: Mapping[tuple[str, str], tuple[float, float]], budget: int
 ) -> dict[tuple[str, str], tuple[float, float]]:
-    """The blocks that begin after as many tokens as a budget."""
+    """The blocks that begin after the first `budget` tokens."""
     read, kept = 0.0, {}
-    for place, (value, n_token) in found.items():
+    for place, (value, n_token) in values.items():
         if read >= budget:
             kept[place] = value, n_token
         read += n_token
@@ -128,17 +128,17 @@ def _of_line(line: Line) -> dict[str, list[float | None]]:
     """The scores of a line, its bytes in MiB, and the tokens that a row holds."""
     scores = line["scores"]
     sizes = zip(("device", "host"), line.get("bytes", ()), strict=False)
-    found = scores | {name: [size / 2**20] for name, size in sizes}
+    scores = scores | {name: [size / 2**20] for name, size in sizes}
     if "tokens" in line and "evicted" in scores:
-        found["holds"] = [line["tokens"] * (1 - share) for share in scores["evicted"]]
-    return found
+        scores["holds"] = [line["tokens"] * (1 - share) for share in scores["evicted"]]
+    return scores
 
 
 def _rouge(scores: Mapping[str, Sequence[float | None]]) -> list[float | None]:
-    """What each item adds to the geometric mean of three means, to the first order (the delta method).
+    """Contributions of the items to the geometric mean of three means, to first order (delta method).
 
-    The mean of these numbers is that geometric mean, and their error is its error. If one of the means is 0,
-    the result is a single 0: no error is known.
+    Their mean is that geometric mean, and their error is its error. If one of the three means is 0, the
+    result is a single 0 without an error.
     """
     items = list(zip(*(scores[name] for name in ("rouge1", "rouge2", "rougeL")), strict=True))
     means = np.mean([item for item in items if None not in item], axis=0)

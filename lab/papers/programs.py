@@ -1,4 +1,4 @@
-"""The runs that are programs of this folder."""
+"""Runs that are programs of this folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lab.papers.ruler import rows
 
 @dataclass(frozen=True, slots=True)
 class Fading(ByText):
-    """A `papers.fading` for each text: what rows predict that keep means, by rule."""
+    """A `papers.fading` for each text: predictions with rows that keep means, by rule."""
 
     files: tuple[str, ...]
     rules: tuple[str, ...]
@@ -62,19 +62,19 @@ class Ruler:
     tasks
         Of RULER's thirteen.
     policies
-        What is asked. One that evicts has a budget for each share; one that recalls has one budget.
+        Policies. A policy that evicts has a budget for each share; a policy that recalls has one budget.
     removed
         The shares of a prompt that are evicted.
     cells
         The budget of a policy that recalls.
     types
-        Types of keys and values; of all but the first only for `full`.
+        Types of keys and values; only `full` runs with all of them.
     questions
         The protocols: "after", "known".
     length
         Tokens of a prompt and its answer.
     n_item
-        How many of each task.
+        Items of each task.
     model, minutes
         As in Compare.
     """
@@ -91,7 +91,7 @@ class Ruler:
     minutes: int = 0
 
     def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
-        """A command for each task of which items are missing."""
+        """A command for each task with missing items."""
         there: dict[str, set[_Where]] = defaultdict(set)
         for line in kept:
             if len(line["items"]) >= self.n_item:
@@ -108,7 +108,7 @@ class Ruler:
         return f"{shell(self._command('TASK'), self.model)}\n    # TASK: {', '.join(self.tasks)}"
 
     def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
-        """A line for each place and task. What does not depend on the protocol is in both."""
+        """A line for each place and task. Results that do not depend on the protocol are in both."""
         items: dict[tuple[str, _Where], list[records.Record]] = defaultdict(list)
         for record in found:
             if "error" in record or record["length"] != self.length:
@@ -120,7 +120,7 @@ class Ruler:
             if place not in asked or task not in self.tasks:
                 continue
             question, label, budget = place
-            # what is in both has taken its time once
+            # results that are in both took their time once
             own = of_place[0]["question"] == question
             yield {
                 "label": label,
@@ -150,7 +150,7 @@ class Ruler:
             yield question, label, budget
 
     def _asked(self) -> tuple[list[str], list[str]]:
-        """What has a budget for each share; and the others, as `papers.ruler` takes them."""
+        """Policies with a budget for each share, and others in the form of `papers.ruler --others`."""
         kinds = {label: policies.load(split_policy(label)[0]) for label in self.policies}
         recall = [label for label, kind in kinds.items() if kind.recalls()]
         forget = [label for label, kind in kinds.items() if kind.evicts and label not in recall]

@@ -1,10 +1,10 @@
-"""RULER under many policies and budgets, each prompt read once: what `kvtool eval ruler` has for one of them.
+"""Measure RULER under many policies and budgets, reading each prompt once.
 
     python -m lab.papers.ruler -m MODEL --essays DIR --squad FILE --hotpotqa FILE --json FILE
 
-A policy's budget is a share of the prompt, and room for the question and the answer, as in kvpress's
-benchmark: what is evicted is evicted once, behind the text (question after) or behind all of the prompt
-(question known). Its records are in the form of those of `kvtool eval`; lab/papers/ruler.md shows them.
+`kvtool eval ruler` does the same for one policy. A budget is a share of the prompt, and room for the question
+and the answer, as in kvpress's benchmark: tokens are evicted once, after the text (question after) or after
+the whole prompt (question known). Records have the form of `kvtool eval`; lab/papers/ruler.md shows them.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from kvtool.tasks.shared import Shared
 from lab.benchmarks.common import make_parser
 
 _ROOM = 256
-"""Cells beyond a share of the prompt: nothing is evicted for them."""
+"""Cells in addition to a share of the prompt, for the question and the answer."""
 
 _BATCH = 512
 
 
 def sharing(label: str, by: str = "heads") -> str:
-    """A policy of which the rows of a layer, or by="layers" the layers, share their budgets."""
+    """A policy whose rows of a layer, or with by="layers" whose layers, share their budgets."""
     return f"{label}:{by}=adaptive"
 
 
 EQUAL = ("kvzip", "expected:epsilon=0.02", "snapkv", "keydiff", "tova", "h2o", "knorm", "streamingllm")
 
 SHARING = {"heads": EQUAL[:3], "layers": EQUAL[1:3]}
-"""What is also asked with rows, or with layers, that share."""
+"""Policies that also run with rows, or with layers, that share."""
 
 SHARED = tuple(sharing(name, by) for by, names in SHARING.items() for name in names)
 
@@ -58,7 +58,7 @@ STREAMS = ("roco", "rkv", "bumblebee", "buzz", "weightedkv", "cam")
 """Policies that are made for streams, or for summaries."""
 
 POLICIES = (*EQUAL, *SHARED, *STREAMS)
-"""What is asked unless others are named; `epsilon` is kvpress's."""
+"""The default policies; `epsilon` is kvpress's."""
 
 REMOVED = ("0.25", "0.5", "0.75", "0.875", "0.97")
 
@@ -67,16 +67,16 @@ _QUESTIONS = ("after", "known")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a prompt is read and kept with.
+    """A policy, and its share or budget.
 
     Attributes
     ----------
     policy
-        Its name, with options as `kvtool compare` has them.
+        Name and options, as in `kvtool compare`.
     removed
-        The share of the prompt's cells that it evicts, once it has read it whole.
+        Share of the prompt's cells that it evicts after it has read the prompt whole.
     budget
-        In place of that, its budget in cells: it reads the prompt in a stream.
+        In place of that, a budget in cells: the prompt is read in a stream.
     type_kv
         The number format of keys and values.
     """
@@ -88,11 +88,11 @@ class Row:
 
     @property
     def is_shared(self) -> bool:
-        """Whether it goes on from what has been read for another row."""
+        """True if it continues from a prompt that was read for another row."""
         return not self.budget and self.type_kv == "f16"
 
     def check(self, n: int) -> None:
-        """Raises UsageError for what cannot be measured, and what `fit` raises for a prompt of n tokens."""
+        """Raises UsageError for a row that cannot be measured, and the errors of `fit` for n tokens."""
         name, _ = split_policy(self.policy)
         kind = policies.load(name)
         if kind.evicts and self.type_kv != "f16":
@@ -110,27 +110,27 @@ class Row:
     def fit(self, n: int, n_answer: int, n_ctx: int) -> Policy:
         """The policy for a prompt of n tokens. n_ctx: the model's trained context.
 
-        Raises InputError for a prompt of which it would evict nothing, or that does not fit in the context,
-        and UsageError for a policy that there is not.
+        Raises InputError for a prompt of which nothing would be evicted, or that does not fit in the context,
+        and UsageError for an unknown policy.
         """
         name, options = split_policy(self.policy)
-        wanted = policies.spec(name, _ROOM if self.removed else None, options)
+        spec = policies.spec(name, _ROOM if self.removed else None, options)
         if self.budget:
-            return wanted.fit(self.budget)
+            return spec.fit(self.budget)
         if n >= n_ctx:
             raise InputError(f"a prompt of {n:,} tokens and its answer do not fit in a context of {n_ctx:,}")
-        if not wanted.kind.evicts:
-            return wanted.fit(min(pad(n + n_answer), n_ctx))
+        if not spec.kind.evicts:
+            return spec.fit(min(pad(n + n_answer), n_ctx))
         n_kept = round(n * (1 - self.removed))
         if n - n_kept <= _ROOM:
             raise InputError(
                 f"{100 * self.removed:g} % of {n:,} tokens are within the {_ROOM} cells beyond the budget: "
                 "nothing would be evicted; choose a longer --length or more --removed"
             )
-        return wanted.fit(n_kept + _ROOM)
+        return spec.fit(n_kept + _ROOM)
 
     def settings(self, n_threads: int) -> Settings:
-        """How its engine runs."""
+        """The settings of its engine."""
         return Settings(
             n_batch=_BATCH,
             n_output=N_OUTPUT,
@@ -143,10 +143,10 @@ class Row:
         )
 
     def knows(self, question: str) -> bool:
-        """Whether it is asked so.
+        """True if the row runs in this protocol.
 
-        A question that is known changes nothing where nothing is evicted, or what is evicted is recalled. And
-        what reads its prompt twice does so for questions that nobody knows yet.
+        A known question changes nothing if no token is evicted for good. A policy that reads its prompt twice
+        does so for questions that are not known yet.
         """
         kind = policies.load(split_policy(self.policy)[0])
         forgets = kind.evicts and not kind.recalls()
@@ -165,10 +165,10 @@ def rows(names: Sequence[str], removed: Sequence[float], others: Sequence[str]) 
 
 
 def measure(args: Namespace) -> None:
-    """Asks each item under all rows, before the next item."""
+    """Run each item under all rows, before the next item."""
     first, end = args.items
-    wanted = list(rows(args.policies.split(","), args.removed, args.others))
-    for row in wanted:
+    chosen = list(rows(args.policies.split(","), args.removed, args.others))
+    for row in chosen:
         row.check(args.length)
     path = resolve(args.model)
     of_model = {"model": path.name, "model_sha256": sha256(path), **records.versions()}
@@ -176,34 +176,34 @@ def measure(args: Namespace) -> None:
         if args.length > model.n_ctx_train:
             raise UsageError(f"--length must be at most the trained context, {model.n_ctx_train}")
         n_ctx = model.n_ctx_train
-        for row in (row for row in wanted if row.removed or row.budget):
+        for row in (row for row in chosen if row.removed or row.budget):
             check(row.fit(args.length, 1, args.length + 1), row.settings(1), model.layers, n_ctx, n_ctx)
         template, shared = template_of(model), Shared(model, Row("full").settings(args.threads))
-        asked = []
+        readings = []
         for question in args.question:
             names = {name: getattr(args, name) for name in ("essays", "squad", "hotpotqa", "tasks")}
             given = {**names, "lengths": args.length, "repeats": end, "question": question}
             task = tasks.make("ruler", [f"{name}={value}" for name, value in given.items() if value])
             assert isinstance(task, Ruler)
             items = [item for item in task.items([], model) if int(item.id.rpartition("-")[2]) >= first]
-            for row in (row for row in wanted if row.knows(question)):
+            for row in (row for row in chosen if row.knows(question)):
                 fit = partial(row.fit, n_ctx=model.n_ctx_train)
                 reader = Reader(model, fit, row.settings(args.threads), template)
                 reader.shared = shared if row.is_shared else None
                 stack.callback(reader.close)
                 about = {"task": "ruler", "question": question, **asdict(row), **of_model}
-                asked.append((about, task, items, reader))
+                readings.append((about, task, items, reader))
         for number in range(len(items)):
-            for about, task, items, reader in asked:
+            for about, task, items, reader in readings:
                 # one item at a time: rows that lack other items must not take turns at reading
                 for record in TaskResults(about, items[number : number + 1], args.json).measure(task, reader):
                     sys.stderr.write(f"{number + 1}/{len(items)} {_line(record)}\n")
-                # so many caches at once are more than a machine has
+                # so many caches at once would not fit in memory
                 reader.close()
 
 
 def _line(record: records.Record) -> str:
-    """What a record says, in a line."""
+    """A line about a record."""
     how = f"@{record['budget']}" if record["budget"] else record["type_kv"].replace("f16", "")
     share = f" -{100 * record['removed']:g} %" if record["removed"] else ""
     score = record["scores"].get("string_match", record.get("error"))
@@ -235,12 +235,12 @@ def _questions(text: str) -> list[str]:
 
 
 def _others(text: str) -> list[str]:
-    found = [each for each in text.split(",") if each]
-    for each in found:
+    others = [each for each in text.split(",") if each]
+    for each in others:
         name, _, how = each.rpartition("@")
         if not (name and how):
             raise ArgumentTypeError(f"must be POLICY@CELLS or full@TYPE, such as recall@128, got {each!r}")
-    return found
+    return others
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -256,13 +256,13 @@ def main(words: Sequence[str] | None = None) -> None:
         "--items", type=_range, default=(0, 1), metavar="FROM:TO", help="samples of each task (0:1)"
     )
     parser.add_argument("--question", type=_questions, default=_QUESTIONS, help="after,known (both) or one")
-    help_ = "those that compress a prompt, with each share removed; '' for none"
+    help_ = "policies that compress a prompt, with each share removed; '' for none"
     parser.add_argument("--policies", default=",".join(POLICIES), help=help_)
     parser.add_argument("--removed", type=_shares, default=",".join(REMOVED), help="shares of its cells")
     help_ = "POLICY@CELLS or full@TYPE, separated by commas (recall@128)"
     parser.add_argument("--others", type=_others, default="recall@128", help=help_)
     parser.add_argument(
-        "--json", type=Path, required=True, help="where records are kept; what is there is not asked"
+        "--json", type=Path, required=True, help="file of records; items that it has are not run again"
     )
     args = parser.parse_args(words)
     with interrupt.ending(lambda: "stopped; what was measured is kept"):

@@ -48,12 +48,12 @@ DOCUMENTS = (
 
 
 def filled(text: str) -> str:
-    """A document with its tables made anew from the records kept."""
+    """A document with new tables from the records."""
     return fill_sharing(fill_claims(fill_index(tables.fill(text))))
 
 
 def missing(name: str, results: Path = RESULTS) -> list[Ask]:
-    """The commands of a run of which lines are missing."""
+    """The commands of a run whose lines are missing."""
     return list(RUNS[name].missing(records.read(results / f"{name}.jsonl"), name))
 
 
@@ -66,9 +66,9 @@ def run(
     models: Path = Path(),
     model: str = "",
 ) -> None:
-    """Measure what is missing of these runs, and keep what the tables need after each command.
+    """Run the missing commands of these runs, and keep the tables' part of the results after each.
 
-    more: further options of each command. models: folder of the runs' own models. model: in place of those.
+    more: further options of each command. models: folder of the runs' models. model: replaces these.
     Ends the program if a command fails.
     """
     for name in names:
@@ -90,13 +90,13 @@ def run(
 
 
 def files(names: Iterable[str]) -> list[str]:
-    """The texts and data sets that these runs read, relative to DATA."""
+    """Texts and data sets that these runs read, relative to DATA."""
     commands = (command for name in names for command in RUNS[name].commands())
     return sorted({part for command in commands for part in command if "/" in part})
 
 
 def _lacking(runs: Sequence[str], data: Path, results: Path, models: Path, model: str) -> list[Path]:
-    """What the commands that are missing read, and nobody has."""
+    """Missing files of the missing commands."""
     left = [name for name in runs if missing(name, results)]
     own = {RUNS[name].model for name in left} - {""} if not model else set()
     return [
@@ -107,7 +107,7 @@ def _lacking(runs: Sequence[str], data: Path, results: Path, models: Path, model
 
 
 def _keep(path: Path, found: Iterable[Line]) -> None:
-    """Adds these lines, instead of what there was of the same policy, budget and text."""
+    """Add these lines, replacing lines of the same policy, budget and text."""
     new = [_rounded(line) for line in found]
     places = {_place(line) for line in new}
     records.rewrite(path, lambda old: [line for line in old if _place(line) not in places] + new)
@@ -124,7 +124,7 @@ def _kvtool(*arguments: str) -> str:
 
 def _python(*arguments: str) -> str:
     """The stdout of a Python program. Ends this one if it fails."""
-    # whoever measures may have defaults of their own
+    # the user's own defaults must not change results
     clean = {name: value for name, value in os.environ.items() if not _is_setting(name)}
     clean["KVTOOL_CONFIG"] = os.devnull
     done = subprocess.run(
@@ -140,7 +140,7 @@ def _is_setting(name: str) -> bool:
 
 
 def _script(path: Path, arguments: Sequence[str]) -> None:
-    """Run a program of this folder, which writes one record, and add that to the file of records."""
+    """Run a program of this folder, which writes one record, and append the record to the file."""
     with tempfile.TemporaryDirectory() as folder:
         result, started = Path(folder) / "result.json", time.monotonic()
         _python("-m", *arguments, "--json", str(result))
@@ -148,7 +148,7 @@ def _script(path: Path, arguments: Sequence[str]) -> None:
 
 
 def _rounded(line: Line) -> Line:
-    """The line with six digits per number, which is more than any error tells."""
+    """The line with six digits per number, more than any error needs."""
     scores = {
         name: [value if value is None else float(f"{value:.6g}") for value in values]
         for name, values in line["scores"].items()
@@ -157,17 +157,17 @@ def _rounded(line: Line) -> Line:
 
 
 def runs_of(names: Iterable[str], others: bool = False) -> tuple[str, ...]:
-    """The runs of these experiments. others: with another model, in place of the first of each."""
+    """The runs of these experiments. others: only those of each first model, which another replaces."""
     runs = []
     for name in names:
         experiment = EXPERIMENTS[name]
         runs += tables.of_model(experiment, tables.models_of(name)[0]) if others else experiment.runs
-    # a run may belong to several
+    # a run may belong to several experiments
     return tuple(dict.fromkeys(runs))
 
 
 def plan(names: Iterable[str], results: Path = RESULTS) -> Iterator[str]:
-    """A line for each experiment and model: the minutes of its runs, and of the commands that are missing."""
+    """A line for each experiment and model: the minutes of its runs and of the missing commands."""
     names = list(names)
     for name in names:
         for model in tables.models_of(name):
@@ -180,7 +180,7 @@ def plan(names: Iterable[str], results: Path = RESULTS) -> Iterator[str]:
 
 
 def _cost(runs: Iterable[str], results: Path) -> tuple[int, int, int, int]:
-    """Commands that are missing, all commands, minutes of all, and minutes of those that are missing."""
+    """Missing commands, all commands, minutes of all, and minutes of the missing commands."""
     n_missing = n_all = minutes = 0
     left = 0.0
     for name in runs:
@@ -228,7 +228,7 @@ def main() -> None:
 
 
 def _measure(parser: ArgumentParser, args: Namespace, names: Sequence[str]) -> None:
-    """Run what is missing, once all that it reads is there."""
+    """Run the missing commands, after checking that their files exist."""
     if args.model and args.results == RESULTS:
         parser.error("-m needs --results: lab/papers/records is of the models that the documents name")
     runs = runs_of(names, others=bool(args.model))

@@ -1,4 +1,4 @@
-"""The numbers behind a place of a table: their mean and its error, and the test of a difference."""
+"""Numbers behind a place of a table: their mean with its error, and the test of a difference."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvtool.measure import statistics
 from lab.papers import significance
 
 _LEAST_UNITS = 6
-"""Of fewer differences, other than 0, no signs are rarer than one in twenty."""
+"""Least differences, other than 0, for which signs can be rarer than one in twenty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How a score is shown.
+    """Presentation of a score.
 
     Attributes
     ----------
     title
         Heading of the table.
     short
-        What the score is about, in a word or two; scores of the same are one verdict.
+        Subject of the score in a word or two; scores with the same subject share a verdict.
     lower
         Whether lower is better.
     scale
@@ -34,11 +34,11 @@ class Score:
     exp
         Whether the exponential of the mean is printed.
     less
-        What is taken off that.
+        Subtracted from that exponential.
     of
-        The score that it is made of, if that has another name.
+        Name of the score that it is computed from; the same if empty.
     words
-        For a higher number, and for a lower one.
+        Words for a better (or higher) and for a worse (or lower) number.
     """
 
     title: str
@@ -102,11 +102,11 @@ class Difference:
     Attributes
     ----------
     mean
-        It.
+        The mean difference.
     p
-        The chance of one as large without a true difference.
+        p-value of its test.
     least_p
-        The smallest that it can be, of so many units.
+        Smallest possible p-value with this number of units.
     """
 
     mean: float
@@ -116,7 +116,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The numbers of which a place of a table shows the mean.
+    """Numbers whose mean a place of a table shows.
 
     Attributes
     ----------
@@ -125,7 +125,7 @@ class Sample:
     values
         Value and weight by file and item, or by text and block of tokens.
     of_text
-        Whether they are blocks of texts, in their order, which depend on each other.
+        Whether the values are successive blocks of texts, which depend on each other.
     same_item
         Whether the same item of several files is one unit.
     strata
@@ -145,7 +145,7 @@ class Sample:
         return statistics.mean_error(*self._units(self.values))
 
     def minus(self, other: Sample) -> Difference | None:
-        """The mean of the differences, unit by unit; None of fewer units than a test needs."""
+        """Test the differences, unit by unit; None for fewer units than a test needs."""
         if len(self.apart(other).values) < 2:
             return None
         sums, weights = self.differences(other)
@@ -156,11 +156,11 @@ class Sample:
         return Difference(mean, significance.sign_flip_test(sums), 2.0 ** (1 - n_unit))
 
     def differences(self, other: Sample) -> tuple[np.ndarray, np.ndarray]:
-        """Of each unit the sum f64[unit] of the differences from another sample, and its weight f64[unit]."""
+        """Sum f64[unit] of the differences from another sample in each unit, and its weight f64[unit]."""
         return self._units(self.apart(other).values)
 
     def apart(self, other: Sample) -> Sample:
-        """The differences from another sample, value by value where both have one."""
+        """The differences from another sample, for the values that both have."""
         values = {
             place: (value - other.values[place][0], weight)
             for place, (value, weight) in self.values.items()
@@ -169,7 +169,7 @@ class Sample:
         return replace(self, values=values)
 
     def _units(self, values: Mapping[tuple[str, str], tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-        """Sum and weight of each unit: a block of a text, one of several texts, an item."""
+        """Sum and weight of each unit: a block of the only text, a text, or an item."""
         value, weight = np.array(list(values.values())).T
         places = list(values)
         if self.strata:
@@ -187,7 +187,7 @@ class Sample:
         return value * weight, weight
 
     def weights(self, places: Sequence[tuple[str, str]]) -> np.ndarray:
-        """The part of each item in the mean of categories' means of data sets' means."""
+        """Weight of each item in the mean of categories' means of data sets' means."""
         n_item: dict[str, int] = defaultdict(int)
         for of, _ in places:
             n_item[of] += 1
@@ -198,7 +198,7 @@ class Sample:
         return np.array([1 / (n_category * in_category[self.strata[of]] * n_item[of]) for of, _ in places])
 
     def _stratified(self) -> tuple[float, float]:
-        """The mean, and its error from what items of the same data set differ."""
+        """The mean, and its error from differences of items within each data set."""
         places, (value, _) = list(self.values), np.array(list(self.values.values())).T
         weight = self.weights(places)
         variance = 0.0

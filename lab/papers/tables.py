@@ -1,4 +1,4 @@
-"""The tables of the documents: numbers with their errors, and tests of differences, from the records kept."""
+"""The tables of the documents, from the records: numbers with their errors, and tests of differences."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHORT = {"": "135M", LARGE: "1.5B", SMALL: "0.5B", UNGROUPED: "135M without grou
 
 
 def models_of(name: str) -> tuple[str, ...]:
-    """The models that an experiment has runs with."""
+    """The models of an experiment's runs."""
     return tuple(dict.fromkeys(RUNS[run].model for run in EXPERIMENTS[name].runs))
 
 
@@ -45,15 +45,15 @@ def of_model(experiment: Experiment, model: str) -> tuple[str, ...]:
 
 
 def kept(names: Sequence[str], results: Path = RESULTS) -> list[Line]:
-    """The lines kept of these runs."""
+    """The lines of these runs in the records."""
     return [line for name in names for line in records.read(results / f"{name}.jsonl")]
 
 
 def render(name: str, results: Path = RESULTS, others: bool = False, shown: set[str] | None = None) -> str:
     """An experiment's commands and tables with each model, with the paper's numbers in brackets.
 
-    others: the results are another model's, which ran in place of the experiment's first.
-    shown: commands that the document has already; those of the experiment are added.
+    others: the results are of another model, which ran in place of the experiment's first.
+    shown: commands that the document already shows; the experiment's commands are added.
     """
     experiment, models = EXPERIMENTS[name], models_of(name)
     shown = set() if shown is None else shown
@@ -129,7 +129,7 @@ def _together(parts: Mapping[str, _Part]) -> _Part | None:
 
 
 def _commands(runs: Sequence[Run], shown: set[str]) -> Iterator[str]:
-    """The commands of runs that are not among those shown. Successive ones share a command, or comments."""
+    """The commands of runs that are not yet shown. Successive runs share equal commands and comments."""
     commands: list[tuple[str, str]] = []
     for run in runs:
         command, _, comments = run.shown().partition("\n")
@@ -147,18 +147,18 @@ def _commands(runs: Sequence[Run], shown: set[str]) -> Iterator[str]:
 
 
 def _model(run: str, results: Path) -> str:
-    """The model that a run had; its own, where nothing was measured."""
+    """The model of a run's records, or of the run if it has no records."""
     return next((str(line["model"]) for line in kept([run], results)), RUNS[run].model)
 
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """A table as it is shown.
+    """A table in its shown form.
 
     Attributes
     ----------
     title
-        The text above the table; empty if each column has a score of its own.
+        The text above the table; empty if each column is a score.
     head
         Heading of the column of row names.
     columns
@@ -205,22 +205,22 @@ class _Grid:
 
 
 def _grid(places: Mapping[Place, Sample], table: Table, model: str, only: bool) -> _Grid:
-    """A table. model: the paper's model. only: leave out columns of which nothing was measured."""
+    """A table. model: the paper's model. only: leave out columns without measured numbers."""
     signs = compared(places, table)
     asked = dict.fromkeys(column for _, column in ([] if only else [*table.paper]) + [*places])
     if table.by == ("budget",) and not table.budgets:
         asked = dict.fromkeys(sorted(asked, key=size))
     columns = [column for column in asked if not table.only_pooled and not is_pooled(column, table)]
     columns += [column for column in asked if is_pooled(column, table)]
-    there = dict.fromkeys(row for row, column in [*places, *table.paper] if column in columns)
+    filled = dict.fromkeys(row for row, column in [*places, *table.paper] if column in columns)
     has_paper = any(column in columns for _, column in table.paper)
     brackets = f" (in brackets: the paper's, with {model})" * has_paper
     rows = {
         f"`{row}`" if table.head == "policy" else row: tuple(
             _shown(places, table, (row, column), signs) for column in columns
         )
-        for row in table.rows or there
-        if row in there
+        for row in table.rows or filled
+        if row in filled
     }
     return _Grid(f"{table.title or SCORES[table.score].title}{brackets}", table.head, tuple(columns), rows)
 
@@ -232,7 +232,7 @@ def _shown(places: Mapping[Place, Sample], table: Table, place: Place, signs: Ma
         if score.exp:
             mean, error = np.exp(mean) - score.less, np.exp(mean) * error
         parts.append(f"{mean * score.scale:.{score.digits}f}")
-        # where all are the same, nothing says how much others would differ
+        # equal numbers give no error
         if np.isfinite(error) and error:
             parts.append(f"±{error * score.scale:.{score.digits}f}")
     if place in table.paper:
@@ -244,7 +244,7 @@ def _shown(places: Mapping[Place, Sample], table: Table, place: Place, signs: Ma
 
 
 def _sizes(lines: Sequence[Line]) -> str:
-    """How much was read or asked, and the budgets in cells."""
+    """The number of items or tokens, and the budgets in cells."""
     items = {f"{line['of']} {item}" for line in lines for item in line.get("items", ())}
     sizes = [f"{len(items)} item{'s' * (len(items) > 1)}"] if items else []
     shares = [line for line in lines if str(line["budget"]).endswith("%") and line["budget"] != "100%"]
@@ -263,7 +263,7 @@ def _sizes(lines: Sequence[Line]) -> str:
 def fill_between(text: str, mark: str, rows: Callable[[], Iterable[str]]) -> str:
     """The document with new lines between the marks of this name."""
     marks = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- end -->)", re.S)
-    return marks.sub(lambda found: found[1] + "\n".join(rows()) + "\n" + found[2], text)
+    return marks.sub(lambda match: match[1] + "\n".join(rows()) + "\n" + match[2], text)
 
 
 def fill(text: str, results: Path = RESULTS) -> str:
@@ -275,4 +275,4 @@ def fill(text: str, results: Path = RESULTS) -> str:
     if unknown := [name for _, name, _ in mark.findall(text) if name not in EXPERIMENTS]:
         raise ValueError(f"no experiment {', '.join(unknown)}; there are: {', '.join(EXPERIMENTS)}")
     shown: set[str] = set()
-    return mark.sub(lambda found: f"{found[1]}{render(found[2], results, shown=shown)}\n{found[3]}", text)
+    return mark.sub(lambda match: f"{match[1]}{render(match[2], results, shown=shown)}\n{match[3]}", text)

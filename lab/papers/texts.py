@@ -29,7 +29,7 @@ DATA_SETS = {
     for kind, files in {"PG19": BOOKS, "ProofPile": CHAPTERS, "ArXiv": PAPERS}.items()
     for file in files
 }
-"""The paper's data set that each of the twelve texts stands for."""
+"""The paper's data set in place of which each of the twelve texts is read."""
 
 _SETS = {
     TWELVE: "the twelve texts",

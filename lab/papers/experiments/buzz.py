@@ -6,7 +6,7 @@ from lab.papers.commands import Compare, Eval
 from lab.papers.experiments.kinds import ALL, LARGE, Experiment, Place, Run, Table, directions, each, numbers
 from lab.papers.texts import WIKI, XSUM
 
-# `kept=true`: its budget is what it holds after an eviction, as the others' is
+# with `kept=true` the budget is the tokens after an eviction, as for other policies
 _KEPT = "buzz:kept=true"
 _ALL = ("full", "buzz", _KEPT, "buzz:logn=true", "h2o", "streamingllm", "local")
 _FEW = ("full", "buzz", _KEPT, "h2o", "streamingllm")

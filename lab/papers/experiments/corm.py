@@ -9,7 +9,7 @@ from lab.papers.texts import DATA_SETS, EIGHT, TWELVE
 
 _OTHERS = ("streamingllm", "scissorhands:window=256:history=256", "h2o:window=256")
 _WINDOWS = tuple(f"corm:window={window}:history={window}" for window in (128, 64, 32, 16))
-# half of the paper's 3,500 tokens and 1,024 cells, which would take four times as long
+# half of the paper's 3,500 tokens, which would take four times as long
 _LONG = ("--max-prompt", "2048")
 # read in one batch, so that the first plan comes after the prompt, as with --prefill whole
 _WHOLE = ("-b", "2048", *_LONG)
@@ -50,7 +50,7 @@ EXPERIMENTS = {
     "corm-table-3": Experiment(
         ("texts-corm", "texts-corm-1.5b"),
         (
-            # before, the others hold all, and CORM alone can lose
+            # before the budget is full only CORM can lose
             Table(
                 "nll",
                 **_OF_TABLE_3,

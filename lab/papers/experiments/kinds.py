@@ -1,6 +1,6 @@
-"""What an experiment is made of, where its data lie, and the papers' own numbers.
+"""Experiments and their tables, the models, and the papers' own numbers.
 
-The numbers are in lab/papers/numbers, copied from the papers' text; figures that print none have none there.
+The numbers in lab/papers/numbers are copied from the papers' text; some figures print none.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ LARGE = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
 """The second model; the first is kvtool's default."""
 
 UNGROUPED = "SmolLM2-135M-Instruct.Q4_1-ungrouped.gguf"
-"""The first model without groups, as the papers' models are: lab/papers/ungroup.py makes it."""
+"""The first model without groups, as the papers' models are; lab/papers/ungroup.py writes it."""
 
 SMALL = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 """A third model, for docs/which-policy.md."""
 
 Run = Compare | Eval | Map | Fading | Ruler
-"""What measures, a command for each part of it."""
+"""A kind of run: it measures with one command for each part."""
 
 Place = tuple[str, str]
 """Row and column of a table: a policy, and a budget or a text."""
@@ -43,26 +43,25 @@ class Table:
     by
         Fields of a line whose values are the columns.
     against
-        The paper's own method, which the other rows are compared with.
+        The paper's own method. Other rows are compared with it.
     rows
         The rows in their order; all if empty.
     row
-        The field of a line whose values are the rows; its label is its policy.
+        The field of a line whose values are the rows; "label" is the policy.
     budgets
         The budgets that count; all if empty.
     of
         The files or data sets that count; all if empty.
     apart
-        A row that is not shown, but taken off all others, pair by pair.
+        A row that is subtracted from each other row, pair by pair, and not shown.
     names
         Headings in place of the columns' values.
     pooled
-        Headings of further columns, with what they have of the first of `by`: None for all.
+        Headings of further columns, with their values of the first field of `by`; None for all values.
     late
-        Whether only tokens count that come after as many as the column's budget; before, a policy with it
-        holds all.
+        Whether only tokens after the first `budget` tokens count; before, a policy with a budget evicts none.
     only_pooled
-        Whether only pooled columns are shown and compared: the others have too few units for a test.
+        Whether only pooled columns are shown and compared, because other columns have too few units.
     same_item
         Whether the same number of an item in several files is one unit of a pooled column.
     strata
@@ -70,15 +69,15 @@ class Table:
     paper
         The paper's numbers, as it prints them.
     worse
-        If it prints none: the rows that it says are worse than its own method.
+        If it prints none: rows that the paper calls worse than its own method.
     theirs
-        The same for single places: 1 for a number that it says is higher than its own method's, -1 for lower.
+        The same for single places: 1 for a number above that of its own method, -1 for a number below.
     scores
-        In place of score, a score for each task.
+        A score for each task, in place of score.
     title
         Heading of the table; by default the score's title.
     head
-        What the rows are.
+        Heading of the rows.
     """
 
     score: str
@@ -105,22 +104,22 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """What a section of the documents shows.
+    """A section of the documents.
 
     Attributes
     ----------
     runs
-        Names of runs: those of one model are shown together, under its name.
+        Names of runs.
     tables
-        What is shown of their results.
+        Tables of their results.
     model
-        The paper's model; its numbers are in brackets.
+        The paper's model, whose numbers are in brackets.
     together
-        Whether one table has all models.
+        Whether one table and its tests have all models.
     commands
-        Whether the commands are shown; not where another experiment of the same runs shows them.
+        Whether the commands are shown; another page may show them.
     unequal
-        Whether the paper's method holds more cells than its rivals: then being ahead of them says nothing.
+        Whether the paper's method holds more cells than its rivals, so that being ahead says little.
     """
 
     runs: tuple[str, ...]
@@ -132,11 +131,11 @@ class Experiment:
 
 
 ALL: Mapping[str, frozenset[str] | None] = {"all": None}
-"""One pooled column with everything."""
+"""One pooled column of all texts or data sets."""
 
 
 def of_map(kind: str, head: str, against: str, theirs: Mapping[Place, int]) -> tuple[Table, ...]:
-    """The table of a map. head: what its rows are. theirs: as in `Table`."""
+    """The table of a map. head, theirs: as in `Table`."""
     return (Table(kind, ("part",), against, theirs=theirs, head=head),)
 
 
@@ -152,12 +151,12 @@ def numbers(paper: str, *tables: str) -> dict[Place, str]:
     }
 
 
-def directions(paper: Mapping[Place, str], own: str) -> dict[Place, int]:
-    """Of each of a paper's numbers whether it is higher (1) or lower (-1) than that of its own method."""
+def directions(paper: Mapping[Place, str], method: str) -> dict[Place, int]:
+    """Whether each of a paper's numbers is higher (1) or lower (-1) than the number of its method."""
     return {
-        (row, column): 1 if float(number) > float(paper[own, column]) else -1
+        (row, column): 1 if float(number) > float(paper[method, column]) else -1
         for (row, column), number in paper.items()
-        if row not in (own, "full") and (own, column) in paper and number != paper[own, column]
+        if row not in (method, "full") and (method, column) in paper and number != paper[method, column]
     }
 
 

@@ -1,4 +1,4 @@
-"""What lab/papers/ruler.md says: RULER under many policies, from one reading of each prompt. No paper's."""
+"""Experiments of lab/papers/ruler.md: RULER under many policies, from one reading of each prompt."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PROTOCOLS = {"after": "question after the text was compressed", "known": "quest
 
 _OWN = ("full", "full q8_0", "full q4_0", "recall")
 
-# rows that share have tables of their own
+# rows that share a budget have another table
 ROWS = (*_OWN, *EQUAL)
 
 COUNTED = tuple(task for task in PARTS if task != "qa_2")
-"""The tasks in which the model has 20 % or more with the full cache."""
+"""The tasks in which the model scores 20 % or more with the full cache."""
 
 RUNS: dict[str, Run] = {
     "ruler": Ruler(
@@ -50,7 +50,7 @@ EXPERIMENTS = {
             _scores("known", against="full"),
         ),
     ),
-    # beside these the tests of the ones above would tell less
+    # apart, because more tests in the tables above would find less
     "ruler-streams": Experiment(
         ("ruler",),
         tuple(_scores(question, rows=("full", *STREAMS), against="full") for question in _PROTOCOLS),
@@ -59,7 +59,7 @@ EXPERIMENTS = {
     "ruler-long": Experiment(
         ("ruler-long",), (Table("", ("of",), scores={"after": "string_match"}, title="RULER's score, %"),)
     ),
-    # what docs/which-policy.md shows
+    # the table of docs/which-policy.md
     "ruler-short": Experiment(
         ("ruler",),
         (

@@ -1,4 +1,4 @@
-"""Seven tasks with a fifth of the cache: lab/papers/policy-numbers.md. No paper's."""
+"""Seven tasks with a fifth of the cache, for lab/papers/policy-numbers.md; no paper has these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/which-policy.md says: the papers' policies beside recall and quantized caches. No paper's."""
+"""Experiments of docs/which-policy.md, which no paper has: policies, recall and quantized caches."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _FEWER = ("recall", "roco", "h2o", "expected", "streamingllm")
 _OF_TASKS = ("full", "recall", "roco", "h2o", "streamingllm")
 _QUANTIZED = ("full q8_0", "full q4_0")
 _TYPES = ("f16", "q8_0", "q4_0")
-# scores of the field beside h2o's, and rows that share a layer's budget
+# newer scores than h2o's, and rows that share a layer's budget
 _SCORES = ("h2o", "h2o:heads=adaptive", "roco", "rkv", "expected", "expected:heads=adaptive")
 _EXPECTED = "expected:queries=32"
-# cells for which h2o takes the bytes of expected with 512 and its queries, tokens of a text, and minutes:
-# a head's query in f32 takes the bytes of a cell in f16
+# model, cells, tokens of a text, and minutes: with these cells h2o takes the bytes of expected with 512 cells
+# and its queries, as a query of a head in f32 takes the bytes of a cell in f16
 _EQUAL = {
     "equal": ("", "608", 3072, 10),
     "equal-0.5b": (SMALL, "736", 2048, 15),
@@ -62,12 +62,12 @@ _SAMPLED = {
 
 def _equal() -> dict[str, Run]:
     """`h2o` and `expected` with cells that take the same bytes."""
-    found: dict[str, Run] = {}
+    runs: dict[str, Run] = {}
     for name, (model, cells, n, minutes) in _EQUAL.items():
         how = {"model": model, "minutes": minutes}
-        found[name] = Compare(_FILES, ("full", "h2o"), (cells,), n, **how)
-        found[f"{name}-expected"] = Compare(_FILES, (_EXPECTED,), ("512",), n, **how)
-    return found
+        runs[name] = Compare(_FILES, ("full", "h2o"), (cells,), n, **how)
+        runs[f"{name}-expected"] = Compare(_FILES, (_EXPECTED,), ("512",), n, **how)
+    return runs
 
 
 RUNS: dict[str, Run] = {
@@ -105,12 +105,12 @@ _ASKED = {
 _POOLED = {"by": ("of", "budget"), "names": DATA_SETS, "pooled": ALL, "only_pooled": True}
 
 EXPERIMENTS = {
-    # what the page shows: all models side by side
+    # the tables of docs/which-policy.md: all models side by side
     "which-short": Experiment(
         _TEXT_RUNS,
         (
             Table("above", **_BY_MODEL, **_EXCESS | {"against": ""}),
-            # the others have the cells, so the bytes, of h2o
+            # other policies have as many cells as h2o, and its bytes
             Table("device", **_BY_MODEL, rows=("full", *_QUANTIZED, "h2o")),
         ),
         together=True,
@@ -126,7 +126,7 @@ EXPERIMENTS = {
         + (Table("host", **_BY_MODEL, rows=("recall",), budgets=("512",)),),
         together=True,
     ),
-    # with the memory that expected takes for queries, too
+    # in equal bytes, counting the queries of expected
     "which-equal": Experiment(
         tuple(_equal()),
         (
