@@ -44,7 +44,7 @@ class Look:
         The experiment whose tables have the numbers.
     of
         Description of the texts or items; {n} is their number, {tokens} their length, {of} the budget.
-    own
+    method
         The paper's method.
     rivals
         Rows that it is compared with; `full` alone asks whether it is about as good.
@@ -58,7 +58,7 @@ class Look:
 
     experiment: str
     of: str
-    own: str
+    method: str
     rivals: tuple[str, ...]
     column: str
     scores: tuple[str, ...]
@@ -196,7 +196,7 @@ class _Seen:
     column: str
     lines: Sequence[Line]
 
-    def own_lines(self, label: str) -> list[Line]:
+    def lines_of(self, label: str) -> list[Line]:
         """The lines of this row in the column, or else of the row."""
         lines = [line for line in self.lines if line[self.table.row] == label]
         parts = self.column.split(", ")
@@ -210,8 +210,8 @@ def _seen(look: Look, model: str, results: Path) -> list[_Seen]:
     seen = []
     for table in (table for table in experiment.tables if table.score in look.scores and table.against):
         places = samples(lines, table)
-        own = (column for row, column in places if row == look.own and column.startswith(look.column))
-        if column := next(own, ""):
+        columns = (column for row, column in places if row == look.method and column.startswith(look.column))
+        if column := next(columns, ""):
             seen.append(_Seen(table, places, column, lines))
     return seen
 
@@ -222,12 +222,12 @@ def _cells(
     """The cells of a row after its head."""
     numbers, results = [], {}
     for each in seen:
-        own, signs = each.places[look.own, each.column], compared(each.places, each.table)
+        method, signs = each.places[look.method, each.column], compared(each.places, each.table)
         short = SCORES[each.table.score].short or each.table.score
         if look.rivals == ("full",):
             full, sign = each.places["full", each.column], signs.get(("full", each.column), 0)
             distance = "" if look.above else _how_far(look, each)
-            numbers.append(f"{short} {_number(own)} against {_number(full)}{distance}")
+            numbers.append(f"{short} {_number(method)} against {_number(full)}{distance}")
             if sign or look.above:
                 results[short] = {1: "behind full", -1: "ahead of full", 0: "no difference"}[sign]
             else:
@@ -235,12 +235,12 @@ def _cells(
         else:
             rivals = [name for name in look.rivals if (name, each.column) in each.places]
             listed = (f"{_rival(name)} {_number(each.places[name, each.column])}" for name in rivals)
-            numbers.append(f"{short} {_number(own)}; {', '.join(listed)}")
+            numbers.append(f"{short} {_number(method)}; {', '.join(listed)}")
             results[short] = _of_rivals(rivals, each.column, signs)
-    own_lines = seen[-1].own_lines(look.own)
-    n = len({of for of, _ in own.values} if own.of_text else own.values)
-    tokens = max((line["tokens"] for line in own_lines if "tokens" in line), default=0)
-    sizes = _sizes(own_lines, seen[-1].own_lines("full"), model)
+    method_lines = seen[-1].lines_of(look.method)
+    n = len({of for of, _ in method.values} if method.of_text else method.values)
+    tokens = max((line["tokens"] for line in method_lines if "tokens" in line), default=0)
+    sizes = _sizes(method_lines, seen[-1].lines_of("full"), model)
     of = look.of.format(n=n, tokens=f"{tokens:,}", of=_grouped(seen[-1].column.rpartition(", ")[2]))
     if len(set(results.values())) == 1:
         result = next(iter(results.values()))
@@ -264,33 +264,33 @@ def _number(sample: Sample) -> str:
 
 def _how_far(look: Look, seen: _Seen) -> str:
     """Distance of a score from the full cache's."""
-    own, full = (seen.places[label, seen.column] for label in (look.own, "full"))
-    if SCORES[own.score].exp:
-        mean, error = own.apart(full).mean()
+    method, full = (seen.places[label, seen.column] for label in (look.method, "full"))
+    if SCORES[method.score].exp:
+        mean, error = method.apart(full).mean()
         return f": {100 * np.expm1(mean):+.1f} % ±{100 * np.exp(mean) * error:.1f}"
-    if SCORES[own.score].scale == 1:
+    if SCORES[method.score].scale == 1:
         return ""
-    ratio, low, high = _ratio(own, full, *(seen.own_lines(label) for label in (look.own, "full")))
+    ratio, low, high = _ratio(method, full, *(seen.lines_of(label) for label in (look.method, "full")))
     return f": {ratio:.0f} % ({low:.0f} to {high:.0f})"
 
 
 def _ratio(
-    own: Sample, full: Sample, own_lines: Sequence[Line], full_lines: Sequence[Line]
+    method: Sample, full: Sample, method_lines: Sequence[Line], full_lines: Sequence[Line]
 ) -> tuple[float, float, float]:
     """A score in percent of the full cache's, and its 95 % interval, by resampling items of each set."""
-    rng, places = np.random.default_rng(0), list(own.values)
+    rng, places = np.random.default_rng(0), list(method.values)
     of = np.array([name for name, _ in places])
     groups = [np.flatnonzero(of == name) for name in dict.fromkeys(of)]
     drawn = np.concatenate(
         [group[rng.integers(len(group), size=(10_000, len(group)))] for group in groups], 1
     )
     order = np.concatenate(groups)[None]
-    if own.score == "rouge":
-        both = [_three(lines, places) for lines in (own_lines, full_lines)]
+    if method.score == "rouge":
+        both = [_three(lines, places) for lines in (method_lines, full_lines)]
         means = [[np.prod(values[:, at].mean(2), 0) ** (1 / 3) for values in both] for at in (order, drawn)]
     else:
-        weight = own.weights(places)[order]
-        values = [np.array([sample.values[place][0] for place in places]) for sample in (own, full)]
+        weight = method.weights(places)[order]
+        values = [np.array([sample.values[place][0] for place in places]) for sample in (method, full)]
         means = [[(weight * value[at]).sum(1) for value in values] for at in (order, drawn)]
     (ratio,), draws = (100 * np.divide(*each) for each in means)
     return ratio, *np.quantile(draws, [0.025, 0.975])
@@ -318,9 +318,9 @@ def _as_good(results: Path) -> dict[Key, tuple[float, float]]:
     looks = (look for claim in CLAIMS for look in claim.looks if look.rivals == ("full",) and not look.above)
     for look, model in product(looks, tables.MODELS):
         for seen in _seen(look, model, results):
-            own, full = (seen.places[label, seen.column] for label in (look.own, "full"))
-            sums, weights = own.differences(full)
-            score = SCORES[own.score]
+            method, full = (seen.places[label, seen.column] for label in (look.method, "full"))
+            sums, weights = method.differences(full)
+            score = SCORES[method.score]
             margin = MARGIN * full.mean()[0] if score.scale > 1 else np.log1p(MARGIN)
             how = (-sums if score.lower else sums, weights, margin)
             tests[_key(look, model, seen)] = significance.not_worse_test(*how), significance.power(*how)
@@ -375,13 +375,13 @@ def _against_h2o(results: Path) -> str:
     )
 
 
-def _sizes(own_lines: Sequence[Line], full_lines: Sequence[Line], model: str) -> str:
+def _sizes(method_lines: Sequence[Line], full_lines: Sequence[Line], model: str) -> str:
     """Cells that the method and the full cache held at the end, and their bytes."""
-    n_own, own_mib = _size(own_lines, model)
+    n_own, own_mib = _size(method_lines, model)
     n_full, full_mib = _size(full_lines, model)
-    if not n_full and own_lines[0]["budget"] == "100%":
+    if not n_full and method_lines[0]["budget"] == "100%":
         # a budget of all tokens of the prompt
-        n_full = float(np.mean([n for line in own_lines for n in line["cells"]]))
+        n_full = float(np.mean([n for line in method_lines for n in line["cells"]]))
         full_mib = n_full * _CELL_BYTES[model] / 2**20
     cells = f"{n_own:,.0f} of {n_full:,.0f} cells" if n_full else f"{n_own:,.0f} cells"
     if not own_mib:

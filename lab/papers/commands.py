@@ -63,9 +63,9 @@ class Compare:
             return shell(self._command(self.files[0], self.policies), self.model)
         return shell(self._command("FILE", self.policies), self.model) + each_of(self.files)
 
-    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
+    def lines(self, stored: Iterable[records.Record]) -> Iterator[Line]:
         texts = {Path(file).name for file in self.files}
-        for record in found:
+        for record in stored:
             # without a budget there is a cell for each token of the text or the context
             has_all = record["budget"] >= record["tokens"]
             label = _label(self.policies, record)
@@ -161,9 +161,9 @@ class Eval:
             return f"{command.replace(f' {self.named}', '')}\n    # with {self.named}"
         return f"{command}\n    # POLICY: {chosen}\n    # BUDGET: {', '.join(self.budgets)}"
 
-    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
+    def lines(self, stored: Iterable[records.Record]) -> Iterator[Line]:
         groups = defaultdict(list)
-        for record in found:
+        for record in stored:
             of = record.get("dataset", record.get("file", self._of))
             groups[":".join([record["policy"], *record["options"]]), record["budget"], of].append(record)
         for (label, budget, of), items in groups.items():
@@ -219,8 +219,8 @@ class Map(ByText):
         command = shell(self._command("FILE"), self.model)
         return f"{command} --plot {self.kind}.png{each_of(self.files)}"
 
-    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
-        for record in found:
+    def lines(self, stored: Iterable[records.Record]) -> Iterator[Line]:
+        for record in stored:
             parts = list(PARTS[self.kind](record))
             for part, label, value in parts:
                 yield {

@@ -63,7 +63,7 @@ def rows(results: Path = RESULTS) -> Iterator[str]:
 
 
 def _verdict(name: str, model: str, results: Path) -> str:
-    """How many of the paper's differences a test finds with this model, by score."""
+    """Counts of the paper's differences that a test finds with this model, by score."""
     counts: dict[str, Verdict] = defaultdict(Verdict)
     measured = lacks_own = False
     experiment = EXPERIMENTS[name]
@@ -87,13 +87,13 @@ def _verdict(name: str, model: str, results: Path) -> str:
     return "; ".join(f"{short}: {_in_words(of_score)}" for short, of_score in counts.items())
 
 
-def _in_words(found: Verdict) -> str:
-    if found.untested == found.n:
+def _in_words(result: Verdict) -> str:
+    if result.untested == result.n:
         return "too few for a test"
-    if not found.same and not found.other:
-        return f"0 of {found.n}"
-    counts = (("same", found.same), ("other", found.other))
-    return f"{', '.join(f'{n} {direction}' for direction, n in counts if n)}, of {found.n}"
+    if not result.same and not result.other:
+        return f"0 of {result.n}"
+    counts = (("same", result.same), ("other", result.other))
+    return f"{', '.join(f'{n} {direction}' for direction, n in counts if n)}, of {result.n}"
 
 
 def fill_index(text: str, results: Path = RESULTS) -> str:

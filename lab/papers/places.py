@@ -80,7 +80,7 @@ def _share(places: Mapping[Place, Sample]) -> None:
 
 
 def _is_whole(place: Place, sample: Sample, table: Table) -> bool:
-    """Whether a place has all that its column is to have: an average of LongBench all of its data sets."""
+    """True if a place has all that its column needs: an average of LongBench all of its data sets."""
     asked = table.pooled.get(place[1].partition(", ")[0]) or frozenset()
     return bool(sample.values) and asked <= {of for of, _ in sample.values}
 

@@ -29,8 +29,8 @@ class Fading(ByText):
     def shown(self) -> str:
         return shell(self._command("FILE"), self.model) + each_of(self.files)
 
-    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
-        for record in found:
+    def lines(self, stored: Iterable[records.Record]) -> Iterator[Line]:
+        for record in stored:
             counts = statistics.block_counts(record["tokens"] - 1)
             for label in self.rules:
                 yield {
@@ -107,10 +107,10 @@ class Ruler:
     def shown(self) -> str:
         return f"{shell(self._command('TASK'), self.model)}\n    # TASK: {', '.join(self.tasks)}"
 
-    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
+    def lines(self, stored: Iterable[records.Record]) -> Iterator[Line]:
         """A line for each place and task. Results that do not depend on the protocol are in both."""
         items: dict[tuple[str, _Where], list[records.Record]] = defaultdict(list)
-        for record in found:
+        for record in stored:
             if "error" in record or record["length"] != self.length:
                 continue
             for place in self._places_of(record):
@@ -121,7 +121,7 @@ class Ruler:
                 continue
             question, label, budget = place
             # results that are in both took their time once
-            own = of_place[0]["question"] == question
+            is_first = of_place[0]["question"] == question
             yield {
                 "label": label,
                 "budget": budget,
@@ -134,7 +134,7 @@ class Ruler:
                     "host": [record["archive_bytes"] / 2**20 for record in of_place],
                 },
                 **about(*of_place),
-                **({} if own else {"seconds": 0}),
+                **({} if is_first else {"seconds": 0}),
             }
 
     def _places(self) -> Iterator[_Where]:

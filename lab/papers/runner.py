@@ -1,18 +1,18 @@
 """Repeat the papers' experiments, and write their tables.
 
-    python -m lab.papers plan [ID ...]        what is missing, and how many minutes of a core it takes
-    python -m lab.papers files [ID ...]       the files that DATA is to have
-    python -m lab.papers run DATA [ID ...]    measure what is missing of these experiments, or of all
+    python -m lab.papers plan [ID ...]        the missing commands, and their minutes on one core
+    python -m lab.papers files [ID ...]       the files that DATA needs
+    python -m lab.papers run DATA [ID ...]    run the missing commands of these experiments, or of all
     python -m lab.papers tables               write the tables of the documents from lab/papers/records
     python -m lab.papers run DATA [ID ...] -m MODEL --results FOLDER        the same with another model
     python -m lab.papers show ID ... --results FOLDER                       and its tables, on stdout
 
-`run` writes the documents' tables, too, unless it has a folder of results of its own.
+`run` also writes the documents' tables, unless `--results` names another folder.
 
 An experiment is a list of commands, mostly `kvtool compare` and `kvtool eval`; the documents show them. DATA
 is a folder with the texts and data sets: lab/papers/README.md has their sources. Some runs need other models
 than kvtool's default: `--models` is the folder with these. `--work` keeps all results; lab/papers/records
-keeps what the tables need, which is scores of items and of blocks of tokens, and no text of a data set.
+keeps scores of items and of blocks of tokens for the tables, and no text of a data set.
 Results that are there are not measured again.
 """
 
@@ -78,14 +78,14 @@ def run(
             store = work / Path(asked.model or "default").stem / f"{ask.store}.jsonl"
             store.parent.mkdir(parents=True, exist_ok=True)
             path_of_model = model or (str(models / asked.model) if asked.model else "")
-            own = ["-m", path_of_model] if path_of_model else []
+            chosen = ["-m", path_of_model] if path_of_model else []
             words = [str(data / part) if "/" in part else part for part in ask.command]
             if ask.goes_on:
-                _python("-m", *words, *own, *more, "--json", str(store))
+                _python("-m", *words, *chosen, *more, "--json", str(store))
             elif is_program(ask.command):
-                _script(store, [*words, *own, *more])
+                _script(store, [*words, *chosen, *more])
             else:
-                _kvtool(*words, *own, *more, "--records", str(store), "--resume")
+                _kvtool(*words, *chosen, *more, "--records", str(store), "--resume")
             _keep(path, asked.lines(records.read(store)))
 
 
@@ -98,17 +98,17 @@ def files(names: Iterable[str]) -> list[str]:
 def _lacking(runs: Sequence[str], data: Path, results: Path, models: Path, model: str) -> list[Path]:
     """Missing files of the missing commands."""
     left = [name for name in runs if missing(name, results)]
-    own = {RUNS[name].model for name in left} - {""} if not model else set()
+    named = {RUNS[name].model for name in left} - {""} if not model else set()
     return [
         path
-        for path in (*(data / file for file in files(left)), *map(models.joinpath, sorted(own)))
+        for path in (*(data / file for file in files(left)), *map(models.joinpath, sorted(named)))
         if not path.exists()
     ]
 
 
-def _keep(path: Path, found: Iterable[Line]) -> None:
+def _keep(path: Path, lines: Iterable[Line]) -> None:
     """Add these lines, replacing lines of the same policy, budget and text."""
-    new = [_rounded(line) for line in found]
+    new = [_rounded(line) for line in lines]
     places = {_place(line) for line in new}
     records.rewrite(path, lambda old: [line for line in old if _place(line) not in places] + new)
 
@@ -123,7 +123,7 @@ def _kvtool(*arguments: str) -> str:
 
 
 def _python(*arguments: str) -> str:
-    """The stdout of a Python program. Ends this one if it fails."""
+    """The stdout of a Python program. Exits if that program fails."""
     # the user's own defaults must not change results
     clean = {name: value for name, value in os.environ.items() if not _is_setting(name)}
     clean["KVTOOL_CONFIG"] = os.devnull
@@ -157,7 +157,7 @@ def _rounded(line: Line) -> Line:
 
 
 def runs_of(names: Iterable[str], others: bool = False) -> tuple[str, ...]:
-    """The runs of these experiments. others: only those of each first model, which another replaces."""
+    """The runs of these experiments. others: only those of the first model, which another model replaces."""
     runs = []
     for name in names:
         experiment = EXPERIMENTS[name]

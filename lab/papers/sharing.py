@@ -26,7 +26,7 @@ _QUESTIONS = {"after": ("after",), "known": ("known",), "both": ("after", "known
 
 def gains(lines: Sequence[Line], by: str, questions: Sequence[str], *, in_bytes: bool) -> np.ndarray:
     """Return f64[task], by how much "heads" or "layers" that share score above equal ones, in 0..1."""
-    found: dict[str, list[float]] = defaultdict(list)
+    by_task: dict[str, list[float]] = defaultdict(list)
     where = {(line["label"], line["task"], line["of"], line["budget"]): line for line in lines}
     equal = defaultdict(list)
     for (label, question, of, _), line in where.items():
@@ -41,8 +41,8 @@ def gains(lines: Sequence[Line], by: str, questions: Sequence[str], *, in_bytes:
                 rival = _at(others, size)
             else:
                 rival = np.array(where[name, question, of, budget]["scores"]["string_match"])
-            found[of].append(float((score - rival).mean()))
-    return np.array([np.mean(of_task) for of_task in found.values()])
+            by_task[of].append(float((score - rival).mean()))
+    return np.array([np.mean(of_task) for of_task in by_task.values()])
 
 
 def _at(lines: Sequence[Line], size: Sequence[float]) -> np.ndarray:
@@ -61,8 +61,8 @@ def rows() -> Iterator[str]:
     for by, (question, asked) in product(SHARING, _QUESTIONS.items()):
         cells = []
         for in_bytes in (False, True):
-            found = gains(lines, by, asked, in_bytes=in_bytes)
-            cells += [f"{100 * found.mean():+.1f}", f"{significance.sign_flip_test(found):.3f}"]
+            gain = gains(lines, by, asked, in_bytes=in_bytes)
+            cells += [f"{100 * gain.mean():+.1f}", f"{significance.sign_flip_test(gain):.3f}"]
         yield f"| {_WORDS[by]} | {question} | {' | '.join(cells)} |"
 
 

@@ -48,14 +48,14 @@ class Verdict:
 
 def verdict(places: Mapping[Place, Sample], table: Table) -> Verdict:
     """The verdict on a table. A difference counts by its direction, not by its size."""
-    found = _differences(places, table)
-    signs = _signs(places, found)
+    differences = _differences(places, table)
+    signs = _signs(places, differences)
     same = other = unclear = untested = 0
     for place, theirs in ordered(places, table):
         if sign := signs.get(place):
             same += sign == theirs
             other += sign != theirs
-        elif place in found and found[place].least_p * len(found) <= _LEVEL:
+        elif place in differences and differences[place].least_p * len(differences) <= _LEVEL:
             unclear += 1
         else:
             untested += 1
@@ -79,11 +79,11 @@ def compared(places: Mapping[Place, Sample], table: Table) -> dict[Place, int]:
     return _signs(places, _differences(places, table))
 
 
-def _signs(places: Mapping[Place, Sample], found: Mapping[Place, Difference]) -> dict[Place, int]:
-    adjusted = significance.holm(np.array([each.p for each in found.values()]))
+def _signs(places: Mapping[Place, Sample], differences: Mapping[Place, Difference]) -> dict[Place, int]:
+    adjusted = significance.holm(np.array([each.p for each in differences.values()]))
     return {
         place: int(np.sign(each.mean)) * _sign(places[place].score) * bool(p <= _LEVEL)
-        for (place, each), p in zip(found.items(), adjusted, strict=True)
+        for (place, each), p in zip(differences.items(), adjusted, strict=True)
     }
 
 
@@ -107,12 +107,12 @@ def ordered(places: Mapping[Place, Sample], table: Table) -> Iterator[tuple[Plac
 
 def _differences(places: Mapping[Place, Sample], table: Table) -> dict[Place, Difference]:
     """The differences of a table that have a test."""
-    found = {
+    differences = {
         place: sample.minus(places[table.against, place[1]])
         for place, sample in places.items()
         if _is_compared(place, places, table)
     }
-    return {place: each for place, each in found.items() if each}
+    return {place: each for place, each in differences.items() if each}
 
 
 def _is_compared(place: Place, places: Mapping[Place, Sample], table: Table) -> bool:
@@ -132,8 +132,8 @@ def _theirs(place: Place, table: Table) -> int:
     rest = column.partition(", ")[2]
     both = [
         float(table.paper[row, other]) - float(number)
-        for (own, other), number in table.paper.items()
-        if own == table.against and other.partition(", ")[2] == rest and (row, other) in table.paper
+        for (method, other), number in table.paper.items()
+        if method == table.against and other.partition(", ")[2] == rest and (row, other) in table.paper
     ]
     return int(np.sign(round(sum(both), 9)))
 

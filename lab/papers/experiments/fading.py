@@ -36,7 +36,7 @@ _BY_TEXT: dict[str, Any] = {"by": ("of",), "names": _NAMES, "pooled": ALL}
 
 
 def _of(policy: str, n_mean: int, *more: str) -> Table:
-    """Loss of perplexity. A row with means is compared with the others."""
+    """Loss of perplexity, compared with the row that has means."""
     rules = _rules(policy, n_mean, *more)
     return Table("above", **_BY_TEXT, apart="full", against=rules[2], rows=rules)
 

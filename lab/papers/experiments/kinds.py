@@ -71,7 +71,7 @@ class Table:
     worse
         If it prints none: rows that the paper calls worse than its own method.
     theirs
-        The same for single places: 1 for a number above that of its own method, -1 for a number below.
+        The same for single places: 1 for a number above its method's, -1 for a number below.
     scores
         A score for each task, in place of score.
     title
@@ -152,7 +152,7 @@ def numbers(paper: str, *tables: str) -> dict[Place, str]:
 
 
 def directions(paper: Mapping[Place, str], method: str) -> dict[Place, int]:
-    """Whether each of a paper's numbers is higher (1) or lower (-1) than the number of its method."""
+    """1 for each of a paper's numbers that is higher than its method's number, -1 for lower ones."""
     return {
         (row, column): 1 if float(number) > float(paper[method, column]) else -1
         for (row, column), number in paper.items()

@@ -3,8 +3,8 @@
     python -m lab.papers.maps KIND FILE [--max-tokens 512] [--plot PNG] [--json FILE]
 
 KIND is attention, queries (their similarity), values (singular values of keys and values) or share (of
-important keys). The numbers are a table; --json writes those of every layer and head. The text is one batch:
-memory grows with the square of its length. lab/papers/maps.md says what is computed.
+important keys). A table has the means; --json writes the numbers of every layer and head. The text is one
+batch: memory grows with the square of its length. lab/papers/maps.md defines the numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvtool.models.header import read
 from lab.benchmarks.common import add_common, load_model, load_tokens, make_parser, write_json
 from lab.papers.maps import measure
 from lab.papers.maps.measure import Heads, Place, Reading
-from lab.papers.maps.observe import What
+from lab.papers.maps.observe import Observed
 
 NEAR = (1, 16, 256)
 """Distances in tokens: `queries` counts the queries whose most similar earlier one is at most so far back."""
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def drawn_layers(model: Model, kind: str) -> list[int]:
-    """Return the layers that a map shows, and report the others on stderr. Raises ModelError."""
+    """Return the layers that a map shows, and report missing layers on stderr. Raises ModelError."""
     drawn = measure.drawn_layers(model, kind)
     if missing := sorted({layer.number for layer in model.layers.all} - set(drawn)):
         why = "they do not attend to all tokens"
@@ -133,15 +133,15 @@ def _queries(text: Reading, places: list[Place]) -> Map:
 
 def _values(text: Reading, places: list[Place]) -> Map:
     values = measure.values(text)
-    if What.KEYS_BEFORE not in values.singular:
+    if Observed.KEYS_BEFORE not in values.singular:
         sys.stderr.write("llama.cpp does not show keys before RoPE of this model\n")
     rows, record = [], {"layer": values.layer.tolist(), "head": values.head.tolist()}
-    for what in values.singular:
-        ranks, curve = values.rank(what), values.normalised(what)
+    for observed in values.singular:
+        ranks, curve = values.rank(observed), values.normalised(observed)
         half = float(curve[len(curve) // 2 - 1])
         numbers = f"{ranks.mean():.1f}", f"{ranks.min()} to {ranks.max()}", f"{half:.3f}"
-        rows.append([what.value, str(len(curve)), *numbers])
-        record[what.name.lower()] = {"rank": ranks.tolist(), "normalised": curve.round(6).tolist()}
+        rows.append([observed.value, str(len(curve)), *numbers])
+        record[observed.name.lower()] = {"rank": ranks.tolist(), "normalised": curve.round(6).tolist()}
     columns = ("", "dimensions", "rank for 90 %", "of single heads", "middle value / first")
     return Map(values, record, columns, rows)
 

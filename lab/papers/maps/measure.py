@@ -18,7 +18,7 @@ import numpy as np
 from kvtool.errors import ModelError
 from kvtool.llama.model import Model
 from kvtool.models.layers import Kind
-from lab.papers.maps.observe import What, observe
+from lab.papers.maps.observe import Observed, observe
 
 Place = tuple[int, int]
 """Layer, and head in it."""
@@ -26,7 +26,7 @@ Place = tuple[int, int]
 CARRIED = 0.9
 """Fraction of the sum of squares that the singular values of an effective rank carry."""
 
-Measure = Callable[[What, Place, np.ndarray], tuple[float, ...] | None]
+Measure = Callable[[Observed, Place, np.ndarray], tuple[float, ...] | None]
 """Function of kind, place and array of an `observe.Visit`, which returns the head's numbers, if any."""
 
 _SEED = 1
@@ -50,19 +50,19 @@ class Reading:
     tokens: np.ndarray
     n_threads: int | None = None
 
-    def columns(self, kind: str, wanted: Collection[What], measure: Measure) -> list[np.ndarray]:
+    def columns(self, kind: str, wanted: Collection[Observed], measure: Measure) -> list[np.ndarray]:
         """Return i32[head] layers, i32[head] heads, then f64[head] for each number measured of a head.
 
         wanted: observed data of the layers in a kind of map. Raises the errors of `observe`.
         """
-        found = []
+        heads_seen = []
 
-        def visit(what: What, layer: int, head: int, array: np.ndarray) -> None:
-            if (numbers := measure(what, (layer, head), array)) is not None:
-                found.append((layer, head, *numbers))
+        def visit(observed: Observed, layer: int, head: int, array: np.ndarray) -> None:
+            if (numbers := measure(observed, (layer, head), array)) is not None:
+                heads_seen.append((layer, head, *numbers))
 
         observe(self.model, self.tokens, wanted, drawn_layers(self.model, kind), visit, self.n_threads)
-        layers, heads, *rest = zip(*found, strict=True)
+        layers, heads, *rest = zip(*heads_seen, strict=True)
         return [np.array(layers, np.int32), np.array(heads, np.int32), *map(np.array, rest)]
 
 
@@ -180,21 +180,23 @@ class Values(Heads):
         descending.
     """
 
-    singular: dict[What, list[np.ndarray]]
+    singular: dict[Observed, list[np.ndarray]]
 
-    def normalised(self, what: What) -> np.ndarray:
+    def normalised(self, observed: Observed) -> np.ndarray:
         """f64[dim], singular values divided by the head's first, mean over heads.
 
         If heads have different dimensions, only the smallest dimension.
         """
-        n = min(map(len, self.singular[what]))
+        n = min(map(len, self.singular[observed]))
         tiny = np.finfo(np.float64).tiny
-        mean: np.ndarray = np.mean([each[:n] / max(each[0], tiny) for each in self.singular[what]], axis=0)
+        mean: np.ndarray = np.mean(
+            [each[:n] / max(each[0], tiny) for each in self.singular[observed]], axis=0
+        )
         return mean
 
-    def rank(self, what: What) -> np.ndarray:
+    def rank(self, observed: Observed) -> np.ndarray:
         """i64[head], number of singular values that carry 90 % of the sum of their squares."""
-        return np.array([effective_rank(each) for each in self.singular[what]], np.int64)
+        return np.array([effective_rank(each) for each in self.singular[observed]], np.int64)
 
 
 def attention(text: Reading, places: Collection[Place] = ()) -> Attention:
@@ -204,9 +206,9 @@ def attention(text: Reading, places: Collection[Place] = ()) -> Attention:
     nearest: dict[int, np.ndarray] = {}
     maps = {}
 
-    def measure(what: What, place: Place, array: np.ndarray) -> tuple[float, ...] | None:
+    def measure(observed: Observed, place: Place, array: np.ndarray) -> tuple[float, ...] | None:
         _, head = place
-        if what is What.QUERIES:
+        if observed is Observed.QUERIES:
             nearest[head] = most_similar(cosines(array))
             return None
         mask, similar = important(array), nearest[head]
@@ -215,16 +217,16 @@ def attention(text: Reading, places: Collection[Place] = ()) -> Attention:
         others = similar, previous, rng.integers(previous + 1)
         return share_of(mask), *(overlap(mask, earlier) for earlier in others)
 
-    wanted = (What.QUERIES, What.ATTENTION)
-    layer, head, own, similar, before, random = text.columns("attention", wanted, measure)
-    return Attention(layer, head, own, similar, before, random, maps)
+    wanted = (Observed.QUERIES, Observed.ATTENTION)
+    layer, head, shares, similar, before, random = text.columns("attention", wanted, measure)
+    return Attention(layer, head, shares, similar, before, random, maps)
 
 
 def queries(text: Reading, places: Collection[Place] = ()) -> Queries:
     """Measure the similarity of queries. places: heads whose maps are needed. Raises `observe`'s errors."""
     distances, maps = [], {}
 
-    def measure(what: What, place: Place, array: np.ndarray) -> tuple[float]:
+    def measure(observed: Observed, place: Place, array: np.ndarray) -> tuple[float]:
         cosine = cosines(array)
         nearest = most_similar(cosine)
         query = np.arange(1, len(array))
@@ -233,29 +235,31 @@ def queries(text: Reading, places: Collection[Place] = ()) -> Queries:
             maps[place] = cosine
         return (float(cosine[query, nearest].mean()),)
 
-    layer, head, cosine = text.columns("queries", (What.QUERIES,), measure)
+    layer, head, cosine = text.columns("queries", (Observed.QUERIES,), measure)
     return Queries(layer, head, np.array(distances), cosine, maps)
 
 
 def values(text: Reading) -> Values:
     """Measure the singular values of keys and values. Raises `observe`'s errors."""
-    wanted = (What.KEYS_BEFORE, What.KEYS, What.VALUES)
-    singular: dict[What, list[np.ndarray]] = {}
+    wanted = (Observed.KEYS_BEFORE, Observed.KEYS, Observed.VALUES)
+    singular: dict[Observed, list[np.ndarray]] = {}
 
-    def measure(what: What, place: Place, array: np.ndarray) -> tuple[()] | None:
-        singular.setdefault(what, []).append(np.linalg.svd(array.astype(np.float64), compute_uv=False))
-        return () if what is What.VALUES else None
+    def measure(observed: Observed, place: Place, array: np.ndarray) -> tuple[()] | None:
+        singular.setdefault(observed, []).append(np.linalg.svd(array.astype(np.float64), compute_uv=False))
+        return () if observed is Observed.VALUES else None
 
     layer, head = text.columns("values", wanted, measure)
     # a layer may lack its keys before RoPE
-    whole = [what for what in wanted if len(singular.get(what, ())) == len(head)]
-    return Values(layer, head, {what: singular[what] for what in whole})
+    whole = [observed for observed in wanted if len(singular.get(observed, ())) == len(head)]
+    return Values(layer, head, {observed: singular[observed] for observed in whole})
 
 
 def share(text: Reading) -> Share:
     """Measure the share of important keys. Raises `observe`'s errors."""
-    own = text.columns("share", (What.ATTENTION,), lambda what, place, array: (share_of(important(array)),))
-    return Share(*own)
+    columns = text.columns(
+        "share", (Observed.ATTENTION,), lambda observed, place, array: (share_of(important(array)),)
+    )
+    return Share(*columns)
 
 
 def drawn_layers(model: Model, kind: str) -> list[int]:
@@ -268,10 +272,10 @@ def drawn_layers(model: Model, kind: str) -> list[int]:
         raise ModelError(f"{name} chooses by an index which tokens a query sees: there is no whole map of it")
     if kind in ("queries", "values") and not layers.has_values:
         raise ModelError(f"{name} keeps keys and values as one (MLA): there is no map of its {kind}")
-    found = [each.number for each in layers.of(Kind.ROWS) if kind != "values" or each.is_owner]
-    if not found:
+    numbers = [each.number for each in layers.of(Kind.ROWS) if kind != "values" or each.is_owner]
+    if not numbers:
         raise ModelError(f"{name} has no layer that attends to all tokens: there is no map of it")
-    return found
+    return numbers
 
 
 def important(attention: np.ndarray) -> np.ndarray:
@@ -293,8 +297,8 @@ def cosines(queries: np.ndarray) -> np.ndarray:
     """f32[n, n], cosine similarities of queries f32[n, dim]; 0 with a zero query."""
     length = np.linalg.norm(queries, axis=1, keepdims=True)
     unit = queries / np.maximum(length, np.finfo(np.float32).tiny)
-    found: np.ndarray = unit @ unit.T
-    return found
+    cosine: np.ndarray = unit @ unit.T
+    return cosine
 
 
 def most_similar(cosine: np.ndarray) -> np.ndarray:
@@ -304,8 +308,8 @@ def most_similar(cosine: np.ndarray) -> np.ndarray:
     """
     n = len(cosine)
     earlier = np.where(np.tri(n, k=-1, dtype=np.bool_), cosine, -np.inf)
-    found: np.ndarray = n - 1 - earlier[1:, ::-1].argmax(axis=1)
-    return found
+    nearest: np.ndarray = n - 1 - earlier[1:, ::-1].argmax(axis=1)
+    return nearest
 
 
 def overlap(important: np.ndarray, earlier: np.ndarray) -> float:
@@ -314,11 +318,11 @@ def overlap(important: np.ndarray, earlier: np.ndarray) -> float:
     important: b1[n, n]. earlier: i64[n - 1], an earlier query for each query except the first. 0 if no key is
     important to any query.
     """
-    own = important[1:] & (np.arange(len(important)) <= earlier[:, None])
+    mine = important[1:] & (np.arange(len(important)) <= earlier[:, None])
     # limited to the keys that the earlier query has seen
     other = important[earlier]
-    n_either = int((own | other).sum())
-    return int((own & other).sum()) / n_either if n_either else 0.0
+    n_either = int((mine | other).sum())
+    return int((mine & other).sum()) / n_either if n_either else 0.0
 
 
 def effective_rank(singular: np.ndarray) -> int:

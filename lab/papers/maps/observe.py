@@ -1,9 +1,9 @@
-"""What a model computes while it reads a text: queries, keys, values and attention.
+"""Observe the queries, keys, values and attention that a model computes while it reads a text.
 
-llama.cpp's own callback, before and after each operation of its graph, gives them; the patch is not needed.
+llama.cpp's callback before and after each operation of its graph shows them; the patch is not needed.
 A layer's attention, build_attn_mha in llama.cpp, is the same for every architecture: "kq" is the product of
 keys and queries as attention meets them, "kq_soft_max" the attention, "kqv" its product with the values.
-Keys before RoPE have no name of their own: the graph says from what RoPE makes the keys that go to the cache.
+Keys before RoPE have no name; the graph shows from which tensor RoPE makes the keys that go to the cache.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvtool.llama.library import HOW_TO_BUILD, api, bind, lib
 from kvtool.llama.model import Model
 
 
-class What(Enum):
-    """What can be observed. KEYS_BEFORE: before RoPE; KEYS and QUERIES: behind it."""
+class Observed(Enum):
+    """Arrays that can be observed. KEYS_BEFORE: before RoPE; KEYS and QUERIES: after it."""
 
     QUERIES = "queries"
     KEYS_BEFORE = "keys before RoPE"
@@ -31,18 +31,18 @@ class What(Enum):
     ATTENTION = "attention"
 
 
-Visit = Callable[[What, int, int, np.ndarray], None]
-"""Takes what it is, the layer, the head, and f32[n, dim], or for ATTENTION f32[n, n] by query and key.
+Visit = Callable[[Observed, int, int, np.ndarray], None]
+"""Takes the kind of array, the layer, the head, and f32[n, dim], or for ATTENTION f32[n, n] by query and key.
 
 Heads are query heads for QUERIES and ATTENTION, KV heads for the rest.
 """
 
 _DTYPES: dict[int, np.dtype[Any]] = {0: np.dtype("<f4"), 1: np.dtype("<f2")}
-"""ggml's numbers for the types of what is observed."""
+"""ggml's numbers of the types that observed tensors may have."""
 
 
 class _Tensor(ctypes.Structure):
-    """The start of ggml_tensor: its place of `name` is checked."""
+    """The start of ggml_tensor; the offset of `name` is checked."""
 
     _fields_ = [
         ("type", ctypes.c_int32),
@@ -63,19 +63,19 @@ class _Tensor(ctypes.Structure):
 def observe(
     model: Model,
     tokens: np.ndarray,
-    wanted: Collection[What],
+    wanted: Collection[Observed],
     layers: Collection[int],
     visit: Visit,
     n_threads: int | None = None,
 ) -> None:
-    """Reads a text i32[n] once, with nothing evicted, and visits what is wanted of the layers as it comes.
+    """Read a text i32[n] once, without evictions, and visit the wanted arrays of the layers in their order.
 
     A layer's queries and keys come first, then its attention, head by head, then its values. The text is one
     batch, so that llama.cpp holds the attention of one layer at a time. The cache is in F32, without flash
-    attention. An array is a copy. What the visitor raises ends the reading.
+    attention. An array is a copy. An exception of the visitor ends the reading.
 
-    Raises ModelError if llama.cpp does not show what is wanted of a layer (keys before RoPE may be missing),
-    and what `Decoder` raises.
+    Raises ModelError if llama.cpp does not show a wanted array of a layer (keys before RoPE may be missing),
+    and the errors of `Decoder`.
     """
     n = len(tokens)
     observer = _Observer(model, n, frozenset(wanted), frozenset(layers), visit)
@@ -88,16 +88,16 @@ def observe(
         decoder.close()
         if observer.error:
             raise observer.error
-    for what in observer.wanted - {What.KEYS_BEFORE}:
-        if missing := sorted(observer.layers - observer.seen[what]):
-            raise ModelError(f"llama.cpp shows no {what.value} of layer {missing[0]} of {observer.name}")
+    for observed in observer.wanted - {Observed.KEYS_BEFORE}:
+        if missing := sorted(observer.layers - observer.seen[observed]):
+            raise ModelError(f"llama.cpp shows no {observed.value} of layer {missing[0]} of {observer.name}")
 
 
 class _Observer:
-    """Reads the wanted tensors of one decode of n tokens. error: what was raised in it."""
+    """Read the wanted tensors of one decode of n tokens. error: the exception that ended it."""
 
     def __init__(
-        self, model: Model, n: int, wanted: frozenset[What], layers: frozenset[int], visit: Visit
+        self, model: Model, n: int, wanted: frozenset[Observed], layers: frozenset[int], visit: Visit
     ) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         bind("ggml_backend_tensor_get", None, pointer, pointer, size, size)
@@ -106,18 +106,18 @@ class _Observer:
         self.name = model.path.name
         self.wanted = wanted
         self.layers = layers
-        self.seen: dict[What, set[int]] = {what: set() for what in What}
+        self.seen: dict[Observed, set[int]] = {observed: set() for observed in Observed}
         self.error: BaseException | None = None
         self.callback = api.ggml_backend_sched_eval_callback(self._call)
         self._n = n
         self._visit = visit
         self._is_checked = False
         shapes = {(each.head_size_k, each.n_head_kv) for each in model.layers.all if each.number in layers}
-        self._before = _KeysBefore(n, shapes) if What.KEYS_BEFORE in wanted else None
+        self._before = _KeysBefore(n, shapes) if Observed.KEYS_BEFORE in wanted else None
 
     def _call(self, address: int, asked: bool, _: object) -> bool:
-        """Whether a tensor is wanted (asked), or whether to go on."""
-        # what a callback raises would be printed and forgotten
+        """True if a tensor is wanted (asked), or if the decode continues (not asked)."""
+        # ctypes would print an exception of a callback and drop it
         try:
             return self.error is None and self._look(address, asked)
         except BaseException as error:  # noqa: BLE001
@@ -132,55 +132,59 @@ class _Observer:
             self._is_checked = True
         name, _, number = tensor.name.partition(b"-")
         layer = int(number) if number.isdigit() else -1
-        found = {
-            b"kq": {What.QUERIES: tensor.src[1], What.KEYS: tensor.src[0], What.KEYS_BEFORE: tensor.src[0]},
-            b"kq_soft_max": {What.ATTENTION: address},
-            b"kqv": {What.VALUES: tensor.src[0]},
+        arrays = {
+            b"kq": {
+                Observed.QUERIES: tensor.src[1],
+                Observed.KEYS: tensor.src[0],
+                Observed.KEYS_BEFORE: tensor.src[0],
+            },
+            b"kq_soft_max": {Observed.ATTENTION: address},
+            b"kqv": {Observed.VALUES: tensor.src[0]},
         }.get(name, {})
-        if layer not in self.layers or self.wanted.isdisjoint(found):
+        if layer not in self.layers or self.wanted.isdisjoint(arrays):
             return self._before is not None and self._before.look(address, tensor, asked)
-        for what, at in found.items():
-            if asked or what not in self.wanted:
+        for observed, at in arrays.items():
+            if asked or observed not in self.wanted:
                 continue
-            if what is What.KEYS_BEFORE:
+            if observed is Observed.KEYS_BEFORE:
                 self._heads_before(layer, at)
             else:
-                self._heads(what, layer, at)
+                self._heads(observed, layer, at)
         return True
 
     def _heads_before(self, layer: int, cache: int) -> None:
-        """Visits each head of the keys that went to a cache, as they were before RoPE, if they are known."""
+        """Visit each head of the keys that went to a cache, before RoPE, if they are known."""
         assert self._before
         keys = self._before.of(_Tensor.from_address(cache))
         if keys is not None:
-            self.seen[What.KEYS_BEFORE].add(layer)
+            self.seen[Observed.KEYS_BEFORE].add(layer)
             for head in range(keys.shape[1]):
-                self._visit(What.KEYS_BEFORE, layer, head, keys[:, head].copy())
+                self._visit(Observed.KEYS_BEFORE, layer, head, keys[:, head].copy())
 
-    def _heads(self, what: What, layer: int, address: int) -> None:
-        """Visits each head of a tensor: [head, n, dim], for keys and values with unused cells behind n."""
+    def _heads(self, observed: Observed, layer: int, address: int) -> None:
+        """Visit each head of a tensor [head, n, dim]; keys and values have unused cells after n."""
         tensor, n = _Tensor.from_address(address), self._n
-        # values lie cell by cell within each dimension
-        of_tokens = 0 if what is What.VALUES else 1
+        # values are stored cell by cell within each dimension
+        of_tokens = 0 if observed is Observed.VALUES else 1
         n_token = tensor.ne[of_tokens]
-        is_cells = what in (What.KEYS, What.VALUES)
-        if tensor.ne[3] != 1 or n_token < n or (n_token > n and not is_cells) or layer in self.seen[what]:
-            raise ModelError(f"{self.name} computes {what.value} in parts, which no map can show")
-        self.seen[what].add(layer)
+        is_cells = observed in (Observed.KEYS, Observed.VALUES)
+        if tensor.ne[3] != 1 or n_token < n or (n_token > n and not is_cells) or layer in self.seen[observed]:
+            raise ModelError(f"{self.name} computes {observed.value} in parts, which no map can show")
+        self.seen[observed].add(layer)
         for head in range(tensor.ne[2]):
-            found = _read(address, tensor, head)[0, 0]
-            if what is What.VALUES:
-                found = found.T
-            # the cells of a text that is read into an empty cache stand in its order
-            found = found[:n, :n] if what is What.ATTENTION else found[:n]
-            self._visit(what, layer, head, np.ascontiguousarray(found))
+            array = _read(address, tensor, head)[0, 0]
+            if observed is Observed.VALUES:
+                array = array.T
+            # a text that is read into an empty cache has its cells in order
+            array = array[:n, :n] if observed is Observed.ATTENTION else array[:n]
+            self._visit(observed, layer, head, np.ascontiguousarray(array))
 
 
 class _KeysBefore:
     """Keys before RoPE.
 
-    They have no name in the graph. So every tensor that may be such keys is kept until the layer's keys meet
-    its queries: then the graph says from what RoPE made them.
+    They have no name in the graph, so every tensor that may be such keys is kept until the layer's keys meet
+    its queries. Then the graph shows from which tensor RoPE made them.
 
     shapes: dimensions and KV heads of the keys of some layers, for n tokens.
     """
@@ -192,10 +196,10 @@ class _KeysBefore:
         self._written: dict[int, int] = {}
 
     def look(self, address: int, tensor: _Tensor, asked: bool) -> bool:
-        """Keeps a tensor f32[n, head, dim], or says whether it is wanted (asked)."""
+        """Keep a tensor f32[n, head, dim]; if asked, return whether it is wanted."""
         op = lib.ggml_op_desc(address)
         if op == b"SET_ROWS":
-            # what goes to a cache
+            # this operation writes to a cache
             self._written[tensor.view_src] = tensor.src[0]
         dim, n_head, n, n_stream = tensor.ne
         if op == b"ROPE" or (dim, n_head) not in self._shapes or (n, n_stream) != (self._n, 1):
@@ -205,14 +209,14 @@ class _KeysBefore:
         return True
 
     def of(self, cache: _Tensor) -> np.ndarray | None:
-        """f32[n, head, dim] of the keys in a cache, and forgets all others; without RoPE the keys themselves.
+        """Return the keys f32[n, head, dim] of a cache before RoPE, and forget other kept tensors.
 
-        None if llama.cpp computes them in another way.
+        Without RoPE these are the keys themselves. None if llama.cpp computes them in another way.
         """
         kept, self._kept = self._kept, {}
         at: int | None = self._written.get(cache.view_src)
         last = None
-        # back from the cache: a view, perhaps a norm, then RoPE, or the product with the layer's weights
+        # back from the cache: a view, perhaps a norm, then RoPE or the product with the layer's weights
         while at:
             tensor, op = _Tensor.from_address(at), lib.ggml_op_desc(at)
             if op == b"ROPE":
@@ -225,7 +229,7 @@ class _KeysBefore:
 
 
 def _read(address: int, tensor: _Tensor, at: int | None = None) -> np.ndarray:
-    """A tensor as f32[ne3, ne2, ne1, ne0], or of its third dimension only index `at`. Strides may be any."""
+    """A tensor as f32[ne3, ne2, ne1, ne0], with any strides. at: the only index of its third dimension."""
     if tensor.type not in _DTYPES:
         raise ModelError(f"llama.cpp computes {tensor.name.decode()} in a type that no map can show")
     dtype, shape, strides = _DTYPES[tensor.type], list(tensor.ne), list(tensor.nb)

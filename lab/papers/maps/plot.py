@@ -23,15 +23,15 @@ _FAINT = 1e-5
 """Least attention to a minor key that is not white."""
 
 
-def attention(found: Attention, title: str) -> Figure:
+def attention(measured: Attention, title: str) -> Figure:
     """Attention by query and key: important keys green, others the darker the more attention they get.
 
     Red frames: the last query whose most similar earlier query is some way back, and that earlier query.
     """
-    heads = {(a, b): share for a, b, share in zip(found.layer, found.head, found.share, strict=True)}
-    figure, panels = _grid(found.maps, f"attention of {title}", colorbar=False, n_below=3)
+    heads = {(a, b): share for a, b, share in zip(measured.layer, measured.head, measured.share, strict=True)}
+    figure, panels = _grid(measured.maps, f"attention of {title}", colorbar=False, n_below=3)
     for place, axes in panels.items():
-        of = found.maps[place]
+        of = measured.maps[place]
         n = len(of.attention)
         grey = 1 - 0.6 * np.clip(np.log10(_coarse(of.attention) / _FAINT + 1e-9) / -np.log10(_FAINT), 0, 1)
         # a pixel of several tokens is green if but one of them is important, only lighter
@@ -54,14 +54,14 @@ def attention(found: Attention, title: str) -> Figure:
     return figure
 
 
-def queries(found: Queries, title: str) -> Figure:
+def queries(measured: Queries, title: str) -> Figure:
     """Cosine similarity of each query to all earlier ones."""
-    coarse = {place: _coarse(cosine) for place, cosine in found.maps.items()}
+    coarse = {place: _coarse(cosine) for place, cosine in measured.maps.items()}
     earlier = {place: np.tri(len(cosine), dtype=np.bool_) for place, cosine in coarse.items()}
     lowest = min(float(np.quantile(cosine[earlier[place]], 0.01)) for place, cosine in coarse.items())
-    figure, panels = _grid(found.maps, f"cosine similarity of queries, {title}", colorbar=True)
+    figure, panels = _grid(measured.maps, f"cosine similarity of queries, {title}", colorbar=True)
     for place, axes in panels.items():
-        n = len(found.maps[place])
+        n = len(measured.maps[place])
         shown = np.ma.masked_where(~earlier[place], coarse[place])
         image = axes.imshow(shown, extent=(0, n, n, 0), cmap="turbo", vmin=lowest, vmax=1)
         axes.set_xlabel("earlier query")
@@ -70,29 +70,29 @@ def queries(found: Queries, title: str) -> Figure:
     return figure
 
 
-def values(found: Values, title: str) -> Figure:
+def values(measured: Values, title: str) -> Figure:
     """Normalised singular values of keys and values, the mean over layers and heads."""
     figure = Figure(figsize=(7, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot(xlabel="number of the singular value", ylabel="singular value / first")
-    for what, style in zip(found.singular, ("-", "--", "-"), strict=False):
-        curve = found.normalised(what)
-        label = f"{what.value} (rank for 90 %: {found.rank(what).mean():.1f})"
+    for observed, style in zip(measured.singular, ("-", "--", "-"), strict=False):
+        curve = measured.normalised(observed)
+        label = f"{observed.value} (rank for 90 %: {measured.rank(observed).mean():.1f})"
         axes.plot(np.arange(1, len(curve) + 1), curve, style, label=label, linewidth=2)
     axes.set(xlim=(1, None), ylim=(0, 1))
-    axes.set_title(f"singular values, mean of {len(found.layer):,} KV heads\n{title}", fontsize="medium")
+    axes.set_title(f"singular values, mean of {len(measured.layer):,} KV heads\n{title}", fontsize="medium")
     axes.grid(True, alpha=0.25)
     axes.legend()
     return figure
 
 
-def share(found: Share, title: str) -> Figure:
+def share(measured: Share, title: str) -> Figure:
     """The share of important keys, by layer and by head."""
-    layers, row = np.unique(found.layer, return_inverse=True)
-    by_head = np.full((int(found.head.max()) + 1, len(layers)), np.nan)
-    by_head[found.head, row] = found.share
+    layers, row = np.unique(measured.layer, return_inverse=True)
+    by_head = np.full((int(measured.head.max()) + 1, len(layers)), np.nan)
+    by_head[measured.head, row] = measured.share
     figure = Figure(figsize=(11, 4.5), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.plot(found.layer, found.share, ".", color="0.6", label="a head")
+    left.plot(measured.layer, measured.share, ".", color="0.6", label="a head")
     left.plot(layers, np.nanmean(by_head, axis=0), "o-", color=_RED, label="mean of the layer")
     left.set(xlabel="layer", ylabel="important keys", ylim=(0, None))
     left.yaxis.set_major_formatter("{x:.0%}")

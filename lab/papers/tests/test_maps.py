@@ -15,7 +15,7 @@ from kvtool.measure import records
 from kvtool.models.layers import Kind
 from lab.papers.maps import __main__ as command
 from lab.papers.maps import measure as maps
-from lab.papers.maps.observe import What, observe
+from lab.papers.maps.observe import Observed, observe
 from tests.engine.running import TOLERANCE, text
 from tests.reference import models, transformer
 
@@ -27,18 +27,18 @@ class Watched(transformer.Stream):
 
     def __init__(self, model):
         super().__init__(model)
-        self.found = {what: {} for what in What}
+        self.found = {what: {} for what in Observed}
 
     def attend(self, layer, query, key=None, value=None):
         model, rot = self.model, self._batch.rot
         self._layer, self.attention = layer, []
         out = super().attend(layer, query, key, value)
         rows = self.all_rows[layer]
-        self.found[What.QUERIES][layer] = model.rotate_query(query, rot, layer)
-        self.found[What.KEYS][layer] = np.array([model.rotate(row.key, row.rot, layer) for row in rows])
-        self.found[What.KEYS_BEFORE][layer] = np.array([row.key.view(np.float64) for row in rows])
-        self.found[What.VALUES][layer] = np.array([row.value for row in rows])
-        self.found[What.ATTENTION][layer] = np.concatenate(self.attention)
+        self.found[Observed.QUERIES][layer] = model.rotate_query(query, rot, layer)
+        self.found[Observed.KEYS][layer] = np.array([model.rotate(row.key, row.rot, layer) for row in rows])
+        self.found[Observed.KEYS_BEFORE][layer] = np.array([row.key.view(np.float64) for row in rows])
+        self.found[Observed.VALUES][layer] = np.array([row.value for row in rows])
+        self.found[Observed.ATTENTION][layer] = np.concatenate(self.attention)
         return out
 
     def _note(self, row, attn, is_first):
@@ -52,9 +52,9 @@ def of_twin(path, tokens):
     return stream.found
 
 
-def of_llama(path, tokens, wanted=tuple(What), kind=Kind.ROWS):
+def of_llama(path, tokens, wanted=tuple(Observed), kind=Kind.ROWS):
     """The same of llama.cpp, and the layers."""
-    model, found = Model(path), {what: {} for what in What}
+    model, found = Model(path), {what: {} for what in Observed}
 
     def visit(what, layer, head, array):
         heads = found[what].setdefault(layer, [])
@@ -73,7 +73,7 @@ def products(what, vectors):
     Some architectures scale queries before attention, others within.
     """
     vectors = vectors.astype(np.float64)
-    if what is What.QUERIES:
+    if what is Observed.QUERIES:
         vectors /= np.linalg.norm(vectors, axis=2).mean()
     return vectors @ vectors.swapaxes(1, 2)
 
@@ -100,19 +100,19 @@ def test_what_is_observed_is_what_the_transformer_computes(name, tmp_path):
     path, tokens = tiny_path(name, tmp_path), text(N)
     want = of_twin(path, tokens)
     is_mla = name == "deepseek2"
-    wanted = [What.ATTENTION] if is_mla else list(What)
+    wanted = [Observed.ATTENTION] if is_mla else list(Observed)
     found, layers = of_llama(path, tokens, wanted)
     assert layers
     for layer in layers:
-        attention = found[What.ATTENTION][layer.number]
+        attention = found[Observed.ATTENTION][layer.number]
         assert attention.shape[1:] == (N, N)
-        assert np.abs(attention - want[What.ATTENTION][layer.number]).max() < TOLERANCE
-        for what in set(wanted) - {What.ATTENTION}:
-            if what is What.KEYS_BEFORE and not layer.is_owner:
+        assert np.abs(attention - want[Observed.ATTENTION][layer.number]).max() < TOLERANCE
+        for what in set(wanted) - {Observed.ATTENTION}:
+            if what is Observed.KEYS_BEFORE and not layer.is_owner:
                 assert layer.number not in found[what]
                 continue
             got, expected = (each[what][layer.number] for each in (found, want))
-            if (name, what) == ("maincoder", What.KEYS_BEFORE):
+            if (name, what) == ("maincoder", Observed.KEYS_BEFORE):
                 # its norm comes behind RoPE; the twin has it before, which keys behind both do not show
                 got = got / np.sqrt(np.mean(got.astype(np.float64) ** 2, axis=2, keepdims=True) + 1e-5)
             got, expected = products(what, got), products(what, expected)
@@ -122,7 +122,7 @@ def test_what_is_observed_is_what_the_transformer_computes(name, tmp_path):
 
 def test_keys_before_rope_are_others_than_those_behind_it(tiny_model):
     found, _ = of_llama(tiny_model(), text(N))
-    before, after = (found[what][1] for what in (What.KEYS_BEFORE, What.KEYS))
+    before, after = (found[what][1] for what in (Observed.KEYS_BEFORE, Observed.KEYS))
     # the first position does not turn
     assert np.array_equal(before[:, 0], after[:, 0])
     assert np.abs(before[:, 1:] - after[:, 1:]).max() > 0.5
@@ -137,7 +137,7 @@ def test_what_a_visitor_raises_ends_the_reading(tiny_model, capfd, error):
         raise error
 
     with pytest.raises(type(error)):
-        observe(model, text(20), [What.ATTENTION], [0, 1], visit, 1)
+        observe(model, text(20), [Observed.ATTENTION], [0, 1], visit, 1)
     model.close()
     assert seen == [(0, 0)]
     assert capfd.readouterr().err == ""
@@ -146,7 +146,7 @@ def test_what_a_visitor_raises_ends_the_reading(tiny_model, capfd, error):
 def test_a_layer_that_llama_does_not_show_is_an_error(tiny_model):
     model = Model(tiny_model())
     with pytest.raises(ModelError, match="llama.cpp shows no attention of layer 7 of"):
-        observe(model, text(20), [What.ATTENTION], [0, 7], lambda *found: None, 1)
+        observe(model, text(20), [Observed.ATTENTION], [0, 7], lambda *found: None, 1)
     model.close()
 
 
@@ -232,10 +232,10 @@ def test_the_maps_are_those_of_the_transformer(tiny_model):
         assert list(zip(found.layer.tolist(), found.head.tolist(), strict=True)) == heads
     assert (list(attention.maps), list(queries.maps)) == (places, places)
     for i, (layer, head) in enumerate(heads):
-        own = want[What.ATTENTION][layer][head].astype(np.float32)
+        own = want[Observed.ATTENTION][layer][head].astype(np.float32)
         mask = maps.important(own)
         assert share.share[i] == attention.share[i] == pytest.approx(maps.share_of(mask), abs=1e-3)
-        cosine = maps.cosines(want[What.QUERIES][layer][head])
+        cosine = maps.cosines(want[Observed.QUERIES][layer][head])
         nearest = maps.most_similar(cosine)
         assert attention.similar[i] == pytest.approx(maps.overlap(mask, nearest), abs=0.01)
         assert attention.previous[i] == pytest.approx(maps.overlap(mask, np.arange(N - 1)), abs=0.01)
@@ -249,10 +249,10 @@ def test_the_maps_are_those_of_the_transformer(tiny_model):
         for (layer, head), singular in zip(heads[:2] + heads[4:6], of_heads, strict=True):
             expected = np.linalg.svd(want[what][layer][head], compute_uv=False)
             assert np.abs(singular - expected).max() < TOLERANCE * expected[0]
-    normalised = values.normalised(What.VALUES)
+    normalised = values.normalised(Observed.VALUES)
     assert normalised[0] == 1
     assert normalised[-1] == pytest.approx(
-        np.mean([each[-1] / each[0] for each in values.singular[What.VALUES]])
+        np.mean([each[-1] / each[0] for each in values.singular[Observed.VALUES]])
     )
 
 

@@ -17,7 +17,7 @@ from kvtool.llama.model import Model
 from kvtool.measure import perplexity
 from kvtool.policies.weightedkv import WeightedKV
 from lab.papers import ungroup
-from lab.papers.maps.observe import What
+from lab.papers.maps.observe import Observed
 from lab.papers.merging import VARIANTS, Variant
 from lab.papers.one_merge import average_of, one_merge, rows
 from lab.papers.tests.test_maps import Watched
@@ -78,7 +78,7 @@ def test_attention_of_each_row_is_that_of_the_definition(tiny_model):
     stream.decode(tokens)
     for i, (attention, *_) in enumerate(rows(models.load(tiny_model()), tokens)):
         layer, head = divmod(i, 2)
-        of_layer = stream.found[What.ATTENTION][layer]
+        of_layer = stream.found[Observed.ATTENTION][layer]
         assert np.abs(attention - of_layer[2 * head : 2 * head + 2]).max() < 1e-5
 
 
