@@ -43,8 +43,8 @@ def examine(*, remove: bool = False) -> dict[str, Any]:
 
     problems: list[dict[str, str]] = []
 
-    def wrong(what: str, command: str) -> None:
-        problems.append({"wrong": what, "command": command})
+    def wrong(fault: str, command: str) -> None:
+        problems.append({"wrong": fault, "command": command})
 
     library = _library(wrong)
     kernels = {"path": str(kernel_dir()), "compiled": are_compiled(), "linked": are_linked()}

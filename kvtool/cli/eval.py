@@ -139,8 +139,8 @@ def evaluate(
         ),
     ] = None,
     args: _EvalOptions,
-    given: _EvalRun,
-    drawn: _EvalSampling,
+    eval_run: _EvalRun,
+    sampler: _EvalSampling,
     as_json: Json = False,
     typed: Typed,
 ) -> None:
@@ -150,7 +150,7 @@ def evaluate(
     """
     from kvtool import tasks
 
-    run: RunOptions = given
+    run: RunOptions = eval_run
     if task is None:
         if alone := [flag for name, flag in typed.items() if name != "as_json"]:
             raise UsageError(f"{alone[0]} needs a task; `kvtool eval` lists them")
@@ -171,7 +171,7 @@ def evaluate(
         raise UsageError(f"{task} has no heat map; leave out --plot")
     output.check_picture("--plot", args.plot)
     # before a download
-    _check_drawing(drawn, chosen, task)
+    _check_drawing(sampler, chosen, task)
 
     from kvtool.config import notes
     from kvtool.config.model import find_model, loaded_model
@@ -193,7 +193,7 @@ def evaluate(
         say([notes.gpu_note(run.gpu_layers), note])
         spec = check(run)
         reader = stack.enter_context(
-            closing(_reader(spec, run, n_ctx, model, as_chat, args.max_prompt, drawn))
+            closing(_reader(spec, run, n_ctx, model, as_chat, args.max_prompt, sampler))
         )
         with _on_disk(files) as paths:
             items = chosen.items(paths, model)[: args.limit]
@@ -203,8 +203,8 @@ def evaluate(
             "chat": as_chat,
             "max_prompt": reader.n_prompt,
             # without sampling the seed has no effect
-            "temp": drawn.temp or None,
-            "seed": drawn.seed if drawn.temp else None,
+            "temp": sampler.temp or None,
+            "seed": sampler.seed if sampler.temp else None,
             **_about(spec, run, path),
         }
         results = of_items.TaskResults(about, items, records_path, one_stream=chosen.one_stream)
@@ -241,14 +241,14 @@ def _on_disk(files: list[Path]) -> Iterator[list[Path]]:
             raise InputError(str(error).replace(str(copy), "stdin")) from None
 
 
-def _check_drawing(drawn: _EvalSampling, chosen: Task, task: str) -> None:
+def _check_drawing(sampler: _EvalSampling, chosen: Task, task: str) -> None:
     """Raise UsageError for a temperature or a seed that is out of range or has no effect."""
-    if drawn.temp and not chosen.uses_sampling:
+    if sampler.temp and not chosen.uses_sampling:
         advice = "use --set temp=T" if hasattr(chosen, "temp") else "it samples no answers"
         raise UsageError(f"{task} takes no --temp: {advice}")
-    if "seed" in drawn.typed and "temp" not in drawn.typed and not drawn.temp:
+    if "seed" in sampler.typed and "temp" not in sampler.typed and not sampler.temp:
         raise UsageError("--seed has no effect without a temperature; add --temp T")
-    drawn.sampling()
+    sampler.sampling()
 
 
 def _check_budget(spec: PolicySpec, run: RunOptions, info: ModelInfo, n_ctx: int) -> None:
@@ -298,7 +298,7 @@ def _reader(
     model: Model,
     as_chat: bool,
     max_prompt: int | None,
-    drawn: _EvalSampling,
+    sampler: _EvalSampling,
 ) -> Reader:
     from kvtool.chats.prompt import template_of
     from kvtool.config.opening import settings_of
@@ -309,7 +309,9 @@ def _reader(
     policy_for, n_batch = _policy_for(spec, run, n_ctx, model, held)
     settings = settings_of(run, n_ctx, n_batch, N_OUTPUT)
     full_for = _full_for(policies.spec("full"), n_ctx) if spec.kind.evicts else None
-    return Reader(model, policy_for, settings, template, max_prompt, full_for, drawn.sampling(), drawn.seed)
+    return Reader(
+        model, policy_for, settings, template, max_prompt, full_for, sampler.sampling(), sampler.seed
+    )
 
 
 def _about(spec: PolicySpec, run: RunOptions, path: Path) -> dict[str, object]:
@@ -343,8 +345,8 @@ def _list(*, as_json: bool) -> None:
     listed = list[dict[str, Any]]()
     for name in tasks.names():
         kind = tasks.load(name)
-        what = (sys.modules[kind.__module__].__doc__ or "").split("\n")[0].partition(": ")[2]
-        listed.append({"name": name, "what": what, "params": parameters.defaults(kind)})
+        summary = (sys.modules[kind.__module__].__doc__ or "").split("\n")[0].partition(": ")[2]
+        listed.append({"name": name, "what": summary, "params": parameters.defaults(kind)})
     if as_json:
         typer.echo(json_text(listed, indent=2))
         return

@@ -18,36 +18,36 @@ if TYPE_CHECKING:
     from kvtool.policy import Policy
 
 
-def explain_run(engine: Engine, policy: str, what: str, n_text: int = 0) -> None:
+def explain_run(engine: Engine, policy: str, noun: str, n_text: int = 0) -> None:
     """Explain on stderr how the engine will run, for --explain.
 
-    policy: its name. what: kind of the first text, such as "prompt". n_text: its tokens, 0 if unknown.
+    policy: its name. noun: kind of the first text, such as "prompt". n_text: its tokens, 0 if unknown.
     """
     lines = {
         "policy": policy_line(engine, policy),
         "rows": _rows(engine),
         "budget": _budget(engine),
         "memory": _memory(engine),
-        "eviction": _eviction(engine, what, n_text),
-        "positions": _positions(engine, what, n_text),
-        "prefill": "; ".join(filter(None, [_prefill(engine), long_text(engine, what, n_text)])),
+        "eviction": _eviction(engine, noun, n_text),
+        "positions": _positions(engine, noun, n_text),
+        "prefill": "; ".join(filter(None, [_prefill(engine), long_text(engine, noun, n_text)])),
     }
     say((f"{name:<11} {text}" for name, text in lines.items()), indent=12)
 
 
 def before_text(
-    engine: Engine, run: RunOptions, what: str, n: int = 0, info: ModelInfo | None = None
+    engine: Engine, run: RunOptions, noun: str, n: int = 0, info: ModelInfo | None = None
 ) -> None:
     """Explain on stderr how a text will be read, with --explain; else report only what may surprise.
 
-    what: kind of the text, such as "prompt". n: its tokens, 0 if unknown. info: header of a model that will
+    noun: kind of the text, such as "prompt". n: its tokens, 0 if unknown. info: header of a model that will
     answer.
     """
     if run.explain:
-        explain_run(engine, run.policy, what, n)
+        explain_run(engine, run.policy, noun, n)
     else:
         say_spare(engine)
-    Notice(engine, what, info, is_long=run.explain)(n)
+    Notice(engine, noun, info, is_long=run.explain)(n)
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Notice:
     ----------
     engine
         Engine that reads the text.
-    what
+    noun
         Kind of the text, such as "prompt".
     info
         Header of the model, if the model will answer.
@@ -67,14 +67,14 @@ class Notice:
     """
 
     engine: Engine
-    what: str
+    noun: str
     info: ModelInfo | None = None
     is_long: bool = False
     is_much: bool = False
 
     def __call__(self, n: int) -> None:
         """Report on a text of n tokens, before it is read."""
-        if not self.is_long and (text := long_text(self.engine, self.what, n)):
+        if not self.is_long and (text := long_text(self.engine, self.noun, n)):
             self.is_long = True
             say([text])
         if self.info and not self.is_much and (text := too_much(self.info, n, self.engine.n_past)):
@@ -82,7 +82,7 @@ class Notice:
             say([text])
 
 
-def long_text(engine: Engine, what: str, n: int) -> str | None:
+def long_text(engine: Engine, noun: str, n: int) -> str | None:
     """Return a line about the reading of a text of n tokens; None if the text fits in the budget."""
     n_before = engine.n_past if engine.rereads(n) else 0
     is_whole, settings = engine.reads_whole(n) or n_before > 0, engine.settings
@@ -92,10 +92,10 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
         return None
     if not engine.policy.slack:
         return (
-            f"the {what} ({n:,} tokens) does not fit in the cache ({budget:,}) and the policy never evicts: "
+            f"the {noun} ({n:,} tokens) does not fit in the cache ({budget:,}) and the policy never evicts: "
             "reading stops when the cache is full"
         )
-    start, share = f"the {what} has {n:,} tokens", _share(engine, budget, n)
+    start, share = f"the {noun} has {n:,} tokens", _share(engine, budget, n)
     if is_whole:
         reader = engine.whole_reader
         segments = reader.n_segments(n_before + n)
@@ -104,13 +104,13 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
         if segments > 1 and not reader.in_segments:
             readers = "recall" if engine.policy.recall else "rows that share a budget"
             return f"{start}, more than {readers} can read whole in a context of {engine.n_ctx:,}"
-        how = f"in {segments} parts that do not see each other" if segments > 1 else "at once"
-        how += ", twice" if engine.policy.reconstruction else ""
-        how += f", with the {n_before:,} tokens before it" if n_before else ""
+        manner = f"in {segments} parts that do not see each other" if segments > 1 else "at once"
+        manner += ", twice" if engine.policy.reconstruction else ""
+        manner += f", with the {n_before:,} tokens before it" if n_before else ""
         cache = format_bytes(reader.n_bytes(n_before + n))
         if n_bytes := reader.signal_bytes(n_before + n):
             cache += f" and {format_bytes(n_bytes)} of signals"
-        return f"{start}: {share}. It is read {how}, in a cache of {cache}, which is freed then"
+        return f"{start}: {share}. It is read {manner}, in a cache of {cache}, which is freed then"
     if settings.positions == "original" and engine.n_past + n > engine.n_ctx:
         return f"{start}, but original positions end at {engine.n_ctx:,}: reading stops there"
     if n_exact := engine.n_exact(n):
@@ -132,8 +132,8 @@ def _share(engine: Engine, n_kept: int, n: int) -> str:
     if not (archive := engine.context.archive):
         mean = ", in the mean," if _shares(engine.policy) else ""
         return f"each KV head{mean} keeps at most {kept} and forgets the others; a larger --budget keeps more"
-    where = archive.file or "host memory"
-    others = f"{kept} stay in the cache, the others go to {where} and are still used"
+    place = archive.file or "host memory"
+    others = f"{kept} stay in the cache, the others go to {place} and are still used"
     if (n_lost := n - n_kept - archive.n_max) > 0:
         others += f"; there is room for {archive.n_max:,}, so {n_lost:,} are forgotten (--archive sets that)"
     return others
@@ -171,9 +171,9 @@ def may_lose_system(conversation: Conversation) -> bool:
     return not conversation.is_pinned and conversation.writer.engine.policy.slack > 0
 
 
-def unpinned(what: str) -> str:
-    """Return the line about a text that cannot be pinned. what: kind of the text."""
-    return f"{what} may be evicted: the model's chat template leaves it out, cuts it or moves it"
+def unpinned(noun: str) -> str:
+    """Return the line about a text that cannot be pinned. noun: kind of the text."""
+    return f"{noun} may be evicted: the model's chat template leaves it out, cuts it or moves it"
 
 
 def policy_line(engine: Engine, name: str) -> str:
@@ -235,21 +235,21 @@ def _memory(engine: Engine) -> str:
     return f"K and V {format_bytes(engine.cache_bytes)} ({cells}), {state}"
 
 
-def _eviction(engine: Engine, what: str, n_text: int) -> str:
+def _eviction(engine: Engine, noun: str, n_text: int) -> str:
     first = engine.first_plan(n_text)
     if first is None:
         return "never"
     every = f", then every {engine.policy.slack:,}" if engine.policy.ragged else ""
-    behind = f", including the {what}'s {n_text:,}" if 0 < n_text < first else ""
+    behind = f", including the {noun}'s {n_text:,}" if 0 < n_text < first else ""
     kind = "the policy first chooses" if engine.policy.ragged else "first"
     text = f"{kind} after {first:,} tokens{every}{behind}"
     batched = engine.first_plan(sys.maxsize) if not n_text else first
     if batched != first and not engine.reads_whole(sys.maxsize):
-        text += f"; in a long {what} after {batched:,}"
+        text += f"; in a long {noun} after {batched:,}"
     return text
 
 
-def _positions(engine: Engine, what: str, n_text: int) -> str:
+def _positions(engine: Engine, noun: str, n_text: int) -> str:
     mode, n_ctx = engine.settings.positions, engine.n_ctx
     if mode == "in-cache":
         return "in-cache from the first token"
@@ -259,7 +259,7 @@ def _positions(engine: Engine, what: str, n_text: int) -> str:
         return f"original for the {engine.n_cell:,} tokens that fit"
     reader = engine.whole_reader
     if engine.reads_whole(n_text) and reader.n_segments(n_text) > 1 and reader.in_segments:
-        return f"auto: original within each segment of the {what}, then gaps are closed"
+        return f"auto: original within each segment of the {noun}, then gaps are closed"
     return f"auto: original up to token {n_ctx:,}; gaps are closed there, and whenever the context is full"
 
 
@@ -271,8 +271,8 @@ def _prefill(engine: Engine) -> str:
         )
     stream = f"in batches of up to {_batch(engine):,} tokens"
     if engine.exact_reader.n_chunk:
-        how = f"in chunks of up to {engine.exact_reader.n_chunk:,} tokens that attend to all before them"
-        return f"exact up to half of the context ({engine.n_ctx // 2:,}), {how}; then {stream}"
+        chunks = f"in chunks of up to {engine.exact_reader.n_chunk:,} tokens that attend to all before them"
+        return f"exact up to half of the context ({engine.n_ctx // 2:,}), {chunks}; then {stream}"
     if engine.whole_reader.gpu_has_room(engine.policy.n_asked + 1):
         return (
             f"whole where it takes at most half of a GPU's free memory, then compressed once; else {stream}"

@@ -66,22 +66,22 @@ class _OutputOptions(Options):
 @options
 def generate(
     *,
-    given: Annotated[
+    argument: Annotated[
         str | None,
         typer.Argument(metavar="[PROMPT]", help="The prompt. Text on stdin follows it.", show_default=False),
     ] = None,
-    asked: _PromptOptions,
+    prompts: _PromptOptions,
     system: SystemOptions,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without a chat template.")] = False,
     generation: _AnswerOptions,
     run: WriteOptions,
     as_json: Json = False,
-    printed: _OutputOptions,
+    output: _OutputOptions,
 ) -> None:
     """Answer a prompt, a text on stdin, or both. If both are given, the prompt is never evicted."""
-    if given is not None and "prompt" in asked.typed:
-        raise UsageError(f"{given!r} and -p {asked.prompt!r} are two prompts; leave out one of them")
-    prompt, file = utf8("-p", asked.prompt if given is None else given), asked.file
+    if argument is not None and "prompt" in prompts.typed:
+        raise UsageError(f"{argument!r} and -p {prompts.prompt!r} are two prompts; leave out one of them")
+    prompt, file = utf8("-p", prompts.prompt if argument is None else argument), prompts.file
     if file is None and os.path.isfile(prompt or ""):
         say([f"{prompt} is a file; use -f {prompt} to read it"])
     system_prompt = system.text()
@@ -100,7 +100,7 @@ def generate(
         if prompt is None:
             raise InputError("there is nothing to read; give a prompt, a file with -f, or a text on stdin")
         raise UsageError("the prompt is empty; give a text")
-    if printed.logprobs is not None and not as_json:
+    if output.logprobs is not None and not as_json:
         raise UsageError("--logprobs needs --json")
     if raw and (thinking := {"think", "think_budget"} & generation.typed):
         flag = f"--{min(thinking).replace('_', '-')}"
@@ -124,7 +124,7 @@ def generate(
         sampler = Sampler(engine.model, sampling, seed=generation.seed)
         writer = Writer(engine, sampler, drafts.of(engine))
         writer.ends_loops = generation.stop_loops == "on"
-        likely = None if printed.logprobs is None else _record_logprobs(writer, printed.logprobs)
+        likely = None if output.logprobs is None else _record_logprobs(writer, output.logprobs)
         interrupt.stops(writer)
         first = prompt if prompt and text else ""
         if raw:
@@ -203,8 +203,8 @@ def _rendered(
         prefix = system_prefix(template, system)
     if prefix is None or not whole.startswith(prefix):
         if engine.policy.slack:
-            what = "the prompt" if first.strip() else "the system prompt"
-            sys.stderr.write(f"{unpinned(what)}\n")
+            noun = "the prompt" if first.strip() else "the system prompt"
+            sys.stderr.write(f"{unpinned(noun)}\n")
         prefix = ""
     return whole, prefix
 

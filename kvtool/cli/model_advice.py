@@ -68,17 +68,17 @@ def too_much(info: ModelInfo, n: int, n_before: int = 0) -> str | None:
     if info.size < _TOY_BYTES or n_all <= info.n_ctx_train and (info.size >= _SMALL_BYTES or n < _LONG):
         return None
     if n_all > info.n_ctx_train:
-        why = f"{name} was trained for {info.n_ctx_train:,} tokens, not for {n_all:,}: it may miss facts"
+        reason = f"{name} was trained for {info.n_ctx_train:,} tokens, not for {n_all:,}: it may miss facts"
     else:
-        why = f"{name} is too small for questions about long texts"
+        reason = f"{name} is too small for questions about long texts"
     from kvtool.cli import fits
     from kvtool.models.catalogue import registry
 
     with suppress(KvtoolError):
         larger = (entry for entry in registry().values() if (entry.about_bytes or 0) > info.size)
         if better := fits.best(larger, fits.room(), n_all):
-            return f"{why}; -m {better.name} does better on this machine{_download(better)}"
-    return why
+            return f"{reason}; -m {better.name} does better on this machine{_download(better)}"
+    return reason
 
 
 def _download(entry: Entry) -> str:

@@ -140,9 +140,11 @@ def rm(name: Name, as_json: Json = False) -> None:
         typer.echo(f"deleted {shown(removed.name)}: {format_bytes(n_bytes)}")
 
 
-def _type(of: str, letter: str) -> Any:
+def _type(part: str, letter: str) -> Any:
     flags = (f"-ct{letter}", f"--cache-type-{letter}", f"--type-{letter}")
-    return redeclared(RunOptions, f"type_{letter}", flags=flags, help=f"Type of the cached {of}.", group=None)
+    return redeclared(
+        RunOptions, f"type_{letter}", flags=flags, help=f"Type of the cached {part}.", group=None
+    )
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,7 @@ def _sizes(layers: Layers, types: dict[str, Any], n_ctx_train: int, n_bytes: int
 
 def _lines(sizes: dict[str, Any]) -> list[list[str]]:
     """Return rows of a table with these sizes."""
-    of = {name: format_bytes(size) for name, size in sizes.items() if name.endswith("_bytes")}
+    texts = {name: format_bytes(size) for name, size in sizes.items() if name.endswith("_bytes")}
     types, n_batch = f"K {sizes['type_k']}, V {sizes['type_v']}", RunOptions.default_n_batch
     lines = [
         ["kind", ", ".join(sizes["kinds"]) or "plain attention"],
@@ -278,23 +280,23 @@ def _lines(sizes: dict[str, Any]) -> list[list[str]]:
     if n := sizes["swa_layers"]:
         lines += [
             ["sliding-window (SWA) layers", f"{n}; each sees the newest {sizes['swa']} tokens"],
-            ["SWA cache", f"{of['swa_bytes']}, whatever the budget ({types}, batches of {n_batch})"],
+            ["SWA cache", f"{texts['swa_bytes']}, whatever the budget ({types}, batches of {n_batch})"],
         ]
     if (n := sizes["index_cells"]) is not None:
         lines.append(["index", f"chooses {n:,} cells: a budget cannot be larger"])
     if n := sizes["shared_layers"]:
         lines.append(["shared layers", f"{n}; each reads an earlier layer's cells"])
     if n := sizes["recurrent_layers"]:
-        lines.append(["recurrent layers", f"{n}; states of {of['recurrent_bytes']}, whatever the budget"])
+        lines.append(["recurrent layers", f"{n}; states of {texts['recurrent_bytes']}, whatever the budget"])
     fit = f"{sizes['fit_cells']} tokens"
     if not sizes["fit_cells"]:
-        fit = f"too small; the smallest cache takes {of['smallest_bytes']}"
+        fit = f"too small; the smallest cache takes {texts['smallest_bytes']}"
     elif sizes["swa_layers"] and sizes["fit_batch"] < n_batch:
         fit += f", in batches of {sizes['fit_batch']}"
     return [
         *lines,
-        ["one token", f"{of['cell_bytes']} of cache ({types}, all rows)"],
-        [f"{of['fit_bytes']} of cache", fit],
+        ["one token", f"{texts['cell_bytes']} of cache ({types}, all rows)"],
+        [f"{texts['fit_bytes']} of cache", fit],
     ]
 
 

@@ -193,7 +193,7 @@ def too_many(context: Any, surplus: Sequence[str]) -> str:
 
     path, command = context.command_path, context.command
     if command.name == "generate":
-        prompt = " ".join([context.params["given"], *surplus])
+        prompt = " ".join([context.params["argument"], *surplus])
         return f"put the prompt into quotes: `{path} {quoted(prompt)}`"
     if command.name in ("chat", "serve"):
         return not_a_model(" ".join([context.params["model_name"], *surplus]))

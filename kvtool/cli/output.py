@@ -81,11 +81,11 @@ def records_path(records: str | None, resume: bool) -> Path | None:
     return path
 
 
-def stopped(path: Path | None, n_done: int, n: int, what: str) -> str:
-    """Return the message after Ctrl-C, with n_done of n finished. path: of the records. what: "runs", say."""
+def stopped(path: Path | None, n_done: int, n: int, unit: str) -> str:
+    """Return the message after Ctrl-C, with n_done of n finished. path: of the records. unit: "runs", say."""
     if path is None:
         return "stopped; nothing was kept (--records FILE keeps finished ones)"
-    return f"stopped; {n_done} of {n} {what} are in {path}; --resume does the rest"
+    return f"stopped; {n_done} of {n} {unit} are in {path}; --resume does the rest"
 
 
 def check_picture(flag: str, path: Path | None) -> None:
@@ -95,12 +95,15 @@ def check_picture(flag: str, path: Path | None) -> None:
         check_packages(flag, ("matplotlib",), "plot")
 
 
-def check_packages(what: str, packages: Sequence[str], extra: str) -> None:
-    """Raise UsageError for packages that are not installed. extra: kvtool's extra that installs them."""
+def check_packages(name: str, packages: Sequence[str], extra: str) -> None:
+    """Raise UsageError for packages that are not installed.
+
+    name: the option or task that needs them. extra: kvtool's extra that installs them.
+    """
     from importlib.util import find_spec
 
     if missing := [package for package in packages if find_spec(package) is None]:
-        raise UsageError(f"{what} needs {', '.join(missing)}, which is not installed: {extra_command(extra)}")
+        raise UsageError(f"{name} needs {', '.join(missing)}, which is not installed: {extra_command(extra)}")
 
 
 def png(figure: Figure) -> bytes:

@@ -83,8 +83,8 @@ def perplexity(
         engine, policy = opened.engine, opened.run.policy
         if args.windows is None:
             check_length(engine, len(tokens))
-        what, n = ("window", args.windows) if args.windows else ("text", len(tokens))
-        before_text(engine, opened.run, what, n)
+        noun, n = ("window", args.windows) if args.windows else ("text", len(tokens))
+        before_text(engine, opened.run, noun, n)
         started, total, n_done = time.monotonic(), 0.0, 0
         with tokens_progress("perplexity", _n_scored(len(tokens), args.windows, args.stride)) as step:
 

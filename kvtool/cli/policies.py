@@ -57,10 +57,10 @@ def policies(
         params = known.params(policy)
         if budget is not None:
             params = known.chosen(known.fit(name, budget, args.evict_every, args.options))
-        what = (sys.modules[policy.__module__].__doc__ or "").split("\n")[0]
+        summary = (sys.modules[policy.__module__].__doc__ or "").split("\n")[0]
         package = known.owners(name) if known.package(name) else None
         explained = {key: text for key, text in parameters.explained(policy).items() if key in params}
-        about = {"name": name, "paper": policy.paper, "params": params, "what": what, "package": package}
+        about = {"name": name, "paper": policy.paper, "params": params, "what": summary, "package": package}
         return about | {"explained": explained}
 
     built_in = known.names()
@@ -107,9 +107,9 @@ def _print_names(listed: list[dict[str, Any]]) -> None:
 
     rows = []
     for policy in listed:
-        what = re.sub(r" *\([^()]*\)\.?$", ".", policy["what"].partition(": ")[2] or policy["what"])
+        summary = re.sub(r" *\([^()]*\)\.?$", ".", policy["what"].partition(": ")[2] or policy["what"])
         package = f" From {policy['package']}." if policy["package"] else ""
-        rows.append([policy["name"], f"{what[:1].upper()}{what[1:]}{package}"])
+        rows.append([policy["name"], f"{summary[:1].upper()}{summary[1:]}{package}"])
     console = table_console()
     console.print(table([Column("policy", style="bold"), "what it keeps"], rows))
     console.print("\nkvtool policies NAME shows a policy's paper and its parameters.")

@@ -24,11 +24,11 @@ _SOON_S = 0.5
 
 
 @contextmanager
-def bytes_progress(what: str, *, piped: bool = True) -> Iterator[Callable[[int, int | None], None]]:
+def bytes_progress(label: str, *, piped: bool = True) -> Iterator[Callable[[int, int | None], None]]:
     """Yield a callback for downloads and hashes; its first call draws a bar.
 
     The callback takes the bytes done and the total, which may grow: a model may have several files.
-    what: the text next to the bar. piped: print it as a line if stderr is not a terminal.
+    label: the text next to the bar. piped: print it as a line if stderr is not a terminal.
     """
     bar: Progress | None = None
 
@@ -36,11 +36,11 @@ def bytes_progress(what: str, *, piped: bool = True) -> Iterator[Callable[[int, 
         nonlocal bar
         if bar is None:
             bar = _bytes_bar()
-            bar.add_task(what, total=total)
+            bar.add_task(label, total=total)
             if bar.console.is_terminal:
                 bar.start()
             elif piped:
-                bar.console.print(what, soft_wrap=True)
+                bar.console.print(label, soft_wrap=True)
         bar.update(bar.task_ids[0], completed=done, total=total)
 
     try:
@@ -72,7 +72,7 @@ class ProgressLine:
 
     Attributes
     ----------
-    what
+    label
         Start of the line, for example "reading".
     unit
         Name of the units that are counted.
@@ -80,7 +80,7 @@ class ProgressLine:
         Time of the monotonic clock at which the work started, in seconds.
     """
 
-    what: str
+    label: str
     unit: str = "tokens"
     started: float = field(default_factory=time.monotonic)
 
@@ -93,10 +93,10 @@ class ProgressLine:
         """Return the line after `done` of n units."""
         seconds = time.monotonic() - self.started
         if not done or not self.is_slow:
-            return self.what
+            return self.label
         left = seconds / done * (n - done)
         minutes = f"{left // 60:.0f} min {left % 60:.0f} s" if left >= 60 else f"{left:.0f} s"
-        return f"{self.what} {done:,} of {n:,} {self.unit}, {done / n:.0%}, {minutes} left"
+        return f"{self.label} {done:,} of {n:,} {self.unit}, {done / n:.0%}, {minutes} left"
 
 
 def reading_progress() -> AbstractContextManager[Callable[[int, int], None]]:
@@ -119,8 +119,8 @@ def restoring_progress(archive: Archive | None) -> Iterator[None]:
 
 
 @contextmanager
-def _line_progress(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    progress, status = ProgressLine(what, unit), None
+def _line_progress(label: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    progress, status = ProgressLine(label, unit), None
 
     def step(done: int, n: int) -> None:
         nonlocal status
@@ -143,18 +143,18 @@ def _line_progress(what: str, unit: str) -> Iterator[Callable[[int, int], None]]
 
 
 @contextmanager
-def tokens_progress(what: str, n: int) -> Iterator[Callable[..., None]]:
+def tokens_progress(label: str, n: int) -> Iterator[Callable[..., None]]:
     """Yield a callback for the number of tokens done, of n, and optionally a new text for the bar.
 
-    what: the first text next to the bar.
+    label: the first text next to the bar.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(elapsed_when_finished=True)
     # rich must not redirect the stdout of a pipe or a file to the terminal
     with _bars(*columns, redirect_stdout=sys.stdout is not None and sys.stdout.isatty()) as bar:
-        task = bar.add_task(what, total=n)
-        yield lambda done, what=what: bar.update(task, completed=done, description=what)
+        task = bar.add_task(label, total=n)
+        yield lambda done, label=label: bar.update(task, completed=done, description=label)
 
 
 @contextmanager

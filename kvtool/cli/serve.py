@@ -108,10 +108,10 @@ def serve(
     serving: _ServeOptions,
     system: SystemOptions,
     generation: _RequestDefaults,
-    asked: WriteOptions,
+    typed_run: WriteOptions,
 ) -> None:
     """Serve the OpenAI and Anthropic APIs, from caches that never fill."""
-    run = of_model(asked, model_name)
+    run = of_model(typed_run, model_name)
 
     # fails first if llama.cpp is missing
     import kvtool.llama.bindings  # noqa: F401

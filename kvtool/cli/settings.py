@@ -88,24 +88,24 @@ def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) 
 
     typed: typed parameters with their values. root: kvtool's own command, with all commands in it.
     """
-    own, shared = options_of(command), options_of(command, without=words)
+    options, shared = options_of(command), options_of(command, without=words)
     all_tables = list(tables())
     for table in all_tables:
         if table.words[:1] == (_MODELS,) and table.words[2:] == words:
             check_takes_model(command, words, table)
-    # the top level does not apply to a command whose options are all its own
+    # the top level does not apply to a command without shared options
     chosen = [
         table
         for table in all_tables
-        if table.words == words[: len(table.words)] and (table.words or shared or not own)
+        if table.words == words[: len(table.words)] and (table.words or shared or not options)
     ]
-    layers = [_from_table(table, own if table.is_own else shared, root) for table in chosen]
-    variables = [_from_variables(shared), _from_variables(own, words)]
-    if any(table.words[:1] == (_MODELS,) for table in all_tables) and any(p.name == "model" for p in own):
+    layers = [_from_table(table, options if table.is_own else shared, root) for table in chosen]
+    variables = [_from_variables(shared), _from_variables(options, words)]
+    if any(table.words[:1] == (_MODELS,) for table in all_tables) and any(p.name == "model" for p in options):
         names = [layer["model"].value for layer in [*layers, *variables] if "model" in layer]
         model = typed.get("model") or typed.get("model_name") or (names[-1] if names else None)
         of_model = _tables_of_model(all_tables, words, model)
-        layers += [_from_table(table, own if table.is_own else shared, root) for table in of_model]
+        layers += [_from_table(table, options if table.is_own else shared, root) for table in of_model]
     result: dict[str, Setting] = {}
     for layer in [*layers, *variables]:
         # -o sets parameters of the policy in the same place

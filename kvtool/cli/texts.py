@@ -56,23 +56,23 @@ def first_tokens(
     return tokens
 
 
-def check_length(engine: Engine, n_tokens: int, what: str = "text") -> None:
-    """Raise InputError for a text that the engine cannot read to its end. what: "text" or "prompt"."""
-    shorter = "or --max-tokens" if what == "text" else "or a shorter prompt"
+def check_length(engine: Engine, n_tokens: int, noun: str = "text") -> None:
+    """Raise InputError for a text that the engine cannot read to its end. noun: "text" or "prompt"."""
+    shorter = "or --max-tokens" if noun == "text" else "or a shorter prompt"
     if engine.policy.slack == 0 and n_tokens > engine.policy.budget:
         raise InputError(
-            f"the {what} ({n_tokens:,} tokens) does not fit in the cache ({engine.policy.budget:,}) and "
+            f"the {noun} ({n_tokens:,} tokens) does not fit in the cache ({engine.policy.budget:,}) and "
             f"`full` never evicts; use --policy recall {shorter}"
         )
-    check_positions(engine.settings.positions, n_tokens, engine.n_ctx, what, shorter)
+    check_positions(engine.settings.positions, n_tokens, engine.n_ctx, noun, shorter)
 
 
 def check_positions(
-    positions: str, n_tokens: int, n_ctx: int, what: str = "text", shorter: str = "or --max-tokens"
+    positions: str, n_tokens: int, n_ctx: int, noun: str = "text", shorter: str = "or --max-tokens"
 ) -> None:
     """Raise InputError for a text that is longer than its positions. shorter: advice to shorten it."""
     if positions == "original" and n_tokens > n_ctx:
         raise InputError(
-            f"the {what} has {n_tokens:,} tokens, and original positions end at {n_ctx:,}; "
+            f"the {noun} has {n_tokens:,} tokens, and original positions end at {n_ctx:,}; "
             f"choose --positions auto or in-cache, {shorter}"
         )

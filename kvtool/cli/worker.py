@@ -104,12 +104,12 @@ def listener(address: str, port: int) -> socket.socket:
         return socket.create_server((address, port))
     except OSError as error:
         # Python repeats the address
-        why = str(error.strerror or error).partition(" (while attempting")[0]
+        reason = str(error.strerror or error).partition(" (while attempting")[0]
         if error.errno == errno.EADDRINUSE:
-            why = "the port is in use, maybe by another kvtool; choose another --port"
+            reason = "the port is in use, maybe by another kvtool; choose another --port"
         elif error.errno == errno.EADDRNOTAVAIL:
-            why = "this machine has no such address; choose another --host (0.0.0.0 means all)"
-        raise UsageError(f"cannot listen on {address}:{port}: {why}") from None
+            reason = "this machine has no such address; choose another --host (0.0.0.0 means all)"
+        raise UsageError(f"cannot listen on {address}:{port}: {reason}") from None
 
 
 def _listens(thread: threading.Thread, address: str, port: int) -> bool:

@@ -53,11 +53,11 @@ def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
     if not is_bytes:
         # unchecked: the stream may never get as long
         return {"archive": n}
-    available, where = memory.total_bytes(), "this machine's memory"
+    available, place = memory.total_bytes(), "this machine's memory"
     if file is not None:
-        available, where = files.free_disk_bytes(file), f"the disk of {file} has free"
+        available, place = files.free_disk_bytes(file), f"the disk of {file} has free"
     if n > available:
-        raise UsageError(f"--archive {text} is more than {where} ({format_bytes(available)}); choose less")
+        raise UsageError(f"--archive {text} is more than {place} ({format_bytes(available)}); choose less")
     return {"archive_bytes": n}
 
 

@@ -64,11 +64,11 @@ def archive_limit(engine: Engine, n_slot: int = 1, *, brief: bool = False) -> st
     archive = engine.context.archive
     if not archive:
         return None
-    where = f"to disk ({archive.file}) and, for clusters, to" if archive.file else "to"
+    place = f"to disk ({archive.file}) and, for clusters, to" if archive.file else "to"
     newest = "" if brief else f" (the newest {archive.n_max:,} token{'s' * (archive.n_max != 1)})"
     slots = f" for each of {n_slot} requests at once" if n_slot > 1 else ""
     most = f"{format_bytes(archive.max_bytes)}{newest}{slots}"
-    return f"older text goes {where} host memory, at most {most}, and is still used"
+    return f"older text goes {place} host memory, at most {most}, and is still used"
 
 
 def _where(file: str | None) -> str:

@@ -227,7 +227,7 @@ def test_a_near_miss_is_one_line_that_says_what_to_type(words, said):
 def test_a_value_is_not_taken_for_an_option_of_another_program():
     generate = COMMANDS_OF["generate",]
     assert generate.make_context("x", ["-p", "-hf", "--system=-i"]).params["prompt"] == "-hf"
-    assert generate.make_context("x", ["--", "-i"]).params["given"] == "-i"
+    assert generate.make_context("x", ["--", "-i"]).params["argument"] == "-i"
 
 
 def test_every_option_that_is_suggested_exists():

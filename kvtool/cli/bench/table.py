@@ -43,9 +43,9 @@ def show(console: Console, records: Sequence[Record], about: Record, *, has_devi
     widths = [max(map(len, column)) for column in zip(names, *measured.values(), strict=True)]
     first = max((len(record["what"]) for record in records), default=0)
 
-    def put(what: str, cells: Sequence[str]) -> None:
+    def put(name: str, cells: Sequence[str]) -> None:
         right = "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        console.print(Text(f"{what:{first}}{right}"))
+        console.print(Text(f"{name:{first}}{right}"))
 
     threads = about["machine"]["threads"]
     console.print(Text(f"{line(about['machine'])}\n"))

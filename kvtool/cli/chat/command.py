@@ -51,10 +51,10 @@ def chat(
     system: SystemOptions,
     generation: GenerationOptions,
     args: _ChatOptions,
-    asked: WriteOptions,
+    typed_run: WriteOptions,
 ) -> None:
     """Start a chat of any length, in a cache of a fixed size. Piped stdin: each line is a turn."""
-    run, system_prompt = of_model(asked, model_name), system.text()
+    run, system_prompt = of_model(typed_run, model_name), system.text()
     with ExitStack() as stack:
         saved = None
         if args.session:

@@ -121,7 +121,7 @@ class ChatFiles:
         """True if the session holds turns that the chat lacks."""
         return self._saved is not None and self._would_lose(self._saved)
 
-    def save(self, path: Path, may_replace: Callable[[str], bool] = lambda what: False) -> bool:
+    def save(self, path: Path, may_replace: Callable[[str], bool] = lambda description: False) -> bool:
         """Write the chat to a file. Return False if the file holds another chat that may not be replaced.
 
         may_replace: called with a description of the other chat. Raises SessionError for a file that is not a
@@ -134,8 +134,8 @@ class ChatFiles:
             self.check()
             return True
         with session.lock(path):
-            there = session.peek(path)
-            if there and self._would_lose(there) and not may_replace(self._described(path, there)):
+            saved = session.peek(path)
+            if saved and self._would_lose(saved) and not may_replace(self._described(path, saved)):
                 return False
             self._write(path)
         return True
@@ -259,15 +259,15 @@ class ChatFiles:
     def _is_own(self, path: Path) -> bool:
         return self.path is not None and os.path.realpath(path) == os.path.realpath(self.path)
 
-    def _would_lose(self, there: Meta) -> bool:
+    def _would_lose(self, saved: Meta) -> bool:
         """True if a saved chat has turns that this chat lacks."""
-        messages = there["messages"]
-        is_ours = there.get("id") == self.chat.id and messages == self.chat.messages[: len(messages)]
-        return there["n_turn"] > 0 and not is_ours
+        messages = saved["messages"]
+        is_ours = saved.get("id") == self.chat.id and messages == self.chat.messages[: len(messages)]
+        return saved["n_turn"] > 0 and not is_ours
 
-    def _described(self, path: Path, there: Meta) -> str:
-        what = "another chat" if there.get("id") != self.chat.id else "more of this chat"
-        return f"{path} holds {what} ({turns(there['n_turn'])}, saved {there['saved']})"
+    def _described(self, path: Path, saved: Meta) -> str:
+        content = "another chat" if saved.get("id") != self.chat.id else "more of this chat"
+        return f"{path} holds {content} ({turns(saved['n_turn'])}, saved {saved['saved']})"
 
     def _open_saved(self) -> tuple[BinaryIO, FileIO | None] | None:
         """Open the session's files if they hold the present chat; else return None.

@@ -83,29 +83,29 @@ def _renumbered(engine: Engine) -> str:
     return f"; the chat went beyond it, and positions were assigned again {n:,} times" if n else ""
 
 
-def help(terminal: Terminal, what: str) -> None:
+def help(terminal: Terminal, topic: str) -> None:
     """Show help on all commands, on one command, or on typing and files ("more").
 
-    what: a command, "more", or "" for all commands. Raises UsageError for any other text.
+    topic: a command, "more", or "" for all commands. Raises UsageError for any other text.
     """
-    name = f"/{what.removeprefix('/').lower()}"
+    name = f"/{topic.removeprefix('/').lower()}"
     of_one = {usage: text for usage, text in HELP.items() if name in re.findall(r"/[\w?-]+", usage)}
-    if what in MORE:
+    if topic in MORE:
         texts: Sequence[str] = NOTES
-    elif what and not of_one:
-        raise UsageError(f"/help takes a command or `{MORE[0]}`; there is no command {what}")
+    elif topic and not of_one:
+        raise UsageError(f"/help takes a command or `{MORE[0]}`; there is no command {topic}")
     else:
-        _table(terminal, of_one if what else HELP, dim=False)
-        texts = () if what else (KEYS,)
+        _table(terminal, of_one if topic else HELP, dim=False)
+        texts = () if topic else (KEYS,)
     for text in texts:
         terminal.console.print(text)
 
 
-def show(terminal: Terminal, what: str) -> None:
-    """Show a part of the chat. what: a key of `SHOWN`. Raises UsageError for any other text."""
-    if what not in SHOWN:
+def show(terminal: Terminal, name: str) -> None:
+    """Show a part of the chat. name: a key of `SHOWN`. Raises UsageError for any other text."""
+    if name not in SHOWN:
         raise UsageError(f"/show takes one of {', '.join(SHOWN)}")
-    SHOWN[what](terminal)
+    SHOWN[name](terminal)
 
 
 def system(terminal: Terminal) -> None:

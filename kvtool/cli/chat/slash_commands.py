@@ -44,9 +44,9 @@ class Commands:
             "/reset": self._reset,
         }
         self._with_text: dict[str, Callable[[str], None]] = {
-            "/help": lambda what: show.help(terminal, what),
+            "/help": lambda text: show.help(terminal, text),
             "/undo": self._undo,
-            "/show": lambda what: show.show(terminal, what),
+            "/show": lambda text: show.show(terminal, text),
             "/set": self._set,
             "/edit": self._edit,
             "/save": self._save,
@@ -128,10 +128,12 @@ class Commands:
         more = f"; /undo can take back {n_more} more" if n_more else ""
         if len(changes) < int(n or 1):
             more = "; /undo cannot go back further"
-        what = changes[0] if len(changes) == 1 else f"{len(changes)} changes, the first of them {changes[-1]}"
+        undone = (
+            changes[0] if len(changes) == 1 else f"{len(changes)} changes, the first of them {changes[-1]}"
+        )
         self.files.keep_session(undone=True)
         has = f"the chat has {turns(self.conversation.n_turn)}"
-        self.terminal.note(f"took back {what}; {has}{more}{self._previous()}")
+        self.terminal.note(f"took back {undone}; {has}{more}{self._previous()}")
         self.terminal.saved()
 
     def _retry(self) -> None:
@@ -242,7 +244,7 @@ class Commands:
 
     def _save(self, name: str) -> None:
         path = _path("/save", name)
-        if self.files.save(path, lambda what: self.terminal.confirm(f"{what}. Replace it?")):
+        if self.files.save(path, lambda description: self.terminal.confirm(f"{description}. Replace it?")):
             self.terminal.note(f"saved to {path}")
             self.terminal.saved()
         else:
@@ -263,9 +265,9 @@ class Commands:
             f"There is no disk space for a copy, so /undo could not take {change} back. Continue?"
         )
 
-    def _note_new(self, what: str) -> None:
+    def _note_new(self, change: str) -> None:
         """Report a change to another chat, and the file with the previous chat."""
-        self.terminal.note(f"{what}{self._previous()}; /undo takes this back")
+        self.terminal.note(f"{change}{self._previous()}; /undo takes this back")
 
     def _previous(self) -> str:
         """Return the addition to a note if the session's file holds another chat; else ""."""

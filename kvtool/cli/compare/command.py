@@ -140,14 +140,19 @@ def compare(
     with bytes_progress(f"hashing {model_path.name}", piped=False) as progress:
         model_sha256 = sha256(model_path, progress)
     name = Path(text.name).name
-    what = {"model": model_path.name, "model_sha256": model_sha256, "text": name, "text_sha256": text_sha256}
+    identity = {
+        "model": model_path.name,
+        "model_sha256": model_sha256,
+        "text": name,
+        "text_sha256": text_sha256,
+    }
     shared = run.changed(
         model=str(model_path),
         n_ctx=n_ctx,
         n_batch=run.n_batch or run.default_n_batch,
         threads=run.threads or (max(1, default_threads() // args.jobs) if args.jobs > 1 else None),
     )
-    common = of_runs.Common(what | records.versions(), shared, len(tokens))
+    common = of_runs.Common(identity | records.versions(), shared, len(tokens))
     if not names:
         # policies with a reconstruction pass read a text twice; without values (MLA) none can be merged
         kinds = runnable()
@@ -194,11 +199,11 @@ def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[
     check_positions(common.options.positions, n, common.n_ctx)
     without = "so KL, top-1 and differences to `full` are missing"
     if n > common.n_ctx:
-        why = (
+        reason = (
             f"the text ({n:,} tokens) does not fit in the full cache ({common.n_ctx:,}), {without}; "
             "--max-tokens makes the text shorter"
         )
-        return [name for name in names if policies.load(grid.split_policy(name)[0]).evicts], why
+        return [name for name in names if policies.load(grid.split_policy(name)[0]).evicts], reason
     if not fits(n, n_vocab):
         return names, f"the full cache's predictions of {n:,} tokens take too much disk space, {without}"
     return names, ""
@@ -260,9 +265,9 @@ def _finish(
     if path:
         from kvtool.measure import records
 
-        def order(there: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        def order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             # another process may have added records meanwhile
-            results.add(there)
+            results.add(records)
             return results.finished()
 
         records.rewrite(path, order)

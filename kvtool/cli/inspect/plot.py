@@ -33,12 +33,12 @@ def picture(result: dict[str, Any], held: Holdings) -> Figure:
     # at most 32 labels of layers: more would touch
     layer, row, n_head = np.unique(held.layer, return_index=True, return_counts=True)
     step, name = -(-len(layer) // 32), Path(result["model"]).stem
-    what = f"{result['policy']}, {budget(result):,} cells per row: which of {n:,} tokens are held ({name})"
+    title = f"{result['policy']}, {budget(result):,} cells per row: which of {n:,} tokens are held ({name})"
     across = "position of the token in the text"
     if len(first) < n:
         across += f"; each column is the mean of {size.max():,} tokens"
     down = f"row: layer, and {int(n_head.max())} KV heads in each"
-    axes = figure.add_subplot(title=what, xlabel=across, ylabel=down)
+    axes = figure.add_subplot(title=title, xlabel=across, ylabel=down)
     axes.imshow(colours, aspect="auto", interpolation="nearest", extent=(0, n, n_row, 0))
     axes.set_yticks((row + n_head / 2)[::step], [str(number) for number in layer[::step]])
     names = {"held by the row": _HELD}

@@ -52,8 +52,8 @@ def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np
     _print(console, f"\nthe whole stream of {n:,} tokens, left to right:")
     # without the line of blanks above the marks
     _print(console, draw(_strip(share, archived, width))[-1])
-    what = f"the last {last:,} tokens; {n - last:,} earlier ones are not shown" if n > last else "the text"
-    _print(console, f"\n{what}:\n")
+    heading = f"the last {last:,} tokens; {n - last:,} earlier ones are not shown" if n > last else "the text"
+    _print(console, f"\n{heading}:\n")
     for line in lines(texts[-last:], levels[-last:], width):
         _print(console, *draw(line))
     n_all, n_none = int((share == 1).sum()), int((share == 0).sum())
