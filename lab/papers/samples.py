@@ -66,9 +66,6 @@ SCORES = {
     "host": Score("In host memory, MiB", lower=True, digits=1),
     "rouge": Score("Geometric mean of ROUGE-1, ROUGE-2 and ROUGE-L, %", "ROUGE", **_PERCENT),
     "logp": Score("Log-probability of the right text, nats a token", "likelihood"),
-    "rouge1": Score("ROUGE-1, %", "ROUGE", **_PERCENT),
-    "rouge2": Score("ROUGE-2, %", "ROUGE", **_PERCENT),
-    "rougeL": Score("ROUGE-L, %", "ROUGE", **_PERCENT),
     "f1": Score("F1, %", "F1", **_PERCENT),
     "subspan_em": Score("Right answer somewhere in the output, %", "matches", **_PERCENT),
     "acc_norm": Score("Accuracy by likelihood a byte, %", "accuracy", **_PERCENT),
@@ -77,7 +74,6 @@ SCORES = {
     "holds": Score("Tokens a row holds at the end", digits=0),
     "evicted": Score("Tokens evicted at the end, %", **_PERCENT),
     "ms": Score("CPU time of a token, ms", lower=True, digits=2),
-    "nearest": Score("Similarity to the nearest key that stays", digits=4, words=_MORE),
     "share": Score(
         "Share of a query's keys that are important to it, %", "important keys", words=_MORE, **_PERCENT
     ),
@@ -91,7 +87,6 @@ SCORES = {
         "Queries whose most similar earlier query is that near, %", "near queries", words=_MORE, **_PERCENT
     ),
     "values": Score("Singular values that carry 90 % of the squares, % of all", words=_MORE, **_PERCENT),
-    "held": Score("Share of the rows that hold a token at the end, %", words=_MORE, **_PERCENT),
 }
 
 

@@ -1,4 +1,4 @@
-"""What the laboratory's tests need, and of tests/conftest.py what they use."""
+"""Fixtures of the laboratory's tests."""
 
 import pytest
 

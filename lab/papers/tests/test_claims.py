@@ -1,4 +1,4 @@
-"""What the abstracts claim: numbers against records computed here otherwise, and tests with their power."""
+"""Claims of the abstracts: their numbers computed here in another way, and tests with their power."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_about_as_good_is_told_by_a_small_loss_and_not_by_a_difference_that_was_
     small = rng.normal(-0.002, 0.002, 12)
     assert significance.not_worse_test(small, ones, 0.01) < 0.05
     assert significance.power(small, ones, 0.01) > 0.99
-    # a loss that is told, and larger than the margin
+    # a significant loss above the margin
     assert significance.not_worse_test(small - 0.02, ones, 0.01) > 0.95
     assert significance.not_worse_test(np.ones(4), np.ones(4), 0.01) == 1 / 2**4
 

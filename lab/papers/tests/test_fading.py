@@ -1,4 +1,4 @@
-"""lab/papers/fading.py: the same perplexity as the engine's, and means as they are defined."""
+"""lab/papers/fading.py: the perplexity of the engine, and means by their definition."""
 
 import math
 
@@ -64,7 +64,7 @@ def test_a_rule_that_is_none_is_refused():
 
 
 def _attend(query, key, value, n_cell, n_mean, merge, n_query):
-    """4 sinks and the newest tokens; what leaves goes among the means, dicts in the order of leaving."""
+    """Keep 4 sinks and the newest tokens; evicted tokens become means, which are dicts."""
     scale = 1 / math.sqrt(query.shape[-1])
     live, means, asked, output = [], [], [], np.empty_like(query)
     for t in range(len(query)):

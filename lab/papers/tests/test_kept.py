@@ -1,4 +1,4 @@
-"""What is kept of the results of a run."""
+"""Lines that are kept of the results of a run."""
 
 from __future__ import annotations
 

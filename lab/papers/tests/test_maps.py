@@ -154,7 +154,7 @@ def test_a_layer_that_llama_does_not_show_is_an_error(tiny_model):
 
 
 def attention_of(n, seed=1):
-    """f32[n, n], each query's attention to itself and what came before, with many equal weights."""
+    """f32[n, n], each query's attention to itself and earlier tokens, with many equal weights."""
     weights = np.tril(np.random.default_rng(seed).integers(1, 4, (n, n)).astype(np.float64))
     return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
 
@@ -324,7 +324,7 @@ def test_important_keys_are_green_and_two_queries_are_framed():
     rows = np.flatnonzero(red.mean(axis=1) > 0.3)
     assert len(columns) > 100
     assert green[:, columns].sum() / green.sum() > 0.9
-    # the frames of queries 500 and 999 are half of the map apart, which is 4 times as wide as what is green
+    # the frames of queries 500 and 999 are half of the map apart, 4 times the width of the green area
     assert rows[-1] - rows[0] == pytest.approx(2 * (columns[-1] - columns[0]), rel=0.2)
 
 

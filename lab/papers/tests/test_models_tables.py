@@ -52,7 +52,7 @@ def test_one_table_may_have_all_models_each_with_its_own_budgets(monkeypatch, tm
         model = "" if name == "small" else "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
         monkeypatch.setitem(RUNS, name, Eval("qa", ("qa.jsonl",), ("full",), (), model=model))
         records.rewrite(tmp_path / f"{name}.jsonl", lambda _, found=found: found)
-    # a row that nobody measured is none
+    # a row without measurements is not shown
     table = Table("f1", ("model", "budget"), rows=("full", "h2o", "roco"), names={"m.gguf": "small"})
     monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("small", "large"), (table,), together=True))
     text = tables.render("made-up", tmp_path)

@@ -1,4 +1,4 @@
-"""The tables of the papers' experiments say what the records say, and the right test tells differences."""
+"""The tables of the papers' experiments show the records' numbers and the right tests."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_differences_are_paired_and_named_where_a_table_s_tests_tell_them(measur
         Table("logp", against="buzz"),
     )
     ends = dict(re.findall(r"\| `(\w+)` \| .*?±[\d.]+ ?(\w*) \|", text))
-    # alone, local's would be told, and is once the others are
+    # with Holm, local is significant because the two tests before it are
     assert ends == {"buzz": "", "h2o": "better", "tova": "worse", "local": "better"}
     alone = np.tile([1.0, -1.0], 20) + 2.1 * error
     many = {f"h2o:decay=0.{i}__64": {"logp": (noise + alone).tolist()} for i in range(1, 9)}
@@ -138,7 +138,7 @@ def test_the_papers_differences_are_counted():
     paper = {"full": "9", "buzz": "5", "h2o": "6", "tova": "4", "local": "3", "cam": "5", "roco": "1"}
     numbers = {(row, "64"): n for row, n in paper.items()}
     table = Table("f1", against="buzz", paper=numbers)
-    # h2o is as there, tova is not, local is not told; full, equal ones and what was not measured do not count
+    # same direction for h2o, other for tova, none for local; full, equal and missing numbers do not count
     assert counted(found, table) == Verdict(same=1, other=1, unclear=1)
     lower = [line | {"scores": {"ms": line["scores"]["f1"]}} for line in found]
     slower = Table("ms", against="buzz", paper={("buzz", "64"): "5", ("h2o", "64"): "6"})
@@ -183,7 +183,7 @@ def test_every_experiment_can_be_shown_once_something_is_measured(monkeypatch, t
             line = {
                 **{"label": label, "budget": "64", "of": "qasper", "part": "p", "task": "qa", "tokens": 9},
                 **{"bytes": [2**20, 0], "items": ["f-1", "f-2"], "seconds": 1, **VERSIONS},
-                "scores": {score: [0.1 * number, 0.2] for score in SCORES},
+                "scores": {score: [0.1 * number, 0.2] for score in (*SCORES, "rouge1", "rouge2", "rougeL")},
             }
             if isinstance(run, Compare):
                 del line["items"]
@@ -220,7 +220,7 @@ def test_the_geometric_means_error_is_that_of_draws():
     mean, error = statistics.mean_error(np.array(linear), np.ones(400))
     assert mean == pytest.approx(np.prod([values.mean() for values in scores.values()]) ** (1 / 3))
     assert error == pytest.approx(geometric.std(), rel=0.05)
-    # an item that failed is none, and no bigram at all leaves no error
+    # a failed item does not count; without any common bigram there is no error
     assert places._rouge({"rouge1": [0.5, None], "rouge2": [0.5, None], "rougeL": [0.5, None]}) == [0.5, None]
     assert places._rouge({"rouge1": [0.5, 0.5], "rouge2": [0, 0], "rougeL": [0.5, 0.5]}) == [0, None]
 
@@ -283,7 +283,7 @@ def test_what_was_never_run_says_so(tmp_path):
 
 
 def of_texts(n, more):
-    """Blocks of n texts under BUZZ and H2O, which is worse by `more` on each, but for the noise of blocks."""
+    """Blocks of n texts under BUZZ and H2O, which is worse by `more` on each, with noise between blocks."""
     rng = np.random.default_rng(0)
     counts = statistics.block_counts(1000)
     for i in range(n):

@@ -1,4 +1,4 @@
-"""The papers' experiments: kvtool takes their commands, and what is kept of the results is theirs."""
+"""The papers' experiments: kvtool accepts their commands, and the records are of their runs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_every_command_is_one_that_kvtool_takes(name):
     for label in getattr(run, "policies", ()):
         policy, options = split_policy(label)
         for budget in getattr(run, "budgets", None) or [getattr(run, "budget", "4096")]:
-            # a share of the shortest prompt gives way to the smallest budget that works
+            # for a short prompt a share becomes the smallest budget that works
             n = 4096 if budget.endswith("%") else int(budget)
             fitted = policies.fit(policy, n, None, list(options))
             assert not (fitted.ragged and "whole" in getattr(run, "more", ()))
@@ -204,7 +204,7 @@ def test_a_run_asks_for_what_is_missing_and_keeps_what_tables_need(monkeypatch, 
     ]
     assert "of a data set" not in (results / "made-up.jsonl").read_text()
 
-    # what is kept is not measured again, without the folder of all results, too
+    # lines that are kept are not measured again, even without the folder of all results
     del asked[:]
     runner.run(data, tmp_path / "other", ["made-up"], [], results)
     assert not asked

@@ -1,4 +1,4 @@
-"""Each program says what it is for; one without groups is the same model; errors of a merge."""
+"""Help of each program; a model without groups; merges."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROGRAMS = [
 def test_a_program_says_what_it_is_for(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     monkeypatch.delitem(sys.modules, f"lab.papers.{name}", raising=False)
-    # a module that is imported already is not run anew without a warning
+    # runpy warns if the module is imported already
     with pytest.raises(SystemExit) as end:
         runpy.run_module(f"lab.papers.{name}", run_name="__main__")
     assert end.value.code == 0

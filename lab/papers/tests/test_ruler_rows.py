@@ -140,14 +140,14 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
     by_policy = {each["policy"]: each for each in found}
     assert by_policy["recall"]["archive_bytes"] > 0
     assert by_policy["h2o"]["evicted"] > 0
-    # its cells are those of its budget
+    # it holds the cells of its budget
     shared = [each for each in found if each["policy"] in ("full", "h2o", "kvzip")]
     assert len({each["kv_bytes"] / pad(each["budget_cells"]) for each in shared}) == 1
     # each prompt was read once: h2o and kvzip begin where full ended
     before = out.read_bytes()
     ruler.main([*command, *rows])
     assert out.read_bytes() == before
-    # nor is it read twice where some rows have an item that others lack
+    # also read once if some rows lack the item
     records.rewrite(
         out, lambda there: [each for each in there if each["policy"] != "full" or "vt" in each["id"]]
     )
@@ -158,7 +158,7 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
         [*command, "--policies", "h2o,snapkv", "--removed", "0.5", "--others", "", "--question", "after"]
     )
     assert len(read) == 2
-    # samples are told by their numbers, not by how many names there are
+    # samples differ by number, not by the number of names
     names = ["--tasks", "niah_single_1,niah_single_1", "--items", "1:2", "--policies", "", "--others", ""]
     ruler.main([*command, *names, "--length", "700"])
     assert records.read(out)[-1]["id"] == "niah_single_1-700-1"
@@ -171,5 +171,5 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
     assert not any(each["length"] == 3900 for each in records.read(out))
     needs = refused(capsys, *command, "--tasks", "qa_1")
     assert "--squad=FILE; --tasks=... leaves it out" in needs
-    # what is asked in one run is what eval asks
+    # one run asks the same as eval
     assert json.loads(before.splitlines()[0])["references"]

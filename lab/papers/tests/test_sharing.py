@@ -1,4 +1,4 @@
-"""What rows that share gain, in cells and in bytes."""
+"""Gain of rows that share a budget, in equal cells and in equal bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LINES = [
     line("full", "cwe", None, [0.6], [100]),
     line(SNAPKV, "cwe", "50 % removed", [0.4], [50]),
     line(SHARED, "cwe", "50 % removed", [0.4], [60]),
-    # neither of the twelve tasks, nor asked so
+    # of another task, or of another protocol
     line("full", "qa_2", None, [1.0], [100]),
     line(SNAPKV, "qa_2", "50 % removed", [0.0], [50]),
     line(SHARED, "qa_2", "50 % removed", [1.0], [60]),
