@@ -60,11 +60,7 @@ def render(name: str, results: Path = RESULTS, others: bool = False, shown: set[
     if experiment.together or others:
         runs = of_model(experiment, models[0]) if others else experiment.runs
         return _of_model(experiment, runs, results, shown, others=others).text()
-    parts = {}
-    for model in models:
-        # numbers of the paper that nobody measured are shown once, with the first model
-        only = model != models[0]
-        parts[model] = _of_model(experiment, of_model(experiment, model), results, shown, only)
+    parts = {model: _of_model(experiment, of_model(experiment, model), results, shown) for model in models}
     if len(parts) > 1 and (together := _together(parts)):
         return together.text()
     titles = {model: f"**{NAMES[model]}**\n\n" if len(models) > 1 else "" for model in models}
@@ -90,7 +86,6 @@ def _of_model(
     runs: Sequence[str],
     results: Path,
     shown: set[str],
-    only: bool = False,
     others: bool = False,
 ) -> _Part:
     lines = kept(runs, results)
@@ -99,7 +94,7 @@ def _of_model(
     grids: list[_Grid] = []
     for table in experiment.tables:
         if places := samples(lines, table):
-            grid = _grid(places, table, experiment.model, only)
+            grid = _grid(places, table, experiment.model)
             if grids and (both := grids[-1].next_to(grid)):
                 grids[-1] = both
             else:
@@ -204,14 +199,14 @@ class _Grid:
         return _Grid("", f"{self.head}, {self.columns[0]}", (self.title,), self.rows)
 
 
-def _grid(places: Mapping[Place, Sample], table: Table, model: str, only: bool) -> _Grid:
-    """A table. model: the paper's model. only: leave out columns without measured numbers."""
+def _grid(places: Mapping[Place, Sample], table: Table, model: str) -> _Grid:
+    """A table. model: the paper's model."""
     signs = compared(places, table)
-    asked = dict.fromkeys(column for _, column in ([] if only else [*table.paper]) + [*places])
+    measured = list(dict.fromkeys(column for _, column in places))
     if table.by == ("budget",) and not table.budgets:
-        asked = dict.fromkeys(sorted(asked, key=size))
-    columns = [column for column in asked if not table.only_pooled and not is_pooled(column, table)]
-    columns += [column for column in asked if is_pooled(column, table)]
+        measured.sort(key=size)
+    columns = [column for column in measured if not table.only_pooled and not is_pooled(column, table)]
+    columns += [column for column in measured if is_pooled(column, table)]
     filled = dict.fromkeys(row for row, column in [*places, *table.paper] if column in columns)
     has_paper = any(column in columns for _, column in table.paper)
     brackets = f" (in brackets: the paper's, with {model})" * has_paper

@@ -54,7 +54,6 @@ EXPERIMENTS = {
     "ruler-streams": Experiment(
         ("ruler",),
         tuple(_scores(question, rows=("full", *STREAMS), against="full") for question in _PROTOCOLS),
-        commands=False,
     ),
     "ruler-long": Experiment(
         ("ruler-long",), (Table("", ("of",), scores={"after": "string_match"}, title="RULER's score, %"),)
