@@ -46,107 +46,91 @@ def library(tmp_path, monkeypatch):
     return info
 
 
-def run(capsys, **options):
-    with pytest.raises(typer.Exit) as ended:
-        doctor.doctor(**options)
-    return ended.value.exit_code, capsys.readouterr().out
+@pytest.fixture
+def run(library, capsys):
+    """run(exit_code, *words, **options): what doctor prints, which has these words."""
+
+    def printed(exit_code, *words, **options):
+        with pytest.raises(typer.Exit) as ended:
+            doctor.doctor(**options)
+        out = capsys.readouterr().out
+        assert ended.value.exit_code == exit_code
+        assert all(word in out for word in words), out
+        return out
+
+    return printed
 
 
-def test_all_is_well(library, capsys):
-    code, out = run(capsys)
-    assert code == 0
-    assert "no problems found" in out
-    assert "CPU: x, 1.0 GiB of 2.0 GiB free" in out
-    assert "small.gguf" in out
+def test_all_is_well(run):
+    run(0, "no problems found", "CPU: x, 1.0 GiB of 2.0 GiB free", "small.gguf")
 
 
-def test_json_has_it_all(library, capsys):
-    code, out = run(capsys, json=True)
-    found = json.loads(out)
-    assert (code, found["ok"], found["problems"]) == (0, True, [])
+def test_json_has_it_all(run):
+    found = json.loads(run(0, json=True))
+    assert (found["ok"], found["problems"]) == (True, [])
     assert found["library"]["digest"] == found["library"]["digest_wanted"]
     assert found["models"]["files"] == [{"name": "small.gguf", "bytes": 5}]
     assert found["kernels"] == {"path": str(paths.kernel_dir()), "compiled": True, "linked": True}
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "words"),
     [
         ("patched", False, "not patched"),
         ("abi", 0, "version 0 of kvtool's C API, this kvtool needs 1"),
         ("digest", "0" * 64, "different patch files"),
     ],
 )
-def test_a_library_that_does_not_fit_is_to_be_built(library, capsys, field, value, said):
+def test_a_library_that_does_not_fit_is_to_be_built(library, run, field, value, words):
     library[field] = value
-    code, out = run(capsys)
-    assert code == 1
-    assert said in out
-    assert "make setup" in out
+    run(1, words, "make setup")
 
 
-def test_a_library_of_another_machine_is_to_be_built(library, capsys, monkeypatch):
+def test_a_library_of_another_machine_is_to_be_built(run, monkeypatch):
     monkeypatch.setattr(wheel, "installed_key", lambda: "0123456789abcdef")
-    code, out = run(capsys)
-    assert code == 1
-    assert "different CPU" in out
+    run(1, "different CPU")
 
 
-def test_a_library_for_every_cpu_is_as_good_as_one_for_this_machine(library, capsys, monkeypatch):
+def test_a_library_for_every_cpu_is_as_good_as_one_for_this_machine(run, monkeypatch):
     key = wheel.wheel_key(sources.patches_dir(), "", portable=True)
     monkeypatch.setattr(wheel, "installed_key", lambda: key)
-    code, out = run(capsys)
-    assert code == 0
-    assert "built for all CPUs" in out
+    run(0, "built for all CPUs")
     monkeypatch.setattr(flags, "asked_cmake_args", lambda: "-DGGML_CUDA=on")
-    code, out = run(capsys)
-    assert code == 1
-    assert "set of flags" in out
+    run(1, "set of flags")
 
 
-def test_a_llama_cpp_python_beside_it_is_said_not_to_be_used(library, capsys):
+def test_a_llama_cpp_python_beside_it_is_said_not_to_be_used(library, run):
     library["unused"] = "0.3.1"
-    code, out = run(capsys)
-    assert code == 0
-    assert "llama-cpp-python 0.3.1 is installed too, and not used" in out
+    run(0, "llama-cpp-python 0.3.1 is installed too, and not used")
 
 
-def test_a_library_that_was_built_by_hand_has_no_key_to_compare(library, capsys, monkeypatch):
+def test_a_library_that_was_built_by_hand_has_no_key_to_compare(run, monkeypatch):
     monkeypatch.setattr(wheel, "installed_key", lambda: None)
-    assert run(capsys)[0] == 0
+    run(0)
 
 
-def test_no_library_at_all(library, capsys, monkeypatch):
+def test_no_library_at_all(run, monkeypatch):
     def fails():
         raise LibraryError("no libllama")
 
     monkeypatch.setitem(sys.modules, "kvtool.llama.devices", SimpleNamespace(library_info=fails))
-    code, out = run(capsys, json=True)
-    found = json.loads(out)
-    assert code == 1
+    found = json.loads(run(1, json=True))
     assert found["library"] is None
     assert "no libllama" in found["problems"][0]["wrong"]
 
 
-def test_kernels_that_are_not_linked(library, capsys):
-    assert "not linked" not in run(capsys)[1]
+def test_kernels_that_are_not_linked(run):
+    assert "not linked" not in run(0)
     paths.kernel_library().unlink()
-    code, out = run(capsys)
-    assert code == 0
-    assert (
-        f"compiled, not linked: numba takes 100 MiB more memory; {sys.executable} -m kvtool.build.kernels"
-        in out
-    )
+    run(0, f"compiled, not linked: numba takes 100 MiB more memory; {sys.executable} -m kvtool.build.kernels")
 
 
-def test_kernels_that_are_not_compiled(library, capsys):
+def test_kernels_that_are_not_compiled(run):
     compiled.stamp().unlink()
-    code, out = run(capsys)
-    assert code == 1
-    assert f"{sys.executable} -m kvtool.build.kernels" in out
+    run(1, f"{sys.executable} -m kvtool.build.kernels")
 
 
-def test_chats_of_killed_servers_are_named_and_removed_on_request(library, capsys, tmp_path):
+def test_chats_of_killed_servers_are_named_and_removed_on_request(run, tmp_path):
     killed, running, young = (tmp_path / f"serve-{name}" for name in ("killed", "running", "young"))
     for folder in (killed, running, young):
         folder.mkdir()
@@ -158,18 +142,15 @@ def test_chats_of_killed_servers_are_named_and_removed_on_request(library, capsy
             os.utime(folder, (0, 0))
         # to name them changes nothing
         for _ in range(2):
-            code, out = run(capsys)
-            assert code == 0
-            lines = [line for line in out.splitlines() if line.startswith("left ")]
+            lines = [line for line in run(0).splitlines() if line.startswith("left ")]
             assert lines == [
                 f"left        {killed}, chats of a killed server: 1, 12 B; "
                 "kvtool doctor --remove deletes them"
             ]
-        code, out = run(capsys, json=True, remove=True)
-        assert json.loads(out)["leftovers"] == [
+        assert json.loads(run(0, json=True, remove=True))["leftovers"] == [
             {"path": str(killed), "n_chat": 1, "n_bytes": 12, "removed": True}
         ]
-        assert "left  " not in run(capsys)[1]
+        assert "left  " not in run(0)
         assert (killed.exists(), running.exists(), young.exists()) == (False, True, True)
         assert len(list(running.iterdir())) == 4
 
