@@ -30,7 +30,7 @@ def one_line(done, exit_code, words="", prints=False):
 
 
 def called(*arguments, stdin="", cwd=".", env=None):
-    """`kvtool ...` as for subprocess.run: what ends in one line takes the same way to it here."""
+    """Run `kvtool ...` and return its result as subprocess.run does. Errors are reported as in a process."""
     words = [*map(str, arguments)]
     before, interrupt = os.getcwd(), signal.getsignal(signal.SIGINT)
     os.chdir(cwd)

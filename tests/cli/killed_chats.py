@@ -81,14 +81,14 @@ def turns(user):
     for text in (LONG, f"0: {LONG}"):
         yield user.say(text)
     yield user.say(f"1: {LONG}", again=True)
-    # another chat, which is undone turn by turn: the first one is in the file again
+    # another chat; once all its turns are undone, the first chat is in the file again
     user.reset()
     for text in ("What is a stone?", LONG):
         yield user.say(text)
     for _ in range(3):
         yield user.undo()
     yield user.say("And then?")
-    # another chat, over which an undo of two changes leads to the first one
+    # another chat; an undo of two changes returns to the first chat
     user.reset()
     yield user.say(f"2: {LONG}")
     yield user.undo(2)

@@ -26,7 +26,7 @@ PROMPT = "\n> "
 
 
 class Terminal:
-    """`kvtool chat` in a terminal of so many columns and rows.
+    """`kvtool chat` in a terminal.
 
     The screen has far more rows than the program believes, so that no line scrolls off it.
 

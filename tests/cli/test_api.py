@@ -67,7 +67,7 @@ def test_the_documents_blocks_run_and_say_what_is_so(run, capsys):
     left = run(code[0])
     engine = left["engine"]
     written = capsys.readouterr().out
-    # where the text ends is not the same on every CPU
+    # the end of the text depends on the CPU
     assert engine.n_past > engine.policy.budget
     assert len(engine.model.tokenize(written)) > engine.policy.budget - 16
     run(code[1])
@@ -113,7 +113,7 @@ def test_a_text_goes_on_where_the_last_one_ended(smollm2, monkeypatch):
         assert engine.n_past == n + 1
         # batches of other lengths round differently
         assert np.abs(engine.context.logits()[-1] - after).mean() < 0.25
-        # a text in the middle has no BOS
+        # a text that does not start a stream has no BOS
         assert starts == [True, False, True]
         engine.close()
     finally:

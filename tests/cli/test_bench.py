@@ -43,7 +43,7 @@ def loaded(model):
 
 @pytest.fixture(scope="module")
 def whole(model):
-    """What a run prints as JSON: two depths, the second beyond the trained context."""
+    """Result of a run with --json at two depths, the second beyond the trained context."""
     own = "-m", model, "-t", 1, "--budget", 64, "-b", 64
     return kvtool("bench", *own, "--depths", "64,2k", "--rounds", 2, "--json")
 
@@ -53,7 +53,7 @@ def read(text):
 
 
 def words_of(docstring):
-    """The names that a docstring's list of fields has."""
+    """Return the names in a docstring's list of fields."""
     lines = re.findall(r"^        ([a-z_0-9, ]+)$", docstring, re.M)
     return {name for line in lines for name in line.split(", ")}
 
@@ -229,7 +229,7 @@ def test_a_longer_stream_goes_on_like_one_that_was_read(loaded, name):
         assert engine.n_past == n
         if name == "recall":
             archive, pos = engine.context.archive, engine.cells().pos[0]
-            # every token is in one of the two, and only there
+            # every token is either archived or in the cache
             assert archive.n + engine.n_kv == n
             assert sorted([*archive.span, *pos.tolist()]) == list(range(n))
             assert [first for first, _ in archive.frames] == sorted({first for first, _ in archive.frames})

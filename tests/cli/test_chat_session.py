@@ -29,7 +29,7 @@ TURNS = [f"line {i} of the chat, and some more words" for i in range(24)]
 
 @pytest.fixture
 def talk(chat_model, tmp_path):
-    """talk(turns, *options): a chat of 12 tokens a reply, that is soon past its budget and its context."""
+    """talk(turns, *options): run a chat with replies of 12 tokens, which soon exceeds budget and context."""
 
     def run(turns, *options, session="chat.kvs", **kwargs):
         return forked.run(
@@ -90,7 +90,7 @@ def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, sh
 @pytest.mark.engine
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
 def test_killed_at_calls_that_change_its_files_no_chat_is_lost(talker, tmp_path, share_of, policy):
-    # one in eight, or each
+    # every eighth call, or every call
     step = 8 // share_of(1, 8)
     done = forked.run(
         [sys.executable, "-m", "tests.cli.killed_chats", str(talker), str(tmp_path), str(step), policy],
@@ -107,7 +107,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
     path, rng, saved, runs = tmp_path / "chat.kvs", random.Random(1), [], []
     typed = tmp_path / "typed"
     for n_kill in range(n):
-        # a file, since a pipe could be full; of few turns, so that a fast machine has an end too
+        # a file, since a pipe could be full; few turns, so that fast machines reach the end
         first = len(saved) // 2
         typed.write_text("".join(f"{i} words\n" for i in range(first, first + 20)))
         with typed.open() as stdin:
@@ -116,18 +116,18 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                # no buffer here may hold input that was read early
+                # without a buffer, which would read ahead
                 bufsize=0,
             )
         said = b""
         if n_kill % 5:
-            # while it reads, writes and saves: some replies later, as fast as the machine may be
+            # killed while it reads, writes and saves: after some replies, on machines of any speed
             n_said = rng.randint(1, 80)
             while len(said) < n_said and (part := chat.stdout.read(n_said - len(said))):
                 said += part
             time.sleep(rng.uniform(0, 0.1))
         else:
-            # while it starts
+            # killed while it starts
             time.sleep(rng.uniform(0, 1))
         chat.kill()
         said += chat.communicate()[0]
@@ -137,7 +137,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
         runs.append((first, len(now) // 2, said))
         saved = now
     assert len(saved) > 0.8 * n
-    # one turn more, of which the last kill may have seen a part
+    # one turn more: a part of it may have been shown before the last kill
     done = forked.run(
         _command(chat_model, tmp_path / "whole", *options),
         input="".join(f"{i} words\n" for i in range(len(saved) // 2 + 1)).encode(),
@@ -148,7 +148,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
     assert whole[: len(saved)] == saved
     replies = [message["content"].encode() + b"\n" for message in whole[1::2]]
     for first, end, said in runs:
-        # what was shown to its end was saved: nothing is lost but the turn in flight
+        # replies that were shown completely were saved
         assert (b"".join(replies[first:end]) + replies[end][:-1]).startswith(said)
 
 
@@ -171,7 +171,7 @@ def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(chat_model, t
         done = called(*_words(chat_model, path, *options), stdin=f"{TURNS[2]}\n")
         one_line(done, 9, word)
         assert path.read_bytes() == before
-    # what only changes the words may change
+    # options that change only the sampling may differ
     assert talk(TURNS[2:3], "--temp", "0.5", "--seed", "3").returncode == 0
 
 
@@ -200,7 +200,7 @@ def test_show_says_that_a_file_is_damaged_or_truncated(talk, tmp_path, n_cut, wo
     data[-1000] ^= 1
     path.write_bytes(data[: -n_cut if n_cut else None])
     done = called("session", "show", path)
-    # what can be read is shown all the same
+    # values that can be read are shown
     assert re.search(r"^turns +2 *$", done.stdout, re.M), done.stdout
     one_line(done, 9, f"kvtool: {path} {words} and its chat cannot continue; ", prints=True)
 
@@ -244,13 +244,13 @@ def test_a_turn_of_a_recalling_chat_writes_only_what_is_new(talk, tmp_path):
     before = archive.read_bytes(), archive.stat().st_ino, path.stat().st_size
     assert talk(TURNS[2:12]).returncode == 0
     data = archive.read_bytes()
-    # the old bytes stay, in the same file, and the session has but a list of the new ones
+    # the archive keeps its old bytes; the session lists the new ones
     assert data.startswith(before[0])
     assert archive.stat().st_ino == before[1]
     assert len(data) > 4 * len(before[0])
     saved = session.read(path)[1]
     n_bytes = (saved["archive"][1] - saved["archive"][0]) * saved["archive.layers"].sum()
-    # and clusters: a block's tokens, once near and once far
+    # the rest are clusters of tokens
     n_more = len(data) - archive_file._N_FIRST - n_bytes
     assert saved[CLUSTERS][:, 3].sum() <= n_more < 0.01 * len(data)
     assert path.stat().st_size - before[2] < 0.1 * len(data)
@@ -377,7 +377,7 @@ def test_a_full_disk_keeps_what_was_saved_and_its_archive(talk, tmp_path):
     talk(TURNS[:6], *RECALL)
     path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
     before = path.read_bytes(), archive.read_bytes()
-    # a part of the new segment fits, and the session would
+    # the session would fit, but only a part of the new segment does
     assert len(before[0]) < len(before[1])
     full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (len(before[1]) + 99, resource.RLIM_INFINITY))
     done = talk(TURNS[6:8], preexec_fn=full)

@@ -113,7 +113,7 @@ def test_a_wrong_line_is_one_line_and_the_chat_goes_on(terminal, tmp_path):
         ("/exit now", "/exit takes no argument"),
         (f"/system {'long ' * 500}", "choose a budget of"),
     ):
-        # a line that is longer than the terminal is shown in several
+        # a line longer than the terminal is wrapped
         said = chat.say(line).split("\n")[-1]
         assert words in said, line
     assert chat.say("/undo") == "there is nothing to undo"
@@ -136,7 +136,7 @@ def test_the_help_says_what_undo_keeps(terminal):
 
 def test_the_help_is_seen_whole_in_a_small_terminal(terminal):
     chat = terminal(columns=80, rows=24)
-    # with the line that asks for it and the next prompt
+    # in addition to the typed line and the next prompt
     assert len(chat.say("/help").split("\n")) <= 24 - 3
     assert chat.say("/help me") == "/help takes a command or `more`; there is no command me"
     for name in ("set", "/SET"):
@@ -172,11 +172,11 @@ def test_saving_asks_before_it_replaces_another_chat(terminal, chat_kv):
         chat.type(answer if answer == "\x03" else f"{answer}\n")
         assert said in chat.wait_for("\n> ")
         assert turns(chat_kv) == (FOUR if said == "not saved" else ["hello"])
-    # the same chat, further on
+    # a later state of the same chat
     chat.say("more")
     assert "saved to" in chat.say(f"/save {chat_kv}")
     assert turns(chat_kv) == ["hello", "more"]
-    # the same chat, less of it
+    # an earlier state of the same chat
     chat.say("/undo")
     chat.type(f"/save {chat_kv}\n")
     assert "holds more of this chat (2 turns" in chat.wait_for("Replace it? [y/N] ")
@@ -254,7 +254,7 @@ def test_undo_takes_changes_back_one_by_one(terminal, chat_kv, other_kv, change)
     command = name if own else name.split()[0]
     assert f"took back {command}; the chat has 5 turns; /undo can take back 1 more" in chat.say("/undo")
     assert turns(chat_kv) == [*FOUR, "turn 4"]
-    # all of it is in the session again
+    # the session has the whole chat again
     assert not chat_kv.with_name("chat.kv.1").exists()
     assert 'took back the turn "turn 4"; the chat has 4 turns' in chat.say("/undo")
     assert chat.say("/undo") == "/undo cannot go back further: the chat still has 4 turns"
@@ -320,7 +320,7 @@ def test_undo_without_a_session_takes_changes_back_too(terminal):
     chat.say("/system Be a pirate.")
     for change, n in (("/system", "no"), ("/reset", "1")):
         assert f"took back {change}; the chat has {n} turn" in chat.say("/undo")
-    # asked for more than there is
+    # more changes than the chat has
     undone = chat.say("/undo 2")
     assert undone == 'took back the turn "one"; the chat has no turns; /undo cannot go back further'
     chat.leave()

@@ -1,4 +1,4 @@
-"""What a person types into a chat, key by key: pastes, blocks, files, a history, commands that take back."""
+"""Keys typed into a chat: pastes, blocks, files, the history, and commands that undo."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_blocks_and_lines_that_go_on(typed, more, text):
         # quoted input is text
         ('"""/help\n\nmore"""', "/help\n\nmore", False),
         ('"""//help"""', "//help", False),
-        # a line with a slash is never a turn unasked, and several lines are no command unless it takes them
+        # a line with a slash is a turn only after a question; several lines are a command if it takes a text
         ("/usr/lib/foo.c:12: what is that?", "/usr/lib/foo.c:12: what is that?", True),
         ("//usr/lib/foo.c:12: what is that?", "/usr/lib/foo.c:12: what is that?", False),
         ("/usr/lib/foo.c:12: error: x\nWhat is that?", "/usr/lib/foo.c:12: error: x\nWhat is that?", False),
@@ -75,7 +75,7 @@ def test_blocks_and_lines_that_go_on(typed, more, text):
 def test_what_is_a_command_and_what_is_text(typed, text, is_command):
     assert meant(typed) == (text, is_command)
     if not is_command:
-        # at the prompt again, it means the same
+        # typed again, it has the same meaning
         assert meant(typed_as(text)) == (text, False)
 
 
@@ -98,7 +98,7 @@ def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
     writer.start()
     assert with_files("Explain @pipe") == "Explain from a pipe"
     writer.join()
-    # in code it is something else
+    # in code @ has another meaning
     assert with_files("@app.route\ndef f():") == "@app.route\ndef f():"
     (tmp_path / "z.bin").write_bytes(b"abc\xff")
     with pytest.raises(InputError, match=r"z.bin is not a text in UTF-8 \(byte 3\)"):
@@ -212,7 +212,7 @@ def test_a_history_is_kept_between_chats(terminal, tmp_path):
     again.type(UP)
     again.until("\n> the first thing")
     again.say("")
-    # searched for, Enter once to take it and once to say it
+    # after a search, Enter accepts the line, and a second Enter sends it
     again.type("\x12first")
     again.until("first thing")
     again.type("\r")
@@ -293,12 +293,12 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     assert "tokens/s" in chat.say("/retry")
     assert said(path) == ["one", "two", "three"]
     stats = " ".join(chat.say("/stats").split())
-    # recall needs none
+    # recall needs no copies
     assert ("copies for /undo 3, " in stats) == ("copies for /undo" in stats) == ("h2o" in policy)
     assert 'took back 2 changes, the first of them the turn "two"; the chat has 1 turn' in chat.say("/undo 2")
     assert said(path) == ["one"]
     assert "/undo takes a number" in chat.say("/undo x")
-    # the last turn is at the prompt again, to be changed, and stays until another is sent
+    # /edit-last puts the last turn at the prompt; the turn stays until another is sent
     kept = "\nthe last turn is unchanged\n"
     for leaving, left in (
         ("\x03", f"> one{kept}\n> "),

@@ -89,7 +89,7 @@ def test_help_loads_nothing_heavy(loaded_by_help, command):
 
 
 def test_a_command_loads_no_other():
-    """And neither pydantic, which newer typers import, nor gguf's writers: they slow the start."""
+    """It also loads no pydantic, which newer typers import, and no writers of gguf: they slow the start."""
     code = (
         "import sys\n"
         "from kvtool.cli import app\n"
@@ -204,7 +204,7 @@ def test_policies_lists_all_with_their_parameters():
     assert {"full", "local", "random", "streamingllm", "h2o", "tova", "buzz"} <= set(listed)
     assert listed["streamingllm"]["params"] == {"sinks": 4}
     assert listed["h2o"]["paper"] == "arXiv:2306.14048"
-    # the same in a table, where nothing is cut in a pipe: a line a policy
+    # a table with one line per policy; in a pipe nothing is cut
     table = called("policies", "--budget", 512).stdout
     assert len(table.splitlines()) == 1 + len(listed)
     for policy in listed.values():
@@ -222,7 +222,7 @@ def test_a_policy_shows_what_a_budget_gives():
     (buzz,) = json.loads(called("policies", "buzz", "--budget", "512", "--json").stdout)
     params = buzz["params"]
     assert params["sinks"] + params["window"] + params["threshold"] + 1 == 512
-    # Theorem 3.1 for stride 5, as near as whole cells allow
+    # Theorem 3.1 for stride 5, rounded to whole cells
     assert params["threshold"] / params["window"] == pytest.approx(26 / 6, abs=0.06)
 
 
@@ -326,7 +326,7 @@ def test_a_prompt_that_is_the_name_of_a_file_is_told(chat_model, tmp_path):
     assert kvtool(*own, "notes.md", cwd=tmp_path).stderr == said
     assert kvtool(*own, "-p", "notes.md", cwd=tmp_path).stderr == said
     assert kvtool(*own, "-f", "notes.md", cwd=tmp_path).stderr == ""
-    # neither is, or can be, a policy's name
+    # these are not names of files
     for prompt in ("notes", "word " * 200):
         assert "is a file" not in kvtool(*own, prompt, cwd=tmp_path).stderr
 
@@ -394,9 +394,9 @@ def test_rows_that_differ_need_no_budget(text_file, smollm2):
         assert result["budget"] == 8192
         assert 32 < result["cells"] < result["tokens"]
         means.append(result["cells"])
-    # means over 90 rows, not the longest: a whole number is one of 90, and depends on the CPU's rounding
+    # means over 90 rows: both are whole numbers only by chance, which depends on the CPU's rounding
     assert any(mean % 1 for mean in means)
-    # allocated is little more than is held: K and V of 30 layers with 3 heads of 64 at f16
+    # little more is allocated than the cells take: K and V of 30 layers with 3 heads of 64 at f16
     assert result["kv_bytes"] < 1.6 * result["cells"] * 30 * 2 * 3 * 64 * 2
 
 

@@ -60,7 +60,7 @@ def compare(model, folder, environment):
         assert not check or done.returncode == 0, done.stderr
         return done
 
-    # the package is found from anywhere
+    # finds the package from any folder
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     return run
 
@@ -103,7 +103,7 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     assert found[2]["params"]["window"] == 20
     assert [one["best_other"] for one in found[2:]] == ["local", "h2o:window=20"]
     assert found[2]["nll_minus_best"] == pytest.approx(-found[3]["nll_minus_best"])
-    # one plain line a run, and nothing else
+    # only one line per run
     lines = stderr.splitlines()
     assert lines.pop(0).startswith("4 runs of 200 tokens each; fewer --policies, --budgets or --types")
     assert len(lines) == 4
@@ -112,7 +112,7 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     )
     assert "199 tokens of tide.txt scored" in stdout
     assert max(map(len, stdout.splitlines())) <= 120
-    # nothing is left to do
+    # all runs are done
     before = whole.read_text()
     again = compare(*GRID, "--records", whole, "--resume")
     assert again.stderr == "", again.stderr
@@ -268,7 +268,7 @@ def test_policies_that_keep_all_they_need_take_no_budget(compare):
         ("--json --jobs 2", "--json --jobs 2"),
         ("--json text.txt", "--json text.txt"),
         ("--json passkey", "--json passkey"),
-        # as it was once
+        # in earlier versions
         ("x --json -", "x --json"),
         ("x --json new.jsonl --resume", "x --records new.jsonl --resume"),
         ("x --json=new", "x --records new"),
@@ -398,9 +398,9 @@ def test_the_best_of_a_budget_is_marked():
     assert "25.00 (28.00-32.00)*" in line_of(out, "h2o:decay")
     assert "0.5000*  80.0%*" in line_of(out, "h2o:decay")
     assert "*" not in line_of(out, "scissorhands")
-    # the only run of its budget
+    # alone in its budget
     assert "*" not in line_of(out, "h2o  ")
-    # only where columns differ
+    # equal values of a column are not marked
     assert "64.0 MiB*" not in out
     in_colour = shown(force_terminal=True, color_system="256")
     assert "*" not in in_colour
@@ -445,7 +445,7 @@ def test_no_name_is_cut_in_a_pipe():
     out = shown([*ROWS, row(label, "64", kind="q8_0"), (run(f"x{label}", "64"), {"error": "no"})])
     assert line_of(out, f"{label} q8_0 ").split()[-1] == "100"
     assert line_of(out, f"x{label}").split()[1:] == ["-"] * 9
-    # a line a run
+    # one line per run
     assert len(out.splitlines()) == len(shown().splitlines()) + 2
 
 

@@ -1,4 +1,4 @@
-"""Names, paths, errors and typed texts are printed as they are: nothing is read as markup."""
+"""Names, paths, errors and typed texts are printed without reading them as markup."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_there_is_no_other_console_and_no_column_with_markup():
             assert not re.search(r"(?<!_)Console\(", text), path
         assert "from_markup" not in text, path
         assert all("markup=False" in call for call in re.findall(r"TextColumn\(.*", text)), path
-        # a status reads a string as markup, whatever its console does
+        # rich's status reads strings as markup with any console
         assert all("Text(" in call for call in re.findall(r"console\.status\(.*", text)), path
 
 

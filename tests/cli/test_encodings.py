@@ -1,4 +1,4 @@
-"""Texts and names that are not UTF-8, streams that are not, and prompts that are empty: one line at most."""
+"""Texts, names and streams that are not UTF-8, and empty prompts: each gives at most one line."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_name_that_is_not_utf8_is_one_line(command):
 def test_a_turn_that_is_not_utf8_ends_a_pipe_with_one_line(env, talker):
     done = kvtool(*CHAT, "-m", talker, stdin=b"hello\n" + CAFE + b"\n", env=env)
     assert "stdin is not UTF-8 (line 2, byte 3)" in one_line(done, 5)
-    # the line before it was answered
+    # the first line was answered
     assert done.stdout.count(b"\n") == 1
 
 

@@ -13,7 +13,7 @@ from tests.engine.running import open_engine, text
 
 
 def spy(engine):
-    """Number of tokens at each plan."""
+    """Return a list that gets the number of tokens at each plan."""
     seen, checked = [], engine.eviction.check
 
     def check(view, plan):

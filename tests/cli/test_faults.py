@@ -1,4 +1,4 @@
-"""What may happen to a process: a crash of compiled code, Ctrl-C, no memory, a terminal that is gone.
+"""Faults of a process: a crash of compiled code, Ctrl-C, no memory, a closed terminal.
 
 Each ends in at most one line and the right exit code.
 """
@@ -142,7 +142,7 @@ main()
 """
 
 
-# less than the file, than cells and buffers, than the graph: llama.cpp fails, throws or aborts
+# too little for the file, for cells and buffers, or for the graph: llama.cpp fails, throws or aborts
 @linux
 @pytest.mark.parametrize("megabytes", [40, 130, 160])
 def test_no_memory_is_one_line(megabytes, smollm2):
@@ -238,7 +238,7 @@ def before(owner, name, times=1):
 module = ""
 sys.meta_path.insert(0, At())
 """
-# the log is written in a callback of C, where an exception would be printed and forgotten
+# llama.cpp's log is written in a C callback, in which Python prints exceptions and drops them
 IN_A_CALLBACK = """
 from kvtool.llama.library import api
 class Errors:
@@ -285,7 +285,7 @@ def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
     assert done.stderr.endswith("kvtool: stopped\n")
     if stage != "load":
         assert done.stderr == "kvtool: stopped\n"
-    # the step under way is written out, but not after a second one
+    # the current step is finished and printed, but not after a second Ctrl-C
     assert bool(done.stdout.strip()) == (stage in ("reply", "import of numba"))
 
 
@@ -321,7 +321,7 @@ def test_an_interrupt_between_the_turns_of_a_pipe_is_one_line(smollm2):
     chat.stdin.write("Hello!\n")
     chat.stdin.flush()
     assert chat.stdout.readline().strip()
-    # it takes another line once the turn is over
+    # it reads another line after the turn
     chat.stdin.write("\n")
     chat.stdin.flush()
     until(lambda: not _unread(chat.stdin))
@@ -331,7 +331,7 @@ def test_an_interrupt_between_the_turns_of_a_pipe_is_one_line(smollm2):
 
 
 def _unread(pipe):
-    """Bytes that wait in a pipe."""
+    """Return the number of unread bytes in a pipe."""
     return struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
 
 
@@ -340,7 +340,7 @@ def _unread(pipe):
 
 @pytest.fixture
 def held(tmp_path):
-    """Its first eviction is amid a reply: the prompts here have fewer tokens than there are cells."""
+    """A policy that waits in its first eviction, amid a reply: the prompts are smaller than the cache."""
     return Held(tmp_path)
 
 
@@ -360,7 +360,7 @@ def terminal(talker, held):
 def test_interrupts_stop_a_reply_and_keep_the_chat(terminal, held):
     terminal = terminal()
     terminal.wait_for("> ")
-    # between a prompt and its first look at the keyboard, Python's readline does not hear of a signal
+    # Python's readline misses a signal between the prompt and its first read from the keyboard
     terminal.wait_for(" leaves", pressing="\x03")
     terminal.type("Tell me a long story of the sea.\n")
     held.wait()
@@ -379,7 +379,7 @@ def test_what_is_typed_during_a_reply_waits_for_its_end(terminal, held):
     terminal.type("/stats\n\x04")
     held.go()
     terminal.wait_for("tokens/s")
-    # on the prompt, and nowhere before it
+    # only at the prompt
     terminal.wait_for("> ")
     terminal.wait_for("policy state")
     assert terminal.process.wait(PATIENCE_S) == 0
@@ -391,7 +391,7 @@ def test_a_terminal_that_goes_away_ends_the_chat(terminal):
     terminal = terminal()
     terminal.wait_for("> ")
     os.close(terminal.master)
-    # the signal comes first or the end of the input: a shell shows 129 for both
+    # by the signal or by the end of the input: a shell shows 129 for both
     assert terminal.process.wait(PATIENCE_S) in (-signal.SIGHUP, 129)
 
 

@@ -1,4 +1,4 @@
-"""Finding one's way: help, near misses, options given twice, ranges, completion."""
+"""Help, misspelt commands and options, options given twice, ranges, completion."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_json_and_plot_mean_the_same_in_every_command():
         for param in command.params:
             if "--json" in param.opts:
                 assert (param.is_flag, param.help, param.opts) == (True, "Print JSON.", ["--json"]), words
-            # a picture has one name
+            # all commands call it --plot
             assert "PNG" not in (param.metavar or "") or param.opts[0] == "--plot", words
 
 
@@ -137,7 +137,7 @@ def test_no_sentence_about_a_command_is_cut(group):
 
 
 def shown_by(*words):
-    """The help of a command without its line breaks."""
+    """Return the help of a command without its line breaks."""
     return " ".join(called(*words, "-h").stdout.split())
 
 
@@ -197,7 +197,7 @@ def test_a_command_of_several_lists_their_options_alone():
         (["chat", "-cnv"], "no such option: -cnv; `kvtool chat` is a conversation, without this option"),
         (["chat", "-p", "x"], "no such option: -p; `kvtool generate` answers a prompt"),
         (["chat", "--mlock"], "no such option: --mlock; models are mapped into memory, and not locked there"),
-        # an option that the command lacks, too
+        # the command also lacks our option
         (["bench", "--temperature", "1"], "no such option: --temperature; `kvtool bench -h` "),
         (["-hf", "a/b"], "name a command before its options: `kvtool COMMAND -hf`"),
         (["-m", "x", "chat"], "name a command before its options: `kvtool COMMAND -m`"),
@@ -238,11 +238,11 @@ def test_every_option_that_is_suggested_exists():
     for ours, names in near.OURS.items():
         having = [options for options in shown.values() if ours in options]
         assert having, ours
-        # where ours exists, the other name is free
+        # commands with our option do not use the other name
         for options in having:
             assert not set(names) & options - {"--type-k", "--type-v"}, ours
     names = [name for many in (near.OURS, near.ADVICE) for names in many.values() for name in names]
-    assert len(names) - len(set(names)) == 2  # -no-cnv: --raw where there is one
+    assert len(names) - len(set(names)) == 2  # -no-cnv is --raw in commands that have it
     for command in ("chat", "serve", "perplexity", "bench"):
         for name in set(names) - shown[command,]:
             assert called(command, name, "9").returncode == 2, (command, name)
@@ -421,7 +421,7 @@ def test_v_shows_where_a_policy_of_ones_own_failed_and_vv_llama_cpps_log(default
     assert code == 7
     assert 'mine.py", line 8, in plan' in shown
     assert 'mine.py", line 11, in helper' in shown
-    # the engine's own lines are nothing to its author
+    # the policy's author does not see the engine's lines
     assert "eviction.py" not in shown
     assert shown.endswith(f"RuntimeError: no idea\n{line}")
     assert "llama_context" not in shown
@@ -453,7 +453,7 @@ def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):
     own, theirs = pty.openpty()
     command = [*KVTOOL, "generate", "Hi", "-n", "1", "-t", "1", "--budget", str(budget), "-b", "64"]
     forked.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, check=True)
-    # so that there is something to read
+    # else reading an empty terminal would wait
     os.write(theirs, b".")
     os.close(theirs)
     said = os.read(own, 4096).decode()

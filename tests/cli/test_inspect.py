@@ -157,7 +157,7 @@ def data_of(page):
 
 
 def run_script(page, driver):
-    """What the driver prints as JSON: it has the page's functions, and the page's data on stdin."""
+    """Return the JSON that a driver prints. It has the page's functions, and the page's data on stdin."""
     script = re.findall(r"<script>\n(.*?)\nstart\(\);\n</script>", page, re.S)[0]
     done = subprocess.run(
         ["node", "-e", script + driver],
@@ -223,7 +223,7 @@ def test_the_page_counts_rows_as_the_engine_does(watched):
     assert got["levels"] == inspect_terminal._levels(np.array([0, 0.02, 0.021, 0.7, 0.99, 1]), False)
     assert got["levels"] == [0, 1, 2, 6, 7, 8]
     assert got["archived"] == [False, True, True, False]
-    # what the picture of the page mixes its colours of: the row's own tokens, then the archive's
+    # the page mixes its colours from the row's tokens and the archive's tokens
     held = found.held(6)[:, 30:158]
     only = ~held & (np.arange(128) < 100)
     assert got["parts"] == np.stack([held.mean(axis=1), only.mean(axis=1)], axis=1).tolist()
@@ -272,7 +272,7 @@ def test_the_archived_tokens_with_most_attention_are_shown(attended, width):
     inspect_terminal.show_attended(Console(file=out, width=width, _environ={}), found, texts)
     lines = out.getvalue().splitlines()
     assert max(map(len, lines[3:])) <= width
-    # as they are rounded in the record
+    # rounded as in the record
     share, rows = found.attended.share().round(6), found.attended.row_share().round(6)
     whole = f"archived tokens got at least {share.sum():.0%} of all attention; these got most:"
     assert lines[1] == whole
@@ -373,7 +373,7 @@ def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
     }
     assert result["attended"] is None
     assert "".join(result["text"]) == ("word " * 40)[: len("".join(result["text"]))]
-    # as the policy's definition has it: sinks and the newest
+    # by the policy's definition: sinks and the newest tokens
     assert result["share"] == [1.0] * 4 + [0.0] * 72 + [1.0] * 24
     assert (result["tokens"], result["forgotten"], result["cells"], result["rows"]) == (100, 72, 28, 4)
     assert data_of((tmp_path / "o.html").read_text())["ends"] == [20, 40, 60, 80, 100]

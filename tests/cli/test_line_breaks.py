@@ -78,7 +78,7 @@ def test_a_file_in_a_turn_and_texts_of_options_have_lf(end, tmp_path, monkeypatc
     assert SystemOptions.from_values({"system": f"a{end}b", "system_file": None}).text() == "a\nb"
     written(tmp_path, 'root ::= "a"\n', end)
     assert GenerationOptions.from_values({"grammar": "text.txt"}).grammar == 'root ::= "a"\n'
-    # an escape that is typed is not a line break of a file
+    # a typed escape is not a line break
     assert GenerationOptions.from_values({"stop": [r"\r\n"]}).stop == ("\r\n",)
 
 

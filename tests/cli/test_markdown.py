@@ -52,7 +52,7 @@ class Screen:
         self.file.truncate()
 
     def lines(self):
-        """All lines. Lines that scrolled out of the window come first."""
+        """Return all lines, first those that scrolled out of the window."""
         self.draw()
         old = ["".join(row[x].data for x in range(self.screen.columns)) for row in self.screen.history.top]
         return [line.rstrip() for line in (*old, *self.screen.display)]

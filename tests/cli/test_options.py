@@ -63,7 +63,7 @@ def test_what_was_typed_beats_what_a_session_has_kept_and_that_beats_a_setting()
     assert (its.names, its.typed, its.given) == (("a",), {"share"}, {"share", "moon"})
     again_there = its.resumed({"share": 0.1, "moon": "half", "unknown": 1})
     assert (again_there.share, again_there.moon) == (0.75, "half")
-    # a session's options were not given by the user now
+    # options of a session do not count as given
     assert again_there.given == {"share"}
     assert its.session_values() == {"share": 0.75, "moon": "new"}
     assert its.record_values() == {"share": 0.75}
@@ -79,7 +79,7 @@ def test_a_class_may_say_something_of_a_field_again_and_hide_others():
 
 
 def called(*arguments):
-    """What a command with these options gets: the options, the command's options, and the typed ones."""
+    """Return the options that a command with these arguments gets, its flag, and the typed options."""
     got = []
 
     @options
@@ -97,7 +97,7 @@ def test_a_command_gets_its_options_filled_and_what_was_typed():
     assert (tide.moon, tide.height, tide.names, tide.share, loud) == ("new", 4, ("a", "b"), 0.5, True)
     assert tide.typed == tide.given == {"moon", "height", "names"}
     assert typed == {"moon": "--moon", "height": "--height", "names": "--name", "loud": "--loud"}
-    # typer refuses it, and no command begins
+    # refused by Typer before the command runs
     assert called("-h2", "0").exit_code == 2
 
 
@@ -175,7 +175,7 @@ def test_a_session_goes_on_with_the_policy_and_the_budget_that_it_began_with():
 
     h2o, recall = (resumed(RunOptions(), policy) for policy in ("h2o", "recall"))
     assert (h2o.policy, h2o.budget, h2o.instead) == ("h2o", None, None)
-    # when it began, the default was another one
+    # the default was different when it began
     assert (recall.policy, recall.budget, recall.instead) == ("recall", "1024", None)
     assert resumed(RunOptions(), "recall", "10%").budget == "10%"
     typed = RunOptions(budget="96", typed=frozenset({"budget"}))

@@ -41,7 +41,7 @@ temp = 0.75
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    """file(text) writes the file that holds."""
+    """file(text) writes the config file."""
     path = tmp_path / "config.toml"
     monkeypatch.setenv("KVTOOL_CONFIG", str(path))
 
@@ -65,7 +65,7 @@ def test_how_a_chat_is_drawn_is_no_matter_of_a_task(file, monkeypatch):
 
 
 def held(words, *arguments):
-    """The values and sources of a command that was called so, by parameter."""
+    """Return the settings of a command with these arguments, by parameter."""
     command = dict(settings.all_commands(ROOT))[tuple(words.split())]
     context = command.make_context("x", [], resilient_parsing=True)
     typed, _, _ = command.make_parser(context).parse_args(args=list(arguments))
@@ -79,7 +79,7 @@ def test_a_command_takes_the_top_level_and_its_own_table(file):
         **{"budget": "512", "temp": 0.5, "policy": "tova"},
         **{"n": 100, "options": ("window=64",), "seed": 1},
     }
-    # perplexity draws no token
+    # perplexity samples no token
     assert held("perplexity") == {"budget": "512", "policy": "tova"}
     # a command of two words
     assert held("models show") == {}

@@ -1,4 +1,4 @@
-"""A budget that is too small: the number that the error names works, and one less does not."""
+"""Errors about budgets that are too small: the named budget works, and one cell less does not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 
 
 def named(done):
-    """The budget that a refused command names."""
+    """Return the budget that the error of a command names."""
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     return int(re.search(r"(?:use at least|a budget of at least) (\d+)\n", done.stderr)[1])
 

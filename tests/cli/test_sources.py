@@ -1,4 +1,4 @@
-"""Texts that commands stream: files, pipes, named pipes, stdin; no more of them is read than is needed."""
+"""Texts that commands stream from files, pipes, named pipes and stdin, reading no more than needed."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def models(smollm2, talker):
         each.close()
 
 
-# as much as is needed
+# as much as needed
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("vocabulary", ["BPE", "SPM"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_tokens_are_those_of_the_whole_text(models, tmp_path, monkeypatch, kind, vocabulary):
-    # else much more is read than is needed
+    # larger blocks would read much more than needed
     monkeypatch.setattr(system_texts, "_BLOCK", 1)
     monkeypatch.setattr(texts, "_TOKEN_BYTES", 1)
     model, file = models[vocabulary], tmp_path / "text"
@@ -71,7 +71,7 @@ def test_the_first_tokens_are_those_of_the_whole_text(models, tmp_path, monkeypa
 
 
 class Endless:
-    """A stdin that never ends, and no more of which may be read than `most` bytes."""
+    """A stdin that never ends, of which at most `most` bytes may be read."""
 
     def __init__(self, line, most):
         self.line, self.left = line, most
@@ -88,7 +88,7 @@ class Endless:
 
 @pytest.mark.engine
 def test_no_more_of_an_endless_text_is_read_than_is_needed(models, monkeypatch):
-    # a token has at least one byte; missing text is read in amounts that double
+    # a token has at least one byte; further reads double in size
     monkeypatch.setattr(sys, "stdin", Endless(b"hello\n", 2**17))
     assert len(first_tokens(models["BPE"], source(None), 50)) == 50
     n = 40_000

@@ -114,7 +114,7 @@ def test_a_thought_is_closed_after_as_many_tokens_as_it_may_have(models):
         assert "</think>" not in "".join(tokens[:n])
         assert "".join(tokens[n:]).startswith("</think>")
         assert len(tokens) == 40
-    # no limit, and no thought that ends
+    # without a limit the thought does not end
     assert "</think>" not in json.loads(called(*own, "--think-budget", -1).stdout)["text"]
     done = called(*own, "--think-budget", 7, "--raw")
     assert (done.returncode, "--think-budget is for the chat template" in done.stderr) == (2, True)
@@ -160,7 +160,7 @@ def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
         assert len(chat.say("/show thought")) <= 5 * len("aB")
         assert chat.say("/set think_budget -1") == "think_budget  no limit"
         assert chat.say("/think default").endswith(f"think  (the model's own); {taken}")
-        # the template has a system prompt, too
+        # the template has its default system prompt
         assert chat.say("/show system") == chat.say("/system") == "(the template's own)"
         chat.say("/system Be brief.")
         assert chat.say("/show system") == "Be brief."
