@@ -13,11 +13,11 @@ import numpy as np
 
 from lab.papers import significance, tables
 from lab.papers.experiments import EXPERIMENTS
-from lab.papers.experiments.kinds import Place, Table
+from lab.papers.experiments.kinds import Place, ScoreTable
 from lab.papers.index import PAPERS, TITLES
 from lab.papers.lines import Line
 from lab.papers.places import samples
-from lab.papers.samples import SCORES, Sample
+from lab.papers.samples import SCORES, Measurements
 from lab.papers.tables import RESULTS
 from lab.papers.verdicts import compared
 
@@ -191,8 +191,8 @@ def rows(results: Path = RESULTS) -> Iterator[str]:
 class _Seen:
     """The measured numbers of a claim in one score."""
 
-    table: Table
-    places: Mapping[Place, Sample]
+    table: ScoreTable
+    places: Mapping[Place, Measurements]
     column: str
     lines: Sequence[Line]
 
@@ -257,7 +257,7 @@ def _rival(row: str) -> str:
     return f"{_grouped(row)} cells" if row.isdecimal() else f"`{row.partition(':')[0]}`"
 
 
-def _number(sample: Sample) -> str:
+def _number(sample: Measurements) -> str:
     score, mean = SCORES[sample.score], sample.mean()[0]
     return f"{(np.exp(mean) if score.exp else mean) * score.scale:.{score.digits}f}"
 
@@ -275,7 +275,7 @@ def _how_far(look: Look, seen: _Seen) -> str:
 
 
 def _ratio(
-    method: Sample, full: Sample, method_lines: Sequence[Line], full_lines: Sequence[Line]
+    method: Measurements, full: Measurements, method_lines: Sequence[Line], full_lines: Sequence[Line]
 ) -> tuple[float, float, float]:
     """A score in percent of the full cache's, and its 95 % interval, by resampling items of each set."""
     rng, places = np.random.default_rng(0), list(method.values)

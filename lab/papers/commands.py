@@ -17,7 +17,7 @@ from lab.papers.parts import PARTS, item_scores
 
 
 @dataclass(frozen=True, slots=True)
-class Compare:
+class CompareRun:
     """A `kvtool compare` for each text. Without budgets only policies without a budget run.
 
     Attributes
@@ -109,7 +109,7 @@ class Compare:
 
 
 @dataclass(frozen=True, slots=True)
-class Eval:
+class EvalRun:
     """A `kvtool eval` for each policy ("h2o:decay=0.9") and each budget; `full` has one, without a budget.
 
     Attributes
@@ -125,7 +125,7 @@ class Eval:
     named
         Name of the table's row, in place of the only policy.
     minutes
-        As in Compare.
+        As in CompareRun.
     """
 
     task: str
@@ -198,7 +198,7 @@ class Eval:
 
 
 @dataclass(frozen=True, slots=True)
-class Map(ByText):
+class MapRun(ByText):
     """A `papers.maps` for each text; in place of a policy, a line has a part of the map.
 
     Attributes
@@ -206,7 +206,7 @@ class Map(ByText):
     kind
         "attention", "queries", "share" or "values".
     files, max_tokens, model, minutes
-        As in Compare.
+        As in CompareRun.
     """
 
     kind: str

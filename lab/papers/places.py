@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from lab.papers.experiments.kinds import Place, Table
+from lab.papers.experiments.kinds import Place, ScoreTable
 from lab.papers.lines import Line
-from lab.papers.samples import SCORES, Sample
+from lab.papers.samples import SCORES, Measurements
 
 
-def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
+def samples(lines: Sequence[Line], table: ScoreTable) -> dict[Place, Measurements]:
     """The places of a table. A line without a budget is in the column of every budget of its model.
 
     All rows of a column have the same items, which every row has.
@@ -20,7 +20,7 @@ def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
     lines = [line for line in lines if is_about(table, line)]
     lines = [line for line in lines if not table.rows or line[table.row] in (*table.rows, table.apart)]
     measured = _budgets(lines)
-    places: dict[Place, Sample] = {}
+    places: dict[Place, Measurements] = {}
     lacking = set()
     for line in lines:
         score = table.scores.get(line["task"], "") if table.scores else table.score
@@ -33,7 +33,7 @@ def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
             for column, is_pooled in _columns(line | {"budget": budget}, table):
                 place = line[table.row], column
                 strata = table.strata if is_pooled else {}
-                sample = Sample(score, of_text, table.same_item and is_pooled, strata)
+                sample = Measurements(score, of_text, table.same_item and is_pooled, strata)
                 of_place = _behind(values, int(budget)) if table.late and budget else values
                 places.setdefault(place, sample).values.update(of_place)
                 if score in ("device", "host") and not values:
@@ -51,7 +51,7 @@ def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
     return places
 
 
-def is_about(table: Table, line: Line) -> bool:
+def is_about(table: ScoreTable, line: Line) -> bool:
     """True if the table counts the file or data set of this line."""
     return not table.of or line["of"] in table.of
 
@@ -65,7 +65,7 @@ def _budgets(lines: Sequence[Line]) -> dict[str | None, list[str]]:
     return budgets
 
 
-def _share(places: Mapping[Place, Sample]) -> None:
+def _share(places: Mapping[Place, Measurements]) -> None:
     """Leave out the items of each column that some row lacks."""
     rows = defaultdict(list)
     for (_, column), sample in places.items():
@@ -79,13 +79,13 @@ def _share(places: Mapping[Place, Sample]) -> None:
                 del values[item]
 
 
-def _is_whole(place: Place, sample: Sample, table: Table) -> bool:
+def _is_whole(place: Place, sample: Measurements, table: ScoreTable) -> bool:
     """True if a place has all that its column needs: an average of LongBench all of its data sets."""
     asked = table.pooled.get(place[1].partition(", ")[0]) or frozenset()
     return bool(sample.values) and asked <= {of for of, _ in sample.values}
 
 
-def _columns(line: Line, table: Table) -> Iterator[tuple[str, bool]]:
+def _columns(line: Line, table: ScoreTable) -> Iterator[tuple[str, bool]]:
     """The columns of a line, and whether they are pooled."""
     first, *rest = (table.names.get(str(line[name]), str(line[name])) for name in table.by)
     yield ", ".join([first, *rest]), False
@@ -94,7 +94,7 @@ def _columns(line: Line, table: Table) -> Iterator[tuple[str, bool]]:
             yield ", ".join([heading, *rest]), True
 
 
-def is_pooled(column: str, table: Table) -> bool:
+def is_pooled(column: str, table: ScoreTable) -> bool:
     """True if a column has the lines of several other columns."""
     return column.partition(", ")[0] in table.pooled
 

@@ -16,7 +16,7 @@ from lab.papers.ruler import rows
 
 
 @dataclass(frozen=True, slots=True)
-class Fading(ByText):
+class FadingRun(ByText):
     """A `papers.fading` for each text: predictions with rows that keep means, by rule."""
 
     files: tuple[str, ...]
@@ -54,7 +54,7 @@ _Where = tuple[str, str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Ruler:
+class RulerRun:
     """A `papers.ruler` for each task: many policies with many shares, both protocols, from one reading.
 
     Attributes
@@ -76,7 +76,7 @@ class Ruler:
     n_item
         Items of each task.
     model, minutes
-        As in Compare.
+        As in CompareRun.
     """
 
     tasks: tuple[str, ...]

@@ -66,7 +66,7 @@ _QUESTIONS = ("after", "known")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PolicyRow:
     """A policy, and its share or budget.
 
     Attributes
@@ -153,15 +153,15 @@ class Row:
         return question == "after" or (forgets and not kind.has_reconstruction())
 
 
-def rows(names: Sequence[str], removed: Sequence[float], others: Sequence[str]) -> Iterator[Row]:
+def rows(names: Sequence[str], removed: Sequence[float], others: Sequence[str]) -> Iterator[PolicyRow]:
     """The full cache; policies with each share; others: "recall@128" in cells, "full@q4_0" by its type."""
-    yield Row("full")
+    yield PolicyRow("full")
     for name in filter(None, names):
         for share in removed:
-            yield Row(name, share)
+            yield PolicyRow(name, share)
     for other in others:
         name, _, how = other.rpartition("@")
-        yield Row(name, budget=int(how)) if how.isdecimal() else Row(name, type_kv=how)
+        yield PolicyRow(name, budget=int(how)) if how.isdecimal() else PolicyRow(name, type_kv=how)
 
 
 def measure(args: Namespace) -> None:
@@ -178,7 +178,7 @@ def measure(args: Namespace) -> None:
         n_ctx = model.n_ctx_train
         for row in (row for row in chosen if row.removed or row.budget):
             check(row.fit(args.length, 1, args.length + 1), row.settings(1), model.layers, n_ctx, n_ctx)
-        template, shared = template_of(model), Shared(model, Row("full").settings(args.threads))
+        template, shared = template_of(model), Shared(model, PolicyRow("full").settings(args.threads))
         readings = []
         for question in args.question:
             names = {name: getattr(args, name) for name in ("essays", "squad", "hotpotqa", "tasks")}

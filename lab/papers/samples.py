@@ -110,7 +110,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Measurements:
     """Numbers whose mean a place of a table shows.
 
     Attributes
@@ -139,7 +139,7 @@ class Sample:
             return self._stratified()
         return statistics.mean_error(*self._units(self.values))
 
-    def minus(self, other: Sample) -> Difference | None:
+    def minus(self, other: Measurements) -> Difference | None:
         """Test the differences, unit by unit; None for fewer units than a test needs."""
         if len(self.apart(other).values) < 2:
             return None
@@ -150,11 +150,11 @@ class Sample:
         mean = float(sums.sum() / weights.sum())
         return Difference(mean, significance.sign_flip_test(sums), 2.0 ** (1 - n_unit))
 
-    def differences(self, other: Sample) -> tuple[np.ndarray, np.ndarray]:
+    def differences(self, other: Measurements) -> tuple[np.ndarray, np.ndarray]:
         """Sum f64[unit] of the differences from another sample in each unit, and its weight f64[unit]."""
         return self._units(self.apart(other).values)
 
-    def apart(self, other: Sample) -> Sample:
+    def apart(self, other: Measurements) -> Measurements:
         """The differences from another sample, for the values that both have."""
         values = {
             place: (value - other.values[place][0], weight)

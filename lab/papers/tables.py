@@ -13,10 +13,10 @@ import numpy as np
 
 from kvtool.measure import records
 from lab.papers.experiments import EXPERIMENTS, RUNS
-from lab.papers.experiments.kinds import LARGE, SMALL, UNGROUPED, Experiment, Place, Run, Table
+from lab.papers.experiments.kinds import LARGE, SMALL, UNGROUPED, Experiment, Place, Run, ScoreTable
 from lab.papers.lines import Line
 from lab.papers.places import is_about, is_pooled, samples
-from lab.papers.samples import SCORES, Sample
+from lab.papers.samples import SCORES, Measurements
 from lab.papers.verdicts import compared, size
 
 LABORATORY = Path(__file__).parent
@@ -72,7 +72,7 @@ class _Part:
     """The commands of an experiment, its tables, and how much was read; of all models or of one."""
 
     commands: tuple[str, ...]
-    grids: tuple[_Grid, ...]
+    grids: tuple[_ShownTable, ...]
     sizes: str
 
     def text(self) -> str:
@@ -91,7 +91,7 @@ def _of_model(
     lines = kept(runs, results)
     asked = [replace(RUNS[run], model=_model(run, results)) if others else RUNS[run] for run in runs]
     commands = tuple(_commands(asked, shown)) if experiment.commands else ()
-    grids: list[_Grid] = []
+    grids: list[_ShownTable] = []
     for table in experiment.tables:
         if places := samples(lines, table):
             grid = _grid(places, table, experiment.model)
@@ -114,7 +114,7 @@ def _together(parts: Mapping[str, _Part]) -> _Part | None:
             replace(grid, columns=tuple(f"{SHORT[model]}: {column}" for column in grid.columns))
             for model, grid in zip(parts, of_models, strict=True)
         ]
-        grids.append(reduce(_Grid.beside, named))
+        grids.append(reduce(_ShownTable.beside, named))
     commands = tuple(line for part in parts.values() for line in part.commands)
     sizes = {SHORT[model]: part.sizes.strip("*.") for model, part in parts.items()}
     if len(set(sizes.values())) == 1:
@@ -147,7 +147,7 @@ def _model(run: str, results: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Grid:
+class _ShownTable:
     """A table in its shown form.
 
     Attributes
@@ -176,12 +176,12 @@ class _Grid:
         for name, cells in self.rows.items():
             yield f"| {name} | {' | '.join(cells)} |"
 
-    def next_to(self, other: _Grid) -> _Grid | None:
+    def next_to(self, other: _ShownTable) -> _ShownTable | None:
         """One grid of both if each has the same single column; None otherwise."""
         mine, theirs = self.by_score(), other.by_score()
         return mine.beside(theirs) if mine and theirs and mine.head == theirs.head else None
 
-    def beside(self, other: _Grid) -> _Grid:
+    def beside(self, other: _ShownTable) -> _ShownTable:
         """The grid with the other's columns after its own."""
         empty = ("",) * len(self.columns), ("",) * len(other.columns)
         rows = {
@@ -190,16 +190,16 @@ class _Grid:
         }
         return replace(self, columns=self.columns + other.columns, rows=rows)
 
-    def by_score(self) -> _Grid | None:
+    def by_score(self) -> _ShownTable | None:
         """The grid of a single column with the title as its heading; None of several columns."""
         if not self.title:
             return self
         if len(self.columns) > 1:
             return None
-        return _Grid("", f"{self.head}, {self.columns[0]}", (self.title,), self.rows)
+        return _ShownTable("", f"{self.head}, {self.columns[0]}", (self.title,), self.rows)
 
 
-def _grid(places: Mapping[Place, Sample], table: Table, model: str) -> _Grid:
+def _grid(places: Mapping[Place, Measurements], table: ScoreTable, model: str) -> _ShownTable:
     """A table. model: the paper's model."""
     signs = compared(places, table)
     measured = list(dict.fromkeys(column for _, column in places))
@@ -217,10 +217,14 @@ def _grid(places: Mapping[Place, Sample], table: Table, model: str) -> _Grid:
         for row in table.rows or filled
         if row in filled
     }
-    return _Grid(f"{table.title or SCORES[table.score].title}{brackets}", table.head, tuple(columns), rows)
+    return _ShownTable(
+        f"{table.title or SCORES[table.score].title}{brackets}", table.head, tuple(columns), rows
+    )
 
 
-def _shown(places: Mapping[Place, Sample], table: Table, place: Place, signs: Mapping[Place, int]) -> str:
+def _shown(
+    places: Mapping[Place, Measurements], table: ScoreTable, place: Place, signs: Mapping[Place, int]
+) -> str:
     parts = []
     if place in places:
         score, (mean, error) = SCORES[places[place].score], places[place].mean()

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from lab.papers import significance
-from lab.papers.experiments.kinds import Place, Table
+from lab.papers.experiments.kinds import Place, ScoreTable
 from lab.papers.places import is_pooled
-from lab.papers.samples import SCORES, Difference, Sample
+from lab.papers.samples import SCORES, Difference, Measurements
 
 _LEVEL = 0.05
 
@@ -46,7 +46,7 @@ class Verdict:
         return self.same + self.other + self.unclear + self.untested
 
 
-def verdict(places: Mapping[Place, Sample], table: Table) -> Verdict:
+def verdict(places: Mapping[Place, Measurements], table: ScoreTable) -> Verdict:
     """The verdict on a table. A difference counts by its direction, not by its size."""
     differences = _differences(places, table)
     signs = _signs(places, differences)
@@ -68,7 +68,7 @@ def size(budget: str) -> float:
     return float(number[0]) if number else 0
 
 
-def compared(places: Mapping[Place, Sample], table: Table) -> dict[Place, int]:
+def compared(places: Mapping[Place, Measurements], table: ScoreTable) -> dict[Place, int]:
     """Results by place, for all places that a test compares with the paper's method.
 
     1 is better, -1 worse, 0 not significant.
@@ -79,7 +79,7 @@ def compared(places: Mapping[Place, Sample], table: Table) -> dict[Place, int]:
     return _signs(places, _differences(places, table))
 
 
-def _signs(places: Mapping[Place, Sample], differences: Mapping[Place, Difference]) -> dict[Place, int]:
+def _signs(places: Mapping[Place, Measurements], differences: Mapping[Place, Difference]) -> dict[Place, int]:
     adjusted = significance.holm(np.array([each.p for each in differences.values()]))
     return {
         place: int(np.sign(each.mean)) * _sign(places[place].score) * bool(p <= _LEVEL)
@@ -87,7 +87,7 @@ def _signs(places: Mapping[Place, Sample], differences: Mapping[Place, Differenc
     }
 
 
-def ordered(places: Mapping[Place, Sample], table: Table) -> Iterator[tuple[Place, int]]:
+def ordered(places: Mapping[Place, Measurements], table: ScoreTable) -> Iterator[tuple[Place, int]]:
     """Measured places, and whether the paper calls them better (1) or worse (-1) than its method.
 
     `full` does not count, unless the paper says that it is worse.
@@ -105,7 +105,7 @@ def ordered(places: Mapping[Place, Sample], table: Table) -> Iterator[tuple[Plac
                 yield place, theirs
 
 
-def _differences(places: Mapping[Place, Sample], table: Table) -> dict[Place, Difference]:
+def _differences(places: Mapping[Place, Measurements], table: ScoreTable) -> dict[Place, Difference]:
     """The differences of a table that have a test."""
     differences = {
         place: sample.minus(places[table.against, place[1]])
@@ -115,14 +115,14 @@ def _differences(places: Mapping[Place, Sample], table: Table) -> dict[Place, Di
     return {place: each for place, each in differences.items() if each}
 
 
-def _is_compared(place: Place, places: Mapping[Place, Sample], table: Table) -> bool:
+def _is_compared(place: Place, places: Mapping[Place, Measurements], table: ScoreTable) -> bool:
     """True if the column counts and also has the paper's method, and the row is another."""
     row, column = place
     counts = not table.only_pooled or is_pooled(column, table)
     return counts and row != table.against and (table.against, column) in places
 
 
-def _theirs(place: Place, table: Table) -> int:
+def _theirs(place: Place, table: ScoreTable) -> int:
     """Sign of the paper's difference; for a pooled column without numbers, of the mean difference."""
     row, column = place
     if {place, (table.against, column)} <= table.paper.keys():

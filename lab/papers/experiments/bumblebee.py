@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lab.papers.commands import Compare, Eval
-from lab.papers.experiments.kinds import ALL, LARGE, Experiment, Run, Table, each, numbers
+from lab.papers.commands import CompareRun, EvalRun
+from lab.papers.experiments.kinds import ALL, LARGE, Experiment, Run, ScoreTable, each, numbers
 from lab.papers.texts import EIGHT, XSUM
 
 # on these a model of 135M parameters is better than guessing
@@ -26,25 +26,25 @@ _SUMMARY = (*_WHOLE, "--set", "likelihood=true")
 _STREAM = ("--prefill", "stream", "-b", "1", "--evict-every", "1", "--set", "shots=5")
 
 
-def _choice(name: str, policies: tuple[str, ...], n: int, model: str = "") -> Eval:
+def _choice(name: str, policies: tuple[str, ...], n: int, model: str = "") -> EvalRun:
     minutes = 20 if model else max(n // 2, 7)
     files = (f"lm_eval_tasks/{CHOICES[name]}",)
-    return Eval("choice", files, policies, ("10%",), _STREAM, n, model, minutes=minutes)
+    return EvalRun("choice", files, policies, ("10%",), _STREAM, n, model, minutes=minutes)
 
 
 RUNS: dict[str, Run] = {
     **{f"choice-{name.lower()}": _choice(name, _ALL, 24) for name in CHOICES},
     **{f"choice-{name.lower()}-1.5b": _choice(name, _FEW, 12, LARGE) for name in _LARGE},
-    "xsum-3shots": Eval(
+    "xsum-3shots": EvalRun(
         "summarize", (XSUM,), _ALL, ("20%",), (*_SUMMARY, "--set", "shots=3"), 12, minutes=30
     ),
     # three would take this model two minutes a summary
-    "xsum-1shot-1.5b": Eval(
+    "xsum-1shot-1.5b": EvalRun(
         *("summarize", (XSUM,), ("full", *_ALL[3:-1]), ("20%",), (*_SUMMARY, "--set", "shots=1"), 8, LARGE),
         minutes=20,
     ),
-    "xsum-mixture": Eval("summarize", (XSUM,), (_OWN, *_MIXTURES), ("20%",), _SUMMARY, 24, minutes=12),
-    "speed": Compare(EIGHT, ("full", _OWN, "h2o"), ("102", "51"), 512, ("-b", "1"), minutes=5),
+    "xsum-mixture": EvalRun("summarize", (XSUM,), (_OWN, *_MIXTURES), ("20%",), _SUMMARY, 24, minutes=12),
+    "speed": CompareRun(EIGHT, ("full", _OWN, "h2o"), ("102", "51"), 512, ("-b", "1"), minutes=5),
 }
 
 _FEW_SHOT = {"by": ("of",), "against": _OWN, "rows": _ALL, "pooled": ALL, "only_pooled": True}
@@ -57,8 +57,8 @@ EXPERIMENTS = {
             *(f"choice-{name.lower()}-1.5b" for name in _LARGE),
         ),
         (
-            Table("acc_norm", paper=numbers("bumblebee", "table-1"), **_FEW_SHOT),
-            Table("right", worse=("local", "random", "h2o"), **_FEW_SHOT),
+            ScoreTable("acc_norm", paper=numbers("bumblebee", "table-1"), **_FEW_SHOT),
+            ScoreTable("right", worse=("local", "random", "h2o"), **_FEW_SHOT),
         ),
         "LLaMA-7B",
     ),
@@ -74,7 +74,7 @@ EXPERIMENTS = {
     "bumblebee-lambda": Experiment(
         ("xsum-mixture",),
         (
-            Table(
+            ScoreTable(
                 "logp",
                 against=_OWN,
                 rows=(*_MIXTURES[:2], _OWN, *_MIXTURES[2:]),
@@ -86,7 +86,7 @@ EXPERIMENTS = {
         ("speed",),
         (
             # the paper's own comparison: 10:1 against 5:1
-            Table(
+            ScoreTable(
                 *("ms", ("label",), "51", ("51", "102")),
                 row="budget",
                 theirs={("102", _OWN): 1},

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from lab.papers.commands import Compare, Eval
-from lab.papers.experiments.kinds import ALL, LARGE, Experiment, Place, Run, Table, directions, each, numbers
+from lab.papers.commands import CompareRun, EvalRun
+from lab.papers.experiments.kinds import (
+    ALL,
+    LARGE,
+    Experiment,
+    Place,
+    Run,
+    ScoreTable,
+    directions,
+    each,
+    numbers,
+)
 from lab.papers.texts import WIKI, XSUM
 
 # with `kept=true` the budget is the tokens after an eviction, as for other policies
@@ -21,18 +31,18 @@ _WHOLE = ("--prefill", "whole")
 _LIKELIHOOD = (*_WHOLE, "--set", "likelihood=true")
 
 RUNS: dict[str, Run] = {
-    "wikitext": Compare((WIKI,), _STREAMED, ("50", "100"), 4096, minutes=7),
-    "wikitext-1.5b": Compare((WIKI,), _STREAMED, ("50", "100"), 1024, model=LARGE, minutes=8),
-    "wikitext-kept": Compare((WIKI,), (_KEPT,), ("50", "100"), 4096, minutes=1),
-    "wikitext-kept-1.5b": Compare((WIKI,), (_KEPT,), ("50", "100"), 1024, model=LARGE, minutes=2),
-    "xsum": Eval("summarize", (XSUM,), _ALL, _SHARES, _LIKELIHOOD, 24, minutes=60),
-    "xsum-1.5b": Eval("summarize", (XSUM,), _OF_LARGE, ("20%", "40%"), _LIKELIHOOD, 9, LARGE, minutes=27),
-    "xsum-ablation": Eval("summarize", (XSUM,), _ABLATIONS, ("10%", "20%"), _LIKELIHOOD, 24, minutes=6),
-    "xsum-ablation-1.5b": Eval(
+    "wikitext": CompareRun((WIKI,), _STREAMED, ("50", "100"), 4096, minutes=7),
+    "wikitext-1.5b": CompareRun((WIKI,), _STREAMED, ("50", "100"), 1024, model=LARGE, minutes=8),
+    "wikitext-kept": CompareRun((WIKI,), (_KEPT,), ("50", "100"), 4096, minutes=1),
+    "wikitext-kept-1.5b": CompareRun((WIKI,), (_KEPT,), ("50", "100"), 1024, model=LARGE, minutes=2),
+    "xsum": EvalRun("summarize", (XSUM,), _ALL, _SHARES, _LIKELIHOOD, 24, minutes=60),
+    "xsum-1.5b": EvalRun("summarize", (XSUM,), _OF_LARGE, ("20%", "40%"), _LIKELIHOOD, 9, LARGE, minutes=27),
+    "xsum-ablation": EvalRun("summarize", (XSUM,), _ABLATIONS, ("10%", "20%"), _LIKELIHOOD, 24, minutes=6),
+    "xsum-ablation-1.5b": EvalRun(
         "summarize", (XSUM,), ("buzz", *_ABLATIONS), ("20%",), _LIKELIHOOD, 9, LARGE, minutes=9
     ),
     **{
-        f"qa-{at}": Eval(
+        f"qa-{at}": EvalRun(
             *("qa", (f"lost_in_the_middle/{file}",), _FEW, ("300",)),
             (*_WHOLE, "--set", "n_max=24"),
             16,
@@ -57,20 +67,20 @@ _TABLE_2 = _kept("table-2")
 EXPERIMENTS = {
     "buzz-table-3": Experiment(
         ("wikitext", "wikitext-1.5b"),
-        (Table("nll", against="buzz", rows=_STREAMED, paper=numbers("buzz", "table-3")),),
+        (ScoreTable("nll", against="buzz", rows=_STREAMED, paper=numbers("buzz", "table-3")),),
         "Llama-2-7B",
     ),
     "buzz-table-3-kept": Experiment(
         ("wikitext", "wikitext-kept", "wikitext-1.5b", "wikitext-kept-1.5b"),
-        (Table("nll", against=_KEPT, rows=(_KEPT, "h2o", "streamingllm"), paper=_kept("table-3")),),
+        (ScoreTable("nll", against=_KEPT, rows=(_KEPT, "h2o", "streamingllm"), paper=_kept("table-3")),),
         "Llama-2-7B",
         unequal=True,
     ),
     "buzz-table-2": Experiment(
         ("xsum", "xsum-1.5b"),
         (
-            Table("rouge", against=_KEPT, rows=_ALL, paper=_TABLE_2),
-            Table("logp", against=_KEPT, rows=_ALL, theirs=directions(_TABLE_2, _KEPT)),
+            ScoreTable("rouge", against=_KEPT, rows=_ALL, paper=_TABLE_2),
+            ScoreTable("logp", against=_KEPT, rows=_ALL, theirs=directions(_TABLE_2, _KEPT)),
         ),
         "Llama-2-7B",
     ),
@@ -89,7 +99,7 @@ EXPERIMENTS = {
     "buzz-figure-8": Experiment(
         ("xsum", "xsum-ablation", "xsum-1.5b", "xsum-ablation-1.5b"),
         (
-            Table(
+            ScoreTable(
                 "logp",
                 against="buzz",
                 rows=("full", "buzz", *_ABLATIONS),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lab.papers.commands import Compare, Eval, Map
-from lab.papers.experiments.kinds import ALL, LARGE, Experiment, Run, Table, numbers, of_map
+from lab.papers.commands import CompareRun, EvalRun, MapRun
+from lab.papers.experiments.kinds import ALL, LARGE, Experiment, Run, ScoreTable, numbers, of_map
 from lab.papers.experiments.longbench import ENGLISH, POOLED, STRATA
 from lab.papers.texts import DATA_SETS, EIGHT, TWELVE
 
@@ -17,17 +17,19 @@ _WHOLE = ("-b", "2048", *_LONG)
 _MAPS = ("share", "attention", "queries")
 
 RUNS: dict[str, Run] = {
-    "texts-corm": Compare(EIGHT, ("full", "corm", *_OTHERS), ("1792",), 4096, minutes=27),
-    "texts-corm-1.5b": Compare(EIGHT, ("full", "corm", *_OTHERS), ("448",), 1024, model=LARGE, minutes=30),
-    "texts-corm-windows": Compare(EIGHT, ("corm", *_WINDOWS), (), 2048, minutes=12),
-    "texts-corm-windows-1.5b": Compare(EIGHT, (_WINDOWS[0], _WINDOWS[-1]), (), 1024, model=LARGE, minutes=10),
-    "corm-128": Compare(TWELVE, ("full", _WINDOWS[0]), (), 2048, minutes=7),
-    **{f"map-{kind}": Map(kind, TWELVE, 1024, minutes=3) for kind in _MAPS},
-    **{f"map-{kind}-1.5b": Map(kind, EIGHT, 512, LARGE, minutes=5) for kind in _MAPS},
-    "longbench": Eval(
+    "texts-corm": CompareRun(EIGHT, ("full", "corm", *_OTHERS), ("1792",), 4096, minutes=27),
+    "texts-corm-1.5b": CompareRun(EIGHT, ("full", "corm", *_OTHERS), ("448",), 1024, model=LARGE, minutes=30),
+    "texts-corm-windows": CompareRun(EIGHT, ("corm", *_WINDOWS), (), 2048, minutes=12),
+    "texts-corm-windows-1.5b": CompareRun(
+        EIGHT, (_WINDOWS[0], _WINDOWS[-1]), (), 1024, model=LARGE, minutes=10
+    ),
+    "corm-128": CompareRun(TWELVE, ("full", _WINDOWS[0]), (), 2048, minutes=7),
+    **{f"map-{kind}": MapRun(kind, TWELVE, 1024, minutes=3) for kind in _MAPS},
+    **{f"map-{kind}-1.5b": MapRun(kind, EIGHT, 512, LARGE, minutes=5) for kind in _MAPS},
+    "longbench": EvalRun(
         "longbench", (ENGLISH,), ("full", *_OTHERS), ("512",), ("--prefill", "whole", *_LONG), minutes=120
     ),
-    "longbench-corm": Eval("longbench", (ENGLISH,), ("corm",), ("100%",), _WHOLE, minutes=100),
+    "longbench-corm": EvalRun("longbench", (ENGLISH,), ("corm",), ("100%",), _WHOLE, minutes=100),
 }
 
 _POOLED = {"names": DATA_SETS, "pooled": ALL, "only_pooled": True}
@@ -37,7 +39,7 @@ EXPERIMENTS = {
     "corm-tables-1-2": Experiment(
         ("longbench", "longbench-corm"),
         (
-            Table(
+            ScoreTable(
                 *("score", ("of",), "corm", ("full", *_OTHERS, "corm")),
                 pooled=POOLED,
                 only_pooled=True,
@@ -51,7 +53,7 @@ EXPERIMENTS = {
         ("texts-corm", "texts-corm-1.5b"),
         (
             # before the budget is full only CORM can lose
-            Table(
+            ScoreTable(
                 "nll",
                 **_OF_TABLE_3,
                 against="corm",
@@ -59,27 +61,27 @@ EXPERIMENTS = {
                 late=True,
                 title="Perplexity once the budget is full",
             ),
-            *(Table(score, **_OF_TABLE_3) for score in ("holds", "device")),
+            *(ScoreTable(score, **_OF_TABLE_3) for score in ("holds", "device")),
         ),
     ),
     "corm-table-4": Experiment(
         ("corm-128", "texts-corm-1.5b", "texts-corm-windows-1.5b"),
         (
-            Table(
+            ScoreTable(
                 *("nll", ("tokens",), _WINDOWS[0], ("full", _WINDOWS[0])),
                 theirs={("full", tokens): -1 for tokens in ("2048", "1024")},
                 paper=numbers("corm", "table-4"),
             ),
-            Table("evicted", ("tokens",), rows=_WINDOWS[:1], paper=numbers("corm", "table-4-reduction")),
-            Table("device", ("tokens",), rows=("full", _WINDOWS[0])),
+            ScoreTable("evicted", ("tokens",), rows=_WINDOWS[:1], paper=numbers("corm", "table-4-reduction")),
+            ScoreTable("device", ("tokens",), rows=("full", _WINDOWS[0])),
         ),
         "LLaMA1-7B",
     ),
     "corm-windows": Experiment(
         ("texts-corm-windows", "texts-corm-1.5b", "texts-corm-windows-1.5b"),
         (
-            Table("nll", ("of",), "corm", ("corm", *_WINDOWS), worse=_WINDOWS, **_POOLED),
-            Table("evicted", ("of",), rows=("corm", *_WINDOWS), **_POOLED),
+            ScoreTable("nll", ("of",), "corm", ("corm", *_WINDOWS), worse=_WINDOWS, **_POOLED),
+            ScoreTable("evicted", ("of",), rows=("corm", *_WINDOWS), **_POOLED),
         ),
     ),
     "corm-figures-1-2-3": Experiment(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lab.papers.experiments.kinds import ALL, Experiment, Run, Table
-from lab.papers.programs import Fading
+from lab.papers.experiments.kinds import ALL, Experiment, Run, ScoreTable
+from lab.papers.programs import FadingRun
 from lab.papers.texts import WIKI
 
 _FOUR = (WIKI, "pg19/10321.txt", "proofpile/hott-basics.tex", "pg19/10146.txt")
@@ -28,17 +28,17 @@ _SMALL = tuple(rule for policy in _POLICIES for rule in _rules(policy, 16, "spar
 _LARGE = tuple(rule for policy in _POLICIES for rule in _rules(policy, 32))
 
 RUNS: dict[str, Run] = {
-    "fading-512": Fading(_FOUR, ("full", *_LARGE), 512, 4096, minutes=11),
-    "fading": Fading(_FOUR, ("full", *_SMALL), 128, 2048, minutes=6),
+    "fading-512": FadingRun(_FOUR, ("full", *_LARGE), 512, 4096, minutes=11),
+    "fading": FadingRun(_FOUR, ("full", *_SMALL), 128, 2048, minutes=6),
 }
 
 _BY_TEXT: dict[str, Any] = {"by": ("of",), "names": _NAMES, "pooled": ALL}
 
 
-def _of(policy: str, n_mean: int, *more: str) -> Table:
+def _of(policy: str, n_mean: int, *more: str) -> ScoreTable:
     """Loss of perplexity, compared with the row that has means."""
     rules = _rules(policy, n_mean, *more)
-    return Table("above", **_BY_TEXT, apart="full", against=rules[2], rows=rules)
+    return ScoreTable("above", **_BY_TEXT, apart="full", against=rules[2], rows=rules)
 
 
 EXPERIMENTS = {

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lab.papers.commands import Compare, Eval, Map
-from lab.papers.programs import Fading, Ruler
+from lab.papers.commands import CompareRun, EvalRun, MapRun
+from lab.papers.programs import FadingRun, RulerRun
 
 NUMBERS = Path(__file__).parents[1] / "numbers"
 
@@ -25,7 +25,7 @@ UNGROUPED = "SmolLM2-135M-Instruct.Q4_1-ungrouped.gguf"
 SMALL = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 """A third model, for docs/which-policy.md."""
 
-Run = Compare | Eval | Map | Fading | Ruler
+Run = CompareRun | EvalRun | MapRun | FadingRun | RulerRun
 """A kind of run: it measures with one command for each part."""
 
 Place = tuple[str, str]
@@ -33,7 +33,7 @@ Place = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ScoreTable:
     """A table of an experiment: a policy per row.
 
     Attributes
@@ -123,7 +123,7 @@ class Experiment:
     """
 
     runs: tuple[str, ...]
-    tables: tuple[Table, ...] = ()
+    tables: tuple[ScoreTable, ...] = ()
     model: str = ""
     together: bool = False
     commands: bool = True
@@ -134,9 +134,9 @@ ALL: Mapping[str, frozenset[str] | None] = {"all": None}
 """One pooled column of all texts or data sets."""
 
 
-def of_map(kind: str, head: str, against: str, theirs: Mapping[Place, int]) -> tuple[Table, ...]:
-    """The table of a map. head, theirs: as in `Table`."""
-    return (Table(kind, ("part",), against, theirs=theirs, head=head),)
+def of_map(kind: str, head: str, against: str, theirs: Mapping[Place, int]) -> tuple[ScoreTable, ...]:
+    """The table of a map. head, theirs: as in `ScoreTable`."""
+    return (ScoreTable(kind, ("part",), against, theirs=theirs, head=head),)
 
 
 def numbers(paper: str, *tables: str) -> dict[Place, str]:
@@ -165,6 +165,6 @@ def columns(paper: Mapping[Place, str], names: Sequence[str]) -> dict[Place, str
     return {place: number for place, number in paper.items() if place[1] in names}
 
 
-def each(*scores: str, **how: Any) -> tuple[Table, ...]:
+def each(*scores: str, **how: Any) -> tuple[ScoreTable, ...]:
     """The same table for several scores."""
-    return tuple(Table(score, **how) for score in scores)
+    return tuple(ScoreTable(score, **how) for score in scores)

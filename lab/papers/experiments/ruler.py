@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvtool.tasks.ruler import PARTS
-from lab.papers.experiments.kinds import LARGE, Experiment, Run, Table
-from lab.papers.programs import Ruler
+from lab.papers.experiments.kinds import LARGE, Experiment, Run, ScoreTable
+from lab.papers.programs import RulerRun
 from lab.papers.ruler import EQUAL, POLICIES, REMOVED, STREAMS
 
 _TYPES = ("f16", "q8_0", "q4_0")
@@ -21,14 +21,14 @@ COUNTED = tuple(task for task in PARTS if task != "qa_2")
 """The tasks in which the model scores 20 % or more with the full cache."""
 
 RUNS: dict[str, Run] = {
-    "ruler": Ruler(
+    "ruler": RulerRun(
         *(tuple(PARTS), ("full", "recall", *POLICIES), REMOVED, 128, _TYPES),
         *(tuple(_PROTOCOLS), 4096, 1),
         model=LARGE,
         minutes=520,
     ),
     # one of each kind: needles, variables, frequent words
-    "ruler-long": Ruler(
+    "ruler-long": RulerRun(
         *(("niah_multikey_1", "vt", "fwe"), ("full", "recall"), (), 128, ("f16",), ("after",), 32768, 1),
         model=LARGE,
         minutes=240,
@@ -36,10 +36,10 @@ RUNS: dict[str, Run] = {
 }
 
 
-def _scores(question: str, score: str = "string_match", title: str = "", **how: Any) -> Table:
+def _scores(question: str, score: str = "string_match", title: str = "", **how: Any) -> ScoreTable:
     """A table of one protocol."""
     title = title or f"RULER's score, %, {_PROTOCOLS[question]}"
-    return Table("", **{"rows": ROWS, "of": COUNTED, **how}, scores={question: score}, title=title)
+    return ScoreTable("", **{"rows": ROWS, "of": COUNTED, **how}, scores={question: score}, title=title)
 
 
 EXPERIMENTS = {
@@ -56,13 +56,14 @@ EXPERIMENTS = {
         tuple(_scores(question, rows=("full", *STREAMS), against="full") for question in _PROTOCOLS),
     ),
     "ruler-long": Experiment(
-        ("ruler-long",), (Table("", ("of",), scores={"after": "string_match"}, title="RULER's score, %"),)
+        ("ruler-long",),
+        (ScoreTable("", ("of",), scores={"after": "string_match"}, title="RULER's score, %"),),
     ),
     # the table of docs/which-policy.md
     "ruler-short": Experiment(
         ("ruler",),
         (
-            Table(
+            ScoreTable(
                 "",
                 ("task", "budget"),
                 rows=ROWS,

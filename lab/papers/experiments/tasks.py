@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lab.papers.commands import Eval
+from lab.papers.commands import EvalRun
 from lab.papers.experiments.bumblebee import CHOICES
-from lab.papers.experiments.kinds import Experiment, Run, Table
+from lab.papers.experiments.kinds import Experiment, Run, ScoreTable
 from lab.papers.experiments.longbench import ENGLISH
 from lab.papers.texts import XSUM
 
@@ -14,17 +14,17 @@ _HIDDEN = ("--set", "lengths=512", "--set", "repeats=20")
 
 # 100 items of each, if there are so many
 _TASKS = (
-    Eval("passkey", (), *_AT_20, _HIDDEN, minutes=45),
-    Eval("needle", ("paul_graham_essays/",), *_AT_20, _HIDDEN, minutes=30),
-    Eval(
+    EvalRun("passkey", (), *_AT_20, _HIDDEN, minutes=45),
+    EvalRun("needle", ("paul_graham_essays/",), *_AT_20, _HIDDEN, minutes=30),
+    EvalRun(
         "qa", ("lost_in_the_middle/nq-open-oracle.jsonl.gz",), *_AT_20, ("--set", "n_max=24"), 100, minutes=9
     ),
-    Eval("summarize", (XSUM,), *_AT_20, ("--set", "likelihood=true"), 100, minutes=25),
-    Eval(
+    EvalRun("summarize", (XSUM,), *_AT_20, ("--set", "likelihood=true"), 100, minutes=25),
+    EvalRun(
         "choice", (f"lm_eval_tasks/{CHOICES['OpenBookQA']}",), *_AT_20, ("--set", "shots=5"), 100, minutes=5
     ),
-    Eval("longbench", (ENGLISH,), *_AT_20, ("--max-prompt", "1024"), 100, minutes=110),
-    Eval(
+    EvalRun("longbench", (ENGLISH,), *_AT_20, ("--max-prompt", "1024"), 100, minutes=110),
+    EvalRun(
         *("stream", ("mt_bench/question.jsonl", "mt_bench/reference_answer_gpt-4.jsonl"), *_AT_20),
         ("--set", "scored=true", "--limit", "100"),
         minutes=16,
@@ -49,7 +49,7 @@ EXPERIMENTS = {
     "tasks": Experiment(
         tuple(RUNS),
         (
-            Table(
+            ScoreTable(
                 *("", ("task",), "full", _POLICIES),
                 names={task: name for task, (name, _) in _SHOWN.items()},
                 scores={task: score for task, (_, score) in _SHOWN.items()},

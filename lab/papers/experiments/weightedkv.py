@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from lab.papers.commands import Compare, Map
+from lab.papers.commands import CompareRun, MapRun
 from lab.papers.experiments.kinds import (
     ALL,
     LARGE,
     UNGROUPED,
     Experiment,
     Run,
-    Table,
+    ScoreTable,
     columns,
     numbers,
     of_map,
@@ -27,14 +27,14 @@ _OF_EACH = "full", *_POLICIES[:-1], _EACH, _EACH_EVICTS
 _AFTER_EACH = "--evict-every", "1"
 
 RUNS: dict[str, Run] = {
-    "texts": Compare(TWELVE, ("full", *_POLICIES, _EVICTS), ("256", "1024"), 4096, minutes=100),
-    "texts-1.5b": Compare(EIGHT, ("full", *_POLICIES, _EVICTS), ("256",), 2048, model=LARGE, minutes=70),
-    "texts-each": Compare(TWELVE, _OF_EACH, ("256",), 2048, more=_AFTER_EACH, minutes=40),
-    "texts-each-ungrouped": Compare(
+    "texts": CompareRun(TWELVE, ("full", *_POLICIES, _EVICTS), ("256", "1024"), 4096, minutes=100),
+    "texts-1.5b": CompareRun(EIGHT, ("full", *_POLICIES, _EVICTS), ("256",), 2048, model=LARGE, minutes=70),
+    "texts-each": CompareRun(TWELVE, _OF_EACH, ("256",), 2048, more=_AFTER_EACH, minutes=40),
+    "texts-each-ungrouped": CompareRun(
         TWELVE, _OF_EACH, ("256",), 2048, more=_AFTER_EACH, model=UNGROUPED, minutes=60
     ),
-    "map-values": Map("values", TWELVE, 1024, minutes=3),
-    "map-values-1.5b": Map("values", EIGHT, 512, LARGE, minutes=5),
+    "map-values": MapRun("values", TWELVE, 1024, minutes=3),
+    "map-values-1.5b": MapRun("values", EIGHT, 512, LARGE, minutes=5),
 }
 
 _POOLED = {"by": ("of", "budget"), "names": DATA_SETS, "pooled": ALL, "only_pooled": True}
@@ -44,13 +44,13 @@ _OF_256 = ("PG19, 256", "ProofPile, 256", "ArXiv, 256")
 EXPERIMENTS = {
     "weightedkv-table-1": Experiment(
         ("texts", "texts-1.5b"),
-        (Table("nll", against="weightedkv", rows=("full", *_POLICIES), paper=_TABLE_1, **_POOLED),),
+        (ScoreTable("nll", against="weightedkv", rows=("full", *_POLICIES), paper=_TABLE_1, **_POOLED),),
         "Llama-2-7B, context 4k",
     ),
     "weightedkv-table-1-each": Experiment(
         ("texts-each", "texts-each-ungrouped"),
         (
-            Table(
+            ScoreTable(
                 "nll",
                 against=_EACH,
                 rows=_OF_EACH[:-1],
@@ -65,11 +65,11 @@ EXPERIMENTS = {
     ),
     "weightedkv-figure-4": Experiment(
         ("texts", "texts-1.5b"),
-        (Table("nll", against="weightedkv", rows=("weightedkv", _EVICTS), worse=(_EVICTS,), **_POOLED),),
+        (ScoreTable("nll", against="weightedkv", rows=("weightedkv", _EVICTS), worse=(_EVICTS,), **_POOLED),),
     ),
     "weightedkv-figure-4-each": Experiment(
         ("texts-each", "texts-each-ungrouped"),
-        (Table("nll", against=_EACH, rows=(_EACH, _EACH_EVICTS), worse=(_EACH_EVICTS,), **_POOLED),),
+        (ScoreTable("nll", against=_EACH, rows=(_EACH, _EACH_EVICTS), worse=(_EACH_EVICTS,), **_POOLED),),
     ),
     "weightedkv-figure-1": Experiment(
         ("map-values", "map-values-1.5b"),

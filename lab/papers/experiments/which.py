@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lab.papers.commands import Compare, Eval
-from lab.papers.experiments.kinds import ALL, LARGE, SMALL, Experiment, Run, Table
+from lab.papers.commands import CompareRun, EvalRun
+from lab.papers.experiments.kinds import ALL, LARGE, SMALL, Experiment, Run, ScoreTable
 from lab.papers.texts import DATA_SETS, FOUR_KINDS, TWELVE
 
 POLICIES = ("recall", "roco", "h2o", "expected", "bumblebee", "buzz", "weightedkv", "streamingllm")
@@ -27,13 +27,13 @@ _FILES = tuple(file for files in FOUR_KINDS.values() for file in files)
 _QUESTIONS, _SHORT = ("lost_in_the_middle/nq-open-oracle.jsonl.gz",), ("--set", "n_max=24")
 
 
-def _passkey(shares: tuple[str, ...], repeats: int, minutes: int, model: str = "") -> Eval:
+def _passkey(shares: tuple[str, ...], repeats: int, minutes: int, model: str = "") -> EvalRun:
     hidden = ("--set", "lengths=512", "--set", f"repeats={repeats}")
-    return Eval("passkey", (), _OF_TASKS, shares, hidden, 5 * repeats, model, minutes=minutes)
+    return EvalRun("passkey", (), _OF_TASKS, shares, hidden, 5 * repeats, model, minutes=minutes)
 
 
-def _qa(shares: tuple[str, ...], n: int, minutes: int, model: str = "") -> Eval:
-    return Eval("qa", _QUESTIONS, _OF_TASKS, shares, _SHORT, n, model, minutes=minutes)
+def _qa(shares: tuple[str, ...], n: int, minutes: int, model: str = "") -> EvalRun:
+    return EvalRun("qa", _QUESTIONS, _OF_TASKS, shares, _SHORT, n, model, minutes=minutes)
 
 
 _TWO = ("5%", "20%")
@@ -47,7 +47,7 @@ _TASKS: dict[str, Run] = {
 }
 
 _SAMPLED = {
-    f"sampling-{temp}{size}": Eval(
+    f"sampling-{temp}{size}": EvalRun(
         *("qa", _QUESTIONS, ("full",), ()),
         (*_SHORT, "--temp", temp),
         n,
@@ -65,19 +65,21 @@ def _equal() -> dict[str, Run]:
     runs: dict[str, Run] = {}
     for name, (model, cells, n, minutes) in _EQUAL.items():
         how = {"model": model, "minutes": minutes}
-        runs[name] = Compare(_FILES, ("full", "h2o"), (cells,), n, **how)
-        runs[f"{name}-expected"] = Compare(_FILES, (_EXPECTED,), ("512",), n, **how)
+        runs[name] = CompareRun(_FILES, ("full", "h2o"), (cells,), n, **how)
+        runs[f"{name}-expected"] = CompareRun(_FILES, (_EXPECTED,), ("512",), n, **how)
     return runs
 
 
 RUNS: dict[str, Run] = {
-    "which-texts": Compare(_FILES, ("full", *POLICIES), ("512", "1024"), 3072, types=_TYPES, minutes=70),
-    "scores": Compare(TWELVE, ("full", *_SCORES), ("256",), 2048, minutes=30),
-    "which-texts-long": Compare(_FILES[::2], ("full", *_OF_LARGE_CACHES), ("2048", "4096"), 5120, minutes=30),
-    "which-texts-0.5b": Compare(
+    "which-texts": CompareRun(_FILES, ("full", *POLICIES), ("512", "1024"), 3072, types=_TYPES, minutes=70),
+    "scores": CompareRun(TWELVE, ("full", *_SCORES), ("256",), 2048, minutes=30),
+    "which-texts-long": CompareRun(
+        _FILES[::2], ("full", *_OF_LARGE_CACHES), ("2048", "4096"), 5120, minutes=30
+    ),
+    "which-texts-0.5b": CompareRun(
         _FILES, ("full", *_FEWER), ("512",), 2048, model=SMALL, types=_TYPES, minutes=45
     ),
-    "which-texts-1.5b": Compare(
+    "which-texts-1.5b": CompareRun(
         _FILES, ("full", *_FEWER), ("512",), 2048, model=LARGE, types=_TYPES, minutes=70
     ),
     **_TASKS,
@@ -109,9 +111,9 @@ EXPERIMENTS = {
     "which-short": Experiment(
         _TEXT_RUNS,
         (
-            Table("above", **_BY_MODEL, **_EXCESS | {"against": ""}),
+            ScoreTable("above", **_BY_MODEL, **_EXCESS | {"against": ""}),
             # other policies have as many cells as h2o, and its bytes
-            Table("device", **_BY_MODEL, rows=("full", *_QUANTIZED, "h2o")),
+            ScoreTable("device", **_BY_MODEL, rows=("full", *_QUANTIZED, "h2o")),
         ),
         together=True,
         commands=False,
@@ -120,17 +122,17 @@ EXPERIMENTS = {
     "which-default": Experiment(
         _TEXT_RUNS,
         tuple(
-            Table("above", **_BY_MODEL, **_EXCESS | {"rows": rows}, budgets=("512",))
+            ScoreTable("above", **_BY_MODEL, **_EXCESS | {"rows": rows}, budgets=("512",))
             for rows in (("h2o", "roco", "recall"), ("h2o", "expected"))
         )
-        + (Table("host", **_BY_MODEL, rows=("recall",), budgets=("512",)),),
+        + (ScoreTable("host", **_BY_MODEL, rows=("recall",), budgets=("512",)),),
         together=True,
     ),
     # in equal bytes, counting the queries of expected
     "which-equal": Experiment(
         tuple(_equal()),
         (
-            Table(
+            ScoreTable(
                 *("above", ("model",), "h2o", ("h2o", _EXPECTED)),
                 names=_BY_MODEL["names"],
                 apart="full",
@@ -141,24 +143,24 @@ EXPERIMENTS = {
     ),
     "which-sampling": Experiment(
         tuple(_SAMPLED),
-        (Table("f1", ("model",), "--temp 0.8", names=_BY_MODEL["names"], head="sampling"),),
+        (ScoreTable("f1", ("model",), "--temp 0.8", names=_BY_MODEL["names"], head="sampling"),),
         together=True,
     ),
     "which-texts-long": Experiment(
         ("which-texts-long",),
-        (Table("above", apart="full", rows=_OF_LARGE_CACHES),),
+        (ScoreTable("above", apart="full", rows=_OF_LARGE_CACHES),),
     ),
     "scores": Experiment(
         ("scores",),
         (
-            Table("nll", against="h2o", **_POOLED, rows=("full", *_SCORES)),
-            Table("device", **_POOLED, rows=("full", *_SCORES)),
+            ScoreTable("nll", against="h2o", **_POOLED, rows=("full", *_SCORES)),
+            ScoreTable("device", **_POOLED, rows=("full", *_SCORES)),
         ),
     ),
     "which-tasks": Experiment(
         tuple(_TASKS),
         tuple(
-            Table("", **_BY_MODEL, against="full", rows=_OF_TASKS, scores={name: score}, title=title)
+            ScoreTable("", **_BY_MODEL, against="full", rows=_OF_TASKS, scores={name: score}, title=title)
             for name, (title, score) in _ASKED.items()
         ),
         together=True,

@@ -34,7 +34,7 @@ WITH_PLACES = ("attention", "queries")
 """Kinds that draw single heads."""
 
 
-class Map(NamedTuple):
+class MeasuredMap(NamedTuple):
     """A measured map.
 
     Attributes
@@ -114,24 +114,24 @@ def places(
     return [(layer, head) for layer in chosen for head in dict.fromkeys(heads or (0, n_head[layer] // 2))]
 
 
-def _attention(text: Reading, places: list[Place]) -> Map:
+def _attention(text: Reading, places: list[Place]) -> MeasuredMap:
     attention = measure.attention(text, places)
     numbers = {name: getattr(attention, name) for name in ("share", "similar", "previous", "random")}
     columns = ("layer", "head", "important keys", "overlap: most similar", "query before", "random query")
-    return Map(attention, _record(attention, numbers), columns, _rows(attention, places, numbers))
+    return MeasuredMap(attention, _record(attention, numbers), columns, _rows(attention, places, numbers))
 
 
-def _queries(text: Reading, places: list[Place]) -> Map:
+def _queries(text: Reading, places: list[Place]) -> MeasuredMap:
     queries = measure.queries(text, places)
     numbers = {"cosine": queries.cosine} | {f"within_{n}": queries.within(n) for n in NEAR}
     chance = {f"within_{n}": queries.chance(n) for n in NEAR}
     columns = ("layer", "head", "cosine", *(f"within {n}" for n in NEAR))
     by_chance = ["by chance", "", "", *map(_percent, chance.values())]
     record = _record(queries, numbers) | {"chance": chance}
-    return Map(queries, record, columns, [*_rows(queries, places, numbers), by_chance])
+    return MeasuredMap(queries, record, columns, [*_rows(queries, places, numbers), by_chance])
 
 
-def _values(text: Reading, places: list[Place]) -> Map:
+def _values(text: Reading, places: list[Place]) -> MeasuredMap:
     values = measure.values(text)
     if Observed.KEYS_BEFORE not in values.singular:
         sys.stderr.write("llama.cpp does not show keys before RoPE of this model\n")
@@ -143,10 +143,10 @@ def _values(text: Reading, places: list[Place]) -> Map:
         rows.append([observed.value, str(len(curve)), *numbers])
         record[observed.name.lower()] = {"rank": ranks.tolist(), "normalised": curve.round(6).tolist()}
     columns = ("", "dimensions", "rank for 90 %", "of single heads", "middle value / first")
-    return Map(values, record, columns, rows)
+    return MeasuredMap(values, record, columns, rows)
 
 
-def _share(text: Reading, places: list[Place]) -> Map:
+def _share(text: Reading, places: list[Place]) -> MeasuredMap:
     heads = measure.share(text)
     groups = {str(layer): heads.share[heads.layer == layer] for layer in dict.fromkeys(heads.layer.tolist())}
     rows = [
@@ -154,7 +154,7 @@ def _share(text: Reading, places: list[Place]) -> Map:
         for name, shares in (groups | {"all": heads.share}).items()
     ]
     columns = ("layer", "important keys", "lowest head", "highest head")
-    return Map(heads, _record(heads, {"share": heads.share}), columns, rows)
+    return MeasuredMap(heads, _record(heads, {"share": heads.share}), columns, rows)
 
 
 def _record(heads: Heads, numbers: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class Attention(Share):
 
 
 @dataclass(frozen=True, slots=True)
-class Queries(Heads):
+class SimilarQueries(Heads):
     """Similarity of queries, and distance to the most similar earlier one.
 
     Attributes
@@ -222,7 +222,7 @@ def attention(text: Reading, places: Collection[Place] = ()) -> Attention:
     return Attention(layer, head, shares, similar, before, random, maps)
 
 
-def queries(text: Reading, places: Collection[Place] = ()) -> Queries:
+def queries(text: Reading, places: Collection[Place] = ()) -> SimilarQueries:
     """Measure the similarity of queries. places: heads whose maps are needed. Raises `observe`'s errors."""
     distances, maps = [], {}
 
@@ -236,7 +236,7 @@ def queries(text: Reading, places: Collection[Place] = ()) -> Queries:
         return (float(cosine[query, nearest].mean()),)
 
     layer, head, cosine = text.columns("queries", (Observed.QUERIES,), measure)
-    return Queries(layer, head, np.array(distances), cosine, maps)
+    return SimilarQueries(layer, head, np.array(distances), cosine, maps)
 
 
 def values(text: Reading) -> Values:

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from kvtool.cli.inspect.plot import equal_parts, legend
-from lab.papers.maps.measure import Attention, Place, Queries, Share, Values
+from lab.papers.maps.measure import Attention, Place, Share, SimilarQueries, Values
 
 MOST_PIXELS = 800
 """Pixels along each side of a map; in a longer text several tokens share one."""
@@ -54,7 +54,7 @@ def attention(measured: Attention, title: str) -> Figure:
     return figure
 
 
-def queries(measured: Queries, title: str) -> Figure:
+def queries(measured: SimilarQueries, title: str) -> Figure:
     """Cosine similarity of each query to all earlier ones."""
     coarse = {place: _coarse(cosine) for place, cosine in measured.maps.items()}
     earlier = {place: np.tri(len(cosine), dtype=np.bool_) for place, cosine in coarse.items()}

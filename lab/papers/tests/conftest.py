@@ -4,7 +4,7 @@ import pytest
 
 from kvtool.measure import records
 from lab.papers import tables
-from lab.papers.commands import Eval
+from lab.papers.commands import EvalRun
 from lab.papers.experiments import EXPERIMENTS, RUNS
 from lab.papers.experiments.kinds import Experiment
 from tests.conftest import tiny_model
@@ -17,7 +17,7 @@ def measured(monkeypatch, tmp_path):
     """Render a table of made-up lines."""
 
     def render(found, *shown, model="Llama"):
-        monkeypatch.setitem(RUNS, "made-up", Eval("qa", ("qa.jsonl",), ("full", "h2o"), ("64",)))
+        monkeypatch.setitem(RUNS, "made-up", EvalRun("qa", ("qa.jsonl",), ("full", "h2o"), ("64",)))
         monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), shown, model))
         records.rewrite(tmp_path / "made-up.jsonl", lambda _: found)
         return tables.render("made-up", tmp_path)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lab.papers.commands import Compare, Eval, Map
-from lab.papers.programs import Fading, Ruler
+from lab.papers.commands import CompareRun, EvalRun, MapRun
+from lab.papers.programs import FadingRun, RulerRun
 from lab.papers.tests.made_up import VERSIONS, answered, compared, ruled
 
 
 def test_of_a_comparison_its_own_cells_are_kept_with_the_most_exact_name():
-    run = Compare(("t.txt",), ("full", "buzz", "buzz:swap=true", "corm"), ("50",), 65)
+    run = CompareRun(("t.txt",), ("full", "buzz", "buzz:swap=true", "corm"), ("50",), 65)
     nll = np.linspace(1, 2, 32).tolist()
     found = [
         compared("full", {}, 65, nll),
@@ -38,7 +38,7 @@ def test_of_a_comparison_its_own_cells_are_kept_with_the_most_exact_name():
 
 
 def test_of_a_task_scores_are_kept_and_no_outputs():
-    run = Eval("qa", ("folder/qa.jsonl",), ("full", "h2o:decay=0.9"), ("10%",))
+    run = EvalRun("qa", ("folder/qa.jsonl",), ("full", "h2o:decay=0.9"), ("10%",))
     found = [
         answered("full", [], None, 1, {"f1": 1.0}),
         answered("h2o", ["decay=0.9"], "10%", 1, {"f1": 0.25}),
@@ -56,7 +56,7 @@ def test_of_a_task_scores_are_kept_and_no_outputs():
         "seconds": 2,
         **VERSIONS,
     }
-    named = Eval("qa", ("folder/qa.jsonl",), ("full",), (), named="--temp 0")
+    named = EvalRun("qa", ("folder/qa.jsonl",), ("full",), (), named="--temp 0")
     (line,) = named.lines(found[:1])
     assert line == full | {"label": "--temp 0"}
     assert list(named.missing([], "a")) != list(named.missing([line], "a")) == []
@@ -70,7 +70,7 @@ def test_of_a_task_scores_are_kept_and_no_outputs():
 
 
 def test_of_a_choice_the_right_ones_share_is_kept():
-    run = Eval("choice", ("c.jsonl",), ("full",), ())
+    run = EvalRun("choice", ("c.jsonl",), ("full",), ())
     more = {"task": "choice", "choices": ["a", "b"], "references": ["b"], "logp": [-3.0, -2.0]}
     (line,) = run.lines([answered("full", [], None, 1, {"acc": 1.0}, **more)])
     assert line["scores"]["right"] == [pytest.approx(np.log(np.exp(-2) / (np.exp(-2) + np.exp(-3))))]
@@ -79,11 +79,11 @@ def test_of_a_choice_the_right_ones_share_is_kept():
 def test_of_a_map_its_means_are_kept():
     about = {"file": "a.txt", "tokens": 64, "seconds": 1.0, **VERSIONS}
     share = about | {"layer": [0, 0, 1, 2, 3], "share": [0.5, 0.3, 0.1, 0.04, 0.02]}
-    found = list(Map("share", ("a.txt",), 64).lines([share]))
+    found = list(MapRun("share", ("a.txt",), 64).lines([share]))
     assert [line["scores"]["share"] for line in found] == [[pytest.approx(0.3)], [pytest.approx(0.03)]]
     near = {"within_1": 0.5, "within_16": 0.7, "within_256": 1.0}
     chance = {"within_1": 0.1, "within_16": 0.2, "within_256": 0.9}
-    queries = Map("queries", ("a.txt", "b.txt"), 64)
+    queries = MapRun("queries", ("a.txt", "b.txt"), 64)
     found = list(queries.lines([about | {"mean": near, "chance": chance}]))
     assert {(line["label"], line["part"]): line["scores"]["queries"] for line in found} == {
         (label, f"within {n}"): [of[f"within_{n}"]]
@@ -93,12 +93,12 @@ def test_of_a_map_its_means_are_kept():
     assert [ask.command[2] for ask in queries.missing(found, "made-up")] == ["b.txt"]
     ranks = {"keys_before": [2, 4], "keys": [4, 4], "values": [6, 8]}
     values = {name: {"rank": rank, "normalised": [1.0] * 10} for name, rank in ranks.items()}
-    found = list(Map("values", ("a.txt",), 64).lines([about | values]))
+    found = list(MapRun("values", ("a.txt",), 64).lines([about | values]))
     assert [line["scores"]["values"] for line in found] == [[0.3], [0.4], [0.7]]
 
 
 def test_of_rules_the_means_of_blocks_and_the_bytes_are_kept():
-    run = Fading(("a.txt", "b.txt"), ("full", "h2o+2"), 8, 65)
+    run = FadingRun(("a.txt", "b.txt"), ("full", "h2o+2"), 8, 65)
     found = {
         "nll_blocks": {"full": [1.0] * 32, "h2o+2": [2.0] * 32},
         "bytes": {"full": 2**20, "h2o+2": 2**18},
@@ -123,7 +123,7 @@ def test_of_rules_the_means_of_blocks_and_the_bytes_are_kept():
     assert run.shown().startswith("python -m lab.papers.fading FILE --rules full,h2o+2 --budget 8")
 
 
-RULER = Ruler(
+RULER = RulerRun(
     *(("vt", "cwe"), ("full", "recall", "h2o", "kvzip"), ("0.5", "0.875"), 128, ("f16", "q4_0")),
     *(("after", "known"), 4096, 2),
 )

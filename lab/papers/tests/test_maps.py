@@ -206,7 +206,7 @@ def test_the_effective_rank_carries_90_percent(singular, rank):
 
 def test_chance_is_that_of_a_query_drawn_among_the_earlier_ones():
     n = 12
-    found = maps.Queries(*(np.zeros(1),) * 2, np.arange(1, n)[None], np.zeros(1), {})
+    found = maps.SimilarQueries(*(np.zeros(1),) * 2, np.arange(1, n)[None], np.zeros(1), {})
     for near in (1, 4, 100):
         want = np.mean(
             [sum(query - other <= near for other in range(query)) / query for query in range(1, n)]

@@ -6,9 +6,9 @@ import re
 
 from kvtool.measure import records
 from lab.papers import tables
-from lab.papers.commands import Eval
+from lab.papers.commands import EvalRun
 from lab.papers.experiments import EXPERIMENTS, RUNS, kinds
-from lab.papers.experiments.kinds import Experiment, Table
+from lab.papers.experiments.kinds import Experiment, ScoreTable
 from lab.papers.tests.made_up import lines
 
 
@@ -17,9 +17,9 @@ def two_models(monkeypatch, tmp_path, large_score):
     scores = {"": {"f1": [0.75, 0.75]}, kinds.LARGE: {large_score: [0.25, 0.25]}}
     for model, found in scores.items():
         name = f"made-up{model}"
-        monkeypatch.setitem(RUNS, name, Eval("qa", ("qa.jsonl",), ("full",), (), model=model))
+        monkeypatch.setitem(RUNS, name, EvalRun("qa", ("qa.jsonl",), ("full",), (), model=model))
         records.rewrite(tmp_path / f"{name}.jsonl", lambda _, found=found: lines(full=found))
-    shown = Table("f1"), Table("acc_norm", ("of",))
+    shown = ScoreTable("f1"), ScoreTable("acc_norm", ("of",))
     runs = tuple(f"made-up{model}" for model in scores)
     monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(runs, shown))
     return tables.render("made-up", tmp_path)
@@ -50,10 +50,10 @@ def test_one_table_may_have_all_models_each_with_its_own_budgets(monkeypatch, tm
     }
     for name, found in of_model.items():
         model = "" if name == "small" else "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
-        monkeypatch.setitem(RUNS, name, Eval("qa", ("qa.jsonl",), ("full",), (), model=model))
+        monkeypatch.setitem(RUNS, name, EvalRun("qa", ("qa.jsonl",), ("full",), (), model=model))
         records.rewrite(tmp_path / f"{name}.jsonl", lambda _, found=found: found)
     # a row without measurements is not shown
-    table = Table("f1", ("model", "budget"), rows=("full", "h2o", "roco"), names={"m.gguf": "small"})
+    table = ScoreTable("f1", ("model", "budget"), rows=("full", "h2o", "roco"), names={"m.gguf": "small"})
     monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("small", "large"), (table,), together=True))
     text = tables.render("made-up", tmp_path)
     assert re.findall(r"^\| .*", text, re.M) == [
@@ -66,7 +66,11 @@ def test_one_table_may_have_all_models_each_with_its_own_budgets(monkeypatch, tm
 
 def test_tables_with_the_same_single_column_are_one_table(measured):
     found = lines(full={"f1": [0.5], "acc_norm": [0.2]}, h2o__64={"f1": [0.75], "acc_norm": [0.25]})
-    tables_shown = (Table("f1"), Table("acc_norm", rows=("h2o",)), Table("acc_norm", ("of",), head="row"))
+    tables_shown = (
+        ScoreTable("f1"),
+        ScoreTable("acc_norm", rows=("h2o",)),
+        ScoreTable("acc_norm", ("of",), head="row"),
+    )
     assert re.findall(r"^\| .*", measured(found, *tables_shown), re.M) == [
         "| policy, 64 | F1, % | Accuracy by likelihood a byte, % |",
         "| --- | ---: | ---: |",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvtool.measure import records
 from lab.papers import index, places, tables, verdicts
-from lab.papers.commands import Eval
+from lab.papers.commands import EvalRun
 from lab.papers.experiments import EXPERIMENTS, RUNS
-from lab.papers.experiments.kinds import Experiment, Table, directions
+from lab.papers.experiments.kinds import Experiment, ScoreTable, directions
 from lab.papers.samples import SCORES
 from lab.papers.tests.made_up import lines
 
@@ -19,8 +19,8 @@ def test_a_papers_directions_are_those_of_its_own_method():
 
 def test_the_index_tells_scores_apart_and_what_has_no_own_row(monkeypatch, tmp_path):
     monkeypatch.setattr(index, "PAPERS", {"buzz": {"made-up": "answers"}})
-    monkeypatch.setitem(RUNS, "made-up", Eval("qa", ("qa.jsonl",), ("buzz", "h2o"), ("64",)))
-    shown = tuple(Table(score, against="buzz", worse=("h2o",)) for score in ("f1", "logp"))
+    monkeypatch.setitem(RUNS, "made-up", EvalRun("qa", ("qa.jsonl",), ("buzz", "h2o"), ("64",)))
+    shown = tuple(ScoreTable(score, against="buzz", worse=("h2o",)) for score in ("f1", "logp"))
     monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), shown))
     own = {"f1": [0.5, 0.4] * 3, "logp": [-1.0, -2.0] * 3}
     other = {"f1": [0.5, 0.3] * 3, "logp": [-2.0, -3.0] * 3}
@@ -40,21 +40,23 @@ def test_scores_that_stand_next_to_others_in_the_index_have_a_name():
 def test_the_index_says_what_became_of_each_table_and_figure(monkeypatch, tmp_path):
     own, other = [0.5, 0.4] * 5, [0.4, 0.3] * 5
     monkeypatch.setattr(index, "PAPERS", {"buzz": {"made-up": "answers", "not-run": "more"}})
-    monkeypatch.setitem(RUNS, "made-up", Eval("qa", ("qa.jsonl",), ("buzz", "h2o", "tova"), ("64",)))
-    monkeypatch.setitem(EXPERIMENTS, "not-run", Experiment(("not-there",), (Table("f1", against="buzz"),)))
-    monkeypatch.setitem(RUNS, "not-there", Eval("qa", ("qa.jsonl",), ("buzz",), ("64",)))
+    monkeypatch.setitem(RUNS, "made-up", EvalRun("qa", ("qa.jsonl",), ("buzz", "h2o", "tova"), ("64",)))
+    monkeypatch.setitem(
+        EXPERIMENTS, "not-run", Experiment(("not-there",), (ScoreTable("f1", against="buzz"),))
+    )
+    monkeypatch.setitem(RUNS, "not-there", EvalRun("qa", ("qa.jsonl",), ("buzz",), ("64",)))
     records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(buzz__64={"f1": own}, h2o__64={"f1": other}))
     said = {
         ("h2o",): "1 same, of 1",
         (): "no test",
     }
     for worse, verdict in said.items():
-        table = Table("f1", against="buzz", worse=worse)
+        table = ScoreTable("f1", against="buzz", worse=worse)
         monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
         shown = list(index.rows(tmp_path))
         assert f"| [`made-up`](buzz.md) | answers | {verdict} | not measured |" in shown
         assert "| [`not-run`](buzz.md) | more | not measured | not measured |" in shown
-    table = Table("f1", against="h2o", worse=("buzz",))
+    table = ScoreTable("f1", against="h2o", worse=("buzz",))
     monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
     assert "1 other, of 1" in "".join(index.rows(tmp_path))
     noise = lines(buzz__64={"f1": own}, h2o__64={"f1": own[::-1]})
@@ -66,8 +68,8 @@ def test_the_index_says_what_became_of_each_table_and_figure(monkeypatch, tmp_pa
 def test_the_index_counts_both_directions(monkeypatch, tmp_path):
     own, better, worse = [0.5, 0.4] * 6, [0.6, 0.5] * 6, [0.4, 0.3] * 6
     monkeypatch.setattr(index, "PAPERS", {"buzz": {"made-up": "answers"}})
-    monkeypatch.setitem(RUNS, "made-up", Eval("qa", ("qa.jsonl",), ("buzz", "h2o"), ("64",)))
-    table = Table("f1", against="buzz", worse=("h2o", "tova", "cam"))
+    monkeypatch.setitem(RUNS, "made-up", EvalRun("qa", ("qa.jsonl",), ("buzz", "h2o"), ("64",)))
+    table = ScoreTable("f1", against="buzz", worse=("h2o", "tova", "cam"))
     monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
     found = lines(buzz__64={"f1": own}, h2o__64={"f1": better}, tova__64={"f1": worse}, cam__64={"f1": worse})
     records.rewrite(tmp_path / "made-up.jsonl", lambda _: found)

@@ -9,9 +9,9 @@ import pytest
 
 from kvtool.measure import records, statistics
 from lab.papers import index, places, tables, verdicts
-from lab.papers.commands import Compare
+from lab.papers.commands import CompareRun
 from lab.papers.experiments import EXPERIMENTS, RUNS
-from lab.papers.experiments.kinds import Table
+from lab.papers.experiments.kinds import ScoreTable
 from lab.papers.samples import SCORES
 from lab.papers.tests.made_up import VERSIONS, lines
 from lab.papers.verdicts import Verdict
@@ -24,7 +24,9 @@ def counted(found, table):
 
 def test_a_table_of_tasks_has_a_score_of_each(measured):
     tasks = {"qa": "logp", "stream": "nll"}
-    table = Table("", ("task",), "full", names={"stream": "stream, perplexity"}, scores=tasks, title="All")
+    table = ScoreTable(
+        "", ("task",), "full", names={"stream": "stream, perplexity"}, scores=tasks, title="All"
+    )
     found = [
         {"label": label, "budget": budget, "task": task, "of": "f", "items": ["a", "b", "c"]}
         | {"scores": {name: [0.0, other, other]}, "seconds": 1}
@@ -46,7 +48,7 @@ def test_a_table_of_tasks_has_a_score_of_each(measured):
 
 
 def test_only_what_stands_between_the_marks_is_made_anew(measured):
-    measured(lines(h2o__64={"f1": [0.5, 0.7]}), Table("f1"))
+    measured(lines(h2o__64={"f1": [0.5, 0.7]}), ScoreTable("f1"))
     text = (
         "a\n<!-- experiment made-up -->\nold\n<!-- end -->\nb\n<!-- experiment made-up -->\n<!-- end -->\nc\n"
     )
@@ -66,7 +68,7 @@ def test_a_cell_is_a_mean_with_its_standard_error_and_the_papers_number(measured
     full, h2o = rng.random(30), rng.random(30)
     text = measured(
         lines(full={"f1": full.tolist()}, h2o__64={"f1": h2o.tolist()}, h2o__128={"f1": full.tolist()}),
-        Table("f1", paper={("h2o", "64"): "12.3", ("tova", "64"): "4.5"}),
+        ScoreTable("f1", paper={("h2o", "64"): "12.3", ("tova", "64"): "4.5"}),
     )
     error = 100 * full.std(ddof=1) / np.sqrt(30)
     all_kept = f"{100 * full.mean():.1f} ±{error:.1f}"
@@ -90,14 +92,14 @@ def test_differences_are_paired_and_named_where_a_table_s_tests_tell_them(measur
             tova__64={"logp": (noise + spread - 3 * error).tolist()},
             local__64={"logp": (noise + spread + 2.1 * error).tolist()},
         ),
-        Table("logp", against="buzz"),
+        ScoreTable("logp", against="buzz"),
     )
     ends = dict(re.findall(r"\| `(\w+)` \| .*?±[\d.]+ ?(\w*) \|", text))
     # with Holm, local is significant because the two tests before it are
     assert ends == {"buzz": "", "h2o": "better", "tova": "worse", "local": "better"}
     alone = np.tile([1.0, -1.0], 20) + 2.1 * error
     many = {f"h2o:decay=0.{i}__64": {"logp": (noise + alone).tolist()} for i in range(1, 9)}
-    text = measured(lines(buzz__64={"logp": noise.tolist()}, **many), Table("logp", against="buzz"))
+    text = measured(lines(buzz__64={"logp": noise.tolist()}, **many), ScoreTable("logp", against="buzz"))
     assert "better" not in text
 
 
@@ -117,7 +119,7 @@ def test_of_perplexities_lower_is_better_and_errors_are_of_blocks(measured):
         {**of_blocks, "label": "buzz", "scores": {"nll": means.tolist()}},
         {**of_blocks, "label": "h2o", "scores": {"nll": (means + 0.1).tolist()}},
     ]
-    text = measured(found, Table("nll", against="buzz"))
+    text = measured(found, ScoreTable("nll", against="buzz"))
     nll, error = statistics.mean_error(*statistics.joined(means * counts, counts))
     assert f"| `buzz` | {np.exp(nll):.2f} ±{np.exp(nll) * error:.2f} |" in text
     assert f"| `h2o` | {np.exp(nll + 0.1):.2f} ±{np.exp(nll + 0.1) * error:.2f} worse |" in text
@@ -137,11 +139,11 @@ def test_the_papers_differences_are_counted():
     )
     paper = {"full": "9", "buzz": "5", "h2o": "6", "tova": "4", "local": "3", "cam": "5", "roco": "1"}
     numbers = {(row, "64"): n for row, n in paper.items()}
-    table = Table("f1", against="buzz", paper=numbers)
+    table = ScoreTable("f1", against="buzz", paper=numbers)
     # same direction for h2o, other for tova, none for local; full, equal and missing numbers do not count
     assert counted(found, table) == Verdict(same=1, other=1, unclear=1)
     lower = [line | {"scores": {"ms": line["scores"]["f1"]}} for line in found]
-    slower = Table("ms", against="buzz", paper={("buzz", "64"): "5", ("h2o", "64"): "6"})
+    slower = ScoreTable("ms", against="buzz", paper={("buzz", "64"): "5", ("h2o", "64"): "6"})
     assert counted(lower, slower) == Verdict(same=1)
     # one number each is no test
     single = [line | {"scores": {"f1": line["scores"]["f1"][:1]}, "items": ["a"]} for line in found]
@@ -153,17 +155,17 @@ def test_too_few_that_differ_for_so_many_tests_are_no_test():
     own, other = [0.5] * 9, [0.4] * 7 + [0.5] * 2
     found = lines(buzz__64={"f1": own}, **{f"{name}__64": {"f1": other} for name in ("h2o", "tova", "cam")})
     rows = ("buzz", "h2o", "tova", "cam")
-    assert counted(found, Table("f1", against="buzz", rows=rows[:2], worse=rows[1:])) == Verdict(same=1)
+    assert counted(found, ScoreTable("f1", against="buzz", rows=rows[:2], worse=rows[1:])) == Verdict(same=1)
     more = [*found, *lines(local__64={"f1": [0.6, 0.4] * 4 + [0.5]})]
-    assert counted(more, Table("f1", against="buzz", worse=rows[1:])) == Verdict(untested=3)
+    assert counted(more, ScoreTable("f1", against="buzz", worse=rows[1:])) == Verdict(untested=3)
     # of five that differ there is no test at all
     five = lines(buzz__64={"f1": own}, h2o__64={"f1": [0.4] * 5 + [0.5] * 4})
-    assert counted(five, Table("f1", against="buzz", worse=("h2o",))) == Verdict(untested=1)
+    assert counted(five, ScoreTable("f1", against="buzz", worse=("h2o",))) == Verdict(untested=1)
 
 
 def test_the_rows_of_a_column_have_the_same_items(measured):
     found = lines(full={"f1": [0.1, 0.2]}, h2o__64={"f1": [0.3, 0.4, 0.9]}, h2o__128={"f1": [0.5, 0.6, None]})
-    text = measured(found, Table("f1"))
+    text = measured(found, ScoreTable("f1"))
     assert "| `full` | 15.0 ±5.0 | 15.0 ±5.0 |\n| `h2o` | 35.0 ±5.0 | 55.0 ±5.0 |" in text
 
 
@@ -171,7 +173,7 @@ def test_columns_of_shares_stand_in_order(measured):
     found = lines(full={"f1": [0.1, 0.2]})
     for share in ("50 % removed", "8 % removed", "87.5 % removed"):
         found += [line | {"budget": share} for line in lines(h2o__1={"f1": [0.3, 0.4]})]
-    text = measured(found, Table("f1"))
+    text = measured(found, ScoreTable("f1"))
     assert "| policy | 8 % removed | 50 % removed | 87.5 % removed |" in text
 
 
@@ -185,7 +187,7 @@ def test_every_experiment_can_be_shown_once_something_is_measured(monkeypatch, t
                 **{"bytes": [2**20, 0], "items": ["f-1", "f-2"], "seconds": 1, **VERSIONS},
                 "scores": {score: [0.1 * number, 0.2] for score in (*SCORES, "rouge1", "rouge2", "rougeL")},
             }
-            if isinstance(run, Compare):
+            if isinstance(run, CompareRun):
                 del line["items"]
             records.append(tmp_path / f"{name}.jsonl", line)
     for name in EXPERIMENTS:
@@ -200,13 +202,13 @@ def test_what_the_paper_says_without_numbers_is_told_as_well():
     better, same, own = [0.9, 0.8] * 5, [0.1, 0.8, 0.9, 0.0] * 2 + [0.5, 0.4], [0.5, 0.4] * 5
     found = lines(buzz__64={"f1": own}, h2o__64={"f1": better}, local__64={"f1": same}, full={"f1": better})
     for worse, verdict in (("h2o", Verdict(other=1)), ("local", Verdict(unclear=1))):
-        assert counted(found, Table("f1", against="buzz", worse=(worse,))) == verdict
-    assert counted(found, Table("f1", against="h2o", worse=("buzz", "local", "full"))) == Verdict(
+        assert counted(found, ScoreTable("f1", against="buzz", worse=(worse,))) == verdict
+    assert counted(found, ScoreTable("f1", against="h2o", worse=("buzz", "local", "full"))) == Verdict(
         2, untested=1
     )
     # a policy that was not measured does not count
-    assert counted(found, Table("f1", against="buzz", worse=("tova",))).n == 0
-    assert counted(found, Table("f1", against="cam", worse=("h2o",))).n == 0
+    assert counted(found, ScoreTable("f1", against="buzz", worse=("tova",))).n == 0
+    assert counted(found, ScoreTable("f1", against="cam", worse=("h2o",))).n == 0
 
 
 def test_the_geometric_means_error_is_that_of_draws():
@@ -228,7 +230,7 @@ def test_the_geometric_means_error_is_that_of_draws():
 def test_a_pooled_column_has_the_items_of_all(measured):
     found = lines(h2o__64={"f1": [0.0, 0.2]})
     other = [line | {"of": "other", "scores": {"f1": [0.4, 1.0]}} for line in found]
-    text = measured(found + other, Table("f1", ("of",), names={"file": "first"}, pooled={"all": None}))
+    text = measured(found + other, ScoreTable("f1", ("of",), names={"file": "first"}, pooled={"all": None}))
     assert "| policy | first | other | all |" in text
     assert "| `h2o` | 10.0 ±10.0 | 70.0 ±30.0 | 40.0 ±" in text
 
@@ -237,9 +239,9 @@ def test_rows_and_budgets_are_those_asked_for(measured):
     found = lines(
         full={"f1": [1, 0]}, h2o__64={"f1": [1, 0]}, h2o__128={"f1": [0, 0]}, tova__64={"f1": [0, 1]}
     )
-    text = measured(found, Table("f1", rows=("full", "tova")))
+    text = measured(found, ScoreTable("f1", rows=("full", "tova")))
     assert "| policy | 64 |\n| --- | ---: |\n| `full` | 50.0 ±50.0 |\n| `tova` | 50.0 ±50.0 |\n" in text
-    text = measured(found, Table("f1", rows=("h2o", "full"), budgets=("128",)))
+    text = measured(found, ScoreTable("f1", rows=("h2o", "full"), budgets=("128",)))
     assert re.findall(r"^\| .*", text, re.M) == [
         "| policy | 128 |",
         "| --- | ---: |",
@@ -256,10 +258,10 @@ def test_data_sets_are_those_asked_for(measured):
     ]
     # as a line of a version without that score
     del found[0]["scores"]["f1"]
-    text = measured(found, Table("f1", by=("of",), of=("qasper",), pooled={"all": None}))
+    text = measured(found, ScoreTable("f1", by=("of",), of=("qasper",), pooled={"all": None}))
     assert "| policy | qasper | all |\n| --- | ---: | ---: |\n| `h2o` | 50.0 ±50.0 | 50.0 ±50.0 |\n" in text
     assert "*2 items.*" in text
-    assert "*4 items.*" in measured(found, Table("f1", by=("of",)))
+    assert "*4 items.*" in measured(found, ScoreTable("f1", by=("of",)))
 
 
 def test_budgets_stand_in_their_order_and_texts_are_counted_by_length(measured):
@@ -268,10 +270,10 @@ def test_budgets_stand_in_their_order_and_texts_are_counted_by_length(measured):
         for tokens, of in ((9, "a"), (9, "b"), (5, "a"))
         for line in lines(h2o__30={"f1": [1]}, h2o__128={"f1": [1]}, h2o__5={"f1": [1]}, full={"f1": [0]})
     ]
-    text = measured(found, Table("f1"))
+    text = measured(found, ScoreTable("f1"))
     assert "| policy | 5 | 30 | 128 |" in text
     assert "5 to 9 tokens of up to 2 texts.*" in text
-    assert "9 tokens of each of 2 texts.*" in measured(found[:8], Table("f1"))
+    assert "9 tokens of each of 2 texts.*" in measured(found[:8], ScoreTable("f1"))
 
 
 def test_what_was_never_run_says_so(tmp_path):
@@ -297,7 +299,7 @@ def of_texts(n, more):
 def test_of_several_texts_a_text_is_the_unit(measured):
     more = [0.1, 0.1, 0.1, 0.1, 0.1, -0.5]
     names = {f"t{i}.txt": "books" if i < 4 else "papers" for i in range(6)}
-    table = Table("nll", ("of", "budget"), "buzz", names=names, pooled={"all": None})
+    table = ScoreTable("nll", ("of", "budget"), "buzz", names=names, pooled={"all": None})
     text = measured(list(of_texts(6, more)), table)
     assert "| policy | books, 64 | papers, 64 | all, 64 |" in text
     # by blocks the first column would be told; four texts have no test, and six disagree
@@ -322,7 +324,7 @@ def test_what_is_above_the_full_cache_is_told_text_by_text(measured):
         for full, line in zip(found[::2], found[1::2], strict=True)
     ]
     above, error = np.expm1(np.mean(means)), np.exp(np.mean(means)) * np.std(means, ddof=1) / np.sqrt(6)
-    text = measured(found, Table("above", ("budget",), apart="full"))
+    text = measured(found, ScoreTable("above", ("budget",), apart="full"))
     assert f"| `h2o` | {100 * above:.1f} ±{100 * error:.1f} |" in text
     assert "`full`" not in text
 
@@ -334,16 +336,16 @@ def test_only_tokens_behind_the_budget_count_if_asked(measured):
     found += [about | {"label": "h2o", "budget": n, "scores": {"nll": nll}} for n in ("300", "310", "311")]
     # the eleventh block begins behind 310 tokens
     means = [np.exp(25 / 23), np.exp(25 / 23), np.e]
-    text = re.sub(r" ±[\d.]+", "", measured(found, Table("nll", late=True)))
+    text = re.sub(r" ±[\d.]+", "", measured(found, ScoreTable("nll", late=True)))
     for label in ("corm", "h2o"):
         assert f"| `{label}` | {' | '.join(f'{mean:.2f}' for mean in means)} |" in text
-    whole = re.sub(r" ±[\d.]+", "", measured(found, Table("nll")))
+    whole = re.sub(r" ±[\d.]+", "", measured(found, ScoreTable("nll")))
     assert f"| `corm` | {np.exp(115 / 33):.2f} |" in whole
 
 
 def test_rows_may_be_budgets_of_a_policy(measured):
     found = lines(h2o__51={"ms": [2.0] * 8}, h2o__102={"ms": [1.0] * 8}, full={"ms": [3.0] * 8})
-    table = Table(
+    table = ScoreTable(
         "ms", ("label",), "51", ("51", "102"), row="budget", theirs={("102", "h2o"): 1}, head="cells"
     )
     text = measured(found, table)
@@ -359,14 +361,14 @@ def test_a_mean_of_some_texts_bytes_is_not_shown(measured):
         for budget in ("1", "2")
         for line in lines(h2o={"nll": [0.1]})
     ]
-    assert "| policy | 1 | 2 |" in measured(found, Table("device"))
+    assert "| policy | 1 | 2 |" in measured(found, ScoreTable("device"))
     del found[0]["bytes"]
-    assert "| policy | 2 |\n| --- | ---: |\n| `h2o` | 1.0 |\n" in measured(found, Table("device"))
+    assert "| policy | 2 |\n| --- | ---: |\n| `h2o` | 1.0 |\n" in measured(found, ScoreTable("device"))
 
 
 def test_tokens_that_a_row_holds_are_those_not_evicted(measured):
     found = [line | {"tokens": 2000} for line in lines(corm={"evicted": [0.75]}, full={"evicted": [0.0]})]
-    text = measured(found, Table("holds"))
+    text = measured(found, ScoreTable("holds"))
     assert "| `corm` | 500 |\n| `full` | 2000 |" in text
 
 
@@ -375,7 +377,7 @@ def test_bytes_are_shown_in_mib_without_an_error(measured):
         line | {"bytes": [n * 2**20, 2**19]}
         for n, line in enumerate(lines(h2o__64={"nll": [0.1]}, buzz__64={"nll": [0.2]}), 3)
     ]
-    text = measured(found, Table("device"), Table("host"))
+    text = measured(found, ScoreTable("device"), ScoreTable("host"))
     assert re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.M) == [
         *(("h2o", "3.0 | 0.5"), ("buzz", "4.0 | 0.5")),
     ]
@@ -388,8 +390,8 @@ def test_only_pooled_columns_are_shown_and_compared_if_asked(measured):
         for line in lines(buzz__64={"f1": [0.5] * 10}, h2o__64={"f1": [0.4] * 10})
     ]
     table = {"by": ("of",), "against": "buzz", "pooled": {"all": None}, "worse": ("h2o",)}
-    assert measured(found, Table("f1", **table)).count("worse") == 3
-    pooled = Table("f1", **table, only_pooled=True)
+    assert measured(found, ScoreTable("f1", **table)).count("worse") == 3
+    pooled = ScoreTable("f1", **table, only_pooled=True)
     text = measured(found, pooled)
     assert text.count("worse") == 1
     assert "of0" not in text
@@ -404,8 +406,8 @@ def test_the_same_item_of_several_files_is_one_unit(measured):
     ]
     table = {"by": ("of",), "against": "buzz", "pooled": {"all": None}, "only_pooled": True}
     # fifteen answers, but five questions: too few
-    assert "worse" in measured(found, Table("f1", **table))
-    assert "worse" not in measured(found, Table("f1", **table, same_item=True))
+    assert "worse" in measured(found, ScoreTable("f1", **table))
+    assert "worse" not in measured(found, ScoreTable("f1", **table, same_item=True))
 
 
 def test_a_macro_average_is_of_categories_of_sets_of_items(measured):
@@ -413,7 +415,7 @@ def test_a_macro_average_is_of_categories_of_sets_of_items(measured):
     found = [line | {"of": of} for of, values in scores.items() for line in lines(full={"f1": values})]
     strata = {"a": "questions", "b": "questions", "c": "code"}
     pooled = {"EN": frozenset("ac"), "all": None}
-    text = measured(found, Table("f1", ("of",), strata=strata, pooled=pooled))
+    text = measured(found, ScoreTable("f1", ("of",), strata=strata, pooled=pooled))
     variances = {of: np.var(values, ddof=1) / len(values) for of, values in scores.items()}
     whole = np.sqrt(variances["a"] / 16 + variances["b"] / 16 + variances["c"] / 4)
     some = np.sqrt(variances["a"] / 4 + variances["c"] / 4)
@@ -426,7 +428,7 @@ def test_a_macro_average_is_of_categories_of_sets_of_items(measured):
 def test_an_average_that_lacks_a_data_set_is_not_shown(measured):
     found = [line | {"of": of} for of in "ac" for line in lines(full={"f1": [0.5, 0.7]})]
     pooled = {"EN": frozenset("ac"), "ZH": frozenset("bc")}
-    text = measured(found, Table("f1", ("of",), pooled=pooled))
+    text = measured(found, ScoreTable("f1", ("of",), pooled=pooled))
     assert "| policy | a | c | EN |" in text
     assert "| 60.0 ±5.8 |\n" in text
     assert "ZH" not in text
@@ -439,16 +441,16 @@ def test_a_pooled_column_without_numbers_has_the_direction_of_the_others_mean():
         for line in lines(buzz__64={"f1": [0.5] * 10}, h2o__64={"f1": [0.4] * 10})
     ]
     paper = {("buzz", "x"): "10", ("h2o", "x"): "11", ("buzz", "y"): "10", ("h2o", "y"): "7"}
-    table = Table("f1", ("of",), "buzz", pooled={"all": None}, only_pooled=True, paper=paper)
+    table = ScoreTable("f1", ("of",), "buzz", pooled={"all": None}, only_pooled=True, paper=paper)
     assert counted(found, table) == Verdict(same=1)
     paper = paper | {("h2o", "x"): "14"}
-    table = Table("f1", ("of",), "buzz", pooled={"all": None}, only_pooled=True, paper=paper)
+    table = ScoreTable("f1", ("of",), "buzz", pooled={"all": None}, only_pooled=True, paper=paper)
     assert counted(found, table) == Verdict(other=1)
 
 
 def test_rows_that_are_no_policies_have_a_heading_of_their_own(measured):
     found = lines(here={"f1": [0.9] * 10}, chance={"f1": [0.1] * 10})
-    table = Table("f1", against="chance", theirs={("here", "None"): 1}, head="where")
+    table = ScoreTable("f1", against="chance", theirs={("here", "None"): 1}, head="where")
     text = measured(found, table)
     assert "| where | None |\n| --- | ---: |\n| here | 90.0 better |\n| chance | 10.0 |" in text
     assert counted(found, table) == Verdict(same=1)

@@ -20,11 +20,11 @@ from kvtool.cli import app
 from kvtool.measure import grid, records
 from kvtool.measure.grid import split_policy
 from lab.papers import index, runner, samples, tables, texts
-from lab.papers.commands import Compare, Eval, Map
+from lab.papers.commands import CompareRun, EvalRun, MapRun
 from lab.papers.experiments import EXPERIMENTS, RUNS, kinds
 from lab.papers.fading import Rule
 from lab.papers.lines import is_program
-from lab.papers.programs import Fading, Ruler
+from lab.papers.programs import FadingRun, RulerRun
 from lab.papers.tests.made_up import answered, compared, ruled
 
 # the document
@@ -49,8 +49,8 @@ def test_the_documents_show_the_commands_of_every_run():
 
 
 def test_successive_commands_with_the_same_comments_show_them_once():
-    runs = [Eval("qa", (file,), ("full",), ("10%",)) for file in ("f/a.jsonl", "f/b.jsonl")]
-    other = Eval("qa", ("f/c.jsonl",), ("h2o",), ("10%",))
+    runs = [EvalRun("qa", (file,), ("full",), ("10%",)) for file in ("f/a.jsonl", "f/b.jsonl")]
+    other = EvalRun("qa", ("f/c.jsonl",), ("h2o",), ("10%",))
     command = "kvtool eval qa {}.jsonl --policy POLICY --budget BUDGET"
     assert list(tables._commands([*runs, other, other], set())) == [
         *(command.format("a"), command.format("b"), "    # POLICY: full", "    # BUDGET: 10%"),
@@ -64,10 +64,10 @@ def test_what_is_kept_is_of_a_run_and_tells_no_folder():
         labels = {
             split_policy(label.partition(",")[0])[0] for label in getattr(RUNS[path.stem], "policies", ())
         }
-        if isinstance(RUNS[path.stem], Fading):
+        if isinstance(RUNS[path.stem], FadingRun):
             assert {line["label"] for line in records.read(path)} == set(RUNS[path.stem].rules)
             continue
-        if isinstance(RUNS[path.stem], Map):
+        if isinstance(RUNS[path.stem], MapRun):
             continue
         labels |= {
             f"{label} {type_k}" for label in labels for type_k in getattr(RUNS[path.stem], "types", ())
@@ -102,10 +102,10 @@ def test_every_command_is_one_that_kvtool_takes(name):
             fitted = policies.fit(policy, n, None, list(options))
             assert not (fitted.ragged and "whole" in getattr(run, "more", ()))
         policies.parse_options(policy, policies.load(policy), list(options))
-    if isinstance(run, Eval):
+    if isinstance(run, EvalRun):
         given = [run.more[i + 1] for i, word in enumerate(run.more) if word == "--set"]
         tasks.make(run.task, given)
-    if isinstance(run, Compare) and not run.budgets:
+    if isinstance(run, CompareRun) and not run.budgets:
         assert all(map(grid.keeps_all_it_needs, run.policies))
     for rule in getattr(run, "rules", ()):
         assert rule == "full" or Rule.parse(rule).n_byte(run.budget, 3, 64)
@@ -137,12 +137,12 @@ def test_every_run_belongs_to_an_experiment_and_every_table_to_a_score():
             if table.row == "budget":
                 asked -= {budget for run in each.runs for budget in RUNS[run].budgets}
             # a map's rows are no policies
-            assert asked - {"corm, capped"} <= labels or isinstance(RUNS[each.runs[0]], Map)
+            assert asked - {"corm, capped"} <= labels or isinstance(RUNS[each.runs[0]], MapRun)
             assert not table.paper or each.model
 
 
 def test_an_eval_is_shown_once_and_run_for_each_policy_and_budget():
-    run = Eval("qa", ("folder/qa.jsonl",), ("full", "h2o:decay=0.9"), ("10%", "64"), limit=3)
+    run = EvalRun("qa", ("folder/qa.jsonl",), ("full", "h2o:decay=0.9"), ("10%", "64"), limit=3)
     head, tail = ("eval", "qa", "folder/qa.jsonl", "--policy"), ("--limit", "3")
     assert list(run.commands()) == [
         (*head, "full", *tail),
@@ -153,7 +153,7 @@ def test_an_eval_is_shown_once_and_run_for_each_policy_and_budget():
         "kvtool eval qa qa.jsonl --policy POLICY --budget BUDGET --limit 3\n"
         "    # POLICY: full, h2o -o decay=0.9\n    # BUDGET: 10%, 64"
     )
-    named = Eval("qa", ("folder/qa.jsonl",), ("full",), (), ("--temp", "0"), limit=3, named="--temp 0")
+    named = EvalRun("qa", ("folder/qa.jsonl",), ("full",), (), ("--temp", "0"), limit=3, named="--temp 0")
     assert named.shown() == "kvtool eval qa qa.jsonl --policy full --limit 3\n    # with --temp 0"
     warm = replace(named, more=("--temp", "1"), named="--temp 1")
     assert list(tables._commands([named, warm], set())) == [
@@ -161,11 +161,11 @@ def test_an_eval_is_shown_once_and_run_for_each_policy_and_budget():
         "    # with --temp 0",
         "    # with --temp 1",
     ]
-    assert Compare(texts.EIGHT, ("corm",), (), 9).shown().endswith("\n    # FILE: the eight texts")
-    assert Compare(("f/t.txt",), ("corm",), (), 9).shown() == (
+    assert CompareRun(texts.EIGHT, ("corm",), (), 9).shown().endswith("\n    # FILE: the eight texts")
+    assert CompareRun(("f/t.txt",), ("corm",), (), 9).shown() == (
         "kvtool compare t.txt --policies corm --budgets '' --types f16 --max-tokens 9"
     )
-    assert Compare(("f/t.txt", "f/u.txt"), ("corm",), (), 9, model="m.gguf").shown() == (
+    assert CompareRun(("f/t.txt", "f/u.txt"), ("corm",), (), 9, model="m.gguf").shown() == (
         "kvtool compare FILE --policies corm --budgets '' --types f16 --max-tokens 9 -m m.gguf\n"
         "    # FILE: t.txt, u.txt"
     )
@@ -179,7 +179,7 @@ def test_a_run_asks_for_what_is_missing_and_keeps_what_tables_need(monkeypatch, 
     (data / "sets").mkdir(parents=True)
     (data / "sets" / "qa.jsonl").write_text("")
     results.mkdir()
-    run = Eval("qa", ("sets/qa.jsonl",), ("full", "h2o"), ("10%",), limit=1)
+    run = EvalRun("qa", ("sets/qa.jsonl",), ("full", "h2o"), ("10%",), limit=1)
     monkeypatch.setitem(RUNS, "made-up", run)
     asked = []
 
@@ -217,7 +217,7 @@ def test_a_run_asks_for_what_is_missing_and_keeps_what_tables_need(monkeypatch, 
 
 def test_a_program_that_goes_on_keeps_its_records_itself(monkeypatch, tmp_path):
     tasks = ("vt", "cwe")
-    run = Ruler(tasks, ("full",), (), 128, ("f16",), ("after",), 4096, 1, model="m.gguf")
+    run = RulerRun(tasks, ("full",), (), 128, ("f16",), ("after",), 4096, 1, model="m.gguf")
     monkeypatch.setitem(RUNS, "made-up", run)
     asked = []
 
@@ -239,11 +239,13 @@ def test_a_program_that_goes_on_keeps_its_records_itself(monkeypatch, tmp_path):
 def program(monkeypatch, *arguments):
     """Run the program, with one text and one run with each of two models."""
     texts = ("texts/a.txt",)
-    small, large = (Compare(texts, ("full",), (), 64, model=model, minutes=1) for model in ("", kinds.LARGE))
+    small, large = (
+        CompareRun(texts, ("full",), (), 64, model=model, minutes=1) for model in ("", kinds.LARGE)
+    )
     monkeypatch.setattr(runner, "RUNS", {"small": small, "large": large})
     for name, run in runner.RUNS.items():
         monkeypatch.setitem(RUNS, name, run)
-        monkeypatch.setitem(EXPERIMENTS, f"of-{name}", kinds.Experiment((name,), (kinds.Table("nll"),)))
+        monkeypatch.setitem(EXPERIMENTS, f"of-{name}", kinds.Experiment((name,), (kinds.ScoreTable("nll"),)))
     monkeypatch.setattr(sys, "argv", ["papers", *map(str, arguments)])
     runner.main()
 
@@ -314,7 +316,7 @@ def test_defaults_of_whoever_measures_do_not_count(monkeypatch):
 def test_comparisons_of_the_same_tokens_share_their_results(monkeypatch, tmp_path):
     files = []
     monkeypatch.setattr(runner, "_kvtool", lambda *arguments: files.append(arguments[-2]))
-    run = Compare(("t.txt",), ("full",), (), 64)
+    run = CompareRun(("t.txt",), ("full",), (), 64)
     for name, each in {
         "one": run,
         "two": replace(run, policies=("corm",)),
@@ -326,7 +328,7 @@ def test_comparisons_of_the_same_tokens_share_their_results(monkeypatch, tmp_pat
 
 
 def test_of_a_text_only_policies_without_lines_are_compared(tmp_path):
-    run = Compare(("f/t.txt", "f/u.txt"), ("full", "h2o", "corm"), ("64", "128"), 65)
+    run = CompareRun(("f/t.txt", "f/u.txt"), ("full", "h2o", "corm"), ("64", "128"), 65)
     about = {"of": "t.txt", "tokens": 65}
     there = [("full", None), ("corm", None), ("corm, capped", "64"), ("corm, capped", "128"), ("h2o", "64")]
     kept = [about | {"label": label, "budget": budget} for label, budget in there]
@@ -341,9 +343,9 @@ def test_of_a_text_only_policies_without_lines_are_compared(tmp_path):
 
 def test_a_plan_says_what_is_missing_and_what_it_costs(monkeypatch, tmp_path):
     monkeypatch.setitem(
-        RUNS, "small", Eval("qa", ("qa.jsonl",), ("full", "h2o"), ("64",), limit=1, minutes=10)
+        RUNS, "small", EvalRun("qa", ("qa.jsonl",), ("full", "h2o"), ("64",), limit=1, minutes=10)
     )
-    large = Eval("qa", ("qa.jsonl",), ("full",), (), limit=1, model=kinds.LARGE, minutes=7)
+    large = EvalRun("qa", ("qa.jsonl",), ("full",), (), limit=1, model=kinds.LARGE, minutes=7)
     monkeypatch.setitem(RUNS, "large", large)
     monkeypatch.setitem(EXPERIMENTS, "made-up", kinds.Experiment(("small", "large")))
     monkeypatch.setitem(EXPERIMENTS, "shares-it", kinds.Experiment(("small",)))
@@ -359,7 +361,7 @@ def test_a_plan_says_what_is_missing_and_what_it_costs(monkeypatch, tmp_path):
 
 
 def test_of_types_full_alone_has_several():
-    run = Compare(("f/t.txt",), ("full", "h2o"), ("50",), 65, types=("f16", "q8_0"))
+    run = CompareRun(("f/t.txt",), ("full", "h2o"), ("50",), 65, types=("f16", "q8_0"))
     assert [command[7:9] for command in run.commands()] == [("f16,q8_0", "--max-tokens")]
     nll = np.linspace(1, 2, 32).tolist()
     found = [
@@ -375,7 +377,7 @@ def test_of_types_full_alone_has_several():
 
 
 def test_a_command_that_fails_ends_the_run(monkeypatch, tmp_path):
-    monkeypatch.setitem(RUNS, "made-up", Compare(("no-such-file.txt",), ("full",), (), 64))
+    monkeypatch.setitem(RUNS, "made-up", CompareRun(("no-such-file.txt",), ("full",), (), 64))
     with pytest.raises(SystemExit, match="no-such-file.txt.*exit code 5"):
         runner.run(tmp_path, tmp_path, ["made-up"], [], tmp_path)
 

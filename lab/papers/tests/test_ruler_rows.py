@@ -13,7 +13,7 @@ from kvtool.errors import InputError
 from kvtool.measure import records
 from kvtool.system import interrupt
 from lab.papers import ruler
-from lab.papers.ruler import Row
+from lab.papers.ruler import PolicyRow
 from tests import tiny
 
 
@@ -31,49 +31,54 @@ def refused(capsys, *words):
 
 def test_rows_are_policies_with_shares_and_others():
     assert list(ruler.rows(["h2o", "kvzip"], [0.5, 0.9], ["recall@128", "full@q4_0"])) == [
-        Row("full"),
-        Row("h2o", 0.5),
-        Row("h2o", 0.9),
-        Row("kvzip", 0.5),
-        Row("kvzip", 0.9),
-        Row("recall", budget=128),
-        Row("full", type_kv="q4_0"),
+        PolicyRow("full"),
+        PolicyRow("h2o", 0.5),
+        PolicyRow("h2o", 0.9),
+        PolicyRow("kvzip", 0.5),
+        PolicyRow("kvzip", 0.9),
+        PolicyRow("recall", budget=128),
+        PolicyRow("full", type_kv="q4_0"),
     ]
 
 
 def test_a_policy_keeps_its_share_and_has_room_for_the_answer():
-    policy = Row("h2o:sinks=4", 0.75).fit(1000, 50, 4096)
+    policy = PolicyRow("h2o:sinks=4", 0.75).fit(1000, 50, 4096)
     assert policy.n_keep == 250
     assert policy.budget == 250 + 256
     assert policy.sinks == 4
-    assert Row("recall", budget=128).fit(1000, 50, 4096).budget == 128
-    assert Row("full").fit(1000, 50, 4096).budget == 1280
+    assert PolicyRow("recall", budget=128).fit(1000, 50, 4096).budget == 128
+    assert PolicyRow("full").fit(1000, 50, 4096).budget == 1280
 
 
 def test_the_full_cache_has_no_more_cells_than_the_context():
-    assert Row("full").fit(1000, 50, 1100).budget == 1100
-    assert Row("full", type_kv="q4_0").fit(1000, 150, 1100).budget == 1100
+    assert PolicyRow("full").fit(1000, 50, 1100).budget == 1100
+    assert PolicyRow("full", type_kv="q4_0").fit(1000, 150, 1100).budget == 1100
     with pytest.raises(InputError, match="a prompt of 1,100 tokens and its answer do not fit"):
-        Row("h2o", 0.75).fit(1100, 50, 1100)
+        PolicyRow("h2o", 0.75).fit(1100, 50, 1100)
 
 
 def test_a_prompt_too_short_to_be_compressed_is_an_error():
     with pytest.raises(InputError, match="25 % of 1,026 tokens .* nothing would be evicted"):
-        Row("h2o", 0.25).fit(1026, 50, 4096)
+        PolicyRow("h2o", 0.25).fit(1026, 50, 4096)
     # the first that is longer than its budget
-    assert Row("h2o", 0.25).fit(1027, 50, 4096).budget == 1026
+    assert PolicyRow("h2o", 0.25).fit(1027, 50, 4096).budget == 1026
 
 
 def test_only_what_streams_may_go_over_its_budget():
-    assert not Row("h2o", 0.5).settings(1).over_budget
-    assert not Row("full").settings(1).over_budget
-    assert Row("recall", budget=128).settings(1).over_budget
+    assert not PolicyRow("h2o", 0.5).settings(1).over_budget
+    assert not PolicyRow("full").settings(1).over_budget
+    assert PolicyRow("recall", budget=128).settings(1).over_budget
 
 
 def test_what_cannot_know_the_question_is_not_asked_twice():
-    never = Row("full"), Row("full", type_kv="q4_0"), Row("recall", budget=128), Row("kvzip", 0.5)
+    never = (
+        PolicyRow("full"),
+        PolicyRow("full", type_kv="q4_0"),
+        PolicyRow("recall", budget=128),
+        PolicyRow("kvzip", 0.5),
+    )
     assert not any(row.knows("known") for row in never)
-    both = Row("h2o", 0.5), Row("h2o:sinks=4", 0.5), Row("snapkv", budget=128)
+    both = PolicyRow("h2o", 0.5), PolicyRow("h2o:sinks=4", 0.5), PolicyRow("snapkv", budget=128)
     assert all(row.knows("known") for row in both)
     assert all(row.knows("after") for row in never + both)
 
