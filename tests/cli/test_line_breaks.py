@@ -20,7 +20,7 @@ TEXT = "one two three\nfour five six\n\nseven eight nine\n" * 3
 BREAKS = {"CRLF": "\r\n", "CR": "\r"}
 every_break = pytest.mark.parametrize("end", BREAKS.values(), ids=BREAKS)
 
-READ_TO_BE_PARSED = {"cli/settings.py", "serve/fields.py", "tasks/data.py", "tasks/haystack.py"}
+READ_TO_BE_PARSED = {"cli/settings.py", "serve/api/fields.py", "tasks/data.py", "tasks/haystack.py"}
 """Files that decode bytes without `decoded`: TOML, JSON, and text that Python opens as text."""
 
 
