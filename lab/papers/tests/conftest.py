@@ -16,10 +16,10 @@ __all__ = ["tiny_model"]
 def measured(monkeypatch, tmp_path):
     """Render a table of made-up lines."""
 
-    def render(found, *shown, model="Llama"):
+    def render(stored, *shown, model="Llama"):
         monkeypatch.setitem(RUNS, "made-up", EvalRun("qa", ("qa.jsonl",), ("full", "h2o"), ("64",)))
         monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), shown, model))
-        records.rewrite(tmp_path / "made-up.jsonl", lambda _: found)
+        records.rewrite(tmp_path / "made-up.jsonl", lambda _: stored)
         return tables.render("made-up", tmp_path)
 
     return render

@@ -7,7 +7,7 @@ VERSIONS = {"model": "m.gguf", "kvtool": "1", "llama_cpp_python": "2", "patch": 
 
 def lines(**scores):
     """A line per policy, "h2o__64" for a budget of 64: scores by name."""
-    found = []
+    stored = []
     for number, (name, of_items) in enumerate(scores.items()):
         label, _, budget = name.partition("__")
         items = [f"i{i}" for i in range(len(next(iter(of_items.values()))))]
@@ -18,8 +18,8 @@ def lines(**scores):
             "items": items,
             "seconds": 60 + number,
         }
-        found.append(about | {"scores": of_items} | VERSIONS)
-    return found
+        stored.append(about | {"scores": of_items} | VERSIONS)
+    return stored
 
 
 def compared(policy, params, budget, nll, **more):

@@ -13,7 +13,7 @@ from lab.papers.tests.made_up import VERSIONS, answered, compared, ruled
 def test_of_a_comparison_its_own_cells_are_kept_with_the_most_exact_name():
     run = CompareRun(("t.txt",), ("full", "buzz", "buzz:swap=true", "corm"), ("50",), 65)
     nll = np.linspace(1, 2, 32).tolist()
-    found = [
+    stored = [
         compared("full", {}, 65, nll),
         compared("corm", {"window": 256}, 8192, nll),
         compared("buzz", {"swap": False}, 50, nll),
@@ -23,7 +23,7 @@ def test_of_a_comparison_its_own_cells_are_kept_with_the_most_exact_name():
         compared("h2o", {}, 50, nll),
         {**compared("buzz", {"swap": False}, 50, nll), "error": "no"},
     ]
-    kept = list(run.lines(found))
+    kept = list(run.lines(stored))
     assert [(line["label"], line["budget"]) for line in kept] == [
         ("full", None),
         ("corm", None),
@@ -39,12 +39,12 @@ def test_of_a_comparison_its_own_cells_are_kept_with_the_most_exact_name():
 
 def test_of_a_task_scores_are_kept_and_no_outputs():
     run = EvalRun("qa", ("folder/qa.jsonl",), ("full", "h2o:decay=0.9"), ("10%",))
-    found = [
+    stored = [
         answered("full", [], None, 1, {"f1": 1.0}),
         answered("h2o", ["decay=0.9"], "10%", 1, {"f1": 0.25}),
         {**answered("h2o", ["decay=0.9"], "10%", 2, {}), "error": "does not fit"},
     ]
-    full, h2o = run.lines(found)
+    full, h2o = run.lines(stored)
     assert full == {
         "label": "full",
         "budget": None,
@@ -57,7 +57,7 @@ def test_of_a_task_scores_are_kept_and_no_outputs():
         **VERSIONS,
     }
     named = EvalRun("qa", ("folder/qa.jsonl",), ("full",), (), named="--temp 0")
-    (line,) = named.lines(found[:1])
+    (line,) = named.lines(stored[:1])
     assert line == full | {"label": "--temp 0"}
     assert list(named.missing([], "a")) != list(named.missing([line], "a")) == []
     assert (h2o["label"], h2o["budget"], h2o["items"], h2o["seconds"]) == (
@@ -79,32 +79,32 @@ def test_of_a_choice_the_right_ones_share_is_kept():
 def test_of_a_map_its_means_are_kept():
     about = {"file": "a.txt", "tokens": 64, "seconds": 1.0, **VERSIONS}
     share = about | {"layer": [0, 0, 1, 2, 3], "share": [0.5, 0.3, 0.1, 0.04, 0.02]}
-    found = list(MapRun("share", ("a.txt",), 64).lines([share]))
-    assert [line["scores"]["share"] for line in found] == [[pytest.approx(0.3)], [pytest.approx(0.03)]]
+    stored = list(MapRun("share", ("a.txt",), 64).lines([share]))
+    assert [line["scores"]["share"] for line in stored] == [[pytest.approx(0.3)], [pytest.approx(0.03)]]
     near = {"within_1": 0.5, "within_16": 0.7, "within_256": 1.0}
     chance = {"within_1": 0.1, "within_16": 0.2, "within_256": 0.9}
     queries = MapRun("queries", ("a.txt", "b.txt"), 64)
-    found = list(queries.lines([about | {"mean": near, "chance": chance}]))
-    assert {(line["label"], line["part"]): line["scores"]["queries"] for line in found} == {
+    stored = list(queries.lines([about | {"mean": near, "chance": chance}]))
+    assert {(line["label"], line["part"]): line["scores"]["queries"] for line in stored} == {
         (label, f"within {n}"): [of[f"within_{n}"]]
         for label, of in (("the most similar query", near), ("by chance", chance))
         for n in (1, 16, 256)
     }
-    assert [ask.command[2] for ask in queries.missing(found, "made-up")] == ["b.txt"]
+    assert [ask.command[2] for ask in queries.missing(stored, "made-up")] == ["b.txt"]
     ranks = {"keys_before": [2, 4], "keys": [4, 4], "values": [6, 8]}
     values = {name: {"rank": rank, "normalised": [1.0] * 10} for name, rank in ranks.items()}
-    found = list(MapRun("values", ("a.txt",), 64).lines([about | values]))
-    assert [line["scores"]["values"] for line in found] == [[0.3], [0.4], [0.7]]
+    stored = list(MapRun("values", ("a.txt",), 64).lines([about | values]))
+    assert [line["scores"]["values"] for line in stored] == [[0.3], [0.4], [0.7]]
 
 
 def test_of_rules_the_means_of_blocks_and_the_bytes_are_kept():
     run = FadingRun(("a.txt", "b.txt"), ("full", "h2o+2"), 8, 65)
-    found = {
+    stored = {
         "nll_blocks": {"full": [1.0] * 32, "h2o+2": [2.0] * 32},
         "bytes": {"full": 2**20, "h2o+2": 2**18},
         "cpu_s": {"full": 3.0, "h2o+2": 4.0},
     }
-    record = {"file": "a.txt", "tokens": 65, "budget": 8, "seconds": 9.0, **found, **VERSIONS}
+    record = {"file": "a.txt", "tokens": 65, "budget": 8, "seconds": 9.0, **stored, **VERSIONS}
     first, second = run.lines([record])
     assert (first["label"], first["budget"], first["bytes"], first["seconds"]) == (
         "full",
@@ -134,7 +134,7 @@ def test_of_rulers_items_what_both_protocols_share_is_in_both():
     after = [("full", {}), ("full", {"type_kv": "q4_0"}), ("recall", {"budget": 128})]
     after += [(label, {"removed": share}) for label in ("h2o", "kvzip") for share in (0.5, 0.875)]
     known = [("h2o", {"removed": share, "question": "known"}) for share in (0.5, 0.875)]
-    found = [ruled(label, i, i / 2, **how) for label, how in [*after, *known] for i in range(2)]
+    stored = [ruled(label, i, i / 2, **how) for label, how in [*after, *known] for i in range(2)]
     others = [
         {**ruled("h2o", 2, 1, removed=0.5), "error": "too short"},
         ruled("h2o", 2, 1, removed=0.5, length=512),
@@ -142,7 +142,7 @@ def test_of_rulers_items_what_both_protocols_share_is_in_both():
         ruled("snapkv", 2, 1, removed=0.5),
         ruled("h2o", 2, 1, removed=0.25),
     ]
-    kept = list(RULER.lines(found + others))
+    kept = list(RULER.lines(stored + others))
     assert {(line["task"], line["label"], line["budget"], line["seconds"]) for line in kept} == {
         ("after", "full", None, 4),
         ("after", "full q4_0", None, 4),

@@ -23,22 +23,22 @@ N = 90
 
 
 class Watched(transformer.Stream):
-    """A stream that keeps what its layers computed: found[what][layer] is f64[head, n, ...]."""
+    """A stream that keeps what its layers computed: arrays[what][layer] is f64[head, n, ...]."""
 
     def __init__(self, model):
         super().__init__(model)
-        self.found = {what: {} for what in Observed}
+        self.arrays = {what: {} for what in Observed}
 
     def attend(self, layer, query, key=None, value=None):
         model, rot = self.model, self._batch.rot
         self._layer, self.attention = layer, []
         out = super().attend(layer, query, key, value)
         rows = self.all_rows[layer]
-        self.found[Observed.QUERIES][layer] = model.rotate_query(query, rot, layer)
-        self.found[Observed.KEYS][layer] = np.array([model.rotate(row.key, row.rot, layer) for row in rows])
-        self.found[Observed.KEYS_BEFORE][layer] = np.array([row.key.view(np.float64) for row in rows])
-        self.found[Observed.VALUES][layer] = np.array([row.value for row in rows])
-        self.found[Observed.ATTENTION][layer] = np.concatenate(self.attention)
+        self.arrays[Observed.QUERIES][layer] = model.rotate_query(query, rot, layer)
+        self.arrays[Observed.KEYS][layer] = np.array([model.rotate(row.key, row.rot, layer) for row in rows])
+        self.arrays[Observed.KEYS_BEFORE][layer] = np.array([row.key.view(np.float64) for row in rows])
+        self.arrays[Observed.VALUES][layer] = np.array([row.value for row in rows])
+        self.arrays[Observed.ATTENTION][layer] = np.concatenate(self.attention)
         return out
 
     def _note(self, row, attn, is_first):
@@ -49,22 +49,22 @@ class Watched(transformer.Stream):
 def of_twin(path, tokens):
     stream = Watched(models.load(path))
     stream.decode(tokens)
-    return stream.found
+    return stream.arrays
 
 
 def of_llama(path, tokens, wanted=tuple(Observed), kind=Kind.ROWS):
     """The same of llama.cpp, and the layers."""
-    model, found = Model(path), {what: {} for what in Observed}
+    model, arrays = Model(path), {what: {} for what in Observed}
 
     def visit(what, layer, head, array):
-        heads = found[what].setdefault(layer, [])
+        heads = arrays[what].setdefault(layer, [])
         assert head == len(heads)
         heads.append(array)
 
     layers = model.layers.of(kind)
     observe(model, tokens, wanted, [layer.number for layer in layers], visit, n_threads=1)
     model.close()
-    return {what: {i: np.array(heads) for i, heads in of.items()} for what, of in found.items()}, layers
+    return {what: {i: np.array(heads) for i, heads in of.items()} for what, of in arrays.items()}, layers
 
 
 def products(what, vectors):
@@ -101,17 +101,17 @@ def test_what_is_observed_is_what_the_transformer_computes(name, tmp_path):
     want = of_twin(path, tokens)
     is_mla = name == "deepseek2"
     wanted = [Observed.ATTENTION] if is_mla else list(Observed)
-    found, layers = of_llama(path, tokens, wanted)
+    arrays, layers = of_llama(path, tokens, wanted)
     assert layers
     for layer in layers:
-        attention = found[Observed.ATTENTION][layer.number]
+        attention = arrays[Observed.ATTENTION][layer.number]
         assert attention.shape[1:] == (N, N)
         assert np.abs(attention - want[Observed.ATTENTION][layer.number]).max() < TOLERANCE
         for what in set(wanted) - {Observed.ATTENTION}:
             if what is Observed.KEYS_BEFORE and not layer.is_owner:
-                assert layer.number not in found[what]
+                assert layer.number not in arrays[what]
                 continue
-            got, expected = (each[what][layer.number] for each in (found, want))
+            got, expected = (each[what][layer.number] for each in (arrays, want))
             if (name, what) == ("maincoder", Observed.KEYS_BEFORE):
                 # its norm comes behind RoPE; the twin has it before, which keys behind both do not show
                 got = got / np.sqrt(np.mean(got.astype(np.float64) ** 2, axis=2, keepdims=True) + 1e-5)
@@ -121,8 +121,8 @@ def test_what_is_observed_is_what_the_transformer_computes(name, tmp_path):
 
 
 def test_keys_before_rope_are_others_than_those_behind_it(tiny_model):
-    found, _ = of_llama(tiny_model(), text(N))
-    before, after = (found[what][1] for what in (Observed.KEYS_BEFORE, Observed.KEYS))
+    arrays, _ = of_llama(tiny_model(), text(N))
+    before, after = (arrays[what][1] for what in (Observed.KEYS_BEFORE, Observed.KEYS))
     # the first position does not turn
     assert np.array_equal(before[:, 0], after[:, 0])
     assert np.abs(before[:, 1:] - after[:, 1:]).max() > 0.5
@@ -146,7 +146,7 @@ def test_what_a_visitor_raises_ends_the_reading(tiny_model, capfd, error):
 def test_a_layer_that_llama_does_not_show_is_an_error(tiny_model):
     model = Model(tiny_model())
     with pytest.raises(ModelError, match="llama.cpp shows no attention of layer 7 of"):
-        observe(model, text(20), [Observed.ATTENTION], [0, 7], lambda *found: None, 1)
+        observe(model, text(20), [Observed.ATTENTION], [0, 7], lambda *arrays: None, 1)
     model.close()
 
 
@@ -176,10 +176,10 @@ def test_important_keys_are_those_of_the_definition():
 def test_the_most_similar_earlier_query_is_the_newest_among_equals():
     queries = np.random.default_rng(2).integers(-1, 2, (40, 2)).astype(np.float32)
     cosine = maps.cosines(queries)
-    found = maps.most_similar(cosine)
+    arrays = maps.most_similar(cosine)
     for query in range(1, 40):
         best = max(range(query), key=lambda other: (cosine[query, other], other))
-        assert found[query - 1] == best
+        assert arrays[query - 1] == best
         a, b = queries[query].astype(float), queries[best].astype(float)
         length = np.linalg.norm(a) * np.linalg.norm(b)
         assert cosine[query, best] == pytest.approx(a @ b / length if length else 0, abs=1e-6)
@@ -206,13 +206,13 @@ def test_the_effective_rank_carries_90_percent(singular, rank):
 
 def test_chance_is_that_of_a_query_drawn_among_the_earlier_ones():
     n = 12
-    found = maps.SimilarQueries(*(np.zeros(1),) * 2, np.arange(1, n)[None], np.zeros(1), {})
+    arrays = maps.SimilarQueries(*(np.zeros(1),) * 2, np.arange(1, n)[None], np.zeros(1), {})
     for near in (1, 4, 100):
         want = np.mean(
             [sum(query - other <= near for other in range(query)) / query for query in range(1, n)]
         )
-        assert found.chance(near) == pytest.approx(want)
-        assert found.within(near).tolist() == [min(near, n - 1) / (n - 1)]
+        assert arrays.chance(near) == pytest.approx(want)
+        assert arrays.within(near).tolist() == [min(near, n - 1) / (n - 1)]
 
 
 # the maps of a model
@@ -228,8 +228,8 @@ def test_the_maps_are_those_of_the_transformer(tiny_model):
     model.close()
 
     heads = [(layer, head) for layer in range(2) for head in range(4)]
-    for found in (share, attention, queries):
-        assert list(zip(found.layer.tolist(), found.head.tolist(), strict=True)) == heads
+    for arrays in (share, attention, queries):
+        assert list(zip(arrays.layer.tolist(), arrays.head.tolist(), strict=True)) == heads
     assert (list(attention.maps), list(queries.maps)) == (places, places)
     for i, (layer, head) in enumerate(heads):
         own = want[Observed.ATTENTION][layer][head].astype(np.float32)
@@ -309,8 +309,8 @@ def test_important_keys_are_green_and_two_queries_are_framed():
     similar[-1] = 500
     of = maps.AttentionMap(attention.astype(np.float32), mask, similar)
     ones = np.ones(1)
-    found = maps.Attention(np.zeros(1, int), np.zeros(1, int), ones, ones, ones, ones, {(0, 0): of})
-    figure = plot.attention(found, "x")
+    arrays = maps.Attention(np.zeros(1, int), np.zeros(1, int), ones, ones, ones, ones, {(0, 0): of})
+    figure = plot.attention(arrays, "x")
     (legend,) = figure.legends
     names = [text.get_text() for text in legend.get_texts()]
     assert "a query and the earlier query most similar to it" in names

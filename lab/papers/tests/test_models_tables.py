@@ -15,10 +15,10 @@ from lab.papers.tests.made_up import lines
 def two_models(monkeypatch, tmp_path, large_score):
     """An experiment with one run of each of two models; the larger has this score alone."""
     scores = {"": {"f1": [0.75, 0.75]}, kinds.LARGE: {large_score: [0.25, 0.25]}}
-    for model, found in scores.items():
+    for model, stored in scores.items():
         name = f"made-up{model}"
         monkeypatch.setitem(RUNS, name, EvalRun("qa", ("qa.jsonl",), ("full",), (), model=model))
-        records.rewrite(tmp_path / f"{name}.jsonl", lambda _, found=found: lines(full=found))
+        records.rewrite(tmp_path / f"{name}.jsonl", lambda _, stored=stored: lines(full=stored))
     shown = ScoreTable("f1"), ScoreTable("acc_norm", ("of",))
     runs = tuple(f"made-up{model}" for model in scores)
     monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(runs, shown))
@@ -48,10 +48,10 @@ def test_one_table_may_have_all_models_each_with_its_own_budgets(monkeypatch, tm
             line | {"model": "large.gguf"} for line in lines(full={"f1": [1, 0]}, h2o__8={"f1": [1, 1]})
         ],
     }
-    for name, found in of_model.items():
+    for name, stored in of_model.items():
         model = "" if name == "small" else "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
         monkeypatch.setitem(RUNS, name, EvalRun("qa", ("qa.jsonl",), ("full",), (), model=model))
-        records.rewrite(tmp_path / f"{name}.jsonl", lambda _, found=found: found)
+        records.rewrite(tmp_path / f"{name}.jsonl", lambda _, stored=stored: stored)
     # a row without measurements is not shown
     table = ScoreTable("f1", ("model", "budget"), rows=("full", "h2o", "roco"), names={"m.gguf": "small"})
     monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("small", "large"), (table,), together=True))
@@ -65,13 +65,13 @@ def test_one_table_may_have_all_models_each_with_its_own_budgets(monkeypatch, tm
 
 
 def test_tables_with_the_same_single_column_are_one_table(measured):
-    found = lines(full={"f1": [0.5], "acc_norm": [0.2]}, h2o__64={"f1": [0.75], "acc_norm": [0.25]})
+    stored = lines(full={"f1": [0.5], "acc_norm": [0.2]}, h2o__64={"f1": [0.75], "acc_norm": [0.25]})
     tables_shown = (
         ScoreTable("f1"),
         ScoreTable("acc_norm", rows=("h2o",)),
         ScoreTable("acc_norm", ("of",), head="row"),
     )
-    assert re.findall(r"^\| .*", measured(found, *tables_shown), re.M) == [
+    assert re.findall(r"^\| .*", measured(stored, *tables_shown), re.M) == [
         "| policy, 64 | F1, % | Accuracy by likelihood a byte, % |",
         "| --- | ---: | ---: |",
         "| `full` | 50.0 |  |",

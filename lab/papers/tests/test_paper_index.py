@@ -71,8 +71,10 @@ def test_the_index_counts_both_directions(monkeypatch, tmp_path):
     monkeypatch.setitem(RUNS, "made-up", EvalRun("qa", ("qa.jsonl",), ("buzz", "h2o"), ("64",)))
     table = ScoreTable("f1", against="buzz", worse=("h2o", "tova", "cam"))
     monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
-    found = lines(buzz__64={"f1": own}, h2o__64={"f1": better}, tova__64={"f1": worse}, cam__64={"f1": worse})
-    records.rewrite(tmp_path / "made-up.jsonl", lambda _: found)
+    stored = lines(
+        buzz__64={"f1": own}, h2o__64={"f1": better}, tova__64={"f1": worse}, cam__64={"f1": worse}
+    )
+    records.rewrite(tmp_path / "made-up.jsonl", lambda _: stored)
     assert "2 same, 1 other, of 3" in "".join(index.rows(tmp_path))
 
 
@@ -82,12 +84,12 @@ def test_columns_of_budgets_stand_in_order():
 
 def test_one_difference_has_one_verdict():
     """The same two samples, wherever they stand."""
-    found = {}
+    stored = {}
     names = [name for experiments in index.PAPERS.values() for name in experiments]
     for name, model in [(each, model) for each in names for model in tables.models_of(each)]:
         for table in EXPERIMENTS[name].tables:
             kept = places.samples(tables.kept(tables.of_model(EXPERIMENTS[name], model)), table)
             for (row, column), sign in verdicts.compared(kept, table).items():
                 both = (tuple(kept[each, column].values.items()) for each in (table.against, row))
-                found.setdefault((model, table.score, *both), {})[name, row, column] = sign
-    assert not [signs for signs in found.values() if len(set(signs.values())) > 1]
+                stored.setdefault((model, table.score, *both), {})[name, row, column] = sign
+    assert not [signs for signs in stored.values() if len(set(signs.values())) > 1]

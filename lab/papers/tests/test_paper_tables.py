@@ -17,9 +17,9 @@ from lab.papers.tests.made_up import VERSIONS, lines
 from lab.papers.verdicts import Verdict
 
 
-def counted(found, table):
+def counted(stored, table):
     """The paper's differences in the same direction, in the other, not told, and not tested."""
-    return verdicts.verdict(places.samples(found, table), table)
+    return verdicts.verdict(places.samples(stored, table), table)
 
 
 def test_a_table_of_tasks_has_a_score_of_each(measured):
@@ -27,7 +27,7 @@ def test_a_table_of_tasks_has_a_score_of_each(measured):
     table = ScoreTable(
         "", ("task",), "full", names={"stream": "stream, perplexity"}, scores=tasks, title="All"
     )
-    found = [
+    stored = [
         {"label": label, "budget": budget, "task": task, "of": "f", "items": ["a", "b", "c"]}
         | {"scores": {name: [0.0, other, other]}, "seconds": 1}
         | VERSIONS
@@ -35,8 +35,8 @@ def test_a_table_of_tasks_has_a_score_of_each(measured):
         for label, budget, other in (("full", None, 0.0), ("h2o", "20%", other))
     ]
     # of another task, which is not asked for
-    found.append(found[0] | {"task": "choice", "scores": {"acc": [1, 1, 1]}})
-    shown = measured(found, table, model="")
+    stored.append(stored[0] | {"task": "choice", "scores": {"acc": [1, 1, 1]}})
+    shown = measured(stored, table, model="")
     assert shown.split("\n\n")[1:3] == [
         "All:",
         "| policy | qa | stream, perplexity |\n| --- | ---: | ---: |\n"
@@ -115,11 +115,11 @@ def test_of_perplexities_lower_is_better_and_errors_are_of_blocks(measured):
         "seconds": 0,
         **VERSIONS,
     }
-    found = [
+    stored = [
         {**of_blocks, "label": "buzz", "scores": {"nll": means.tolist()}},
         {**of_blocks, "label": "h2o", "scores": {"nll": (means + 0.1).tolist()}},
     ]
-    text = measured(found, ScoreTable("nll", against="buzz"))
+    text = measured(stored, ScoreTable("nll", against="buzz"))
     nll, error = statistics.mean_error(*statistics.joined(means * counts, counts))
     assert f"| `buzz` | {np.exp(nll):.2f} ±{np.exp(nll) * error:.2f} |" in text
     assert f"| `h2o` | {np.exp(nll + 0.1):.2f} ±{np.exp(nll + 0.1) * error:.2f} worse |" in text
@@ -129,7 +129,7 @@ def test_of_perplexities_lower_is_better_and_errors_are_of_blocks(measured):
 def test_the_papers_differences_are_counted():
     better, same = [0.9, 0.8] * 5, [0.1, 0.8, 0.9, 0.0] * 2 + [0.5, 0.4]
     own = [0.5, 0.4] * 5
-    found = lines(
+    stored = lines(
         full={"f1": better},
         buzz__64={"f1": own},
         h2o__64={"f1": better},
@@ -141,22 +141,22 @@ def test_the_papers_differences_are_counted():
     numbers = {(row, "64"): n for row, n in paper.items()}
     table = ScoreTable("f1", against="buzz", paper=numbers)
     # same direction for h2o, other for tova, none for local; full, equal and missing numbers do not count
-    assert counted(found, table) == Verdict(same=1, other=1, unclear=1)
-    lower = [line | {"scores": {"ms": line["scores"]["f1"]}} for line in found]
+    assert counted(stored, table) == Verdict(same=1, other=1, unclear=1)
+    lower = [line | {"scores": {"ms": line["scores"]["f1"]}} for line in stored]
     slower = ScoreTable("ms", against="buzz", paper={("buzz", "64"): "5", ("h2o", "64"): "6"})
     assert counted(lower, slower) == Verdict(same=1)
     # one number each is no test
-    single = [line | {"scores": {"f1": line["scores"]["f1"][:1]}, "items": ["a"]} for line in found]
+    single = [line | {"scores": {"f1": line["scores"]["f1"][:1]}, "items": ["a"]} for line in stored]
     assert counted(single, table) == Verdict(untested=3)
 
 
 def test_too_few_that_differ_for_so_many_tests_are_no_test():
     # seven answers differ: with p = 2 / 2^7 at best a test of four can tell nothing, but one alone can
     own, other = [0.5] * 9, [0.4] * 7 + [0.5] * 2
-    found = lines(buzz__64={"f1": own}, **{f"{name}__64": {"f1": other} for name in ("h2o", "tova", "cam")})
+    stored = lines(buzz__64={"f1": own}, **{f"{name}__64": {"f1": other} for name in ("h2o", "tova", "cam")})
     rows = ("buzz", "h2o", "tova", "cam")
-    assert counted(found, ScoreTable("f1", against="buzz", rows=rows[:2], worse=rows[1:])) == Verdict(same=1)
-    more = [*found, *lines(local__64={"f1": [0.6, 0.4] * 4 + [0.5]})]
+    assert counted(stored, ScoreTable("f1", against="buzz", rows=rows[:2], worse=rows[1:])) == Verdict(same=1)
+    more = [*stored, *lines(local__64={"f1": [0.6, 0.4] * 4 + [0.5]})]
     assert counted(more, ScoreTable("f1", against="buzz", worse=rows[1:])) == Verdict(untested=3)
     # of five that differ there is no test at all
     five = lines(buzz__64={"f1": own}, h2o__64={"f1": [0.4] * 5 + [0.5] * 4})
@@ -164,16 +164,18 @@ def test_too_few_that_differ_for_so_many_tests_are_no_test():
 
 
 def test_the_rows_of_a_column_have_the_same_items(measured):
-    found = lines(full={"f1": [0.1, 0.2]}, h2o__64={"f1": [0.3, 0.4, 0.9]}, h2o__128={"f1": [0.5, 0.6, None]})
-    text = measured(found, ScoreTable("f1"))
+    stored = lines(
+        full={"f1": [0.1, 0.2]}, h2o__64={"f1": [0.3, 0.4, 0.9]}, h2o__128={"f1": [0.5, 0.6, None]}
+    )
+    text = measured(stored, ScoreTable("f1"))
     assert "| `full` | 15.0 ±5.0 | 15.0 ±5.0 |\n| `h2o` | 35.0 ±5.0 | 55.0 ±5.0 |" in text
 
 
 def test_columns_of_shares_stand_in_order(measured):
-    found = lines(full={"f1": [0.1, 0.2]})
+    stored = lines(full={"f1": [0.1, 0.2]})
     for share in ("50 % removed", "8 % removed", "87.5 % removed"):
-        found += [line | {"budget": share} for line in lines(h2o__1={"f1": [0.3, 0.4]})]
-    text = measured(found, ScoreTable("f1"))
+        stored += [line | {"budget": share} for line in lines(h2o__1={"f1": [0.3, 0.4]})]
+    text = measured(stored, ScoreTable("f1"))
     assert "| policy | 8 % removed | 50 % removed | 87.5 % removed |" in text
 
 
@@ -200,15 +202,15 @@ def test_every_experiment_can_be_shown_once_something_is_measured(monkeypatch, t
 
 def test_what_the_paper_says_without_numbers_is_told_as_well():
     better, same, own = [0.9, 0.8] * 5, [0.1, 0.8, 0.9, 0.0] * 2 + [0.5, 0.4], [0.5, 0.4] * 5
-    found = lines(buzz__64={"f1": own}, h2o__64={"f1": better}, local__64={"f1": same}, full={"f1": better})
+    stored = lines(buzz__64={"f1": own}, h2o__64={"f1": better}, local__64={"f1": same}, full={"f1": better})
     for worse, verdict in (("h2o", Verdict(other=1)), ("local", Verdict(unclear=1))):
-        assert counted(found, ScoreTable("f1", against="buzz", worse=(worse,))) == verdict
-    assert counted(found, ScoreTable("f1", against="h2o", worse=("buzz", "local", "full"))) == Verdict(
+        assert counted(stored, ScoreTable("f1", against="buzz", worse=(worse,))) == verdict
+    assert counted(stored, ScoreTable("f1", against="h2o", worse=("buzz", "local", "full"))) == Verdict(
         2, untested=1
     )
     # a policy that was not measured does not count
-    assert counted(found, ScoreTable("f1", against="buzz", worse=("tova",))).n == 0
-    assert counted(found, ScoreTable("f1", against="cam", worse=("h2o",))).n == 0
+    assert counted(stored, ScoreTable("f1", against="buzz", worse=("tova",))).n == 0
+    assert counted(stored, ScoreTable("f1", against="cam", worse=("h2o",))).n == 0
 
 
 def test_the_geometric_means_error_is_that_of_draws():
@@ -228,20 +230,20 @@ def test_the_geometric_means_error_is_that_of_draws():
 
 
 def test_a_pooled_column_has_the_items_of_all(measured):
-    found = lines(h2o__64={"f1": [0.0, 0.2]})
-    other = [line | {"of": "other", "scores": {"f1": [0.4, 1.0]}} for line in found]
-    text = measured(found + other, ScoreTable("f1", ("of",), names={"file": "first"}, pooled={"all": None}))
+    stored = lines(h2o__64={"f1": [0.0, 0.2]})
+    other = [line | {"of": "other", "scores": {"f1": [0.4, 1.0]}} for line in stored]
+    text = measured(stored + other, ScoreTable("f1", ("of",), names={"file": "first"}, pooled={"all": None}))
     assert "| policy | first | other | all |" in text
     assert "| `h2o` | 10.0 ±10.0 | 70.0 ±30.0 | 40.0 ±" in text
 
 
 def test_rows_and_budgets_are_those_asked_for(measured):
-    found = lines(
+    stored = lines(
         full={"f1": [1, 0]}, h2o__64={"f1": [1, 0]}, h2o__128={"f1": [0, 0]}, tova__64={"f1": [0, 1]}
     )
-    text = measured(found, ScoreTable("f1", rows=("full", "tova")))
+    text = measured(stored, ScoreTable("f1", rows=("full", "tova")))
     assert "| policy | 64 |\n| --- | ---: |\n| `full` | 50.0 ±50.0 |\n| `tova` | 50.0 ±50.0 |\n" in text
-    text = measured(found, ScoreTable("f1", rows=("h2o", "full"), budgets=("128",)))
+    text = measured(stored, ScoreTable("f1", rows=("h2o", "full"), budgets=("128",)))
     assert re.findall(r"^\| .*", text, re.M) == [
         "| policy | 128 |",
         "| --- | ---: |",
@@ -251,29 +253,29 @@ def test_rows_and_budgets_are_those_asked_for(measured):
 
 
 def test_data_sets_are_those_asked_for(measured):
-    found = [
+    stored = [
         {**line, "of": of, "items": [f"{of}-{item}" for item in line["items"]]}
         for of, right in (("qasper", 1), ("trec", 0))
         for line in lines(full={"f1": [right, 1]}, h2o__64={"f1": [right, 0]})
     ]
     # as a line of a version without that score
-    del found[0]["scores"]["f1"]
-    text = measured(found, ScoreTable("f1", by=("of",), of=("qasper",), pooled={"all": None}))
+    del stored[0]["scores"]["f1"]
+    text = measured(stored, ScoreTable("f1", by=("of",), of=("qasper",), pooled={"all": None}))
     assert "| policy | qasper | all |\n| --- | ---: | ---: |\n| `h2o` | 50.0 ±50.0 | 50.0 ±50.0 |\n" in text
     assert "*2 items.*" in text
-    assert "*4 items.*" in measured(found, ScoreTable("f1", by=("of",)))
+    assert "*4 items.*" in measured(stored, ScoreTable("f1", by=("of",)))
 
 
 def test_budgets_stand_in_their_order_and_texts_are_counted_by_length(measured):
-    found = [
+    stored = [
         {**line, "tokens": tokens, "of": of}
         for tokens, of in ((9, "a"), (9, "b"), (5, "a"))
         for line in lines(h2o__30={"f1": [1]}, h2o__128={"f1": [1]}, h2o__5={"f1": [1]}, full={"f1": [0]})
     ]
-    text = measured(found, ScoreTable("f1"))
+    text = measured(stored, ScoreTable("f1"))
     assert "| policy | 5 | 30 | 128 |" in text
     assert "5 to 9 tokens of up to 2 texts.*" in text
-    assert "9 tokens of each of 2 texts.*" in measured(found[:8], ScoreTable("f1"))
+    assert "9 tokens of each of 2 texts.*" in measured(stored[:8], ScoreTable("f1"))
 
 
 def test_what_was_never_run_says_so(tmp_path):
@@ -315,16 +317,16 @@ def test_of_several_texts_a_text_is_the_unit(measured):
 def test_what_is_above_the_full_cache_is_told_text_by_text(measured):
     more = np.array([0.05, 0.06, 0.07, 0.05, 0.06, 0.07])
     # the texts differ by far more than the policies do
-    found = [
+    stored = [
         line | {"label": "full", "budget": None} if line["label"] == "buzz" else line
         for line in of_texts(6, more)
     ]
     means = [
         np.average(np.subtract(line["scores"]["nll"], full["scores"]["nll"]), weights=line["weights"]["nll"])
-        for full, line in zip(found[::2], found[1::2], strict=True)
+        for full, line in zip(stored[::2], stored[1::2], strict=True)
     ]
     above, error = np.expm1(np.mean(means)), np.exp(np.mean(means)) * np.std(means, ddof=1) / np.sqrt(6)
-    text = measured(found, ScoreTable("above", ("budget",), apart="full"))
+    text = measured(stored, ScoreTable("above", ("budget",), apart="full"))
     assert f"| `h2o` | {100 * above:.1f} ±{100 * error:.1f} |" in text
     assert "`full`" not in text
 
@@ -332,90 +334,90 @@ def test_what_is_above_the_full_cache_is_told_text_by_text(measured):
 def test_only_tokens_behind_the_budget_count_if_asked(measured):
     about = {"of": "t.txt", "tokens": 1024, "weights": {"nll": [31] * 33}, "seconds": 0, **VERSIONS}
     nll = [9.0] * 10 + [3.0] + [1.0] * 22
-    found = [about | {"label": "corm", "budget": None, "scores": {"nll": nll}}]
-    found += [about | {"label": "h2o", "budget": n, "scores": {"nll": nll}} for n in ("300", "310", "311")]
+    stored = [about | {"label": "corm", "budget": None, "scores": {"nll": nll}}]
+    stored += [about | {"label": "h2o", "budget": n, "scores": {"nll": nll}} for n in ("300", "310", "311")]
     # the eleventh block begins behind 310 tokens
     means = [np.exp(25 / 23), np.exp(25 / 23), np.e]
-    text = re.sub(r" ±[\d.]+", "", measured(found, ScoreTable("nll", late=True)))
+    text = re.sub(r" ±[\d.]+", "", measured(stored, ScoreTable("nll", late=True)))
     for label in ("corm", "h2o"):
         assert f"| `{label}` | {' | '.join(f'{mean:.2f}' for mean in means)} |" in text
-    whole = re.sub(r" ±[\d.]+", "", measured(found, ScoreTable("nll")))
+    whole = re.sub(r" ±[\d.]+", "", measured(stored, ScoreTable("nll")))
     assert f"| `corm` | {np.exp(115 / 33):.2f} |" in whole
 
 
 def test_rows_may_be_budgets_of_a_policy(measured):
-    found = lines(h2o__51={"ms": [2.0] * 8}, h2o__102={"ms": [1.0] * 8}, full={"ms": [3.0] * 8})
+    stored = lines(h2o__51={"ms": [2.0] * 8}, h2o__102={"ms": [1.0] * 8}, full={"ms": [3.0] * 8})
     table = ScoreTable(
         "ms", ("label",), "51", ("51", "102"), row="budget", theirs={("102", "h2o"): 1}, head="cells"
     )
-    text = measured(found, table)
+    text = measured(stored, table)
     assert "| cells | h2o |\n| --- | ---: |\n| 51 | 2.00 |\n| 102 | 1.00 better |\n" in text
     # lower is better, so a number that is higher in the paper is the other direction
-    assert counted(found, table) == Verdict(other=1)
+    assert counted(stored, table) == Verdict(other=1)
 
 
 def test_a_mean_of_some_texts_bytes_is_not_shown(measured):
-    found = [
+    stored = [
         line | {"of": of, "budget": budget, "bytes": [2**20, 0]}
         for of in ("a", "b")
         for budget in ("1", "2")
         for line in lines(h2o={"nll": [0.1]})
     ]
-    assert "| policy | 1 | 2 |" in measured(found, ScoreTable("device"))
-    del found[0]["bytes"]
-    assert "| policy | 2 |\n| --- | ---: |\n| `h2o` | 1.0 |\n" in measured(found, ScoreTable("device"))
+    assert "| policy | 1 | 2 |" in measured(stored, ScoreTable("device"))
+    del stored[0]["bytes"]
+    assert "| policy | 2 |\n| --- | ---: |\n| `h2o` | 1.0 |\n" in measured(stored, ScoreTable("device"))
 
 
 def test_tokens_that_a_row_holds_are_those_not_evicted(measured):
-    found = [line | {"tokens": 2000} for line in lines(corm={"evicted": [0.75]}, full={"evicted": [0.0]})]
-    text = measured(found, ScoreTable("holds"))
+    stored = [line | {"tokens": 2000} for line in lines(corm={"evicted": [0.75]}, full={"evicted": [0.0]})]
+    text = measured(stored, ScoreTable("holds"))
     assert "| `corm` | 500 |\n| `full` | 2000 |" in text
 
 
 def test_bytes_are_shown_in_mib_without_an_error(measured):
-    found = [
+    stored = [
         line | {"bytes": [n * 2**20, 2**19]}
         for n, line in enumerate(lines(h2o__64={"nll": [0.1]}, buzz__64={"nll": [0.2]}), 3)
     ]
-    text = measured(found, ScoreTable("device"), ScoreTable("host"))
+    text = measured(stored, ScoreTable("device"), ScoreTable("host"))
     assert re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.M) == [
         *(("h2o", "3.0 | 0.5"), ("buzz", "4.0 | 0.5")),
     ]
 
 
 def test_only_pooled_columns_are_shown_and_compared_if_asked(measured):
-    found = [
+    stored = [
         line | {"of": f"of{i}"}
         for i in range(2)
         for line in lines(buzz__64={"f1": [0.5] * 10}, h2o__64={"f1": [0.4] * 10})
     ]
     table = {"by": ("of",), "against": "buzz", "pooled": {"all": None}, "worse": ("h2o",)}
-    assert measured(found, ScoreTable("f1", **table)).count("worse") == 3
+    assert measured(stored, ScoreTable("f1", **table)).count("worse") == 3
     pooled = ScoreTable("f1", **table, only_pooled=True)
-    text = measured(found, pooled)
+    text = measured(stored, pooled)
     assert text.count("worse") == 1
     assert "of0" not in text
-    assert counted(found, pooled) == Verdict(same=1)
+    assert counted(stored, pooled) == Verdict(same=1)
 
 
 def test_the_same_item_of_several_files_is_one_unit(measured):
-    found = [
+    stored = [
         line | {"of": f"of{i}", "items": [f"of{i}-{item}" for item in range(1, 6)]}
         for i in range(3)
         for line in lines(buzz__64={"f1": [0.5] * 5}, h2o__64={"f1": [0.4] * 5})
     ]
     table = {"by": ("of",), "against": "buzz", "pooled": {"all": None}, "only_pooled": True}
     # fifteen answers, but five questions: too few
-    assert "worse" in measured(found, ScoreTable("f1", **table))
-    assert "worse" not in measured(found, ScoreTable("f1", **table, same_item=True))
+    assert "worse" in measured(stored, ScoreTable("f1", **table))
+    assert "worse" not in measured(stored, ScoreTable("f1", **table, same_item=True))
 
 
 def test_a_macro_average_is_of_categories_of_sets_of_items(measured):
     scores = {"a": [1.0, 0.0, 0.5, 0.5], "b": [0.8, 0.2], "c": [0.0, 0.2]}
-    found = [line | {"of": of} for of, values in scores.items() for line in lines(full={"f1": values})]
+    stored = [line | {"of": of} for of, values in scores.items() for line in lines(full={"f1": values})]
     strata = {"a": "questions", "b": "questions", "c": "code"}
     pooled = {"EN": frozenset("ac"), "all": None}
-    text = measured(found, ScoreTable("f1", ("of",), strata=strata, pooled=pooled))
+    text = measured(stored, ScoreTable("f1", ("of",), strata=strata, pooled=pooled))
     variances = {of: np.var(values, ddof=1) / len(values) for of, values in scores.items()}
     whole = np.sqrt(variances["a"] / 16 + variances["b"] / 16 + variances["c"] / 4)
     some = np.sqrt(variances["a"] / 4 + variances["c"] / 4)
@@ -426,31 +428,31 @@ def test_a_macro_average_is_of_categories_of_sets_of_items(measured):
 
 
 def test_an_average_that_lacks_a_data_set_is_not_shown(measured):
-    found = [line | {"of": of} for of in "ac" for line in lines(full={"f1": [0.5, 0.7]})]
+    stored = [line | {"of": of} for of in "ac" for line in lines(full={"f1": [0.5, 0.7]})]
     pooled = {"EN": frozenset("ac"), "ZH": frozenset("bc")}
-    text = measured(found, ScoreTable("f1", ("of",), pooled=pooled))
+    text = measured(stored, ScoreTable("f1", ("of",), pooled=pooled))
     assert "| policy | a | c | EN |" in text
     assert "| 60.0 ±5.8 |\n" in text
     assert "ZH" not in text
 
 
 def test_a_pooled_column_without_numbers_has_the_direction_of_the_others_mean():
-    found = [
+    stored = [
         line | {"of": of}
         for of in ("x", "y")
         for line in lines(buzz__64={"f1": [0.5] * 10}, h2o__64={"f1": [0.4] * 10})
     ]
     paper = {("buzz", "x"): "10", ("h2o", "x"): "11", ("buzz", "y"): "10", ("h2o", "y"): "7"}
     table = ScoreTable("f1", ("of",), "buzz", pooled={"all": None}, only_pooled=True, paper=paper)
-    assert counted(found, table) == Verdict(same=1)
+    assert counted(stored, table) == Verdict(same=1)
     paper = paper | {("h2o", "x"): "14"}
     table = ScoreTable("f1", ("of",), "buzz", pooled={"all": None}, only_pooled=True, paper=paper)
-    assert counted(found, table) == Verdict(other=1)
+    assert counted(stored, table) == Verdict(other=1)
 
 
 def test_rows_that_are_no_policies_have_a_heading_of_their_own(measured):
-    found = lines(here={"f1": [0.9] * 10}, chance={"f1": [0.1] * 10})
+    stored = lines(here={"f1": [0.9] * 10}, chance={"f1": [0.1] * 10})
     table = ScoreTable("f1", against="chance", theirs={("here", "None"): 1}, head="where")
-    text = measured(found, table)
+    text = measured(stored, table)
     assert "| where | None |\n| --- | ---: |\n| here | 90.0 better |\n| chance | 10.0 |" in text
-    assert counted(found, table) == Verdict(same=1)
+    assert counted(stored, table) == Verdict(same=1)

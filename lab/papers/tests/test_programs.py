@@ -78,7 +78,7 @@ def test_attention_of_each_row_is_that_of_the_definition(tiny_model):
     stream.decode(tokens)
     for i, (attention, *_) in enumerate(rows(models.load(tiny_model()), tokens)):
         layer, head = divmod(i, 2)
-        of_layer = stream.found[Observed.ATTENTION][layer]
+        of_layer = stream.arrays[Observed.ATTENTION][layer]
         assert np.abs(attention - of_layer[2 * head : 2 * head + 2]).max() < 1e-5
 
 
