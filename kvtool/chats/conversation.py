@@ -179,7 +179,7 @@ class Conversation:
     def _postpone_past(self) -> None:
         """Empty the cache; the next turn then reads the whole chat first. Raises UsageError."""
         tokens, n = self._with_prefix(self._past(self.template))
-        self.writer.engine.eviction.check_pin(n + self.header.n)
+        self.writer.engine.cache.check_pin(n + self.header.n)
         self.writer.postpone(tokens)
         self._pin(n)
         self.version += 1
@@ -212,7 +212,7 @@ class Conversation:
         saved = self.messages, self.system, self.is_pinned
         try:
             self._set_system(system)
-            self.writer.engine.eviction.check_pin(self._first("x")[1])
+            self.writer.engine.cache.check_pin(self._first("x")[1])
         finally:
             self.messages, self.system, self.is_pinned = saved
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvtool.engine.eviction import Eviction
+from kvtool.engine.policy_cache import PolicyCache
 from kvtool.llama.context import Context
 from kvtool.llama.model import Model
 from kvtool.policy import ReconstructionPass, SignalRequest, signals_where
@@ -55,34 +55,34 @@ class CachedPrompt:
     reconstructed: dict[Pass, dict[str, np.ndarray]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, eviction: Eviction, tokens: np.ndarray) -> CachedPrompt:
+    def of(cls, cache: PolicyCache, tokens: np.ndarray) -> CachedPrompt:
         """Copy the prompt i32[n] from an engine that has read nothing else and evicted nothing."""
-        context, rows, n = eviction.context, eviction.rows, len(tokens)
+        context, rows, n = cache.context, cache.rows, len(tokens)
         assert rows.n_past == rows.n_kv == n
         cells = [context.cells(layer, n) for layer in range(len(context.layer_cells))]
         logits = context.logits()[-1:].copy()
-        request, signals = eviction.policy.request(), eviction.signals.read()
+        request, signals = cache.policy.request(), cache.signals.read()
         return cls(tokens, context.model, context.types, cells, logits, request, signals)
 
-    def fits(self, eviction: Eviction, tokens: np.ndarray) -> bool:
+    def fits(self, cache: PolicyCache, tokens: np.ndarray) -> bool:
         """True if the engine would read this prompt into the same cells, and has no other layers."""
-        context = eviction.context
+        context = cache.context
         return (
             np.array_equal(tokens, self.tokens)
             and isinstance(context, Context)
             and not context.fixed_state
             and (context.model, context.types) == (self.model, self.types)
-            and not (eviction.policy.logn or self.request.log_n)
+            and not (cache.policy.logn or self.request.log_n)
         )
 
-    def put(self, eviction: Eviction) -> int:
+    def put(self, cache: PolicyCache) -> int:
         """Put the first tokens of the prompt into the empty cache of an engine that fits. Returns how many.
 
         The caller decodes the rest, for its signals: nothing if `signals` has them, or if the policy has a
         reconstruction pass; the last queries, if the policy reads only theirs; otherwise the whole prompt.
         """
-        context, rows = eviction.context, eviction.rows
-        n = self._n_known(eviction)
+        context, rows = cache.context, cache.rows
+        n = self._n_known(cache)
         if not n:
             return 0
         assert isinstance(context, Context)
@@ -90,14 +90,14 @@ class CachedPrompt:
             context.set_cells(layer, len(self.tokens), cells)
         # the other cells are free again
         rows.append(n)
-        eviction.edit(rows.live, rows.next_rot)
+        cache.edit(rows.live, rows.next_rot)
         if n == len(self.tokens):
             context.set_logits(self.logits)
         return n
 
-    def _n_known(self, eviction: Eviction) -> int:
-        asked, n = eviction.policy.request(), len(self.tokens)
-        if self.has(asked) or eviction.policy.reconstruction:
+    def _n_known(self, cache: PolicyCache) -> int:
+        asked, n = cache.policy.request(), len(self.tokens)
+        if self.has(asked) or cache.policy.reconstruction:
             return n
         if not asked.signals & ~(_OF_CACHE | _OF_LAST):
             return max(n - max(asked.n_query, 1), 0)

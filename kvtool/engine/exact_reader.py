@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvtool.engine.cache import pad
-from kvtool.engine.eviction import Eviction
+from kvtool.engine.policy_cache import PolicyCache
 from kvtool.engine.settings import Settings
+from kvtool.engine.sizes import pad
 from kvtool.llama.devices import gpu_free_bytes
 
 _LEAST = 64
@@ -29,10 +29,10 @@ class ExactReader:
         Maximum number of tokens of a chunk; 0 if no text can be read exactly.
     """
 
-    def __init__(self, eviction: Eviction, settings: Settings, n_chunk: int) -> None:
-        self._eviction = eviction
+    def __init__(self, cache: PolicyCache, settings: Settings, n_chunk: int) -> None:
+        self._cache = cache
         self._is_asked = settings.prefill == "exact"
-        self.n_chunk = min(n_chunk, eviction.context.n_batch)
+        self.n_chunk = min(n_chunk, cache.context.n_batch)
 
     def n_readable(self, n: int) -> int:
         """Return how many of the next n tokens can be read exactly; 0 if the text is better read otherwise.
@@ -40,33 +40,33 @@ class ExactReader:
         Keys must have their true distances, which they have up to half of the context. The host traces
         attention to archived tokens, so no text is read exactly meanwhile.
         """
-        eviction, rows = self._eviction, self._eviction.rows
-        archive = eviction.context.archive
-        if not self.n_chunk or not archive or archive.is_traced or eviction.n_restart:
+        cache, rows = self._cache, self._cache.rows
+        archive = cache.context.archive
+        if not self.n_chunk or not archive or archive.is_traced or cache.n_restart:
             return 0
-        n = min(n, eviction.n_ctx // 2 - rows.n_past)
-        if n < (1 if self._is_asked else _LEAST) or rows.n_kv + n <= eviction.policy.n_live:
+        n = min(n, cache.n_ctx // 2 - rows.n_past)
+        if n < (1 if self._is_asked else _LEAST) or rows.n_kv + n <= cache.policy.n_live:
             return 0
         return n if self._is_asked or self.device_bytes(rows.n_past + n) <= gpu_free_bytes() else 0
 
     def device_bytes(self, n: int) -> int:
         """Return about how many bytes a device needs to attend to n archived tokens at once."""
-        assert self._eviction.context.archive
-        layer_bytes = max(self._eviction.context.archive.layer_bytes)
+        assert self._cache.context.archive
+        layer_bytes = max(self._cache.context.archive.layer_bytes)
         # two buffers, the same once more as llama.cpp's kernels convert it, and a mask in half precision
         return n * (4 * layer_bytes + 2 * self.n_chunk)
 
     @contextmanager
     def staged(self, n: int) -> Iterator[None]:
         """Inside, chunks attend exactly to up to n archived tokens. Raises LibraryError without memory."""
-        eviction, n_live = self._eviction, self._eviction.policy.n_live
-        archive = eviction.context.archive
+        cache, n_live = self._cache, self._cache.policy.n_live
+        archive = cache.context.archive
         assert archive
-        n_filled = int(eviction.layer_cells.max()) - n_live
+        n_filled = int(cache.layer_cells.max()) - n_live
         try:
-            eviction.resize(np.full_like(eviction.layer_cells, pad(n_live + self.n_chunk + n_filled)))
+            cache.resize(np.full_like(cache.layer_cells, pad(n_live + self.n_chunk + n_filled)))
             archive.stage(n)
             yield
         finally:
             archive.stage(0)
-            eviction.resize(eviction.layer_cells)
+            cache.resize(cache.layer_cells)

@@ -9,16 +9,17 @@ from typing import Protocol
 
 import numpy as np
 
-from kvtool.engine.cache import Sizes, open_cache
 from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.cells import Cells
 from kvtool.engine.checks import check, how_read, on_model
 from kvtool.engine.chunk_size import ChunkSize
-from kvtool.engine.eviction import Eviction, ask
 from kvtool.engine.exact_reader import ExactReader
+from kvtool.engine.plan_check import ask
+from kvtool.engine.policy_cache import PolicyCache
 from kvtool.engine.rows import Rows
 from kvtool.engine.settings import Settings
 from kvtool.engine.signals import Signals
+from kvtool.engine.sizes import Sizes, open_context
 from kvtool.engine.whole_reader import WholeReader, batches
 from kvtool.errors import LibraryError, StreamEnd, UsageError
 from kvtool.llama.context import Context
@@ -63,8 +64,8 @@ class Engine:
         Which token each cell of each row holds.
     signals
         The attention statistics that the policy reads.
-    eviction
-        The cache under the policy: plans, and the policy's state.
+    cache
+        The context, rows, signals and the policy's state, which are edited together.
     whole_reader, exact_reader
         The other two ways to read a text.
     n_refused
@@ -87,14 +88,14 @@ class Engine:
         self._n_live = policy.n_live
         self._request = ask(policy, "request")
         self._needs_t = self._request.needs_t
-        self.context = open_cache(model, policy, self._request, settings, sizes)
+        self.context = open_context(model, policy, self._request, settings, sizes)
         self.rows = Rows(self.context.row_layers, self.context.n_cell, ragged=policy.ragged)
         self.signals = Signals(policy.reads, self.context, self.rows)
         in_cache = settings.positions == "in-cache"
         parts = self.context, self.rows, self.signals
-        self.eviction = Eviction(policy, *parts, self.n_ctx, in_cache=in_cache)
-        self.whole_reader = WholeReader(self.eviction, settings)
-        self.exact_reader = ExactReader(self.eviction, settings, sizes.n_chunk)
+        self.cache = PolicyCache(policy, *parts, self.n_ctx, in_cache=in_cache)
+        self.whole_reader = WholeReader(self.cache, settings)
+        self.exact_reader = ExactReader(self.cache, settings, sizes.n_chunk)
         self.n_refused: int | None = None
         self.joint_decoder: JointDecoder | None = None
         self.chunk_size: ChunkSize | None = None
@@ -105,19 +106,19 @@ class Engine:
 
     def reset(self) -> None:
         """Forget all tokens, and how many of them are pinned and held."""
-        self.eviction.reset()
+        self.cache.reset()
 
     def empty(self) -> None:
         """Forget all tokens, but not how many are pinned and held."""
-        self.eviction.empty()
+        self.cache.empty()
 
     def pin(self, n: int) -> None:
         """Never evict the first n tokens of the stream. Raises UsageError for too many."""
-        self.eviction.pin(n)
+        self.cache.pin(n)
 
     def hold(self, n: int) -> None:
         """Keep the newest n tokens at every eviction. Raises UsageError for too many."""
-        self.eviction.hold(n)
+        self.cache.hold(n)
 
     # the loop
 
@@ -175,15 +176,15 @@ class Engine:
         Raises PlanError, with the cache unchanged, for a plan that breaks a rule, and StreamEnd if the cache
         is full and the policy keeps everything.
         """
-        eviction = self.eviction
+        cache = self.cache
         began = time.perf_counter()
-        view = eviction.observe()
-        plan = eviction.ask("plan", view, eviction.state)
-        eviction.plan_s += time.perf_counter() - began
-        eviction.apply(plan, eviction.check(view, plan), self.rows.next_rot)
-        eviction.n_planned = self.rows.n_past
+        view = cache.observe()
+        plan = cache.ask("plan", view, cache.state)
+        cache.plan_s += time.perf_counter() - began
+        cache.apply(plan, cache.check(view, plan), self.rows.next_rot)
+        cache.n_planned = self.rows.n_past
         if self.rows.ragged:
-            eviction.make_room(self.policy.slack)
+            cache.make_room(self.policy.slack)
 
     @property
     def n_until_plan(self) -> int:
@@ -191,7 +192,7 @@ class Engine:
         rows = self.rows
         n = self._n_live - rows.n_kv
         if rows.ragged:
-            n = min(n, self.eviction.n_planned + self.policy.slack - rows.n_past)
+            n = min(n, self.cache.n_planned + self.policy.slack - rows.n_past)
         return n
 
     def room(self) -> int:
@@ -207,9 +208,9 @@ class Engine:
                     f"the stream has reached the context of {self.n_ctx} tokens; "
                     "continue with --positions auto or in-cache"
                 )
-            self.eviction.close_gaps(n)
+            self.cache.close_gaps(n)
         if self.rows.ragged:
-            self.eviction.take_room(n)
+            self.cache.take_room(n)
 
     def _part(self, at: int, end: int) -> slice:
         """Return which of a step's tokens at..end are decoded next."""
@@ -252,8 +253,8 @@ class Engine:
                 return (done or 0) + self.read(tokens[done or 0 :], stopped)
             return done
         fits_in = self.n_past == 0 and not self.policy.evicts and len(tokens) <= self.n_cell
-        if cached and fits_in and cached.fits(self.eviction, tokens):
-            n = cached.put(self.eviction)
+        if cached and fits_in and cached.fits(self.cache, tokens):
+            n = cached.put(self.cache)
             return n + self.read(tokens[n:], stopped)
         steps, done = self.steps(tokens, late=True, every=False), 0
         while done < len(tokens) and not stopped():
@@ -406,7 +407,7 @@ class Engine:
         if n:
             self.context.drop(n)
             self.rows.drop(n)
-            self.eviction.give_room(n)
+            self.cache.give_room(n)
 
     # earlier states
 
@@ -416,7 +417,7 @@ class Engine:
         # here and below: modules that most chats do not need are not imported at their start
         from kvtool.engine.rewind import can_rewind
 
-        return can_rewind(self.eviction)
+        return can_rewind(self.cache)
 
     def rewind(self, n: int) -> bool:
         """Cut the stream to its first n tokens; the newest archived tokens fill the window again.
@@ -434,7 +435,7 @@ class Engine:
             return True
         from kvtool.engine.rewind import rewind
 
-        return rewind(self.eviction, n)
+        return rewind(self.cache, n)
 
     def save(self, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
         """Yield by name the arrays that the next step depends on, in addition to model, policy and settings.
@@ -443,13 +444,13 @@ class Engine:
         """
         from kvtool.engine import snapshot
 
-        return snapshot.save(self.eviction, archived=archived)
+        return snapshot.save(self.cache, archived=archived)
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
         """Continue from the arrays that `save` yielded. Raises SessionError if they do not fit."""
         from kvtool.engine import snapshot
 
-        snapshot.restore(self.eviction, saved, self.n_cell)
+        snapshot.restore(self.cache, saved, self.n_cell)
 
     # what there is
 
@@ -487,22 +488,22 @@ class Engine:
     @property
     def n_pinned(self) -> int:
         """Number of first tokens that are never evicted."""
-        return self.eviction.n_pinned
+        return self.cache.n_pinned
 
     @property
     def n_held(self) -> int:
         """Number of newest tokens that are never evicted."""
-        return self.eviction.n_held
+        return self.cache.n_held
 
     @property
     def n_restart(self) -> int:
         """Number of times that positions have started over after the live cells."""
-        return self.eviction.n_restart
+        return self.cache.n_restart
 
     @property
     def n_evicted(self) -> int:
         """Number of cells evicted so far per row; the mean if rows are ragged."""
-        return self.eviction.n_evicted // len(self.rows.live)
+        return self.cache.n_evicted // len(self.rows.live)
 
     @property
     def n_archived(self) -> int:
@@ -523,7 +524,7 @@ class Engine:
     @property
     def state(self) -> State:
         """The policy's state of each cell: arrays [row, cell, ...]."""
-        return self.eviction.state
+        return self.cache.state
 
     @property
     def cache_bytes(self) -> int:

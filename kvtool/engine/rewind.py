@@ -7,21 +7,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtool.engine.eviction import Eviction, fill_holes, moves_of
+from kvtool.engine.moves import fill_holes, moves_of
+from kvtool.engine.policy_cache import PolicyCache
 from kvtool.policy import Policy, Signal
 
 
-def can_rewind(eviction: Eviction) -> bool:
+def can_rewind(cache: PolicyCache) -> bool:
     """True if earlier states of the stream are known: evicted tokens are archived, or nothing is evicted.
 
     Earlier states of sliding and recurrent layers, of a policy's state and of signals are lost.
     """
-    keeps_all = eviction.context.archive or not eviction.policy.slack
+    keeps_all = cache.context.archive or not cache.policy.slack
     return bool(
-        keeps_all
-        and not eviction.context.fixed_state
-        and not eviction.state
-        and eviction.policy.reads == Signal.NONE
+        keeps_all and not cache.context.fixed_state and not cache.state and cache.policy.reads == Signal.NONE
     )
 
 
@@ -49,16 +47,16 @@ class _Earlier(NamedTuple):
     n_later: int
 
 
-def rewind(eviction: Eviction, n: int) -> bool:
+def rewind(cache: PolicyCache, n: int) -> bool:
     """Cut the stream to its first n tokens. Return False, changing nothing, if that is impossible.
 
     The cache is then as after n tokens, except that the archive's type has rounded some, and that tokens
     dropped by the archive are missing. There are no logits before the next step.
     """
-    earlier = _earlier(eviction, n) if can_rewind(eviction) else None
+    earlier = _earlier(cache, n) if can_rewind(cache) else None
     if not earlier:
         return False
-    context, rows = eviction.context, eviction.rows
+    context, rows = cache.context, cache.rows
     archive = context.archive
     end = max(min(archive.end, n), earlier.begin) if archive and archive.n else n
     pos = rows.pos[:, : rows.n_kv]
@@ -72,31 +70,31 @@ def rewind(eviction: Eviction, n: int) -> bool:
     kept_rot = kept_pos - np.where(kept_pos < earlier.n_first, 0, earlier.base).astype(np.int32)
     delta = kept_rot - np.take_along_axis(rows.rot, source, axis=1)
     live = np.full(len(n_keep), earlier.n_kv, np.int32)
-    n_planned = n if earlier.n_kv == n else n - (earlier.n_kv - eviction.policy.n_keep)
+    n_planned = n if earlier.n_kv == n else n - (earlier.n_kv - cache.policy.n_keep)
     rows.n_past = n
-    eviction.edit(live, n - earlier.base, moves_of(source, delta))
+    cache.edit(live, n - earlier.base, moves_of(source, delta))
     if archive and archive.n:
         archive.rewind(n_own, n_back, end, earlier.base, max(n_planned, end - n_back))
     new = np.broadcast_to(np.arange(end - n_back, end, dtype=np.int32), (len(n_keep), n_back))
     rows.n_kv, rows.next_rot = earlier.n_kv, n - earlier.base
     rows.put(live, np.hstack([kept_pos, new]), np.hstack([kept_rot, new - earlier.base]))
-    eviction.n_planned = 0 if earlier.n_kv == n else n_planned
-    eviction.n_evicted = (n - earlier.n_kv) * len(n_keep)
-    eviction.n_restart -= earlier.n_later
+    cache.n_planned = 0 if earlier.n_kv == n else n_planned
+    cache.n_evicted = (n - earlier.n_kv) * len(n_keep)
+    cache.n_restart -= earlier.n_later
     context.forget_logits()
     return True
 
 
-def _earlier(eviction: Eviction, n: int) -> _Earlier | None:
+def _earlier(cache: PolicyCache, n: int) -> _Earlier | None:
     """Return the stream's state after n tokens; None if the archive has dropped tokens of its window."""
-    rows, archive = eviction.rows, eviction.context.archive
-    n_kv, base = n_live(eviction.policy, n), rows.n_past - rows.next_rot
+    rows, archive = cache.rows, cache.context.archive
+    n_kv, base = n_live(cache.policy, n), rows.n_past - rows.next_rot
     if not (archive and archive.n):
         return _Earlier(rows.n_kv, n, n, base, 0) if rows.n_kv == rows.n_past else None
     span, frames = archive.span, archive.frames
     n_first = int((rows.pos[0, : rows.n_kv] < span.stop).sum())
     if n <= n_first:
-        return _Earlier(n_first, span.start, n, 0, eviction.n_restart)
+        return _Earlier(n_first, span.start, n, 0, cache.n_restart)
     # the policy may have kept fewer tokens than it can
     begin = min(n - n_kv + n_first, span.stop)
     if begin < span.start:
@@ -104,7 +102,7 @@ def _earlier(eviction: Eviction, n: int) -> _Earlier | None:
     # positions start over late: the frame of `begin` may have been made after the first n tokens
     started = len([first for first, _ in takewhile(lambda frame: frame[0] < begin, frames)])
     at = max(started - 1, 0)
-    while at + 1 < len(frames) and frames[at + 1][0] <= begin and n - frames[at][1] > eviction.n_ctx:
+    while at + 1 < len(frames) and frames[at + 1][0] <= begin and n - frames[at][1] > cache.n_ctx:
         at += 1
     return _Earlier(n_first, begin, n_first + n - begin, frames[at][1], len(frames) - 1 - at)
 

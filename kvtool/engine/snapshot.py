@@ -7,19 +7,19 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvtool.engine.eviction import Eviction
+from kvtool.engine.policy_cache import PolicyCache
 from kvtool.errors import LibraryError, SessionError, StreamEnd
 
 _COUNTERS = (
     ("rows", "n_past"),
     ("rows", "n_kv"),
-    ("eviction", "n_pinned"),
-    ("eviction", "n_held"),
-    ("eviction", "n_restart"),
+    ("cache", "n_pinned"),
+    ("cache", "n_held"),
+    ("cache", "n_restart"),
     ("rows", "next_rot"),
-    ("eviction", "n_planned"),
+    ("cache", "n_planned"),
     ("signals", "since"),
-    ("eviction", "n_evicted"),
+    ("cache", "n_evicted"),
 )
 """An engine's counters, in their order in the array "engine"."""
 
@@ -30,7 +30,7 @@ _FIXED = ("window", "window_cells")
 """Names of the state of sliding and recurrent layers in session files, once that of sliding layers alone."""
 
 
-def save(eviction: Eviction, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
+def save(cache: PolicyCache, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
     """Yield by name the arrays that the next step depends on, in addition to model, policy and settings.
 
     engine
@@ -46,17 +46,17 @@ def save(eviction: Eviction, *, archived: bool = True) -> Iterator[tuple[str, np
     window, window_cells
         State of sliding and recurrent layers, if the model has any.
     """
-    context, rows = eviction.context, eviction.rows
+    context, rows = cache.context, cache.rows
     n = rows.n_kv
-    parts = _parts(eviction)
+    parts = _parts(cache)
     yield "engine", np.array([getattr(parts[part], name) for part, name in _COUNTERS], np.int64)
     yield "live", rows.live
     yield "layer_cells", context.layer_cells
     yield "pos", rows.pos[:, :n]
     yield "rot", rows.rot[:, :n]
-    for i, array in enumerate(eviction.state):
+    for i, array in enumerate(cache.state):
         yield f"state.{i}", array[:, :n]
-    yield from eviction.signals.save()
+    yield from cache.signals.save()
     for layer, n_live in enumerate(rows.most_live().tolist()):
         yield f"cells.{layer}", context.cells(layer, n_live)
     if context.archive:
@@ -65,7 +65,7 @@ def save(eviction: Eviction, *, archived: bool = True) -> Iterator[tuple[str, np
         yield from zip(_FIXED, context.fixed_state.save(), strict=True)
 
 
-def restore(eviction: Eviction, saved: Mapping[str, np.ndarray], n_cell: int) -> None:
+def restore(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) -> None:
     """Continue from the arrays that `save` yielded.
 
     n_cell: maximum number of tokens in the cache. Raises SessionError if the arrays do not fit this model,
@@ -75,25 +75,25 @@ def restore(eviction: Eviction, saved: Mapping[str, np.ndarray], n_cell: int) ->
     misfit = SessionError("what was saved does not fit this model, policy or cache")
     try:
         counters = dict(zip(_COUNTERS, saved["engine"].tolist(), strict=True))
-        _check_fixed(eviction, saved)
-        fits = _fits(eviction, saved, counters, n_cell)
+        _check_fixed(cache, saved)
+        fits = _fits(cache, saved, counters, n_cell)
     except (KeyError, ValueError, TypeError, AttributeError):
         fits = False
     if not fits:
         raise misfit
     try:
-        _put(eviction, saved, counters)
+        _put(cache, saved, counters)
     except LibraryError:
-        eviction.reset()
+        cache.reset()
         raise misfit from None
     except StreamEnd:
-        eviction.reset()
+        cache.reset()
         raise
 
 
-def _check_fixed(eviction: Eviction, saved: Mapping[str, np.ndarray]) -> None:
+def _check_fixed(cache: PolicyCache, saved: Mapping[str, np.ndarray]) -> None:
     """Raise SessionError if sliding layers had another number of cells, which depends on the batch size."""
-    fixed_state = eviction.context.fixed_state
+    fixed_state = cache.context.fixed_state
     if fixed_state and saved[_FIXED[0]].shape != fixed_state.shapes[0]:
         raise SessionError(
             "what was saved does not fit: its sliding layers have another number of cells; "
@@ -101,9 +101,9 @@ def _check_fixed(eviction: Eviction, saved: Mapping[str, np.ndarray]) -> None:
         )
 
 
-def _fits(eviction: Eviction, saved: Mapping[str, np.ndarray], counters: Counters, n_cell: int) -> bool:
+def _fits(cache: PolicyCache, saved: Mapping[str, np.ndarray], counters: Counters, n_cell: int) -> bool:
     """True if the arrays have the right types and sizes, and the counters are possible."""
-    context, rows, state = eviction.context, eviction.rows, eviction.state
+    context, rows, state = cache.context, cache.rows, cache.state
     live, layer_cells, pos, rot = tables = [saved[name] for name in ("live", "layer_cells", "pos", "rot")]
     n, n_past = counters["rows", "n_kv"], counters["rows", "n_past"]
     shape = len(rows.layer), n
@@ -111,7 +111,7 @@ def _fits(eviction: Eviction, saved: Mapping[str, np.ndarray], counters: Counter
         all(array.dtype == np.int32 for array in tables)
         and live.shape == shape[:1]
         and pos.shape == rot.shape == shape
-        and layer_cells.shape == eviction.layer_cells.shape
+        and layer_cells.shape == cache.layer_cells.shape
         and 0 <= n <= min(n_cell, n_past)
         and live.min(initial=n) >= (0 if rows.ragged else n)
         and live.max(initial=0) == n
@@ -121,49 +121,49 @@ def _fits(eviction: Eviction, saved: Mapping[str, np.ndarray], counters: Counter
     own_state = [(own.dtype, shape + own.shape[2:]) for own in state]
     return (
         min(counters.values()) >= 0
-        and all(counters[clock] <= n_past for clock in (("eviction", "n_planned"), ("signals", "since")))
-        and all(counters["eviction", name] < eviction.policy.n_live for name in ("n_pinned", "n_held"))
-        and counters["rows", "next_rot"] <= eviction.n_ctx
+        and all(counters[clock] <= n_past for clock in (("cache", "n_planned"), ("signals", "since")))
+        and all(counters["cache", name] < cache.policy.n_live for name in ("n_pinned", "n_held"))
+        and counters["rows", "next_rot"] <= cache.n_ctx
         and all(
             ((array >= 0) & (array < end))[is_live].all()
-            for array, end in ((pos, n_past), (rot, eviction.n_ctx))
+            for array, end in ((pos, n_past), (rot, cache.n_ctx))
         )
         and all(
             context.fits(layer, n_live, saved[f"cells.{layer}"])
             for layer, n_live in enumerate(rows.most(live).tolist())
         )
-        and eviction.signals.fits(saved, n)
+        and cache.signals.fits(saved, n)
         and (not context.archive or context.archive.fits(saved, n_past))
         and (not context.fixed_state or context.fixed_state.fits(*(saved[name] for name in _FIXED)))
-        and [(own.dtype, own.shape) for own in _states(eviction, saved)] == own_state
+        and [(own.dtype, own.shape) for own in _states(cache, saved)] == own_state
     )
 
 
-def _parts(eviction: Eviction) -> dict[str, object]:
-    return {"rows": eviction.rows, "eviction": eviction, "signals": eviction.signals}
+def _parts(cache: PolicyCache) -> dict[str, object]:
+    return {"rows": cache.rows, "cache": cache, "signals": cache.signals}
 
 
-def _states(eviction: Eviction, saved: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    return [saved[f"state.{i}"] for i in range(len(eviction.state))]
+def _states(cache: PolicyCache, saved: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    return [saved[f"state.{i}"] for i in range(len(cache.state))]
 
 
-def _put(eviction: Eviction, saved: Mapping[str, np.ndarray], counters: Counters) -> None:
-    context, rows = eviction.context, eviction.rows
-    eviction.reset()
+def _put(cache: PolicyCache, saved: Mapping[str, np.ndarray], counters: Counters) -> None:
+    context, rows = cache.context, cache.rows
+    cache.reset()
     if rows.ragged:
-        eviction.resize(saved["layer_cells"])
+        cache.resize(saved["layer_cells"])
     for (part, name), value in counters.items():
-        setattr(_parts(eviction)[part], name, value)
+        setattr(_parts(cache)[part], name, value)
     rows.put(saved["live"], saved["pos"], saved["rot"])
-    for own, array in zip(eviction.state, _states(eviction, saved), strict=True):
+    for own, array in zip(cache.state, _states(cache, saved), strict=True):
         own[:, : rows.n_kv] = array
     for layer, n_live in enumerate(rows.most_live().tolist()):
         context.set_cells(layer, n_live, saved[f"cells.{layer}"])
     if context.archive:
         context.archive.restore(saved)
         context.archive.rebase(rows.n_past - rows.next_rot)
-    eviction.edit(rows.live, rows.next_rot)
+    cache.edit(rows.live, rows.next_rot)
     context.set_places(saved["rot"])
     if context.fixed_state:
         context.fixed_state.restore(*(saved[name] for name in _FIXED))
-    eviction.signals.restore(saved, counters["signals", "since"])
+    cache.signals.restore(saved, counters["signals", "since"])

@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvtool.engine.cache import pad
 from kvtool.engine.cached_prompt import CachedPrompt
-from kvtool.engine.eviction import Eviction
+from kvtool.engine.policy_cache import PolicyCache
 from kvtool.engine.settings import Settings
+from kvtool.engine.sizes import pad
 from kvtool.errors import KvtoolError, StreamEnd, UsageError
 from kvtool.llama.context import Context
 from kvtool.llama.devices import gpu_free_bytes
@@ -41,25 +41,25 @@ class WholeReader:
         The policy's reconstruction pass, or None.
     """
 
-    def __init__(self, eviction: Eviction, settings: Settings) -> None:
-        self._eviction = eviction
+    def __init__(self, cache: PolicyCache, settings: Settings) -> None:
+        self._cache = cache
         self._settings = settings
-        self.n_batch = min(settings.n_batch, eviction.context.n_batch)
-        words = eviction.policy.reconstruction
-        self.reconstruction = Reconstruction(eviction, words, self.n_batch) if words else None
+        self.n_batch = min(settings.n_batch, cache.context.n_batch)
+        words = cache.policy.reconstruction
+        self.reconstruction = Reconstruction(cache, words, self.n_batch) if words else None
 
     @property
     def in_segments(self) -> bool:
         """True if a prompt longer than the context can be read in segments that do not see each other."""
         # a segment attends over all cells of rows that differ, and to all of an archive
-        return not (self._eviction.rows.ragged or self._eviction.policy.recall)
+        return not (self._cache.rows.ragged or self._cache.policy.recall)
 
     def n_segments(self, n: int) -> int:
         """Return in how many segments a prompt of n tokens is read.
 
         Raises UsageError if the context is too short.
         """
-        n_ctx = self._eviction.n_ctx
+        n_ctx = self._cache.n_ctx
         longest = self.reconstruction.longest if self.reconstruction else n_ctx
         if longest < 1:
             raise UsageError(f"a context of {n_ctx} tokens is too short to read a prompt twice")
@@ -67,30 +67,30 @@ class WholeReader:
 
     def n_cells(self, n: int) -> int:
         """Return the maximum cells of a row while a prompt of n tokens is read."""
-        eviction, policy = self._eviction, self._eviction.policy
+        cache, policy = self._cache, self._cache.policy
         if self.reconstruction:
             n_chunk = self.reconstruction.n_chunk(-(-n // self.n_segments(n)))
             n += self.reconstruction.n_before + n_chunk
         if policy.recall:
             # after the live cells are those that steps fill from the archive
-            n += int(eviction.layer_cells.max()) - policy.n_live
+            n += int(cache.layer_cells.max()) - policy.n_live
         return pad(n)
 
     def n_bytes(self, n: int) -> int:
         """Return the bytes of K and V while a prompt of n tokens is read."""
-        context = self._eviction.context
+        context = self._cache.context
         cell_bytes = sum(map(context.cell_bytes, range(len(context.layer_cells))))
         return context.cache_bytes + (self.n_cells(n) - context.n_cell) * cell_bytes
 
     def signal_bytes(self, n: int) -> int:
         """Return the bytes of signals and queries while a prompt of n tokens is read."""
-        context = self._eviction.context
+        context = self._cache.context
         return context.signal_bytes(np.full_like(context.layer_cells, self.n_cells(n)))
 
     def fits(self, n: int) -> bool:
         """True if there can be enough cells for a prompt of n tokens. Original positions may end before."""
         in_one = self.in_segments or self.n_segments(n) == 1
-        return in_one and self.n_cells(n) <= self._eviction.context.model.layers.most_cells
+        return in_one and self.n_cells(n) <= self._cache.context.model.layers.most_cells
 
     def gpu_has_room(self, n: int) -> bool:
         """True if a policy that recalls should read a prompt of n tokens whole without being asked to.
@@ -98,8 +98,8 @@ class WholeReader:
         A CPU searches the archive for each token of a streamed prompt: a GPU reads it whole ten times as
         fast. The cells for that may take at most half of the free memory.
         """
-        settings, model = self._settings, self._eviction.context.model
-        if settings.prefill or not (self._eviction.policy.recall and settings.kv_offload and model.is_on_gpu):
+        settings, model = self._settings, self._cache.context.model
+        if settings.prefill or not (self._cache.policy.recall and settings.kv_offload and model.is_on_gpu):
             return False
         return self.fits(n) and 2 * self.n_bytes(n) <= gpu_free_bytes()
 
@@ -114,31 +114,31 @@ class WholeReader:
         are pinned and held as before. Raises StreamEnd if original positions end before the prompt does, and
         what `Engine.step` raises.
         """
-        n, eviction = len(tokens), self._eviction
+        n, cache = len(tokens), self._cache
         segments = np.array_split(tokens, self.n_segments(n))
         self._check(n, len(segments))
         try:
-            fits = cached and len(segments) == 1 and cached.fits(eviction, tokens)
+            fits = cached and len(segments) == 1 and cached.fits(cache, tokens)
             signals = self._decode(segments, decode, cached if fits else None)
             if signals is None:
-                eviction.empty()
+                cache.empty()
                 return 0
             self._compress(signals, close=len(segments) > 1)
         except BaseException:
             with suppress(KvtoolError):
-                eviction.empty()
+                cache.empty()
             raise
         return n
 
     def _check(self, n: int, n_segment: int) -> None:
         """Raise StreamEnd or UsageError if a prompt of n tokens cannot be read whole."""
-        model, n_ctx = self._eviction.context.model, self._eviction.n_ctx
+        model, n_ctx = self._cache.context.model, self._cache.n_ctx
         twice = ", read twice," if self.reconstruction else ""
         if n_segment > 1 and not self.in_segments:
             apart = "without -o heads=adaptive and layers=adaptive"
             instead = "with -o heads=equal" if twice else f"with --prefill stream, or {apart}"
             who = "rows that share a budget cannot read more in one piece"
-            if self._eviction.policy.recall:
+            if self._cache.policy.recall:
                 who, instead = "recall cannot read more in one piece", "with --prefill stream"
             raise StreamEnd(
                 f"the prompt of {n} tokens{twice} is longer than the context of {n_ctx}, and {who}; "
@@ -161,30 +161,30 @@ class WholeReader:
         self, segments: list[np.ndarray], decode: DecodeText, cached: CachedPrompt | None
     ) -> dict[str, np.ndarray] | None:
         """Decode the segments into a cache made for them. Return the signals of all; None if stopped."""
-        eviction, rows = self._eviction, self._eviction.rows
+        cache, rows = self._cache, self._cache.rows
         n = sum(map(len, segments))
         # the state has the shape of the small cache
-        eviction.state = ()
+        cache.state = ()
         # attention goes over all cells of rows that differ: these grow as the text is read
         if not rows.ragged:
-            eviction.resize(np.full_like(eviction.layer_cells, self.n_cells(n)))
+            cache.resize(np.full_like(cache.layer_cells, self.n_cells(n)))
         elif cached:
-            eviction.make_room(n)
+            cache.make_room(n)
         total: dict[str, np.ndarray] = {}
         for segment in segments:
             first = rows.n_past
             rows.rotate_from(0)
-            n_known = cached.put(eviction) if cached else 0
+            n_known = cached.put(cache) if cached else 0
             if rows.ragged and n_known:
                 # the cached tokens took cells
-                eviction.make_room(len(segment) - n_known)
+                cache.make_room(len(segment) - n_known)
             signals: Mapping[str, np.ndarray] | None
             n_output = int(first + len(segment) == n)
-            signals = decode_watched(eviction, decode, segment[n_known:], n_output, self.n_batch)
+            signals = decode_watched(cache, decode, segment[n_known:], n_output, self.n_batch)
             if self.reconstruction and signals is not None:
                 signals = self._reconstructed(np.concatenate(segments), first, decode, cached)
             elif cached and n_known == n:
-                signals = {name: cached.signals[name] for name in eviction.signals.of}
+                signals = {name: cached.signals[name] for name in cache.signals.of}
             if signals is None:
                 return None
             for name, values in signals.items():
@@ -192,7 +192,7 @@ class WholeReader:
                 # no segment sees another segment's tokens, so each value comes from a single segment
                 sums[:, : rows.n_kv] += values
             if rows.n_past < n:
-                eviction.hide()
+                cache.hide()
         return total
 
     def _reconstructed(
@@ -203,11 +203,11 @@ class WholeReader:
         Afterwards the context has the prompt's logits again.
         """
         assert self.reconstruction
-        eviction, context = self._eviction, self._eviction.context
-        n_past = eviction.rows.n_past
+        cache, context = self._cache, self._cache.context
+        n_past = cache.rows.n_past
         n_chunk = self.reconstruction.n_chunk(n_past - first)
-        request, words = eviction.policy.request(), self.reconstruction.words
-        how = request, words, eviction.n_pinned, eviction.n_held, n_chunk
+        request, words = cache.policy.request(), self.reconstruction.words
+        how = request, words, cache.n_pinned, cache.n_held, n_chunk
         if cached and (known := cached.reconstructed.get(how)):
             return known
         logits = context.logits().copy() if n_past == len(tokens) else None
@@ -223,21 +223,21 @@ class WholeReader:
 
         close: True if gaps between positions are closed.
         """
-        eviction, rows = self._eviction, self._eviction.rows
-        view = eviction.view(signals, rows.n_past)
-        plan = eviction.ask("compress", view)
-        n_keep = eviction.check(view, plan)
+        cache, rows = self._cache, self._cache.rows
+        view = cache.view(signals, rows.n_past)
+        plan = cache.ask("compress", view)
+        n_keep = cache.check(view, plan)
         next_rot = rows.next_rot
         if close:
-            eviction.n_restart += 1
-            next_rot = eviction.low_rot(int(n_keep[0]), 0)
-        source = eviction.apply(plan, n_keep, next_rot, close=close)
-        eviction.n_planned = rows.n_past
+            cache.n_restart += 1
+            next_rot = cache.low_rot(int(n_keep[0]), 0)
+        source = cache.apply(plan, n_keep, next_rot, close=close)
+        cache.n_planned = rows.n_past
         if rows.ragged:
-            eviction.make_room(eviction.policy.slack)
+            cache.make_room(cache.policy.slack)
         else:
-            eviction.resize(eviction.layer_cells)
-        eviction.start()
+            cache.resize(cache.layer_cells)
+        cache.start()
         kept: dict[str, Any] = {
             field: np.take_along_axis(values, _aligned(source, values.ndim, spec.cell_axis), spec.cell_axis)
             for spec in SIGNALS.values()
@@ -248,8 +248,8 @@ class WholeReader:
         if rows.ragged:
             _clear_dead(kept, ~rows.is_live())
             kept["live"], kept["pos"] = rows.live.copy(), rows.view_pos()
-        eviction.ask("adopt", replace(view, **kept), eviction.state)
-        eviction.clear_dead(rows.n_kv)
+        cache.ask("adopt", replace(view, **kept), cache.state)
+        cache.clear_dead(rows.n_kv)
 
 
 class Reconstruction:
@@ -262,9 +262,9 @@ class Reconstruction:
     words: the policy's.
     """
 
-    def __init__(self, eviction: Eviction, words: ReconstructionPass, n_batch: int) -> None:
-        tokenize = eviction.context.model.tokenize
-        self._eviction = eviction
+    def __init__(self, cache: PolicyCache, words: ReconstructionPass, n_batch: int) -> None:
+        tokenize = cache.context.model.tokenize
+        self._cache = cache
         self._n_batch = n_batch
         self.words = words
         self._first, self._later = tokenize(words.first), tokenize(words.later)
@@ -273,18 +273,18 @@ class Reconstruction:
     @property
     def n_before(self) -> int:
         """Maximum number of tokens that are decoded before a chunk."""
-        n_header = self._eviction.n_held or len(self._close)
+        n_header = self._cache.n_held or len(self._close)
         return max(len(self._first), len(self._later) + self.words.n_lead) + n_header
 
     @property
     def longest(self) -> int:
         """Tokens of the longest segment that can be repeated within the context; below 1 if none can."""
-        n_ctx = self._eviction.n_ctx
+        n_ctx = self._cache.n_ctx
         return n_ctx - self.n_before - min(self.words.n_chunk, _LEAST, n_ctx // 4)
 
     def n_chunk(self, n: int) -> int:
         """Return how many tokens of a segment of n tokens are repeated at once."""
-        return min(self.words.n_chunk, n, self._eviction.n_ctx - self.n_before - n)
+        return min(self.words.n_chunk, n, self._cache.n_ctx - self.n_before - n)
 
     def read(self, tokens: np.ndarray, first: int, decode: DecodeText) -> dict[str, np.ndarray] | None:
         """Return the signals of a pass over the tokens from `first` on: f32[row, n_past] by field.
@@ -294,15 +294,15 @@ class Reconstruction:
         unchanged except for the signals, and there are no logits. Returns None if stopped, with the cache in
         between.
         """
-        eviction, rows, words = self._eviction, self._eviction.rows, self.words
-        context = eviction.context
+        cache, rows, words = self._cache, self._cache.rows, self.words
+        context = cache.context
         assert isinstance(context, Context)
         end, n_chunk = rows.n_past, self.n_chunk(rows.n_past - first)
-        begin, stop = max(first, eviction.n_pinned), min(end, len(tokens) - eviction.n_held)
-        header = tokens[len(tokens) - eviction.n_held :] if eviction.n_held else self._close
+        begin, stop = max(first, cache.n_pinned), min(end, len(tokens) - cache.n_held)
+        header = tokens[len(tokens) - cache.n_held :] if cache.n_held else self._close
         fixed_state = context.fixed_state.save() if context.fixed_state else None
         # nothing was watched so far
-        signals = {name: np.zeros_like(values) for name, values in eviction.signals.read().items()}
+        signals = {name: np.zeros_like(values) for name, values in cache.signals.read().items()}
         context.watch(on=True)
         try:
             for at in range(begin, stop, n_chunk):
@@ -310,13 +310,13 @@ class Reconstruction:
                 lead = tokens[max(at - words.n_lead, begin) : at]
                 asked = self._first if at == begin else np.concatenate([self._later, lead])
                 text = np.concatenate([asked, header, tokens[chunk]])
-                watched = decode_watched(eviction, decode, text, 0, self._n_batch)
+                watched = decode_watched(cache, decode, text, 0, self._n_batch)
                 if watched is None:
                     return None
                 for name, values in watched.items():
                     signals[name][:, chunk] = values[:, chunk]
                 rows.drop(len(text))
-                eviction.edit(rows.live, rows.next_rot, n_hidden=first)
+                cache.edit(rows.live, rows.next_rot, n_hidden=first)
                 if context.fixed_state and fixed_state:
                     context.fixed_state.restore(*fixed_state)
         finally:
@@ -325,7 +325,7 @@ class Reconstruction:
 
 
 def decode_watched(
-    eviction: Eviction, decode: DecodeText, tokens: np.ndarray, n_output: int, n_batch: int
+    cache: PolicyCache, decode: DecodeText, tokens: np.ndarray, n_output: int, n_batch: int
 ) -> dict[str, np.ndarray] | None:
     """Decode a text i32[n] after the live cells and return its signals, f32[row, n_kv] by field.
 
@@ -333,17 +333,17 @@ def decode_watched(
     stopped. llama.cpp's own table of ragged rows has room for a step, and no more until an edit, which clears
     the signals: the signals of each step are then combined with the earlier ones.
     """
-    if not eviction.rows.ragged:
-        return eviction.signals.read() if decode(tokens, n_output) else None
-    signals = eviction.signals.read()
+    if not cache.rows.ragged:
+        return cache.signals.read() if decode(tokens, n_output) else None
+    signals = cache.signals.read()
     steps = batches(tokens, n_batch)
     for i, step in enumerate(steps):
-        eviction.edit(eviction.rows.live, eviction.rows.next_rot)
-        eviction.take_room(len(step))
+        cache.edit(cache.rows.live, cache.rows.next_rot)
+        cache.take_room(len(step))
         if not decode(step, n_output if i == len(steps) - 1 else 0):
             return None
-        before, signals = signals, eviction.signals.read()
-        for name, signal in eviction.signals.of.items():
+        before, signals = signals, cache.signals.read()
+        for name, signal in cache.signals.of.items():
             if (spec := SIGNALS[signal]).scope == "plan":
                 combine = np.maximum if spec.reduction == "max" else np.add
                 old = signals[name][:, : before[name].shape[1]]

@@ -60,7 +60,7 @@ def fill(engine: Engine, tokens: np.ndarray, n: int) -> None:
     live = np.full(len(rows.layer), n, np.int32)
     rows.next_rot = n
     rows.put(live, pos, pos)
-    engine.eviction.edit(live, n)
+    engine.cache.edit(live, n)
     context.set_places(pos)
 
 

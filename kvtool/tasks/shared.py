@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.engine.cache import pad
 from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
+from kvtool.engine.sizes import pad
 from kvtool.llama.model import Model
 from kvtool.policy import Plan, Policy, Signal, State, View
 
@@ -53,12 +53,12 @@ class Shared:
             policy = _Watch(min(pad(len(tokens) + 1), n_ctx))
             with closing(Engine(self._model, policy, self._settings)) as engine:
                 n = 0
-                if last and last.fits(engine.eviction, tokens[: len(last.tokens)]):
-                    n = last.put(engine.eviction)
+                if last and last.fits(engine.cache, tokens[: len(last.tokens)]):
+                    n = last.put(engine.cache)
                     engine.signals.restore(last.signals, 0)
                 # freed first, or two would be in memory
                 last = None
                 engine.read(tokens[n:])
-                last = CachedPrompt.of(engine.eviction, tokens)
+                last = CachedPrompt.of(engine.cache, tokens)
         self._last = last
         return last

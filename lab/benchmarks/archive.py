@@ -112,7 +112,7 @@ def _put(
     engine: loop.Engine, arrays: dict[str, np.ndarray], counters: dict[tuple[str, str], int]
 ) -> loop.Engine:
     # without its checks: a full cache is longer than the trained context
-    snapshot._put(engine.eviction, arrays, counters)
+    snapshot._put(engine.cache, arrays, counters)
     return engine
 
 
@@ -135,7 +135,7 @@ def _recalling(model: Model, spec: str, tokens: np.ndarray, size: int, args) -> 
         for key in [key for key in arrays if key.startswith("archive.")]:
             arrays[key] = _repeated(arrays[key], end - begin, size)
         arrays["pos"] = np.where(arrays["pos"] < begin, arrays["pos"], arrays["pos"] + more).astype(np.int32)
-        for counter in (("rows", "n_past"), ("eviction", "n_planned"), ("signals", "since")):
+        for counter in (("rows", "n_past"), ("cache", "n_planned"), ("signals", "since")):
             counters[counter] += more
         base = counters["rows", "n_past"] - counters["rows", "next_rot"]
         far = max(begin, counters["rows", "n_past"] - N_NEAR)

@@ -267,12 +267,12 @@ def profile(args: Args) -> Iterator[Row]:
         for owner, method in (
             (engine.context, "decode"),
             (engine.context, "logits"),
-            (engine.eviction, "observe"),
-            (engine.eviction, "_archive"),
-            (engine.eviction, "edit"),
+            (engine.cache, "observe"),
+            (engine.cache, "_archive"),
+            (engine.cache, "edit"),
         ):
             timers.wrap(owner, method, method.strip("_"))
-        ask = engine.eviction.ask
+        ask = engine.cache.ask
 
         def planned(what: str, *rest: object, ask: Callable[..., Any] = ask, timers: Timers = timers) -> Any:
             start = time.perf_counter()
@@ -281,7 +281,7 @@ def profile(args: Args) -> Iterator[Row]:
             finally:
                 timers.wall[what] += time.perf_counter() - start  # type: ignore[assignment]
 
-        engine.eviction.ask = planned  # type: ignore[method-assign]
+        engine.cache.ask = planned  # type: ignore[method-assign]
         taken = []
         for at in range(8 + N_STEP):
             if at == 8:

@@ -110,8 +110,8 @@ class Kvtool:
         self.n_token = self.n_eviction = 0
         self._warm_up()
         self.engine.context.decode = self._timed("decode", self.engine.context.decode)
-        eviction = self.engine.eviction
-        eviction.apply = self._timed("apply", eviction.apply)
+        cache = self.engine.cache
+        cache.apply = self._timed("apply", cache.apply)
         self.engine.evict = self._timed("evict", self.engine.evict)
 
     def _warm_up(self) -> None:

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from kvtool import policies, tasks
 from kvtool.chats.prompt import template_of
-from kvtool.engine.cache import pad
 from kvtool.engine.checks import check
 from kvtool.engine.settings import Settings
+from kvtool.engine.sizes import pad
 from kvtool.errors import InputError, KvtoolError, UsageError
 from kvtool.llama.model import Model
 from kvtool.measure import records

@@ -14,13 +14,13 @@ from tests.engine.running import open_engine, text
 
 def spy(engine):
     """Return a list that gets the number of tokens at each plan."""
-    seen, checked = [], engine.eviction.check
+    seen, checked = [], engine.cache.check
 
     def check(view, plan):
         seen.append(engine.n_past)
         return checked(view, plan)
 
-    engine.eviction.check = check
+    engine.cache.check = check
     return seen
 
 

@@ -12,7 +12,7 @@ def unpatch(monkeypatch):
     """unpatch() hides the patch from kvtool until the test ends."""
 
     def hide():
-        for module in ("kvtool.engine.cache", "kvtool.llama.model"):
+        for module in ("kvtool.engine.sizes", "kvtool.llama.model"):
             monkeypatch.setattr(f"{module}.is_patched", lambda: False)
 
     return hide

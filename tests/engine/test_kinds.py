@@ -176,7 +176,7 @@ def test_there_are_no_more_cells_than_an_index_chooses(tiny_model):
     with open_engine(tiny_model("deepseek32", top_k=300), policies.fit("h2o", 200, 16)) as engine:
         perplexity.stream(engine, text(300))
         assert engine.n_evicted
-        engine.eviction.resize(np.full(2, 512))
+        engine.cache.resize(np.full(2, 512))
         with pytest.raises(KvtoolError, match=r"300 cells, not 512"):
             engine.step(text(1))
 

@@ -143,7 +143,7 @@ def test_unasked_it_reads_whole_what_half_of_a_free_gpu_has_room_for(monkeypatch
         assert not engine.reads_whole(48)
         assert "It is read at once, in a cache of" in long_text(engine, "prompt", 300)
         assert engine.read(text(300)) == 300
-        assert (engine.eviction.n_planned, engine.n_archived) == (300, 300 - engine.n_kv)
+        assert (engine.cache.n_planned, engine.n_archived) == (300, 300 - engine.n_kv)
         assert not engine.reads_whole(300)
     beside_gpu(monkeypatch, 2**40)
     for settings in (
@@ -213,7 +213,7 @@ def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
         said = "It is read at once, with the 100 tokens before it, in a cache of"
         assert said in long_text(engine, "turn", 500)
         assert writer.read(tokens[100:600])
-        assert (engine.n_past, engine.n_pinned, engine.eviction.n_planned) == (600, 5, 600)
+        assert (engine.n_past, engine.n_pinned, engine.cache.n_planned) == (600, 5, 600)
         np.testing.assert_array_equal(writer.tokens, tokens[:600])
         assert not engine.rereads(1)
         assert not engine.rereads(85)

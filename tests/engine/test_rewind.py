@@ -34,7 +34,7 @@ def state(engine):
         name: getattr(engine, name)
         for name in ("n_past", "n_kv", "n_pinned", "n_held", "n_restart", "n_evicted", "n_archived")
     }
-    own |= {"due": engine.n_until_plan, "planned": engine.eviction.n_planned, "room": engine.room()}
+    own |= {"due": engine.n_until_plan, "planned": engine.cache.n_planned, "room": engine.room()}
     own |= {"next": engine.rows.next_rot, "pos": cells.pos.tolist(), "rot": cells.rot.tolist()}
     has_some = archive and archive.n
     return own | {"archive": dict(archive.save(tokens=False))["archive"].tolist() if has_some else []}

@@ -193,12 +193,12 @@ def test_sessions_count_important_steps_from_the_last_edit(tiny_model):
 def test_what_is_saved_over_the_budget_after_a_failed_plan_is_taken_back(tiny_model):
     path, tokens = tiny_model(), text(90)
     with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
-        engine.eviction.check = lambda view, plan: (_ for _ in ()).throw(PlanError("not today"))
+        engine.cache.check = lambda view, plan: (_ for _ in ()).throw(PlanError("not today"))
         with pytest.raises(PlanError):
             engine.read(tokens[:60])
         assert engine.n_kv == 60
         saved = {name: array.copy() for name, array in engine.save()}
-        del engine.eviction.check
+        del engine.cache.check
         want = scores(engine, tokens[60:])
     with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
         engine.restore(saved)

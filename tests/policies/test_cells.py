@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvtool.engine.eviction import fill_holes, rank_by_pos
+from kvtool.engine.moves import fill_holes, rank_by_pos
 from kvtool.engine.rows import Rows
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvtool.build.kernels import modules
-from kvtool.engine.eviction import fill_holes
+from kvtool.engine.moves import fill_holes
 from kvtool.errors import LibraryError
 from kvtool.kernels import load
 from kvtool.kernels.kernel import kernel, of_module
@@ -33,7 +33,7 @@ def test_every_module_with_a_kernel_is_found():
         if "\n@kernel(" in text
     ]
     assert sorted(map(".".join, found)) == sorted(modules())
-    assert {"kvtool.kernels.selection", "kvtool.engine.eviction", "kvtool.policies.buzz"} <= set(modules())
+    assert {"kvtool.kernels.selection", "kvtool.engine.moves", "kvtool.policies.buzz"} <= set(modules())
 
 
 @pytest.mark.parametrize("module", modules())

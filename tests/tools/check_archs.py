@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtool import policies
-from kvtool.engine import cache
+from kvtool.engine import sizes
 from kvtool.errors import KvtoolError
 from kvtool.llama.context import Context
 from kvtool.llama.decoder import Decoder
@@ -140,12 +140,12 @@ def alike(path: Path) -> str:
         policy = policies.fit(name, 48, 8)
         with open_engine(path, policy, positions=positions) as patched:
             want = perplexity.stream(patched, tokens)
-        is_patched, cache.is_patched = cache.is_patched, lambda: False
+        is_patched, sizes.is_patched = sizes.is_patched, lambda: False
         try:
             with open_engine(path, policy, positions=positions) as plain:
                 got = perplexity.stream(plain, tokens)
         finally:
-            cache.is_patched = is_patched
+            sizes.is_patched = is_patched
         if (result := _same(got, want, ROUNDING)) != "ok":
             return f"{name} {result}"
     return "ok"

@@ -395,7 +395,7 @@ PLANTED = {
     ),
     "engine, eviction": Fault(
         "what signals said before positions start over is lost",
-        "kvtool/engine/eviction.py",
+        "kvtool/engine/policy_cache.py",
         "        self.observe()\n        self.n_restart += 1\n",
         "        self.n_restart += 1\n",
         ("engine/test_exactness.py",),
@@ -410,8 +410,8 @@ PLANTED = {
     "engine, snapshot": Fault(
         "a restored engine forgets which tokens its signals are of",
         "kvtool/engine/snapshot.py",
-        'eviction.signals.restore(saved, counters["signals", "since"])',
-        "eviction.signals.restore(saved, eviction.signals.since)",
+        'cache.signals.restore(saved, counters["signals", "since"])',
+        "cache.signals.restore(saved, cache.signals.since)",
         ("engine/test_session.py",),
     ),
     "chats": Fault(

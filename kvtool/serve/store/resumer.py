@@ -212,7 +212,7 @@ class Resumer:
         most = len(tokens) - max(self.conversation.header.n_opening, 1)
         n = first + n_equal(stream[first:], tokens[:most])
         if n_pinned is not None:
-            n_pinned = self._engine.eviction.pinnable(n_pinned)
+            n_pinned = self._engine.cache.pinnable(n_pinned)
         is_start = n_pinned is not None and (n_pinned != self._engine.n_pinned or n < max(n_pinned, 1))
         # another system prompt changes the pins: impossible after an eviction, and unnecessary if a snapshot
         # with that prompt is stored

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from kvtool.engine.cache import pad
 from kvtool.engine.cached_prompt import CachedPrompt
+from kvtool.engine.sizes import pad
 from kvtool.errors import InputError
 from kvtool.measure import records
 from kvtool.system import interrupt

@@ -1,4 +1,4 @@
-"""An eviction: the policy is asked, its plan is checked, the plan is applied."""
+"""A cache under a policy: what the policy sees, and how its plans are applied."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvtool.engine.moves import deltas, fill_holes, moves_of
+from kvtool.engine.plan_check import ask, check_archived, check_plan, check_state
 from kvtool.engine.rows import Rows
 from kvtool.engine.signals import Signals
-from kvtool.errors import KvtoolError, PlanError, StreamEnd, UsageError, where
-from kvtool.kernels.kernel import kernel
+from kvtool.errors import UsageError
 from kvtool.policy import Merge, Plan, Policy, Signal, State, View
 
 if TYPE_CHECKING:
@@ -18,14 +19,11 @@ if TYPE_CHECKING:
 
 _NO_MOVES = np.empty((0, 4), np.int32)
 
-_LAST = np.iinfo(np.int32).max
-"""Position of empty cells, after every token's."""
-
 _STEP = 64
 """Ragged layers grow and shrink by this many cells."""
 
 
-class Eviction:
+class PolicyCache:
     """A cache under a policy: its cells, its signals and the policy's state, which are edited together.
 
     Attributes
@@ -124,9 +122,9 @@ class Eviction:
         most = self.rows.most_live()
         wanted = -(-(most + n) // _STEP) * _STEP
         cells = self.context.layer_cells
-        wrong = (most + n > cells) | (cells - wanted > _STEP)
-        if wrong.any():
-            self.resize(np.where(wrong, wanted, cells))
+        is_unfit = (most + n > cells) | (cells - wanted > _STEP)
+        if is_unfit.any():
+            self.resize(np.where(is_unfit, wanted, cells))
         self._n_fit = int((self.context.layer_cells - most).min())
 
     def low_rot(self, n_kv: int, n: int) -> int:
@@ -230,47 +228,10 @@ class Eviction:
 
     def check(self, view: View, plan: Plan) -> np.ndarray:
         """Return i32[row]: cells that the plan keeps. Raises StreamEnd or PlanError if it breaks a rule."""
-        name, n_kv, budget = self._name, self.rows.n_kv, self.policy.n_live
-        if not isinstance(plan, Plan):
-            raise PlanError(f"{name}: plan must return a Plan, got {type(plan).__name__}")
-        keep = plan.keep
-        kind = f"{getattr(keep, 'dtype', type(keep).__name__)}{getattr(keep, 'shape', '')}"
-        if kind != f"bool{view.pos.shape}" or not keep.flags.c_contiguous:
-            raise PlanError(f"{name}: keep must be a C-contiguous bool{view.pos.shape}, got {kind}")
-        counts: np.ndarray = keep.sum(axis=1, dtype=np.int32)
-        if n_kv >= budget and counts.min() == n_kv:
-            raise StreamEnd(
-                f"the cache ({n_kv} tokens) is full, and the policy evicts nothing; "
-                "raise --ctx-size, or choose another policy, such as --policy recall"
-            )
-        if self.rows.ragged:
-            dead = np.flatnonzero((keep & (view.pos < 0)).any(axis=1))
-            if len(dead):
-                raise PlanError(f"{name}: row {int(dead[0])} keeps a cell that holds no token")
-        elif len(uneven := np.flatnonzero(counts != counts[0])):
-            row = int(uneven[0])
-            raise PlanError(f"{name}: row {row} keeps {counts[row]} cells, row 0 keeps {counts[0]}")
-        wrong = np.flatnonzero((counts < 1) | (counts >= budget))
-        if len(wrong):
-            row = int(wrong[0])
-            raise PlanError(f"{name}: row {row} keeps {counts[row]} cells of a budget of {budget}")
-        if view.pinned:
-            lost = np.flatnonzero(((view.pos >= 0) & (view.pos < view.pinned) & ~keep).any(axis=1))
-            if len(lost):
-                raise PlanError(f"{name}: row {int(lost[0])} evicts a pinned token")
-        if plan.merge is not None:
-            check_merge(name, plan.merge, keep)
-        if self.context.archive:
-            self._check_archived(name, view, keep)
-        return counts
-
-    def _check_archived(self, name: str, view: View, keep: np.ndarray) -> None:
-        """Raise PlanError unless all rows evict the tokens that come next in the archive, without gaps."""
-        assert self.context.archive
-        pos = np.sort(view.pos[0, ~keep[0]])
-        begin = self.context.archive.end if self.context.archive.n else (pos[0] if len(pos) else 0)
-        if not (keep == keep[0]).all() or (pos != begin + np.arange(len(pos))).any():
-            raise PlanError(f"{name}: all rows must evict the tokens that are archived next")
+        n_keep = check_plan(self._name, plan, view, self.policy.n_live, ragged=self.rows.ragged)
+        if archive := self.context.archive:
+            check_archived(self._name, view, plan.keep, archive.end if archive.n else None)
+        return n_keep
 
     def apply(self, plan: Plan, n_keep: np.ndarray, next_rot: int, *, close: bool = False) -> np.ndarray:
         """Fill the holes of evicted cells, close gaps by rotating keys, and move the state in the same way.
@@ -343,145 +304,3 @@ class Eviction:
         """Hide the live cells from later queries, which clears the signals."""
         self.context.hide(self.rows.n_past)
         self.signals.begin()
-
-
-def ask(policy: Policy, what: str, *args: object) -> Any:
-    """Call a policy, which may be the user's own. Raises PlanError for any error in it."""
-    try:
-        return getattr(policy, what)(*args)
-    except KvtoolError:
-        raise
-    except Exception as error:
-        raise PlanError(f"{type(policy).__name__}.{what}: {where(error)}") from error
-
-
-def check_state(name: str, state: object, shape: tuple[int, ...]) -> None:
-    """Raise PlanError unless a policy's state is a tuple of zeroed arrays of numbers [row, cell, ...]."""
-    arrays = state if isinstance(state, tuple) else (None,)
-    if not all(isinstance(array, np.ndarray) and array.shape[:2] == shape for array in arrays):
-        raise PlanError(f"{name}: start must return a tuple of arrays {shape}, or longer in further axes")
-    for i, array in enumerate(arrays):
-        if array.dtype.kind not in "biuf":
-            raise PlanError(f"{name}: state {i} of start must hold numbers, not {array.dtype}")
-        if not array.flags.writeable or array.any():
-            raise PlanError(f"{name}: state {i} of start must be writable and zero: a new token's cell is")
-
-
-def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
-    """Raise PlanError for a merge that llama.cpp cannot do or would refuse.
-
-    The cells of each term must exist, its weight must be finite, its target must be kept, and the terms of
-    one target must be neighbours.
-    """
-    if not isinstance(merge, Merge):
-        raise PlanError(f"{name}: merge must be a Merge or None, got {type(merge).__name__}")
-    try:
-        parts = [np.asarray(part) for part in (merge.row, merge.dst, merge.src, merge.weight)]
-    except ValueError:
-        parts = [np.empty(())]
-    if any(part.shape != parts[0].shape or part.ndim != 1 for part in parts):
-        raise PlanError(f"{name}: a merge's row, dst, src and weight must be lists of one length")
-    # an empty list has an arbitrary dtype
-    wrong = [
-        part.dtype
-        for part, kinds in zip(parts, ("iu", "iu", "iu", "iuf"), strict=True)
-        if part.size and part.dtype.kind not in kinds
-    ]
-    if wrong:
-        raise PlanError(
-            f"{name}: a merge's row, dst and src must be whole numbers, its weight numbers, got {wrong[0]}"
-        )
-    row, dst, src = (part.astype(np.int64) for part in parts[:3])
-    with np.errstate(over="ignore"):
-        is_finite = np.isfinite(parts[3].astype(np.float32))
-    if not is_finite.all():
-        raise PlanError(f"{name}: merge {int(np.argmin(is_finite))} has a weight that is not finite")
-    n_row, n_kv = keep.shape
-    outside = (row < 0) | (row >= n_row) | (dst < 0) | (dst >= n_kv) | (src < 0) | (src >= n_kv)
-    if outside.any():
-        i = int(np.argmax(outside))
-        raise PlanError(f"{name}: merge {i} is row {row[i]} of {n_row}, cells {dst[i]} <- {src[i]} of {n_kv}")
-    if not (into := keep[row, dst]).all():
-        i = int(np.argmin(into))
-        raise PlanError(f"{name}: row {row[i]} merges a value into cell {dst[i]}, which it evicts")
-    into_cell = row * n_kv + dst
-    first = np.flatnonzero(np.diff(into_cell, prepend=-1))
-    is_merged = np.zeros(n_row * n_kv, np.bool_)
-    is_merged[into_cell] = True
-    if np.count_nonzero(is_merged) != len(first):
-        raise PlanError(f"{name}: the terms of a merge into one cell must be neighbours")
-
-
-def deltas(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) -> np.ndarray:
-    """Return i32[row, most]: by how much keys are rotated so that no gap is left before the next token.
-
-    source i32[row, most]
-        The cell that each of the first cells takes its content from.
-    n_keep i32[row]
-        Number of them that each row keeps.
-    next_rot
-        The position that the next token's key will be rotated to.
-    """
-    pos = np.take_along_axis(rows.pos, source, axis=1)
-    dead = np.arange(source.shape[1]) >= n_keep[:, None] if rows.ragged else None
-    if dead is not None:
-        pos[dead] = _LAST
-    rank = np.empty_like(pos)
-    rank_by_pos(pos, rank)
-    delta: np.ndarray = next_rot - n_keep[:, None] + rank - np.take_along_axis(rows.rot, source, axis=1)
-    if dead is not None:
-        delta[dead] = 0
-    return delta
-
-
-def moves_of(source: np.ndarray, delta: np.ndarray | None) -> np.ndarray:
-    """Return i32[n, 4]: the moves (row, dst, src, delta) for source i32[row, most] and delta i32[row, most].
-
-    delta: None if no key is rotated.
-    """
-    most = source.shape[1]
-    moved = source != np.arange(most, dtype=np.int32)
-    if delta is not None:
-        moved |= delta != 0
-    where = np.flatnonzero(moved)
-    moves = np.zeros((len(where), 4), np.int32)
-    moves[:, 0], moves[:, 1] = np.divmod(where, most)
-    moves[:, 2] = source.ravel()[where]
-    if delta is not None:
-        moves[:, 3] = delta.ravel()[where]
-    return moves
-
-
-@kernel("void(b1[:,::1], i4[::1], i4[:,::1])")
-def fill_holes(keep, n_keep, source):
-    """Fill holes left to right with kept cells from the tail, also left to right: one move per eviction.
-
-    keep b1[row, n]
-        True for cells that are kept.
-    n_keep i32[row]
-        Number of kept cells of each row.
-    source i32[row, most]
-        Output: the cell that each of a row's first n_keep cells takes its content from, itself if it is
-        kept. Cells from n_keep on have their own index.
-    """
-    n_row, most = source.shape
-    for row in range(n_row):
-        tail = n_keep[row]
-        for cell in range(most):
-            if cell >= n_keep[row] or keep[row, cell]:
-                source[row, cell] = cell
-                continue
-            while not keep[row, tail]:
-                tail += 1
-            source[row, cell] = tail
-            tail += 1
-
-
-@kernel("void(i4[:,::1], i4[:,::1])")
-def rank_by_pos(pos, rank):
-    """Number of tokens of the row older than each cell's: pos i32[row, n] -> rank i32[row, n]."""
-    n_row, n = pos.shape
-    for row in range(n_row):
-        order = np.argsort(pos[row], kind="mergesort")
-        for i in range(n):
-            rank[row, order[i]] = i

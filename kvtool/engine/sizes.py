@@ -1,4 +1,4 @@
-"""The cache for a policy: how many cells it has, and how many tokens are decoded at once."""
+"""Sizes of a cache for a policy and its settings, and the context in llama.cpp of these sizes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def pad(n: int) -> int:
     return -(-n // PAD) * PAD
 
 
-def open_cache(
+def open_context(
     model: Model, policy: Policy, request: SignalRequest, settings: Settings, sizes: Sizes
 ) -> Cache:
     """Make an empty cache that computes the signals of a policy's request.

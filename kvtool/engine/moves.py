@@ -1,0 +1,86 @@
+"""Moves of cells: which cells fill the holes of evicted cells, and how far their keys are rotated."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvtool.engine.rows import Rows
+from kvtool.kernels.kernel import kernel
+
+_LAST = np.iinfo(np.int32).max
+"""Position of empty cells, after every token's."""
+
+
+def deltas(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) -> np.ndarray:
+    """Return i32[row, most]: by how much keys are rotated so that no gap is left before the next token.
+
+    source i32[row, most]
+        The cell that each of the first cells takes its content from.
+    n_keep i32[row]
+        Number of them that each row keeps.
+    next_rot
+        The position that the next token's key will be rotated to.
+    """
+    pos = np.take_along_axis(rows.pos, source, axis=1)
+    dead = np.arange(source.shape[1]) >= n_keep[:, None] if rows.ragged else None
+    if dead is not None:
+        pos[dead] = _LAST
+    rank = np.empty_like(pos)
+    rank_by_pos(pos, rank)
+    delta: np.ndarray = next_rot - n_keep[:, None] + rank - np.take_along_axis(rows.rot, source, axis=1)
+    if dead is not None:
+        delta[dead] = 0
+    return delta
+
+
+def moves_of(source: np.ndarray, delta: np.ndarray | None) -> np.ndarray:
+    """Return i32[n, 4]: the moves (row, dst, src, delta) for source i32[row, most] and delta i32[row, most].
+
+    delta: None if no key is rotated.
+    """
+    most = source.shape[1]
+    moved = source != np.arange(most, dtype=np.int32)
+    if delta is not None:
+        moved |= delta != 0
+    where = np.flatnonzero(moved)
+    moves = np.zeros((len(where), 4), np.int32)
+    moves[:, 0], moves[:, 1] = np.divmod(where, most)
+    moves[:, 2] = source.ravel()[where]
+    if delta is not None:
+        moves[:, 3] = delta.ravel()[where]
+    return moves
+
+
+@kernel("void(b1[:,::1], i4[::1], i4[:,::1])")
+def fill_holes(keep, n_keep, source):
+    """Fill holes left to right with kept cells from the tail, also left to right: one move per eviction.
+
+    keep b1[row, n]
+        True for cells that are kept.
+    n_keep i32[row]
+        Number of kept cells of each row.
+    source i32[row, most]
+        Output: the cell that each of a row's first n_keep cells takes its content from, itself if it is
+        kept. Cells from n_keep on have their own index.
+    """
+    n_row, most = source.shape
+    for row in range(n_row):
+        tail = n_keep[row]
+        for cell in range(most):
+            if cell >= n_keep[row] or keep[row, cell]:
+                source[row, cell] = cell
+                continue
+            while not keep[row, tail]:
+                tail += 1
+            source[row, cell] = tail
+            tail += 1
+
+
+@kernel("void(i4[:,::1], i4[:,::1])")
+def rank_by_pos(pos, rank):
+    """Number of tokens of the row older than each cell's: pos i32[row, n] -> rank i32[row, n]."""
+    n_row, n = pos.shape
+    for row in range(n_row):
+        order = np.argsort(pos[row], kind="mergesort")
+        for i in range(n):
+            rank[row, order[i]] = i

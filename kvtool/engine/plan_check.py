@@ -1,0 +1,127 @@
+"""Calls of a policy, which may be the user's own, and checks of what it returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvtool.errors import KvtoolError, PlanError, StreamEnd, where
+from kvtool.policy import Merge, Plan, Policy, View
+
+
+def ask(policy: Policy, what: str, *args: object) -> Any:
+    """Call a policy, which may be the user's own. Raises PlanError for any error in it."""
+    try:
+        return getattr(policy, what)(*args)
+    except KvtoolError:
+        raise
+    except Exception as error:
+        raise PlanError(f"{type(policy).__name__}.{what}: {where(error)}") from error
+
+
+def check_state(name: str, state: object, shape: tuple[int, ...]) -> None:
+    """Raise PlanError unless a policy's state is a tuple of zeroed arrays of numbers [row, cell, ...]."""
+    arrays = state if isinstance(state, tuple) else (None,)
+    if not all(isinstance(array, np.ndarray) and array.shape[:2] == shape for array in arrays):
+        raise PlanError(f"{name}: start must return a tuple of arrays {shape}, or longer in further axes")
+    for i, array in enumerate(arrays):
+        if array.dtype.kind not in "biuf":
+            raise PlanError(f"{name}: state {i} of start must hold numbers, not {array.dtype}")
+        if not array.flags.writeable or array.any():
+            raise PlanError(f"{name}: state {i} of start must be writable and zero: a new token's cell is")
+
+
+def check_plan(name: str, plan: Plan, view: View, budget: int, *, ragged: bool) -> np.ndarray:
+    """Return i32[row]: cells that a plan keeps, fewer than the budget.
+
+    name: the policy's, for messages. Raises PlanError if the plan breaks a rule, and StreamEnd if the rows
+    are full and it keeps everything.
+    """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"{name}: plan must return a Plan, got {type(plan).__name__}")
+    keep, n_kv = plan.keep, view.pos.shape[1]
+    kind = f"{getattr(keep, 'dtype', type(keep).__name__)}{getattr(keep, 'shape', '')}"
+    if kind != f"bool{view.pos.shape}" or not keep.flags.c_contiguous:
+        raise PlanError(f"{name}: keep must be a C-contiguous bool{view.pos.shape}, got {kind}")
+    counts: np.ndarray = keep.sum(axis=1, dtype=np.int32)
+    if n_kv >= budget and counts.min() == n_kv:
+        raise StreamEnd(
+            f"the cache ({n_kv} tokens) is full, and the policy evicts nothing; "
+            "raise --ctx-size, or choose another policy, such as --policy recall"
+        )
+    if ragged:
+        dead = np.flatnonzero((keep & (view.pos < 0)).any(axis=1))
+        if len(dead):
+            raise PlanError(f"{name}: row {int(dead[0])} keeps a cell that holds no token")
+    elif len(uneven := np.flatnonzero(counts != counts[0])):
+        row = int(uneven[0])
+        raise PlanError(f"{name}: row {row} keeps {counts[row]} cells, row 0 keeps {counts[0]}")
+    outside = np.flatnonzero((counts < 1) | (counts >= budget))
+    if len(outside):
+        row = int(outside[0])
+        raise PlanError(f"{name}: row {row} keeps {counts[row]} cells of a budget of {budget}")
+    if view.pinned:
+        lost = np.flatnonzero(((view.pos >= 0) & (view.pos < view.pinned) & ~keep).any(axis=1))
+        if len(lost):
+            raise PlanError(f"{name}: row {int(lost[0])} evicts a pinned token")
+    if plan.merge is not None:
+        check_merge(name, plan.merge, keep)
+    return counts
+
+
+def check_archived(name: str, view: View, keep: np.ndarray, begin: int | None) -> None:
+    """Raise PlanError unless all rows evict the tokens that come next in the archive, without gaps.
+
+    begin: the next token in the archive; None if it is empty.
+    """
+    pos = np.sort(view.pos[0, ~keep[0]])
+    if begin is None:
+        begin = int(pos[0]) if len(pos) else 0
+    if not (keep == keep[0]).all() or (pos != begin + np.arange(len(pos))).any():
+        raise PlanError(f"{name}: all rows must evict the tokens that are archived next")
+
+
+def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
+    """Raise PlanError for a merge that llama.cpp cannot do or would refuse.
+
+    The cells of each term must exist, its weight must be finite, its target must be kept, and the terms of
+    one target must be neighbours.
+    """
+    if not isinstance(merge, Merge):
+        raise PlanError(f"{name}: merge must be a Merge or None, got {type(merge).__name__}")
+    try:
+        parts = [np.asarray(part) for part in (merge.row, merge.dst, merge.src, merge.weight)]
+    except ValueError:
+        parts = [np.empty(())]
+    if any(part.shape != parts[0].shape or part.ndim != 1 for part in parts):
+        raise PlanError(f"{name}: a merge's row, dst, src and weight must be lists of one length")
+    # an empty list has an arbitrary dtype
+    unfit = [
+        part.dtype
+        for part, kinds in zip(parts, ("iu", "iu", "iu", "iuf"), strict=True)
+        if part.size and part.dtype.kind not in kinds
+    ]
+    if unfit:
+        raise PlanError(
+            f"{name}: a merge's row, dst and src must be whole numbers, its weight numbers, got {unfit[0]}"
+        )
+    row, dst, src = (part.astype(np.int64) for part in parts[:3])
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(parts[3].astype(np.float32))
+    if not is_finite.all():
+        raise PlanError(f"{name}: merge {int(np.argmin(is_finite))} has a weight that is not finite")
+    n_row, n_kv = keep.shape
+    outside = (row < 0) | (row >= n_row) | (dst < 0) | (dst >= n_kv) | (src < 0) | (src >= n_kv)
+    if outside.any():
+        i = int(np.argmax(outside))
+        raise PlanError(f"{name}: merge {i} is row {row[i]} of {n_row}, cells {dst[i]} <- {src[i]} of {n_kv}")
+    if not (into := keep[row, dst]).all():
+        i = int(np.argmin(into))
+        raise PlanError(f"{name}: row {row[i]} merges a value into cell {dst[i]}, which it evicts")
+    into_cell = row * n_kv + dst
+    first = np.flatnonzero(np.diff(into_cell, prepend=-1))
+    is_merged = np.zeros(n_row * n_kv, np.bool_)
+    is_merged[into_cell] = True
+    if np.count_nonzero(is_merged) != len(first):
+        raise PlanError(f"{name}: the terms of a merge into one cell must be neighbours")
