@@ -1,1 +1,1 @@
-"""The one loop: decode, read signals, plan, apply."""
+"""The engine: one loop (decode, observe, plan, apply) over a cache under a policy."""
