@@ -68,7 +68,7 @@ def of_llama(path, tokens, wanted=tuple(Observed), kind=Kind.ROWS):
 
 
 def products(what, vectors):
-    """f64[head, n, n]: what does not depend on the order of dimensions, which the twin has its own way.
+    """Return f64[head, n, n], products that do not depend on the order of dimensions; the twin has another.
 
     Some architectures scale queries before attention, others within.
     """
