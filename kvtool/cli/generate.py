@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtool.cli.arguments import sampling_of, with_thinking
 from kvtool.cli.console import say
 from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text, unpinned
-from kvtool.cli.locate import locate
 from kvtool.cli.progress import reading_progress
 from kvtool.cli.texts import check_length
+from kvtool.cli.writing import open_writer, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import WriteOptions
 from kvtool.config.system import SystemOptions
@@ -105,24 +103,12 @@ def generate(
     if raw and (thinking := {"think", "think_budget"} & generation.typed):
         flag = f"--{min(thinking).replace('_', '-')}"
         raise UsageError(f"{flag} is for the chat template, which --raw leaves out; leave out one of them")
-    sampling = sampling_of(generation)
-    with ExitStack() as stack:
-        from kvtool.config.opening import open_run
-
-        opened = stack.enter_context(open_run(run, find=locate, guarded=True))
-        say(opened.notes)
-
+    with open_writer(run, generation) as (opened, writer):
         from kvtool.chats.marks import escaped
         from kvtool.chats.prompt import pin_prefix
-        from kvtool.chats.writer import Writer
-        from kvtool.config import drafting
         from kvtool.config.report import line, report
-        from kvtool.llama.sampler import Sampler
 
         engine = opened.engine
-        drafts = stack.enter_context(drafting.opened(run, engine.model))
-        sampler = Sampler(engine.model, sampling, seed=generation.seed)
-        writer = Writer(engine, sampler, drafts.of(engine))
         writer.ends_loops = generation.stop_loops == "on"
         likely = None if output.logprobs is None else _record_logprobs(writer, output.logprobs)
         interrupt.stops(writer)
@@ -162,7 +148,7 @@ def generate(
                 sys.stdout.write("\n")
             if writer.loop:
                 say([generation.looped(writer.loop.n_block, writer.loop.n_times)])
-            elif writer.is_cut and (sampling.grammar or sampling.json_schema):
+            elif writer.is_cut and (generation.grammar or generation.json_schema):
                 sys.stderr.write(f"stopped after {n_written:,} tokens (-n): the text may be incomplete\n")
             elif writer.is_cut:
                 say([generation.cut(n_written)])

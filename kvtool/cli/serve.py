@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtool.cli.arguments import of_model, sampling_of, with_thinking
 from kvtool.cli.chat.files import fixed_of, meta_of
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import explain_run
 from kvtool.cli.locate import locate
 from kvtool.cli.worker import listener
+from kvtool.cli.writing import of_model, sampling_of, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions, WriteOptions
 from kvtool.config.system import SystemOptions

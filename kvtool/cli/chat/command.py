@@ -11,13 +11,12 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from kvtool.cli.arguments import of_model, sampling_of, with_thinking
 from kvtool.cli.chat.files import ChatFiles, moved_line, open_transcript, resumed
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
-from kvtool.cli.locate import locate
 from kvtool.cli.model_advice import base_model
+from kvtool.cli.writing import of_model, open_writer, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import WriteOptions
 from kvtool.config.system import SystemOptions
@@ -63,28 +62,18 @@ def chat(
             stack.enter_context(sessions.lock(args.session))
             if saved := sessions.peek(args.session):
                 run, generation = resumed(run, saved), generation.resumed(saved["options"])
-        sampling = sampling_of(generation)
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if is_terminal:
             # importing it takes as long as loading a small model; a thread does both at the same time
             Thread(target=import_module, args=["kvtool.cli.chat.terminal"], daemon=True).start()
 
-        from kvtool.config.opening import open_run
-
-        opened = stack.enter_context(open_run(run, find=locate, guarded=True))
-        say(opened.notes)
+        opened, writer = stack.enter_context(open_writer(run, generation))
         engine, run = opened.engine, opened.run
 
         from kvtool.chats.conversation import Conversation
         from kvtool.chats.prompt import template_of
-        from kvtool.chats.writer import Writer
-        from kvtool.config import drafting
         from kvtool.config.report import archive_limit, line, report
-        from kvtool.llama.sampler import Sampler
 
-        drafts = stack.enter_context(drafting.opened(run, engine.model))
-        sampler = Sampler(engine.model, sampling, seed=generation.seed)
-        writer = Writer(engine, sampler, drafts.of(engine))
         conversation = Conversation(writer, template_of(engine.model), system_prompt, undoable=is_terminal)
         stack.callback(conversation.close)
         files = stack.enter_context(closing(ChatFiles(conversation, run, generation, args.session)))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import kvtool
-from kvtool.cli.arguments import sampling_of
 from kvtool.cli.progress import bytes_progress, restoring_progress
+from kvtool.cli.writing import sampling_of
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
 from kvtool.errors import SessionError, UsageError

@@ -1,19 +1,23 @@
-"""Options that a command combines: the model argument, thinking, and the sampler's settings."""
+"""Start of commands in which a model writes: the model argument, thinking, sampling, engine and writer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from kvtool.cli import near
 from kvtool.cli.console import say
+from kvtool.cli.locate import locate
 from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
 
 if TYPE_CHECKING:
+    from kvtool.chats.writer import Writer
     from kvtool.config.generation import GenerationOptions
+    from kvtool.config.opening import Opened
     from kvtool.llama.sampling import Sampling
 
 T = TypeVar("T")
@@ -56,3 +60,24 @@ def sampling_of(generation: GenerationOptions) -> Sampling:
         if names := schema.enforced_text(generation.json_schema).not_held:
             say([f"the schema's {', '.join(names)} cannot be enforced; check the JSON for that"])
     return generation.sampling()
+
+
+@contextmanager
+def open_writer(run: RunOptions, generation: GenerationOptions) -> Iterator[tuple[Opened, Writer]]:
+    """Open an engine with a writer, and report the notes on stderr. Raises KvtoolError."""
+    sampling = sampling_of(generation)
+
+    # imported here: errors in options do not need llama.cpp
+    from kvtool.config.opening import open_run
+
+    with open_run(run, find=locate, guarded=True) as opened:
+        say(opened.notes)
+
+        from kvtool.chats.writer import Writer
+        from kvtool.config import drafting
+        from kvtool.llama.sampler import Sampler
+
+        engine = opened.engine
+        with drafting.opened(run, engine.model) as drafts:
+            sampler = Sampler(engine.model, sampling, seed=generation.seed)
+            yield opened, Writer(engine, sampler, drafts.of(engine))
