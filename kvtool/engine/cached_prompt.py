@@ -105,9 +105,9 @@ class CachedPrompt:
 
     def has(self, asked: SignalRequest) -> bool:
         """True if `signals` has all that a policy with this request reads."""
-        wanted, own = asked.signals & ~_OF_CACHE, self.request
-        if wanted & ~own.signals:
+        wanted, read = asked.signals & ~_OF_CACHE, self.request
+        if wanted & ~read.signals:
             return False
-        same_queries = not wanted & _OF_N_QUERY or asked.n_query == own.n_query
-        same_t = not wanted & _USE_T or asked.t == own.t
-        return not wanted or (asked.group == own.group and same_queries and same_t)
+        same_queries = not wanted & _OF_N_QUERY or asked.n_query == read.n_query
+        same_t = not wanted & _USE_T or asked.t == read.t
+        return not wanted or (asked.group == read.group and same_queries and same_t)

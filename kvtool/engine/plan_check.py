@@ -1,4 +1,4 @@
-"""Calls of a policy, which may be the user's own, and checks of what it returns."""
+"""Calls of a policy, which may be the user's own, and checks of its plan and state."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvtool.errors import KvtoolError, PlanError, StreamEnd, where
 from kvtool.policy import Merge, Plan, Policy, View
 
 
-def ask(policy: Policy, what: str, *args: object) -> Any:
+def ask(policy: Policy, method: str, *args: object) -> Any:
     """Call a policy, which may be the user's own. Raises PlanError for any error in it."""
     try:
-        return getattr(policy, what)(*args)
+        return getattr(policy, method)(*args)
     except KvtoolError:
         raise
     except Exception as error:
-        raise PlanError(f"{type(policy).__name__}.{what}: {where(error)}") from error
+        raise PlanError(f"{type(policy).__name__}.{method}: {where(error)}") from error
 
 
 def check_state(name: str, state: object, shape: tuple[int, ...]) -> None:

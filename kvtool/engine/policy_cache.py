@@ -1,4 +1,4 @@
-"""A cache under a policy: what the policy sees, and how its plans are applied."""
+"""A cache under a policy: the policy's view of it, and the edits that apply its plans."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ class PolicyCache:
         """
         return max(n_kv, min(self.context.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
 
-    def ask(self, what: str, *args: object) -> Any:
+    def ask(self, method: str, *args: object) -> Any:
         """Call the policy. Raises PlanError for any error in it."""
-        return ask(self.policy, what, *args)
+        return ask(self.policy, method, *args)
 
     def pinnable(self, n: int) -> int:
         """Return how many of the first n tokens are pinned if a caller pins n.

@@ -53,8 +53,8 @@ class Settings:
         Maximum tokens or bytes of the archive of a policy that recalls. Default: a quarter of the free
         memory, or half of the disk's free space. When the archive is full, its oldest tokens are dropped.
     archive_file
-        Path of a new file for the archive, instead of host memory. The file is unlinked as soon as it is
-        made, so that its space is free again when the process ends.
+        Path of a new file for the archive, instead of host memory. The file is unlinked at once, so that
+        its space is free again when the process ends.
     archive_type
         Number format of the archive, such as "f16" or "q8_0".
     flash

@@ -118,7 +118,7 @@ def _fits(cache: PolicyCache, saved: Mapping[str, np.ndarray], counters: Counter
     ):
         return False
     is_live = np.arange(n) < live[:, None]
-    own_state = [(own.dtype, shape + own.shape[2:]) for own in state]
+    expected = [(array.dtype, shape + array.shape[2:]) for array in state]
     return (
         min(counters.values()) >= 0
         and all(counters[clock] <= n_past for clock in (("cache", "n_planned"), ("signals", "since")))
@@ -135,7 +135,7 @@ def _fits(cache: PolicyCache, saved: Mapping[str, np.ndarray], counters: Counter
         and cache.signals.fits(saved, n)
         and (not context.archive or context.archive.fits(saved, n_past))
         and (not context.fixed_state or context.fixed_state.fits(*(saved[name] for name in _FIXED)))
-        and [(own.dtype, own.shape) for own in _states(cache, saved)] == own_state
+        and [(array.dtype, array.shape) for array in _states(cache, saved)] == expected
     )
 
 
@@ -155,8 +155,8 @@ def _put(cache: PolicyCache, saved: Mapping[str, np.ndarray], counters: Counters
     for (part, name), value in counters.items():
         setattr(_parts(cache)[part], name, value)
     rows.put(saved["live"], saved["pos"], saved["rot"])
-    for own, array in zip(cache.state, _states(cache, saved), strict=True):
-        own[:, : rows.n_kv] = array
+    for state, array in zip(cache.state, _states(cache, saved), strict=True):
+        state[:, : rows.n_kv] = array
     for layer, n_live in enumerate(rows.most_live().tolist()):
         context.set_cells(layer, n_live, saved[f"cells.{layer}"])
     if context.archive:

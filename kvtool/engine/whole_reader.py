@@ -72,7 +72,7 @@ class WholeReader:
             n_chunk = self.reconstruction.n_chunk(-(-n // self.n_segments(n)))
             n += self.reconstruction.n_before + n_chunk
         if policy.recall:
-            # after the live cells are those that steps fill from the archive
+            # cells that steps fill from the archive come after the live cells
             n += int(cache.layer_cells.max()) - policy.n_live
         return pad(n)
 
@@ -289,10 +289,10 @@ class Reconstruction:
     def read(self, tokens: np.ndarray, first: int, decode: DecodeText) -> dict[str, np.ndarray] | None:
         """Return the signals of a pass over the tokens from `first` on: f32[row, n_past] by field.
 
-        tokens: i32[n] of the whole prompt, whose first n_past tokens are in the cache. A token has the
-        signals of the queries of its own chunk, and zeros if it is not repeated. Afterwards the cache is
-        unchanged except for the signals, and there are no logits. Returns None if stopped, with the cache in
-        between.
+        tokens: i32[n] of the whole prompt, whose first n_past tokens are in the cache. A token's signals come
+        from the queries of the chunk that repeats it; they are zero if no chunk does. Afterwards the cache is
+        unchanged except for the signals, and there are no logits. Returns None if stopped, with the chunk's
+        tokens still in the cache.
         """
         cache, rows, words = self._cache, self._cache.rows, self.words
         context = cache.context

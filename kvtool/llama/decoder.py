@@ -199,7 +199,7 @@ class Decoder:
 
     @property
     def has_own_logits(self) -> bool:
-        """True if llama.cpp's context has the last decode's logits; those of a joint step were set."""
+        """True if llama.cpp's context has the last decode's logits. A joint step sets a copy of its own."""
         return self._taken is None
 
     def forget_logits(self) -> None:

@@ -27,7 +27,8 @@ class FixedState:
 
     def save(self) -> tuple[np.ndarray, np.ndarray]:
         """Return a table i32[n] of where the data belongs, and the data u1[bytes]."""
-        table, data = (np.empty(*own) for own in zip(self.shapes, (np.int32, np.uint8), strict=True))
+        table_shape, data_shape = self.shapes
+        table, data = np.empty(table_shape, np.int32), np.empty(data_shape, np.uint8)
         check(lib.llama_kvtool_get_beside(self._context.handle, table.ctypes.data, data.ctypes.data))
         return table, data
 

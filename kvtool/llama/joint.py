@@ -93,8 +93,8 @@ class JointContext:
         status = lib.llama_kvtool_decode_joint(self._context, batch.raw, *where, len(parts))
         if status != 0:
             why = error_text() if status == -1 else ""
-            what = f"llama.cpp cannot decode for {len(parts)} chats at once (status {status})"
-            raise LibraryError(f"{what}: {why}" if why else f"{what}{because()}")
+            failure = f"llama.cpp cannot decode for {len(parts)} chats at once (status {status})"
+            raise LibraryError(f"{failure}: {why}" if why else f"{failure}{because()}")
         n_output = sum(part.n_output for part in parts)
         pointer = api.llama_get_logits(self._context)
         logits = np.ctypeslib.as_array(pointer, (n_output, self.model.n_vocab))

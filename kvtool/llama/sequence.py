@@ -66,9 +66,9 @@ class SequenceContext(Decoder):
 
         how: the other arguments of `Context.apply`. Raises LibraryError for a merge, and for hidden cells.
         """
-        for is_asked, what in ((merge is not None, "merging values"), (how.get("n_hidden"), "hiding cells")):
-            if is_asked:
-                raise LibraryError(f"{UNPATCHED}, which {what} needs; {HOW_TO_BUILD}")
+        if merge is not None or how.get("n_hidden"):
+            action = "hiding cells" if merge is None else "merging values"
+            raise LibraryError(f"{UNPATCHED}, which {action} needs; {HOW_TO_BUILD}")
         _, dst, src, delta = np.reshape(moves, (-1, 4)).T
         source, turn = np.arange(n_keep), np.zeros(n_keep, np.int32)
         source[dst], turn[dst] = src, delta

@@ -18,23 +18,23 @@ def sizes(parts):
 
 
 def test_a_part_takes_about_as_long_as_it_may():
-    pace = ChunkSize(0.5)
+    size = ChunkSize(0.5)
     for took, n in ((0.2, 64), (0.31, 128), (0.4, 128), (0.6, 128), (0.7, 64), (0.7, 32), (0.7, 32)):
-        pace.note(pace.n, took)
-        assert pace.n == n
+        size.note(size.n, took)
+        assert size.n == n
     # a rest that went with the part before it, and a reply's token
-    pace.note(60, 0.8)
-    pace.note(1, 0.01)
-    assert pace.n == 32
-    pace.note(60, 0.5)
-    assert pace.n == 64
+    size.note(60, 0.8)
+    size.note(1, 0.01)
+    assert size.n == 32
+    size.note(60, 0.5)
+    assert size.n == 64
 
 
 def test_a_short_rest_is_not_left_alone():
     for n, wanted in ((130, [32, 32, 32, 34]), (104, [32, 32, 40]), (105, [32, 32, 21, 20]), (20, [20])):
-        pace, at, parts = ChunkSize(0.5), 0, []
+        size, at, parts = ChunkSize(0.5), 0, []
         while at < n:
-            parts.append(pace.part(at, n))
+            parts.append(size.part(at, n))
             at = parts[-1].stop
         assert sizes(parts) == wanted
 
@@ -51,9 +51,9 @@ def test_parts_leave_what_whole_steps_leave(tiny_model, name, prefill):
     n_asked, tokens, found = [], text(420), []
     settings = {"n_batch": 160, "prefill": prefill, "n_ctx": 512 if name == "full" else 400}
     policy = policies.fit(name, 480 if name == "full" else 200, None if name == "full" else 16)
-    for pace in (None, ChunkSize(SLOW)):
+    for size in (None, ChunkSize(SLOW)):
         with open_engine(tiny_model(), policy, **settings) as engine:
-            engine.chunk_size = pace
+            engine.chunk_size = size
             n_asked.append(0)
 
             def stopped():
