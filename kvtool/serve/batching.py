@@ -143,7 +143,7 @@ class StepBatcher:
         self._joint: JointContext | None = None
         self._is_joint = n_max > 1
         # a single thread decodes all steps: each decoding thread has its own llama.cpp threads, and idle ones
-        # would take time from those that work
+        # would slow down the others
         self._thread = ThreadPoolExecutor(1, "joint-steps")
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class StepBatcher:
                 self._decode_all()
 
     def decode(self, context: Context, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
-        """Decode a member's next tokens. Arguments and errors are those of `Context.decode`."""
+        """Decode a member's next tokens. Arguments and errors: see `Context.decode`."""
         if not self.is_several:
             context.decode(tokens, pos_0, n_output)
             return

@@ -31,8 +31,8 @@ class Job:
     Attributes
     ----------
     counts
-        Number of tokens of the prompt ("n_prompt") and of those that were cached ("n_cached"). None until
-        they are known.
+        Number of the prompt's tokens ("n_prompt") and of its cached tokens ("n_cached"). None until they
+        are known.
     end
         The last event, after it was sent to the client. None before.
     is_cancelled

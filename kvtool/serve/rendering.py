@@ -214,8 +214,8 @@ class Rendering:
     def _starts(self, messages: list[Message], tools: list[Any]) -> dict[int, str]:
         """Return the text between each reply that the template shows and the one before it, by message index.
 
-        Thoughts in it are those of the messages, without white space at their ends. Empty if the model does
-        not think, or the template cannot render the chat.
+        It has the thoughts of the messages, without white space at their ends. Empty if the model does not
+        think, or the template cannot render the chat.
         """
         replies = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
         if not (replies and self.template.has_thoughts):

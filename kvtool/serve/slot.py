@@ -283,7 +283,7 @@ class Slot:
     ) -> None:
         """Set the request's sampler, and stop the writer once the client has left. Raises ApiError.
 
-        shown: as in `Writer`. rules: rules of the answer. None for those of the server, if any.
+        shown: as in `Writer`. rules: rules of the answer. None for the server's default.
         """
         settings = request.sampling
         if rules and request.ignores_end:

@@ -29,7 +29,7 @@ _ANY_OBJECT = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What an answer must fit.
+    """A schema, grammar, regular expression or choice that an answer must fit.
 
     Attributes
     ----------

@@ -218,9 +218,9 @@ def _chat(body: object, defaults: Defaults, name: str | None, places: Mapping[st
 
 
 def _begun(fields: Fields, checked: list[Message]) -> str:
-    """Remove a last assistant message that the reply continues, and return its text; "" if there is none.
+    """Remove a last assistant message that the reply continues, and return its text, or "".
 
-    Raises ApiError if the fields require such a message and there is none, or the opposite.
+    Raises ApiError if the fields require such a message and it is missing, or the opposite.
     """
     # text-generation-webui uses the second name
     names = ("continue_final_message", "continue_")

@@ -49,7 +49,7 @@ def serve(
         http="h11",
         ws="none",
         log_config=None,
-        # log no mistakes of clients; `internal_error` prints those of kvtool
+        # clients' mistakes are not logged; `internal_error` prints kvtool's
         log_level="critical",
         access_log=False,
         lifespan="off",

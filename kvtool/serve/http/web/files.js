@@ -1,4 +1,4 @@
-// text files in messages, and chats as files
+// text files in messages, and import and export of chats
 
 const MOST_FILE = 2 * 2 ** 20;
 let attached = [];
@@ -36,7 +36,7 @@ function drawAttached() {
   }, `Remove the file ${file.name}`))));
 }
 
-// a message as the model reads it: files come first, as the question is read best behind them
+// a message as the model reads it: files come first, because models answer a question after them best
 function wordsOf({ content, files = [] }) {
   return [...files.map(fenced), content].filter((part) => part.trim()).join("\n\n");
 }

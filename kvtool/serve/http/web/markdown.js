@@ -4,7 +4,7 @@ const get = (id) => document.getElementById(id);
 const number = (n) => n.toLocaleString("en");
 const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
-// texts become text nodes, never HTML
+// makes an element; texts become text nodes, never HTML
 function make(tag, props = {}, ...inside) {
   const node = Object.assign(document.createElement(tag), props);
   node.append(...inside);
@@ -24,7 +24,7 @@ const HEADING = /^ {0,3}#{1,6} +(.*)$/;
 const RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
 const ITEM = /^([ \t]*)([-*+]|\d{1,3}[.)])(?: +(.*)|)$/;
 const INLINE = /(?<!`)(`+)(?!`)([^]*?[^`])\1(?!`)|\*\*(?=\S)([^]*?\S)\*\*|(?<![\w*])\*(?=[^\s*])([^*\n]*[^\s*])\*(?![\w*])/g;
-// beyond these a text stays as it is: nothing that a model writes may stop the page
+// a longer or more deeply nested text is shown unformatted, so that no reply can block the page
 const DEEPEST = 8, LONGEST = 5000;
 
 const starts = (line) => [FENCE, HEADING, RULE, ITEM, /^>/].some((each) => each.test(line));
@@ -44,7 +44,7 @@ function inline(text, depth = 0) {
   return [...found, text.slice(at)];
 }
 
-// a text's blocks: each its source, and what makes its element
+// returns the blocks of a text: the source of each, and a function that makes its element
 function blocks(text, depth = 0) {
   const lines = text.split("\n"), found = [];
   let i = 0;
@@ -115,7 +115,7 @@ function codeBlock(text, name) {
   return make("div", { className: "code", dir: "ltr" }, head, make("pre", { tabIndex: 0 }, make("code", { textContent: text })));
 }
 
-// blocks that stay as they are keep their elements, and so what is selected in them
+// unchanged blocks keep their elements, so that a selection in them stays
 function show(into, text) {
   const found = blocks(text.replace(/\r\n?/g, "\n")), old = [...into.childNodes];
   let same = 0;
@@ -126,7 +126,7 @@ function show(into, text) {
 
 async function copy(text, from) {
   try {
-    // only where the address is https or this machine's own
+    // the clipboard exists only for https or this machine's own address
     await navigator.clipboard.writeText(text);
   } catch {
     const area = make("textarea", { value: text, className: "unseen" });

@@ -1,4 +1,4 @@
-// what is kept in this browser
+// data in this browser's storage
 
 const store = {
   get(name) {
@@ -21,7 +21,7 @@ const opened = new WeakSet();
 let chat, key = "", asking = null, isDue = false, atToken = -1, props = null, shown = "";
 try { key = sessionStorage.getItem("kvtool.key") ?? ""; } catch { /* asked for again */ }
 
-// whatever else may have been put there
+// the storage may hold anything
 const listed = () => [store.get("chats")].flat().filter((each) => each?.id);
 const kept = (id) => [store.get("chat." + id)].find((each) => Array.isArray(each?.messages));
 const created = () => ({ id: [...crypto.getRandomValues(new Uint8Array(12))].map((n) => n.toString(16).padStart(2, "0")).join(""), system: null, messages: [] });
@@ -61,9 +61,9 @@ function remove(id, title) {
   drawList();
 }
 
-// the chat on the screen
+// display of the chat
 
-// a touch screen would show its keyboard
+// on a touch screen, focus would show the keyboard
 function focusText() {
   if (matchMedia("(pointer: fine)").matches) text.focus();
 }
@@ -80,7 +80,7 @@ function keepEnd(change) {
 }
 
 function drawList() {
-  // a list that stays keeps its focus
+  // an unchanged list keeps its focus
   const now = JSON.stringify([listed(), chat.id]);
   if (now === shown) return;
   shown = now;
@@ -101,7 +101,7 @@ function draw() {
   log.scrollTop = log.scrollHeight;
 }
 
-// keeps the elements there are, and so what is selected in them
+// keeps existing elements, so that a selection in them stays
 function refresh() {
   const run = runs.get(chat.id);
   chat.messages.forEach((_, i) => update(log.children[i], i));
@@ -155,7 +155,7 @@ function update(node, i) {
   if (!run && isLast && !message.content) foot.append(button("Retry", retry));
 }
 
-// at most once a frame
+// updates the last message, at most once a frame
 function drawLast(its) {
   if (isDue || its !== chat) return;
   isDue = true;
@@ -191,7 +191,7 @@ function edit(node, i) {
   area.focus();
 }
 
-// an input method's Enter ends its word
+// while an input method composes a word, Enter ends the word
 function onKeys(event, send, escape) {
   if (event.isComposing || event.keyCode === 229) return;
   if (event.key === "Escape") escape();
@@ -200,7 +200,7 @@ function onKeys(event, send, escape) {
   send();
 }
 
-// what is held
+// share of rows that hold each token
 
 function drawHeld() {
   const share = shares.get(chat.id), spans = [];
@@ -233,7 +233,7 @@ function drawHeld() {
 
 const BOUNDS = [.02, .05, .1, .2, .4, .7];
 
-// as kvtool inspect: 0 for no row, 8 for all of them
+// colour as in kvtool inspect: 0 for no row, 8 for all rows
 function level(share) {
   if (share === 0 || share === 1) return 8 * share;
   const at = BOUNDS.findIndex((bound) => share <= bound);
@@ -264,7 +264,7 @@ function goTo(i, scrolls) {
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 const headers = () => (key ? { Authorization: `Bearer ${key}` } : {});
 
-// only all and nothing are 100 % and 0 %
+// rounding never gives 0 % or 100 % of a part between
 const percent = (part) => (part === 0 || part === 1 ? `${100 * part} %` : `${Math.min(Math.max(100 * part, 0.1), 99.9).toFixed(1)} %`);
 
 function bytes(n) {
@@ -272,10 +272,10 @@ function bytes(n) {
   return at ? `${(n / 2 ** (10 * at)).toFixed(1)} ${["KiB", "MiB", "GiB", "TiB"][at - 1]}` : `${n} B`;
 }
 
-// as kvtool chat says it
+// the same line as in kvtool chat
 function statusOf({ tokens, held, archived, forgotten, cache_bytes, unsaved }, timings) {
   const n = Math.max(tokens, 1), speed = timings?.predicted_per_second;
-  // the mean of the rows is rounded to a tenth; if the numbers do not add up, each row holds other tokens
+  // the mean over rows is rounded to a tenth; a larger difference means that rows hold different tokens
   const addUp = Math.abs(held + archived + forgotten - tokens) < 0.1;
   const shares = addUp
     ? [`${percent(held / n)} in the cache`, archived && `${percent(archived / n)} archived`, `${percent(forgotten / n)} forgotten`]
@@ -288,7 +288,7 @@ function readingOf({ total, cache, processed }) {
   return n > 0 ? `reading: ${Math.floor((100 * done) / n)} % of ${number(n)} tokens` : "reading ...";
 }
 
-// the history as the server takes it: what got no reply is said with the next message
+// body of the request; a message without a reply is sent together with the next one
 function bodyOf(chat) {
   const messages = chat.system ? [{ role: "system", content: chat.system }] : [];
   for (const message of chat.messages) {
@@ -307,7 +307,7 @@ function bodyOf(chat) {
 async function answer(its) {
   if (!its.messages.some(({ role }) => role === "assistant")) its.system = settings.system.trim() || null;
   const body = bodyOf(its), run = { chat: its, stop: new AbortController(), doing: "waiting ..." };
-  // the note stays if the page goes before the reply has ended; other tabs show it until then
+  // the note stays if the tab is closed before the reply ends; until then other tabs show it
   const message = { role: "assistant", content: "", thought: "", note: "unfinished: its tab was closed, or is still writing" };
   its.messages.push(message);
   runs.set(its.id, run);
@@ -329,7 +329,7 @@ async function answer(its) {
   if (document.activeElement === document.body) focusText();
 }
 
-// streams a reply into its message; gives a note on it
+// streams a reply into its message; returns a note on it
 async function stream(its, message, run, body) {
   const reader = (await ask(its, run, body)).body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "", note = "", isOver = false;
@@ -361,7 +361,7 @@ async function stream(its, message, run, body) {
   return note;
 }
 
-// the server's answer, once it has the model and the right key
+// returns the server's answer; waits until the model is loaded and the key is right
 async function ask(its, run, body) {
   for (;;) {
     const own = { ...headers(), "Content-Type": "application/json", "X-Session-Id": its.id };
@@ -386,7 +386,7 @@ async function ask(its, run, body) {
   }
 }
 
-// whether there is a new key; several chats that need one ask once
+// asks for a key, once for all chats that need it; resolves to true if there is one
 function askKey(why) {
   asking ??= new Promise((resolve) => {
     const dialog = get("ask-key");
@@ -394,7 +394,7 @@ function askKey(why) {
     get("key").value = dialog.returnValue = "";
     dialog.onclose = () => {
       asking = null;
-      // what a header can carry
+      // characters that a header can have
       key = dialog.returnValue.replace(/[^\x21-\x7e]/g, "");
       try { sessionStorage.setItem("kvtool.key", key); } catch { /* asked for again */ }
       if (key) about();
@@ -422,12 +422,12 @@ function retry() {
   answer(chat);
 }
 
-// a server that answers several at once has a cache for each
+// a server with several slots has a cache for each
 function cacheOf({ n_caches: n, cache_bytes }) {
   return n > 1 ? `${n} caches of ${bytes(cache_bytes / n)}` : `cache ${bytes(cache_bytes)}`;
 }
 
-// the line at the top; asks until the server is ready
+// updates the line at the top; repeats until the server is ready
 async function about() {
   let said = "no connection to the server ...";
   try {
@@ -443,7 +443,7 @@ async function about() {
   if (!said && !chat.messages.length) draw();
 }
 
-// what the user does
+// events of the user
 
 get("ask").onsubmit = (event) => { event.preventDefault(); send(); focusText(); };
 get("stop").onclick = () => { runs.get(chat.id)?.stop.abort(); focusText(); };
@@ -486,7 +486,7 @@ for (const [id, name] of [["plain", "plain"], ["show-held", "held"]]) {
   get("legend").append(make("span", { className: i === names.length - 1 ? "archived" : `s${i}`, textContent: name }));
 });
 addEventListener("pagehide", () => { for (const run of runs.values()) save(run.chat); });
-// another tab has changed a chat
+// changes by another tab
 addEventListener("storage", ({ key: name }) => {
   const id = name?.replace("kvtool.chat.", "");
   if (name === "kvtool.chats") drawList();
