@@ -107,22 +107,8 @@ class Fuzz:
         calls += [self.read, self.write, self.recent, self.read_keys, self.resize] * 2
         calls += [self.future, self.future, self.queries, self.lengths]
         calls += [self.seen, self.watch, self.small, self.enable if self.maybe(0.3) else self.small]
-        archive = [self.push] * 4 + [
-            self.base,
-            self.keep,
-            self.go_back,
-            self.copy,
-            self.copy,
-            self.table,
-            self.table,
-            self.clusters,
-            self.clusters,
-            self.seal,
-            self.seal,
-            self.file,
-            self.trace,
-            self.attended,
-        ]
+        archive = [self.push] * 4 + [self.base, self.keep, self.go_back, self.file, self.trace, self.attended]
+        archive += [self.copy, self.table, self.clusters, self.seal] * 2
         calls += archive * 2 if self.n_recall else [archive[self.rng.integers(len(archive))]]
         calls[self.rng.integers(len(calls))]()
 
@@ -143,17 +129,10 @@ class Fuzz:
             params.type_k, params.type_v = self.one_of(0, 1, 8, 2), self.one_of(0, 1, 8, 2)
         ok = not self.maybe(0.2)
         if not ok:
-            bad = [
-                *(
-                    ("signals", 1 << N_SIGNAL),
-                    ("signals", 2**32 - 1),
-                    ("group", 3),
-                    ("n_query", 0),
-                    ("n_query", -5),
-                ),
-                *(("n_ahead", -1), ("n_ahead", -(2**31)), ("n_future", -1), ("n_future", -(2**31))),
-                *(("n_recall", -1), ("n_recall", LARGEST), ("n_recall", max(self.cells))),
-            ]
+            bad = [("signals", 1 << N_SIGNAL), ("signals", 2**32 - 1), ("group", 3), ("n_query", 0)]
+            bad += [("n_query", -5), ("n_ahead", -1), ("n_ahead", -(2**31)), ("n_future", -1)]
+            bad += [("n_future", -(2**31)), ("n_recall", -1), ("n_recall", LARGEST)]
+            bad += [("n_recall", max(self.cells))]
             if params.n_recall:
                 bad += [("n_near", 0), ("n_near", -1), ("n_near", LARGEST), ("n_exact", -1)]
                 bad += [("type_k", -1), ("type_v", 999), ("type_k", LARGEST), ("type_v", 4), ("ragged", True)]
@@ -598,9 +577,8 @@ class Fuzz:
         ok = ok and all(0 <= at < MOST for at in base)
         pointer, n = table.ctypes.data, len(table)
         if self.maybe(0.1):
-            pointer, n = [(None, n), (pointer, 0), (pointer, -1), (pointer, 4), (pointer, 2)][
-                self.rng.integers(5)
-            ]
+            wrong = [(None, n), *((pointer, other) for other in (0, -1, 4, 2))]
+            pointer, n = wrong[self.rng.integers(5)]
             ok = False
         self.expect("set_archive_table", lib.llama_kvtool_set_archive_table(self.pointer, pointer, n), ok)
         self.check_archive()

@@ -7,10 +7,7 @@ import json
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 POSTS = (CHAT, TEXT, RESPONSES, MESSAGES, COUNT, "/tokenize", "/detokenize", "/v1/embeddings")
-PATHS = (
-    *POSTS,
-    *("/v1/models", "/v1/messages/batches", "/props", "/health", "/metrics", "/nowhere"),
-)
+PATHS = (*POSTS, "/v1/models", "/v1/messages/batches", "/props", "/health", "/metrics", "/nowhere")
 
 N_VOCAB = 320
 WORDS = ("What", "is", "a", "stone", "and", "why", "does", "the", "river", "not", "say", "so?")
@@ -35,44 +32,13 @@ STRANGE = (
 )
 
 GRAMMARS = (
-    *(
-        'root ::= "a"*',
-        "root ::= [0-9]+",
-        "root ::= .*",
-        'root ::= ("a" | "b"){3,5}',
-        'root ::= "\U0001f600"+',
-    ),
-    *(
-        "",
-        " ",
-        "x",
-        "root",
-        "root ::=",
-        'root ::= "a',
-        "root ::= foo",
-        'foo ::= "a"',
-        'root ::= root "a" | "a"',
-    ),
-    *(
-        'root ::= "a"{1000000000}',
-        'root ::= "a"{99999999999999999999}',
-        "root ::= " + "(" * 500 + '"a"' + ")" * 500,
-    ),
-    *(
-        'root ::= "\\x"',
-        "root ::= [",
-        "root ::= []",
-        "root ::= <[5]>*",
-        "root ::= <[999999999]>",
-        "#" * 10_000,
-    ),
-    *(
-        'root ::= "\0"',
-        'root ::= "a"\0',
-        "root ::= [\ud800]",
-        'root ::= "a" root "b" | "x"',
-        'root ::= (("a"*)*)*',
-    ),
+    *(f"root ::= {text}" for text in ('"a"*', "[0-9]+", ".*", '("a" | "b"){3,5}', '"\U0001f600"+')),
+    *("", " ", "x", "root", "root ::=", 'root ::= "a', "root ::= foo", 'foo ::= "a"'),
+    *('root ::= root "a" | "a"', 'root ::= "a"{1000000000}', 'root ::= "a"{99999999999999999999}'),
+    "root ::= " + "(" * 500 + '"a"' + ")" * 500,
+    *('root ::= "\\x"', "root ::= [", "root ::= []", "root ::= <[5]>*", "root ::= <[999999999]>"),
+    *("#" * 10_000, 'root ::= "\0"', 'root ::= "a"\0', "root ::= [\ud800]"),
+    *('root ::= "a" root "b" | "x"', 'root ::= (("a"*)*)*'),
     *("root ::= " + " | ".join(f'"a{i}"' for i in range(300)), 'root ::= "' + "a" * 100_000 + '"'),
     "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1} | r{i + 1}" for i in range(8)) + '\nr8 ::= "a"',
 )
@@ -86,38 +52,19 @@ SLOW_GRAMMARS = (
 """These take all memory, or for ever, or crash."""
 
 SCHEMAS = (
-    *(
-        {},
-        {"type": "object"},
-        {"type": "string"},
-        {"type": "integer"},
-        {"const": 1},
-        {"enum": ["a", None, 1.5]},
-    ),
+    *({}, {"type": "object"}, {"type": "string"}, {"type": "integer"}, {"const": 1}),
+    {"enum": ["a", None, 1.5]},
     {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "array"}}, "required": ["a"]},
     {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(60)}},
     *({"type": "array", "items": {}, "maxItems": 10**9}, {"type": "string", "minLength": 10**9}),
     *({"type": "string", "minLength": -5, "maxLength": -7}, {"type": "string", "minLength": 1.5}),
     *({"type": "string", "pattern": "^(((a+)+)+)+$"}, {"type": "string", "pattern": "^[$"}, {"pattern": 5}),
-    *(
-        {"type": "string", "pattern": "^((a{100}){100}){100}$"},
-        {"type": "string", "pattern": "^" + "(" * 300},
-    ),
+    {"type": "string", "pattern": "^((a{100}){100}){100}$"},
+    {"type": "string", "pattern": "^" + "(" * 300},
     *({"$ref": "#"}, {"$ref": 5}, {"$ref": "#/$defs/x"}, {"$ref": "https://example.invalid/x.json"}),
-    *(
-        {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
-        {"allOf": []},
-        {"anyOf": 5},
-        {"oneOf": [5]},
-    ),
-    *(
-        {"type": ["string", 5]},
-        {"type": {}},
-        {"type": "x"},
-        {"properties": []},
-        {"enum": []},
-        {"required": 5},
-    ),
+    {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    *({"allOf": []}, {"anyOf": 5}, {"oneOf": [5]}, {"type": ["string", 5]}, {"type": {}}, {"type": "x"}),
+    *({"properties": []}, {"enum": []}, {"required": 5}),
     {"type": "object", "properties": {'"\n::= x': {"type": "string"}, "\ud800": {}, "": {}, "\0": {}}},
     {"type": "object", "additionalProperties": {"type": "object", "additionalProperties": True}},
 )
@@ -139,9 +86,8 @@ class Bodies:
     def any(self):
         """(path, body): a JSON value, or bytes."""
         ways = [self.chat] * 8 + [self.wrong_fields] * 12 + [self.drawn] * 6 + [self.messages] * 6
-        ways += (
-            [self.completion, self.response] * 4 + [self.message] * 12 + [self.tokens] * 3 + [self.shaped] * 2
-        )
+        ways += [self.completion, self.response] * 4 + [self.message] * 12
+        ways += [self.tokens] * 3 + [self.shaped] * 2
         ways += [self.value, self.raw, self.large]
         path, body = self.rng.choice(ways)()
         return path, ending(body)
@@ -238,21 +184,16 @@ class Bodies:
         some = rng.choice(
             [range(N_VOCAB), range(2, 3), rng.sample(range(N_VOCAB), 10), [-1], [N_VOCAB], [10**30]]
         )
+        pairs = [[each, bias] for each in some]
         if rng.random() < 0.4:
-            body["logit_bias"] = rng.choice(
-                [{str(each): bias for each in some}, [[each, bias] for each in some]]
-            )
+            body["logit_bias"] = rng.choice([{str(each): bias for each in some}, pairs])
         return CHAT, body
 
     def messages(self):
         """Lists of messages that are strange in themselves."""
         rng = self.rng
-        contents = (
-            *STRANGE,
-            [],
-            [{"type": "text", "text": "x"}],
-            [{"type": "image_url", "image_url": {"url": "x"}}],
-        )
+        images = [{"type": "image_url", "image_url": {"url": "x"}}]
+        contents = (*STRANGE, [], [{"type": "text", "text": "x"}], images)
         function = {
             "name": rng.choice(["f", "", 5, "\ud800"]),
             "arguments": rng.choice(["{}", "[" * 5000, '"\\ud800"', {}, "x"]),
@@ -268,40 +209,17 @@ class Bodies:
             if rng.random() < 0.1:
                 message["name"] = rng.choice(STRANGE)
             found.append(rng.choice([message] * 9 + [rng.choice(STRANGE)]))
-        tools = rng.choice(
-            [
-                {},
-                {},
-                {"tools": rng.choice(STRANGE)},
-                {"tools": [{"type": "function", "function": {"name": "f"}}]},
-            ]
-        )
+        right = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+        tools = rng.choice([{}, {}, {"tools": rng.choice(STRANGE)}, right])
         return CHAT, {"messages": found, "max_tokens": 3, **tools}
 
     def completion(self):
         rng = self.rng
-        prompts = [
-            "",
-            self.words(),
-            [self.words()],
-            ["a", "b"],
-            [rng.randrange(N_VOCAB) for _ in range(rng.randint(0, 50))],
-        ]
-        prompts += [
-            list(range(N_VOCAB)),
-            [0, 1, 2],
-            [1],
-            [2, 2],
-            [-1],
-            [N_VOCAB],
-            [10**30],
-            [1.5],
-            [True],
-            [[1, 2]],
-        ]
-        return TEXT, {"prompt": rng.choice(prompts), "echo": rng.random() < 0.2, **self.options()} | {
-            "logprobs": rng.choice([None, 0, 5, 20, 21])
-        }
+        prompts = ["", self.words(), [self.words()], ["a", "b"]]
+        prompts += [[rng.randrange(N_VOCAB) for _ in range(rng.randint(0, 50))], list(range(N_VOCAB))]
+        prompts += [[0, 1, 2], [1], [2, 2], [-1], [N_VOCAB], [10**30], [1.5], [True], [[1, 2]]]
+        body = {"prompt": rng.choice(prompts), "echo": rng.random() < 0.2, **self.options()}
+        return TEXT, body | {"logprobs": rng.choice([None, 0, 5, 20, 21])}
 
     def response(self):
         rng = self.rng
@@ -345,9 +263,7 @@ class Bodies:
             "temperature": [0, 1, rng.choice(STRANGE)],
             "tools": [[tool], [tool, {"type": "web_search_20250305", "name": "w"}], rng.choice(STRANGE)],
             "tool_choice": [
-                {"type": "auto"},
-                {"type": "any"},
-                {"type": "tool", "name": "f"},
+                *({"type": name, "name": "f"} for name in ("auto", "any", "tool")),
                 rng.choice(STRANGE),
             ],
             "stop_sequences": [["a"], ["e", "\n\n"], rng.choice(STRANGE)],
@@ -363,10 +279,8 @@ class Bodies:
     def tokens(self):
         rng = self.rng
         if rng.random() < 0.5:
-            return "/tokenize", {
-                "content": rng.choice([self.words(), rng.choice(STRANGE)]),
-                "add_special": rng.random() < 0.5,
-            }
+            content = rng.choice([self.words(), rng.choice(STRANGE)])
+            return "/tokenize", {"content": content, "add_special": rng.random() < 0.5}
         tokens = [[], [1, 2, 3], list(range(N_VOCAB)), [-1], [N_VOCAB], [2**40], [True], rng.choice(STRANGE)]
         return "/detokenize", {"tokens": rng.choice(tokens)}
 
@@ -384,45 +298,21 @@ class Bodies:
 
     def raw(self):
         """Bodies that are not JSON."""
-        texts = (
-            b"",
-            b" ",
-            b"{",
-            b"[",
-            b'"',
-            b"nul",
-            b"{}x",
-            b"\xff",
-            b"\0",
-            b"{'a': 1}",
-            b"\xed\xa0\x80",
-            b"[1,]",
-        )
-        texts += (
-            b'"\\ud8"',
-            '{"messages": "\u00e9"}'.encode("utf-16"),
-            b"[" * 100_000,
-            b'{"a":' * 100_000,
-            b"-",
-            b"1" * 5000,
-        )
+        texts = [b"", b" ", b"{", b"[", b'"', b"nul", b"{}x", b"\xff", b"\0", b"{'a': 1}", b"\xed\xa0\x80"]
+        texts += [b"[1,]", b'"\\ud8"', '{"messages": "\u00e9"}'.encode("utf-16"), b"-", b"1" * 5000]
+        texts += [b"[" * 100_000, b'{"a":' * 100_000]
         return self.rng.choice(POSTS), self.rng.choice(texts)
 
     def large(self):
         """Much of something."""
         rng = self.rng
         n = rng.choice([1000, 10_000])
+        parts = [{"role": "user", "content": [{"type": "text", "text": "x"}] * n}]
         return rng.choice(
             [
                 (CHAT, {"messages": [{"role": "user", "content": "x"}] * n, "max_tokens": 1}),
                 (CHAT, {"messages": [{"role": "king", "content": "x"}] * 200_000, "max_tokens": 1}),
-                (
-                    CHAT,
-                    {
-                        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * n}],
-                        "max_tokens": 1,
-                    },
-                ),
+                (CHAT, {"messages": parts, "max_tokens": 1}),
                 (CHAT, {"messages": self.talk(), "logit_bias": [[1, 1]] * n, "max_tokens": 1}),
                 (CHAT, {"messages": self.talk(), "stop": ["x"] * n}),
                 (CHAT, {f"field {i}": i for i in range(n)}),
