@@ -107,8 +107,9 @@ class Fuzz:
         calls += [self.read, self.write, self.recent, self.read_keys, self.resize] * 2
         calls += [self.future, self.future, self.queries, self.lengths]
         calls += [self.seen, self.watch, self.small, self.enable if self.maybe(0.3) else self.small]
-        archive = [self.push] * 4 + [self.base, self.keep, self.go_back, self.file, self.trace, self.attended]
-        archive += [self.copy, self.table, self.clusters, self.seal] * 2
+        archive = [self.push] * 4 + [self.base, self.keep, self.go_back] + [self.copy, self.copy]
+        archive += [self.table, self.table, self.clusters, self.clusters, self.seal, self.seal]
+        archive += [self.file, self.trace, self.attended]
         calls += archive * 2 if self.n_recall else [archive[self.rng.integers(len(archive))]]
         calls[self.rng.integers(len(calls))]()
 
