@@ -33,10 +33,9 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as Linu
 WRITE = ("generate", "--raw", "-p", "Hello, hello.", "--temp", "0", "-t", "1", "-n", "20")
 
 
-def python(code, *arguments, run=forked.run, **options):
-    options = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL} | options
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return run(command, cwd=ROOT, check=False, timeout=PATIENCE_S, **options)
+def python(code, *arguments, **options):
+    options = {"stdin": subprocess.DEVNULL} | options
+    return forked.run([sys.executable, "-c", code, *arguments], cwd=ROOT, **options)
 
 
 def start(code, *arguments, **options):
@@ -146,7 +145,7 @@ main()
 @linux
 @pytest.mark.parametrize("megabytes", [40, 130, 160])
 def test_no_memory_is_one_line(megabytes, smollm2):
-    done = python(LIMITED, megabytes, *WRITE, "-m", smollm2, run=subprocess.run)
+    done = python(LIMITED, megabytes, *WRITE, "-m", smollm2, popen=subprocess.Popen)
     # on CPUs with AMX, ggml writes a line outside its log
     done.stderr = re.sub(r"^ggml_backend_amx_\w+: failed to allocate .*\n", "", done.stderr)
     one_line(done, 8, "choose a smaller --budget")
@@ -154,14 +153,13 @@ def test_no_memory_is_one_line(megabytes, smollm2):
 
 @linux
 def test_no_memory_for_so_many_cells_is_one_line(smollm2):
-    done = python(LIMITED, 250, *WRITE, "-m", smollm2, "--policy", "full", run=subprocess.run)
+    done = python(LIMITED, 250, *WRITE, "-m", smollm2, "--policy", "full", popen=subprocess.Popen)
     one_line(done, 8, "no memory for a cache of 8192 cells")
 
 
 def test_memory_that_ends_in_python_is_one_line(model):
-    code = (
-        f"from kvtool.engine.loop import Engine\ndef fail(*_): raise MemoryError\nEngine.reset = fail\n{RUN}"
-    )
+    fails = "from kvtool.engine.policy_cache import PolicyCache\ndef fail(*_): raise MemoryError"
+    code = f"{fails}\nPolicyCache.reset = fail\n{RUN}"
     one_line(python(code, *WRITE, "-m", model), 8, "out of memory; choose a smaller --budget")
 
 
@@ -181,7 +179,7 @@ def test_a_truncated_model_is_one_line(share, model, tmp_path):
 )
 def test_a_full_disk_under_stdout_is_one_line(command):
     with open("/dev/full", "w") as full:
-        done = python(RUN, *command, capture_output=False, stdout=full, stderr=subprocess.PIPE)
+        done = python(RUN, *command, stdout=full)
     one_line(done, 1, "cannot write: No space left on device")
 
 
@@ -207,7 +205,7 @@ def test_nothing_to_write_to_at_all():
 def test_a_pipe_that_nobody_reads_is_quiet(command):
     read, write = os.pipe()
     os.close(read)
-    done = python(RUN, *command, capture_output=False, stdout=write, stderr=subprocess.PIPE)
+    done = python(RUN, *command, stdout=write)
     os.close(write)
     assert done.returncode == 128 + signal.SIGPIPE
     assert done.stderr == ""
@@ -278,8 +276,8 @@ STAGES = {
 def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
     # without a library of kernels numba is imported for the first eviction
     own = ["--policy", "streamingllm", "--budget", "24"] if stage == "import of numba" else []
-    run = subprocess.run if stage.startswith("import") else forked.run
-    done = python(f"{PRESS}\n{STAGES[stage]}\n{RUN}", *WRITE, "-m", model, *own, run=run)
+    popen = subprocess.Popen if stage.startswith("import") else forked.Popen
+    done = python(f"{PRESS}\n{STAGES[stage]}\n{RUN}", *WRITE, "-m", model, *own, popen=popen)
     assert done.returncode == 130, done.stderr
     assert "Exception ignored" not in done.stderr
     assert done.stderr.endswith("kvtool: stopped\n")
