@@ -43,7 +43,6 @@ def run(smollm2, monkeypatch):
     left["model"].close()
 
 
-@pytest.mark.engine
 def test_the_documents_ten_lines_stream_a_reply(run, capsys):
     code = blocks("docs/python.md")[0]
     assert len(code.strip().splitlines()) <= 11
@@ -61,7 +60,6 @@ def test_the_documents_ten_lines_stream_a_reply(run, capsys):
     assert reply.startswith("".join(pieces))
 
 
-@pytest.mark.engine
 def test_the_documents_blocks_run_and_say_what_is_so(run, capsys):
     code = blocks("docs/python.md")[1:]
     left = run(code[0])
@@ -93,7 +91,6 @@ def test_the_documents_blocks_run_and_say_what_is_so(run, capsys):
     assert len(code) == 5
 
 
-@pytest.mark.engine
 def test_a_text_goes_on_where_the_last_one_ended(smollm2, monkeypatch):
     model = load_model(smollm2)
     starts, tokenize = [], model.tokenize
@@ -127,7 +124,6 @@ POLICIES = {
 }
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_cells_are_those_of_a_plain_count(tiny_model, name, positions):
@@ -186,7 +182,6 @@ def test_what_cannot_work_is_one_line(wrong, said):
         wrong()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("first", ["engine", "model"])
 def test_what_is_closed_says_so(tiny_model, first):
     model = kvtool.Model(tiny_model())

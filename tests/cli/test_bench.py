@@ -61,7 +61,6 @@ def words_of(docstring):
 # rows
 
 
-@pytest.mark.engine
 def test_there_is_a_row_for_each_way_at_each_depth(whole, model):
     assert whole.returncode == 0, whole.stderr
     found = read(whole.stdout)
@@ -80,7 +79,6 @@ def test_there_is_a_row_for_each_way_at_each_depth(whole, model):
             assert row["rounds"] in (1, 2)
 
 
-@pytest.mark.engine
 def test_bytes_are_those_of_the_caches(whole):
     found = {(row["what"], row["depth"]): row for row in read(whole.stdout)}
     full, _, quantized = (found[way, 64]["device_bytes"] for way in ROWS[:3])
@@ -98,7 +96,6 @@ def test_bytes_are_those_of_the_caches(whole):
     assert far["host_bytes"] - near["host_bytes"] >= (2048 - 64 - 64) * token_bytes
 
 
-@pytest.mark.engine
 def test_the_first_line_names_the_machine(model):
     own = "-m", model, "-t", 1, "--budget", 64, "-b", 64
     done = kvtool("bench", *own, "--depths", "64,1024", "--rounds", 1)
@@ -138,7 +135,6 @@ def test_a_device_that_does_not_count_is_said(whole, is_known):
     assert ("not known, as the devices' counters stand still" in " ".join(out.getvalue().split())) != is_known
 
 
-@pytest.mark.engine
 def test_where_memory_is_too_small_a_row_says_so(loaded, monkeypatch):
     rows = [bench.sized(way, 256, 64) for way in bench.cache_configs({"recall": 64}, has_device=False)]
     monkeypatch.setattr(bench, "free_bytes", lambda: 2000)
@@ -149,7 +145,6 @@ def test_where_memory_is_too_small_a_row_says_so(loaded, monkeypatch):
     assert not any(row.write for row in rows)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("arch", "wrong"),
     [
@@ -179,7 +174,6 @@ def test_a_cache_in_host_memory_is_measured_where_there_is_a_device():
     assert all(way.kv_offload for way in bench.cache_configs({}, has_device=False))
 
 
-@pytest.mark.engine
 def test_llama_cpp_is_told_where_the_cache_lies(loaded, monkeypatch):
     made, told = decoder.api.llama_init_from_model, []
 
@@ -196,7 +190,6 @@ def test_llama_cpp_is_told_where_the_cache_lies(loaded, monkeypatch):
 # streams at a depth
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
 def test_a_filled_cache_repeats_what_was_read(loaded, cache_type):
     settings = Settings(n_batch=64, type_k=cache_type, type_v=cache_type, flash="on", n_threads=1)
@@ -214,7 +207,6 @@ def test_a_filled_cache_repeats_what_was_read(loaded, cache_type):
         assert engine.n_past == 301
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("name", ["recall", "h2o"])
 def test_a_longer_stream_goes_on_like_one_that_was_read(loaded, name):
     """Its counters, window and archive are as in a stream of that length."""
@@ -264,7 +256,6 @@ def test_ratios_are_those_to_the_same_row_of_an_earlier_run(tmp_path):
     assert bench.over(record("full", 64, 4.0), there) == dict.fromkeys(SPEEDS)
 
 
-@pytest.mark.engine
 def test_a_run_says_its_ratios(whole, model, tmp_path):
     old, picture = tmp_path / "old.json", tmp_path / "speed.png"
     old.write_text(whole.stdout)
@@ -323,7 +314,6 @@ def test_what_is_wrong_is_one_line(arguments, code, words, model, tmp_path):
     one_line(done, code, words)
 
 
-@pytest.mark.engine
 def test_an_interrupted_run_prints_the_rows_that_it_has(model, monkeypatch):
     whole_round, done_rounds = bench.Bench._round, []
 

@@ -66,7 +66,6 @@ def exported(path):
     return json.loads(of_session("export", "--json", path))
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("policy", "sampling"),
     [("h2o", "--temp 0"), ("h2o", "--temp 1 --seed 7 --repeat-penalty 1.2"), ("recall", "--temp 0")],
@@ -87,7 +86,6 @@ def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, sh
     assert shown["turns"] == ends[-1]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
 def test_killed_at_calls_that_change_its_files_no_chat_is_lost(talker, tmp_path, share_of, policy):
     # every eighth call, or every call
@@ -100,7 +98,6 @@ def test_killed_at_calls_that_change_its_files_no_chat_is_lost(talker, tmp_path,
     assert int(done.stdout.split()[1]) > 30
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("options", "n", "n_all"), [(FIRST, 6, 50), (RECALL, 4, 15)], ids=["h2o", "recall"])
 def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, share_of, options, n, n_all):
     n = share_of(n, n_all)
@@ -152,7 +149,6 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
         assert (b"".join(replies[first:end]) + replies[end][:-1]).startswith(said)
 
 
-@pytest.mark.engine
 def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(chat_model, talk, tmp_path):
     talk(TURNS[:2], *FIRST)
     path = tmp_path / "chat.kvs"
@@ -175,7 +171,6 @@ def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(chat_model, t
     assert talk(TURNS[2:3], "--temp", "0.5", "--seed", "3").returncode == 0
 
 
-@pytest.mark.engine
 def test_a_damaged_session_is_one_line_and_its_text_is_still_there(talk, tmp_path):
     talk(TURNS[:2], *FIRST)
     path = tmp_path / "chat.kvs"
@@ -188,7 +183,6 @@ def test_a_damaged_session_is_one_line_and_its_text_is_still_there(talk, tmp_pat
     assert exported(path) == text
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("n_cut", "words"), [(None, "is damaged"), (100, "is truncated"), (9_000, "is truncated")]
 )
@@ -205,7 +199,6 @@ def test_show_says_that_a_file_is_damaged_or_truncated(talk, tmp_path, n_cut, wo
     one_line(done, 9, f"kvtool: {path} {words} and its chat cannot continue; ", prints=True)
 
 
-@pytest.mark.engine
 def test_a_file_that_ends_within_its_text_is_not_said_to_have_one(talk, tmp_path):
     talk(TURNS[:2], *FIRST)
     path = tmp_path / "chat.kvs"
@@ -215,7 +208,6 @@ def test_a_file_that_ends_within_its_text_is_not_said_to_have_one(talk, tmp_path
         one_line(called("session", command, path), 9, said)
 
 
-@pytest.mark.engine
 def test_show_speaks_to_people_and_json_keeps_its_names(talk, tmp_path):
     talk(TURNS[:2], *FIRST, "--system", "Be [b]brief[/b].\nAnd kind.")
     path = tmp_path / "chat.kvs"
@@ -237,7 +229,6 @@ def test_show_speaks_to_people_and_json_keeps_its_names(talk, tmp_path):
     assert re.search(r"^policy +h2o window=\d+ sinks=0 ", said, re.M)
 
 
-@pytest.mark.engine
 def test_a_turn_of_a_recalling_chat_writes_only_what_is_new(talk, tmp_path):
     path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
     talk(TURNS[:2], *RECALL)
@@ -259,7 +250,6 @@ def test_a_turn_of_a_recalling_chat_writes_only_what_is_new(talk, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["chat.kvs", "chat.kvs.archive"]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("what", ["is damaged", "is missing", "belongs to another session"])
 def test_an_archive_that_cannot_be_read_is_one_line_and_the_text_is_still_there(talk, tmp_path, what):
     talk(TURNS[:6], *RECALL)
@@ -283,7 +273,6 @@ def test_an_archive_that_cannot_be_read_is_one_line_and_the_text_is_still_there(
     assert f"{archive} {what}" in json.loads(shown.stdout)["problem"]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("left", ["nothing", "an empty file"])
 def test_a_chat_whose_session_was_moved_gets_its_archive_back(talk, tmp_path, left):
     assert talk(TURNS[:12], *RECALL).returncode == 0
@@ -300,7 +289,6 @@ def test_a_chat_whose_session_was_moved_gets_its_archive_back(talk, tmp_path, le
         assert len(exported(tmp_path / name)) == 2 * n + 2
 
 
-@pytest.mark.engine
 def test_a_session_with_its_archive_inside_as_earlier_versions_wrote_it_continues(talk, tmp_path):
     for name in ("chat.kvs", "whole"):
         talk(TURNS[:6], *RECALL, session=name)
@@ -319,7 +307,6 @@ def test_a_session_with_its_archive_inside_as_earlier_versions_wrote_it_continue
         assert (saved[name] == whole[name]).all()
 
 
-@pytest.mark.engine
 def test_a_session_keeps_clusters_and_goes_on_without_those_of_earlier_versions(talk, tmp_path):
     clusters = "-o", "search=clusters", "-o", "exact=64"
     for name in ("chat.kvs", "whole"):
@@ -343,7 +330,6 @@ def test_a_session_keeps_clusters_and_goes_on_without_those_of_earlier_versions(
     assert CLUSTERS in session.read(path)[1]
 
 
-@pytest.mark.engine
 def test_two_chats_on_one_session_are_one_too_many(chat_model, talk, tmp_path):
     chat = forked.Popen(
         _command(chat_model, tmp_path / "chat.kvs", *FIRST), stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -359,7 +345,6 @@ def test_two_chats_on_one_session_are_one_too_many(chat_model, talk, tmp_path):
     assert not list(tmp_path.glob("*.lock"))
 
 
-@pytest.mark.engine
 def test_a_full_disk_keeps_what_was_saved(talk, tmp_path):
     talk(TURNS[:1], *FIRST)
     path = tmp_path / "chat.kvs"
@@ -372,7 +357,6 @@ def test_a_full_disk_keeps_what_was_saved(talk, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["chat.kvs"]
 
 
-@pytest.mark.engine
 def test_a_full_disk_keeps_what_was_saved_and_its_archive(talk, tmp_path):
     talk(TURNS[:6], *RECALL)
     path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
@@ -389,12 +373,10 @@ def test_a_full_disk_keeps_what_was_saved_and_its_archive(talk, tmp_path):
     assert talk(TURNS[6:8]).returncode == 0
 
 
-@pytest.mark.engine
 def test_a_session_that_cannot_be_written_at_all_is_told_before_the_chat(talk):
     one_line(talk(TURNS[:1], *FIRST, session="no/such/folder/chat.kvs"), 9)
 
 
-@pytest.mark.engine
 def test_the_transcript_is_appended(talk, tmp_path):
     path = tmp_path / "said.txt"
     for turns in (TURNS[:2], TURNS[2:3]):
@@ -404,7 +386,6 @@ def test_the_transcript_is_appended(talk, tmp_path):
     assert shown.count("> line") == 3
 
 
-@pytest.mark.engine
 def test_how_recall_searches_may_change_and_an_earlier_versions_options_go(talk, tmp_path):
     talk(TURNS[:6], *RECALL, "-o", "exact=64")
     assert talk(TURNS[6:7], "-o", "exact=32", "-o", "chunk=8").returncode == 0

@@ -13,10 +13,7 @@ from kvtool.cli.chat.show import HELP, KEYS, NOTES
 from tests import tiny
 from tests.cli.terminal import terminals
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(os.name != "posix", reason="terminals of Unix"),
-]
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 
 SMALL = ("-n", 4, "-c", 2048, "--policy", "h2o", "--budget", 128)
 """With recall a session may have a second file, and /undo needs no copies."""

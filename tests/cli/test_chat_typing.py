@@ -160,7 +160,6 @@ def test_ctrl_z_suspends_and_is_no_text(typed_at, monkeypatch):
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 
 
-@pytest.mark.engine
 def test_texts_of_several_lines_are_one_turn_each(terminal, tmp_path):
     path, file = tmp_path / "chat.kv", tmp_path / "part.txt"
     file.write_text("what the file says\n")
@@ -199,7 +198,6 @@ def test_texts_of_several_lines_are_one_turn_each(terminal, tmp_path):
     ]
 
 
-@pytest.mark.engine
 def test_a_history_is_kept_between_chats(terminal, tmp_path):
     chat = terminal()
     chat.say("the first thing")
@@ -221,14 +219,12 @@ def test_a_history_is_kept_between_chats(terminal, tmp_path):
     assert said(tmp_path / "chat.kv") == ["the first thing"] * 2
 
 
-@pytest.mark.engine
 def test_a_chat_without_a_folder_for_its_history_goes_on(terminal, tmp_path):
     (tmp_path / "file").touch()
     chat = terminal(env={"XDG_STATE_HOME": str(tmp_path / "file")})
     assert chat.say("hello").endswith("tokens/s")
 
 
-@pytest.mark.engine
 def test_a_turn_that_is_stopped_while_it_is_read_is_taken_back(terminal, tmp_path):
     path, held = tmp_path / "chat.kv", Held(tmp_path)
     chat = terminal("--session", path, "-b", 16, "--policy", held.policy)
@@ -264,7 +260,6 @@ POLICY = Busy
 """
 
 
-@pytest.mark.engine
 def test_a_stop_is_told_at_once_and_not_after_the_step(terminal, tmp_path):
     fifo, there = tmp_path / "fifo", tmp_path / "there"
     os.mkfifo(fifo)
@@ -282,7 +277,6 @@ def test_a_stop_is_told_at_once_and_not_after_the_step(terminal, tmp_path):
     os.close(writer)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("policy", [("--policy", "h2o"), ("--budget", 48)], ids=["h2o", "recall"])
 def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     path = tmp_path / "chat.kv"
@@ -318,7 +312,6 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     assert "there is nothing to undo" in chat.say("/undo 9") + chat.say("/undo")
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("line", "at_prompt"), [("/edit-last", "one"), ("/nope", "/nope"), ("@none.txt", "@none.txt")]
 )
@@ -336,7 +329,6 @@ def test_what_was_typed_ahead_does_not_follow_what_is_put_at_the_prompt(terminal
     assert said(path) == [*["one"] * (at_prompt != "one"), "two", "three"]
 
 
-@pytest.mark.engine
 def test_a_line_with_a_slash_reaches_the_model_only_if_it_is_confirmed(terminal, tmp_path):
     path = tmp_path / "chat.kv"
     chat = terminal("--session", path)
@@ -356,7 +348,6 @@ def test_a_line_with_a_slash_reaches_the_model_only_if_it_is_confirmed(terminal,
     until(lambda: said(path) == ["one", "/no/pe is a path"])
 
 
-@pytest.mark.engine
 def test_an_option_of_the_start_is_no_setting_and_a_near_miss_is_a_setting(terminal):
     chat = terminal()
     start = "is fixed when a chat starts; leave with /exit and start `kvtool chat"
@@ -400,7 +391,6 @@ def test_the_terminal_is_set_again_after_a_stop(monkeypatch):
     os.close(theirs)
 
 
-@pytest.mark.engine
 def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     chat = terminal("--system", "Be brief.", "--session", tmp_path / "chat.kv")
     assert chat.say("/set num_predict 2") == "n  2"
@@ -440,7 +430,6 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     assert (shown["n"], shown["top_p"]) == ("2", "0.5")
 
 
-@pytest.mark.engine
 def test_an_editor_writes_a_turn(terminal, tmp_path):
     editor = tmp_path / "editor"
     editor.write_text('#!/bin/sh\nprintf "line one\\nline two\\n" > "$1"\n')
@@ -454,7 +443,6 @@ def test_an_editor_writes_a_turn(terminal, tmp_path):
     assert "set $EDITOR to an editor that works" in chat.say("/edit")
 
 
-@pytest.mark.engine
 def test_words_that_others_use_do_the_same_and_near_misses_are_told(terminal):
     chat = terminal()
     assert chat.say("/?").startswith("/help")
@@ -474,7 +462,6 @@ def test_words_that_others_use_do_the_same_and_near_misses_are_told(terminal):
     assert chat.process.wait(PATIENCE_S) == 0
 
 
-@pytest.mark.engine
 def test_a_chat_that_goes_on_shows_its_last_turn(terminal, tmp_path):
     path = tmp_path / "chat.kv"
     chat = terminal("--session", path)
@@ -486,7 +473,6 @@ def test_a_chat_that_goes_on_shows_its_last_turn(terminal, tmp_path):
     assert 'took back the turn "what was said"; the chat has no turns' in again.say("/undo")
 
 
-@pytest.mark.engine
 def test_a_base_model_is_told_at_the_start(terminal, talker, tmp_path):
     line = "gemma3-270m is a base model, not for chats; `kvtool generate --raw` continues a text\n"
     assert "base model" not in terminal().text
@@ -498,7 +484,6 @@ def test_a_base_model_is_told_at_the_start(terminal, talker, tmp_path):
     assert piped.stderr.endswith(f"\n{line}")
 
 
-@pytest.mark.engine
 def test_a_narrow_window_that_changes_its_size_keeps_what_was_said(terminal):
     chat = terminal(columns=60, rows=20)
     # lines at the start are wrapped between words

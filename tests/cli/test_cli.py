@@ -151,12 +151,10 @@ def test_commands_are_shown_in_their_order_and_suggested():
         (["policies", "nope"], 2, "unknown policy 'nope'"),
     ],
 )
-@pytest.mark.engine
 def test_bad_input_gets_one_line_and_its_code(arguments, code, words, text_file, smollm2):
     one_line(called(*(str(text_file) if a == "TEXT" else a for a in arguments)), code, words)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("command", ["perplexity", "compare"])
 @pytest.mark.parametrize(("arch", "least"), [("gemma3", "256.0 KiB"), ("lfm2", "131.0 KiB")])
 def test_a_budget_in_bytes_has_to_hold_what_is_beside_the_rows(tiny_model, text_file, arch, least, command):
@@ -171,7 +169,6 @@ def test_a_budget_in_bytes_has_to_hold_what_is_beside_the_rows(tiny_model, text_
         assert json.loads(done.stdout)["budget"] == 256
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("command", ["perplexity", "generate"])
 def test_a_small_budget_in_bytes_lowers_the_batch(tiny_model, text_file, command):
     own = ["-m", tiny_model(arch="gemma3"), "-t", 1, "--policy", "h2o", "--budget", "256KiB", "--json"]
@@ -191,7 +188,6 @@ def test_what_is_no_text_is_refused(tmp_path, data):
     one_line(called("perplexity", path), 5)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("command", ["perplexity", "compare"])
 def test_a_text_of_one_token_is_too_short(tmp_path, smollm2, command):
     (tmp_path / "one.txt").write_text("a")
@@ -270,7 +266,6 @@ def test_policies_refuses_what_would_show_nothing(arguments, words):
     one_line(called("policies", *arguments), 2, words)
 
 
-@pytest.mark.engine
 def test_perplexity_json_has_the_promised_keys(text_file, default_talker):
     own = ("--policy", "h2o", "--budget", 256, "--max-tokens", 400)
     done = kvtool("perplexity", text_file, "-t", 1, "--json", *own)
@@ -287,14 +282,12 @@ def test_perplexity_json_has_the_promised_keys(text_file, default_talker):
     assert result["tokens_per_s"] > 0
 
 
-@pytest.mark.engine
 def test_perplexity_scores_in_batches_whatever_a_policy_does_with_prompts(text_file, default_talker):
     done = kvtool("perplexity", text_file, "-t", 1, "--policy", "snapkv", "--budget", 64, "--max-tokens", 100)
     assert done.returncode == 0
     assert "each KV head keeps at most 64 of them (64 %)" in done.stderr
 
 
-@pytest.mark.engine
 def test_perplexity_reads_stdin_and_prints_one_number(smollm2):
     done = kvtool("perplexity", "-", "-t", 1, "--max-tokens", 64, stdin=TEXT)
     assert done.returncode == 0
@@ -302,7 +295,6 @@ def test_perplexity_reads_stdin_and_prints_one_number(smollm2):
     assert "63 tokens scored" in done.stderr
 
 
-@pytest.mark.engine
 def test_a_budget_in_bytes_bounds_the_whole_cache(text_file, default_talker):
     for policy in ("h2o", "recall"):
         own = ("--policy", policy, "--budget", "128KiB", "--max-tokens", 64)
@@ -310,7 +302,6 @@ def test_a_budget_in_bytes_bounds_the_whole_cache(text_file, default_talker):
         assert json.loads(done.stdout)["kv_bytes"] <= 128 * 2**10
 
 
-@pytest.mark.engine
 def test_generate_writes_only_the_answer_to_stdout(default_talker):
     done = kvtool("generate", "-p", "Say hello.", "-n", 8, "--temp", 0, "-t", 1)
     assert done.returncode == 0
@@ -318,7 +309,6 @@ def test_generate_writes_only_the_answer_to_stdout(default_talker):
     assert done.stderr == ""
 
 
-@pytest.mark.engine
 def test_a_prompt_that_is_the_name_of_a_file_is_told(chat_model, tmp_path):
     (tmp_path / "notes.md").write_text("Hello.")
     own = ("generate", "-m", chat_model, "-t", 1, "-n", 1)
@@ -331,7 +321,6 @@ def test_a_prompt_that_is_the_name_of_a_file_is_told(chat_model, tmp_path):
         assert "is a file" not in kvtool(*own, prompt, cwd=tmp_path).stderr
 
 
-@pytest.mark.engine
 def test_generate_is_the_same_for_the_same_seed(default_talker):
     def told(seed):
         return kvtool("generate", "-p", "Tell a story.", "-n", 24, "--seed", seed, "-t", 1).stdout
@@ -341,7 +330,6 @@ def test_generate_is_the_same_for_the_same_seed(default_talker):
     assert first != told(8)
 
 
-@pytest.mark.engine
 def test_generate_reads_more_than_its_budget(default_talker):
     done = kvtool(
         *("generate", "-p", "Summarize:", "-n", 8, "--temp", 0, "-t", 1),
@@ -355,7 +343,6 @@ def test_generate_reads_more_than_its_budget(default_talker):
     assert result["finish_reason"] == ("length" if result["tokens"] == 8 else "stop")
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("policy", KINDS)
 def test_policies_of_each_kind_generate(default_talker, policy):
     # a prompt above the budget, and an eviction while it writes
@@ -371,7 +358,6 @@ def test_policies_of_each_kind_generate(default_talker, policy):
     assert result["cells"] < 64
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("prefill", ["stream", "whole"])
 def test_a_prompt_is_read_as_asked(default_talker, prefill):
     done = kvtool(
@@ -385,7 +371,6 @@ def test_a_prompt_is_read_as_asked(default_talker, prefill):
     assert (done.stderr.count("reserving ...") > 2) == (prefill == "whole")
 
 
-@pytest.mark.engine
 def test_rows_that_differ_need_no_budget(text_file, smollm2):
     means = []
     for history in (32, 40):
@@ -400,7 +385,6 @@ def test_rows_that_differ_need_no_budget(text_file, smollm2):
     assert result["kv_bytes"] < 1.6 * result["cells"] * 30 * 2 * 3 * 64 * 2
 
 
-@pytest.mark.engine
 def test_a_policy_of_ones_own(text_file, default_talker, tmp_path):
     (code,) = re.findall(r"^```python\n(.*?)^```$", WRITING.read_text(encoding="utf-8"), re.M | re.S)
     (tmp_path / "mine.py").write_text(code)
@@ -413,7 +397,6 @@ def test_a_policy_of_ones_own(text_file, default_talker, tmp_path):
     assert listed["what"].startswith("Average: ")
 
 
-@pytest.mark.engine
 def test_generate_ends_quietly_when_the_reader_has_enough(smollm2):
     writer = forked.Popen(
         [*KVTOOL, "generate", "--raw", "-p", "1\n2\n3\n4\n5\n", "-n", "200", "--temp", "0", "-t", "1"],
@@ -430,7 +413,6 @@ def test_generate_ends_quietly_when_the_reader_has_enough(smollm2):
     writer.stderr.close()
 
 
-@pytest.mark.engine
 def test_chat_with_a_pipe_answers_each_line(default_talker):
     done = kvtool("chat", "--temp", 0, "-t", 1, "-n", 12, stdin="Hello!\n\nWhat is two plus two?\n")
     assert done.returncode == 0
@@ -439,7 +421,6 @@ def test_chat_with_a_pipe_answers_each_line(default_talker):
     assert re.fullmatch(KEEPS, done.stderr)
 
 
-@pytest.mark.engine
 def test_a_text_that_does_not_end_is_cut(talker):
     own = ("-m", talker, "-c", 4096, "--budget", 128, "-t", 1, "--temp", 0, "-l", "2-inf")
     line = "stopped after 2,048 tokens; -n N changes the limit, and -n -1 removes it\n"
@@ -452,7 +433,6 @@ def test_a_text_that_does_not_end_is_cut(talker):
     assert kvtool("generate", "Hello!", *own, "-n", 8).stderr == ""
 
 
-@pytest.mark.engine
 def test_an_interrupted_perplexity_says_how_far_it_came(monkeypatch, smollm2, tmp_path):
     def stream(engine, tokens, scored):
         scored(np.full(3, np.log(2.0)))
@@ -465,7 +445,6 @@ def test_an_interrupted_perplexity_says_how_far_it_came(monkeypatch, smollm2, tm
     assert done.stderr == "the perplexity of the first 3 tokens scored is 2.0000\nkvtool: stopped\n"
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
 def test_an_interrupted_reply_ends_in_order(smollm2):
     writer = forked.Popen(

@@ -88,7 +88,6 @@ def whole(compare, folder):
     return path
 
 
-@pytest.mark.engine
 def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
     found = read(whole)
@@ -120,14 +119,12 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     assert whole.read_text() == before
 
 
-@pytest.mark.engine
 def test_only_what_is_asked_for_runs(compare, folder):
     out = folder / "asked.jsonl"
     compare("--policies", "full,local", "--budget", "64", "--records", out)
     assert [(one["policy"], one["type_k"]) for one in read(out)] == [("full", "f16"), ("local", "f16")]
 
 
-@pytest.mark.engine
 def test_shards_side_by_side_are_the_same_as_one_run(compare, whole, folder):
     parts = [folder / f"{i}.jsonl" for i in (1, 2)]
     for i, part in enumerate(parts, 1):
@@ -141,7 +138,6 @@ def test_shards_side_by_side_are_the_same_as_one_run(compare, whole, folder):
     assert lasting(read(merged)) == [*lasting(read(whole)), stranger]
 
 
-@pytest.mark.engine
 def test_what_another_run_adds_to_the_file_meanwhile_stays(compare, folder):
     """The policy appends a line to the file when the text is half read."""
     (folder / "meanwhile.py").write_text(MEANWHILE)
@@ -203,7 +199,6 @@ POLICY = Meanwhile
 """
 
 
-@pytest.mark.engine
 def test_a_run_has_the_perplexity_of_kvtool_perplexity(whole, model, folder, environment):
     found = read(whole)[2]
     options = ("--policy", "h2o", "--budget", 64, "-o", "window=20", "-m", model, "-t", 1)
@@ -214,7 +209,6 @@ def test_a_run_has_the_perplexity_of_kvtool_perplexity(whole, model, folder, env
         assert found[name] == alone[name], name
 
 
-@pytest.mark.engine
 def test_a_text_longer_than_the_context_has_no_full_to_compare_with(compare):
     done = compare("-c", "128", "--policies", "full,local", "--budgets", "64")
     assert (
@@ -238,7 +232,6 @@ POLICY = Breaks
 """
 
 
-@pytest.mark.engine
 def test_a_run_that_fails_is_tried_again(compare, folder):
     (folder / "mine.py").write_text(BREAKS)
     arguments = ("--policies", "mine.py,local", "--budgets", "64", "--records", "failed.jsonl", "--jobs", 2)
@@ -254,7 +247,6 @@ def test_a_run_that_fails_is_tried_again(compare, folder):
     assert len(read(folder / "failed.jsonl")) == 2
 
 
-@pytest.mark.engine
 def test_policies_that_keep_all_they_need_take_no_budget(compare):
     done = compare("--policies", "corm:window=16:history=16", "--budgets", "", "--max-tokens", "64")
     assert "corm" in done.stdout
@@ -284,7 +276,6 @@ def test_json_prints_and_takes_a_file_as_it_did_once(tmp_path, monkeypatch, type
     assert output.with_records(typed.split()) == meant.split()
 
 
-@pytest.mark.engine
 def test_records_go_to_a_file_and_are_printed(compare, tmp_path):
     out, once = tmp_path / "out.jsonl", tmp_path / "once.jsonl"
     own = ("--policies", "local", "--budgets", "64", "--max-tokens", 100)
@@ -297,7 +288,6 @@ def test_records_go_to_a_file_and_are_printed(compare, tmp_path):
     assert len(compare(*own, "--json", "-").stdout.splitlines()) == 1
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -318,7 +308,6 @@ def test_what_cannot_be_is_one_line_and_its_code(compare, arguments, code, words
     one_line(compare(*arguments, check=False), code, words)
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_an_interrupt_keeps_what_is_done(model, folder, environment, tmp_path):
     held, out = Held(tmp_path), tmp_path / "out.jsonl"

@@ -155,7 +155,6 @@ def test_chats_of_killed_servers_are_named_and_removed_on_request(run, tmp_path)
         assert len(list(running.iterdir())) == 4
 
 
-@pytest.mark.engine
 def test_of_a_cpu_s_memory_that_is_free_which_programs_can_take(monkeypatch):
     from kvtool.llama import devices
 

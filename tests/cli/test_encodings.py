@@ -96,7 +96,6 @@ def test_a_name_that_is_not_utf8_is_one_line(command):
     assert done.stderr.count(b"\n") <= 4
 
 
-@pytest.mark.engine
 def test_a_turn_that_is_not_utf8_ends_a_pipe_with_one_line(env, talker):
     done = kvtool(*CHAT, "-m", talker, stdin=b"hello\n" + CAFE + b"\n", env=env)
     assert "stdin is not UTF-8 (line 2, byte 3)" in one_line(done, 5)
@@ -105,7 +104,6 @@ def test_a_turn_that_is_not_utf8_ends_a_pipe_with_one_line(env, talker):
 
 
 @few
-@pytest.mark.engine
 def test_a_pipe_is_utf8_whatever_the_locale_is(env, talker):
     stdin = "\ufeffna\u00efve \u4e16\r\n".encode()
     with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +114,6 @@ def test_a_pipe_is_utf8_whatever_the_locale_is(env, talker):
 
 
 @few
-@pytest.mark.engine
 def test_what_stdout_lacks_is_a_question_mark(env, smollm2):
     prompt = "\u4f60\u597d\uff0c\u4e16\u754c\u3002" * 3
     arguments = ("generate", "--raw", "-n", 6, "--temp", 0, "-t", 1, "-m", smollm2)
@@ -135,7 +132,6 @@ def test_tables_go_to_any_stdout(arguments):
 
 
 @few
-@pytest.mark.engine
 def test_a_model_with_such_a_name_keeps_a_session_and_prints_json(talker, tmp_path, env):
     folder = os.fsencode(tmp_path)
     model, kept = folder + b"/" + CAFE + b"[bold].gguf", folder + b"/" + CAFE + b"[/bold].kv"
@@ -184,7 +180,6 @@ def test_what_no_command_has_looked_at_is_one_line():
     assert "a text is not UTF-8" in one_line(done, 5)
 
 
-@pytest.mark.engine
 def test_a_blank_is_a_text_to_continue(talker):
     done = kvtool("generate", "--raw", "-p", " ", "-n", 2, "--temp", 0, "-t", 1, "-m", talker)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -24,7 +24,6 @@ def spy(engine):
     return seen
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("n_text", [0, 20, 32, 40, 150])
 @pytest.mark.parametrize(
     ("name", "settings"),
@@ -52,7 +51,6 @@ def test_the_first_plan_comes_when_foretold(tiny_model, name, settings, n_text):
         assert seen[0] == first
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("name", ["h2o", "corm"])
 def test_a_scored_text_is_planned_when_foretold(tiny_model, name):
     with open_engine(tiny_model(), policies.fit(name, 32, 4), over_budget=False) as engine:
@@ -61,13 +59,11 @@ def test_a_scored_text_is_planned_when_foretold(tiny_model, name):
         assert seen[0] == engine.first_plan(80)
 
 
-@pytest.mark.engine
 def test_what_keeps_all_never_plans(tiny_model):
     with open_engine(tiny_model(), policies.fit("full", 32)) as engine:
         assert engine.first_plan() is None
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     "shape", [{}, {"arch": "gemma3", "window": 80}, {"arch": "lfm2"}], ids=["llama", "sliding", "recurrent"]
 )
@@ -92,7 +88,6 @@ def test_the_parts_of_a_budget_add_up(name, pinned):
     assert parts["sinks"] + parts["pinned"] == max(pinned, getattr(policy, "sinks", 0))
 
 
-@pytest.mark.engine
 def test_positions_start_over_when_foretold(tiny_model, capsys):
     with open_engine(tiny_model(), policies.fit("local", 32, 8), n_ctx=64) as engine:
         explain_run(engine, "local", "prompt")
@@ -103,7 +98,6 @@ def test_positions_start_over_when_foretold(tiny_model, capsys):
         assert engine.n_restart
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("name", "settings", "n", "words"),
     [
@@ -143,7 +137,6 @@ def test_a_long_text_is_announced(tiny_model, capsys, name, settings, n, words):
         assert word in line
 
 
-@pytest.mark.engine
 def test_generate_explains_itself_on_stderr_and_goes_on(tiny_model):
     done = kvtool(
         *("generate", "--raw", "-m", tiny_model(), "--policy", "streamingllm", "--budget", 64, "-b", 24),
@@ -162,7 +155,6 @@ def test_generate_explains_itself_on_stderr_and_goes_on(tiny_model):
     assert set(lines) == {"policy", "rows", "budget", "memory", "eviction", "positions", "prefill"}
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("template", "options", "what"),
     [
@@ -181,7 +173,6 @@ def test_generate_says_what_it_cannot_pin(tiny_model, template, options, what):
     assert done.stderr == (words if what else "")
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("command", ["generate", "chat", "perplexity"])
 def test_what_is_longer_than_the_budget_is_said_once(smol, tmp_path, command):
     (tmp_path / "text").write_text("The tide came in. " * 30)
@@ -195,7 +186,6 @@ def test_what_is_longer_than_the_budget_is_said_once(smol, tmp_path, command):
     assert f"the {what} has " in done.stderr
 
 
-@pytest.mark.engine
 def test_the_window_of_recall_is_told_and_no_parameter_that_the_model_sets(tiny_model):
     with open_engine(tiny_model(), policies.fit("recall", 64, 8)) as engine:
         n_made = engine.policy.recall.n_cell
@@ -208,7 +198,6 @@ def test_the_window_of_recall_is_told_and_no_parameter_that_the_model_sets(tiny_
         assert policy_line(engine, "recall") == "recall sinks=4 chunk=16 search=all"
 
 
-@pytest.mark.engine
 def test_a_budget_of_what_an_eviction_leaves_is_told_from_the_real_one(tiny_model):
     policy = policies.fit("buzz", 32, None, ["kept=true"])
     with open_engine(tiny_model(), policy, prefill="whole") as engine:
@@ -226,7 +215,6 @@ def test_a_budget_of_what_an_eviction_leaves_is_told_from_the_real_one(tiny_mode
         assert engine.n_kv == 32
 
 
-@pytest.mark.engine
 def test_rows_that_share_a_budget_promise_no_segments(tiny_model, capsys):
     policy = policies.fit("snapkv", 32, 8, ["heads=adaptive"])
     with open_engine(tiny_model(), policy, n_ctx=70) as engine:
@@ -241,7 +229,6 @@ def test_rows_that_share_a_budget_promise_no_segments(tiny_model, capsys):
         assert "segment" not in capsys.readouterr().err
 
 
-@pytest.mark.engine
 def test_of_rows_that_share_a_budget_the_mean_is_told(tiny_model):
     with open_engine(tiny_model(), policies.fit("h2o", 32, 8, ["heads=adaptive"])) as engine:
         assert engine.policy.budget == 64

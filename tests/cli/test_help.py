@@ -289,7 +289,6 @@ def test_what_is_suggested_exists():
         ),
     ],
 )
-@pytest.mark.engine
 def test_a_value_out_of_range_is_one_line(smollm2, words, said):
     one_line(called("chat" if words[0] < "--s" else "generate", *words, stdin="x"), 2, said)
 
@@ -312,7 +311,6 @@ def test_cache_types_are_taken_in_any_case():
     assert _Grid.from_values({"types": "Q8_0,BF16"}).types == "q8_0,bf16"
 
 
-@pytest.mark.engine
 def test_a_prompt_comes_in_any_way(default_talker, tmp_path):
     (tmp_path / "prompt.txt").write_text("Say hello.\n")
     (tmp_path / "system.txt").write_text("Be brief.\n")
@@ -332,7 +330,6 @@ def test_a_prompt_comes_in_any_way(default_talker, tmp_path):
     assert told("Say hello.", "--system-file", tmp_path / "system.txt") == system != wanted
 
 
-@pytest.mark.engine
 def test_minus_one_is_no_limit_and_a_random_seed(smollm2):
     own = ("generate", "Name a colour.", "--temp", 1, "-t", 1)
     without = kvtool(*own, "-n", -1, "--seed", 3).stdout
@@ -344,7 +341,6 @@ def test_minus_one_is_no_limit_and_a_random_seed(smollm2):
     assert len(drawn) > 1
 
 
-@pytest.mark.engine
 def test_a_context_above_the_trained_one_is_said(default_talker, tmp_path):
     (tmp_path / "text").write_text("The tide came in. " * 9)
     line = "--ctx-size 9,000 is above the model's trained length; 8,192 is used\n"
@@ -360,7 +356,6 @@ def test_a_context_above_the_trained_one_is_said(default_talker, tmp_path):
     assert kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 0).stderr == ""
 
 
-@pytest.mark.engine
 def test_layers_on_a_gpu_that_is_not_there_are_told(default_talker, tmp_path, monkeypatch):
     line = "--gpu-layers 99 does nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)\n"
     (tmp_path / "text").write_text("The tide came in. " * 9)
@@ -378,7 +373,6 @@ def test_layers_on_a_gpu_that_is_not_there_are_told(default_talker, tmp_path, mo
     assert "--gpu-layers" not in called("generate", "Hi", "-n", 1, *own, 99).stderr
 
 
-@pytest.mark.engine
 def test_a_prompt_that_full_cannot_hold_is_refused_before_it_is_read(default_talker):
     done = called("generate", "word " * 400, "--policy", "full", "-c", 256, "-t", 1)
     assert (done.returncode, done.stdout) == (5, "")
@@ -405,7 +399,6 @@ POLICY = Mine
 """
 
 
-@pytest.mark.engine
 def test_v_shows_where_a_policy_of_ones_own_failed_and_vv_llama_cpps_log(default_talker, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
 
@@ -432,7 +425,6 @@ def test_v_shows_where_a_policy_of_ones_own_failed_and_vv_llama_cpps_log(default
     assert "SyntaxError" in said(*mine, "-v")[1].split("\nkvtool: ")[0]
 
 
-@pytest.mark.engine
 def test_explain_says_what_a_small_budget_costs(smollm2):
     done = kvtool("generate", "Hi", "-n", 1, "-t", 1, "--budget", 100, "-b", 64, "--explain")
     # 30 layers, K and V, 3 heads of 64 at f16
@@ -444,7 +436,6 @@ def test_explain_says_what_a_small_budget_costs(smollm2):
     assert "(256 cells per row), " in done.stderr
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="needs a terminal")
 @pytest.mark.parametrize(("budget", "is_said"), [(100, True), (256, False)])
 def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):

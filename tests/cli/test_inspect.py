@@ -170,7 +170,6 @@ def run_script(page, driver):
     return json.loads(done.stdout)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("last", [1000, 50])
 def test_the_page_holds_what_the_rows_held(watched, last):
     found, rows, texts = watched
@@ -186,7 +185,6 @@ def test_the_page_holds_what_the_rows_held(watched, last):
             assert held == {pos for pos in rows[snapshot][row] if pos >= first}
 
 
-@pytest.mark.engine
 def test_the_page_loads_nothing_and_a_text_cannot_leave_its_place(watched):
     found, _, texts = watched
     page = inspect_page.page(RESULT, found, texts, 1000).decode()
@@ -196,7 +194,6 @@ def test_the_page_loads_nothing_and_a_text_cannot_leave_its_place(watched):
     assert "{{data}}" not in page
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
 def test_the_page_counts_rows_as_the_engine_does(watched):
     found, _, texts = watched
@@ -237,7 +234,6 @@ def attended(tiny_model):
         return found, holdings.texts(engine.model, text(180))
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
 def test_the_page_shares_attention_as_the_engine_does(attended):
     found, texts = attended
@@ -263,7 +259,6 @@ def test_the_page_shares_attention_as_the_engine_does(attended):
     assert data["share"] == found.attended.query_share[30:].round(6).tolist()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("width", [80, 44], ids=["wide", "narrow"])
 def test_the_archived_tokens_with_most_attention_are_shown(attended, width):
     found, texts = attended
@@ -345,7 +340,6 @@ def test_a_picture_without_an_archive_says_what_white_is():
 # the command
 
 
-@pytest.mark.engine
 def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
     pytest.importorskip("matplotlib")
     done = kvtool(
@@ -381,7 +375,6 @@ def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
     assert [line.split()[0] for line in done.stderr.splitlines()] == ["wrote", "wrote"]
 
 
-@pytest.mark.engine
 def test_a_file_that_cannot_be_written_loses_no_result(tiny_model, tmp_path):
     (tmp_path / "text").write_text("word " * 40)
     done = kvtool("inspect", tmp_path / "text", "-m", tiny_model(), "-t", 1, "--json", "--html", "/dev/full")
@@ -390,7 +383,6 @@ def test_a_file_that_cannot_be_written_loses_no_result(tiny_model, tmp_path):
     assert done.stderr == "kvtool: cannot write /dev/full: No space left on device\n"
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="sets a limit of Unix")
 @pytest.mark.parametrize("flag", ["--html", "--plot"])
 def test_a_full_disk_leaves_no_part_of_a_file(tiny_model, tmp_path, flag):
@@ -428,7 +420,6 @@ def test_bad_input_gets_one_line(arguments, code, words):
     one_line(called("inspect", *arguments), code, words)
 
 
-@pytest.mark.engine
 def test_what_does_not_fit_the_full_cache_is_refused(tiny_model):
     done = called("inspect", "-m", tiny_model(), "--policy", "full", "-c", 16, stdin="word " * 40)
     one_line(done, 5, "does not fit in the cache (16)")

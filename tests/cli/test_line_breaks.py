@@ -44,7 +44,6 @@ WAYS = {
 }
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("command", "is_piped"), WAYS.values(), ids=WAYS)
 def test_every_command_reads_the_same_tokens(command, is_piped, talker, tmp_path):
     def n_token(end):
@@ -59,7 +58,6 @@ def test_every_command_reads_the_same_tokens(command, is_piped, talker, tmp_path
 
 
 @every_break
-@pytest.mark.engine
 def test_a_piped_chat_takes_each_line_as_a_turn(end, talker, tmp_path):
     kept = tmp_path / "chat.kv"
     done = called("chat", "-m", talker, "-n", 1, "-t", 1, "--session", kept, stdin=f"one{end}two{end}")

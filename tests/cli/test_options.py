@@ -130,7 +130,6 @@ def test_no_two_options_have_a_name_in_common():
 # their effect on a run
 
 
-@pytest.mark.engine
 def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
     path = str(tiny_model(n_ctx_train=512))
     with open_run(RunOptions(model=path, policy="h2o", n_ctx=9999, threads=1)) as opened:
@@ -147,7 +146,6 @@ def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
         assert opened.engine.policy.budget == 40
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("options", "policy", "budget"),
     [

@@ -300,7 +300,6 @@ def test_config_shows_what_holds_for_a_command(file):
     assert kvtool("config", "chta").stderr == "kvtool: there is no command 'chta'. Did you mean chat?\n"
 
 
-@pytest.mark.engine
 def test_a_session_keeps_its_options_and_typed_ones_beat_it(file, smol, tmp_path, monkeypatch):
     """The file and the environment apply only to options that a session does not have."""
     monkeypatch.setenv("KVTOOL_MODEL", str(smol))

@@ -19,8 +19,6 @@ SHAPES = {
 }
 TEXT = "The tide came in, twice a day. " * 8
 
-pytestmark = pytest.mark.engine
-
 
 def named(done):
     """Return the budget that the error of a command names."""

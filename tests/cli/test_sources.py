@@ -53,7 +53,6 @@ def models(smollm2, talker):
 # as much as needed
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("vocabulary", ["BPE", "SPM"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_tokens_are_those_of_the_whole_text(models, tmp_path, monkeypatch, kind, vocabulary):
@@ -86,7 +85,6 @@ class Endless:
         return (self.line * (n // len(self.line) + 1))[:n]
 
 
-@pytest.mark.engine
 def test_no_more_of_an_endless_text_is_read_than_is_needed(models, monkeypatch):
     # a token has at least one byte; further reads double in size
     monkeypatch.setattr(sys, "stdin", Endless(b"hello\n", 2**17))
@@ -96,7 +94,6 @@ def test_no_more_of_an_endless_text_is_read_than_is_needed(models, monkeypatch):
     assert len(first_tokens(models["BPE"], source("-"), n)) == n
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("command", STREAMS)
 def test_a_command_reads_a_text_with_max_tokens_in_part(default_talker, tmp_path, monkeypatch, command):
     file, read = tmp_path / "text", []
@@ -157,7 +154,6 @@ def of_text(done):
     return found
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes of Unix")
 @pytest.mark.parametrize("command", STREAMS)
 def test_a_file_a_pipe_and_a_named_pipe_give_the_same(default_talker, tmp_path, command):
@@ -175,7 +171,6 @@ def test_a_file_a_pipe_and_a_named_pipe_give_the_same(default_talker, tmp_path, 
     writer.join()
 
 
-@pytest.mark.engine
 def test_a_task_reads_its_file_from_a_pipe(talker, tmp_path):
     file = tmp_path / "stdin"
     file.write_text("The tide came in. " * 40)
@@ -185,7 +180,6 @@ def test_a_task_reads_its_file_from_a_pipe(talker, tmp_path):
     assert of_text(called("eval", "needle", "-", *more, stdin=file.read_text())) == wanted
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(not os.path.exists("/dev/stdin"), reason="a name of Linux and macOS")
 def test_other_names_of_stdin_are_stdin(talker, tmp_path):
     file = tmp_path / "text"
@@ -229,7 +223,6 @@ def test_a_closed_stdin_is_no_pipe(monkeypatch):
         source(None)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("task", "stdin", "words"),
     [

@@ -26,8 +26,6 @@ TOLD = "{% if messages[0].role != 'system' %}[s]I am made up.[e]{% endif %}" + t
 OPENS = tiny.CHAT_TEMPLATE.replace("[a]", "[a]<think>")
 COUNTS = "{{ thinking_budget or 'any' }} tokens." + OPENS
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):

@@ -52,9 +52,6 @@ def asked(url, messages, headers=(), **more):
     return found["choices"][0]["message"], usage, n_cached, found["kvtool"]
 
 
-pytestmark = pytest.mark.engine
-
-
 def test_what_is_cached_is_all_that_the_chat_had(url):
     messages, n_all = [SYSTEM, said("user", "One.")], 0
     for n in range(3):

@@ -22,10 +22,7 @@ from tests.serve.crowd_serve import RECALL, reply_to, request, said
 from tests.serve.gone import GONE
 from tests.serve.serving import ONE_THREAD, serving
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(os.name != "posix", reason="signals and limits of Unix"),
-]
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and limits of Unix")
 
 ASKED = {"max_tokens": 8, "temperature": 0}
 EACH_POLICY = pytest.mark.parametrize("policy", ["h2o", "recall"])

@@ -208,7 +208,6 @@ def server(talker):
         yield server
 
 
-@pytest.mark.engine
 def test_tokens_that_end_a_text_and_tokens_that_are_allowed(server):
     def asked(**more):
         more = {"messages": HI, "max_tokens": 6, "logprobs": True, "top_logprobs": 5, **more}
@@ -234,7 +233,6 @@ def test_tokens_that_end_a_text_and_tokens_that_are_allowed(server):
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
 
-@pytest.mark.engine
 def test_an_answer_may_go_on_where_the_model_would_end_it(server):
     (end,) = server.pool.slots[0].model.ends
     more = {"messages": HI, "max_tokens": 4, "logit_bias": {str(end): 1000}}
@@ -244,7 +242,6 @@ def test_an_answer_may_go_on_where_the_model_would_end_it(server):
     assert (goes_on["usage"]["completion_tokens"], goes_on["choices"][0]["finish_reason"]) == (4, "length")
 
 
-@pytest.mark.engine
 def test_an_answer_without_a_limit_goes_past_the_server_s(server):
     def n_written(**more):
         answer = server.ask("/v1/chat/completions", {"messages": HI, **more}).json()
@@ -260,7 +257,6 @@ def test_an_answer_without_a_limit_goes_past_the_server_s(server):
         server.site.defaults = Defaults(server.site.defaults.sampling)
 
 
-@pytest.mark.engine
 def test_responses_have_log_probabilities(server):
     asked = {"input": "Hi.", "max_output_tokens": 4, "top_logprobs": 2}
     whole = server.ask("/v1/responses", asked).json()
@@ -273,7 +269,6 @@ def test_responses_have_log_probabilities(server):
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == part["logprobs"]
 
 
-@pytest.mark.engine
 def test_a_stream_says_how_much_of_the_prompt_is_read(talker):
     long = "The river is long. " * 20
     with here(talker, policy="h2o", budget="256", n_batch=32) as server:
@@ -308,7 +303,6 @@ def pieces_of(text):
     return [json.loads(line) for line in lines]
 
 
-@pytest.mark.engine
 def test_an_answer_names_the_fields_that_were_ignored(server):
     for path, more in (
         ("/v1/chat/completions", {"messages": HI}),

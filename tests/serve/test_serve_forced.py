@@ -101,7 +101,6 @@ def holds(value, schema):
     return type(value) is {"string": str, "integer": int, "boolean": bool, "null": type(None)}[types[0]]
 
 
-@pytest.mark.engine
 @each_format
 def test_a_forced_reply_is_one_call_that_fits_its_schema(engine, format):
     found = set()
@@ -117,7 +116,6 @@ def test_a_forced_reply_is_one_call_that_fits_its_schema(engine, format):
     assert len(found) >= 2
 
 
-@pytest.mark.engine
 @each_format
 def test_a_call_as_the_model_writes_it_fits_the_grammar(engine, format):
     rules = forced(engine, format, TOOLS)
@@ -129,7 +127,6 @@ def test_a_call_as_the_model_writes_it_fits_the_grammar(engine, format):
         assert parsed(format, text) == [call]
 
 
-@pytest.mark.engine
 @each_format
 def test_another_call_does_not_fit_the_grammar(engine, format):
     rules = forced(engine, format, TOOLS)
@@ -205,7 +202,6 @@ FIT = {
 }
 
 
-@pytest.mark.engine
 @pytest.mark.share(5, "format")
 @each_format
 @pytest.mark.parametrize("what", AWKWARD)
@@ -228,7 +224,6 @@ def test_an_awkward_schema_is_forced_in_one_way_or_another(engine, format, what)
             assert parsed(format, text, tools) == [call]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("what", "value"),
     [
@@ -255,7 +250,6 @@ def test_what_an_awkward_schema_says_is_held(engine, format, what, value):
         assert not written(engine, rules, dictates(text), len(text)).startswith(text)
 
 
-@pytest.mark.engine
 @each_format
 @pytest.mark.parametrize("what", CANNOT_BE_HELD)
 def test_a_strict_tool_whose_schema_cannot_be_held_is_an_error(engine, format, what):
@@ -267,7 +261,6 @@ def test_a_strict_tool_whose_schema_cannot_be_held_is_an_error(engine, format, w
     assert forced(engine, format, tools, Choice("required", "a"))
 
 
-@pytest.mark.engine
 @each_format
 def test_a_schema_nested_too_deeply_is_an_error_only_for_a_strict_tool(engine, format):
     schema = {"type": "integer"}
@@ -284,7 +277,6 @@ def test_a_schema_nested_too_deeply_is_an_error_only_for_a_strict_tool(engine, f
         forced(engine, format, check_tools([tool("f", schema, strict=True)]))
 
 
-@pytest.mark.engine
 @each_format
 def test_a_call_or_an_answer_fits_where_both_may_come(engine, format):
     answer = enforced({"type": "object", "properties": {"city": {"enum": ["Nice"]}}}).rules

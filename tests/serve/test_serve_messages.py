@@ -14,8 +14,6 @@ from tests.serve.crowd_serve import said
 from tests.serve.late import anthropic, openai
 from tests.serve.serving import serving
 
-pytestmark = pytest.mark.engine
-
 SYSTEM = [{"type": "text", "text": "You are helpful."}, {"type": "text", "text": "Be brief."}]
 HEADER = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.d2e; cch=0f1e2;"}
 WEATHER = {

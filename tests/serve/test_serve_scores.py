@@ -16,8 +16,6 @@ from tests import tiny
 from tests.held import PATIENCE_S
 from tests.serve.serving import serving
 
-pytestmark = pytest.mark.engine
-
 TOKENS = [3 + byte for byte in b"A lamp is lit where a ship is late, and a bell rings for it. " * 4]
 """Token of tests/tiny.py's vocabulary."""
 

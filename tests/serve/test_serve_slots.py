@@ -32,8 +32,6 @@ from tests.held import PATIENCE_S, until
 from tests.serve.crowd_serve import request, said, streaming
 from tests.serve.serving import serving
 
-pytestmark = pytest.mark.engine
-
 RECALL = ["search=all"]
 """Here no choice depends on the steps that a prompt was read in."""
 

@@ -15,8 +15,6 @@ from tests.serve.crowd_serve import said
 from tests.serve.here import here
 from tests.serve.late import anthropic, openai
 
-pytestmark = pytest.mark.engine
-
 CITY = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 8}},

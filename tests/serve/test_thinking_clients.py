@@ -22,8 +22,6 @@ from tests.serve.answered import Answering
 from tests.serve.here import here
 from tests.serve.test_serve_clients import chat, filled, message
 
-pytestmark = pytest.mark.engine
-
 _ALL = [
     json.loads(line)
     for line in (Path(__file__).parents[1] / "data/thinking_clients.jsonl").read_text().splitlines()
