@@ -177,10 +177,10 @@ class Writer:
         self._unread = np.concatenate([self._unread, tokens])
         if len(tokens):
             self.before_reading(len(self._unread))
-        return self._decode_unread(after_step)
+        return self._read_unread(after_step)
 
-    def _decode_unread(self, after_step: Callable[[slice], None] | None = None) -> bool:
-        """Decode the unread tokens; return False if stopped before the end."""
+    def _read_unread(self, after_step: Callable[[slice], None] | None = None) -> bool:
+        """Read the unread tokens into the engine; return False if stopped before the end."""
         # the engine may have read tokens without this writer
         knows_all = len(self._decoded) == self.engine.n_past
         if after_step is None and knows_all and not self.stop and self.engine.rereads(len(self._unread)):
@@ -222,7 +222,7 @@ class Writer:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.n_written = 0
         self.is_cut, self.stopped_by, self.ending, self.loop = n_max == 0, "", None, None
-        if len(self._unread) and not self._decode_unread():
+        if len(self._unread) and not self._read_unread():
             return
         if self.engine.n_past == 0 or self._restored or not self.engine.context.has_logits:
             raise UsageError("there is nothing to continue; read a text of at least one token first")
@@ -269,7 +269,7 @@ class Writer:
         """
         drafter, token = self.drafter, int(self._unread[0])
         if not drafter:
-            self._decode_unread()
+            self._read_unread()
         elif len(self._drafts) and self._drafts[0] == token:
             self._drafts = self._drafts[1:]
             self._n_sampled += 1
