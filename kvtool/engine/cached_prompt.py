@@ -1,4 +1,4 @@
-"""A prompt that an engine has read with nothing evicted, so that engines with other policies need not."""
+"""A prompt that one engine has read without evictions, for reuse by engines with other policies."""
 
 from __future__ import annotations
 

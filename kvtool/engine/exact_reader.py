@@ -1,7 +1,7 @@
 """Exact reading: a text in chunks, each of which attends exactly to everything before it.
 
-Archived keys and values are copied to the device layer by layer while a chunk is computed. The text is read
-as with the full cache, and the device holds two layers of it instead of all layers.
+Archived keys and values are copied to the device layer by layer while a chunk is computed. The result is
+that of the full cache, while the device holds only two layers of the archive at a time.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class Engine:
             tokens = _checked(tokens, self.model.n_vocab)
             done = self._read_exactly(tokens[:n], stopped)
             if done is None or (done == n and n < len(tokens)):
-                # a device lacks memory, or the distances of later keys are not true
+                # a device lacks memory, or the rest is beyond half of the context
                 return (done or 0) + self.read(tokens[done or 0 :], stopped)
             return done
         fits_in = self.n_past == 0 and not self.policy.evicts and len(tokens) <= self.n_cell
@@ -452,7 +452,7 @@ class Engine:
 
         snapshot.restore(self.cache, saved, self.n_cell)
 
-    # what there is
+    # counts and bytes
 
     def first_plan(self, n_text: int = 0) -> int | None:
         """Return after how many tokens of a new stream the first plan comes; None: never.

@@ -8,7 +8,7 @@ from kvtool.engine.rows import Rows
 from kvtool.kernels.kernel import kernel
 
 _LAST = np.iinfo(np.int32).max
-"""Position of empty cells, after every token's."""
+"""Position given to empty cells, greater than that of any token."""
 
 
 def deltas(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) -> np.ndarray:

@@ -99,7 +99,7 @@ def _earlier(cache: PolicyCache, n: int) -> _Earlier | None:
     begin = min(n - n_kv + n_first, span.stop)
     if begin < span.start:
         return None
-    # positions start over late: the frame of `begin` may have been made after the first n tokens
+    # a frame covers tokens older than itself: that of `begin` may have begun after the first n tokens
     started = len([first for first, _ in takewhile(lambda frame: frame[0] < begin, frames)])
     at = max(started - 1, 0)
     while at + 1 < len(frames) and frames[at + 1][0] <= begin and n - frames[at][1] > cache.n_ctx:

@@ -121,7 +121,7 @@ class Rows:
         return np.take_along_axis(self.rot, (self.live - n)[:, None] + np.arange(n), axis=1)
 
     def move(self, moves: np.ndarray, n_keep: np.ndarray, next_rot: int) -> None:
-        """Repeat an edit of the cache: moves i32[n, 4] of (row, dst, src, delta), n_keep i32[row]."""
+        """Apply an edit of the cache to the table: moves i32[n, 4], as of `moves_of`; n_keep i32[row]."""
         row, cell, old = moves.T[:3].astype(np.intp)
         # no source cell is also a destination
         self.pos[row, cell] = self.pos[row, old]

@@ -65,7 +65,7 @@ class Signals:
         return values
 
     def save(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield `Context.history` by name, except that IMPORTANT counts the window's queries."""
+        """Yield each signal's `Context.history` by name; IMPORTANT as the number of the window's query."""
         for name, signal in self.of.items():
             yield name, self._converted(signal, self._cache.history(signal, self._rows.n_kv))
         if self._cache.queries:

@@ -122,7 +122,10 @@ Cache: TypeAlias = Context | SequenceContext
 
 
 def runs(at: np.ndarray, gone: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yield ranges (first, end) of positions that hold only cells gone i64[n], of cells at i32[cell]."""
+    """Yield ranges (first, end) of positions that hold only removed cells.
+
+    at i32[cell]: position of each cell. gone i64[n]: the removed cells.
+    """
     if not len(gone):
         return
     order = np.argsort(at)

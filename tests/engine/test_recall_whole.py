@@ -297,7 +297,7 @@ def test_a_client_that_goes_amid_what_is_read_anew_and_asks_again_is_answered_on
             job.is_cancelled |= kind == "reading" and n_read >= 64
 
         job.emit = emit
-        server.talk.answer(job)
+        server.slot.answer(job)
 
     beside_gpu(monkeypatch, 2**40)
     model = Model(talker)
@@ -307,7 +307,7 @@ def test_a_client_that_goes_amid_what_is_read_anew_and_asks_again_is_answered_on
         reply, *_ = server.ask(messages)
         messages += [said("assistant", reply), said("user", "Waves come and go. " * 20)]
         leave(server, messages)
-        assert server.talk.engine.n_past == 0
+        assert server.slot.engine.n_past == 0
         again = server.ask(messages)
         assert again == Server(model, "recall", tmp_path / "two").ask(messages)
         assert again[1] == 0
