@@ -44,7 +44,7 @@ class Dictating:
 @contextmanager
 def dictating(target):
     """Start a proxy for the server at this address; yield its Dictating."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _ProxyHandler)
     server.daemon_threads = True
     server.own = Dictating(f"http://127.0.0.1:{server.server_port}", target)
     thread = threading.Thread(target=server.serve_forever)
@@ -57,7 +57,7 @@ def dictating(target):
         server.server_close()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _ProxyHandler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 

@@ -68,7 +68,7 @@ def here(model, **options):
     def work():
         try:
             with opened() as made:
-                serve._tell(site, made)
+                serve._connect(site, made)
                 pools.append(made)
                 ready.set()
                 made.run(site.jobs)

@@ -60,7 +60,7 @@ class Life:
             self.server.kill()
 
 
-class Chat:
+class KilledChat:
     """One of the two chats.
 
     messages: messages of its finished turns.
@@ -119,7 +119,7 @@ def run(model, policy, folder, n_kill, seed=0):
     Raises AssertionError if a finished turn is lost, or has another answer than its chat gets alone.
     """
     rng, options = random.Random(seed), options_of(policy)
-    chats = [Chat(number, seed, can_rewind=policy in ("recall", "full")) for number in range(2)]
+    chats = [KilledChat(number, seed, can_rewind=policy in ("recall", "full")) for number in range(2)]
     n_left = n_kill
     while n_left:
         n_cut = sum(chat.n_cut for chat in chats)

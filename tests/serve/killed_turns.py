@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,18 +29,14 @@ from kvtool.serve.api import requests
 from kvtool.serve.api.requests import Defaults
 from kvtool.serve.slot import Slot
 from kvtool.serve.store.chats import ChatStore
+from tests.serve.crowd_serve import said
 
 CALLS = ("replace", "link", "unlink", "fsync")
 KILLED = 9
 NEVER = 10**9
 
 
-def said(role, content):
-    """Return a message."""
-    return {"role": role, "content": content}
-
-
-class Server:
+class SlotServer:
     """The part of `kvtool serve` behind HTTP."""
 
     def __init__(self, model, policy, folder):
@@ -61,17 +58,25 @@ class Server:
     def ask(self, messages):
         """Return (reply, cached tokens, tokens of the chat now)."""
         events = []
-        body = {"messages": messages, "max_tokens": 8, "temperature": 0}
-        self.slot.answer(
-            SimpleNamespace(
-                request=requests.chat(body, Defaults()),
-                is_cancelled=False,
-                emit=lambda kind, **what: events.append(what),
-            )
-        )
+        self._answer(messages, lambda job, kind, **values: events.append(values))
         end = events[-1]
         assert "unsaved" not in end["held"], end["held"]["unsaved"]
         return end["message"]["content"], end["n_cached"], end["held"]["tokens"]
+
+    def leave(self, messages, n_least):
+        """Ask, and disconnect once n_least tokens of the prompt are read."""
+
+        def emit(job, kind, n_read, n_all, **values):
+            assert n_all > n_least
+            job.is_cancelled = n_read >= n_least
+
+        self._answer(messages, emit)
+
+    def _answer(self, messages, emit):
+        body = {"messages": messages, "max_tokens": 8, "temperature": 0}
+        job = SimpleNamespace(request=requests.chat(body, Defaults()), is_cancelled=False)
+        job.emit = partial(emit, job)
+        self.slot.answer(job)
 
 
 def turns(server):
@@ -133,7 +138,7 @@ def live(model, policy, folder, n_call):
 
     def work(write):
         left = die_at_call(n_call)
-        for messages, n in turns(Server(model, policy, folder)):
+        for messages, n in turns(SlotServer(model, policy, folder)):
             write({"messages": messages, "n": n})
         write(n_call - left[0])
 
@@ -147,7 +152,7 @@ def go_on(model, policy, folder, finished):
     """
 
     def work(write):
-        server = Server(model, policy, folder)
+        server = SlotServer(model, policy, folder)
         chats = server.slot.chats
         load = chats.load
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests import forked
 from tests.held import PATIENCE_S, until
+from tests.serve.crowd_serve import said
 from tests.serve.late import openai
 from tests.serve.serving import ONE_THREAD, serving
 
@@ -39,12 +40,6 @@ def server(talker, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def real_server(smol):
     with serving(smol, *H2O) as server:
         yield server
@@ -54,10 +49,6 @@ def real_server(smol):
 def real_client(real_server):
     with openai.OpenAI(base_url=f"{real_server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def said(role, content):
-    return {"role": role, "content": content}
 
 
 def ask(client, messages, **more):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from contextlib import closing
-from types import SimpleNamespace
 
 import pytest
 
 from kvtool.chats import session
 from kvtool.chats.undo import Mark, turn_label
 from kvtool.llama.model import Model
-from kvtool.serve.api import requests
-from kvtool.serve.api.requests import Defaults
 from tests import tiny
 from tests.serve.crowd_serve import request, said
-from tests.serve.killed_turns import Server
+from tests.serve.killed_turns import SlotServer
 from tests.serve.serving import serving
 
 pytestmark = pytest.mark.engine
@@ -110,14 +107,14 @@ def test_a_chat_goes_back_in_what_another_server_has_stored(talker, tmp_path, op
 def test_a_stored_chat_is_taken_back_turn_by_turn(talker, tmp_path):
     messages, sizes = [SYSTEM], []
     with closing(Model(talker)) as model:
-        server = Server(model, "recall", tmp_path / "chats")
+        server = SlotServer(model, "recall", tmp_path / "chats")
         for text in ASKED:
             messages.append(said("user", text))
             reply, _, n = server.ask(messages)
             messages.append(said("assistant", reply))
             sizes.append(n)
         (path,) = (tmp_path / "chats").glob("*.kv")
-        chat = Server(model, "recall", tmp_path / "other").slot._resumer.conversation
+        chat = SlotServer(model, "recall", tmp_path / "other").slot._resumer.conversation
         chat.resume(*session.read(path))
         for n in (2, 1):
             assert chat.undo() == turn_label(ASKED[n])
@@ -183,19 +180,11 @@ def test_a_long_beginning_is_taken_from_any_chat_that_is_stored(talker, tmp_path
 
 
 def test_what_was_read_for_a_client_that_has_gone_is_not_read_again(talker, tmp_path):
-    body = {"messages": [said("user", "Waves come and go. " * 40)]}
-    gone = SimpleNamespace(request=requests.chat(body, Defaults()), is_cancelled=False)
-
-    def emit(kind, n_read, n_all, **more):
-        # the client disconnects while the prompt is read
-        assert n_all > 512
-        gone.is_cancelled = n_read >= 256
-
-    gone.emit = emit
+    messages = [said("user", "Waves come and go. " * 40)]
     with closing(Model(talker)) as model:
-        server = Server(model, "recall", tmp_path)
-        server.slot.answer(gone)
-        assert 256 <= server.ask(body["messages"])[1] < 512
+        server = SlotServer(model, "recall", tmp_path)
+        server.leave(messages, 256)
+        assert 256 <= server.ask(messages)[1] < 512
 
 
 def test_a_system_prompt_is_read_once_where_the_cache_cannot_go_back(tmp_path):

@@ -11,7 +11,6 @@ from kvtool.chats.header import Header
 from kvtool.chats.template import Template
 from kvtool.chats.thinking import THINK, Splitter
 from kvtool.errors import ModelError
-from kvtool.llama.model import Model
 from kvtool.serve.api import anthropic, requests, responses
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.requests import Defaults
@@ -125,13 +124,6 @@ def test_a_splitter_goes_on_behind_a_beginning():
 
 
 # tokens read
-
-
-@pytest.fixture(scope="module")
-def model(smol):
-    model = Model(smol)
-    yield model
-    model.close()
 
 
 @pytest.mark.engine

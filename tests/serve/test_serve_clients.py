@@ -20,6 +20,7 @@ import pytest
 from kvtool.serve.api import messages
 from kvtool.serve.store.history import History
 from tests.held import PATIENCE_S
+from tests.serve.crowd_serve import said
 from tests.serve.serving import serving
 from tests.serve.test_serve_messages import events_of
 
@@ -82,10 +83,6 @@ def test_chats_of_all_names_share_their_system_prompt_alone():
     assert digests("a")[1] == digests("b")[1] == digests(None)[1]
     assert len({digests(name)[2] for name in ("a", "b", None)}) == 3
     assert digests("a", "user")[1] != digests("b", "user")[1]
-
-
-def said(role, content):
-    return {"role": role, "content": content}
 
 
 def filled(value, answers):

@@ -28,12 +28,6 @@ def server(chat_model):
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def test_an_answer_ends_where_a_cache_that_evicts_nothing_is_full(chat_model, connect):
     with serving(chat_model, "--policy", "full", "-c", "96", "--temp", "0") as server:
         client = connect(f"{server.url}/v1")

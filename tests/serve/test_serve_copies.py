@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from contextlib import closing
-from types import SimpleNamespace
 
 import pytest
 
 from kvtool.llama.model import Model
-from kvtool.serve.api import requests
-from kvtool.serve.api.requests import Defaults
 from tests import tiny
 from tests.serve.crowd_serve import said
-from tests.serve.killed_turns import Server
+from tests.serve.killed_turns import SlotServer
 from tests.serve.serving import serving
 from tests.serve.test_serve_back import RECALL, asked
 
@@ -77,34 +74,23 @@ def test_a_copy_is_one_of_its_chat(sliding, tmp_path):
 
 
 def test_a_prompt_is_read_on_where_a_client_has_left_it(sliding, tmp_path):
-    body = {"messages": [said("user", "Waves come and go. " * 60)]}
-    gone = SimpleNamespace(request=requests.chat(body, Defaults()), is_cancelled=False)
-
-    def emit(kind, n_read, n_all, **_):
-        # the client disconnects while the prompt is read
-        assert n_all > 1000
-        gone.is_cancelled = n_read >= 512
-
-    gone.emit = emit
+    messages = [said("user", "Waves come and go. " * 60)]
     with closing(Model(sliding)) as model:
-        server = Server(model, "recall", tmp_path / "chats")
+        server = SlotServer(model, "recall", tmp_path / "chats")
         server.slot.chats.most_bytes = 10**9
-        server.slot.answer(gone)
-        reply, n_cached, _ = server.ask(body["messages"])
+        server.leave(messages, 512)
+        reply, n_cached, _ = server.ask(messages)
         assert 512 <= n_cached < 1000
-        other = [said("user", body["messages"][0]["content"] + "!")]
+        other = [said("user", messages[0]["content"] + "!")]
         # the copy was made of the whole prompt, and is of that alone
-        assert [server.ask(each)[1] > 1000 for each in (body["messages"], other)] == [True, False]
-        whole = Server(model, "recall", tmp_path / "fresh")
-        assert whole.ask(body["messages"])[0] == reply
+        assert [server.ask(each)[1] > 1000 for each in (messages, other)] == [True, False]
+        whole = SlotServer(model, "recall", tmp_path / "fresh")
+        assert whole.ask(messages)[0] == reply
 
 
 def test_another_prompt_begins_anew_where_a_client_has_left_one(sliding, tmp_path):
     text = "Waves come and go. " * 60
-    gone = SimpleNamespace(request=requests.chat({"messages": [said("user", text)]}, Defaults()))
-    gone.is_cancelled = False
-    gone.emit = lambda kind, n_read, **_: setattr(gone, "is_cancelled", n_read >= 512)
     with closing(Model(sliding)) as model:
-        server = Server(model, "recall", tmp_path / "chats")
-        server.slot.answer(gone)
+        server = SlotServer(model, "recall", tmp_path / "chats")
+        server.leave([said("user", text)], 512)
         assert server.ask([said("user", "But " + text)])[1] == 0

@@ -8,7 +8,6 @@ import re
 import jsonschema
 import pytest
 
-from kvtool.llama.model import Model
 from kvtool.llama.sampling import Sampling
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields
@@ -141,13 +140,6 @@ CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 USER = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def model(smol):
-    model = Model(smol)
-    yield model
-    model.close()
 
 
 @pytest.fixture(scope="module")

@@ -39,13 +39,6 @@ PLAIN = CHAT.replace("%OPEN%", "")
 USER = [{"role": "user", "content": "Hello"}]
 
 
-@pytest.fixture(scope="module")
-def model(smol):
-    model = Model(smol)
-    yield model
-    model.close()
-
-
 @pytest.fixture
 def serve(model, tmp_path):
     """serve(source, ...): what answers under a template; see `answering`."""

@@ -1,0 +1,24 @@
+"""Fixtures of the server's tests. A file may define its own of the same name."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from kvtool.llama.model import Model
+from tests.serve.late import openai
+
+
+@pytest.fixture(scope="module")
+def model(smol):
+    """A small model with a real vocabulary."""
+    with closing(Model(smol)) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    """The official client of the OpenAI API, for the file's server."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
