@@ -81,14 +81,7 @@ class _EvalSampling(Options):
 
     def sampling(self) -> Sampling | None:
         """Return the sampler's settings; None for temperature 0, which takes the most likely tokens."""
-        if not self.temp:
-            return None
-        return Sampling(
-            self.temp,
-            top_k=GenerationOptions.top_k,
-            top_p=GenerationOptions.top_p,
-            min_p=GenerationOptions.min_p,
-        )
+        return GenerationOptions(temp=self.temp).sampling() if self.temp else None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -259,41 +259,34 @@ class Keys:
             with _attributes(waiting):
                 yield
         finally:
-            # fails if the terminal is closed
-            with suppress(termios.error):
-                termios.tcsetattr(sys.stdin, termios.TCSANOW, self._before)
             self._before = None
 
     @contextmanager
     def normal(self) -> Iterator[None]:
         """Show typed characters again inside the block, for a question inside `waiting`."""
-        if self._before is None:
+        with _attributes(self._before) if self._before else nullcontext():
             yield
-            return
-        import termios
-
-        waiting = termios.tcgetattr(sys.stdin)
-        try:
-            with _attributes(self._before):
-                yield
-        finally:
-            with suppress(termios.error):
-                termios.tcsetattr(sys.stdin, termios.TCSANOW, waiting)
 
 
 @contextmanager
 def _attributes(attributes: Any) -> Iterator[None]:
-    """Set the terminal's attributes, and set them again after Ctrl-Z and fg, as the shell changes them."""
+    """Set the terminal's attributes inside the block.
+
+    They are set again after Ctrl-Z and fg, as the shell changes them.
+    """
     import termios
 
-    def apply(*_: object) -> None:
+    before = termios.tcgetattr(sys.stdin)
+
+    def set_to(values: Any) -> None:
         # fails if the terminal is closed
         with suppress(termios.error):
-            termios.tcsetattr(sys.stdin, termios.TCSANOW, attributes)
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, values)
 
-    apply()
-    before = signal.signal(signal.SIGCONT, apply)
+    set_to(attributes)
+    handler = signal.signal(signal.SIGCONT, lambda *_: set_to(attributes))
     try:
         yield
     finally:
-        signal.signal(signal.SIGCONT, before)
+        signal.signal(signal.SIGCONT, handler)
+        set_to(before)
