@@ -179,7 +179,7 @@ def _limit_files(process, n_byte):
 
 @EACH_POLICY
 def test_stored_chats_take_no_more_than_they_may(chat_model, tmp_path, policy):
-    most = 600_000 if policy == "recall" else 300_000
+    most = 800_000 if policy == "recall" else 300_000
     chats = [[] for _ in range(6)]
     with serving(chat_model, *options(policy, tmp_path), "--sessions-bytes", str(most)) as server:
         for i in range(18):
