@@ -37,7 +37,9 @@ def talk(chat_model, tmp_path):
 
     def run(turns, *options, **how):
         own = ["-m", chat_model, "-n", 12, "-t", 1, "--session", tmp_path / "chat.kvs"]
-        return kvtool("chat", *own, *options, stdin="".join(f"{turn}\n" for turn in turns), **how)
+        command = ["chat", *own, *options]
+        typed = "".join(f"{turn}\n" for turn in turns)
+        return (kvtool if how else called)(*command, stdin=typed, **how)
 
     return run
 
@@ -124,35 +126,35 @@ def test_what_is_no_table_of_an_archive_has_no_tokens(table):
 def test_inspect_says_what_is_archived_apart_from_what_is_forgotten(chat_model):
     # the policy is that of a chat
     own = ["-m", chat_model, "-t", 1, "--budget", 32, "--evict-every", 8, "--archive", 20]
-    result = json.loads(kvtool("inspect", *own, "--json", stdin="word " * 20).stdout)
+    result = json.loads(called("inspect", *own, "--json", stdin="word " * 20).stdout)
     assert (result["tokens"], result["archived"], result["share"].count(0)) == (100, 20, 72)
     assert result["forgotten"] == 52
     assert result["archive_bytes"] > 0
-    shown = kvtool("inspect", *own, stdin="word " * 20).stdout
+    shown = called("inspect", *own, stdin="word " * 20).stdout
     assert "100 tokens: 28 held by every row, 0 by some, 20 archived, 52 forgotten\npolicy recall, " in shown
 
 
 def test_a_session_says_how_much_it_has_archived(talk, tmp_path):
     path = tmp_path / "chat.kvs"
     assert talk(TURNS[:4], *RECALL).returncode == 0
-    shown = json.loads(kvtool("session", "show", "--json", path).stdout)
+    shown = json.loads(called("session", "show", "--json", path).stdout)
     # all that was read, less sinks and window
     assert 0 < shown["tokens"] - shown["archived"] < 96
     assert shown["archive_bytes"] > 0
-    lines = dict(line.split(None, 1) for line in kvtool("session", "show", path).stdout.splitlines())
+    lines = dict(line.split(None, 1) for line in called("session", "show", path).stdout.splitlines())
     assert lines["archive"].strip() == f"{shown['archived']:,} tokens, {format_bytes(shown['archive_bytes'])}"
     path.unlink()
     assert talk(TURNS[:1], "--policy", "h2o", "--budget", 96).returncode == 0
-    assert "archive" not in kvtool("session", "show", path).stdout
+    assert "archive" not in called("session", "show", path).stdout
 
 
 def test_generate_says_what_is_archived(chat_model):
     own = ["-m", chat_model, "-t", 1, "-n", 2, "--temp", 0, *RECALL, "--archive", 100]
-    result = json.loads(kvtool("generate", *own, "--json", stdin="word " * 60).stdout)
+    result = json.loads(called("generate", *own, "--json", stdin="word " * 60).stdout)
     assert (result["archived"], result["archive_limit"]) == (100, 100)
-    said = kvtool("generate", *own, "-v", stdin="word " * 60).stderr
+    said = called("generate", *own, "-v", stdin="word " * 60).stderr
     assert re.search(r"tokens in .*, archive 100 of at most 100 tokens, [0-9.]+ KiB of host memory\n", said)
-    without = kvtool("generate", *own[:6], "--policy", "h2o", "--budget", 96, "-v", stdin="word " * 60)
+    without = called("generate", *own[:6], "--policy", "h2o", "--budget", 96, "-v", stdin="word " * 60)
     assert "archive" not in re.search("\nread .* tokens in .*", without.stderr)[0]
 
 
@@ -170,14 +172,14 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
     if write:
         write(model)
     command = ["generate", "--raw", "-m", model, "-n", 1, "-t", 1, "--budget", 96, "--json", *options]
-    done = kvtool(*command, stdin="word " * 150)
+    done = called(*command, stdin="word " * 150)
     result = json.loads(done.stdout)
     said = f"recall does not work {why}; the policy is h2o\n"
     assert (result["policy"], said in done.stderr) == (("h2o", True) if why else ("recall", False))
     assert bool(result["archived"]) == (why is None)
     # who names recall, or an option that it alone has, is not given another policy
     for typed in (["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10]) if why else ():
-        asked = kvtool(*command, *typed, stdin="word " * 150)
+        asked = called(*command, *typed, stdin="word " * 150)
         assert (asked.returncode, asked.stdout) == (2, "")
         assert re.fullmatch(r"kvtool: Recall [^\n]*; choose [^\n]*\n", asked.stderr)
 
@@ -198,7 +200,7 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
     # trained for 512 tokens
     assert "/512 cells per row" in last
     assert ("archive" in last) == (why is None)
-    kept = json.loads(kvtool("session", "show", "--json", tmp_path / "chat.kvs").stdout)
+    kept = json.loads(called("session", "show", "--json", tmp_path / "chat.kvs").stdout)
     assert kept["policy"] == ("h2o" if why else "recall")
     # the policy that it has is the session's
     again = talk(TURNS[2:3], *options)
@@ -248,7 +250,7 @@ def test_a_policy_that_was_asked_for_has_no_other_in_its_place(talk, tiny_model,
     # nor one of a settings file
     (tmp_path / "config.toml").write_text('policy = "recall"\n')
     monkeypatch.setenv("KVTOOL_CONFIG", str(tmp_path / "config.toml"))
-    done = kvtool("generate", "-m", tiny_model(), "--raw", "--positions", "in-cache", stdin="word " * 9)
+    done = called("generate", "-m", tiny_model(), "--raw", "--positions", "in-cache", stdin="word " * 9)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Recall needs the distances of the text" in done.stderr
 
@@ -278,7 +280,7 @@ def test_compare_takes_an_archive_for_the_policies_that_have_one(chat_model, tmp
     (tmp_path / "text").write_text("word " * 60)
     own = ["-m", chat_model, "-t", 1, "--budgets", 48, "--types", "f16", "--json", "-"]
     args = ["--policies", "recall,h2o", "--archive", 50, "--archive-type", "f16"]
-    done = kvtool("compare", tmp_path / "text", *own, *args)
+    done = called("compare", tmp_path / "text", *own, *args)
     recall, h2o = map(json.loads, done.stdout.splitlines())
     assert (recall["archived"], recall["archive"], recall["archive_type"]) == (50, {"archive": 50}, "f16")
     assert (h2o["archived"], h2o["archive_bytes"], h2o["archive"], h2o["archive_type"]) == (0, 0, None, None)
@@ -303,7 +305,7 @@ def test_an_evaluation_with_another_archive_is_another_one(chat_model, tmp_path)
         (["--policy", "recall", "--archive", "50"], 2),
         (["--policy", "h2o"], 3),
     ):
-        done = kvtool("eval", "passkey", *own, *arguments)
+        done = called("eval", "passkey", *own, *arguments)
         assert done.returncode == 0, done.stderr
         assert len(out.read_text().splitlines()) == n
 
@@ -363,14 +365,14 @@ def test_what_is_said_of_an_archive_names_its_file(chat_model, tmp_path):
     own = ["-m", chat_model, "-t", 1, "--archive-file", path]
     words = {"stdin": "word " * 100}
     generate = [*own, "-n", 2, *RECALL]
-    done = kvtool("generate", *generate, "--json", **words)
+    done = called("generate", *generate, "--json", **words)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["archive_file"] == str(path)
     # half of the disk's free space
     free = shutil.disk_usage(tmp_path).free
     assert 0.4 * free < result["archive_limit"] / result["archived"] * result["archive_bytes"]
-    said = kvtool("generate", *generate, "-v", "--explain", **words).stderr
+    said = called("generate", *generate, "-v", "--explain", **words).stderr
     # other programs write to the disk, too
     (limit,) = re.findall(rf" tokens \((\S+ .iB)\) in {path}\n", said)
     assert parse_bytes(limit.replace(" ", "")) == pytest.approx(free / 2, rel=0.5)
@@ -380,14 +382,14 @@ def test_what_is_said_of_an_archive_names_its_file(chat_model, tmp_path):
         said,
     )
     for command in ("perplexity", "inspect"):
-        done = kvtool(command, "-", *own, *RECALL[:-2], "--json", **words)
+        done = called(command, "-", *own, *RECALL[:-2], "--json", **words)
         assert json.loads(done.stdout)["archive_file"] == str(path)
     runs = ["--policies", "recall,h2o", "--budgets", "48,64", "--types", "f16", "--json", "-", "--jobs", 2]
-    done = kvtool("compare", "-", *own, *runs, **words)
+    done = called("compare", "-", *own, *runs, **words)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [run["archive_file"] for run in found] == [str(path), None] * 2
     ask = ["--raw", "--limit", 2, "--set", "lengths=450", "--set", "repeats=1", "--budget", 48]
-    done = kvtool("eval", "passkey", *own, *ask, "--policy", "recall")
+    done = called("eval", "passkey", *own, *ask, "--policy", "recall")
     assert done.returncode == 0, done.stderr
     assert os.listdir(tmp_path) == []
 

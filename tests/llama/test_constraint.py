@@ -24,7 +24,6 @@ from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.llama.schema import Unenforced, enforced
 from tests.cli.called import called
-from tests.cli.test_cli import kvtool
 from tests.engine.running import open_engine
 
 COLOURS = ["red", "green", "blue"]
@@ -408,13 +407,13 @@ def test_generate_writes_json_that_fits_a_schema_under_a_budget(smol, tmp_path):
     (tmp_path / "person.json").write_text(json.dumps(PERSON))
     own = ("generate", "-p", "Who is it?", "-n", 400, "--seed", 5, "-t", 1, "-m", smol)
     under = ("--policy", "h2o", "--budget", 64, "-b", 32)
-    done = kvtool(*own, *under, "--json-schema", tmp_path / "person.json", "--json")
+    done = called(*own, *under, "--json-schema", tmp_path / "person.json", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     result = json.loads(done.stdout)
     assert result["evicted"] > 20
     check_person(result["text"])
     # the schema as a text, with a keyword that is not enforced
-    done = kvtool(*own, *under, "-j", json.dumps(PERSON | {"unevaluatedItems": False}))
+    done = called(*own, *under, "-j", json.dumps(PERSON | {"unevaluatedItems": False}))
     check_person(done.stdout)
     assert done.stderr == ("the schema's unevaluatedItems cannot be enforced; check the JSON for that\n")
 

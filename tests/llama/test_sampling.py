@@ -34,7 +34,6 @@ from kvtool.llama.sampling import Sampling
 from kvtool.options import declared
 from tests.cli.called import called
 from tests.cli.test_chat_session import exported, talk  # noqa: F401
-from tests.cli.test_cli import kvtool
 from tests.engine.running import LOGITS, open_engine
 
 A, B, C, D = (3 + ord(letter) for letter in "abcd")
@@ -484,9 +483,9 @@ def test_the_chat_keeps_the_tokens_of_a_stop_string_and_not_its_text(scripted):
 
 def test_generate_ends_before_a_stop_string(smollm2):
     own = ("generate", "--raw", "-p", "One, two, three,", "-n", 12, "--temp", 0, "-t", 1, "-m", smollm2)
-    whole = kvtool(*own).stdout
+    whole = called(*own).stdout
     assert "five" in whole
-    assert kvtool(*own, "--stop", "never", "--stop", "five").stdout == whole.partition("five")[0] + "\n"
+    assert called(*own, "--stop", "never", "--stop", "five").stdout == whole.partition("five")[0] + "\n"
 
 
 # log-probabilities
@@ -494,7 +493,7 @@ def test_generate_ends_before_a_stop_string(smollm2):
 
 def test_logprobs_are_the_models_own(engine, smollm2):
     text = "One, two, three,"
-    done = kvtool(
+    done = called(
         *("generate", "--raw", "-p", text, "-n", 6, "--seed", 1, "--temp", 2, "-t", 1, "-m", smollm2),
         *("--json", "--logprobs", 3, "--presence-penalty", 1, "-fa", "off", "-ctk", "f32", "-ctv", "f32"),
     )

@@ -14,7 +14,6 @@ from fake_cache import kept_at_first, view_of
 from kvtool import parameters, policies
 from kvtool.errors import PlanError, UsageError
 from tests.cli.called import called
-from tests.cli.test_cli import kvtool
 from tests.engine.running import open_engine, text
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "writing-a-policy.md"
@@ -252,6 +251,6 @@ def test_a_policy_is_fitted_again_only_where_the_budget_depends_on_the_loaded_mo
         "        return cls(budget, slack, **params)\n"
     )
     own = ["-m", tiny_model(), "--policy", path, "--budget", budget]
-    done = kvtool("generate", "hi", "--raw", "-n", 2, *own)
+    done = called("generate", "hi", "--raw", "-n", 2, *own)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fitted") == n

@@ -29,7 +29,7 @@ from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Item, ScoredAnswer, Task
 from tests import forked
 from tests.cli.called import called
-from tests.cli.test_cli import KVTOOL, kvtool
+from tests.cli.test_cli import KVTOOL
 from tests.held import PATIENCE_S, Held
 
 PROMPT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 4
@@ -490,7 +490,7 @@ def test_a_needle_is_asked_for_in_the_chat_template(tiny_model, tmp_path):
     (tmp_path / "hay.txt").write_text(" ".join(SENTENCES))
     picture = tmp_path / "found.png"
     own = ("-m", tiny_model(chat_template=CHATML), *SMALL, "--set", "lengths=600,700", "--policy", "tova")
-    done = kvtool("eval", "needle", tmp_path / "hay.txt", *own, "--json", "-", "--plot", picture)
+    done = called("eval", "needle", tmp_path / "hay.txt", *own, "--json", "-", "--plot", picture)
     assert done.returncode == 0, done.stderr
     *found, summary = map(json.loads, done.stdout.splitlines())
     assert {record["length"] for record in found} == {600, 700}
@@ -585,7 +585,7 @@ def test_tasks_are_listed():
 @pytest.mark.parametrize(("policy", "found"), [(("full",), 1), (("local", "--budget", "128"), 0)])
 def test_the_real_model_finds_a_key_that_it_holds(smollm2, share_of, policy, found):
     lengths = f"lengths={share_of(300, 512)}"
-    done = kvtool(
+    done = called(
         *("eval", "passkey", "-m", smollm2, "--policy", *policy, "--set", lengths, "-t", "1"),
         *("--set", "depths=0.3", "--set", "repeats=1", "--json", "-"),
     )
