@@ -151,7 +151,7 @@ class Rendering:
         return text.removesuffix(self._replaced) + header + content
 
     def whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
-        """Return the tokens i32[n] of a whole chat, and how many of them the system prompt and tools have.
+        """Return the tokens i32[n] of a whole chat, and how many belong to the system prompt and tools.
 
         The same list of messages, which nobody changes, is not rendered twice in a row. Raises ApiError for a
         message that the template cannot render.

@@ -313,7 +313,7 @@ class AnthropicBodies(AnswerBodies):
         body = error_body(error, self._id)
         return [server_event(body.pop("type"), **body)]
 
-    # parts
+    # parts of a stream
 
     def _text_events(self, kind: str, text: str) -> list[str]:
         lines: list[str] = []

@@ -355,7 +355,7 @@ def of_usage(error: UsageError) -> ApiError:
 
 
 def _bias(value: object) -> tuple[tuple[int, float], ...]:
-    """Return pairs of OpenAI's object of tokens, or of llama-server's list, in which false bans a token."""
+    """Return (token, bias) pairs of OpenAI's object, or of llama-server's list, where false bans a token."""
     if value is None:
         return ()
     pairs = list(value.items()) if isinstance(value, dict) else value

@@ -230,7 +230,7 @@ class ResponseBodies(AnswerBodies):
         self._output += map(self._call_item, message.get("tool_calls", []))
         return self._done(end)
 
-    # parts
+    # parts of a stream
 
     def _open(self, kind: str) -> list[str]:
         """Open an item of this kind, and close one of another kind."""

@@ -253,4 +253,4 @@ _SIGNS: tuple[tuple[tuple[str, ...], Format | None], ...] = (
     (("<TOOLCALL>",), NEMOTRON),
     (("<|python_tag|>", '{"name": function name, "parameters": '), LLAMA),
 )
-"""Texts in a template's source, and the format of which they are a sign."""
+"""Texts in a template's source, and the format that each of them reveals."""
