@@ -153,7 +153,9 @@ def generate(
             elif writer.is_cut:
                 say([generation.cut(n_written)])
             if run.verbose:
-                drafted = f" ({writer.n_accepted} of {writer.n_drafted} guesses)" if writer.drafter else ""
+                drafted = (
+                    f" ({writer.n_accepted} of {writer.n_drafted} draft tokens)" if writer.drafter else ""
+                )
                 wrote = f"wrote {n_written} in {wrote_in:.1f} s{drafted}, {line(state)}"
                 sys.stderr.write(f"read {len(tokens)} tokens in {read_in:.1f} s, {wrote}\n")
         if writer.stop:

@@ -30,7 +30,7 @@ def max_draft_tokens(run: RunOptions, layers: Layers, kind: type[Policy], n_batc
         return 0
     obstacle = ""
     if layers.of(Kind.RECURRENT):
-        obstacle = "a model with recurrent layers, which cannot take guesses back"
+        obstacle = "a model with recurrent layers, which cannot take draft tokens back"
     elif kind.recalls() and not layers.has_values:
         obstacle = "recall of tokens (MLA), which the tokens of a step share"
     if obstacle and "draft" in run.given:

@@ -240,8 +240,8 @@ class WriteOptions(RunOptions):
     draft: str = _hardware_option(
         "--draft lookup|MODEL|off",
         "lookup",
-        "Speculative decoding: the model confirms several guessed tokens in one step. lookup guesses from "
-        "the text so far; a smaller MODEL of the same vocabulary also guesses where lookup finds nothing.",
+        "Speculative decoding: the model confirms several draft tokens in one step. lookup takes them from "
+        "the text so far; a smaller MODEL of the same vocabulary drafts where lookup finds nothing.",
         completes="models",
     )
 

@@ -284,7 +284,7 @@ def test_generate_says_how_many_guesses_came_true(talker):
     assert with_guesses["drafted"] >= with_guesses["accepted"] > 0
     assert without["drafted"] == without["accepted"] == 0
     said = generated(talker, "-v").stderr
-    assert re.search(r"wrote 40 in [0-9.]+ s \([0-9]+ of [0-9]+ guesses\), ", said)
+    assert re.search(r"wrote 40 in [0-9.]+ s \([0-9]+ of [0-9]+ draft tokens\), ", said)
 
 
 def test_a_smaller_model_guesses(talker):

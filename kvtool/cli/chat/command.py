@@ -99,7 +99,9 @@ def chat(
         else:
             _pipe(conversation, files, stdin_lines())
             if run.verbose:
-                drafted = f", {writer.n_accepted} of {writer.n_drafted} guesses" if writer.drafter else ""
+                drafted = (
+                    f", {writer.n_accepted} of {writer.n_drafted} draft tokens" if writer.drafter else ""
+                )
                 say([f"{engine.n_past:,} tokens{drafted}, {line(report(engine, run.policy))}"])
     files.check()
 
