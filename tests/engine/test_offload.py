@@ -73,16 +73,12 @@ def split(tiny_model):
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(run) for run in RUNS])
-def test_half_of_the_layers_lie_on_the_device(split, number):
+def test_edits_of_both_halves_score_like_edits_here(split, tiny_model, number):
     log = split[1][1 + number]
     assert log.startswith(" ".join(RUNS[number]))
     host, device = re.findall(r"(\S+) KV buffer size", log)
     assert host == "CPU"
     assert device.startswith(("RPC0", "Vulkan0", "CUDA0"))
-
-
-@pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(run) for run in RUNS])
-def test_edits_of_both_halves_score_like_edits_here(split, tiny_model, number):
     here = score(tiny_model(n_layer=N_LAYER), *RUNS[number], n_gpu_layers=0)
     assert len(here[0]) == N_TOKENS - 1
     for ours, theirs in zip(here, split[0][number], strict=True):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -69,7 +68,6 @@ RUNS = [
 N_TOKENS, N_ROW = 160, 4
 # all on the server, and some here
 N_GPU_LAYERS = (99, 2)
-ROOT = Path(__file__).parents[2]
 
 
 def model_of(tiny_model, arch="llama"):
@@ -147,17 +145,12 @@ def test_the_server_is_a_device(remote):
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(run) for run in RUNS])
-def test_keys_and_values_lie_on_the_server(remote, number):
-    log = remote[1][1 + number]
-    assert log.startswith(" ".join(RUNS[number]))
+def test_edits_of_cells_on_the_server_score_like_edits_here(remote, tiny_model, number):
+    run, log = RUNS[number], remote[1][1 + number]
+    assert log.startswith(" ".join(run))
     buffers = re.findall(r"(\S+) KV buffer size", log)
-    assert len(buffers) == (2 if "gemma3" in RUNS[number] else 1)
+    assert len(buffers) == (2 if "gemma3" in run else 1)
     assert all(buffer.startswith("RPC0") for buffer in buffers)
-
-
-@pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(run) for run in RUNS])
-def test_edits_on_the_server_score_like_edits_here(remote, tiny_model, number):
-    run = RUNS[number]
     here = [np.array(part) for part in score(model_of(tiny_model, *run[3:]), *run)]
     there = [np.array(part) for part in remote[0]["results"][number]]
     assert len(here[0]) == N_TOKENS - 1
@@ -183,8 +176,7 @@ def test_a_server_that_does_not_answer_is_an_error():
     with reserved_port() as port:
         endpoint = f"127.0.0.1:{port}"
         code = f"from kvtool.llama.workers import add_rpc; add_rpc({endpoint!r})"
-        command = [sys.executable, "-c", code]
-        done = forked.run(command, cwd=ROOT)
+        done = forked.run([sys.executable, "-c", code], cwd=forked.ROOT)
     assert done.returncode == 1, done.stderr[-3000:]
     line = done.stderr.strip().rpartition("\n")[2]
     assert line.endswith(

@@ -9,7 +9,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -354,9 +353,8 @@ def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers
     assert kept(there) == kept(here)
     assert kept(here)["n_past"] > 400
     # keys and values on both
-    assert set(re.findall(r"(RPC\S+) KV buffer size", again.stderr)) == {
-        f"RPC0[{worker.endpoint}]" for worker in workers
-    }
+    both = {f"RPC0[{worker.endpoint}]" for worker in workers}
+    assert set(re.findall(r"(RPC\S+) KV buffer size", again.stderr)) == both
 
 
 def test_compare_over_two_workers_gives_what_it_gives_here(workers, model, tmp_path):
@@ -380,15 +378,9 @@ def test_compare_over_two_workers_gives_what_it_gives_here(workers, model, tmp_p
 
 def test_signals_go_over_the_wire_once_a_plan(model, tmp_path):
     (tmp_path / "text").write_text(TEXT)
-    command = [sys.executable, "-m", "lab.benchmarks.wire", tmp_path / "text", "-m", model]
-    command += ["--budget", "256", "--tokens", "32", "--policies", "streamingllm,h2o,roco"]
-    done = subprocess.run(
-        [*map(str, command), "--json", tmp_path / "wire.json"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    command = ["-m", "lab.benchmarks.wire", tmp_path / "text", "-m", model, "--json", tmp_path / "wire.json"]
+    command += ["--budget", 256, "--tokens", 32, "--policies", "streamingllm,h2o,roco"]
+    done = forked.run_python(*command)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = {row["policy"]: row for row in json.loads((tmp_path / "wire.json").read_text())["rows"]}
     for name, n_signal in (("streamingllm", 0), ("h2o", 1), ("roco", 2)):
