@@ -25,6 +25,11 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}[a]{% endif %}"
 )
 
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 
 def write_llama(
     path,

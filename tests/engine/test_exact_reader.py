@@ -9,7 +9,6 @@ from kvtool import policies
 from kvtool.errors import LibraryError, UsageError
 from kvtool.llama.archive import Archive
 from kvtool.llama.model import Model
-from kvtool.llama.segment import CLUSTERS
 from tests.engine.running import ON_CUDA, TOLERANCE, open_engine, text
 
 N_PROMPT, N_LATER = 400, 20
@@ -96,18 +95,6 @@ def test_an_archive_in_a_file_gives_the_same(tiny_model, tmp_path):
         for file in (None, str(tmp_path / "archive"))
     ]
     np.testing.assert_array_equal(*found)
-
-
-def test_clusters_are_the_same_whoever_makes_them(tiny_model):
-    path, saved = tiny_model(n_head_kv=2, n_ctx_train=4096), []
-    for n_threads in (1, 3):
-        with open_engine(path, fit(search="clusters"), prefill="exact", n_threads=n_threads) as engine:
-            engine.read(text(1500))
-            saved.append({name: np.array(values) for name, values in engine.save()})
-    assert any(name.startswith(CLUSTERS) for name in saved[0])
-    assert saved[0].keys() == saved[1].keys()
-    for name, values in saved[0].items():
-        np.testing.assert_array_equal(values, saved[1][name])
 
 
 def test_what_has_been_forgotten_is_not_attended_to(tiny_model):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from types import SimpleNamespace
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -17,10 +16,9 @@ from kvtool.llama.devices import has_gpu
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.segment import CLUSTERS
-from kvtool.serve.api import requests
-from kvtool.serve.api.requests import Defaults
 from tests.engine.running import TOLERANCE, open_engine, text
-from tests.serve.killed_turns import Server, said
+from tests.serve.crowd_serve import said
+from tests.serve.killed_turns import SlotServer
 
 N_PROMPT, N_LATER = 300, 40
 
@@ -79,11 +77,13 @@ def test_a_batch_longer_than_the_small_cache_is_read_in_parts(tiny_model):
     assert np.abs(found[0] - found[1]).max() < TOLERANCE
 
 
-def test_archiving_a_prompt_takes_several_threads_and_gives_the_same(tiny_model):
+@pytest.mark.parametrize("prefill", ["stream", "whole", "exact"])
+def test_an_archive_is_the_same_with_any_number_of_threads(tiny_model, prefill):
     saved = []
     for n_threads in (1, 3):
-        with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole", n_threads=n_threads) as engine:
-            engine.read(text(900))
+        path = tiny_model(n_head_kv=2, n_ctx_train=4096)
+        with open_engine(path, fit(), prefill=prefill, n_threads=n_threads) as engine:
+            engine.read(text(1500))
             saved.append({name: np.array(values) for name, values in engine.save()})
     assert saved[0].keys() == saved[1].keys()
     assert any(name.startswith(CLUSTERS) for name in saved[0])
@@ -288,31 +288,17 @@ def test_a_gpu_that_has_refused_is_asked_for_less_alone(monkeypatch, tiny_model)
 def test_a_client_that_goes_amid_what_is_read_anew_and_asks_again_is_answered_on_all_of_it(
     monkeypatch, talker, tmp_path
 ):
-    def leave(server, messages):
-        """A client that goes once 64 tokens of the prompt are read."""
-        request = requests.chat({"messages": messages, "max_tokens": 8, "temperature": 0}, Defaults())
-        job = SimpleNamespace(request=request, is_cancelled=False)
-
-        def emit(kind, n_read=0, **more):
-            job.is_cancelled |= kind == "reading" and n_read >= 64
-
-        job.emit = emit
-        server.slot.answer(job)
-
     beside_gpu(monkeypatch, 2**40)
-    model = Model(talker)
-    try:
+    with closing(Model(talker)) as model:
         messages = [said("system", "Be brief."), said("user", "My name is Bob. " + "I walk. " * 20)]
-        server = Server(model, "recall", tmp_path / "one")
+        server = SlotServer(model, "recall", tmp_path / "one")
         reply, *_ = server.ask(messages)
         messages += [said("assistant", reply), said("user", "Waves come and go. " * 20)]
-        leave(server, messages)
+        server.leave(messages, 64)
         assert server.slot.engine.n_past == 0
         again = server.ask(messages)
-        assert again == Server(model, "recall", tmp_path / "two").ask(messages)
+        assert again == SlotServer(model, "recall", tmp_path / "two").ask(messages)
         assert again[1] == 0
-    finally:
-        model.close()
 
 
 def test_it_says_what_will_happen(tiny_model):

@@ -13,7 +13,7 @@ from kvtool import policies
 from kvtool.chats import session
 from kvtool.errors import UsageError
 from tests import forked
-from tests.chats.test_conversation import CHATML
+from tests.tiny import CHATML
 
 NEWEST = '''"""Newest: the newest tokens stay."""
 

@@ -31,13 +31,10 @@ from tests import forked
 from tests.cli.called import called
 from tests.cli.test_cli import KVTOOL
 from tests.held import PATIENCE_S, Held
+from tests.tiny import CHATML
 
 PROMPT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 4
 ANSWER = " The fox looks back once more."
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @contextmanager
