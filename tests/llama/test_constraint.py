@@ -7,6 +7,7 @@ import re
 import resource
 import sys
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -51,6 +52,21 @@ PERSON = {
 def peak_bytes():
     """The most memory that this process has had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@contextmanager
+def bounded():
+    """Check that a block ends soon, in little memory, and refuses in one line if it refuses."""
+    before, start, said = peak_bytes(), time.process_time(), ""
+    try:
+        yield
+    except UsageError as error:
+        said = str(error)
+    assert "\n" not in said
+    assert len(said) < 400
+    # CPU time: a busy machine is not its fault
+    assert time.process_time() - start < 30
+    assert peak_bytes() - before < 600 * 2**20
 
 
 @pytest.fixture
@@ -268,8 +284,7 @@ ENDLESS = {
 @pytest.mark.parametrize("what", ENDLESS)
 def test_no_grammar_takes_long_or_much_or_ends_the_process(engine, what):
     model, rng = engine.model, np.random.default_rng(1)
-    before, start, said = peak_bytes(), time.process_time(), ""
-    try:
+    with bounded():
         matcher = Matcher(Vocabulary.of(model), rules_of(ENDLESS[what]))
         for _ in range(100):
             fits = np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little"))
@@ -277,13 +292,6 @@ def test_no_grammar_takes_long_or_much_or_ends_the_process(engine, what):
             assert matcher.accept(token)
             if model.ends_turn(token):
                 break
-    except UsageError as error:
-        said = str(error)
-    assert "\n" not in said
-    assert len(said) < 400
-    # CPU time: a busy machine is not its fault
-    assert time.process_time() - start < 30
-    assert peak_bytes() - before < 600 * 2**20
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,13 @@ def fit(budget, slack, **params):
     return BumbleBee.fit(budget, slack, **{"sinks": 0, "window": 0, **params})
 
 
+def picked(view, cells):
+    """The view of these cells i[row, n]."""
+    pos, attn = (np.take_along_axis(array, cells, axis=1) for array in (view.pos, view.attn))
+    keys = np.take_along_axis(view.keys, cells[..., None], axis=1)
+    return View(pos, view.layer, view.next, attn=attn, keys=keys)
+
+
 def prompt(n, seed, *, n_row=1, n_value=4, n_dim=4, shuffled=True):
     """(view, rows): a prompt's n tokens of every row in some order, and as a twin reads them."""
     rng = np.random.default_rng(seed)
@@ -35,13 +42,11 @@ def prompt(n, seed, *, n_row=1, n_value=4, n_dim=4, shuffled=True):
 
 def records(view, row):
     cells = np.argsort(view.pos[row])
+    columns = (view.pos[row, cells], view.attn[row, cells], view.keys[row, cells])
+    names = ("pos", "mass", "key")
     return [
-        {
-            "pos": int(view.pos[row, cell]),
-            "mass": float(view.attn[row, cell]),
-            "key": view.keys[row, cell].tolist(),
-        }
-        for cell in cells
+        dict(zip(names, values, strict=True))
+        for values in zip(*(column.tolist() for column in columns), strict=True)
     ]
 
 
@@ -206,15 +211,8 @@ def test_stochastic_greedy_looks_at_a_sample_drawn_by_hash(seed):
 def test_the_order_of_cells_means_nothing_to_a_summary(greedy):
     policy = fit(41, 1, greedy=greedy)
     view, _ = prompt(80, seed=5, n_row=3)
-    order = np.argsort(view.pos, axis=1)
-    sorted_view = View(
-        np.take_along_axis(view.pos, order, axis=1),
-        view.layer,
-        view.next,
-        attn=np.take_along_axis(view.attn, order, axis=1),
-        keys=np.take_along_axis(view.keys, order[..., None], axis=1),
-    )
-    assert kept(view, policy.compress(view)) == kept(sorted_view, policy.compress(sorted_view))
+    in_order = picked(view, np.argsort(view.pos, axis=1))
+    assert kept(view, policy.compress(view)) == kept(in_order, policy.compress(in_order))
 
 
 @pytest.mark.parametrize("x", [0, 1e-9, 1e-3, 0.3, 1, 1.04, 7, 1e3, 1e7, 1e10])
@@ -360,14 +358,7 @@ def test_a_stream_goes_on_after_a_prompt_that_was_decoded_whole(mode):
     want = [sorted(twin.summary(row, stays, 20, 0.3, "log")) for row in cache.rows]
     assert kept(view, plan) == want
 
-    cells = np.array([np.flatnonzero(keep) for keep in plan.keep])
-    view = View(
-        np.take_along_axis(view.pos, cells, axis=1),
-        view.layer,
-        view.next,
-        attn=np.take_along_axis(view.attn, cells, axis=1),
-        keys=np.take_along_axis(view.keys, cells[..., None], axis=1),
-    )
+    view = picked(view, np.array([np.flatnonzero(keep) for keep in plan.keep]))
     cache.apply(plan.keep)
     cache.pos[:, :20] = view.pos
     cache.state = policy.start(3, 80, 8)
