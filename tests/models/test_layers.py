@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from kvtool.llama.context import Context
 from kvtool.llama.model import Model
 from kvtool.models.header import read
 from kvtool.models.layers import CACHE_TYPES, PAD, Kind, Layer, Layers
-from tests import forked, tiny, tiny_kinds
+from tests import tiny, tiny_kinds
 
 ROWS, SLIDING, RECURRENT, _ = Kind
 
@@ -211,28 +210,6 @@ def test_llama_cpp_says_that_a_token_has_several_positions(tiny_model, monkeypat
     # as any llama.cpp says it
     monkeypatch.setattr("kvtool.llama.model.is_patched", lambda: False)
     assert layers_of(path).rope == "M-RoPE"
-
-
-def test_a_model_that_cannot_be_used_says_why(tmp_path):
-    path = tmp_path / "tiny.gguf"
-    tiny.write_gemma3(path, pattern=0)
-    with pytest.raises(
-        ModelError, match=r"^tiny\.gguf cannot be used: all layers of this model attend"
-    ) as error:
-        layers_of(path)
-    assert "\n" not in str(error.value)
-
-
-def test_a_window_without_layers_is_a_damaged_file_under_a_guard(tmp_path):
-    path = tmp_path / "tiny.gguf"
-    tiny.write_gemma3(path, pattern=1)
-    code = (
-        "import sys; from kvtool.llama.crash import guard; from kvtool.llama.model import Model; guard()\n"
-        "Model(sys.argv[1], no_weights=True).layers"
-    )
-    done = forked.run([sys.executable, "-c", code, path])
-    said = f"kvtool: {path} seems to be damaged: llama.cpp has crashed on it; download it again\n"
-    assert (done.returncode, done.stderr) == (ModelError.exit_code, said)
 
 
 def test_a_window_of_no_tokens_is_damage_where_llama_cpp_lets_layers_slide(tmp_path):

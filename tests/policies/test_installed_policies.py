@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +11,7 @@ from kvtool import policies
 from kvtool.chats import session
 from kvtool.errors import UsageError
 from tests import forked
+from tests.cli.called import called
 from tests.tiny import CHATML
 
 NEWEST = '''"""Newest: the newest tokens stay."""
@@ -77,11 +76,10 @@ def packages(tmp_path, monkeypatch):
 
 
 def kvtool(*args, stdin=""):
-    # the folder of the packages, added as a site folder
-    code = f"import sys; sys.path.insert(1, {sys.path[0]!r}); from kvtool.__main__ import main; main()"
-    command = [sys.executable, "-c", code, *map(str, args)]
-    env = {**os.environ, "COLUMNS": "200"}
-    return forked.run(command, env=env, input=stdin)
+    # as in a process that has not looked for packages
+    policies.installed.cache_clear()
+    policies._load_installed.cache_clear()
+    return called(*args, stdin=stdin, env={"COLUMNS": "200"})
 
 
 def test_a_package_s_policy_is_loaded_by_its_name(packages):
@@ -173,7 +171,7 @@ def test_a_start_does_not_look_for_them():
         "policies.fit('h2o', 64)\n"
         "assert not policies.installed.cache_info().currsize\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert forked.run_python("-c", code).returncode == 0
 
 
 def test_it_streams_and_one_that_never_evicts_is_treated_as_full_is(packages, tiny_model, tmp_path):
@@ -182,15 +180,13 @@ def test_it_streams_and_one_that_never_evicts_is_treated_as_full_is(packages, ti
     path = tmp_path / "text.txt"
     path.write_text("word " * 100)
     model = ("-m", tiny_model(), "-t", "1")
-    evicting = json.loads(
-        kvtool("perplexity", path, "--policy", "newest", "--budget", 48, "--json", *model).stdout
-    )
-    local = json.loads(
-        kvtool("perplexity", path, "--policy", "local", "--budget", 48, "--json", *model).stdout
-    )
+
+    def measured(*policy):
+        return json.loads(kvtool("perplexity", path, "--json", *model, "--policy", *policy).stdout)
+
+    evicting, local = (measured(name, "--budget", 48) for name in ("newest", "local"))
     assert evicting["perplexity"] == local["perplexity"]
-    everything = json.loads(kvtool("perplexity", path, "--policy", "all", "--json", *model).stdout)
-    full = json.loads(kvtool("perplexity", path, "--policy", "full", "--json", *model).stdout)
+    everything, full = measured("all"), measured("full")
     assert (everything["perplexity"], everything["budget"]) == (full["perplexity"], full["budget"])
     refused = kvtool("perplexity", path, "--policy", "all", "--budget", 48, *model)
     assert (refused.returncode, refused.stderr) == (
