@@ -8,9 +8,13 @@ import numpy as np
 
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
+from kvtool.llama.decoder import FLASH
 from kvtool.llama.devices import devices, has_gpu
+from kvtool.llama.library import api
+from kvtool.llama.log import start_backends
 from kvtool.llama.model import Model
 from kvtool.policy import Signal
+from kvtool.units import CACHE_TYPES
 from tests.reference import transformer
 
 transformer.half_precision = any(each["name"].startswith("Vulkan") for each in devices())
@@ -69,6 +73,43 @@ def text(n, seed=1, n_vocab=259):
     phrases = [rng.integers(3, n_vocab, 7) for _ in range(9)]
     tokens = np.concatenate([phrases[i] for i in rng.integers(0, 9, n // 7 + 1)])
     return tokens[:n].astype(np.int32)
+
+
+def stepped_logits(engine, batches):
+    """f32[n, n_vocab] of every token, a batch a step."""
+    logits = []
+    for batch in batches:
+        engine.step(batch, len(batch))
+        logits.append(engine.context.logits().copy())
+    return np.concatenate(logits)
+
+
+def plain_logits(path, n_cell, batches, *, n_batch=64, flash="off", type_k="f32", type_v="f32"):
+    """f32[n, n_vocab] by llama.cpp's own API, with nothing of ours enabled."""
+    start_backends()
+    model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
+    params = api.llama_context_default_params()
+    params.n_ctx, params.n_seq_max, params.swa_full = n_cell, 1, False
+    params.n_batch = params.n_ubatch = n_batch
+    params.n_threads = params.n_threads_batch = 1
+    params.type_k, params.type_v = CACHE_TYPES[type_k], CACHE_TYPES[type_v]
+    params.flash_attn_type = FLASH[flash]
+    context = api.llama_init_from_model(model, params)
+    batch = api.llama_batch_init(n_batch, 0, 1)
+    n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+    logits, at = [], 0
+    for tokens in batches:
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens.tolist()):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, at + i, True
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+        assert api.llama_decode(context, batch) == 0
+        logits.append(np.ctypeslib.as_array(api.llama_get_logits(context), (len(tokens), n_vocab)).copy())
+        at += len(tokens)
+    api.llama_batch_free(batch)
+    api.llama_free(context)
+    api.llama_model_free(model)
+    return np.concatenate(logits)
 
 
 def positions_of(stream):

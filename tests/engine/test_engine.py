@@ -14,16 +14,21 @@ from kvtool.config.report import report as said
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import PlanError, StreamEnd, UsageError
-from kvtool.llama.decoder import FLASH
-from kvtool.llama.library import api
-from kvtool.llama.log import start_backends
 from kvtool.llama.model import Model
 from kvtool.measure import perplexity
 from kvtool.policy import Merge, Plan, Policy, Signal
 from kvtool.system.memory import rss_bytes
-from kvtool.units import CACHE_TYPES
 from tests.engine import saved
-from tests.engine.running import KINDS, LOGITS, ON_CUDA, TOLERANCE, open_engine, text
+from tests.engine.running import (
+    KINDS,
+    LOGITS,
+    ON_CUDA,
+    TOLERANCE,
+    open_engine,
+    plain_logits,
+    stepped_logits,
+    text,
+)
 from tests.policies.merging import Merging, keep_and_merge
 from tests.reference import transformer
 
@@ -60,36 +65,6 @@ def scattered(view, n_keep, seed=0):
 # full is llama.cpp
 
 
-def plain_logits(path, n_cell, batches, flash, type_k, type_v):
-    """f32[n, n_vocab] by llama.cpp's own API, with nothing of ours enabled."""
-    start_backends()
-    params = api.llama_model_default_params()
-    model = api.llama_model_load_from_file(str(path).encode(), params)
-    params = api.llama_context_default_params()
-    params.n_ctx = n_cell
-    params.n_batch = params.n_ubatch = 64
-    params.n_seq_max = 1
-    params.n_threads = params.n_threads_batch = 1
-    params.type_k, params.type_v = CACHE_TYPES[type_k], CACHE_TYPES[type_v]
-    params.flash_attn_type = FLASH[flash]
-    context = api.llama_init_from_model(model, params)
-    batch = api.llama_batch_init(64, 0, 1)
-    n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
-    found, at = [], 0
-    for tokens in batches:
-        batch.n_tokens = len(tokens)
-        for i, token in enumerate(tokens.tolist()):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, at + i, True
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-        assert api.llama_decode(context, batch) == 0
-        found.append(np.ctypeslib.as_array(api.llama_get_logits(context), (len(tokens), n_vocab)).copy())
-        at += len(tokens)
-    api.llama_batch_free(batch)
-    api.llama_free(context)
-    api.llama_model_free(model)
-    return np.concatenate(found)
-
-
 @pytest.mark.parametrize("name", ["full", "h2o", "tova"])
 @pytest.mark.parametrize(
     ("flash", "type_k", "type_v"),
@@ -101,15 +76,11 @@ def test_below_the_budget_logits_are_those_of_plain_llama_cpp_to_the_bit(
     path = tiny_model(head_dim=64)
     tokens = text(280)
     batches = np.split(tokens, [60, 61, 62, 100, 164, 200, 256, 257])
-    want = plain_logits(path, 512, batches, flash, type_k, type_v)
-    policy = policies.fit(name, 512)
-    found = []
-    with open_engine(path, policy, flash=flash, type_k=type_k, type_v=type_v, over_budget=False) as engine:
+    want = plain_logits(path, 512, batches, flash=flash, type_k=type_k, type_v=type_v)
+    how = {"flash": flash, "type_k": type_k, "type_v": type_v, "over_budget": False}
+    with open_engine(path, policies.fit(name, 512), **how) as engine:
         assert engine.context.n_cell == 512
-        for batch in batches:
-            engine.step(batch, len(batch))
-            found.append(engine.context.logits().copy())
-    assert np.concatenate(found).tobytes() == want.tobytes()
+        assert stepped_logits(engine, batches).tobytes() == want.tobytes()
 
 
 @pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])

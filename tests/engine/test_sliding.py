@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 
 import numpy as np
@@ -13,14 +12,13 @@ from kvtool.config import budget
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.llama.context import Context
-from kvtool.llama.library import api
 from kvtool.llama.model import Model
 from kvtool.measure import perplexity
 from kvtool.models.catalogue import registry
 from kvtool.models.header import read
 from kvtool.models.layers import Kind
 from kvtool.models.supported import unsupported
-from tests.engine.running import N_UNTIED, ON_CUDA, open_engine, text
+from tests.engine.running import N_UNTIED, ON_CUDA, open_engine, plain_logits, stepped_logits, text
 from tests.engine.test_exactness import score_errors
 from tests.reference import transformer
 
@@ -102,63 +100,31 @@ def test_other_types_of_keys_turn_as_well(tiny_model, type_k):
     assert np.median(off[130:]) < 3 * np.median(off[:130])
 
 
-def plain(path, tokens, n_cell, n_batch):
-    """Logits of llama.cpp alone, nothing of kvtool enabled."""
-    model = Model(path)
-    params = api.llama_context_default_params()
-    params.n_ctx, params.n_batch, params.n_ubatch, params.n_threads = n_cell, n_batch, n_batch, 1
-    params.n_threads_batch, params.swa_full, params.flash_attn_type = 1, False, 0
-    params.type_k = params.type_v = 0
-    context = api.llama_init_from_model(model._model, params)
-    batch = api.llama_batch_init(n_batch, 0, 1)
-    parts = []
-    for at in range(0, len(tokens), n_batch):
-        part = tokens[at : at + n_batch]
-        batch.n_tokens = len(part)
-        for i, token in enumerate(part.tolist()):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, at + i, True
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-        assert api.llama_decode(context, batch) == 0
-        pointer = ctypes.cast(api.llama_get_logits(context), ctypes.POINTER(ctypes.c_float))
-        parts.append(np.ctypeslib.as_array(pointer, (len(part), model.n_vocab)).copy())
-    api.llama_batch_free(batch)
-    api.llama_free(context)
-    model.close()
-    return np.concatenate(parts)
-
-
 @pytest.mark.parametrize("name", ["full", "h2o"])
 def test_with_room_for_all_logits_are_those_of_llama_cpp_to_the_bit(gemma3, name):
     path, tokens = gemma3(), text(200)
-    want = plain(path, tokens, 256, 16)
+    batches = np.split(tokens, range(16, len(tokens), 16))
+    want = plain_logits(path, 256, batches, n_batch=16)
     with open_engine(path, policies.fit(name, 256, 16)) as engine:
-        got = []
-        for at in range(0, len(tokens), 16):
-            part = tokens[at : at + 16]
-            engine.step(part, len(part))
-            got.append(engine.context.logits().copy())
+        got = stepped_logits(engine, batches)
     if transformer.half_precision and name != "full":
         # with a probe, a device uses other kernels
-        assert np.abs(np.concatenate(got) - want).max() < TOLERANCE
+        assert np.abs(got - want).max() < TOLERANCE
     else:
-        assert np.concatenate(got).tobytes() == want.tobytes()
+        assert got.tobytes() == want.tobytes()
 
 
 def test_the_real_gemma_gives_the_logits_of_llama_cpp():
     if not (gemma := registry()["gemma3-270m"]).here:
         pytest.skip("gemma3-270m is not downloaded")
-    tokens = np.random.default_rng(0).integers(1000, 200000, 32).astype(np.int32)
+    batches = np.random.default_rng(0).integers(1000, 200000, (2, 16)).astype(np.int32)
     with open_engine(gemma.path, policies.fit("full", 256), n_batch=16, n_output=16) as engine:
-        got = []
-        for part in np.split(tokens, 2):
-            engine.step(part, len(part))
-            got.append(engine.context.logits().copy())
+        got = stepped_logits(engine, batches)
         layers = engine.model.layers
         assert engine.context.n_row == layers.n_row == 3
-        assert engine.cache_bytes == 256 * layers.cell_bytes("f32", "f32") + layers.swa_bytes(
-            16, "f32", "f32"
-        )
-    assert np.concatenate(got).tobytes() == plain(gemma.path, tokens, 256, 16).tobytes()
+        sliding = layers.swa_bytes(16, "f32", "f32")
+        assert engine.cache_bytes == 256 * layers.cell_bytes("f32", "f32") + sliding
+    assert got.tobytes() == plain_logits(gemma.path, 256, batches, n_batch=16).tobytes()
 
 
 @pytest.mark.parametrize("positions", ["auto", "in-cache"])
