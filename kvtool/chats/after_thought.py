@@ -10,8 +10,7 @@ import numpy as np
 
 from kvtool.chats.stops import n_begun
 from kvtool.chats.thinking import Tags
-from kvtool.errors import UsageError
-from kvtool.llama.constraint import Constraint, Vocabulary
+from kvtool.llama.constraint import Constraint, Matcher, Vocabulary
 
 if TYPE_CHECKING:
     from kvtool.chats.template import Template
@@ -259,31 +258,6 @@ def _place_after(header: str, tags: Tags) -> _Place:
     return _Place.ANSWER if is_closed else _Place.START
 
 
-class _Continued(Constraint):
-    """Constraint of a text that begins with given tokens. Raises UsageError if they violate it."""
-
-    def __init__(self, inner: Constraint, tokens: Sequence[int]) -> None:
-        self._inner, self._tokens = inner, tokens
-        self.restart()
-
-    def restart(self) -> None:
-        self._inner.restart()
-        if not all(map(self._inner.accept, self._tokens)):
-            raise UsageError("the beginning of the reply does not fit its grammar or JSON schema")
-
-    def mask(self) -> np.ndarray | None:
-        return self._inner.mask()
-
-    def accept(self, token: int) -> bool:
-        return self._inner.accept(token)
-
-    def n_fitting(self, tokens: Sequence[int]) -> int:
-        return self._inner.n_fitting(tokens)
-
-    def forced(self) -> Sequence[int]:
-        return self._inner.forced()
-
-
 def after_thought(
     model: Model,
     template: Template,
@@ -296,15 +270,15 @@ def after_thought(
     budget, header: as in `AfterThought`; None for the template's header. begun: given beginning of the reply.
     """
     header = template.reply_start() if header is None else header
-    tags = template.tags
+    tags, answer = template.tags, ""
     if begun:
         is_thought = begun.lstrip().startswith(tags.start)
         thought, closed, answer = begun.partition(tags.end) if is_thought else ("", tags.end, begun)
         header = thought + closed
 
-    def around(inner: Constraint | None) -> Constraint | None:
-        if inner and begun and answer:
-            inner = _Continued(inner, Vocabulary.of(model).tokens_of(answer.encode()))
+    def around(inner: Matcher | None) -> Constraint | None:
+        if inner:
+            inner.begin(Vocabulary.of(model).tokens_of(answer.encode()))
         if not template.has_thoughts or (inner is None and budget is None):
             return inner
         return AfterThought(inner, model, tags, header, budget)

@@ -82,7 +82,7 @@ class Efforts:
             on=on,
             off=off,
             levels=dict(_levels(template, on or {})),
-            takes_budget=_BUDGET in template.reads and _shows(template, _BUDGET, 512),
+            takes_budget=_BUDGET in template.reads and "512" in _text(template, {_BUDGET: 512}),
         )
 
     def variables(self, effort: str, budget: int | None = None) -> tuple[Variables, str | None]:
@@ -157,10 +157,6 @@ def _compared(template: Template, name: str) -> set[str]:
             values = (const.value for const in node.find_all(jinja2.nodes.Const))
             texts |= {value for value in values if isinstance(value, str)}
     return texts
-
-
-def _shows(template: Template, name: str, value: object) -> bool:
-    return str(value) in _text(template, {name: value})
 
 
 def _text(template: Template, variables: Variables) -> str:

@@ -123,8 +123,7 @@ def archive_id(path: Path) -> bytes | None:
 
 def size(path: Path) -> int:
     """Bytes of a session and its archive. Raises OSError."""
-    archive = archive_file.archive_path(path)
-    return path.stat().st_size + (archive.stat().st_size if archive.exists() else 0)
+    return path.stat().st_size + archive_file.size(path)
 
 
 def set_aside(path: Path) -> Path:

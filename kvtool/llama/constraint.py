@@ -187,6 +187,7 @@ class Matcher(Constraint):
         import llguidance
 
         self._vocabulary, self._name = vocabulary, rules.name
+        self._begun: Sequence[int] = ()
         self._mask = np.zeros(vocabulary.n_word, np.uint32)
         make, tokenizer = llguidance.LLMatcher, vocabulary.tokenizer
         self._matcher = with_large_stack(lambda: make(tokenizer, rules.text, log_level=0, limits=limits()))
@@ -213,6 +214,13 @@ class Matcher(Constraint):
 
     def restart(self) -> None:
         self._matcher.reset()
+        if not all(map(self.accept, self._begun)):
+            raise UsageError("the beginning of the reply does not fit its grammar or JSON schema")
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Start after these tokens, from now on. Raises UsageError if they do not fit."""
+        self._begun = tokens
+        self.restart()
 
     def _check(self) -> None:
         if self._matcher.is_error():

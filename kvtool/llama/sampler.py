@@ -20,11 +20,11 @@ from kvtool.llama.model import Model
 from kvtool.llama.rules import Rules
 from kvtool.llama.sampling import Sampling
 
-Around = Callable[[Constraint | None], Constraint | None]
+Around = Callable[[Matcher | None], Constraint | None]
 """Function that makes a text's constraint from the constraint of the settings."""
 
 
-def _unchanged(constraint: Constraint | None) -> Constraint | None:
+def _unchanged(constraint: Matcher | None) -> Constraint | None:
     return constraint
 
 
