@@ -311,7 +311,7 @@ class ChatStore:
             marks = _marks_in(meta)
             if meta.get("fixed") != self.fixed:
                 raise ValueError
-        except (SessionError, OSError, KeyError, ValueError, TypeError):
+        except (SessionError, OSError, LookupError, ValueError, TypeError):
             # damaged, or of another model or policy
             self.n_others += 1
             return
