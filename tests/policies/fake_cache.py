@@ -1,4 +1,4 @@
-"""A cache in NumPy: shuffled cells, random attention full of ties, and the engine's part of a plan."""
+"""Stand-in for the engine's cache: shuffles cells, makes up attention with many ties, applies plans."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from kvtool.policy import PER_CELL, Signal, View
 
 
 def view_of(pos, next_pos=None, pinned=0, **fields):
-    """View of rows of one layer, whose cells hold the tokens at pos i[n] or i[row, n]; an int is range(n).
+    """View of one layer's rows. pos: positions of the cells' tokens, i[n] or i[row, n]; n means range(n).
 
-    fields: other fields of the View; lists are of a row's numbers.
+    fields: other fields of the View; a list becomes f32[row, n].
     """
     pos = np.array(range(pos) if isinstance(pos, int) else pos, np.int32, ndmin=2)
     as_rows = {
@@ -40,19 +40,19 @@ class Cache:
     pos
         i32[row, n_cell]: the position of each cell's token.
     live
-        i32[row]: live cells of each row, the first ones; n_kv is the most of them.
+        i32[row]: live cells of each row, at its beginning; n_kv is the largest of these numbers.
     state
         The policy's state.
     rows
-        For each row the records that a twin reads, oldest first.
+        For each row the records that the policy's twin (tests/reference) reads, oldest first.
     n_value
-        Number of values that attention takes: few make many ties.
+        Number of different attention values: the fewer, the more ties.
     group
         Query heads of a row.
     n_dim
         Length of a key.
     twin
-        Whether a twin reads `rows`: to record them takes most of the time.
+        Whether to fill `rows`, which takes most of the time.
     """
 
     def __init__(self, n_layer, n_head_kv, n_cell, policy, seed, *, n_value=4, group=2, n_dim=6, twin=True):
@@ -64,7 +64,7 @@ class Cache:
         self.state = policy.start(n_row, n_cell, n_dim)
         self.rows = [[] for _ in range(n_row)]
         self.n_new = self.next = 0
-        # the attention of each of the last queries, the group's heads as one
+        # attention of the last n_query queries, reduced over the heads of the group
         self.queries = np.zeros((0, n_row, n_cell), np.float32)
         self.rng = np.random.default_rng(seed)
         self.n_value = n_value
@@ -98,7 +98,7 @@ class Cache:
         return Signal.FUTURE in self.policy.reads
 
     def _look_ahead(self):
-        """Makes up logits and norms of values."""
+        """Makes up the means and variances of future logits, and the norms of values."""
         shape = len(self.rows), self.group, self.n_kv
         self.future_mean, self.future_variance = (
             (self.rng.integers(low, self.n_value, shape) / 4).astype(np.float32) for low in (-self.n_value, 0)
@@ -106,7 +106,7 @@ class Cache:
         self.lengths = (self.rng.integers(0, 2 * self.n_value, shape[::2]) / 8).astype(np.float32)
 
     def _record(self, attention, seen, steps):
-        """Writes down for each token what its twin may ask."""
+        """Writes down what the policy's twin may read about each token."""
         for number, row in enumerate(self.rows):
             row += [
                 {
@@ -139,7 +139,7 @@ class Cache:
                 ]
 
     def shuffle(self):
-        """Shuffles every row's cells with all that is known of them, the new cells among themselves."""
+        """Shuffles every row's cells and their signals; new cells stay behind the old ones."""
         chance = self.rng.random((len(self.rows), self.n_kv))
         cell = np.arange(self.n_kv)
         chance[cell >= self.live[:, None] - self.n_new] += 1
@@ -178,7 +178,7 @@ class Cache:
         )
 
     def plan(self, pinned=0, held=0):
-        """(view, plan), with the state as they leave it."""
+        """Return (view, plan) after the policy has observed the view, which changes its state."""
         view = self.view(pinned, held)
         self.policy.observe(view, self.state)
         return view, self.policy.plan(view, self.state)
@@ -210,7 +210,7 @@ class Cache:
 
     def _attention(self, steps):
         """f32[row, head, query, cell], zero where a query cannot see"""
-        # eighths and the like: sums of them are exact, whatever their order
+        # multiples of a power of 1/2: their float32 sums are exact in any order
         shape = (len(self.rows), self.group, len(steps), self.n_kv)
         values = self.rng.integers(0, self.n_value, shape)
         attention = (values / 2 ** (self.n_value - 1).bit_length()).astype(np.float32)

@@ -2,8 +2,8 @@
 
     python tests/policies/kvpress_kvzip.py MODEL.gguf PROMPT.json OUT.npy [CHUNK]
 
-The prompt's file has its "tokens", and "texts": the tokens of whatever else is read, by its text. Writes
-scores f32[row, n]. The model is one of tests/tiny.py with rope="neox".
+PROMPT.json holds "tokens", the prompt's tokens, and "texts", which maps each other text that is read to its
+tokens. Writes scores f32[row, n]. The model is one of tests/tiny.py with rope="neox".
 """
 
 import json
@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 
 class Tokenizer:
-    """The fields of the model's configuration that kvpress reads."""
+    """Stand-in for transformers' AutoTokenizer: looks up the tokens of known texts."""
 
     chat_template = None
 
@@ -33,7 +33,7 @@ class Tokenizer:
 
 
 class Press(kvzip_press.KVzipPress):
-    """Keeps the scores."""
+    """KVzipPress that stores its scores."""
 
     def compress_post(self, model):
         self.scores = self.score_val[:, 0].flatten(0, 1).float().numpy().copy()

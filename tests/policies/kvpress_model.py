@@ -1,4 +1,4 @@
-"""A tiny model of tests/tiny.py with rope="neox" in transformers: for a Python that has torch and gguf."""
+"""Load a tiny model of tests/tiny.py (rope="neox") into transformers. Needs torch, transformers and gguf."""
 
 import gguf
 import numpy as np
@@ -19,7 +19,7 @@ NAMES = {
 
 
 def load(path, attention):
-    """The model with this implementation of attention, as transformers names it."""
+    """Return the model. attention: name of an attention implementation of transformers."""
     reader = gguf.GGUFReader(path)
     arch = reader.fields["general.architecture"].contents()
 

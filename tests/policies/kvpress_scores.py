@@ -3,9 +3,9 @@
     python tests/policies/kvpress_scores.py MODEL.gguf TOKENS.npy OUT.npy PRESSES.json
 
 Writes scores f32[press, row, n] of a text that is read whole. The model is one of tests/tiny.py with
-rope="neox". The presses are a list of their names and parameters: [["KnormPress", {}], ...]. One with a
-"keep" and an "alpha_safeguard" is in an AdaKVPress that keeps this many tokens a row, the newest one among
-them: instead of its scores there is 1 for a kept token and 0 for a masked one.
+rope="neox". PRESSES.json lists names and parameters: [["KnormPress", {}], ...]. A press with the parameters
+"keep" and "alpha_safeguard" is wrapped in an AdaKVPress, which keeps `keep` tokens a row, always the newest:
+its scores are 1 for a kept token and 0 for a masked one.
 """
 
 import json
@@ -58,7 +58,7 @@ def share(model, ids, press, params, keep, alpha):
 
 
 def main(path, tokens, out, presses):
-    # a press that masks does so in no eager attention
+    # masks of a press have no effect with transformers' eager attention
     model, masked = (load(path, attention) for attention in ("eager", "sdpa"))
     ids = torch.tensor(np.load(tokens)[None], dtype=torch.long)
     found = []

@@ -1,4 +1,4 @@
-"""BumbleBee beyond what its twin shows: offline summaries, both phis, and a state that stays right."""
+"""BumbleBee beyond the comparison with its twin: summaries of whole prompts, both phis, and the state."""
 
 import math
 from itertools import combinations
@@ -66,7 +66,7 @@ def test_lazy_greedy_takes_what_greedy_takes(phi, mixture, n_value):
 @pytest.mark.parametrize("greedy", ["lazy", "stochastic"])
 def test_a_summary_is_by_the_similarity_that_is_asked_for(greedy, cosine):
     view, rows = prompt(40, seed=3, n_row=4, n_value=400)
-    # a sample of so few picks is all there is
+    # with so few picks a sample of stochastic greedy contains every token
     found = kept(view, fit(12, 1, mixture=0.9, greedy=greedy, cosine=cosine).compress(view))
     assert found == [sorted(twin.summary(row, (), 11, 0.9, "log", cosine=cosine)) for row in rows]
     assert found != [sorted(twin.summary(row, (), 11, 0.9, "log")) for row in rows]
@@ -112,11 +112,11 @@ def test_first_pinned_and_newest_tokens_are_in_the_summary_from_the_start(greedy
     view, rows = prompt(40, seed=3, n_row=4, n_value=400)
     view = View(view.pos, view.layer, view.next, pinned, attn=view.attn, keys=view.keys)
     stays = {*range(max(2, pinned)), *range(36, 40)}
-    # a sample of so few picks is all there is
+    # with so few picks a sample of stochastic greedy contains every token
     want = [sorted(twin.summary(row, stays, 14, 0.3, "log")) for row in rows]
     assert kept(view, policy.compress(view)) == want
     assert all(stays <= set(row) for row in want)
-    # they are worth something: without them greedy takes others
+    # they count in a summary's worth: without them greedy chooses other tokens
     assert want != [sorted(twin.summary(row, (), 14, 0.3, "log")) for row in rows]
 
 
@@ -160,12 +160,12 @@ def test_greedy_is_worth_as_much_of_the_best_summary_as_the_theorem_says():
                 )
                 shares.append(twin.worth(mine, range(n), row, pairs, mixture, phi) / best if best else 1)
     assert min(shares) >= 1 - 1 / math.e
-    # greedy is not the best of all: there was something to find
+    # some summaries are not the best, so the bound is a real test
     assert min(shares) < 0.99
 
 
 def draws(seed, step, row):
-    """draw(pick, i) of stochastic greedy: a hash of all that tells one draw from another."""
+    """Return draw(pick, i) of stochastic greedy: a hash of seed, step, row, pick and i."""
     start = splitmix64(splitmix64(splitmix64(seed) + step & 2**64 - 1) + row & 2**64 - 1) >> 33
 
     def draw(pick, i):
@@ -238,7 +238,7 @@ def corners(cache):
 
 class CornerCache(Cache):
     def _reduce(self, attention, seen, steps):
-        # between the tokens' arrival and the records of them
+        # replaces the keys that `grow` made up before it records the tokens
         self.keys = corners(self)
         super()._reduce(attention, seen, steps)
 
@@ -277,7 +277,7 @@ def test_the_state_stays_what_one_made_anew_would_be(mode):
             for matrix in rest:
                 held = matrix[row, :n, :n]
                 np.testing.assert_array_equal(held if mode == "f32" else held.view(np.float16), pairs)
-            # after the plan: what stays knows only of what stays
+            # after the plan: `near` is exact where `nearest` names a kept token, else an upper bound
             cells = np.flatnonzero(plan.keep[row])
             cell_of = {int(view.pos[row, cell]): cell for cell in cells}
             for cell in cells:
@@ -298,7 +298,7 @@ def test_similarities_are_the_cosines_of_keys_that_were_rounded_once(mode):
     rng = np.random.default_rng(2)
     n, n_dim = 300, 33
     keys = rng.standard_normal((1, n, n_dim)).astype(np.float32)
-    # the same direction, twice as far; the opposite one; nothing; so long that its square is no float32
+    # keys twice as long, opposite keys, a key of zeros, a key whose square overflows float32
     keys[0, 20:40] = 2 * keys[0, :20]
     keys[0, 40:45] = -keys[0, :5]
     keys[0, 50] = 0
@@ -316,7 +316,7 @@ def test_similarities_are_the_cosines_of_keys_that_were_rounded_once(mode):
     np.testing.assert_array_equal(right[np.arange(n), state[3][0]], right.max(axis=1))
     for matrix in state[4:]:
         np.testing.assert_array_equal(matrix[0].view(np.float16) if mode == "f16" else matrix[0], right)
-    # and they are cosines
+    # the twin's similarities are cosines
     length = np.sqrt((keys[0].astype(float) ** 2).sum(axis=1, keepdims=True))
     unit = np.divide(keys[0], length, where=length > 0, out=np.zeros((n, n_dim)))
     cosines = np.maximum(unit @ unit.T, 0)

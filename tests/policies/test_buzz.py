@@ -26,7 +26,7 @@ def positions(pos, next_pos=None, pinned=0):
 
 
 def adopted(policy, view):
-    """The state's mass, and the positions that are old."""
+    """The state's mass and the old tokens' positions, after the policy has adopted the view."""
     state = policy.start(1, view.n_kv + 5, 0)
     policy.adopt(view, state)
     assert not any(array[:, view.n_kv :].any() for array in state)
@@ -76,7 +76,7 @@ def test_compressing_and_adopting_is_a_plan_of_the_stream():
 
 
 def held_after(policy, n_plan, batch=1):
-    """Cells after each eviction of a stream whose last step before it has `batch` tokens."""
+    """Yield the live cells after each eviction. The last step before each one has `batch` tokens."""
     cells, following = np.empty(0, np.int32), 0
     state = policy.start(1, policy.budget + batch, 0)
     for _ in range(n_plan):
@@ -102,9 +102,9 @@ def test_with_kept_an_eviction_leaves_what_was_asked_for(budget, options):
     held = list(held_after(policy, 12))
     assert max(held) == budget
     assert set(held[4:]) == {budget}
-    # the first finds no old tokens; swapped, most of them stay
+    # the first eviction finds no old tokens; with swap it keeps most of the new ones
     assert held[0] >= (budget if policy.swap else 0.85 * budget)
-    # steps that are much longer than the threshold leave as many
+    # after steps much longer than the threshold, as many cells stay
     assert set(held_after(policy, 4, batch=20 * policy.budget)) == {budget}
 
 
@@ -113,7 +113,7 @@ def test_with_kept_a_prompt_read_whole_leaves_what_was_asked_for(options):
     policy = policies.fit("buzz", 60, None, options)
     around = policy.sinks + policy.window
     stride = (policy.stride + 1) // 2 if policy.swap else policy.stride
-    # the first sampling is never done by halves: of a short prompt it leaves less
+    # the first sampling is always complete, so of a short prompt fewer than 60 tokens stay
     for n in range(61, 2400, 83):
         sampled = around + -(-(n - around) // stride)
         assert policy.compress(positions(range(n), n)).keep.sum() == min(60, sampled), n
@@ -122,7 +122,7 @@ def test_with_kept_a_prompt_read_whole_leaves_what_was_asked_for(options):
 
 def test_with_kept_the_middle_is_thinned_from_its_oldest_token_as_far_as_needed():
     policy = policies.fit("buzz", 8, None, ["kept=true", "sinks=1", "window=2", "stride=3"])
-    # 30 in the middle, 10 after one sampling: five go, one of two each
+    # one sampling leaves 10 of the 30 tokens in the middle; every second of them is evicted
     keep = policy.compress(positions(range(33), 33)).keep[0]
     assert np.flatnonzero(keep).tolist() == [0, 1, 7, 13, 19, 25, 31, 32]
 

@@ -23,7 +23,7 @@ def terms(merge):
 
 
 def test_adds_an_equal_part_to_each_of_the_next_tokens():
-    # attention above the mean of those behind: always
+    # its attention is above the mean of the later tokens: it is always merged
     found = plan([[0, 9, 1, 1, 1]], CaM(5, 1, sinks=1, merge=2))
     assert np.flatnonzero(found.keep[0]).tolist() == [0, 2, 3, 4]
     assert terms(found.merge) == [(0, 2, 2, 1.0), (0, 2, 1, 0.5), (0, 3, 3, 1.0), (0, 3, 1, 0.5)]

@@ -8,7 +8,7 @@ from kvtool.engine.rows import Rows
 
 
 def plain_fill(keep, n_keep):
-    """One row: the holes from the left take the kept cells of the tail from the left."""
+    """Fill the holes of one row, left to right, with kept cells from the tail, also left to right."""
     source = list(range(n_keep))
     tail = [cell for cell in range(n_keep, len(keep)) if keep[cell]]
     holes = [cell for cell in range(n_keep) if not keep[cell]]

@@ -19,7 +19,7 @@ every_policy = pytest.mark.parametrize("name", policies.names())
 # full promises the opposite of the rest: it never evicts
 EVICTING = [name for name in policies.names() if policies.load(name).evicts]
 every_evicting_policy = pytest.mark.parametrize("name", EVICTING)
-# a test that cannot fail for a policy is not run for it
+# tests of sinks or of state run only for policies that have sinks or state
 every_policy_with_sinks = pytest.mark.parametrize(
     "name", [name for name in EVICTING if policies.fit(name, 40).exempt[0]]
 )
@@ -35,7 +35,7 @@ def make(name, budget, seed=0):
 
 
 def plans(name, budget, pinned=0, n_plan=5, held=0):
-    """A stream's plans: (policy, cache before the plan is applied, view, plan)."""
+    """Yield (policy, cache, view, plan) for each plan of a stream, before the plan is applied."""
     policy, cache = make(name, budget)
     for step in range(n_plan):
         cache.grow(max(policy.n_live - cache.n_kv + (0, 0, 1, budget)[step % 4], 1))
@@ -64,7 +64,7 @@ def test_keeps_all_that_fits(name):
 
 def test_full_keeps_all_even_at_the_budget():
     policy, cache = make("full", 40)
-    # what tells the engine that there will never be room again
+    # slack 0 tells the engine that an eviction will never make room
     assert policy.slack == 0
     for n_token in (40, 1):
         cache.grow(n_token)
@@ -275,7 +275,7 @@ def test_refuses_a_budget_that_is_too_small_with_the_smallest_that_works(name):
         fit(1)
     said = re.fullmatch(rf"a budget of 1 is too small for {name}; use at least (\d+)", str(refused.value))
     smallest = int(said[1])
-    # it does not name a window that nobody asked for
+    # the message does not mention a window, since the caller gave none
     with pytest.raises(
         UsageError, match=f"^a budget of .* is too small for {name}; use at least {smallest}$"
     ):

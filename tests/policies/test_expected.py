@@ -1,4 +1,4 @@
-"""Expected Attention's own: expected logits, norms of values, and the queries that count."""
+"""Expected Attention: expected logits, norms of values, and the queries that it asks for."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from kvtool.policy import Signal
 
 
 def kept(mean, n_keep, variance=None, norms=None, n_head=1, **params):
-    """The tokens that stay, whose cells are in their order. mean, variance: of each head."""
+    """The tokens that stay; token i is in cell i. mean, variance: logits of each head, [head][token]."""
     mean = np.array([mean], np.float32)
     variance = np.zeros_like(mean) if variance is None else np.array([variance], np.float32)
     n, future = mean.shape[2], {"future_mean": mean, "future_variance": variance}
@@ -29,12 +29,12 @@ def test_each_head_has_as_much_attention_to_give():
     # four tokens share the first head's attention, two the second head's
     mean = [[9, 9, 9, 9, -99, -99], [-99, -99, -99, -99, -0.1, 0]]
     assert kept(mean, 2, n_head=2, sinks=0) == [4, 5]
-    # heads that the group lacks
+    # n_head=1: the second head does not belong to the group
     assert kept(mean, 2, n_head=1, sinks=0) == [3, 5]
 
 
 def test_keys_of_sinks_take_no_share():
-    # behind a sink that takes all, shares are below epsilon, and lengths decide
+    # with sinks=0, token 0 takes all attention: other shares are below epsilon, and lengths decide
     mean, lengths = [[90, 2, 0, 0, 0]], [1, 1, 2, 1, 1]
     assert kept(mean, 3, None, lengths, sinks=1, epsilon=0.02) == [0, 1, 4]
     assert kept(mean, 2, None, lengths, sinks=0, epsilon=0.02) == [0, 4]
@@ -45,7 +45,7 @@ def test_shares_are_multiplied_by_the_lengths_of_values():
     mean, lengths = [[1, 0.5, 0, 0]], [1, 2, 1, 1]
     assert kept(mean, 2, None, lengths, sinks=0) == [1, 3]
     assert kept(mean, 2, None, lengths, sinks=0, lengths=False) == [0, 3]
-    # a long value that nobody may attend to stays by epsilon alone
+    # a long value that gets no attention stays only because of epsilon
     mean, lengths = [[5, -20, 5, 0]], [1, 90, 1, 1]
     assert kept(mean, 2, None, lengths, sinks=0, epsilon=0.0) == [2, 3]
     assert kept(mean, 2, None, lengths, sinks=0, epsilon=0.02) == [1, 3]

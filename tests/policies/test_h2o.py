@@ -1,4 +1,4 @@
-"""H2O's own: decisions over all rows, which its twin, given one layer at a time, cannot make."""
+"""H2O: decisions over all rows (test_policies.py gives a twin only one layer), means, and sums that fade."""
 
 import pytest
 from fake_cache import Cache, kept, kept_at_first, view_of

@@ -54,7 +54,7 @@ class All(Newest):
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """install(name, module, {policy: object}): a package as pip leaves it, in a folder of sys.path."""
+    """install(name, code, {policy: "module:object"}): writes a package as pip does, on sys.path."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def install(name, code, entries, version="1.0"):
@@ -76,7 +76,7 @@ def packages(tmp_path, monkeypatch):
 
 
 def kvtool(*args, stdin=""):
-    # as in a process that has not looked for packages
+    # forget the packages that were found, like a new process
     policies.installed.cache_clear()
     policies._load_installed.cache_clear()
     return called(*args, stdin=stdin, env={"COLUMNS": "200"})

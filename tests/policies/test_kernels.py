@@ -38,14 +38,14 @@ def test_every_module_with_a_kernel_is_found():
 
 @pytest.mark.parametrize("module", modules())
 def test_each_kernel_is_in_it(module):
-    """Without kernels that return two values, which only kernels call."""
+    """Kernels that return two values are left out: only other kernels call them."""
     for each in of_module(import_module(module)):
         if not each.signatures[0].startswith("Tuple"):
             assert load.find(each.name, each.signatures), each.name
 
 
 def filled(kernel_, arguments):
-    """What the kernel returns and its arrays after it: in the library, and as numba calls it."""
+    """[returned value, *arguments after the call]: of the library's kernel, and of numba's."""
     found = []
     for call in (load.find(kernel_.name, kernel_.signatures), kernel_.compile()):
         own = [x.copy() if isinstance(x, np.ndarray) else x for x in arguments]
@@ -98,7 +98,7 @@ def test_the_bytes_are_numbas(case):
 
 @pytest.mark.parametrize("wrong", ["type", "dimensions", "order", "read-only", "number"])
 def test_other_arguments_are_refused(wrong):
-    """Nothing is checked inside, where it would be memory that is not theirs."""
+    """Kernels do not check their arguments: wrong ones would make them access foreign memory."""
     pos, score, keep, n_keep = ranked(2, 8, 6)
     call = load.find(keep_highest.name, keep_highest.signatures)
     call(pos, score, 0, 4, n_keep, keep)

@@ -42,7 +42,7 @@ SHARED = [
     ("snapkv", ["window=16"], "SnapKVPress", {"window_size": 16}, 0.2),
     ("snapkv", ["window=16"], "SnapKVPress", {"window_size": 16}, 0.6),
 ]
-"""The same with rows that share a budget, and the minimum share that each row keeps."""
+"""As SAME, for rows that share a budget; last field: the share of its budget that a row keeps at least."""
 
 
 def scores_of(path, tokens, presses, folder):
@@ -61,7 +61,7 @@ def test_a_prompt_is_compressed_to_the_tokens_that_kvpress_keeps(tmp_path, tiny_
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:N].astype(np.int32)
     path = tiny_model(rope="neox", n_head_kv=n_head_kv)
     scores = scores_of(path, tokens, [each[2:] for each in SAME], tmp_path)
-    # here the newest token always stays
+    # kvtool always keeps the newest token
     scores[..., -1] = np.inf
     for (name, options, *_), own in zip(SAME, scores, strict=True):
         policy = policies.fit(name, 80, 10, options)

@@ -1,4 +1,4 @@
-"""KVzip: a prompt is repeated, what that looks at stays, and of the repetition nothing is left."""
+"""KVzip: repeats a prompt, keeps the tokens that the repetition attends to, and removes the repetition."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAIN = {"sinks": 0, "window": 1}
 
 def test_the_prompt_keeps_what_was_attended_to_most():
     view = view_of(7, highest=[1, 5, 2, 9, 2, 0, 0])
-    # of equals the newer stays
+    # on ties the newer token stays
     assert kept(view, KVzip.fit(5, 1, **PLAIN).compress(view)) == [[1, 3, 4, 6]]
     assert kept(view, KVzip.fit(5, 1, sinks=1, window=2).compress(view)) == [[0, 3, 5, 6]]
     assert kept(view, KVzip.fit(5, 1, sinks=0, window=0).compress(view)) == [[1, 2, 3, 4]]
@@ -34,7 +34,7 @@ def test_the_prompt_keeps_what_was_attended_to_most():
 def test_what_comes_later_stays_until_nothing_of_the_prompt_is_left():
     policy = KVzip.fit(5, 2, **PLAIN)
     state = policy.start(1, 6, 4)
-    # 3 has got no attention at all, and yet it has a score
+    # token 3 got no attention: it gets the smallest score, as 0 marks a token without a score
     policy.adopt(view_of(4, highest=[4, 8, 6, 0]), state)
     view = view_of(6, highest=[0] * 6)
     policy.observe(view, state)
@@ -54,7 +54,7 @@ def test_pinned_and_held_tokens_count_as_what_comes_later():
 
 
 def repeat(engine, stream, tokens, begin, stop):
-    """Lets the definition repeat its tokens from position begin to stop, as the engine does."""
+    """Lets the reference stream repeat its tokens from begin to stop, in the engine's chunks."""
     words, tokenize, n_held = engine.policy.reconstruction, engine.model.tokenize, engine.n_held
     header = tokens[len(tokens) - n_held :] if n_held else tokenize("\n")
     n_chunk = engine.whole_reader.reconstruction.n_chunk(stream.n)
@@ -156,13 +156,13 @@ def test_of_a_reconstruction_nothing_is_left(tiny_model, arch, chunk):
                 signals = engine.whole_reader.reconstruction.read(tokens[:120], 0, decode)
                 assert (signals["highest"] > 0).all()
                 after = dict(engine.save())
-                # where the signals' window begins is all that may differ
+                # only the beginning of the signals' window may differ
                 assert (after.pop("engine") != before.pop("engine")).sum() == 1
                 assert before.keys() == after.keys()
                 assert [name for name in before if not np.array_equal(before[name], after[name])] == []
             engine.read(tokens[120:])
             found.append(engine.context.logits().copy())
-    # bit by bit as for a prompt read once, under this policy and with the full cache
+    # the same bits as without the reconstruction, for this policy and for the full cache
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2])
 
@@ -201,7 +201,7 @@ def test_a_text_that_fits_is_read_once(tiny_model):
     with open_engine(tiny_model(), policies.fit("kvzip", 48, 8)) as engine:
         engine.read(text(48))
         assert not engine.state[0].any()
-        # then the oldest go, except the sinks
+        # one token more: the oldest are evicted, except the sinks
         engine.read(text(1))
         assert live(engine)[0] == [*range(4), *range(12, 49)]
 
@@ -226,7 +226,7 @@ def test_what_cannot_be_read_twice_is_refused(tiny_model):
         ) as end,
     ):
         engine.read(text(300))
-    # which it cannot do
+    # the message must not suggest --prefill stream, which KVzip does not support
     assert "--prefill stream" not in str(end.value)
     with (
         open_engine(tiny_model(arch="deepseek32"), policy) as engine,
@@ -282,7 +282,7 @@ def test_the_same_tokens_stay_as_by_kvpress(tiny_model, tmp_path):
         tmp_path / "prompt",
         tmp_path / "scores.npy",
     )
-    # there the newest token is like any other
+    # kvpress does not protect the newest token
     policy = policies.fit("kvzip", 72, 8, ["window=0"])
     with open_engine(path, policy) as engine:
         words = policy.reconstruction

@@ -37,7 +37,7 @@ KEYS = [
 @pytest.mark.parametrize("batches", [[6], [2, 4], [1, 1, 1, 1, 1, 1]])
 def test_of_several_like_tokens_the_newest_stays(batches):
     assert kept(KEYS, [0] * 6, 4, batches, window=1, mixture=0) == [1, 3, 4, 5]
-    # nobody is spared, and the one in the middle has the highest cosines
+    # with similar=0 no cosine is spared; of the similar tokens 2, in the middle, has the highest
     unspared = {"window": 1, "mixture": 0, "similar": 0}
     assert kept(KEYS, [0] * 6, 5, batches, **unspared) == [0, 1, 3, 4, 5]
     assert kept(KEYS, [0] * 6, 3, batches, **unspared) == [1, 3, 5]
@@ -47,13 +47,13 @@ def test_as_many_like_tokens_are_spared_as_asked_for():
     def stay(n_keep, **params):
         return kept(KEYS, [0] * 6, n_keep, window=1, mixture=0, **params)
 
-    # 4 is spared by 0 and 2, and spares 2: the other two have one cosine more than 4, the oldest two
+    # 0 and 2 spare 4, and 4 spares 2: two cosines count against 0, one against 2, none against 4
     assert stay(5) == [1, 2, 3, 4, 5]
-    # 4 is as unlike the others as 1 and 3: of equals the newer stay
+    # 4 counts as unlike the others, as 1 and 3 do; on ties the newer stays
     assert stay(3) == [3, 4, 5]
-    # all have spared all
+    # every similar token spares both others
     assert stay(3, similar=2) == [3, 4, 5]
-    # above the highest cosine none is spared
+    # with a threshold above every cosine, none is spared
     assert stay(3, threshold=1.0) == stay(3, similar=0) == [1, 3, 5]
 
 
@@ -62,7 +62,7 @@ def test_the_mixture_weighs_importance_against_redundancy():
     only = {"window": 1, "kernel": 1}
     assert kept(KEYS, votes, 2, mixture=1, **only) == [0, 5]
     assert kept(KEYS, votes, 2, mixture=0, **only)[0] != 0
-    # shares of attention add up to 1 as redundancy does: a tenth of all of it outweighs a like key
+    # importance and redundancy each add up to 1: all of the attention wins even at a weight of 0.1
     assert kept(KEYS, votes, 2, **only) == [0, 5]
 
 
@@ -74,7 +74,7 @@ def test_importance_is_the_highest_of_the_neighbours_before_the_window():
 
 
 def test_redundancy_is_that_of_the_published_code():
-    """Cosines with a zero diagonal, each row's newest one above the threshold zeroed, mean of columns."""
+    """Diagonal and each row's newest cosine above the threshold are set to 0; then the mean of columns."""
     rng = np.random.default_rng(0)
     keys = rng.normal(size=(40, 8)) + rng.normal(size=8) / 3
     unit = keys / np.linalg.norm(keys, axis=1, keepdims=True)

@@ -7,7 +7,7 @@ from kvtool.policies.scissorhands import Scissorhands
 
 
 def counts_after(policy, n_tokens, low_of, n_head=1):
-    """The first token's counts after plans that are n_tokens apart; low_of(step): its low scores in each."""
+    """The first token's count of low scores after each step of n_tokens[step], with low_of(step) new ones."""
     state = policy.start(1, sum(n_tokens), 0)
     counts, next_pos = [], 0
     for step, n_token in enumerate(n_tokens):
@@ -21,7 +21,7 @@ def counts_after(policy, n_tokens, low_of, n_head=1):
 
 
 def test_a_new_token_is_not_blamed_for_queries_that_came_before_it():
-    # oldest last: it was important to 2 of 6 queries, the next to 1 of 5, the third to none of 4: 4 low each
+    # newest first. Token 0 was important to 2 of 6 queries, 1 to 1 of 5, 2 to 0 of 4: 4 low scores each
     policy = Scissorhands(6, 1, window=1)
     hits = [1, 2, 3, 0, 1, 2]
     view = view_of(range(5, -1, -1), n_new=6, n_head=np.ones(1, np.int32), hits=hits)

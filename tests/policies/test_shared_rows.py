@@ -1,4 +1,4 @@
-"""Rows of a layer that share their budgets (`heads=adaptive`), and layers that do: by need, within limits."""
+"""Rows that share their layer's budget (`heads=adaptive`), and layers that share one (`layers=adaptive`)."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_each_row_keeps_its_floor_and_gives_what_is_above_the_limit():
     assert kept(NEEDY, 2, n_floor=1) == [[2, 3, 4], [3]]
     assert kept(NEEDY, 2, n_floor=2) == [[3, 4], [2, 3]]
     assert kept(NEEDY, 3, n_most=4) == [[1, 2, 3, 4], [2, 3]]
-    # no row may take the rest
+    # both rows are at their limit, so the rest of the budget stays unused
     assert kept(NEEDY, 4, n_most=3) == [[2, 3, 4], [1, 2, 3]]
 
 
@@ -87,7 +87,7 @@ def test_a_layer_holds_its_budget_and_a_row_at_least_the_floor_and_at_most_twice
         assert (n_kept >= np.minimum(6, cache.next)).all()
         assert (n_kept <= 2 * 40 - 8).all()
         differ |= bool((n_kept[:, 0] != n_kept[:, 1]).any())
-    # of what comes in a stream kvzip has no scores: the oldest go, of each row
+    # kvzip has no scores for streamed tokens: every row evicts its oldest
     assert differ == (name != "kvzip"), name
 
 
@@ -101,7 +101,7 @@ def test_the_budget_that_is_asked_for_is_the_mean(name):
     assert shared.n_keep == equal.n_keep == 56
     assert shared.window == equal.window
     assert shared.split() == equal.split()
-    # only what needs no budget runs without one
+    # `capped` is only for policies that work without a budget
     assert not policies.load(name).capped
 
 
@@ -122,7 +122,7 @@ def test_with_all_of_it_as_the_floor_rows_keep_what_they_keep_by_themselves(name
 
 
 def entropy_of(values):
-    """By the definition."""
+    """Entropy of the values' shares, divided by its maximum, the logarithm of their number."""
     shares = [value / sum(values) for value in values]
     return -sum(share * math.log(share) for share in shares if share) / math.log(len(values))
 

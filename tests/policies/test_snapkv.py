@@ -1,4 +1,4 @@
-"""SnapKV's own: how votes are pooled, which queries vote, and a prompt that is compressed whole."""
+"""SnapKV: how votes are pooled, which queries vote, and a prompt that is compressed whole."""
 
 import numpy as np
 from fake_cache import Cache, kept_at_first, view_of

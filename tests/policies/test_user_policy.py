@@ -1,4 +1,4 @@
-"""A policy in a file of one's own: the one in the document works, and mistakes get one line."""
+"""Policies in a user's file: the one in docs/writing-a-policy.md works; mistakes get one-line messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "writing-a-policy.md"
 
 @pytest.fixture
 def written(tmp_path):
-    """The document's own policy, as a reader saves it."""
+    """The policy in docs/writing-a-policy.md, saved as a file."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(encoding="utf-8"), re.M | re.S)
     path = tmp_path / "mine.py"
     path.write_text(code, encoding="utf-8")
@@ -94,7 +94,7 @@ def test_the_documents_policy_runs(tiny_model, written):
 
 def test_the_documents_policy_keeps_the_highest_average(written):
     policy = policies.load(str(written))(4, 1, window=1, sinks=0)
-    # averages: the newest is protected, then 1, 1, 1/3
+    # token 3, the newest, is protected; averages of tokens 0, 2 and 1: 1, 1, 1/3
     assert kept_at_first(policy, view_of([3, 0, 2, 1], attn=[0, 4, 2, 1])) == [0, 2, 3]
 
 
@@ -143,7 +143,7 @@ def planned(*lines):
 
 
 def fill_and_evict(engine):
-    """Sees that an eviction that fails has changed nothing."""
+    """Evict from a full cache; check that an eviction that fails changes nothing."""
     engine.pin(6)
     for token in text(48):
         engine.step(np.array([token]))
@@ -227,7 +227,7 @@ def test_a_fit_that_fails_is_refused_in_one_line(written, fit, complaint):
 
 
 def refused(tiny_model, written, old, new, complaint):
-    """Sees that the document's policy with this change fails in one line."""
+    """Check that the document's policy fails with a one-line message once `old` is replaced by `new`."""
     code = written.read_text(encoding="utf-8")
     assert code.count(old) == 1
     written.write_text(code.replace(old, new), encoding="utf-8")

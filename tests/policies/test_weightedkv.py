@@ -29,7 +29,7 @@ def test_weighs_the_two_values_by_their_averages_as_in_the_paper_s_figure_3():
 
 
 def test_a_merge_sees_those_before_it():
-    # 2 goes into 3, 3 into 1's neighbour by then, 4; 1 goes last, past both
+    # 2 merges into 3, then 3 into 4; 1 merges last, into 4, which is its neighbour by then
     found, kept = merged([9, 3, 1, 2, 4, 9], WeightedKV(6, 3, window=1, sinks=1))
     assert kept == [0, 4, 5]
     third = {2: 1 / 3 * 2 / 6, 3: 2 / 3 * 2 / 6, 4: 4 / 6}
@@ -42,7 +42,7 @@ def test_values_without_any_attention_count_alike():
 
 
 def test_the_average_decides_not_the_sum():
-    # equal averages: the sum of the oldest is the largest, and it goes
+    # all averages are equal; the oldest has the largest sum, and is evicted all the same
     _, kept = merged([1, 1, 1, 1, 1], WeightedKV(5, 1, window=1, sinks=0))
     assert kept == [1, 2, 3, 4]
 
