@@ -2,5 +2,5 @@
 file(STRINGS "${CMAKE_CURRENT_LIST_DIR}/MANIFEST" kvtool_sources REGEX "^src/.*[.]cpp$")
 list(TRANSFORM kvtool_sources REPLACE "^src/" "kvtool/")
 list(APPEND LLAMA_CORE_SOURCES ${kvtool_sources})
-# files name those of other folders by folder/file
+# an #include names a file of another folder as folder/file
 include_directories("${CMAKE_CURRENT_LIST_DIR}")

@@ -57,7 +57,7 @@ struct leaving {
 
     int64_t end() const { return pos_0 + n_cell; }
 
-    // oldest token of an archive that has tokens begin .. end - 1 now and receives these
+    // oldest token that an archive of the tokens begin .. end - 1 has after it has received these tokens
     int64_t first(int64_t begin, int64_t end) const { return std::max(begin < end ? begin : pos_0, this->end() - n_max); }
 };
 
@@ -93,7 +93,7 @@ public:
 
     size_t token_bytes() const { return n_head*size; }
 
-    // below, tokens of clustered blocks are addressed by their places
+    // Below, i is a token's place: clustered blocks are stored in the order of their clusters, see archive::place_of
 
     // keys i .. i + n - 1 of a head as f32; all lie in one block
     void keys(int head, int64_t i, int n, float * out) const;
@@ -177,7 +177,7 @@ public:
     // store one token: keys and values of all heads
     void put(size_t layer, int64_t pos, ggml_type type_k, const uint8_t * k, ggml_type type_v, const uint8_t * v);
 
-    // oldest token of the archive once it has received these
+    // oldest token of the archive after it has received these tokens
     int64_t first_of(const leaving & some) const {
         const int64_t begin = size() > 0 ? this->begin() : some.pos_0;
         return whole(begin, some.first(begin, end()), some.end());
@@ -200,8 +200,8 @@ public:
     // delete all but the newest n tokens
     void keep(int64_t n);
 
-    // Delete the tokens from `end` on. The rest is then in the state that it had when its last token had just
-    // been archived and the stream's next position was `next`. The caller then calls `set_base`, as runs may have
+    // Delete the tokens from `end` on. The archive then has the state that it had when its last remaining token had
+    // just been archived and the stream's next position was `next`. The caller then calls `set_base`, as runs may have
     // been removed.
     void cut(int64_t end, int64_t next);
 
@@ -253,13 +253,14 @@ public:
     const turns & turns_of(size_t i) const { return rope[i]; }
 
     // Tokens before this position are beyond n_near: all have the same distance from a query. Clustered blocks
-    // store whether they were clustered as far.
+    // store whether they were beyond n_near when they were clustered.
     int64_t far_end() const { return far; }
 
     // runs of the tokens within n_near, and the newest run
     std::vector<frame> frames;
 
-    // All tokens by their rotation. Tokens before far_end count as not rotated, for queries rotated by far_turn.
+    // All tokens, grouped by their rotation. The keys of tokens before far_end count as not rotated: queries are
+    // rotated by far_turn for them.
     std::vector<stretch> stretches(int64_t far_end, int64_t far_turn) const;
 
     // base of the run of token i
@@ -293,12 +294,13 @@ private:
     // number of last rows that lack clusters after set_table
     int n_unsealed = 0;
 
-    // clusters given by `set_clusters`, by block and whether it is far; [row]
+    // clusters given to `set_clusters`: (block, is_far) -> [row]
     std::map<std::pair<int64_t, bool>, std::vector<membership>> known;
 
     int n_row() const;
 
-    // blocks of a row that are clustered: from the archive's first block to block `to`, as far before block `far`
+    // Blocks of a row that are clustered: from the archive's first block up to block `to`. Those before block `far` are
+    // clustered as beyond n_near
     struct row_span {
         int64_t far;
         int64_t to;

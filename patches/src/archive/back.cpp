@@ -15,7 +15,7 @@ void archive::cut(int64_t end, int64_t next) {
         return;
     }
 
-    // as an eviction at that time would have set it
+    // the value that archiving set when the stream's next position was `next`
     far = std::max(begin(), std::min({ far, end, next - n_near }));
 
     for (auto & l : layers) {
@@ -57,7 +57,7 @@ static void fill_cells(const archive & all, size_t i, const layer & own, bool v_
     if (!own.v) {
         return;
     }
-    // transposed, the cells of an element are consecutive
+    // in transposed values, the cells of an element are consecutive
     const size_t one    = v_trans ? ggml_type_size(own.v->type) : 0;
     const size_t stride = v_trans ? one*n_embd_v : own.v->nb[1];
 

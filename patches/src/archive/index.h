@@ -28,7 +28,7 @@ struct small_query {
 // bytes of a side: [n_embd/4][n_side][4] bytes, then n_side scales. n_embd: a multiple of 8
 size_t side_bytes(int64_t n_embd);
 
-// key i of a side
+// set key i of a side
 void set_key(uint8_t * side, int i, const float * key, int64_t n_embd);
 
 // read key i of a side, with the precision that the side has

@@ -13,9 +13,9 @@
 
 namespace kvtool {
 
-// Keys and values of a token's synthetic cells in one row. Each key is a combination of the row's queries. It is
-// chosen such that a head's logits on the cells have exponentials that add up to the archive's softmax sum of that
-// head, most of it on the head's own cell. The values are the solution of a linear system: weighted by these
+// Keys and values of a token's synthetic cells in one row. Each key is a combination of the row's queries. Keys are
+// chosen such that the exponentials of a head's logits on the cells add up to the archive's softmax sum of that head,
+// most of it on the head's own cell. The values are the solution of a linear system: weighted by these
 // exponentials they give each head's attention output over the archive.
 class made_cells {
 public:
@@ -56,9 +56,9 @@ private:
     void set_keys();
     void round(float * x, int64_t n, ggml_type type);
 
-    // Improve a quantized key. k is key after rounding. Elements of k move to the neighbouring quantized value on
-    // the other side of key if that brings k's products with the heads closer to key's products. Values that the
-    // cache will quantize without change are kept. c: the cell
+    // Improve k, the quantized form of the key of cell c. An element of k moves to the neighbouring quantized value on
+    // the other side of the exact value if that brings k's products with the queries closer to the exact key's. The
+    // scales stay, so the cache quantizes k without further change
     void nudge(float * k, const std::vector<double> & key, int c) const;
 
     // elsewhere, own: intended share of a head's sum in each other head's cell and in its own

@@ -70,11 +70,11 @@ struct gathering {
     }
 };
 
-// Each of the first tokens of a step adds n_exact tokens to those attended to exactly; further tokens add none
+// Each of a step's first n_apart tokens adds n_exact tokens to those attended to exactly; further tokens add none
 static constexpr int n_apart = 5;
 
-// A long archive has more tokens similar to the query: with an archive 16 times as long, such a step attends exactly
-// to twice as many tokens. A step of one token does not, as its time depends on their number.
+// An archive longer than this has more tokens similar to the query: with an archive 16 times as long, a step of several
+// tokens attends exactly to twice as many. A step of one token does not, as its time depends on their number.
 static constexpr double n_short = 8192.0;
 
 static int64_t exact_of(const recaller & all, int n_tokens) {

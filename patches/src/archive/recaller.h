@@ -28,9 +28,9 @@ struct recalled_layer {
 };
 
 // Custom ggml operation that recalls tokens; userdata: a recalled_layer. dst: K [k][n_head][n_embd_k], then V
-// [k][n_head][n_embd_v] or transposed, as F16 or F32. src: the queries [n_embd_k, n_head_q, n_tokens], the position
-// that the first of them is rotated to, and of their products with the live cells the maximum and its probability,
-// both [n_head_q][n_tokens]
+// [k][n_head][n_embd_v] or transposed, as F16 or F32. src: the queries [n_embd_k, n_head_q, n_tokens]; the position
+// that the first query is rotated to; each query's highest product with a live cell; the probability of that cell. The
+// last two are [n_head_q][n_tokens]
 void recall_into(ggml_tensor * dst, int ith, int nth, void * userdata);
 
 // The same with synthetic cells, n_made per token; src: the same, or the first two without tracing

@@ -222,7 +222,7 @@ void search::look_into_clusters(const row_clusters & own, searched_row & row) {
 }
 
 void search::estimate_rest(const std::vector<softmax_part> & parts, float * estimate, int64_t stride) {
-    // items with a weight that matters for any query
+    // score: above 0 for items that are added for at least one query
     std::fill_n(score.begin(), n_item, 0.0f);
     std::vector<float> by(n_query, 0.0f);
     for (int q = 0; q < n_query; ++q) {

@@ -71,8 +71,8 @@ struct search_memory {
 
     std::vector<run> runs;
 
-    // per cluster or set of all runs ("item"), one after the other; x holds the logits or exponentials of query q
-    // from x[q*n_room] on
+    // Arrays over the items: the clusters and sets of all runs, one after the other. x holds the logits or exponentials
+    // of query q from x[q*n_room] on
     std::vector<float>   x;
     std::vector<float>   logs;
     std::vector<float>   inverse; // 1/number of tokens
@@ -81,7 +81,7 @@ struct search_memory {
     std::vector<uint8_t> chosen;
 
     std::vector<int>          looked; // items that are attended to exactly
-    std::vector<weighted_row> some;   // values with a weight that matters
+    std::vector<weighted_row> some;   // mean values that are added, with their weights
 
     // for steps with many queries: values [value][columns(n_embd_v)], and exponentials [query][value]; powers
     // first holds the exponentials of the sets
@@ -137,7 +137,7 @@ private:
     const logit_params logits;
     const int64_t      n_exact;
 
-    int64_t far_turn; // query rotation for keys as before RoPE
+    int64_t far_turn; // rotation of queries for keys without rotation (beyond n_near)
 
     size_t n_item = 0;
     size_t n_room = 0;

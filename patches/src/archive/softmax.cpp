@@ -104,8 +104,8 @@ static inline KVTOOL_INLINE void exponential_columns_of(float * x, int n, int n_
         for (int i = 0; i < n; ++i) {
             memcpy(&f, x + i*n_column + q, sizeof(f));
             f = f*scale - top;
-            // NaN (also from -INFINITY - -INFINITY) becomes 2^-126; the maximum may be rounded to
-            // slightly more than itself
+            // NaN (also from -INFINITY - -INFINITY) becomes 2^-126; rounding may leave f slightly above 0
+            // at the maximum
             f = f < 1.0f ? f : few_floats {} - 126.0f;
             f = (f < 0.0f ? f : few_floats {})*1.44269504f;
             power_of_2<few_floats, few_ints>(f);

@@ -15,7 +15,7 @@ struct softmax_part {
 softmax_part exponentials(float * x, int n, float scale, float * e);
 
 // Replace x[n][n_column] by e^(scale*x - most), column by column. most[n_column]: running maximum of the logits,
-// raised where this x is higher; factor[n_column]: what earlier sums have to be multiplied by for the new maximum;
+// raised where this x is higher; factor[n_column]: factor that converts earlier sums to the new maximum;
 // sum[n_column]: sum of each column. n_column: a multiple of 8; scale > 0
 void exponential_columns(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum);
 

@@ -14,7 +14,7 @@ namespace kvtool {
 // up with PCIe 5.0.
 static constexpr unsigned n_most_copiers = 8;
 
-// One thread in four clusters: this keeps up with a device, whose own work needs a thread.
+// A quarter of the threads compute clusters. This keeps up with a device, and leaves a thread for the device's work.
 static constexpr int n_sealer_part = 4;
 
 // Pinned buffers of a thread: it fills one while the device reads the other.
@@ -281,7 +281,7 @@ void staging::fetch(size_t layer) {
     });
 }
 
-// store the tokens begin .. end - 1, except tokens that were not pushed last
+// store those of the tokens begin .. end - 1 that were pushed last
 void staging::store(size_t layer, int64_t begin, int64_t end) {
     const auto & l = layers[layer];
     const auto & s = staged[layer];

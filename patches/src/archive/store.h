@@ -10,8 +10,8 @@
 
 namespace kvtool {
 
-// Slabs in mapped memory, anonymous or of a file. The operating system writes pages of a file that are seldom read
-// back to the disk.
+// Slabs in mapped memory, anonymous or of a file. If memory is short, the operating system moves seldom used pages of a
+// file to the disk.
 class slab_maps {
 public:
     explicit slab_maps(size_t n_bytes);
@@ -63,8 +63,8 @@ public:
     // Put slabs into a new file at that path; no slab may exist yet. Throws std::runtime_error on failure.
     void open(const std::string & path);
 
-    // Provide slabs for exactly the tokens begin .. end - 1. Slabs of tokens that were there already are
-    // unchanged; others are used again. Throws no_room, and nothing has changed then.
+    // Provide slabs for exactly the tokens begin .. end - 1. Slabs that hold some of these tokens already
+    // are unchanged; all other slabs are used again. Throws no_room, and nothing has changed then.
     void fit(int64_t begin, int64_t end);
 
     // allocate the memory that `fit` will need; throws no_room

@@ -33,8 +33,8 @@ public:
     // direction
     turns(const rotation & r, int64_t n_embd, int n_most);
 
-    // use the tables of another object with the same rotation: separate tables for every layer would not fit in a
-    // processor's cache
+    // use the tables of another object if its rotation is the same: separate tables for every layer would not fit in
+    // a processor's cache
     void share(const turns & other);
 
     // rotate a key by delta positions

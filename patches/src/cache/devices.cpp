@@ -12,7 +12,7 @@
 namespace kvtool {
 
 //
-// less memory
+// memory limits
 //
 
 struct device_limit {
@@ -69,7 +69,7 @@ static ggml_backend_t init_spare(ggml_backend_dev_t spare, const char * params) 
     }
     ggml_backend_t res = dev->iface.init_backend(dev, params);
     if (res) {
-        // a server reads the memory from this device
+        // the RPC server reports the memory of this device
         res->device = spare;
     }
     return res;

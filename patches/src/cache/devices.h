@@ -8,10 +8,10 @@
 
 namespace kvtool {
 
-// spare copies of a worker's device: one for the graphs of edits, one for the graphs that read the cache
+// spare copies of a device of a worker (an RPC server): one for the graphs of edits, one for graphs that read the cache
 using spare_devices = std::array<ggml_backend_dev_t, 2>;
 
-// returns false if llama_kvtool_use_spares has set none for this device
+// get the spares of this device; returns false if llama_kvtool_use_spares has set none
 bool find_spares(ggml_backend_dev_t dev, spare_devices & spares);
 
 } // namespace kvtool

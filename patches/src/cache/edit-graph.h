@@ -24,7 +24,8 @@ bool edit_graph(
 int32_t read_keys(
         llama_kvtool & kvtool, llama_context & lctx, const int32_t * first, const int32_t * delta, float * out, int32_t n, int32_t n_dim);
 
-// append the positions that a layer's keys are rotated by; text has the same in all M-RoPE sections except the last
+// Append the positions that a layer's keys are rotated by. With M-RoPE: once per section, and zeros for the last one,
+// whose position is always 0 in text
 void push_deltas(const layer & l, const std::vector<int32_t> & deltas, input & list);
 
 // entries that push_deltas appends for n keys

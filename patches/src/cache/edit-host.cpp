@@ -46,8 +46,9 @@ static void by_row(const std::vector<T> & list, F && f) {
     }
 }
 
-// Access to a row's cells piece by piece, so that writes are close to reads. SIZE: bytes of a piece, 0 if only known
-// at run time. Copying the 2 bytes of a transposed value inline is faster than a call of memcpy
+// Access to a row's cells piece by piece: piece i of all cells is read and written before piece i + 1, so that accesses
+// to transposed values stay close together. SIZE: bytes of a piece, 0 if only known at run time. Copying the 2 bytes of
+// a transposed value inline is faster than a call of memcpy
 template <size_t SIZE>
 struct pieces {
     const host_view & view;

@@ -63,8 +63,8 @@ static ggml_tensor * build_queries(
         own.scale = nullptr;
 
         q = mapped(ctx, l, q, rot);
-        // the inverse order of scaling: a query's product with a key must equal that with the key rotated the
-        // other way
+        // Keys are divided by the scale, rotated and multiplied by it again. For queries the order is reversed, so
+        // that rotating the query gives the same product as rotating the key the other way
         if (l.rope.scale) {
             q = ggml_mul(ctx, q, l.rope.scale);
         }
@@ -135,8 +135,8 @@ int32_t read_future(
     }
 
     std::vector<asker_inputs> at;
-    std::vector<int>          first_head(layers.size()); // per layer: heads of a group that belong to earlier query
-                                                         // layers
+    std::vector<int>          first_head(layers.size()); // per layer: heads of a group, counted over the askers
+                                                         // so far
     std::vector<int>          first;
 
     const std::vector<float> * last = nullptr;
@@ -257,7 +257,7 @@ int32_t read_lengths(llama_kvtool & kvtool, llama_context & lctx, float * out, i
     std::fill_n(out, (size_t) kvtool.n_row*n_cell, 0.0f);
     for (const auto & l : layers) {
         for (int row = l.row_0; !l.v && row < l.row_0 + l.n_head; ++row) {
-            // a part of the keys, which is normalized up to weights
+            // values are a part of the keys that is normalized and then multiplied by weights: about equally long
             std::fill_n(out + (size_t) row*n_cell, n_own(l), 1.0f);
         }
     }

@@ -96,7 +96,7 @@ struct cell_rows {
         return ggml_get_rows(ctx, rows, idx);
     }
 
-    // type that the device copies them as
+    // type of the elements that the device copies
     ggml_type word() const { return is_words ? GGML_TYPE_I32 : type(); }
 
     const ggml_tensor * t;

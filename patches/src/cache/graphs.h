@@ -44,7 +44,7 @@ struct input {
     }
 };
 
-// A graph that the worker also keeps, so that later it is requested by its number. ggml's server keeps one graph for
+// A graph that the worker keeps, too: a later request sends only the graph's number. ggml's server keeps one graph for
 // each of its devices. The device with the layers keeps the decode's graph, so a kept graph is computed on a spare
 struct kept_graph {
     ggml_backend_buffer_type_t buft; // of the device that holds the layers
@@ -60,7 +60,7 @@ struct kept_graph {
 
     std::vector<layer_shape> shapes; // lengths of its lists
 
-    // something that it reads lies on another device, so it cannot be kept
+    // the graph reads a tensor on another device, so it cannot be kept
     bool unfit = false;
 
     void clear() {

@@ -1,5 +1,5 @@
-// Positions of the keys for ALiBi, with which attention falls with the distance between positions. Each row holds
-// different tokens, so each of its cells has a separate position, which llama.cpp's table cannot hold.
+// Positions of the keys, for models in which attention falls with distance (ALiBi). Each row holds different tokens, so
+// each of its cells has a separate position, which llama.cpp's table cannot hold.
 
 #pragma once
 

@@ -66,8 +66,8 @@ static bool holds(int64_t room, int64_t n) {
     return n == 0 ? room == 0 : n <= room;
 }
 
-// Number of merges with terms on this level among n_all merges, some of them repeated. The last merge is repeated: if
-// all have terms on the level, so do the repeated ones
+// Number of merges with terms on this level after the list has been filled up to n_all merges. The last merge fills it
+// up, so if all merges have terms on the level, all n_all have
 static int64_t merged_on(const layer_shape & s, int level, int64_t n_all) {
     return s.n_merged[level] == s.n_merged[0] ? n_all : s.n_merged[level];
 }

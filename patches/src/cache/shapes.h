@@ -36,7 +36,7 @@ struct layer_shape {
 
     std::array<int64_t, n_level> n_merged = {}; // merged values that have terms on each level
 
-    bool shared = false; // values move by the list of the keys
+    bool shared = false; // values move by the same list as the keys
 };
 
 layer_shape shape_of(const layer_edit & edit, bool with_k, bool with_v, bool v_trans);

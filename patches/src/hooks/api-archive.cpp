@@ -14,10 +14,10 @@
 
 using namespace kvtool;
 
-// more tokens than anyone inspects, and few enough that every row's fit in memory
+// most tokens per row that may be traced: more than anyone inspects, but few enough to fit in memory
 static constexpr int32_t most_traced = 4096;
 
-// null, with the error set, if there is no archive
+// state of a context that has an archive; null, with the error set, if there is none
 static llama_kvtool * with_archive(llama_context * ctx) {
     auto * kvtool = llama_kvtool::get(ctx);
     if (kvtool && !kvtool->archive) {

@@ -30,7 +30,7 @@ struct llama_kvtool_memory {
     // cache of the sliding layers; null without such layers
     static llama_kv_cache * sliding_cache(llama_memory_i * memory);
 
-    // keys of an index; null without an index
+    // keys by which a model's index chooses cells; null without an index
     static llama_kv_cache * index_cache(llama_memory_i * memory);
 
     // states of recurrent layers; null without such layers
@@ -58,7 +58,7 @@ struct llama_kvtool_memory {
     // layers
     //
 
-    // what each layer of a model with this memory keeps
+    // for each layer of a model: the cells or the state that this memory keeps
     static std::vector<llama_kvtool_layer> describe(const llama_model & model, llama_memory_i * memory);
 
     // layers of a cache except those without attention; rows are not numbered yet
@@ -73,8 +73,8 @@ struct llama_kvtool_memory {
     // number of cells of every layer of a cache, also of layers without attention
     static std::vector<int> layer_cells(const llama_kv_cache & kv);
 
-    // Replace the tensors of one of these layers; the new ones lie in buf. Buffers that no layer uses any more
-    // are freed.
+    // Replace the tensors of the cache's layer l.il by those of l, which lie in buf; k_stream and v_stream are views of
+    // them. Buffers that no layer in `layers` uses any more are freed.
     static void replace(
             llama_kv_cache & kv, const std::vector<kvtool::layer> & layers, const kvtool::layer & l, ggml_tensor * k_stream,
             ggml_tensor * v_stream, ggml_context_ptr ctx, ggml_backend_buffer_ptr buf);
@@ -93,7 +93,7 @@ struct llama_kvtool_memory {
     //
 
     // Set the table of cells of the rows' cache, and that of its index: n cells in use, with consecutive
-    // positions up to pos_0 + n - 1. The first n_hidden cells belong to a sequence without queries.
+    // positions up to pos_0 + n - 1. The first n_hidden cells belong to a second sequence, so no query sees them.
     static void fill_tables(const llama_context & lctx, int n, llama_pos pos_0, int n_hidden = 0);
 
     // resize both tables to n_cell cells, preserving the first n_own; returns false if they had that size already

@@ -1,4 +1,4 @@
-// Recall in the decode's graph. Each layer attends to its archive and writes the result to the row's last cells:
+// Recall in the decode's graph. Each layer attends to its archive and writes the result to its rows' last cells:
 // synthetic cells, or the tokens with the most attention. Attention over the cache then includes them.
 
 #include "hooks.h"

@@ -22,7 +22,7 @@ static constexpr int64_t n_together = 256;
 // inputs
 //
 
-// index of the row for each live cell: [n_head*n_live], cell by cell
+// index of the staged row that receives each live cell of each head: [n_head*n_live], cell by cell
 static ggml_tensor * rows_of(const llm_graph_context & graph, llama_kvtool_input::staged & in, int n_head, int64_t n_token) {
     for (const auto & r : in.rows) {
         if (r.n_head == n_head) {
@@ -132,7 +132,7 @@ ggml_tensor * llama_kvtool_staged(
         in.mask       = ggml_concat(ctx, live_mask, ggml_repeat_4d(ctx, in.tail, in.tail->ne[0], live_mask->ne[1], 1, 1), 0);
     }
 
-    // layers that share cells stage them separately
+    // if several layers read the same cells, each stages them again
     ggml_tensor * idx = rows_of(graph, in, l.n_head, stage.n_token());
 
     const auto write = [&](ggml_tensor * to, ggml_tensor * cache, int64_t n_embd, bool is_transposed) {
