@@ -20,12 +20,12 @@ _USE_T = signals_where(lambda spec: spec.uses_t)
 
 
 Pass: TypeAlias = "tuple[SignalRequest, ReconstructionPass, int, int, int]"
-"""A reconstruction pass: request, texts, and number of tokens pinned, held and repeated at once."""
+"""Key of a reconstruction pass: request, texts, and numbers of tokens pinned, held and in a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrompt:
-    """A prompt in a cache that holds all of it.
+    """Copy of a cache that holds a whole prompt and nothing else, with the prompt's logits and signals.
 
     Attributes
     ----------
@@ -65,7 +65,10 @@ class CachedPrompt:
         return cls(tokens, context.model, context.types, cells, logits, request, signals)
 
     def fits(self, cache: PolicyCache, tokens: np.ndarray) -> bool:
-        """True if the engine would read this prompt into the same cells, and has no other layers."""
+        """True if the engine would fill the same cells by decoding tokens i32[n].
+
+        False with sliding or recurrent layers, whose state is not copied.
+        """
         context = cache.context
         return (
             np.array_equal(tokens, self.tokens)
@@ -76,10 +79,11 @@ class CachedPrompt:
         )
 
     def put(self, cache: PolicyCache) -> int:
-        """Put the first tokens of the prompt into the empty cache of an engine that fits. Returns how many.
+        """Put the beginning of the prompt into the empty cache of an engine that `fits`. Returns its length.
 
-        The caller decodes the rest, for its signals: nothing if `signals` has them, or if the policy has a
-        reconstruction pass; the last queries, if the policy reads only theirs; otherwise the whole prompt.
+        The caller decodes the rest, to get the signals of its queries. The rest is empty if `signals` has all
+        that the policy reads, or if a reconstruction pass follows. It is the last n_query tokens if the
+        policy reads only their signals, and otherwise the whole prompt.
         """
         context, rows = cache.context, cache.rows
         n = self._n_known(cache)
@@ -88,7 +92,7 @@ class CachedPrompt:
         assert isinstance(context, Context)
         for layer, cells in enumerate(self.cells):
             context.set_cells(layer, len(self.tokens), cells)
-        # the other cells are free again
+        # the cells after the first n are free again
         rows.append(n)
         cache.edit(rows.live, rows.next_rot)
         if n == len(self.tokens):

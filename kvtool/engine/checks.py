@@ -60,7 +60,7 @@ def on_model(policy: Policy, model: Model) -> Policy:
 
 
 def how_read(policy: Policy, settings: Settings) -> str:
-    """Return how prompts are read. Raises UsageError for a way that a policy asks for and kvtool lacks."""
+    """Return how prompts are read. Raises UsageError if the policy asks for a way that does not exist."""
     how = settings.prefill or policy.prefill
     if how not in ("stream", "whole", "exact"):
         raise UsageError(f"{type(policy).__name__}: prefill must be stream, whole or exact, got {how!r}")

@@ -1,4 +1,4 @@
-"""Parts of a prompt's steps, which take about equal time, for when other threads wait."""
+"""Split a prompt's steps into parts that take about equal time, so that other threads wait only briefly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _LEAST = 32
 
 
 class ChunkSize:
-    """Number of tokens of a step that are decoded at once, adapted to their time.
+    """Number of tokens in a part of a step, adapted to the time that decoding takes.
 
     Parameters
     ----------
@@ -17,7 +17,7 @@ class ChunkSize:
     Attributes
     ----------
     n
-        Tokens of a part. It is doubled or halved if that comes closer to the time.
+        Tokens of a part. `note` doubles or halves it if that brings the part's time closer to `seconds`.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -25,14 +25,14 @@ class ChunkSize:
         self.n = _LEAST
 
     def part(self, at: int, end: int) -> slice:
-        """Return the part of the tokens at..end that is decoded next. A short rest is added to it."""
+        """Return which of the tokens at..end are decoded next: about n, such that no short part is left."""
         n = end - at
         return slice(at, end if n <= self.n * 5 // 4 else at + min(self.n, -(-n // 2)))
 
     def note(self, n: int, seconds: float) -> None:
         """Record that decoding n tokens took so many seconds."""
         if n < self.n:
-            # less than a part: its time says little about a whole part's
+            # the time of so few tokens says little about the time of a whole part
             return
         took = seconds * self.n / n / self._seconds
         if took > 1.25:

@@ -17,7 +17,7 @@ from kvtool.engine.sizes import pad
 from kvtool.llama.devices import gpu_free_bytes
 
 _LEAST = 64
-"""Tokens of the shortest text that a GPU reads exactly, unasked: making the buffers takes milliseconds."""
+"""Minimum tokens of a text that is read exactly without a request: making the buffers takes milliseconds."""
 
 
 class ExactReader:
@@ -37,8 +37,8 @@ class ExactReader:
     def n_readable(self, n: int) -> int:
         """Return how many of the next n tokens can be read exactly; 0 if the text is better read otherwise.
 
-        Keys must have their true distances, which they have up to half of the context. The host traces
-        attention to archived tokens, so no text is read exactly meanwhile.
+        Exact reading needs the true distances between keys, which are lost beyond half of the context and
+        when gaps are closed. It is off while attention to archived tokens is traced: only the host can trace.
         """
         cache, rows = self._cache, self._cache.rows
         archive = cache.context.archive
@@ -53,12 +53,15 @@ class ExactReader:
         """Return about how many bytes a device needs to attend to n archived tokens at once."""
         assert self._cache.context.archive
         layer_bytes = max(self._cache.context.archive.layer_bytes)
-        # two buffers, the same once more as llama.cpp's kernels convert it, and a mask in half precision
+        # two buffers, as much again for llama.cpp's conversion of them, and a mask in half precision
         return n * (4 * layer_bytes + 2 * self.n_chunk)
 
     @contextmanager
     def staged(self, n: int) -> Iterator[None]:
-        """Inside, chunks attend exactly to up to n archived tokens. Raises LibraryError without memory."""
+        """Let chunks attend exactly to up to n archived tokens inside the block.
+
+        Raises LibraryError if a device lacks memory.
+        """
         cache, n_live = self._cache, self._cache.policy.n_live
         archive = cache.context.archive
         assert archive

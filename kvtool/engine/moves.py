@@ -12,12 +12,12 @@ _LAST = np.iinfo(np.int32).max
 
 
 def deltas(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) -> np.ndarray:
-    """Return i32[row, most]: by how much keys are rotated so that no gap is left before the next token.
+    """Return i32[row, most]: how far each kept key is rotated, to close all gaps before the next token.
 
     source i32[row, most]
         The cell that each of the first cells takes its content from.
     n_keep i32[row]
-        Number of them that each row keeps.
+        Number of cells that each row keeps.
     next_rot
         The position that the next token's key will be rotated to.
     """
@@ -53,15 +53,15 @@ def moves_of(source: np.ndarray, delta: np.ndarray | None) -> np.ndarray:
 
 @kernel("void(b1[:,::1], i4[::1], i4[:,::1])")
 def fill_holes(keep, n_keep, source):
-    """Fill holes left to right with kept cells from the tail, also left to right: one move per eviction.
+    """Fill holes left to right with kept cells from the tail, also left to right: one move per hole.
 
     keep b1[row, n]
         True for cells that are kept.
     n_keep i32[row]
         Number of kept cells of each row.
     source i32[row, most]
-        Output: the cell that each of a row's first n_keep cells takes its content from, itself if it is
-        kept. Cells from n_keep on have their own index.
+        Output: the cell that each of a row's first n_keep cells takes its content from. A kept cell has its
+        own index, and so has every cell from n_keep on.
     """
     n_row, most = source.shape
     for row in range(n_row):
@@ -78,7 +78,7 @@ def fill_holes(keep, n_keep, source):
 
 @kernel("void(i4[:,::1], i4[:,::1])")
 def rank_by_pos(pos, rank):
-    """Number of tokens of the row older than each cell's: pos i32[row, n] -> rank i32[row, n]."""
+    """Rank each row's cells by position, 0 for the oldest token: pos i32[row, n] -> rank i32[row, n]."""
     n_row, n = pos.shape
     for row in range(n_row):
         order = np.argsort(pos[row], kind="mergesort")

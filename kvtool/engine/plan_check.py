@@ -35,8 +35,8 @@ def check_state(name: str, state: object, shape: tuple[int, ...]) -> None:
 def check_plan(name: str, plan: Plan, view: View, budget: int, *, ragged: bool) -> np.ndarray:
     """Return i32[row]: cells that a plan keeps, fewer than the budget.
 
-    name: the policy's, for messages. Raises PlanError if the plan breaks a rule, and StreamEnd if the rows
-    are full and it keeps everything.
+    name: the policy's name, for messages. Raises PlanError if the plan breaks a rule, and StreamEnd if the
+    rows are full and the plan keeps everything.
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"{name}: plan must return a Plan, got {type(plan).__name__}")
@@ -71,9 +71,9 @@ def check_plan(name: str, plan: Plan, view: View, budget: int, *, ragged: bool) 
 
 
 def check_archived(name: str, view: View, keep: np.ndarray, begin: int | None) -> None:
-    """Raise PlanError unless all rows evict the tokens that come next in the archive, without gaps.
+    """Raise PlanError unless all rows evict the same tokens, and these continue the archive without a gap.
 
-    begin: the next token in the archive; None if it is empty.
+    begin: position after the archive's newest token; None if the archive is empty.
     """
     pos = np.sort(view.pos[0, ~keep[0]])
     if begin is None:

@@ -29,7 +29,7 @@ class PolicyCache:
     Attributes
     ----------
     layer_cells
-        i32[layer]: cells of each layer of the empty cache.
+        i32[layer]: number of cells that each layer has when the cache is empty.
     state
         The policy's state of each cell: arrays [row, cell, ...].
     n_pinned, n_held
@@ -39,7 +39,7 @@ class PolicyCache:
     n_evicted
         Number of cells evicted so far, of all rows together.
     n_restart
-        Number of times that positions have started over after the live cells.
+        Number of times that all gaps between positions were closed at once.
     plan_s, edit_s
         Seconds spent on plans, including reading their signals, and on edits of the cache.
     """
@@ -89,14 +89,14 @@ class PolicyCache:
         self.n_pinned, self.n_held = n_pinned, n_held
 
     def start(self) -> None:
-        """Let the policy make the state for the rows' cells. Raises PlanError if it returns anything else."""
+        """Get the policy's initial state for all cells. Raises PlanError if it has a wrong type or shape."""
         shape = self.rows.pos.shape
         state = self.ask("start", *shape, self.context.n_dim)
         check_state(self._name, state, shape)
         self.state = state
 
     def resize(self, n_cell: np.ndarray) -> None:
-        """Give each layer i32[layer] cells, and the rows and the state as many as the longest layer."""
+        """Give each layer n_cell i32[layer] cells, and the tables `rows` and `state` the maximum of these."""
         self.context.resize(n_cell)
         if self.context.n_cell == self.rows.pos.shape[1]:
             return
@@ -114,7 +114,7 @@ class PolicyCache:
         self._n_fit -= n
 
     def give_room(self, n: int) -> None:
-        """Return the cells that `take_room` reserved for n tokens that were removed again."""
+        """Give back the cells that `take_room` reserved for n tokens that were removed again."""
         self._n_fit += n
 
     def make_room(self, n: int) -> None:
@@ -128,9 +128,9 @@ class PolicyCache:
         self._n_fit = int((self.context.layer_cells - most).min())
 
     def low_rot(self, n_kv: int, n: int) -> int:
-        """Return the position from which positions start over after n_kv cells, with n tokens to come.
+        """Return the position that follows n_kv live cells without gaps, with room for n more tokens.
 
-        Sliding layers need room for the tokens that they see, which may be more than the cells.
+        It is n_kv, or more if sliding layers see more tokens: they drop tokens at negative positions.
         """
         return max(n_kv, min(self.context.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
 
@@ -141,7 +141,8 @@ class PolicyCache:
     def pinnable(self, n: int) -> int:
         """Return how many of the first n tokens are pinned if a caller pins n.
 
-        Archived tokens are still attended to, so with an archive at most half of the kept tokens are pinned.
+        With an archive, at most half of the kept tokens: the model still attends to the others when they are
+        archived.
         """
         return min(n, self.policy.n_keep // 2) if self.policy.recall else n
 
@@ -157,8 +158,8 @@ class PolicyCache:
     def pin(self, n: int) -> None:
         """Never evict the first n tokens of the stream, or as many of them as are `pinnable`.
 
-        Raises UsageError for too many, and for another number once tokens are archived: an archive has no
-        gaps.
+        Raises UsageError if they are too many, or if their number changes once tokens are archived, which
+        would leave a gap in the archive.
         """
         self.check_pin(n)
         n = self.pinnable(n)
@@ -184,10 +185,10 @@ class PolicyCache:
         self.n_held = n
 
     def view(self, signals: dict[str, np.ndarray], n_new: int) -> View:
-        """Return the policy's view: signals by field, and the keys of the newest n_new tokens."""
+        """Return the policy's view, with these signals by field and the keys of the newest n_new tokens."""
         rows = self.rows
         if Signal.KEYS in self._reads:
-            # as before RoPE
+            # keys are rotated back, as before RoPE
             signals = signals | {"keys": self.context.read_keys(rows.live - n_new, -rows.new_rot(n_new))}
         if self.context.queries:
             n_last = max(min(self.context.queries.n, rows.n_past - self.policy.n_skip), 1)
@@ -211,7 +212,7 @@ class PolicyCache:
         )
 
     def observe(self) -> View:
-        """Show the policy the tokens since the last edit, once. Returns its view."""
+        """Let the policy observe the tokens since the last edit, unless it already has. Returns its view."""
         view = self.view(self.signals.read(), self.signals.n_new)
         if not self.signals.is_observed:
             self.ask("observe", view, self.state)
@@ -241,9 +242,9 @@ class PolicyCache:
         next_rot
             The position that the next token's key will be rotated to.
         close
-            True if gaps are closed even if positions are original.
+            True to close gaps; with in-cache positions they are always closed.
 
-        Returns i32[row, most]: the cell from which each of the first cells was filled.
+        Returns i32[row, most]: the cell whose content each of the first cells has now.
         """
         rows, n = self.rows, self.rows.n_kv
         source = np.empty((len(n_keep), int(n_keep.max())), np.int32)
@@ -283,7 +284,7 @@ class PolicyCache:
         *,
         n_hidden: int = 0,
     ) -> None:
-        """Edit the cache, which clears the signals. The caller edits the table of rows.
+        """Edit the cache. This clears the signals. The caller edits the table of rows.
 
         n_hidden: number of first cells that later queries do not see.
         """
@@ -301,6 +302,6 @@ class PolicyCache:
         self.context.archive.push(cells[np.argsort(pos)], int(pos.min()))
 
     def hide(self) -> None:
-        """Hide the live cells from later queries, which clears the signals."""
+        """Hide the live cells from later queries. This clears the signals."""
         self.context.hide(self.rows.n_past)
         self.signals.begin()

@@ -15,7 +15,7 @@ from kvtool.policy import Policy, Signal
 def can_rewind(cache: PolicyCache) -> bool:
     """True if earlier states of the stream are known: evicted tokens are archived, or nothing is evicted.
 
-    Earlier states of sliding and recurrent layers, of a policy's state and of signals are lost.
+    False with sliding or recurrent layers, with a policy's state, or with signals: the past of these is lost.
     """
     keeps_all = cache.context.archive or not cache.policy.slack
     return bool(
@@ -37,7 +37,7 @@ class _Earlier(NamedTuple):
     base
         Keys were rotated to their position minus this.
     n_later
-        Number of times that positions have started over since.
+        Number of times that the gaps between positions have been closed since.
     """
 
     n_first: int
@@ -50,8 +50,8 @@ class _Earlier(NamedTuple):
 def rewind(cache: PolicyCache, n: int) -> bool:
     """Cut the stream to its first n tokens. Return False, changing nothing, if that is impossible.
 
-    The cache is then as after n tokens, except that the archive's type has rounded some, and that tokens
-    dropped by the archive are missing. There are no logits before the next step.
+    The cache is then as it was after n tokens, except that tokens from the archive are rounded to its number
+    format, and tokens that the archive has dropped are missing. There are no logits before the next step.
     """
     earlier = _earlier(cache, n) if can_rewind(cache) else None
     if not earlier:
@@ -99,7 +99,8 @@ def _earlier(cache: PolicyCache, n: int) -> _Earlier | None:
     begin = min(n - n_kv + n_first, span.stop)
     if begin < span.start:
         return None
-    # a frame covers tokens older than itself: that of `begin` may have begun after the first n tokens
+    # closing gaps starts a frame at the oldest token that is live then. So a frame that starts at `begin` may
+    # date from after n tokens: it applies only if token n is beyond the context with the base before
     started = len([first for first, _ in takewhile(lambda frame: frame[0] < begin, frames)])
     at = max(started - 1, 0)
     while at + 1 < len(frames) and frames[at + 1][0] <= begin and n - frames[at][1] > cache.n_ctx:

@@ -51,7 +51,7 @@ class Rows:
     @property
     def live(self) -> np.ndarray:
         """i32[row]: number of live cells of each row."""
-        # right after a decode even a short sum takes 40 us: rows of equal length are counted once
+        # right after a decode even a short sum takes 40 us, so `append` only counts n_kv if rows are equal
         return self._live if self.ragged else np.full(len(self.layer), self.n_kv, np.int32)
 
     def append(self, n: int) -> None:
@@ -79,7 +79,7 @@ class Rows:
         self._write_ahead()
 
     def put(self, live: np.ndarray, pos: np.ndarray, rot: np.ndarray) -> None:
-        """Fill each row with live i32[row] tokens, with pos and rot i32[row, n_kv] of its first cells.
+        """Set the number of live cells, live i32[row], and pos and rot i32[row, n_kv] of the first cells.
 
         The caller has set n_past, n_kv and next_rot.
         """
@@ -121,7 +121,7 @@ class Rows:
         return np.take_along_axis(self.rot, (self.live - n)[:, None] + np.arange(n), axis=1)
 
     def move(self, moves: np.ndarray, n_keep: np.ndarray, next_rot: int) -> None:
-        """Apply an edit of the cache to the table: moves i32[n, 4], as of `moves_of`; n_keep i32[row]."""
+        """Apply an edit of the cache to the table: moves i32[n, 4] from `moves_of`; n_keep i32[row]."""
         row, cell, old = moves.T[:3].astype(np.intp)
         # no source cell is also a destination
         self.pos[row, cell] = self.pos[row, old]

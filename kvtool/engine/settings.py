@@ -51,7 +51,7 @@ class Settings:
         Number formats of keys and values, such as "f16" or "q8_0".
     archive, archive_bytes
         Maximum tokens or bytes of the archive of a policy that recalls. Default: a quarter of the free
-        memory, or half of the disk's free space. When the archive is full, its oldest tokens are dropped.
+        memory; in a file, half of the disk's free space. A full archive drops its oldest tokens.
     archive_file
         Path of a new file for the archive, instead of host memory. The file is unlinked at once, so that
         its space is free again when the process ends.

@@ -1,4 +1,4 @@
-"""Signals that a policy reads, and the window of tokens that they are of."""
+"""Signals that a policy reads, and the window: the tokens whose queries they cover."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _QUERIES = ("queries", "queries_pos")
-"""Names of the last queries, and of the positions they are rotated to, of a policy that reads FUTURE."""
+"""Names in a snapshot of the last queries and the positions they are rotated to, if FUTURE is read."""
 
 
 class Signals:
@@ -29,7 +29,8 @@ class Signals:
     since
         Start of the window: `Rows.n_past` when the signals were cleared.
     is_observed
-        True if the policy has observed this window: its plan failed, and it is asked again.
+        True if the policy has observed this window. If its plan then fails, a second try does not observe
+        again.
     """
 
     since: int
@@ -65,7 +66,7 @@ class Signals:
         return values
 
     def save(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield each signal's `Context.history` by name; IMPORTANT as the number of the window's query."""
+        """Yield each signal's `Context.history` by name. In IMPORTANT, queries are numbered in the window."""
         for name, signal in self.of.items():
             yield name, self._converted(signal, self._cache.history(signal, self._rows.n_kv))
         if self._cache.queries:
@@ -74,7 +75,7 @@ class Signals:
             yield "is_observed", np.ones(1, np.bool_)
 
     def fits(self, saved: Mapping[str, np.ndarray], n_kv: int) -> bool:
-        """True if `save` can yield these for rows of n_kv cells. Raises KeyError if one is missing."""
+        """True if the arrays could be from `save` with n_kv cells a row. Raises KeyError if one is absent."""
         if self._cache.queries and not self._cache.queries.fits(*(saved[name] for name in _QUERIES)):
             return False
         return all(
@@ -94,12 +95,12 @@ class Signals:
         for name, signal in self.of.items():
             values = saved[name]
             if signal is Signal.RECENT and values.ndim == 2:
-                # older sessions have the sum: it counts as the last query's
+                # older sessions saved only the sum over queries: all of it is given to the last query
                 history = np.zeros(self._cache.history_shape(signal, values.shape[1]), np.float32)
                 history[-1] = values
                 values = history
             yield signal, values
 
     def _converted(self, signal: Signal, values: np.ndarray) -> np.ndarray:
-        """Convert IMPORTANT between the number of queries ago and the window's query, counted from 1."""
+        """In IMPORTANT, convert "queries ago" to the query's number in the window, or back; both from 1."""
         return np.where(values > 0, self.n_new + 1 - values, 0) if signal is Signal.IMPORTANT else values

@@ -27,7 +27,7 @@ Counters: TypeAlias = "dict[tuple[str, str], int]"
 """The counters, by the part of the engine that has them and their name there."""
 
 _FIXED = ("window", "window_cells")
-"""Names of the state of sliding and recurrent layers in session files, once that of sliding layers alone."""
+"""Names in session files for the state of sliding and recurrent layers, at first of sliding layers only."""
 
 
 def save(cache: PolicyCache, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:

@@ -51,7 +51,7 @@ class WholeReader:
     @property
     def in_segments(self) -> bool:
         """True if a prompt longer than the context can be read in segments that do not see each other."""
-        # a segment attends over all cells of rows that differ, and to all of an archive
+        # earlier segments cannot be hidden: attention goes over all cells of ragged rows, and over an archive
         return not (self._cache.rows.ragged or self._cache.policy.recall)
 
     def n_segments(self, n: int) -> int:
@@ -88,7 +88,7 @@ class WholeReader:
         return context.signal_bytes(np.full_like(context.layer_cells, self.n_cells(n)))
 
     def fits(self, n: int) -> bool:
-        """True if there can be enough cells for a prompt of n tokens. Original positions may end before."""
+        """True if cells and segments suffice to read n tokens whole. Original positions are not checked."""
         in_one = self.in_segments or self.n_segments(n) == 1
         return in_one and self.n_cells(n) <= self._cache.context.model.layers.most_cells
 
@@ -107,8 +107,8 @@ class WholeReader:
         """Decode a prompt i32[n] into a cache that holds all of it, and let the policy compress it once.
 
         A prompt longer than the context is decoded in segments that do not see each other (BumbleBee 6.4).
-        If the policy has a reconstruction pass, each segment is then read again. cached: what another stream
-        has read; the tokens and signals that it has are not computed again.
+        If the policy has a reconstruction pass, each segment is then read again. cached: a prompt that
+        another stream has read. If it is the same prompt, its keys, values and signals are used again.
 
         Returns n, or 0 if stopped. When stopped, or after an error, the cache is empty, and as many tokens
         are pinned and held as before. Raises StreamEnd if original positions end before the prompt does, and
@@ -163,9 +163,9 @@ class WholeReader:
         """Decode the segments into a cache made for them. Return the signals of all; None if stopped."""
         cache, rows = self._cache, self._cache.rows
         n = sum(map(len, segments))
-        # the state has the shape of the small cache
+        # drop the state, which has the shape of the small cache
         cache.state = ()
-        # attention goes over all cells of rows that differ: these grow as the text is read
+        # attention goes over all cells of ragged rows, used or not, so these grow as the text is read
         if not rows.ragged:
             cache.resize(np.full_like(cache.layer_cells, self.n_cells(n)))
         elif cached:
@@ -176,7 +176,7 @@ class WholeReader:
             rows.rotate_from(0)
             n_known = cached.put(cache) if cached else 0
             if rows.ragged and n_known:
-                # the cached tokens took cells
+                # the cached tokens took cells without reserving them
                 cache.make_room(len(segment) - n_known)
             signals: Mapping[str, np.ndarray] | None
             n_output = int(first + len(segment) == n)
@@ -259,7 +259,7 @@ class Reconstruction:
     repeated chunk by chunk. Pinned and held tokens are never evicted, so they are not repeated. The held
     tokens are the reply header, which is decoded again before each chunk, so that the model seems to answer.
 
-    words: the policy's.
+    words: the policy's texts and sizes.
     """
 
     def __init__(self, cache: PolicyCache, words: ReconstructionPass, n_batch: int) -> None:
@@ -301,7 +301,7 @@ class Reconstruction:
         begin, stop = max(first, cache.n_pinned), min(end, len(tokens) - cache.n_held)
         header = tokens[len(tokens) - cache.n_held :] if cache.n_held else self._close
         fixed_state = context.fixed_state.save() if context.fixed_state else None
-        # nothing was watched so far
+        # watching was off until now: only the shapes count
         signals = {name: np.zeros_like(values) for name, values in cache.signals.read().items()}
         context.watch(on=True)
         try:
@@ -329,9 +329,9 @@ def decode_watched(
 ) -> dict[str, np.ndarray] | None:
     """Decode a text i32[n] after the live cells and return its signals, f32[row, n_kv] by field.
 
-    They are the signals of all queries of the text, and of those since the last edit. Returns None if
-    stopped. llama.cpp's own table of ragged rows has room for a step, and no more until an edit, which clears
-    the signals: the signals of each step are then combined with the earlier ones.
+    The signals cover the queries of the text, and earlier ones since the last edit. Returns None if stopped.
+    With ragged rows, llama.cpp's own table has room for one step. An edit makes room for another step, but
+    clears the signals. Therefore the signals of each step are combined with the earlier ones.
     """
     if not cache.rows.ragged:
         return cache.signals.read() if decode(tokens, n_output) else None
@@ -352,7 +352,7 @@ def decode_watched(
 
 
 def _aligned(source: np.ndarray, n_axis: int, cell_axis: int) -> np.ndarray:
-    """View of source i32[row, cell] with n_axis axes, for arrays that have their cells along cell_axis."""
+    """Return source i32[row, cell] with n_axis axes, its cells along cell_axis, to index another array."""
     other = [axis for axis in range(n_axis) if axis not in (0, cell_axis)]
     return np.expand_dims(source, other)
 

@@ -43,7 +43,8 @@ class Archive:
     n_layer
         Number of layers that have rows.
     n_max, max_bytes
-        Maximum tokens or bytes. Default: a quarter of the free memory, or half of the disk's free space.
+        Maximum tokens or bytes. Default: a quarter of the free memory; for a file, half of the disk's free
+        space.
     file
         Path at which to create the file. None: the archive is in memory.
 
@@ -52,7 +53,7 @@ class Archive:
     file
         Path at which the file was created, or None.
     n_max
-        Maximum tokens. They never need more slabs than max_bytes has.
+        Maximum tokens. Their slabs never take more than max_bytes.
     n_token, slab_bytes
         Tokens and bytes of a slab. The tokens of a slab are a block, which is clustered separately.
     segments
@@ -143,7 +144,7 @@ class Archive:
         check(lib.llama_kvtool_forget(self._owner.handle, n))
 
     def stage(self, n: int) -> int:
-        """Let steps attend to all archived tokens, at most n, on the device of each layer; n = 0 ends this.
+        """Let each layer's device attend to all archived tokens, with memory for n of them; n = 0 ends this.
 
         Return the bytes used on the devices. Raises LibraryError if a device lacks memory or the model does
         not support it.
@@ -162,7 +163,7 @@ class Archive:
         base
             From now on, keys in the cache are rotated to their position minus base, the moved keys included.
         next_pos
-            Position that followed in the stream when the remaining tokens had just been archived.
+            Position of the stream's next token when the newest remaining token had just been archived.
         """
         check(lib.llama_kvtool_go_back(self._owner.handle, cell, n, end, base, next_pos))
         self.segments = [segment for segment in self.segments if segment.end <= end - n]
@@ -247,7 +248,7 @@ class Archive:
 
     @property
     def clustered(self) -> list[tuple[int, bool]]:
-        """(first position, is_far) of each block that is clustered in all rows."""
+        """(first position, is_far) of each block that is clustered in all rows. is_far: beyond n_near."""
         span = np.empty(4, np.int64)
         check(lib.llama_kvtool_clusters(self._owner.handle, span.ctypes.data))
         begin, far, near, end = span.tolist()
@@ -255,7 +256,7 @@ class Archive:
         return [(first, first < far) for first in blocks if not far <= first < near]
 
     def read_clusters(self, begin: int, end: int, is_far: bool) -> np.ndarray:
-        """Return u8[]: cluster of each token of these blocks, by block."""
+        """Return u8[]: clusters of the tokens begin .. end - 1 of whole blocks, block by block."""
         data = np.empty((end - begin) // self.n_token * self.block_bytes, np.uint8)
         check(lib.llama_kvtool_get_clusters(self._owner.handle, data.ctypes.data, begin, end, is_far))
         return data

@@ -82,7 +82,7 @@ def library_path() -> Path:
 def load_parts() -> None:
     """Load ggml's backends for this CPU if they are separate libraries. Raises LibraryError.
 
-    A build for every CPU has them in llama.cpp's folder; ggml would search Python's folder.
+    A build for every CPU keeps them in llama.cpp's folder, but by itself ggml searches Python's folder.
     """
     bind("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)
     if lib.ggml_backend_dev_by_type(_CPU):

@@ -52,7 +52,7 @@ class SequenceContext(Decoder):
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
         """Decode as `Decoder.decode` does, after the shifts of earlier edits."""
-        # not earlier: llama.cpp saves keys without the rotations that it has deferred
+        # shifts wait until here because llama.cpp defers their rotations, and would save keys without them
         for shift in shifts(self._at, self._pos_of):
             self.shift(*shift)
         super().decode(tokens, pos_0, n_output)

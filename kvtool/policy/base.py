@@ -40,8 +40,8 @@ class Policy:
     reads
         Signals that the policy needs.
     n_query
-        Number of queries of `Signal.RECENT`, for which the library keeps this many floats per row and cell,
-        and of `Signal.FUTURE`, for which it keeps the queries.
+        Number of last queries that count in `Signal.RECENT` and `Signal.FUTURE`. For RECENT the library keeps
+        this many floats per row and cell, for FUTURE the queries.
     n_future
         Number of later positions that `Signal.FUTURE` averages over.
     n_skip
@@ -147,7 +147,7 @@ class Policy:
     def n_asked(self) -> int:
         """Requested budget. Below `budget` if it counts cells left by an eviction, or a layer's average row.
 
-        A longer prompt is compressed if it is read whole.
+        A prompt that is read whole is compressed if it has more tokens than this.
         """
         return self.budget
 

@@ -45,8 +45,7 @@ class Ranked(Policy):
     Sinks and window are the fields `sinks` and `window` of the dataclass, 0 without such a field. A policy
     with fields `heads` and `floor` lets the rows of a layer share their budgets; with a field `layers` also
     the layers. The scores of a layer must then be comparable, and with `layers` not negative. `scores` must
-    handle rows with fewer live cells than n_kv. With a field `per`, rows can share only if each decides
-    separately.
+    handle rows with fewer live cells than n_kv. With a field `per`, heads=adaptive needs per=row.
 
     Attributes
     ----------
@@ -142,8 +141,8 @@ class Ranked(Policy):
 def apportion(weight: np.ndarray, most: np.ndarray, total: int) -> np.ndarray:
     """Return i64[n]: integers in proportion to the weights, rounded down, each capped by `most`.
 
-    weight: f64[n], 0 or more. most: i64[n]. total: their sum before rounding down. The excess over a cap is
-    shared among the rest.
+    weight: f64[n], 0 or more. most: i64[n]. total: sum of the integers before rounding down. The excess over
+    a cap is shared among the rest.
     """
     share, most = np.zeros(len(weight), np.int64), np.maximum(most, 0)
     while True:

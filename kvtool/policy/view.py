@@ -113,8 +113,8 @@ class Recalls:
         Maximum tokens of a step. Each token has its own synthetic cells; copies of archived tokens serve all
         of them.
     n_exact
-        Archived tokens of a row that a step attends to exactly, by whole clusters; the rest are represented
-        by their cluster's mean. 0: all.
+        Archived tokens of a row that a step attends to exactly, in whole clusters. Other tokens are
+        represented by their cluster's mean. 0: all tokens are attended to exactly.
     """
 
     n_cell: int
@@ -165,8 +165,8 @@ class SignalRequest:
     signals
         Signals that the engine reads after a step.
     n_query
-        Number of queries of `Signal.RECENT`, for which the library keeps this many floats per row and cell,
-        and of `Signal.FUTURE`, for which it keeps the queries.
+        Number of last queries that count in `Signal.RECENT` and `Signal.FUTURE`. For RECENT the library keeps
+        this many floats per row and cell, for FUTURE the queries.
     group
         Reduction of attention over a group's query heads: "sum", "max" or "first".
     t
@@ -212,7 +212,7 @@ class SignalRequest:
 
 
 _ABSENT = cast("np.ndarray", None)
-"""None, in a view, for signals that its policy does not read; typed for the policies that do."""
+"""None: the value of a signal that the policy does not read. Typed as the array that other policies read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +283,7 @@ class View:
 
     @property
     def new_cells(self) -> np.ndarray:
-        """i64[row]: first of the cells that `keys` belong to."""
+        """i64[row]: index of the first cell whose key is in `keys`; the others follow it."""
         live = np.full(len(self.pos), self.n_kv) if self.live is None else self.live
         first: np.ndarray = np.maximum(live.astype(np.int64) - self.keys.shape[1], 0)
         return first
