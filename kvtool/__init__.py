@@ -1,7 +1,7 @@
 """kvtool: endless chats and streams with llama.cpp in constant memory.
 
 The names in `__all__` are the Python library; docs/python.md shows how to use them. Each name is imported at
-its first use, because the command line starts without them.
+its first use, so that the command line starts without importing all of them.
 """
 
 from __future__ import annotations

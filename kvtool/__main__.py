@@ -16,11 +16,11 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Replaces closed streams (>&-) before a file gets their numbers, and lets no character be an error.
+    """Replace closed streams (>&-) before a file gets their numbers, and make all characters acceptable.
 
     A replaced input is empty, and writing to a replaced output is an error, as with any other program.
-    Characters that stdout's encoding lacks are printed as "?". What a terminal sends that is not in its
-    encoding becomes surrogates, as in file names.
+    Characters that stdout's encoding lacks are printed as "?". Input bytes that do not fit stdin's encoding
+    become surrogates, as in file names.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None and os.open(os.devnull, os.O_RDONLY) == number:

@@ -82,10 +82,12 @@ def chat(engine: Engine, system: str | None = None, **sampling: Any) -> Conversa
 
 
 def generate(engine: Engine, prompt: str, n_max: int | None = None, **sampling: Any) -> Iterator[str]:
-    """Read the prompt after the text that the engine has read, and yield the continuation in pieces.
+    """Append the prompt to the text that the engine has read, and yield the continuation in pieces.
 
-    The text ends where the model ends it, or after n_max tokens. sampling: as for `chat`. Raises UsageError
-    if there is nothing to continue, and StreamEnd if the cache is full and the policy never evicts.
+    The continuation ends where the model ends it, or after n_max tokens. sampling: as for `chat`.
+
+    Raises UsageError if there is nothing to continue, and StreamEnd if the cache is full and the policy
+    never evicts.
     """
     model = engine.model
     writer = Writer(engine, _sampler(model, sampling))

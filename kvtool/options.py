@@ -219,7 +219,7 @@ def check_choice(value: str | None, choices: tuple[str, ...], name: str) -> None
 
 
 def within(low: float, high: float, hint: str = "") -> dict[str, Any]:
-    """Return the attributes of `Option` for a range that excludes NaN. hint: the end of an error."""
+    """Return attributes of `Option` that allow numbers in low..high, and not NaN. hint: end of the error."""
     return {"is_valid": lambda x: low <= x <= high, "range_text": f"in {low}..{high}{hint}"}
 
 
@@ -229,5 +229,5 @@ def repeated(raw: Iterable[Any] | None, flag: str) -> tuple[Any, ...]:
 
 
 def unless(default: int) -> Callable[[int | None, str], int | None]:
-    """Return a reader of numbers for which one number means the default, as in llama.cpp."""
+    """Return a `read` that turns one number into None, the default: llama.cpp's -1 or 0, for example."""
     return lambda value, flag: None if value == default else value

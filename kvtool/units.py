@@ -40,7 +40,7 @@ def parse_bytes(text: str) -> int:
 
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get((match[2] or "B").upper()) if match else None
-    # the unit of "1.5" was forgotten
+    # "1.5" cannot be bytes: its unit is missing
     lacks_unit = match is not None and not match[2] and "." in match[1]
     if match is None or unit is None or lacks_unit or len(match[1]) > _MOST_DIGITS:
         raise UsageError(

@@ -56,7 +56,7 @@ class _Group(Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        # --help prints here
+        # --help prints here, which may fail
         with _one_line():
             return super().make_context(*args, **kwargs)
 
@@ -88,7 +88,7 @@ def _one_line() -> Iterator[None]:
     except MemoryError:
         raise _end(OutOfMemory.exit_code, str(OutOfMemory())) from None
     except SystemExit as end:
-        # rich ends the program so when a pipe is closed
+        # rich raises SystemExit when a pipe is closed
         if isinstance(end.__context__, BrokenPipeError):
             raise _end(_PIPE, "") from None
         raise

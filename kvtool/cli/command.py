@@ -98,7 +98,7 @@ class Command(_Shared, TyperCommand):
             if advice := near.other_option(ctx, args):
                 raise UsageError(advice)
             typed, _, _ = self.make_parser(ctx).parse_args(args=list(args))
-            # help works whatever is set
+            # help must work even if a setting is wrong
             if not (typed.get("help") or typed.get("version")):
                 from kvtool.cli import settings
 

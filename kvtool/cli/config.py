@@ -113,7 +113,7 @@ def _of_table(table: settings.Table, known: dict[Words, Any], start: Words) -> I
 
 
 def _of_variables(known: dict[Words, Any]) -> Iterator[Row]:
-    """Yield the rows of variables, and report variables of no option on stderr."""
+    """Yield the rows of variables, and report on stderr variables that belong to no option."""
     params: dict[str, tuple[Words, Any]] = {}
     for words, command in known.items():
         for param in settings.options_of(command):

@@ -39,8 +39,8 @@ def command_words(help: str, default: str) -> Any:
 def options(command: Callable[..., None]) -> Callable[..., None]:
     """Return the function that Typer calls for a command.
 
-    Each field of a parameter that is a class of `Options` becomes an option, unless the class hides it; the
-    command gets the filled dataclass. A parameter of the type `Typed` gets the options that were typed.
+    If a parameter's type is a class of `Options`, each field that the class does not hide becomes an option,
+    and the command gets the filled dataclass. A parameter of the type `Typed` gets the flags that were typed.
     """
     hints = get_type_hints(command, include_extras=True)
     classes = {name: hint for name, hint in hints.items() if _is_options(hint)}
@@ -129,7 +129,7 @@ def _number_parser(
             raise BadValue(str(error).removeprefix(f"{option.name} ")) from None
         return value
 
-    # `settings` checks the types of values in the file by this name
+    # from this name, `settings` knows which type a value in the file must have
     parse.__name__ = number.__name__
     return parse
 

@@ -163,7 +163,7 @@ def evaluate(
     if args.plot and len(chosen.by) != 2:
         raise UsageError(f"{task} has no heat map; leave out --plot")
     output.check_picture("--plot", args.plot)
-    # before a download
+    # checked before a download
     _check_drawing(sampler, chosen, task)
 
     from kvtool.config import notes
@@ -356,7 +356,7 @@ def _shown(value: object) -> str:
 
 
 def _in_short(found: Sequence[Record]) -> str:
-    """Return the current means as a line, without intervals: these take longer than a short answer."""
+    """Return the current means as a line. Intervals are left out: computing them can take longer than an answer."""
     from kvtool.tasks.results import scores
 
     return ", ".join(f"{name} {sum(of) / len(of):.3f}" for name, of in scores(found).items())
@@ -431,12 +431,12 @@ _MEAN_COLUMNS = ("mean", "95 % interval", "items")
 
 
 def _mean_cells(score: Mean) -> tuple[str, str, str]:
-    """Return the cells of a mean under these heads."""
+    """Return the cells of a mean, for `_MEAN_COLUMNS`."""
     return f"{score.mean:.3f}", f"{score.low:.3f} to {score.high:.3f}", f"{score.n}"
 
 
 def _grid(groups: Groups, score: str) -> tuple[list[Any], list[Any], list[list[Mean | None]]]:
-    """The values of the first name of a task's `by`, of the second, and a score's mean for each pair."""
+    """Return the values of the two names in a task's `by`, and the score's mean for each pair of values."""
     down, across = (sorted({values[i] for values in groups}) for i in range(2))
     return down, across, [[groups.get((row, column), {}).get(score) for column in across] for row in down]
 

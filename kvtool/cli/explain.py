@@ -157,7 +157,7 @@ def spare_line(engine: Engine) -> str | None:
 
 
 def say_spare(engine: Engine) -> None:
-    """Report the bytes of a budget that is smaller than the least that llama.cpp allocates, in a terminal."""
+    """In a terminal, report the bytes of a budget that is smaller than llama.cpp's smallest allocation."""
     from kvtool.models.layers import PAD
 
     if not sys.stderr.isatty():
@@ -182,7 +182,7 @@ def policy_line(engine: Engine, name: str) -> str:
 
     parameters = chosen(engine.policy)
     if engine.model.layers.has_values:
-        # set by the model
+        # the model sets it, not the user
         parameters.pop("recalled", None)
     if parameters.get("search") == "all":
         parameters.pop("exact", None)

@@ -167,8 +167,8 @@ def _rendered(
 ) -> tuple[str, str]:
     """Return the request in the model's chat template, and its prefix that is pinned.
 
-    The writer will also write the tags around a thought. first: start of the request to pin; if empty, the
-    system prompt is pinned.
+    Also prepare the writer for a thought: show its tags, keep its budget, and apply a grammar only after it.
+    first: start of the request to pin; if empty, the system prompt is pinned.
     """
     from kvtool.chats.after_thought import after_thought
     from kvtool.chats.effort import Efforts

@@ -23,13 +23,13 @@ COMMANDS = {
 """Name and description of each command. They are here because importing all commands takes long."""
 
 FOLDERS = ("chat", "compare", "bench", "inspect")
-"""Commands with a folder, in whose command.py they are. All other commands are one file each."""
+"""Commands that have a folder, and are in its command.py. All other commands are one file each."""
 
 GROUPS = ("models", "session")
 """Groups of commands: their modules define a Typer app named `app`."""
 
 FUNCTIONS = {"eval": "evaluate", "help": "help_"}
-"""Functions of commands whose names are names of Python."""
+"""Functions of commands whose names Python itself uses."""
 
 
 def module_of(command: str) -> str:

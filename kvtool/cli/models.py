@@ -305,7 +305,7 @@ def _state(copy: Stored | None) -> str:
 
 
 def _json_stored(copy: Stored | None) -> dict[str, Any]:
-    """Return path and bytes of a downloaded model; also its size, if the download is complete."""
+    """Return a model's downloaded bytes for --json; also its size and path, if the download is complete."""
     whole = {"size": copy.size, "path": str(copy.files[0])} if copy and copy.is_whole else {}
     return {"path": None, "cached_bytes": copy.size if copy else 0} | whole
 

@@ -1,7 +1,7 @@
 """Advice for wrong command lines: names from other programs, misspelt names, prompts without quotes.
 
-click suggests similar names, but knows no synonyms, and it takes an unknown name with one dash apart: it
-reads `-hf` as `-h -f`.
+click suggests similar names, but knows no synonyms. It splits an unknown name with one dash: it reads `-hf`
+as `-h -f`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ ADVICE = {
         *("--log-disable", "--no-perf", "--keepalive", "--keep-alive", "--gpu-memory-utilization"),
     ),
 }
-"""Advice for options of these programs that have no counterpart, or one with other values."""
+"""Advice for options of the same programs that have no counterpart here, or one with other values."""
 
 _OURS = {name: ours for ours, names in OURS.items() for name in names}
 _ADVICE = {name: advice for advice, names in ADVICE.items() for name in names}
@@ -155,7 +155,7 @@ def no_command_yet(context: Any, args: Sequence[str]) -> str:
 
 
 def ours(name: str) -> str:
-    """Return our option for an option of ours or of another program. name: with or without dashes."""
+    """Return our flag for the name of our option or of another program's. name: with or without dashes."""
     name = name.lstrip("-").replace("_", "-")
     flag = f"--{name}" if len(name) > 1 else f"-{name}"
     return _OURS.get(flag, flag)

@@ -50,7 +50,7 @@ def with_records(args: Sequence[str]) -> list[str]:
 
 
 def _is_records(word: str) -> bool:
-    """Return False for an option, a task, and a file with other content than records."""
+    """Return False if the word after --json is an option, a task, or a file that does not hold records."""
     from kvtool import tasks
 
     if word.startswith("-"):
@@ -70,7 +70,7 @@ def records_path(records: str | None, resume: bool) -> Path | None:
         return None
     path = Path(records).expanduser()
     check_writable(path)
-    # a new version of the file will replace it: the target of a link, and never a device or a pipe
+    # a new version will replace the file: follow a link to its target, and refuse a device or a pipe
     path = path.resolve() if path.is_symlink() else path
     if path.exists() and not path.is_file():
         raise UsageError(f"{path} is not a regular file; choose another one")
@@ -82,7 +82,7 @@ def records_path(records: str | None, resume: bool) -> Path | None:
 
 
 def stopped(path: Path | None, n_done: int, n: int, unit: str) -> str:
-    """Return the message after Ctrl-C, with n_done of n finished. path: of the records. unit: "runs", say."""
+    """Return the message after Ctrl-C: n_done of n units are finished. path: the file of records."""
     if path is None:
         return "stopped; nothing was kept (--records FILE keeps finished ones)"
     return f"stopped; {n_done} of {n} {unit} are in {path}; --resume does the rest"
@@ -119,7 +119,7 @@ def png(figure: Figure) -> bytes:
 def written(*outputs: tuple[Path | None, Callable[[], bytes]]) -> Iterator[None]:
     """Write each file that has a path; then the caller prints the result.
 
-    If a file cannot be written, UsageError is raised after that, so that no result is lost.
+    If a file cannot be written, UsageError is raised after the result was printed, so that it is not lost.
     """
     failed = None
     for path, data in outputs:

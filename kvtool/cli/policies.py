@@ -132,6 +132,6 @@ def _print_table(listed: list[dict[str, Any]], budget: int) -> None:
         "what it keeps",
         "package",
     ]
-    # without the last column if it is empty
+    # leave out the last column if it is empty
     n = 5 if any(policy["package"] for policy in listed) else 4
     table_console().print(table(columns[:n], (row[:n] for row in rows)))

@@ -1,4 +1,4 @@
-"""Progress bars on stderr; in a pipe at most one line."""
+"""Progress on stderr: bars in a terminal, single lines or nothing in a pipe."""
 
 from __future__ import annotations
 
@@ -144,14 +144,14 @@ def _line_progress(label: str, unit: str) -> Iterator[Callable[[int, int], None]
 
 @contextmanager
 def tokens_progress(label: str, n: int) -> Iterator[Callable[..., None]]:
-    """Yield a callback for the number of tokens done, of n, and optionally a new text for the bar.
+    """Yield a callback that takes how many of n tokens are done and, optionally, a new text for the bar.
 
     label: the first text next to the bar.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(elapsed_when_finished=True)
-    # rich must not redirect the stdout of a pipe or a file to the terminal
+    # if stdout is a pipe or a file, rich must not redirect it to the terminal
     with _bars(*columns, redirect_stdout=sys.stdout is not None and sys.stdout.isatty()) as bar:
         task = bar.add_task(label, total=n)
         yield lambda done, label=label: bar.update(task, completed=done, description=label)

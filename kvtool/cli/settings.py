@@ -43,7 +43,7 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "flo": ("a number", (int, float)),
     "boo": ("true or false", (bool,)),
 }
-"""Names and Python types of values, by the first letters of click's name: newer versions shorten it."""
+"""Names and Python types of values, by the first letters of click's name, which newer versions shorten."""
 
 
 class Setting(NamedTuple):
@@ -108,7 +108,7 @@ def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) 
         layers += [_from_table(table, options if table.is_own else shared, root) for table in of_model]
     result: dict[str, Setting] = {}
     for layer in [*layers, *variables]:
-        # -o sets parameters of the policy in the same place
+        # -o belongs to the policy of the same source: another source's policy drops it
         if "policy" in layer:
             result.pop("options", None)
         result |= layer
@@ -152,7 +152,7 @@ def config_file() -> Path:
 
 
 def options_of(command: Any, without: Words = ()) -> list[Any]:
-    """Return the options that can have a default. without: words of a command, for no `OPTIONS_OF_ONE`."""
+    """Return the options that can be set. without: words of a command whose `OPTIONS_OF_ONE` are left out."""
     options = [param for param in command.params if param.param_type_name == "option" and param.expose_value]
     return [param for param in options if param.name not in OPTIONS_OF_ONE.get(without, ())]
 
@@ -219,7 +219,7 @@ def _tables_of_model(all_tables: list[Table], words: Words, model: str | None) -
 def _from_table(table: Table, params: list[Any], root: Any) -> dict[str, Setting]:
     """Return the settings of a table for these options, by parameter name.
 
-    Raises UsageError for other keys: in a command's own table for all, else for keys of no command.
+    Raises UsageError for a key that is no option: of this command in its own table, of any command elsewhere.
     """
     result = {}
     for key, value in table.values.items():
@@ -270,7 +270,7 @@ def all_options(root: Any) -> list[Any]:
 
 
 def all_commands(group: Any, words: Words = ()) -> Iterator[tuple[Words, Any]]:
-    """Yield the commands of a group, without groups, and their words."""
+    """Yield the words and the command of each command in a group and its subgroups."""
     for name in group.commands:
         command = group.commands[name]
         if hasattr(command, "commands"):

@@ -29,7 +29,10 @@ _TOKEN_BYTES = 8
 
 
 def source(file: str | None) -> TextSource:
-    """Open a file, or the pipe on stdin without one. Raises UsageError at a terminal, else InputError."""
+    """Open a file, or stdin if no file is named.
+
+    Raises UsageError if stdin is a terminal, and InputError if the text cannot be read.
+    """
     if file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise UsageError("name a text file, or give a text in a pipe")
     return TextSource("-" if file is None else file)
@@ -70,7 +73,7 @@ def check_length(engine: Engine, n_tokens: int, noun: str = "text") -> None:
 def check_positions(
     positions: str, n_tokens: int, n_ctx: int, noun: str = "text", shorter: str = "or --max-tokens"
 ) -> None:
-    """Raise InputError for a text that is longer than its positions. shorter: advice to shorten it."""
+    """Raise InputError for a text with more tokens than positions. shorter: advice to shorten it."""
     if positions == "original" and n_tokens > n_ctx:
         raise InputError(
             f"the {noun} has {n_tokens:,} tokens, and original positions end at {n_ctx:,}; "

@@ -1,4 +1,4 @@
-"""Start of commands in which a model writes: the model argument, thinking, sampling, engine and writer."""
+"""Set-up of commands in which a model writes: the model argument, thinking, sampling, engine and writer."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 
 def of_model(run: RunOptions, name: str | None) -> RunOptions:
-    """Return the options with the model of an argument, if any. Raises UsageError if -m names another.
+    """Return the options with the model that an argument names. Raises UsageError if -m names one too.
 
-    name: the argument.
+    name: the argument; None if there is none.
     """
     if name is None:
         return run
@@ -40,8 +40,8 @@ def of_model(run: RunOptions, name: str | None) -> RunOptions:
 def with_thinking(generation: GenerationOptions, think: Callable[[str | None, int | None], T]) -> T:
     """Return think(effort, budget) for the requested thinking. Raises UsageError.
 
-    If the model's template does not take an effort that was not typed (it is from a setting or a session), a
-    line on stderr says that it is left out.
+    An effort from a setting or a session that the model's template does not take is left out, and a line on
+    stderr says so. A typed one is an error.
     """
     try:
         return think(generation.think, generation.think_budget)

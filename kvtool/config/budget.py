@@ -46,9 +46,9 @@ class Budget(NamedTuple):
     ) -> tuple[int, int]:
         """Return the cells of a row, and the maximum tokens of a batch (at most n_batch).
 
-        Only bytes bound the whole cache, including padding and batches. They give the largest cache that
-        fits, in steps of 256 cells, next to what sliding and recurrent layers keep. Raises UsageError for too
-        few bytes.
+        A budget in bytes bounds the whole cache, including padding, batches, and the part of sliding and
+        recurrent layers. It gives the largest cache that fits, in steps of 256 cells. Raises UsageError for
+        too few bytes.
         """
         if not self.in_bytes:
             return self.n, n_batch
@@ -99,7 +99,7 @@ def percent(text: str) -> Decimal:
 
 
 def share(percent: Decimal, n: int) -> int:
-    """Return that share of n tokens in cells, rounded down because a budget is a hard cap. It may be 0."""
+    """Return a share of n tokens in cells, rounded down because a budget is a hard cap; 0 is possible."""
     return int(n * percent / 100)
 
 
@@ -144,8 +144,8 @@ class Fitted(NamedTuple):
 def fit_cells(spec: policies.PolicySpec, run: RunOptions, info: ModelInfo, n_ctx: int) -> Fitted | None:
     """Fit the policy of a run before its model is loaded. info: the model's header.
 
-    None if that needs the loaded model: for a budget in bytes, whose parameters are checked here, and for a
-    policy that never evicts. Raises UsageError.
+    Return None if fitting needs the loaded model: for a policy that never evicts, and for a budget in bytes.
+    For the latter, only the policy's parameters are checked here. Raises UsageError.
     """
     if not spec.kind.evicts:
         return None
@@ -173,8 +173,8 @@ def fit_run(
 def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Layers) -> Fitted:
     """Fit the policy to the budget. layers: the model's.
 
-    A budget in bytes includes the batch if that may exceed the budget. Raises UsageError with the smallest
-    budget that works.
+    A budget in bytes also pays for the batch, unless every token is scored: then no batch may exceed the
+    budget. Raises UsageError with the smallest budget that works.
     """
     wanted = run.n_batch or run.default_n_batch
     n, n_batch = budget.cells(layers, wanted, run.type_k, run.type_v)

@@ -1,4 +1,4 @@
-"""Draft tokens: from --draft to what proposes them."""
+"""Draft tokens: how many a step may have, and the drafters that --draft asks for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOOKUP, _OFF = "lookup", "off"
 def max_draft_tokens(run: RunOptions, layers: Layers, kind: type[Policy], n_batch: int) -> int:
     """Return the maximum number of draft tokens in a step.
 
-    Raises UsageError if the user gave --draft and the model or the policy cannot take draft tokens back.
+    Raises UsageError if the user gave --draft and the model or the policy does not work with draft tokens.
     """
     if not isinstance(run, WriteOptions) or run.draft == _OFF:
         return 0
@@ -39,9 +39,9 @@ def max_draft_tokens(run: RunOptions, layers: Layers, kind: type[Policy], n_batc
 
 
 class Drafts:
-    """Makes drafters for the engines of a run; `opened` makes the object.
+    """Maker of drafters for the engines of a run. `opened` creates it.
 
-    draft_model: proposes tokens where lookup finds none; None if there is no such model.
+    draft_model: model that drafts tokens where lookup finds none; None if --draft names no model.
     """
 
     def __init__(self, draft_model: Model | None) -> None:
@@ -75,7 +75,7 @@ def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
         return
     from kvtool.drafts.model import check_vocabulary
 
-    # workers compute the large model alone
+    # the workers of --rpc compute only the large model
     with loaded_model(replace(run, rpc=None), find_model(name).path) as draft_model:
         check_vocabulary(model, draft_model)
         with closing(Drafts(draft_model)) as drafts:

@@ -58,7 +58,8 @@ class _LengthOptions(Options):
 class GenerationOptions(Sampling, _LengthOptions):
     """Options of generated text, with llama.cpp's defaults.
 
-    If both a grammar and a schema are set, the typed one is used. Raises UsageError if both were typed.
+    If both a grammar and a schema are set, the typed one is used. Raises UsageError if both or neither were
+    typed.
     """
 
     temp: float = redeclared(Sampling, "temp", 0.8)
@@ -110,7 +111,7 @@ class GenerationOptions(Sampling, _LengthOptions):
         names = {each: field for field, option in declared(cls).items() for each in option.names(field)}
         name = name.lstrip("-").replace("-", "_")
         if name not in names:
-            # suggest the field, also if the name resembles a request's
+            # suggest the field even if the name resembles only a request's name for it
             similar = dict.fromkeys(names[each] for each in alike(name, names))
             hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
             raise UsageError(f"there is no setting {name}.{hint} There are: {', '.join(declared(cls))}")

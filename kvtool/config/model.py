@@ -28,9 +28,9 @@ def find_model(name: str | None, find: Find = resolve.resolve) -> ModelInfo:
 
 @contextmanager
 def loaded_model(run: RunOptions, path: Path, *, guarded: bool = False) -> Iterator[Model]:
-    """Load the model onto the devices of the options, and free it at the end. Raises KvtoolError.
+    """Load the model onto the devices that the options name; free it at the end. Raises KvtoolError.
 
-    guarded: a crash of compiled code ends the process with one line.
+    guarded: if compiled code crashes, end the process with one line on stderr.
     """
     from kvtool.llama import crash
     from kvtool.llama.log import set_verbose

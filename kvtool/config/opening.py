@@ -36,7 +36,7 @@ class Opened:
     info
         Header of its model.
     run
-        Options in effect; the policy differs from the requested one if the model cannot run that.
+        Options in effect, with another policy if the default one, recall, does not work (`replace_recall`).
     notes
         Lines for the user about options that were changed.
     """
@@ -70,7 +70,7 @@ def open_run(
     find
         Finds the model's file.
     guarded
-        True if a crash of compiled code ends the process with one line; for programs.
+        True if a crash of compiled code should end the process with one line; for command-line programs.
     n_output
         Maximum tokens of a step that give logits; ignored if all tokens are scored.
 
@@ -130,7 +130,7 @@ def check_read_once(run: RunOptions, policy: str) -> None:
 
 
 def replace_recall(run: RunOptions, kind: type[Policy], layers: Layers) -> tuple[RunOptions, str | None]:
-    """Replace a default policy that cannot recall with this model or these positions.
+    """Replace the default policy, recall, if it does not work with this model or these positions.
 
     Returns the options, and a note if the policy was replaced. kind: the policy. layers: of the loaded model.
     """

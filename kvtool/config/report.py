@@ -33,7 +33,7 @@ def report(engine: Engine, policy: str) -> dict[str, Any]:
 
 
 def budget(record: Mapping[str, Any]) -> int:
-    """Return the maximum cells of a row, from a report; the mean over rows that share a budget."""
+    """Return a report's maximum cells per row; if rows share a budget, the mean over the rows."""
     is_shared = "adaptive" in (record["params"].get(name) for name in ("heads", "layers"))
     return int(record["asked"] if is_shared else record["budget"])
 
@@ -57,9 +57,9 @@ def archive_line(record: Mapping[str, Any]) -> str:
 
 
 def archive_limit(engine: Engine, n_slot: int = 1, *, brief: bool = False) -> str | None:
-    """Return the line about the archive that older text goes to, and its limit; None without an archive.
+    """Return the line that says where older text goes, and the archive's limit; None without an archive.
 
-    n_slot: number of caches that have an archive each. brief: True leaves out the number of tokens.
+    n_slot: number of caches that each have an archive. brief: True leaves out the number of tokens.
     """
     archive = engine.context.archive
     if not archive:

@@ -73,7 +73,7 @@ class ChatFiles:
 
     @property
     def generation(self) -> GenerationOptions:
-        """Options of how tokens are sampled, with the chat's effort."""
+        """Options of generated text, with the chat's effort of thinking."""
         return self._generation.changed(think=self.chat.effort)
 
     def resume(self, path: Path) -> None:
@@ -157,7 +157,7 @@ class ChatFiles:
         """Write the session, if there is a path for it. An error is put in `unsaved`.
 
         undone: True after an undo: the session may lose the undone turns. is_new_turn: True after a new turn,
-        which is written even if the session holds an earlier chat to which more undo leads.
+        which is written even if the session holds an earlier chat that further undo would restore.
         """
         self.unsaved = self.previous_path = self.moved_archive = None
         self.recovered.clear()
@@ -212,7 +212,7 @@ class ChatFiles:
     def _holds_earlier_chat(self, path: Path) -> bool:
         """True if the session holds an earlier chat, and not a later one that was undone.
 
-        An earlier chat stays in the session: more undo leads back to it.
+        An earlier chat stays in the session, because further undo can lead back to it.
         """
         is_ours = self._saved is not None and self._saved["id"] == self.chat.id
         return self.has_previous and not is_ours and path.exists() and not any(self._recovered())
@@ -400,7 +400,10 @@ _FLAGS = {
 
 
 def _differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return pairs of differing options of two chats. A different model, policy or budget comes alone."""
+    """Return pairs of differing options of two chats.
+
+    If the model, the policy or the budget differs, only its pair is returned.
+    """
     theirs, ours = (each["parameters"] | each for each in (theirs, ours))
     names = [name for name in ours if name != "parameters" and theirs.get(name) != ours[name]]
     first = [name for name in ("model_sha256", "policy", "budget") if name in names][:1]

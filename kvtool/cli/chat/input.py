@@ -132,8 +132,8 @@ def goes_on(typed: str) -> bool:
 def with_files(text: str) -> str:
     """Return the text with each @path replaced by the text of the file.
 
-    A word with an @ that names no file stays if it does not look like a path, or if the text has several
-    lines: code has such words. Raises InputError for a path without a file, and for a file without text.
+    An @word that names no file stays if it does not look like a path, or if the text has several lines,
+    because code has such words. Raises InputError for other missing files, and for files that are not text.
     """
     is_line = "\n" not in text
 

@@ -103,7 +103,7 @@ class ReplyStream:
             styled = self._styled(word)
         width = cell_len(word)
         end = self._column + len(self._blanks) + width
-        # a word that is longer than a line is not broken, unless its script allows breaks anywhere
+        # without blanks before it, only a wide character may start a line: its script breaks anywhere
         may_break = not self._fence and (self._blanks or width > len(word))
         if may_break and self._column and end > self._console.width:
             parts.append(("\n" + " " * self._hang, ""))
@@ -113,7 +113,7 @@ class ReplyStream:
             self._column += len(self._blanks)
         if self._n_word == 0:
             is_bullet = _BULLET.fullmatch(word)
-            # a longer indentation does not belong to a list
+            # an indentation of half the width or more is not of a list
             self._hang = len(self._blanks) + (len(word) + 1 if is_bullet else 0)
             self._hang = self._hang if self._hang < self._console.width // 2 else 0
         parts += styled

@@ -45,13 +45,13 @@ class Terminal:
     tokens_per_s
         Speed of the last reply; 0 for a reply of at most one token.
     typed
-        Text at the next prompt.
+        Text to put at the next prompt.
     selects
-        True if typing replaces that text: it is a line that was refused.
+        True if typing replaces that text, because it is a line that was refused.
     edits
         True if the next turn replaces the last turn.
     last_typed
-        The last turn, mapped to its typed form, in which names stand for the texts of files.
+        Maps the last turn to its typed form, which has @names of files instead of their texts.
     keys
         The keyboard.
     """
@@ -125,7 +125,7 @@ class Terminal:
         lines[_N_LINES:] = ["..."] * (len(lines) > _N_LINES)
         self.console.print("\n> " + "\n  ".join(lines) + "\n")
         template = self.conversation.template
-        # with some templates the content lacks the thought
+        # with such templates the content lacks the thought
         splitter = Splitter(template.tags) if template.takes_thoughts else self.conversation.splitter()
         with ReplyView(self.console, splitter, plain=self.plain, hide=True) as out:
             out.write(reply)
@@ -272,7 +272,7 @@ class Keys:
 def _attributes(attributes: Any) -> Iterator[None]:
     """Set the terminal's attributes inside the block.
 
-    They are set again after Ctrl-Z and fg, as the shell changes them.
+    They are set again after Ctrl-Z and fg, because the shell changes them.
     """
     import termios
 

@@ -74,7 +74,7 @@ class Commands:
         typed, *text = line.split(maxsplit=1)
         rest = "".join(text)
         name = _ALIASES.get(typed.lower(), typed.lower())
-        # ignored, so that no command stops halfway
+        # ignore Ctrl-C, so that no command stops halfway
         signal.signal(signal.SIGINT, lambda *_: None)
         try:
             if name in self._with_text:
@@ -180,7 +180,7 @@ class Commands:
             self._think(value)
             return
         if given and name == "think_budget":
-            # the template may put it into the prompt
+            # the template may put the budget into the prompt
             budget = self.files.generation.set(name, value).think_budget
             if not self._rethink(self.conversation.effort, budget, f"/set {name} {value}"):
                 return

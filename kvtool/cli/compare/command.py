@@ -154,7 +154,7 @@ def compare(
     )
     common = of_runs.Common(identity | records.versions(), shared, len(tokens))
     if not names:
-        # policies with a reconstruction pass read a text twice; without values (MLA) none can be merged
+        # leave out policies that read a text twice, and, without values (MLA), those that merge values
         kinds = runnable()
         kinds = {name: kind for name, kind in kinds.items() if not kind.has_reconstruction()}
         names = [n for n, kind in kinds.items() if layers.has_values or not kind.may_merge()]
@@ -178,7 +178,7 @@ def compare(
 def _read(info: ModelInfo, text: TextSource, max_tokens: int | None) -> tuple[np.ndarray, str, int, Layers]:
     """Return the tokens i32[n], as for kvtool perplexity, and the SHA-256 of their text.
 
-    The last two are the model's: the size of the vocabulary, and the layers.
+    Also return the size of the model's vocabulary, and its layers.
     """
     import hashlib
 

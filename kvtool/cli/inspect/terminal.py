@@ -37,10 +37,10 @@ Line = list[tuple[str, int]]
 
 
 def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np.ndarray, last: int) -> None:
-    """Print a strip of the whole stream, and its last tokens, shaded by the share f64[n] of rows with each.
+    """Print a strip of the whole stream, and its last tokens, shaded by the share of rows that hold each.
 
-    archived: b1[n], True for tokens that only the archive holds. A terminal without 256 colours gets marks
-    below each line instead of shades.
+    share: f64[n]. archived: b1[n], True for tokens that only the archive holds. A terminal without 256
+    colours gets marks below each line instead of shades.
     """
     n, n_archived = len(texts), int(archived.sum())
     levels = _levels(share, archived)
@@ -50,7 +50,7 @@ def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np
     width = max(console.width - 1, 20)
     _print(console, _legend(shaded, n_archived > 0))
     _print(console, f"\nthe whole stream of {n:,} tokens, left to right:")
-    # without the line of blanks above the marks
+    # the last line only: above the marks is a line of blanks
     _print(console, draw(_strip(share, archived, width))[-1])
     heading = f"the last {last:,} tokens; {n - last:,} earlier ones are not shown" if n > last else "the text"
     _print(console, f"\n{heading}:\n")
@@ -168,7 +168,7 @@ def _levels(share: np.ndarray, archived: np.ndarray) -> list[int]:
 def _style(level: int) -> Style:
     if not level:
         return Style(color="color(244)")
-    # some terminals set it to "foreground;background"
+    # the variable is "foreground;background" in some terminals
     light = os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
     ground = (_LIGHT if light else _DARK)[level - 1]
     return Style(color=f"color({16 if ground in _BRIGHT else 231})", bgcolor=f"color({ground})")
@@ -198,7 +198,10 @@ def _legend(shaded: bool, has_archive: bool) -> str | Text:
 
 
 def _strip(share: np.ndarray, archived: np.ndarray, width: int) -> Line:
-    """Return a column for each equal part of the stream, by its mean share; ARCHIVED if most of it is."""
+    """Return a column for each equal part of the stream.
+
+    Its level is ARCHIVED if most of the part is archived, else that of the part's mean share.
+    """
     mean, is_archived = (
         np.array([part.mean() for part in np.array_split(of_tokens, min(width, len(share)))])
         for of_tokens in (share, archived)
