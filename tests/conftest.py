@@ -61,7 +61,8 @@ def _cases(items, sizes):
 def _shared(items):
     """Return the items to run without --long: all without a `share` mark, and a share of the marked ones.
 
-    n of each case: they take turns, so that each size is tried with some cases.
+    The mark's first argument n: items to run of each case. Successive cases start at successive items, so
+    that each size is tried with some cases.
     """
     marks = {item: mark for item in items if (mark := item.get_closest_marker("share"))}
     chosen = set(items) - set(marks)
@@ -114,19 +115,19 @@ def _for_all_workers(tmp_path_factory, name, write):
 
 @pytest.fixture(scope="session")
 def smol(smollm2, tmp_path_factory):
-    """A small random model of SmolLM2's name, which reads and chats as that does."""
+    """A small random model with SmolLM2's file name, tokenizer, chat template and trained context."""
     return _for_all_workers(tmp_path_factory, "smollm2-135m.gguf", partial(tiny.write_like, smollm2))
 
 
 @pytest.fixture(scope="session")
 def smollm2_f32(smollm2, tmp_path_factory):
-    """The same model in F32, in which reordered sums agree. 540 MB, which all workers share."""
+    """The real SmolLM2 in F32, where reordered sums agree. All workers share the file of 540 MB."""
     return _for_all_workers(tmp_path_factory, "smollm2-f32.gguf", partial(tiny.dequantize, smollm2))
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """tiny_model(n_head_kv=2, ...) -> path of a small random model, written once; arch="lfm2": that kind."""
+    """tiny_model(arch="lfm2", n_conv=3, ...) returns the path of a small random model, written once."""
     folder = tmp_path_factory.mktemp("tiny")
 
     def make(arch="llama", **shape):

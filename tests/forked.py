@@ -55,17 +55,17 @@ OPTIONS = {
 """Options of subprocess.Popen that a fork supports."""
 
 SUBREAPER = 36
-"""Linux's number of an attribute: while a process has it, orphans below it become its children."""
+"""PR_SET_CHILD_SUBREAPER of Linux: orphaned descendants of a process that sets it become its children."""
 
 LONGEST = 100_000
 """Maximum bytes of a request: it must fit into one message."""
 
 
 class Popen(subprocess.Popen):
-    """subprocess.Popen, as a fork where that can be.
+    """subprocess.Popen that starts a fork if it can, and else a new Python.
 
-    is_forked: whether it is one.
-    preexec_fn: a function that pickle finds by its name; with another one there is no fork.
+    is_forked: True if the process is a fork.
+    preexec_fn: a function that pickle finds by its name; any other starts a new Python.
     """
 
     is_forked = False
@@ -76,7 +76,7 @@ class Popen(subprocess.Popen):
         super().__init__(args, **options)
 
     def _execute_child(self, *how):
-        # in the order of Python 3.10 to 3.14
+        # positions of the arguments in Python 3.10 to 3.14
         args, _, before, _, _, folder, environment = how[:7]
         stdin, _, _, stdout, _, stderr = ends = how[10:16]
         number = None
@@ -89,7 +89,7 @@ class Popen(subprocess.Popen):
         self._close_pipe_fds(*ends)
 
     def _fork(self, args, before, folder, environment, streams):
-        """The number of a child that runs this; None where it cannot be a fork."""
+        """Return the process id of a fork that runs this program; None if no fork can run it."""
         words = [os.fsdecode(word) for word in args] if isinstance(args, list) else []
         if words[:1] != [sys.executable] or words[1:2] not in (["-m"], ["-c"]):
             return None
@@ -136,12 +136,12 @@ def run_python(*args, **options):
 
 
 def deaf():
-    """For preexec_fn: the end of a terminal does not end the process."""
+    """Ignore SIGHUP, so that closing the terminal does not end the process. For preexec_fn."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 class Source:
-    """A process that has imported kvtool, and forks. Raises OSError where there can be none."""
+    """A process that has imported kvtool and forks on request. Raises OSError if forks would not work."""
 
     def __init__(self, environment):
         if not sys.platform.startswith("linux"):
@@ -160,7 +160,7 @@ class Source:
             raise OSError("it has threads, which its forks would lack")
 
     def fork(self, message, streams):
-        """The number of the fork, which is a child of this process."""
+        """Return the process id of a new fork, which is a child of this process."""
         self._libc.prctl(SUBREAPER, 1, 0, 0, 0)
         try:
             socket.send_fds(self._socket, [message], streams)
@@ -180,7 +180,10 @@ _sources: dict[frozenset[tuple[str, str]], list[Source | None]] = {}
 
 
 def _source(environment):
-    """The one for programs in this environment; None for the first of them, since the next may never come."""
+    """Return the Source for this environment; None if there is none.
+
+    The first program of an environment gets none, since a second one may never come.
+    """
     key = frozenset(item for item in environment.items() if not item[0].startswith(READ_LATE))
     if key not in _sources:
         _sources[key] = []
@@ -204,7 +207,7 @@ def _close():
 
 
 def _main(number):
-    """Fork once per request until the requests end. Returns only in the forks, with the request to serve."""
+    """Fork once per request. Return the request in each fork, and None in this process when requests end."""
     sys.path[0] = str(ROOT)
     # Ctrl-C is for the tests
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -231,7 +234,7 @@ def _main(number):
             return message, streams, imported
         os.close(theirs)
         child = os.read(ours, 16)
-        # only now the child is an orphan
+        # once `between` has ended, the child is an orphan, and the tests' process becomes its parent
         os.waitpid(between, 0)
         for each in (ours, *streams):
             os.close(each)
@@ -265,7 +268,7 @@ def _become(message, streams, imported):
 
 def _stream(number, was, name):
     """Open a standard stream as Python does at start-up, with this process's encoding and buffering."""
-    # $PYTHONUNBUFFERED
+    # True if $PYTHONUNBUFFERED is set
     is_through = was.write_through
     if number and is_through:
         raw = buffer = open(number, "wb", 0, closefd=False)  # noqa: SIM115

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 PATIENCE_S = 300
-"""Seconds after which a test gives up: it hangs. On a busy machine too everything takes far less."""
+"""Seconds after which a test gives up as hanging: all steps take far less, even on a busy machine."""
 
 POLICY = '''
 """The newest tokens stay; an eviction waits for a file."""

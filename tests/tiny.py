@@ -1,4 +1,4 @@
-"""Small GGUF models for the tests: random ones from nothing, exact ones from a quantized file."""
+"""Small GGUF models for the tests: random ones, and F32 copies of quantized files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 
 ROPE_ARCH = {"norm": "llama", "neox": "qwen2"}
-"""Two architectures of one layout that llama.cpp rotates differently: pairs (2i, 2i+1) and (i, i + d/2)."""
+"""Two architectures with the same tensors. llama.cpp rotates pairs (2i, 2i+1) or (i, i + d/2) of keys."""
 
 N_SPECIAL = 3
 """<unk>, <s> and </s> come first; the 256 bytes follow in order."""
@@ -57,7 +57,7 @@ def write_llama(
     Unless space_prefix or add_bos is set, tokenizing adds no BOS token and detokenizing gives the same text.
     The output rows of special tokens are zero, so greedy text rarely ends.
     letters: the output rows of byte tokens are also zero: the model writes letters and blanks.
-    n_head_kv: one for each layer with arch="deci", which is llama in all else.
+    n_head_kv: an int, or one for each layer with arch="deci", which is otherwise like llama.
     """
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
     writer = start(path, arch or ROPE_ARCH[rope], n_ctx_train, *sizes, space_prefix, add_bos)
@@ -74,7 +74,7 @@ def write_llama(
 
 
 def write_vocab(path, *, control=(), words=(), space_prefix=False, add_bos=False):
-    """Writes the same tokenizer alone, with more control tokens and user-defined ones."""
+    """Write a GGUF that has only write_llama's tokenizer, with control tokens and user-defined `words` added."""
     n_vocab = N_SPECIAL + 257 + 52 * 52 + len(control) + len(words)
     writer = _sized(path, "llama", 1024, 1, 1, 1, 32, 64, n_vocab)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -97,7 +97,10 @@ def write_gemma3(
     chat_template=None,
     seed=0,
 ):
-    """The same of architecture gemma3: every pattern-th layer attends to the whole stream, the rest slide."""
+    """Write a model as write_llama does, of architecture gemma3.
+
+    Every pattern-th layer attends to the whole stream; the rest have a sliding window.
+    """
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
     writer = start(path, "gemma3", n_ctx_train, *sizes)
     writer.add_key_length(head_dim)
@@ -116,8 +119,8 @@ def write_like(
 ):
     """Write a random F32 llama with the tokenizer, chat template and trained context of another model.
 
-    It writes words of ASCII letters, and the characters that end strings and objects often enough for JSON.
-    Tests use it where they need a model's tokens and nothing else of it.
+    The new model writes words of ASCII letters, and quotes, braces and digits often enough that JSON ends.
+    Tests use it where they need only the tokens of the other model.
     """
     reader = gguf.GGUFReader(src)
     arch = reader.fields["general.architecture"].contents()
@@ -130,7 +133,7 @@ def write_like(
     writer.add_rope_dimension_count(head_dim)
     _copy_metadata(reader, writer, "tokenizer.chat_template", only="tokenizer.")
     writer.add_chat_template(chat_template or reader.fields["tokenizer.chat_template"].contents())
-    # \u0120: a blank, as such tokenizers write it
+    # \u0120: a blank in byte-level BPE tokens
     words = [bool(re.fullmatch("\u0120[A-Za-z]+", token)) for token in tokens]
     scale = np.array(words, np.float32)
     for token in '"}123':
@@ -151,9 +154,10 @@ def start(
     space_prefix=False,
     add_bos=False,
 ):
-    """A writer that has what every architecture here has in its header.
+    """Return a GGUFWriter with the tokenizer and the header fields that all architectures here have.
 
-    n_head, n_head_kv: one, or one for each layer. An embedding is as long as the fewest query heads.
+    n_head, n_head_kv: an int, or one for each layer. The embedding has head_dim numbers per query head of the
+    layer with the fewest.
     """
     if any(n_kv and n % n_kv for n, n_kv in np.broadcast(n_head, n_head_kv)):
         raise ValueError(f"n_head must be a multiple of n_head_kv ({n_head_kv}), got {n_head}")
@@ -177,7 +181,7 @@ def _sized(path, arch, n_ctx_train, n_layer, n_head, n_head_kv, head_dim, n_ff, 
 
 
 class Tensors:
-    """Random F32 tensors for a writer, which all come from one generator, one after the other."""
+    """Random F32 tensors for a writer. One generator draws them in the order of the calls."""
 
     def __init__(self, writer, n_embd, seed):
         self.writer = writer
@@ -185,7 +189,7 @@ class Tensors:
         self.rng = np.random.default_rng(seed)
 
     def matrix(self, n_out, n_in, std=1.0, *, of=()):
-        """[*of, n_out, n_in], which turns entries of size 1 into entries of size std."""
+        """Return a matrix [*of, n_out, n_in] whose outputs have size std for inputs of size 1."""
         return (self.rng.standard_normal((*of, n_out, n_in)) * (std / np.sqrt(n_in))).astype(np.float32)
 
     def norm(self, n=None, size=1.0):
@@ -197,7 +201,7 @@ class Tensors:
     def add_ends(self, n_vocab, *, tied=False, n_silent=N_SPECIAL, output_norm="output_norm", scale=None):
         """Write the tensors before and after the layers.
 
-        n_silent: tokens that are not written. scale: of the logits of each token.
+        n_silent: first tokens, whose output rows are zero. scale: factor of each token's logits, or None.
         """
         embd = self.rng.standard_normal((n_vocab, self.n_embd)).astype(np.float32)
         embd[:N_SPECIAL] *= not tied
@@ -213,7 +217,7 @@ class Tensors:
             self.writer.add_tensor("output.weight", output)
 
     def attention(self, n_head, n_head_kv, head_dim):
-        """A layer's own, by name."""
+        """Return the attention tensors of a layer, by name."""
         return {
             "attn_norm": self.norm(),
             "attn_q": self.matrix(n_head * head_dim, self.n_embd, Q_STD),
@@ -263,7 +267,7 @@ def _add_tensors(
     for i, n in enumerate(np.broadcast_to(n_head_kv, n_layer).tolist()):
         tensors.add_layer(i, tensors.attention(n_head, n, head_dim) | tensors.feed_forward(n_ff))
         if gemma:
-            # small outputs: llama.cpp looks GELU up in an f16 table
+            # small outputs (post_ffw_norm), since llama.cpp looks GELU up in an inexact f16 table
             tensors.add_layer(
                 i,
                 {
@@ -277,7 +281,7 @@ def _add_tensors(
 
 
 def _add_tokenizer(writer, n_vocab, space_prefix, add_bos, control=(), words=()):
-    """SentencePiece: special tokens, the bytes, a space, as many pairs of letters as fit, and more tokens."""
+    """Add a SentencePiece tokenizer: special tokens, bytes, a space, letter pairs that fit, control, words."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
     if n_vocab < len(tokens):
         raise ValueError(f"n_vocab must be at least {len(tokens)}, got {n_vocab}")
@@ -348,7 +352,7 @@ def split(src, prefix, n):
         writer.add_uint16("split.no", number)
         writer.add_uint16("split.count", n)
         writer.add_int32("split.tensors.count", len(reader.tensors))
-        # every n-th tensor: which part has it is left to the file
+        # every n-th tensor, since any part may hold any tensor
         for tensor in reader.tensors[number::n]:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
         writer.write_header_to_file()

@@ -1,9 +1,9 @@
-"""Small random GGUFs of architectures of which llama.cpp's own test-llama-archs writes none that runs.
+"""Small random GGUFs of architectures for which llama.cpp's own test-llama-archs writes none that runs.
 
     python -m tests.tiny_archs DIR
 
-Writes NAME.gguf for each into the folder DIR, with the trained context of llama.cpp's own. Chameleon is left
-out: of several tokens' logits, llama.cpp hides its image tokens in the first one's alone.
+Writes NAME.gguf for each into the folder DIR, with the trained context of llama.cpp's own files. Chameleon is
+left out: in a batch, llama.cpp hides image tokens only in the logits of the first token.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _add_expert_sizes(writer, n_dense):
 
 
 def write_apertus(path, *, n_layer=2, n_ctx_train=1024, seed=0):
-    """RoPE with factors. No gate in the feed-forward network, but xIELU, with numbers of each layer's own."""
+    """RoPE with factors. The feed-forward network has no gate but xIELU, with numbers for each layer."""
     writer = _start(path, "apertus", n_ctx_train, n_layer)
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_xielu_alpha_n([0.9, 0.6])
@@ -94,7 +94,7 @@ def write_apertus(path, *, n_layer=2, n_ctx_train=1024, seed=0):
 
 
 def write_bitnet(path, *, n_layer=2, n_ctx_train=1024, seed=0):
-    """A norm before the last matrix of attention and feed-forward; a factor a matrix; tied embeddings."""
+    """A norm before the last matrix of attention and feed-forward; one factor per matrix; tied embeddings."""
     writer = _start(path, "bitnet", n_ctx_train, n_layer)
     tensors = Tensors(writer, N_EMBD, seed)
     tensors.add_ends(N_VOCAB, tied=True)
@@ -107,7 +107,7 @@ def write_bitnet(path, *, n_layer=2, n_ctx_train=1024, seed=0):
 
 
 def write_deepseek2_ocr(path, *, n_layer=3, n_ctx_train=1024, seed=0):
-    """Plain attention with a KV head for each query head; experts behind the first layer."""
+    """Plain attention with a KV head for each query head; experts after the first layer."""
     writer = _start(path, "deepseek2-ocr", n_ctx_train, n_layer, n_head_kv=N_HEAD)
     _add_expert_sizes(writer, 1)
     tensors = Tensors(writer, N_EMBD, seed)
@@ -119,9 +119,9 @@ def write_deepseek2_ocr(path, *, n_layer=3, n_ctx_train=1024, seed=0):
 
 
 def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
-    """Every fifth of 20 layers attends to all. Two more read layers 18 and 19, the first of which slides."""
-    # not in the header: layers with cells, states of a token (AltUp), the size of a layer's additional input,
-    # and the rank of LAuReL's bypass
+    """Every fifth of 20 layers attends to all tokens. Two more layers read the cells of layers 18 and 19."""
+    # sizes that the header does not have: layers with cells, states of a token (AltUp), the size of a layer's
+    # additional input, and the rank of LAuReL's bypass
     n_own, n_state, n_input, rank = 20, 4, 256, 64
     slides = [i % 5 < 4 for i in range(n_own)] + [True, False]
     n_layer = len(slides)
@@ -143,7 +143,7 @@ def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
         tensors.add_layer(
             i,
             tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM)
-            # logits are not scaled
+            # norms divide by sqrt(HEAD_DIM), since gemma3n does not scale attention logits
             | _qk_norms(tensors, HEAD_DIM**-0.25)
             | tensors.feed_forward(N_FF)
             | {
@@ -152,14 +152,14 @@ def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
                 "laurel_r": tensors.matrix(N_EMBD, rank),
                 "laurel_post_norm": tensors.norm(),
                 "altup_router_norm": tensors.norm(),
-                # undoes the division of its input
+                # as large as N_EMBD, by which llama.cpp divides the router's input
                 "altup_router": tensors.matrix(n_state, N_EMBD, N_EMBD),
                 "altup_predict_coef": tensors.matrix(n_state**2, n_state, 0.1),
                 "altup_correct_coef": tensors.matrix(n_state, n_state, 0.1),
                 "altup_correct_scale": tensors.norm(),
                 "inp_gate": tensors.matrix(n_input, N_EMBD),
                 "proj": tensors.matrix(N_EMBD, n_input),
-                # llama.cpp looks its GELU up in a table of f16
+                # small, since llama.cpp looks GELU up in an inexact f16 table
                 "post_ffw_norm": tensors.norm(size=0.1),
                 "post_norm": tensors.norm(size=0.1),
             },
@@ -168,7 +168,7 @@ def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
 
 
 def write_plm(path, *, n_layer=2, n_latent=48, n_ctx_train=1024, seed=0):
-    """Values and half of each key come from a latent. The other half is the same in all heads, and turns."""
+    """Values and half of each key come from a latent. The other half is the same in all heads, and is rotated."""
     n_nope = n_rot = n_value = HEAD_DIM
     writer = _start(path, "plm", n_ctx_train, n_layer, n_head_kv=N_HEAD)
     writer.add_key_length(n_nope + n_rot)
@@ -218,7 +218,7 @@ def write_step35(path, *, window=16, n_ctx_train=1024, seed=0):
     writer.add_swiglu_clamp_shexp([0.0, 0.0, 0.0, 1.5, 1.5])
     tensors = Tensors(writer, N_EMBD, seed)
     tensors.add_ends(N_VOCAB)
-    # as many as a whole key would need: half are never read
+    # enough factors for a whole key, though half are never read
     writer.add_tensor("rope_freqs.weight", np.repeat(np.float32([1, 8, 100]), [4, 4, 8]))
     for i in range(n_layer):
         tensors.add_layer(

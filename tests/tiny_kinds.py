@@ -1,4 +1,4 @@
-"""Small random GGUFs, one of each kind of model: as tests/tiny.py writes plain ones."""
+"""Small random GGUFs of other architectures than the plain ones of tests/tiny.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ N_EMBD = N_HEAD * HEAD_DIM
 
 
 def write(arch, path, /, **shape):
-    """Writes a model of that architecture, of this file or tests/tiny.py."""
+    """Write a model of architecture `arch`, by the function of this file or of tests/tiny.py."""
     name = f"write_{arch}"
     (globals().get(name) or getattr(tiny, name))(path, **shape)
 
@@ -39,15 +39,18 @@ def _write_plain(writer, n_layer, seed):
 
 
 def write_smollm3(path, *, n_layer=5, n_ctx_train=1024, seed=0):
-    """The fourth layer knows no positions."""
+    """The fourth layer does not rotate its keys (NoPE)."""
     writer = _start(path, "smollm3", n_ctx_train, n_layer)
     writer.add_rope_dimension_count(HEAD_DIM)
     _write_plain(writer, n_layer, seed)
 
 
 def write_qwen2vl(path, *, n_layer=2, n_ctx_train=1024, seed=0):
-    """Four sections of positions, the last of which is 0 in a text; then they begin again. With biases."""
-    # llama.cpp does not read this architecture's
+    """M-RoPE: four sections of pairs, each with its own position; the last position is 0 in a text.
+
+    The sections have 13 of the 16 pairs; the rest start over with the first section. Attention has biases.
+    """
+    # llama.cpp does not read this architecture's eps
     writer = _start(path, "qwen2vl", n_ctx_train, n_layer, eps=1e-12)
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_rope_dimension_sections([5, 4, 2, 2])
@@ -91,7 +94,7 @@ def write_gpt_oss(path, *, n_layer=4, n_expert=2, window=16, n_ctx_train=1024, s
                 "post_attention_norm": tensors.norm(),
                 "ffn_gate_inp": tensors.matrix(n_expert, N_EMBD),
                 "ffn_gate_inp.bias": tensors.bias(n_expert),
-                # some are beyond the limit of 7
+                # so large that some activations exceed SwiGLU's limit of 7
                 "ffn_gate_exps": tensors.matrix(N_FF, N_EMBD, 4, of=[n_expert]),
                 "ffn_gate_exps.bias": tensors.bias(n_expert, N_FF),
                 "ffn_up_exps": tensors.matrix(N_FF, N_EMBD, 4, of=[n_expert]),
@@ -104,7 +107,7 @@ def write_gpt_oss(path, *, n_layer=4, n_expert=2, window=16, n_ctx_train=1024, s
 
 
 def write_lfm2(path, *, n_head_kv=(0, 2, 0, 2, 0), n_conv=3, n_ctx_train=1024, seed=0):
-    """Layers without KV heads convolve: each sees n_conv tokens; its state has all but the newest."""
+    """Layers without KV heads convolve the last n_conv tokens. Their state holds all of them but the newest."""
     n_layer = len(n_head_kv)
     writer = _start(path, "lfm2", n_ctx_train, n_layer, list(n_head_kv))
     writer.add_shortconv_l_cache(n_conv)
@@ -128,7 +131,7 @@ def write_lfm2(path, *, n_head_kv=(0, 2, 0, 2, 0), n_conv=3, n_ctx_train=1024, s
 
 
 def write_maincoder(path, *, n_layer=2, n_ctx_train=1024, seed=0):
-    """The weights of the norm of queries and keys come behind their rotation."""
+    """Queries and keys are normalized, with weights, after their rotation."""
     writer = _start(path, "maincoder", n_ctx_train, n_layer)
     writer.add_rope_dimension_count(HEAD_DIM)
     tensors = Tensors(writer, N_EMBD, seed)
@@ -141,7 +144,7 @@ def write_maincoder(path, *, n_layer=2, n_ctx_train=1024, seed=0):
 
 
 def write_refact(path, *, n_layer=2, n_ctx_train=1024, seed=0):
-    """Attention falls with distance (ALiBi); keys do not turn."""
+    """Attention falls with distance (ALiBi); keys are not rotated."""
     _write_plain(_start(path, "refact", n_ctx_train, n_layer), n_layer, seed)
 
 
@@ -179,7 +182,7 @@ def write_gpt2(path, *, n_layer=2, n_ctx_train=1024, seed=0):
             "attn_output": own["attn_output"],
             "ffn_norm": feed["ffn_norm"],
             "ffn_up": feed["ffn_up"],
-            # llama.cpp looks its GELU up in a table of f16
+            # small, since llama.cpp looks GELU up in an inexact f16 table
             "ffn_down": 0.1 * feed["ffn_down"],
         }
         biases = {f"{name}.bias": tensors.bias(tensor.shape[0]) for name, tensor in layer.items()}
@@ -188,7 +191,7 @@ def write_gpt2(path, *, n_layer=2, n_ctx_train=1024, seed=0):
 
 
 def write_deepseek32(path, *, n_index_head=64, n_index=128, top_k=512, **shape):
-    """As write_deepseek2, and an index, which chooses top_k cells for a query."""
+    """Write a model as write_deepseek2 does, with an index that chooses top_k cells for each query."""
 
     def add_index(writer):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
@@ -221,10 +224,10 @@ def write_deepseek2(
     add_keys=lambda writer: None,
     more=lambda tensors, q_rank: {},
 ):
-    """One row a layer. Queries are projected through q_rank numbers, or directly with q_rank=0.
+    """One row per layer. Queries are projected through q_rank numbers, or directly with q_rank=0.
 
     llama.cpp multiplies quantized keys by a Hadamard matrix if their size is a multiple of 64, as here.
-    add_keys, more: add the header fields and the tensors of each layer that another architecture has.
+    add_keys, more: functions that add header fields and layer tensors of another architecture.
     """
     n_nope, n_value = 32, 40
     writer = _start(path, arch, n_ctx_train, n_layer, 1)
@@ -269,7 +272,7 @@ def write_deepseek2(
 
 
 def write_gemma4(path, *, window=16, n_ctx_train=1024, seed=0):
-    """Layers 2 and 3 are read by two more each, the first of which slides."""
+    """Layers 4 to 7 have no cells: they read those of layer 2, which slides, or of layer 3, which does not."""
     slides = [True, False, True, False, True, False, False, True]
     n_layer, n_own = len(slides), 4
     writer = _start(path, "gemma4", n_ctx_train, n_layer, eps=1e-6)
@@ -287,12 +290,12 @@ def write_gemma4(path, *, window=16, n_ctx_train=1024, seed=0):
     writer.add_final_logit_softcapping(20.0)
     tensors = Tensors(writer, N_EMBD, seed)
     tensors.add_ends(N_VOCAB)
-    # pairs of layers that do not slide: the last quarter hardly turns
+    # factors of layers that do not slide: the last quarter of the pairs hardly rotates
     factors = np.repeat(np.float32([1, 4, 1e30]), [8, 4, 4])
     writer.add_tensor("rope_freqs.weight", factors)
     for i in range(n_layer):
         own = tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM) | {
-            # logits are not scaled
+            # norms divide by sqrt(HEAD_DIM), since gemma4 does not scale attention logits
             "attn_q_norm": tensors.norm(HEAD_DIM, Q_STD * HEAD_DIM**-0.25),
             "attn_k_norm": tensors.norm(HEAD_DIM, K_STD * HEAD_DIM**-0.25),
         }
@@ -300,7 +303,7 @@ def write_gemma4(path, *, window=16, n_ctx_train=1024, seed=0):
             own = {name: own[name] for name in own if name not in ("attn_k", "attn_k_norm", "attn_v")}
         behind = {
             "post_attention_norm": tensors.norm(size=0.5 * N_EMBD**0.5),
-            # llama.cpp looks its GELU up in a table of f16
+            # small, since llama.cpp looks GELU up in an inexact f16 table
             "post_ffw_norm": tensors.norm(size=0.1),
         }
         tensors.add_layer(i, own | tensors.feed_forward(N_FF) | behind)

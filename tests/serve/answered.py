@@ -1,4 +1,4 @@
-"""A server's answers in this process, in the words that a test dictates."""
+"""A server's slot in the tests' process, whose replies a test dictates."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from kvtool.serve.store.chats import ChatStore
 class Answering:
     """A slot whose replies a test dictates.
 
-    slot: the `Slot`. dictated: texts of the next replies, markers as tokens; without one the model writes.
-    prompt: all that the engine had when the last reply was begun, markers written out; prompt_tokens: its
-    tokens.
+    slot: the `Slot`.
+    dictated: texts of the next replies, with markers as tokens; when it is empty, the model writes.
+    prompt, prompt_tokens: the engine's text and tokens when the last dictated reply began.
     """
 
     def __init__(self, slot, defaults):
@@ -50,14 +50,14 @@ class Answering:
         sampler.sample = sample
 
     def request(self, body, api="chat"):
-        """The request of a body of this interface: "chat", "messages" or "responses"."""
+        """Return the request for a body of this interface: "chat", "messages" or "responses"."""
         if api == "chat":
             return requests.chat(body, self.defaults)
         as_chat = {"messages": anthropic, "responses": responses}[api].as_chat
         return requests.chat(*_apart(as_chat(body), self.defaults))
 
     def __call__(self, messages, said=None, api="chat", **more):
-        """The last event of an answer. said: the text of the reply."""
+        """Return the last event of an answer. said: text of the reply; with None the model writes."""
         body = {"input" if api == "responses" else "messages": messages}
         body |= {"max_output_tokens" if api == "responses" else "max_tokens": 200}
         self.dictated = [] if said is None else [said]
@@ -78,7 +78,7 @@ class Answering:
 
     @property
     def text(self):
-        """All that the engine has, markers written out."""
+        """Text of all tokens that the engine has read, with markers written out."""
         writer = self.slot.writer
         pieces = (self.slot.model.piece(token, special=True) for token in writer.tokens.tolist())
         return b"".join(pieces).decode()
@@ -91,7 +91,7 @@ def _apart(translated, defaults):
 
 @contextmanager
 def answering(model, source, folder, policy="full", budget=64, **defaults):
-    """Open the model with this chat template; yield what answers."""
+    """Open an engine on the model with this chat template; yield its Answering."""
     recall = ["search=all"] if policy == "recall" else []
     fitted = policies.fit(policy, 2048 if policy == "full" else budget, None, recall)
     with closing(Engine(model, fitted, Settings(n_batch=32, n_threads=1))) as engine:

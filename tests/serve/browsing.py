@@ -18,7 +18,7 @@ from tests.serve.serving import serving
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "microsoft-edge")
 
-# replaces fetch: a check answers the page's requests, with say, end, refuse and lose
+# replaces fetch: a test answers the page's requests with begin, say, end, refuse and lose
 FAKE = """() => {
   const fetched = window.fetch;
   window.asked = [];

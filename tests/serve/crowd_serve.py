@@ -3,8 +3,8 @@
     python -m tests.serve.crowd_serve --models tiny smollm2-135m --policies h2o recall --budgets 64 128
 
 The clients ask, repeat a question, change earlier messages, and disconnect in the middle of streams; some
-start with the same messages. At temperature 0 a server that has only one chat must give every whole answer
-again. This shows that no text of a chat gets into another chat, and that nothing stays of a message that was
+start with the same messages. At temperature 0, every whole answer must come again if its chat is replayed
+alone. This shows that no text of a chat gets into another chat, and that nothing stays of a message that was
 replaced.
 """
 
@@ -28,10 +28,13 @@ from tests.serve.serving import serving
 
 WORDS = ("stone", "river", "lamp", "bread", "iron", "music", "winter", "paper", "garden", "thunder", "window")
 EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
-"""A step for several chats rounds differently; a half-precision cache would enlarge the difference."""
+"""Steps for one chat and for several round differently; a half-precision cache would enlarge this."""
 
 RECALL = ("-o", "search=all", "--archive-type", "f32")
-"""Options with which the steps of a prompt change no reply. A chat that goes back reads it in other steps."""
+"""Options with which a reply does not depend on the steps that read the prompt.
+
+A chat that goes back reads its prompt in other steps.
+"""
 
 SYSTEMS = [None, "Be helpful.", "Answer in few words, please. " * 10]
 """System prompts; the server stores the last one separately, which takes 512 cells."""
@@ -91,7 +94,7 @@ class Client:
 
     messages: its chat so far.
     answers: each answer it got, by the JSON of the messages before it.
-    did: how often it did what.
+    did: how often it took each kind of action.
     """
 
     def __init__(self, url, number, seed, systems):

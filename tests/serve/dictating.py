@@ -87,7 +87,7 @@ class _ProxyHandler(BaseHTTPRequestHandler):
             parts = iter(partial(answer.read1, 1 << 16), b"")
             self._answer(answer, parts, noted)
         finally:
-            # a client that has disconnected disconnects the proxy too: the server ends the answer
+            # disconnect when the client has, so that the server ends the answer
             link.close()
             self.close_connection = True
 

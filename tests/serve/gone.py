@@ -9,7 +9,7 @@ import http.client
 import json
 
 GONE = (OSError, http.client.HTTPException)
-"""Errors of a client whose server is killed, wherever the request or the answer is then.
+"""Errors of a client whose server is killed at any point of a request or an answer.
 
 ValueError is not among them: no part of an answer is read as JSON unless the part is whole.
 """

@@ -31,7 +31,7 @@ class Here:
         self._loop = asyncio.new_event_loop()
 
     def ask(self, path, body=None, method="POST", **how):
-        """The answer to one request, complete. how: as for httpx."""
+        """Return the complete answer to one request. how: arguments of httpx's `request`."""
 
         async def asked():
             way = httpx.ASGITransport(self._app, raise_app_exceptions=False)
@@ -41,15 +41,15 @@ class Here:
         return self.run(asked())
 
     def run(self, work):
-        """The result of a coroutine."""
+        """Run a coroutine; return its result."""
         return self._loop.run_until_complete(work)
 
     def close(self):
-        """Frees what requests needed; after the engine."""
+        """Close the event loop of the requests. Call it after the engine has ended."""
         self._loop.close()
 
     def chat(self, messages, **more):
-        """(message, usage) of a chat's answer."""
+        """Return (message, usage) of the answer to these messages."""
         answer = self.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 6, **more})
         assert answer.status_code == 200, answer.text
         found = answer.json()
@@ -58,7 +58,7 @@ class Here:
 
 @contextmanager
 def here(model, **options):
-    """Serves a model, greedily unless a request says otherwise. options: fields of `WriteRun`."""
+    """Serve a model, greedily unless a request sets a temperature. options: fields of `WriteOptions`."""
     raw = {"model": str(model), "threads": 1, **options}
     run, generation = WriteOptions.from_values(raw, given=raw), serve._RequestDefaults(temp=0)
     site = Site("here", run.policy, JobQueue(64), Defaults(generation.sampling()))

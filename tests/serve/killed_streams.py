@@ -53,7 +53,7 @@ class Life:
         self._n_turn, self._n_delta = rng.randint(0, 2), rng.randint(1, 30)
 
     def seen(self, kind):
-        """Kill the server if a client's event of this kind is the one to do it at."""
+        """Kill the server if it is due when a client gets an event of this kind."""
         is_due = kind == self._kind and all(chat.n_turn >= self._n_turn for chat in self._chats)
         n_delta = [chat.n_delta for chat in self._chats]
         if is_due and min(n_delta) and max(n_delta) >= self._n_delta:
@@ -135,7 +135,7 @@ def run(model, policy, folder, n_kill, seed=0):
                 server.kill()
         for thread in threads:
             thread.result()
-        # a slow client may have got the end of each stream before the kill: then another server is killed
+        # count only kills that cut a stream: with slow clients, both streams may have ended before
         n_left -= sum(chat.n_cut for chat in chats) > n_cut
     with serving(model, *options, "--sessions", str(folder)) as server:
         for chat in chats:

@@ -40,7 +40,7 @@ class SlotServer:
     """The part of `kvtool serve` behind HTTP."""
 
     def __init__(self, model, policy, folder):
-        # with these the steps of a prompt change no reply: a chat that goes back reads it in other steps
+        # make replies independent of the steps that read a prompt: a chat that goes back reads it in others
         params = ["search=all"] if policy == "recall" else []
         settings = Settings(n_batch=64, n_threads=1, archive_type="f16")
         engine = Engine(model, policies.fit(policy, 64, 16, params), settings)
@@ -198,7 +198,7 @@ def run(model_path, folder, policy, step=1):
             else:
                 assert reply == wanted, f"call {n}: {reply!r} follows, and {wanted!r} where nobody was killed"
         names = {path.name for path in place.iterdir()}
-        # an archive has its second name until somebody writes to it
+        # FILE.archive.next may stay alone until its session is written again, but not next to FILE.archive
         left = [name for name in names if name.endswith(".part") or f"{name}.next" in names]
         assert not left, f"call {n}: {left}"
         shutil.rmtree(place)

@@ -26,7 +26,7 @@ MODEL, REAL = "talker", "smollm2-135m"
 GREEDY = ("-n", "3", "--temp", "0", "-t", "1", "--budget", "256")
 
 H2O = ("--policy", "h2o", "--budget", "256", "--temp", "0")
-"""With recall chats go back to any token: tests/serve/test_serve_back.py."""
+"""With recall, chats can go back to any token: see tests/serve/test_serve_back.py."""
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
@@ -254,7 +254,7 @@ def test_a_client_that_goes_stops_its_answer_alone(server, client):
 def test_a_client_that_waits_no_longer_stops_its_answer(server, client):
     with pytest.raises(openai.APITimeoutError):
         ask(client.with_options(timeout=0.5), [said("user", "Tell me a long story.")], max_tokens=LONG)
-    # while its prompt is read, too
+    # also while its prompt is read
     with pytest.raises(openai.APITimeoutError):
         ask(
             client.with_options(timeout=0.5),
@@ -292,7 +292,7 @@ def test_models_props_and_tokens(server, client):
         tokens = http.post("/tokenize", json={"content": "a river"}).json()["tokens"]
         text = {"content": "a river", "prompt": "a river"}
         assert http.post("/detokenize", json={"tokens": tokens}).json() == text
-        # lm-evaluation-harness asks in vLLM's words
+        # lm-evaluation-harness uses vLLM's field names
         asked = {"prompt": "a river", "add_special_tokens": False}
         assert http.post("/tokenize", json=asked).json()["tokens"] == tokens
         assert http.get("/tokenizer_info").json()["eos_token"]
@@ -300,7 +300,7 @@ def test_models_props_and_tokens(server, client):
         # control characters are not repeated
         assert http.get("/no%1b[2J").json()["error"]["message"] == "no such address: /no [2J"
         assert http.get("/v1/chat/completions").status_code == 405
-        # a page elsewhere whose name has this machine's address
+        # DNS rebinding: the name of another site leads to this machine
         assert http.get("/props", headers={"Host": "evil.example"}).status_code == 403
         assert http.get("/props", headers={"Host": "localhost:1"}).status_code == 200
         assert http.get("/props", headers={"Host": "[bad"}).status_code == 403
@@ -321,7 +321,7 @@ def test_after_a_kill_every_finished_turn_is_there(talker, tmp_path, connect):
         client = connect(f"{server.url}/v1")
         second = ask(client, messages)
         assert second.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
-        # the folder is this server's alone
+        # no other server can use the folder
         with (
             pytest.raises(AssertionError, match="is in use by another server; name another folder"),
             serving(talker, *options),
@@ -483,7 +483,7 @@ def test_a_long_system_prompt_is_read_once(smol, tmp_path, connect):
     assert two.usage.prompt_tokens_details.cached_tokens > 300
     # chats stored in between change nothing
     assert again.choices[0].message.content == one.choices[0].message.content
-    # the prompt alone has nothing of the chat before it
+    # the stored system prompt has nothing of the chat before it
     start = next(path for path in tmp_path.glob("*.kv*") if _n_said(path) == 1)
     assert b"4711" not in start.read_bytes()
 
