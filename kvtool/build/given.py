@@ -30,7 +30,7 @@ def find(places: Iterable[Path], key: str) -> Path | None:
 
 
 def runs_here(name: str) -> bool:
-    """True if a wheel of this name runs here. It ends in py3-none-PLATFORM, or platforms joined by dots."""
+    """True if a wheel of this name runs here. It ends in py3-none-PLATFORM; dots join several platforms."""
     words = name.removesuffix(".whl").split("-")
     return words[-3:-1] == ["py3", "none"] and any(map(_is_platform, words[-1].split(".")))
 

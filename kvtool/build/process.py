@@ -83,8 +83,8 @@ def run(
     """Run a command and append its output to the log.
 
     title: title of the progress line; "" for no line. Raises LibraryError if the command fails: one line if
-    the log shows a known cause, otherwise `what` with the last errors. known: text in the log for one more
-    cause, and its line.
+    the log shows a known cause, otherwise `what` with the last errors. known: text in the log that
+    identifies one more cause, and the line for it.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     errors: deque[str] = deque(maxlen=8)

@@ -147,7 +147,7 @@ def _machine() -> list[str]:
 
 
 def _place(key: str) -> Path:
-    """Cache folder of a build's wheel. A portable key gets a hash of the platform, as not all can run it."""
+    """Cache folder of a build's wheel. A portable key lacks the platform, so it is added here."""
     if key.startswith("portable-"):
         key += "-" + hashlib.sha256("\0".join(_machine()).encode()).hexdigest()[:8]
     return cache_dir() / "wheels" / key

@@ -18,17 +18,17 @@ from kvtool.llama.context import Context
 from kvtool.llama.joint import JointContext, Part
 
 SLICE_STEPS, SLICE_S = 16, 0.25
-"""A time slice ends after this number of steps, or after the first step that ends later than this."""
+"""A time slice ends after SLICE_STEPS steps, or after the step in which SLICE_S seconds run out."""
 
 FIRST_SLICE_S, N_SHORT = 2.0, 256
-"""Length of a request's first time slice while at most N_SHORT tokens of its prompt are unread.
+"""Seconds of a request's first time slice while at most N_SHORT tokens of its prompt are unread.
 
-A short prompt is thus read at once. A request that arrives just after a long prompt waits for a usual slice.
+A short prompt is thus read at once. A long prompt gets usual slices, so that other requests wait less.
 """
 
 
 def _locked() -> threading.Lock:
-    """Return a lock that another thread will release."""
+    """Return a locked lock, which another thread will release."""
     lock = threading.Lock()
     lock.acquire()
     return lock
@@ -159,7 +159,7 @@ class StepBatcher:
         return self._is_joint and self.n > 1
 
     def step(self, engine: Engine, n_left: int) -> None:
-        """Announce a step of an engine. n_left: as in `ComputeLock.step`."""
+        """Count an engine's step, unless it will be a joint step. n_left: as in `ComputeLock.step`."""
         if engine.joint_decoder is None or not self.is_several:
             self._lock.step(n_left)
 
@@ -197,7 +197,7 @@ class StepBatcher:
         self._lock.resume([step.lock for step in waiting if step is not mine])
 
     def _decode(self, waiting: list[_DueStep]) -> None:
-        # a member that was alone may have several tokens: drafted ones
+        # a member that was alone when it began its step may have several tokens: draft tokens
         single = [step for step in waiting if len(step.part.tokens) == 1]
         if len(single) > 1 and self._decode_joint([step.part for step in single]):
             waiting = [step for step in waiting if step not in single]

@@ -30,14 +30,14 @@ class SlotPool:
     n_max
         Maximum number of slots.
     say
-        Called with one line if there is no memory for that many.
+        Called with one line if there is not enough memory for `n_max` slots.
 
     Attributes
     ----------
     slots
         The slots that were made.
     cache_bytes
-        Initial bytes of all their caches. Other threads read it, which must not call an engine.
+        Initial bytes of all slots' caches. Kept here for other threads, which must not call an engine.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SlotPool:
         self.n_max = n_max
         self.cache_bytes = 0
         self._lock, self._make_slot, self._say = lock, make_slot, say
-        # the most recently used one is the last
+        # free slots; the most recently used one is the last
         self._free = [first]
         self._room = threading.Semaphore(n_max)
         self._add(first)
@@ -74,13 +74,14 @@ class SlotPool:
                 self._end(jobs, job)
                 continue
             slot = self._slot_for(job)
-            # a new thread for each answer: its llama.cpp threads end with it, and idle ones would slow others
+            # a new thread for each answer, because its llama.cpp threads end with it: idle ones would slow
+            # down the other slots
             threading.Thread(target=self._answer, args=(jobs, slot, job), name="slot", daemon=True).start()
         for _ in range(self.n_max - 1):
             self._room.acquire()
 
     def _answer(self, jobs: JobQueue, slot: Slot, job: Job) -> None:
-        """Answer a job in its own thread, which has got the lock with the job."""
+        """Answer a job in its own thread, for which `run` has acquired the lock."""
         try:
             queue.answer(job, slot.answer)
         finally:
@@ -96,7 +97,7 @@ class SlotPool:
     def _slot_for(self, job: Job) -> Slot:
         """Take the free slot whose stream shares most with the request; among equals the least recently used.
 
-        Called with the lock, which is released while the caller waits for a slot.
+        The caller holds the lock; it is released while this waits for a slot.
         """
         if not self._free:
             try:

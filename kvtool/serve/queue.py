@@ -15,7 +15,7 @@ Event = dict[str, Any]
 """Progress of a job. "kind" is "reading", "read", "piece", "end" or "error"."""
 
 MOST_EVENTS = 2**14
-"""Maximum number of unsent events. A client that reads no more is disconnected."""
+"""Maximum number of unsent events. At this number the job is cancelled: its client has stopped reading."""
 
 
 class Job:
@@ -69,7 +69,7 @@ class Job:
 
 
 class JobQueue:
-    """JobQueue jobs. Clients take turns; the jobs of one client keep their order.
+    """Waiting jobs. Clients take turns; the jobs of one client keep their order.
 
     Parameters
     ----------

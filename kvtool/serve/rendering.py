@@ -30,11 +30,11 @@ from kvtool.serve.tools.formats import Format
 from kvtool.serve.tools.prompt import for_template, tools_text
 
 _N_KEPT = 16
-"""Number of renderings that are kept, each for other variables of the template."""
+"""Number of renderings that are kept, each for a different set of template variables."""
 
 
 class Renderings:
-    """A model's `Rendering` for each set of template variables that requests set."""
+    """One `Rendering` of the model for each combination of template variables in requests."""
 
     def __init__(self, model: Model, template: Template) -> None:
         self._model, self._template = model, template
@@ -61,7 +61,7 @@ class Renderings:
         return self._by_variables[key], remarks
 
     def _past(self, template: Template) -> str:
-        """Return a key of these variables for `History`; "" if they do not change how turns are rendered."""
+        """Return a key of the template's variables for `History`; "" if they do not change earlier turns."""
         is_known = template.variables.keys() <= NAMES
         same = is_known and _earlier_turns(template) == _earlier_turns(self._template)
         return "" if same else json.dumps(template.variables, sort_keys=True)
@@ -97,7 +97,7 @@ class EarlierReply(NamedTuple):
     message
         The message for `History`.
     start
-        Text between the kept part of the reply's header and the reply. None if it is unknown.
+        Text between `Header.kept` and the reply. None if it is unknown.
     """
 
     message: Message
@@ -112,7 +112,7 @@ class Rendering:
     template
         The template with the variables of a request.
     past
-        Key of these variables. Chats under other keys do not share their beginnings.
+        Key of these variables. Stored chats of one key are not continued under another.
     format
         Syntax in which the model writes tool calls.
     """
@@ -124,7 +124,7 @@ class Rendering:
         self._bare = template.of_marked
         # arguments and result of the last call of `whole`
         self._last: tuple[list[Message], list[Any], tuple[np.ndarray, int]] | None = None
-        # header that ends rendered chats, if `with_begun` has replaced it
+        # text of the header that `with_begun` has replaced; "" if it has not
         self._replaced = ""
         self.format = Format.of(template)
 
@@ -153,8 +153,8 @@ class Rendering:
     def whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
         """Return the tokens i32[n] of a whole chat, and how many belong to the system prompt and tools.
 
-        The same list of messages, which nobody changes, is not rendered twice in a row. Raises ApiError for a
-        message that the template cannot render.
+        Two calls in a row with the same list of messages render it once, because callers never change a list.
+        Raises ApiError for a message that the template cannot render.
         """
         last = self._last
         if not (last and last[0] is messages and last[1] == tools):
@@ -168,7 +168,7 @@ class Rendering:
     def earlier_reply(self, messages: list[Message], reply: Message, tools: list[Any]) -> EarlierReply:
         """Return the reply to these messages as the template will render it in later requests.
 
-        The next message is the result of a call if the reply has calls, and otherwise the user's.
+        In them a reply with calls is followed by results, and any other reply by a message of the user.
 
         reply: has its thought as "reasoning_content" if the client will send it back.
         """
@@ -186,7 +186,7 @@ class Rendering:
         return [self._with_start(each, starts[i]) if i in starts else each for i, each in enumerate(messages)]
 
     def _with_start(self, reply: Message, region: str) -> Message:
-        """Return the message with the thought that the template shows before it, if that is not the usual."""
+        """Return the reply, with the thought shown before it under START unless that is `_usual_start`."""
         start = self._thought_in(region)
         # clients strip white space from thoughts
         return reply if start == self._usual_start else {**reply, START: " ".join(start.split())}
@@ -196,12 +196,12 @@ class Rendering:
         return self._thought_in(self.template.earlier_start or "")
 
     def _behind_header(self, region: str) -> str | None:
-        """Return what follows the last kept part of the reply header in a text; None without such a part."""
+        """Return the part of a text after the last occurrence of `Header.kept`; None if there is none."""
         at = region.rfind(self.header.kept) if self.header.kept else -1
         return region[at + len(self.header.kept) :] if at >= 0 else None
 
     def _thought_in(self, region: str) -> str:
-        """Return the thought at the end of a text with tags and the white space around them; "" if none."""
+        """Return the thought that ends a text, with its tags and their white space; "" if there is none."""
         if (start := self._behind_header(region)) is not None:
             return start
         opening, end, _ = self.template.tags
@@ -212,10 +212,10 @@ class Rendering:
         return region[at if at >= 0 else bare.rfind(end.rstrip()) :]
 
     def _starts(self, messages: list[Message], tools: list[Any]) -> dict[int, str]:
-        """Return the text between each reply that the template shows and the one before it, by message index.
+        """Return, by message index, the text between each reply that the template shows and the reply before.
 
-        It has the thoughts of the messages, without white space at their ends. Empty if the model does not
-        think, or the template cannot render the chat.
+        The text includes the reply's thought if the template shows it. Empty if the model does not think, or
+        the template cannot render the chat.
         """
         replies = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
         if not (replies and self.template.has_thoughts):
@@ -316,7 +316,7 @@ class Rendering:
         return call_rules.call_or(request.tools, rules), [*remarks, *call_rules.remarks]
 
     def _prepared(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:
-        """Return marked messages and tools for `_bare`. The system prompt gets tools that it cannot show."""
+        """Mark messages and tools for `_bare`. If it has no native format, the system prompt lists the tools."""
         prepared, shown_tools = for_template(messages, self.template), marked(self.template.markers, tools)
         if tools and not Format.native(self.template):
             is_system = bool(prepared) and prepared[0]["role"] == "system"

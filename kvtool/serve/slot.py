@@ -47,7 +47,7 @@ class Slot:
     Parameters
     ----------
     writer
-        Writes with the engine.
+        Reads prompts and writes answers with the slot's engine.
     template
         The model's chat template. None if it has none; chats are then refused.
     chats
@@ -230,7 +230,7 @@ class Slot:
     def _scoring(self, tokens: np.ndarray, text: str, request: TextRequest) -> Callable[[slice], None]:
         """Return a function that lists the log-probabilities of a prompt's tokens i32[n] after each step."""
         model = self.model
-        # the text lacks a BOS token that was added, or a space that the tokenizer put before the first word
+        # offsets count from the text, which lacks an added BOS token, or a space that the tokenizer adds
         self._offsets = Offsets(len(text) - len(text_of(model, tokens.tolist())))
         for token in tokens[:1].tolist():
             self._list(unknown(model, token), special=True)
@@ -245,7 +245,7 @@ class Slot:
     def _continued(self, request: TextRequest, is_scored: bool) -> Iterator[str]:
         yield from self.writer.write(self._room(request))
         if is_scored and (token := self.writer.ending) is not None:
-            # programs that score a prompt drop the last entry, as it usually belongs to the answer
+            # list the end token too: programs that score a prompt drop the last entry as the answer's
             self._list(logprobs(self.model, self.engine.context.next_logits, token, request.logprobs or 0))
 
     def _list(self, record: dict[str, Any], *, special: bool = False) -> None:
@@ -283,7 +283,7 @@ class Slot:
     ) -> None:
         """Set the request's sampler, and stop the writer once the client has left. Raises ApiError.
 
-        shown: as in `Writer`. rules: rules of the answer. None for the server's default.
+        shown: as in `Writer`. rules: what the answer must fit; None for the grammar or schema of the server.
         """
         settings = request.sampling
         if rules and request.ignores_end:

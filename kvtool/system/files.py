@@ -83,7 +83,7 @@ def temporary(buffering: int = -1) -> BinaryIO:
 
 
 def spare_folder() -> Path | None:
-    """Folder for temporary files: the cache folder, as the usual one may be in memory. None: not usable."""
+    """Folder for temporary files: the cache folder, as /tmp may be in memory. None if it is not writable."""
     folder = cache_dir()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,9 +137,9 @@ class Log:
 def set_aside(path: Path, *suffixes: str) -> Path:
     """Give files second names, and return the new name of `path`: the first free of PATH.1, PATH.2, ...
 
-    suffixes: for each, PATH + suffix gets a second name if the file exists; "" means PATH itself, the
-    default. A number is free if no new name with it exists. Raises OSError, after which no file has a second
-    name.
+    suffixes: each file PATH + suffix that exists gets a second name. The default is "", which is PATH itself.
+    A number is free if no file has a new name with this number. Raises OSError, after which no file has a
+    second name.
     """
     path = Path(os.path.realpath(path))
     suffixes = suffixes or ("",)

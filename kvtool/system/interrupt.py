@@ -37,7 +37,7 @@ def _say(message: str) -> None:
 
 
 def end_by(number: int) -> None:
-    """End the process with one line, as if the signal had killed it, which its sender can check."""
+    """End the process with one line. Its parent sees exit code 130 for SIGINT, else the signal."""
     if number == signal.SIGINT:
         end()
     _say("stopped")

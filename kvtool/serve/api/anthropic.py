@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages: converts its requests to chats, and answers and errors to its own."""
+"""Anthropic's /v1/messages: converts requests to chats, and answers and errors to Anthropic's format."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, 
         for where, message in _messages(each, f"messages[{i}]", tools):
             add(where, message)
     chat: Body = {"messages": messages}
-    # max_tokens is required here
+    # this API requires max_tokens
     n_max = fields.whole("max_tokens", 0, 2**31 - 1)
     if not is_counted:
         _check_answered(messages, n_max, f"messages[{len(asked) - 1}]")
@@ -94,7 +94,7 @@ def _check_answered(messages: list[Body], n_max: int | None, last: str) -> None:
 
 
 def _messages(value: object, where: str, tools: list[Any]) -> Iterator[tuple[str, Body]]:
-    """Yield the places and messages of a chat that a message becomes. Each result of a tool is a message."""
+    """Yield (place, chat message) for one of Anthropic's messages. Each tool result becomes a message."""
     message = need(value, dict, where)
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
@@ -175,7 +175,7 @@ def _tools(value: object, places: dict[str, str]) -> list[Any]:
     """Return tools as in a chat. Anthropic's own tools, which have another type and no schema, are left out.
 
     A tool with "defer_loading" stays out of the prompt until a result refers to it. If the request relies on
-    Anthropic's tool search, no result will, so that all tools are in the prompt.
+    Anthropic's tool search, which never runs here, no result can refer to it: all tools are in the prompt.
     """
     given = need(value, list, "tools")
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in given]

@@ -43,7 +43,7 @@ class AnswerBodies:
         return []
 
     def begun(self, counts: Body | None) -> list[str]:
-        """Return lines with the prompt's number of tokens, once it is known. May be called again."""
+        """Return lines with the prompt's number of tokens when it is first known. Called for each event."""
         return []
 
     def progress(self, counts: Body | None, event: Body) -> list[str]:

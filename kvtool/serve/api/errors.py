@@ -56,7 +56,7 @@ class ClientPlaces:
     Attributes
     ----------
     places
-        Places in the client's request, by places in the body of /v1/chat/completions that was made of it.
+        Maps each place in the converted body, of /v1/chat/completions, to its place in the client's request.
     shift
         Number of messages that were joined or dropped at the start of the chat; -1 if one was added.
     """

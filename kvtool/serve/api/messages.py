@@ -37,7 +37,7 @@ def check(value: object) -> list[Message]:
 
 
 def drop_header(messages: list[Message]) -> None:
-    """Remove the header that Claude Code puts before its system prompt, which changes with each request."""
+    """Remove the line that Claude Code puts before its system prompt: it changes with each request."""
     if messages[0]["role"] == "system" and messages[0]["content"].startswith("x-anthropic-billing-header:"):
         content = messages[0]["content"].partition("\n")[2].lstrip("\n")
         messages[:1] = [messages[0] | {"content": content}] if content or len(messages) == 1 else []

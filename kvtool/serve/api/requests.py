@@ -99,7 +99,7 @@ class Request:
     with_progress
         True if a stream reports how much of the prompt is read.
     n_share
-        Number of the last tokens for which the answer has the share of rows that hold them.
+        Number of last tokens for each of which the answer reports the share of rows that hold it.
     ignored
         Unknown fields, which the answer names.
     places
@@ -149,7 +149,7 @@ class ChatRequest(Request):
 
     @property
     def sends_thoughts(self) -> bool:
-        """True if the client sends back thoughts. In a chat's first request it is a guess: agents do."""
+        """True if the client sends back thoughts. In a chat's first request, guess so if there are tools."""
         replies = [message for message in self.messages if message["role"] == "assistant"]
         return any("reasoning_content" in reply for reply in replies) if replies else bool(self.tools)
 
@@ -175,7 +175,7 @@ def chat(
 ) -> ChatRequest:
     """Check a body of /v1/chat/completions. Raises ApiError.
 
-    places: as in `ClientPlaces`, if the body was made of a request to another API.
+    places: as in `ClientPlaces`, if the body was converted from a request to another API.
     """
     try:
         return _chat(body, defaults, name, places or {})
@@ -220,7 +220,7 @@ def _chat(body: object, defaults: Defaults, name: str | None, places: Mapping[st
 def _begun(fields: Fields, checked: list[Message]) -> str:
     """Remove a last assistant message that the reply continues, and return its text, or "".
 
-    Raises ApiError if the fields require such a message and it is missing, or the opposite.
+    Raises ApiError if the fields demand a continuation without such a message, or contradict each other.
     """
     # text-generation-webui uses the second name
     names = ("continue_final_message", "continue_")

@@ -147,7 +147,7 @@ def _functions(tools: object, where: str = "tools") -> Iterator[tuple[str, str |
 
 
 def _full_name(group: object, name: object) -> object:
-    """Return the name in the prompt of a function in a namespace."""
+    """Return a function's name in the prompt: with its namespace, if it has one."""
     return f"{group.rstrip('_')}__{name}" if isinstance(group, str) and group else name
 
 

@@ -48,7 +48,7 @@ class ThinkingOptions:
 def check(fields: Fields, default: ThinkingOptions) -> ThinkingOptions:
     """Return the options that a request's fields set. Raises ApiError.
 
-    default: the server's options. A request without an effort gets theirs; their budget is the upper limit.
+    default: the server's options. Their effort is for requests without one, their budget is an upper limit.
     """
     variables = need(fields.pop("chat_template_kwargs") or {}, dict, "chat_template_kwargs")
     for name in ("messages", "tools", "add_generation_prompt"):
@@ -67,7 +67,7 @@ def check(fields: Fields, default: ThinkingOptions) -> ThinkingOptions:
 
 
 def _effort(fields: Fields) -> tuple[str | None, str, bool, int | None]:
-    """Return the effort, its field, True if it is needed, and the budget in the same field."""
+    """Return the effort, its field, True if it is needed, and the budget in `thinking` or `reasoning`."""
     switch = optional(fields.pop("enable_thinking"), bool, "enable_thinking")
     kind, budget = _thinking(fields.mapping("thinking"))
     reasoning, level, most = _reasoning(fields.mapping("reasoning"))

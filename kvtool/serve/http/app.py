@@ -60,7 +60,7 @@ class Site:
     props
         Body of /props. None until the model is loaded.
     tokenize, detokenize
-        Return the tokens of a text, given flags to add special tokens and to parse them; and the opposite.
+        `tokenize(text, adds_special, parses_special)` returns tokens, and `detokenize(tokens)` their text.
     count
         Returns the number of tokens of a chat's prompt.
     has_metrics, counts
@@ -274,7 +274,7 @@ async def _stream(
     """Yield the lines of an answer. first: the first event, or None to begin with a ping."""
     skipped = ("read",) if request.with_progress else ("reading", "read")
     lines = bodies.first()
-    # log-probabilities whose tokens had no text until now
+    # log-probabilities of tokens whose text has not been sent yet
     logprobs: list[Body] = []
     event, sent_at = first or {"kind": "read"}, time.monotonic()
     try:

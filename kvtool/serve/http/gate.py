@@ -147,7 +147,7 @@ async def _bytes(limits: Limits, http: Request) -> bytes:
 
 def _decoded(data: bytes, encoding: str, most: int) -> bytes:
     """Return the decoded data. Raises ApiError if they have more than `most` bytes."""
-    # some clients send deflate without zlib's header, whose first byte ends with 8
+    # some clients send deflate without zlib's header; the low 4 bits of the header's first byte are 8
     is_bare = encoding == "deflate" and data[:1] and data[0] & 0x0F != 8
     window = -zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS | 32
     decoded = b""

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Counts:
-    """Sums over all answers since the start: tokens and seconds of prompts that were read, and of replies."""
+    """Sums since the start: requests, and the tokens and seconds of reading prompts and writing replies."""
 
     answered: int = 0
     refused: int = 0

@@ -30,7 +30,7 @@ def serve(
     listening: socket.socket,
     ready: Callable[[SlotPool], None],
 ) -> int:
-    """Serve until a signal stops the server, and return the signal. An engine may still be in a long step.
+    """Serve until a signal stops the server, and return the signal. An engine may then still be in a step.
 
     Raises the KvtoolError of an engine that cannot be opened.
 
@@ -93,7 +93,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, site: Site) -> None:
         super().__init__(config)
         self._site = site
-        # time since when each connection waits for its client
+        # time when each connection began to wait for its client
         self._stalled: dict[Any, float] = {}
 
     async def on_tick(self, counter: int) -> bool:

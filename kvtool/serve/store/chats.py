@@ -32,7 +32,7 @@ from kvtool.system.files import LOCK, is_locked, locked, second_name, spare_fold
 _UNFINISHED = re.compile(rf"([0-9a-f]{{16}}){re.escape(SUFFIX)}(?:((?:\.kvtool)?\.part)|\.archive(\.next)?)")
 
 _NEWEST = 2**62
-"""Number of a file without a number, which sorts last."""
+"""Number used for the newest file, whose name has no number: it sorts last."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,6 +64,8 @@ class Snapshot:
 
     Attributes
     ----------
+    line
+        The stored chat that has it.
     digest
         Digest of its messages.
     path
@@ -293,7 +295,7 @@ class ChatStore:
         self._tidy(names, files_of)
 
     def _tidy(self, names: list[str], keys: Collection[str]) -> None:
-        """Remove unfinished files of a killed server. keys: of the chats that have a session file.
+        """Remove unfinished files of a killed server. keys: names of the chats that have a session file.
 
         An archive without a session stays, because the user may have moved the session.
         """
@@ -330,7 +332,7 @@ def _marks_in(meta: session.Meta) -> list[Mark]:
     """Return the marks of a session."""
     if "turns" not in meta:
         return [Mark(*saved) for saved in meta.get("marks", ())]
-    # earlier versions
+    # written by an earlier version of kvtool
     return [
         Mark(n_token, n, 0, {"recent": recent, "unread": [], "seed": 0}, meta["beginnings"][n])
         for n, n_token, recent in meta["turns"]

@@ -9,7 +9,7 @@ from typing import Any
 from kvtool.serve.api.messages import Message, loaded
 
 START = "start"
-"""Key of the text with which a template begins a reply; `Rendering` sets it."""
+"""Key of a thought or other unusual text that the template puts before a reply. `Rendering` sets it."""
 
 
 class History:

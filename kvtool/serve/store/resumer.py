@@ -158,11 +158,11 @@ class Resumer:
     def _candidates(
         self, at: Snapshot | None, messages: list[Message], tools: list[Any], history: History
     ) -> list[_Candidate]:
-        """Return three streams that begin as the chat does, the stream with most of its tokens first.
+        """Return up to three streams that begin as the chat does, best first.
 
-        The stream of a stored chat with the same messages has their replies token by token, as the model
-        wrote them: it is compared after the last of these replies, and any other stream from its first token.
-        The engine's stream need not be loaded.
+        The stream of a stored chat with the same replies has them token by token, as the model wrote them.
+        Such a stream is compared with the chat only after the last of these replies; any other stream is
+        compared from its first token. The engine's stream need not be loaded.
         """
         known = {digest.hex() for digest in history.digests}
         marks_of: dict[Snapshot | None, list[Mark]] = {at: []}
@@ -195,7 +195,7 @@ class Resumer:
         return np.concatenate([writer.tokens, writer.unread])
 
     def _rewind(self, candidate: _Candidate, at: Snapshot | None, history: History) -> np.ndarray | None:
-        """Rewind a stream to its first token that differs from the chat, and return the tokens that follow.
+        """Rewind a stream to the first token that differs from the chat; return the chat's tokens from there.
 
         at: snapshot that the engine holds. Returns None if the engine cannot be rewound so far.
         """
@@ -242,10 +242,10 @@ class Resumer:
     def _after(
         self, n_message: int, messages: list[Message], tools: list[Any]
     ) -> tuple[np.ndarray, int | None]:
-        """Return the tokens i32[n] of a chat after its first messages, the last of them a reply; and None.
+        """Return the tokens i32[n] of a chat after its first n_message messages, and None.
 
-        Without such messages, or if the template cannot render what follows them, returns the tokens of the
-        whole chat, and how many of them are pinned.
+        These messages end with a reply. If n_message is 0, or the template cannot render the rest alone,
+        return the tokens of the whole chat, and how many of them are pinned.
         """
         if n_message:
             with suppress(ModelError):

@@ -49,14 +49,14 @@ class Parser:
 
     The text is the reply without its calls; without calls, the joined texts equal the reply. A call includes
     its tags and the white space around it. If something that looks like a call is malformed, incomplete, or
-    names an unknown tool, it is text, and the search continues after its opening tag. A list of calls is text
-    if one of them is.
+    names an unknown tool, it is text, and the search continues after its opening tag. If one call of a
+    list is such text, the whole list is text.
 
-    Each parser also accepts Hermes's tags, because rules may force a model to write them. Models mistake the
-    tags of formats whose calls are JSON objects. There the parser also accepts calls in Markdown code blocks,
-    calls in the tags around the list of tools, and a reply that has only calls, without tags.
+    Each parser also accepts Hermes's tags, because rules may force a model to write them. If a format's calls
+    are JSON objects, models often write other tags or none: the parser then also accepts calls in Markdown
+    code blocks, calls in the tags around the list of tools, and a reply of only calls without tags.
 
-    The input is the part of a reply after its thought, which `Splitter` separates, with the text of the
+    The input is the part of a reply after its thought, which `Splitter` separates. It has the texts of the
     format's control tokens; see `shown_tokens`.
 
     Parameters

@@ -43,7 +43,7 @@ class CallRules:
     Parameters
     ----------
     vocabulary
-        The model's vocabulary. Rules name control tokens by their numbers, because no text has them.
+        The model's vocabulary. Rules name control tokens by number, because text in a rule never matches one.
     format
         Format in which the model writes calls.
 
@@ -135,7 +135,7 @@ class CallRules:
             item = self._add(
                 f"{name}_item{n}", f"{self._literal(syntax.start + key + syntax.middle)} {value}"
             )
-            # "first" is an argument before which there is none, "next" any other
+            # rules "first" continue a call that has no argument yet, and rules "next" one that has some
             for rule, before in (("first", ""), ("next", self._literal(syntax.between))):
                 skip = "" if key in required else f" | {name}_{rule}{n + 1}"
                 self._add(f"{name}_{rule}{n}", f"{before} {item} {name}_next{n + 1}{skip}")
@@ -198,7 +198,7 @@ def _has_strings(schema: Any, root: Mapping[str, Any]) -> bool:
 
 
 def _is_free_text(schema: object, root: Mapping[str, Any]) -> bool:
-    """True if each text without quotes fits a schema."""
+    """True if a schema accepts every text, written without quotes."""
     types = types_of(schema, root)
     if not isinstance(schema, Mapping) or types & {"object", "array"}:
         return False

@@ -127,9 +127,9 @@ class Format:
 
 
 def shown_tokens(model: Model, format: Format) -> frozenset[int]:
-    """Return the tokens of the format's tags, which the text for the parser must include.
+    """Return the tokens of the format's tags. `Parser` needs their text even if they are control tokens.
 
-    They may be control tokens. The text has no other control tokens.
+    The text of a reply has no other control tokens.
     """
     tags = [model.tokenize(tag, special=True).tolist() for tag in (*HERMES.tags, *format.tags)]
     return frozenset(tokens[0] for tokens in tags if len(tokens) == 1)
@@ -162,7 +162,7 @@ GLM = Format(
 
 
 def _json_list(name: str, *tags: str) -> Format:
-    """Return the format of a JSON list of calls after a tag, and before another one if there are two."""
+    """Return the format of a JSON list of calls after an opening tag; tags may also have a closing tag."""
     start, end = (*tags, "")[:2]
     json = '{"name": "', '", "arguments": ', "}"
     return Format(name, tags, *json, open=f"{start}[", between=", ", close=f"]{end}")
@@ -241,7 +241,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], Format | None], ...] = (
     (("<tool_calls>[",), APRIEL),
     (("<|START_ACTION|>",), COHERE),
     (("<minimax:tool_call>",), MINIMAX),
-    # unknown formats, whose templates also name tags below
+    # unknown formats, whose templates also have signs that are listed below
     (("<invoke", "<tool_calls>\\n{"), None),
     (("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["), LFM2),
     (("[ARGS]",), MISTRAL_ARGS),

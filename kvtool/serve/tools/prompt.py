@@ -46,7 +46,7 @@ def for_template(
     converted = [_for_template(message) for message in messages]
     if template is None:
         return converted
-    # before calls and results become texts, whose own markers stay markers
+    # mark now, before calls and results become texts: the tags in those texts must stay control tokens
     converted = [template.marked(message) for message in converted]
     native = Format.native(template)
     if native is LLAMA:

@@ -20,7 +20,7 @@ async function textOf(file) {
   const [one, two] = new Uint8Array(data), mark = `${one} ${two}`;
   const encoding = { "255 254": "utf-16le", "254 255": "utf-16be" }[mark] ?? "utf-8";
   let text = "\0";
-  try { text = new TextDecoder(encoding, { fatal: true }).decode(data); } catch { /* said below */ }
+  try { text = new TextDecoder(encoding, { fatal: true }).decode(data); } catch { /* the next line reports it */ }
   if (text.includes("\0")) throw new Error(`${file.name} is not a text file`);
   return text.replace(/\r\n?/g, "\n");
 }

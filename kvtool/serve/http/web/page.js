@@ -19,7 +19,7 @@ const chats = new Map(), runs = new Map(), shares = new Map();
 const log = get("log"), text = get("text");
 const opened = new WeakSet();
 let chat, key = "", asking = null, isDue = false, atToken = -1, props = null, shown = "";
-try { key = sessionStorage.getItem("kvtool.key") ?? ""; } catch { /* asked for again */ }
+try { key = sessionStorage.getItem("kvtool.key") ?? ""; } catch { /* the page asks for the key again */ }
 
 // the storage may hold anything
 const listed = () => [store.get("chats")].flat().filter((each) => each?.id);
@@ -264,7 +264,7 @@ function goTo(i, scrolls) {
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 const headers = () => (key ? { Authorization: `Bearer ${key}` } : {});
 
-// rounding never gives 0 % or 100 % of a part between
+// a part between 0 and 1 is never rounded to 0 % or 100 %
 const percent = (part) => (part === 0 || part === 1 ? `${100 * part} %` : `${Math.min(Math.max(100 * part, 0.1), 99.9).toFixed(1)} %`);
 
 function bytes(n) {
@@ -394,7 +394,7 @@ function askKey(why) {
     get("key").value = dialog.returnValue = "";
     dialog.onclose = () => {
       asking = null;
-      // characters that a header can have
+      // keep only characters that a header can have
       key = dialog.returnValue.replace(/[^\x21-\x7e]/g, "");
       try { sessionStorage.setItem("kvtool.key", key); } catch { /* asked for again */ }
       if (key) about();
