@@ -9,28 +9,28 @@ Order of writing
 2. The session is written to a temporary file, synced, and renamed to FILE.
 3. FILE.archive.next, if there is one, is renamed to FILE.archive.
 
-Killed before the rename in 2, a process leaves the old session. Its segments are unchanged, and the next turn
-overwrites the bytes after them. Killed between 2 and 3, it leaves the new session and an archive under its
-temporary name, where a reader finds it by its id. Before 2, an old session that must stay gets a second name.
-Tests kill a process before each of these calls.
+If the process is killed before the rename in step 2, the old session stays. Its segments are unchanged, and
+the next turn overwrites the bytes after them. If it is killed between steps 2 and 3, the new session is in
+place and its archive is still FILE.archive.next: a reader tries both names and compares ids. An old session
+that must be kept gets a second name before step 2. Tests kill a process before each call that changes a file.
 
 Three ways to go back
 ---------------------
 If the cache can be rewound, because it archives or keeps all tokens, an `undo.Mark` is enough, and no file is
-needed. It is the position between two turns, with the sampler's state and the unread tokens. Undo goes back
-to the mark before a turn. A server finds a chat by the digest in each mark, and rewinds to any token after
-the last common mark, because clients edit any message.
+needed. A mark holds the position between two turns, the sampler's state and the unread tokens. Undo goes back
+to the mark before a turn. A server finds a chat by the digests in its marks. It rewinds to the first token
+that differs from the request, also in the middle of a turn, because clients may edit any message.
 
 All other policies lose the tokens that they evict. Each earlier state of the chat is then a separate file:
 
-- `undo.Copy` is an open file without a name. Undo works without a session, in the order of a stack, and ends
-  with the process. The system removes the file, even after kill -9.
-- A server's `Snapshot` is a named file. Later servers find it by a digest of its messages, and delete the
-  least recently used one of all chats.
+- `undo.Copy` is an open file without a name. It needs no session. Copies are a stack, and are lost when the
+  process ends: the system then removes the files, even after kill -9.
+- A server's `Snapshot` is a named file. A server finds it by a digest of its messages, even after a restart.
+  When the files take too many bytes, the least recently used snapshots of all chats are deleted.
 
 Both are session files, and both may share their archive with the newest session.
 
-States and marks are not records of one log. A state is as large as the cache, and a server deletes the least
-recently used one of all chats: a log would be rewritten for each. Archived tokens never change, so only they
-are appended to a file, which is rewritten when less than half of it would be in use.
+States are not appended to one log: each is as large as the cache, and a server deletes them in any order, so
+that the log would be rewritten for each. Archived tokens never change, so only they are appended to a file,
+which is rewritten when less than half of it would be in use.
 """

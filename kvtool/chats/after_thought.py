@@ -56,7 +56,7 @@ class AfterThought(Constraint):
         self._inner, self._tags, self._budget = inner, tags, budget
         self._vocabulary = Vocabulary.of(model)
         self._first = _place_after(header, tags)
-        # whether the inner constraint allows an answer that begins with this text
+        # for each text: True if the inner constraint allows an answer that begins with it
         self._known: dict[bytes, bool] = {}
         self.restart()
 
@@ -168,7 +168,7 @@ class AfterThought(Constraint):
             if tag.startswith(held):
                 rest = tag[len(held) :]
                 tokens = self._vocabulary.continuing(rest)
-                # a token may go on with a thought's text; an answer's text could violate its constraint
+                # a token may go on into a thought, but not into an answer, which could violate its constraint
                 allowed += [n for n in tokens if place is _Place.THOUGHT or len(pieces[n]) <= len(rest)]
         return allowed
 
@@ -188,7 +188,7 @@ class AfterThought(Constraint):
             self._n_thought += 1
             self._close_if_long()
             if self._inner and token in self._vocabulary.control and self._n_begun():
-                # an end tag of several tokens: a thought that ends is followed by the answer
+                # the model has begun an end tag of several tokens: force the rest, so that the answer follows
                 self._close()
         return True
 
@@ -240,7 +240,7 @@ class AfterThought(Constraint):
         self._forced = self._vocabulary.tokens_of(self._tags.end.encode()[self._n_begun() :])
 
     def _n_begun(self) -> int:
-        """Number of bytes of the end tag that the thought ends with."""
+        """Length in bytes of the beginning of the end tag with which the thought ends."""
         return n_begun(self._held, self._tags.end.encode())
 
     def _and(self, inner: Constraint, tokens: Sequence[int]) -> np.ndarray | None:

@@ -5,7 +5,8 @@ tokens and then replaces the session file. If the process dies in between, the o
 old segments, and the next turn overwrites the unlisted end of the file.
 
 A segment holds keys and values of tokens, or the clusters of some blocks, so that a restored archive need not
-be clustered again. When a block becomes far, it gets new clusters, and its old ones are no longer listed.
+be clustered again. Far blocks, whose tokens all count as equally distant, are clustered differently: when a
+block becomes far, it gets new clusters, and its old ones are no longer listed.
 
 The first line holds the format number and the file's id. The session stores the same id. A turn writes a new
 file, FILE.archive.next, if another session shares the old file or if less than half of it would be in use.
@@ -67,7 +68,7 @@ _PIECE = 4 * 2**20
 """Approximate bytes of a segment, which is held in memory while it is written."""
 
 _N_HASHING = min(os.cpu_count() or 1, 4)
-"""Threads that check the hashes: for a large archive that takes most of the time of loading."""
+"""Threads that check the hashes, which takes most of the time of loading a large archive."""
 
 Listing = list[tuple[str, np.ndarray]]
 
@@ -111,7 +112,7 @@ class ArchiveFile:
         """Continue with the archive that a loaded session lists. saved: the session's arrays."""
         self.close()
         names = [ID, LAYERS, SEGMENTS, DIGESTS, CLUSTERS, CLUSTER_DIGESTS]
-        # copies: a view of the session's file would keep that open
+        # copies, because views would keep the session's file open
         self._listed = {name: np.array(saved[name]) for name in names if name in saved}
 
     @contextmanager
@@ -139,7 +140,7 @@ class ArchiveFile:
             yield _listing(archive, file) if archive else []
             is_written = True
         finally:
-            # Ctrl-C may come after the session was replaced and before the next line
+            # Ctrl-C may come after the session was replaced and before `is_written` was set
             if is_written or self._inode() != inode:
                 self._keep(file)
             elif file is not old:
@@ -341,9 +342,9 @@ class _SegmentFile:
 
 
 def _parts_of(archive: Archive, offsets: Mapping[Part, int]) -> list[Part]:
-    """List the parts of an archive. A part that is not in the file yet has a few MiB.
+    """List the parts of an archive. Tokens that are not in the file yet form parts of a few MiB.
 
-    offsets: of the parts that are in the file.
+    offsets: offset of each part that is in the file.
     """
     return [*_segments_of(archive, offsets), *_clusters_of(archive, offsets)]
 
@@ -416,7 +417,7 @@ def _delete(place: Path) -> None:
 
 
 def id_in(arrays: Mapping[str, np.ndarray]) -> bytes | None:
-    """Id of the archive that a session lists; None if it lists none. arrays: the session's own."""
+    """Id of the archive that a session lists; None if it lists none. arrays: of the session file."""
     return bytes(arrays[ID]) if ID in arrays else None
 
 

@@ -1,7 +1,7 @@
 """A chat in one cache: each turn decodes only its new tokens, and the last changes can be undone.
 
-If the cache can be rewound, undo needs only a mark: where the stream and the messages ended. Otherwise it
-needs a copy of the chat (`chats.undo`).
+If the cache can be rewound, undo needs only a mark, which says where the stream and the messages ended.
+Otherwise it needs a copy of the chat (`chats.undo`).
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Conversation:
         return Efforts.of(self.template)
 
     def rereads(self, effort: str | None, budget: int | None = None) -> bool:
-        """True if the template renders the chat so far differently with these. Raises as `set_effort`."""
+        """True if this effort or budget changes how the chat so far is rendered. Raises as `set_effort`."""
         template = self._under(effort, budget)
         return bool(self.n_turn) and self._past(template) != self._past(self.template)
 
@@ -260,8 +260,8 @@ class Conversation:
     def read_prompt(self, tokens: np.ndarray) -> bool:
         """Read i32[n] tokens that end with the reply header; return False if stopped before the end.
 
-        `write` reads the last part of the header, which the template omits from earlier replies, and a given
-        beginning of the reply.
+        The end of the header is left to `write`: the part that the template omits from earlier replies, and
+        the beginning of the reply, if a client gave one.
         """
         self._has_header = self.header.ends(tokens)
         n = len(tokens) - (self.header.n_opening if self._has_header else 0)
@@ -286,7 +286,7 @@ class Conversation:
     def write(self, n_max: int | None, *, may_change: bool) -> Iterator[str]:
         """Yield the reply after its given beginning, piece by piece. Call `finish_reply` afterwards.
 
-        may_change: True if `finish_reply` may get a text.
+        may_change: True if `finish_reply` may be called with a text.
         """
         self.finish_reply(None)
         self._written = [self.header.begun]
@@ -310,7 +310,7 @@ class Conversation:
 
         start: text that the template then renders between `header.kept` and the answer, such as a thought;
         None if the reply stays unchanged. If the cache holds another text there, it is rewound to the
-        end of `header.kept` and reads `start` and the answer. Dropping a thought costs no more than this.
+        end of `header.kept` and reads `start` and the answer. Dropping a thought costs only this step.
         """
         before, self._before_reply = self._before_reply, None
         if not before:
@@ -370,7 +370,7 @@ class Conversation:
 
     @property
     def archive(self) -> Archive | None:
-        """The policy's archive, whose tokens are not in what `save` returns."""
+        """The policy's archive, or None. `save` does not return its tokens."""
         return self.writer.engine.context.archive
 
     def save(self, listed: Listing) -> tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]:
@@ -431,7 +431,7 @@ class Conversation:
 
     @property
     def can_rewind(self) -> bool:
-        """True if the cache can be rewound: a full archive has forgotten tokens that it would need."""
+        """True if the cache can be rewound. It cannot once the archive is full and forgets tokens."""
         archive = self.archive
         return self.writer.engine.can_rewind and (archive is None or archive.n < archive.n_max)
 
@@ -452,13 +452,14 @@ class Conversation:
         self.messages, self.n_reply = self.messages[: before.n_message], before.n_reply
 
     def remember(self, command: str | None = None, *, turn: str | None = None) -> bool:
-        """Push the mark or the copy that `undo` needs to take back a change which comes next.
+        """Push the mark or the copy that `undo` needs to take back the change that comes next.
 
-        command, turn: the change, one of both. A turn needs only a mark if the cache can be rewound. Returns
-        False if the disk has no room for a copy even without the older copies.
+        command, turn: the change, either a command or the text of a turn. A turn needs only a mark if the
+        cache can be rewound. Returns False if nothing was pushed, because the chat is not undoable or the
+        disk has no room for a copy, even without the older copies.
         """
         if turn is not None and self.can_rewind:
-            # pushed even if not undoable: the session saves it, for a later chat that is
+            # pushed even if not undoable: the session saves the mark, and a later process may undo with it
             self.undo_stack.push(self.mark())
             return True
         if not self.undoable:

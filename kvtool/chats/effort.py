@@ -27,7 +27,7 @@ _SWITCHES: tuple[tuple[str, Any, Any], ...] = (
     ("reasoning_effort", "high", "no_think"),
     ("thinking_budget", -1, 0),
 )
-"""Variables that switch thinking on and off, with the two values."""
+"""Variables that switch thinking, each with its values for on and off."""
 
 _LEVEL_NAMES = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 """Variables that take a level."""
@@ -39,7 +39,7 @@ _BUDGET = "thinking_budget"
 """Variable for the number of tokens of a thought."""
 
 _ANY_LEVEL = ("low", "medium", "high")
-"""Levels of models whose template copies any level into the prompt."""
+"""Levels assumed if the template copies any level into the prompt."""
 
 _MADE_UP = "kvtool-made-up"
 

@@ -34,7 +34,7 @@ class Header:
     n_left_out
         Number of tokens of the second part.
     earlier
-        Text after `kept` in an earlier reply without a thought.
+        Text between `kept` and the answer in an earlier reply without a thought.
     begun
         Beginning of the reply that a client gave; it follows both parts.
     n_begun
@@ -51,7 +51,7 @@ class Header:
 
     @classmethod
     def of(cls, model: Model, template: Template) -> Header:
-        """Return the reply header of a template. Nothing is left out unless a thought's tag is part of it."""
+        """Return a template's reply header. Nothing is left out unless the difference has a thought's tag."""
         header, earlier = template.reply_start(), template.earlier_start
         tokens = model.tokenize(header, special=True)
         whole = cls(tokens, header, "", 0, template.tags.plain)

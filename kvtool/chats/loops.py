@@ -30,7 +30,7 @@ class Loop:
         self.n_block = self.n_times = 0
         # newest first
         self._recent = np.full(MOST_BLOCK, -1, np.int64)
-        # for each block size n: number of newest tokens that equal the token n before them
+        # for each block size n: number of newest tokens that equal the token n places earlier
         self._n_same = np.zeros(MOST_BLOCK, np.int64)
         # number of tokens since the last one with a letter
         self._n_sign = 0

@@ -1,4 +1,4 @@
-"""Marks that keep markers in messages text: only the template's own markers become control tokens.
+"""Marks that turn markers in messages into plain text: only the template's own become control tokens.
 
 A chat is rendered as one text. An <|im_end|> in a web page that a message quotes would end the turn. Before
 rendering, each marker in messages and tool definitions therefore gets a mark after its first character. The

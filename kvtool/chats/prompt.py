@@ -16,7 +16,7 @@ from kvtool.errors import ModelError
 from kvtool.llama.model import Model
 
 _MARKS = ("x", "y")
-"""Two texts with different beginnings, so that a third text begins like one of them at most."""
+"""Two texts that begin differently: any other text can begin like only one of them."""
 
 
 def template_of(model: Model) -> Template:
@@ -73,9 +73,9 @@ def request_prefix(template: Template, before: list[Message], request: str, text
 def end_of(whole: str, text: str, render: Callable[[str], str]) -> int:
     """Number of characters of `whole` up to the end of `text`; 0 if that is unknown.
 
-    render: returns the same chat with another text in the place of `text`. Chats that differ only after
-    `text` are equal up to its end, even if the template changes the text. Chats with other texts in its place
-    are equal up to its start.
+    render: returns the same chat with another text in the place of `text`. The template may change the text,
+    so `whole` is not searched for it. With text added after `text`, the chat first differs at the end of
+    `text`; with another text in its place, at its start.
     """
     end = min(_common(whole, render(text + mark)) for mark in _MARKS)
     start = min(_common(whole, render(mark)) for mark in _MARKS)

@@ -28,10 +28,10 @@ class Roles:
     def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return copies of the messages, in an order and in roles that the template takes.
 
-        If the template takes one system message at most, the first ones are joined and later ones become the
-        user's. If it takes none, the system prompt is put before the user's first message. If it requires
-        the user and the model to alternate, successive messages of one role are joined, and empty messages
-        are inserted where one is missing.
+        If the template takes one system message at most, the system messages at the beginning are joined,
+        and later ones become the user's. If it takes none, the system prompt is put before the user's first
+        message. If it requires the user and the model to alternate, successive messages of one role are
+        joined, and empty messages are inserted where a message is missing.
         """
         fitted = [dict(message) for message in messages]
         n = sum(1 for _ in takewhile(_is_system, fitted))

@@ -23,7 +23,7 @@ class Stops:
     def feed(self, piece: str) -> str:
         """Return the text that is certain after this piece, which may be ""."""
         text = self._held + piece
-        # the stop string that ends first, however the text is cut into pieces; of several the longest
+        # the stop string that ends first, which does not depend on the pieces; if several do, the longest
         if ends := [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]:
             end, at = min(ends)
             self.found, self._held = text[at:end], ""
@@ -39,5 +39,5 @@ class Stops:
 
 
 def n_begun(text: AnyStr, mark: AnyStr) -> int:
-    """Length of the longest end of a text that is a beginning of the mark, and shorter than the mark."""
+    """Length of the longest incomplete beginning of the mark that the text ends with."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

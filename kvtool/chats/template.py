@@ -114,7 +114,7 @@ class Template:
         try:
             self._template = environment.from_string(source)
         except Exception as error:
-            # not only syntax errors: Python's compiler refuses one that is nested too deeply
+            # not only syntax errors: Python's compiler refuses a template that is nested too deeply
             raise _failed(error) from error
         self._roles = Roles(self._as_it_is)
 
@@ -173,7 +173,7 @@ class Template:
 
     @cached_property
     def reads(self) -> frozenset[str]:
-        """Names of the variables that the template may read. Some of them it sets itself."""
+        """Names of the variables that the template may read, including some that it sets itself."""
         # parsed again, because Jinja changes the tree that it searches
         return frozenset(jinja2.meta.find_undeclared_variables(self._environment.parse(self.source)))
 
@@ -235,7 +235,7 @@ class Template:
         except Exception as error:
             # a template is an untrusted program: it may raise anything
             with suppress(Exception):
-                # a template that loops over tools fails for None, and not if tools is undefined
+                # a template that loops over tools fails if they are None, but not if they are undefined
                 if tools is None:
                     return self._template.render({**self.variables, **chat})
             raise _failed(error) from error
@@ -278,7 +278,7 @@ class Template:
     def start_of_earlier(self, more: Mapping[str, Any]) -> str | None:
         """Return the text between a user's message and an earlier reply; None if it is not rendered.
 
-        more: other fields of the reply than its content.
+        more: fields of the reply in addition to its content.
         """
         user = {"role": "user", "content": _QUESTION}
         text = self.before_reply([user], {"role": "assistant", **more})
@@ -296,7 +296,7 @@ class Template:
 
     @cached_property
     def opening(self) -> str:
-        """End of the reply header, from a tag that opens a thought on; "" if there is no such tag."""
+        """End of the reply header, beginning with the tag that opens a thought; "" if it opens no thought."""
         header = self.reply_start()
         at = header.rfind(self.tags.start)
         return header[at:] if at >= 0 and self.tags.end not in header[at:] else ""

@@ -19,7 +19,7 @@ class Tags(NamedTuple):
     start, end
         Text before the thought, and after it.
     plain
-        Text before a reply without a thought, which is not part of the answer.
+        Text that begins a reply without a thought, and is not part of the answer.
     """
 
     start: str
@@ -94,7 +94,7 @@ class Splitter:
 
     @classmethod
     def behind(cls, tags: Tags, begun: str) -> Splitter:
-        """Return the splitter for the rest of a reply after this beginning, which is not empty."""
+        """Return a splitter for the rest of a reply. begun: beginning of the reply, not empty."""
         splitter = cls(tags)
         if not begun.lstrip().startswith(tags.start):
             splitter._is_thought = False

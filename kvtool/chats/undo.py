@@ -70,7 +70,7 @@ class Mark(NamedTuple):
 
     @property
     def n_token(self) -> int:
-        """Number of tokens, with those that are not decoded yet."""
+        """Number of tokens, including tokens that are not decoded yet."""
         return self.n_past + len(self.writer["unread"])
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class UndoStack:
 
     @property
     def marks(self) -> list[Mark]:
-        """The marks that are newer than all copies. Marks under a copy belong to an earlier stream."""
+        """The marks that are newer than all copies. Older marks belong to the stream before a copy."""
         newest = takewhile(lambda point: isinstance(point, Mark), reversed(self._points))
         return [point for point in newest if isinstance(point, Mark)][::-1]
 

@@ -49,7 +49,7 @@ class Writer:
     after_sampling
         Called with each sampled token, while the context still has the logits it was sampled from.
     while_reading
-        Called before each step with the number of tokens read so far, and of all tokens of the text.
+        Called before each step with two numbers: tokens read so far, and all tokens of the text.
     drafter
         Source of draft tokens, or None.
     """
@@ -100,7 +100,7 @@ class Writer:
     def _forget(self) -> None:
         self._unread = np.empty(0, np.int32)
         self._decoded = array("i")
-        # draft tokens that are decoded and not yet sampled, and the number of those sampled
+        # decoded draft tokens that are still to be compared with sampled ones, and the number that agreed
         self._drafts, self._n_sampled = np.empty(0, np.int32), 0
         # a restored cache has no logits
         self._restored = False
@@ -122,7 +122,7 @@ class Writer:
 
     @property
     def n_accepted(self) -> int:
-        """Number of draft tokens that were sampled then."""
+        """Number of draft tokens that were accepted: the sampler chose them as well."""
         return self.drafter.n_accepted if self.drafter else 0
 
     @property

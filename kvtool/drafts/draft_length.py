@@ -1,4 +1,4 @@
-"""Number of draft tokens of a step: minimise the time per token, by acceptance rates and step times."""
+"""Choose how many draft tokens a step has, to minimise the time per token."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from collections import defaultdict, deque
 from statistics import median
 
 _EDGES = (3, 4, 6, 9, 17)
-"""Lower bounds of groups by support: matching tokens before a draft token. Acceptance is counted per group.
-"""
+"""Lower bounds of the groups of support (see `DraftLength`)."""
 
 _PRIOR_TRUE, _PRIOR_ALL = 2.0, 3.0
 """Prior counts of accepted draft tokens and of all: high enough for drafting to be tried."""
 
 _DECAY = 0.97
-"""Factor of older counts for each draft token since."""
+"""Factor by which each draft token reduces the older counts of its group."""
 
 _N_TIME = 9
 """Number of step times kept for each step length; their median counts."""
 
 _SLOPE = 0.1
-"""Assumed cost of one more token in a step, in steps of one token, until such steps were measured."""
+"""Assumed cost of one more token in a step, as a fraction of a step of one token. Used until measured."""
 
 _GAIN = 1.05
 """Minimum speedup for drafting: costs and acceptance are only estimates."""
@@ -31,9 +30,9 @@ _TRY_EVERY = 32
 class DraftLength:
     """Choose the number of draft tokens of each step.
 
-    The probability that a draft token is accepted depends on its support, which includes the draft tokens
-    before it. A draft token counts only if all before it are accepted: n draft tokens give p1 + p1 p2 + ...
-    tokens.
+    Draft tokens are grouped by support: the number of matching tokens before one, earlier draft tokens
+    included. Each group has an estimated probability p of acceptance. A draft token counts only if all before
+    it are accepted: n draft tokens give p1 + p1 p2 + ... tokens on average.
     """
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ class Searched(Source, Protocol):
 
 
 class Drafter:
-    """Draft tokens for a stream: found in the stream itself, as many as pay off, else by a draft model.
+    """Draft tokens for a stream: from the stream itself, as many as pay off, or else from a draft model.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class Drafter:
         self._sources: list[Source] = [lookup, model] if model else [lookup]
         self.n_drafted = self.n_accepted = 0
         self._pace = DraftLength()
-        # 0 if the draft model makes the draft tokens
+        # support and number of the last draft tokens; the support is 0 if they are not from the lookup
         self._support = self._n = 0
         self._started = 0.0
 
@@ -74,7 +74,7 @@ class Drafter:
     def guess(self, most: int, constraint: Constraint | None = None) -> np.ndarray:
         """Return at most `most` draft tokens i32[n] for the next step.
 
-        constraint: holds the stream. Tokens that it forces come first; others must fit.
+        constraint: has read the stream. If it forces tokens, these are the draft; other tokens must fit it.
         """
         found = np.array(constraint.forced()[:most] if constraint and most > 0 else [], np.int32)
         self._support = self._lookup.look() if most > 0 and not len(found) else 0

@@ -15,13 +15,16 @@ from kvtool.kernels.ngrams import N_BIT, best_place, link, unlink
 class Lookup:
     """A stream's tokens, with an index of its n-grams.
 
-    Attributes ---------- n Number of tokens of the stream.
+    Attributes
+    ----------
+    n
+        Number of tokens of the stream.
     """
 
     def __init__(self) -> None:
         self.n = self._at = 0
         self._tokens = np.empty(1024, np.int32)
-        # the newest place of each hash, and for each place the previous one; -1: none
+        # the newest place of each hash, and for each place the previous place of its hash; -1: none
         self._newest = np.full(1 << N_BIT, -1, np.int32)
         self._before = np.empty(1024, np.int32)
 

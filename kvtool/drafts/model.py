@@ -17,7 +17,7 @@ _BUDGET, _EVICT_EVERY = 256, 64
 """Cells of the draft model's cache, and tokens between evictions; a rewind cannot cross an eviction."""
 
 _GOES_ON, _LEAST = 0.5, 0.25
-"""Minimum joint probability of the draft tokens: to draft another one after it, and to be returned.
+"""Minimum joint probability of the draft tokens: for drafting another one, and for the last one to count.
 
 The first is higher: a step of the draft model costs more than one more token in the verifying step.
 """
@@ -30,7 +30,7 @@ class ModelDraft:
         policy = policies.fit("streamingllm", min(_BUDGET, model.n_ctx_train), _EVICT_EVERY)
         self._engine = Engine(model, policy, Settings(n_draft=MOST, n_threads=n_threads))
         self._stream = array("i")
-        # number of stream tokens that are read, and of draft tokens read after them
+        # number of stream tokens that were read, and the draft tokens that were read after them
         self._at = 0
         self._ahead: list[int] = []
 
@@ -54,7 +54,7 @@ class ModelDraft:
         self._stream.frombytes(tokens.astype(np.int32).tobytes())
 
     def guess(self, n: int) -> np.ndarray:
-        """Return at most n tokens i32[n], each the likeliest, while their joint probability is enough."""
+        """Return at most n tokens i32[n]: the likeliest ones, while their joint probability is high enough."""
         engine = self._engine
         self._catch_up()
         n = min(n, engine.draft_room() + 1)
@@ -99,7 +99,7 @@ def _likeliest(logits: np.ndarray) -> tuple[int, float]:
 
 
 def check_vocabulary(model: Model, draft: Model) -> None:
-    """Raise UsageError unless both models have the same tokens under the same ids."""
+    """Raise UsageError if the vocabularies differ in size, or in a sample of their tokens."""
     if draft.n_vocab != model.n_vocab or any(
         model.piece(token, special=True) != draft.piece(token, special=True)
         for token in range(0, model.n_vocab, 97)

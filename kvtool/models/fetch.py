@@ -32,7 +32,7 @@ _TIMEOUT_S = 30
 
 @contextmanager
 def storing(name: str, folder: Path, variable: str = "KVTOOL_CACHE") -> Iterator[None]:
-    """Turn an OSError inside the block into a ModelError that names the variable for another folder."""
+    """Turn an OSError inside the block into a ModelError that advises to set `variable` to another folder."""
     try:
         yield
     except OSError as error:
@@ -46,7 +46,7 @@ def storing(name: str, folder: Path, variable: str = "KVTOOL_CACHE") -> Iterator
 
 
 def full_disk(text: str) -> OSError | None:
-    """Return the error of a full disk or quota that the text of another program reports, else None."""
+    """Return the error of a full disk or quota if another program's text reports one, else None."""
     for number in _FULL:
         # as Python and Rust write it
         if f"[Errno {number}]" in text or f"(os error {number})" in text:
@@ -55,10 +55,10 @@ def full_disk(text: str) -> OSError | None:
 
 
 def fetch(url: str, target: Path, progress: Progress | None = None) -> None:
-    """Download a GGUF file unless `target` exists, which gets its name only when the file is whole.
+    """Download a GGUF file to `target`, unless that exists. An incomplete file never has this name.
 
-    A second process that wants the same file waits for the first. An incomplete file is deleted; a killed
-    process leaves it as NAME.part.
+    A second process that wants the same file waits for the first. NAME.part, the incomplete file, is deleted
+    after an error; a killed process leaves it.
 
     Raises ModelError, and OSError if the file cannot be written.
     """

@@ -204,7 +204,7 @@ def _bar(progress: Progress) -> type:
             self.n += int(n or 0)
             progress(self.n, self.total)
 
-        # huggingface_hub gives network bytes to a second bar unless a bar has these two
+        # huggingface_hub gives network bytes to a second bar unless a bar has these two methods
         def update_transfer(self, n: int) -> None:
             pass
 
@@ -257,7 +257,7 @@ def _explained(reference: Reference, what: str) -> Iterator[None]:
     except Exception as caught:
         error: BaseException = caught
         if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
-            # says only that there is no such file here; the cause says why it could not be downloaded
+            # the error says only that the file is not here; its cause says why it could not be downloaded
             error = error.__cause__
         if isinstance(error, errors.OfflineModeIsEnabled):
             raise _NoConnection(

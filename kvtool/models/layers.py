@@ -40,7 +40,7 @@ class Layer(NamedTuple):
     kind
         Kind of the cache.
     owner
-        Layer whose cells it reads: itself or an earlier layer.
+        Number of the layer whose cells this layer reads: its own or an earlier layer's.
     n_head_kv
         Number of KV heads.
     head_size_k
@@ -61,7 +61,7 @@ class Layer(NamedTuple):
 
     @property
     def is_owner(self) -> bool:
-        """True unless it reads an earlier layer's cells."""
+        """True unless the layer reads an earlier layer's cells."""
         return self.owner == self.number
 
 
@@ -76,8 +76,8 @@ class Layers:
     n_swa
         Window of sliding layers in tokens; 0 if no layer slides.
     most_cells
-        Maximum cells of a row: the number that the model's index selects for a query. With no more cells the
-        index selects all of them, and need not know which tokens were evicted. Unlimited without an index.
+        Maximum cells of a row: the number that the model's index selects for a query. The index then selects
+        all cells, and need not know which tokens were evicted. Unlimited without an index.
     n_group
         Maximum number of query heads per KV head, among layers whose heads are rows.
     has_alibi

@@ -37,7 +37,7 @@ def cached(url: str) -> Path | None:
 
 
 def pull(url: str, progress: Progress | None = None) -> Path:
-    """Download the model's file, or all its parts, unless here. Return the first. Raises ModelError."""
+    """Download the model's file, or all its parts, unless cached. Return the first. Raises ModelError."""
     if path := cached(url):
         return path
     folder, files = folder_of(url), _files(url)
