@@ -95,7 +95,7 @@ class EarlierReply(NamedTuple):
     Attributes
     ----------
     message
-        The message for `History`.
+        Message to add to `History`.
     start
         Text between `Header.kept` and the reply. None if it is unknown.
     """
@@ -316,7 +316,7 @@ class Rendering:
         return call_rules.call_or(request.tools, rules), [*remarks, *call_rules.remarks]
 
     def _prepared(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:
-        """Mark messages and tools for `_bare`. If it has no native format, the system prompt lists the tools."""
+        """Mark messages and tools for `_bare`. Without a native format, the system prompt lists the tools."""
         prepared, shown_tools = for_template(messages, self.template), marked(self.template.markers, tools)
         if tools and not Format.native(self.template):
             is_system = bool(prepared) and prepared[0]["role"] == "system"

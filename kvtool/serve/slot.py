@@ -38,7 +38,7 @@ from kvtool.serve.tools.calls import Parser
 from kvtool.serve.tools.formats import shown_tokens
 
 N_OUTPUT = 16
-"""Maximum tokens of a step whose logits are all needed: for the log-probabilities of a prompt."""
+"""Maximum tokens of a step that returns all its logits, as log-probabilities of a prompt need."""
 
 
 class Slot:
@@ -55,7 +55,7 @@ class Slot:
     overflow
         "forget" to let the policy evict, or "error" to refuse a chat longer than the context.
     meta
-        Returns the values for a session's JSON that `Conversation.save` does not have.
+        Returns values to save in a session's JSON, in addition to those of `Conversation.save`.
     pins
         True if a chat's system prompt and tools are pinned even if an archive keeps them.
     batcher

@@ -103,7 +103,7 @@ class Request:
     ignored
         Unknown fields, which the answer names.
     places
-        Translates places for errors.
+        Translates places in errors to places in the client's request.
     """
 
     sampling: Sampling

@@ -1,4 +1,4 @@
-"""Routes, and the answers and streams that they send. They never wait for an engine's thread."""
+"""Routes, and the answers and streams that they send. They never block while an engine computes."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ async def _health(site: Site, http: HttpRequest) -> Response:
 
 async def _tokenize(site: Site, http: HttpRequest) -> Response:
     fields = Fields(await gate.body(site.limits, http))
-    # vLLM uses the other names
+    # vLLM uses the names "prompt" and "add_special_tokens"
     content = fields.text("content") or fields.text("prompt") or ""
     adds_special = fields.flag("add_special") or fields.flag("add_special_tokens")
     parses_special = fields.flag("parse_special", True)

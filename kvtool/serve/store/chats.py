@@ -1,4 +1,4 @@
-"""Stored chats of a server: a session for the newest turn of each, and for earlier turns while they fit.
+"""Stored chats of a server: sessions of each chat's newest turn, and of earlier turns while there is room.
 
 A chat is a session file with its archive file, as `kvtool chat --session` writes them. Before a turn replaces
 the session, the old file gets a second name: FILE.1, FILE.2, ... A request that edits or repeats an earlier
@@ -46,7 +46,7 @@ class StoredChat:
     archive_file
         Archive of all its snapshots.
     n_named
-        Highest number of a file.
+        Highest number in a snapshot's file name.
     marks
         Marks at the ends of the replies that the server wrote.
     """

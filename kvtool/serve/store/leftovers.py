@@ -45,7 +45,7 @@ def leftovers(cache: Path) -> Iterator[Leftover]:
             stat = folder.stat()
             # the server of a young folder may not have locked it yet
             if time.time() - stat.st_mtime > _YOUNG_S and not is_locked(folder / LOCK):
-                # `is_locked` changed the folder's time
+                # restore the folder's time, which `is_locked` has changed
                 os.utime(folder, ns=(stat.st_atime_ns, stat.st_mtime_ns))
                 sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
                 n_chat = sum(bool(re.fullmatch(rf"\w+{re.escape(SUFFIX)}", name)) for name in sizes)

@@ -64,7 +64,7 @@ class Resumer:
     chats
         The stored chats.
     meta
-        Returns the values for a session's JSON that `Conversation.save` does not have.
+        Returns values to save in a session's JSON, in addition to those of `Conversation.save`.
     pins
         True if the system prompt and the tools of a chat are pinned.
 
