@@ -40,7 +40,7 @@ KINDS = {
     "ALiBi": "bloom-dense",
     "learned positions": "gpt2-dense",
 }
-"""One architecture of each kind."""
+"""Example of each kind: the name of a model file in DIR."""
 
 EXACT = {"type_k": "f32", "type_v": "f32", "flash": "off"}
 FLASH = {"flash": "on"}

@@ -2,8 +2,8 @@
 
     python -m tests.engine.rpc_server PORT [ENDPOINT]
 
-With ENDPOINT it serves the device at that endpoint, as `kvtool worker` would: a device whose memory is not
-the host's, such as a GPU. The server ends after TIME_LIMIT seconds, should nobody kill it before.
+With ENDPOINT the server runs `kvtool worker`'s code on the device at that endpoint. As with a GPU, this
+device's memory is not the host's. The server ends after TIME_LIMIT seconds unless it is killed before.
 """
 
 from __future__ import annotations

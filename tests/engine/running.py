@@ -23,20 +23,20 @@ ON_CUDA = any(each["name"].startswith("CUDA") for each in devices())
 """True on CUDA: the order of half-precision sums depends on the GPU's load and on the batch length."""
 
 TOLERANCE = 1e-2 if has_gpu() else 1e-4
-"""Largest difference from the definition: a device rounds some one way here, another there."""
+"""Largest difference from the definition; larger on a GPU, which rounds differently."""
 
 LOGITS = max(TOLERANCE, 1e-3)
-"""The same of logits."""
+"""Largest difference of logits from the definition."""
 
 
 N_UNTIED = 64
-"""Tokens before what `tova`, which decides once a layer, decides otherwise on CUDA in some tests.
+"""First tokens, which some tests compare under `tova` on CUDA; later choices differ from the definition's.
 
-There two tokens' scores differ by less than sums in another order do: 2.78574e-3 and 2.78573e-3.
+Two tokens' scores there, 2.78574e-3 and 2.78573e-3, differ by less than the order of additions changes them.
 """
 
 KINDS = ("h2o", "buzz", "corm", "weightedkv")
-"""Policies that differ for the engine: plain, by segments, with rows of different lengths, merging.
+"""One policy of each kind: plain, by segments, with rows of different lengths, merging.
 
 tests/policies/test_contract.py has the promises of each policy.
 """
@@ -76,7 +76,7 @@ def text(n, seed=1, n_vocab=259):
 
 
 def stepped_logits(engine, batches):
-    """f32[n, n_vocab] of every token, a batch a step."""
+    """Return the logits f32[n, n_vocab] of all tokens; each batch is decoded in one step."""
     logits = []
     for batch in batches:
         engine.step(batch, len(batch))
@@ -85,7 +85,7 @@ def stepped_logits(engine, batches):
 
 
 def plain_logits(path, n_cell, batches, *, n_batch=64, flash="off", type_k="f32", type_v="f32"):
-    """f32[n, n_vocab] by llama.cpp's own API, with nothing of ours enabled."""
+    """Return the logits f32[n, n_vocab] of llama.cpp's own API, without kvtool's features."""
     start_backends()
     model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
     params = api.llama_context_default_params()
@@ -113,14 +113,14 @@ def plain_logits(path, n_cell, batches, *, n_batch=64, flash="off", type_k="f32"
 
 
 def positions_of(stream):
-    """The same of a stream of the reference."""
+    """Return the positions of the tokens in each row of a reference stream."""
     return [row.pos.tolist() for rows in stream.rows for row in rows]
 
 
 def assert_continues_as_defined(engine, stream, tokens, evict):
-    """Step both a token at a time, from a plan on; ragged rows have the next one every `slack` tokens.
+    """Decode tokens one by one with both; assert that logits and rows agree. Both have just evicted.
 
-    evict: lets the stream evict.
+    evict: makes the stream evict. Ragged rows evict every `slack` tokens, other rows at the budget.
     """
     assert live(engine) == positions_of(stream)
     policy = engine.policy
@@ -134,5 +134,5 @@ def assert_continues_as_defined(engine, stream, tokens, evict):
 
 
 def live(engine):
-    """The positions of the tokens that each row holds, sorted."""
+    """Return the sorted positions of the tokens in each row."""
     return [sorted(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)]

@@ -21,15 +21,15 @@ class Saved:
     v_type: int
 
     def keys(self, layer, n_head_kv):
-        """f32[n, n_head_kv, head_dim], as they are stored: after RoPE, and perhaps a Hadamard rotation."""
+        """Keys f32[n, n_head_kv, head_dim] as stored: after RoPE, and perhaps a Hadamard rotation."""
         return _floats(self.k[layer], self.k_type).reshape(len(self.pos), n_head_kv, -1)
 
     def values(self, layer, n_head_kv):
-        """f32[n, n_head_kv, head_dim], as they are stored."""
+        """Values f32[n, n_head_kv, head_dim] as stored."""
         return _floats(self.v[layer], self.v_type).reshape(len(self.pos), n_head_kv, -1)
 
     def rows(self, tensor, layer, n_head_kv):
-        """u1[n, n_head_kv, bytes of a head]: `tensor` is "k" or "v"."""
+        """Stored bytes u1[n, n_head_kv, bytes of a head]. tensor: "k" or "v"."""
         return getattr(self, tensor)[layer].reshape(len(self.pos), n_head_kv, -1)
 
 
@@ -50,13 +50,13 @@ class _Reader:
 
 
 def parse(data):
-    """Saved from the bytes of Context.state(): llama_kv_cache::state_write_meta and state_write_data."""
+    """Return the Saved in the bytes of Context.state(); llama_kv_cache::state_write_* has their layout."""
     (saved,) = parse_all(data)
     return saved
 
 
 def parse_all(data):
-    """The same for each of a model's caches: that of sliding layers is the second."""
+    """Return a Saved for each of a model's caches; the cache of sliding layers is the second."""
     reader = _Reader(data)
     reader.take("Ii")  # magic, sequence
     caches = []

@@ -49,7 +49,7 @@ def talk(chat_model, tmp_path):
     [
         ("20000", {"archive": 20000}),
         (" 7 ", {"archive": 7}),
-        # more tokens than any memory holds: a cap
+        # a limit in tokens may exceed any memory
         ("9" * 15, {"archive": 10**15 - 1}),
         ("2MiB", {"archive_bytes": 2**21}),
         ("0.000001TiB", {"archive_bytes": 1099511}),
@@ -124,7 +124,7 @@ def test_what_is_no_table_of_an_archive_has_no_tokens(table):
 
 
 def test_inspect_says_what_is_archived_apart_from_what_is_forgotten(chat_model):
-    # the policy is that of a chat
+    # inspect has the default policy of a chat, recall
     own = ["-m", chat_model, "-t", 1, "--budget", 32, "--evict-every", 8, "--archive", 20]
     result = json.loads(called("inspect", *own, "--json", stdin="word " * 20).stdout)
     assert (result["tokens"], result["archived"], result["share"].count(0)) == (100, 20, 72)
@@ -138,7 +138,7 @@ def test_a_session_says_how_much_it_has_archived(talk, tmp_path):
     path = tmp_path / "chat.kvs"
     assert talk(TURNS[:4], *RECALL).returncode == 0
     shown = json.loads(called("session", "show", "--json", path).stdout)
-    # all that was read, less sinks and window
+    # all tokens but sinks and window are archived
     assert 0 < shown["tokens"] - shown["archived"] < 96
     assert shown["archive_bytes"] > 0
     lines = dict(line.split(None, 1) for line in called("session", "show", path).stdout.splitlines())
@@ -177,7 +177,7 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
     said = f"recall does not work {why}; the policy is h2o\n"
     assert (result["policy"], said in done.stderr) == (("h2o", True) if why else ("recall", False))
     assert bool(result["archived"]) == (why is None)
-    # who names recall, or an option that it alone has, is not given another policy
+    # no other policy is used instead if recall, or an option that only recall has, was requested
     for typed in (["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10]) if why else ():
         asked = called(*command, *typed, stdin="word " * 150)
         assert (asked.returncode, asked.stdout) == (2, "")
@@ -197,12 +197,12 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
     first, *_, last = done.stderr.splitlines(keepends=True)
     said = f"recall does not work {why}; the policy is h2o\n" if why else KEEPS
     assert re.fullmatch(said, first)
-    # trained for 512 tokens
+    # default budget of recall
     assert "/512 cells per row" in last
     assert ("archive" in last) == (why is None)
     kept = json.loads(called("session", "show", "--json", tmp_path / "chat.kvs").stdout)
     assert kept["policy"] == ("h2o" if why else "recall")
-    # the policy that it has is the session's
+    # a continued session keeps its policy
     again = talk(TURNS[2:3], *options)
     assert (again.returncode, "recall does not work" in again.stderr) == (0, False)
     with serving(chat_model, *options) as server:
@@ -220,7 +220,7 @@ def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, tmp_path, mon
         KEEPS.replace("to host memory", rf"to disk \({file}\) and, for clusters, to host memory"), said
     )
     (tmp_path / "chat.kvs").unlink()
-    # in another line
+    # --explain says it in another line
     assert "older text" not in talk(TURNS[:1], "--explain").stderr
     (tmp_path / "chat.kvs").unlink()
     assert talk(TURNS[:1], "--policy", "h2o").stderr == ""
@@ -242,12 +242,12 @@ def test_an_archive_takes_a_quarter_of_the_free_memory_and_half_of_the_disk(
 
 
 def test_a_policy_that_was_asked_for_has_no_other_in_its_place(talk, tiny_model, tmp_path, monkeypatch):
-    # nor has a session's
+    # nor is the policy of a session replaced
     assert talk(TURNS[:1], *RECALL).returncode == 0
     refused = talk(TURNS[1:2], "--positions", "in-cache")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert re.fullmatch(r"kvtool: Recall needs the distances of the text; [^\n]*\n", refused.stderr)
-    # nor one of a settings file
+    # nor is the policy of a settings file
     (tmp_path / "config.toml").write_text('policy = "recall"\n')
     monkeypatch.setenv("KVTOOL_CONFIG", str(tmp_path / "config.toml"))
     done = called("generate", "-m", tiny_model(), "--raw", "--positions", "in-cache", stdin="word " * 9)
@@ -260,7 +260,6 @@ def test_a_chat_says_what_is_archived(chat_model):
     with terminals(chat_model, "-n", 4, *RECALL, "--archive", 30) as start:
         chat = start()
         said = chat.text.removesuffix("\n> ")
-        # the kind of file comes first
         assert re.search(
             r"\nchat with policy recall, a cache of 96 tokens; trained for 512 tokens\n"
             r"older text goes to host memory, at most [0-9.]+ KiB, and is still used\n"
@@ -272,7 +271,7 @@ def test_a_chat_says_what_is_archived(chat_model):
         assert re.search(r"archived +30 of at most 30 tokens, [0-9.]+ .iB of host memory", stats)
         (forgotten,) = re.findall(r"forgotten +(\d+) tokens", stats)
         assert f"30 archived, {forgotten} forgotten" in chat.say("/cells").replace("\n", "")
-        # another system prompt needs no room in the archive that there is
+        # a new system prompt starts with an empty archive, so the full one does not prevent it
         assert "started over under the new system prompt" in chat.say("/system Be brief.")
 
 
@@ -369,11 +368,11 @@ def test_what_is_said_of_an_archive_names_its_file(chat_model, tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["archive_file"] == str(path)
-    # half of the disk's free space
+    # the default limit is half of the disk's free space
     free = shutil.disk_usage(tmp_path).free
     assert 0.4 * free < result["archive_limit"] / result["archived"] * result["archive_bytes"]
     said = called("generate", *generate, "-v", "--explain", **words).stderr
-    # other programs write to the disk, too
+    # other programs may write to this disk meanwhile
     (limit,) = re.findall(rf" tokens \((\S+ .iB)\) in {path}\n", said)
     assert parse_bytes(limit.replace(" ", "")) == pytest.approx(free / 2, rel=0.5)
     assert f"the others go to {path} and are still used" in said
@@ -409,7 +408,7 @@ def test_a_chat_with_a_full_disk_keeps_its_last_whole_turn(talk, tmp_path):
     )
     assert (path.read_bytes(), (tmp_path / "chat.kvs.archive").read_bytes()) == before
     assert sorted(os.listdir(tmp_path)) == ["chat.kvs", "chat.kvs.archive"]
-    # with another archive it is the same chat
+    # the chat continues with an archive in host memory
     assert talk(TURNS[4:5]).returncode == 0
 
 

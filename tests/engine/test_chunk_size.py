@@ -10,7 +10,7 @@ from kvtool.engine.chunk_size import ChunkSize
 from tests.engine.running import TOLERANCE, open_engine, text
 
 SLOW = 1e-9
-"""Seconds in which nothing is done: parts are as small as they may be, 32 tokens."""
+"""Time limit, in seconds, that every part exceeds: parts have the minimum size, 32 tokens."""
 
 
 def sizes(parts):
@@ -22,7 +22,7 @@ def test_a_part_takes_about_as_long_as_it_may():
     for took, n in ((0.2, 64), (0.31, 128), (0.4, 128), (0.6, 128), (0.7, 64), (0.7, 32), (0.7, 32)):
         size.note(size.n, took)
         assert size.n == n
-    # a rest that went with the part before it, and a reply's token
+    # a part that includes a rest, and a reply's single token, which is ignored
     size.note(60, 0.8)
     size.note(1, 0.01)
     assert size.n == 32
@@ -47,7 +47,7 @@ def test_a_short_rest_is_not_left_alone():
     ],
 )
 def test_parts_leave_what_whole_steps_leave(tiny_model, name, prefill):
-    """Also where positions would start over within a step."""
+    """This includes steps within which positions would start over."""
     n_asked, tokens, found = [], text(420), []
     settings = {"n_batch": 160, "prefill": prefill, "n_ctx": 512 if name == "full" else 400}
     policy = policies.fit(name, 480 if name == "full" else 200, None if name == "full" else 16)

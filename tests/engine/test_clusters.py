@@ -1,4 +1,4 @@
-"""Clusters of archived tokens equal those of the definition."""
+"""Clusters of archived tokens equal the clusters of the reference."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def test_clusters_begin_with_keys_that_are_far_apart(tiny_model):
             keys = archive.read(begin, begin + n).view(np.float32).reshape(-1, n, N_HEAD, 2, HEAD_DIM)
             rows = keys[:, :, :, 0].swapaxes(1, 2).reshape(-1, n, HEAD_DIM).astype(float)
             for own, x in zip(found, rows, strict=True):
-                # rounding may decide where two means are as near
+                # rounding may decide if two means are equally near
                 assert (own == kmeans(x)).mean() > 0.98

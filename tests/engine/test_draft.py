@@ -14,7 +14,7 @@ N_DRAFT = 5
 
 
 def told(engine, tokens, rng=None):
-    """Decodes tokens one by one, or with guesses some of which are wrong; yields the logits behind each."""
+    """Decode tokens one by one, or with `rng` by drafts, partly wrong; yield the logits after each token."""
     at = 0
     while at < len(tokens):
         n = engine.draft_room() if rng else 0
@@ -47,7 +47,7 @@ REFUSED = {("refact", "recall"), ("deepseek2", "recall"), ("deepseek32", "recall
 
 
 def distinct(n):
-    """Tokens no two of which are the same: in a first layer, equal tokens tie, and rounding decides."""
+    """Return n different tokens: equal ones would tie in the first layer, and rounding would decide."""
     return np.random.default_rng(2).permutation(np.arange(3, 380))[:n].astype(np.int32)
 
 

@@ -1,4 +1,4 @@
-"""Guesses: lookups, draft lengths, and a text that does not depend on drafts."""
+"""Draft tokens: lookups, draft lengths, and texts that do not depend on drafts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.engine.running import open_engine
 
 
 def best_place(tokens):
-    """(the newest place that most tokens before agree with, how many), by trying all."""
+    """(place, n): the n tokens before `place` equal the last n. Largest n of all places, then the newest."""
     n, best = len(tokens), (0, 0)
     for place in range(n - 1, N_KEY - 1, -1):
         same = 0
@@ -68,7 +68,7 @@ def test_a_lookup_grows_with_its_stream():
 
 
 def timed(slope):
-    """A draft length to which each further token of a step costs this share of the first."""
+    """Return a DraftLength that measured: each further token of a step takes `slope` of the first's time."""
     length = DraftLength()
     for n in range(1, MOST + 2):
         for _ in range(3):
@@ -112,13 +112,13 @@ def test_a_guess_is_judged_with_those_that_as_much_supports():
     pace = timed(0.15)
     for _ in range(100):
         pace.judge(3, 1, 8)
-    # the second guess of each, behind four tokens that agree, was wrong
+    # each second draft token, whose support is four tokens, was wrong
     assert pace.choose(3, MOST) == 1
     assert pace.choose(4, MOST) == 0
 
 
 class Told:
-    """A source of given draft tokens."""
+    """A source that drafts one given token again and again."""
 
     n = 0
 
@@ -184,7 +184,7 @@ SETTINGS = {
 def written(path, drafter, its, n=120, policy="recall"):
     """Return a writer's text, its stream, the log-probabilities, and the contents of the rows."""
     likely = []
-    # the tokens of a step share the archived tokens that they attend to
+    # search=all: the choice of clusters plays no part
     chosen = policies.fit(policy, 64, 16, ["search=all"] if policy == "recall" else [])
     with open_engine(path, chosen, n_draft=MOST, n_output=1, archive_type="f32") as engine:
         sampler = Sampler(engine.model, Sampling(**its), seed=3)
@@ -208,7 +208,7 @@ def test_what_is_written_does_not_depend_on_guesses(talker, its, policy):
     assert np.abs(np.subtract(without[2], with_guesses[2])).max() < 1e-3
     assert without[3] == with_guesses[3]
     assert drafter.n_drafted >= drafter.n_accepted
-    # of noise nothing comes again
+    # in sampled or penalized text nothing may repeat, and lookups find no drafts
     assert drafter.n_drafted > 0 or its.keys() & {"temp", "repeat_penalty"}
 
 
@@ -257,7 +257,7 @@ def test_a_model_guesses_what_it_would_write_itself(talker, monkeypatch):
         drafter = Drafter(Told(0, support=0), source)
         assert written(talker, drafter, {}, 100)[:2] == without[:2]
         assert drafter.n_accepted > 0.8 * drafter.n_drafted > 40
-        # another stream
+        # the source continues with another stream
         source.cut(10)
         source.add(np.arange(3, 700, dtype=np.int32) % 250 + 3)
         assert len(source.guess(4)) == 4

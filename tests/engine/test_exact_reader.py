@@ -18,13 +18,13 @@ ROUGH = 0.1 if ON_CUDA else 5e-2
 
 
 def fit(**params):
-    # all archived tokens are attended to when later tokens are written: so these are exact as well
+    # search=all: single tokens also attend to all archived tokens exactly
     params = {"search": "all", **params}
     return policies.fit("recall", 48, 16, [f"{key}={value}" for key, value in params.items()])
 
 
 def logits_of(path, policy, parts, **settings):
-    """f32[part, n_vocab]: the logits after each part; (live, archived) tokens; bytes of the cache."""
+    """Return logits after each part f32[part, n_vocab], (n_kv, n_archived), and the cache's bytes."""
     with open_engine(path, policy, **settings) as engine:
         logits = []
         for part in parts:
@@ -76,7 +76,7 @@ def test_it_differs_from_reading_by_clusters(tiny_model):
     streamed, exact = (
         logits_of(path, few, parts, prefill=prefill, archive_type="f32")[0] for prefill in ("stream", "exact")
     )
-    # of the tokens that are written, clusters estimate most of the archive either way
+    # prompt and turn only: for single tokens, clusters estimate most of the archive either way
     assert np.abs(exact[:2] - full[:2]).max() < TOLERANCE < np.abs(streamed[:2] - full[:2]).max()
 
 
@@ -181,7 +181,7 @@ def test_beside_a_gpu_a_text_is_read_so_unasked(monkeypatch, tiny_model):
     path, parts = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of()
     exact, _, n_bytes = logits_of(path, fit(), parts, prefill="exact", archive_type="f32")
     monkeypatch.setattr(Model, "is_on_gpu", True)
-    # not whole
+    # a GPU without room to read the text whole
     monkeypatch.setattr("kvtool.engine.whole_reader.gpu_free_bytes", lambda: 0)
     for free, is_exact in ((2**40, True), (0, False)):
         monkeypatch.setattr("kvtool.engine.exact_reader.gpu_free_bytes", lambda free=free: free)

@@ -21,7 +21,7 @@ from tests.reference import transformer
 
 
 def twin(name, params, n_ctx):
-    """keep and observe, or None, with these parameters."""
+    """Return the reference's keep, and its observe or None, with these parameters."""
     module = import_module(f"tests.reference.{name}")
     if "n_ctx" in signature(module.keep).parameters:
         params = params | {"n_ctx": n_ctx}
@@ -40,7 +40,7 @@ def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
         tokens,
         budget=policy.budget,
         slack=policy.slack,
-        # steps of the engine's length: positions start over between two of them
+        # steps as long as the engine's, because positions start over between steps
         n_batch=policy.slack if policy.ragged else policy.recall.chunk if policy.recall else policy.budget,
         recalled=math.inf if policy.recall and made else n_filled,
         n_made=n_filled,
@@ -60,7 +60,7 @@ def score_errors(
 ):
     """f64[n - 1]: how far each token's NLL is from that of the definition, with evictions on the way.
 
-    model: the definition's, if it is loaded. restarts: whether positions have to start over.
+    model: the reference's model, if it is loaded already. restarts: whether positions must start over.
     """
     given = {} if n_block is None else {"n_block": n_block}
     want = reference(model or path, tokens, policy, name, made, positions=positions, **given)
@@ -71,7 +71,7 @@ def score_errors(
     return np.abs(got - want.nll)
 
 
-# each policy under each kind of positions; heads of a group and tokens between evictions in turn
+# policy, kind of positions, tokens between evictions, KV heads
 TINY = [
     *product(["h2o", "buzz"], ["original", "in-cache", "auto"], [1, 16], [2]),
     *product(["tova", "streamingllm", "random", "local"], ["original", "in-cache", "auto"], [16], [2]),
@@ -107,7 +107,7 @@ def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, n
         assert engine.n_restart > 0
 
 
-# where the trained context is crossed depends on how long steps are, and BUZZ's options change that
+# not with positions auto: the length of steps, which BUZZ's options change, decides where they start over
 OTHERS = [
     ("buzz", ["logn=true"]),
     ("buzz", ["logn=true", "logn_n=cells"]),
@@ -179,10 +179,10 @@ def test_rows_that_share_a_budget_score_like_the_definition(
 ):
     name, *own = name.split(":")
     path = tiny_model(n_head_kv=2, n_ctx_train=130)
-    # the definition evicts after the last step, however short
+    # whole steps, because the definition also evicts after a last step that is shorter
     tokens = text(112 if positions == "original" else 200)
     if name in ("knorm", "scissorhands"):
-        # no token twice: keys of one length are ordered by rounding, and low scores are like each other
+        # no token twice: rounding would decide between equal key norms, or between equal low scores
         tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[: len(tokens)].astype(np.int32)
     policy = policies.fit(name, 40, evict_every, [*own, *options])
     rows_differ_like_the_definition(path, tokens, policy, name, positions)
@@ -199,14 +199,14 @@ def test_rows_that_share_a_budget_score_like_the_definition(
 def test_recall_scores_like_the_definition(
     monkeypatch, tiny_model, rope, positions, evict_every, made, options
 ):
-    # no token twice: rounding would decide between two of them that are far
+    # no token twice: two equal tokens that are far would tie, and rounding would decide
     n = 128 if positions == "original" else 250
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:n].astype(np.int32)
-    # distances of more than 65 are one
+    # distances above 65, half of the context, count as 65
     path = tiny_model(n_head_kv=2, n_ctx_train=130, rope=rope)
     policy = policies.fit("recall", 48, evict_every, ["search=all", *options])
     want = reference(path, tokens, policy, "recall", made, positions=positions)
-    # MLA has its own definition: its values are a part of the keys
+    # made=False acts like MLA, whose values are a part of the keys
     monkeypatch.setattr(Layers, "has_values", made)
     with open_engine(path, policy, positions=positions, archive_type="f32") as engine:
         got = perplexity.stream(engine, tokens)
@@ -214,14 +214,14 @@ def test_recall_scores_like_the_definition(
         assert archive.n > 2 * n_recalled
         recalled = None if made else archive.attended(len(engine.rows.live), n_recalled)[0]
     if has_gpu():
-        # rounded in another way, two tokens change places in a choice, and all after them differs
+        # a GPU rounds differently, so another token may be chosen, and then all later scores differ
         assert np.median(np.abs(got - want.nll)) < TOLERANCE
         return
     assert np.abs(got - want.nll).max() < TOLERANCE
     assert made or recalled.tolist() == [row.recalled.tolist() for rows in want.stream.rows for row in rows]
 
 
-# many queries a step, and few, which are multiplied where keys lie
+# many queries a step, and few, which are multiplied with keys in their stored format
 @pytest.mark.parametrize(
     ("rope", "chunk", "made"),
     [("norm", 16, True), ("norm", 1, True), ("neox", 2, True), ("norm", 16, False), ("neox", 4, False)],
@@ -229,26 +229,26 @@ def test_recall_scores_like_the_definition(
 def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(
     monkeypatch, tiny_model, rope, chunk, made
 ):
-    # blocks of one frame and of two, near and far
+    # near and far blocks; within some of them positions start over
     path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, rope=rope), text(1300)
     policy = policies.fit("recall", 48, 16, ["exact=1000000", f"chunk={chunk}"])
     monkeypatch.setattr(Layers, "has_values", made)
     how = {"positions": "auto", "restarts": True, "n_block": 256, "archive_type": "f32"}
     off = score_errors(path, tokens, policy, "recall", made=made, **how)
-    # on a device, choices as above; else keys are turned more than once, and rounded each time
+    # a GPU may choose other tokens, as above; 2 *: keys are rotated, and rounded, more than once
     assert (off.max() if made or not has_gpu() else np.median(off)) < 2 * TOLERANCE
 
 
 @pytest.mark.parametrize(("chunk", "exact"), [(1, 64), (16, 16), (3, 40)])
 def test_clusters_count_as_the_definition_says(tiny_model, chunk, exact):
-    # blocks of one frame and of two, near and far; in one layer, rounding errors do not grow
+    # near and far blocks; within some of them positions start over. In one layer, rounding errors do not grow
     path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, n_layer=1), text(1300)
     policy = policies.fit("recall", 48, 16, [f"exact={exact}", f"chunk={chunk}"])
     with open_engine(path, policy, archive_type="f32") as engine:
         got = perplexity.stream(engine, tokens)
     given = {"positions": "auto", "n_block": 256}
     off = np.abs(got - reference(path, tokens, policy, "recall", exact=exact, **given).nll)[300:]
-    # means are kept in 8 bits, so that near ties another cluster is looked into
+    # means are stored in 8 bits, so near a tie another cluster may be chosen
     assert np.median(off) < 2e-3
     assert np.quantile(off, 0.8) < 1e-2
 
@@ -276,7 +276,7 @@ def english(smollm2):
     return tokens
 
 
-# the definition is slow: each policy once, each kind of positions and of evictions twice; two without --long
+# few combinations, because the definition is slow; without --long two of them
 @pytest.mark.share(2, "name", "positions", "evict_every")
 @pytest.mark.parametrize(
     ("name", "positions", "evict_every"),
@@ -312,13 +312,13 @@ def test_edits_on_the_device_score_like_the_definition(edits_on_device, tiny_mod
     assert off[: N_UNTIED if ON_CUDA and name == "tova" else None].max() < TOLERANCE
 
 
-# Flash attention adds up in f16, and so rounds what follows; seen: 0.002 and 0.015. The second is wide:
-# near a tie another token may stay in a row, and then all that follow score otherwise.
+# Flash attention adds up in f16. Measured: 0.002 and 0.015. The maximum is wide because near a tie another
+# token may stay in a row, which changes all later scores.
 FLASH_MEDIAN = 5e-3
 FLASH_MAX = 0.2
 
 
-# keys in f16 drift when they turn at every token, which is no matter of flash attention
+# not in-cache with evict_every=1: f16 keys rotated at every token drift, even without flash attention
 @pytest.mark.parametrize(("positions", "evict_every"), [("original", 1), ("original", 16), ("in-cache", 16)])
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm"])
 def test_flash_attention_and_f16_score_nearly_like_the_definition(tiny_model, name, positions, evict_every):
@@ -331,7 +331,7 @@ def test_flash_attention_and_f16_score_nearly_like_the_definition(tiny_model, na
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm"])
 def test_a_prompt_in_long_steps_leaves_what_the_definition_leaves(tiny_model, name, positions):
-    # one without near ties, which half precision breaks the other way
+    # a text without near ties, which half precision would break differently
     path, tokens = tiny_model(), text(300, seed=2)
     policy = policies.fit(name, 96, 8)
     keep = import_module(f"tests.reference.{name}").keep

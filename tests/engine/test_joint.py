@@ -39,9 +39,9 @@ def distinct(n, seed):
 
 
 def lives(model, policy, tokens, said, *, make_batcher, **settings):
-    """Return the cells of each stream i32[n], its signals, and the logits of its last tokens.
+    """Return each stream's positions, numbers of live cells, signals, and logits of its last tokens.
 
-    Each stream reads all but its last said[i] tokens in one step. make_batcher: takes the lock.
+    Each stream reads all but its last said[i] tokens in one step. make_batcher: makes a StepBatcher.
     """
     n_stream = len(tokens)
     with ExitStack() as stack:
@@ -60,7 +60,7 @@ def lives(model, policy, tokens, said, *, make_batcher, **settings):
             try:
                 engine.read(tokens[i][:n_read])
                 with batcher.writing(engine):
-                    # until all do
+                    # wait until all streams are writing
                     lock.release()
                     barrier.wait(PATIENCE_S)
                     lock.acquire()
@@ -110,9 +110,9 @@ class Counting(StepBatcher):
 
 
 def same_together(path, name, n=220, said=(90, 60, 90), budget=48, options=(), rounds=False, **settings):
-    """rounds: rounding decides which cells there are; the first logits are alike all the same."""
+    """rounds: rounding may change which tokens stay, so only the first logits are compared."""
     policy = policies.fit(name, 300 if name == "full" else budget, None, [*options])
-    # no two the same for what weighs keys alone: those tie, and rounding decides
+    # no token twice for knorm: it ranks by keys, so equal tokens would tie, and rounding would decide
     of = distinct if name == "knorm" else text
     tokens = [of(n + 10 * i, seed=i) for i in range(len(said))]
     made = []
@@ -148,7 +148,7 @@ def test_streams_in_one_step_are_as_they_are_alone(tiny_model, name):
 def test_in_any_kind_of_model(tiny_model, arch, name):
     if (arch, name) == ("refact", "recall"):
         pytest.skip("refused")
-    # a GPU rounds what several tokens multiply in MLA to half precision: at thresholds that decides
+    # with MLA, a GPU rounds products of several tokens to half precision, which decides near thresholds
     rounds = has_gpu() and arch == "deepseek2" and name != "h2o"
     same_together(tiny_model(arch=arch, n_ctx_train=400), name, rounds=rounds)
 
@@ -211,7 +211,7 @@ def test_nothing_is_decoded_where_one_has_no_room(opened):
     one, other, alone = (opened(policy) for _ in range(3))
     for engine in (one, other, alone):
         engine.read(tokens[:100])
-    # until llama.cpp has no cell left for it
+    # fill the other's cache until llama.cpp has no cell left
     filler, n_ctx = np.full(32, 5, np.int32), other.context.n_ctx
     for at in range(100, n_ctx, 32):
         other.context.decode(filler[: n_ctx - at], at, 1)
@@ -219,7 +219,7 @@ def test_nothing_is_decoded_where_one_has_no_room(opened):
         parts = [Part(one.context, tokens[:1], 100, 1), Part(other.context, tokens[:1], n_ctx, 1)]
         with pytest.raises(LibraryError, match="2 chats at once"):
             joint.decode(parts)
-        # as if nothing had been: positions go on where they were
+        # the failed step changed nothing: positions continue where they were
         joint.decode(parts[:1])
     alone.step(tokens[:1])
     assert np.abs(one.context.logits() - alone.context.logits()).max() < LOGITS
@@ -233,7 +233,7 @@ def test_others_get_their_turns_beside_joint_steps(tiny_model, monkeypatch):
         def _decode_joint(self, parts):
             if not self.sizes:
                 other.start()
-            # a slow thread shall not miss its turn
+            # wait until the other thread asks for its turn, however slow it is
             until(lambda: self._lock._waiting)
             return super()._decode_joint(parts)
 
@@ -255,7 +255,7 @@ def test_others_get_their_turns_beside_joint_steps(tiny_model, monkeypatch):
             is_over.set()
         other.join(PATIENCE_S)
     assert not other.is_alive()
-    # the slice of the members is some steps long, and then it is the other's
+    # after each slice of a few joint steps the other thread gets a turn
     assert sum(a < b <= a + 6 for a, b in itertools.pairwise(seen)) >= 7
 
 

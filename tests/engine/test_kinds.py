@@ -32,7 +32,7 @@ KINDS = {
     "refact": {},
     "gpt2": {},
 }
-"""Writer of each kind of model."""
+"""Kinds of models in tests/tiny_kinds.py, with options of their writers."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -51,7 +51,7 @@ def model(path):
 @pytest.mark.share(2, "name")
 @pytest.mark.parametrize("name", ["full", "h2o", "tova", "buzz", "streamingllm"])
 def test_scores_like_the_definition(path, model, name):
-    # past 130 positions start over, and keys turn
+    # positions start over at 130, and then keys are rotated
     tokens = text(120 if name == "full" else 300)
     policy = policies.fit(name, 128, None) if name == "full" else policies.fit(name, 48, 16)
     want = reference(model, tokens, policy, name, positions="auto")
@@ -62,7 +62,7 @@ def test_scores_like_the_definition(path, model, name):
 
 
 def _no_token_twice(n):
-    """In the first layer, equal tokens may have equal keys up to rounding, which would then decide."""
+    """Return n different tokens: equal ones would tie in the first layer, and rounding would decide."""
     return np.random.default_rng(1).permutation(np.arange(3, 259))[:n].astype(np.int32)
 
 
@@ -87,7 +87,7 @@ def test_what_other_policies_read_and_write_is_that_of_the_definition(path, mode
     tokens = _no_token_twice(160)
     policy = policies.fit(name, 96 if name == "corm" else 48, 16, options)
     made = not path.stem.startswith("deepseek")
-    # with clusters, tokens become far in blocks
+    # with clusters, whole blocks of archived tokens become far
     n_block = 256 if name == "recall" and not options else None
     how = {"positions": "auto", "n_block": n_block, "archive_type": "f32"}
     assert score_errors(path, tokens, policy, name, made=made, model=model, **how).max() < TOLERANCE
@@ -106,14 +106,14 @@ def test_quantized_keys_turn_as_well(path, model):
     policy, how = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
     quantized = {"flash": "on", "type_k": "q8_0", "type_v": "q8_0"}
     off = score_errors(path, text(300), policy, "streamingllm", model=model, **how, **quantized)
-    # before and behind the place where positions start over the error is that of the type
+    # the error is that of q8_0 both before and after positions start over
     assert 1e-3 < np.median(off[130:]) < 3 * np.median(off[:130])
 
 
 @pytest.mark.share(1, "n")
 @pytest.mark.parametrize("n", [100, 300])
 def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
-    """The second is beyond the context: three segments; layers without rows continue from the last."""
+    """300 tokens are read in three segments; layers without rows continue from one segment to the next."""
     tokens = text(n + 40) if n > 200 else _no_token_twice(n + 40)
     policy = policies.fit("h2o", 48, 16)
     keep, observe = twin(
@@ -128,7 +128,7 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
     if len(streams) > 1:
         transformer.join(streams, 48 - 16)
     stream.evict(keep, pinned=0, budget=48, slack=16)
-    # gaps were closed behind the segments; later ones stay
+    # the gaps between segments were closed; later evictions leave gaps
     stream.in_cache = False
     for token in tokens[n:]:
         want.append(stream.decode([token])[-1])
@@ -151,7 +151,7 @@ def test_a_restored_engine_goes_on_bit_by_bit(path):
         want = perplexity.stream(engine, tokens[101:])
         assert engine.n_restart
     with open_engine(path, policy) as engine:
-        # something else is in it before
+        # the engine holds another text before
         perplexity.stream(engine, tokens[20:60])
         engine.restore(there)
         np.testing.assert_array_equal(perplexity.stream(engine, tokens[101:]), want)

@@ -1,7 +1,7 @@
-"""The first layers in the host's memory, the last ones on a device with its own: one edit for both.
+"""The first layers are in host memory, the last on a device with its own; one edit reaches both.
 
-The device is the library's own where it has one (`make check-vulkan`), else ggml's RPC server on loopback.
-Run as a module, this is the client: devices are registered for a whole process.
+The device is the library's GPU if there is one (`make check-vulkan`), else ggml's RPC server on loopback.
+Run as a module, this file is the client: devices are registered for a whole process.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ RUNS = [
     ("recall", "original", "off"),
     ("recall", "auto", "on"),
 ]
-# the output counts as a layer: two stay here, two go
+# the output counts as a layer: two layers stay on the host, two go to the device
 N_LAYER, N_GPU_LAYERS = 4, 3
 
 
 def score(path, name, positions, flash, n_gpu_layers):
-    """nll of a short text, then K and V of the first layer and of the last; of ragged rows, their lengths."""
+    """[NLL of a short text, keys and values of the first and last layer, or live cells of ragged rows]."""
     with open_engine(path, POLICIES[name], n_gpu_layers, positions=positions, flash=flash) as engine:
         nll = perplexity.stream(engine, text(N_TOKENS))
         assert engine.n_evicted > 80
@@ -91,14 +91,14 @@ def test_edits_of_both_halves_score_like_edits_here(split, tiny_model, number):
             assert np.median(off) < 1e-6
             assert off.max() < (1e-3 if RUNS[number][2] == "on" else 1e-4)
         elif RUNS[number][0] in ("corm", "recall"):
-            # which cells are over a threshold is then another matter for some, and all after them differs
+            # a few cells may cross a threshold, and then all later tokens differ
             assert np.median(off) < 2e-3
         else:
             assert off.max() < 2e-2
 
 
 def test_what_q8_0_saves_the_devices_own_counter_has(tiny_model):
-    """Mesa's, to the byte: the drivers of cards count in larger pieces."""
+    """Only Mesa's llvmpipe counts to the byte; drivers of graphics cards count in larger pieces."""
     if not any("llvmpipe" in each["description"] for each in devices()):
         pytest.skip("the device is not Mesa's, on the CPU")
     with closing(Model(tiny_model(n_ctx_train=512))) as model:

@@ -26,7 +26,7 @@ from tests.reference import bumblebee, transformer
 
 
 def evict(stream, name, policy, ends=()):
-    """ends: where the segments of a prompt end, whose last queries count as the stream's last ones."""
+    """ends: ends of a prompt's segments. The last queries of each count as the last queries of the stream."""
     twin = import_module(f"tests.reference.{name}").keep
 
     def keep(rows, **params):
@@ -92,7 +92,7 @@ def test_a_policy_adopts_what_each_of_rows_that_differ_has_left(monkeypatch, tin
     def noted(self, view, state):
         seen.append(view)
         adopt(self, view, state)
-        # into dead cells: the next tokens find nothing there
+        # also into dead cells, which the engine then clears
         state[0][:, : view.n_kv] += 1
 
     monkeypatch.setattr(H2O, "adopt", noted)
@@ -280,7 +280,7 @@ def test_another_stream_starts_with_the_small_cache(tiny_model):
 
 @dataclass(frozen=True, slots=True)
 class Whole(Policy):
-    """Wants its prompts whole; keeps the newest. Its first plans fail where `fails` says."""
+    """Reads prompts whole, keeps the newest tokens. Each plan calls the next function of `fails`, if any."""
 
     budget: int
     slack: int
@@ -324,7 +324,7 @@ def test_a_prompt_whose_plan_fails_leaves_an_empty_cache_that_can_be_read_into(t
 
 
 def test_important_steps_count_the_stream_in_every_segment(tiny_model):
-    # the newest query of each segment finds something important: a segment's last tokens tell where it ends
+    # the newest query of each segment finds some key important, so a segment's maximum is its end
     tokens, policy = text(300), Whole(48, 8)
     with open_engine(tiny_model(n_ctx_train=130), policy) as engine:
         engine.read(tokens)
@@ -342,7 +342,7 @@ def test_important_steps_count_the_stream_in_every_segment(tiny_model):
 @pytest.mark.parametrize(
     ("name", "prefill", "why"),
     [
-        # its rows keep as many tokens as they need
+        # the rows of corm keep as many tokens as they need
         ("corm", "whole", "CORM cannot read a prompt whole; choose --prefill stream"),
         ("h2o", "half", "prefill must be stream, whole or exact, got 'half'"),
     ],

@@ -34,7 +34,7 @@ def scores(path, policy, tokens, **settings):
 
 @pytest.fixture
 def without_values(monkeypatch):
-    """Models as if values were a part of the keys (MLA): no synthetic cells; archived tokens return."""
+    """Treat values as a part of the keys, as with MLA: archived tokens return, without synthetic cells."""
     monkeypatch.setattr(Layers, "has_values", False)
 
 
@@ -61,7 +61,7 @@ def test_an_archive_no_larger_than_what_comes_back_is_the_full_cache(
 @pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize(
     ("flash", "kind", "tolerance"),
-    # a made key is rounded as every key is
+    # the keys of synthetic ("made") cells are rounded like other keys
     [("off", "f32", TOLERANCE), ("on", "f16", 2e-2), ("off", "f16", 2e-2), ("on", "q8_0", 0.2)],
 )
 def test_made_cells_are_the_full_cache_in_any_budget(
@@ -85,7 +85,7 @@ def test_made_cells_are_the_full_cache_in_any_budget(
     ("kind", "tolerance"), [("q8_0", 0.01), ("q5_0", 0.03), ("q4_1", 0.05), ("q4_0", 0.04)]
 )
 def test_a_made_key_of_few_bits_gives_each_head_its_logit(tiny_model, n_head_kv, kind, tolerance):
-    # in one layer nothing that attention finds changes a key; GPUs may round queries
+    # with one layer, keys do not depend on attention; GPUs may round queries
     path, tokens = tiny_model(n_head_kv=n_head_kv, n_layer=1), text(200)
     settings = {"type_k": kind, "type_v": "f16", "flash": "on", "n_batch": 16}
     full = scores(path, policies.fit("full", 256, 0), tokens, **settings)
@@ -124,7 +124,7 @@ def test_a_step_of_one_token_attends_no_farther_than_to_its_made_cells(tiny_mode
         n_cell = engine.policy.recall.n_cell
         for n in (1, 5, 1):
             engine.read(text(n))
-            # llama.cpp's table has them directly after the live tokens
+            # in llama.cpp's table, synthetic cells directly follow the live tokens
             assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n * n_cell
 
 
@@ -147,7 +147,7 @@ def test_keys_that_are_no_numbers_attend_to_nothing(tiny_model):
 
 
 CLUSTERED = {"n_head_kv": 2, "n_ctx_train": 1024}
-"""Of a model whose archive has blocks of clusters, near ones and far ones."""
+"""Shape of a model whose archive has near and far blocks of clusters."""
 
 
 def test_what_is_not_looked_into_is_known_by_its_cluster(tiny_model):
@@ -165,7 +165,7 @@ def test_what_is_not_looked_into_is_known_by_its_cluster(tiny_model):
 
 
 def test_keys_in_8_bits_are_multiplied_as_they_are(tiny_model):
-    # queries in 8 bits where a step has few, and the CPU can; with search=all never
+    # if a step has few queries and the CPU allows it, they are rounded to 8 bits; with search=all never
     path, tokens = tiny_model(n_head_kv=2, n_layer=1, head_dim=64, n_ctx_train=4096), text(900)
     found = [
         scores(path, fit(chunk=1, **params), tokens, archive_type="q8_0")
@@ -187,7 +187,7 @@ def test_steps_of_several_tokens_look_into_more_of_a_longer_archive(tiny_model):
             pos = archive.attended(engine.context.n_row, 2048)[0]
             sealed = (pos >= 0) & (pos < archive.clustered[-1][0] + archive.n_token)
             most.append(sealed.sum(axis=1).min())
-    # the fourth root of the archive's size over 8,192; whole clusters
+    # 2 tokens x exact, times the fourth root of (archive size / 8,192) if above 1; whole clusters
     assert 512 <= most[0] < 604 <= most[1] < 660
 
 
@@ -235,7 +235,7 @@ def test_the_oldest_tokens_go_for_good_where_the_archive_is_full(tiny_model):
         assert engine.context.archive.n == 40
         table = dict(engine.context.archive.save())["archive"]
         live = engine.cells().pos[0]
-        # up to the window, which follows it
+        # the archive ends where the window begins
         assert table[1] == live[live >= 4].min()
 
 
@@ -265,7 +265,7 @@ def test_a_saved_stream_goes_on_as_one_that_never_stopped(tiny_model, params, n_
         want = perplexity.stream(engine, tokens[n_saved:])
         assert engine.n_restart > 0
     with open_engine(path, policy, **settings) as engine:
-        # the second time, over the present contents
+        # the second restore replaces the contents of the first
         for _ in range(2):
             engine.restore(saved)
             assert (perplexity.stream(engine, tokens[n_saved:]) == want).all()
@@ -282,7 +282,7 @@ def test_a_saved_archive_that_does_not_fit_is_refused(tiny_model):
             # begins after its end; ends after the stream
             ("archive", np.array([9, 8, 0, 0, 0])),
             ("archive", np.array([0, 2**62, 0, 0, 0])),
-            # frames far after its end, beyond it, before it, not rising
+            # far tokens end after it; a frame begins after it; the first frame begins after its first token
             ("archive", np.array([0, 8, 9, 0, 0])),
             ("archive", np.array([0, 8, 0, 0, 0, 900, 0])),
             ("archive", np.array([0, 8, 0, 1, 0])),
@@ -300,7 +300,7 @@ def test_pieces_of_an_archive_are_what_is_saved_of_it(tiny_model):
         pieces = np.split(archive.read(begin, end), np.cumsum(sizes)[:-1] * (end - begin))
         for layer, (size, piece) in enumerate(zip(sizes, pieces, strict=True)):
             assert (piece == saved[f"archive.{layer}"].reshape(n, size)[7:-9].reshape(-1)).all()
-        # without its tokens, the rest is the same
+        # archived=False leaves out the archived tokens only
         assert set(saved) - set(dict(engine.save(archived=False))) == {
             f"archive.{i}" for i in range(len(sizes))
         }
@@ -337,7 +337,7 @@ def test_the_smallest_budget_that_is_named_works():
 
 def test_the_smallest_budget_has_room_for_what_is_held(tiny_model):
     smallest = policies.spec("recall").smallest_budget(n_held=20)
-    # whose rows have one made cell
+    # a model with one synthetic cell per row
     path = tiny_model(n_head_kv=4)
     with open_engine(path, fit(smallest, None)) as engine:
         engine.hold(20)
@@ -357,7 +357,7 @@ def test_live_and_recalled_cells_together_are_within_the_budget(tiny_model, posi
             at += n
             n_made = engine.policy.recalled if engine.n_archived else 0
             assert engine.n_kv + n_made <= 48
-            # llama.cpp's table has the positions of all tokens of the step
+            # llama.cpp's table has n_made cells for each token of the step
             assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n * n_made
         assert engine.n_archived == engine.n_evicted == 600 - engine.n_kv
 
@@ -372,7 +372,7 @@ def test_a_prompt_is_read_in_steps_of_the_chunk_once_something_is_archived(tiny_
         )
         engine.read(text(300))
         n_live = engine.policy.n_live
-    # before that there is nothing to recall
+    # until then, steps may be longer
     assert steps[0][0] > 12
     assert max(n for n, n_archived in steps if n_archived) <= 12
     assert sum(n for n, n_archived in steps if not n_archived) == n_live
@@ -407,7 +407,7 @@ def test_the_first_eviction_comes_when_foretold(tiny_model, n_text):
         while not engine.n_evicted:
             engine.evict_if_due()
             engine.step(text(1))
-        # the step after it has also been read, unless a text came between
+        # the loop decodes one token after the eviction; a text is read in steps of up to n_batch tokens
         assert engine.n_past - foretold in ((0, 1) if not n_text else range(engine.n_batch + 1))
 
 
@@ -416,7 +416,7 @@ def test_what_is_pinned_and_held_is_within_the_live_cells(tiny_model):
         n_keep = engine.policy.n_keep
         with pytest.raises(UsageError, match="choose a budget of"):
             engine.hold(n_keep)
-        # however long it is: tokens that are not pinned are archived
+        # of any number of pinned tokens, n_keep // 2 stay pinned; the others are archived
         engine.pin(500)
         assert engine.n_pinned == n_keep // 2
         engine.read(text(200))
@@ -447,7 +447,7 @@ def test_a_smaller_archive_takes_the_newest_of_a_saved_one(tiny_model):
     with open_engine(path, fit(), archive=50) as engine:
         engine.restore(saved)
         assert engine.n_archived == 50
-        # and no memory for other rows
+        # older tokens take no memory
         assert engine.archive_bytes <= engine.context.archive.max_bytes
 
 
@@ -461,7 +461,7 @@ def test_rows_that_evict_different_tokens_are_refused(tiny_model):
         engine.read(text(100))
 
 
-# few that are all looked into, and more that have clusters
+# archives so small that all tokens are attended to exactly, and one with clusters
 @pytest.mark.parametrize("slabs", [2, 3.5, 6])
 def test_an_archive_takes_the_bytes_it_may_and_never_more(tiny_model, slabs):
     path = tiny_model(n_ctx_train=512)
@@ -474,9 +474,9 @@ def test_an_archive_takes_the_bytes_it_may_and_never_more(tiny_model, slabs):
             taken.add(engine.archive_bytes)
             assert archive.n <= archive.n_max
         assert max(taken) <= archive.max_bytes == most < max(taken) + slab
-        # whole blocks go where they have clusters
+        # with clusters, whole blocks are forgotten
         assert 0 <= archive.n_max - archive.n <= (255 if slabs > 4 else 0)
-        # one token more would now and then lie in one slab more
+        # an archive of n_max + 1 tokens would sometimes touch one more slab
         n, touched = archive.n_max, lambda n, begin: (begin + n - 1) // 256 - begin // 256 + 1
         assert max(touched(n, begin) for begin in range(256)) == int(slabs)
         assert max(touched(n + 1, begin) for begin in range(256)) == int(slabs) + 1
@@ -489,7 +489,7 @@ def test_memory_does_not_grow_once_the_archive_is_full(tiny_model, share_of):
         engine.read(text(3 * n // 2))
         before, taken = rss_bytes(), engine.archive_bytes
         engine.read(text(share_of(4000, 6000)))
-        # its tokens alone would take at least four times this
+        # the tokens read since would take at least four times this
         assert rss_bytes() - before < 1000 * sum(engine.context.archive.layer_bytes)
         # the first token may lie anywhere in its slab
         assert abs(engine.archive_bytes - taken) <= engine.context.archive.slab_bytes
@@ -501,7 +501,7 @@ def test_tokens_that_are_forgotten_give_their_memory_back(tiny_model):
         archive = engine.context.archive
         many = archive.n_bytes
         archive.keep(300)
-        # whole blocks go
+        # whole blocks are forgotten
         assert 300 - 256 < archive.n <= 300
         assert archive.n_bytes <= 3 * many / 8
         archive.keep(0)
@@ -546,7 +546,7 @@ def test_a_resize_leaves_room_for_what_is_recalled(tiny_model, flash):
                 yield perplexity.stream(engine, part)
                 engine.evict_if_due()
                 engine.step(part[-1:])
-                # llama.cpp's own table has the made cells, at its end
+                # llama.cpp's own table has the synthetic cells, at its end
                 assert len(saved.parse(context.state()).pos) == engine.n_kv + n_recall
             n_recall = n_filled
             for n in (engine.n_kv + n_recall - 1, n_recall, 1):
@@ -592,7 +592,7 @@ def test_an_archive_whose_table_is_missing_is_read_without_one(tiny_model):
             data = layers[f"archive.{i}"]
             check(set_layer(handle, i, [(0, data)], 0, n))
         engine.step(tokens[:16])
-        # of which nothing is left where a layer gets other tokens
+        # if one layer gets other tokens, the archive is emptied
         check(set_layer(handle, 1, [(5, data)], 5, 9))
         assert engine.n_archived == 0
         engine.step(tokens[16:32])
@@ -665,7 +665,7 @@ def test_of_an_archives_file_the_pages_are_read_that_a_step_needs(tiny_model, pa
         engine.read(text(200))
         _, _, own = Path("/proc/self/smaps").read_text().partition(f"{path_of_file} (deleted)\n")
         flags = next(line for line in own.splitlines() if line.startswith("VmFlags:"))
-        # none that follow them: "random read advise"
+        # "random read advise": the system does not read ahead
         assert "rr" in flags.split()
 
 
@@ -673,10 +673,10 @@ def test_of_an_archives_file_the_pages_are_read_that_a_step_needs(tiny_model, pa
 def test_the_space_of_an_archives_file_is_free_when_it_is_closed(tiny_model, path_of_file):
     with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:
         engine.read(text(600))
-        # the list has itself, which is gone then
+        # the list includes its own descriptor, which is closed by now
         links = {fd: os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
         (held,) = [fd for fd, name in links.items() if name == f"{path_of_file} (deleted)"]
-        # clusters lie in memory
+        # clusters are in memory, not in the file
         assert 0.8 * engine.archive_bytes < held.stat().st_size < engine.archive_bytes
         assert held.stat().st_blocks * 512 >= held.stat().st_size
         engine.context.archive.keep(0)

@@ -28,7 +28,7 @@ def fit(**params):
 
 
 def logits_after(path, policy, tokens, n_prompt=N_PROMPT, **settings):
-    """f32[n, n_vocab]: of the prompt, read at once, and of each token behind it."""
+    """Return logits f32[n, n_vocab] after the prompt and after each later token, and three counters."""
     with open_engine(path, policy, **settings) as engine:
         assert engine.read(tokens[:n_prompt]) == n_prompt
         found = [engine.context.logits()[-1].copy()]
@@ -68,7 +68,7 @@ def test_where_tokens_come_back_instead_of_made_cells_all_of_the_prompt_is_archi
 
 
 def test_a_batch_longer_than_the_small_cache_is_read_in_parts(tiny_model):
-    # llama.cpp ends the process for a step longer than the cells that a context began with
+    # llama.cpp aborts if a step has more tokens than the context had cells at first
     path, tokens = tiny_model(n_head_kv=2), text(900)
     found = [
         logits_after(path, fit(search="all"), tokens, 900, prefill="whole", n_batch=n_batch)[0]
@@ -125,7 +125,7 @@ def test_a_prompt_beyond_the_context_is_for_a_stream(tiny_model):
 
 
 def beside_gpu(monkeypatch, n_bytes):
-    """As if a GPU computed all layers, and so many of its bytes were free."""
+    """Pretend that a GPU computes all layers and has n_bytes free."""
     monkeypatch.setattr(Model, "is_on_gpu", True)
     monkeypatch.setattr("kvtool.engine.whole_reader.gpu_free_bytes", lambda: n_bytes)
 
@@ -169,7 +169,7 @@ def test_explain_says_how_a_prompt_will_be_read(monkeypatch, capsys, tiny_model,
 
 
 def refuse_above(n):
-    """`Context.resize` of a GPU that has memory for so many cells a row."""
+    """Return a `Context.resize` that fails above n cells a row, as on a full GPU."""
     resize = Context.resize
 
     def refuse(self, n_cell):
@@ -208,7 +208,7 @@ def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
         engine = writer.engine
         engine.pin(5)
         writer.read(tokens[:100])
-        # an eighth of all is what counts
+        # a text is read with all before it if it is at least an eighth of both
         assert (engine.rereads(14), engine.rereads(15)) == (False, True)
         said = "It is read at once, with the 100 tokens before it, in a cache of"
         assert said in long_text(engine, "turn", 500)
@@ -217,7 +217,7 @@ def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
         np.testing.assert_array_equal(writer.tokens, tokens[:600])
         assert not engine.rereads(1)
         assert not engine.rereads(85)
-    # after the second and the last of these, all is as if it had been one prompt
+    # the second and the last text are long enough to reread all: the result is that of one prompt
     with open_writer(path, prefill=None) as writer:
         writer.read(tokens[:20])
         writer.read(tokens[20:600])

@@ -1,6 +1,6 @@
-"""Recall where layers lie on a worker: the archive is the client's, and all comes out as without one.
+"""Recall with layers on a worker: the client has the archive, and results are the same as without a worker.
 
-Run as a module, this is the client: devices are registered for a whole process.
+Run as a module, this file is the client: devices are registered for a whole process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.engine import rpc_server, saved
 from tests.engine.running import open_engine, text
 from tests.engine.test_spares import RECOMPUTE
 
-# how it recalls, type of the archive, flash attention, type of the cache, how many layers the server has
+# how it recalls, type of the archive, flash attention, type of the cache, layers on the server
 RUNS = [
     ("search=all", "f32", "off", "f32", 99),
     ("search=all", "f16", "on", "f16", 99),
@@ -30,11 +30,11 @@ RUNS = [
     ("search=clusters", "q8_0", "on", "f16", 99),
     ("search=clusters", "q8_0", "off", "f32", 3),
 ]
-# flash attention, type of the cache, KV heads: 1 head of 32 numbers in q8_0 is no whole number of words
+# flash attention, type of the cache, KV heads: 1 head in q8_0 (34 bytes) is not a whole number of words
 CACHES = [("on", "f16", 2), ("off", "f16", 2), ("off", "f32", 2), ("on", "q8_0", 2), ("on", "q8_0", 1)]
 N_LAYER, N_DIM = 4, 32
 N_FIRST, N_LATER = 170, 50
-# older tokens are forgotten, and positions start over
+# so few that older tokens are forgotten
 N_ARCHIVE = 100
 LEAVING = [17, 3, 41, 40, 8]
 
@@ -44,7 +44,7 @@ def model_of(tiny_model, n_head_kv=2):
 
 
 def run(path, how, archive_type, flash, kind, n_gpu_layers, **more):
-    """Return a stream's logits, and a function that continues from its state after N_FIRST with n layers."""
+    """Return a stream's results, and a function to continue it after N_FIRST with n layers on the server."""
     policy = policies.fit("recall", 48, 16, [how])
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": archive_type}
     settings |= {"archive": N_ARCHIVE} | more
@@ -71,7 +71,7 @@ def goes_on(path, state, settings, policy, n_gpu_layers):
 
 
 def resized(path, n_gpu_layers):
-    """The log-likelihoods of a stream whose cache changes its size."""
+    """Return the NLL of each token of a stream whose cache is resized."""
     nll = []
     with open_engine(path, policies.fit("recall", 48, 16), n_gpu_layers) as engine:
         for part, n_cell in zip(np.split(text(220), [100, 160]), (0, 512, 256), strict=True):
@@ -82,7 +82,7 @@ def resized(path, n_gpu_layers):
 
 
 def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
-    """Return True if cells in any order are archived unchanged, and the bytes received and sent as graphs."""
+    """Return (True if cells are archived unchanged in any order, [bytes received, bytes of graphs sent])."""
     policy = policies.fit("recall", 96, 16)
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": "f32"}
     with open_engine(path, policy, n_gpu_layers, **settings) as engine:
@@ -93,7 +93,7 @@ def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
             np.stack([held.keys(layer, n_head_kv), held.values(layer, n_head_kv)], axis=2)[LEAVING]
             for layer in range(N_LAYER)
         ]
-        # another number takes another graph, which is sent once
+        # each number of cells has its own graph, which is sent here, before the measurement
         archive.push(np.array(LEAVING[:3]), 0)
         archive.push(np.array(LEAVING), 3)
         before = meter.read() if meter else ()
@@ -114,7 +114,7 @@ def client(endpoint, file, *paths):
     for each in RUNS:
         found, goes_on_with = run(paths[1], *each)
         found["here"] = goes_on_with(0)
-        # the state saved here
+        # the server continues a state that was saved here
         found["there"] = run(paths[1], *each[:-1], 0)[1](each[-1])
         results.append(found)
     printed = {"results": results, "resized": resized(paths[1], 99)}
@@ -126,12 +126,12 @@ def client(endpoint, file, *paths):
 
 @contextmanager
 def serving(kind):
-    """The endpoint of a worker of ours, or of ggml's own server."""
+    """Yield the endpoint of `kvtool worker`, or of ggml's own server."""
     if kind == "rpc-server":
         with rpc_server.running() as endpoint:
             yield endpoint
         return
-    # what that imports is not where the client looks for it
+    # imports `tiny`, which only pytest finds and the client does not
     from tests.engine.test_worker import working
 
     with working() as worker:
@@ -201,13 +201,13 @@ def test_cells_that_leave_come_as_they_are_and_alone(remote, number):
     same, (n_bytes, n_graph) = remote["left"][number]
     assert same
     assert remote["left_of_some"][number]
-    # unconverted; sizes that are no whole number of words arrive as floats
+    # bytes arrive unconverted, or as floats if they are not a whole number of words
     is_words = kind != "q8_0" or n_head_kv > 1
     size = {"f16": 2, "f32": 4, "q8_0": 34 / 32 if is_words else 4}[kind]
     n = int(len(LEAVING) * N_LAYER * 2 * n_head_kv * N_DIM * size)
     # one answer a layer, with room between keys and values
     assert n <= n_bytes <= n + N_LAYER * (8 + 256)
-    # a worker of ours keeps the graph
+    # kvtool's worker keeps the graph
     assert n_graph == RECOMPUTE if remote["server"] == "worker" else n_graph > 100 * RECOMPUTE
 
 

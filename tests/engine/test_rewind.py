@@ -28,7 +28,7 @@ def opened(path, policy, archive_type="f32", n_batch=16, **settings):
 
 
 def state(engine):
-    """What a stream is besides keys and values: numbers and tables, where the archive's are exact."""
+    """Return the state of a stream without keys and values: counters and tables."""
     cells, archive = engine.cells(), engine.context.archive
     own = {
         name: getattr(engine, name)
@@ -41,7 +41,7 @@ def state(engine):
 
 
 def logits(engine, tokens):
-    """f32[n, n_vocab]: what each of these tokens gives, read one by one."""
+    """Return the logits f32[n, n_vocab] of these tokens, read one by one."""
     found = []
     for token in tokens:
         engine.step(np.array([token]))
@@ -50,11 +50,11 @@ def logits(engine, tokens):
 
 
 def check_back(engine, fresh, n, n_later, tolerance):
-    """Reads n tokens and n_later others, goes back, and compares with who has read the n alone."""
+    """Read n tokens and n_later others, rewind to n, and compare with `fresh`, which reads only the n."""
     tokens = text(n + 40)
     for each in (engine, fresh):
         each.reset()
-        # a step shares its choice: both read these in the same ones
+        # the tokens of a step share their clusters, so both engines take the same steps
         each.read(tokens[:n])
     wanted = state(fresh)
     engine.read(text(n_later, seed=2))
@@ -67,7 +67,7 @@ def check_back(engine, fresh, n, n_later, tolerance):
     assert state(engine) == state(fresh)
 
 
-# by the trained context: tokens read later, and lengths to go back to. In 256 positions start over
+# trained context: (numbers of later tokens, lengths to rewind to). With 256, positions start over
 STREAMS = {
     1024: ((3, 30, 500), (899, 700, 513, 512, 300, 20, 3)),
     256: ((40, 200, 1500), (690, 470, 463, 258, 257, 256, 255, 250, 120, 20)),
@@ -101,10 +101,10 @@ def test_a_stream_that_keeps_all_goes_back_to_any_token(tiny_model, unpatch, arc
 
 
 KINDS = [
-    # flash attention adds up in another order; keys and values are rounded on both ways
+    # flash attention adds up in another order; archiving and rewinding round keys and values
     ({"flash": "on", "type_k": "f16", "type_v": "f16", "archive_type": "f16"}, {}, 2e-2),
     ({"flash": "off", "type_k": "f16", "type_v": "f16", "archive_type": "q8_0"}, {}, 0.2),
-    # quantized keys lie under a map
+    # quantized keys are stored multiplied by a Hadamard matrix
     ({"flash": "on", "type_k": "q8_0", "type_v": "q8_0", "archive_type": "q8_0"}, {}, 0.2),
     # values are a part of the keys
     ({}, {"arch": "deepseek2"}, TOLERANCE),
@@ -116,7 +116,7 @@ KINDS = [
 @pytest.mark.parametrize(("settings", "model", "tolerance"), KINDS, ids=str)
 def test_any_cache_and_any_model_with_rows_alone_goes_back(tiny_model, settings, model, tolerance):
     path = tiny_model(**model, n_ctx_train=256)
-    # without a selection, which rounding may change
+    # search=all: no choice of clusters that rounding could change
     policy = fit(search="all") if settings else fit()
     with opened(path, policy, **settings) as engine, opened(path, policy, **settings) as fresh:
         for n in (600, 270, 200, 40):
@@ -170,7 +170,7 @@ def test_where_the_window_is_forgotten_nothing_changes(tiny_model):
         assert engine.context.has_logits
         assert engine.rewind(n_least + policy.slack)
         engine.step(text(1))
-        # sinks are always there
+        # sinks are never forgotten
         assert engine.rewind(3)
         assert engine.n_kv == 3
 
@@ -206,7 +206,7 @@ def test_nobody_goes_where_there_is_nothing(tiny_model):
 
 
 def client(endpoint, path):
-    """On a worker, which has the cells: prints what goes back there, as JSON."""
+    """Rewind streams whose cells are on a worker; print the lengths that were checked, as JSON."""
     add_rpc(endpoint)
     policy, found = fit(search="all"), []
     for flash, kind in (("off", "f32"), ("on", "f16")):
@@ -221,7 +221,7 @@ def client(endpoint, path):
 def test_cells_on_a_worker_go_back(tiny_model):
     if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")
-    # what that imports is not where the client looks for it
+    # imports `tiny`, which only pytest finds and the client does not
     from tests.engine.test_worker import working
 
     path = tiny_model(n_head_kv=2, n_ctx_train=256)

@@ -1,6 +1,6 @@
 """All layers on a device whose memory is not the host's: ggml's RPC server on loopback, the CPU behind it.
 
-Run as a module, this is the client: devices are registered for a whole process.
+Run as a module, this file is the client: devices are registered for a whole process.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ POLICIES = {
     "bumblebee": policies.fit("bumblebee", 48, 16),
     "scissorhands": policies.fit("scissorhands", 48, 16),
     "tova": policies.fit("tova", 48, 16),
-    # queries vote from before the last plan as well
+    # the window of voting queries begins before the last plan
     "snapkv": policies.fit("snapkv", 48, 16, ["window=24"]),
     "expected": policies.fit("expected", 48, 16, ["queries=24"]),
     "roco": policies.fit("roco", 48, 16),
     "logn": policies.fit("buzz", 48, 16, ["logn=true"]),
-    # the archive stays here
+    # the archive stays in the client
     "recall": policies.fit("recall", 48, 16),
     "corm": policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"]),
 }
@@ -66,7 +66,7 @@ RUNS = [
     ("recall", "auto", "off", "gemma3"),
 ]
 N_TOKENS, N_ROW = 160, 4
-# all on the server, and some here
+# all layers on the server, and only some
 N_GPU_LAYERS = (99, 2)
 
 
@@ -76,19 +76,19 @@ def model_of(tiny_model, arch="llama"):
 
 
 def score(path, name, positions, flash, arch="llama", n_gpu_layers=None):
-    """(nll, K bytes of the first layer, V bytes of it) after a short text."""
+    """(NLL, keys, values of the first layer) of a short text; with ragged rows (NLL, live cells, [0])."""
     with open_engine(path, POLICIES[name], n_gpu_layers, positions=positions, flash=flash) as engine:
         nll = perplexity.stream(engine, text(N_TOKENS))
         assert engine.n_evicted > 80
         if engine.policy.ragged:
             return nll.tolist(), engine.rows.live.tolist(), [0]
-        # of the sliding layers, where there are some
+        # the last cache is that of the sliding layers, if there are any
         state = saved.parse_all(engine.context.state())[-1]
         return nll.tolist(), state.keys(0, 2).tolist(), state.values(0, 2).tolist()
 
 
 def signals(path, n_gpu_layers=None):
-    """RECENT query by query, and IMPORTANT: several batches between edits, a write and the reads."""
+    """Return RECENT of each query, and IMPORTANT: after several batches, after an edit, after a write."""
     model = Model(path, n_gpu_layers=n_gpu_layers)
     asked = SignalRequest(Signal.RECENT | Signal.IMPORTANT, 9)
     context = Context(model, 512, 64, asked, type_k="f32", type_v="f32", flash="off")
@@ -100,7 +100,7 @@ def signals(path, n_gpu_layers=None):
     for at in range(0, 320, 64):
         context.decode(tokens[at : at + 64], at, 1)
     found = [read()]
-    # so few that llama.cpp's attention no longer goes over all cells
+    # keep so few tokens that llama.cpp's attention no longer covers all cells
     context.apply(np.empty((0, 4), np.int32), 40, 280)
     for first, end in ((320, 321), (321, 324), (324, 325)):
         context.decode(tokens[first:end], first, 1)
@@ -164,9 +164,9 @@ def test_signals_on_the_server_are_those_here(remote, tiny_model, number):
     for ours, theirs in zip(signals(model_of(tiny_model)), remote[0]["signals"][number], strict=True):
         recent, important = map(np.array, ours)
         np.testing.assert_allclose(theirs[0], recent, atol=1e-5)
-        # every query has seen something in every row
+        # every query has attended to some key in every row
         assert (recent.sum(axis=2) > 0).all()
-        # rounding makes a hit or none
+        # at the threshold, rounding decides whether a key is important
         assert (theirs[1] != important).mean() < 0.002
         assert len(np.unique(important)) > 3
 

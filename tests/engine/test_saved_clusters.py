@@ -30,7 +30,7 @@ def in_memory(engine):
 
 
 def clusters(engine):
-    """Contents of each block."""
+    """Return the clusters of each block, bytes by (begin, is_far)."""
     archive = engine.context.archive
     n = archive.n_token
     return {
@@ -39,7 +39,7 @@ def clusters(engine):
 
 
 def told(engine):
-    """Return True if restoring an archive printed progress."""
+    """Return a list that will receive the progress (done, n) of computing clusters."""
     found = []
     engine.context.archive.while_sealing = lambda done, n: found.append((done, n))
     return found
@@ -51,7 +51,7 @@ def write(path, engine, store):
 
 
 def is_the_same(one, other, seed):
-    """Return True if both give bit-identical logits for the next tokens."""
+    """Assert that both score the next tokens bit for bit alike, and have the same clusters."""
     tokens = text(150, seed=seed)
     assert (perplexity.stream(one, tokens) == perplexity.stream(other, tokens)).all()
     assert clusters(one) == clusters(other)
@@ -70,11 +70,11 @@ def test_clusters_that_were_saved_are_taken_and_others_are_made(tiny_model):
     other = {name: rng.integers(0, 256, len(saved[name]), np.uint8) for name in names[1:]}
     for given, is_known in (
         (saved, True),
-        # as earlier versions saved it
+        # without clusters, as earlier versions saved it
         ({name: array for name, array in saved.items() if name not in names}, True),
-        # any bytes say of each token which cluster it is in
+        # other bytes are valid: they put tokens into other clusters
         (saved | other, False),
-        # clusters of far blocks say nothing of near ones
+        # clusters are not used if those of near blocks are listed as far, and the reverse
         (
             saved
             | other
@@ -104,7 +104,7 @@ def test_it_says_how_far_it_is(tiny_model, n_threads):
     with opened(path, n_threads=n_threads) as engine:
         found = told(engine)
         engine.restore(saved)
-        # two rows a thread at once, of four
+        # a thread takes two of the four rows at a time, so three threads report nothing in between
         assert found == ([(2, 4)] if n_threads == 1 else [])
 
 
@@ -133,7 +133,7 @@ def test_a_session_that_is_opened_at_every_turn_is_one_that_never_stopped(tiny_m
             for each in (engine, other):
                 each.read(tokens)
                 if turn % 5 == 4 and limit > 1200:
-                    # to before where the last turn was saved
+                    # cut tokens that the last turn has saved
                     assert each.rewind(each.n_past - 450)
                 if turn == 18:
                     each.context.archive.keep(700)
@@ -145,7 +145,7 @@ def test_a_session_that_is_opened_at_every_turn_is_one_that_never_stopped(tiny_m
             store.adopt(saved)
             assert clusters(engine) == clusters(other)
             if size:
-                # nothing is new, so all was there
+                # saving again appends nothing
                 write(file, engine, store)
                 assert archive_path(file).stat().st_size == size
         assert engine.n_archived > 500

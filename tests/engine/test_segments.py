@@ -26,12 +26,12 @@ N_BYTES = sum(LAYERS)
 
 
 class Archive:
-    """As kvtool.llama.archive has it: tokens begin .. end - 1, whose bytes are those of one stream."""
+    """Stand-in for kvtool.llama.archive.Archive: tokens begin .. end - 1 with random bytes, by stream."""
 
     n_token, block_bytes = 8, 3
 
     is_clustered = False
-    """Return True if all complete blocks have clusters: those that end long before the last 20 tokens."""
+    """True if all complete blocks have clusters. Blocks that end before the last 20 tokens are far."""
 
     def __init__(self, stream, end, begin=0):
         self.stream, self.begin, self.end = stream, begin, end
@@ -122,7 +122,7 @@ def small_pieces(monkeypatch):
 
 @pytest.fixture(params=[False, True], ids=["tokens", "clusters"])
 def both(request, monkeypatch):
-    """An archive without clusters, and one with some."""
+    """Run a test without clusters and with clusters."""
     monkeypatch.setattr(Archive, "is_clustered", request.param)
 
 
@@ -185,7 +185,7 @@ def test_the_oldest_tokens_leave_a_segment_from_its_beginning(path, store):
         archive.begin, archive.end = begin, end
         save(path, archive, store)
         assert holds(path, archive)
-    # also in another file, if the beginning of a segment cannot be written
+    # also to a new file, for which the forgotten beginning of a segment cannot be read
     save(path.with_name("other.kv"), archive)
     assert holds(path.with_name("other.kv"), archive)
     save(path, archive, store)
@@ -233,7 +233,7 @@ def test_what_is_of_no_use_takes_no_more_than_half_of_the_file(path, store):
 
 @with_clusters
 def test_a_copy_outlives_what_comes_after_it(path, store):
-    # as /undo does: the files stay open, and later tokens are others at the same positions
+    # /undo keeps the files open like this; later tokens at the same positions differ
     archive = Archive(1, 40)
     save(path, archive, store)
     with path.open("rb") as file, store.reopen() as shared:
@@ -265,7 +265,7 @@ def test_a_chat_that_is_set_aside_keeps_its_archive(path, store, n, n_next):
     assert holds(aside, Archive(1, 120))
     session.delete(aside)
     assert sorted(os.listdir(path.parent)) == ["talk.kv", "talk.kv.archive"]
-    # a name is free if neither file is there
+    # set_aside only takes a name that has neither a session nor an archive
     archive_path(aside).write_text("mine")
     assert session.set_aside(path).name == "talk.kv.2"
 
@@ -449,7 +449,7 @@ def test_an_archive_whose_session_is_not_there_is_moved_and_not_deleted(path, le
         assert store.moved.read_bytes() == before
         assert holds(path, archive)
         assert path.with_name("talk.kv.1").read_text() == "mine"
-        # once: the next turn finds its own
+        # moved once: the next turn finds its own archive
         archive.end += 10
         save(path, archive, store)
         assert store.moved is None
@@ -465,7 +465,7 @@ def test_an_archive_goes_with_the_session_that_is_replaced(path):
         assert store.moved is None
     assert holds(path, Archive(2, 50))
     assert sorted(os.listdir(path.parent)) == ["talk.kv", "talk.kv.archive"]
-    # what cannot be read cannot say which archive is its own
+    # a damaged session does not tell which archive is its own
     path.write_bytes(path.read_bytes()[:-1])
     assert session.archive_id(path) is None
 
@@ -511,7 +511,7 @@ class Steps:
 
 
 def turn(path, archive):
-    """Run one turn in another process."""
+    """Save a turn as a new process does, which loads the session first."""
     with closing(ArchiveFile(path)) as store:
         if path.exists():
             saved = load(path)
@@ -521,14 +521,14 @@ def turn(path, archive):
 
 
 def undone(path, archive):
-    """A turn after /undo, whose tokens are others, so that most of the file is of no use."""
+    """Save a turn after /undo: its tokens are new, so most of the file becomes useless."""
     with closing(ArchiveFile(path)) as store:
         store.adopt(load(path))
         save(path, archive, store)
 
 
 def other_chat(path, archive):
-    """A turn after /reset: the chat before is set aside."""
+    """Save a turn after /reset: the earlier chat is set aside."""
     with closing(ArchiveFile(path)) as store:
         store.adopt(load(path))
         store.open()
@@ -566,7 +566,7 @@ def test_a_process_that_is_killed_at_any_step_leaves_a_whole_session(tmp_path, c
         assert holds(path, Archive(*there))
         if change is other_chat and there is after:
             assert holds(path.with_name("talk.kv.1"), Archive(*before))
-        # the next turn leaves nothing behind that has no session
+        # after the next turn, every file belongs to a session
         turn(path, Archive(there[0], 80))
         assert holds(path, Archive(there[0], 80))
         names = {each.name for each in path.parent.iterdir()} - {"talk.kv.1", "talk.kv.1.archive"}

@@ -32,7 +32,7 @@ UNPATCHED = (
 
 @dataclass(frozen=True, slots=True)
 class Alike(Random):
-    """The choice of the first row in every row."""
+    """Random policy that keeps the first row's choice in every row."""
 
     def plan(self, view, state):
         keep = super(Alike, self).plan(view, state).keep
@@ -53,7 +53,7 @@ def test_runs_remove_what_goes_and_shifts_bring_the_rest_to_its_place():
             table = {pos: cell for pos, cell in table.items() if not first <= pos < end}
         kept = np.delete(np.arange(n), gone)
         assert sorted(table.values()) == kept.tolist()
-        # any places, in the same order
+        # the kept tokens get any places, in the same order
         to = np.empty(len(kept), np.int32)
         to[np.argsort(at[kept])] = np.sort(rng.choice(120, len(kept), replace=False))
         for first, end, delta in shifts(at[kept], to):
@@ -72,7 +72,7 @@ def test_tokens_that_go_together_are_one_call():
     assert list(shifts(at, np.where(at < 5, at, at + 2))) == [(5, 21, 2)]
 
 
-# the same plan both ways
+# the same plan with and without the patch
 
 
 @pytest.mark.share(1, "evict_every")
@@ -125,7 +125,7 @@ def test_what_was_saved_goes_on_as_if_it_had_never_stopped(tiny_model, unpatched
     with open_engine(path, policy, positions=positions) as plain:
         want, saved = [], {}
         for at in range(len(tokens)):
-            # right after an eviction too, whose rotations are still owed
+            # also right after an eviction, before its keys are rotated
             if at % 9 == 0:
                 plain.evict_if_due()
                 saved[at] = {name: array.copy() for name, array in plain.save()}
@@ -204,7 +204,7 @@ def test_a_chat_runs_without_the_patch_and_says_so(chat_model, tmp_path):
     turns = [f"line {i} of the chat, and some more words\n" for i in range(12)]
     own = ["chat", "-m", chat_model, "-n", 12, "-t", 1, "--temp", 0]
     own += ["--policy", "streamingllm", "--budget", 96]
-    # cells lie in another order once they have been read back, which f16 would round otherwise
+    # a restored cache has its cells in another order, so f16 would round differently
     own += ["-ctk", "f32", "-ctv", "f32"]
     whole = kvtool(*own, "--session", tmp_path / "whole", stdin="".join(turns))
     assert (whole.returncode, whole.stderr) == (0, NOTE)

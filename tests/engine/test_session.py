@@ -62,7 +62,7 @@ def test_a_restored_engine_goes_on_bit_by_bit(tiny_model, tmp_path, name, option
         expected = scores(engine, tokens[n_read:])
         live = engine.rows.live.copy()
     with open_engine(path, policy, **settings) as engine:
-        # something else is in it before
+        # the engine holds another text before
         engine.read(tokens[:13])
         meta, saved = session.read(tmp_path / "saved")
         assert meta == {"n": n_read}
@@ -86,7 +86,7 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(SessionError):
             session.read(path)
-        # the text outlives damage behind it
+        # damage after the chat's text leaves the text readable
         if at >= first_of_rest:
             assert session.read_meta(path) == {"messages": ["kept"]}
     for n in range(len(whole)):
@@ -118,7 +118,7 @@ def test_what_does_not_fit_leaves_the_engine_as_it_was(tiny_model):
             of_another_type = saved | {name: saved[name].astype(kind)}
             for wrong in (broken, shorter, of_another_type):
                 if name == "engine" and wrong is of_another_type:
-                    # numbers are numbers
+                    # counters may have another type
                     continue
                 with pytest.raises(SessionError, match="does not fit"):
                     engine.restore(wrong)
@@ -134,7 +134,7 @@ def test_numbers_that_cannot_be_are_refused(tiny_model, arch):
         engine.read(tokens)
         saved = {name: array.copy() for name, array in engine.save()}
     wrong = [("engine", at, value) for at in range(9) for value in (-1, 2**40)]
-    # how often positions started over, and how many cells are gone, may be anything
+    # n_past, n_restart and n_evicted may be any large number
     wrong = [each for each in wrong if each[1:] not in ((4, 2**40), (8, 2**40), (0, 2**40))]
     wrong += [("pos", (1, 5), 60), ("pos", (1, 5), -1), ("rot", (0, 3), 256), ("rot", (0, 3), -2)]
     wrong += [("live", 1, 5), ("live", 0, 2**20)]
@@ -172,7 +172,7 @@ def test_a_session_with_the_sum_of_the_last_queries_alone_is_taken_back(tiny_mod
 
 
 def test_sessions_count_important_steps_from_the_last_edit(tiny_model):
-    # as older sessions do
+    # the format of older sessions
     with open_engine(tiny_model(), policies.fit("corm", 512, 40, ["history=24", "window=8"])) as engine:
         engine.read(text(101)[:64])
         # a plan is due 40 tokens later

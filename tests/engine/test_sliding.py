@@ -24,9 +24,9 @@ from tests.reference import transformer
 
 # Gemma's queries are scaled before they are rounded to half precision, the reference's after
 TOLERANCE = 2e-2 if transformer.half_precision else 1e-4
-# one decision for a layer, or a threshold: in half precision near ties of theirs go another way now and then
+# tova decides once per layer, corm by a threshold: half precision may break their near ties differently
 TIED = ("tova", "corm") if transformer.half_precision else ()
-# four layers, every second of which attends to all
+# window of the sliding layers; every second of the four layers attends to all tokens
 WINDOW = 16
 
 
@@ -56,7 +56,7 @@ def test_nothing_evicted_scores_like_the_definition(gemma3):
 @pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
 @pytest.mark.parametrize("name", ["streamingllm", "h2o", "tova"])
 def test_evictions_score_like_the_definition(gemma3, name, positions, evict_every):
-    # past 130 positions start over, and the sliding layers' keys turn
+    # positions start over at 130, and then the sliding layers' keys are rotated, too
     path = gemma3(n_ctx_train=130)
     tokens = text(120 if positions == "original" else 400)
     how = {"positions": positions, "restarts": positions != "original"}
@@ -96,7 +96,7 @@ def test_other_types_of_keys_turn_as_well(tiny_model, type_k):
     path, tokens = tiny_model(arch="gemma3", window=WINDOW, head_dim=64, n_ctx_train=130), text(300)
     policy, how = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
     off = score_errors(path, tokens, policy, "streamingllm", **how, type_k=type_k)
-    # before and behind the place where positions start over the error is that of the type
+    # the error is that of the type both before and after positions start over
     assert np.median(off[130:]) < 3 * np.median(off[:130])
 
 
@@ -108,7 +108,7 @@ def test_with_room_for_all_logits_are_those_of_llama_cpp_to_the_bit(gemma3, name
     with open_engine(path, policies.fit(name, 256, 16)) as engine:
         got = stepped_logits(engine, batches)
     if transformer.half_precision and name != "full":
-        # with a probe, a device uses other kernels
+        # if signals are computed, a device uses other kernels
         assert np.abs(got - want).max() < TOLERANCE
     else:
         assert got.tobytes() == want.tobytes()
@@ -155,7 +155,7 @@ def test_bytes_are_those_of_the_cells_and_the_window(tiny_model, type_k):
         want = 256 * layers.cell_bytes(type_k) + layers.swa_bytes(n_batch, type_k)
         assert engine.cache_bytes == want
         engine.close()
-        # in bytes the batch is a quarter of the cells at most, and the window's cells are fewer
+        # a budget in bytes limits the batch to a quarter of the cells, so the window has fewer cells
         least = 256 * layers.cell_bytes(type_k) + layers.swa_bytes(64, type_k)
         assert budget.parse(f"{least}B", 1024).cells(layers, n_batch, type_k) == (256, 64)
         more = least + 256 * layers.cell_bytes(type_k)
