@@ -16,7 +16,7 @@ WANT_FUNCTIONS = {"fireworks-ai-llama-3-firefunction-v2"}
 
 @cache
 def templates() -> dict[str, str]:
-    """The Jinja text of each by its file's name without the ending; empty where the sources are not kept."""
+    """Return {file name without its ending: Jinja text}; empty if llama.cpp's sources are not stored here."""
     kept = sources.place(sources.Upstream.read(sources.patches_dir()))
     found: dict[str, str] = {}
     if kept.is_file():

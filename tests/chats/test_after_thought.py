@@ -36,7 +36,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Models with the tokens of each kind of template, and tokens that go on behind a tag."""
+    """make(kind): a model with the tokens of this kind of template, and tokens of ">" and more text."""
     folder, made = tmp_path_factory.mktemp("vocabularies"), {}
 
     def make(kind):
@@ -65,7 +65,7 @@ def fitting(constraint, model):
 
 
 def wander(constraint, model, rng, n=400, likes=()):
-    """Draw tokens that fit at random, up to the end. likes: tokens that come often."""
+    """Return random tokens that a constraint allows, up to the end of a turn. likes: tokens to draw often."""
     tokens = []
     while len(tokens) < n:
         allowed = fitting(constraint, model)
@@ -105,7 +105,7 @@ def test_the_answer_fits_whatever_the_thought_is(models, kind, budget):
         n_thoughts += had_thought
         n_tags = sum(len(Vocabulary.of(model).tokens_of(tag.encode())) for tag in (tags.start, tags.end))
         n_answer = len(Vocabulary.of(model).tokens_of(answer.encode()))
-        # a tag may be written in other tokens than the usual ones
+        # a tag may be written in more tokens than usual
         assert len(tokens) <= budget + n_answer + len(tags.start + tags.end) + n_tags, (thought, answer)
     assert n_thoughts or (budget == 0 and tags.plain)
 
@@ -121,7 +121,7 @@ def test_a_thought_without_a_limit_ends_where_the_model_ends_it(models, kind):
         tokens = model.tokenize(text, special=True).tolist()
         for n, token in enumerate(tokens):
             assert token in fitting(constraint, model), (n, text)
-            # the answer is not held before it begins
+            # the grammar allows every token of the thought
             assert constraint.accept(token)
         assert {*fitting(constraint, model).tolist()} == {*Vocabulary.of(model).ends}
         assert parts(model, tokens, tags, header) == (thought, gap + '{"city": "Nice"}', True)
@@ -149,7 +149,7 @@ def test_what_follows_the_end_tag_in_its_token_belongs_to_the_answer(models):
             assert constraint.accept(each)
     allowed = fitting(constraint, model)
     assert {of[b'>{"'], of[b">\n"], of[b">"]} <= {*allowed.tolist()}
-    # as an answer it would begin with x
+    # x would be the beginning of the answer, where only { is allowed
     assert of[b">x"] not in allowed
     assert not constraint.accept(of[b">x"])
     assert constraint.accept(of[b'>{"'])
@@ -221,7 +221,7 @@ def test_guesses_are_checked_ahead(models):
     constraint.accept(close)
     answer = Vocabulary.of(model).tokens_of(b'{"city": "Nice"}')
     assert constraint.n_fitting([*answer, answer[0]]) == len(answer)
-    # nothing has changed by it
+    # `n_fitting` has not changed the constraint
     assert all(map(constraint.accept, answer))
     constraint.restart()
     assert constraint.n_fitting(guesses) == 4

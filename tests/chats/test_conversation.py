@@ -41,7 +41,7 @@ def model(talker):
 
 @pytest.fixture(scope="module")
 def real_model(smol):
-    """One whose template has special tokens."""
+    """A model whose chat template has special tokens."""
     model = Model(smol)
     yield model
     model.close()
@@ -127,7 +127,7 @@ def test_a_turn_decodes_its_new_tokens_and_the_cache_holds_the_template_of_the_w
     turn = model.tokenize(talk.template.turn(talk.messages[:-1], "And who are you?"), special=True)
     assert before + len(turn) <= writer.engine.n_past <= before + len(turn) + 12
     whole = talk.template.render(talk.messages, reply=False)
-    # before the next turn, the last reply's end and the token that cut it are not in the stream
+    # until the next turn, the last reply's last token and its end marker are not in the stream
     assert abs(len(model.tokenize(whole, special=True)) - writer.engine.n_past) <= 3
     assert len(writer.tokens) == writer.engine.n_past
     assert whole.startswith("".join(holdings.texts(model, writer.tokens))[:-1])
@@ -261,14 +261,14 @@ def test_a_turn_is_taken_back_from_the_session_of_the_one_before(chat, tmp_path,
 
     turn("Name a fruit.")
     before = saved()
-    # an existing copy is enough
+    # the session file serves as the copy: no temporary file is made
     monkeypatch.setattr(tempfile, "TemporaryFile", None)
     turn("And a colour.")
     assert saved() != before
     assert talk.undo()
     files.keep_session()
     assert saved() == before
-    # a state other than the chat's before the turn is not a copy of it
+    # after failed saves the session file is older than the last turn: it must not serve as the copy
     monkeypatch.undo()
     monkeypatch.setattr(files, "_write", _fails)
     turn("And an animal.")
@@ -297,7 +297,7 @@ def test_a_session_that_was_reset_is_no_copy_of_the_new_chat(chat, tmp_path):
 
 @pytest.fixture
 def keep(chat):
-    """keep(path) -> a chat with a tiny archive in a session, and its files; None: without a session."""
+    """keep(path): a chat with a tiny archive, and its ChatFiles. path: its session file, or None."""
     opened = []
 
     def make(path):
@@ -323,7 +323,7 @@ def everything(talk):
 
 
 def check_alike(talk, other):
-    """The same tokens are live and archived; in other cells, so that sums are rounded."""
+    """Check that two chats hold and archive the same tokens. Cells differ, so sums may differ by rounding."""
     own, others = (dict(each.writer.engine.save()) for each in (talk, other))
     for name in ("engine", "live", "archive"):
         assert (own[name] == others[name]).all(), name
@@ -347,7 +347,7 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
         assert talk.archive.end < archived
         for other in (text, "Of whom?"):
             say(talk, files, other)
-    # a store that has only the copies also keeps shared data once
+    # an archive that only the copies use counts once, though several share it
     assert talk.undo_stack.n_bytes < 4 * len(talk.undo_stack) * 2**20
 
     plain, plain_files = keep(tmp_path / "plain.kvs")
@@ -363,7 +363,7 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
         for each in (again, again_files), (plain, plain_files):
             say(*each, "Why?")
         assert again.messages == plain.messages
-        # turns of the run before, too
+        # turns of the earlier run can be undone as well
         assert again.undo() == 'the turn "Why?"'
         assert again.undo() == 'the turn "Of whom?"'
         again_files.keep_session(undone=True)
@@ -400,7 +400,7 @@ def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
         assert not read
         assert (engine.n_past, talk.n_turn) == (sizes[turn], turn)
         assert "".join(talk.reply(texts[turn], 12)) == said[turn]
-        # each token that is new, once
+        # every new token was decoded exactly once
         assert sum(map(len, read)) == engine.n_past - sizes[turn]
         read.clear()
     while talk.undo():
@@ -414,7 +414,7 @@ def test_an_undo_that_the_archive_has_forgotten_is_one_line(chat):
     talk.undoable = True
     text = "Tell me a story of the sea, and of the keeper of a light."
     said = ["".join(talk.reply(text, 12)) for _ in range(6)]
-    # by then it forgets, and copies are made
+    # by now the archive forgets tokens, so undo needs copies on disk
     assert len(talk.undo_stack.on_disk) == 4
     for _ in range(4):
         assert talk.undo()
@@ -434,7 +434,7 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
     for text in ("Tell me a story of the sea, of the keeper of a light, and of waves.", "And of a storm."):
         say(talk, files, text)
     first = everything(talk)
-    # saved: complete in itself
+    # a saved session gets its own archive file
     assert files.save(tmp_path / "b")
     assert names() == ["a", "a.archive", "b", "b.archive"]
     for path in tmp_path.glob("a*"):
@@ -443,7 +443,7 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
     say(other, other_files, "Name as many fruits as you can think of, and then their colours, in a list.")
     say(other, other_files, "And animals.")
     second = everything(other)
-    # loaded, and set aside by the reply that follows
+    # after /load, the next reply sets the old session aside as a.1
     assert other.remember("/load")
     other.restore(*other_files.read(tmp_path / "b"))
     assert everything(other) == first
@@ -455,16 +455,16 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
         its_files.resume(tmp_path / path)
         assert everything(with_archive) == want
         with_archive.writer.engine.close()
-    # taken back: the state set aside is not needed any more
+    # undone: the session that was set aside is not needed any more
     for _ in range(2):
         assert other.undo()
         other_files.keep_session(undone=True)
         other_files.check()
     assert everything(other) == second
     rest = ["b", "b.archive", "moved", "moved.archive"]
-    # the loaded chat, which is not in it, is kept
+    # the loaded chat is not part of this session, so it is kept as a.2
     assert names() == ["a", "a.2", "a.2.archive", "a.archive", *rest]
-    # another stream, whose tokens are others at the same positions
+    # another stream, with other tokens at the same positions
     other.remember("/reset")
     other.reset("Be brief.")
     for text in ("Tell me of the moon, of the sun, of the stars and of all that is above.", "And then?"):
@@ -506,7 +506,7 @@ def test_what_copies_share_drops_none_of_them():
         for archive, n_bytes, left in (
             (large, 310, 1),
             (large, 320, 2),
-            # a session has it
+            # a session uses this archive, so its bytes do not count
             (named, 10, 1),
             (older, 20 + 90, 2),
         ):
@@ -660,7 +660,7 @@ def test_what_is_held_and_archived_is_all_that_was_said(chat):
     assert said in terminal.status()
     Commands(terminal).run("/stats")
     made = engine.policy.recall.n_cell
-    # there was no reply here whose speed it could say
+    # no reply was written here, so there is no speed to show
     assert "speed" not in out.getvalue()
     stats = " ".join(out.getvalue().split())
     assert f"in the cache {engine.n_kv} tokens per row, at most 48 (--budget); {made} of these" in stats
@@ -671,7 +671,7 @@ def test_a_status_line_says_what_each_share_is_a_share_of():
     # all rows hold the same tokens: the shares add up
     assert whereabouts(400, 100, 300, 0) == "400 tokens: 25.0 % in the cache, 75.0 % archived, 0 % forgotten"
     assert whereabouts(400, 100, 0, 300) == "400 tokens: 25.0 % in the cache, 75.0 % forgotten"
-    # each row holds others
+    # rows hold different tokens
     assert whereabouts(400, 100, 0, 20) == "400 tokens: each KV head keeps 25.0 %, no head kept 5.0 %"
     assert whereabouts(0, 0, 0, 0) == "0 tokens: 0 % in the cache, 0 % forgotten"
 

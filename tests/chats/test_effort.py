@@ -80,7 +80,7 @@ def test_variables_reach_the_template_and_what_it_has_learned_follows_them():
     assert off.reply_start().endswith("[assistant] <think></think>")
     assert (OPENS.opens_thought, OPENS.under({"thinking": False}).opens_thought) == (True, False)
     assert OPENS.under({"thinking": False}).under({}).opens_thought
-    # any key, any value of JSON; the chat itself is no variable
+    # variables may have any name and JSON value, but cannot replace the chat itself
     other = made(before="{{ names | join(' ') }} {{ n + 1 }} ").under({"names": ["a", "b"], "n": 3})
     assert other.render(USER).startswith("a b 4 [user] Hello")
     assert PLAIN.under({"messages": [], "add_generation_prompt": False}).render(USER) == PLAIN.render(USER)
@@ -89,7 +89,7 @@ def test_variables_reach_the_template_and_what_it_has_learned_follows_them():
 def test_a_template_names_the_variables_that_it_reads():
     assert "enable_thinking" in SWITCHED.reads
     assert "thinking" not in SWITCHED.reads
-    # neither question changes the answer to the other
+    # reading `reads` first does not change the levels found
     assert TAKES_THREE.reads
     assert list(Efforts.of(TAKES_THREE).levels) == ["low", "high", "max"]
 
@@ -110,7 +110,7 @@ SWITCHES = {
     "reasoning_effort": ("tencent-Hy3",),
     "thinking_budget": ("ByteDance-Seed-OSS",),
 }  # fmt: skip
-"""Templates by the variable that switches their thinking, as a person reads their sources."""
+"""Templates by the variable that switches their thinking, found by reading their sources."""
 
 LEVELED = {
     "Kimi-K3": ("thinking_effort", ("low", "high", "max")),
@@ -142,7 +142,7 @@ def with_jinja_alone(source):
         try:
             return chat(tools=None, **variables)
         except TypeError:
-            # it runs over tools whatever they are
+            # a template that loops over tools without a check fails with None
             return chat(**variables)
 
     return rendered
@@ -173,7 +173,7 @@ def test_every_published_template_takes_what_its_own_variables_say():
             assert under.render(USER) == rendered(**variables), (name, effort)
             if effort == OFF and why is None:
                 assert not under.opens_thought, name
-                # nothing but what ends a thought may follow a tag that opens one
+                # if the header opens a thought, it must also close it
                 start, end, _ = under.tags
                 after = under.reply_start().rpartition(start)[2] if start in under.reply_start() else end
                 assert re.search(re.escape(end), after), name

@@ -103,13 +103,13 @@ def test_pinning_changes_no_token_and_pins_those_that_cross_the_border(engine, n
     model = engine.model
     tokens = pin_prefix(engine, TEXT, n_pinned)
     assert tokens.tolist() == model.tokenize(TEXT, special=True, start=True).tolist()
-    # of the pieces only spaces and the BOS are not in the text
+    # the tokens' text differs from TEXT only in spaces and the BOS
     bos = b"<s>" if model.adds_bos else b""
     wanted, shown = TEXT[:n_pinned].replace(" ", ""), []
     for n in (engine.n_pinned - 1, engine.n_pinned):
         shown.append(pieces(model, tokens[: max(n, 0)]).removeprefix(bos).decode().replace(" ", ""))
     assert shown[1].startswith(wanted)
-    # not one more than it takes
+    # one pinned token less would not cover the wanted text
     assert not n_pinned or len(shown[0]) < len(wanted) or TEXT[n_pinned - 1] == " "
 
 
@@ -157,7 +157,7 @@ def test_a_writer_that_has_read_nothing_says_so(engine):
             next(writer.write(2))
         writer.read(engine.model.tokenize("ab cd"))
         assert "".join(writer.write(2))
-        # the logits of the text before are still there
+        # the context still has the logits of the earlier text
         writer.reset()
 
 

@@ -1,4 +1,4 @@
-"""Chats that a template's own roles and order have no place for."""
+"""Chats with roles, or an order of roles, that a template does not support."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ def said(roles, *more):
         (GEMMA2, "s", "<user>0<end><model>"),
         (GEMMA2, "sau", "<user>0<end><model>1<end><user>2<end><model>"),
         (DROPS, "su", "<user>0\n\n1<a>"),
-        # one that moves to the newest message
+        # a template that puts the system prompt into the newest message
         (MISTRAL3, "suau", "[INST]0\n\n1[/INST] 2</s>[INST]3[/INST]"),
-        # one, at the beginning
+        # one system prompt, only at the beginning
         (QWEN35, "ssuasu", "<system>0\n\n1<user>2<assistant>3<user>4<user>5<a>"),
         (TWO_AT_MOST, "ssuasu", "<system>0\n\n1<user>2<assistant>3<user>4<user>5<a>"),
         (FIRST_ONLY, "ssuasu", "<s>0\n\n1<user>2<assistant>3<user>4<user>5<a>"),
         (LLAMA2, "ssuasu", "[INST]<<SYS>>0\n\n1<</SYS>>2[/INST] 3</s>[INST]4\n\n5[/INST]"),
-        # turns
+        # user and assistant must alternate
         (GEMMA2, "uuaau", "<user>0\n\n1<end><model>2\n\n3<end><user>4<end><model>"),
         (GEMMA2, "au", "<user><end><model>0<end><user>1<end><model>"),
         (LLAMA2, "sau", "[INST]<<SYS>>0<</SYS>>[/INST] 1</s>[INST]2[/INST]"),
@@ -117,7 +117,7 @@ def test_a_template_that_runs_over_tools_takes_a_chat_without_them():
     for source in ("{% for t in tools %}{{ t.name }}{% endfor %}", "{{ tools | length }}{{ tools | join }}"):
         template = Template(source + "{{ messages[0].content }}", "", "")
         assert template.render([{"role": "user", "content": "Hello"}]).endswith("Hello")
-    # a template that tests for them sees none
+    # a template that tests for tools sees none
     assert Template("{{ tools is none }}", "", "").render([{"role": "user", "content": "."}]) == "True"
 
 
@@ -127,7 +127,7 @@ def test_a_template_that_takes_no_chat_at_all_fails_as_it_is():
         template.render(said("ssu"))
 
 
-# the server's form of it
+# such chats on a server
 
 TOOLS = check_tools([tool("now")])
 CALL = {"role": "assistant", "content": None, "tool_calls": [{**CALLS[0]}]}
@@ -166,7 +166,7 @@ def test_a_system_prompt_is_pinned_wherever_it_is_said(model, source, start):
         assert text_of(model, tokens[:n]) == start
         assert text_of(model, tokens).count("Be brief.") == 1
     if source is MISTRAL3:
-        # which shows tools before the newest message
+        # this template shows tools before the newest message
         chat = check([{"role": "system", "content": "Be brief."}, *said("uau")])
         tokens, n = own.whole(chat, TOOLS)
         assert text_of(model, tokens[:n]) == start
@@ -213,7 +213,7 @@ def test_a_result_is_the_users_where_tools_have_no_role(model):
         own = rendering(model, source)
         assert text_of(model, own.whole(turns, TOOLS)[0]) == text
         assert text_of(model, own.following(turns, 2, TOOLS)) == text.rpartition(call)[2]
-        # and the user's own text goes with it
+        # the user's next message is joined to the result
         more = text_of(model, own.whole(check([*said("u"), CALL, RESULT, *said("u")]), TOOLS)[0])
         assert f"{answer}\n\n0" in more
     # a template with tools, but without a role for their results
@@ -229,7 +229,7 @@ def test_the_user_speaks_before_the_model_has_answered_to_a_result(model):
         text = text_of(model, own.whole(check([*said("u"), CALL, *results, *said("u")]), TOOLS)[0])
         assert text.startswith('[INST]0[/INST][TOOL_CALLS][{"name": "now", "arguments": {}}]</s>')
         assert text.endswith("[INST]0[/INST]")
-    # a reply before a call is one with it
+    # a reply and the call after it are one message
     text = text_of(model, own.whole(check([*said("ua"), CALL, RESULT, *said("a")]), TOOLS)[0])
     assert text.count("</s>") == 2
 

@@ -98,7 +98,7 @@ def template(model, shape):
 
 
 def chat(text):
-    """A chat and its tools, which say a text wherever they can."""
+    """A chat and its tools, with `text` in every place where a text may be."""
     call = {"name": "now", "arguments": json.dumps({f"k {text}": [f"v {text} w"]})}
     messages = [
         said("system", f"Be {text} brief."),
@@ -116,7 +116,7 @@ N_TEXT = str(chat("%%")).count("%%")
 
 
 def special(model, tokens):
-    """The control tokens among these."""
+    """The control tokens among `tokens`."""
     control = {int(model.tokenize(text, special=True)[-1]) for text in model.markers}
     return [token for token in tokens.tolist() if token in control]
 
@@ -130,11 +130,11 @@ def test_no_marker_in_a_text_becomes_a_token(model, template):
     harmless = special(model, rendering.whole(*chat("x"))[0])
     assert harmless
     for marker in model.markers:
-        # whole, the start of one, and with marks of our own
+        # a marker, two of them, the start of one, and one with kvtool's own marks
         for text in (marker, f"{marker}{marker}", marker[:-1], f"{JOINT}{marker}{CUT}{CUT}"):
             tokens, _ = rendering.whole(*chat(text))
             assert special(model, tokens) == harmless
-            # SentencePiece's own blank
+            # SentencePiece writes a blank as ▁
             assert text_of(model, tokens).replace("▁", " ").count(text.replace("▁", " ")) >= N_TEXT
 
 
@@ -148,7 +148,7 @@ def test_texts_without_markers_are_the_tokens_of_the_whole_text(model, template,
 
 
 def test_what_stands_between_two_markers_is_tokenized_as_one_plain_text(model, template):
-    # llama.cpp calls one of gpt-oss a word
+    # llama.cpp counts one of gpt-oss's markers as a word
     text = f"a  b<think> {'c '.join(each for each in model.markers if not model.markers.is_word(each))}"
     for more in ("", JOINT, f"{CUT} {CUT}{CUT}"):
         before, after = template.render([said("user", "stand-in")]).split("stand-in")
@@ -235,7 +235,7 @@ def count(model, messages):
     start, end = (model.tokenize(text, special=True).tolist() for text in ("<|im_start|>", "<|im_end|>"))
     found = []
     for each in [*messages, said("assistant", "")]:
-        # a reply is written behind its header
+        # a reply is tokenized apart from its header
         n = len("assistant\n") if each["role"] == "assistant" else 0
         text = f"{each['role']}\n{each['content']}"
         parts = [model.tokenize(part).tolist() for part in (text[:n], text[n:], "\n")]
@@ -262,7 +262,7 @@ def test_an_answer_to_a_prompt_reads_a_marker_as_text(smol, real, tmp_path):
     options = ("-m", smol, "--system", EVIL, "-n", 1, "-t", 1, "--temp", 0, "--budget", 256, "--json")
     wanted = count(real, [said("system", EVIL), said("user", EVIL)])
     assert json.loads(called("generate", "-p", EVIL, *options).stdout)["prompt_tokens"] == len(wanted)
-    # what is pinned: a prompt with a text behind it, or the system prompt
+    # the pinned prefix: the system prompt, or a prompt before a text
     template = template_of(real)
     for prefix_of in (system_prefix, lambda template, text: request_prefix(template, [], text, "x")):
         tokens, harmless = (tokens_of(real, prefix_of(template, text)) for text in (EVIL, "x"))
@@ -280,7 +280,7 @@ def test_a_chat_reads_a_marker_as_text(smol, real, tmp_path):
     *messages, _ = json.loads(called("session", "export", "--json", path).stdout)
     assert [each["content"] for each in messages if each["role"] != "assistant"] == [EVIL, evil, evil]
     shown = json.loads(called("session", "show", "--json", path).stdout)
-    # the last reply has one
+    # and the last reply's only token
     assert shown["tokens"] == len(count(real, messages)) + 1
 
 

@@ -17,7 +17,7 @@ from kvtool.errors import UsageError
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 
-# as templates of this kind have it: only the last reply keeps its thought
+# like many templates, renders earlier replies without their thoughts
 DROPS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].lstrip('\n') }}"
@@ -42,7 +42,7 @@ def parts(text, n, tags=THINK, **how):
         ("\n <think>\none </thin k></think>\n\ntwo", "\none </thin k>", "\n\ntwo"),
         ("<think>never closed", "never closed", ""),
         ("<think></think>", "", ""),
-        # a tag further on is text, as is what only looks like one
+        # a tag after the beginning is text, and so is anything that only resembles a tag
         ("Use <think>x</think> here", "", "Use <think>x</think> here"),
         ("<thin air", "", "<thin air"),
         ("  <thi", "", "  <thi"),
@@ -63,7 +63,7 @@ def test_a_thought_that_the_reply_header_opened():
 HEADERS = Tags(
     "<filename>analysis<gh_stars>", "<file_sep><filename>final<gh_stars>", "<filename>final<gh_stars>"
 )
-"""As gpt-oss has them, of SmolLM2's control tokens."""
+"""Tags like those of gpt-oss, made of SmolLM2's control tokens."""
 
 HEADED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}"
@@ -132,7 +132,7 @@ def talk(model):
 
 
 def says(talk, text):
-    """The model writes this text next, markers as tokens, whatever its logits are."""
+    """Make the model write this text next, with markers as control tokens."""
     model, sampler = talk.writer.engine.model, talk.writer.sampler
     end = model.tokenize("<|im_end|>", special=True)
     tokens = iter([*model.tokenize(text, special=True).tolist(), *end.tolist()])
@@ -219,13 +219,13 @@ SWITCHED = DROPS.replace("%OPEN%", "{% if enable_thinking is false %}<think>\n\n
 OPENED = DROPS.replace(
     "%OPEN%", "<think>\n{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}"
 )
-# earlier replies begin with an empty thought, and the effort is in the prompt
+# earlier replies get an empty thought, and the prompt states the effort
 TOLD = "effort {{ reasoning_effort or 'medium' }}. " + DROPS.replace(
     "{{ m.content.split", "<think></think>{{ m.content.split"
 ).replace("%OPEN%", "<think>\n")
 
 
-# a thought has its own field, and is shown or not
+# the thought is in its own field; SHOWS renders it for all replies, HIDES only for the last message
 SHOWS, HIDES = (
     KEEPS.replace("{{ m.content }}", f"{thought}{{{{ m.content }}}}", 1)
     for thought in (
@@ -287,7 +287,7 @@ def test_an_effort_in_the_prompt_has_the_chat_read_again_and_is_undone_with_it(t
     assert ours.rereads("low")
     assert ours.remember("/think low")
     ours.set_effort("low")
-    # nothing is read until somebody says something
+    # the chat is read again only when the next message comes
     assert ours.writer.engine.n_past == 0
     says(ours, "Hm.</think>Yes.")
     "".join(ours.reply("Sure?"))

@@ -24,7 +24,7 @@ HYBRID = Layers(
     ),
     n_swa=200,
 )
-"""The same with 200 tokens and a batch of 256 bytes each, and a state."""
+"""PLAIN with a sliding window (200 tokens and a batch, 256 bytes each) and a state of 12,345 bytes."""
 
 
 def parse(text, layers=PLAIN, n_batch=64, **types):
@@ -57,7 +57,7 @@ def test_bytes_give_whole_steps_of_256_cells_and_at_most_the_trained_context():
     assert parse(f"{2 * 256 * 512 - 1}B") == (256, 64)
     assert parse(f"{2 * 256 * 512}B") == (512, 64)
     assert parse("1GiB") == (1000, 64)
-    # a batch takes at most a quarter of it
+    # a batch has at most a quarter of the cache's cells
     assert [parse(text, n_batch=256) for text in ("255KiB", "256KiB", "1GiB")] == [
         (256, 64),
         (512, 128),
@@ -66,7 +66,7 @@ def test_bytes_give_whole_steps_of_256_cells_and_at_most_the_trained_context():
 
 
 def test_bytes_hold_what_the_model_keeps_beside_its_rows():
-    # 200 + 64 tokens in steps of 256 cells; 200 + 30 in one of them
+    # 200 + 64 tokens take two steps of 256 cells, 200 + 30 take one
     for n_batch, n_cell in ((64, 512), (30, 256)):
         beside = n_cell * 256 + 12345
         assert parse(f"{beside + 512 * 512}B", HYBRID, n_batch) == (512, n_batch)
@@ -74,13 +74,13 @@ def test_bytes_hold_what_the_model_keeps_beside_its_rows():
 
 
 def test_a_batch_too_large_for_the_window_of_a_small_budget_gets_smaller():
-    # with 256 tokens a batch the window's cells would be 768 of 256 bytes, with 100 they are 512
+    # the window of 400 takes 768 cells with a batch of 256, but 512 cells with a batch of up to 112
     small = replace(HYBRID, n_swa=400)
     beside = 512 * 256 + 12345
     assert small.swa_bytes(256) == 768 * 256
     assert parse(f"{beside + 256 * 512}B", small, 256) == (256, 64)
     assert parse(f"{beside + 512 * 512 - 1}B", small, 256) == (256, 64)
-    # where even a quarter of the cache is too large, as large a batch as fits
+    # if even a quarter of the cache is too large for a batch, the batch is the largest that fits
     tight = replace(HYBRID, n_swa=500)
     assert parse(f"{beside + 256 * 512}B", tight, 256) == (256, 12)
     assert parse(f"{beside + 256 * 512}B", tight, 8) == (256, 8)

@@ -48,13 +48,13 @@ def site():
 
 @pytest.fixture(autouse=True)
 def caches(tmp_path, monkeypatch, site):
-    """Empty caches, and a server of repositories that is the site."""
+    """Empty caches; `site` stands in for the server of repositories."""
     from huggingface_hub import constants
 
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("KVTOOL_MODEL", raising=False)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    # huggingface_hub reads it when it is imported
+    # huggingface_hub reads the environment when it is imported
     for name, value in {
         "HF_HUB_CACHE": str(tmp_path / "hub"),
         "ENDPOINT": site.url,
@@ -387,7 +387,7 @@ def test_without_a_network_what_is_cached_does(site, model, monkeypatch):
 
     server.add_repository(site, "o/r", {"m-Q8_0.gguf": model})
     path = resolve("hf:o/r:Q8_0")
-    # whether the server has Q4_K_M as well, nobody can say
+    # the server, which may also have Q4_K_M, cannot be asked: the cached file serves
     site.errors["/api/models/o/r"] = (503, {}, b"")
     assert resolve("hf:o/r") == path
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

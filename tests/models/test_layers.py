@@ -116,7 +116,7 @@ def test_a_model_is_named_by_what_is_not_plain_in_it():
     assert MIXED.kinds == ["sliding windows", "shared layers", "recurrent layers"]
     turned = replace(MIXED, rope="interleaved M-RoPE")
     assert turned.kinds == [*MIXED.kinds, "interleaved M-RoPE"]
-    # a state has no values, and needs none
+    # a state has no values either, but is not called latent
     assert "latent" not in str(Layers((plain, found["recurrent layers",])).kinds)
 
 
@@ -194,7 +194,7 @@ def test_of_a_plain_model_the_header_says_the_same(tiny_model, shape):
 
 def test_recurrent_layers_have_a_state_and_the_others_rows(tiny_model):
     layers = layers_of(tiny_model("lfm2", n_head_kv=(0, 2, 0, 4), n_conv=4))
-    # the three newest of 128 numbers of 4 bytes
+    # a state is the 3 newest vectors of 128 float32
     assert layers.all == (
         Layer(1, ROWS, 1, 2, 32, 32, 0),
         Layer(3, ROWS, 3, 4, 32, 32, 0),
@@ -207,7 +207,7 @@ def test_recurrent_layers_have_a_state_and_the_others_rows(tiny_model):
 def test_llama_cpp_says_that_a_token_has_several_positions(tiny_model, monkeypatch):
     path = tiny_model("qwen2vl")
     assert (layers_of(path).rope, layers_of(path).kinds) == ("M-RoPE", ["M-RoPE"])
-    # as any llama.cpp says it
+    # an unpatched llama.cpp says the same
     monkeypatch.setattr("kvtool.llama.model.is_patched", lambda: False)
     assert layers_of(path).rope == "M-RoPE"
 

@@ -46,7 +46,7 @@ def line(name="tiny", source="pip:tiny-gguf==1.0", file="tiny.gguf", sha256=SHA,
 def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("KVTOOL_MODEL", raising=False)
-    # what huggingface_hub has read from the environment
+    # huggingface_hub has read the environment already
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "cache" / "models"
 
@@ -88,7 +88,7 @@ def files(folder: Path) -> list[str]:
 
 
 def tiny_gguf(path: Path, arch="llama", n_head_kv=2, **keys) -> Path:
-    """3 layers, 8 heads of 16 numbers; keys are added, with __ for a dot, and None takes one away."""
+    """Write a model of 3 layers and 8 heads of 16. keys: more metadata (__ for a dot); None removes one."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name("Tiny")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_1)
@@ -592,7 +592,7 @@ def test_the_names_of_architectures_end_and_none_is_before_the_first():
         ("qwen2", {}),
         ("gemma2", {}),
         ("gemma3", {"attention__sliding_window": 512}),
-        # what these keep, llama.cpp says
+        # for these architectures, llama.cpp says what they keep
         ("cohere2", {"attention__sliding_window": 512}),
         ("gemma3n", {}),
         ("deepseek2", {"attention__kv_lora_rank": 512}),
@@ -732,12 +732,12 @@ def test_show_says_what_slides(tmp_path):
     tiny.write_gemma3(path, n_layer=5, window=300, pattern=3)
     shown = show(path, "--fit", "750KiB", "-ctk", "q8_0")
     assert (shown["unsupported"], shown["kinds"]) == (None, ["sliding windows"])
-    # every third of 5 layers attends to all
+    # every third of the 5 layers attends to the whole text
     assert (shown["rows"], shown["row_layers"], shown["swa"], shown["swa_layers"]) == (2, 1, 300, 4)
     # 2 KV heads, keys of 34 bytes and values of 64; 300 and a batch of 256 tokens in steps of 256 cells
     assert (shown["cell_bytes"], shown["swa_bytes"]) == (2 * 98, 4 * 2 * 98 * 768)
     assert (shown["shared_layers"], shown["recurrent_layers"], shown["recurrent_bytes"]) == (0, 0, 0)
-    # 846 would fit: in steps of 256; a batch takes a quarter of them
+    # 846 cells would fit, which is 768 in steps of 256; a batch has a quarter of these
     assert shown["fit_cells"] == (750 * 2**10 - 4 * 2 * 98 * 768) // (2 * 98) // 256 * 256 == 768
     assert shown["fit_batch"] == 192
     few = invoke("show", str(path), "--fit", "750KiB", "-ctk", "q8_0").stdout
@@ -805,7 +805,7 @@ def test_show_has_the_reason_that_llama_cpp_gives_of_a_model_without_rows(tmp_pa
 
 
 def test_what_llama_cpp_crashes_on_is_one_line_in_show(tmp_path):
-    # a window that no layer has
+    # with pattern=1 the file has a window, but no layer uses it
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, pattern=1)
     done = forked.run([sys.executable, "-m", "kvtool", "models", "show", path])

@@ -79,7 +79,7 @@ def serving():
     kind: Content-Type of all files.
     """
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    # `server_close` waits for the threads of a server whose threads are no daemons
+    # `server_close` waits only for threads that are not daemons
     server.daemon_threads = False
     site = server.site = SimpleNamespace(
         files={},

@@ -54,7 +54,7 @@ def common(model):
 
 
 def changed(common, **change):
-    """The same with other options."""
+    """Return `common` with other options."""
     return replace(common, options=replace(common.options, **change))
 
 
@@ -309,7 +309,7 @@ def test_a_run_has_the_numbers_of_perplexity(common):
         pytest.approx(mean),
         pytest.approx(error),
     )
-    # 256 cells of f16 keys and values in two layers of two heads of 32, of which 64 are the budget's
+    # 256 cells (the budget's are 64) of f16 keys and values in two layers of two heads of 32
     assert h2o["kv_bytes"] == 4 * h2o["budget_bytes"] == 256 * 2 * 2 * 2 * 32 * 2
     assert [event.n for event in seen[runs[1]]][-1] == N - 1
     assert seen[runs[1]][-1].nll == pytest.approx(h2o["nll"])
@@ -358,7 +358,7 @@ def test_no_process_outlives_its_runner(common):
         next(events)
         (process,) = runner._running.values()
         assert process.poll() is None
-    # without waiting for it, which would take a while
+    # the process was killed, not waited for, which would take a while
     assert process.returncode == -signal.SIGKILL
 
 

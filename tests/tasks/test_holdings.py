@@ -36,7 +36,7 @@ def test_shares_and_what_is_forgotten_are_those_of_a_plain_count(tiny_model, nam
             assert engine.cells().share().tolist() == want
             assert holdings.n_forgotten(engine) == want.count(0)
         assert 0 < holdings.n_forgotten(engine) < 210
-        # otherwise the test says little
+        # rows must hold different tokens, or the test would say little
         assert len({share for share in want if 0 < share < 1}) > 1
 
 
@@ -59,7 +59,7 @@ def test_each_snapshot_is_what_the_rows_held_then(tiny_model, name):
 def test_sinks_and_the_newest_are_all_that_these_hold(tiny_model, name, n_sinks):
     with open_engine(tiny_model(), policies.fit(name, 32, 8)) as engine:
         found = holdings.watch(engine, text(100), 10)
-    # full at 32, 40, .. 96 tokens; the next token finds 24 of them, which 4 more follow
+    # full at 32, 40, .. 96 tokens; the next token evicts all but 24, and 4 tokens follow
     n_new = 28 - n_sinks
     want = np.zeros(100)
     want[:n_sinks] = want[-n_new:] = 1
@@ -121,7 +121,7 @@ def test_attention_is_summed_and_the_step_with_the_largest_share_is_known():
     [
         ("llama", [], holdings.N_TRACED),
         ("llama", ["search=all", "chunk=1"], holdings.N_TRACED),
-        # no synthetic cells, but so many recalled tokens
+        # recalls 7 tokens, without synthetic cells
         ("deepseek2", ["recalled=7"], 7),
     ],
 )
@@ -174,7 +174,7 @@ def test_what_is_archived_is_held_by_no_row_and_not_forgotten(tiny_model):
         assert archived.sum() == engine.n_archived == 40
         assert holdings.n_forgotten(engine) == int(((found.share() == 0) & ~archived).sum()) > 0
     assert not (archived & (found.share() > 0)).any()
-    # at each time the newest of those between sinks and window, which the first fit in
+    # the archive has the newest 40 tokens between sinks and window; at the first snapshot it is empty
     assert found.archived[0].tolist() == [0, 0]
     for snapshot, (begin, end) in enumerate(found.archived.tolist()[1:], 1):
         held = np.flatnonzero(found.held(snapshot)[0])

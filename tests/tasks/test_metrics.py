@@ -25,7 +25,7 @@ def test_squad_example_of_the_evaluate_library():
         ("the cat sat", "cat sat down", 0, 2 * (2 / 2) * (2 / 3) / (2 / 2 + 2 / 3)),
         # a word counts as often as both have it
         ("dog dog dog", "dog dog cat", 0, 2 / 3),
-        # punctuation goes before articles, as the script has it
+        # punctuation is removed before articles, as in SQuAD's script
         ("a.m.", "am", 1, 1),
         ("the", "", 1, 0),
         ("theatre", "atre", 0, 0),
@@ -73,7 +73,7 @@ def test_sacrebleu_is_what_its_readme_shows():
 
 
 def bleu(output, references):
-    """Papineni et al. 2002 of words, orders the output is long enough for, zeros halved again and again."""
+    """BLEU of words (Papineni et al. 2002), orders up to the output's length; for no hits 1/2, 1/4, ... hits."""
     grams = lambda words, n: Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))  # noqa: E731
     logs, halved = [], 1
     for n in range(1, min(4, len(output)) + 1):
@@ -108,9 +108,9 @@ def test_self_bleu_is_the_mean_of_each_ones_bleu_against_the_others():
 @pytest.mark.parametrize(
     ("output", "reference", "score"),
     [
-        # one of the classes named
+        # the output names one class
         ("Definition", "Definition", 1),
-        # two are, so half
+        # it names two, so half
         ("Definition or Date", "Definition", 1 / 2),
         ("Date", "Definition", 0),
         # "Individual" is a part of the right name and does not count
@@ -136,7 +136,7 @@ def test_numbers_of_longbench():
 
 
 def test_code_similarity_is_that_of_the_first_line_of_code():
-    # 13 of 13 and 13 letters are in common but one: 2 * 12 / 26 is 92.3 percent
+    # 13 of 14 characters are in common: 2 * 13 / 28 is 92.9 percent
     assert metrics.code_similarity("\n# first\n```\nx = area(1, 2)\ny", "x = area(1, 3)") == 0.93
     assert metrics.code_similarity("return 1", "return 1") == 1
     assert metrics.code_similarity("# only a comment", "return 1") == 0

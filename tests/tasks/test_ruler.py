@@ -53,7 +53,7 @@ ESSAYS = {
 
 @pytest.fixture
 def listed(monkeypatch):
-    """Words in place of wonderwords'."""
+    """Made-up words in place of those of wonderwords."""
     made = {kind: [f"{kind}{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(600)] for kind in KINDS}
     monkeypatch.setattr(sources, "_words", made.get)
 
@@ -108,7 +108,7 @@ def test_a_sample_fills_its_length_and_is_the_seeds(name, items_of, model):
     assert [item.id for item in items] == [f"{name}-{length}-{i}" for i in range(2)]
     assert items == items_of(name, length=length, repeats=2)
     assert items[0].prompt != items[1].prompt
-    # of two documents there are few orders
+    # few documents have few orders, so two seeds may give the same prompt
     others = (items_of(name, f"seed={seed}", length=length)[0].prompt for seed in (1, 2, 3))
     assert any(other != items[0].prompt for other in others)
     for item in items:
@@ -116,7 +116,7 @@ def test_a_sample_fills_its_length_and_is_the_seeds(name, items_of, model):
         assert item.references
         room = length - PARTS[name].n_max - n_token(model, item)
         assert room >= 0
-        # one more line, sentence, or word that appears three times; documents end before that
+        # no room for another line, sentence, or word (three times); qa runs out of documents before that
         assert room < 100 or name.startswith("qa")
 
 
@@ -130,7 +130,7 @@ def test_needles_are_hidden_as_many_as_are_defined(name, items_of):
         assert len(values) == n_key
         assert len(found) == n_value
     else:
-        # every line is one
+        # every line is a needle
         assert len(values) == len(found) == item.prompt.count("\n") - 1 > 5
     assert {kind for kind, _, _ in found} == {f"{value_kind}s"}
     asked = [key for key in values if re.search(rf"\b{key}\b", item.question)]
@@ -146,7 +146,7 @@ def test_needles_are_in_the_text_that_they_are_defined_for(items_of):
     def around(name):
         (item,) = items_of(name)
         text = item.prompt.removesuffix(item.question).split("\n", 1)[1].removesuffix("\n")
-        # with the blank or the line's end behind it
+        # without the second blank or line end that a removed needle leaves
         return NEEDLE.sub("", text).replace("  ", " ").replace("\n\n", "\n").strip()
 
     assert set(around("niah_single_1").split("\n")) == {FILLER}
@@ -236,7 +236,7 @@ def test_ten_words_of_a_list_are_the_common_ones(length, often, solved_often, it
         assert set(of.values()) == counts
         assert sorted(answers) == sorted(word for word, n in of.items() if n == max(counts))
         assert len(answers) == 10
-        # they are mixed
+        # the words are shuffled
         assert list(found) != sorted(found, key=of.__getitem__, reverse=True)
 
 
@@ -282,7 +282,7 @@ def test_documents_of_the_same_article_are_the_first_to_join(items_of):
         else:
             assert set(texts) <= set(near)
     assert counts >= {1, 2, 3, 5}
-    # of one length no question is asked twice
+    # no question is asked twice at one length
     assert all(len(set(seen[i : i + 4])) == 4 for i in range(0, 16, 4))
 
 

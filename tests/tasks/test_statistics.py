@@ -66,7 +66,7 @@ def test_intervals_of_texts_hold_their_mean_as_often_as_they_say():
         alone += abs(mean) < 2 * text.std() / np.sqrt(len(text))
     assert 0.88 < held / 300 < 0.98
     assert 0.90 < errors / 300 < 0.98
-    # what blocks are for
+    # without blocks, an interval is far too narrow
     assert alone / 300 < 0.5
 
 
@@ -111,7 +111,7 @@ def test_a_block_is_as_long_as_theory_says(rho):
         for i, noise in enumerate(rng.normal(size=n - 1), 1):
             values[i] = rho * values[i - 1] + noise
         lengths.append(statistics.block_length(values))
-    # of an autoregression of the first order, in closed form
+    # closed form for an autoregression of the first order
     spread, bias = (1 + rho) / (1 - rho), 2 * rho / (1 - rho) ** 2
     theory = (2 * bias**2 / (4 / 3 * spread**2)) ** (1 / 3) * n ** (1 / 3)
     assert np.median(lengths) == pytest.approx(theory, rel=0.15)

@@ -265,7 +265,7 @@ def test_haystacks_are_files_and_folders_of_text(tmp_path):
 
 @dataclass(frozen=True, slots=True)
 class Length(Task):
-    """Its score is the length of the prompt; `asked` has the prompts."""
+    """Task whose score is the prompt's length. `asked` counts how often each item was asked."""
 
     asked: ClassVar[Counter] = Counter()
     by: ClassVar[tuple[str, ...]] = ("kind",)
@@ -281,7 +281,7 @@ class Length(Task):
 
 
 class Nothing:
-    """A reader that has read nothing."""
+    """A reader with fixed figures, which reads nothing."""
 
     n_read, is_cut = 3, False
 
@@ -447,7 +447,7 @@ def test_a_share_is_of_each_prompt_and_rounded_down(tiny_model, tmp_path):
     assert "found by depth and length" in done.stdout
     found = records.read(out)
     assert len(found) == 4
-    # rounding to the nearest would be another number
+    # for such a prompt, rounding to the nearest would give another number
     assert any(record["prompt_tokens"] % 4 == 3 for record in found)
     for record in found:
         assert record["budget_cells"] == record["prompt_tokens"] // 4
@@ -519,7 +519,7 @@ def test_what_cannot_work_is_one_line(arguments, code, words):
 
 def test_an_interrupt_says_what_is_kept(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
-    # amid the second item
+    # stops in the second item, when the first has its record
     held = Held(tmp_path, f"Path({str(out)!r}).exists() and Path({str(out)!r}).stat().st_size")
     own = ("--policy", held.policy, "--budget", 64)
     command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *own, "--records", out]
@@ -549,7 +549,7 @@ def test_beside_a_progress_bar_records_go_to_stdout_and_an_interrupt_ends_it(
             [*KVTOOL, *map(str, command)], stdout=out, stderr=slave, env=os.environ | {"TERM": "xterm"}
         )
         os.close(slave)
-        # the terminal of a process that has ended gives an error
+        # reading the terminal fails once the process has ended
         with suppress(OSError):
             while new := os.read(master, 65536):
                 seen += new

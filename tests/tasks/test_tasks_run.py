@@ -135,7 +135,7 @@ def test_a_result_says_how_it_was_drawn(tiny_chat):
     ],
 )
 def test_a_temperature_or_a_seed_without_effect_is_refused(task, more, said):
-    # before a model is looked for
+    # the error comes before the model file is looked for
     assert f"kvtool: {said}\n" in evaluate("none.gguf", task, *more, code=2).stderr
 
 
@@ -167,7 +167,7 @@ def test_a_changed_policy_file_is_asked_again(tiny_chat, tmp_path):
     for n, comment in enumerate("aba", 1):
         mine.write_text(f"from kvtool.policies.local import POLICY  # {comment}\n")
         evaluate(tiny_chat, "choice", *arguments, files=["rte.jsonl"])
-        # the first one's answer is still right
+        # the third file equals the first, whose record is still valid
         assert len(records_of(out)) == min(n, 2)
 
 
@@ -322,7 +322,7 @@ def test_longbench_scores_the_first_line_of_few_shot_answers_and_asks_them_as_th
     reader = FakeReader({}, "\nDefinition\nDate")
     assert task.answer(trec, reader).scores == {"score": 1}
     assert reader.as_it_is
-    # the first line of it says two classes
+    # the first line names two classes
     assert task.answer(trec, FakeReader({}, "Definition, Date\n")).scores == {"score": 1 / 2}
     reader = FakeReader({}, "\nArden\nis it")
     assert task.answer(hotpotqa, reader).scores == {"score": pytest.approx(2 / 4)}
@@ -412,7 +412,7 @@ def test_a_share_has_room_for_the_words_before_a_reply(tiny_chat, tmp_path):
         out = tmp_path / f"{policy}.jsonl"
         evaluate(tiny_chat, "diversity", "--policy", policy, "--budget", "5%", "--records", out)
         for record in records_of(out):
-            # the text read is much shorter than 20 times these words
+            # 5 % of the short text alone would be fewer cells than these words
             assert len("[end][reply]") < record["budget_cells"] < 32
 
 
