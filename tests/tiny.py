@@ -74,7 +74,7 @@ def write_llama(
 
 
 def write_vocab(path, *, control=(), words=(), space_prefix=False, add_bos=False):
-    """Write a GGUF that has only write_llama's tokenizer, with control tokens and user-defined `words` added."""
+    """Write a GGUF of write_llama's tokenizer alone, with control tokens and user-defined `words` added."""
     n_vocab = N_SPECIAL + 257 + 52 * 52 + len(control) + len(words)
     writer = _sized(path, "llama", 1024, 1, 1, 1, 32, 64, n_vocab)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -281,7 +281,7 @@ def _add_tensors(
 
 
 def _add_tokenizer(writer, n_vocab, space_prefix, add_bos, control=(), words=()):
-    """Add a SentencePiece tokenizer: special tokens, bytes, a space, letter pairs that fit, control, words."""
+    """Add a SentencePiece tokenizer: special tokens, bytes, a space, letter pairs, control tokens, words."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
     if n_vocab < len(tokens):
         raise ValueError(f"n_vocab must be at least {len(tokens)}, got {n_vocab}")

@@ -168,7 +168,7 @@ def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
 
 
 def write_plm(path, *, n_layer=2, n_latent=48, n_ctx_train=1024, seed=0):
-    """Values and half of each key come from a latent. The other half is the same in all heads, and is rotated."""
+    """Values and half of each key come from a latent. The other half is rotated, the same in all heads."""
     n_nope = n_rot = n_value = HEAD_DIM
     writer = _start(path, "plm", n_ctx_train, n_layer, n_head_kv=N_HEAD)
     writer.add_key_length(n_nope + n_rot)

@@ -107,7 +107,7 @@ def write_gpt_oss(path, *, n_layer=4, n_expert=2, window=16, n_ctx_train=1024, s
 
 
 def write_lfm2(path, *, n_head_kv=(0, 2, 0, 2, 0), n_conv=3, n_ctx_train=1024, seed=0):
-    """Layers without KV heads convolve the last n_conv tokens. Their state holds all of them but the newest."""
+    """Layers without KV heads convolve the last n_conv tokens; their state holds all but the newest."""
     n_layer = len(n_head_kv)
     writer = _start(path, "lfm2", n_ctx_train, n_layer, list(n_head_kv))
     writer.add_shortconv_l_cache(n_conv)
@@ -272,7 +272,7 @@ def write_deepseek2(
 
 
 def write_gemma4(path, *, window=16, n_ctx_train=1024, seed=0):
-    """Layers 4 to 7 have no cells: they read those of layer 2, which slides, or of layer 3, which does not."""
+    """Layers 4 to 7 have no cells: they read those of layer 2, which slides, or 3, which does not."""
     slides = [True, False, True, False, True, False, False, True]
     n_layer, n_own = len(slides), 4
     writer = _start(path, "gemma4", n_ctx_train, n_layer, eps=1e-6)

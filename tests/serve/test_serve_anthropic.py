@@ -209,7 +209,7 @@ def test_what_is_wrong_is_said_in_one_line(changes, words):
 
 
 def send(path, body=None, *, method="POST", headers=(), **site):
-    """(status, body) of an answer without an engine."""
+    """Return (status, body) of the answer. No engine runs."""
 
     async def asked():
         own = app.make(Site("m", "h2o", **{"jobs": JobQueue(0)} | site))
@@ -254,7 +254,7 @@ def test_errors_have_anthropics_form_and_status(capsys):
     assert "a mistake" in capsys.readouterr().err
     _, body = send(count, ASKED, **ready, count=too_long)
     assert body["error"]["message"] == "prompt is too long: 900 tokens > 512 maximum"
-    # counting waits for no answer, as nothing may wait here
+    # counting tokens needs no place in the queue, which has none here
     for name, value in (("x-api-key", "key"), ("Authorization", "Bearer key")):
         headers = {name: value, "anthropic-beta": "x"}
         assert send(count, ASKED, headers=headers, limits=Limits(("key",)), **ready, count=lambda _: 5) == (

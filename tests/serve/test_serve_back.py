@@ -35,7 +35,7 @@ def url(talker, options):
 
 
 def asked(url, messages, **more):
-    """(reply, tokens of the chat with it, tokens read, the answer's `kvtool` part)"""
+    """Return (reply, tokens of the chat including it, tokens read, the answer's `kvtool` part)."""
     status, found = request(url, {"messages": messages, "max_tokens": 12, **more})
     assert status == 200, found
     usage = found["usage"]
@@ -44,7 +44,7 @@ def asked(url, messages, **more):
 
 
 def talked(url, **more):
-    """A chat of three turns, and how many tokens each has made of it."""
+    """Return the messages of a chat of three turns, and its tokens after each turn."""
     messages, n_all = [SYSTEM], []
     for text in ASKED:
         messages.append(said("user", text))
@@ -59,7 +59,7 @@ def talked(url, **more):
 def test_a_request_that_differs_in_its_middle_reads_what_is_new(url):
     messages, _ = talked(url)
     before, text = messages[:3], messages[3]["content"]
-    # a token is a letter: what comes behind the text, and the last letter of it
+    # a token is a letter: the text's last letter, and the template's tokens after it
     _, _, n_tail, _ = asked(url, [*before, said("user", text[:-1] + "!")])
     assert 1 < n_tail < 12
     for n_same in (30, 10, 0):
@@ -84,7 +84,7 @@ def test_a_chat_goes_back_in_what_another_server_has_stored(talker, tmp_path, op
     own = (*options, "--sessions", str(tmp_path))
     with serving(talker, *own) as server:
         messages, _ = talked(server.url)
-        # each turn takes the place of the one before it
+        # each turn replaces the stored turn before it
         files = sorted(path.suffix for path in tmp_path.glob("*.kv*"))
         assert files == [*[".archive"] * (options is RECALL), ".kv"]
         server.stop()
@@ -127,7 +127,7 @@ def test_a_beginning_is_shared_whatever_a_chat_is_called(url):
     messages, n_all = talked(url)
     reply, n, n_read, _ = asked(url, [SYSTEM, said("user", ASKED[0])], prompt_cache_key="one")
     assert (reply, n, n_read) == (messages[2], n_all[0], 1)
-    # it is another chat
+    # the first chat is still stored
     assert asked(url, [*messages, said("user", "And?")])[2] < 20
 
 
@@ -157,7 +157,7 @@ def test_a_tool_more_is_read_from_where_it_begins(url):
     messages = [SYSTEM, said("user", ASKED[0])]
     _, n, _, _ = asked(url, messages, tools=TOOLS[:2])
     _, n_more, n_read, _ = asked(url, messages, tools=TOOLS)
-    # that is the tool, the messages and the beginning of a reply
+    # the third tool, the messages and the reply header are read
     assert 0 < n_more - n < n_read < n_more - 12 - 300
     # and the chat without it is still there
     assert asked(url, messages, tools=TOOLS[:2])[2] == 1
@@ -175,7 +175,7 @@ def test_a_long_beginning_is_taken_from_any_chat_that_is_stored(talker, tmp_path
             for key in ("2", "3"):
                 for system in systems:
                     _, _, n_read, _ = asked(server.url, [system, said("user", "Who?")], prompt_cache_key=key)
-                    # "o?" and what opens the reply
+                    # "o?" and the reply header
                     assert n_read <= 8, (pin, key)
 
 
@@ -192,7 +192,7 @@ def test_a_system_prompt_is_read_once_where_the_cache_cannot_go_back(tmp_path):
     with serving(tmp_path / "m.gguf", *RECALL) as server:
         system = said("system", "Be kind. " * 80)
         n_read = [asked(server.url, [system, said("user", text)])[2] for text in ("Why?", "Who?", "How?")]
-        # except the rest of a batch
+        # only whole batches of it are stored: 512 tokens
         assert n_read[1:] == [n_read[0] - 512] * 2
 
 

@@ -1,4 +1,4 @@
-"""A last message of the assistant is continued: the answer has what follows, the chat has all of it."""
+"""If the assistant's message is last, the answer continues it, and the chat then has the whole reply."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.serve.here import here
 from tests.serve.test_serve_thinking import CHAT, PLAIN, SWITCHED
 
 OPENS = CHAT.replace("%OPEN%", "<think>\n")
-"""Opens a thought, and shows earlier replies as they are: none has a thought."""
+"""Template whose reply header opens a thought. Earlier replies are shown without thoughts."""
 
 HI = said("user", "Hi.")
 BEGUN = said("assistant", "The answer")
@@ -63,7 +63,7 @@ def test_another_last_message_is_answered():
     ):
         found = chat(messages, **fields)
         assert (found.messages, found.begun) == (messages, "")
-    # an empty one says nothing
+    # an empty message is dropped
     assert chat([HI, said("assistant", "")]).messages == [HI]
     assert chat([HI, said("assistant", None)]).messages == [HI]
     asked = {"input": [HI, {"type": "message", **BEGUN}]}
@@ -132,14 +132,14 @@ def test_a_splitter_goes_on_behind_a_beginning():
     [
         (PLAIN, {}, "So", "<|im_start|>assistant\nSo"),
         (PLAIN, {}, " So:\n", "<|im_start|>assistant\n So:\n"),
-        # behind the thought that the header opens
+        # the thought that the header opens is left out
         (OPENS, {}, "So", "<|im_start|>assistant\nSo"),
         (SWITCHED, {}, "So", "<|im_start|>assistant\nSo"),
         (SWITCHED, {"enable_thinking": False}, "So", "<|im_start|>assistant\nSo"),
         # a thought that the client begins
         (OPENS, {}, "<think>\nHm", "<|im_start|>assistant\n<think>\nHm"),
         (PLAIN + "{# <think> #}", {}, "<think>Hm</think>So", "<|im_start|>assistant\n<think>Hm</think>So"),
-        # no text ends a turn
+        # a marker in the text does not end the turn
         (PLAIN, {}, "a<|im_end|>\n", "<|im_start|>assistant\na<|im_end|>\n"),
     ],
 )
@@ -157,9 +157,9 @@ def test_the_prompt_ends_in_the_beginning_of_the_reply(model, tmp_path, source, 
 @pytest.mark.engine
 @needs_published
 def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
-    """Behind a user's message, with no thought open: as in the chat that has the whole reply."""
+    """After a user's message, the text is that of a chat with the whole reply. No thought is open."""
     user, later = said("user", "Kvtool asks."), said("user", "And?")
-    # its header has instructions that are not before earlier replies, and no thought
+    # exception: its header has instructions that earlier replies lack, and opens no thought
     other = {"CohereForAI-c4ai-command-r-plus-tool_use"}
     seen = set()
     for name, source in published.templates().items():

@@ -1,4 +1,4 @@
-"""Calls of tools told from a reply's text, however it is cut."""
+"""Tool calls are told from a reply's text, whatever pieces the text comes in."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ each_format = pytest.mark.parametrize("format", FORMATS, ids=[format.name for fo
 
 
 def parsed(format, pieces, tools=TOOLS):
-    """What a parser tells: texts, and calls as (name, arguments)."""
+    """Return the events of a parser: texts, and calls as (name, arguments)."""
     parser = Parser(format, tools)
     events = [event for piece in pieces for event in parser.feed(piece)]
     return joined([*events, *parser.end()])
@@ -125,7 +125,7 @@ def test_calls_are_written_as_models_write_them(format):
 @each_case
 def test_text_before_a_call_stays_without_the_white_space_between(format, text, calls):
     if format is LLAMA and text[0] == "{":
-        # without a tag only a reply that starts with it is a call
+        # without a tag, JSON is a call only at the start of a reply
         for before in ("So: ", "; "):
             check_cuts(format, before + text, [before + text])
     else:
@@ -134,7 +134,7 @@ def test_text_before_a_call_stays_without_the_white_space_between(format, text, 
 
 @each_case
 def test_text_after_a_call_stays_without_the_white_space_between(format, text, calls):
-    # there only its tag or the end of the reply ends a call
+    # in LFM2 and Gemma, only the closing tag or the end of the reply ends a call
     if format not in (formats.LFM2, formats.GEMMA) or format.tags[1] in text:
         check_cuts(format, f"{text} \n a\n", [*calls, "a\n"])
 
@@ -208,7 +208,7 @@ def test_texts_and_calls_in_any_order(format):
         reply, expected, follows = "", [], True
         for _ in range(draw.randrange(1, 7)):
             if draw.random() < 0.6:
-                # a letter first: a tag and what follows a call are not what this is about
+                # a letter comes first, so that the text neither starts with a tag nor loses white space
                 text = "x" + draw.choice(parts)
                 if expected and isinstance(expected[-1], str):
                     expected[-1] += text
@@ -256,9 +256,9 @@ def test_a_block_of_calls_is_calls(format, inside, calls, opening, close):
     check_cuts(format, block, calls)
     check_cuts(format, f"I call it:\n\n{block}\n", ["I call it:", *calls])
     check_cuts(format, f"{block}\n{block}\nSo.", [*calls, *calls, "So."])
-    # models end without the close
+    # models may leave the closing fence out
     check_cuts(format, f"{opening}\n{inside}", calls)
-    # or begin without
+    # or both fences
     bare = f"\n{inside}\n"
     check_cuts(format, bare, calls if inside[0] == "{" else [bare])
 
@@ -340,7 +340,7 @@ def test_arguments_in_json_stay_as_they_are_written():
     assert calls == [
         {"id": calls[0]["id"], "type": "function", "function": {"name": "weather", "arguments": written}}
     ]
-    # a lone half of a pair can be sent, too
+    # a lone surrogate is escaped, so that it can be sent
     for format, text in (
         (HERMES, '<tool_call>{"name": "now", "arguments": "{\\"x\\": \\"\\ud800\\"}"}</tool_call>'),
         (formats.LFM2, r"<|tool_call_start|>[now(x='\ud800')]<|tool_call_end|>"),

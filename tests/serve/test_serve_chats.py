@@ -32,7 +32,7 @@ def url(chat_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def open_url(tmp_path_factory):
-    """Options of a server that needs no key, and has room for tools."""
+    """URL of a server that needs no key and has room for tools."""
     path = tmp_path_factory.mktemp("tiny") / "m.gguf"
     tiny.write_llama(path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
     with serving(path, "--policy", "h2o", "--budget", "1024", "--temp", "0") as server:
@@ -43,7 +43,7 @@ KEY = {"Authorization": "Bearer first-key"}
 
 
 def asked(url, messages, headers=(), **more):
-    """(reply, usage, cached tokens, the answer's `kvtool` part)"""
+    """Return (reply, usage, cached tokens, the answer's `kvtool` part)."""
     body = {"messages": messages, "max_tokens": 8, **more}
     status, found = request(url, body, {**KEY, **dict(headers)})
     assert status == 200, found
@@ -146,7 +146,7 @@ def test_no_more_wait_than_may():
         with pytest.raises(ApiError, match="2 requests are waiting already") as caught:
             waiting.put(jobs[2])
         assert caught.value.status == 429
-        # one that has gone makes room
+        # a cancelled request makes room
         jobs[0].cancel()
         waiting.put(jobs[3])
         assert len(waiting) == 2
@@ -160,7 +160,7 @@ def test_an_archive_whose_chat_was_moved_stays_and_what_a_killed_server_left_goe
         (tmp_path / name).write_bytes(b"kvtool archive 1 ")
     with closing(ChatStore(tmp_path, 10**9, {})) as chats:
         assert [each.name for each in tmp_path.iterdir()] == [f"{moved}.archive"]
-        # the server says that it cannot go on with it
+        # the server reports it as a file that it cannot continue
         assert chats.n_others == 1
 
 

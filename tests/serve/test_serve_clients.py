@@ -2,9 +2,9 @@
 
 tests/data/clients.jsonl has the requests of a chat of each program, logged by a proxy.
 Then prompts and descriptions were shortened, and most tools and headers left out; fields and the shapes of
-messages and schemas are as they came. Where a model was to call a tool, `tool_choice` and the limit of
-tokens were added. REPLY, CALL, ARGUMENTS and INPUT stand for what the server answered to the request of that
-number, of the same program. follows: the request whose chat it continues.
+messages and schemas are as they came. `tool_choice` and the limit of tokens were added to requests that the
+model must answer with a call. "REPLY n", and likewise CALL, ARGUMENTS and INPUT, stand for a part of the
+server's answer to request n of the same program. follows: the request whose chat it continues.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_chats_of_all_names_share_their_system_prompt_alone():
 
 
 def filled(value, answers):
-    """The value with the server's own answers in it."""
+    """Return the value with parts of the server's answers in place of the words that stand for them."""
     if isinstance(value, dict):
         return {name: filled(each, answers) for name, each in value.items()}
     if isinstance(value, list):

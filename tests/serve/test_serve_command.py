@@ -1,4 +1,4 @@
-"""kvtool serve besides chats: where answers end, its files, whom it refuses, llama-server's fields."""
+"""kvtool serve apart from chats: limits of answers, files, refused requests, llama-server's fields."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_answer_ends_where_a_cache_that_evicts_nothing_is_full(chat_model, co
             client.chat.completions.create(model="chat", messages=[said("user", "Hello. " * 50)])
         assert raised.value.body["n_prompt_tokens"] > 300
         assert raised.value.body["n_ctx"] == 96
-    # likewise where a policy could forget, and shall not
+    # the same with a policy that could forget, but must not: --overflow error
     with serving(chat_model, "--budget", "64", "-c", "96", "--overflow", "error", "--temp", "0") as server:
         client = connect(f"{server.url}/v1")
         answer = client.completions.create(model="chat", prompt="Hello.", logit_bias={"2": -100}, echo=True)
@@ -95,7 +95,7 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect)
     assert file.exists()
     refused = kvtool("serve", *options, "--sessions", other)
     assert refused.stderr == f"kvtool: {other} is not a folder; name another one\n"
-    # what recall cannot pin is archived
+    # recall would archive pinned text that does not fit; h2o must refuse it
     long = kvtool("serve", *options, "--policy", "h2o", "--port", "0", "--system", "It is long. " * 30)
     assert (long.returncode, long.stderr.count("\n")) == (2, 1)
     assert "the pinned text takes" in long.stderr
@@ -154,7 +154,7 @@ def test_without_its_packages_it_says_which_to_install(tmp_path):
     assert done.returncode == 4
     assert done.stderr == f"kvtool: starlette is missing; install it: pip install '{ROOT}[serve]'\n"
 
-    # without llama.cpp they would not help
+    # these packages would not help without llama.cpp, so that is reported first
     (tmp_path / "llama_cpp.py").write_text("raise ModuleNotFoundError(name='llama_cpp')")
     (tmp_path / "kvtool_llama.py").write_text("raise ModuleNotFoundError(name='kvtool_llama')")
     assert "there is no llama.cpp yet; build it" in served().stderr

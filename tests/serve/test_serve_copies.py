@@ -1,4 +1,4 @@
-"""Tokens that a server reads again if the cache cannot be rewound: a copy precedes each reply."""
+"""Tokens that a server reads again if the cache cannot be rewound: it stores a copy before a reply."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_another_reply_is_read_behind_the_prompt_that_it_answers(url):
     messages += [said("assistant", "They are."), NEXT]
     _, n, n_read, _ = asked(url, messages)
     assert len(NEXT["content"]) < n_read < n - 600
-    # its copy begins with the reply as the client sent it
+    # the copy made for that request has the reply as the client sent it
     _, n, n_read, _ = asked(url, [*messages, said("assistant", "Nobody."), said("user", "Why?")])
     assert n_read < 40
 
@@ -68,7 +68,7 @@ def test_a_short_prompt_gets_no_copy(talker, tmp_path):
 def test_a_copy_is_one_of_its_chat(sliding, tmp_path):
     with serving(sliding, *RECALL, "--sessions", str(tmp_path)) as server:
         asked(server.url, [LONG])
-        # so that an archive is not there twice
+        # the chat and its copy share one archive
         names = sorted(path.name.partition(".")[2] for path in tmp_path.glob("*.kv*"))
         assert names == ["kv", "kv.1", "kv.archive"]
 
@@ -82,7 +82,7 @@ def test_a_prompt_is_read_on_where_a_client_has_left_it(sliding, tmp_path):
         reply, n_cached, _ = server.ask(messages)
         assert 512 <= n_cached < 1000
         other = [said("user", messages[0]["content"] + "!")]
-        # the copy was made of the whole prompt, and is of that alone
+        # the copy is of the whole prompt, so only a request with the same prompt can use it
         assert [server.ask(each)[1] > 1000 for each in (messages, other)] == [True, False]
         whole = SlotServer(model, "recall", tmp_path / "fresh")
         assert whole.ask(messages)[0] == reply

@@ -30,9 +30,9 @@ EACH_POLICY = pytest.mark.parametrize("policy", ["h2o", "recall"])
 
 @pytest.fixture
 def model(policy, chat_model, talker):
-    """A model for the policy. Recall needs one whose context is long enough that no token is far.
+    """A model for the policy. Recall needs a context so long that no archived token counts as far.
 
-    The distance of far tokens depends on the step in which a prompt is read.
+    Far tokens are attended to at a distance that depends on the steps in which a prompt is read.
     """
     return talker if policy == "recall" else chat_model
 
@@ -44,7 +44,7 @@ def options(policy, folder=None):
 
 
 def is_all(policy, n_cached, n):
-    """Return True if a chat of n tokens was cached; one that goes back may share tokens of the question."""
+    """Return True if a chat of n tokens was cached. Recall may have cached tokens of the question as well."""
     return n <= n_cached <= n + (16 if policy == "recall" else 0)
 
 
@@ -72,8 +72,8 @@ def test_every_request_is_answered_or_refused(chat_model, share_of, api, least):
 @EACH_POLICY
 def test_each_of_a_crowd_gets_what_it_gets_alone(model, policy):
     more = RECALL if policy == "recall" else ()
-    # Rounding depends on which clients share a step. With this seed, sums between which h2o decides differ
-    # by at least 0.1 %; with seed 0, two differ by 6 in a million.
+    # Rounding depends on which clients share a step. With this seed, the sums that h2o compares differ by at
+    # least 0.1 %, more than rounding does; with seed 0, two differ by only 6 in a million.
     did = crowd_serve.run(model, policy, 64, n_client=8, n_turn=3, seed=6, more=more)
     assert did["compared"] > 15
     assert min(did["gone"], did["asked again"], did["changed"]) > 1
@@ -81,7 +81,7 @@ def test_each_of_a_crowd_gets_what_it_gets_alone(model, policy):
 
 @EACH_POLICY
 def test_killed_at_calls_that_change_the_folder_no_turn_is_lost(model, tmp_path, share_of, policy):
-    # one in four, or each
+    # kill at one call in four, or at each with --long
     step = 4 // share_of(1, 4)
     done = forked.run(
         [sys.executable, "-m", "tests.serve.killed_turns", str(model), str(tmp_path), str(step), policy],
@@ -233,7 +233,7 @@ def test_it_ends_whatever_clients_do(chat_model, how, code):
             for each in (writing, waiting):
                 each.sendall(head + b"%d\r\n\r\n" % len(long) + long)
             assert writing.recv(100)
-            # it has a minute, and an answer takes days
+            # the answer would take days: the server must not wait for its end
             assert server.stop(how) == (code, "kvtool: stopped\n")
 
 

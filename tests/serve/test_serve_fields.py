@@ -52,7 +52,7 @@ def chat(defaults=None, **fields):
 def test_what_changes_nothing_is_accepted(fields):
     asked = chat(**fields)
     assert asked.ignored == []
-    # the same as without
+    # the same as without the fields
     plain = chat(temperature=fields.get("temperature"))
     assert asked.sampling.stop == plain.sampling.stop
     assert (asked.stop_tokens, asked.allowed, asked.ignores_end) == ((), (), False)
@@ -86,7 +86,7 @@ def test_minus_1_is_no_limit_and_null_is_the_server_s(name):
 
 def test_names_of_other_servers_mean_the_same():
     assert chat(repetition_penalty=1.3).sampling.repeat_penalty == 1.3
-    # llama-server's name comes first
+    # llama-server's name takes precedence
     both = chat(repetition_penalty=1.0, repeat_penalty=1.2)
     assert both.sampling.repeat_penalty == 1.2
     assert chat(repeat_last_n=-1).sampling.repeat_last_n == MOST

@@ -33,7 +33,7 @@ def forced(engine, format, tools, choice=None):
 
 
 def written(engine, rules, likes, n=900):
-    """Text sampled under rules. likes: gives the wanted logits by byte for the text so far."""
+    """Text sampled under rules. likes: function of the text so far that returns a logit for each byte."""
     sampler = Sampler(engine.model, Sampling(temp=1), seed=1, rules=rules)
     text = b""
     while len(text) < n:
@@ -51,7 +51,7 @@ def written(engine, rules, likes, n=900):
 
 
 def dictates(text):
-    """Likes each next byte of a text best by far."""
+    """Return a `likes` that strongly prefers the next byte of this text."""
 
     wanted = text.encode()
 
@@ -65,7 +65,7 @@ def dictates(text):
 
 
 def wanders(seed, *ends):
-    """Likes characters at random, and once one of the ends has begun, to go on with it."""
+    """Return a `likes` that prefers random characters, and the rest of an end once it has begun."""
     rng = np.random.default_rng(seed)
 
     def likes(so_far):
@@ -142,7 +142,7 @@ def test_another_call_does_not_fit_the_grammar(engine, format):
     for call in wrong:
         text = format.written([call])
         assert not written(engine, rules, dictates(text), len(text.encode())).startswith(text), call
-    # a named one is held to the one tool
+    # a choice that names a tool allows no other
     rules = forced(engine, format, TOOLS, Choice("required", "make-note"))
     text = format.written([NOW])
     assert not written(engine, rules, dictates(text), len(text)).startswith(text)

@@ -42,7 +42,7 @@ def send(path, method="GET", *, content=None, headers=(), engine=None, **site):
 
 
 def post(content, encoding=None, **site):
-    """(status, error's message, headers) of a body that reaches the template's counter if it is right."""
+    """Return (status, error message, headers) of the answer to a body sent to count_tokens."""
     headers = {"Content-Encoding": encoding} if encoding else {}
     path = "/v1/messages/count_tokens"
     answer = send(path, "POST", content=content, headers=headers, count=lambda request: 7, **site)
@@ -51,7 +51,7 @@ def post(content, encoding=None, **site):
 
 
 def packed(data):
-    """The same bytes at any time: gzip's header has a time, and a test's name has its parameters."""
+    """Compress with gzip without the time in its header: every run gets the same bytes."""
     return gzip.compress(data, mtime=0)
 
 

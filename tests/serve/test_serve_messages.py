@@ -105,7 +105,7 @@ def test_a_stream_says_the_same_in_events(server, client):
 
 
 def events_of(text):
-    """The data of events, each of which has its name."""
+    """Return the data of the events. Each event must be named after the type in its data."""
     found = [event.split("\n") for event in text.split("\n\n")[:-1] if not event.startswith(":")]
     events = [json.loads(data.removeprefix("data: ")) for _, data in found]
     assert [name for name, _ in found] == [f"event: {event['type']}" for event in events]
@@ -123,7 +123,7 @@ def test_a_deferred_tool_can_be_called_and_is_in_the_prompt_only_where_a_result_
     answer = ask(client, talk, tools=tools, tool_choice={"type": "tool", "name": "weather"}, max_tokens=80)
     n_before = n_prompt(first.usage) + first.usage.output_tokens
     assert answer.usage.cache_read_input_tokens == n_before
-    # the definition
+    # the tool's definition has been added to the prompt
     assert n_prompt(answer.usage) > n_before + 60
     (call,) = answer.content
     assert (call.type, call.name) == ("tool_use", "weather")
@@ -241,7 +241,7 @@ def test_a_call_in_a_block_is_one_through_each_interface(client, other):
     messages += [said("user", [{"type": "tool_result", "tool_use_id": use.id, "content": "Sun."}])]
     after = client.messages.create(model="x", messages=messages, tools=TOOLS, max_tokens=4)
     assert after.usage.cache_read_input_tokens == n_prompt(answer.usage) + answer.usage.output_tokens
-    # a reply that is nothing else
+    # a reply that is only a call
     tool = {"type": "function", **tool["function"]}
     bare = dictated('{"name": "weather", "arguments": {"city": "Oslo"}}')
     how = {"model": "x", "input": "And there?", "extra_body": bare}
@@ -251,7 +251,7 @@ def test_a_call_in_a_block_is_one_through_each_interface(client, other):
         "weather",
         {"city": "Oslo"},
     )
-    # nobody has offered a tool
+    # it is text if no tool may be called
     for more in ({"tool_choice": "none", "tools": [tool]}, {}):
         whole = json.loads(other.responses.create(**how, **more).output_text)
         assert whole == {"name": "weather", "arguments": {"city": "Oslo"}}
@@ -270,7 +270,7 @@ def test_a_header_that_changes_is_not_read(client, smol):
     with serving(smol, *options) as server, of(server) as keeps:
         kept = keeps.messages.count_tokens(model="kvtool", messages=messages, system=[HEADER, *SYSTEM])
         assert kept.input_tokens > plain + 10
-        # here one name is right
+        # with --strict-model, only one name is accepted
         for name in ("claude-opus-4-8", "gpt\n9\x1b[2J\u202e"):
             with pytest.raises(anthropic.NotFoundError) as raised:
                 ask(keeps, messages, model=name)

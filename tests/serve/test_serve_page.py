@@ -103,7 +103,7 @@ def test_no_text_is_ever_read_as_html(page):
 
 
 def test_no_element_has_a_script_or_a_style_of_its_own():
-    # the policy would stop them
+    # the page's security policy would block them
     tags = re.findall(r"<\w[^>]*>", (WEB / "page.html").read_text(encoding="utf-8"))
     assert [tag for tag in tags if re.search(r"\s(on\w+|style)=", tag)] == []
 

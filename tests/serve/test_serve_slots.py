@@ -33,7 +33,7 @@ from tests.serve.crowd_serve import request, said, streaming
 from tests.serve.serving import serving
 
 RECALL = ["search=all"]
-"""Here no choice depends on the steps that a prompt was read in."""
+"""With this option, no choice of recall depends on the steps in which a prompt was read."""
 
 NUMBER = itertools.count()
 
@@ -79,7 +79,7 @@ class Asked:
 
 
 class Serving:
-    """The way of requests through `kvtool serve`, without HTTP. limit: engines that fit in memory."""
+    """Queue and slots of `kvtool serve`, without HTTP. limit: engines that fit in memory."""
 
     def __init__(self, stack, model, policy, folder, n=2, limit=2, queue=64, n_batch=32):
         self.lock, self.jobs, self.said, self.loads = ComputeLock(), JobQueue(queue), [], []
@@ -129,7 +129,7 @@ def served(path, policy, folder, **how):
 
 @pytest.fixture
 def one_step(monkeypatch):
-    """A turn is a step long."""
+    """Make a slot's turn one step long."""
     monkeypatch.setattr(batching, "SLICE_STEPS", 1)
 
 
@@ -176,7 +176,7 @@ def has_ended(lock, n_left):
 
 @pytest.mark.parametrize("first_s", [-1, PATIENCE_S])
 def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
-    """But a short prompt is read in its first turn, whose time is another."""
+    """The first turn of a short prompt has another time limit."""
     monkeypatch.setattr(batching, "FIRST_SLICE_S", first_s)
     monkeypatch.setattr(batching, "SLICE_S", -1 if first_s > 0 else PATIENCE_S)
 
@@ -188,7 +188,7 @@ def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
     is_long = first_s > 0
     assert ends(batching.N_SHORT) is not is_long
     assert ends(1) is not is_long
-    # a long one, a reply, and a later turn
+    # a long prompt, a reply, and a later turn
     assert ends(batching.N_SHORT + 1) is is_long
     assert ends(0) is is_long
     assert ends(1, is_first=False) is is_long
@@ -216,7 +216,7 @@ def test_answers_beside_each_other_are_those_of_the_chats_alone(talker, tmp_path
         assert jobs[0].last
         assert [job.text for job in jobs] == alone
         assert len(server.pool.slots) == 2
-    # now one, now the other
+    # the answers take turns
     assert len([1 for one, after in itertools.pairwise(told) if one != after]) > 30
 
 
@@ -237,8 +237,8 @@ def test_chats_in_turns_stay_where_they_are(talker, tmp_path, one_step):
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
 def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, policy):
-    """The second of two prompts is read first, in one step."""
-    # nothing is done so soon
+    """A short prompt that comes second is read first."""
+    # every step takes longer, so the long prompt is read in the smallest steps
     monkeypatch.setattr(pool, "STEP_S", 1e-9)
     with served(talker, policy, tmp_path, n_batch=256) as server:
         other, told = [], []
@@ -258,7 +258,7 @@ def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, p
 
 
 def beside(server, one, other, n_max=40):
-    """Both requests, the other of which has come while the first is answered; the first has ended."""
+    """Ask `other` while `one` is answered. Return both jobs once the first has ended."""
     second = []
 
     def seen(kind):
@@ -273,7 +273,7 @@ def beside(server, one, other, n_max=40):
 
 def test_one_user_has_one_engine(talker, tmp_path, one_step):
     def is_read_again(chat):
-        """A client goes away while its prompt is read, and asks again at once."""
+        """Disconnect while the prompt is read, and ask again. Return True if it was read from the start."""
         again = []
 
         def seen(kind):
@@ -292,7 +292,7 @@ def test_one_user_has_one_engine(talker, tmp_path, one_step):
             assert server.put(question(i)).text
         assert not is_read_again(question(9, 20))
         assert len(server.pool.slots) == 1
-        # with two, it does not need the other
+        # the same with a second engine
         assert beside(server, question(0), question(1))[1].text
         assert len(server.pool.slots) == 2
         assert not is_read_again(question(8, 20))
@@ -317,7 +317,7 @@ def test_two_requests_of_one_chat_both_go_on_from_it(talker, tmp_path, one_step,
         for _ in range(3):
             after = server.put([*chat, *question(4), said("assistant", twins[0].text), *question(5)])
             assert after.last["n_cached"] >= twins[0].last["held"]["tokens"]
-        # the other one stores again the chat that the first continues
+        # the other request stores again the chat that the first one continues
         start = server.put(question(6))
         chat = [*question(6), said("assistant", start.text), *question(7)]
         first, again = beside(server, chat, question(6), n_max=200)
@@ -351,7 +351,7 @@ def test_a_slot_that_fails_harms_no_other(talker, tmp_path, one_step, monkeypatc
 
         def seen(kind):
             if not bad:
-                # longer than the other, behind which it decodes alone
+                # so long that it still decodes when the other has ended
                 bad.append(server.put(question(1), 400, fail))
             if kind == "piece" and len(bad[0].events) < 2:
                 server.someone_waits()
@@ -408,7 +408,7 @@ def test_a_short_request_is_answered_beside_a_long_answer_and_a_long_prompt(talk
                     answer = link.getresponse()
                     assert answer.readline()
                 assert request(server.url, short, timeout=PATIENCE_S)[1]["choices"] == alone
-                # the short one is counted a moment longer
+                # the short request is still counted for a moment
                 until(lambda: running(server.url) < 2)
                 assert running(server.url) == 1
                 if body is long:

@@ -149,7 +149,7 @@ def test_openai_takes_a_thought_as_an_item_before_the_message(thinker, n_most):
     (text,) = thought.content
     assert "".join(each.delta for each in events if each.type == "response.reasoning_text.delta") == text.text
     done = [each.item for each in events if each.type == "response.output_item.done"]
-    # of a stream that ended in the thought nothing was said
+    # a stream that ends within the thought has no message
     assert [each.type for each in done] == ["reasoning", "message"][: 2 if n_most > 2 else 1]
     assert done == events[-1].response.output
     assert done[0].content == thought.content

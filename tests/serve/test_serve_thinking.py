@@ -41,7 +41,7 @@ USER = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture
 def serve(model, tmp_path):
-    """serve(source, ...): what answers under a template; see `answering`."""
+    """serve(source, ...) opens the model with this template; see `answering`."""
     opened = []
 
     def start(source, policy="full", **more):
@@ -155,10 +155,10 @@ def test_a_request_that_wants_no_thinking_gets_a_reply_that_does_not_begin_in_a_
     end = serve(USER, "Yes.", api, **more)
     assert end["message"] == {"role": "assistant", "content": "Yes."}
     assert serve.prompt.endswith(f"assistant\n{EMPTY}")
-    # earlier replies do not begin so
+    # the chat has the reply without the empty thought
     assert serve.text.endswith("assistant\nYes.")
     assert "remarks" not in end["held"]
-    # the next request asks for nothing
+    # the next request does not turn thinking off
     end = serve(USER, "Hm.\n</think>\n\nYes.", api)
     assert end["message"]["reasoning_content"] == "Hm.\n"
     assert serve.prompt.endswith("assistant\n<think>\n")
@@ -203,7 +203,7 @@ def test_what_is_asked_for_in_so_many_words_is_refused_where_it_cannot_be(serve)
         refuse(USER, "Yes.", enable_thinking=True)
     assert (raised.value.status, raised.value.param) == (400, "enable_thinking")
     assert raised.value.message == "enable_thinking: the model's chat template has no thinking to switch on"
-    # no thinking is what there is
+    # the template has no thinking, so False is right
     assert refuse(USER, "Yes.", enable_thinking=False)["message"]["content"] == "Yes."
     failing = serve("{% if effort == 'deep' %}{{ raise_exception('no such effort') }}{% endif %}" + PLAIN)
     with pytest.raises(ApiError) as raised:
@@ -273,7 +273,7 @@ def test_a_thought_has_at_most_as_many_tokens_as_request_and_server_allow(
     bytewise, tmp_path, api, more, most
 ):
     with answering(bytewise, SWITCHED, tmp_path, thinking=ThinkingOptions(budget=9)) as serve:
-        # the sampler knows its last 64 tokens
+        # the test reads the tokens from the sampler, which keeps the last 64
         n_max = {"max_output_tokens" if api == "responses" else "max_tokens": 60}
         end = serve(USER, None, api, **more, **n_max, temperature=0)
         pieces = [bytewise.piece(token) for token in serve.slot.writer.sampler.recent]
@@ -326,14 +326,16 @@ def bytewise(tmp_path_factory):
 
 
 def fresh(serve, messages, **more):
-    """The tokens of a request's prompt as another server would read it."""
+    """Return the tokens that a server without this chat would read for a request."""
     request = serve.request({"messages": messages, **more})
     rendering, _ = Renderings(serve.slot.model, serve.slot.template).of(request.thinking)
     return rendering.whole(request.messages, request.tools)[0].tolist()
 
 
 def agent(serve, opens, sends):
-    """Lets an agent look twice and answer, and then the user ask again. Yields request, event, and prompt.
+    """Let an agent look twice and answer, and then the user ask again.
+
+    Yields (messages, last event) of each request; the last request has None.
 
     opens: the header opens the thought. sends: the client sends thoughts back.
     """
@@ -363,7 +365,7 @@ def agent(serve, opens, sends):
 def test_the_cache_of_a_chat_with_thoughts_is_a_fresh_reading(
     bytewise, tmp_path, source, opening, sends, policy
 ):
-    # a newline behind a block's end would be dropped
+    # as an expression: Jinja drops a newline after a block
     source = source.replace("%OPEN%", f"{{{{ {opening!r} }}}}")
     with answering(bytewise, source, tmp_path, policy, budget=128) as serve:
         for messages, _ in agent(serve, bool(opening), sends):
@@ -412,10 +414,10 @@ def test_a_dropped_thought_costs_no_more_than_a_reading_of_what_follows_it(
         header = serve.slot.model.tokenize("<|im_end|>\n<|im_start|>assistant\n" + opening)
         n_read = len(header) if policy == "h2o" else len(opening)
         n_least = len(fresh(serve, prompts[0], tools=[TOOL])) - n_read
-        # "<t" begins thought and call
+        # thought and call both begin with "<t", which may be cached as well
         assert n_least <= events[3]["n_cached"] <= n_least + 2
     with answering(bytewise, source, tmp_path / "keeps", policy, budget=128) as serve:
-        # whoever does not send thoughts back costs one reading of a reply, until that is known
+        # if the client does not send thoughts back, one reply is read again; then the server knows
         _, events = zip(*agent(serve, bool(opening), False), strict=True)
         for before, event in itertools.pairwise(events[1:4]):
             assert event["n_cached"] == before["held"]["tokens"]

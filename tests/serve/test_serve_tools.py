@@ -314,7 +314,7 @@ def test_a_template_that_leaves_calls_out_gets_them_in_its_own_syntax():
     text = '<|tool_call_start|>[now(), weather(city="Ü")]<|tool_call_end|>'
     assert found[1] == {"role": "assistant", "content": f"So:\n{text}"}
     assert [message["role"] for message in found[2:]] == ["tool", "tool", "assistant"]
-    # only objects are allowed there
+    # that syntax has only objects as arguments
     calls = [{"id": "a", "function": {"name": "now", "arguments": "x"}}]
     (message,) = for_template([{"role": "assistant", "tool_calls": calls}], template)
     assert message["content"] == '<tool_call>\n{"name": "now", "arguments": "x"}\n</tool_call>'

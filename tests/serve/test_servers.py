@@ -1,4 +1,4 @@
-"""A reserved port is for the server alone that a test starts there."""
+"""A reserved port is free for the server that a test starts there, and for no other program."""
 
 from __future__ import annotations
 
