@@ -1,4 +1,4 @@
-"""Options declared as data: dataclass fields that carry flags, help, range and uses."""
+"""Options declared as data: dataclass fields that carry flags, help, allowed values and uses."""
 
 from __future__ import annotations
 

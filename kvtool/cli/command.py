@@ -85,7 +85,7 @@ class Command(_Shared, TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.obj = {}
-        # completion takes no defaults
+        # shell completion needs no defaults
         if ctx.resilient_parsing:
             return super().parse_args(ctx, args)
         if any(param.name == "records" for param in self.params):

@@ -1,4 +1,4 @@
-"""Values of options that a shell completes. For files the shell gets no answer and completes them itself."""
+"""Values that a shell offers for options. Most file names are left out: the shell completes them itself."""
 
 from __future__ import annotations
 

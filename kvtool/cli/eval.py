@@ -259,7 +259,7 @@ def _check_budget(spec: PolicySpec, run: RunOptions, info: ModelInfo, n_ctx: int
 def _policy_for(
     spec: PolicySpec, run: RunOptions, n_ctx: int, model: Model, n_held: int
 ) -> tuple[PolicyFor, int]:
-    """Return a function from the lengths of prompt and answer to the policy, and the batch size.
+    """Return (policy_for, n_batch): policy_for(prompt length, answer length) makes the policy.
 
     n_held: tokens that no eviction removes. Raises UsageError.
     """
@@ -280,7 +280,7 @@ def _policy_for(
 
 
 def _full_for(spec: PolicySpec, n_ctx: int) -> PolicyFor:
-    """Return a function from the lengths of prompt and answer to a policy that never evicts."""
+    """Return a function that takes the lengths of prompt and answer, and makes a policy that never evicts."""
     return lambda n, n_answer: spec.fit(min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
 
 
@@ -356,7 +356,7 @@ def _shown(value: object) -> str:
 
 
 def _in_short(found: Sequence[Record]) -> str:
-    """Return the current means as a line. Intervals are left out: computing them can take longer than an answer."""
+    """Return the current means as a line. Intervals are left out, as computing them is slow."""
     from kvtool.tasks.results import scores
 
     return ", ".join(f"{name} {sum(of) / len(of):.3f}" for name, of in scores(found).items())

@@ -36,7 +36,7 @@ def check_writable(path: Path | None) -> None:
 
 
 def with_records(args: Sequence[str]) -> list[str]:
-    """Return the arguments with --json FILE of earlier versions as --records FILE, and --json - as --json."""
+    """Translate arguments of earlier versions: --json FILE to --records FILE, and --json - to --json."""
     current, rest = list[str](), list(args)
     while rest:
         word = rest.pop(0)

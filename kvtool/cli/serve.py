@@ -241,7 +241,7 @@ def _opened(
 
             site.defaults = replace(site.defaults, thinking=with_thinking(generation, checked))
         if template and system:
-            # raises if it does not fit, before the first request
+            # raises before the first request if the system prompt does not fit
             Conversation(Writer(engine, Sampler(engine.model)), template).check_system(system)
 
         def meta(chat: Conversation) -> Meta:

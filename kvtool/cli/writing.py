@@ -26,7 +26,7 @@ T = TypeVar("T")
 def of_model(run: RunOptions, name: str | None) -> RunOptions:
     """Return the options with the model that an argument names. Raises UsageError if -m names one too.
 
-    name: the argument; None if there is none.
+    name: the argument, or None.
     """
     if name is None:
         return run
@@ -40,8 +40,8 @@ def of_model(run: RunOptions, name: str | None) -> RunOptions:
 def with_thinking(generation: GenerationOptions, think: Callable[[str | None, int | None], T]) -> T:
     """Return think(effort, budget) for the requested thinking. Raises UsageError.
 
-    An effort from a setting or a session that the model's template does not take is left out, and a line on
-    stderr says so. A typed one is an error.
+    If the model's template does not take the effort, a typed effort is an error. An effort from a setting or
+    a session is left out, with a line on stderr.
     """
     try:
         return think(generation.think, generation.think_budget)

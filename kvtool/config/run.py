@@ -222,7 +222,7 @@ class RunOptions(Options):
     def instead(self) -> str | None:
         """Policy that replaces recall if recall does not work.
 
-        None, so that it is an error, if the user chose the policy, its parameters or its archive.
+        None if the user chose the policy, its parameters or its archive: then recall's failure is an error.
         """
         return None if self.typed_archive or self.given & {"policy", "options"} else INSTEAD
 

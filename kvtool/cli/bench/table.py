@@ -15,7 +15,7 @@ from kvtool.units import format_bytes
 Record = dict[str, Any]
 
 WIDE = 100
-"""Least terminal width at which the table shows ranges of the medians, and resident memory."""
+"""Least terminal width at which the table shows the ranges of the rounds, and resident memory."""
 
 LEGEND = (
     "read, write: tokens/s of the last tokens up to the depth, medians of the rounds{range}, read in batches "

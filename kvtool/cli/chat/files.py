@@ -77,7 +77,7 @@ class ChatFiles:
         return self._generation.changed(think=self.chat.effort)
 
     def resume(self, path: Path) -> None:
-        """Continue the chat of its session. Raises SessionError if the given options do not match it."""
+        """Continue the chat in a session. Raises SessionError if the given options do not match it."""
         system, seed = self.chat.system, self.generation.seed
         meta, arrays = self.read(path)
         with restoring_progress(self.chat.archive):

@@ -112,7 +112,7 @@ class Terminal:
         if self.files.moved_archive:
             self.note(moved_line(self.files.moved_archive))
         for spare in self.files.recovered:
-            # FILE.1 was made from FILE
+            # `spare` is FILE.1, and its stem is FILE
             self.note(f"the chat of {spare.name} is in {spare.stem} again")
 
     def show_last(self) -> None:
