@@ -1,5 +1,6 @@
 // Checks of patches/src/archive, which is linked with ggml and without llama.cpp. Each compares the library with a
-// definition that can be read here. `archive_checks NAME` runs one check; it ends with 1 and a line if that fails.
+// definition that can be read here. `archive_checks NAME` runs one check. If it fails, it prints a line and exits with
+// status 1.
 
 #include "archive/kmeans.h"
 #include "archive/made.h"
@@ -287,7 +288,7 @@ static std::vector<float> rotated(const std::vector<float> & x, int64_t delta, i
 CHECK(keys_are_rotated_as_rope_defines) {
     const auto key = normal(n_embd, 1);
     for (const int mode : { GGML_ROPE_TYPE_NORMAL, GGML_ROPE_TYPE_NEOX }) {
-        // all elements; all but the first 24; half of what a vector holds
+        // all elements are rotated; all but the first 24; only the first 24 (12 pairs do not fill vectors of 8)
         for (const auto & [n_dims, first] : { std::pair(n_embd, 0), std::pair(40, 24), std::pair(24, 0) }) {
             const turns rope(rope_of(mode, n_dims, first), n_embd, n_ctx);
             // the last is beyond the tables
@@ -356,7 +357,7 @@ CHECK(keys_rotated_in_a_product_are_those_rotated_before) {
 // clusters
 //
 
-// points of n_cluster groups far from each other, one after the other
+// points in n_cluster groups far from each other: point i is in group i % n_cluster
 static std::vector<float> groups(int n, int d, unsigned seed, float noise) {
     const auto centres = normal(n_cluster*d, seed, 10.0f);
     auto res = normal(n*d, seed + 1, noise);
@@ -425,13 +426,13 @@ CHECK(halves_are_of_one_size_and_keep_what_is_near_together) {
     const auto order = kvtool::halved(x.data(), weight.data(), n, d, n_set);
     EXPECT(std::set<int>(order.begin(), order.end()).size() == n);
     for (int i = 0; i < n; ++i) {
-        // the sets of a half have points of one side
+        // all sets of one half have points from the same side
         EXPECT(order[i] % 2 == order[i < n/2 ? 0 : n/2] % 2);
     }
     EXPECT(order[0] % 2 != order[n/2] % 2);
 }
 
-// a row's clusters, of blocks of random keys; block b's are rotated to base 0 if it is in one_base, otherwise to b
+// clusters of a row whose blocks have random keys; the base of block b is 0 if one_base, otherwise b
 static row_clusters clustered_row(int n_block, bool one_base, std::vector<std::vector<float>> & keys) {
     row_clusters res(n_embd, n_embd);
     for (int b = 0; b < n_block; ++b) {
@@ -441,7 +442,7 @@ static row_clusters clustered_row(int n_block, bool one_base, std::vector<std::v
     return res;
 }
 
-// whether every place's summary is that of the cluster that it names
+// expect the summary at every place to be that of the cluster that block_at and cluster_at name
 static void expect_means(const row_clusters & row, const std::vector<std::vector<float>> & keys) {
     std::vector<float> key(n_embd), value(n_embd);
     std::set<std::pair<int64_t, int>> seen;
@@ -546,7 +547,7 @@ CHECK(clusters_that_are_cut_or_forgotten_leave_the_others) {
 // memory
 //
 
-// whether token i's slab has its mark, for the tokens of these slabs
+// expect the slabs of the tokens begin .. end - 1 to have the numbers that `mark` wrote to them
 static void expect_marks(const store & memory, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += store::n_block) {
         int64_t mark;
@@ -621,8 +622,8 @@ static archive_params params_of(ggml_type type = GGML_TYPE_F32, int n_exact = 12
     return { 0, n_near, type, type, 0, 2, n_exact };
 }
 
-// A stream of random tokens, and an archive of its first ones. Keys are as before RoPE; the cache rotates them to
-// their positions minus the base that it has when they come.
+// A stream of random tokens, and an archive of the first of them. `keys` are not rotated; `push` rotates them as the
+// cache would, to their positions minus the current base.
 struct stream {
     archive own;
     int64_t n_max;
@@ -679,7 +680,7 @@ static std::vector<uint8_t> tokens_of(const archive & all, size_t layer, int64_t
     return res;
 }
 
-// whether two archives hold the same tokens and clusters, in the same order
+// expect two archives to hold the same tokens and clusters, in the same order
 static void expect_same(const archive & a, const archive & b) {
     EXPECT(a.table() == b.table());
     EXPECT(a.clustered() == b.clustered());
@@ -732,10 +733,10 @@ CHECK(a_full_archive_deletes_its_oldest_tokens_by_whole_blocks) {
     s.push(246);
     EXPECT(s.own.begin() == 256);
     s.own.keep(700);
-    EXPECT(s.own.begin() == 1280); // 1056 is in the block before
+    EXPECT(s.own.begin() == 1280); // 1756 - 700 = 1056 is in the block that ends there
     EXPECT(s.own.clusters_of(1, 1).begin() == 5);
 
-    stream few(params_of(), 500); // so few have no clusters, and go one by one
+    stream few(params_of(), 500); // an archive this small has no clusters, and deletes single tokens
     few.push(490);
     few.push(37);
     EXPECT(few.own.begin() == 27 && few.own.clusters_of(0, 0).end() == 0);
@@ -760,7 +761,7 @@ CHECK(segments_have_the_base_of_their_time) {
     for (const int64_t i : { 0, 299, 300, 799, 800, 809 }) {
         EXPECT(s.own.base_of(i) == s.bases[i]);
     }
-    // with the first 50 tokens far: each token once, its query rotated by the difference of the bases
+    // each token is in one stretch; queries are rotated by -7 for the first 50, else by the difference of the bases
     std::vector<int64_t> delta;
     for (const auto & part : s.own.stretches(50, -7)) {
         EXPECT(part.begin == (int64_t) delta.size());
@@ -779,7 +780,7 @@ CHECK(segments_have_the_base_of_their_time) {
 }
 
 CHECK(an_archive_without_its_newest_tokens_is_as_if_they_had_not_come) {
-    // inside a block, at its end, before the last start over; with a limit that has deleted tokens
+    // ends inside a block, at a block's end, and below both limits; the second limit deletes tokens
     for (const int64_t end : { 1290, 1280, 800 }) {
         for (const int64_t n_max : { archive::most, (int64_t) 1100 }) {
             stream a(params_of(GGML_TYPE_Q8_0, 128, 400), n_max), b(params_of(GGML_TYPE_Q8_0, 128, 400), n_max);
@@ -794,7 +795,7 @@ CHECK(an_archive_without_its_newest_tokens_is_as_if_they_had_not_come) {
                 a.start_over();
                 a.push(500);
             } else {
-                a.push(30); // within the block that the limit leaves
+                a.push(30); // so few that the limit deletes no further block
             }
             const bool is_whole = a.own.begin() == b.own.begin();
             a.own.cut(end, end);
@@ -835,7 +836,7 @@ CHECK(a_saved_archive_comes_back_with_its_clusters) {
     }
     b.own.set_clusters(saved.data(), 0, blocks[3], false);
     EXPECT(b.own.set_table(a.own.table()).empty());
-    EXPECT(b.own.seal_some(archive::most, 1) == n_layer*n_head - 2); // two rows a thread
+    EXPECT(b.own.seal_some(archive::most, 1) == n_layer*n_head - 2); // two rows per thread and call
     EXPECT(b.own.seal_some(archive::most, 1) == 0);
     expect_same(a.own, b.own);
 }
@@ -876,7 +877,7 @@ struct defined {
     std::vector<double> attn; // of each token from the archive's first on
 };
 
-// query: as before RoPE, at position rot of the cache. is_far(i): token i has the distance n_near + late
+// query: not rotated; the cache would rotate it to rot. is_far(i): token i has the distance n_near + late
 template <typename F>
 static defined attention_by_definition(
         const stream & s, int l, int head, const std::vector<float> & query, int64_t rot, const logit_params & logits, F && is_far, int64_t late = 0) {
@@ -1009,20 +1010,20 @@ CHECK(attention_to_quantized_tokens_is_near_a_softmax) {
 }
 
 CHECK(clusters_that_are_not_read_are_estimated_by_their_means) {
-    // all blocks are far, so that tokens of a cluster are nearly equal and their mean stands for them all
+    // all blocks are far, so that tokens of a cluster are nearly equal and their mean represents them
     stream s(params_of(GGML_TYPE_F32, 64, 1), archive::most, 4608, 0.02f);
     for (auto & k : s.keys) {
         for (auto & x : k) {
             x *= 0.08f;
         }
     }
-    // the values of a cluster are equal; none is near 0, so that weight that is lost shows
+    // the values of a cluster are equal; none is near 0, so that lost weight shows
     for (auto & v : s.values) {
         for (size_t i = 0; i < v.size(); ++i) {
             v[i] = i < n_cluster*n_dim ? v[i] + 5.0f : v[i % (n_cluster*n_dim)];
         }
     }
-    s.push(4608); // with a group of blocks in sets
+    s.push(4608); // enough for a group of blocks, which has sets
     EXPECT(s.own.clusters_of(1, 0).is_grouped(0));
     const auto is_far = [&](int head, int64_t i) {
         const auto & own = s.own.clusters_of(1, head);
@@ -1036,7 +1037,7 @@ CHECK(clusters_that_are_not_read_are_estimated_by_their_means) {
 CHECK(a_search_finds_the_tokens_that_a_query_wants) {
     stream s(params_of(GGML_TYPE_F32, 64, 256), archive::most, 4608);
     const auto query = normal(n_embd, 99);
-    for (int e = 0; e < n_embd; ++e) { // one far token has the query's direction at its distance
+    for (int e = 0; e < n_embd; ++e) { // the key of far token 300 is the query, rotated by its distance
         s.keys[1][(300*n_head + 1)*n_embd + e] = rotated(query, 256, GGML_ROPE_TYPE_NEOX, n_embd, 0)[e];
     }
     s.push(4608);
@@ -1064,7 +1065,7 @@ CHECK(a_search_finds_the_tokens_that_a_query_wants) {
     EXPECT(estimate[1] > 0.0f);
 }
 
-// attention of one query, of layer 1 and head 0
+// result of the attention of one query in layer 1 and head 0
 static double attended(const stream & s, const std::vector<float> & query, std::vector<float> & value) {
     attention_work work;
     attention one(s.own, 1, 110, 1, plain, 0, work);
@@ -1200,7 +1201,7 @@ static ggml_context_ptr some_tensors() {
     return ggml_context_ptr(ggml_init({ 16u << 20, nullptr, false }));
 }
 
-// a recaller whose archive is that of a stream: 600 tokens
+// archive 600 tokens in the stream's own archive, and the same tokens in the recaller's
 static void fill(recaller & all, stream & s) {
     s.push(600);
     const auto gather = [&](const int32_t * cells, int32_t n, const std::function<void (size_t, gathered &&)> & f) {
@@ -1275,7 +1276,8 @@ CHECK(made_cells_of_a_step_do_not_depend_on_the_threads) {
             const auto queries = some_queries(n_gqa*n_head, 50 + 10*token);
             const auto & own = s.own.clusters_of(1, head);
             const auto is_far = [&](int64_t i) { return i/256 < own.end() && own[i/256].to.is_far; };
-            // queries that attend together have the first one's distance from far tokens, plus theirs from the first
+            // queries of several tokens that attend together share one rotation for far keys, so those of token t have
+            // the distance n_near + t
             const int64_t late = is_apart ? 0 : token;
             const auto expected = attention_by_definition(s, 1, head, queries[head*n_gqa + g], 610 + token, plain, is_far, late);
             double sum = 0.0;

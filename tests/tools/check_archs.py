@@ -8,7 +8,8 @@ The checks:
 
 full       logits of `full` against a context with nothing enabled: equal bits. With flash attention, equal to
            rounding if the model has an index; not checked where llama.cpp aborts
-alike      streamingllm and local against llama.cpp's sequence calls: equal to rounding; plain models only
+alike      streamingllm and local against llama.cpp's sequence calls: equal to rounding. Not for models with
+           sliding or recurrent layers
 permuted   the cells of each row in another order
 ragged     different tokens evicted in each row, against a full cache with a mask for each row
 graph      edits as a graph, as on a device, instead of in host memory
@@ -44,7 +45,7 @@ ROUNDING = 1e-4
 """Largest difference between results, as a share of their spread."""
 
 ORDER = 3 * ROUNDING
-"""The same where all sums are taken in another order."""
+"""The same for results whose sums are all added in another order."""
 
 NO_FLASH = ("plm",)
 """Architectures on which llama.cpp itself aborts with flash attention and batches of more than one token."""
@@ -100,7 +101,7 @@ def _result(check: Callable[[Path], str], path: Path, verbose: bool) -> str:
 
 
 def _same(got: np.ndarray, want: np.ndarray, tolerance: float = 0.0) -> str:
-    """Return the difference of logits or NLLs as a share of their spread."""
+    """Compare logits or NLLs; tolerance: largest difference, as a share of their spread."""
     assert np.isfinite(want).all(), "not finite"
     assert np.isfinite(got).all(), "not finite"
     assert want.std() > 0, "all are alike"
@@ -115,7 +116,7 @@ def full(path: Path) -> str:
     for flash in ("off",) if read(path).architecture in NO_FLASH else ("off", "on"):
         with open_engine(path, policies.fit("full", 200, None), flash=flash) as engine:
             tokens = text(100, n_vocab=engine.model.n_vocab)
-            # what its index chooses, MiniMax M3 gathers before it attends: other sums
+            # MiniMax M3 gathers the cells that its index chooses before attention: sums have another order
             is_gathered = flash == "on" and engine.model.layers.of(Kind.INDEX)
             plain = Decoder(engine.model, 256, 64, n_output=64, **EXACT | {"flash": flash})
             try:
@@ -199,7 +200,7 @@ def ragged(path: Path) -> str:
 
 
 def _then(path: Path, n: int, n_more: int, edit: Callable[[Context], None], **how: bool) -> np.ndarray:
-    """The logits f32[n_more, n_vocab] after n tokens and an edit."""
+    """Return the logits f32[n_more, n_vocab] after n tokens and an edit."""
     model = Model(path)
     request = SignalRequest(signals=Signal.ATTENTION) if not how else SignalRequest()
     context = Context(model, 256, N_BATCH, request, n_output=N_BATCH, **EXACT, **how)

@@ -31,7 +31,7 @@ JSON = ("--output-format", "stream-json", "--verbose", "--dangerously-skip-permi
 
 
 class User:
-    """A user of Claude Code in an empty folder. proxy: stands for Anthropic's server."""
+    """A user of Claude Code in an empty folder. proxy: takes the place of Anthropic's server."""
 
     def __init__(self, claude, proxy, folder):
         self.claude, self.proxy = claude, proxy
@@ -43,7 +43,7 @@ class User:
         self.how = {"cwd": self.work, "env": own, "text": True}
 
     def asks(self, prompt, *options, replies):
-        """(what Claude Code says in the end, the requests it sent)."""
+        """Return (Claude Code's final event, the requests that it sent)."""
         n, self.proxy.replies = len(self.proxy.asked), list(replies)
         command = [self.claude, "-p", prompt, *JSON, *options]
         done = subprocess.run(
@@ -61,7 +61,7 @@ class User:
         return end, self.answered(n)
 
     def answered(self, n):
-        """The requests behind the first n; each was answered."""
+        """Return the requests after the first n; each must have been answered."""
         found = self.proxy.asked[n:]
         assert found
         assert all(each["status"] == 200 for each in found), [each["answer"] for each in found]
@@ -75,7 +75,7 @@ class User:
 
 
 def usage(noted):
-    """The last usage of a streamed answer; n_all: the tokens of its chat, of the prompt alone if stopped."""
+    """Return the last usage of a streamed answer. n_all: its sum; if stopped, the prompt's tokens only."""
     told = [event.partition(b"data: ")[2] for event in noted["answer"].split(b"\n\n")[:-1]]
     events = [event.get("message", event) for event in map(json.loads, filter(None, told))]
     found = [event["usage"] for event in events if "usage" in event][-1]
@@ -83,7 +83,7 @@ def usage(noted):
 
 
 def results(noted):
-    """The results of tools in a request's last message."""
+    """Return the results of tools in a request's last message."""
     content = next(each for each in reversed(noted["body"]["messages"]) if each["role"] == "user")["content"]
     return [block for block in content if block["type"] == "tool_result"]
 

@@ -1,4 +1,4 @@
-"""Installs the wheels of dist/ in empty environments without a compiler on their PATH, and runs kvtool there.
+"""Install the wheels of dist/ in empty environments without a compiler on their PATH, and run kvtool there.
 
     python tests/tools/check_dist.py dist
     python tests/tools/check_dist.py dist --with pip,variants
@@ -22,16 +22,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "The tide came in over the flats before sunrise, and nobody saw it but the birds. " * 12
-# of the user's environment: where packages come from
+# variables of the user's environment that are kept: they name the sources of packages
 KEPT = ("PIP_", "UV_", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "SSL_CERT")
-# Windows starts no program without the first
+# Windows starts no program without SYSTEMROOT
 KEPT += ("SYSTEMROOT", "TEMP", "TMP")
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "ld", "cmake", "ninja")
 FOR_MAKE = ("make", "sh", "cat", "echo", "ls", "mktemp", "rm", "seq", "touch")
 
 
 class Place:
-    """An empty folder, and an environment for processes in which there is no compiler."""
+    """An empty folder, and environment variables for processes: no compiler is on their PATH."""
 
     def __init__(self, folder: Path, tools: tuple[str, ...] = ()) -> None:
         self.folder = folder
@@ -46,7 +46,7 @@ class Place:
         assert not found, f"{found} on {self.env['PATH']}"
 
     def run(self, *words: object, stdin: str = "", env: dict[str, str] | None = None) -> str:
-        """stdout of a command that must succeed."""
+        """Return stdout of a command that must succeed."""
         done = subprocess.run(
             list(map(str, words)),
             cwd=self.folder / "work",
@@ -83,7 +83,7 @@ def check(place: Place, kvtool: list[object], model: str, expected: dict[str, fl
 
 
 def doctor(place: Place, kvtool: list[object]) -> str:
-    """doctor's JSON; its exit code is 1 here, as the kernels are not compiled ahead."""
+    """Return doctor's JSON; its exit code is 1 here, as the kernels are not compiled ahead."""
     done = subprocess.run(
         [*map(str, kvtool), "doctor", "--json"],
         cwd=place.folder / "work",
@@ -147,7 +147,7 @@ STAGES = {"pip": with_pip, "name": with_pip_by_name, "pipx": with_pipx, "uv": wi
 
 
 def variants(place: Place, kvtool: list[object], model: str, expected: dict[str, float]) -> None:
-    """Each of the library's parts for a kind of CPU that runs here must give the same, alone."""
+    """Check the library's parts for kinds of CPU one by one: each that runs here gives the same."""
     (installed,) = (place.folder / "env").rglob("kvtool_llama/lib")
     parts = sorted(installed.glob("*ggml-cpu-*"))
     for part in parts:
@@ -188,7 +188,7 @@ def main() -> None:
     model = asked.model or str(resolve(None))
     stages = asked.stages.split(",")
     with tempfile.TemporaryDirectory() as folder:
-        # the checkout's library, in the cache that it has
+        # the checkout's library, with the user's own environment and cache
         here = Place(Path(folder, "here"))
         here.env = dict(os.environ)
         expected = {policy: nll(here, own, model, policy) for policy in ("full", "h2o", "recall")}

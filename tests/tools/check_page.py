@@ -1,4 +1,4 @@
-"""Uses the page of kvtool serve in a real browser, as a person would.
+"""Use the page of kvtool serve in a real browser, as a person would.
 
     python -m tests.tools.check_page
     python -m tests.tools.check_page --shots DIR --only stop,edit

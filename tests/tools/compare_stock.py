@@ -32,7 +32,7 @@ TYPES = {"f16": 1, "q8_0": 8}
 
 
 def cases(paths):
-    """The number of a model among the paths, and how it runs; those behind the first ones in one way only."""
+    """Yield (number of a model's path, how it runs). Models after the first three run in one way only."""
     for model, cache, batch in product(range(len(MODELS)), CACHES, BATCHES):
         yield model, *cache, batch
     for model in range(len(MODELS), len(paths)):
@@ -40,7 +40,7 @@ def cases(paths):
 
 
 def work(out, *paths):
-    """Writes the logits of every case to the folder `out`, with whichever llama.cpp this process imports."""
+    """Write the logits of every case to the folder `out`, with whichever llama.cpp this process imports."""
     from kvtool.llama.library import api
     from kvtool.llama.log import start_backends
 
@@ -56,7 +56,7 @@ def work(out, *paths):
 
 
 def logits(api, model, flash, type_k, type_v, n_batch):
-    """f32[n, n_vocab] of N_TOKENS tokens of no meaning, decoded n_batch at a time."""
+    """Return the logits f32[n, n_vocab] of N_TOKENS random tokens, decoded n_batch at a time."""
     n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
     tokens = np.random.default_rng(0).integers(3, n_vocab, N_TOKENS).tolist()
     params = api.llama_context_default_params()
@@ -82,7 +82,7 @@ def logits(api, model, flash, type_k, type_v, n_batch):
 
 
 def of_site(site):
-    """The environment in which the kvtool_llama of that folder is imported; None: this Python's own."""
+    """Return environment variables for importing kvtool_llama from this folder; None: from this Python."""
     environment = dict(os.environ)
     if site:
         environment["PYTHONPATH"] = str(site)
@@ -91,7 +91,7 @@ def of_site(site):
 
 
 def run(out, site, paths):
-    """The library's path and whether it is patched, once it has written its logits."""
+    """Write the logits of a library; return its path and whether it is patched."""
     out.mkdir()
     environment = of_site(site)
     command = [sys.executable, __file__, "--work", str(out), *map(str, paths)]
@@ -103,7 +103,7 @@ def run(out, site, paths):
 
 
 def score(site, model, text, policy):
-    """The mean NLL that `kvtool perplexity` gives a text."""
+    """Return the mean NLL that `kvtool perplexity` gives a text."""
     budget = [] if policy == "full" else ["--budget", "64", "-c", "256"]
     types = ["-ctk", "f32", "-ctv", "f32", "-fa", "off", "-t", "1"]
     command = ["perplexity", text, "-m", model, "--policy", policy, *budget, *types, "--json"]

@@ -1,5 +1,5 @@
-// Preloaded, so that the tests run on CUDA: ggml computes short products of F32 on tensor cores, which round to 10 bits. With
-// this, cuBLAS computes them, and NVIDIA_TF32_OVERRIDE=0 says that it must not round either.
+// Preloaded (LD_PRELOAD) for the tests on CUDA: ggml computes short products of F32 on tensor cores, which round to 10
+// bits. With this library, cuBLAS computes them; NVIDIA_TF32_OVERRIDE=0 prevents that cuBLAS rounds, too.
 //
 // bool ggml_cuda_should_use_mmf(ggml_type, int, int, const int64_t *, const size_t *, int, bool)
 #include <stdbool.h>

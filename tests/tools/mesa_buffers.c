@@ -1,9 +1,10 @@
-// Preloaded, so that the tests run on Mesa 22.3's Vulkan on the CPU:
+// Preloaded (LD_PRELOAD), so that the tests run on Mesa 22.3's Vulkan on the CPU:
 //
-// - It reads all buffers of a descriptor set, those too that the shader does not use, and these may be destroyed: Vulkan
-//   allows that, and ggml does it. Sooner or later the heap breaks. So buffers stay; their memory is freed as ever.
-// - ggml waits in a loop for the end of a graph, on the CPU that is to compute it. So the loop sleeps.
-// - It does not count the memory that is allocated. So this does, as the drivers of cards do (VK_EXT_memory_budget).
+// - Mesa reads all buffers of a descriptor set, even those that the shader does not use. ggml may have destroyed these,
+//   as Vulkan allows; reading them damages the heap. So no buffer is destroyed here; only the memory is freed.
+// - ggml waits for the end of a graph in a loop, on the CPU that has to compute the graph. So the loop sleeps.
+// - Mesa does not count allocated memory. So it is counted here, as drivers of graphics cards do
+//   (VK_EXT_memory_budget).
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdlib.h>
@@ -29,7 +30,7 @@ static VKAPI_ATTR VkResult VKAPI_CALL get_fence_status(VkDevice device, VkFence 
     return res;
 }
 
-// what is allocated, in no order; Mesa has one heap
+// allocated memory, in no order; Mesa has one heap
 static struct piece {
     VkDeviceMemory memory;
     VkDeviceSize   size;
@@ -70,7 +71,7 @@ static VKAPI_ATTR void VKAPI_CALL free_memory(VkDevice device, VkDeviceMemory me
     release(device, memory, with);
 }
 
-// with one more; who asks for the number first has room for all
+// adds one extension; a caller that asks for the number first has room for all
 static VKAPI_ATTR VkResult VKAPI_CALL enumerate_extensions(
         VkPhysicalDevice device, const char * layer, uint32_t * n, VkExtensionProperties * found) {
     const uint32_t room = *n;

@@ -222,7 +222,7 @@ def test_a_damaged_copy_of_the_sources_is_fetched_again(place, tmp_path):
 
 
 def installed(monkeypatch, wheel):
-    """Lets the environment have this wheel; without one, none that kvtool has built."""
+    """Make this wheel appear to be installed; None: a library that kvtool has not built."""
 
     class Distribution:
         def read_text(self, name):
@@ -383,7 +383,7 @@ def test_an_nvcc_that_cmake_does_not_find_is_named(tmp_path, monkeypatch):
 
 @pytest.fixture
 def kvtool_build(place, tmp_path, monkeypatch):
-    """kvtool_build("--cuda", ...) gives the command's result; a text replaces the library."""
+    """kvtool_build("--cuda", ...) runs the command; what it finds out about the library is made up."""
     monkeypatch.setattr(kernels, "compile_all", lambda: None)
     found = {"library": {"devices": [{"description": "a CPU"}]}, "problems": []}
     monkeypatch.setattr(command, "_examined", lambda: found)

@@ -260,7 +260,7 @@ pathlib.Path(folder, name).write_bytes(pathlib.Path(wheel).read_bytes())
 
 @pytest.fixture
 def mender(machine, tmp_path, monkeypatch):
-    """A program in auditwheel's place; a wheel for every CPU is built."""
+    """Replace auditwheel by a small program, and the build by a wheel that has the key for every CPU."""
     (tmp_path / "mender.py").write_text(MENDER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setitem(dist._MENDERS, "linux", ("mender", "repair"))

@@ -113,7 +113,7 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(path):
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Each kvtool command of an example, and where it stands."""
+    """Yield each kvtool command in an example, and the name of its page."""
     for path in set(PAGES) - {DOCS / "cli.md"}:
         # a backslash joins two lines
         for line in read(path).replace("\\\n", " ").splitlines():
@@ -189,13 +189,13 @@ def test_every_page_is_in_the_index(folder):
 
 def test_every_policy_is_in_the_table():
     table = read(DOCS / "policies.md").split("\n## ")[0]
-    # which tokens stay, the paper, and bytes
+    # columns: policy, which tokens stay, paper, bytes
     rows = re.findall(r"^\| `(\w+)` \| \w[^|]* \|[^|]*\| \d[^|]* \|$", table, re.M)
     assert sorted(rows) == sorted(policies.names())
 
 
 def of_the_tree() -> Iterator[Path]:
-    """Every path that docs/tree.md names, indented by two spaces a level."""
+    """Yield every path that docs/tree.md names, indented by two spaces a level."""
     (tree,) = re.findall(r"```text\n(.*?)```", read(DOCS / "tree.md"), re.S)
     folders: list[str] = []
     for line in tree.splitlines():

@@ -16,7 +16,7 @@ FILES = sorted((ROOT / "kvtool").rglob("*.py"))
 
 
 def assigned(node):
-    """The names that a statement gives something to, as variables or as attributes."""
+    """Return the names of the variables and attributes that a statement assigns."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     parts = [part for target in targets for part in ast.walk(target)]
     return {part.id for part in parts if isinstance(part, ast.Name)} | {
@@ -57,7 +57,7 @@ class Names(NamedTuple):
 
 @pytest.fixture(scope="module")
 def names():
-    """Read here, and not by each worker that never needs it."""
+    """Names of the package, read only in test workers that need them."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
     classes, bases, known = {}, {}, set(dir(builtins))
     for node in chain.from_iterable(map(ast.walk, trees.values())):
@@ -72,7 +72,7 @@ def names():
 
 
 def texts(tree):
-    """Docstrings, those behind a constant too."""
+    """Yield docstrings, also those after constants."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
             for part in node.body:

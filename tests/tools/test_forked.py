@@ -1,4 +1,4 @@
-"""A fork behaves as the process that Python starts: each program here says the same as both."""
+"""A fork behaves like a new Python process: most programs here run as both, with equal results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as
 
 @pytest.fixture(scope="module")
 def popen():
-    """Return forked.Popen after its first call: an environment's first program is not a fork."""
+    """Return forked.Popen after its first call: the first program with an environment is not a fork."""
     for _ in range(2):
         process = forked.Popen([sys.executable, "-c", ""])
         assert process.wait() == 0
@@ -29,7 +29,7 @@ def popen():
 
 
 def both(popen, code, *arguments, said=b"", **how):
-    """Run code in a fork and in a process, check that both give the same, and return that."""
+    """Run code in a fork and in a new process; return the result, which must be the same."""
     found = []
     for start in (popen, subprocess.Popen):
         pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr") if name not in how}

@@ -53,7 +53,7 @@ needs_git = pytest.mark.skipif(not shutil.which("git"), reason="there is no git 
 
 @pytest.fixture
 def tree(tmp_path):
-    """llama.cpp as far as the test patch knows it."""
+    """A tree with the one file that the test patch changes."""
     folder = tmp_path / "tree"
     (folder / "src").mkdir(parents=True)
     (folder / "src" / "a.cpp").write_text(BEFORE)
@@ -61,7 +61,7 @@ def tree(tmp_path):
 
 
 def included(path):
-    """Names in a C++ file's #include lines, those of our files below patches/src."""
+    """Return the names in a C++ file's #include lines; our own files as folder/file."""
     names = re.findall(r'^#include "([^"]+)"', path.read_text(), re.M)
     return {f"{path.parent.name}/{name}" if (path.parent / name).is_file() else name for name in names}
 
@@ -119,7 +119,7 @@ def test_no_file_of_ours_includes_itself_through_others():
 
 
 def test_the_archive_needs_ggml_alone():
-    """Its C++ tests link it with ggml. The seam describes a layer of the cache."""
+    """Its C++ tests link it with ggml alone. cache/layer.h describes a layer of the cache."""
     ggml = r"ggml[\w-]*\.h|\.\./ggml/src/ggml-impl\.h"
     names = {name for path in (SRC / "archive").iterdir() for name in included(path)}
     own = {path.relative_to(SRC).as_posix() for path in (SRC / "archive").iterdir()}
@@ -271,7 +271,7 @@ def untar(archive: Path, tree: Path) -> Path:
 
 @pytest.fixture
 def exported(archive):
-    """The folder of `archive`, its patch written by export, as a three-way merge needs it."""
+    """The folder of `archive`, with a patch that export wrote: a three-way merge needs its index lines."""
     sync.import_(archive / "first")
     sync.export(archive / "first")
     return archive
@@ -463,7 +463,7 @@ def test_each_library_has_one_name_and_finds_those_beside_it(tmp_path):
     assert not re.search(r"\.so\.\d", install)
     # CMake 4.4 writes it in brackets
     assert len(re.findall(r'NEW_RPATH (?:"\\\$ORIGIN"|\[\[\$ORIGIN\]\])', install)) == 2
-    # what mends GCC's intrinsics is for every part for a kind of CPU, and for nothing else
+    # the file for GCC's intrinsics is included in the libraries for kinds of CPU, and in no other
     flags = {
         name: (below / f"CMakeFiles/{name}.dir/flags.make").read_text() for name in ("ggml", "ggml-cpu-zen4")
     }

@@ -1,4 +1,4 @@
-"""The rooms of the package: who may import whom, as docs/tree.md has it, and how large a file may be."""
+"""The rooms of the package: which room may import which others, according to docs/tree.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGE = ROOT / "kvtool"
 
 
 def module_of(path: Path, root: Path = ROOT) -> str:
-    """The name under which Python knows a file."""
+    """Return the name under which Python imports a file."""
     return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -53,7 +53,7 @@ def allowed() -> dict[str, set[str]]:
 
 
 def room_of(module: str) -> str:
-    """The folder or file below kvtool/; the package itself, which has __version__, is "kvtool"."""
+    """Return a module's folder or file below kvtool/; "kvtool" for the package itself."""
     return [*module.split("."), "kvtool"][1] if "." in module else "kvtool"
 
 
@@ -78,7 +78,7 @@ def imports(path: Path, modules: Container[str] = MODULES) -> Iterator[tuple[int
 
 
 def circle(files: Iterable[Path], root: Path = ROOT) -> list[str]:
-    """Return a circle of imports: each module imports the previous one, and the first is also last. Or []."""
+    """Return a circle of imports, or []. Each module imports the previous one; the first is also the last."""
     paths = {module_of(path, root): path for path in files}
     graph = {name: {each for _, each in imports(path, paths)} & paths.keys() for name, path in paths.items()}
     try:
@@ -110,7 +110,7 @@ def test_imports_point_one_way():
 
 
 def test_nothing_imports_the_laboratory():
-    """lab/ may import kvtool/, and lab/papers/ lab/benchmarks/; neither imports back."""
+    """lab/ may import kvtool/, and lab/papers/ may import lab/benchmarks/, but not the other way round."""
     benchmarks = (ROOT / "lab" / "benchmarks").glob("*.py")
     for name, files in {"lab": FILES, "lab.papers": benchmarks}.items():
         for path in files:
@@ -155,7 +155,7 @@ def test_the_build_needs_the_standard_library_alone():
 
 
 def test_an_old_python_can_import_the_build_which_says_that_it_is_too_old():
-    """Before 3.10 `Path | None` cannot be evaluated: the files that a build imports must not try."""
+    """Before 3.10 `Path | None` cannot be evaluated: the files that a build imports must not evaluate it."""
     code = "import sys, kvtool.build.__main__; print(*(name for name in sys.modules if name[:6] == 'kvtool'))"
     done = forked.run_python("-c", code, cwd=ROOT, check=True)
     for path in FILES:

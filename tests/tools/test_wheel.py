@@ -36,10 +36,10 @@ def place(tmp_path_factory):
     """An environment with kvtool from a wheel and its dependencies, but without kvtool-llama."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = ["-m", "pip", "--disable-pip-version-check", "--no-input", "wheel", "-q", "--no-deps"]
-    # a new environment, like pip's own builds: the one of the tests has the checkout in it
     done = forked.run_python(*pip, "--no-build-isolation", "-w", folder, ROOT)
     assert done.returncode == 0, done.stderr
     (wheel,) = folder.glob(f"kvtool-{__version__}-*.whl")
+    # a new environment, as that of the tests contains the checkout
     venv.create(folder / "env", with_pip=False, symlinks=True)
     python = folder / "env" / "bin" / "python"
     rest = folder / "rest"
