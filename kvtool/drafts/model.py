@@ -54,7 +54,7 @@ class ModelDraft:
         self._stream.frombytes(tokens.astype(np.int32).tobytes())
 
     def guess(self, n: int) -> np.ndarray:
-        """Return at most n tokens i32[n]: the likeliest ones, while their joint probability is high enough."""
+        """Return at most n tokens i32[n]: the likeliest ones, as long as their joint probability suffices."""
         engine = self._engine
         self._catch_up()
         n = min(n, engine.draft_room() + 1)

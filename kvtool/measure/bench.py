@@ -34,10 +34,10 @@ _N_WRITE = 32
 """Tokens written in a round: twice the tokens between evictions."""
 
 _N_SHORT = 64
-"""Minimum tokens of a batch when reading is slow: flash attention on a CPU reads fewer one by one."""
+"""Minimum tokens of a batch when reading is slow: a CPU's flash attention reads fewer tokens one by one."""
 
 _CHEAP_S = 1.0
-"""A batch that takes up to about this time is read twice, and the second time counts."""
+"""A batch that takes up to about this many seconds is read twice, and the second time counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class Bench:
         self.stop = False
         self._tokens = depths.text(model)
         self._starts: dict[tuple[str, int], depths.Arrays] = {}
-        # of a depth's only row with an archive
+        # clusters of the current depth's only row with an archive
         self._clusters: depths.Arrays = {}
 
     def measure(self) -> Iterator[Row]:
@@ -219,7 +219,7 @@ class Bench:
                     if row.why or row.seconds >= self.row_s:
                         continue
                     try:
-                        # read once for all rows, and not counted in their seconds
+                        # read at most once for each configuration, and not counted in the rows' seconds
                         saved = self._start(row)
                         if self.stop:
                             return
@@ -259,7 +259,7 @@ class Bench:
             first = self._write(engine, at)
             usual = self._write(engine, at)
             if not row.write:
-                # a batch takes a fraction of the time of its tokens one by one, unless it is short
+                # a batch takes a fraction of the time that its tokens take one by one, unless it is short
                 row.n_read = min(row.n_read, max(int(20 * self.row_s / usual), _N_SHORT))
             if usual * row.n_read / 4 < _CHEAP_S:
                 self._read(engine, row.n_read, at)

@@ -86,8 +86,8 @@ def start(
 ) -> Arrays:
     """Read tokens i32[n] with an evicting policy, and return the result of `Engine.save`.
 
-    `stopped` is called before each step; True ends reading. A policy with recall also reads in full batches,
-    which changes the kept data only by rounding.
+    `stopped` is called before each step; True ends reading. A policy with recall reads in full batches, not
+    in its usual chunks: this changes the kept data only by rounding.
     """
     if isinstance(policy, recall.Recall):
         policy = replace(policy, chunk=settings.n_batch)
@@ -137,5 +137,5 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
 
 
 def clusters(archive: Archive) -> Arrays:
-    """Clusters of an archive, which `lengthened` leaves out: computing them takes longer than the rest."""
+    """Clusters of an archive, for later rounds: `lengthened` has none, and computing them is slow."""
     return dict(archive.save_clusters())

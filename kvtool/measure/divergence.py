@@ -64,7 +64,7 @@ class Scores(ABC):
 
     @abstractmethod
     def score(self, logits: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """Compare a batch, in the text's order: a perplexity.Score."""
+        """Compare the next batch of the text, and return its nll f64[n]: a `perplexity.Score`."""
 
     def _add(self, rows: np.ndarray, logits: np.ndarray, target: np.ndarray) -> np.ndarray:
         """Compare logits with rows of a reference. Returns the nll f64[n] under the logits."""
@@ -91,7 +91,7 @@ class ReferenceReader(Scores):
         try:
             if path.stat().st_size != (n - 1) * self._row.itemsize:
                 raise FileNotFoundError
-            # marks it as recently used
+            # mark the reference as recently used
             os.utime(path)
             self._file = path.open("rb")
         except OSError:

@@ -1,4 +1,4 @@
-"""Holdings: tokens of the stream that the cache still holds over time, for each row and as a share of rows.
+"""Holdings: tokens of the stream that the cache still holds at several times, by row or as a share of rows.
 
 A row holds a token if it has the token's key. Values merged into other tokens do not count.
 """
@@ -19,7 +19,7 @@ Progress = Callable[[int], None]
 
 
 N_TRACED = 256
-"""Number of archived tokens of each row, the most attended ones, whose attention in a step is counted.
+"""Number of archived tokens per row whose attention in a step is counted: those with the most attention.
 
 In a text of 1,500 tokens they get 93 % of the archive's attention; 64 get 79 %.
 """
@@ -58,7 +58,7 @@ class Attended:
         return cls(attn, n_head, 0, np.full(n, -1, np.int32), np.zeros(n))
 
     def add(self, pos: np.ndarray, attn: np.ndarray, queries: slice) -> None:
-        """Count a step with this number of queries. pos: i64[row, k], -1 for none; attn: f32[row, k]."""
+        """Count a step. pos: i64[row, k], -1 for none; attn: f32[row, k]; queries: the step's positions."""
         row, at = np.nonzero(pos >= 0)
         if not len(row):
             return

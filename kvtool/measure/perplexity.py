@@ -42,7 +42,7 @@ def stream(
 
 
 def steps(engine: Engine, tokens: np.ndarray, score: Score = nll_of) -> Iterator[np.ndarray]:
-    """Yield the same batch by batch."""
+    """Yield the result of `stream`, batch by batch."""
     for part in engine.steps(tokens):
         target = tokens[part.start + 1 : part.stop + 1]
         yield score(engine.context.logits()[: len(target)], target)

@@ -52,7 +52,7 @@ def block_length(values: np.ndarray) -> float:
     covariance = np.correlate(centred, centred, "full")[n - 1 : n + most] / n
     if not covariance[0]:
         return 1.0
-    # the last lag that is followed by n_lag small ones in a row
+    # the smallest lag after which n_lag correlations in a row are small
     is_small = np.abs(covariance[1:] / covariance[0]) < 2 * np.sqrt(np.log10(n) / n)
     last = next((m for m in range(most - n_lag + 1) if is_small[m : m + n_lag].all()), None)
     reach = most if last is None else min(2 * max(last, 1), most)
@@ -124,8 +124,8 @@ def mean_of_text(sums: np.ndarray, n: int) -> tuple[float, float | None]:
 def item_interval(scores: np.ndarray, level: float = 0.95) -> tuple[float, float]:
     """Interval of the mean of independent scores f64[n].
 
-    Wilson's interval (1927) if all scores are 0 or 1, which is not empty even if all are 1; otherwise the
-    bootstrap's.
+    Wilson's interval (1927) if all scores are 0 or 1, because it has a width even if all are equal; otherwise
+    the bootstrap's.
     """
     n, mean = len(scores), scores.mean()
     if not np.isin(scores, (0, 1)).all():

@@ -1,7 +1,7 @@
 """choice: multiple choice; the likeliest answer must be the right one, after 0 to 5 solved examples.
 
 Prompts come from lm-evaluation-harness (Gao et al. 2023) for OpenBookQA, PIQA, MathQA, COPA, RTE and
-Winogrande, with an empty line between examples. The prompt is read once; every choice is scored from there.
+Winogrande, with an empty line between examples. The prompt is read once, and each choice is scored after it.
 
 acc: 1 if the choice with the highest log-probability is right. acc_norm: the same with the log-probability
 per byte of the choice (UTF-8, without the space before it); the harness counts characters, which is the same
@@ -47,7 +47,7 @@ class ChoiceTask(Task):
     shots
         Solved examples before each question, 0 to 5; sampled for each question.
     train
-        File of the examples; the question's file if empty.
+        File of the examples; if empty, the file of the question.
     seed
         Seed of random choices.
     """

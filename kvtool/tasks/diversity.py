@@ -65,7 +65,6 @@ class Diversity(RecordTask):
         return [Item("", data.text(text))]
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
-        # the full cache first: the record takes its sizes from the reader's last engine
         full = None if reader.full is reader else self._samples(item.prompt, reader.full)
         samples = self._samples(item.prompt, reader)
         full = full or samples

@@ -81,7 +81,7 @@ class Haystack(Task):
 
 
 def sentences_of(files: Sequence[Path]) -> list[str]:
-    """Return the sentences of text files and of .txt files in folders. Raises InputError if there is none."""
+    """Return the sentences of text files and of .txt files in folders. Raises InputError without any."""
     all_sentences = [sentence for text in texts_of(files) for sentence in sentences(text)]
     if not all_sentences:
         raise InputError(f"no text in {', '.join(map(str, files))}")
@@ -89,7 +89,7 @@ def sentences_of(files: Sequence[Path]) -> list[str]:
 
 
 def texts_of(files: Sequence[Path]) -> list[str]:
-    """List text files, and the .txt files in folders in the order of their names. Raises InputError."""
+    """Return the texts of files, and of the .txt files in folders by name. Raises InputError."""
     paths = [path for file in files for path in (sorted(file.rglob("*.txt")) if file.is_dir() else [file])]
     try:
         return [path.read_text(encoding="utf-8-sig") for path in paths]
@@ -118,7 +118,7 @@ def hide(
     """Build a prompt of start, filler with the fact, and end: as many tokens as fit into `length`.
 
     The filler begins at a random sentence and starts over at its end. The fact is put between two sentences,
-    as close as possible after the fraction `depth` of the filler's tokens. Raises InputError if not even the
+    as close as possible to the fraction `depth` of the filler's tokens. Raises InputError if not even the
     fact fits.
     """
     room = length - len(model.tokenize(f"{start}\n {fact}\n{end}", start=True))

@@ -118,7 +118,7 @@ def _of_dialogue(record: Record) -> Iterator[Item]:
     for question in record["qa"]:
         if "answer" in question:
             prompt = _DIALOGUE.format(context="\n\n".join(sessions), question=data.text(question["question"]))
-            # the file has answers that are years as numbers
+            # in the file, an answer that is a year is a number
             answers = _answers(str(question["answer"]))
             yield Item("", prompt, answers, about={"category": question.get("category")})
 

@@ -137,7 +137,7 @@ class Reader:
             first = self._whole(prompt.removesuffix(question), self.template)
             n = min(len(first), n_first)
             differs = first[:n] != tokens[:n]
-            # a token that spans both counts as part of the question
+            # a token across the boundary counts as part of the question
             n_first = int(differs.argmax()) if differs.any() else n
         self._begin(len(tokens), n_answer, self.template)
         first, rest = tokens[:n_first], tokens[n_first:]
@@ -214,7 +214,7 @@ class Reader:
 
         def back() -> None:
             self.engine.restore(saved)
-            # the sampler reads them there
+            # put back where the sampler reads them
             self._last_logits()[:] = logits
 
         yield back
@@ -245,7 +245,7 @@ class Reader:
             self._engine = None
 
     def _begin(self, n: int, n_answer: int, template: Template | None) -> None:
-        """Empty the cache for a prompt of n tokens. Raises InputError if it must hold all but cannot."""
+        """Empty the cache for n tokens. Raises InputError if they do not fit and the policy never evicts."""
         policy = self._policy_for(n, n_answer)
         if policy.slack == 0 and n > policy.budget:
             raise InputError(f"the prompt ({n:,} tokens) does not fit in the full cache ({policy.budget:,})")

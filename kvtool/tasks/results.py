@@ -115,7 +115,7 @@ class TaskResults:
             yield record
 
     def _what(self, item: Item) -> dict[str, Any]:
-        """Key of an item's record. Its hash distinguishes items with the same id from different files."""
+        """Key of an item's record. The hash distinguishes items of different files that have the same id."""
         parts = [item.prompt, list(item.references), list(item.choices), *filter(None, [item.opening])]
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         return {**self.about, "id": item.id, "item_sha256": digest}

@@ -1,20 +1,20 @@
 """ruler: RULER's thirteen tasks: hidden facts, variables, frequent words, documents; scored by its matching.
 
 From Hsieh et al. 2024 (arXiv:2404.06654), with the prompts, numbers and limits of NVIDIA/RULER's
-scripts/synthetic.yaml and scripts/data/synthetic. A text is as long as fits into `lengths`, together with the
-answer's beginning and the maximum tokens of an answer, without the chat template, in the model's tokens.
+scripts/synthetic.yaml and scripts/data/synthetic. A text is as long as `lengths` allows; a length counts the
+prompt, the answer's beginning and the maximum tokens of an answer, but not the chat template.
 
 string_match: share of the right answers that are in the output, ignoring case (RULER's string_match_all); for
-qa_1 and qa_2, 1 if any of them is (string_match_part).
+qa_1 and qa_2, 1 if any of the right answers is in the output (string_match_part).
 
 question=known: the prompt is read at once. question=after: the text is read first, then the question, as in
 kvpress's benchmark. The answer's beginning (RULER's answer prefix) follows in the reply.
 
 Differs from RULER: a text is fitted for each sample, not once for all; random numbers are Python's, so
-samples differ from RULER's; sentences of essays end with . ? or !, where RULER has NLTK's; questions about
-documents are drawn from the whole file, where RULER takes the first ones; lists of words end with
-wonderwords' 8,500 (RULER has more for lengths beyond 100,000 tokens). A solved example is plain text inside
-the turn.
+samples differ from RULER's; sentences of essays end with . ? or !, while RULER splits them with NLTK;
+questions about documents are drawn from the whole file, while RULER takes the first ones; word lists have at
+most wonderwords' 8,500 words (RULER has more for lengths beyond 100,000 tokens). A solved example is plain
+text inside the turn.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Ruler(Task):
     repeats
         Samples of each task and length; RULER has 500.
     question
-        Time of reading the question: "known", with the text, or "after" it.
+        Time of reading the question: "known" for together with the text, "after" for after the text.
     essays
         Folder of texts: Paul Graham's essays.
     squad

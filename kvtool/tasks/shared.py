@@ -56,7 +56,7 @@ class Shared:
                 if last and last.fits(engine.cache, tokens[: len(last.tokens)]):
                     n = last.put(engine.cache)
                     engine.signals.restore(last.signals, 0)
-                # freed first, or two would be in memory
+                # free the old cache first, or both would be in memory
                 last = None
                 engine.read(tokens[n:])
                 last = CachedPrompt.of(engine.cache, tokens)

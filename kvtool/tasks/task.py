@@ -33,7 +33,7 @@ class Item:
     about
         Additional fields for the record; a summary may be broken down by them.
     question
-        End of the prompt that may be read after the rest, in tasks with this option.
+        End of the prompt, which some tasks can read after the rest.
     opening
         Beginning of the answer. The model reads it, so it is not part of the output.
     """
@@ -128,7 +128,7 @@ class RecordTask(Task):
 
     @abstractmethod
     def items_of(self, record: data.Record) -> Iterable[Item]:
-        """Return a record's items, with the suffixes of their ids.
+        """Return a record's items, whose ids are only the suffixes of the final ids.
 
         May raise errors that `data.parse_each` catches.
         """

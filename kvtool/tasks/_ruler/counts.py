@@ -38,9 +38,9 @@ class CommonWords(Subtask):
     n_common
         Number of words to find.
     often
-        Times that each of them is in the list.
+        Times that each of these words is in the list.
     seldom
-        Times that each other word is.
+        Times that each other word is in the list.
     """
 
     n_common: int = 10
@@ -99,7 +99,7 @@ class FrequentWords(Subtask):
     n_max: ClassVar[int] = 50
 
     def least(self, spec: SampleSpec, sources: Sources) -> int:
-        # the word of rank 4 appears
+        # with this many words, the word of rank 4 appears once
         return math.ceil(_n_for(4))
 
     def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:

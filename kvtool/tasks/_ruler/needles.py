@@ -34,8 +34,8 @@ class Needles(Subtask):
     Attributes
     ----------
     haystack
-        Text around the needles: "noise" repeats passkey's five sentences, "essay" is Paul Graham's, and in
-        "needle" every sentence is a needle. A piece is a line of five sentences, a word, or a needle.
+        Text around the needles: "noise" repeats a line of passkey's five sentences, "essay" has Paul Graham's
+        words, "needle" has only other needles. A piece is such a line, word, or needle.
     keys
         Kind of keys: "words" are an adjective and a noun, "uuids" random.
     values

@@ -19,7 +19,7 @@ _QUESTION = f"{_ASK}\n\nQuestion: {{question}}"
 
 @dataclass(frozen=True, slots=True)
 class Questions(Subtask):
-    """A piece is a document: first the question's, then the same article's, then any.
+    """A piece is a document: first the question's, then others of the same article, then any others.
 
     Attributes
     ----------
