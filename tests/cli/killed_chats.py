@@ -112,7 +112,7 @@ def live(model, policy, folder, n_call):
 
 
 def go_on(model, policy, folder):
-    """Continue the session by one turn in another process."""
+    """Continue the session by one turn in another process; return the messages that it had before."""
 
     def work(write):
         chat, files = open_chat(model, policy, folder)
@@ -138,7 +138,7 @@ def check(folder, before, after):
     there = stored(folder)
     for i, messages in enumerate(before):
         wanted = [messages, *after[i : i + 1]]
-        # an undone chat has no turns left
+        # a chat whose turns were all undone has no messages, and so matches any session
         assert any(found[: len(each)] == each for found in there.values() for each in wanted), (i, there)
 
 

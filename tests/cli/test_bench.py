@@ -106,7 +106,7 @@ def test_the_first_line_names_the_machine(model):
     assert f"kvtool {__version__}; llama-cpp-python " in first
     assert second == f"{model.stem}, 1 thread"
     assert done.stdout.count("full, flash on        beyond the trained context (512 tokens)") == 1
-    # nothing else, in a pipe
+    # in a pipe, nothing goes to stderr
     assert done.stderr == ""
 
 
@@ -245,7 +245,7 @@ def test_ratios_are_those_to_the_same_row_of_an_earlier_run(tmp_path):
     lines[2]["first_s"] = None
     old.write_text("".join(json.dumps(line) + "\n" for line in lines))
     there = bench.earlier(old)
-    # as a shell's <(...)
+    # a pipe, as a shell's <(...) gives one
     pipe, end = os.pipe()
     os.write(end, old.read_bytes())
     os.close(end)

@@ -128,7 +128,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
             time.sleep(rng.uniform(0, 1))
         chat.kill()
         said += chat.communicate()[0]
-        # with its archive, if it has one
+        # this also reads the archive, if there is one
         now = session.read(path)[0]["messages"] if path.exists() else []
         assert now[: len(saved)] == saved
         runs.append((first, len(now) // 2, said))

@@ -16,7 +16,7 @@ from tests.cli.terminal import terminals
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 
 SMALL = ("-n", 4, "-c", 2048, "--policy", "h2o", "--budget", 128)
-"""With recall a session may have a second file, and /undo needs no copies."""
+"""h2o, since with recall a session may have a second file, and /undo needs no copies."""
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_a_session_keeps_its_chat_until_another_has_a_reply(terminal, chat_kv, o
 def test_the_chat_before_is_set_aside_at_the_next_reply(terminal, chat_kv, other_kv, change):
     before = chat_kv.read_bytes()
     own = ["other"] if "/load" in change else []
-    # a name that is taken stays
+    # a file that has the next name already stays
     chat_kv.with_name("chat.kv.1").write_text("mine")
     chat = terminal("--session", chat_kv)
     chat.say(change.format(other=other_kv))

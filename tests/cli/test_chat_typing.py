@@ -63,7 +63,8 @@ def test_blocks_and_lines_that_go_on(typed, more, text):
         # quoted input is text
         ('"""/help\n\nmore"""', "/help\n\nmore", False),
         ('"""//help"""', "//help", False),
-        # a line with a slash is a turn only after a question; several lines are a command if it takes a text
+        # one line with a slash is a command until the user, when asked, makes it a turn; several lines are a
+        # command only if it takes a text
         ("/usr/lib/foo.c:12: what is that?", "/usr/lib/foo.c:12: what is that?", True),
         ("//usr/lib/foo.c:12: what is that?", "/usr/lib/foo.c:12: what is that?", False),
         ("/usr/lib/foo.c:12: error: x\nWhat is that?", "/usr/lib/foo.c:12: error: x\nWhat is that?", False),
@@ -112,7 +113,7 @@ def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
 
 @pytest.fixture
 def typed_at(monkeypatch, tmp_path):
-    """Return the result of a prompt with this text after these keys."""
+    """typed_at(keys, default) returns the text that a prompt with this default gives after these keys."""
     from prompt_toolkit.application import create_app_session
     from prompt_toolkit.input import create_pipe_input
     from prompt_toolkit.output import DummyOutput
@@ -339,7 +340,7 @@ def test_a_line_with_a_slash_reaches_the_model_only_if_it_is_confirmed(terminal,
             chat.until(f"There is no command {line}. Send the line to the model? [y/N] ")
             chat.type("n\r")
         chat.until(f"[y/N] n\n\n> {line}", f"there is no command {line}; /help lists them\n\n> {line}")
-        # typed over it
+        # the next input replaces the line
         assert "2 turns" not in chat.say("/undo 0")
     assert said(path) == ["one"]
     chat.type("/no/pe is a path\r")
@@ -450,7 +451,7 @@ def test_words_that_others_use_do_the_same_and_near_misses_are_told(terminal):
     assert "started over" in chat.say("/clear")
     assert chat.say("/HELP") == chat.say("/help")
     for line, instead in (("/rety", "/retry"), ("/last", "/show last"), ("/temp 1", "/set temp")):
-        # it is at the prompt again
+        # the line is at the prompt again
         chat.type(f"{line}\r")
         chat.until(f"there is no command {line.split()[0]}; did you mean {instead}?\n\n> {line}")
         chat.type("\x15")

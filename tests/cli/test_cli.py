@@ -63,7 +63,7 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def loaded_by_help():
-    """(help, heavy modules loaded by then) for each command, one after another in one process."""
+    """Map each command to (its help, heavy modules loaded by then). One process runs them in order."""
     code = (
         "import contextlib, io, json, sys\n"
         "from kvtool.cli import app\n"
@@ -246,7 +246,7 @@ def test_policies_explains_every_parameter():
     (h2o,) = json.loads(called("policies", "h2o", "--json").stdout)
     assert h2o["explained"]["sinks"] == "First tokens, never evicted."
     assert h2o["explained"]["window"] == "Newest tokens, never evicted. Default: half of the kept tokens."
-    # two lines of the docstring
+    # the words are in two lines of the docstring
     whole = "of a unit add up their scores and keep the same tokens."
     assert h2o["explained"]["per"].endswith(whole)
 
@@ -429,7 +429,7 @@ def test_a_text_that_does_not_end_is_cut(talker):
     done = kvtool("chat", *own, stdin="Hello!\n")
     assert done.returncode == 0
     assert re.fullmatch(KEEPS + re.escape(line), done.stderr)
-    # the requested value
+    # a requested limit gets no notice
     assert kvtool("generate", "Hello!", *own, "-n", 8).stderr == ""
 
 

@@ -60,7 +60,7 @@ def compare(model, folder, environment):
         assert not check or done.returncode == 0, done.stderr
         return done
 
-    # finds the package from any folder
+    # so that the package is found from any folder
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     return run
 
@@ -387,7 +387,7 @@ def test_the_best_of_a_budget_is_marked():
     assert "25.00 (28.00-32.00)*" in line_of(out, "h2o:decay")
     assert "0.5000*  80.0%*" in line_of(out, "h2o:decay")
     assert "*" not in line_of(out, "scissorhands")
-    # alone in its budget
+    # the only run of its budget has no mark
     assert "*" not in line_of(out, "h2o  ")
     # equal values of a column are not marked
     assert "64.0 MiB*" not in out
@@ -456,10 +456,10 @@ def test_the_picture_has_a_line_a_policy(monkeypatch):
     monkeypatch.setattr(Axes, "plot", record)
     data = output.png(compare_plot.picture(ROWS, "wiki.test.raw", "SmolLM2"))
     assert data.startswith(b"\x89PNG")
-    # a logarithmic axis has no zero: the full cache itself
+    # the full cache itself is left out: its KL is 0, which a logarithmic axis does not have
     assert lines["full, quantized"] == [(0.25, 0.04)]
     assert lines["h2o"] == [(2.0, 0.5)]
-    # from the bytes of the budget's cells to those allocated
+    # a line leads from the bytes of the budget's cells to those allocated
     assert ((2.0, 64.0), (0.5, 0.5)) in allocated
     assert len(allocated) == 4
     assert set(lines) == {"full, quantized", "scissorhands", "h2o:decay=0.999", "h2o"}

@@ -140,7 +140,7 @@ def test_chats_of_killed_servers_are_named_and_removed_on_request(run, tmp_path)
     with locked(running / LOCK):
         for folder in (killed, running):
             os.utime(folder, (0, 0))
-        # listing them does not change them
+        # listing the folders does not change them
         for _ in range(2):
             lines = [line for line in run(0).splitlines() if line.startswith("left ")]
             assert lines == [

@@ -149,7 +149,7 @@ def test_generate_explains_itself_on_stderr_and_goes_on(tiny_model):
     assert lines["policy"] == "streamingllm sinks=4"
     assert lines["rows"] == "4: 2 layers of 2 KV heads"
     assert lines["budget"] == "64 cells per row = 4 sinks + 3 pinned + 49 window + 8 slack"
-    # batches of 24: the third passes 64
+    # batches of 24 tokens: the third exceeds the budget of 64
     assert lines["eviction"] == "first after 72 tokens"
     assert lines["prefill"].startswith("stream: in batches of up to 24 tokens; the prompt has ")
     assert set(lines) == {"policy", "rows", "budget", "memory", "eviction", "positions", "prefill"}

@@ -319,7 +319,7 @@ def test_an_interrupt_between_the_turns_of_a_pipe_is_one_line(smollm2):
     chat.stdin.write("Hello!\n")
     chat.stdin.flush()
     assert chat.stdout.readline().strip()
-    # it reads another line after the turn
+    # the empty line is read once the turn has ended
     chat.stdin.write("\n")
     chat.stdin.flush()
     until(lambda: not _unread(chat.stdin))
@@ -377,7 +377,7 @@ def test_what_is_typed_during_a_reply_waits_for_its_end(terminal, held):
     terminal.type("/stats\n\x04")
     held.go()
     terminal.wait_for("tokens/s")
-    # only at the prompt
+    # the typed command runs only at the prompt
     terminal.wait_for("> ")
     terminal.wait_for("policy state")
     assert terminal.process.wait(PATIENCE_S) == 0

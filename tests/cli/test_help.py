@@ -197,7 +197,7 @@ def test_a_command_of_several_lists_their_options_alone():
         (["chat", "-cnv"], "no such option: -cnv; `kvtool chat` is a conversation, without this option"),
         (["chat", "-p", "x"], "no such option: -p; `kvtool generate` answers a prompt"),
         (["chat", "--mlock"], "no such option: --mlock; models are mapped into memory, and not locked there"),
-        # the command also lacks our option
+        # this command also lacks kvtool's own option
         (["bench", "--temperature", "1"], "no such option: --temperature; `kvtool bench -h` "),
         (["-hf", "a/b"], "name a command before its options: `kvtool COMMAND -hf`"),
         (["-m", "x", "chat"], "name a command before its options: `kvtool COMMAND -m`"),
@@ -352,7 +352,7 @@ def test_a_context_above_the_trained_one_is_said(default_talker, tmp_path):
     )
     assert compare.stderr.count(line) == 1
     assert kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 8192).stderr == ""
-    # as in llama.cpp
+    # as in llama.cpp, 0 is the trained context
     assert kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 0).stderr == ""
 
 
@@ -444,7 +444,7 @@ def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):
     own, theirs = pty.openpty()
     command = [*KVTOOL, "generate", "Hi", "-n", "1", "-t", "1", "--budget", str(budget), "-b", "64"]
     forked.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, check=True)
-    # else reading an empty terminal would wait
+    # otherwise reading an empty terminal would wait
     os.write(theirs, b".")
     os.close(theirs)
     said = os.read(own, 4096).decode()
@@ -505,7 +505,7 @@ def completed(line, **env):
         ("kvtool eval passk", ["passkey"]),
         ("kvtool chat --positions in", ["in-cache"]),
         ("kvtool chat -fa o", ["on", "off"]),
-        # files are the shell's
+        # the shell itself completes names of files
         ("kvtool chat -m ./x", []),
     ],
 )

@@ -157,7 +157,7 @@ def data_of(page):
 
 
 def run_script(page, driver):
-    """Return the JSON that a driver prints. It has the page's functions, and the page's data on stdin."""
+    """Return the JSON that `driver` prints, a script with the page's functions, and its data on stdin."""
     script = re.findall(r"<script>\n(.*?)\nstart\(\);\n</script>", page, re.S)[0]
     done = subprocess.run(
         ["node", "-e", script + driver],
@@ -248,7 +248,7 @@ def test_the_page_shares_attention_as_the_engine_does(attended):
           console.log(JSON.stringify([of, levels]));
         });"""
     share = found.attended.row_share()[:, 30:]
-    # all rows have as many query heads
+    # all rows have the same number of query heads
     want = [share.mean(axis=0), share[found.layer == 1].mean(axis=0), share[1]]
     got, levels = run_script(page, driver)
     assert levels == [0, 1, 6, 7, 7, 8, 8]

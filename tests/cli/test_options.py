@@ -151,7 +151,7 @@ def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
     [
         ({}, "recall", 512),
         ({"policy": "tova"}, "tova", 1024),
-        # the policy in place of recall has its own options
+        # recall does not work with these positions; the policy in its place has its own default budget
         ({"positions": "in-cache"}, "h2o", 1024),
         ({"positions": "in-cache", "budget": "96"}, "h2o", 96),
         ({"policy": "corm"}, "corm", 2048),

@@ -107,7 +107,7 @@ def test_a_models_table_beats_a_commands(file):
     assert held("chat")["temp"] == 0.25
     assert held("generate")["temp"] == 0.125
     assert held("generate")["n_ctx"] == 4096
-    # by its name in an option, an argument, a variable or the file, or by its file's name
+    # the model may be named in an option, an argument, a variable or the file, also by its file's path
     for arguments in (["-m", "other"], ["other"], ["-m", "/some/where/other.gguf"]):
         assert held("chat", *arguments)["temp"] == 0.75
     file('model = "other"\n' + FILE)
@@ -148,7 +148,7 @@ def test_no_option_has_the_name_of_another_variable_of_ours():
 
 def test_what_is_typed_beats_all_and_what_is_read_runs(file, monkeypatch):
     file('[policies]\nbudget = 3\njson = true\noption = ["stride=4"]')
-    # 3 is below buzz's least
+    # 3 is below buzz's smallest budget
     assert "with these parameters use a budget of at least 8" in kvtool("policies", "buzz").stderr
     done = kvtool("policies", "buzz", "--budget", 512)
     (buzz,) = json.loads(done.stdout)

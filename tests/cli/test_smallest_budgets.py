@@ -27,7 +27,7 @@ def named(done):
 
 
 def check(run):
-    """run: calls a command with a budget."""
+    """Check that errors name the smallest budget that works. run(budget) calls a command."""
     least = named(run(1))
     assert named(run(0)) == named(run(least - 1)) == least
     done = run(least)

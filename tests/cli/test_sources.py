@@ -43,14 +43,14 @@ SAME = {"tokens", "perplexity", "nll", "n_scored", "text_sha256", "share", "forg
 
 @pytest.fixture(scope="module")
 def models(smollm2, talker):
-    """A byte-pair encoding, and SentencePiece's pieces."""
+    """Two models by kind of vocabulary: byte-pair encoding, and SentencePiece."""
     opened = {"BPE": Model(smollm2, no_weights=True), "SPM": Model(talker, no_weights=True)}
     yield opened
     for each in opened.values():
         each.close()
 
 
-# as much as needed
+# only as much is read as needed
 
 
 @pytest.mark.parametrize("vocabulary", ["BPE", "SPM"])
@@ -196,7 +196,7 @@ def test_other_names_of_stdin_are_stdin(talker, tmp_path):
         assert read("-f", name, input="Say hello.") == wanted
     with file.open() as stdin:
         assert read("-f", "/dev/stdin", stdin=stdin) == wanted
-    # as a shell's <(...)
+    # a pipe, as a shell's <(...) gives one
     own, theirs = os.pipe()
     os.write(theirs, b"Say hello.")
     os.close(theirs)
