@@ -2,7 +2,7 @@
 
     python patches/sync.py import DIR [ARCHIVE]   make DIR a repository of llama.cpp, its work tree patched
     python patches/sync.py export DIR             write hooks.patch from that work tree; its header stays
-    python patches/sync.py check                  the patch applies to UPSTREAM, export writes the same bytes
+    python patches/sync.py check                  test that the patch fits UPSTREAM, and export reproduces it
 
 ARCHIVE is the source distribution of another release; the default is UPSTREAM's. If the patch does not fit
 it exactly, the changes are merged file by file, and the remaining work is listed.

@@ -629,7 +629,7 @@ struct stream {
     int64_t n_max;
     int64_t base = 0;
 
-    std::vector<int64_t> bases; // of each token
+    std::vector<int64_t> bases; // base of each token
 
     std::vector<std::vector<float>> keys, values; // [layer], [token][head][n_embd]
 

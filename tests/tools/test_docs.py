@@ -155,7 +155,7 @@ def short_names(text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", sorted({*DOCS.glob("*.md")} - {DOCS / "cli.md"}), ids=lambda path: path.name)
 def test_prose_names_an_option_by_its_long_name(path):
-    # a whole command may have short ones
+    # in a whole command, short names are allowed
     named = (span for _, line in prose(path) for span in re.findall(r"`(-[^`]*)`", line))
     assert [span for span in named if short_names(span)] == []
 

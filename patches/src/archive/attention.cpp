@@ -111,7 +111,7 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
         return;
     }
     if (is_few && is_one && range.sealed && rope.is_plain() && can_turn(l.type_k, d)) {
-        // the queries are rotated for the block's last token, and each key by the rest
+        // the queries are rotated as for the block's last token, and each key by its distance from that token
         if (turned_block != block || turned_way != range.way) {
             turned.assign(queries, queries + n_query*d);
             for (int q = 0; q < n_query; ++q) {
@@ -233,7 +233,7 @@ void attention::read_part(int head, int span, F && done) {
 
     keys  .resize(n_together*l.n_embd_k);
     values.resize(n_together*n_value, 0.0f);
-    powers.resize(n_together*n_column); // with few queries [query][n_together] is smaller
+    powers.resize(n_together*n_column); // enough for [query][n_together] as well
 
     const auto & row = work.rows[head];
 

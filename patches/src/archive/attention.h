@@ -16,8 +16,8 @@ class attention_work : public meeting {
 public:
     std::vector<searched_row> rows;
 
-    // partial softmax sums per row, part of its tokens and query: maximum logit, sum of the exponentials relative
-    // to it, and sum of the values weighted by them
+    // partial softmax sums [row][part of the row's tokens][query]: maximum logit, sum of the exponentials relative to
+    // it, and sum of the values weighted by them
     std::vector<float> parts;
 
     // sums: logarithm of the softmax's denominator per row and query; attn: per row, the attention of each token

@@ -63,7 +63,7 @@ struct search_memory {
     struct run {
         const means * all;
 
-        size_t place; // place of the first
+        size_t place; // place of the first cluster or set
         int    n;
         int    way;
         bool   is_set;
@@ -94,8 +94,8 @@ struct search_memory {
 // search of one thread in one layer, for the queries of a step
 class search : used_again<search_memory> {
 public:
-    // rot: position that the first query is rotated to. n_exact: tokens of clusters to attend to exactly, in
-    // addition to those without clusters; 0: all
+    // rot: position that the first query is rotated to. n_exact: number of clustered tokens to attend to exactly, in
+    // addition to all tokens without clusters; 0: all tokens
     search(const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact);
 
     // Choose the tokens that a row attends to exactly. queries: [n_query][n_embd_k]. The other clusters are added

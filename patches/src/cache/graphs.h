@@ -49,7 +49,7 @@ struct input {
 struct kept_graph {
     ggml_backend_buffer_type_t buft; // of the device that holds the layers
 
-    ggml_backend_ptr backend; // of the spare
+    ggml_backend_ptr backend; // runs on the spare
     ggml_gallocr_ptr alloc;
     ggml_context_ptr ctx;
 

@@ -38,7 +38,7 @@ struct rope {
     // true if a token has several positions (M-RoPE). In text they are equal, except that the last section's is 0
     bool is_multi() const { return (mode & GGML_ROPE_TYPE_MROPE) != 0; }
 
-    // true if pair i is rotated by a text's position
+    // true if pair i is rotated in text: only pairs of M-RoPE's last section are not
     bool has_pair(int i) const;
 
     // Read the rotation from the graph that computes a layer's keys. Returns the reason if the dependence on

@@ -67,7 +67,7 @@ struct llama_kvtool_memory {
     // for each layer of the model, the index in `layers` of the layer whose cells it reads; -1 if it reads none
     static std::vector<int> owners(const llama_model & model, const llama_kv_cache & kv);
 
-    // layers of an index
+    // layers of an index's cache
     static std::vector<kvtool::layer> index_layers(const llama_kv_cache & kv);
 
     // number of cells of every layer of a cache, also of layers without attention

@@ -14,8 +14,8 @@
 
 namespace kvtool {
 
-// Per query, the highest product with the live cells (or logit, if there is a soft cap) and its probability among the
-// live cells and the attention sink: both [1, 1, n_tokens*n_head]
+// Per query, the highest product with the live cells (or logit, if there is a soft cap), and that cell's probability
+// among the live cells and the attention sink: both [1, 1, n_tokens*n_head]
 static std::pair<ggml_tensor *, ggml_tensor *> live_logits(
         const llm_graph_context & graph, const llama_kvtool & kvtool, const layer & l, ggml_tensor * q, ggml_tensor * mask,
         ggml_tensor * sinks, const logit_params & logits) {
@@ -108,7 +108,7 @@ void llama_kvtool_recall(
         std::tie(args[2], args[3]) = live_logits(graph, *kvtool, l, q, mask, sinks, logits);
     }
     ggml_tensor * t = input.kvtool.archive->build(ctx, i, l.k, args, type, k*(n_embd_k + n_embd_v), logits);
-    // always on the host: the device of another machine may claim to support custom operations
+    // always on the host: a device of another machine may claim support for custom operations, which it lacks
     ggml_backend_sched_set_tensor_backend(graph.sched, t, graph.backend_cpu);
     ggml_build_forward_expand(graph.gf, t);
 
