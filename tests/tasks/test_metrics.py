@@ -73,7 +73,7 @@ def test_sacrebleu_is_what_its_readme_shows():
 
 
 def bleu(output, references):
-    """BLEU of words (Papineni et al. 2002), orders up to the output's length; for no hits 1/2, 1/4, ... hits."""
+    """BLEU of words (Papineni et al. 2002), orders up to the output's length; 1/2, 1/4, ... for no hits."""
     grams = lambda words, n: Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))  # noqa: E731
     logs, halved = [], 1
     for n in range(1, min(4, len(output)) + 1):
