@@ -75,7 +75,7 @@ class User:
 
 
 def usage(noted):
-    """Return the last usage of a streamed answer. n_all: sum of its counts; a stopped answer has only the prompt's."""
+    """Return a streamed answer's last usage. n_all: sum of its counts, only the prompt's if stopped."""
     told = [event.partition(b"data: ")[2] for event in noted["answer"].split(b"\n\n")[:-1]]
     events = [event.get("message", event) for event in map(json.loads, filter(None, told))]
     found = [event["usage"] for event in events if "usage" in event][-1]
