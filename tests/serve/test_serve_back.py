@@ -192,7 +192,7 @@ def test_a_system_prompt_is_read_once_where_the_cache_cannot_go_back(tmp_path):
     with serving(tmp_path / "m.gguf", *RECALL) as server:
         system = said("system", "Be kind. " * 80)
         n_read = [asked(server.url, [system, said("user", text)])[2] for text in ("Why?", "Who?", "How?")]
-        # only whole batches of it are stored: 512 tokens
+        # only whole batches of the system prompt are stored: 512 tokens
         assert n_read[1:] == [n_read[0] - 512] * 2
 
 

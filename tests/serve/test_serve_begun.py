@@ -157,7 +157,7 @@ def test_the_prompt_ends_in_the_beginning_of_the_reply(model, tmp_path, source, 
 @pytest.mark.engine
 @needs_published
 def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
-    """After a user's message, the text is that of a chat with the whole reply. No thought is open."""
+    """From the user's message on, the text is that of a chat with the whole reply. No thought is open."""
     user, later = said("user", "Kvtool asks."), said("user", "And?")
     # exception: its header has instructions that earlier replies lack, and opens no thought
     other = {"CohereForAI-c4ai-command-r-plus-tool_use"}

@@ -66,7 +66,7 @@ def test_a_text_and_its_tokens_have_the_same_scores_and_offsets(tmp_path):
     assert one["tokens"] == two["tokens"]
     assert one["token_logprobs"] == two["token_logprobs"]
     assert of_tokens["text"] == f"<s>{of_text['text']}"
-    # the other choice has no "<s>" of 3 characters in its text
+    # offsets include "<s>": 3 characters that the other text lacks
     assert two["text_offset"] == [0, *(at + 3 for at in one["text_offset"][1:])]
     for choice in (of_text, of_tokens):
         for token, at in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True):
