@@ -10,7 +10,7 @@ extern "C" {
 
 __attribute__((constructor)) static void start() { NRT_MemSys_init(); }
 
-// numba calls these to raise a Python error, for which a kernel has no lock; its only error is missing memory
+// numba calls these to raise a Python error. A kernel holds no Python lock, so it aborts; its only error is no memory
 void numba_gil_ensure(void *) { out_of_memory(); }
 void numba_gil_release(void *) { out_of_memory(); }
 void * numba_unpickle(void *, int, void *) { out_of_memory(); return nullptr; }

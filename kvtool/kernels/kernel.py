@@ -31,7 +31,7 @@ class Kernel(Generic[P, R]):
     def compile(self) -> Callable[P, R]:
         """Compile the function with numba, or load it from numba's disk cache."""
         if self._compiled is None:
-            # numba needs called kernels to be compiled first
+            # the kernels that this function calls must be compiled before numba compiles it
             names = self._function.__globals__
             for name in self._function.__code__.co_names:
                 if isinstance(called := names.get(name), Kernel):

@@ -42,7 +42,7 @@ def link(kernels: Iterable[Kernel[..., Any]], path: Path) -> None:
     module = llvm.parse_assembly("")
     for kernel in kernels:
         for signature in kernel.signatures:
-            # only other kernels call a kernel that returns a tuple
+            # a kernel that returns a tuple is only called by other kernels, and needs no symbol
             if not signature.startswith("Tuple"):
                 module.link_in(_with_c_signature(kernel, signature))
     target = llvm.Target.from_default_triple().create_target_machine(

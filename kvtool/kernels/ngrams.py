@@ -32,7 +32,8 @@ def key_of(tokens, end):
 def link(tokens, newest, before, first, n):
     """Add the places first + 1 .. n of a text: tokens i32[n], newest i32[hash], before i32[n].
 
-    A place is the index of a token that follows N_KEY others; the token at place n is not known yet.
+    A place is the index of a token that follows N_KEY others; the token at place n is not known yet. newest
+    has the newest place of each hash, before[place - 1] the previous place with the same hash.
     """
     for end in range(max(first + 1, N_KEY), n + 1):
         key = key_of(tokens, end)

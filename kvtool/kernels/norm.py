@@ -16,9 +16,9 @@ def square_norm(key):
 
 @kernel("void(f4[:,:,::1], i8[::1], i1[:,:,::1])")
 def normalise(keys, first, unit):
-    """keys f32[row, n_new, n_dim] of cells from first i64[row] on -> unit i8[row, n or more, n_dim].
+    """Scale each key to norm 127; a zero key stays zero.
 
-    Scale each key to norm 127; a zero key stays zero.
+    keys f32[row, n_new, n_dim] of cells from first i64[row] on -> unit i8[row, n or more, n_dim].
     """
     n_row, n_new, n_dim = keys.shape
     for row in range(n_row):

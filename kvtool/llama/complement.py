@@ -27,7 +27,7 @@ CONSTRAINING = IN_PLACE | {
 ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 MOST = 24
-"""Maximum schemas of a complement. It may be incomplete, but never accepts a value of the schema."""
+"""Maximum schemas of a complement, which may be incomplete, but never accepts a value of the schema."""
 
 _MOST_LONG = 100
 """Longest text for `other_than`, whose expression nests as deeply as the text is long."""
@@ -35,7 +35,7 @@ _MOST_LONG = 100
 _MOST_DEEP = 6
 _MOST_VISITS = 100_000
 _MOST_OPTIONS = 100
-"""Limits: consecutive references, schemas visited, and options compared with each other."""
+"""Limits: nested schemas and consecutive references; schemas visited; options compared with each other."""
 
 
 class Complement:
@@ -49,7 +49,7 @@ class Complement:
     def of(self, schema: Any, depth: int = 0, *, names: Iterable[str] = ()) -> list[Any]:
         """Return schemas whose values the given schema rejects, [] if none are known.
 
-        names: properties that the objects of interest may have.
+        names: properties to look for; an object that has one is rejected if the schema forbids it.
         """
         schema = self.resolved(schema)
         self._n_left -= 1
@@ -82,7 +82,7 @@ class Complement:
                 yield from _beyond(key, number)
         items = schema.get("items")
         for other in self.of(items, depth + 1) if isinstance(items, Mapping) else ():
-            # rejected if the first item is
+            # an array is rejected if its first item is
             yield {"type": "array", "items": [other], "minItems": 1}
         for part in listed(schema, "allOf"):
             yield from self.of(part, depth + 1)
@@ -123,7 +123,7 @@ class Complement:
         return overlaps
 
     def _have_distinct_values(self, options: Sequence[Any], within: frozenset[str]) -> bool:
-        """Return True if all options list values, or a required property's, and no value occurs twice."""
+        """Return True if all options list values, or a required property's values, and no two share one."""
         known = [option for option in map(self.resolved, options) if isinstance(option, Mapping)]
         if len(known) < len(options) or not known:
             return False

@@ -119,7 +119,7 @@ class Vocabulary:
         return mask
 
     def continuing(self, text: bytes) -> list[int]:
-        """Return the tokens that are a prefix of this text, or of which it is a prefix."""
+        """Return the tokens that this text starts with, and those that start with this text."""
         if text not in self._continuing:
             self._continuing[text] = [
                 token
@@ -218,7 +218,7 @@ class Matcher(Constraint):
             raise UsageError("the beginning of the reply does not fit its grammar or JSON schema")
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Start after these tokens, from now on. Raises UsageError if they do not fit."""
+        """Restart after these tokens, as every later `restart` does. Raises UsageError if they do not fit."""
         self._begun = tokens
         self.restart()
 

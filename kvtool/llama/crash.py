@@ -86,6 +86,6 @@ def _announce(error: KvtoolError) -> None:
     """Set the line and the exit code of a crash."""
     line = f"kvtool: {error}\n"
     if sys.stderr is not None and sys.stderr.isatty():
-        # a progress bar has hidden the cursor
+        # show the cursor, which a progress bar may have hidden
         line = f"\r\x1b[K\x1b[?25h{line}"
     check(lib.llama_kvtool_guard(os.fsencode(line)[:4000], error.exit_code, is_verbose()))

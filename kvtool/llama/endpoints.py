@@ -1,8 +1,8 @@
 """Endpoints, the addresses of workers, and a test that a worker answers there.
 
-kvtool tests each endpoint before llama.cpp connects, which would otherwise wait forever or end the process.
-This file imports only the standard library, since the command line imports it. `workers.py` makes llama.cpp
-use the workers.
+kvtool tests each endpoint before llama.cpp connects to it: if no worker answers, llama.cpp waits forever or
+ends the process. `workers.py` makes llama.cpp use the workers. The command line imports this file, so it
+must not import llama.cpp.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ class FixedState:
 
     @staticmethod
     def of(context: Decoder) -> FixedState | None:
-        """Return the fixed state of a context; None if it has no such layers."""
+        """Return the fixed state of a context; None if it has no sliding or recurrent layers."""
         return FixedState(context) if lib.llama_kvtool_n_beside(context.handle) else None
 
     @property

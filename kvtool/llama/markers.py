@@ -21,8 +21,8 @@ class Markers:
     """Search for markers in texts.
 
     Control tokens are markers. User-defined tokens, such as <think> in most vocabularies, are words, which
-    llama.cpp finds in any text. But user-defined tokens with <| or |> are markers, which some model files
-    declare wrongly.
+    llama.cpp finds in any text. But user-defined tokens with <| or |> are markers: some model files declare
+    them wrongly.
 
     Parameters
     ----------

@@ -76,7 +76,7 @@ def _plain(pattern: str) -> Iterator[tuple[str, bool]]:
 def _end_of_lookahead(pattern: str) -> int | None:
     """Return the index of the parenthesis that closes the pattern's first lookahead.
 
-    None without such a parenthesis, and for alternatives, of which only the first has the lookahead.
+    Return None if no parenthesis closes it, or if alternatives follow, which the lookahead does not apply to.
     """
     at, depth, end = 0, 0, None
     for part, in_set in _plain(pattern):

@@ -1,7 +1,7 @@
 """Rewrite a JSON schema in keywords that llguidance enforces.
 
-Except for keywords that cannot be enforced, which are listed, every value that fits the result fits the
-schema. The result may fit fewer values: objects get no unnamed properties, integers have at most 64 bits.
+Every value that fits the result fits the schema, except for keywords that cannot be enforced; a list names
+these. The result may fit fewer values: objects get no unnamed properties, integers have at most 64 bits.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ class _Writer:
     Attributes
     ----------
     shared
-        Targets of references in schemas that restrict the same value by further keywords. Objects at these
-        places must stay open. The constructor takes the targets known so far; this set collects all.
+        Targets of references that restrict a value together with other keywords, which may name further
+        properties. So objects at these places must allow unnamed properties. The constructor takes the
+        targets known so far; this set collects all.
     left_out
         Keywords that are not enforced.
     """
@@ -291,7 +292,7 @@ class _Writer:
             new["additionalProperties"] = False
 
     def _counts(self, new: Schema, where: str) -> None:
-        """Express minProperties and maxProperties: llguidance counts only unnamed properties."""
+        """Express minProperties and maxProperties otherwise: llguidance counts only unnamed properties."""
         least, most = new.get("minProperties", 0), new.get("maxProperties")
         names, required = new.get("properties"), new.get("required", [])
         if not isinstance(names, Mapping) or not isinstance(least, int) or not (least or most is not None):

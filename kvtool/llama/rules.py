@@ -39,7 +39,7 @@ def of_choice(texts: Sequence[str]) -> Rules:
     """Return rules for one of these texts. Raises UsageError for an empty list, or too many texts."""
     if not texts or len(texts) > MOST_CHOICES:
         raise UsageError(f"a choice must be among 1 to {MOST_CHOICES:,} texts, got {len(texts):,}")
-    # one lexeme: a text may begin with another one
+    # a single lexeme, because a text may begin with another text of the choice
     return Rules("CHOICE", (f"CHOICE: {' | '.join(map(literal, texts))}",), "the choice")
 
 

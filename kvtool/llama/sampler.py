@@ -147,7 +147,7 @@ class Sampler:
             yield api.llama_sampler_init_logit_bias(n_vocab, len(pairs), bias)
         if not its.mirostat:
             yield from self._penalties()
-            # without randomness only these two change the result: they can drop the most likely token
+            # at temperature 0 only typical and XTC matter, because they can drop the most likely token
             if its.temp > 0 or its.typical < 1 or its.xtc_probability > 0:
                 yield from self._truncations(seed)
         if its.temp <= 0:
@@ -208,7 +208,7 @@ class Sampler:
         return token
 
     def _is_quick(self, fits: np.ndarray) -> bool:
-        """Return True if excluding the tokens that do not fit b1[n_vocab] is faster than listing the rest.
+        """Return True if excluding tokens is faster than listing those that fit. fits: b1[n_vocab].
 
         False for samplers that sum logarithms of probabilities: an excluded token has probability 0.
         """

@@ -56,7 +56,7 @@ def json_texts(schema: Mapping[str, Any]) -> str:
 
 
 def enforced_text(schema: str, *, strict: bool = False) -> Enforced:
-    """Parse a schema, then do as `enforced`."""
+    """Parse a schema and return the part of it that can be enforced, as `enforced` does."""
     try:
         parsed = json.loads(schema)
     except json.JSONDecodeError as error:

@@ -13,10 +13,10 @@ TABLE = "archive"
 """Name of the array with an archive's positions and rotations; it starts with begin and end."""
 
 SEGMENTS, DIGESTS = "archive.segments", "archive.sha256"
-"""Names of the arrays that list segments: i64[n, 3] begin, end, offset in their file, and u8[n, 32]."""
+"""Names of the lists of segments: i64[n, 3] (begin, end, offset in their file), and SHA-256 u8[n, 32]."""
 
 CLUSTERS, CLUSTER_DIGESTS = "archive.clusters", "archive.clusters.sha256"
-"""Names of the arrays that list clusters: i64[n, 5] begin, end, 1 if far, bytes, offset, and u8[n, 32]."""
+"""Names of the lists of clusters: i64[n, 5] (begin, end, 1 if far, bytes, offset), and SHA-256 u8[n, 32]."""
 
 N_CLUSTERS = 5
 
@@ -49,7 +49,7 @@ class Clusters(NamedTuple):
     begin, end
         Range of the blocks' positions in the stream.
     is_far
-        True for clusters of far tokens. A block is clustered again when it becomes far.
+        True for clusters of tokens beyond n_near. A block is clustered again when it becomes far.
     n_bytes
         Size in bytes.
     sha256
@@ -98,7 +98,7 @@ def span(saved: Mapping[str, np.ndarray]) -> tuple[int, int]:
 
 
 def listed(saved: Mapping[str, np.ndarray]) -> dict[Segment, int]:
-    """Return listed segments, oldest first, with their offsets; {} if the arrays hold the tokens."""
+    """Return listed segments, oldest first, with their offsets; {} if the tokens are in arrays instead."""
     if SEGMENTS not in saved:
         return {}
     digests = map(bytes, saved[DIGESTS])

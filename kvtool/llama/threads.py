@@ -24,7 +24,7 @@ _GAIN = 0.96
 """A trial counts as faster if its steps take at most this share of the usual time."""
 
 _SLOWER = 1.4
-"""Steps that take this many times as long as after the last trial start another trial at once."""
+"""Another trial starts at once if steps take this many times as long as after the last trial."""
 
 _HOPELESS = 2.0
 """A trial ends early at a step that takes this many times as long as usual."""

@@ -16,7 +16,7 @@ before the next eviction.
 
 Differs from the paper: the first tokens and the newest ones are part of every summary. One decision per KV
 head, on the sum over its group of query heads (the paper has no grouped queries). An eviction makes room for
-`slack` tokens, one discard at a time; the paper's for one (--evict-every 1). Greedy is lazy by default; the
+`slack` tokens, one discard at a time; in the paper, for one (--evict-every 1). Greedy is lazy by default; the
 paper's runs were stochastic. Keys are taken before RoPE, which the paper leaves open. They are normalised and
 kept in 16 bits: a cosine is off by about 0.00002 and does not depend on the order of summation.
 """

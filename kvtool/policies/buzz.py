@@ -10,9 +10,9 @@ our sinks, window, threshold and stride.
 An eviction is due when the middle has more than `threshold` tokens: the budget is sinks + window + threshold
 + 1. `slack` is ignored. In a stream, an eviction leaves about 40 % of the budget; other policies leave all
 but the slack. With `-o kept=true` the requested budget is the number of cells left by an eviction. The real
-budget, up to which rows grow before the next eviction, is then about 2.7 times as large. This gives equal
-cells after a prompt, but in a long stream more on average than other policies hold. The middle is sized for
-its steady state, where each eviction leaves as many middle tokens as the one before. With the proportions of
+budget, up to which rows grow before the next eviction, is then about 2.7 times as large. After a prompt, BUZZ
+then holds as many tokens as other policies, but in a long stream more on average. The middle is sized for its
+steady state, where each eviction leaves as many middle tokens as the one before. With the proportions of
 Theorem 3.1 this number equals the window.
 
 With `-o logn=true` attention logits are multiplied by log_512(n), where n counts the tokens that the query
@@ -25,10 +25,10 @@ grouped queries). The threshold counts old and new tokens together, as in Figure
 the authors' code; lines 7 to 12 of Algorithm 1 count only the new ones. Counting only new tokens would give a
 smaller window and a longer middle in the same budget: for 256 cells a window of 38 instead of 47, with a
 perplexity of 27.7 instead of 27.8 (wikitext-2, SmolLM2-135M, 4,096 tokens), which is within the noise.
-kept=true is not in the paper. It thins the middle again, from its oldest token on, until the rest fits the
-requested number, which no eviction exceeds. An eviction leaves exactly this number wherever one round of
-thinning leaves too many: after a prompt or step that is long enough, and in a stream from about the third
-eviction on. The first eviction of a stream leaves about 7 % less.
+kept=true is not in the paper. If an eviction leaves more than the requested number, it thins the middle
+again, from its oldest token on, until exactly this number is left. This happens after a prompt or step that
+is long enough, and in a stream from about the third eviction on. The first eviction of a stream leaves about
+7 % less.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _strides(stride: int, swap: bool) -> tuple[int, int]:
 def _threshold(n: int, stride: int, old_stride: int) -> int:
     """Return the threshold whose steady state is n middle tokens: each eviction leaves n again.
 
-    One in old_stride of the n old tokens stays; one in `stride` new tokens replaces each old token evicted.
+    Of the n old tokens, one in old_stride stays. Each evicted one is replaced by one of `stride` new tokens.
     """
     return n - 1 + stride * (n - -(-n // old_stride))
 
@@ -220,7 +220,7 @@ def _best_window(rest: int, stride: int) -> int:
 def _sizes_kept(
     n: int, window: int | None, threshold: int | None, stride: int, old_stride: int
 ) -> tuple[int, int]:
-    """Return window and threshold if an eviction leaves n cells plus sinks. Raises ValueError if impossible.
+    """Return window and threshold such that an eviction leaves n cells plus sinks, or raise ValueError.
 
     By Theorem 3.1, the middle's steady state equals the window.
     """
@@ -247,8 +247,8 @@ def _sample(order, pos, mass, first, window, n_max, stride, old_stride, local_ma
 
     At most n_max tokens stay: those before position `first`, the newest `window` (fewer if both do not fit),
     and of the middle one in `stride` new and one in `old_stride` old tokens. Old tokens precede new ones.
-    Sets old u1[row, n or more] for the middle tokens that stay. exact: stop thinning the middle again, from
-    its oldest token on, as soon as the rest fits.
+    Sets old u1[row, n or more] for the middle tokens that stay. exact: further rounds of thinning begin at
+    the middle's oldest token and stop as soon as the rest fits.
     """
     n_row, n = order.shape
     stays = np.empty(n, np.int64)

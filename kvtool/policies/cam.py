@@ -9,9 +9,9 @@ The authors have three programs (github.com/zyxxmu/cam). The default is the firs
 query. The second takes the sum over all queries, and the mean over the target tokens (score=sum, merge=16,
 denominator=targets). The third takes the sum divided by the steps lived, and the maximum over the kept tokens
 (score=average, denominator=max, merge as large as the window). The denominator matters: with score=sum and
-merge=16, targets has a perplexity of 27.7, mean of 30.6 (wikitext-2, SmolLM2-135M, 4,096 tokens, 256 cells).
+merge=16, "targets" has a perplexity of 27.7, "mean" 30.6 (wikitext-2, SmolLM2-135M, 4,096 tokens, 256 cells).
 
-Differs from the paper: an eviction makes room for `slack` tokens, the paper's for one (--evict-every 1), and
+Differs from the paper: an eviction makes room for `slack` tokens, in the paper for one (--evict-every 1), and
 tokens evicted together are not merged into each other. If fewer than `merge` tokens follow, each still gets 1
 / `merge` of the value. A group of query heads draws once, on its summed attention.
 """

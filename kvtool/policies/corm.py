@@ -11,9 +11,9 @@ With grouped query heads, a key is important if it is important to any head of t
 Instead of the paper's w x n matrix of marks, each cell remembers the last step at which it was important.
 
 Differs from the paper: the budget is a cap; the paper has no cap. A row above it keeps the most recently
-important tokens, the newest among equals. Evictions come every `slack` tokens (--evict-every 1 for the
-paper's). Sinks are an option. With `-o t=cells`, t counts the live tokens of the longest row; otherwise the
-threshold keeps falling in an endless stream.
+important tokens, the newest among equals. Evictions come every `slack` tokens, in the paper at every token
+(--evict-every 1). Sinks are an option. With `-o t=cells`, t counts the live tokens of the longest row;
+otherwise the threshold keeps falling in an endless stream.
 """
 
 from __future__ import annotations

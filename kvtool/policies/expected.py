@@ -12,7 +12,7 @@ covariance is of the queries before RoPE.
 Differs from the paper: the paper takes the queries of the whole prompt; kvpress takes the last ones while it
 generates. Here they are always the last ones, one to a few times as many as a key has dimensions, so they
 take about as much memory as their covariances. The newest tokens stay (`window`); the paper protects none.
-Its `epsilon` is 0.02, more than most shares among a few hundred tokens. With 0.001 SmolLM2's perplexity in
+Its `epsilon` of 0.02 is more than most shares among a few hundred tokens. With 0.001 SmolLM2's perplexity in
 256 cells was lower on ten of ten texts, by 7 % on average. The paper compresses a prompt once; here the same
 is done whenever the cache is full. Option: the rows of a layer share its budget as in Ada-KV
 (`heads=adaptive`; kvtool/policy/ranked.py).

@@ -6,7 +6,7 @@ window. A grace period of g steps for new tokens is a window of g - 1.
 Differs from the paper: one decision per KV head, on the sum over its group of query heads (the paper has no
 grouped queries). The window is never evicted, as in the authors' code. Beyond the context length, which the
 paper does not cover, the sums decay (`decay_beyond=1`: never). Without decay, new tokens could no longer
-overtake old ones. docs/measured.md has the effect.
+overtake old ones; docs/measured.md shows the effect.
 
 Options from other work: EasyKV divides by the steps a token has lived (`score=mean`) and decays the sums
 (`decay`), TOVA decides once per layer (`per=layer`), llama-recipes uses the group's first head

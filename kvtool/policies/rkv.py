@@ -3,20 +3,20 @@
 A token's score is mixture * I - (1 - mixture) * R. The importance I is the attention of the last `window`
 queries, normalised to sum to 1, then max-pooled over `kernel` neighbours in the order of the stream. The
 redundancy R is the softmax of the mean cosine of a token's key with all keys of the row. The newest of
-several similar tokens must not count as redundant. For each key, the `similar` newest tokens whose cosine
-with it exceeds `threshold` are found, and these cosines count as 0 in those tokens' means. The paper's
+several similar tokens must not count as redundant. So each key looks for the `similar` newest tokens whose
+cosine with it exceeds `threshold`, and this cosine counts as 0 in the means of these tokens. The paper's
 lambda, alpha, beta and T are our mixture, window, similar and threshold.
 
 From the authors' code, where the paper leaves it open: the defaults of `kernel` and `similar`; a group's
 attention is that of the head that attends most; the window's tokens are not ranked and not pooled, but they
 count for redundancy.
 
-Differs from the paper: the paper compresses every 128 generated tokens; kvtool does whenever the cache is
-full (--evict-every 128 for the paper's), also while it reads a prompt. Keys are compared before RoPE (the
-authors' code compares them after it), rounded to eight bits. The attention of all window queries together is
-divided by its sum over the tokens before the window; the authors' code divides each query's, after it has
-taken the highest logit of a group. It also spares the first token if a key has no similar keys; kvtool does
-not.
+Differs from the paper: the paper compresses every 128 generated tokens (--evict-every 128); kvtool compresses
+whenever the cache is full, also while it reads a prompt. Keys are compared before RoPE (the authors' code
+compares them after it), rounded to eight bits. The window's queries add up their attention, which is then
+divided by its sum over the tokens before the window. The authors' code divides the attention of each query,
+after it has taken the highest logit of a group. It also spares the first token if a key has no similar keys;
+kvtool does not.
 
 Option: the rows of a layer share its budget as in Ada-KV (`heads=adaptive`; kvtool/policy/ranked.py).
 """
@@ -104,8 +104,8 @@ class RKV(Ranked):
 
 @kernel("void(i8[:,::1], i8[::1], i1[:,:,::1], f8, i8, f8[:,::1])", any_order=True)
 def _likeness(order, dead, unit, threshold, n_spared, likeness):
-    """order i64[row, n]: the row's dead i64[row] dead cells, then its live ones, oldest first; unit i8[row, n
-    or more, n_dim] -> likeness f64[row, n].
+    """order i64[row, n]: dead cells, whose number is dead i64[row], then the live ones, oldest first; unit
+    i8[row, n or more, n_dim] -> likeness f64[row, n].
 
     likeness[row, i] is the mean cosine of the order's i-th key with every other key of the row. For each key,
     the n_spared newest keys whose cosine with it exceeds the threshold leave that cosine out of their means.

@@ -3,7 +3,7 @@
 The paper's attention sinks are our sinks, its rolling KV cache is our window. `--positions in-cache` gives
 the paper's positions within the cache.
 
-Differs from the paper: an eviction makes room for `slack` tokens, the paper's for one (--evict-every 1).
+Differs from the paper: an eviction makes room for `slack` tokens, in the paper for one (--evict-every 1).
 """
 
 from dataclasses import dataclass

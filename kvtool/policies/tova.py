@@ -4,9 +4,9 @@ The score is the newest query's attention summed over all heads of a layer: the 
 constant. Every KV head of the layer keeps the same tokens.
 
 Differs from the paper: the newest token always stays; the paper's competes like any other (`-o window=0`). An
-eviction makes room for `slack` tokens, the paper's for one (--evict-every 1). With `-o per=row` every KV head
-decides separately, on its group of query heads. The rows of a layer may then share its budget as in Ada-KV
-(`heads=adaptive`; kvtool/policy/ranked.py).
+eviction makes room for `slack` tokens, in the paper for one (--evict-every 1). With `-o per=row` every KV
+head decides separately, on its group of query heads. The rows of a layer may then share its budget as in
+Ada-KV (`heads=adaptive`; kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass

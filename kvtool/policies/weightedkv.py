@@ -4,9 +4,10 @@ Algorithm 1. A token's average is its attention sum divided by the steps that it
 n). The key of the token with the smallest average is evicted. Its value is merged into the next live token of
 the row, the two weighted by their averages. The merged token keeps its own average.
 
-Differs from the paper: an eviction makes room for `slack` tokens, the paper's for one (--evict-every 1). The
-averages of that moment serve for all evicted tokens, which are merged one at a time, the smallest average
-first; each merge sees the earlier ones. One decision per KV head, on the sum over its group of query heads.
+Differs from the paper: an eviction makes room for `slack` tokens, in the paper for one (--evict-every 1). All
+averages are taken before the eviction. The evicted tokens are then merged one at a time, the smallest average
+first, so a value may be merged several times. One decision per KV head, on the sum over its group of query
+heads.
 
 On a model with grouped queries, merging gives worse results: lab/papers/merging.md.
 """
@@ -24,7 +25,7 @@ from kvtool.policy import Merge, Plan, Ranked, Signal, State, View
 
 _SINKS = 4
 _FEW = 32
-"""Up to this many evicted cells, finding each neighbour by a vectorised scan is faster than a sort."""
+"""For up to this many evicted cells, a vectorised scan for each neighbour is faster than a sort."""
 
 
 @dataclass(frozen=True, slots=True)
