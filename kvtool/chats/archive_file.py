@@ -297,7 +297,7 @@ class _SegmentFile:
     def suits(self, archive: Archive, parts: list[Part]) -> bool:
         """True if new parts should be appended to this file.
 
-        A file suits if it is not shared with a session, and if at least half of its bytes are then in use.
+        A file suits if no other session shares it, and if at least half of its bytes are then in use.
         """
         if not parts:
             return False

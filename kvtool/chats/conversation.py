@@ -109,7 +109,7 @@ class Conversation:
         self.n_reply = self.version = 0
         self.thought_budget: int | None = None
         self.effort: str | None = None
-        # where `finish_reply` goes back to
+        # state to which `finish_reply` goes back
         self._before_reply: UndoPoint | None = None
         self._has_header = True
         self._written: list[str] = []
@@ -217,7 +217,7 @@ class Conversation:
             self.messages, self.system, self.is_pinned = saved
 
     def start_over(self, n_pinned: int) -> None:
-        """Empty the cache, and pin the first n_pinned tokens to come. Raises UsageError for too many."""
+        """Empty the cache, and pin the next n_pinned tokens. Raises UsageError for too many."""
         self.writer.reset()
         self._pin(n_pinned)
 
@@ -422,7 +422,7 @@ class Conversation:
         self.restore(meta, arrays)
         # sessions of earlier versions have none
         for mark in (Mark(*saved) for saved in meta.get("marks", ())):
-            # a server also marks the end of the chat and the results of tools, under any policy
+            # a server marks every reply, under any policy: keep only marks before a turn that can be undone
             following = self.messages[mark.n_message : mark.n_message + 1]
             if self.writer.engine.can_rewind and [message["role"] for message in following] == ["user"]:
                 self.undo_stack.push(mark)
@@ -514,7 +514,7 @@ class Conversation:
             try:
                 self._go_to(before)
             except SessionError:
-                # marks under a copy belong to the stream that the copy cannot restore
+                # marks older than the copy belong to the stream that the damaged copy cannot restore
                 self.undo_stack.drop_marks()
                 raise
         self.n_reply = max(n_reply, self.n_reply)

@@ -61,7 +61,7 @@ def lock(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 in_use = f"{path} is in use by another chat; end that chat, or name another file"
                 raise SessionError(in_use) from None
-            # a server checks the chats' locks after it has locked its folder
+            # checked after locking, because a server locks its folder before it checks the chats' locks
             if SERVED.fullmatch(real.name) and is_locked(real.with_name(LOCK)):
                 in_use = f"{path} is in use by the server that runs with --sessions {real.parent}"
                 raise SessionError(f"{in_use}; end that server, or copy the file and its .archive")

@@ -55,7 +55,7 @@ _QUESTION = "kvtool stands in for the question"
 """Texts that mark positions in a rendered chat."""
 
 _NOT_ASCII = re.compile(f"{JOINT}{JOINT}|{CUT}{CUT}|[^\0-\x7f{JOINT}{CUT}]")
-"""Characters that JSON in ASCII escapes: all except single marks."""
+"""Characters that JSON escapes if it must be ASCII: all characters beyond ASCII, except single marks."""
 
 
 _MARKED, _WORDS = re.compile(r"<[^<>\s]+>|\[[^][\s]+\]"), re.compile(r"\w\W+\w")
@@ -213,7 +213,7 @@ class Template:
 
     @property
     def takes_thoughts(self) -> bool:
-        """True if the template reads a message's thought from a field of its message."""
+        """True if the template reads the thought of a message from a field of the message."""
         return self._thought_name is not None
 
     def _renamed(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ class Template:
         self, messages: list[dict[str, Any]], reply: bool = True, tools: list[Any] | None = None
     ) -> str:
         messages = [self._renamed(message) for message in messages]
-        # these win over a variable of the same name
+        # the chat's values win over variables of the same names
         chat = {"messages": messages, "add_generation_prompt": reply}
         try:
             return self._template.render({**self.variables, **chat, "tools": tools})
@@ -241,7 +241,7 @@ class Template:
             raise _failed(error) from error
 
     def turn(self, before: list[Message], user: str) -> str:
-        """Return the text from the end of the model's last reply to the header of the next, for a turn.
+        """Return the text of a user's turn, from the end of the model's last reply to the next reply header.
 
         before: messages before the last reply. user: text of the user.
         """

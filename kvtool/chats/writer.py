@@ -45,7 +45,7 @@ class Writer:
     ends
         Tokens that end `write`, in addition to the model's own.
     before_reading
-        Called with the number of tokens of each text before it is read.
+        Called before a text is read, with its number of tokens.
     after_sampling
         Called with each sampled token, while the context still has the logits it was sampled from.
     while_reading
@@ -157,7 +157,7 @@ class Writer:
         """
         n_missing = n - self.engine.n_past
         if 0 < n_missing <= len(self._unread):
-            # a stop came while the stream was read again
+            # a stop interrupted a second reading of the stream, whose end is still unread
             missing = self._unread[:n_missing]
             self.restore(saved, self.tokens, seed)
             self._unread = np.concatenate([missing, self._unread])
@@ -187,7 +187,7 @@ class Writer:
             whole = np.concatenate([self.tokens, self._unread])
             self.engine.empty()
             self.n_reread += len(self._decoded)
-            # a stop leaves the whole stream to be read
+            # if stopped, the next call reads the rest of the whole stream
             self._unread, self._decoded = whole, array("i")
         before, n_all = self.engine.n_past, len(self._unread)
 
@@ -302,7 +302,7 @@ class Writer:
         self._restored &= not n
 
     def _drop_drafts(self) -> None:
-        """Remove the draft tokens that were not sampled from the cache."""
+        """Remove from the cache the draft tokens that were not sampled."""
         if self.drafter:
             self.drafter.judge(self._n_sampled)
         n, self._drafts, self._n_sampled = len(self._drafts), self._drafts[:0], 0

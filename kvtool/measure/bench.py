@@ -1,7 +1,7 @@
 """Speed of reading and writing at several depths, and memory, for several cache configurations.
 
-A row is one cache configuration at one depth. Each of its rounds starts a new cache at that depth (see
-`depths`), writes two tokens, reads one batch and writes some tokens, the last of which is at the row's depth.
+A row is one cache configuration at one depth. Each of its rounds starts a new cache a little below that depth
+(see `depths`), writes two tokens, reads a batch once or twice, and writes more tokens, at most to the depth.
 The rows of a depth alternate. Each has a limit of seconds, after which it gets no more rounds.
 """
 
@@ -184,7 +184,7 @@ class Bench:
     rows
         All rows, with their results so far.
     stop
-        Event that ends measuring after the current step when it is set.
+        Set to True to end measuring after the current step.
     """
 
     def __init__(

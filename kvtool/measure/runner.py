@@ -77,7 +77,7 @@ class Runner:
     ) -> Iterator[Event]:
         """Execute the runs, `jobs` at a time. The last event of each has its record.
 
-        against: file with the full cache's predictions. writes: True if the only run writes it.
+        against: file with the full cache's predictions. writes: True if the grid's only run writes it.
         """
         waiting = list(grid)
         ends: dict[Run, dict[str, Any]] = {}

@@ -111,7 +111,7 @@ def run_pip(requirements: list[str], folder: Path, step: Callable[[int], None]) 
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     command += ["--no-input", "--no-cache-dir", "--disable-pip-version-check", "--dest", str(folder)]
-    # pip downloads into its temporary folder first; here the bytes can be counted
+    # pip downloads into a temporary folder first: this one, so that the bytes can be counted
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
     with subprocess.Popen(
         [*command, *requirements],

@@ -33,7 +33,7 @@ def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
 def pull(name: str, progress: Progress | None = None, *, paths: bool = False) -> Path:
     """Return the file of a name, a URL or a repository, downloaded if necessary. Raises ModelError.
 
-    paths: True accepts paths also.
+    paths: True to accept the path of a file as well.
     """
     entries = registry()
     if name in entries:

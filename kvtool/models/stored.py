@@ -23,7 +23,7 @@ class Stored:
     name
         The model's name for `-m`: a name of models.txt, a URL or a repository.
     files
-        Its files, the model or its first part first.
+        Its files, beginning with the model itself or its first part.
     is_whole
         True if all files of the model are complete.
     """

@@ -64,7 +64,7 @@ class Reader:
     n_read
         Number of tokens read of the last prompt.
     is_cut
-        True if its middle was cut out.
+        True if the middle of the last prompt was cut out.
     shared
         Reads prompts once for several readers; None: each reader reads them itself.
     full

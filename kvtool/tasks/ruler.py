@@ -79,7 +79,7 @@ class Ruler(Task):
     repeats
         Samples of each task and length; RULER has 500.
     question
-        Time of reading the question: "known" for together with the text, "after" for after the text.
+        Time of the question: "known" reads it with the text, "after" reads it after the text.
     essays
         Folder of texts: Paul Graham's essays.
     squad
@@ -127,7 +127,7 @@ class Ruler(Task):
         return [name for name in PARTS if not self.tasks or name in self.tasks]
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
-        """Yield one sample of each part in turn, so that the first n items have as many of each part."""
+        """Return samples of all parts in turn, so that the first n items have about equally many of each."""
         if files:
             raise InputError(f"ruler takes its files as parameters: {'; '.join(_FILES.values())}")
         sources = Sources(model, self.essays, self.squad, self.hotpotqa, self.seed)

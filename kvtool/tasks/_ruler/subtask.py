@@ -20,7 +20,7 @@ class Sample:
     Attributes
     ----------
     context
-        Text, after RULER's introduction.
+        RULER's introduction, and the text.
     question
         Question, which follows the text directly.
     opening
