@@ -4,14 +4,14 @@
         --llama-cpp venv/bin/python
 
 data/agents.jsonl.xz has the requests of opencode and Qwen Code, recorded with a scripted model:
-each session reads, writes and edits files, and goes on after a second question. What the model said in them
-is replaced by what the server has answered, as in a real chat: results of tools are then texts of the user.
-With --recorded, requests are sent as they were, so that no answer in them is one that the server gave.
+each session reads, writes and edits files, and goes on after a second question. As in a real chat, the
+recorded replies are replaced by the server's own; results of tools then become texts of the user.
+With --recorded, requests are sent as they were recorded, so no reply in them is the server's.
 
-Before the last request the server starts anew; that request comes again with a message in its middle changed;
-and on a new server two agents take turns. kvtool keeps its chats with --sessions, llama-server with
+The server is restarted before the last request. That request is then sent again with a message in its middle
+changed. On a new server two agents take turns. kvtool keeps its chats with --sessions, llama-server with
 --slot-save-path, saved and restored by its API; the time to restore is not counted. llama_cpp.server keeps
-nothing and knows no /v1/messages. --llama-cpp is a Python that has it; LLAMA_CPP_LIB_PATH gives it the same
+nothing and has no /v1/messages. --llama-cpp is a Python that has it; LLAMA_CPP_LIB_PATH gives it the same
 llama.cpp.
 """
 
@@ -42,7 +42,7 @@ from lab.benchmarks.servers import answers, reserved_port
 SESSIONS = Path(__file__).parent / "data" / "agents.jsonl.xz"
 MESSAGES = "/v1/messages"
 N_SLOT = 4
-"""Of llama-server, unless told otherwise."""
+"""Default number of llama-server's slots."""
 
 Json = dict[str, object]
 
@@ -228,7 +228,7 @@ class Chat:
 
     def turn(self, asked: Json) -> Json:
         body = asked["body"]
-        # a request for a title is beside the chat
+        # a request without tools asks for a title and is no part of the chat
         is_own = bool(body.get("tools"))
         if is_own and not self.said:
             self.n_given = sum(each["role"] == "assistant" for each in body["messages"])
@@ -263,7 +263,7 @@ def _as_text(part: Json) -> Json:
 
 
 def _edited(asked: Json) -> Json:
-    """A request with the message in its middle changed at its beginning."""
+    """Return a copy of a request in which the beginning of a message in the middle is changed."""
     changed = copy.deepcopy(asked)
     messages = changed["body"]["messages"]
     later = messages[len(messages) // 2 :]
@@ -293,7 +293,7 @@ def _turn(server: Server, path: str, body: Json, n: int) -> tuple[Json, str]:
             piece = json.loads(line[6:])
             if "error" in piece:
                 sys.exit(f"{server.name}: {piece['error']}")
-            # of Anthropic's events the first has it all, and later ones may have only what was written
+            # Anthropic's first event has the whole usage; later ones may have only the output tokens
             usage = (piece.get("message") or piece).get("usage") or {}
             end["usage"] = end.get("usage", {}) | usage
             texts = [choice["delta"].get("content") for choice in piece.get("choices", ())]

@@ -1,11 +1,11 @@
-"""What a token takes with recall, by the length of the archive, beside a full cache.
+"""Time of a token with recall, by the length of the archive, compared with a full cache.
 
     python -m lab.benchmarks.archive FILE --sizes 8192,32768,131072 -t 1
 
-Some tokens of the text are read. What the archive or the full cache then holds is repeated until it is as
-long as asked: the number of tokens matters, not which these are. All but an archive's newest 4,096 tokens are
-far, as in a stream. Policies and the full cache take turns token by token, and CPU time is taken, so that
-what slows the machine slows all. Evictions are left out: there are fewer tokens than from one to the next.
+Reads some tokens of the text, then repeats the contents of the archive or the full cache up to the requested
+size: only the number of tokens matters. All but an archive's newest 4,096 tokens are far, as in a stream.
+Policies and the full cache take turns token by token, and CPU time is measured, so that a slow machine slows
+all of them. Evictions are left out: fewer tokens are timed than there are between two evictions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ N_STEP = 12
 N_NEAR = 4096
 
 N_FRAME = 6000
-"""Positions from one start to the next."""
+"""Positions after which the numbering starts over."""
 
 Arrays = dict[str, np.ndarray]
 Counters = dict[tuple[str, str], int]
@@ -61,7 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     model = load_model(args.model)
     tokens = load_tokens(model, args.file, N_READ + N_STEP)
-    # a full cache may be longer here than the model was trained for: its text is of no interest
+    # allow a full cache beyond the trained context: only its speed matters here
     loop.check = lambda *_: None
     rows = []
     for size in map(int, args.sizes.split(",")):
@@ -94,14 +94,14 @@ def _in_turn(engines: dict[str, loop.Engine], tokens: np.ndarray) -> dict[str, f
             times[name].append(time.process_time() - start)
     for engine in engines.values():
         engine.close()
-    # the first two wait for memory that has not been touched
+    # the first two tokens do not count: they touch memory for the first time
     return {name: statistics.median(own[2:]) for name, own in times.items()}
 
 
 def _saved(
     engine: loop.Engine, tokens: np.ndarray
 ) -> tuple[dict[str, np.ndarray], dict[tuple[str, str], int]]:
-    """What the engine holds after the text, and its counters."""
+    """Return the engine's saved arrays after the text, and its counters."""
     engine.read(tokens[:N_READ])
     arrays = {name: np.array(values) for name, values in engine.save()}
     engine.close()
@@ -117,7 +117,7 @@ def _put(
 
 
 def _repeated(values: np.ndarray, n_own: int, n: int) -> np.ndarray:
-    """The bytes of n tokens from those of n_own."""
+    """Repeat the bytes of n_own tokens up to n tokens."""
     own = values.reshape(-1).view(np.uint8).reshape(n_own, -1)
     return np.concatenate([own] * -(-n // n_own))[:n].reshape(-1)
 
@@ -130,7 +130,7 @@ def _recalling(model: Model, spec: str, tokens: np.ndarray, size: int, args) -> 
     if "archive" in arrays:
         begin, end = arrays["archive"][:2].tolist()
         more = size - (end - begin)
-        # those of the repeated tokens are made when they are put
+        # clusters of the repeated tokens are made when the arrays are restored
         arrays = {key: values for key, values in arrays.items() if not key.startswith(CLUSTERS)}
         for key in [key for key in arrays if key.startswith("archive.")]:
             arrays[key] = _repeated(arrays[key], end - begin, size)

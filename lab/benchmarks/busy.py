@@ -1,16 +1,16 @@
-"""How long a token takes beside other programs that want the same cores.
+"""Time of a token while other programs want the same cores.
 
     python -m lab.benchmarks.busy FILE --policy h2o --budget 512 --others 0,1,2
     python -m lab.benchmarks.busy FILE --spins 300,30000
 
-Rows are processes: kvtool with its default threads, kvtool with one thread, stock llama.cpp with as many as
-its own programs take. They take turns, some tokens each, beside 0, 1 and 2 more processes that decode with
-kvtool's defaults and never pause. --spins adds rows of kvtool in which threads wait longer or shorter
-before they sleep (GOMP_SPINCOUNT), beside others that do the same.
+Rows are processes: kvtool with its default threads, with all cores and with one thread, and stock llama.cpp
+with all cores. They take turns, some tokens each, while 0, 1 and 2 more processes decode with kvtool's
+defaults and never pause. --spins adds rows of kvtool in which threads wait longer or shorter before they
+sleep (GOMP_SPINCOUNT).
 
-over its share: a row's time over what kvtool's share of the cores explains. With k others that is 1 / (k + 1)
-of the cores: the least time of all cores alone, times k + 1, or of one thread alone where the share is a core
-or less. More is time that waiting wastes.
+over its share: a row's time, divided by the time that its share of the cores allows. With k others the share
+is 1 / (k + 1) of the cores. The time is the shorter of two: that of all cores without others, times k + 1,
+and that of one thread without others, times (k + 1) / cores or 1. More time is wasted by waiting.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class Row:
         )
 
     def wait(self) -> float:
-        """What it says next; 0 for that it is ready."""
+        """Return the next number that the process prints: 0 when it is ready, then seconds per token."""
         return float(self._process.stdout.readline())
 
     def ask(self, n: int) -> None:
-        """Begin n tokens; 0 is without an end."""
+        """Let the process decode n tokens; 0 means without end."""
         print(n, file=self._process.stdin, flush=True)
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ def child(args) -> None:
 
 @contextmanager
 def others(args, n: int):
-    """Inside, n more processes decode."""
+    """Run n more decoding processes during the block."""
     with ExitStack() as stack:
         rows = [Row(args, _OURS, 0) for _ in range(n)]
         for row in rows:

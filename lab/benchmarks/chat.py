@@ -5,10 +5,10 @@
 
 The first turns of the user state facts; then the model tells a book, a part each turn. Where the chat has as
 many tokens as --at says, the next part is scored: each token is a step, as when a model writes. At the end
-each fact is asked for, always from the same state. The reply is given up to the code; this is found if greedy
-decoding gives all of it. Policies are compared with the first one: fact by fact (McNemar's exact test), and
-by 95 % intervals of the mean difference. h2o@1024 has a budget of its own. `full` has to fit into the trained
-context. What --json has is not measured again.
+each fact is asked for, always from the same state. The reply is given up to the code, which counts as found
+if greedy decoding writes all of it. Policies are compared with the first one: fact by fact (McNemar's exact
+test), and by 95 % intervals of the mean difference. h2o@1024 gives a policy another budget. `full` has to fit
+into the trained context. Results that are already in the --json file are not measured again.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ NAMES = (
 )
 FACT = "The locker of {} has the code"
 N_STATED = 5
-"""Facts of a turn."""
+"""Facts stated in a turn."""
 N_WORDS = 190
-"""Of the book, in a turn."""
+"""Words of the book in a turn."""
 
 
 def main() -> None:
@@ -116,13 +116,13 @@ def _measure(model, name: str, args) -> dict[str, list[dict[str, object]]]:
 
 
 def _say(chat: Conversation, tokens: np.ndarray) -> None:
-    """Ends the model's turn with these."""
+    """End the model's turn with these tokens."""
     chat.writer.read(tokens)
     chat.messages.append({"role": "assistant", "content": "..."})
 
 
 def _score(engine: Engine, tokens: np.ndarray) -> tuple[np.ndarray, bool]:
-    """The nll f64[n] of what comes next, and whether each is the likeliest. All but the last are read."""
+    """Return the tokens' nll f64[n], and whether each is the likeliest. Reads all but the last token."""
     nll, is_top = np.empty(len(tokens)), True
     for i in range(len(tokens)):
         if i:

@@ -49,7 +49,7 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
 
 
 def machine() -> dict[str, object]:
-    """What a reader needs to know about the machine to compare numbers."""
+    """Properties of the machine and of the library, without which numbers cannot be compared."""
     info = library_info()
     return {
         "cpu": cpu_name(),
@@ -63,8 +63,8 @@ def machine() -> dict[str, object]:
 
 
 def mcnemar(lost: int, won: int) -> float:
-    """p of McNemar's exact test. lost, won: what only the first of two gets right, and only the second."""
-    # either is as likely, if the two are equal
+    """p of McNemar's exact test. lost: items that only the first gets right; won: only the second."""
+    # if the two are equally good, lost and won are equally likely
     tail = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1)) / 2 ** (lost + won)
     return min(2 * tail, 1)
 
@@ -109,7 +109,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def show(values: dict[str, float], digits: int = 3) -> str:
-    """What `spread` gives as text: "1.020 (0.990-1.051)"."""
+    """Format a result of `spread`, as in "1.020 (0.990-1.051)"."""
     return "{median:.{d}f} ({min:.{d}f}-{max:.{d}f})".format(**values, d=digits)
 
 

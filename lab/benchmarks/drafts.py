@@ -6,7 +6,7 @@
 
 Each of ten prompts is read and answered without guesses, then with them, at temperature 0. The ratio is that
 of the tokens a second. Texts may differ where two tokens are nearly as likely, because steps of several
-tokens round in another way; `same` is the share of tokens before the first difference. edits: of
+tokens round in another way; `same` is the share of tokens before the first difference. The edits are of
 data/edited.txt, 202 lines of Python.
 """
 

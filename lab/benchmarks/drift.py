@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _predictions(model: Model, tokens: np.ndarray, type_k: str, after: list[int], args) -> list[np.ndarray]:
-    """Log-probabilities f32[score, n_vocab] of the tokens after so many evictions."""
+    """For each number of evictions: log-probabilities f32[score, n_vocab] of the tokens that follow."""
     settings = Settings(positions=args.positions, n_batch=1, type_k=type_k, n_threads=args.threads)
     engine = Engine(model, policies.fit(args.policy, args.budget, 1), settings)
     starts = [args.budget - 1 + n for n in after]

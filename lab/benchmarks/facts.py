@@ -37,7 +37,7 @@ FACTS = {
     "The inventor of the machine was born in": ("Lisbon", "Prague", "Dublin"),
     "The soup of the day is made of": ("pumpkin", "lentils", "beetroot"),
 }
-"""What is said, and what it may end with."""
+"""Beginnings of facts, and their possible ends."""
 
 START = (
     "There is important info hidden inside a lot of irrelevant text. Find it and memorize it. "
@@ -114,7 +114,7 @@ def _read(
     text, n_noted = "", 0
     for sentence in cycle(filler):
         text += f" {sentence}"
-        # in the middle of equal parts
+        # the stream has an equal part for each fact, planted in its middle
         is_due = len(planted) < len(facts) and (
             engine.n_past + len(model.tokenize(text)) >= (len(planted) + 0.5) * n_token / len(facts)
         )

@@ -33,7 +33,7 @@ class Sizes:
         Bytes of a long copy.
     chunks, archived
         Tokens of a chunk, and archived tokens before it.
-    n_layer
+    n_layer, n_read_layer
         Layers of a step, and of the reading of a chunk.
     full, resident
         Cells of the full cache, and of the cache with residents and means.

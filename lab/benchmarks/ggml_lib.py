@@ -85,7 +85,7 @@ _SIGNATURES = {
 
 
 class Ggml:
-    """The functions, and one device: the first GPU, or else the CPU.
+    """ggml's functions, and one device: the first GPU, or else the CPU.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ class Ggml:
         return hasattr(self.lib, function)
 
     def backend(self) -> int:
-        """Return a new backend on the device: on a GPU its own stream."""
+        """Return a new backend on the device; on a GPU it has its own stream."""
         return int(self.lib.ggml_backend_dev_init(self.device, None))
 
     def event(self) -> int | None:
@@ -123,7 +123,7 @@ class Ggml:
         return self.lib.ggml_backend_event_new(self.device) or None
 
     def pinned(self, n_bytes: int) -> np.ndarray:
-        """Return u8[n_bytes] in host memory that the device reads directly; ordinary memory without such."""
+        """Return u8[n_bytes] in host memory that the device reads directly, if there is such memory."""
         kind = self.lib.ggml_backend_dev_host_buffer_type(self.device)
         if not kind:
             return np.zeros(n_bytes, np.uint8)
@@ -225,7 +225,7 @@ class Work:
 def median_s(run: Callable[[], object], *, seconds: float = 0.15, warm: int = 3, least: int = 3) -> float:
     """Median seconds of a call that ends when its work is done.
 
-    It is repeated for some seconds, after calls that do not count: CUDA compiles and captures in them.
+    Repeats the call for `seconds`, after `warm` calls that do not count: CUDA compiles and captures in them.
     """
     for _ in range(warm):
         run()

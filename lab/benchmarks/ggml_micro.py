@@ -1,4 +1,4 @@
-"""Micro-benchmarks of ggml's device: what recall on a GPU is made of, without a model.
+"""Micro-benchmarks of ggml's device: the operations of recall on a GPU, without a model.
 
     python -m lab.benchmarks.ggml_micro 2a 2b
 
@@ -66,7 +66,7 @@ def attentions(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
             forms = ["one", "ne3", "calls"] if n == 1 else ["one", "ne3", "ne3 in order", "calls"]
             for n_kv in sizes.n_kv:
                 for form in forms:
-                    # a long step is long enough to measure a few of
+                    # long steps take long enough: measure fewer of them
                     n_node = sizes.n_node if n < 512 else max(sizes.n_node // 8, 1)
                     row = {"what": form, "type": name, "n": n, "n_kv": n_kv}
                     yield row | _attention(ggml, rng, backend, kv[:n_node], plain, kind, n, n_kv, form)

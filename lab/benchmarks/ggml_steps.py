@@ -36,7 +36,7 @@ class Matrices:
         self.inputs = {n_in: work.tensor(F32, n_in, n) for n_in, _ in self.shapes}
 
     def nodes(self) -> list[int]:
-        """One product each."""
+        """Return a product with each matrix."""
         lib, context = self.work.lib, self.work.context
         pairs = zip(self.weights, self.shapes, strict=True)
         return [lib.ggml_mul_mat(context, weight, self.inputs[n_in]) for weight, (n_in, _) in pairs]

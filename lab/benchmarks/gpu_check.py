@@ -132,7 +132,7 @@ class Check:
         wanted = [name for name in self.args.only.split(",") if name]
         parts = [part for part in self.parts() if not wanted or part.name in wanted]
         if any(part.name in ("3", "3r", "3s", "4") for part in parts):
-            # while the first parts run, which need one core
+            # written while the first parts run, which need one core
             self._writer = self._write_model()
         for part in parts:
             if part.name in ("3", "3r", "3s", "4") and not self._model_ready():
@@ -161,7 +161,7 @@ class Check:
         for name, limit_s in (("2a", 110), ("2b", 30), ("2c", 30), ("2d", 60), ("2e", 60)):
             yield Part(name, limit_s, (*micro, name, *small))
         model = ("-m", str(self.model), *small)
-        # the scheduler logs each graph that it splits, and no graph is used again
+        # log each graph that the scheduler splits; graphs are not reused, so that each step logs one
         logged = (("GGML_SCHED_DEBUG", "2"), ("LLAMA_GRAPH_REUSE_DISABLE", "1"))
         yield Part("3s", 60, (*rows, "splits", *model), logged)
         for way in ("recall", "full", "streamingllm", "h2o"):
@@ -201,7 +201,7 @@ class Check:
         return subprocess.Popen(command, cwd=ROOT, env=self.env, stdout=log, stderr=log)
 
     def _model_ready(self) -> bool:
-        """True once the model is written; a row tells of a failure, once."""
+        """Wait for the model. False if it was not written, which one row reports."""
         writer = self._writer
         if writer is None:
             return False
@@ -283,7 +283,7 @@ def unpack(pack: Path, work: Path, kernels: str) -> dict[str, str]:
     folders = [*cuda_folders(), *filter(None, [env.get("LD_LIBRARY_PATH")])]
     if folders:
         env["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
-    # its folder depends on sources, CPU and path
+    # the kernels' folder depends on sources, CPU and path
     ask = "from kvtool.system.paths import kernel_library; print(kernel_library())"
     if kernels != kernel_digest():
         print("the packed kernels are of other sources: numba compiles them here", file=sys.stderr)
@@ -305,7 +305,7 @@ def loads(library: str) -> bool:
 
 
 def cuda_folders() -> list[str]:
-    """The folders that have CUDA's libraries, each library's first one."""
+    """Folders of CUDA's libraries: for each library the first that has it."""
     found: dict[str, str] = {}
     names = [name for name in CUDA_LIBRARIES if name != DRIVER or not loads(DRIVER)]
     patterns = list(CUDA_FOLDERS)
@@ -365,7 +365,7 @@ class Lines:
                 break
             yield line.decode("utf-8", "replace").rstrip()
         if self.is_late:
-            # with the processes that it has started
+            # also kills the processes that it has started
             os.killpg(self._process.pid, 9)
         self.code = self._process.wait()
         self._reader.join()
@@ -441,7 +441,7 @@ def short(value: Any) -> str:
 
 
 def pivot(rows: Sequence[Row], index: Sequence[str], column: str, value: str) -> Iterator[str]:
-    """A line for each index of the rows, with a column for each of their names."""
+    """Lines of a table: one for each value of the `index` fields, a column for each value of `column`."""
     columns = list(dict.fromkeys(row[column] for row in rows))
     yield " ".join([*(f"{name:>7}" for name in index), *(f"{name:>18}" for name in columns)])
     lines: dict[tuple[Any, ...], dict[str, float]] = {}

@@ -47,7 +47,7 @@ PACKAGES = (
     *("markdown-it-py", "mdurl", "pygments", "jinja2", "typing_extensions", "packaging"),
     *("pytest", "pluggy", "iniconfig", "pytest-xdist", "execnet"),
 )
-"""Taken in the versions that are installed here. NumPy and what only imports need are there."""
+"""Packages to take, in the versions that are installed here. The other machine has NumPy."""
 
 TIMEOUT = "pytest-timeout==2.4.0"
 
@@ -129,7 +129,7 @@ def compile_kernels(target: Path) -> None:
     from kvtool.kernels.kernel import of_module
     from kvtool.kernels.link import link
 
-    # what numba and the linker ask for this machine's CPU
+    # numba and the linker ask for this machine's CPU: answer with the other machine's
     os.environ["NUMBA_CPU_NAME"], os.environ["NUMBA_CPU_FEATURES"] = CPU, ""
     llvm.get_host_cpu_name = lambda: CPU
     llvm.get_host_cpu_features = lambda: llvm.FeatureMap()

@@ -115,8 +115,8 @@ class Log:
 def splits(args: Args) -> Iterator[Row]:
     """Graph splits of a step of one token, and which operations the CPU computes in it.
 
-    graphs: of a step, an eviction's included. splits: of the decode's graph. Needs GGML_SCHED_DEBUG=2 in the
-    environment, and LLAMA_GRAPH_REUSE_DISABLE=1.
+    graphs: number in a step, an eviction's included. splits: number in the decode's graph. Needs
+    GGML_SCHED_DEBUG=2 and LLAMA_GRAPH_REUSE_DISABLE=1 in the environment.
     """
     log = Log()
     model = Model(args.model)
@@ -187,7 +187,7 @@ def read(args: Args) -> Iterator[Row]:
             Settings(n_ctx=way.budget and model.n_ctx_train or n, n_batch=1024, flash="on"),
         )
         tokens = rng.integers(0, model.n_vocab, n)
-        # what is made once, is made before
+        # a first reading makes everything that is made only once
         engine.read(tokens[: n // 4])
         engine.reset()
 
@@ -210,7 +210,7 @@ def read(args: Args) -> Iterator[Row]:
 
 
 def at_depth(model: Model, way: measure.CacheConfig, depth: int, tokens: np.ndarray) -> Engine:
-    """A stream of that way that seems to have read so many tokens."""
+    """Return an engine of this way whose stream seems to have read `depth` tokens."""
     policy, settings = (
         policies.fit(way.policy, way.budget or depth + 256),
         settings_of(model, way, depth + 256),
@@ -261,7 +261,7 @@ def profile(args: Args) -> Iterator[Row]:
     way = WAYS[args.way]
     model = Model(args.model)
     tokens = depths.text(model)
-    # a nearly empty archive, so that the rest is the price of stopping in each layer
+    # depth 700 has a nearly empty archive: what its token costs is the stop in each layer
     for depth in (700, 2048) if args.small else (700, 8192, 32768):
         engine, timers = at_depth(model, way, depth, tokens), Timers()
         for owner, method in (
@@ -313,7 +313,7 @@ class Watch:
     Attributes
     ----------
     n, seconds
-        Nodes of that operation, and the time of the splits up to them.
+        Number of nodes of that operation, and seconds until their splits were computed.
     """
 
     def __init__(self, operation: bytes) -> None:

@@ -52,7 +52,7 @@ N_LONG = 8
 
 
 class Stock:
-    """Stock llama.cpp with n_cell cells, filled once but for the tokens of a block."""
+    """Stock llama.cpp with n_cell cells, of which all but n_block are filled once."""
 
     def __init__(self, model: Model, n_cell: int, tokens: np.ndarray, n_block: int, flash: str, args) -> None:
         self.context = stock_context(model, n_cell, min(n_cell, 512), args.threads, flash)
@@ -121,7 +121,7 @@ class Kvtool:
             before = engine.n_evicted
             engine.evict_if_due()
             n_seen += engine.n_evicted > before
-            # the last token on its own: it makes the graph of what follows
+            # decode the last token alone: this makes the graph for single tokens
             engine.step(self._next(min(engine.room(), max(engine.policy.budget - engine.n_kv - 1, 1))))
 
     def _next(self, n: int) -> np.ndarray:
@@ -212,7 +212,7 @@ def _cells(args, model: Model, tokens: np.ndarray, names: list[str], paths: list
 
 
 def _measure(args, cells: dict, names: list[str], paths: list[str]) -> dict:
-    """Seconds per token of each round, by (name, path); of stock in between by (name, path, "stock")."""
+    """Seconds per token of each round, by (name, path). (name, path, "stock") has stock's, taken in turns."""
     times: dict[tuple, list[float]] = defaultdict(list)
     for cell in cells.values():
         # the first single token makes a new graph
@@ -302,7 +302,7 @@ def _print(args, results: dict) -> None:
         if args.long:
             row.insert(3, show(cell["long_over_ours"], 2))
         table.add_row(cell["policy"], cell["flash"], *row)
-    # in a file or a pipe nothing is cut off
+    # a wide console for a file or a pipe, so that nothing is cut off
     console = Console() if sys.stdout.isatty() else Console(width=200)
     console.print(table)
     if args.long:

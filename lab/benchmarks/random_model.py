@@ -7,8 +7,8 @@ It has 32 layers, 32 query heads and 8 KV heads of 128 dimensions, as Llama 3.1 
 comes from another model (-m), so that it can read texts; with its smaller vocabulary there are 7.4B weights.
 What the model writes means nothing. Its speed is that of any model with these shapes.
 
-With --arch gemma3 all layers but each sixth slide over 1,024 tokens; with qwen35 all but each fourth are
-recurrent.
+With --arch gemma3 every sixth layer attends to all tokens, the others to the newest 1,024; with qwen35 every
+fourth layer has attention, the others are recurrent.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvtool.models.resolve import resolve
 from lab.benchmarks.common import make_parser, note
 
 N_CONV, N_STATE, N_GROUP = 4, 128, 2
-"""Of Qwen 3.5's recurrent layers: tokens of a convolution, size of a head, heads of keys."""
+"""Sizes in Qwen 3.5's recurrent layers: tokens of a convolution, size of a head, heads of keys."""
 
 BLOCK, BLOCK_BYTES = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q4_0]
 CODE_STD = float(np.std(np.arange(16)))
-"""The codes 0 .. 15 are equally likely."""
+"""Standard deviation of the codes 0 .. 15, which are equally likely."""
 
 N_REPEATED = 256
 """Rows of a matrix that are random with --repeat."""
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def is_plain(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is stored as F32: norms, and what has no whole blocks."""
+    """Whether a tensor is stored as F32: norms, and matrices whose rows are not whole blocks."""
     return len(shape) == 1 or bool(shape[1] % BLOCK)
 
 

@@ -1,4 +1,4 @@
-"""How long reading a prompt takes as a policy reads it, beside stock llama.cpp with a cell for each token.
+"""Time to read a prompt under a policy, compared with stock llama.cpp with a cell for each token.
 
     python -m lab.benchmarks.reading FILE --tokens 8192 --policies h2o,streamingllm --budget 1024
 
@@ -43,7 +43,7 @@ class Stock:
 
     def __init__(self, model: Model, tokens: np.ndarray, flash: str, args) -> None:
         self.context = stock_context(model, len(tokens), args.batch, args.threads, flash)
-        # llama_batch_get_one only points to them
+        # kept, since llama_batch_get_one only points to the tokens
         steps = (tokens[at : at + args.batch].tolist() for at in range(0, len(tokens), args.batch))
         self.steps = [(api.llama_token * len(step))(*step) for step in steps]
 

@@ -7,8 +7,8 @@ The first reads one {"name", "schema"} a line, as JSONSchemaBench has them. It c
 enforced, accepted with remarks, and refused. It draws texts of each enforced schema at random from the tokens
 that fit, preferring tokens that close something, and validates them with the jsonschema package.
 
-The second writes as many tokens with and without a schema, in turns, with kvtool chat's sampler and without
-guesses, and compares CPU time: it needs the model's weights.
+The second writes equally many tokens with and without a schema, in turns, with kvtool chat's sampler and
+without guesses, and compares CPU time: it needs the model's weights.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Wanderer:
         return None
 
     def _drawn(self, fits: np.ndarray, n: int) -> int:
-        """A token that fits. n: how many were drawn; the more, the rather one that closes something."""
+        """Draw a token that fits. n: tokens drawn so far; after many, those that close something are likelier."""
         share, likes = self._rng.random(), (self._ends, self._closes, self._is_short)
         for bound, liked in zip((0.3, 0.9 if n > MOST // 4 else 0.5, 0.95), likes, strict=True):
             if share < bound and (fits & liked).any():
@@ -129,7 +129,7 @@ def tried(schema: dict[str, object], wanderer: Wanderer, n: int) -> Counter[str]
 
 
 def token_s(engine: Engine, drawing: GenerationOptions, n: int, seed: int) -> float:
-    """CPU seconds of a token, of n that are written."""
+    """Mean CPU seconds of a token while n tokens are written."""
     sampler = Sampler(engine.model, drawing.sampling(), seed=seed)
     writer = Writer(engine, sampler)
     writer.reset()
@@ -143,7 +143,7 @@ def token_s(engine: Engine, drawing: GenerationOptions, n: int, seed: int) -> fl
 
 def ratios(model: Model, rounds: int, n: int) -> list[float]:
     """Time of a token under a schema over that of one without, in turns."""
-    # neither may end before the other
+    # without a schema no end token is allowed: both write n tokens
     bans = tuple((token, -np.inf) for token in model.ends)
     free, held = GenerationOptions(logit_bias=bans), GenerationOptions(json_schema=json.dumps(PEOPLE))
     found = []

@@ -85,7 +85,7 @@ def main() -> None:
 
 def _stock(model: Model, tokens: np.ndarray, n_threads: int) -> float:
     """The CPU time for all tokens, in seconds."""
-    # without flash attention, which kvtool chooses on a CPU, too
+    # flash attention is off, as it is in kvtool on a CPU
     context = stock_context(model, N_CELL, N_CHUNK, n_threads, "off")
     batch = api.llama_batch_init(N_CHUNK, 0, 1)
 

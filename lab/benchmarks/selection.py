@@ -39,7 +39,7 @@ class Shape:
     Attributes
     ----------
     name
-        Of the model.
+        Name of the model.
     rows
         (Layer, KV head) pairs.
     n_head
@@ -212,7 +212,7 @@ def _print(args, results: dict) -> None:
             row += [f"{there['ms_token']:.2f}", f"{there['state_bytes'] / 2**20:.1f}"]
             row.append(f"{there['state_share']:.1%}")
         table.add_row(policy["policy"], *row)
-    # in a file or a pipe nothing is cut off
+    # a wide console for a file or a pipe, so that nothing is cut off
     console = Console() if sys.stdout.isatty() else Console(width=200)
     console.print(table)
     console.print(f"medians of {args.repeat}, {args.clock} clock")

@@ -6,7 +6,7 @@
 
 Behind -- is a command that serves at http://127.0.0.1:8123/v1. Each turn is the next part of the book, and
 the whole chat is sent every time, as programs do. Stops at the first error, which it prints. With --chats
-several chats take turns, so that each turn is one of another chat than the turn before. With --same,
+several chats take turns, so that each turn belongs to another chat than the one before. With --same,
 `kvtool chat` then gets the same turns: its replies must be the same (under recall, with --pin).
 """
 
@@ -101,7 +101,7 @@ def _chat(pid: int, parts: list[str], args: argparse.Namespace) -> list[dict[str
 
 
 def _same(parts: list[str], rows: list[dict[str, object]], args: argparse.Namespace) -> bool:
-    """Whether `kvtool chat` says the same, all of it."""
+    """True if `kvtool chat` writes exactly the same replies."""
     own = args.command[args.command.index("serve") + 1 :]
     if "--port" in own:
         at = own.index("--port")
@@ -115,7 +115,7 @@ def _same(parts: list[str], rows: list[dict[str, object]], args: argparse.Namesp
 
 
 class _Refused(Exception):
-    """A stream with an error, or with nothing."""
+    """Raised for a stream with an error, or without text."""
 
 
 def _turn(messages: list[dict[str, str]], n: int) -> tuple[dict[str, object], str]:
@@ -139,7 +139,7 @@ def _turn(messages: list[dict[str, str]], n: int) -> tuple[dict[str, object], st
                 reply += text
                 n_piece += 1
     if not n_piece:
-        # as llama_cpp.server ends a stream that is beyond its context
+        # llama_cpp.server ends a stream in this way once the chat is beyond its context
         raise _Refused("an empty stream")
     end = time.perf_counter()
     usage = last.get("usage") or {}
@@ -154,7 +154,7 @@ def _turn(messages: list[dict[str, str]], n: int) -> tuple[dict[str, object], st
 
 
 def _rss(pid: int) -> float:
-    """MiB."""
+    """Resident memory of a process in MiB."""
     found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
     return int(found[1]) / 1024 if found else 0.0
 

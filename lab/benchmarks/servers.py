@@ -20,8 +20,8 @@ def reserved_port() -> Iterator[int]:
     """Yield a free port of 127.0.0.1, and keep other programs from it until the block ends.
 
     A socket stays bound to it without listening. Linux then lets a server listen there if it sets
-    SO_REUSEADDR or SO_REUSEPORT, as servers do, and gives the port to nobody who asks for any port. On other
-    systems the port is free at the start of the block and not reserved.
+    SO_REUSEADDR or SO_REUSEPORT, as servers do, and does not choose the port for programs that ask for any
+    free one. On other systems the port is free at the start of the block and not reserved.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

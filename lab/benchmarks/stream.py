@@ -6,7 +6,7 @@ Streams the text through one engine and scores every token. Beside it, batch by 
 of `--segment` tokens goes through a fresh engine that starts there. The first `--skip` tokens of a segment
 count in neither perplexity, because the fresh engine's cache is not full yet. What slows the machine slows
 both. The fresh engine has its own process, so the measured memory is the stream's. With `--from`, the JSON of
-earlier measurements is added to the last table and the plot; without a text, nothing else is.
+earlier measurements is added to the last table and the plot; without FILE they show nothing else.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _segments(model: Model, tokens: np.ndarray, args) -> list[dict[str, float]]:
     """For each segment: nll, fresh_nll, the standard error of their difference, speeds, resident memory."""
     engine = _engine(model, args)
     stream, timed, found = perplexity.steps(engine, tokens), Counter(), []
-    # of token i of the segment at i; a text's first token has none
+    # nll[i] belongs to token i of the segment; a text's first token has none
     nll = np.full(1, np.nan)
     with _fresh_process(args) as pipe:
         for start in range(0, len(tokens), args.segment):
@@ -124,7 +124,7 @@ def _segments(model: Model, tokens: np.ndarray, args) -> list[dict[str, float]]:
                     "start": start,
                     "nll": float(mine.mean()),
                     "fresh_nll": float(theirs.mean()),
-                    # as if tokens were independent
+                    # computed as if tokens were independent
                     "error": float(difference.std() / math.sqrt(len(difference))),
                     "rss_bytes": memory.rss_bytes() or memory.peak_rss_bytes(),
                     "cache_bytes": engine.cache_bytes,

@@ -4,7 +4,7 @@
 
 Behind -- are options of `kvtool serve`. Two servers take turns, one with --parallel 1, one with --parallel N.
 Each gets N requests at once, of -n tokens each, after a round that does not count. A single chat then asks
-both servers: what it costs that others could come. CPU time of the servers, and wall time.
+both servers, which shows the cost of being ready for more. CPU time of the servers, and wall time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 class Server:
-    """One server, with so many answers at once."""
+    """A server that writes up to n answers at once."""
 
     def __init__(self, args: argparse.Namespace, port: int, n: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -90,7 +90,7 @@ class Server:
             "messages": [{"role": "user", "content": text}],
             "max_tokens": args.n,
             "temperature": 0,
-            # all answers are equally long
+            # without end tokens all answers are equally long
             "logit_bias": {token: -100 for token in args.ends.split(",")},
         }
         request = urllib.request.Request(

@@ -2,16 +2,18 @@
 
     python -m lab.benchmarks.tools -m M.gguf --policies full,recall@1024,h2o@+1024 --json tools.json
 
-data/tools.jsonl.xz has a first request of four agents, as each sends it: system prompt and tools. Its last
-message, the user's, is replaced by one of fifty: to read, list, search, run or write something made up, equal
-for all. Each setting has a server, which reads an agent's prompt once. The first call of an answer counts.
+data/tools.jsonl.xz has the first request of each of four agents, with its system prompt and tools. The user's
+message in it is replaced by each of fifty, the same for all agents: to read, list, search, run or write
+something made up. Each setting has a server, which reads an agent's prompt once. The first call of an answer
+counts.
 
 A call is valid if the tool exists and its arguments fit the schema (required ones, types, choices). It is
 right if the tool is one that this agent has for the task, and the arguments have what was asked for: the
 path, word, command or line. In a shell's command there must also be a program that does the task.
 
 A policy is NAME, NAME@BUDGET, or NAME@+BUDGET for cells beyond the pinned system prompt and tools. Policies
-are compared with the first, request by request (McNemar's exact test). What FILE has is not asked again.
+are compared with the first, request by request (McNemar's exact test). Requests that the --json file has are
+not asked again.
 With --choice auto the model decides whether it calls a tool; with required, a grammar makes it call one.
 """
 
@@ -72,7 +74,7 @@ TASKS = {
         r">|\btee\b|\bsed\b|apply_patch",
     ),
 }
-"""Of each: what a user asks, what the arguments must have, the tools, and what else a shell's command has."""
+"""For each kind: the user's texts, what arguments must have, the right tools, a pattern of shell commands."""
 SHELLS = {"bash", "run_shell_command", "run_commands", "exec_command"}
 FOLDERS = "src lib app core docs scripts config data models services helpers parsers"
 NAMES = "orders invoice parser cache routes report schema worker mailer tokens prices export session"
@@ -202,7 +204,7 @@ def answer_of(said: Json) -> Json:
     usage, forgotten = said["usage"], said["kvtool"]["forgotten"]
     if "output" in said:
         calls = [item for item in said["output"] if item["type"] == "function_call"]
-        # as the model sees functions of namespaces
+        # the model sees a function of a namespace as NAMESPACE__NAME
         names = ["__".join(filter(None, (call.get("namespace"), call["name"]))) for call in calls]
         texts = [item["content"][0]["text"] for item in said["output"] if item["type"] == "message"]
         tokens = usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"]
@@ -274,7 +276,7 @@ def table_of(rows: list[Json], policies: list[str], title: str) -> Table:
     table = Table(title=f"{title}: valid and right calls")
     for column in ("agent", "tokens", "requests", *policies):
         table.add_column(column, justify="left" if column == "agent" else "right")
-    # requests that all have answered
+    # only requests that were answered under every policy
     by_policy: dict[str, Json] = {policy: {} for policy in policies}
     for row in rows:
         by_policy.get(row["policy"], {})[row["agent"], row["text"]] = row

@@ -5,8 +5,8 @@
 A worker on loopback holds all layers, and a proxy in front of it counts. Stock is the same library with
 nothing of kvtool enabled; its cache is full but for the counted tokens. A policy's cache is at its budget
 before counting starts, so it plans every --evict-every tokens. The bytes beyond stock are shown per plan and
-by kind: `signals` come back, `edits` are the cells that move, `graphs` are what llama.cpp sends of its
-graphs: that of an edit, and the decode's again after it. A policy may have options (recall:exact=512).
+by kind: `signals` come back, `edits` are the cells that move, `graphs` are the graphs that
+llama.cpp sends: an edit's, and the decode's again after it. A policy may have options (recall:exact=512).
 The bound is four bytes times rows times cells, for each signal that the policy reads.
 """
 
@@ -88,7 +88,7 @@ class Meter:
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             back = threading.Thread(target=self._back, args=(worker, client), daemon=True)
             back.start()
-            # one client at a time, as the worker
+            # one client at a time, like the worker
             self._forth(client, worker)
             back.join()
             client.close()
@@ -206,7 +206,7 @@ def measure_policy(
         engine.evict = counted
 
         def steps(is_done: Callable[[int], bool]) -> Iterator[None]:
-            # from one plan to another; some policies plan seldom
+            # ends at a plan, so that whole periods between plans are counted; some policies plan seldom
             n = 0
             while engine.n_until_plan > 0 or not is_done(n):
                 at = n_fill + n % args.tokens
@@ -285,7 +285,7 @@ def main() -> None:
         tokens = load_tokens(model, args.file, args.budget + 3 * args.evict_every + args.tokens)
         rows = [measure_stock(meter, model, tokens, args)]
         rows += [measure_policy(meter, model, spec, tokens, args) for spec in args.policies.split(",")]
-        # asks the worker for its memory
+        # before the worker is closed, because `machine` asks it for its memory
         what = machine() | {
             name: getattr(args, name) for name in ("budget", "evict_every", "tokens", "flash")
         }
