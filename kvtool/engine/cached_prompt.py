@@ -20,7 +20,7 @@ _USE_T = signals_where(lambda spec: spec.uses_t)
 
 
 Pass: TypeAlias = "tuple[SignalRequest, ReconstructionPass, int, int, int]"
-"""Key of a reconstruction pass: request, texts, and numbers of tokens pinned, held and in a chunk."""
+"""Description of a reconstruction pass: request, texts, and tokens pinned, held and repeated in a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class CachedPrompt:
     model, types
         The model that read it, and the number formats of K and V.
     cells
-        K and V of each layer's cells, in those formats.
+        K and V of each layer's cells, as `Context.cells` returns them.
     logits
         f32[1, n_vocab] after the prompt.
     request
         The signals that the policy of the first engine requested.
     signals
-        f32[row, n]: these signals, by field of a view.
+        f32[row, n]: the requested signals, by field of a view.
     reconstructed
         Signals of reconstruction passes over the prompt, by `Pass`.
     """

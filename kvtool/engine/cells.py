@@ -24,12 +24,12 @@ class Cells:
     live
         i32[row]: number of tokens that the row holds.
     pos
-        i32[row, n_kv]: their positions in the stream, rising; -1 at the end of a row that holds fewer.
+        i32[row, n_kv]: positions in the stream, ascending; -1 at the end of a row that holds fewer tokens.
     rot
-        i32[row, n_kv]: the positions that their keys are rotated to, at which the model sees them; -1 as
+        i32[row, n_kv]: positions that the tokens' keys are rotated to, where the model sees the tokens; -1 as
         in `pos`.
     cell
-        i32[row, n_kv]: the cell of each token. It selects values of a cell, such as the policy's state:
+        i32[row, n_kv]: the cell of each token, an index into arrays by cell, such as the policy's state:
         np.take_along_axis(engine.state[0], cells.cell, axis=1).
     """
 

@@ -69,7 +69,7 @@ class PolicyCache:
 
     def reset(self) -> None:
         """Forget all tokens, and how many of them are pinned and held."""
-        # tokens that every layer of ragged rows has room for
+        # number of tokens that still fit into every layer, if rows are ragged
         self._n_fit = 0
         self.rows.clear(self.rows.pos.shape[1])
         self.n_pinned = self.n_held = self.n_planned = self.n_evicted = self.n_restart = 0
@@ -228,7 +228,7 @@ class PolicyCache:
         self.apply(Plan(self.rows.is_live()), self.rows.live.copy(), next_rot, close=True)
 
     def check(self, view: View, plan: Plan) -> np.ndarray:
-        """Return i32[row]: cells that the plan keeps. Raises StreamEnd or PlanError if it breaks a rule."""
+        """Return i32[row]: number of cells that the plan keeps. Raises what `check_plan` raises."""
         n_keep = check_plan(self._name, plan, view, self.policy.n_live, ragged=self.rows.ragged)
         if archive := self.context.archive:
             check_archived(self._name, view, plan.keep, archive.end if archive.n else None)

@@ -95,8 +95,8 @@ class WholeReader:
     def gpu_has_room(self, n: int) -> bool:
         """True if a policy that recalls should read a prompt of n tokens whole without being asked to.
 
-        A CPU searches the archive for each token of a streamed prompt: a GPU reads it whole ten times as
-        fast. The cells for that may take at most half of the free memory.
+        A GPU reads a whole prompt ten times as fast as a streamed one, for which a CPU searches the archive
+        for each token. The cells for a whole prompt may take at most half of the free memory.
         """
         settings, model = self._settings, self._cache.context.model
         if settings.prefill or not (self._cache.policy.recall and settings.kv_offload and model.is_on_gpu):

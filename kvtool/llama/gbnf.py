@@ -71,7 +71,7 @@ class _Parser:
         self._named: dict[str, int] = {}
         # numbers of the rule being read and of the open groups in it
         self._open: list[int] = []
-        # the rule may continue in the next line
+        # True if the rule may continue in the next line
         self._continues = True
         while self._at < len(grammar):
             part = _PART.match(grammar, self._at)
@@ -215,7 +215,7 @@ class _Parser:
         return Rules(written(self._named["root"]), tuple(lines))
 
     def _lexemes(self) -> set[int]:
-        """Return the numbers of the rules without tokens and recursion, which are regular expressions."""
+        """Return the numbers of the rules without tokens or recursion. They are regular expressions."""
         users: list[list[int]] = [[] for _ in self._all]
         n_open = [0] * len(self._all)
         for number, rule in enumerate(self._all):
@@ -224,7 +224,7 @@ class _Parser:
             for part in inside:
                 users[part].append(number)
         lexemes = [number for number, n in enumerate(n_open) if not n]
-        # grows while it is read
+        # the list grows while the loop reads it
         for number in lexemes:
             for user in users[number]:
                 n_open[user] -= 1

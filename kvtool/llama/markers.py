@@ -29,7 +29,7 @@ class Markers:
     attrs
         llama.cpp's token attributes by marker.
     tags
-        The same for words that look like markers.
+        The same for special tokens in brackets, such as <think>, whether or not they are markers.
     """
 
     def __init__(self, attrs: Mapping[str, int], tags: Mapping[str, int]) -> None:

@@ -9,8 +9,8 @@ to its protected tokens, a layer gets cells in proportion to the entropy of its 
 possible entropy.
 
 Differs from the paper: the floor is a share of all kept cells, protected ones included, as in kvpress, whose
-code the paper's author has reviewed. The authors' code gives each row `floor` of an equal share, and 1 -
-floor of its share by need alone. LAVa's own score is attention times the largest value norm of a row; here
+code the paper's author has reviewed. The authors' code gives each row `floor` times an equal share, plus 1 -
+floor times its share by need. LAVa's own score is attention times the largest value norm of a row; here
 the policy's scores decide. A row never holds more than twice the budget. The papers compress a prompt once;
 here the same is done every `slack` tokens of a stream.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 FLOOR = 0.2
-"""Share of its equal budget that a row keeps at least when rows share budgets: the paper's value."""
+"""Minimum share of its equal budget that a row keeps when rows share budgets: the paper's value."""
 
 _F32 = np.dtype(np.float32)
 

@@ -51,7 +51,7 @@ class SignalSpec(NamedTuple):
     fields
         Fields of `View` that hold it.
     reduction
-        Reduction over queries of what llama.cpp's graph keeps as f32[row, cell]: "sum" or "max". None: the
+        Reduction over queries by which llama.cpp's graph computes f32[row, cell]: "sum" or "max". None: the
         engine computes the signal when it reads it.
     scope
         Queries that count: all since the last "plan", the "newest" one, or the last "n_query". "cache": the
@@ -234,8 +234,8 @@ class View:
     n_new
         Tokens since the last plan; they occupy the last live cells.
     live
-        i32[row]: number of live cells of each row of a ragged policy, always the first ones. None: all n_kv
-        cells are live.
+        i32[row]: number of live cells of each row, for a ragged policy; they come before the other cells.
+        None: all n_kv cells are live.
     held
         Number of newest tokens that must stay (the chat template's reply header).
     n_ctx
@@ -249,7 +249,7 @@ class View:
     keys
         f32[row, n_new, n_dim]: the signal KEYS. Zero beyond a layer's own head dimension.
     future_mean, future_variance
-        f32[row, head, n_kv]: the signal FUTURE, by the heads of a row's group. Zero for heads that a smaller
+        f32[row, head, n_kv]: the signal FUTURE, for each head of a row's group. Zero for heads that a smaller
         group does not have.
     value_norms
         f32[row, n_kv]: the signal VALUE_NORMS.
