@@ -197,7 +197,7 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
     first, *_, last = done.stderr.splitlines(keepends=True)
     said = f"recall does not work {why}; the policy is h2o\n" if why else KEEPS
     assert re.fullmatch(said, first)
-    # default budget of recall
+    # recall's default budget; h2o's default is limited to the trained context, 512
     assert "/512 cells per row" in last
     assert ("archive" in last) == (why is None)
     kept = json.loads(called("session", "show", "--json", tmp_path / "chat.kvs").stdout)

@@ -235,7 +235,7 @@ def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(
     monkeypatch.setattr(Layers, "has_values", made)
     how = {"positions": "auto", "restarts": True, "n_block": 256, "archive_type": "f32"}
     off = score_errors(path, tokens, policy, "recall", made=made, **how)
-    # a GPU may choose other tokens, as above; 2 *: keys are rotated, and rounded, more than once
+    # a GPU may choose other tokens, as above. 2 * TOLERANCE: keys are rotated and rounded several times
     assert (off.max() if made or not has_gpu() else np.median(off)) < 2 * TOLERANCE
 
 

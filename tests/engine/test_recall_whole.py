@@ -208,7 +208,7 @@ def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
         engine = writer.engine
         engine.pin(5)
         writer.read(tokens[:100])
-        # a text is read with all before it if it is at least an eighth of both
+        # a text is read with all before it if it is at least an eighth of the whole
         assert (engine.rereads(14), engine.rereads(15)) == (False, True)
         said = "It is read at once, with the 100 tokens before it, in a cache of"
         assert said in long_text(engine, "turn", 500)

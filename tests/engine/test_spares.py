@@ -1,6 +1,6 @@
-"""A worker's spares: edits are computed on them, so that it keeps the decode's graph and theirs.
+"""A worker's spares: copies of its device that compute edits, so that it keeps the decode's graph as well.
 
-Run as a module, this is the client: devices are registered for a whole process.
+Run as a module, this file is the client: devices are registered for a whole process.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ RUNS = [
     ("recall", "off", "f32", 3),
 ]
 N_LAYER = 4
-# tokens read at once, decoded one by one before any are counted, and counted
+# tokens read at once; decoded one by one before the count of bytes; decoded while bytes are counted
 N_READ, N_BEFORE, N_COUNTED = 64, 96, 64
 RECOMPUTE = 13
 """Bytes of the command that computes a graph again."""
 
 
 def step(engine, token):
-    # a plan is made if there is no valid one
     engine.step(np.array([token]))
 
 
@@ -89,7 +88,7 @@ def client(endpoint, path, as_stock):
     set_verbose(True)
     meter = wire.Meter(endpoint)
     if as_stock:
-        # as a llama.cpp without spares does
+        # register the server as a llama.cpp does that knows no spares
         workers._register = bind("ggml_backend_register", None, ctypes.c_void_p) or (
             lambda server: lib.ggml_backend_register(server)
         )
@@ -105,7 +104,7 @@ def client(endpoint, path, as_stock):
 def from_worker(path, *options):
     if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")
-    # what that imports is not where the client looks for it
+    # imports `tiny`, which only pytest finds and the client does not
     from tests.engine.test_worker import working
 
     with working() as worker:
@@ -145,7 +144,7 @@ def test_a_worker_is_told_of_a_graph_once(remote, number):
     # in addition to edits, bumblebee reads keys
     n_graph = N_COUNTED + n_plan * (2 if name == "bumblebee" else 1)
     sent = remote[0]["results"][number][1]
-    # a merge of more values than one has had so far takes another graph
+    # a merge of more values than any merge before needs another graph
     most = 100_000 if name == "merging" else 0
     assert 0 <= sent - n_graph * RECOMPUTE <= most
 
@@ -168,7 +167,7 @@ def test_a_llama_cpp_that_knows_no_spares_gives_them_no_layers(remote, path):
     assert buffer.startswith("RPC0")
     assert not re.search(r"RPC[12]\[\S+ (KV|model) buffer size", log[1])
     assert found["results"][0][0] == remote[0]["results"][0][0]
-    # without them an edit and the decode take each other's place
+    # without spares the worker keeps one graph: the edit's and the decode's replace each other
     assert found["results"][0][1] > 10 * remote[0]["results"][0][1]
 
 

@@ -83,7 +83,7 @@ def test_the_hash_covers_all_parts(parts):
 
 
 def change(path, name, value):
-    """Sets a number of the header, in the bytes that it has there."""
+    """Overwrite the low two bytes of a number in the header."""
     with path.open("r+b") as file:
         data = file.read()
         at = data.index(name.encode()) + len(name) + 4
@@ -178,7 +178,7 @@ def test_a_missing_part_ends_with_one_line(parts):
 
 
 def test_a_chat_with_a_model_of_a_repository_goes_on_without_a_network(parts, tmp_path):
-    """All of it: an empty cache, a server, parts that are links there, a session that finds them again."""
+    """Download the parts into an empty cache, as links; then continue the session without the server."""
     environment = os.environ | {"HF_HOME": str(tmp_path / "hf"), "KVTOOL_CACHE": str(tmp_path / "cache")}
 
     def chat(*options, **more):
@@ -195,7 +195,7 @@ def test_a_chat_with_a_model_of_a_repository_goes_on_without_a_network(parts, tm
         assert len([path for _, path, *_ in site.requests if path.startswith("/store/")]) == 3
     again = chat()
     assert (again.returncode, again.stderr) == (0, "")
-    # a later part shows that it is another model
+    # a change of the last part makes it another model
     last = next((tmp_path / "hf").rglob("*-00003-of-00003.gguf"))
     data = bytearray(last.read_bytes())
     data[-1] ^= 1

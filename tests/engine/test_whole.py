@@ -45,7 +45,7 @@ def left(model, name, whole=None, tokens=TOKENS, budget=64, **settings):
         first = engine.context.next_logits.copy()
         n = sum(n_decoded)
         engine.step(TOKENS[:5])
-        # dead cells of rows that differ come first
+        # sorted, with the dead cells (-1) of ragged rows first
         pos = np.sort(engine.rows.view_pos())
         return pos, first, engine.context.next_logits.copy(), n
 
@@ -68,7 +68,7 @@ def assert_leaves_the_same(model, name, whole):
 def test_rows_that_share_go_on_from_it_too(model, whole, name):
     # 300 tokens in layers of 320 cells
     n, n_cached = assert_leaves_the_same(model, f"{name}:heads=adaptive", whole)
-    # a reconstruction pass decodes more than the prompt
+    # n also counts the tokens of a reconstruction pass
     n_query = policies.spec(name).fit(64).n_query if name in LAST else 0
     assert n_cached == n - len(TOKENS) + n_query
 
@@ -77,7 +77,7 @@ def test_rows_that_share_go_on_from_it_too(model, whole, name):
 def test_a_policy_leaves_what_it_leaves_when_it_reads_itself(model, whole, name):
     n, n_cached = assert_leaves_the_same(model, name, whole)
     assert n >= len(TOKENS)
-    # sums are known; of policies that look at the last queries only these are read; of hits nothing is known
+    # the prompt's sums are cached; policies that need its last queries decode those; HITS are not cached
     n_query = max(policies.spec(name).fit(64).n_query, 1)
     assert n_cached == (0 if name in NONE else n_query if name in LAST else len(TOKENS))
 
@@ -110,7 +110,7 @@ def test_other_tokens_are_read(model, name):
         assert np.array_equal(alone[0], after[0])
         assert np.array_equal(alone[2], after[2])
         assert after[3] == alone[3]
-    # nor is anything known of the prompt since
+    # the cached prompt still serves its own tokens
     alone, after = left(model, name), left(model, name, whole)
     assert np.array_equal(alone[0], after[0])
 
@@ -158,7 +158,7 @@ def test_what_begins_as_the_last_prompt_is_read_on_from_it(model, whole, monkeyp
     assert np.abs(found.logits - whole.logits).max() < 1e-4
     for name, values in whole.signals.items():
         assert np.abs(found.signals[name] - values).max() < 1e-3
-    # a shorter one is not the beginning of a longer one
+    # a shorter prompt does not reuse a longer one
     shared.whole(TOKENS[:250])
     assert n_read == [250, 50, 250]
 

@@ -80,7 +80,7 @@ def test_a_worker_that_greets_is_reached():
     ],
 )
 def test_what_is_no_worker_for_us_is_refused(answer, words, monkeypatch):
-    # only a silent worker is waited for; the rest answer, however late
+    # a short wait is only for silent workers; the others answer, however late
     monkeypatch.setattr(endpoints, "ANSWER_S", 0.3 if "does not answer" in words else PATIENCE_S)
     with answering(answer) as endpoint:
         with pytest.raises(LibraryError, match=words) as raised, endpoints.reached([endpoint]):
@@ -328,7 +328,7 @@ def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers
         reader.start()
         process.stdin.write(TURNS[0].encode() + b"\n")
         process.stdin.flush()
-        # a turn is kept before its end is written
+        # the session is saved before the end of the turn is printed
         until(lambda: (there.exists() and there.stat().st_size) or process.poll() is not None)
         before = len(b"".join(out))
         process.stdin.write(TURNS[1].encode() + b"\n")
@@ -352,7 +352,7 @@ def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers
     assert again.returncode == 0, again.stderr[-2000:]
     assert kept(there) == kept(here)
     assert kept(here)["n_past"] > 400
-    # keys and values on both
+    # both workers hold keys and values
     both = {f"RPC0[{worker.endpoint}]" for worker in workers}
     assert set(re.findall(r"(RPC\S+) KV buffer size", again.stderr)) == both
 

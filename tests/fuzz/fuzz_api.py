@@ -56,7 +56,7 @@ CACHES = [
 
 
 class Fuzz:
-    """One context, what its cache must be like, and calls at random."""
+    """A context, the expected state of its cache, and random calls."""
 
     def __init__(self, model, rng, counts):
         self.rng, self.counts = rng, counts
@@ -96,7 +96,7 @@ class Fuzz:
         return int(values[self.rng.integers(len(values))])
 
     def expect(self, name, status, ok):
-        """status is what the call has returned; ok: whether it was one that can be."""
+        """Check a call's status. ok: True if the call is valid; else it must be refused with a reason."""
         self.counts[name, "done" if ok else "refused"] += 1
         why = error_text()
         assert (status >= 0) == ok, f"{name}: {status} where {'done' if ok else 'refused'} was due: {why}"
@@ -124,7 +124,7 @@ class Fuzz:
             params.n_recall, params.n_near = self.one_of(1, 16, 100), self.one_of(1, 20, 64)
             params.n_exact = self.one_of(0, 1, 40, 40, LARGEST)
             if self.maybe(0.6):
-                # room for the cells of each token of a step
+                # enough cells for the synthetic cells of all tokens of a step
                 params.n_recall, params.n_made = 100, self.one_of(N_GROUP, N_GROUP, N_GROUP + 1)
             # f32, f16, q8_0, q4_0
             params.type_k, params.type_v = self.one_of(0, 1, 8, 2), self.one_of(0, 1, 8, 2)
@@ -137,13 +137,13 @@ class Fuzz:
             if params.n_recall:
                 bad += [("n_near", 0), ("n_near", -1), ("n_near", LARGEST), ("n_exact", -1)]
                 bad += [("type_k", -1), ("type_v", 999), ("type_k", LARGEST), ("type_v", 4), ("ragged", True)]
-                # blocks of 256 numbers
+                # types with blocks of 256 numbers, more than a head has
                 bad += [("type_k", 12), ("type_v", 16)]
                 bad += [("n_made", -1), ("n_made", LARGEST), ("n_exact", -(2**31))]
             setattr(params, *bad[self.rng.integers(len(bad))])
         ok = ok and (ragged or len(set(self.cells)) == 1)
         if (params.signals & Signal.RECENT or params.n_future) and params.n_query == LARGEST:
-            # of so many queries 100 cells take a terabyte, as they do themselves: there is no memory
+            # no memory: so many queries take a terabyte, and so does their attention to 100 cells
             if min(self.cells) < 100 and not params.n_future:
                 params.n_query = 3
             else:
@@ -179,7 +179,7 @@ class Fuzz:
         status = lib.llama_kvtool_row_layers(self.pointer, out.ctypes.data if self.maybe(0.9) else None, n)
         if status >= 0:
             assert out.tolist() == np.repeat(np.arange(N_LAYER), N_HEAD_KV).tolist()
-        # nothing where something is due
+        # null pointers are refused
         for name, status in (
             ("n_dim", lib.llama_kvtool_n_dim(None)),
             ("cache_bytes", lib.llama_kvtool_cache_bytes(None)),
@@ -203,7 +203,7 @@ class Fuzz:
         if self.ragged:
             wanted = [max(n, 1) + int(self.rng.integers(0, 200)) for n in most]
         else:
-            # llama.cpp's attention is padded to so many cells
+            # multiples of 256, to which llama.cpp pads attention
             wanted = [-(-max(most[0], 1) // 256) * 256 + 256 * int(self.rng.integers(0, 2))] * N_LAYER
         n_layer = N_LAYER if self.maybe(0.9) else self.one_of(0, 1, -1, 3)
         if self.maybe(0.3):
@@ -248,7 +248,7 @@ class Fuzz:
             np.testing.assert_array_equal(found, values)
 
     def recent(self):
-        """Query by query, out of the cache or into it."""
+        """Read or write the recent attention of each query."""
         most = max(self.cells)
         n_cell = self.one_of(0, 1, 20, 20, most, most + 1, -1)
         n_query = self.one_of(*[self.n_query] * 6, 0, -1, self.n_query - 1)
@@ -300,7 +300,7 @@ class Fuzz:
         assert not ok or not (variance < 0).any()
 
     def queries(self):
-        """Out of the cache, and now and then into it."""
+        """Read the last queries, write them back, and read them again."""
         n = lib.llama_kvtool_get_queries(self.pointer, None, None)
         self.expect("get_queries", n, bool(self.n_future))
         if n < 0 or self.n_query == LARGEST:
@@ -327,7 +327,7 @@ class Fuzz:
         assert not ok or not out[np.arange(n_cell) >= self.row_cells[:, None]].any()
 
     def decode(self):
-        """As the engine does, and now and then as it never would."""
+        """Decode as the engine does, and sometimes with invalid arguments."""
         n = int(self.rng.integers(1, N_BATCH + 1))
         tokens = self.rng.integers(3, N_VOCAB, n).astype(np.int32)
         pos = self.next
@@ -367,7 +367,7 @@ class Fuzz:
         if self.ragged:
             n_keep = int(rng.integers(0, min(self.cells) + 1))
         rows = (np.minimum(rng.integers(0, n_keep + 1, N_ROW), cells)).astype(np.int32)
-        # now and then far away, where positions end
+        # sometimes the largest position
         pos_0 = self.one_of(0, 0, 3, 100, 5000, int(rng.integers(0, 3000)), LARGEST - most)
 
         n_move = int(rng.choice([0, 1, 5, 40, 200]))
@@ -425,7 +425,7 @@ class Fuzz:
             setattr(edit, name, value)
             setattr(edit, name.removeprefix("n_") + "s", None)
         ok = spoil != 10 and self.can_be(moves, terms, n_keep, rows if keep_rows else None, pos_0, n_hidden)
-        # a later graph fills a cache with NaN
+        # compare the state in some cases; ragged rows have no state
         before = None if ok or self.ragged or self.maybe(0.7) else self.context.state()
         status = lib.llama_kvtool_apply(self.pointer, ctypes.byref(edit))
         self.expect("apply", status, ok)
@@ -433,7 +433,7 @@ class Fuzz:
         if ok:
             self.n_used, self.next = n_keep, pos_0 + n_keep
             self.n_asked *= n_keep > 0
-            # of nothing that later queries see
+            # if all kept cells are hidden, any position may follow
             self.any_pos = n_hidden == n_keep
             if self.any_pos:
                 self.next = int(rng.integers(0, 50))
@@ -448,7 +448,7 @@ class Fuzz:
         return self.spans[0][1] - self.spans[0][0]
 
     def push(self):
-        """Cells at random, which come next."""
+        """Archive random cells as the next tokens."""
         n_cell = self.cells[0] - self.n_recall
         cells = self.rng.integers(0, n_cell, self.one_of(0, 1, 16, 16, 16, 300)).astype(np.int32)
         begin, end = self.spans[0]
@@ -516,7 +516,7 @@ class Fuzz:
         self.check_archive()
 
     def copy(self):
-        """A layer's tokens out of the archive, or into it: bytes that the library wrote, or random ones."""
+        """Read a layer's tokens from the archive; write the same bytes or random ones into it."""
         layer = self.one_of(0, 1, 0, 1, 0, 1, -1, N_LAYER, LARGEST)
         known = self.spans[layer] if 0 <= layer < N_LAYER else (0, 0)
         begin, end = (int(n) for n in np.sort(self.rng.integers(known[0], known[1] + 1, 2)))
@@ -557,7 +557,7 @@ class Fuzz:
         self.check_archive()
 
     def table(self):
-        """The table out of the archive and into it, or one with another number in it."""
+        """Read the archive's table; write it back, or a table with another number."""
         n = lib.llama_kvtool_get_archive_table(self.pointer, None, 0)
         self.expect("get_archive_table", n, self.n_recall > 0)
         table = np.zeros(max(n, 3), np.int64)
@@ -585,7 +585,7 @@ class Fuzz:
         self.check_archive()
 
     def clusters(self):
-        """Those of some blocks, out of the archive or into it."""
+        """Read and write the clusters of some blocks."""
         span = np.full(4, -7, np.int64)
         n_bytes = lib.llama_kvtool_clusters(self.pointer, span.ctypes.data)
         self.expect("clusters", n_bytes, self.n_recall > 0)
@@ -623,7 +623,7 @@ class Fuzz:
             left = lib.llama_kvtool_seal(self.pointer, n_max)
 
     def file(self):
-        """A new file, which is gone at once; or one that is there, or cannot be."""
+        """Name a new file, which the library unlinks at once, or a path that exists or is impossible."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "archive"
             path, is_new = [(path, True), (path, True), (folder, False), (path / "file", False)][
@@ -639,7 +639,7 @@ class Fuzz:
         self.has_file |= ok
 
     def whole(self):
-        """An archive with clusters forgets whole blocks."""
+        """Update `spans`: an archive with clusters forgets whole blocks."""
         begin, end = self.spans[0]
         if self.n_exact and begin < end and len(set(self.spans)) == 1:
             table = np.empty(lib.llama_kvtool_get_archive_table(self.pointer, None, 0), np.int64)
@@ -664,11 +664,11 @@ class Fuzz:
         )
         if ok and n:
             assert ((out == -1) | ((out >= 0) & (out < MOST))).all()
-            # of all heads of a row, and all tokens of a step
+            # the sum over all heads of a row and all tokens of a step
             assert ((attn >= 0) & (attn <= 1.001 * N_GROUP * N_BATCH)).all()
 
     def check_archive(self):
-        """It has the tokens that it must have, in no more memory than they take."""
+        """Check that the archive has the expected tokens, and memory for them."""
         if not self.n_recall:
             return
         table = np.empty(lib.llama_kvtool_get_archive_table(self.pointer, None, 0), np.int64)
@@ -677,7 +677,7 @@ class Fuzz:
         slab = lib.llama_kvtool_archive_slab(self.pointer, None)
         n_slab = lib.llama_kvtool_archive_bytes(self.pointer) / slab
         begin, end = max(self.spans, key=lambda span: span[1] - span[0])
-        # a slab counts clusters, which the newest do not have
+        # `slab` includes clusters, which the newest blocks do not have yet
         least = (end - 1) // 256 - begin // 256 + 1 if begin < end else 0
         assert n_slab >= (0.8 if self.n_exact else 1) * least
 
@@ -714,7 +714,7 @@ class Fuzz:
 
 
 def run(n, seed=0, calls=150):
-    """Counter of (call, "done" or "refused") after n plans. calls: of one context, before the next."""
+    """Counter of (call, "done" or "refused") after n plans. calls: number of calls of each context."""
     counts = Counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tiny.gguf"

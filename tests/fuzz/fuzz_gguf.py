@@ -2,8 +2,8 @@
 
     python tests/fuzz/fuzz_gguf.py --n 2000
 
-One process handles many files as `kvtool models show` and `kvtool generate` would; one that dies is started
-anew. A number makes a file, so `--first 17 --n 1 --keep DIR` repeats a finding.
+One process handles many files as `kvtool models show` and `kvtool generate` would; if it dies, another one is
+started. Each file is made from its number, so `--first 17 --n 1 --keep DIR` repeats a finding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 SECONDS = 10
-"""The most that a file may take, both commands together."""
+"""Time limit of a file, for both commands together."""
 
 MEMORY = 3 * 2**30
 """A damaged length must not take the machine's memory: the worker gets this much beyond its own."""
@@ -33,13 +33,13 @@ EDGES = (*range(5), 31, 255, 4096, 65536, *(2**n - i for n in (31, 32, 63, 64) f
 
 KINDS = 4 * ["number"] + 2 * ["small"] + 3 * ["near", "byte"] + 2 * ["data"] + ["cut", "insert", "swap"]
 
-# usage where a context is too small for a budget, stream where it ends, plan where attention is not finite
+# 2: the context is too small for the budget; 6: the stream ends; 7: attention is not finite
 CODES = {0, 2, 3, 4, 6, 7, 8}
 CRASHED = {3, 4, 8}
 
 
 def whole_file(path):
-    """A small model that works, and where its header has numbers: [(offset, bytes), ...]."""
+    """Return a valid small model, the numbers of its header [(offset, size), ...], and the header's end."""
     from kvtool.models.gguf import HeaderReader
     from tests import tiny
 
@@ -62,7 +62,7 @@ def whole_file(path):
 
 
 def damaged(number, data, numbers, end):
-    """The file of that number, bytes. end: of the header."""
+    """Return the bytes of the file with this number. end: end of the header."""
     rng = np.random.default_rng(number)
     out = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 3])):
@@ -96,7 +96,7 @@ def damaged(number, data, numbers, end):
 
 
 def serve():
-    """Reads paths, writes "CODE CODE" for each: of models show and of generate. stderr goes to path.err."""
+    """For each path on stdin, run both commands and write "CODE CODE" to stdout. stderr goes to path.err."""
     import resource
 
     from kvtool.cli import app
@@ -108,7 +108,7 @@ def serve():
     nowhere = os.open(os.devnull, os.O_WRONLY)
     asked = os.fdopen(os.dup(0))
     os.dup2(nowhere, 1)
-    # where nothing is piped in, for generate
+    # generate then finds no piped input
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for line in asked:
         path = line.rstrip("\n")
@@ -142,7 +142,7 @@ class Worker:
             self.process = None
 
     def run(self, path):
-        """(codes, died): those of the commands that ended; how the process did, None while it lives."""
+        """(exit codes of the commands that ended, exit status of the process or "hang"; None if it lives)"""
         if self.process is None:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, "--serve"],

@@ -73,7 +73,7 @@ class Wire:
         self._socket.close()
 
     def send(self, data, *, pause_s=0.0, step=0):
-        """Sends bytes; with a step, so many at a time. The server may have hung up."""
+        """Send bytes, `step` at a time if it is not 0. The server may have hung up."""
         with suppress(OSError):
             for at in range(0, len(data), step or max(len(data), 1)):
                 self._socket.sendall(data[at : at + step] if step else data)
@@ -146,7 +146,7 @@ def request(path, body, method="POST", headers=(), version="1.1"):
 
 
 def check(answer, allowed, sent):
-    """Check an answer to these bytes. Raises AssertionError with the reason if no server may answer so."""
+    """Check an answer to these bytes. Raises AssertionError with the reason if it is wrong."""
     assert answer.status in allowed, f"status {answer.status}: {answer.body[:300]!r}"
     if not answer.headers or answer.body == b"Invalid HTTP request received.":
         return

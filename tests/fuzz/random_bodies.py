@@ -20,7 +20,7 @@ NUMBERS = (
     *("@NaN", "@Infinity", "@-Infinity", "@1e999", "@-0.0", "@1e-999"),
     *("@1" + "0" * 400, "@" + "9" * 5000),
 )
-"""What JSON's writer does not write: after the @."""
+"""Numbers that json.dumps does not write. `Bodies.text` writes what follows the @."""
 
 STRANGE = (
     *(None, True, False, 0, 1, -1, 1.5, -0.0, 1e308, -1e308, 5e-324),
@@ -49,7 +49,7 @@ SLOW_GRAMMARS = (
     'root ::= "a"{5,1}',
     'root ::= "a" root "b" | "a" root "c" | "x"',
 )
-"""These take all memory, or for ever, or crash."""
+"""Grammars on which a careless parser runs out of memory, never ends, or crashes."""
 
 SCHEMAS = (
     *({}, {"type": "object"}, {"type": "string"}, {"type": "integer"}, {"const": 1}),
@@ -71,7 +71,7 @@ SCHEMAS = (
 
 
 def ending(body):
-    """The body, with a limit of tokens in place of one that no test waits for: -1 is no limit."""
+    """Return the body with a limit of 8 tokens instead of -1 (none) or 2**31 - 1, which take too long."""
     if isinstance(body, dict):
         body |= {name: 8 for name in LIMITS if body.get(name) in (-1, 2**31 - 1)}
     return body
@@ -93,7 +93,7 @@ class Bodies:
         return path, ending(body)
 
     def text(self, body):
-        """A body as bytes, with numbers that no writer writes, and names that come twice."""
+        """Write a body as bytes, with numbers that json.dumps does not write, and repeated names."""
         text = json.dumps(body, ensure_ascii=self.rng.random() < 0.7)
         while '"@' in text:
             before, _, rest = text.partition('"@')
@@ -114,7 +114,7 @@ class Bodies:
         rng = self.rng
         way = rng.randrange(6)
         if way == 0:
-            # of every plane
+            # characters of all Unicode planes
             return "".join(chr(rng.randrange(0x110000)) for _ in range(rng.randint(0, 60)))
         if way == 1:
             return "".join(rng.choices(SPECIAL, k=rng.randint(1, 8)))
@@ -174,7 +174,7 @@ class Bodies:
         return path, body
 
     def drawn(self):
-        """Samplers at their ends."""
+        """Sampler settings at the ends of their ranges."""
         rng = self.rng
         body = self.chat()[1]
         for name, values in ENDS.items():
@@ -304,7 +304,7 @@ class Bodies:
         return self.rng.choice(POSTS), self.rng.choice(texts)
 
     def large(self):
-        """Much of something."""
+        """A body with very many, or very long, parts."""
         rng = self.rng
         n = rng.choice([1000, 10_000])
         parts = [{"role": "user", "content": [{"type": "text", "text": "x"}] * n}]

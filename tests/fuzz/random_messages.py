@@ -65,7 +65,7 @@ class MessageBodies(Bodies):
         return self.rng.choice([self.chat, self.response, self.value, self.raw])()
 
     def much(self):
-        """Much of something."""
+        """A body with very many, or very long, parts."""
         rng, n = self.rng, self.rng.choice([100, 2000])
         body = self.message()[1] | {"max_tokens": 1}
         text = {"type": "text", "text": "x"}

@@ -13,7 +13,7 @@ from kvtool.llama import bindings
 
 
 def packages(monkeypatch, **found):
-    """Lets these packages be installed: a name, and its bindings or the error that importing them gives."""
+    """Pretend that only `found` is installed: bindings or an error, by package. Return the imports so far."""
     asked = []
 
     def import_module(name):
@@ -67,7 +67,7 @@ def test_on_windows_a_function_is_looked_for_in_each_library():
 
 
 def library(monkeypatch, *, there, loads):
-    """A library with the CPU part in it, or with one that is there once it is loaded."""
+    """Fake a library. there: it includes the CPU part. loads: loading parts provides the CPU part."""
     state = SimpleNamespace(there=there, folders=[])
 
     def dev_by_type(kind):

@@ -278,7 +278,7 @@ ENDLESS = {
     "a great text": "root ::= " + "[a-z] " * 40_000,
     "options": "root ::= " + " | ".join(f'[a-z]+ "{n}"' for n in range(9_000)),
 }
-"""Grammars that are small, and take a careless parser for ever, or all memory, or its stack."""
+"""Small grammars on which a careless parser never ends, or runs out of memory or stack."""
 
 
 @pytest.mark.parametrize("what", ENDLESS)
@@ -322,7 +322,7 @@ def test_a_text_of_a_schema_is_written_as_json_has_it(engine, value):
     tokens = written(engine, logits, 900, json_schema=json.dumps(schema))
     text = b"".join(map(engine.model.piece, tokens[:-1])).decode()
     assert json.loads(text) == {key: value}
-    # as a model knows it
+    # characters are not escaped, as in the texts that models know
     assert "\\u" not in text
 
 
@@ -330,7 +330,7 @@ def test_a_text_of_a_schema_is_written_as_json_has_it(engine, value):
 def test_no_string_has_what_json_does_not_allow(engine, likely):
     logits = np.random.default_rng(2).normal(0, 1, engine.model.n_vocab).astype(np.float32)
     logits[3 + ord(likely)] += 6
-    # bytes above are parts of characters, and alone none
+    # bytes from 0x80 on are parts of characters
     logits[3 + 0x80 :] = -90
     schema = {"type": "string", "minLength": 8, "maxLength": 9}
     tokens = written(engine, logits, 200, temp=1, json_schema=json.dumps(schema))
@@ -405,7 +405,7 @@ def test_an_object_fits_its_schema_though_its_tokens_are_evicted(smol, policy, t
     engine.close()
     model.close()
     check_person(text)
-    # nothing of the prompt had to go; much of the object did, while it was written
+    # no token was evicted before the object; many were evicted while it was written
     assert n_before == 0
     assert len(set(evicted)) >= 3
     assert engine.policy.budget == 64

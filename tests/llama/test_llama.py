@@ -135,7 +135,7 @@ def test_a_permutation_alone_does_not_change_the_next_logits(tiny_model, flash, 
     tolerance = 1e-4 if flash == "off" else 2e-2
     plain = next_logits()
     assert np.abs(next_logits(moves_of(permutations(n))) - plain).max() < tolerance
-    # what is moved does count: where one row loses its newer half, they change by far more
+    # if rows lose their newer half, logits change far more
     wrong = moves_of(np.arange(n) % (n // 2) + np.zeros((N_ROW, 1), np.int64))
     assert np.abs(next_logits(wrong) - plain).max() > 0.5
 
@@ -189,7 +189,7 @@ def expected_values(values, terms):
 
 
 def random_terms(rng, n, counts):
-    """For each row a merge for each count, at random cells; sources may be one another's destinations."""
+    """For each row, a merge of `count` random cells for each count; a source may be another's destination."""
     terms = []
     for row in range(N_ROW):
         for dst, count in zip(rng.permutation(n), counts, strict=False):
@@ -268,7 +268,7 @@ def test_a_merged_value_moves_with_its_cell_in_the_same_edit(tiny_model, flash, 
 # rotation
 
 
-# what RoPE leaves is compared with a key rotated once: f16 is rounded twice, q8_0 quantized twice
+# a turned key is rounded twice, to f16 or q8_0; the key that it is compared with once
 @pytest.mark.parametrize("rope", ["norm", "neox"])
 @pytest.mark.parametrize(
     ("type_k", "flash", "tolerance"),
@@ -295,7 +295,7 @@ def test_a_turned_key_is_the_key_of_the_shifted_position(tiny_model, rope, type_
     size = np.sqrt((want**2).mean(axis=-1))
     error = np.sqrt(((got - want) ** 2).mean(axis=-1)) / size
     assert error.max() < tolerance
-    # and the shifts do show
+    # without the shift, keys differ far more
     assert (np.sqrt(((keys[0][row, source[:2]] - want) ** 2).mean(axis=-1)) / size).max() > 0.5
 
 
@@ -319,7 +319,7 @@ def test_a_turned_key_is_that_of_upstreams_own_shift(tiny_model, rope, yarn):
         got = look(context)
     for layer in range(2):
         turned, shifted = got.keys(layer, 2), want.keys(layer, 2)[:n]
-        # upstream's shift gives keys YaRN's magnitude once more; ours leaves them the one they have
+        # upstream's shift multiplies keys by YaRN's magnitude again; kvtool's does not
         again = 1 + 0.1 * np.log(yarn) if yarn else 1
         assert np.abs(turned - shifted / again).max() < 1e-4
         size = np.linalg.norm(plain.keys(layer, 2), axis=-1)
@@ -331,9 +331,9 @@ def test_a_turned_key_is_that_of_upstreams_own_shift(tiny_model, rope, yarn):
 # signals
 
 FIRST_LAYER = slice(0, 2)
-# flash attention works in f16 and so do the inputs of all layers but the first; the sums here go up to 20
+# flash attention rounds to f16, and with it the inputs of later layers; the sums are up to 20
 F16_ROUNDING = 1e-2
-# the share of (row, cell) pairs where rounding makes a hit or none
+# maximum share of (row, cell) pairs near the threshold of a hit, where rounding decides
 AT_THE_EDGE = 0.02
 
 
@@ -424,7 +424,7 @@ def queries_ago(stream, since):
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("flash", ["off", "on"])
 def test_important_counts_back_from_the_last_query(tiny_model, flash, every):
-    # read after every batch, and only after some
+    # read after every batch, or after every third
     stream, since = transformer.Stream(transformer.Llama(tiny_model(**SHAPE))), 0
     with opened(tiny_model(**SHAPE), signals=Signal.IMPORTANT, flash=flash) as context:
         for number, n in enumerate([17, 1, 5, 1, 1, 30, 2, 1, 1, 7, 1, 1], 1):
@@ -436,7 +436,7 @@ def test_important_counts_back_from_the_last_query(tiny_model, flash, every):
                 assert (got[:, : stream.next] != want).mean() < AT_THE_EDGE
                 assert not got[:, stream.next :].any()
             if number in (5, 7):
-                # clears it
+                # an edit clears IMPORTANT
                 context.apply(NO_MOVES, stream.next, 0)
                 since = stream.next
                 assert not context.read(Signal.IMPORTANT, 256).any()
@@ -469,7 +469,7 @@ def test_important_goes_on_from_what_was_written(tiny_model):
 
 
 def last_queries(context, n_query, n):
-    """By the definition, of n tokens decoded at once: f32[query, row, n] of the last n_query queries."""
+    """Reference attention f32[query, row, n] of the last n_query of n tokens decoded at once."""
     model = transformer.Llama(context.model.path)
     stream = transformer.Stream(model)
     stream.decode(tokens(n))
@@ -531,7 +531,7 @@ def test_hidden_cells_leave_recent_attention_empty(tiny_model):
         context.hide(30)
         assert not context.history(Signal.RECENT, 30).any()
         context.decode(tokens(3), 0, 1)
-        # those three are all that there is since then
+        # the three new tokens only see each other
         assert context.read(Signal.RECENT, 33)[:, 30:].sum(axis=1) == pytest.approx(3 * 2, abs=TOLERANCE)
 
 
@@ -543,7 +543,7 @@ def test_recent_attention_goes_on_from_what_was_written(tiny_model):
         context.decode(tokens(3), 30, 1)
         want = context.read(Signal.RECENT, 33)
     with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
-        # another number of queries before: the slots of a query lie elsewhere
+        # another number of queries before, so that queries are in other slots
         fill(context, 45, seed=5)
         for layer in range(2):
             context.set_cells(layer, 30, cells[layer])
@@ -764,14 +764,14 @@ def test_a_cache_that_cannot_grow_stays_as_it_was(tiny_model):
 
 
 class BufferType(ctypes.Structure):
-    """The beginning of ggml's own struct."""
+    """The first fields of ggml_backend_buffer_type_i."""
 
     _fields_ = [("get_name", ctypes.c_void_p), ("alloc_buffer", ctypes.c_void_p)]
 
 
 @contextmanager
 def failing_caches(*fails):
-    """The nth cache tensor that is made in host memory from now on gets no memory where fails[n] is true."""
+    """Let the nth allocation of a cache tensor in host memory fail if fails[n]. Yield the rest of `fails`."""
     get = library.lib.ggml_backend_cpu_buffer_type
     get.restype = ctypes.POINTER(BufferType)
     kind, left = get().contents, list(fails)
@@ -797,7 +797,7 @@ in_host_memory = pytest.mark.skipif(has_gpu(), reason="the cache is not in host 
 @in_host_memory
 @pytest.mark.parametrize(
     ("signals", "fails"),
-    # with RECENT both layers find spares, and the probe for attention does not
+    # with RECENT, both layers get memory; recent attention gets it neither on the device nor on the host
     [(Signal.NONE, [False, True]), (Signal.RECENT, [False, False, True, True])],
     ids=["second layer", "recent attention"],
 )
@@ -972,7 +972,7 @@ def test_half_a_character_is_refused(tiny_model):
     model.close()
 
 
-# files of others
+# other libraries, and settings that cannot be
 
 
 def test_a_library_of_another_abi_is_refused_in_one_line_that_says_how_to_build(monkeypatch):

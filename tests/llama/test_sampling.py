@@ -139,7 +139,7 @@ def test_no_sequence_of_dry_goes_across_a_breaker(engine):
         sampler = Sampler(engine.model, Sampling(dry_multiplier=5, dry_sequence_breaker=breaker))
         sampler.recent.extend(3 + ord(letter) for letter in "a:bca:b")
         sampler.start(0)
-        # a:b was followed by c; after the colon only b is repeated, and that is free
+        # a:b was followed by c, which is penalized; after a breaker only b repeats, which is allowed
         assert drawn(engine, sampler, logits_of(engine, c=5, d=4), 1) == [expected]
         sampler.close()
 
@@ -253,7 +253,7 @@ def test_the_next_text_knows_all_that_a_penalty_looks_back_at(engine, penalty):
         "dry_sequence_breaker": (),
     }
     sampler = Sampler(engine.model, Sampling(**penalty, **reach))
-    # a is 120 tokens back, where b and c followed it
+    # c was written about 120 tokens ago; for DRY after a and b, which are repeated now
     sampler.recent.extend([A, B, C, *([D] * 116), A, B] if "dry_multiplier" in penalty else [C, *([D] * 119)])
     sampler.start(1)
     assert drawn(engine, sampler, logits_of(engine, c=5, b=4), 1) == [B]
@@ -382,7 +382,7 @@ def test_one_setting_is_changed_by_its_name(engine, tmp_path):
         with pytest.raises(error, match=words.replace(".", r"\.")):
             files.set(name, text)
         assert (files.generation, sampler.settings) == (before, settings)
-    # another shape replaces the first, and none ends it
+    # a schema replaces the grammar; an empty one removes it
     files.set("json_schema", '{"type": "null"}')
     assert "null" in sampler.settings.json_schema
     files.set("json_schema", "")
@@ -405,7 +405,7 @@ def test_a_text_ends_before_its_first_stop_string_however_it_is_cut():
             "".join(rng.choice("ab\u00e9") for _ in range(rng.randrange(1, 5)))
             for _ in range(rng.randrange(3))
         ]
-        # the first that is complete
+        # (end, begin): the stop string that is complete first ends the text
         ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
         cuts = sorted(rng.randrange(len(text) + 1) for _ in range(3))
         pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
@@ -415,7 +415,7 @@ def test_a_text_ends_before_its_first_stop_string_however_it_is_cut():
             passed += found.feed(piece)
             if found.found:
                 break
-            # nothing is kept back longer than it may be the start of a stop string
+            # text is only kept back while it may be the start of a stop string
             begun = [n for stop in stops for n in range(1, len(stop)) if fed.endswith(stop[:n])]
             assert passed == fed[: len(fed) - max(begun, default=0)]
         assert passed + found.rest() == (text[: min(ends)[1]] if ends else text)
@@ -579,7 +579,7 @@ def test_a_session_keeps_the_text_of_a_grammar(talk, tmp_path):  # noqa: F811
     file.write_text('root ::= [xy]{2} "."')
     assert talk(["one"], "--policy", "h2o", "--budget", "96", "--grammar", file).returncode == 0
     file.unlink()
-    # and each reply starts it again
+    # each reply starts the grammar again
     done = talk(["two", "three"])
     assert (done.returncode, done.stderr) == (0, "")
     for reply in done.stdout.splitlines():

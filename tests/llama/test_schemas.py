@@ -58,7 +58,7 @@ class Schemas:
         ][self.rng.integers(7)]()
 
     def draw(self, depth=2):
-        """A schema with at most so many levels."""
+        """Draw a schema of at most `depth` levels."""
         if depth == 0:
             return self.plain()
         inner = lambda: self.draw(depth - 1)  # noqa: E731
@@ -115,7 +115,7 @@ def test_a_complement_has_no_value_of_its_schema():
         others = Complement(schema).of(schema, names=NAMES)
         n_others += len(others)
         for other in others:
-            # a list of items is of earlier drafts
+            # a complement may have a list of items, as drafts up to 2019-09 allow
             whole = other if isinstance(other, bool) else {**_defs(schema), **other}
             outside = jsonschema.Draft201909Validator(whole)
             common = [value for value in VALUES if fits(value, schema) and outside.is_valid(value)]
@@ -209,7 +209,7 @@ CLOSED = OPEN | {"additionalProperties": False}
     ],
 )
 def test_objects_are_closed_and_integers_bounded_where_nothing_else_is_said(schema, result):
-    # what native counts cannot say is left out
+    # keywords that llguidance's counts cannot express are left out
     found, left_out = rewritten(schema)
     assert {key: value for key, value in found.items()} == {
         key: value for key, value in result.items() if key not in {each.keyword for each in left_out}
@@ -291,7 +291,7 @@ def test_texts_of_drawn_schemas_validate(vocabulary):
                 n_texts += 1
                 assert fits(json.loads(text), schema), (schema, text)
     assert n_texts > 500
-    # most of these fit no value
+    # no value fits most refused schemas
     assert len(refused) < 40
     assert all("nsatisfiable" in said or "empty" in said for said in refused)
     assert n_left_out < 40
@@ -332,7 +332,7 @@ ENDLESS = {
     "patterns at once": {"type": "string", "allOf": [{"pattern": f"a.*b{{{i}}}"} for i in range(1, 14)]},
     "great text": {"const": "a" * 2**21},
 }
-"""Schemas that are small, and take a careless compiler for ever, or all memory, or its stack."""
+"""Small schemas on which a careless compiler never ends, or runs out of memory or stack."""
 
 
 @pytest.mark.parametrize("what", ENDLESS)

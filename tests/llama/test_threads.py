@@ -13,7 +13,7 @@ from tests.engine.running import open_engine
 
 
 def run(threads, seconds, n_step, n_tokens=1):
-    """Takes steps that last seconds(n); returns the share of steps with each number of threads."""
+    """Record n_step steps of seconds(n); return the share of steps with each number of threads."""
     taken = {}
     for _ in range(n_step):
         n = threads.n
@@ -51,7 +51,7 @@ def test_beside_other_programs_fewer_threads_decode(seconds, n, least):
 def test_a_machine_that_becomes_busy_is_noticed_at_once_and_one_that_becomes_idle_soon():
     threads = Threads(2)
     run(threads, idle, 5000)
-    # six steps are slower, three are a trial
+    # the first six steps are slow, which starts a trial of three
     run(threads, full, 9)
     assert threads.n == 1
     run(threads, full, 1000)
@@ -71,7 +71,7 @@ def test_steps_of_other_lengths_are_not_compared():
     threads = Threads(2)
     # so short that no trial is due
     assert run(threads, lambda n: 0.001, 10) == {2: 1.0}
-    # longer steps are slower, and no reason for one
+    # steps of more tokens are slower, which is no reason for a trial
     assert run(threads, lambda n: 0.01, 20, n_tokens=256) == {2: 1.0}
 
 

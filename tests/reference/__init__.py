@@ -11,7 +11,7 @@ rows
     pos    position in the stream
     seen   for each query since the token came, its own first: (t, [attention of each head of the group]);
            t is the number of tokens that the query has seen, itself included
-    mass   sum of all of that
+    mass   sum of all attention in `seen`
     last   attention of the last query, summed over the group
     key    the key before RoPE, a list of floats
     old    for buzz: True for a token that has survived an eviction in the middle
@@ -26,18 +26,18 @@ params
 
 Returns
 -------
-For each row the sorted positions that stay; or that, and for each row the merges
-{dst pos: [(src pos, weight), ...]}. buzz sets `old`; nothing else is changed.
+For each row the sorted positions that stay; or a pair: these, and for each row the merges
+{dst pos: [(src pos, weight), ...]}. Of `rows`, a twin changes only its notes, and buzz sets `old`.
 
-A twin may also have observe(rows, *, next, **params): when positions start over, the engine observes between
-two plans. A twin that asks for n_ctx gets the context length.
+A twin may also have observe(rows, *, next, **params). It is called when positions start over, because the
+engine then observes between two plans. A twin with a parameter n_ctx gets the context length.
 """
 
 from typing import NamedTuple
 
 
 def news(row):
-    """Return for each token of a row the entries of `seen` since the last call, which its notes count."""
+    """Return for each token of a row the entries of `seen` since the last call. Its notes count them."""
     fresh = [token["seen"][token["notes"].get("n_seen", 0) :] for token in row]
     for token in row:
         token["notes"]["n_seen"] = len(token["seen"])
@@ -62,7 +62,7 @@ class Ends(NamedTuple):
 
 def ends(*, next, pinned, budget, slack, window, sinks=0, heads="equal", floor=0.2, layers="equal"):
     """Ends of a policy that ranks: tokens before `first` and from `recent` on stay."""
-    # rows that share a budget hold at most twice the budget
+    # a row that shares a budget may hold twice the mean: `budget` is that maximum
     is_shared = heads == "adaptive"
     first, n_keep = max(sinks, pinned), budget // (2 if is_shared else 1) - slack
     return Ends(first, next - min(window, n_keep - first), n_keep, budget - slack, is_shared, floor)

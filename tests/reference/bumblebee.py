@@ -99,9 +99,9 @@ def worth(chosen, ground, row, pairs, mixture, phi):
 
 
 def similarities(keys, half=False, cosine="relu"):
-    """f64[token, token]: ReLU(c), (1 + c) / 2 or |c| of the cosine c of keys of 15 bits.
+    """f64[token, token]: ReLU(c), (1 + c) / 2 or |c|, where c is the cosine of keys rounded to 15 bits.
 
-    In integer multiples of 2**-24, or rounded to float16.
+    In multiples of 2**-24; with `half`, rounded to float16.
     """
     unit = np.array([normalized(key) for key in keys], np.int64)
     # integers, whose sums are also exact in float64

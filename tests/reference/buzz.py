@@ -47,7 +47,7 @@ def keep(
 
 
 def steady(threshold, stride, old_stride):
-    """Smallest number of old tokens at which an eviction, with its new tokens, leaves no more than before."""
+    """Smallest n such that an eviction of n old and threshold + 1 - n new tokens leaves at most n."""
 
     def left(n):
         return -(-n // old_stride) + -(-(threshold + 1 - n) // stride)

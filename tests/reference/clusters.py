@@ -26,8 +26,9 @@ def kmeans(x):
 
 
 class Clusters:
-    """Clusters of a row's archive. n_block: tokens of a block; exact: tokens that one-token steps read
-    exactly.
+    """Clusters of a row's archive. n_block: tokens of a block.
+
+    exact: number of tokens that a one-token step attends to exactly.
     """
 
     def __init__(self, n_block, exact):
@@ -38,8 +39,8 @@ class Clusters:
     def members(self, pos, keys, end, first_near):
         """i64[n]: cluster of each entry; -1 if its block is not complete by position `end`.
 
-        pos i64[n]: in the stream. keys f64[n, d]: rotated alike within a block. first_near: position from
-        which blocks start over.
+        pos i64[n]: in the stream. keys f64[n, d]: rotated alike within a block. first_near: first
+        position of the near blocks; a block gets new clusters when it becomes far.
         """
         res = np.full(len(pos), -1)
         for block in range(pos[0] // self.n_block, end // self.n_block):

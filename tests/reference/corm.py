@@ -37,7 +37,7 @@ def _keep(row, next, first, n_max, window, history):
 
 
 def _marks(token):
-    """(step, whether the token was important to that step's query) since it came."""
+    """For each step since the token came: (step, True if the token was important to its query)."""
     return [
         (token["pos"] + i + 1, any(attention * t >= 1 for attention in heads))
         for i, (t, heads) in enumerate(token["seen"])

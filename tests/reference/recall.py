@@ -1,4 +1,4 @@
-"""Recall: StreamingLLM's rows in the budget less the cells for recalled tokens.
+"""Recall: StreamingLLM with the budget minus the cells for recalled tokens.
 
 tests/reference/transformer.py chooses the archived tokens that a step recalls.
 """

@@ -1,4 +1,4 @@
-"""Scissorhands (arXiv:2305.17118): evict the token with the most recent low scores, one at a time."""
+"""Scissorhands (arXiv:2305.17118): evict the token with most low scores in the history, one at a time."""
 
 from . import ends, keep_ranked, news
 

@@ -113,7 +113,7 @@ class Archive:
 
 
 class Batch(NamedTuple):
-    """Tokens being decoded. pos, rot, t i64[n]: as in Stream."""
+    """Tokens being decoded. pos, rot i64[n]: as in Row. t i64[n]: as in Stream."""
 
     pos: np.ndarray
     rot: np.ndarray
@@ -121,18 +121,18 @@ class Batch(NamedTuple):
 
 
 class Stream:
-    """Text being decoded. rows[i][head]: live entries in layers[i], an owning layer that does not slide.
+    """Text being decoded. rows[i][head]: live entries of layers[i], which owns rows and does not slide.
 
     next: position of the next token. all_rows: the rows that each layer of the model reads.
 
-    counter: position that the next token's query and key are rotated by; it starts at `counter`. t: meaning
-    of t, tokens of the "stream" or "cells" of the longest row. logn: True to multiply attention logits by
-    log_512(t). observe: a twin's function, or None. recalled: number of evicted entries that a step attends
-    to in addition to each row's entries; math.inf: all. far: evicted entries that were farther than n_near
-    from the next token at the last eviction are placed at distance n_near from the step's first token. With
-    n_block this happens in whole blocks of n_block tokens, for later rows up to a quarter of a block later.
-    exact: tokens of the archive's clusters that a one-token step attends to exactly; None: all. future: a
-    policy's (n_query, n_future, n_skip), for records with `future` and `length`; None: without.
+    counter: position that the next token's query and key are rotated by. t: a batch counts tokens of the
+    "stream" or "cells" of the longest row. logn: True to multiply attention logits by log_512(t). observe: a
+    twin's function, or None. recalled: number of evicted entries that a step attends to in addition to each
+    row's entries; math.inf: all. far: evicted entries before this position are placed at distance n_near from
+    the step's first token. An eviction sets it to n_near before the next token. With n_block, whole blocks of
+    n_block tokens become far, in later rows up to a quarter of a block later. exact: tokens of the archive's
+    clusters that a one-token step attends to exactly; None: all. future: a policy's (n_query, n_future,
+    n_skip), for records with `future` and `length`; None: without.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Stream:
         self.next += m
         self.counter += m
         for rows, slides in zip(self.all_rows, self.model.slides, strict=True):
-            # evicted only now, because later layers read it
+            # removed only now, because later layers read these rows
             for row in rows if slides else ():
                 row.keep(row.pos[row.pos > self.next - self.model.window])
         return self.model.logits(x)
@@ -240,11 +240,11 @@ class Stream:
         row.asked = row.asked[-max(min(n_query, self.next - n_skip), 1) :]
         rot, asked = (np.array(own) for own in zip(*row.asked, strict=True))
         freq = model.freq[layer]
-        # a later query is the same as keys that are farther by as much
+        # to move a query to a later position, move the keys back by the same distance
         farther = np.exp(1j * np.outer(rot - self.counter, freq))
         farther *= np.exp(-1j * np.outer(np.arange(n_future), freq)).mean(axis=0)
         keys = model.rotate(row.key * farther[:, None], row.rot, layer)
-        # by query, head and entry
+        # [query, head, entry]
         logits = asked @ keys.mT * model.scale
         future = np.stack((logits.mean(axis=0), logits.var(axis=0)), axis=-1).swapaxes(0, 1)
         lengths = np.linalg.norm(row.value, axis=1) if model.has_values else np.ones(len(row))
@@ -307,7 +307,7 @@ class Stream:
                 row.asked[i] = rot[i], np.concatenate((row.asked[i][1], heads))
 
     def _note(self, row, attn, is_first):
-        """Add a batch's attention f64[group, n_tokens, n] to a row's signals. is_first: it is the owner's."""
+        """Add a batch's attention f64[group, n_tokens, n] to a row's signals. is_first: in the owner."""
         row.mass += attn.sum(axis=(0, 1))
         row.last = attn[:, -1].sum(axis=0) + (0 if is_first else row.last)
         pos, _, t = self._batch
@@ -378,7 +378,7 @@ class Result(NamedTuple):
 
 
 def join(streams, counter):
-    """Return the last stream, whose rows now begin with the entries of those before it, without gaps.
+    """Return the last stream, whose rows now begin with the entries of the earlier streams, without gaps.
 
     counter: position that its next query and key are rotated by.
     """
