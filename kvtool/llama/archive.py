@@ -33,7 +33,7 @@ _LARGEST = 2**31 - 1
 class Archive:
     """Archive of a patched llama.cpp's context: a contiguous range of the stream's tokens.
 
-    It allocates memory in slabs: slab i holds tokens i * n .. (i + 1) * n - 1 of the stream in all layers.
+    It allocates memory in slabs. Slab i holds tokens i * n_token .. (i + 1) * n_token - 1 in all layers.
     Slabs are in this process's memory or in an unnamed file, whose space is freed when the process ends.
 
     Parameters
@@ -106,7 +106,7 @@ class Archive:
         self.n_max = min(n_max, _LARGEST)
 
     def _tokens_in(self, n_slab: int) -> int:
-        """Return how many tokens fit into the slabs wherever in a slab the first token is."""
+        """Return how many tokens fit into the slabs, wherever in a slab the first token is."""
         return max(n_slab - 1, 0) * self.n_token + 1
 
     @property

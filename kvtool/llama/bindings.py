@@ -29,7 +29,7 @@ def _load() -> Any:
             # only a package that is not installed is skipped
             if isinstance(error, ModuleNotFoundError) and error.name == package:
                 continue
-            # ggml's CUDA part is linked to the driver
+            # ggml's CUDA library needs NVIDIA's driver, libcuda
             cuda = "libcuda." in str(error)
             how = "install NVIDIA's driver, or: kvtool build --cpu" if cuda else build_command()
             raise LibraryError(f"llama.cpp does not load ({error}); repair it with: {how}") from None
@@ -100,7 +100,7 @@ def is_ours() -> bool:
 
 
 def upstream() -> str:
-    """Return the version of llama-cpp-python whose llama.cpp this is."""
+    """Return the version of llama-cpp-python that this llama.cpp comes from."""
     if is_ours():
         upstream_version: str = import_module("kvtool_llama").UPSTREAM
         return upstream_version

@@ -27,7 +27,7 @@ CONSTRAINING = IN_PLACE | {
 ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 MOST = 24
-"""Maximum schemas of a complement, which may be incomplete, but never accepts a value of the schema."""
+"""Maximum schemas of a complement. A complement may be incomplete, but accepts no value of the schema."""
 
 _MOST_LONG = 100
 """Longest text for `other_than`, whose expression nests as deeply as the text is long."""
@@ -94,7 +94,7 @@ class Complement:
             yield schema["not"]
 
     def resolved(self, schema: Any) -> Any:
-        """Return the schema that a schema with only a reference points to."""
+        """Return the target of a schema that consists of a reference, otherwise the schema itself."""
         for _ in range(_MOST_DEEP):
             reference = schema.get("$ref") if isinstance(schema, Mapping) else None
             if (

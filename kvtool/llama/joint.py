@@ -100,6 +100,6 @@ class JointContext:
         logits = np.ctypeslib.as_array(pointer, (n_output, self.model.n_vocab))
         at = 0
         for part in parts:
-            # the next step overwrites them, even if this context has no part in it
+            # copied: the next step overwrites the logits, even if this context has no part in it
             part.context.set_logits(logits[at : at + part.n_output].copy())
             at += part.n_output

@@ -292,7 +292,7 @@ class _Writer:
             new["additionalProperties"] = False
 
     def _counts(self, new: Schema, where: str) -> None:
-        """Express minProperties and maxProperties otherwise: llguidance counts only unnamed properties."""
+        """Replace minProperties and maxProperties: llguidance counts only unnamed properties."""
         least, most = new.get("minProperties", 0), new.get("maxProperties")
         names, required = new.get("properties"), new.get("required", [])
         if not isinstance(names, Mapping) or not isinstance(least, int) or not (least or most is not None):

@@ -34,7 +34,7 @@ _MANY = 0.75
 """Share of tokens that fit, above which excluding tokens is faster than listing the fitting tokens."""
 
 _N_MIROSTAT = 100
-"""Number of tokens from which Mirostat 1 estimates, as in llama.cpp and the paper."""
+"""Number of top tokens by which Mirostat 1 estimates how fast probabilities fall, as in the paper."""
 
 
 class Sampler:

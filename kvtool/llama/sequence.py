@@ -139,7 +139,7 @@ def runs(at: np.ndarray, gone: np.ndarray) -> Iterator[tuple[int, int]]:
 def shifts(at: np.ndarray, to: np.ndarray) -> Iterator[tuple[int, int, int]]:
     """Yield the shifts (first, end, delta) that move cells from at i32[cell] to positions i32[cell].
 
-    The order of the cells is the same before and after. In this order, no shift moves a token twice.
+    The order of the cells is the same before and after. Made one after another, no shift moves a token twice.
     """
     order = np.argsort(at)
     at, delta = at[order], (to - at)[order]

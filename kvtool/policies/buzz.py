@@ -56,7 +56,7 @@ class BUZZ(Policy):
         Newest tokens, never evicted. Default: window and threshold share the budget by Theorem 3.1; if one is
         given, the other gets the rest.
     threshold
-        Most tokens between sinks and window.
+        Maximum tokens between sinks and window.
     stride
         Tokens in a segment of new tokens. A group of old tokens has half as many.
     swap

@@ -41,8 +41,7 @@ class H2O(Ranked):
     decay
         Factor applied to the sums for every token since the last plan, before the new attention is added.
     decay_beyond
-        Replaces `decay` once the stream is longer than the context, if it is smaller. Not used with
-        score=mean.
+        Replaces a larger `decay` once the stream is longer than the context. Not used with score=mean.
     """
 
     budget: int
