@@ -30,9 +30,9 @@ LOGITS = max(TOLERANCE, 1e-3)
 
 
 N_UNTIED = 64
-"""First tokens, which some tests compare under `tova` on CUDA; later choices differ from the definition's.
+"""Number of tokens that tests of `tova` compare on CUDA: later, some choices differ from the definition's.
 
-Two tokens' scores there, 2.78574e-3 and 2.78573e-3, differ by less than the order of additions changes them.
+There, the scores of two tokens, 2.78574e-3 and 2.78573e-3, differ by less than sums in another order do.
 """
 
 KINDS = ("h2o", "buzz", "corm", "weightedkv")

@@ -242,12 +242,12 @@ def test_an_archive_takes_a_quarter_of_the_free_memory_and_half_of_the_disk(
 
 
 def test_a_policy_that_was_asked_for_has_no_other_in_its_place(talk, tiny_model, tmp_path, monkeypatch):
-    # nor is the policy of a session replaced
+    # a session's policy is not replaced either
     assert talk(TURNS[:1], *RECALL).returncode == 0
     refused = talk(TURNS[1:2], "--positions", "in-cache")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert re.fullmatch(r"kvtool: Recall needs the distances of the text; [^\n]*\n", refused.stderr)
-    # nor is the policy of a settings file
+    # nor is a settings file's policy
     (tmp_path / "config.toml").write_text('policy = "recall"\n')
     monkeypatch.setenv("KVTOOL_CONFIG", str(tmp_path / "config.toml"))
     done = called("generate", "-m", tiny_model(), "--raw", "--positions", "in-cache", stdin="word " * 9)

@@ -14,7 +14,7 @@ N_DRAFT = 5
 
 
 def told(engine, tokens, rng=None):
-    """Decode tokens one by one, or with `rng` by drafts, partly wrong; yield the logits after each token."""
+    """Decode tokens one by one or, given `rng`, with partly wrong drafts; yield the logits after each."""
     at = 0
     while at < len(tokens):
         n = engine.draft_room() if rng else 0

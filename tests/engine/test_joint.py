@@ -154,7 +154,7 @@ def test_in_any_kind_of_model(tiny_model, arch, name):
 
 
 def two_lives(path, make_batcher, said=40, n=100):
-    """Lives of two streams under h2o: one after the other, and in joint steps."""
+    """Results of two streams under h2o: decoded one after the other, and in joint steps."""
     policy, tokens = policies.fit("h2o", 48), [text(n, seed=i) for i in range(2)]
     with closing(Model(path)) as model:
         return [

@@ -1,7 +1,7 @@
 """The first layers are in host memory, the last on a device with its own; one edit reaches both.
 
 The device is the library's GPU if there is one (`make check-vulkan`), else ggml's RPC server on loopback.
-Run as a module, this file is the client: devices are registered for a whole process.
+Run as a module, this file is the client, in its own process: devices are registered for a whole process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ N_LAYER, N_GPU_LAYERS = 4, 3
 
 
 def score(path, name, positions, flash, n_gpu_layers):
-    """[NLL of a short text, keys and values of the first and last layer, or live cells of ragged rows]."""
+    """[NLL of a short text, keys and values of first and last layer]; of ragged rows [NLL, live cells]."""
     with open_engine(path, POLICIES[name], n_gpu_layers, positions=positions, flash=flash) as engine:
         nll = perplexity.stream(engine, text(N_TOKENS))
         assert engine.n_evicted > 80

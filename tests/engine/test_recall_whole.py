@@ -28,7 +28,7 @@ def fit(**params):
 
 
 def logits_after(path, policy, tokens, n_prompt=N_PROMPT, **settings):
-    """Return logits f32[n, n_vocab] after the prompt and after each later token, and three counters."""
+    """Return logits f32[n, n_vocab] after the prompt and each later token, n_kv, n_archived, cache bytes."""
     with open_engine(path, policy, **settings) as engine:
         assert engine.read(tokens[:n_prompt]) == n_prompt
         found = [engine.context.logits()[-1].copy()]

@@ -1,6 +1,6 @@
 """Recall with layers on a worker: the client has the archive, and results are the same as without a worker.
 
-Run as a module, this file is the client: devices are registered for a whole process.
+Run as a module, this file is the client, in its own process: devices are registered for a whole process.
 """
 
 from __future__ import annotations

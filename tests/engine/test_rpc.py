@@ -1,6 +1,6 @@
 """All layers on a device whose memory is not the host's: ggml's RPC server on loopback, the CPU behind it.
 
-Run as a module, this file is the client: devices are registered for a whole process.
+Run as a module, this file is the client, in its own process: devices are registered for a whole process.
 """
 
 from __future__ import annotations

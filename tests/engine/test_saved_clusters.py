@@ -74,7 +74,7 @@ def test_clusters_that_were_saved_are_taken_and_others_are_made(tiny_model):
         ({name: array for name, array in saved.items() if name not in names}, True),
         # other bytes are valid: they put tokens into other clusters
         (saved | other, False),
-        # clusters are not used if those of near blocks are listed as far, and the reverse
+        # clusters of near blocks that are listed as far, and the reverse, are not used
         (
             saved
             | other

@@ -26,7 +26,7 @@ N_BYTES = sum(LAYERS)
 
 
 class Archive:
-    """Stand-in for kvtool.llama.archive.Archive: tokens begin .. end - 1 with random bytes, by stream."""
+    """Stand-in for kvtool.llama.archive.Archive: tokens begin .. end - 1. `stream` seeds their bytes."""
 
     n_token, block_bytes = 8, 3
 

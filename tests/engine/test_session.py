@@ -172,10 +172,10 @@ def test_a_session_with_the_sum_of_the_last_queries_alone_is_taken_back(tiny_mod
 
 
 def test_sessions_count_important_steps_from_the_last_edit(tiny_model):
-    # the format of older sessions
+    # older sessions have this format, too
     with open_engine(tiny_model(), policies.fit("corm", 512, 40, ["history=24", "window=8"])) as engine:
         engine.read(text(101)[:64])
-        # a plan is due 40 tokens later
+        # the next plan is due 40 tokens later
         engine.read(text(101)[64:])
         n_cleared = engine.signals.since
         assert 0 < n_cleared < 101

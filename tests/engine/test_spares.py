@@ -1,6 +1,6 @@
 """A worker's spares: copies of its device that compute edits, so that it keeps the decode's graph as well.
 
-Run as a module, this file is the client: devices are registered for a whole process.
+Run as a module, this file is the client, in its own process: devices are registered for a whole process.
 """
 
 from __future__ import annotations

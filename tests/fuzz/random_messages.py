@@ -15,7 +15,7 @@ OWN_FIELDS = tuple(_NAMES.split())
 
 
 class MessageBodies(Bodies):
-    """Draws bodies for the Messages API and its counts alone."""
+    """Draws bodies for the Messages API and its token counts only."""
 
     def any(self):
         ways = [self.message] * 2 + [self.without, self.wrong_own] * 3 + [self.bent] * 12
@@ -24,7 +24,7 @@ class MessageBodies(Bodies):
         return self.rng.choice(ADDRESSES), ending(body)
 
     def without(self):
-        """A body that a field is missing in."""
+        """A body without one of its fields."""
         path, body = self.message()
         body.pop(self.rng.choice(list(body)))
         return path, body

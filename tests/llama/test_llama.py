@@ -506,7 +506,7 @@ def test_an_edit_moves_recent_attention_along_and_frees_the_rest(tiny_model, rag
         fill(context, n)
         before = context.history(Signal.RECENT, n)
         assert (before.sum(axis=(0, 2)) > 6).all()
-        # a merge does not change it; a key that turns may move as well
+        # a merge does not change recent attention; a moved key may be turned as well
         source = permutations(n)[:, :11]
         delta = np.random.default_rng(3).integers(0, 3, source.shape)
         merge = merge_of([(0, 2, [(5, 0.5), (2, 0.5)]), (3, 1, [(1, 0.5), (20, 0.5)])])

@@ -113,7 +113,7 @@ class Archive:
 
 
 class Batch(NamedTuple):
-    """Tokens being decoded. pos, rot i64[n]: as in Row. t i64[n]: as in Stream."""
+    """Tokens being decoded. pos, rot i64[n]: as in Row. t i64[n]: what Stream's t counts."""
 
     pos: np.ndarray
     rot: np.ndarray
@@ -125,14 +125,14 @@ class Stream:
 
     next: position of the next token. all_rows: the rows that each layer of the model reads.
 
-    counter: position that the next token's query and key are rotated by. t: a batch counts tokens of the
-    "stream" or "cells" of the longest row. logn: True to multiply attention logits by log_512(t). observe: a
-    twin's function, or None. recalled: number of evicted entries that a step attends to in addition to each
-    row's entries; math.inf: all. far: evicted entries before this position are placed at distance n_near from
-    the step's first token. An eviction sets it to n_near before the next token. With n_block, whole blocks of
-    n_block tokens become far, in later rows up to a quarter of a block later. exact: tokens of the archive's
-    clusters that a one-token step attends to exactly; None: all. future: a policy's (n_query, n_future,
-    n_skip), for records with `future` and `length`; None: without.
+    counter: position that the next token's query and key are rotated by. t: whether Batch.t counts tokens of
+    the "stream" or "cells" of the longest row. logn: True to multiply attention logits by log_512(t).
+    observe: a twin's function, or None. recalled: number of evicted entries that a step attends to in
+    addition to each row's entries; math.inf: all. far: evicted entries before this position are placed at
+    distance n_near from the step's first token. An eviction sets it to n_near before the next token. With
+    n_block, whole blocks of n_block tokens become far, in later rows up to a quarter of a block later. exact:
+    tokens of the archive's clusters that a one-token step attends to exactly; None: all. future: a policy's
+    (n_query, n_future, n_skip), for records with `future` and `length`; None: without.
     """
 
     def __init__(
