@@ -68,7 +68,7 @@ def test_a_lookup_grows_with_its_stream():
 
 
 def timed(slope):
-    """Return a DraftLength with measured times: each further token takes `slope` times as long as the first."""
+    """Return a DraftLength with measured times: each further token takes `slope` of the first's time."""
     length = DraftLength()
     for n in range(1, MOST + 2):
         for _ in range(3):
