@@ -95,7 +95,7 @@ class Wanderer:
         return None
 
     def _drawn(self, fits: np.ndarray, n: int) -> int:
-        """Draw a token that fits. n: tokens drawn so far; after many, those that close something are likelier."""
+        """Draw a token that fits. n: tokens drawn so far; after many, closing tokens are likelier."""
         share, likes = self._rng.random(), (self._ends, self._closes, self._is_short)
         for bound, liked in zip((0.3, 0.9 if n > MOST // 4 else 0.5, 0.95), likes, strict=True):
             if share < bound and (fits & liked).any():

@@ -1,1 +1,1 @@
-"""The laboratory of the four papers: their experiments, and the pages that say what became of them."""
+"""Experiments that repeat four papers, and the pages that show their results."""

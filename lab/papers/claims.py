@@ -47,13 +47,13 @@ class Look:
     method
         The paper's method.
     rivals
-        Rows that it is compared with; `full` alone asks whether it is about as good.
+        Rows that the method is compared with; `full` alone: is the method about as good as the full cache?
     column
         Column of the tables.
     scores
         Scores of the tables.
     above
-        Whether the claim is that it is better than `full`.
+        Whether the claim is that the method is better than `full`.
     """
 
     experiment: str
@@ -197,7 +197,7 @@ class _Seen:
     lines: Sequence[Line]
 
     def lines_of(self, label: str) -> list[Line]:
-        """The lines of this row in the column, or else of the row."""
+        """The lines of a row in the column; all lines of the row if it has none there."""
         lines = [line for line in self.lines if line[self.table.row] == label]
         parts = self.column.split(", ")
         return [line for line in lines if not {line["budget"], line["label"]}.isdisjoint(parts)] or lines
@@ -312,7 +312,7 @@ def _key(look: Look, model: str, seen: _Seen) -> Key:
 def _as_good(results: Path) -> dict[Key, tuple[float, float]]:
     """p-value and power of each test whether a method is about as good as the full cache.
 
-    All these tests together are wrong with a chance of 5 % (Holm).
+    The p-values are corrected for the number of tests (Holm).
     """
     tests = {}
     looks = (look for claim in CLAIMS for look in claim.looks if look.rivals == ("full",) and not look.above)

@@ -110,7 +110,7 @@ class CompareRun:
 
 @dataclass(frozen=True, slots=True)
 class EvalRun:
-    """A `kvtool eval` for each policy ("h2o:decay=0.9") and each budget; `full` has one, without a budget.
+    """A `kvtool eval` for each policy ("h2o:decay=0.9") and budget; `full` has one command, without a budget.
 
     Attributes
     ----------
@@ -119,7 +119,7 @@ class EvalRun:
     more
         Further options.
     limit
-        Number of first items; 0 for all.
+        Number of items, from the first on; 0 for all.
     model
         The file of the model; empty for kvtool's default.
     named

@@ -53,7 +53,7 @@ class Rule(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """From POLICY, POLICY+N, POLICY+N:MERGE or POLICY+N:MERGE:QUERIES. Raises ValueError."""
+        """Parse POLICY, POLICY+N, POLICY+N:MERGE or POLICY+N:MERGE:QUERIES. Raises ValueError."""
         row, _, options = text.partition(":")
         policy, _, n_mean = row.partition("+")
         merge, _, n_query = options.partition(":")
@@ -238,7 +238,7 @@ def _victim(kind, t, n, n_sink, n_window, n_steady, pos, mass, squares):
 
 @numba.njit(fastmath=True, cache=True)
 def _seen(key, bias, queries, totals, into):
-    """The attention of some queries to a mean; returns its sum."""
+    """Write the attention of some queries to a mean to `into`; returns its sum."""
     total = np.float32(1e-20)
     for r in range(len(queries)):
         into[r] = np.exp(min(_dot(key, queries[r]) + bias - totals[r], np.float32(0)))
@@ -298,7 +298,7 @@ def _evict(
     mass, squares, pos = np.zeros(n_cell, f32), np.zeros(n_cell), np.zeros(n_cell, np.int64)
     mean_keys, mean_values = np.zeros((n_mean + 1, dim), f32), np.zeros((n_mean + 1, dim), f32)
     size, bias = np.zeros(n_mean + 1, f32), np.zeros(n_mean + 1, f32)
-    # of the last tokens; with a total of _FAR a query that does not exist yet has no attention
+    # the last tokens' queries; with a total of _FAR, a query that does not exist yet has no attention
     queries, outputs = np.zeros((n_query * group, dim), f32), np.zeros((n_query * group, dim), f32)
     totals = np.full(n_query * group, _FAR)
     seen, paid = np.zeros((n_mean + 1, n_query * group), f32), np.zeros(n_mean + 1, f32)
@@ -359,7 +359,7 @@ def _evict(
             now = f32(1e-20)
             for r in range(n_query * group):
                 now += np.exp(min(_dot(mean_keys[a], queries[r]) - totals[r], f32(60)))
-            # within 3 of log size, as few queries may say nothing of a mean
+            # within 3 of log size, since perhaps none of so few queries attends to the mean
             log_size = np.log(size[a])
             bias[a] = min(max(np.log((paid[a] + paid[b]) / now), log_size - 3), log_size + 3)
         m -= 1

@@ -3,7 +3,7 @@
     python -m lab.papers.one_merge wiki.test.raw
 
 In every row (layer and KV head) the `--victims` tokens with the lowest average attention by token `--at` are
-removed, one at a time: once with their value, once with WeightedKV's merge. Sinks and window are exempt. The
+removed, one at a time: once by eviction, once by WeightedKV's merge. Sinks and window are exempt. The
 error is the squared difference of the heads' outputs, summed over all later queries; nothing else changes.
 Runs a llama or qwen2 model in NumPy, with weights in F32.
 """

@@ -147,7 +147,7 @@ def _ticks(axes: Any, sizes: Sequence[float]) -> None:
     axes.set_xscale("log", base=2)
     ticks = [0.0]
     for size in sorted(set(sizes)):
-        # the first of numbers that would overlap
+        # of several numbers that would overlap, only the first
         ticks += [size] * (size > _APART * ticks[-1])
     axes.set_xticks(ticks[1:])
     axes.xaxis.set_major_formatter("{x:.0f}")

@@ -15,7 +15,7 @@ from lab.papers.samples import SCORES, Measurements
 def samples(lines: Sequence[Line], table: ScoreTable) -> dict[Place, Measurements]:
     """The places of a table. A line without a budget is in the column of every budget of its model.
 
-    All rows of a column have the same items, which every row has.
+    All rows of a column are reduced to the items that every row has.
     """
     lines = [line for line in lines if is_about(table, line)]
     lines = [line for line in lines if not table.rows or line[table.row] in (*table.rows, table.apart)]
@@ -40,7 +40,7 @@ def samples(lines: Sequence[Line], table: ScoreTable) -> dict[Place, Measurement
                     lacking.add(place)
     _share(places)
     whole = (place for place, sample in places.items() if _is_whole(place, sample, table))
-    # bytes that some texts lack have no mean
+    # a place has no mean of bytes if some of its texts lack them
     places = {place: places[place] for place in whole if place not in lacking}
     if table.apart:
         return {
@@ -80,7 +80,7 @@ def _share(places: Mapping[Place, Measurements]) -> None:
 
 
 def _is_whole(place: Place, sample: Measurements, table: ScoreTable) -> bool:
-    """True if a place has all that its column needs: an average of LongBench all of its data sets."""
+    """True if a place has every data set that its column needs, as an average of LongBench does."""
     asked = table.pooled.get(place[1].partition(", ")[0]) or frozenset()
     return bool(sample.values) and asked <= {of for of, _ in sample.values}
 

@@ -60,7 +60,7 @@ class RulerRun:
     Attributes
     ----------
     tasks
-        Of RULER's thirteen.
+        Names of some of RULER's thirteen tasks.
     policies
         Policies. A policy that evicts has a budget for each share; a policy that recalls has one budget.
     removed
@@ -120,7 +120,7 @@ class RulerRun:
             if place not in asked or task not in self.tasks:
                 continue
             question, label, budget = place
-            # results that are in both took their time once
+            # count the time of results that are in both protocols once
             is_first = of_place[0]["question"] == question
             yield {
                 "label": label,

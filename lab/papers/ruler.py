@@ -43,7 +43,7 @@ _BATCH = 512
 
 
 def sharing(label: str, by: str = "heads") -> str:
-    """A policy whose rows of a layer, or with by="layers" whose layers, share their budgets."""
+    """Label of a policy whose rows share their layer's budget, or whose layers share (by="layers")."""
     return f"{label}:{by}=adaptive"
 
 
@@ -195,7 +195,7 @@ def measure(args: Namespace) -> None:
                 readings.append((about, task, items, reader))
         for number in range(len(items)):
             for about, task, items, reader in readings:
-                # one item at a time: rows that lack other items must not take turns at reading
+                # one item at a time for all rows: a shared prompt is read once, even if rows lack other items
                 for record in TaskResults(about, items[number : number + 1], args.json).measure(task, reader):
                     sys.stderr.write(f"{number + 1}/{len(items)} {_line(record)}\n")
                 # so many caches at once would not fit in memory
@@ -269,7 +269,7 @@ def main(words: Sequence[str] | None = None) -> None:
         try:
             measure(args)
         except (KvtoolError, OSError) as error:
-            # a task says how kvtool eval takes its files
+            # the task's message is for kvtool eval, which takes files by --set
             parser.exit(2, f"{parser.prog}: {str(error).replace('--set ', '--')}\n")
 
 

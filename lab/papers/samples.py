@@ -12,7 +12,7 @@ from kvtool.measure import statistics
 from lab.papers import significance
 
 _LEAST_UNITS = 6
-"""Least differences, other than 0, for which signs can be rarer than one in twenty."""
+"""Smallest number of differences other than 0 for which a test of signs can reach p < 0.05."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Score:
     exp
         Whether the exponential of the mean is printed.
     less
-        Subtracted from that exponential.
+        Number that is subtracted from the exponential.
     of
         Name of the score that it is computed from; the same if empty.
     words

@@ -3,7 +3,7 @@ lab/papers/ruler.md.
 
 Rows of a layer take the cells of its longest row, so rows that share take more bytes for as many cells. In
 equal bytes, the score of equal rows is interpolated, item by item, between the shares that were measured and
-the full cache. A task is a unit: the mean over the policies that were asked both ways, and over all shares.
+the full cache. A task is a unit: the mean over the policies that were measured both ways, and all shares.
 """
 
 from __future__ import annotations

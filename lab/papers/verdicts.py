@@ -116,7 +116,7 @@ def _differences(places: Mapping[Place, Measurements], table: ScoreTable) -> dic
 
 
 def _is_compared(place: Place, places: Mapping[Place, Measurements], table: ScoreTable) -> bool:
-    """True if the column counts and also has the paper's method, and the row is another."""
+    """True if the column counts and also has the paper's method, and the row is not that method."""
     row, column = place
     counts = not table.only_pooled or is_pooled(column, table)
     return counts and row != table.against and (table.against, column) in places

@@ -6,7 +6,7 @@ from lab.papers.commands import CompareRun, EvalRun
 from lab.papers.experiments.kinds import ALL, LARGE, Experiment, Run, ScoreTable, each, numbers
 from lab.papers.texts import EIGHT, XSUM
 
-# on these a model of 135M parameters is better than guessing
+# data sets on which a model of 135M parameters is better than guessing
 CHOICES = {
     "OpenBookQA": "openbookqa_test.jsonl",
     "COPA": "copa_test.jsonl",
@@ -14,7 +14,7 @@ CHOICES = {
 }
 _LARGE = tuple(CHOICES)[:2]
 
-# no policy is given sinks that the paper's does not have
+# no sinks, as in the paper
 _OWN = "bumblebee:sinks=0"
 _POWER = "bumblebee:sinks=0:phi=power"
 _ALL = ("full", "local", "random", "streamingllm", "h2o", _OWN, _POWER)
@@ -38,7 +38,7 @@ RUNS: dict[str, Run] = {
     "xsum-3shots": EvalRun(
         "summarize", (XSUM,), _ALL, ("20%",), (*_SUMMARY, "--set", "shots=3"), 12, minutes=30
     ),
-    # three would take this model two minutes a summary
+    # one example: with three, this model would need two minutes for a summary
     "xsum-1shot-1.5b": EvalRun(
         *("summarize", (XSUM,), ("full", *_ALL[3:-1]), ("20%",), (*_SUMMARY, "--set", "shots=1"), 8, LARGE),
         minutes=20,

@@ -19,7 +19,7 @@ _POLICIES = ("h2o", "roco")
 
 
 def _rules(policy: str, n_mean: int, *more: str) -> tuple[str, ...]:
-    """The policy alone, with the bytes of means as cells, with means, and with tokens in their place."""
+    """Rules: the policy alone, cells in the bytes of means, means, and tokens in the places of means."""
     means = f"{policy}+{n_mean}"
     return policy, f"{means}:cells", means, *(f"{means}:{name}" for name in more)
 

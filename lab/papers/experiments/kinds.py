@@ -26,7 +26,7 @@ SMALL = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 """A third model, for docs/which-policy.md."""
 
 Run = CompareRun | EvalRun | MapRun | FadingRun | RulerRun
-"""A kind of run: it measures with one command for each part."""
+"""Kinds of runs. A run has one command for each of its parts."""
 
 Place = tuple[str, str]
 """Row and column of a table: a policy, and a budget or a text."""
@@ -57,7 +57,7 @@ class ScoreTable:
     names
         Headings in place of the columns' values.
     pooled
-        Headings of further columns, with their values of the first field of `by`; None for all values.
+        Further columns: heading, and the values of the first field of `by` that it joins; None joins all.
     late
         Whether only tokens after the first `budget` tokens count; before, a policy with a budget evicts none.
     only_pooled
@@ -69,9 +69,9 @@ class ScoreTable:
     paper
         The paper's numbers, as it prints them.
     worse
-        If it prints none: rows that the paper calls worse than its own method.
+        If the paper prints no numbers: rows that it calls worse than its own method.
     theirs
-        The same for single places: 1 for a number above its method's, -1 for a number below.
+        The same for single places: 1 if the paper's number is above its method's, -1 if it is below.
     scores
         A score for each task, in place of score.
     title

@@ -27,7 +27,7 @@ RUNS: dict[str, Run] = {
         model=LARGE,
         minutes=520,
     ),
-    # one of each kind: needles, variables, frequent words
+    # one task of each kind: needles, variables, frequent words
     "ruler-long": RulerRun(
         *(("niah_multikey_1", "vt", "fwe"), ("full", "recall"), (), 128, ("f16",), ("after",), 32768, 1),
         model=LARGE,
@@ -50,7 +50,7 @@ EXPERIMENTS = {
             _scores("known", against="full"),
         ),
     ),
-    # apart, because more tests in the tables above would find less
+    # separate tables, because with more tests the tables above would find fewer differences
     "ruler-streams": Experiment(
         ("ruler",),
         tuple(_scores(question, rows=("full", *STREAMS), against="full") for question in _PROTOCOLS),

@@ -15,8 +15,8 @@ _TYPES = ("f16", "q8_0", "q4_0")
 # newer scores than h2o's, and rows that share a layer's budget
 _SCORES = ("h2o", "h2o:heads=adaptive", "roco", "rkv", "expected", "expected:heads=adaptive")
 _EXPECTED = "expected:queries=32"
-# model, cells, tokens of a text, and minutes: with these cells h2o takes the bytes of expected with 512 cells
-# and its queries, as a query of a head in f32 takes the bytes of a cell in f16
+# model, cells, tokens of a text, and minutes. With these cells h2o takes as many bytes as expected with 512
+# cells and its queries: a query of one head in f32 takes as many bytes as a cell in f16
 _EQUAL = {
     "equal": ("", "608", 3072, 10),
     "equal-0.5b": (SMALL, "736", 2048, 15),
@@ -112,13 +112,13 @@ EXPERIMENTS = {
         _TEXT_RUNS,
         (
             ScoreTable("above", **_BY_MODEL, **_EXCESS | {"against": ""}),
-            # other policies have as many cells as h2o, and its bytes
+            # other policies have as many cells and bytes as h2o
             ScoreTable("device", **_BY_MODEL, rows=("full", *_QUANTIZED, "h2o")),
         ),
         together=True,
         commands=False,
     ),
-    # few comparisons, so that eight texts can tell
+    # few comparisons, so that eight texts are enough for a test
     "which-default": Experiment(
         _TEXT_RUNS,
         tuple(

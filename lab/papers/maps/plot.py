@@ -34,10 +34,10 @@ def attention(measured: Attention, title: str) -> Figure:
         of = measured.maps[place]
         n = len(of.attention)
         grey = 1 - 0.6 * np.clip(np.log10(_coarse(of.attention) / _FAINT + 1e-9) / -np.log10(_FAINT), 0, 1)
-        # a pixel of several tokens is green if but one of them is important, only lighter
+        # a pixel of several tokens is a lighter green if only some of them are important
         green = np.sqrt(_coarse(of.important))[..., None]
         axes.imshow((1 - green) * grey[..., None] + green * np.array(_GREEN), extent=(0, n, n, 0))
-        # frames of neighbours would lie on each other
+        # frames of neighbouring queries would overlap
         height, later = n / 50, np.arange(1, n)
         apart = later[later - of.similar > n / 16]
         query = int(apart[-1]) if len(apart) else n - 1

@@ -6,7 +6,7 @@ VERSIONS = {"model": "m.gguf", "kvtool": "1", "llama_cpp_python": "2", "patch": 
 
 
 def lines(**scores):
-    """A line per policy, "h2o__64" for a budget of 64: scores by name."""
+    """A line for each keyword: the policy ("h2o__64" for a budget of 64) and its scores by name."""
     stored = []
     for number, (name, of_items) in enumerate(scores.items()):
         label, _, budget = name.partition("__")

@@ -40,7 +40,7 @@ def test_buzz_at_40_percent_has_a_share_of_the_full_caches_rouge_with_an_interva
     ends = np.quantile([100 * mean_rouge(own, at) / mean_rouge(full, at) for at in drawn], [0.025, 0.975])
     shown, *interval = map(int, re.search(r": (\d+) % \((\d+) to (\d+)\)", rows()[row]).groups())
     assert shown == round(ratio)
-    # draws of another seed
+    # the draws have another seed
     assert interval == pytest.approx(ends, abs=2)
     assert f"{shown} % ({interval[0]} to {interval[1]})" in (tables.LABORATORY / "buzz.md").read_text()
 
@@ -84,7 +84,7 @@ def test_tests_against_h2o_are_counted_each_once():
 
 def test_about_as_good_is_told_by_a_small_loss_and_not_by_a_difference_that_was_not_found():
     rng, ones = np.random.default_rng(0), np.ones(12)
-    # nothing is found of noise this large, neither way
+    # with noise this large neither test finds anything
     wide = rng.normal(0, 1, 12)
     assert significance.sign_flip_test(wide) > 0.05
     assert significance.not_worse_test(wide, ones, 0.01) > 0.05

@@ -53,7 +53,7 @@ def of_twin(path, tokens):
 
 
 def of_llama(path, tokens, wanted=tuple(Observed), kind=Kind.ROWS):
-    """The same of llama.cpp, and the layers."""
+    """Return what `of_twin` returns, as computed by llama.cpp, and the layers."""
     model, arrays = Model(path), {what: {} for what in Observed}
 
     def visit(what, layer, head, array):
@@ -68,9 +68,9 @@ def of_llama(path, tokens, wanted=tuple(Observed), kind=Kind.ROWS):
 
 
 def products(what, vectors):
-    """Return f64[head, n, n], products that do not depend on the order of dimensions; the twin has another.
+    """Return products f64[head, n, n], which, unlike vectors, do not depend on the order of dimensions.
 
-    Some architectures scale queries before attention, others within.
+    The twin has another order. Some architectures scale queries before attention, others within.
     """
     vectors = vectors.astype(np.float64)
     if what is Observed.QUERIES:
@@ -113,7 +113,7 @@ def test_what_is_observed_is_what_the_transformer_computes(name, tmp_path):
                 continue
             got, expected = (each[what][layer.number] for each in (arrays, want))
             if (name, what) == ("maincoder", Observed.KEYS_BEFORE):
-                # its norm comes behind RoPE; the twin has it before, which keys behind both do not show
+                # maincoder's norm comes after RoPE, the twin's before it; keys after both are the same
                 got = got / np.sqrt(np.mean(got.astype(np.float64) ** 2, axis=2, keepdims=True) + 1e-5)
             got, expected = products(what, got), products(what, expected)
             assert got.shape == expected.shape
@@ -123,7 +123,7 @@ def test_what_is_observed_is_what_the_transformer_computes(name, tmp_path):
 def test_keys_before_rope_are_others_than_those_behind_it(tiny_model):
     arrays, _ = of_llama(tiny_model(), text(N))
     before, after = (arrays[what][1] for what in (Observed.KEYS_BEFORE, Observed.KEYS))
-    # the first position does not turn
+    # RoPE does not rotate the first position
     assert np.array_equal(before[:, 0], after[:, 0])
     assert np.abs(before[:, 1:] - after[:, 1:]).max() > 0.5
 
@@ -319,7 +319,7 @@ def test_important_keys_are_green_and_two_queries_are_framed():
     green, red = (
         np.abs(picture - np.array(colour)).max(axis=2) < 0.02 for colour in ((0, 0.62, 0.25), (0.88, 0, 0))
     )
-    # the lower part of the map's first quarter
+    # green: the first quarter of the columns, below the diagonal
     columns = np.flatnonzero(green.sum(axis=0) > 100)
     rows = np.flatnonzero(red.mean(axis=1) > 0.3)
     assert len(columns) > 100

@@ -83,7 +83,7 @@ def test_columns_of_budgets_stand_in_order():
 
 
 def test_one_difference_has_one_verdict():
-    """The same two samples, wherever they stand."""
+    """The same two samples get the same verdict in every table."""
     stored = {}
     names = [name for experiments in index.PAPERS.values() for name in experiments]
     for name, model in [(each, model) for each in names for model in tables.models_of(each)]:

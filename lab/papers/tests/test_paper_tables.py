@@ -18,7 +18,7 @@ from lab.papers.verdicts import Verdict
 
 
 def counted(stored, table):
-    """The paper's differences in the same direction, in the other, not told, and not tested."""
+    """Count the paper's differences: same direction, other direction, unclear, untested."""
     return verdicts.verdict(places.samples(stored, table), table)
 
 
@@ -83,7 +83,7 @@ def test_a_cell_is_a_mean_with_its_standard_error_and_the_papers_number(measured
 def test_differences_are_paired_and_named_where_a_table_s_tests_tell_them(measured):
     noise = np.random.default_rng(0).normal(size=40)
     spread = np.tile([1, -1], 20)
-    # of 40 items of spread 1 the mean's error is 0.16; three tests need 2.5 of it
+    # the mean of 40 items of spread 1 has an error of 0.16; in three tests 2.5 errors are significant
     error = spread.std(ddof=1) / np.sqrt(40)
     text = measured(
         lines(
@@ -151,14 +151,14 @@ def test_the_papers_differences_are_counted():
 
 
 def test_too_few_that_differ_for_so_many_tests_are_no_test():
-    # seven answers differ: with p = 2 / 2^7 at best a test of four can tell nothing, but one alone can
+    # seven answers differ: p is at least 2 / 2^7, significant for a single test, but not for one of four
     own, other = [0.5] * 9, [0.4] * 7 + [0.5] * 2
     stored = lines(buzz__64={"f1": own}, **{f"{name}__64": {"f1": other} for name in ("h2o", "tova", "cam")})
     rows = ("buzz", "h2o", "tova", "cam")
     assert counted(stored, ScoreTable("f1", against="buzz", rows=rows[:2], worse=rows[1:])) == Verdict(same=1)
     more = [*stored, *lines(local__64={"f1": [0.6, 0.4] * 4 + [0.5]})]
     assert counted(more, ScoreTable("f1", against="buzz", worse=rows[1:])) == Verdict(untested=3)
-    # of five that differ there is no test at all
+    # with five that differ there is no test at all
     five = lines(buzz__64={"f1": own}, h2o__64={"f1": [0.4] * 5 + [0.5] * 4})
     assert counted(five, ScoreTable("f1", against="buzz", worse=("h2o",))) == Verdict(untested=1)
 
@@ -258,7 +258,7 @@ def test_data_sets_are_those_asked_for(measured):
         for of, right in (("qasper", 1), ("trec", 0))
         for line in lines(full={"f1": [right, 1]}, h2o__64={"f1": [right, 0]})
     ]
-    # as a line of a version without that score
+    # like a line of an older version, which lacks this score
     del stored[0]["scores"]["f1"]
     text = measured(stored, ScoreTable("f1", by=("of",), of=("qasper",), pooled={"all": None}))
     assert "| policy | qasper | all |\n| --- | ---: | ---: |\n| `h2o` | 50.0 ±50.0 | 50.0 ±50.0 |\n" in text
@@ -304,7 +304,7 @@ def test_of_several_texts_a_text_is_the_unit(measured):
     table = ScoreTable("nll", ("of", "budget"), "buzz", names=names, pooled={"all": None})
     text = measured(list(of_texts(6, more)), table)
     assert "| policy | books, 64 | papers, 64 | all, 64 |" in text
-    # by blocks the first column would be told; four texts have no test, and six disagree
+    # by blocks the first column would have a verdict; four texts are too few, and six disagree
     assert "better" not in text
     assert "worse" not in text
     text = measured(list(of_texts(6, [0.1] * 6)), table)

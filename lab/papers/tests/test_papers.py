@@ -36,7 +36,7 @@ def test_the_documents_are_what_the_records_kept_say():
     # every experiment once
     shown = re.findall(r"<!-- experiment (\S+) -->", "".join(documents))
     assert sorted(shown) == sorted(EXPERIMENTS)
-    # and no table of the papers' by hand
+    # the pages of the papers have no table written by hand
     for path, text in zip(runner.DOCUMENTS, documents, strict=True):
         if path.stem in index.PAPERS:
             assert "| --- |" not in re.sub(r"<!-- experiment .*?<!-- end -->", "", text, flags=re.S)
@@ -116,7 +116,7 @@ def test_every_command_is_one_that_kvtool_takes(name):
             assert find_spec(command[0])
             continue
         kind = typer.main.get_command(app).commands[command[0]]
-        # raises for an option that there is not, or a value of another kind
+        # raises an error for an unknown option or a wrong value
         kind.make_context(command[0], list(command[1:]))
 
 
@@ -289,7 +289,7 @@ def test_another_models_results_are_its_own(monkeypatch, tmp_path, capsys, name)
     there = ("--results", tmp_path / "results")
     program(monkeypatch, "run", tmp_path, name, "-m", "b.gguf", "--work", tmp_path / "work", *there)
     assert asked[0][-7:-4] == ("-m", "b.gguf", "-t")
-    # the documents are of the repository's own results
+    # the document was not written: it shows the repository's own results
     assert "kvtool" not in document.read_text()
     program(monkeypatch, "show", name, *there)
     shown = capsys.readouterr().out

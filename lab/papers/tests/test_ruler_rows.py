@@ -60,7 +60,7 @@ def test_the_full_cache_has_no_more_cells_than_the_context():
 def test_a_prompt_too_short_to_be_compressed_is_an_error():
     with pytest.raises(InputError, match="25 % of 1,026 tokens .* nothing would be evicted"):
         PolicyRow("h2o", 0.25).fit(1026, 50, 4096)
-    # the first that is longer than its budget
+    # the shortest prompt that is longer than its budget
     assert PolicyRow("h2o", 0.25).fit(1027, 50, 4096).budget == 1026
 
 
@@ -145,14 +145,14 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
     by_policy = {each["policy"]: each for each in found}
     assert by_policy["recall"]["archive_bytes"] > 0
     assert by_policy["h2o"]["evicted"] > 0
-    # it holds the cells of its budget
+    # each row holds the cells of its budget
     shared = [each for each in found if each["policy"] in ("full", "h2o", "kvzip")]
     assert len({each["kv_bytes"] / pad(each["budget_cells"]) for each in shared}) == 1
-    # each prompt was read once: h2o and kvzip begin where full ended
+    # a second run measures nothing again
     before = out.read_bytes()
     ruler.main([*command, *rows])
     assert out.read_bytes() == before
-    # also read once if some rows lack the item
+    # each prompt is read once, even if some rows lack its item
     records.rewrite(
         out, lambda there: [each for each in there if each["policy"] != "full" or "vt" in each["id"]]
     )
@@ -163,7 +163,7 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
         [*command, "--policies", "h2o,snapkv", "--removed", "0.5", "--others", "", "--question", "after"]
     )
     assert len(read) == 2
-    # samples differ by number, not by the number of names
+    # a sample depends on its number, not on how many tasks are named
     names = ["--tasks", "niah_single_1,niah_single_1", "--items", "1:2", "--policies", "", "--others", ""]
     ruler.main([*command, *names, "--length", "700"])
     assert records.read(out)[-1]["id"] == "niah_single_1-700-1"

@@ -54,7 +54,7 @@ def test_layers_that_share_are_compared_apart_from_rows_that_do():
 
 
 def test_in_equal_bytes_equal_rows_are_interpolated_between_the_shares_and_full():
-    # of 75 bytes 0.75, of 80 half; of 30 a tenth, of 25 nothing; of 60 bytes 0.44
+    # equal rows score 0.75 and 0.5 in 75 and 80 bytes, 0.1 and 0 in 30 and 25, 0.44 in 60
     halves, quarters = np.array([0.25, 0.0]), np.array([0.1, 0.0])
     found = sharing.gains(LINES[::-1], "heads", ("after",), in_bytes=True)
     assert sorted(found) == pytest.approx(sorted([(halves.mean() + quarters.mean()) / 2, -0.04]))

@@ -9,7 +9,7 @@ from lab.papers import significance
 
 
 def test_signs_tell_a_difference_only_where_enough_items_differ():
-    # three of eight against none: two of the eight ways to put three signs
+    # three differences other than 0: two of the eight ways to put their signs are as far from 0
     assert significance.sign_flip_test(np.repeat([1.0, 0.0], [3, 5])) == 0.25
     assert significance.sign_flip_test(np.zeros(8)) == 1
     assert significance.sign_flip_test(np.ones(6)) == 2 / 2**6
@@ -22,7 +22,7 @@ def test_signs_of_many_items_are_drawn_and_agree_with_all_of_them():
     for shift in (0.0, 0.4, 0.8):
         values = rng.normal(size=16) + shift
         exact = significance.sign_flip_test(values)
-        # one of next to no size makes them too many to try all
+        # one more difference, of almost 0, makes them too many to try all signs
         drawn = significance.sign_flip_test(np.append(values, 1e-12))
         assert drawn == pytest.approx(exact, abs=0.015)
 
