@@ -219,7 +219,7 @@ def _replay(server: Server, asked: list[Json], other: list[Json], args: argparse
 
 
 class Chat:
-    """A session that is replayed. said: what the server has answered in it."""
+    """A session that is replayed. said: the server's answers so far."""
 
     def __init__(self, server: Server, args: argparse.Namespace) -> None:
         self.server, self.args = server, args

@@ -9,8 +9,8 @@ defaults and never pause. --spins adds rows of kvtool in which threads wait long
 sleep (GOMP_SPINCOUNT).
 
 over its share: a row's time, divided by the time that its share of the cores allows. With k others the share
-is 1 / (k + 1) of the cores. The time is the shorter of two: that of all cores without others, times k + 1,
-and that of one thread without others, times (k + 1) / cores or 1. More time is wasted by waiting.
+is 1 / (k + 1) of the cores. The time is the shorter of two, measured without others: that of all cores, times
+k + 1, and that of one thread, times (k + 1) / cores, at least 1. More time is wasted by waiting.
 """
 
 from __future__ import annotations

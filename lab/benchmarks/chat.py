@@ -122,7 +122,7 @@ def _say(chat: Conversation, tokens: np.ndarray) -> None:
 
 
 def _score(engine: Engine, tokens: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Return the tokens' nll f64[n], and whether each is the likeliest. Reads all but the last token."""
+    """Return the tokens' nll f64[n], and whether all are the likeliest. Reads all but the last token."""
     nll, is_top = np.empty(len(tokens)), True
     for i in range(len(tokens)):
         if i:

@@ -123,7 +123,7 @@ class Ggml:
         return self.lib.ggml_backend_event_new(self.device) or None
 
     def pinned(self, n_bytes: int) -> np.ndarray:
-        """Return u8[n_bytes] in host memory that the device reads directly, if there is such memory."""
+        """Return u8[n_bytes] in host memory that the device reads directly, or else in ordinary memory."""
         kind = self.lib.ggml_backend_dev_host_buffer_type(self.device)
         if not kind:
             return np.zeros(n_bytes, np.uint8)

@@ -261,7 +261,7 @@ def profile(args: Args) -> Iterator[Row]:
     way = WAYS[args.way]
     model = Model(args.model)
     tokens = depths.text(model)
-    # depth 700 has a nearly empty archive: what its token costs is the stop in each layer
+    # at depth 700 the archive is nearly empty: the time of recall is the stop in each layer
     for depth in (700, 2048) if args.small else (700, 8192, 32768):
         engine, timers = at_depth(model, way, depth, tokens), Timers()
         for owner, method in (

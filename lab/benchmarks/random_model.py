@@ -142,7 +142,7 @@ def shapes(args: argparse.Namespace, n_embd: int, n_vocab: int) -> Iterator[tupl
     yield "output_norm.weight", (n_embd,)
     yield "output.weight", (n_vocab, n_embd)
     mlp = {"ffn_gate": (args.ff, n_embd), "ffn_up": (args.ff, n_embd), "ffn_down": (n_embd, args.ff)}
-    # Qwen 3.5 has a gate beside each query
+    # Qwen 3.5 has a gate next to each query
     n_query = n_embd * (2 if args.arch == "qwen35" else 1)
     attention: dict[str, tuple[int, ...]] = {
         "attn_q.weight": (n_query, n_embd),

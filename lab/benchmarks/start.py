@@ -1,4 +1,4 @@
-"""Time to the first token and memory of a chat, beside llama-cpp-python's own Llama.
+"""Time to the first token and memory of a chat, compared with llama-cpp-python's own Llama.
 
     python -m lab.benchmarks.start --policy buzz --budget 512
 

@@ -359,7 +359,7 @@ def _evict(
             now = f32(1e-20)
             for r in range(n_query * group):
                 now += np.exp(min(_dot(mean_keys[a], queries[r]) - totals[r], f32(60)))
-            # within 3 of log size, since perhaps none of so few queries attends to the mean
+            # within 3 of log size, since a few queries may hardly attend to the mean
             log_size = np.log(size[a])
             bias[a] = min(max(np.log((paid[a] + paid[b]) / now), log_size - 3), log_size + 3)
         m -= 1

@@ -149,7 +149,7 @@ def test_what_follows_the_end_tag_in_its_token_belongs_to_the_answer(models):
             assert constraint.accept(each)
     allowed = fitting(constraint, model)
     assert {of[b'>{"'], of[b">\n"], of[b">"]} <= {*allowed.tolist()}
-    # x would be the beginning of the answer, where only { is allowed
+    # x would begin the answer, which the schema does not allow
     assert of[b">x"] not in allowed
     assert not constraint.accept(of[b">x"])
     assert constraint.accept(of[b'>{"'])

@@ -61,7 +61,7 @@ def test_a_prompt_is_compressed_to_the_tokens_that_kvpress_keeps(tmp_path, tiny_
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:N].astype(np.int32)
     path = tiny_model(rope="neox", n_head_kv=n_head_kv)
     scores = scores_of(path, tokens, [each[2:] for each in SAME], tmp_path)
-    # kvtool always keeps the newest token
+    # these policies always keep the newest token
     scores[..., -1] = np.inf
     for (name, options, *_), own in zip(SAME, scores, strict=True):
         policy = policies.fit(name, 80, 10, options)

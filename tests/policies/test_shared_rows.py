@@ -1,4 +1,4 @@
-"""Rows that share their layer's budget (`heads=adaptive`), and layers that share one (`layers=adaptive`)."""
+"""Rows that share a layer's budget (`heads=adaptive`), and layers that share budgets (`layers=adaptive`)."""
 
 import math
 

@@ -59,7 +59,7 @@ def test_each_snapshot_is_what_the_rows_held_then(tiny_model, name):
 def test_sinks_and_the_newest_are_all_that_these_hold(tiny_model, name, n_sinks):
     with open_engine(tiny_model(), policies.fit(name, 32, 8)) as engine:
         found = holdings.watch(engine, text(100), 10)
-    # full at 32, 40, .. 96 tokens; the next token evicts all but 24, and 4 tokens follow
+    # full at 32, 40, .. 96 tokens; after 96 an eviction leaves 24 tokens, and 4 more follow
     n_new = 28 - n_sinks
     want = np.zeros(100)
     want[:n_sinks] = want[-n_new:] = 1

@@ -71,7 +71,7 @@ class ScoreTable:
     worse
         If the paper prints no numbers: rows that it calls worse than its own method.
     theirs
-        The same for single places: 1 if the paper's number is above its method's, -1 if it is below.
+        Like `worse`, for single places: 1 for a number above that of the paper's method, -1 for one below.
     scores
         A score for each task, in place of score.
     title
