@@ -393,7 +393,7 @@ def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
     monkeypatch.setattr(
         engine.context, "decode", lambda tokens, *rest: read.append(tokens) or plain(tokens, *rest)
     )
-    # one by one to the middle, and from there to the beginning
+    # take back one turn or several, and say the next turn again
     for turn in (12, 11, 5, 4, 1):
         while len(talk.undo_stack) > turn:
             assert talk.undo()

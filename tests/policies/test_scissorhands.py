@@ -7,7 +7,7 @@ from kvtool.policies.scissorhands import Scissorhands
 
 
 def counts_after(policy, n_tokens, low_of, n_head=1):
-    """The first token's low scores after each step. n_tokens: tokens of each step; low_of(step): new scores."""
+    """The first token's low scores after each step. n_tokens: tokens of each step; low_of(step): new ones."""
     state = policy.start(1, sum(n_tokens), 0)
     counts, next_pos = [], 0
     for step, n_token in enumerate(n_tokens):

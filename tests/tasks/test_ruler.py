@@ -319,7 +319,7 @@ def test_more_questions_than_the_file_has_are_refused(items_of):
 def test_too_short_a_length_is_refused_with_the_least(items_of):
     with pytest.raises(InputError, match="niah_single_1 does not fit into 150 tokens") as refused:
         items_of("niah_single_1", length=150)
-    # draws of another length differ by some tokens
+    # samples drawn for another length differ by some tokens
     least = int(re.search(r"takes about (\d+)", str(refused.value))[1])
     assert len(items_of("niah_single_1", length=least + 32)) == 1
     with pytest.raises(InputError, match="takes about"):
