@@ -224,7 +224,7 @@ def _overlap(
 def rows(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
     """2c: rows of 128 values written to and read from a cache, by 64 nodes of one graph, or by one node."""
     backend = ggml.backend()
-    n_cell, n_node, n_row = 4096, 64, 64
+    n_cell = 4096
     rng = np.random.default_rng(0)
     for name, kind in (("f32", F32), *TYPES.items()):
         for n_node, n_row in ((64, 64), (1, 4096), (64, 16)):

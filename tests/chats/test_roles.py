@@ -70,7 +70,7 @@ TWO_AT_MOST = (
 DROPS = CHATML.replace("in messages", "in messages if m.role != 'system'")
 
 
-def said(roles, *more):
+def said(roles):
     """A chat: s, u, a and t for the roles; each content names its place."""
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     return [{"role": names[role], "content": f"{n}"} for n, role in enumerate(roles)]
