@@ -78,7 +78,7 @@ def main() -> None:
     compile_kernels(folder / "kernels.so")
     write_vocabulary(resolve(), folder / "vocab.gguf")
     command = [os.environ.get("CC", "cc"), "-O1", "-shared", "-fPIC", "-o", str(folder / "cuda_f32.so")]
-    subprocess.run([*command, str(ROOT / "tests" / "cuda_f32.c")], check=True)
+    subprocess.run([*command, str(ROOT / "tests" / "tools" / "cuda_f32.c")], check=True)
     about = {
         "wheel": args.wheel.name,
         "patch": sources.patch_digest(sources.patches_dir()),
