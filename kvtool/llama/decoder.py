@@ -89,7 +89,7 @@ class Decoder:
         params.n_threads = params.n_threads_batch = self._threads.n
         params.type_k = CACHE_TYPES[type_k]
         params.type_v = CACHE_TYPES[type_v]
-        flash = choose_flash(flash, type_v, ragged or model.layers.has_alibi)
+        flash = choose_flash(flash, type_v, model.layers.has_alibi)
         params.flash_attn_type = FLASH[flash]
         if on_tensor is not None:
             # llama.cpp keeps no reference
@@ -235,12 +235,12 @@ class Decoder:
         return api.llama_get_memory(self._context)
 
 
-def choose_flash(flash: str, type_v: str, own_masks: bool) -> str:
+def choose_flash(flash: str, type_v: str, has_alibi: bool) -> str:
     """Resolve --flash-attn auto for a type of V. Raises UsageError if they do not go together.
 
-    own_masks: True if each head has its own mask, as with ragged rows and with ALiBi.
+    has_alibi: True if attention decreases with distance, so that each head has its own mask.
     """
-    if own_masks:
+    if has_alibi:
         # on most devices flash attention takes one mask for all heads
         if type_v in _QUANTIZED and has_gpu():
             raise UsageError(

@@ -224,7 +224,7 @@ def _run(
     else:
         size = budget.parse(typed_budget, n_ctx_train)
     fitted = budget.fit(spec, chosen, size, layers)
-    choose_flash(chosen.flash, kind, fitted.policy.ragged or layers.has_alibi)
+    choose_flash(chosen.flash, kind, layers.has_alibi)
     if spec.kind.evicts:
         slack, n_batch = fitted.policy.slack, fitted.n_batch
         chosen = replace(chosen, budget=str(fitted.n), evict_every=slack or None, n_batch=n_batch)

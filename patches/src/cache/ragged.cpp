@@ -1,5 +1,7 @@
 // Rows that hold different numbers of cells: the cells for new keys and values, and the masks.
 
+#include "masks.h"
+
 #include "hooks/hooks.h"
 #include "hooks/input.h"
 #include "hooks/state.h"
@@ -47,6 +49,24 @@ static void store_rows(const llm_graph_context & graph, const layer & l, int i, 
     }
 }
 
+// set k and v to views of a layer's cells: [n_embd, n_head, n_cell]. v is unchanged if values are a part of the keys
+static void view_cells(const llm_graph_context & graph, const layer & l, ggml_tensor * & k, ggml_tensor * & v) {
+    ggml_context * ctx = graph.ctx0;
+
+    const auto view = [&](ggml_tensor * t, int64_t n_embd) {
+        const size_t size = ggml_row_size(t->type, n_embd);
+        return ggml_view_4d(ctx, t, n_embd, l.n_head, l.n_cell, 1, size, t->nb[1], t->nb[2], 0);
+    };
+
+    k = view(l.k, l.n_embd_k);
+    if (l.v && graph.cparams.kvtool->v_trans) {
+        const size_t size = ggml_row_size(l.v->type, l.n_cell);
+        v = ggml_view_4d(ctx, l.v, l.n_cell, l.n_head, l.n_embd_v, 1, size*l.n_embd_v, size, l.v->nb[2], 0);
+    } else if (l.v) {
+        v = view(l.v, l.n_embd_v);
+    }
+}
+
 bool llama_kvtool_store(
         const llm_graph_context & graph,
         ggml_tensor * k_cur,
@@ -67,33 +87,18 @@ bool llama_kvtool_store(
         return false;
     }
 
-    ggml_context * ctx = graph.ctx0;
-
     for (ggml_tensor * t : unused) {
         ggml_build_forward_expand(graph.gf, t);
     }
 
     const auto & l = *kvtool->find(il);
 
-    const bool v_trans = kvtool->v_trans;
-
     // a layer without keys reads an earlier layer's
     if (k_cur) {
-        store_rows(graph, l, &l - kvtool->layers.data(), v_trans, k_cur, v_cur);
+        store_rows(graph, l, &l - kvtool->layers.data(), kvtool->v_trans, k_cur, v_cur);
     }
 
-    const auto view = [&](ggml_tensor * t, int64_t n_embd) {
-        const size_t size = ggml_row_size(t->type, n_embd);
-        return ggml_view_4d(ctx, t, n_embd, l.n_head, l.n_cell, 1, size, t->nb[1], t->nb[2], 0);
-    };
-
-    k = view(l.k, l.n_embd_k);
-    if (l.v && v_trans) {
-        const size_t size = ggml_row_size(l.v->type, l.n_cell);
-        v = ggml_view_4d(ctx, l.v, l.n_cell, l.n_head, l.n_embd_v, 1, size*l.n_embd_v, size, l.v->nb[2], 0);
-    } else if (l.v) {
-        v = view(l.v, l.n_embd_v);
-    }
+    view_cells(graph, l, k, v);
 
     return true;
 }
@@ -101,14 +106,10 @@ bool llama_kvtool_store(
 // Mask of ragged rows: 0 if a query sees a cell, otherwise less than any logit. [n_cell, n_tokens, n_head], or one
 // mask for all heads if their rows have equal lengths
 static ggml_tensor * ragged_mask(const llm_graph_context & graph, const layer & l, int i) {
-    ggml_context * ctx = graph.ctx0;
-
     const auto * rows = find_rows(graph, i);
     GGML_ASSERT(rows);
 
-    // computed on the device, as otherwise the host would fill and send a mask for every head and layer
-    ggml_tensor * x = ggml_repeat_4d(ctx, ggml_arange(ctx, 0, l.n_cell, 1), l.n_cell, rows->limit->ne[1], rows->limit->ne[2], 1);
-    return ggml_scale(ctx, ggml_step(ctx, ggml_sub(ctx, x, rows->limit)), -1e30f);
+    return mask_below(graph.ctx0, l.n_cell, rows->limit);
 }
 
 // the same from llama.cpp's mask [n_kv, n_tokens], without the distances that it contains
@@ -129,8 +130,7 @@ static ggml_tensor * distances(const llm_graph_context & graph, const layer & l,
     ggml_tensor * keys = new_input(ctx, GGML_TYPE_F32, n_kv, 1, l.n_head);
     input.biased.push_back({ i, keys });
 
-    ggml_tensor * x = ggml_sub(ctx, ggml_repeat_4d(ctx, keys, n_kv, n_tokens, l.n_head, 1), input.queries);
-    return ggml_neg(ctx, ggml_abs(ctx, x));
+    return minus_distances(ctx, keys, ggml_reshape_2d(ctx, input.queries, 1, n_tokens));
 }
 
 // mask in which each token sees the synthetic cells that were computed for it
@@ -179,25 +179,95 @@ ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * k
         x = ggml_add(ctx, distances(graph, l, i, x->ne[0], x->ne[1]), x);
     }
 
-    const int64_t n_kv     = x->ne[0];
-    const int64_t n_tokens = x->ne[1];
-    const int64_t n_gqa    = graph.hparams.n_head(il)/l.n_head;
-
-    if (const int64_t n_head = x->ne[2]; n_gqa > 1 && n_head > 1) {
-        x = ggml_reshape_4d(ctx, x, n_kv, n_tokens, 1, n_head);
-        x = ggml_repeat_4d(ctx, x, n_kv, n_tokens, n_gqa, n_head);
-        x = ggml_reshape_3d(ctx, x, n_kv, n_tokens, n_gqa*n_head);
-    }
+    x = repeat_rows(ctx, x, graph.hparams.n_head(il)/l.n_head);
 
     return kq_mask->type == GGML_TYPE_F16 ? ggml_cast(ctx, x, GGML_TYPE_F16) : x;
+}
+
+// Flash attention with a mask per KV head. The heads are in the fourth dimension: CUDA's kernels have no masks in the
+// third. Sinks are indexed by the third dimension, so a model with sinks gets an operation per KV head
+static ggml_tensor * attend_rows(
+        const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, ggml_tensor * mask, ggml_tensor * sinks, float scale) {
+    ggml_context * ctx = graph.ctx0;
+
+    const float   cap    = graph.hparams.attn_soft_cap ? graph.hparams.f_attn_logit_softcapping : 0.0f;
+    const int64_t n_head = k->ne[3];
+
+    const auto flash = [&](int64_t head, int64_t n, ggml_tensor * own_sinks) {
+        const auto heads = [&](ggml_tensor * t) {
+            return ggml_view_4d(ctx, t, t->ne[0], t->ne[1], t->ne[2], n, t->nb[1], t->nb[2], t->nb[3], head*t->nb[3]);
+        };
+        ggml_tensor * cur = ggml_flash_attn_ext(ctx, heads(q), heads(k), heads(v), heads(mask), scale, 0.0f, cap);
+        ggml_flash_attn_ext_add_sinks(cur, own_sinks);
+        ggml_prec_set_acc(cur, GGML_PREC_F32);
+        return cur;
+    };
+
+    if (!sinks) {
+        return flash(0, n_head, nullptr);
+    }
+    ggml_tensor * res = nullptr;
+    for (int64_t head = 0; head < n_head; ++head) {
+        ggml_tensor * cur = flash(head, 1, ggml_view_1d(ctx, sinks, q->ne[2], head*q->ne[2]*sinks->nb[0]));
+        res = res ? ggml_concat(ctx, res, cur, 3) : cur;
+    }
+    return res;
+}
+
+ggml_tensor * llama_kvtool_ragged(
+        const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il) {
+    auto * kvtool = graph.cparams.kvtool;
+
+    // the slopes of ALiBi depend on the third dimension as well
+    if (!kvtool || !kvtool->params.ragged || !graph.cparams.flash_attn || !kvtool->find(il) || kvtool->places.is_on()) {
+        return nullptr;
+    }
+
+    const auto & l = *kvtool->find(il);
+
+    // one mask for all rows, or values that are a part of the keys
+    if (l.n_head == 1 || kvtool->is_even(l) || !l.v) {
+        return nullptr;
+    }
+
+    ggml_context * ctx = graph.ctx0;
+
+    ggml_tensor * k = nullptr;
+    ggml_tensor * v = nullptr;
+    view_cells(graph, l, k, v);
+
+    q = llama_kvtool_scale(graph, q, k);
+    q = ggml_permute(ctx, q, 0, 2, 1, 3);
+    k = ggml_permute(ctx, k, 0, 2, 1, 3);
+    v = ggml_permute(ctx, v, 0, 2, 1, 3);
+
+    llama_kvtool_build(graph, q, k, nullptr, llama_kvtool_mask(graph, live_mask, il), sinks, scale, il);
+
+    // heads [.., n_head] as [.., n_head/l.n_head, l.n_head]
+    const auto by_row = [&](ggml_tensor * t) {
+        const int64_t n_group = t->ne[2]/l.n_head;
+        return ggml_view_4d(ctx, t, t->ne[0], t->ne[1], n_group, l.n_head, t->nb[1], t->nb[2], n_group*t->nb[2], 0);
+    };
+    const auto readable = [&](ggml_tensor * t) { return by_row(t->type == GGML_TYPE_F32 ? ggml_cast(ctx, t, GGML_TYPE_F16) : t); };
+
+    ggml_tensor * mask = ragged_mask(graph, l, &l - kvtool->layers.data());
+    mask = ggml_reshape_4d(ctx, ggml_cast(ctx, mask, GGML_TYPE_F16), mask->ne[0], mask->ne[1], 1, mask->ne[2]);
+
+    // [n_embd_v, n_gqa, n_tokens, l.n_head]
+    ggml_tensor * cur = attend_rows(graph, by_row(q), readable(k), readable(v), mask, sinks, scale);
+    const int64_t n_embd   = cur->ne[0]*cur->ne[1]*cur->ne[3];
+    const int64_t n_tokens = cur->ne[2];
+    // one token's heads are in order
+    cur = n_tokens > 1 ? ggml_cont(ctx, ggml_permute(ctx, cur, 0, 1, 3, 2)) : cur;
+    return ggml_reshape_2d(ctx, cur, n_embd, n_tokens);
 }
 
 bool llama_kvtool_dense(const llm_graph_context & graph) {
     return graph.cparams.kvtool != nullptr;
 }
 
-bool llama_kvtool_fits(const llama_context & lctx, uint32_t n_tokens) {
-    const auto * kvtool = lctx.kvtool.get();
+bool llama_kvtool_fits(llama_context & lctx, uint32_t n_tokens) {
+    auto * kvtool = lctx.kvtool.get();
 
     if (kvtool && !kvtool->broken.empty()) {
         LLAMA_LOG_ERROR("%s\n", kvtool->broken.c_str());

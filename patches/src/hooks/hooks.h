@@ -72,6 +72,10 @@ ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * k
 ggml_tensor * llama_kvtool_staged(
         const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il);
 
+// flash attention of the queries q to rows of different lengths; null for other layers
+ggml_tensor * llama_kvtool_ragged(
+        const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il);
+
 // joint step: each context's tokens attend to that context's cells; the results are concatenated. Null in other steps
 ggml_tensor * llama_kvtool_join(
         const llm_graph_context & graph, llm_graph_input_attn_kv * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,

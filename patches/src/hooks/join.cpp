@@ -99,7 +99,7 @@ static ggml_tensor * join(
         return llama_kvtool_staged(graph, mask_of(inp), q, sinks, kq_scale, il);
     }
     if (!kvtool || !kvtool->joint) {
-        return nullptr;
+        return kq_b ? nullptr : llama_kvtool_ragged(graph, mask_of(inp), q, sinks, kq_scale, il);
     }
     if (kvtool->joint->members.empty()) {
         kvtool->joint->layers[il] = !kq_b;
