@@ -387,6 +387,9 @@ class Engine:
         self.evict_if_due()
         if self.joint_decoder and self.joint_decoder.is_several:
             return 0
+        # recalled cells differ from step to step, so rejected tokens cannot leave the signals
+        if self.policy.recall and self.policy.reads:
+            return 0
         n_left = min(self.n_until_plan, self.room(), self.n_ctx - self.rows.next_rot)
         return max(min(self.settings.n_draft, n_left - 1), 0)
 
@@ -497,7 +500,7 @@ class Engine:
 
     @property
     def n_restart(self) -> int:
-        """Number of times that positions have started over after the live cells."""
+        """Number of times that all gaps between positions were closed at once."""
         return self.cache.n_restart
 
     @property

@@ -15,6 +15,9 @@ from kvtool.policy import Policy, SignalRequest
 if TYPE_CHECKING:
     from kvtool.llama.sequence import Cache
 
+_N_DEFER = 32
+"""Tokens whose signals are computed together: more of them take memory and hardly save time."""
+
 _N_CHUNK = 1024
 """Tokens of a chunk on a GPU: the archive is copied there once for each chunk."""
 
@@ -104,6 +107,7 @@ def open_context(
             # right after the live cells: a step attends no farther than to its last cell
             n_filled=n_cell - policy.n_live if fills_all else 0,
             n_draft=settings.n_draft,
+            n_defer=min(policy.slack, _N_DEFER) if policy.slack > 1 else 0,
             n_near=sizes.n_ctx // 2,
             n_archive=settings.archive,
             archive_bytes=settings.archive_bytes,

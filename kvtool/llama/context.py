@@ -39,6 +39,8 @@ class Context(Decoder):
         Number of cells after the live cells that steps fill from the archive. Default: as in the request.
     n_draft
         Maximum tokens that `drop` can remove.
+    n_defer
+        Queries whose signals are computed together with flash attention. 0: each step computes its signals.
     n_near
         Archived tokens at a greater distance are chosen and attended to as if at this distance.
     n_archive, archive_bytes
@@ -83,6 +85,7 @@ class Context(Decoder):
         archive_type: str = "f16",
         n_filled: int = 0,
         n_draft: int = 0,
+        n_defer: int = 0,
         n_near: int = 0,
         n_archive: int | None = None,
         archive_bytes: int | None = None,
@@ -99,6 +102,7 @@ class Context(Decoder):
         self._n_query = max(request.n_query, 1)
         # removed queries must not have overwritten older ones
         self._n_slot = self._n_query + n_draft
+        self._n_deferred = self._deferred(n_draft, n_defer) if per_cell else 0
         recall, made = request.recall or Recalls(n_cell=0, chunk=1), model.layers.has_values
         n_future = request.n_future if Signal.FUTURE in request.signals else 0
         params = EnableParams(
@@ -107,6 +111,7 @@ class Context(Decoder):
             n_query=self._n_query,
             n_future=n_future,
             n_ahead=n_draft,
+            n_defer=n_defer,
             n_recall=n_filled or recall.n_filled(made),
             n_made=recall.n_cell if made else 0,
             n_exact=recall.n_exact,
@@ -155,9 +160,14 @@ class Context(Decoder):
         A signal is f32[row, cell]; RECENT is that for each query. Copies that the host makes while it reads
         from a device are not counted.
         """
-        n_signal = len(self._cleared) + self._recent * self._n_slot
+        n_signal = len(self._cleared) + self._recent * self._n_query
         n_query = self.queries.shape[1] * self._n_slot if self.queries else 0
-        return 4 * (int(n_cell[self._layer].sum()) * n_signal + n_query)
+        return 4 * (int(n_cell[self._layer].sum()) * n_signal + n_query + self._n_deferred)
+
+    def _deferred(self, n_draft: int, n_defer: int) -> int:
+        """Return the number of floats in the queries whose signals are computed later."""
+        n_query = max(n_defer if self.may_flash else 0, n_draft + 1 if n_draft else 0)
+        return n_query * sum(n * layer.n_head_kv * layer.head_size_k for layer, n in self.model.groups)
 
     @cached_property
     def n_head(self) -> np.ndarray:

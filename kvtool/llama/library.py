@@ -15,7 +15,7 @@ from kvtool.llama.bindings import lib as lib
 from kvtool.llama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
-ABI = 18
+ABI = 19
 """Version of the patch's C API that this kvtool needs."""
 
 _NO_ROOM = -2
@@ -43,6 +43,7 @@ class EnableParams(ctypes.Structure):
         ("n_query", ctypes.c_int32),
         ("n_future", ctypes.c_int32),
         ("n_ahead", ctypes.c_int32),
+        ("n_defer", ctypes.c_int32),
         ("n_recall", ctypes.c_int32),
         ("n_made", ctypes.c_int32),
         ("n_exact", ctypes.c_int32),

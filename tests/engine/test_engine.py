@@ -714,10 +714,12 @@ def test_what_signals_take_beside_the_cache_counts_as_state(
     path = tiny_model(n_layer=2, n_head=4, n_head_kv=2, head_dim=32)
     with open_engine(path, policies.fit(policy, 48, 4, options), n_draft=n_draft) as engine:
         assert engine.context.n_cell == 256
-        # guesses that are taken back may not have taken the place of older queries
+        # rejected draft tokens may not have taken the place of older queries
         n_query = policies.spec(policy, None, options).fit(48).n_query
-        more = (n_query + n_draft) / n_query if policy in ("snapkv", "expected") else 1
-        n_float = (per_cell * 2 * 2 * 256 + per_query) * more
+        n_float = per_cell * 2 * 2 * 256 + per_query * (n_query + n_draft) / max(n_query, 1)
+        if per_cell and n_draft:
+            # queries whose signals are computed once the draft tokens are accepted
+            n_float += (n_draft + 1) * 4 * 32 * 2
         assert engine.signal_bytes == 4 * n_float
         assert engine.state_bytes == engine.host_bytes + 4 * n_float
         assert said(engine, policy)["state_bytes"] == engine.state_bytes

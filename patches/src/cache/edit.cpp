@@ -179,6 +179,9 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
     auto * kv = memory::cache(lctx);
 
     lctx.synchronize();
+    if (kvtool.recent.is_on() && !kvtool.sum_deferred(lctx)) {
+        return fail("the device failed to compute the signals");
+    }
     kvtool.recent.collect(lctx);
 
     const auto edits = by_layer(kvtool, edit);
@@ -207,6 +210,7 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
     kvtool.places.move(layers, edit);
     kvtool.n_own  = edit.n_keep;
     kvtool.n_back = 0;
+    kvtool.n_hidden = edit.n_hidden;
 
     if (kvtool.params.ragged) {
         std::copy(edit.n_keep_row, edit.n_keep_row + kvtool.n_row, kvtool.live.begin());
@@ -218,6 +222,7 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
     }
 
     kvtool.signals.clear(lctx);
+    kvtool.deferred.remove(kvtool.deferred.n);
     if (edit.n_keep == 0) {
         kvtool.queries.clear();
     }

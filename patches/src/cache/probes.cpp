@@ -1,5 +1,7 @@
 // The signals in the decode's graph: each layer's attention probabilities, reduced to a few floats per row and cell.
 
+#include "probes.h"
+
 #include "halving.h"
 #include "hooks/hooks.h"
 #include "hooks/input.h"
@@ -29,18 +31,95 @@ ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * 
     return ggml_mul(graph.ctx0, q, scale);
 }
 
-// true if a signal is a maximum over queries and heads instead of a sum
-static bool is_maximum(int s) {
+namespace kvtool {
+
+bool is_maximum(int s) {
     return 1u << s == LLAMA_KVTOOL_SIGNAL_IMPORTANT || 1u << s == LLAMA_KVTOOL_SIGNAL_HIGHEST;
 }
 
-// index of a signal
-static int index_of(uint32_t signal) {
-    int s = 0;
-    while (signal >> (s + 1)) {
-        ++s;
+ggml_tensor * probabilities(
+        ggml_context * ctx, const llama_hparams & hparams, bool is_grok, ggml_tensor * k, ggml_tensor * q, ggml_tensor * mask,
+        ggml_tensor * sinks, float scale) {
+    ggml_tensor * p = ggml_mul_mat(ctx, k, q);
+    ggml_prec_set_acc(p, GGML_PREC_F32);
+
+    if (hparams.attn_soft_cap || is_grok) {
+        const float cap    = hparams.f_attn_logit_softcapping;
+        const float factor = is_grok ? hparams.f_attn_out_scale : 1.0f;
+        p = ggml_scale(ctx, ggml_tanh(ctx, ggml_scale(ctx, p, factor/cap)), cap);
     }
-    return s;
+
+    p = ggml_soft_max_ext(ctx, p, mask, scale, hparams.f_max_alibi_bias);
+    ggml_soft_max_add_sinks(p, sinks);
+
+    return p;
+}
+
+reducer::reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_tensor * p, int64_t n_head_kv, ggml_tensor * seen)
+    : ctx(ctx), params(params), p(p), n_kv(p->ne[0]), n_tokens(p->ne[1]), n_head_kv(n_head_kv), n_gqa(p->ne[2]/n_head_kv) {
+    // a sum over the group is computed together with the sum over queries
+    a = params.group == LLAMA_KVTOOL_GROUP_SUM || n_gqa == 1 ? p : reduce_group(params.group);
+
+    if (params.signals & (LLAMA_KVTOOL_SIGNAL_HITS | LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
+        // 1 where p*t >= 1
+        hit = ggml_scale_bias(ctx, ggml_step(ctx, ggml_scale_bias(ctx, ggml_mul(ctx, p, seen), -1.0f, 1.0f)), -1.0f, 1.0f);
+    }
+}
+
+// the last n queries as [n_kv, n*h, n_head_kv]; h: heads of the group, 1 if it is reduced
+ggml_tensor * reducer::last_queries(ggml_tensor * t, int64_t n) const {
+    const int64_t h = t->ne[2]/n_head_kv;
+    if (n < n_tokens) {
+        t = ggml_cont(ctx, ggml_view_3d(ctx, t, n_kv, n, t->ne[2], t->nb[1], t->nb[2], (n_tokens - n)*t->nb[1]));
+    }
+    return ggml_reshape_3d(ctx, t, n_kv, n*h, n_head_kv);
+}
+
+// the last n queries, summed over the group's heads: [n_kv, n, n_head_kv]
+ggml_tensor * reducer::per_query(ggml_tensor * t, int64_t n) const {
+    const int64_t h = t->ne[2]/n_head_kv;
+    t = ggml_reshape_3d(ctx, last_queries(t, n), n_kv*n, h, n_head_kv);
+    return h == 1 ? ggml_reshape_3d(ctx, t, n_kv, n, n_head_kv) : ggml_reshape_3d(ctx, sum_middle(ctx, t), n_kv, n, n_head_kv);
+}
+
+// [n_kv, n_tokens, n_head] -> [n_kv, n_tokens, n_head_kv]
+ggml_tensor * reducer::reduce_group(uint32_t group) const {
+    ggml_tensor * t = ggml_reshape_3d(ctx, p, n_kv*n_tokens, n_gqa, n_head_kv);
+    switch (group) {
+        case LLAMA_KVTOOL_GROUP_MAX:   t = max_middle(ctx, t); break;
+        case LLAMA_KVTOOL_GROUP_FIRST: t = ggml_cont(ctx, ggml_view_3d(ctx, t, t->ne[0], 1, n_head_kv, t->nb[1], t->nb[2], 0)); break;
+        default:                       t = sum_middle(ctx, t); break;
+    }
+    return ggml_reshape_3d(ctx, t, n_kv, n_tokens, n_head_kv);
+}
+
+ggml_tensor * reducer::signal(int s) const {
+    switch (1u << s) {
+        case LLAMA_KVTOOL_SIGNAL_LAST:    return sum_middle(ctx, last_queries(a, 1));
+        case LLAMA_KVTOOL_SIGNAL_RECENT:  return per_query(a, std::min<int64_t>(params.n_query, n_tokens));
+        case LLAMA_KVTOOL_SIGNAL_SQUARES: return per_query(a, n_tokens);
+        case LLAMA_KVTOOL_SIGNAL_HITS:    return sum_middle(ctx, last_queries(hit, n_tokens));
+        case LLAMA_KVTOOL_SIGNAL_HIGHEST: return max_middle(ctx, last_queries(p, n_tokens));
+        case LLAMA_KVTOOL_SIGNAL_IMPORTANT: {
+            ggml_tensor * order = ggml_reshape_2d(ctx, ggml_arange(ctx, 1, n_tokens + 1, 1), 1, n_tokens);
+            return max_middle(ctx, last_queries(ggml_mul(ctx, hit, order), n_tokens));
+        }
+        default:                          return sum_middle(ctx, last_queries(a, n_tokens));
+    }
+}
+
+ggml_tensor * reducer::finished(int s, ggml_tensor * t) const {
+    return 1u << s == LLAMA_KVTOOL_SIGNAL_SQUARES ? sum_middle(ctx, ggml_sqr(ctx, t)) : t;
+}
+
+} // namespace kvtool
+
+// store a layer's queries; `slots` is an input of the graph
+static void store_queries(const llm_graph_context & graph, stored_queries & to, ggml_tensor * & slots, int64_t n, ggml_tensor * q, float scale, ggml_tensor * sinks, int il) {
+    if (!slots) {
+        slots = new_input(graph.ctx0, GGML_TYPE_I64, n, 1, 1);
+    }
+    ggml_build_forward_expand(graph.gf, to.build(graph.ctx0, il, q, slots, scale, sinks));
 }
 
 void llama_kvtool_build(
@@ -62,34 +141,27 @@ void llama_kvtool_build(
 
     ggml_context * ctx = graph.ctx0;
 
+    const int64_t n_tokens = q->ne[1];
+
     if (kvtool->queries.is_on()) {
-        auto & asked = graph_input(graph).asked;
-        if (!asked) {
-            asked = new_input(ctx, GGML_TYPE_I64, std::min<int64_t>(kvtool->queries.n_slot(), q->ne[1]), 1, 1);
-        }
-        ggml_build_forward_expand(graph.gf, kvtool->queries.build(ctx, il, q, asked, kq_scale));
+        store_queries(graph, kvtool->queries, graph_input(graph).asked, std::min<int64_t>(kvtool->queries.n_slot(), n_tokens), q, kq_scale, sinks, il);
     }
     if (params.signals == 0) {
         return;
     }
 
-    if (!p) {
-        p = ggml_mul_mat(ctx, k, q);
-        ggml_prec_set_acc(p, GGML_PREC_F32);
+    const bool is_deferred = kvtool->defers(n_tokens);
 
-        if (graph.hparams.attn_soft_cap) {
-            const float cap = graph.hparams.f_attn_logit_softcapping;
-            p = ggml_scale(ctx, ggml_tanh(ctx, ggml_scale(ctx, p, 1.0f/cap)), cap);
-        }
+    graph.res->kvtool.is_deferred   = is_deferred;
+    graph_input(graph).is_deferred = is_deferred;
 
-        p = ggml_soft_max_ext(ctx, p, kq_mask, kq_scale, graph.hparams.f_max_alibi_bias);
-        ggml_soft_max_add_sinks(p, sinks);
+    if (is_deferred) {
+        store_queries(graph, kvtool->deferred, graph_input(graph).waiting, n_tokens, q, kq_scale, sinks, il);
+        return;
     }
-
-    const int64_t n_kv      = p->ne[0];
-    const int64_t n_tokens  = p->ne[1];
-    const int64_t n_head_kv = k->ne[2];
-    const int64_t n_gqa     = p->ne[2]/n_head_kv;
+    if (!p) {
+        p = probabilities(ctx, graph.hparams, graph.arch == LLM_ARCH_GROK, k, q, kq_mask, sinks, kq_scale);
+    }
 
     const auto & l = *kvtool->find(il);
 
@@ -105,59 +177,40 @@ void llama_kvtool_build(
         shared.erase(before);
     }
 
-    const bool is_last  = il >= l.last;
-    const bool is_apart = kvtool->is_apart();
-
-    if (params.n_ahead > 0) {
-        graph_input(graph).is_apart = is_apart;
-    }
-
-    const auto has = [&](uint32_t signal) { return (params.signals & signal) != 0; };
-
-    // the last r queries as [n_kv, r*h, n_head_kv]; h: heads of the group, 1 if it is reduced
-    const auto queries = [&](ggml_tensor * t, int64_t r) {
-        const int64_t h = t->ne[2]/n_head_kv;
-        if (r == n_tokens) {
-            return ggml_reshape_3d(ctx, t, n_kv, n_tokens*h, n_head_kv);
-        }
-        t = ggml_cont(ctx, ggml_view_3d(ctx, t, n_kv, r, t->ne[2], t->nb[1], t->nb[2], (n_tokens - r)*t->nb[1]));
-        return ggml_reshape_3d(ctx, t, n_kv, r*h, n_head_kv);
-    };
-
-    // [n_kv*n_tokens, n_gqa, n_head_kv] -> [n_kv, n_tokens, n_head_kv]
-    const auto reduce_group = [&](uint32_t group) {
-        ggml_tensor * t = ggml_reshape_3d(ctx, p, n_kv*n_tokens, n_gqa, n_head_kv);
-        switch (group) {
-            case LLAMA_KVTOOL_GROUP_MAX:   t = max_middle(ctx, t); break;
-            case LLAMA_KVTOOL_GROUP_FIRST: t = ggml_cont(ctx, ggml_view_3d(ctx, t, t->ne[0], 1, n_head_kv, t->nb[1], t->nb[2], 0)); break;
-            default:                       t = sum_middle(ctx, t); break;
-        }
-        return ggml_reshape_3d(ctx, t, n_kv, n_tokens, n_head_kv);
-    };
-
     llama_kvtool_graph::probe probe = { (int) i_layer, {} };
 
-    // Combine a signal of this layer with that of earlier layers reading the same cells. Returns null if a later
-    // layer continues. The result is added to the graph at once, so that one layer's probabilities are freed
-    // before the next layer's are computed
-    const auto joined = [&](int s, ggml_tensor * t) -> ggml_tensor * {
+    auto & input = graph_input(graph);
+    if (!input.seen && (params.signals & (LLAMA_KVTOOL_SIGNAL_HITS | LLAMA_KVTOOL_SIGNAL_IMPORTANT))) {
+        input.seen = new_input(ctx, GGML_TYPE_F32, 1, n_tokens, 1);
+    }
+    const reducer reduced(ctx, params, p, k->ne[2], input.seen);
+
+    for (int s = 0; s < llama_kvtool_graph::n_signal; ++s) {
+        if (!(params.signals >> s & 1)) {
+            continue;
+        }
+        ggml_tensor * t = reduced.signal(s);
         if (sums.t[s]) {
             t = is_maximum(s) ? max_of(ctx, sums.t[s], t) : ggml_add(ctx, sums.t[s], t);
         }
-        if (is_last) {
-            return t;
+        if (il < l.last) {
+            // added to the graph at once, so that one layer's probabilities are freed before the next layer's are
+            // computed
+            sums.t[s] = t;
+            ggml_build_forward_expand(graph.gf, t);
+            continue;
         }
-        sums.t[s] = t;
-        ggml_build_forward_expand(graph.gf, t);
-        return nullptr;
-    };
-
-    const auto finish = [&](uint32_t signal, ggml_tensor * t) {
-        const int s = index_of(signal);
-
-        if (ggml_tensor * sum = is_apart ? nullptr : kvtool->signals.build_sum(ctx, i_layer, s, t, n_tokens)) {
+        if (1u << s == LLAMA_KVTOOL_SIGNAL_RECENT) {
+            if (!input.slots) {
+                input.slots = new_input(ctx, GGML_TYPE_I64, t->ne[1], 1, 1);
+            }
+            ggml_build_forward_expand(graph.gf, kvtool->recent.build(ctx, i_layer, t, input.slots));
+            continue;
+        }
+        t = reduced.finished(s, t);
+        if (ggml_tensor * sum = kvtool->signals.build_sum(ctx, i_layer, s, t, n_tokens)) {
             ggml_build_forward_expand(graph.gf, sum);
-            return;
+            continue;
         }
         // a view uses the memory of the tensor that it views
         for (ggml_tensor * x = t; x; x = x->view_src) {
@@ -165,85 +218,9 @@ void llama_kvtool_build(
         }
         ggml_build_forward_expand(graph.gf, t);
         probe.t[s] = t;
-    };
-
-    const auto put = [&](uint32_t signal, ggml_tensor * t) {
-        t = joined(index_of(signal), t);
-        if (t) {
-            finish(signal, t);
-        }
-    };
-
-    // per query, summed over the group's heads
-    const auto each = [&](ggml_tensor * t) {
-        t = ggml_reshape_3d(ctx, t, n_kv*n_tokens, t->ne[2]/n_head_kv, n_head_kv);
-        return ggml_reshape_3d(ctx, sum_middle(ctx, t), n_kv, n_tokens, n_head_kv);
-    };
-
-    const bool summed = params.group == LLAMA_KVTOOL_GROUP_SUM || n_gqa == 1;
-
-    // a sum over the group is computed together with the sum over queries
-    ggml_tensor * a = summed ? p : reduce_group(params.group);
-
-    if (has(LLAMA_KVTOOL_SIGNAL_ATTENTION)) {
-        put(LLAMA_KVTOOL_SIGNAL_ATTENTION, is_apart ? each(a) : sum_middle(ctx, queries(a, n_tokens)));
-    }
-    if (has(LLAMA_KVTOOL_SIGNAL_LAST)) {
-        put(LLAMA_KVTOOL_SIGNAL_LAST, is_apart ? each(a) : sum_middle(ctx, queries(a, 1)));
-    }
-    if (has(LLAMA_KVTOOL_SIGNAL_RECENT)) {
-        const int64_t r = is_apart ? n_tokens : std::min<int64_t>(params.n_query, n_tokens);
-
-        auto & slots = graph_input(graph).slots;
-        if (!slots) {
-            slots = new_input(ctx, GGML_TYPE_I64, r, 1, 1);
-        }
-        // per query: only the group is reduced
-        ggml_tensor * t = ggml_reshape_3d(ctx, queries(a, r), n_kv*r, a->ne[2]/n_head_kv, n_head_kv);
-        t = joined(index_of(LLAMA_KVTOOL_SIGNAL_RECENT), ggml_reshape_3d(ctx, sum_middle(ctx, t), n_kv, r, n_head_kv));
-        if (t) {
-            ggml_build_forward_expand(graph.gf, kvtool->recent.build(ctx, i_layer, t, slots));
-        }
-    }
-    if (has(LLAMA_KVTOOL_SIGNAL_SQUARES)) {
-        // the square is taken of the sum over all layers that read a cell, so layers are added query by query
-        // first
-        ggml_tensor * one = joined(index_of(LLAMA_KVTOOL_SIGNAL_SQUARES), summed && n_gqa > 1 ? reduce_group(LLAMA_KVTOOL_GROUP_SUM) : a);
-        if (one) {
-            finish(LLAMA_KVTOOL_SIGNAL_SQUARES, is_apart ? ggml_sqr(ctx, one) : sum_middle(ctx, ggml_sqr(ctx, one)));
-        }
     }
 
-    // per query, maximum over the group's heads
-    const auto each_highest = [&](ggml_tensor * t) {
-        t = max_middle(ctx, ggml_reshape_3d(ctx, t, n_kv*n_tokens, n_gqa, n_head_kv));
-        return ggml_reshape_3d(ctx, t, n_kv, n_tokens, n_head_kv);
-    };
-
-    if (has(LLAMA_KVTOOL_SIGNAL_HIGHEST)) {
-        put(LLAMA_KVTOOL_SIGNAL_HIGHEST, is_apart ? each_highest(p) : max_middle(ctx, queries(p, n_tokens)));
-    }
-    if (has(LLAMA_KVTOOL_SIGNAL_HITS) || has(LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
-        auto & seen = graph_input(graph).seen;
-        if (!seen) {
-            seen = new_input(ctx, GGML_TYPE_F32, 1, n_tokens, 1);
-        }
-
-        // 1 where p*t >= 1
-        ggml_tensor * hit = ggml_scale_bias(ctx, ggml_step(ctx, ggml_scale_bias(ctx, ggml_mul(ctx, p, seen), -1.0f, 1.0f)), -1.0f, 1.0f);
-
-        if (has(LLAMA_KVTOOL_SIGNAL_HITS)) {
-            put(LLAMA_KVTOOL_SIGNAL_HITS, is_apart ? each(hit) : sum_middle(ctx, queries(hit, n_tokens)));
-        }
-        if (has(LLAMA_KVTOOL_SIGNAL_IMPORTANT) && is_apart) {
-            put(LLAMA_KVTOOL_SIGNAL_IMPORTANT, each_highest(hit));
-        } else if (has(LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
-            ggml_tensor * order = ggml_reshape_2d(ctx, ggml_arange(ctx, 1, n_tokens + 1, 1), 1, n_tokens);
-            put(LLAMA_KVTOOL_SIGNAL_IMPORTANT, max_middle(ctx, queries(ggml_mul(ctx, hit, order), n_tokens)));
-        }
-    }
-
-    if (is_last) {
+    if (il >= l.last) {
         graph.res->kvtool.probes.push_back(probe);
     } else {
         shared.push_back(sums);
@@ -286,6 +263,7 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
             res += kvtool->signals.has(s) ? (is_max ? 16 + 9*n_halving(n_tokens) : 8 + 5*n_halving(n_tokens)) : 0;
         }
         res += kvtool->queries.is_on() ? 8 : 0;
+        res += kvtool->deferred.n_most > 0 ? 8 : 0;
         if (kvtool->recent.is_on()) {
             // a group's maximum is computed once for all signals
             res += 16 + 9*n_halving(1);

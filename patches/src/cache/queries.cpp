@@ -6,10 +6,8 @@
 
 namespace kvtool {
 
-bool queries::make(std::vector<asker> all, const std::vector<layer> & layers) {
+bool stored_queries::make(std::vector<asker> all, const std::vector<layer> & layers, int n_slot) {
     askers = std::move(all);
-    pos.assign(is_on() ? n_slot() : 0, -1);
-    next = 0;
     memories.clear();
 
     std::vector<ggml_backend_buffer_type_t> bufts;
@@ -30,7 +28,7 @@ bool queries::make(std::vector<asker> all, const std::vector<layer> & layers) {
             own.ctx.reset(ggml_init({ askers.size()*ggml_tensor_overhead(), nullptr, true }));
             for (auto & a : askers) {
                 if (ggml_backend_buffer_get_type(layers[a.i].k->buffer) == buft) {
-                    a.t = ggml_new_tensor_2d(own.ctx.get(), GGML_TYPE_F32, (int64_t) a.n_embd*a.n_head, n_slot());
+                    a.t = ggml_new_tensor_2d(own.ctx.get(), GGML_TYPE_F32, (int64_t) a.n_embd*a.n_head, n_slot);
                     ggml_format_name(a.t, "kvtool_queries_%d", a.il);
                 }
             }
@@ -46,11 +44,13 @@ bool queries::make(std::vector<asker> all, const std::vector<layer> & layers) {
     return true;
 }
 
-ggml_tensor * queries::build(ggml_context * ctx, int il, ggml_tensor * q, ggml_tensor * slots, float scale) {
+ggml_tensor * stored_queries::build(
+        ggml_context * ctx, int il, ggml_tensor * q, ggml_tensor * slots, float scale, ggml_tensor * sinks) {
     const auto a = std::find_if(askers.begin(), askers.end(), [&](const asker & x) { return x.il == il; });
     GGML_ASSERT(a != askers.end() && q->ne[0] == a->n_embd && q->ne[2] == a->n_head);
 
     a->scale = scale;
+    a->sinks = sinks;
 
     const int64_t n = slots->ne[0];
 
@@ -64,13 +64,19 @@ ggml_tensor * queries::build(ggml_context * ctx, int il, ggml_tensor * q, ggml_t
     return ggml_set_rows(ctx, a->t, ggml_reshape_2d(ctx, q, q->ne[0]*q->ne[1], n), slots);
 }
 
+bool queries::make(std::vector<asker> all, const std::vector<layer> & layers) {
+    pos.assign(is_on() ? n_slot() : 0, -1);
+    next = 0;
+    return stored_queries::make(std::move(all), layers, n_slot());
+}
+
 void queries::note(const llama_ubatch & ubatch, int64_t n) {
     for (int64_t t = ubatch.n_tokens - n; t < ubatch.n_tokens; ++t) {
         pos[slot(t)] = ubatch.pos[t];
     }
 }
 
-int64_t queries::n_number() const {
+int64_t stored_queries::n_number() const {
     int64_t res = 0;
     for (const auto & a : askers) {
         res += (int64_t) a.n_embd*a.n_head;

@@ -1,5 +1,4 @@
-// The last n_query queries of each layer, in the form in which they are multiplied with the keys. They stay on the
-// device, and edits do not change them.
+// Queries of past tokens. They stay on the devices.
 
 #pragma once
 
@@ -15,33 +14,51 @@ struct llama_ubatch;
 
 namespace kvtool {
 
-class queries {
+// Queries of each layer, in the form in which they are multiplied with the keys, on the devices of the layers' caches
+class stored_queries {
 public:
-    // must outlive this object
-    queries(const llama_kvtool_params & params) : params(params) {}
-
-    bool is_on() const { return params.n_future > 0; }
-
     // a layer of the model that attends to rows, and its stored queries
     struct asker {
         int    il;
         size_t i;      // index of the layer whose cells it reads
         int    n_embd; // elements of a query of one head
         int    n_head; // query heads
-        float  scale;  // scale of its logits, read from its graph
 
-        ggml_tensor * t; // F32 [n_embd*n_head, n_slot], in the cache's memory type: a ring buffer with one slot per
-                         // query
+        float         scale = 0.0f;    // scale of its logits, read from its graph
+        ggml_tensor * sinks = nullptr; // its attention sinks, read from its graph
+
+        ggml_tensor * t = nullptr; // F32 [n_embd*n_head, n_slot], in the cache's memory type: a slot per query
     };
 
     std::vector<asker> askers;
 
-    // Create empty slots for these layers (their tensors are null) in memory of the types of their caches;
-    // returns false if there is no memory
-    bool make(std::vector<asker> all, const std::vector<layer> & layers);
+    // create n_slot empty slots for these layers; returns false if there is no memory
+    bool make(std::vector<asker> all, const std::vector<layer> & layers, int n_slot);
 
     // store the queries q [n_embd, n_tokens, n_head] of a layer, or the last of them, in slots I64 [n]
-    ggml_tensor * build(ggml_context * ctx, int il, ggml_tensor * q, ggml_tensor * slots, float scale);
+    ggml_tensor * build(ggml_context * ctx, int il, ggml_tensor * q, ggml_tensor * slots, float scale, ggml_tensor * sinks);
+
+    // elements of a query in all layers together
+    int64_t n_number() const;
+
+private:
+    struct memory {
+        ggml_context_ptr        ctx;
+        ggml_backend_buffer_ptr buf;
+    };
+
+    std::vector<memory> memories;
+};
+
+// the last n_query queries, in a ring buffer. Edits do not change them
+class queries : public stored_queries {
+public:
+    // must outlive this object
+    queries(const llama_kvtool_params & params) : params(params) {}
+
+    bool is_on() const { return params.n_future > 0; }
+
+    bool make(std::vector<asker> all, const std::vector<layer> & layers);
 
     // there are n_ahead more slots, so that removed queries have not overwritten older ones
     int n_slot() const { return params.n_query + params.n_ahead; }
@@ -64,9 +81,6 @@ public:
     // position that each slot's query is rotated to; -1: the slot is empty
     std::vector<int32_t> pos;
 
-    // elements of a query in all layers together
-    int64_t n_number() const;
-
     // copy the last n_query queries, the oldest first, to out[n_query][n_number] and at[n_query] or from in and
     // at. at: position that a query is rotated to; negative: there is no such query
     void copy(float * out, const float * in, int32_t * at);
@@ -76,14 +90,28 @@ public:
 private:
     const llama_kvtool_params & params;
 
-    struct memory {
-        ggml_context_ptr        ctx;
-        ggml_backend_buffer_ptr buf;
-    };
-
-    std::vector<memory> memories;
-
     int64_t next = 0; // slot of the next query
+};
+
+// queries whose signals are computed later: see deferred.cpp
+class deferred : public stored_queries {
+public:
+    int n_most = 0; // slots; 0: every step computes its signals
+    int n      = 0; // queries whose signals are not computed, in the first slots
+
+    std::vector<int64_t> seen; // tokens that each of them has seen
+
+    void add(int n_tokens, int64_t n_seen) {
+        n += n_tokens;
+        while ((int) seen.size() < n) {
+            seen.push_back(++n_seen);
+        }
+    }
+
+    void remove(int n_tokens) {
+        n -= n_tokens;
+        seen.resize(n);
+    }
 };
 
 } // namespace kvtool

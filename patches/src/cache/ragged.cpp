@@ -276,6 +276,11 @@ bool llama_kvtool_fits(llama_context & lctx, uint32_t n_tokens) {
     if (!kvtool) {
         return true;
     }
+    const auto & waiting = kvtool->deferred;
+    if ((!kvtool->defers(n_tokens) || waiting.n + (int) n_tokens > waiting.n_most) && !kvtool->sum_deferred(lctx)) {
+        LLAMA_LOG_ERROR("the device failed to compute the signals\n");
+        return false;
+    }
     if (kvtool->most_cells() > kvtool->n_most) {
         LLAMA_LOG_ERROR("the index of this model chooses %d cells, not %d\n", kvtool->n_most, kvtool->most_cells());
         return false;

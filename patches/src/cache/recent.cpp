@@ -87,21 +87,6 @@ void recent::decoded(int n_tokens) {
     stale = true;
 }
 
-void recent::take_back(int n) {
-    if (!is_on() || n == 0) {
-        return;
-    }
-    next  = slot(n_slot() - n);
-    n_new = std::max(n_new - n, 0);
-
-    // a later query may write fewer cells, so the rest of its slot must be 0
-    for (int t = 0; t < n; ++t) {
-        for (auto & r : own.all) {
-            ggml_backend_tensor_memset(r.t, 0, slot(t)*r.n*sizeof(float), r.n*sizeof(float));
-        }
-    }
-}
-
 void recent::collect(llama_context & lctx) {
     if (n_new == 0) {
         return;

@@ -70,14 +70,10 @@ public:
     // store the attention t [n_kv, q, n_head] of the last queries to layer i's cells in slots I64 [q]
     ggml_tensor * build(ggml_context * ctx, size_t i, ggml_tensor * t, ggml_tensor * slots) const;
 
-    // there are n_ahead more slots, so that removed queries have not overwritten older ones
-    int n_slot() const { return params.n_query + params.n_ahead; }
+    int n_slot() const { return params.n_query; }
 
     // slot of the next batch's query t
     int64_t slot(int64_t t) const { return (next + t) % n_slot(); }
-
-    // remove the last n queries of the last batch
-    void take_back(int n);
 
     // count the n_tokens queries of a computed graph
     void decoded(int n_tokens);
@@ -106,7 +102,7 @@ private:
     rings own;
 
     // slot of query t of the last n_query, the oldest first
-    int64_t past(int64_t t) const { return slot(params.n_ahead + t); }
+    int64_t past(int64_t t) const { return slot(t); }
 
     int64_t next  = 0;     // slot of the next query
     int     n_new = 0;     // last queries that have not been collected

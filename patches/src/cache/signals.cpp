@@ -111,12 +111,8 @@ ggml_tensor * signals::build_sum(ggml_context * ctx, size_t i, int s, ggml_tenso
     }
 }
 
-void signals::extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens, bool is_apart) {
+void signals::extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens) {
     fold(lctx);
-    if (is_apart) {
-        // the host adds these to the devices' sums of earlier queries
-        collect(lctx);
-    }
 
     bool staged = false;
 
@@ -135,9 +131,8 @@ void signals::extract(llama_context & lctx, const llama_kvtool_graph & graph, in
 
     // no copies on their way if the graph has no signals for the host
     n_query_staged = staged ? n_tokens : 0;
-    n_part         = is_apart ? n_tokens : 1;
 
-    if (!graph.probes.empty() && !devices.empty() && !is_apart) {
+    if (!graph.probes.empty() && !devices.empty()) {
         n_query_device += n_tokens;
     }
 }
@@ -154,18 +149,14 @@ void signals::fold(llama_context & lctx) {
         for (size_t i = 0; has(s) && i < layers.size(); ++i) {
             const auto & l = layers[i];
 
-            if (places[i].device >= 0 && n_part == 1) {
+            if (places[i].device >= 0) {
                 continue;
             }
 
-            const size_t n_kv = staging[s][i].size()/l.n_head/n_part;
+            const size_t n_kv = staging[s][i].size()/l.n_head;
 
             for (int head = 0; head < l.n_head; ++head) {
-                const float * src = staging[s][i].data() + head*n_part*n_kv;
-                for (int part = 0; part < std::min(n_part, n_query_staged); ++part) {
-                    fold(s, src + part*n_kv, sums[s][l.row_0 + head].data(), std::min<size_t>(n_kv, l.n_cell),
-                            n_part > 1 ? 1 : n_query_staged);
-                }
+                add(s, l.row_0 + head, staging[s][i].data() + head*n_kv, std::min<size_t>(n_kv, l.n_cell), n_query_staged);
             }
         }
     }

@@ -32,11 +32,13 @@ public:
     // it
     ggml_tensor * build_sum(ggml_context * ctx, size_t i, int s, ggml_tensor * t, int64_t n_tokens) const;
 
-    // start to copy the signals that a computed graph leaves for the host; is_apart: they are per query
-    void extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens, bool is_apart);
+    // start to copy the signals that a computed graph leaves for the host
+    void extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens);
 
-    // remove the last n queries of the last batch, whose signals are per query
-    void take_back(int n) { n_query_staged = std::max(n_query_staged - n, 0); }
+    // after collect: add signal s [n] of a row's n_query queries, which are newer than all others
+    void add(int s, int row, const float * from, size_t n, int n_query) {
+        fold(s, from, sums[s][row].data(), n, n_query);
+    }
 
     // copy all sums to the host, so that values() is complete
     void collect(llama_context & lctx);
@@ -73,11 +75,10 @@ private:
 
     std::vector<std::vector<float>> sums[n_signal];
 
-    // copies of the last batch's signals on their way to the host: [n_layer][n_head*n_part*n_kv]
+    // copies of the last batch's signals on their way to the host: [n_layer][n_head*n_kv]
     std::vector<std::vector<float>> staging[n_signal];
 
-    int n_part         = 1; // parts of a batch's signal: one per query if they are per query
-    int n_query_staged = 0; // queries that count; 0: no copies are on their way
+    int n_query_staged = 0; // queries of these copies; 0: no copies are on their way
 
     std::vector<device_sums> devices;
     std::vector<place>       places; // one per layer

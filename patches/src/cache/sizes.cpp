@@ -37,8 +37,9 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
         }
     }
 
-    signals.collect(lctx);
-    recent.collect(lctx);
+    if (!collect(lctx)) {
+        return fail("the device failed to compute the signals");
+    }
 
     const int64_t n_before = n_bytes();
 

@@ -94,8 +94,7 @@ int32_t llama_kvtool_watch(llama_context * ctx, bool watch) {
     if (!kvtool) {
         return -1;
     }
-    kvtool->watch(*ctx, watch);
-    return 0;
+    return guarded([&]() -> int32_t { return kvtool->watch(*ctx, watch) ? 0 : fail("the device failed to compute the signals"); });
 }
 
 int32_t llama_kvtool_seen(llama_context * ctx, int32_t n_seen) {
@@ -203,6 +202,8 @@ int64_t llama_kvtool_set_beside(llama_context * ctx, const int32_t * table, cons
 // signals
 //
 
+static const char * const no_signals = "the device failed to compute the signals";
+
 // index of a signal that can be read or written; negative if it cannot
 static int signal_index(const llama_kvtool & kvtool, uint32_t signal, const float * data, int32_t n_row, int32_t n_cell) {
     if (!data || n_row != kvtool.n_row || n_cell < 0 || n_cell > kvtool.most_cells()) {
@@ -230,7 +231,9 @@ int32_t llama_kvtool_read(llama_context * ctx, uint32_t signal, float * out, int
     }
     if (signal == LLAMA_KVTOOL_SIGNAL_RECENT) {
         return guarded([&]() -> int32_t {
-            kvtool->recent.collect(*ctx);
+            if (!kvtool->collect(*ctx)) {
+                return fail(no_signals);
+            }
             for (size_t i = 0; i < kvtool->layers.size(); ++i) {
                 for (int head = 0; head < kvtool->layers[i].n_head; ++head) {
                     kvtool->recent.sum(i, head, out + (size_t) (kvtool->layers[i].row_0 + head)*n_cell, n_cell);
@@ -240,7 +243,9 @@ int32_t llama_kvtool_read(llama_context * ctx, uint32_t signal, float * out, int
         });
     }
     return guarded([&]() -> int32_t {
-        kvtool->signals.collect(*ctx);
+        if (!kvtool->collect(*ctx)) {
+            return fail(no_signals);
+        }
         for (int32_t row = 0; row < n_row; ++row) {
             const auto & src = kvtool->signals.values(s)[row];
             float * dst = out + (size_t) row*n_cell;
@@ -266,7 +271,9 @@ int32_t llama_kvtool_write(llama_context * ctx, uint32_t signal, const float * i
         return fail("llama_kvtool_write_recent writes the recent signal");
     }
     return guarded([&]() -> int32_t {
-        kvtool->signals.collect(*ctx);
+        if (!kvtool->collect(*ctx)) {
+            return fail(no_signals);
+        }
         for (int32_t row = 0; row < n_row; ++row) {
             auto & dst = kvtool->signals.values(s)[row];
 
@@ -289,7 +296,9 @@ static int32_t copy_recent(llama_context * ctx, float * out, const float * in, i
         return fail(format("n_query must be %d, got %d", kvtool->params.n_query, n_query));
     }
     return guarded([&]() -> int32_t {
-        kvtool->recent.collect(*ctx);
+        if (!kvtool->collect(*ctx)) {
+            return fail(no_signals);
+        }
         kvtool->recent.copy(out, in, n_cell);
         return 0;
     });
@@ -369,6 +378,9 @@ int32_t llama_kvtool_guess(llama_context * ctx, int32_t n) {
     }
     if (n < 0 || n > kvtool->params.n_ahead) {
         return fail(format("n must be in 0..%d, got %d", kvtool->params.n_ahead, n));
+    }
+    if (n > 0 && kvtool->params.signals != 0 && n >= kvtool->deferred.n_most) {
+        return fail("a context with signals and an archive takes no draft tokens");
     }
     kvtool->guess(n);
     return 0;

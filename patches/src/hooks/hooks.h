@@ -31,7 +31,7 @@ struct llama_kvtool_graph {
     struct probe {
         int i; // index of the layer in the cache
 
-        ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv], or per query [n_kv, n_tokens, n_head_kv]
+        ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv]
     };
 
     // signals that the host adds up; null if the device does
@@ -40,6 +40,9 @@ struct llama_kvtool_graph {
     // signals that later layers reading the same cells add to; the recent signal and squares are [n_kv, q,
     // n_head_kv]
     std::vector<probe> shared;
+
+    // the graph stores queries, and their signals are computed later
+    bool is_deferred = false;
 
     llama_kvtool_input * input = nullptr;
 
@@ -107,7 +110,7 @@ void llama_kvtool_build(
 
 // True if n_tokens more can be decoded: the context is usable, and every row has free cells for them apart from the
 // cells for recalled tokens. llama.cpp's own table does not know these cells, or the lengths of ragged rows
-bool llama_kvtool_fits(const llama_context & lctx, uint32_t n_tokens);
+bool llama_kvtool_fits(llama_context & lctx, uint32_t n_tokens);
 
 // count the queries of a computed graph and start to copy the signals that the host adds up
 void llama_kvtool_extract(llama_context & lctx, const llm_graph_result & res, uint32_t n_tokens);

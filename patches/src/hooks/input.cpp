@@ -6,9 +6,9 @@
 #include <cmath>
 #include <numeric>
 
-bool llama_kvtool_input::can_reuse(const llm_graph_params &) {
+bool llama_kvtool_input::can_reuse(const llm_graph_params & params) {
     const auto fits = [&](const rows & r) { return r.limit->ne[2] == (kvtool.is_even(kvtool.layers[r.i]) ? 1 : kvtool.layers[r.i].n_head); };
-    return stage.n_archived == (kvtool.is_staging() ? kvtool.n_archived() : 0) && (kvtool.params.signals == 0 || is_apart == kvtool.is_apart()) && std::all_of(ragged.begin(), ragged.end(), fits);
+    return stage.n_archived == (kvtool.is_staging() ? kvtool.n_archived() : 0) && (kvtool.params.signals == 0 || is_deferred == kvtool.defers(params.ubatch.n_tokens)) && std::all_of(ragged.begin(), ragged.end(), fits);
 }
 
 void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
@@ -45,6 +45,12 @@ void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
         }
         kvtool.queries.note(*ubatch, asked->ne[0]);
         ggml_backend_tensor_set(asked, idx.data(), 0, ggml_nbytes(asked));
+    }
+
+    if (waiting && waiting->buffer) {
+        idx.resize(n_tokens);
+        std::iota(idx.begin(), idx.end(), kvtool.deferred.n);
+        ggml_backend_tensor_set(waiting, idx.data(), 0, ggml_nbytes(waiting));
     }
 
     if (rot && rot->buffer) {

@@ -94,7 +94,9 @@ public:
 
     staged stage;
 
-    bool is_apart = false; // signals are stored per query, because of draft tokens
+    ggml_tensor * waiting = nullptr; // I64 [n_tokens]: slots for queries whose signals are computed later
+
+    bool is_deferred = false;
 
     ggml_tensor * queries = nullptr; // F32 [1, n_tokens]: positions of the queries, with ALiBi
 };

@@ -22,7 +22,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 18
+#define LLAMA_KVTOOL_ABI 19
 
 // returned where the archive finds no memory or disk space; the caller may try again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -63,6 +63,10 @@ struct llama_kvtool_params {
     int32_t  n_future;
 
     int32_t n_ahead; // maximum number of tokens that `llama_kvtool_take_back` removes
+
+    // With flash attention, or with draft tokens: signals of up to n_defer queries are computed at once, when they are
+    // needed. 0: every step without draft tokens computes its signals
+    int32_t n_defer;
 
     // archive
     // last cells of each row, which a step fills from the archive; 0: no archive

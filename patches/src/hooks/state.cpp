@@ -36,6 +36,9 @@ static std::string invalid(const llama_kvtool_params & params) {
     if (params.n_ahead < 0) {
         return format("n_ahead must be 0 or more, got %d", params.n_ahead);
     }
+    if (params.n_defer < 0) {
+        return format("n_defer must be 0 or more, got %d", params.n_defer);
+    }
     if (params.n_future < 0) {
         return format("n_future must be 0 or more, got %d", params.n_future);
     }
@@ -120,8 +123,9 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 
     auto res = std::make_shared<llama_kvtool>(params);
 
-    res->v_trans = memory::is_transposed(kv);
-    res->n_most  = memory::most_indexed(lctx.model, lctx.memory.get());
+    res->v_trans  = memory::is_transposed(kv);
+    res->is_flash = lctx.cparams.flash_attn;
+    res->n_most   = memory::most_indexed(lctx.model, lctx.memory.get());
 
     res->add_layers(lctx);
     if (params.n_recall > 0) {
@@ -141,7 +145,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
         return fail(format("no memory for the attention of the last %d queries", params.n_query));
     }
     res->recent.take(std::move(rings));
-    if (!res->keep_queries(hparams)) {
+    if (!res->keep_queries(lctx)) {
         return fail(format("no memory for the last %d queries", params.n_query));
     }
 
@@ -177,16 +181,20 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
     return res->n_row;
 }
 
-bool llama_kvtool::keep_queries(const llama_hparams & hparams) {
+bool llama_kvtool::keep_queries(const llama_context & lctx) {
     std::vector<queries::asker> all;
-    for (int il = 0; il < (int) index_of_il.size() && params.n_future > 0; ++il) {
+    for (int il = 0; il < (int) index_of_il.size(); ++il) {
         if (const auto * l = find(il)) {
-            all.push_back({ il, (size_t) index_of_il[il], l->n_embd_k, (int) hparams.n_head(il), 0.0f, nullptr });
+            all.push_back({ il, (size_t) index_of_il[il], l->n_embd_k, (int) lctx.model.hparams.n_head(il) });
         }
     }
     mean_turns.resize(layers.size());
 
-    return queries.make(std::move(all), layers);
+    // without flash attention a step computes the probabilities anyway; recalled cells differ from step to step
+    if (params.signals != 0 && params.n_recall == 0 && (is_flash || params.n_ahead > 0)) {
+        deferred.n_most = std::max(params.n_defer, params.n_ahead > 0 ? params.n_ahead + 1 : 0);
+    }
+    return (!queries.is_on() || queries.make(all, layers)) && (deferred.n_most == 0 || deferred.make(all, layers, deferred.n_most));
 }
 
 void llama_kvtool::make_archive(const llama_kv_cache & kv) {
@@ -350,11 +358,13 @@ int32_t llama_kvtool::n_beside() const {
 }
 
 void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens) {
-    signals.extract(lctx, graph, n_tokens, is_apart());
-    if (is_watching) {
-        recent.decoded(n_tokens);
-        queries.decoded(n_tokens);
+    if (graph.is_deferred) {
+        deferred.add(n_tokens, n_seen);
+    } else {
+        signals.extract(lctx, graph, n_tokens);
+        recent.decoded(is_watching ? n_tokens : 0);
     }
+    queries.decoded(is_watching ? n_tokens : 0);
 
     if (params.ragged) {
         for (int32_t & n : live) {
@@ -364,7 +374,8 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
     n_own  += n_tokens;
     n_seen += n_tokens;
     // the attention of other tokens is already summed in the signals
-    n_back  = params.signals == 0 ? n_back + n_tokens : std::min(n_guess, n_tokens - 1);
+    const int n_apart = graph.is_deferred || !is_watching ? std::min(n_guess, n_tokens - 1) : 0;
+    n_back  = params.signals == 0 ? n_back + n_tokens : n_apart;
     guess(0);
 }
 
@@ -373,16 +384,6 @@ void llama_kvtool::guess(int n) {
     if (archive) {
         archive->is_apart = n > 0;
     }
-}
-
-void llama_kvtool::watch(llama_context & lctx, bool on) {
-    if (on == is_watching || (params.signals == 0 && !queries.is_on())) {
-        return;
-    }
-    is_watching = on;
-    n_back      = 0;
-    // graphs with signals need larger buffers
-    forget_graphs(lctx, on);
 }
 
 int32_t llama_kvtool::take_back(llama_context & lctx, int n) {
@@ -405,8 +406,7 @@ int32_t llama_kvtool::take_back(llama_context & lctx, int n) {
     }
 
     if (is_watching) {
-        signals.take_back(n);
-        recent.take_back(n);
+        deferred.remove(params.signals == 0 ? 0 : n);
         queries.take_back(n);
     }
 

@@ -41,10 +41,13 @@ struct llama_kvtool {
     int  n_most  = INT32_MAX; // maximum number of cells of a layer when tokens are decoded
     int  n_row   = 0;
     bool v_trans = false; // values are stored transposed
+    bool is_flash = false; // attention is computed without its probabilities
 
     int n_own   = 0; // cells in use in each row, unless rows are ragged
     int n_guess = 0; // draft tokens at the end of the next batch
     int n_back  = 0; // last tokens that can be removed
+
+    int n_hidden = 0; // cells that no query sees
 
     int64_t n_seen = 0; // tokens that the next query has seen before itself
 
@@ -57,6 +60,9 @@ struct llama_kvtool {
     kvtool::signals signals { layers, params };
     kvtool::recent  recent  { layers, params };
     kvtool::queries queries { params };
+
+    kvtool::deferred deferred;
+
     kvtool::graphs  graphs;
     kvtool::places  places; // used with ALiBi only
 
@@ -123,14 +129,19 @@ struct llama_kvtool {
     // entries of the table of copy_beside
     int32_t n_beside() const;
 
-    // true if the signals of the next batch are stored per token, so that draft tokens can be removed: see
-    // llama_kvtool_guess
-    bool is_apart() const { return n_guess > 0; }
+    // true if the signals of a batch are computed later: see deferred.h
+    bool defers(int64_t n_tokens) const;
 
     void guess(int n);
 
+    // compute the signals of the deferred queries; returns false if a device failed
+    bool sum_deferred(llama_context & lctx);
+
+    // copy all signals to the host; returns false if a device failed
+    bool collect(llama_context & lctx);
+
     // see llama_kvtool_watch
-    void watch(llama_context & lctx, bool on);
+    bool watch(llama_context & lctx, bool on);
 
     // see llama_kvtool_take_back
     int32_t take_back(llama_context & lctx, int n);
@@ -188,7 +199,7 @@ private:
     std::string unreadable;
 
     void add_layers(const llama_context & lctx);
-    bool keep_queries(const llama_hparams & hparams);
+    bool keep_queries(const llama_context & lctx);
     void make_archive(const llama_kv_cache & kv);
 
     // reason why some layer's keys cannot be rotated; empty if all can

@@ -1,0 +1,247 @@
+// Signals of several steps computed at once.
+//
+// Flash attention gives no probabilities, so signals need a second product of queries and keys: for a single token,
+// many small operations in each layer. Between two edits cells are only appended. The signals of several steps are
+// therefore those of one batch with the steps' tokens. Steps store their queries here; the signals are computed when
+// they are read, or when there is no room for more queries. Draft tokens that are rejected leave before that.
+
+#include "graphs.h"
+#include "halving.h"
+#include "masks.h"
+#include "probes.h"
+#include "hooks/memory.h"
+#include "hooks/state.h"
+
+#include "llama-context.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvtool {
+
+static constexpr int n_signal = llama_kvtool_graph::n_signal;
+
+static constexpr int recent_signal = 2;
+static_assert(1u << recent_signal == LLAMA_KVTOOL_SIGNAL_RECENT, "the recent signal has a ring of its own");
+
+namespace {
+
+// lists that the graph of all layers reads
+struct deferred_inputs {
+    input idx    { GGML_TYPE_I32, {}, nullptr }; // slots of the queries
+    input recent { GGML_TYPE_I64, {}, nullptr }; // slots for their attention
+    input seen   { GGML_TYPE_F32, {}, nullptr }; // tokens that each query has seen
+    input limit  { GGML_TYPE_F32, {}, nullptr }; // last cell that each query sees, layer by layer
+    input keys   { GGML_TYPE_F32, {}, nullptr }; // ALiBi: position of each key, layer by layer
+    input pos    { GGML_TYPE_F32, {}, nullptr }; // ALiBi: position of each query
+
+    struct offsets {
+        size_t limit;
+        size_t keys;
+        int    n_head; // masks: one per row, or one for all rows
+        int    n_kv;
+    };
+
+    std::vector<offsets> layers;
+
+    deferred_inputs(const llama_kvtool & kvtool) {
+        const int n = kvtool.deferred.n;
+
+        const size_t align = part {}.align();
+
+        for (int t = 0; t < n; ++t) {
+            idx .push<int32_t>(t);
+            seen.push<float>(kvtool.deferred.seen[t]);
+        }
+        for (int t = std::max(n - kvtool.params.n_query, 0); t < n && kvtool.recent.is_on(); ++t) {
+            recent.push<int64_t>(kvtool.recent.slot(t));
+        }
+
+        const bool is_ragged = kvtool.params.ragged;
+
+        for (size_t i = 0; i < kvtool.layers.size(); ++i) {
+            const auto & l = kvtool.layers[i];
+
+            const auto n_live = [&](int head) { return is_ragged ? kvtool.live[l.row_0 + head] : kvtool.n_own; };
+
+            const int n_head = is_ragged && !kvtool.is_even(l) ? l.n_head : 1;
+            const int n_kv   = is_ragged ? kvtool.most_live(l) : kvtool.n_own;
+
+            layers.push_back({ limit.start(align), keys.start(align), n_head, n_kv });
+            for (int head = 0; head < n_head; ++head) {
+                for (int t = 0; t < n; ++t) {
+                    limit.push<float>(n_live(head) - n + t);
+                }
+            }
+            for (int head = 0; head < l.n_head && kvtool.places.is_on(); ++head) {
+                for (int c = 0; c < n_kv; ++c) {
+                    keys.push<float>(c < n_live(head) ? kvtool.places.get(i, head, c) : 0);
+                }
+            }
+            for (int t = 0; t < n && i == 0 && kvtool.places.is_on(); ++t) {
+                pos.push<float>(kvtool.places.get(0, 0, n_live(0) - n + t));
+            }
+        }
+    }
+
+    std::vector<input *> all() { return { &idx, &recent, &seen, &limit, &keys, &pos }; }
+};
+
+} // namespace
+
+// the layer's mask for all query heads
+static ggml_tensor * mask_of(ggml_context * ctx, const deferred_inputs & in, const layer & l, size_t i, int64_t n, int64_t n_gqa) {
+    const auto & own = in.layers[i];
+
+    ggml_tensor * x = mask_below(ctx, own.n_kv, ggml_reshape_3d(ctx, in.limit.view(ctx, own.limit, n*own.n_head), 1, n, own.n_head));
+    if (in.keys.t) {
+        ggml_tensor * keys = ggml_reshape_3d(ctx, in.keys.view(ctx, own.keys, (int64_t) own.n_kv*l.n_head), own.n_kv, 1, l.n_head);
+        ggml_tensor * far  = minus_distances(ctx, keys, ggml_reshape_2d(ctx, in.pos.t, 1, n));
+        x = ggml_add(ctx, far, x);
+    }
+    return repeat_rows(ctx, x, n_gqa);
+}
+
+} // namespace kvtool
+
+using namespace kvtool;
+
+bool llama_kvtool::sum_deferred(llama_context & lctx) {
+    auto & kvtool  = *this;
+    auto & waiting = deferred;
+
+    const int n = waiting.n;
+    if (n == 0) {
+        return true;
+    }
+
+    lctx.synchronize();
+    // these are of earlier queries
+    kvtool.signals.collect(lctx);
+
+    const auto & model  = lctx.get_model();
+
+    deferred_inputs in(kvtool);
+
+    const auto is_summed = [&](int s) { return kvtool.signals.has(s); };
+
+    // [n_kv, number of summed signals, n_head], or null
+    const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i) {
+        const auto & l = layers[i];
+
+        const int64_t n_kv = in.layers[i].n_kv;
+
+        ggml_tensor * k = ggml_view_3d(ctx, l.k, l.n_embd_k, n_kv, l.n_head, l.k->nb[1], ggml_row_size(l.k->type, l.n_embd_k), 0);
+
+        ggml_tensor * sums[n_signal] = {};
+        ggml_tensor * res = nullptr;
+
+        for (const auto & a : waiting.askers) {
+            if (a.i != i) {
+                continue;
+            }
+            ggml_tensor * q = ggml_reshape_3d(ctx, ggml_get_rows(ctx, a.t, in.idx.t), a.n_embd, a.n_head, n);
+            q = ggml_cont(ctx, ggml_permute(ctx, q, 0, 2, 1, 3));
+
+            ggml_tensor * p = probabilities(ctx, model.hparams, model.arch == LLM_ARCH_GROK, k, q,
+                    mask_of(ctx, in, l, i, n, a.n_head/l.n_head), a.sinks, a.scale);
+
+            const reducer reduced(ctx, params, p, l.n_head, ggml_reshape_2d(ctx, in.seen.t, 1, n));
+
+            for (int s = 0; s < n_signal; ++s) {
+                if (!(params.signals >> s & 1)) {
+                    continue;
+                }
+                ggml_tensor * t = reduced.signal(s);
+                sums[s] = !sums[s] ? t : is_maximum(s) ? max_of(ctx, sums[s], t) : ggml_add(ctx, sums[s], t);
+                if (a.il < l.last) {
+                    // so that one layer's probabilities are freed before the next layer's are computed
+                    ggml_build_forward_expand(gf, sums[s]);
+                } else if (s == recent_signal) {
+                    ggml_build_forward_expand(gf, kvtool.recent.build(ctx, i, sums[s], in.recent.t));
+                } else {
+                    t   = reduced.finished(s, sums[s]);
+                    res = res ? ggml_concat(ctx, res, t, 1) : t;
+                }
+            }
+        }
+        if (res) {
+            ggml_set_output(res);
+            ggml_build_forward_expand(gf, res);
+        }
+        return res;
+    };
+
+    size_t max_nodes = 16;
+    for (const auto & a : waiting.askers) {
+        // as in llama_kvtool_n_nodes
+        const auto n_halving = (size_t) std::log2(n*a.n_head/layers[a.i].n_head);
+        max_nodes += 40 + n_signal*(24 + 9*n_halving);
+    }
+
+    std::vector<float> tmp;
+
+    for (const auto & p : by_device(layers)) {
+        const auto build_own = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor *) { return build(ctx, gf, p.layers[i]); };
+
+        const auto read = [&](const std::vector<ggml_tensor *> & results) {
+            for (size_t i = 0; i < results.size(); ++i) {
+                if (!results[i]) {
+                    continue;
+                }
+                tmp.resize(ggml_nelements(results[i]));
+                ggml_backend_tensor_get(results[i], tmp.data(), 0, ggml_nbytes(results[i]));
+
+                const auto & l = layers[p.layers[i]];
+
+                const float * from = tmp.data();
+                for (int row = l.row_0; row < l.row_0 + l.n_head; ++row) {
+                    for (int s = 0; s < n_signal; ++s) {
+                        if (is_summed(s)) {
+                            kvtool.signals.add(s, row, from, in.layers[p.layers[i]].n_kv, n);
+                            from += in.layers[p.layers[i]].n_kv;
+                        }
+                    }
+                }
+            }
+        };
+        if (!kvtool.graphs.compute(lctx, *memory::cache(lctx), layers, p, max_nodes, in.all(), build_own, read)) {
+            return false;
+        }
+    }
+
+    kvtool.recent.decoded(n);
+    kvtool.n_back = 0;
+    waiting.remove(n);
+
+    return true;
+}
+
+bool llama_kvtool::defers(int64_t n_tokens) const {
+    // a later mask would show the hidden cells
+    return is_watching && n_hidden == 0 && n_tokens <= deferred.n_most && (is_flash || n_guess > 0);
+}
+
+bool llama_kvtool::collect(llama_context & lctx) {
+    if (!sum_deferred(lctx)) {
+        return false;
+    }
+    signals.collect(lctx);
+    recent.collect(lctx);
+    return true;
+}
+
+bool llama_kvtool::watch(llama_context & lctx, bool on) {
+    if (on == is_watching || (params.signals == 0 && !queries.is_on())) {
+        return true;
+    }
+    if (!sum_deferred(lctx)) {
+        return false;
+    }
+    is_watching = on;
+    n_back      = 0;
+    // graphs with signals need larger buffers
+    forget_graphs(lctx, on);
+    return true;
+}
