@@ -121,8 +121,8 @@ def runs(
 ) -> list[Run]:
     """Return the runs of a grid in order: first the runs without a budget, then budget by budget.
 
-    `full` has a run for each cache type. Other policies have runs with the first type, or with `combine` with
-    each. A policy whose rows may keep different numbers of cells also has a run without a budget.
+    `full` has a run for each cache type. Other policies have runs with the first type only, unless `combine`
+    is True. A policy whose rows may keep different numbers of cells also has a run without a budget.
 
     n_ctx_train: the model's trained context. wanted: policies as typed, with their parameters. budgets: as
     typed. Raises UsageError.
@@ -184,7 +184,7 @@ def reference(common: Common) -> Path:
         {name: common.what[name] for name in names}
         | {"tokens": common.n_tokens}
         | {name: getattr(common.options, name) for name in of_options}
-        # with workers, --flash-attn auto chooses otherwise
+        # with workers, --flash-attn auto may choose differently
         | ({"rpc": True} if common.options.rpc else {})
     )
 
@@ -199,10 +199,10 @@ def shard(grid: Sequence[Run], text: str) -> list[Run]:
 
 
 def _options(common: Common, name: str, options: tuple[str, ...], kind: str, **more: Any) -> ScoreOptions:
-    """Return the options of a run. Options typed for the whole grid count as given by the user."""
+    """Return the options of a run. `typed` is empty, because no option was typed for this run alone."""
     changes = {"policy": name, "options": options, "type_k": kind, "type_v": kind, **more}
     if not policies.load(name).evicts:
-        # its keys are never rotated again
+        # these options have no effect: without evictions, keys are never rotated again
         changes |= {"positions": "auto", "evict_every": None}
     return replace(common.options, **changes, typed=frozenset())
 
