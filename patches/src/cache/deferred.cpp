@@ -1,9 +1,9 @@
 // Signals of several steps computed at once.
 //
 // Flash attention gives no probabilities, so signals need a second product of queries and keys: for a single token,
-// many small operations in each layer. Between two edits cells are only appended. The signals of several steps are
-// therefore those of one batch with the steps' tokens. Steps store their queries here; the signals are computed when
-// they are read, or when there is no room for more queries. Draft tokens that are rejected leave before that.
+// many small operations in each layer. Between two edits cells are only appended. The signals of several steps
+// therefore equal those of one batch with the steps' tokens. Steps store their queries here; the signals are computed
+// when they are read, or when there is no room for more queries. Rejected draft tokens are removed before that.
 
 #include "graphs.h"
 #include "halving.h"
@@ -39,7 +39,7 @@ struct deferred_inputs {
     struct offsets {
         size_t limit;
         size_t keys;
-        int    n_head; // masks: one per row, or one for all rows
+        int    n_head; // number of masks: one per row, or 1 for all rows
         int    n_kv;
     };
 
@@ -117,7 +117,7 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
     }
 
     lctx.synchronize();
-    // these are of earlier queries
+    // the sums of earlier queries must be on the host before later queries are added
     kvtool.signals.collect(lctx);
 
     const auto & model  = lctx.get_model();
@@ -126,7 +126,7 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
 
     const auto is_summed = [&](int s) { return kvtool.signals.has(s); };
 
-    // [n_kv, number of summed signals, n_head], or null
+    // signals of layer i: [n_kv, number of summed signals, n_head], or null
     const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i) {
         const auto & l = layers[i];
 
@@ -219,7 +219,7 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
 }
 
 bool llama_kvtool::defers(int64_t n_tokens) const {
-    // a later mask would show the hidden cells
+    // a mask that is computed later would show the hidden cells
     return is_watching && n_hidden == 0 && n_tokens <= deferred.n_most && (is_flash || n_guess > 0);
 }
 

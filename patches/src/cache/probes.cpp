@@ -212,7 +212,7 @@ void llama_kvtool_build(
             ggml_build_forward_expand(graph.gf, sum);
             continue;
         }
-        // a view uses the memory of the tensor that it views
+        // if t is a view, its memory is that of the tensor that it views, which must be kept as well
         for (ggml_tensor * x = t; x; x = x->view_src) {
             ggml_set_output(x);
         }
@@ -252,12 +252,11 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
     for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
         const auto n_halving = [&](uint32_t n) { return (uint32_t) std::log2(std::max(1u, n*hparams.n_gqa(il))); };
 
-        // probabilities if there is flash attention, and scaled queries; stores, views and masks of ragged
-        // rows
+        // with flash attention, the probabilities and scaled queries; the stores, views and masks of ragged rows
         res += 8 + 4*llama_kvtool_graph::n_signal + (params.ragged ? 24 : 0) + (hparams.use_alibi ? 14 : 0) + (params.n_recall > 0 ? 30 : 0) + (hits ? 8 : 0);
         for (int s = 0; s < llama_kvtool_graph::n_signal; ++s) {
-            // a halving takes two views and a sum, plus a view and a sum for an odd number; a maximum
-            // takes three operations
+            // a halving takes two views and a sum, plus a view and a sum for an odd number; in a maximum, three
+            // operations replace each sum
             const bool is_max = params.group == LLAMA_KVTOOL_GROUP_MAX || is_maximum(s);
 
             res += kvtool->signals.has(s) ? (is_max ? 16 + 9*n_halving(n_tokens) : 8 + 5*n_halving(n_tokens)) : 0;

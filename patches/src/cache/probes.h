@@ -16,7 +16,7 @@ namespace kvtool {
 bool is_maximum(int s);
 
 // attention probabilities [n_kv, n_tokens, n_head] of the queries q [n_embd, n_tokens, n_head] to the keys k [n_embd,
-// n_kv, n_head_kv]. is_grok: that model scales its logits before their soft cap
+// n_kv, n_head_kv]. is_grok: true for Grok, which scales its logits before their soft cap
 ggml_tensor * probabilities(
         ggml_context * ctx, const llama_hparams & hparams, bool is_grok, ggml_tensor * k, ggml_tensor * q, ggml_tensor * mask,
         ggml_tensor * sinks, float scale);
@@ -27,11 +27,11 @@ public:
     // seen: F32 [1, n_tokens], the tokens that each query has seen; only for signals that count hits
     reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_tensor * p, int64_t n_head_kv, ggml_tensor * seen);
 
-    // Signal s [n_kv, 1, n_head_kv] of one layer. Two signals are per query, [n_kv, n, n_head_kv]: the recent signal of
-    // the last n_query queries, and squares, which are taken of the sum over all layers that read a cell
+    // Signal s [n_kv, 1, n_head_kv] of one layer. Two signals have a value per query, [n_kv, n, n_head_kv]: the recent
+    // signal, and squares, as a query's values are added over all layers that read a cell before they are squared
     ggml_tensor * signal(int s) const;
 
-    // the signal of all layers together: squares are taken and summed
+    // Signal s from its sum t over layers: for squares, t is squared and summed over the queries; otherwise t
     ggml_tensor * finished(int s, ggml_tensor * t) const;
 
 private:

@@ -97,7 +97,7 @@ private:
 class deferred : public stored_queries {
 public:
     int n_most = 0; // slots; 0: every step computes its signals
-    int n      = 0; // queries whose signals are not computed, in the first slots
+    int n      = 0; // queries whose signals are not computed yet, in the first slots
 
     std::vector<int64_t> seen; // tokens that each of them has seen
 

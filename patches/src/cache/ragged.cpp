@@ -1,4 +1,4 @@
-// Rows that hold different numbers of cells: the cells for new keys and values, and the masks.
+// Rows that hold different numbers of cells: where new keys and values are stored, the masks, and flash attention.
 
 #include "masks.h"
 
@@ -93,7 +93,7 @@ bool llama_kvtool_store(
 
     const auto & l = *kvtool->find(il);
 
-    // a layer without keys reads an earlier layer's
+    // without k_cur, the layer reads an earlier layer's cells
     if (k_cur) {
         store_rows(graph, l, &l - kvtool->layers.data(), kvtool->v_trans, k_cur, v_cur);
     }
@@ -112,7 +112,7 @@ static ggml_tensor * ragged_mask(const llm_graph_context & graph, const layer & 
     return mask_below(graph.ctx0, l.n_cell, rows->limit);
 }
 
-// the same from llama.cpp's mask [n_kv, n_tokens], without the distances that it contains
+// The same mask [n_kv, n_tokens] made from llama.cpp's, whose visible cells have ALiBi's distances instead of 0
 static ggml_tensor * plain_mask(ggml_context * ctx, ggml_tensor * kq_mask) {
     ggml_tensor * x = kq_mask->type == GGML_TYPE_F16 ? ggml_cast(ctx, kq_mask, GGML_TYPE_F32) : kq_mask;
     return ggml_scale_bias(ctx, ggml_step(ctx, ggml_scale_bias(ctx, x, 1.0f, 1e9f)), 1e30f, -1e30f);
@@ -133,7 +133,7 @@ static ggml_tensor * distances(const llm_graph_context & graph, const layer & l,
     return minus_distances(ctx, keys, ggml_reshape_2d(ctx, input.queries, 1, n_tokens));
 }
 
-// mask in which each token sees the synthetic cells that were computed for it
+// mask in which each token sees only those synthetic cells that were computed for it
 static ggml_tensor * made_mask(const llm_graph_context & graph, const llama_kvtool & kvtool, ggml_tensor * kq_mask, int64_t n_gqa) {
     const int64_t n_tokens = kq_mask->ne[1];
     if (n_tokens == 1 && n_gqa == kvtool.params.n_made) {
@@ -184,8 +184,8 @@ ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * k
     return kq_mask->type == GGML_TYPE_F16 ? ggml_cast(ctx, x, GGML_TYPE_F16) : x;
 }
 
-// Flash attention with a mask per KV head. The heads are in the fourth dimension: CUDA's kernels have no masks in the
-// third. Sinks are indexed by the third dimension, so a model with sinks gets an operation per KV head
+// Flash attention with a mask per KV head. KV heads are the fourth dimension, as CUDA's kernels take one mask for the
+// whole third dimension. Sinks are indexed by the third dimension, so a model with sinks gets an operation per KV head
 static ggml_tensor * attend_rows(
         const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, ggml_tensor * mask, ggml_tensor * sinks, float scale) {
     ggml_context * ctx = graph.ctx0;
@@ -218,14 +218,14 @@ ggml_tensor * llama_kvtool_ragged(
         const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il) {
     auto * kvtool = graph.cparams.kvtool;
 
-    // the slopes of ALiBi depend on the third dimension as well
+    // not with ALiBi: ggml chooses a head's slope by the third dimension, which here counts only a group's heads
     if (!kvtool || !kvtool->params.ragged || !graph.cparams.flash_attn || !kvtool->find(il) || kvtool->places.is_on()) {
         return nullptr;
     }
 
     const auto & l = *kvtool->find(il);
 
-    // one mask for all rows, or values that are a part of the keys
+    // llama.cpp's own attention serves layers with one mask, and values that are a part of the keys (MLA)
     if (l.n_head == 1 || kvtool->is_even(l) || !l.v) {
         return nullptr;
     }
@@ -257,7 +257,7 @@ ggml_tensor * llama_kvtool_ragged(
     ggml_tensor * cur = attend_rows(graph, by_row(q), readable(k), readable(v), mask, sinks, scale);
     const int64_t n_embd   = cur->ne[0]*cur->ne[1]*cur->ne[3];
     const int64_t n_tokens = cur->ne[2];
-    // one token's heads are in order
+    // put all heads of a token next to each other
     cur = n_tokens > 1 ? ggml_cont(ctx, ggml_permute(ctx, cur, 0, 1, 3, 2)) : cur;
     return ggml_reshape_2d(ctx, cur, n_embd, n_tokens);
 }

@@ -8,7 +8,8 @@
 
 namespace kvtool {
 
-// four of these bytes are a float of -1.3e20, which does not change when a batch's n_tokens is subtracted
+// value of a key that was never important: four of these bytes are the float -1.3e20, which stays the same when a
+// batch's n_tokens is subtracted
 static constexpr uint8_t never_byte = 0xE0;
 
 void signals::device_sums::clear() const {
@@ -35,7 +36,7 @@ void signals::resize() {
     places.assign(layers.size(), {});
     devices.clear();
     if (!make_device_sums()) {
-        // a device lacks memory for them: the host adds
+        // a device lacks memory for the sums: the host adds the signals up
         places.assign(layers.size(), {});
         devices.clear();
     }
@@ -129,7 +130,7 @@ void signals::extract(llama_context & lctx, const llama_kvtool_graph & graph, in
         }
     }
 
-    // no copies on their way if the graph has no signals for the host
+    // no copies are on their way if the graph has no signals for the host
     n_query_staged = staged ? n_tokens : 0;
 
     if (!graph.probes.empty() && !devices.empty()) {

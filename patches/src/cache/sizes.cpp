@@ -84,8 +84,8 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
     GGML_UNUSED(n_before);
 #endif
 
-    // Existing graphs have views of the old tensors. Compute buffers are resized with the cache. Ragged layers
-    // change too often for that, unless the change is large
+    // Existing graphs have views of the old tensors. Compute buffers are resized with the cache. With ragged rows,
+    // whose layers change size often, they are resized only after a large change
     const int most    = *std::max_element(before.begin(), before.end());
     const bool by_much = !params.ragged || most > 2*most_cells() || most_cells() > 2*most;
     forget_graphs(lctx, broken.empty() && (lctx.sched_need_reserve || by_much));

@@ -34,11 +34,11 @@ struct llama_kvtool_graph {
         ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv]
     };
 
-    // signals that the host adds up; null if the device does
+    // signals that the host adds up; a tensor is null if the device adds up its signal
     std::vector<probe> probes;
 
-    // signals that later layers reading the same cells add to; the recent signal and squares are [n_kv, q,
-    // n_head_kv]
+    // incomplete signals, to which later layers that read the same cells add theirs; the recent signal and squares
+    // are [n_kv, q, n_head_kv]
     std::vector<probe> shared;
 
     // the graph stores queries, and their signals are computed later
@@ -52,8 +52,8 @@ struct llama_kvtool_graph {
 
 // Note how the new keys are rotated; k_cur is null if a layer reads an earlier layer's cells. If rows are ragged:
 // store keys and values at each row's own end, set k and v to views of the layer's cells and return true (v is
-// unchanged if values are a part of the keys). Otherwise return false. unused: inputs of the graph that nothing reads
-// then; they must stay in it, as some of llama.cpp's memories fill them anyway
+// unchanged if values are a part of the keys). Otherwise return false. unused: inputs that nothing reads if rows are
+// ragged; they must stay in the graph, as some of llama.cpp's memories fill them anyway
 bool llama_kvtool_store(
         const llm_graph_context & graph,
         ggml_tensor * k_cur,
@@ -79,7 +79,8 @@ ggml_tensor * llama_kvtool_staged(
 ggml_tensor * llama_kvtool_ragged(
         const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il);
 
-// joint step: each context's tokens attend to that context's cells; the results are concatenated. Null in other steps
+// Attention that replaces llama.cpp's; null if llama.cpp's is used. In a joint step, each context's tokens attend to
+// that context's cells, and the results are concatenated. In other steps: llama_kvtool_staged or llama_kvtool_ragged
 ggml_tensor * llama_kvtool_join(
         const llm_graph_context & graph, llm_graph_input_attn_kv * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
         ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);

@@ -13,7 +13,7 @@ class llama_kvtool_input : public llm_graph_input_i {
 public:
     llama_kvtool_input(llama_kvtool & kvtool) : kvtool(kvtool) {}
 
-    // of one layer with ragged rows
+    // inputs of one layer with ragged rows
     struct rows {
         int i; // index of the layer in the cache
 
@@ -23,7 +23,7 @@ public:
                              // have equal lengths
     };
 
-    // of one layer, with ALiBi
+    // inputs of one layer with ALiBi
     struct distances {
         int i;
 
@@ -70,14 +70,14 @@ public:
 
     std::vector<filled> filled;
 
-    // attention to archived tokens that are copied to the device, see staged.cpp
+    // inputs of attention to archived tokens that are copied to the device, see staged.cpp
     struct staged {
-        // of layers with n_head heads
+        // input of layers with n_head KV heads
         struct rows_of {
             int     n_head;
-            int64_t n_token; // rows per head
+            int64_t n_token; // staged rows of a head, one per token
 
-            ggml_tensor * idx; // I64 [n_head*n_live]: the row of each live cell
+            ggml_tensor * idx; // I64 [n_head*n_live]: the staged row of each live cell
         };
 
         int64_t n_live     = 0;

@@ -21,11 +21,11 @@ joint_input::joint_input(const joint & own, const llm_graph_context & graph) : o
         part->version = m.lctx->kvtool->version;
         part->first   = m.first;
         part->n       = m.n;
-        // its tensors belong to the step's graph
+        // one node is enough, as the member's tensors are created in the step's graph
         part->res     = std::make_unique<llm_graph_result>(1);
         part->params  = llama_kvtool::graph_params(m, part->res.get());
 
-        // they are computed by the step's scheduler
+        // the step's scheduler computes these tensors
         part->params.sched       = graph.sched;
         part->params.backend_cpu = graph.backend_cpu;
         part->params.cb          = graph.cb_func;
@@ -241,7 +241,7 @@ int32_t llama_kvtool::decode_joint(
         llama_context & lctx, const llama_batch & batch, llama_context ** members, const int32_t * n_tokens, int n_member) {
     auto & own = *lctx.kvtool->joint;
 
-    // a step that threw may have left its members
+    // an earlier step that threw has not cleared its members
     own.members.clear();
 
     int first = 0;
@@ -265,7 +265,7 @@ int32_t llama_kvtool::decode_joint(
     }
     own.members.clear();
 
-    // the tokens belong to the members
+    // the tokens belong to the members: this context keeps none
     lctx.memory->clear(false);
 
     return status;

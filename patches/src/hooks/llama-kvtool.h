@@ -12,8 +12,8 @@
 //   of these tokens, or attends to all of them through synthetic cells
 // - ragged: rows may hold different numbers of cells; each has its own attention mask
 //
-// A row is one (layer, KV head) pair. Rows are numbered layer by layer. With nothing enabled, llama.cpp computes the
-// same bits as without the patch.
+// A row is one (layer, KV head) pair. Rows are numbered layer by layer. The arguments `layer` and `n_layer` count only
+// layers with rows. With nothing enabled, llama.cpp computes the same bits as without the patch.
 //
 // Every function that can fail returns a negative number, and llama_kvtool_error gives the reason. The cache is
 // unchanged then, unless a device failed during an edit. Positions in the stream are less than 2^40.
@@ -33,9 +33,9 @@ extern "C" {
 
 // Reductions of the attention probabilities A[head, query, cell] over the queries since the last edit. Only the
 // recent signal reaches further back: it covers the last n_query queries, and an edit moves their attention along
-// with the cells (an edit that hides cells clears it). The query heads of one KV head form a group, which `group`
-// reduces to one value. If several layers read a row's cells, their values are added. A cell is important to a query
-// that has seen t tokens (itself included) if A >= 1/t.
+// with the cells (an edit that hides cells clears it). The query heads of one KV head form a group; `group` in the
+// parameters sets how their values are reduced to one. If several layers read a row's cells, their values are added.
+// A cell is important to a query that has seen t tokens (itself included) if A >= 1/t.
 enum llama_kvtool_signal {
     LLAMA_KVTOOL_SIGNAL_ATTENTION = 1,  // sum over the queries
     LLAMA_KVTOOL_SIGNAL_LAST      = 2,  // value of the last query
@@ -44,7 +44,7 @@ enum llama_kvtool_signal {
     LLAMA_KVTOOL_SIGNAL_HITS      = 16, // number of (query, head) pairs that the cell was important to
     LLAMA_KVTOOL_SIGNAL_IMPORTANT = 32, // queries since the cell was last important to any head: 1 is the last query;
                                         // 0: never
-    LLAMA_KVTOOL_SIGNAL_HIGHEST   = 64, // maximum over all queries and all heads, for every `group`
+    LLAMA_KVTOOL_SIGNAL_HIGHEST   = 64, // maximum over all queries and all heads, whatever `group` is
 };
 
 enum llama_kvtool_group {
@@ -64,18 +64,18 @@ struct llama_kvtool_params {
 
     int32_t n_ahead; // maximum number of tokens that `llama_kvtool_take_back` removes
 
-    // With flash attention, or with draft tokens: signals of up to n_defer queries are computed at once, when they are
-    // needed. 0: every step without draft tokens computes its signals
+    // With flash attention, and in steps with draft tokens: number of queries, at least n_ahead + 1 if n_ahead > 0,
+    // whose signals are computed together when they are needed. 0: each step computes its signals
     int32_t n_defer;
 
     // archive
-    // last cells of each row, which a step fills from the archive; 0: no archive
+    // number of cells at the end of each row that every step fills from the archive; 0: no archive
     int32_t n_recall;
     // synthetic cells per token of a step, one for each query head of a row. Attention to them equals attention
     // to the whole archive. 0: the n_recall archived tokens with the most attention return to cells instead
     int32_t n_made;
-    // archived tokens of clusters that a step attends to exactly; other tokens are represented by their cluster's
-    // mean. 0: all tokens are attended to exactly
+    // number of archived tokens of a row that a step attends to exactly, in whole clusters; other clusters are
+    // represented by their mean. 0: all tokens are attended to exactly
     int32_t n_exact;
     // distance limit: a token farther away is treated as if it were at this distance
     int32_t n_near;
@@ -112,9 +112,9 @@ struct llama_kvtool_edit {
     int32_t n_term;
 
     int32_t   n_keep; // afterwards cells 0 .. n_keep - 1 are in use and the rest are free
-    // cell n_keep - 1 gets position pos_0 + n_keep - 1, the other cells in use get lower positions, and the next
-    // token goes to pos_0 + n_keep. If the newest token's position changes, sliding layers move with it. They are
-    // emptied if later queries see no cell
+    // Cell n_keep - 1 gets position pos_0 + n_keep - 1, the other cells in use get lower positions, and the next token
+    // must have position pos_0 + n_keep. If this changes the newest token's position, positions in sliding layers
+    // change by as much. If n_hidden equals n_keep, sliding layers are emptied
     llama_pos pos_0;
 
     const int32_t * n_keep_row; // ragged: n_keep of each row, at most n_keep; otherwise null
@@ -133,18 +133,19 @@ LLAMA_API const char * llama_kvtool_error(void);  // why the last call on this t
 // this.
 LLAMA_API int32_t llama_kvtool_guard(const char * message, int32_t exit_code, bool verbose);
 
-// limit the memory that a device reports, used or free, to this many bytes
+// limit the total memory and the free memory that a device reports to this many bytes
 LLAMA_API int32_t llama_kvtool_limit(ggml_backend_dev_t dev, uint64_t n_bytes);
 
 // memory that a spare device reports, all of it in use
 #define LLAMA_KVTOOL_SPARE_BYTES 1
 
-// create a spare: the same device a second time, for a worker to serve in addition to the first. Returns null on
-// failure
+// create a spare: a second handle of the same device, which a worker serves in addition to the device. Returns null
+// on failure
 LLAMA_API ggml_backend_dev_t llama_kvtool_spare(ggml_backend_dev_t dev);
 
-// Compute edits of a cache on a worker's device on one of its spares, and reads of cells on another. A worker keeps
-// one graph for each device that it serves. With two spares it keeps the graphs of edits, of reads and of the decode.
+// For the part of a cache that lies on a worker's device `dev`: compute edits on the spare `edits`, and reads of cells
+// on the spare `reads`. A worker caches one graph per device, so with these two spares the graphs of decode, edits and
+// reads all stay cached.
 LLAMA_API int32_t llama_kvtool_use_spares(ggml_backend_dev_t dev, ggml_backend_dev_t edits, ggml_backend_dev_t reads);
 
 // name of llama.cpp's ith architecture; null if there are no more
@@ -176,16 +177,17 @@ struct llama_kvtool_layer {
 // cannot be enabled
 LLAMA_API int32_t llama_kvtool_layers(const struct llama_model * model, struct llama_kvtool_layer * out, int32_t n);
 
-// maximum number of cells for this model: its index chooses at most so many for a query. INT32_MAX without an index
+// maximum number of cells for this model: if it has an index, as many as the index can choose for a query, so that
+// it chooses all. INT32_MAX without an index
 LLAMA_API int32_t llama_kvtool_most_cells(const struct llama_model * model);
 
 // true if the model biases attention by distance (ALiBi)
 LLAMA_API bool llama_kvtool_has_alibi(const struct llama_model * model);
 
-// enable kvtool with these parameters on an emptied cache; returns the number of rows
+// empty the cache and enable kvtool with these parameters; returns the number of rows
 LLAMA_API int32_t llama_kvtool_enable(struct llama_context * ctx, const struct llama_kvtool_params * params);
 
-// write the layer of each row; returns the number of rows
+// write each row's layer, counted among all layers of the model; returns the number of rows
 LLAMA_API int32_t llama_kvtool_row_layers(const struct llama_context * ctx, int32_t * layers, int32_t n_row);
 
 // elements of the longest key
@@ -194,14 +196,15 @@ LLAMA_API int32_t llama_kvtool_n_dim(const struct llama_context * ctx);
 // bytes of the K and V tensors, sliding layers included, and of recurrent states
 LLAMA_API int64_t llama_kvtool_cache_bytes(const struct llama_context * ctx);
 
-// turn the signals on or off for later decodes; they start on. Queries of a decode without signals count in no signal
+// turn the signals on or off for later decodes; they are on at first. No signal includes the queries of decodes with
+// signals off
 LLAMA_API int32_t llama_kvtool_watch(struct llama_context * ctx, bool watch);
 
 // set how many tokens the first query of the next decode has seen before itself; t counts on from there
 LLAMA_API int32_t llama_kvtool_seen(struct llama_context * ctx, int32_t n_seen);
 
-// give each layer n_cell[layer] cells: enough for its live cells and n_recall more. All layers get the same number
-// unless rows are ragged
+// give each layer n_cell[layer] cells, at least n_recall more than its live cells. Unless rows are ragged, all layers
+// need the same number
 LLAMA_API int32_t llama_kvtool_resize(struct llama_context * ctx, const int32_t * n_cell, int32_t n_layer);
 
 // read a signal: out[n_row][n_cell], 0 beyond a layer's cells
@@ -214,7 +217,7 @@ LLAMA_API int32_t llama_kvtool_write(struct llama_context * ctx, uint32_t signal
 // are 0, and so are queries that have not happened yet
 LLAMA_API int32_t llama_kvtool_read_recent(struct llama_context * ctx, float * out, int32_t n_query, int32_t n_row, int32_t n_cell);
 
-// restore the recent signal from in[n_query][n_row][n_cell]; other cells become 0
+// restore the recent signal from in[n_query][n_row][n_cell]; cells from n_cell on become 0
 LLAMA_API int32_t llama_kvtool_write_recent(struct llama_context * ctx, const float * in, int32_t n_query, int32_t n_row, int32_t n_cell);
 
 // Logits that the last n_last queries would give each row's first n_cell cells if they came again soon. Each query is
@@ -242,29 +245,31 @@ LLAMA_API int32_t llama_kvtool_read_lengths(struct llama_context * ctx, float * 
 LLAMA_API int64_t llama_kvtool_get_cells(struct llama_context * ctx, int32_t layer, uint8_t * out, int32_t n_cell);
 LLAMA_API int64_t llama_kvtool_set_cells(struct llama_context * ctx, int32_t layer, const uint8_t * in, int32_t n_cell);
 
-// set the positions of the keys in each row's first n_cell cells: pos[n_row][n_cell]. With ALiBi the keys do not
-// contain them
+// set the positions of the keys in each row's first n_cell cells: pos[n_row][n_cell]. Only ALiBi needs this, as its
+// keys do not contain their positions
 LLAMA_API int32_t llama_kvtool_set_places(struct llama_context * ctx, const int32_t * pos, int32_t n_row, int32_t n_cell);
 
-// Copy the memory of layers without rows: all cells of the sliding layers, then all recurrent states. With sliding
-// layers, table[n_beside] begins with the cell of their next token and each cell's position (-1 if empty). With
-// recurrent layers, it ends with the position of the newest token (-1 before the first).
+// Copy the memory of layers without rows: all cells of the sliding layers, then all recurrent states. `n_beside` is
+// the length of the table. With sliding layers, it begins with the cell of their next token and each cell's position
+// (-1 if empty). With recurrent layers, it ends with the position of the newest token (-1 before the first). `get` and
+// `set` return the number of bytes; `get` with null buffers does nothing else.
 LLAMA_API int32_t llama_kvtool_n_beside  (const struct llama_context * ctx);
 LLAMA_API int64_t llama_kvtool_get_beside(struct llama_context * ctx, int32_t * table, uint8_t * out);
 LLAMA_API int64_t llama_kvtool_set_beside(struct llama_context * ctx, const int32_t * table, const uint8_t * in);
 
-// Declare that the last n tokens of the next decode are draft tokens, at most n_ahead. Each token of that decode then
-// chooses alone which archived tokens it attends to exactly, and its attention is stored separately.
+// Declare that the last n tokens of the next decode are draft tokens, at most n_ahead. In that decode each token
+// chooses alone which archived tokens it attends to exactly. Its attention is added to the signals later, unless
+// llama_kvtool_take_back removes the token first.
 LLAMA_API int32_t llama_kvtool_guess(struct llama_context * ctx, int32_t n);
 
-// Make ctx compute steps of up to n_most contexts that are enabled like `like`. ctx holds no tokens. Its cells must
-// be F16, and its n_seq_max at least n_most.
+// Make ctx compute joint steps of up to n_most contexts that are enabled like `like`. ctx itself never holds tokens.
+// Its cells must be F16, and its n_seq_max at least n_most.
 LLAMA_API int32_t llama_kvtool_enable_joint(struct llama_context * ctx, const struct llama_context * like, int32_t n_most);
 
 // Decode the tokens of several contexts in one step: the first n_tokens[0] tokens of the batch belong to members[0],
-// and so on. ctx has the logits; each member is in the state that decoding its tokens alone would leave. Each
-// member's tokens need their own seq_id. Returns the status of llama_decode; 1 if a member has no room, and then no
-// member has decoded anything.
+// and so on. A member's tokens have one seq_id, which differs from the other members'. Afterwards ctx has the logits,
+// and each member is in the state that decoding its tokens alone would leave. Returns the status of llama_decode; 1 if
+// a member has no room, and then no member has decoded anything.
 LLAMA_API int32_t llama_kvtool_decode_joint(
         struct llama_context * ctx, struct llama_batch batch, struct llama_context ** members, const int32_t * n_tokens,
         int32_t n_member);
@@ -304,8 +309,8 @@ LLAMA_API int32_t llama_kvtool_forget(struct llama_context * ctx, int64_t n);
 // Rewind the stream. The archive deletes its tokens from position end on, and its newest n_cell remaining tokens
 // return to the cells cell .. cell + n_cell - 1 of all rows, the oldest first. From now on keys in the cache are
 // rotated to their position minus base; this call does so for the returned cells, and the caller edits all other
-// cells. next: the next position of the stream at the time when the tokens that stay had just been archived; it
-// decides which of them are beyond n_near. Not available if the archive lies on a worker.
+// cells. next: position that the stream's next token had when the newest token that stays archived had just been
+// archived; tokens more than n_near before it count as beyond n_near.
 LLAMA_API int32_t llama_kvtool_go_back(
         struct llama_context * ctx, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next);
 
@@ -317,21 +322,21 @@ LLAMA_API int64_t llama_kvtool_get_archive(struct llama_context * ctx, int32_t l
 LLAMA_API int64_t llama_kvtool_set_archive(struct llama_context * ctx, int32_t layer, const uint8_t * const * in, const int64_t * first, int32_t n, int64_t begin, int64_t end);
 
 // Copy the rest of an archive's state. table[3 + 2*n_frame] holds its first token, its end, the end of the tokens
-// beyond n_near, and then for each run of tokens whose keys have one base the first token and the base. Both return
-// the table's length; a null table is not written. It is set after the layers. Then `llama_kvtool_seal` is called
-// until it returns 0.
+// beyond n_near, and then for each frame (a run of tokens whose keys have one base) the first token and the base. Both
+// return the table's length; a null table is not written. Set the table after the layers, and then call
+// `llama_kvtool_seal` until it returns 0.
 LLAMA_API int32_t llama_kvtool_get_archive_table(struct llama_context * ctx, int64_t * table, int32_t n);
 LLAMA_API int32_t llama_kvtool_set_archive_table(struct llama_context * ctx, const int64_t * table, int32_t n);
 
-// Report which blocks are clustered in all rows. span[0] .. span[1] - 1 are the tokens of blocks clustered beyond
-// n_near, span[2] .. span[3] - 1 the tokens of blocks clustered within it. Returns the bytes of one block's clusters;
-// 0 if the archive has no clusters.
+// Report which blocks are clustered in all rows; a block is the tokens of a slab (llama_kvtool_archive_slab). The
+// tokens span[0] .. span[1] - 1 are clustered as beyond n_near, span[2] .. span[3] - 1 as within n_near. Returns the
+// bytes of one block's clusters; 0 if the archive has no clusters.
 LLAMA_API int64_t llama_kvtool_clusters(struct llama_context * ctx, int64_t * span);
 
 // Copy the cluster of each token from position begin to end, for blocks beyond n_near (is_far) or within it: block by
-// block and row by row, two tokens a byte. They are set after the layers and before the table. Clusters that were not
-// set, or do not fit the blocks, are computed again. Both return the number of bytes; with a null buffer they do
-// nothing else.
+// block and row by row, two tokens a byte. Set them after the layers and before the table. Clusters that were not set,
+// or do not fit the blocks, are computed again. Both return the number of bytes; with a null buffer they do nothing
+// else.
 LLAMA_API int64_t llama_kvtool_get_clusters(struct llama_context * ctx, uint8_t * out, int64_t begin, int64_t end, bool is_far);
 LLAMA_API int64_t llama_kvtool_set_clusters(struct llama_context * ctx, const uint8_t * in, int64_t begin, int64_t end, bool is_far);
 

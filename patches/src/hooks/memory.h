@@ -51,7 +51,7 @@ struct llama_kvtool_memory {
     // reason why this context cannot be used; empty if it can
     static std::string unsupported(const llama_context & lctx);
 
-    // maximum number of cells that a model's index chooses for a query
+    // maximum number of cells that a model's index chooses for a query; INT32_MAX without an index
     static int most_indexed(const llama_model & model, llama_memory_i * memory);
 
     //
@@ -92,8 +92,9 @@ struct llama_kvtool_memory {
     // tables
     //
 
-    // Set the table of cells of the rows' cache, and that of its index: n cells in use, with consecutive
-    // positions up to pos_0 + n - 1. The first n_hidden cells belong to a second sequence, so no query sees them.
+    // Set the table of cells of the rows' cache, and that of its index. n cells are in use: the last at position
+    // pos_0 + n - 1, the others at lower ones. The first n_hidden cells belong to a second sequence, so no query
+    // sees them.
     static void fill_tables(const llama_context & lctx, int n, llama_pos pos_0, int n_hidden = 0);
 
     // resize both tables to n_cell cells, preserving the first n_own; returns false if they had that size already
@@ -102,14 +103,14 @@ struct llama_kvtool_memory {
     // number of cells that hold the context's own tokens: the first cells of the table. Not for ragged rows
     static int n_used(const llama_kv_cache & kv, int n_recall);
 
-    // mark n_recalled of the last n_recall cells as tokens with position 0, older than the rest
+    // mark the first n_recalled of the last n_recall cells as tokens at position 0, and the others as empty
     static void fill_recalled(llama_kv_cache & kv, int n_recall, int n_recalled);
 
     // copy the cell of the next token and each cell's position (-1 if empty) to out or from in; returns the
     // number of integers
     static int copy_table(llama_kv_cache & kv, int32_t * out, const int32_t * in);
 
-    // shift the positions in the table by delta and remove tokens that would come before 0; returns the cells
+    // shift the positions in the table by delta and remove tokens that would come before position 0; returns the cells
     // whose keys have to be rotated
     static std::vector<int> shift_swa(llama_kv_cache & kv, int delta);
 

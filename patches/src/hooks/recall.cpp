@@ -14,8 +14,8 @@
 
 namespace kvtool {
 
-// Per query, the highest product with the live cells (or logit, if there is a soft cap), and that cell's probability
-// among the live cells and the attention sink: both [1, 1, n_tokens*n_head]
+// Each query's highest product with a live cell's key (highest logit, if there is a soft cap), and the probability of
+// that cell in a softmax over the live cells and the attention sink: both [1, 1, n_tokens*n_head]
 static std::pair<ggml_tensor *, ggml_tensor *> live_logits(
         const llm_graph_context & graph, const llama_kvtool & kvtool, const layer & l, ggml_tensor * q, ggml_tensor * mask,
         ggml_tensor * sinks, const logit_params & logits) {

@@ -153,7 +153,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 
     lctx.memory->clear(false);
     if (!params.ragged) {
-        // the table does not have the sizes of ragged rows
+        // with ragged rows, the table's size is not that of the layers
         memory::resize_tables(lctx, n_cells[0], 0);
     }
 
@@ -190,7 +190,8 @@ bool llama_kvtool::keep_queries(const llama_context & lctx) {
     }
     mean_turns.resize(layers.size());
 
-    // without flash attention a step computes the probabilities anyway; recalled cells differ from step to step
+    // Signals are not deferred with an archive, as recalled cells differ from step to step. Without flash attention a
+    // step computes the probabilities anyway, so only steps with draft tokens are deferred
     if (params.signals != 0 && params.n_recall == 0 && (is_flash || params.n_ahead > 0)) {
         deferred.n_most = std::max(params.n_defer, params.n_ahead > 0 ? params.n_ahead + 1 : 0);
     }
@@ -373,7 +374,7 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
     }
     n_own  += n_tokens;
     n_seen += n_tokens;
-    // the attention of other tokens is already summed in the signals
+    // with signals, other tokens cannot be removed: their attention is already summed
     const int n_apart = graph.is_deferred || !is_watching ? std::min(n_guess, n_tokens - 1) : 0;
     n_back  = params.signals == 0 ? n_back + n_tokens : n_apart;
     guess(0);

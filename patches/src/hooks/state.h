@@ -1,4 +1,5 @@
-// kvtool's state of a context. The only code, with sizes.cpp, that touches private members of llama.cpp's context.
+// kvtool's state of a context. Only state.cpp, join.cpp and sizes.cpp touch private members of llama.cpp's
+// context.
 
 #pragma once
 
@@ -41,7 +42,7 @@ struct llama_kvtool {
     int  n_most  = INT32_MAX; // maximum number of cells of a layer when tokens are decoded
     int  n_row   = 0;
     bool v_trans = false; // values are stored transposed
-    bool is_flash = false; // attention is computed without its probabilities
+    bool is_flash = false; // flash attention, which gives no probabilities
 
     int n_own   = 0; // cells in use in each row, unless rows are ragged
     int n_guess = 0; // draft tokens at the end of the next batch
@@ -72,8 +73,8 @@ struct llama_kvtool {
     std::unique_ptr<kvtool::recaller> archive; // null: no archive
     std::unique_ptr<kvtool::staging>  staging; // null: steps recall from the archive on the host
 
-    // version of the tensors that graphs view, unique over all contexts; raised when graphs made for the older
-    // tensors become invalid
+    // version of the tensors that graphs view, unique over all contexts; a graph with views of an older version is
+    // invalid
     uint64_t version = 0;
 
     std::unique_ptr<kvtool::joint> joint; // null: the context decodes its own tokens
@@ -129,7 +130,7 @@ struct llama_kvtool {
     // entries of the table of copy_beside
     int32_t n_beside() const;
 
-    // true if the signals of a batch are computed later: see deferred.h
+    // true if the signals of a batch are computed later: see deferred.cpp
     bool defers(int64_t n_tokens) const;
 
     void guess(int n);
@@ -173,11 +174,11 @@ struct llama_kvtool {
     // llama.cpp's own
     //
 
-    // see memory
+    // see llama_kvtool_memory
     int  n_used       (const llama_context & lctx) const;
     void fill_recalled(const llama_context & lctx, int n_tokens = 1) const; // n_tokens: of the step
 
-    // make the next decode build a new graph; reserve: its compute buffers have another size, too
+    // make the next decode build a new graph; reserve: also give its compute buffers a new size
     static void forget_graphs(llama_context & lctx, bool reserve);
 
     //
