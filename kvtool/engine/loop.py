@@ -69,7 +69,8 @@ class Engine:
     whole_reader, exact_reader
         The other two ways to read a text.
     n_refused
-        Length of a text for which a GPU had no memory, read whole or exactly. None: there was none.
+        Length of a text that could not be read whole or exactly for lack of GPU memory; longer ones are not
+        tried. None at first.
     joint_decoder
         Decodes the steps of several engines together; None if this engine is alone.
     chunk_size
@@ -126,7 +127,7 @@ class Engine:
         """Decode i32[n] tokens at once; the last n_output give logits.
 
         Raises what `evict` raises, UsageError for too many tokens or for a token that is not in the
-        vocabulary, and StreamEnd if original positions end before them.
+        vocabulary, and StreamEnd if original positions run out.
         """
         tokens = _checked(tokens, self.model.n_vocab)
         self.evict_if_due()
@@ -165,7 +166,7 @@ class Engine:
     def evict_if_due(self, n: int = 1) -> None:
         """Evict if the next n tokens do not fit before the policy's next plan. Raises what `evict` raises.
 
-        A step calls this before its tokens, for one token, and after them, for none.
+        A step calls this with n = 1 before its tokens, and with n = 0 after them.
         """
         if self.n_until_plan < n:
             self.evict()
@@ -201,7 +202,7 @@ class Engine:
         return min(self.n_batch if self.n_archived else self.settings.n_batch, self.n_cell - self.rows.n_kv)
 
     def _prepare(self, n: int) -> None:
-        """Provide positions and cells for n tokens. Raises StreamEnd if original positions end before."""
+        """Provide positions and cells for n tokens. Raises StreamEnd if original positions run out."""
         if self.rows.next_rot + n > self.n_ctx:
             if self.settings.positions == "original":
                 raise StreamEnd(
@@ -214,7 +215,7 @@ class Engine:
 
     def _part(self, at: int, end: int) -> slice:
         """Return which of a step's tokens at..end are decoded next."""
-        # the tokens of a step share the clusters that they read from an archive
+        # with an archive a step stays whole, as its tokens share the clusters that they read
         return self.chunk_size.part(at, end) if self.chunk_size and not self.n_archived else slice(at, end)
 
     # texts
@@ -541,7 +542,7 @@ class Engine:
 
     @property
     def signal_bytes(self) -> int:
-        """Bytes of one copy of the signals and of queries."""
+        """Bytes of the signals and of stored queries, without the host's copies."""
         return self.context.signal_bytes(self.context.layer_cells)
 
     @property
@@ -557,7 +558,7 @@ class Engine:
 
 def _checked(tokens: np.ndarray, n_vocab: int) -> np.ndarray:
     """Return the tokens as i32[n]. Raises UsageError if a token is not in the vocabulary."""
-    # a reply comes token by token, and next to a decode every call of NumPy takes microseconds
+    # a shortcut for the tokens of a reply, which come one by one, as each call of NumPy takes microseconds
     is_one = type(tokens) is np.ndarray and tokens.shape == (1,) and tokens.dtype is _I32
     if is_one and 0 <= tokens.item() < n_vocab:
         return tokens

@@ -85,7 +85,7 @@ def open_context(
     the patch and the library is unpatched.
     """
     n_cell = sizes.n_start
-    # ragged rows grow
+    # ragged rows begin with fewer cells and grow
     _check_index(model, max(n_cell, pad(policy.n_live)))
     how: dict[str, Any] = {
         "type_k": settings.type_k,
@@ -104,7 +104,7 @@ def open_context(
             request,
             ragged=policy.ragged,
             archive_type=settings.archive_type,
-            # right after the live cells: a step attends no farther than to its last cell
+            # all cells after the live ones, so that no empty cells lie between those that a step attends to
             n_filled=n_cell - policy.n_live if fills_all else 0,
             n_draft=settings.n_draft,
             n_defer=min(policy.slack, _N_DEFER) if policy.slack > 1 else 0,

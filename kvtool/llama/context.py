@@ -36,11 +36,11 @@ class Context(Decoder):
     archive_type
         Number format of the archive, if the request recalls.
     n_filled
-        Number of cells after the live cells that steps fill from the archive. Default: as in the request.
+        Number of cells after the live cells that steps fill from the archive. Default: the request's.
     n_draft
         Maximum tokens that `drop` can remove.
     n_defer
-        Queries whose signals are computed together with flash attention. 0: each step computes its signals.
+        With flash attention: queries whose signals are computed at once. 0: each step computes its signals.
     n_near
         Archived tokens at a greater distance are chosen and attended to as if at this distance.
     n_archive, archive_bytes
@@ -183,11 +183,11 @@ class Context(Decoder):
         check(lib.llama_kvtool_watch(self._context, on))
 
     def see(self, n_seen: int) -> None:
-        """Set t for 1 / t and log t: the first query of the next decode has seen n_seen tokens before."""
+        """Set t, as in 1 / t and log t: the next decode's first query has seen n_seen earlier tokens."""
         check(lib.llama_kvtool_seen(self._context, n_seen))
 
     def read(self, signal: Signal, n_kv: int) -> np.ndarray:
-        """Return f32[row, n_kv]: a signal of the queries since the last edit; RECENT of its last queries.
+        """Return f32[row, n_kv]: a signal of the queries since the last edit, or RECENT of the last n_query.
 
         IMPORTANT is how many queries ago a key was last important: 1 is the last query; 0: it never was.
         """
@@ -196,7 +196,7 @@ class Context(Decoder):
         return out
 
     def history(self, signal: Signal, n_kv: int) -> np.ndarray:
-        """Return `write`'s values: those of `read`, or for RECENT f32[query, row, n_kv], oldest first."""
+        """Return the values for `write`: as `read`, or for RECENT f32[query, row, n_kv], oldest first."""
         if signal != Signal.RECENT:
             return self.read(signal, n_kv)
         out = np.empty(self.history_shape(signal, n_kv), np.float32)
@@ -208,7 +208,7 @@ class Context(Decoder):
         return (*([self._n_query] if signal == Signal.RECENT else []), self.n_row, n_kv)
 
     def write(self, signal: Signal, values: np.ndarray) -> None:
-        """Continue a signal from its `history`."""
+        """Restore a signal from its `history`."""
         values = np.ascontiguousarray(values, np.float32)
         where = values.ctypes.data
         if signal == Signal.RECENT:
@@ -225,7 +225,7 @@ class Context(Decoder):
     def read_keys(self, first: np.ndarray, delta: np.ndarray) -> np.ndarray:
         """Return f32[row, n, n_dim]: keys of n cells from first i32[row] on, rotated by delta i32[row, n].
 
-        llama.cpp stores a quantized K under an orthogonal map; these keys are under that map.
+        llama.cpp may store quantized keys multiplied by a Hadamard matrix; they are returned without it.
         """
         n_row, n = delta.shape
         out = np.empty((n_row, n, self.n_dim), np.float32)
@@ -259,9 +259,9 @@ class Context(Decoder):
             i32[n, 4]: (row, dst, src, delta). Cell dst takes the content of cell src, its key rotated by
             delta.
         n_keep, pos_0
-            llama.cpp's table has the live cells at positions pos_0 .. pos_0 + n_keep - 1, and the next token
-            must have position pos_0 + n_keep. If that differs from before, the positions of sliding layers
-            change by as much; tokens at negative positions are dropped there.
+            In llama.cpp's table, the last live cell gets position pos_0 + n_keep - 1, and the next token must
+            have position pos_0 + n_keep. If this changes the newest token's position, positions in sliding
+            layers change by as much; tokens at negative positions are dropped there.
         merge
             New values for cells that stay.
         n_keep_row
@@ -291,7 +291,10 @@ class Context(Decoder):
         check(lib.llama_kvtool_apply(self._context, ctypes.byref(edit)))
 
     def mark_drafts(self, n: int) -> None:
-        """Mark the last n tokens of the next decode as draft tokens, which choose clusters alone."""
+        """Mark the last n tokens of the next decode as draft tokens.
+
+        Each token of that decode chooses clusters alone.
+        """
         check(lib.llama_kvtool_guess(self._context, n))
 
     def drop(self, n: int) -> None:
@@ -322,7 +325,7 @@ class Context(Decoder):
         return n_bytes
 
     def cells(self, layer: int, n: int) -> np.ndarray:
-        """Return u1[bytes]: the first n cells of a layer in its formats, keys, then values, cell by cell."""
+        """Return u1[bytes]: all keys, then all values of a layer's first n cells, in their stored formats."""
         out = np.empty(n * self.cell_bytes(layer), np.uint8)
         check(lib.llama_kvtool_get_cells(self._context, layer, out.ctypes.data, n))
         return out

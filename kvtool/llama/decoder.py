@@ -95,7 +95,7 @@ class Decoder:
         if on_tensor is not None:
             # llama.cpp keeps no reference
             self._on_tensor = params.cb_eval = on_tensor
-        # flash attention sums a float cache in one part per thread: the number of threads must not change
+        # flash attention sums a float cache in one part per thread: results depend on the number of threads
         self._adapts = not (n_threads or has_gpu()) and (flash == "off" or type_v in _QUANTIZED)
         log_tail.clear()
         self._context = None
@@ -180,13 +180,13 @@ class Decoder:
 
     @property
     def next_logits(self) -> np.ndarray:
-        """f32[n_vocab] that the next token is sampled from: the last ones, or as `sample_from` chose."""
+        """Logits f32[n_vocab] to sample from: the last output's, unless `sample_from` chose another."""
         logits: np.ndarray = self.logits()[self._next]
         return logits
 
     @property
     def next_output(self) -> int:
-        """Index of these logits in the last decode's outputs, counted from their end: -1 is the last."""
+        """Index of `next_logits` in the last decode's outputs, counted from the end: -1 is the last."""
         return self._next - self._n_output
 
     def sample_from(self, n: int) -> None:
@@ -200,7 +200,7 @@ class Decoder:
 
     @property
     def has_own_logits(self) -> bool:
-        """True if llama.cpp's context has the last decode's logits. A joint step sets a copy of its own."""
+        """True if llama.cpp's context has the last decode's logits; False if `set_logits` set them."""
         return self._taken is None
 
     def forget_logits(self) -> None:

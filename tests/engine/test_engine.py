@@ -37,7 +37,7 @@ UNIFORM = [name for name in KINDS if not policies.load(name).capped]
 
 @dataclass(frozen=True, slots=True)
 class Given(Policy):
-    """A policy whose plan is a function of (policy, view, state), and its state one of a shape."""
+    """Policy with given functions: `answer` makes the plan, `state` makes the state's arrays."""
 
     budget: int
     slack: int
@@ -52,17 +52,17 @@ class Given(Policy):
 
 
 def newest(view, n_keep):
-    """Keeps the newest; what every plan here starts from."""
+    """Return a mask of the newest n_keep cells of each row."""
     return view.pos >= np.sort(view.pos, axis=1)[:, -n_keep, None]
 
 
 def scattered(view, n_keep, seed=0):
-    """Keeps other random cells in every row, the same number of them."""
+    """Return a mask of n_keep random cells of each row, different ones in each row."""
     rng = np.random.default_rng([seed, view.next])
     return rng.random(view.pos.shape).argsort(axis=1).argsort(axis=1) < n_keep
 
 
-# full is llama.cpp
+# without evictions: the results of llama.cpp
 
 
 @pytest.mark.parametrize("name", ["full", "h2o", "tova"])
@@ -94,8 +94,8 @@ def test_a_budget_no_smaller_than_the_text_gives_what_full_gives(tiny_model, nam
             assert engine.n_evicted == 0
             assert engine.n_kv == 256
     assert len(found[0]) == 255
-    # the steps of `corm` have other lengths: Vulkan rounds only several queries at once to half precision,
-    # and CUDA adds up those of 16 in another order than those of 64
+    # the steps of `corm` have other lengths: Vulkan rounds to half precision only in steps of several
+    # queries, and CUDA adds up a step of 16 queries in another order than one of 64
     rounds = transformer.half_precision or (ON_CUDA and name == "corm")
     assert np.abs(found[0] - found[1]).max() <= (2e-2 if rounds else 0)
 
@@ -113,7 +113,7 @@ def test_the_state_moves_with_the_cells(tiny_model, positions):
         for factor, array in enumerate(state, 1):
             known = array[:, :n] != 0
             assert (array[:, :n] == factor * (view.pos + 1))[known].all()
-            # only attention since the last plan is zero
+            # the state is zero only for tokens that came after the last plan
             assert (known == (view.pos < view.next - (n - len(kept_last[-1][0])))).all()
             array[:, :n] = factor * (view.pos + 1)
             assert (array[:, n:] == 0).all()
@@ -151,7 +151,7 @@ def _saved(engine):
 
 
 def in_order(engine):
-    """rot i32[row, n_kv], oldest token first."""
+    """Return the positions of keys i32[row, n_kv], oldest token first."""
     n = engine.n_kv
     return np.take_along_axis(engine.rows.rot[:, :n], engine.rows.pos[:, :n].argsort(axis=1), axis=1)
 
@@ -185,7 +185,7 @@ def test_auto_keys_keep_their_distances_until_the_context_is_full_and_then_gaps_
                 assert (rot == np.arange(n_live + 1)).all()
             else:
                 assert (rot[:, :-1] == before).all()
-        # 97 tokens later at the least, as gaps never close before
+        # gaps close only when the context is full: after that, at least 82 more tokens fit
         assert 3 <= engine.n_restart <= 5
         assert (np.diff(rot) > 1).any()
 
@@ -325,7 +325,7 @@ def test_a_plan_that_fails_does_not_let_signals_be_counted_twice(tiny_model, fai
                 done += engine.n_past - before
             found.append([engine.rows.pos.copy(), *(array.copy() for array in engine.state)])
         assert (n_failed > 5) == (len(found) == 2)
-    # steps have other lengths where one was read again
+    # tokens are read again after a failed plan, in steps of other lengths, which round differently
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one, other, atol=TOLERANCE)
 
@@ -347,7 +347,7 @@ def test_what_is_saved_after_a_failed_plan_is_not_observed_again(tiny_model):
 
 
 class Stumbling(Given):
-    """Does not move its state."""
+    """Policy that fails to move its state."""
 
     def move(self, state, source):
         raise ValueError("not today")
@@ -390,7 +390,7 @@ def test_a_state_that_cannot_be_is_refused(tiny_model, state, message):
 
 @dataclass(frozen=True, slots=True)
 class Wishing(Policy):
-    """Wants what there is not."""
+    """Policy with requests that the engine refuses."""
 
     budget: int = 48
     slack: int = 16
@@ -556,7 +556,7 @@ def test_no_row_is_over_the_budget_between_steps(tiny_model, name, over_budget, 
             assert len(_saved(engine).pos) == engine.n_kv
         assert engine.n_past == 600
         assert engine.n_evicted == 600 - engine.n_kv
-    # a step itself may be over it, unless the cache must not be
+    # during a step the cache may go over the budget, if over_budget allows it
     assert (longest > 48) == over_budget
 
 
@@ -714,7 +714,7 @@ def test_what_signals_take_beside_the_cache_counts_as_state(
     path = tiny_model(n_layer=2, n_head=4, n_head_kv=2, head_dim=32)
     with open_engine(path, policies.fit(policy, 48, 4, options), n_draft=n_draft) as engine:
         assert engine.context.n_cell == 256
-        # rejected draft tokens may not have taken the place of older queries
+        # rejected draft tokens must not overwrite older queries, so there is room for n_draft more
         n_query = policies.spec(policy, None, options).fit(48).n_query
         n_float = per_cell * 2 * 2 * 256 + per_query * (n_query + n_draft) / max(n_query, 1)
         if per_cell and n_draft:
@@ -767,7 +767,7 @@ def test_a_q8_0_cache_scores_nearly_like_f16(tiny_model):
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 def test_merged_values_score_like_the_definition(tiny_model, positions, evict_every, n_head_kv):
-    # one without near ties, which half precision breaks the other way
+    # a text without near ties, which half precision would break the other way
     path, tokens = tiny_model(n_head_kv=n_head_kv), text(160, seed=2)
     policy = Merging(48, evict_every)
     how = {"budget": 48, "slack": evict_every, "positions": positions}

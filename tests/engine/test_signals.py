@@ -1,4 +1,4 @@
-"""Signals and keys are what their definitions say, batch by batch, whatever is evicted in between."""
+"""Signals and keys match their definitions after every batch, with random evictions in between."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtool.policy import Plan, Policy, Signal
 from tests.engine.running import TOLERANCE, future_of, open_engine, text
 from tests.reference import models, transformer
 
-# the share of steps that rounding makes a hit or none
+# share of cells whose hits may differ, as rounding moves attention across the threshold 1 / t
 AT_THE_EDGE = 0.01 if transformer.half_precision else 0.002
 
 ALL = (
@@ -31,7 +31,7 @@ REDUCE = {"sum": sum, "max": max, "first": lambda heads: heads[0]}
 
 @dataclass(frozen=True, slots=True)
 class Recorder(Policy):
-    """Keeps a random choice, and every view."""
+    """Keep a random choice of tokens, and record every view."""
 
     budget: int
     slack: int
@@ -51,9 +51,10 @@ class Recorder(Policy):
 
 
 def run(path, policy, sizes, *, restores=False, **settings):
-    """For each view (rows, since, end): the reference's rows then; tokens until the last plan, and until it.
+    """Return (rows, since, end) for each view of the policy.
 
-    restores: save and restore the engine after every batch, with something else read in between.
+    rows: the reference's rows at that time. since, end: tokens before the previous plan, and before this one.
+    restores: save the engine after every batch, read another text, and restore the engine.
     """
     model = models.load(path)
     stream = transformer.Stream(model, positions="in-cache", t=policy.t, future=future_of(policy))
@@ -65,7 +66,7 @@ def run(path, policy, sizes, *, restores=False, **settings):
             n = min(size, engine.room())
             if len(policy.views) > n_view:
                 rows = [row for rows in stream.rows for row in rows]
-                # `seen` continues to grow
+                # copied, as `seen` continues to grow
                 records = [
                     each
                     for layer, own in zip(stream.layers, stream.rows, strict=True)
@@ -122,7 +123,7 @@ def test_signals_are_those_of_the_definition(tiny_model, group, n_head_kv, resto
                 expected["attn"][number, cell] = sum(one)
                 expected["last"][number, cell] = one[-1]
                 expected["squares"][number, cell] = sum(value**2 for value in one)
-                # whatever the group is
+                # the maximum over all heads, whatever the group is
                 expected["highest"][number, cell] = max(a for _, _, heads in new for a in heads)
                 hits = [(step, sum(a * t >= 1 for a in heads)) for step, t, heads in new]
                 expected["hits"][number, cell] = sum(hit for _, hit in hits)
@@ -192,7 +193,7 @@ def test_keys_are_those_before_rope_of_the_new_cells(tiny_model, flash):
                 number, -n_new:
             ].tolist()
             got = view.keys[number]
-            # the reference has the axes in another order: products tell
+            # the reference orders a key's elements differently, so products of keys are compared
             tolerance = TOLERANCE if flash == "off" else 0.2
             np.testing.assert_allclose(got @ got.T, new @ new.T, atol=tolerance, rtol=tolerance)
 
@@ -237,7 +238,7 @@ def test_future_logits_are_so_in_any_kind_of_model(tiny_model, arch):
 
 
 def test_future_logits_are_nearly_so_with_keys_in_eight_bits(tiny_model):
-    # stored under a map, and values as they are
+    # keys are stored multiplied by an orthogonal matrix, values are not
     policy = Recorder(48, 16, n_query=20, reads=FUTURE, n_future=9)
     kept = {"type_k": "q8_0", "type_v": "q8_0", "flash": "on"}
     path = tiny_model(n_head_kv=2, head_dim=64)

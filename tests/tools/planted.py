@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Fault:
-    """One line that is wrong.
+    """One wrong line.
 
     what: the fault in words.
     old: text that occurs once in the file.
@@ -629,7 +629,7 @@ def main() -> int:
 
 def found(part: str, fault: Fault) -> bool:
     """Return True if a test fails with this fault planted."""
-    # always the same place, so that compiled kernels are found again
+    # always the same folder, so that compiled kernels are found again
     copy = ROOT / "build" / "planted"
     shutil.rmtree(copy, ignore_errors=True)
     left_out = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache")
@@ -652,14 +652,14 @@ def found(part: str, fault: Fault) -> bool:
         done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=False)
         failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         print(f"{part}: {fault.what}: {failed[0].split(' - ')[0] if failed else 'not found'}", flush=True)
-        # 1: tests were run and some failed
+        # pytest's status 1: tests were run and some failed
         return done.returncode == 1 and bool(failed)
     finally:
         shutil.rmtree(copy, ignore_errors=True)
 
 
 def built(copy: Path, env: dict[str, str]) -> Path:
-    """A folder with the llama.cpp of that copy."""
+    """Build the copy's llama.cpp. Returns the folder that it is installed into."""
     build = [sys.executable, "-m", "kvtool.build"]
     done = subprocess.run(build, cwd=copy, env=env, stdout=subprocess.PIPE, text=True, check=True)
     site = copy / "site"
