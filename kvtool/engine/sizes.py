@@ -104,7 +104,7 @@ def open_context(
             request,
             ragged=policy.ragged,
             archive_type=settings.archive_type,
-            # all cells after the live ones, so that no empty cells lie between those that a step attends to
+            # all cells after the live ones, so that no padding lies before the cells that a step fills
             n_filled=n_cell - policy.n_live if fills_all else 0,
             n_draft=settings.n_draft,
             n_defer=min(policy.slack, _N_DEFER) if policy.slack > 1 else 0,

@@ -53,7 +53,7 @@ class Recorder(Policy):
 def run(path, policy, sizes, *, restores=False, **settings):
     """Return (rows, since, end) for each view of the policy.
 
-    rows: the reference's rows at that time. since, end: tokens before the previous plan, and before this one.
+    rows: the reference's rows at that time. since, end: number of tokens before the previous plan and now.
     restores: save the engine after every batch, read another text, and restore the engine.
     """
     model = models.load(path)

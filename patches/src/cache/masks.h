@@ -20,7 +20,7 @@ inline ggml_tensor * minus_distances(ggml_context * ctx, ggml_tensor * keys, ggm
     return ggml_neg(ctx, ggml_abs(ctx, ggml_sub(ctx, x, queries)));
 }
 
-// a mask of each row [n_kv, n_tokens, n_head] as a mask of each of its n_gqa query heads [n_kv, n_tokens, n_gqa*n_head]
+// repeat each row's mask for its n_gqa query heads: [n_kv, n_tokens, n_head] -> [n_kv, n_tokens, n_gqa*n_head]
 inline ggml_tensor * repeat_rows(ggml_context * ctx, ggml_tensor * x, int64_t n_gqa) {
     const int64_t n_head = x->ne[2];
     if (n_gqa == 1 || n_head == 1) {

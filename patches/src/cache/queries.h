@@ -27,7 +27,7 @@ public:
         float         scale = 0.0f;    // scale of its logits, read from its graph
         ggml_tensor * sinks = nullptr; // its attention sinks, read from its graph
 
-        ggml_tensor * t = nullptr; // F32 [n_embd*n_head, n_slot], in the cache's memory type: a slot per query
+        ggml_tensor * t = nullptr; // F32 [n_embd*n_head, n_slot], in memory of the cache's type: a slot per query
     };
 
     std::vector<asker> askers;
@@ -35,7 +35,7 @@ public:
     // create n_slot empty slots for these layers; returns false if there is no memory
     bool make(std::vector<asker> all, const std::vector<layer> & layers, int n_slot);
 
-    // store the queries q [n_embd, n_tokens, n_head] of a layer, or the last of them, in slots I64 [n]
+    // store the last n of a layer's queries q [n_embd, n_tokens, n_head] in the slots I64 [n]
     ggml_tensor * build(ggml_context * ctx, int il, ggml_tensor * q, ggml_tensor * slots, float scale, ggml_tensor * sinks);
 
     // elements of a query in all layers together
@@ -53,7 +53,7 @@ private:
 // the last n_query queries, in a ring buffer. Edits do not change them
 class queries : public stored_queries {
 public:
-    // must outlive this object
+    // params must outlive this object
     queries(const llama_kvtool_params & params) : params(params) {}
 
     bool is_on() const { return params.n_future > 0; }
@@ -96,7 +96,7 @@ private:
 // queries whose signals are computed later: see deferred.cpp
 class deferred : public stored_queries {
 public:
-    int n_most = 0; // slots; 0: every step computes its signals
+    int n_most = 0; // number of slots; 0: every step computes its signals
     int n      = 0; // queries whose signals are not computed yet, in the first slots
 
     std::vector<int64_t> seen; // tokens that each of them has seen

@@ -19,7 +19,7 @@ struct layer_edit;
 
 class recent {
 public:
-    // both must outlive this object
+    // layers and params must outlive this object
     recent(const std::vector<layer> & layers, const llama_kvtool_params & params) : layers(layers), params(params) {}
 
     bool is_on() const {
@@ -35,7 +35,7 @@ public:
         ggml_context_ptr        ctx;
         ggml_backend_buffer_ptr buf;
 
-        ggml_tensor * t = nullptr; // [n_slot*n], in the cache's memory type
+        ggml_tensor * t = nullptr; // [n_slot*n], in memory of the cache's type
 
         // copy on the host, complete after collect; empty if t is on the host
         std::vector<float> copy;
@@ -67,7 +67,7 @@ public:
     // replace the rings by these, preserving their content; call collect first
     void take(rings && res);
 
-    // store the attention t [n_kv, q, n_head] of the last queries to layer i's cells in slots I64 [q]
+    // store t [n_kv, q, n_head], the attention of the last q queries to layer i's cells, in the slots I64 [q]
     ggml_tensor * build(ggml_context * ctx, size_t i, ggml_tensor * t, ggml_tensor * slots) const;
 
     int n_slot() const { return params.n_query; }

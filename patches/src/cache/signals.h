@@ -17,7 +17,7 @@ class signals {
 public:
     static constexpr int n_signal = llama_kvtool_graph::n_signal;
 
-    // both must outlive this object
+    // layers and params must outlive this object
     signals(const std::vector<layer> & layers, const llama_kvtool_params & params) : layers(layers), params(params) {}
 
     // true if signal s is enabled and summed here; the recent signal is not, see recent.h

@@ -124,7 +124,7 @@ bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, std::vector
 
     const int64_t n_copy = std::min(n, l.n_cell);
 
-    // cells that exist before and after; transposed, a row of the tensor is one element of all values
+    // cells that exist before and after. In transposed values, a row of the tensor has one element of all cells
     const auto live = [&](ggml_context * c, ggml_tensor * t, bool trans) {
         const int64_t n_embd = t->ne[0];
         return trans ?

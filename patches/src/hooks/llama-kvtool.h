@@ -24,7 +24,7 @@
 
 #define LLAMA_KVTOOL_ABI 19
 
-// returned where the archive finds no memory or disk space; the caller may try again
+// error of a call for which the archive has no memory or disk space; the caller may try again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
 
 #ifdef __cplusplus
@@ -64,8 +64,8 @@ struct llama_kvtool_params {
 
     int32_t n_ahead; // maximum number of tokens that `llama_kvtool_take_back` removes
 
-    // With flash attention, and in steps with draft tokens: number of queries, at least n_ahead + 1 if n_ahead > 0,
-    // whose signals are computed together when they are needed. 0: each step computes its signals
+    // With flash attention or draft tokens, signals are computed when they are needed, for up to n_defer queries
+    // together (or n_ahead + 1, if n_ahead > 0 and that is more). 0: each step computes its signals
     int32_t n_defer;
 
     // archive
@@ -125,7 +125,7 @@ struct llama_kvtool_edit {
 };
 
 LLAMA_API int32_t      llama_kvtool_abi(void);
-LLAMA_API const char * llama_kvtool_digest(void); // of the patch files that the library was built from
+LLAMA_API const char * llama_kvtool_digest(void); // digest of the patch files in this library
 LLAMA_API const char * llama_kvtool_error(void);  // why the last call on this thread failed
 
 // Make a crash (an abort of ggml, an uncaught exception, a bad access) write this message to stderr and end the
@@ -285,8 +285,8 @@ LLAMA_API int32_t llama_kvtool_read_keys(
         struct llama_context * ctx, const int32_t * first, const int32_t * delta, float * out,
         int32_t n_row, int32_t n_cell, int32_t n_dim);
 
-// Put the archive into a new file at that path. Only once, and before anything is archived. The file is unlinked
-// before this returns: its space is freed when the context is closed or the process ends.
+// Put the archive into a new file at that path. Call this before anything is archived. The file is unlinked before
+// this returns: its space is freed when the context is closed or the process ends.
 LLAMA_API int32_t llama_kvtool_archive_file(struct llama_context * ctx, const char * path);
 
 // Copy these cells of all rows to the archive. Their tokens have positions pos_0, pos_0 + 1, ... in the stream and
