@@ -93,6 +93,14 @@ def test_what_other_policies_read_and_write_is_that_of_the_definition(path, mode
     assert score_errors(path, tokens, policy, name, made=made, model=model, **how).max() < TOLERANCE
 
 
+def test_rows_of_different_lengths_score_nearly_so_with_flash_attention(path, model):
+    policy = policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"])
+    how = {"positions": "auto", "flash": "on", "type_k": "f16", "type_v": "f16"}
+    off = score_errors(path, _no_token_twice(160), policy, "corm", model=model, **how)
+    # near a tie another token may stay in a row, which changes all later scores
+    assert np.median(off) < 0.02
+
+
 @pytest.mark.share(1, "name")
 @pytest.mark.parametrize("name", ["h2o", "weightedkv"])
 def test_edits_on_the_device_score_like_the_definition(edits_on_device, path, model, name):

@@ -601,7 +601,7 @@ PLANTED = {
         "patches/src/cache/ragged.cpp",
         "mask->ne[0], mask->ne[1], 1, mask->ne[2]);",
         "mask->ne[0], mask->ne[1], mask->ne[2], 1);",
-        ("engine/test_exactness.py",),
+        ("engine/test_exactness.py", "engine/test_kinds.py"),
     ),
     "patch, signals of several steps": Fault(
         "a query whose signals are computed later does not see its own token",
