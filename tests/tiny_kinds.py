@@ -272,7 +272,7 @@ def write_deepseek2(
 
 
 def write_gemma4(path, *, window=16, n_ctx_train=1024, seed=0):
-    """Layers 4 to 7 have no cells: they read those of layer 2, which slides, or 3, which does not."""
+    """Layers 4 to 7 have no cells: they read the cells of layer 2, which slides, or of 3, which does not."""
     slides = [True, False, True, False, True, False, False, True]
     n_layer, n_own = len(slides), 4
     writer = _start(path, "gemma4", n_ctx_train, n_layer, eps=1e-6)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a description of the machine, tokens of a text, medians, plots."""
+"""Shared by the benchmarks: a description of the machine, tokens of a text, medians, plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much faster guesses make a model write: edits of a file, answers about documents, code, prose.
+"""Time of a text with draft tokens over one without: edits of a file, answers about documents, code, prose.
 
     python -m lab.benchmarks.drafts edits -m qwen2.5-coder-1.5b
     python -m lab.benchmarks.drafts documents -m qwen2.5-coder-1.5b --documents multi_news.jsonl

@@ -1,4 +1,4 @@
-"""What kvtool costs per token over stock llama.cpp with as many cells, and what it saves over a long cache.
+"""Time of a token: kvtool over stock llama.cpp with as many cells, and over a long cache.
 
     python -m lab.benchmarks.overhead FILE --policies h2o,buzz,streamingllm,tova --budget 512
 
@@ -142,7 +142,7 @@ class Kvtool:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next step starts with an eviction."""
+        """True if the next step starts with an eviction."""
         return self.engine.n_kv >= self.engine.policy.budget
 
     def step(self) -> float:

@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def is_plain(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is stored as F32: norms, and matrices whose rows are not whole blocks."""
+    """Return True if a tensor is stored as F32: norms, and matrices whose rows are not whole blocks."""
     return len(shape) == 1 or bool(shape[1] % BLOCK)
 
 

@@ -1,4 +1,4 @@
-"""What a run of kvtool compare costs over stock llama.cpp scoring the same tokens.
+"""Time of a run of kvtool compare, over stock llama.cpp scoring the same tokens.
 
     python -m lab.benchmarks.scoring FILE --policies h2o,buzz --budget 256
 

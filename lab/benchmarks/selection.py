@@ -1,4 +1,4 @@
-"""What one plan costs: every policy on made-up attention and keys, without a model.
+"""Time of one plan: every policy on made-up attention and keys, without a model.
 
     python -m lab.benchmarks.selection --rows 256 --cells 1024 --evict 64 --dim 128
 

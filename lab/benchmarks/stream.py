@@ -4,9 +4,9 @@
 
 Streams the text through one engine and scores every token. Beside it, batch by batch in turns, each segment
 of `--segment` tokens goes through a fresh engine that starts there. The first `--skip` tokens of a segment
-count in neither perplexity, because the fresh engine's cache is not full yet. What slows the machine slows
-both. The fresh engine has its own process, so the measured memory is the stream's. With `--from`, the JSON of
-earlier measurements is added to the last table and the plot; without FILE they show nothing else.
+count in neither perplexity, because the fresh engine's cache is not full yet. Other programs slow
+both alike. The fresh engine has its own process, so the measured memory is the stream's. With `--from`, the
+JSON of earlier measurements is added to the last table and the plot; without FILE they show nothing else.
 """
 
 from __future__ import annotations

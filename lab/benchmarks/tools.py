@@ -8,8 +8,8 @@ something made up. Each setting has a server, which reads an agent's prompt once
 counts.
 
 A call is valid if the tool exists and its arguments fit the schema (required ones, types, choices). It is
-right if the tool is one that this agent has for the task, and the arguments have what was asked for: the
-path, word, command or line. In a shell's command there must also be a program that does the task.
+right if the tool is one that this agent has for the task, and the arguments name the
+path, word, command or line of the task. In a shell's command there must also be a program that does the task.
 
 A policy is NAME, NAME@BUDGET, or NAME@+BUDGET for cells beyond the pinned system prompt and tools. Policies
 are compared with the first, request by request (McNemar's exact test). Requests that the --json file has are
@@ -220,7 +220,7 @@ def answer_of(said: Json) -> Json:
 
 
 def score(row: Json, schemas: Json) -> Json:
-    """Whether a call is "valid", and whether it is "right"."""
+    """Return {"valid": ..., "right": ...} of a call."""
     name = row["name"]
     try:
         arguments = json.loads(row["arguments"] or "")
@@ -231,7 +231,7 @@ def score(row: Json, schemas: Json) -> Json:
 
 
 def fits(value: object, schema: Json) -> bool:
-    """Whether a value has a schema's types, required and known properties, and choices."""
+    """Return True if a value has a schema's types, required and known properties, and choices."""
     for key in ("anyOf", "oneOf"):
         if key in schema and not any(fits(value, part) for part in schema[key]):
             return False
@@ -259,7 +259,7 @@ def _is(value: object, kind: str) -> bool:
 
 
 def is_right(kind: str, needs: list[str], name: str, arguments: object) -> bool:
-    """Whether a call does what was asked for."""
+    """Return True if a call does the task."""
     texts = list(_texts(arguments))
     if not all(any(need in text for text in texts) for need in needs):
         return False
