@@ -34,11 +34,11 @@ struct llama_kvtool_graph {
         ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv]
     };
 
-    // signals that the host adds up; a tensor is null if the device adds up its signal
+    // the step's signals that the host adds to its sums; t[s] is null if the device adds signal s to sums there
     std::vector<probe> probes;
 
-    // incomplete signals, to which later layers that read the same cells add theirs; the recent signal and squares
-    // are [n_kv, q, n_head_kv]
+    // signals of layers whose cells a later layer also reads, which adds its own. The recent signal and squares have a
+    // value per query: [n_kv, q, n_head_kv]
     std::vector<probe> shared;
 
     // the graph stores queries, and their signals are computed later
@@ -68,14 +68,15 @@ bool llama_kvtool_store(
 void llama_kvtool_recall(
         const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, ggml_tensor * sinks, float scale, int il);
 
-// mask of a layer. Ragged rows: with each row's own length. ALiBi: with each row's own distances. Otherwise kq_mask
+// Mask of a layer: kq_mask, or a mask per row if the rows are ragged (different lengths) or the model has ALiBi
+// (different distances), or a mask for synthetic cells
 ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il);
 
 // while archived tokens are staged: attention of the queries q to all of them and to the live cells; otherwise null
 ggml_tensor * llama_kvtool_staged(
         const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il);
 
-// flash attention of the queries q to rows of different lengths; null for other layers
+// flash attention of the queries q to rows of different lengths; null if llama.cpp's own attention serves the layer
 ggml_tensor * llama_kvtool_ragged(
         const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il);
 
@@ -109,8 +110,8 @@ void llama_kvtool_build(
               float   kq_scale,
                 int   il);
 
-// True if n_tokens more can be decoded: the context is usable, and every row has free cells for them apart from the
-// cells for recalled tokens. llama.cpp's own table does not know these cells, or the lengths of ragged rows
+// True if n_tokens more can be decoded: the context is usable, and every row has free cells for them in addition to
+// the cells for recalled tokens. llama.cpp's table has neither the latter cells nor the lengths of ragged rows
 bool llama_kvtool_fits(llama_context & lctx, uint32_t n_tokens);
 
 // count the queries of a computed graph and start to copy the signals that the host adds up

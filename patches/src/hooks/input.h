@@ -38,11 +38,11 @@ public:
     llama_kvtool & kvtool;
 
     ggml_tensor * seen  = nullptr; // F32 [1, n_tokens]: tokens that each query has seen, itself included
-    ggml_tensor * scale = nullptr; // F32 [1, 1, n_tokens]: log_512 of the same
+    ggml_tensor * scale = nullptr; // F32 [1, 1, n_tokens]: log_512 of the tokens that each query has seen
 
-    ggml_tensor * slots = nullptr; // I64 [q]: slots for the attention of the last q queries
+    ggml_tensor * slots = nullptr; // I64 [q]: slots of kvtool::recent that receive the attention of the last q queries
 
-    ggml_tensor * asked = nullptr; // I64 [q]: slots for the last q queries themselves
+    ggml_tensor * asked = nullptr; // I64 [q]: slots of kvtool::queries that receive the last q queries
 
     ggml_tensor * rot  = nullptr; // I32 [1]: position that the first query is rotated to
     ggml_tensor * live = nullptr; // [n_live, n_tokens]: mask of the live cells, computed from llama.cpp's mask
@@ -56,7 +56,7 @@ public:
         int64_t n_gqa;
 
         ggml_tensor * seen; // F32 [n_kv, n_tokens]: 0 where a query sees a cell, else -INFINITY
-        ggml_tensor * mask; // the same added to llama.cpp's mask
+        ggml_tensor * mask; // llama.cpp's mask plus `seen`
     };
 
     std::vector<made> made;
@@ -94,7 +94,7 @@ public:
 
     staged stage;
 
-    ggml_tensor * waiting = nullptr; // I64 [n_tokens]: slots for queries whose signals are computed later
+    ggml_tensor * waiting = nullptr; // I64 [n_tokens]: slots of kvtool::deferred that receive the queries
 
     bool is_deferred = false;
 

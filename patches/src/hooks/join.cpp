@@ -166,7 +166,7 @@ llm_graph_params llama_kvtool::graph_params(const member & m, llm_graph_result *
 }
 
 int32_t llama_kvtool::enable_joint(llama_context & lctx, const llama_context & like, int n_most) {
-    static constexpr uint32_t n_node_layer = 56; // nodes of attention itself
+    static constexpr uint32_t n_node_layer = 56; // nodes of a layer's attention, without those that kvtool adds
 
     llama_kvtool_params params = {};
     params.n_query = 1;

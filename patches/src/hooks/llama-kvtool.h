@@ -1,7 +1,7 @@
 // Functions that kvtool needs in llama.cpp and that the public API lacks. They work on a context with one sequence
 // (id 0). Some layers of its model attend to all earlier tokens and keep keys for them: these layers have rows. Other
 // layers may read an earlier layer's cells, attend through a sliding window or be recurrent; llama.cpp manages the
-// memory of those.
+// memory of sliding and recurrent layers.
 //
 // - signals: each layer's attention probabilities, reduced in the graph to a few floats per row and cell
 // - edits: keys and values of each row are moved, keys are rotated and values are merged, on the device that holds
@@ -42,8 +42,8 @@ enum llama_kvtool_signal {
     LLAMA_KVTOOL_SIGNAL_RECENT    = 4,  // sum over the last n_query queries
     LLAMA_KVTOOL_SIGNAL_SQUARES   = 8,  // sum of squares over the queries
     LLAMA_KVTOOL_SIGNAL_HITS      = 16, // number of (query, head) pairs that the cell was important to
-    LLAMA_KVTOOL_SIGNAL_IMPORTANT = 32, // queries since the cell was last important to any head: 1 is the last query;
-                                        // 0: never
+    LLAMA_KVTOOL_SIGNAL_IMPORTANT = 32, // how many queries ago the cell was last important to a head: 1 if to the last
+                                        // query, 0 if never
     LLAMA_KVTOOL_SIGNAL_HIGHEST   = 64, // maximum over all queries and all heads, whatever `group` is
 };
 
@@ -64,8 +64,8 @@ struct llama_kvtool_params {
 
     int32_t n_ahead; // maximum number of tokens that `llama_kvtool_take_back` removes
 
-    // With flash attention or draft tokens, signals are computed when they are needed, for up to n_defer queries
-    // together (or n_ahead + 1, if n_ahead > 0 and that is more). 0: each step computes its signals
+    // With flash attention or draft tokens, a step may store its queries: their signals are computed later, for up to
+    // max(n_defer, n_ahead + 1) queries together. If both are 0, each step computes its own signals
     int32_t n_defer;
 
     // archive
@@ -74,8 +74,8 @@ struct llama_kvtool_params {
     // synthetic cells per token of a step, one for each query head of a row. Attention to them equals attention
     // to the whole archive. 0: the n_recall archived tokens with the most attention return to cells instead
     int32_t n_made;
-    // number of archived tokens of a row that a step attends to exactly, in whole clusters; other clusters are
-    // represented by their mean. 0: all tokens are attended to exactly
+    // number of clustered tokens of a row that a step of one token attends to exactly, in whole clusters. The other
+    // clusters are represented by their means. Tokens without clusters are always attended to exactly. 0: all are
     int32_t n_exact;
     // distance limit: a token farther away is treated as if it were at this distance
     int32_t n_near;
@@ -119,7 +119,7 @@ struct llama_kvtool_edit {
 
     const int32_t * n_keep_row; // ragged: n_keep of each row, at most n_keep; otherwise null
 
-    int32_t n_hidden; // number of first cells that no later query sees; pos_0 may be as low as -n_hidden. 0 if ragged
+    int32_t n_hidden; // cells at the start of each row that no later query sees; then pos_0 >= -n_hidden. 0 if ragged
 
     bool force_graph; // compute a graph even for a cache in host memory
 };
@@ -136,10 +136,10 @@ LLAMA_API int32_t llama_kvtool_guard(const char * message, int32_t exit_code, bo
 // limit the total memory and the free memory that a device reports to this many bytes
 LLAMA_API int32_t llama_kvtool_limit(ggml_backend_dev_t dev, uint64_t n_bytes);
 
-// memory that a spare device reports, all of it in use
+// total memory that a spare (see llama_kvtool_spare) reports; it reports no free memory
 #define LLAMA_KVTOOL_SPARE_BYTES 1
 
-// create a spare: a second handle of the same device, which a worker serves in addition to the device. Returns null
+// create a spare: a second handle of a device. A worker (an RPC server) serves both as separate devices. Returns null
 // on failure
 LLAMA_API ggml_backend_dev_t llama_kvtool_spare(ggml_backend_dev_t dev);
 
@@ -172,13 +172,13 @@ struct llama_kvtool_layer {
     int64_t n_bytes; // bytes of a recurrent state
 };
 
-// Write what each layer of a model keeps to out[n]. A layer with both cells and a state appears twice, a layer with
-// neither does not appear. Returns the number of entries, which may be more than n; negative: contexts of this model
-// cannot be enabled
+// Describe the memory of each layer of a model in out[n]. A layer with both cells and a state appears twice, a layer
+// with neither does not appear. Returns the number of entries, which may be more than n; negative: contexts of this
+// model cannot be enabled
 LLAMA_API int32_t llama_kvtool_layers(const struct llama_model * model, struct llama_kvtool_layer * out, int32_t n);
 
-// maximum number of cells for this model: if it has an index, as many as the index can choose for a query, so that
-// it chooses all. INT32_MAX without an index
+// maximum number of cells per layer for this model. With an index, this is the number of cells that the index chooses
+// for a query: it must choose all cells. INT32_MAX without an index
 LLAMA_API int32_t llama_kvtool_most_cells(const struct llama_model * model);
 
 // true if the model biases attention by distance (ALiBi)
@@ -213,8 +213,8 @@ LLAMA_API int32_t llama_kvtool_read(struct llama_context * ctx, uint32_t signal,
 // restore a signal from in[n_row][n_cell], as llama_kvtool_read wrote it; not for the recent signal
 LLAMA_API int32_t llama_kvtool_write(struct llama_context * ctx, uint32_t signal, const float * in, int32_t n_row, int32_t n_cell);
 
-// read the recent signal query by query, the oldest first: out[n_query][n_row][n_cell]. Cells beyond a layer's own
-// are 0, and so are queries that have not happened yet
+// read the recent signal query by query, the oldest first: out[n_query][n_row][n_cell]. Values of queries that have
+// not happened yet, and of cells beyond a layer's own, are 0
 LLAMA_API int32_t llama_kvtool_read_recent(struct llama_context * ctx, float * out, int32_t n_query, int32_t n_row, int32_t n_cell);
 
 // restore the recent signal from in[n_query][n_row][n_cell]; cells from n_cell on become 0
@@ -222,10 +222,10 @@ LLAMA_API int32_t llama_kvtool_write_recent(struct llama_context * ctx, const fl
 
 // Logits that the last n_last queries would give each row's first n_cell cells if they came again soon. Each query is
 // rotated to the mean of the positions pos .. pos + n_future - 1, where pos is the position that the next token is
-// rotated to. Writes the mean and the variance of these logits over the queries: mean and variance
-// [n_row][n_head][n_cell], one entry for each head of a row's group, without soft caps and without ALiBi. n_head:
-// heads of the largest group, counted over all layers that read a row's cells. Heads that a group lacks get 0, and so
-// do cells beyond a layer's own
+// rotated to. Writes the mean and the variance of these logits over the queries, each as [n_row][n_head][n_cell], for
+// each head of a row's group. The logits have no soft cap and no ALiBi. n_head: heads of the largest group, counted
+// over all layers that read a row's cells. Entries for heads that a group lacks, and for cells beyond a layer's own,
+// are 0
 LLAMA_API int32_t llama_kvtool_read_future(
         struct llama_context * ctx, int32_t n_last, int64_t pos, float * mean, float * variance,
         int32_t n_row, int32_t n_head, int32_t n_cell);
@@ -258,8 +258,8 @@ LLAMA_API int64_t llama_kvtool_get_beside(struct llama_context * ctx, int32_t * 
 LLAMA_API int64_t llama_kvtool_set_beside(struct llama_context * ctx, const int32_t * table, const uint8_t * in);
 
 // Declare that the last n tokens of the next decode are draft tokens, at most n_ahead. In that decode each token
-// chooses alone which archived tokens it attends to exactly. Its attention is added to the signals later, unless
-// llama_kvtool_take_back removes the token first.
+// chooses for itself which archived tokens it attends to exactly. The attention of a draft token is added to the
+// signals later, unless llama_kvtool_take_back removes the token first.
 LLAMA_API int32_t llama_kvtool_guess(struct llama_context * ctx, int32_t n);
 
 // Make ctx compute joint steps of up to n_most contexts that are enabled like `like`. ctx itself never holds tokens.
@@ -309,22 +309,22 @@ LLAMA_API int32_t llama_kvtool_forget(struct llama_context * ctx, int64_t n);
 // Rewind the stream. The archive deletes its tokens from position end on, and its newest n_cell remaining tokens
 // return to the cells cell .. cell + n_cell - 1 of all rows, the oldest first. From now on keys in the cache are
 // rotated to their position minus base; this call does so for the returned cells, and the caller edits all other
-// cells. next: position that the stream's next token had when the newest token that stays archived had just been
-// archived; tokens more than n_near before it count as beyond n_near.
+// cells. next: the stream's next position at the time when the newest token that stays archived was archived; tokens
+// more than n_near before it count as beyond n_near.
 LLAMA_API int32_t llama_kvtool_go_back(
         struct llama_context * ctx, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next);
 
-// Copy a layer's archived tokens in their stored format, token by token, from position begin to end: to a buffer with
-// room for them, or from n buffers, of which in[i] holds the tokens from first[i] on (first[0] is begin). The layer
-// then holds exactly these tokens, and layers that held others are emptied. Both return the number of bytes; with
-// null they do nothing else.
+// Copy a layer's archived tokens in their stored format, token by token, from position begin to end - 1. `get` copies
+// them to a buffer with room for them. `set` copies them from n buffers, of which in[i] holds the tokens from first[i]
+// on (first[0] is begin); the layer then holds exactly these tokens, and layers that held others are emptied. Both
+// return the number of bytes; with null they do nothing else.
 LLAMA_API int64_t llama_kvtool_get_archive(struct llama_context * ctx, int32_t layer, uint8_t * out, int64_t begin, int64_t end);
 LLAMA_API int64_t llama_kvtool_set_archive(struct llama_context * ctx, int32_t layer, const uint8_t * const * in, const int64_t * first, int32_t n, int64_t begin, int64_t end);
 
-// Copy the rest of an archive's state. table[3 + 2*n_frame] holds its first token, its end, the end of the tokens
-// beyond n_near, and then for each frame (a run of tokens whose keys have one base) the first token and the base. Both
-// return the table's length; a null table is not written. Set the table after the layers, and then call
-// `llama_kvtool_seal` until it returns 0.
+// Copy the rest of an archive's state as a table of 3 + 2*n_frame numbers: the archive's first token, its end, the end
+// of the tokens beyond n_near, and then for each frame (a run of tokens whose keys have one base) the first token and
+// the base. Both return the table's length; a null table is not written. Set the table after the layers, and then
+// call `llama_kvtool_seal` until it returns 0.
 LLAMA_API int32_t llama_kvtool_get_archive_table(struct llama_context * ctx, int64_t * table, int32_t n);
 LLAMA_API int32_t llama_kvtool_set_archive_table(struct llama_context * ctx, const int64_t * table, int32_t n);
 
@@ -333,10 +333,10 @@ LLAMA_API int32_t llama_kvtool_set_archive_table(struct llama_context * ctx, con
 // bytes of one block's clusters; 0 if the archive has no clusters.
 LLAMA_API int64_t llama_kvtool_clusters(struct llama_context * ctx, int64_t * span);
 
-// Copy the cluster of each token from position begin to end, for blocks beyond n_near (is_far) or within it: block by
-// block and row by row, two tokens a byte. Set them after the layers and before the table. Clusters that were not set,
-// or do not fit the blocks, are computed again. Both return the number of bytes; with a null buffer they do nothing
-// else.
+// Copy the cluster numbers of the tokens from position begin to end - 1, for blocks beyond n_near (is_far) or within
+// it: block by block and row by row, two tokens a byte. Set them after the layers and before the table. Clusters that
+// were not set, or do not fit the blocks, are computed again. Both return the number of bytes; with a null buffer they
+// do nothing else.
 LLAMA_API int64_t llama_kvtool_get_clusters(struct llama_context * ctx, uint8_t * out, int64_t begin, int64_t end, bool is_far);
 LLAMA_API int64_t llama_kvtool_set_clusters(struct llama_context * ctx, const uint8_t * in, int64_t begin, int64_t end, bool is_far);
 
@@ -349,8 +349,8 @@ LLAMA_API int32_t llama_kvtool_seal(struct llama_context * ctx, int64_t n_max);
 // stream in all layers; a slab whose tokens are all deleted is used again. Returns the bytes of a slab.
 LLAMA_API int64_t llama_kvtool_archive_slab(const struct llama_context * ctx, int32_t * n_token);
 
-// Record for each row the n archived tokens that it attends to most in a step. Without synthetic cells only the
-// n_recall returned tokens are recorded, and n must be n_recall.
+// Make every later step record, for each row, the n archived tokens that the row attends to most. Without synthetic
+// cells only the n_recall tokens that return to cells are recorded, and n must be n_recall.
 LLAMA_API int32_t llama_kvtool_trace(struct llama_context * ctx, int32_t n);
 
 // Read what llama_kvtool_trace recorded in the last step with an archive. out[n_row][n]: positions of the tokens, the

@@ -309,8 +309,8 @@ void memory::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidde
 
     const llama_pos last = pos_0 + n - 1;
 
-    // Only the last cell needs an exact position: the others only need lower ones, so they may keep theirs after an
-    // eviction. Building the table again, with its sets and maps, costs as much as moving a few cells
+    // Only the last cell needs an exact position. The other cells only need lower ones, so they keep theirs if these
+    // are lower: building the table again, with its sets and maps, costs as much as moving a few cells
     bool stay = n > 0;
     for (int i = 0; stay && i < n - 1; ++i) {
         stay = !cells.is_empty(i) && cells.seq_has(i, i < n_hidden) && cells.pos_get(i) < last;
@@ -375,7 +375,7 @@ int memory::n_used(const llama_kv_cache & kv, int n_recall) {
 void memory::fill_recalled(llama_kv_cache & kv, int n_recall, int n_recalled) {
     auto & cells = kv.v_cells[0];
 
-    // recalled tokens would determine the next position if there were no other tokens
+    // without a visible token of the context's own, the next position would follow the recalled tokens' position 0
     const int n_own = n_used(kv, n_recall);
     const int n     = n_own > 0 && cells.seq_has(n_own - 1, 0) ? n_recalled : 0;
     for (int i = 0; i < n_recall; ++i) {

@@ -42,7 +42,7 @@ struct llama_kvtool_memory {
     static llama_kv_cache         * index_cache  (const llama_context & lctx);
     static llama_memory_recurrent * recurrent    (const llama_context & lctx);
 
-    // memory of one cell, enough to describe a memory of any size
+    // memory with one cell; `describe` finds the same layers in it as in a memory of any size
     static std::unique_ptr<llama_memory_i> smallest(const llama_model & model);
 
     // reason why a model with this memory cannot be used; empty if it can
@@ -58,7 +58,7 @@ struct llama_kvtool_memory {
     // layers
     //
 
-    // for each layer of a model: the cells or the state that this memory keeps
+    // entries of llama_kvtool_layers: the cells or the state that this memory keeps for each layer of a model
     static std::vector<llama_kvtool_layer> describe(const llama_model & model, llama_memory_i * memory);
 
     // layers of a cache except those without attention; rows are not numbered yet
@@ -103,7 +103,7 @@ struct llama_kvtool_memory {
     // number of cells that hold the context's own tokens: the first cells of the table. Not for ragged rows
     static int n_used(const llama_kv_cache & kv, int n_recall);
 
-    // mark the first n_recalled of the last n_recall cells as tokens at position 0, and the others as empty
+    // among the last n_recall cells, mark the first n_recalled as tokens at position 0 and the others as empty
     static void fill_recalled(llama_kv_cache & kv, int n_recall, int n_recalled);
 
     // copy the cell of the next token and each cell's position (-1 if empty) to out or from in; returns the

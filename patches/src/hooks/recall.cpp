@@ -97,7 +97,7 @@ void llama_kvtool_recall(
         input.rot = new_input(ctx, GGML_TYPE_I32, 1, 1, 1);
     }
 
-    // devices copy F16 to a cache in F16, and floats to a cache of any other type
+    // so that devices can copy the result: F16 to a cache in F16, floats to a cache of any other type
     const bool is_half = l.k->type == GGML_TYPE_F16 && (!l.v || l.v->type == GGML_TYPE_F16);
     const auto type    = is_half ? GGML_TYPE_F16 : GGML_TYPE_F32;
 
@@ -112,7 +112,7 @@ void llama_kvtool_recall(
     ggml_backend_sched_set_tensor_backend(graph.sched, t, graph.backend_cpu);
     ggml_build_forward_expand(graph.gf, t);
 
-    // write to the first k cells behind the cells of the rows' own tokens
+    // copy a part of the result to the first k cells after those of the rows' own tokens
     const auto write = [&](ggml_tensor * cache, int64_t n_embd, int64_t at) {
         ggml_tensor * from = ggml_view_2d(ctx, t, n_embd, k, ggml_row_size(type, n_embd), at*ggml_type_size(type));
         if (ggml_is_quantized(cache->type)) {

@@ -61,7 +61,7 @@ void llama_kvtool_input::staged::set_input(staging & to) const {
 // graph
 //
 
-// cells of a layer that queries may see, as F32 [n_embd, n_head*n_live], cell by cell
+// keys or values of a layer's first n_live cells, as F32 [n_embd, n_head*n_live], cell by cell
 static ggml_tensor * live_rows(ggml_context * ctx, ggml_tensor * cache, int64_t n_embd, int64_t n_head, int64_t n_cell, int64_t n_live, bool is_transposed) {
     if (is_transposed) {
         ggml_tensor * t = ggml_view_2d(ctx, cache, n_live, n_embd*n_head, n_cell*ggml_type_size(cache->type), 0);
@@ -132,7 +132,7 @@ ggml_tensor * llama_kvtool_staged(
         in.mask       = ggml_concat(ctx, live_mask, ggml_repeat_4d(ctx, in.tail, in.tail->ne[0], live_mask->ne[1], 1, 1), 0);
     }
 
-    // if several layers read the same cells, each stages them again
+    // if several layers read the same cells, each of them writes the live cells to the staged rows again
     ggml_tensor * idx = rows_of(graph, in, l.n_head, stage.n_token());
 
     const auto write = [&](ggml_tensor * to, ggml_tensor * cache, int64_t n_embd, bool is_transposed) {

@@ -153,7 +153,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 
     lctx.memory->clear(false);
     if (!params.ragged) {
-        // with ragged rows, the table's size is not that of the layers
+        // ragged rows leave the table's size as it is: the table then holds only the newest tokens
         memory::resize_tables(lctx, n_cells[0], 0);
     }
 
@@ -374,7 +374,7 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
     }
     n_own  += n_tokens;
     n_seen += n_tokens;
-    // with signals, other tokens cannot be removed: their attention is already summed
+    // with signals, only draft tokens can be removed: the attention of all other tokens is already in the sums
     const int n_apart = graph.is_deferred || !is_watching ? std::min(n_guess, n_tokens - 1) : 0;
     n_back  = params.signals == 0 ? n_back + n_tokens : n_apart;
     guess(0);

@@ -39,14 +39,14 @@ struct llama_kvtool {
     // for each layer of the model, the index in `layers` of the layer whose cells it reads; -1: none
     std::vector<int> index_of_il;
 
-    int  n_most  = INT32_MAX; // maximum number of cells of a layer when tokens are decoded
+    int  n_most  = INT32_MAX; // cells that a model's index chooses; decoding fails if a layer has more cells
     int  n_row   = 0;
     bool v_trans = false; // values are stored transposed
     bool is_flash = false; // flash attention, which gives no probabilities
 
     int n_own   = 0; // cells in use in each row, unless rows are ragged
     int n_guess = 0; // draft tokens at the end of the next batch
-    int n_back  = 0; // last tokens that can be removed
+    int n_back  = 0; // number of newest tokens that take_back can remove
 
     int n_hidden = 0; // cells that no query sees
 
@@ -67,8 +67,8 @@ struct llama_kvtool {
     kvtool::graphs  graphs;
     kvtool::places  places; // used with ALiBi only
 
-    std::vector<std::vector<float>> mean_turns; // mean rotation of each layer, made when first needed: see
-                                                // read_future
+    std::vector<std::vector<float>> mean_turns; // mean rotation over n_future positions, for each layer; computed by
+                                                // the first read_future
 
     std::unique_ptr<kvtool::recaller> archive; // null: no archive
     std::unique_ptr<kvtool::staging>  staging; // null: steps recall from the archive on the host
