@@ -16,7 +16,7 @@ rows
     key    the key before RoPE, a list of floats
     old    for buzz: True for a token that has survived an eviction in the middle
     row    the row's number among the rows of all layers
-    notes  the twin's own dict, empty at first: what it must remember from one plan to the next
+    notes  a dict, empty at first, for values that the twin needs again in the next plan
 next
     Position of the next token.
 pinned
@@ -26,18 +26,19 @@ params
 
 Returns
 -------
-For each row the sorted positions that stay; or a pair: these, and for each row the merges
-{dst pos: [(src pos, weight), ...]}. Of `rows`, a twin changes only its notes, and buzz sets `old`.
+A list with the sorted positions that stay in each row. A twin that merges returns a pair: this list, and a
+list with the merges of each row, {dst pos: [(src pos, weight), ...]}. In `rows`, a twin changes only `notes`;
+buzz also sets `old`.
 
 A twin may also have observe(rows, *, next, **params). It is called when positions start over, because the
-engine then observes between two plans. A twin with a parameter n_ctx gets the context length.
+engine then observes between two plans. If `keep` has a parameter n_ctx, it gets the context length.
 """
 
 from typing import NamedTuple
 
 
 def news(row):
-    """Return for each token of a row the entries of `seen` since the last call. Its notes count them."""
+    """Return, for each token of a row, the entries that `seen` has gained since the last call of `news`."""
     fresh = [token["seen"][token["notes"].get("n_seen", 0) :] for token in row]
     for token in row:
         token["notes"]["n_seen"] = len(token["seen"])
@@ -50,7 +51,7 @@ def n_arrived(row):
 
 
 class Ends(NamedTuple):
-    """Protected ends of a row, and number of tokens to keep."""
+    """Ends of a row that stay, number of tokens to keep, and how the rows of a layer share them."""
 
     first: int
     recent: int
@@ -61,15 +62,18 @@ class Ends(NamedTuple):
 
 
 def ends(*, next, pinned, budget, slack, window, sinks=0, heads="equal", floor=0.2, layers="equal"):
-    """Ends of a policy that ranks: tokens before `first` and from `recent` on stay."""
-    # a row that shares a budget may hold twice the mean: `budget` is that maximum
+    """Return the Ends of a policy that ranks: tokens before `first` and from `recent` on stay."""
+    # with heads=adaptive, `budget` is a row's maximum, twice the mean of the layer's rows
     is_shared = heads == "adaptive"
     first, n_keep = max(sinks, pinned), budget // (2 if is_shared else 1) - slack
     return Ends(first, next - min(window, n_keep - first), n_keep, budget - slack, is_shared, floor)
 
 
 def keep_ranked(scores, ends):
-    """Evict the lowest of scores {pos: score} between the ends, one at a time, the oldest among equals."""
+    """Evict the lowest score of each row between the ends, one at a time, the oldest among equals.
+
+    scores: {pos: score} of each row.
+    """
     if ends.is_shared:
         return keep_shared(scores, ends.first, ends.recent, ends.n_keep, ends.floor, ends.n_most)
     kept = []
@@ -83,11 +87,12 @@ def keep_ranked(scores, ends):
 
 
 def keep_shared(scores, first, recent, n_keep, floor, most):
-    """Ada-KV (arXiv:2407.11550), with kvpress's safeguard: a layer's rows share n_keep tokens per row.
+    """Ada-KV (arXiv:2407.11550): a layer's rows share a budget of n_keep tokens per row.
 
-    scores: {pos: score} of each row. First, each row evicts down to `most` tokens. Then, while there are too
-    many, the lowest score of all rows is evicted; among equals, the oldest token of the last row. Only tokens
-    from `first` to `recent` are evicted, and a row with `floor` * n_keep tokens evicts no more.
+    scores: {pos: score} of each row. First, each row evicts down to `most` tokens. Then the lowest score of
+    all rows is evicted until the budget is met; among equals, the oldest token, and of these the last row's.
+    Only tokens from `first` up to `recent` are evicted. A row that is down to `floor` * n_keep tokens evicts
+    no more (the safeguard of kvpress).
     """
     alive = [sorted(row) for row in scores]
     lowest = lambda row: min(  # noqa: E731

@@ -38,7 +38,7 @@ def _score(token, next, score):
 
 
 def _probability(score, right):
-    """0 / 0 is 0, as in the authors' code."""
+    """Return score / right, at most 1. 0 / 0 is 0, as in the authors' code."""
     if right == 0:
         return 1 if score > 0 else 0
     return min(score / right, 1)

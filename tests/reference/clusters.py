@@ -10,9 +10,10 @@ N_CLUSTER, N_ROUND, N_APART = 16, 5, 5
 
 
 def kmeans(x):
-    """i64[n]: cluster of each of x [n, d], by k-means that starts with distant points.
+    """Return i64[n]: the cluster of each point of x [n, d], by k-means.
 
-    The first is the point farthest from the mean, each next one the point farthest from the earlier ones.
+    k-means starts with the point farthest from the mean of all points. Each further starting point is the one
+    farthest from the starting points before it.
     """
     begin = [np.argmax(((x - x.mean(0)) ** 2).sum(1))]
     while len(begin) < N_CLUSTER:
@@ -26,7 +27,7 @@ def kmeans(x):
 
 
 class Clusters:
-    """Clusters of a row's archive. n_block: tokens of a block.
+    """Clusters of a row's archive, computed for blocks of n_block tokens.
 
     exact: number of tokens that a one-token step attends to exactly.
     """
@@ -37,10 +38,11 @@ class Clusters:
         self.known = {}
 
     def members(self, pos, keys, end, first_near):
-        """i64[n]: cluster of each entry; -1 if its block is not complete by position `end`.
+        """Return i64[n]: the cluster of each entry; -1 if its block is not complete by position `end`.
 
-        pos i64[n]: in the stream. keys f64[n, d]: rotated alike within a block. first_near: first
-        position of the near blocks; a block gets new clusters when it becomes far.
+        pos i64[n]: in the stream. keys f64[n, d]: rotated; those of a far block all have the same distance
+        from the query. first_near: first position of the near blocks. A block has the same clusters at every
+        step, except that it gets new ones when it becomes far.
         """
         res = np.full(len(pos), -1)
         for block in range(pos[0] // self.n_block, end // self.n_block):
@@ -54,9 +56,10 @@ class Clusters:
     def attend(self, of, logits, values, n_tokens):
         """Return logits f64[..., m] and values f64[m, d] that a step of n_tokens attends to.
 
-        of: result of `members`. logits f64[..., n]: of all entries, linear in their keys. Clusters with the
-        most attention per token are attended to exactly, until they have enough tokens; every other cluster
-        counts as its mean key and value, once per token.
+        of: result of `members`. logits f64[..., n]: of all entries. The clusters with the most attention per
+        token are attended to exactly, until they have enough tokens. Every other cluster is one entry: the
+        mean key and value of its tokens, with the weight of all of them. The mean key's logit is the mean of
+        the tokens' logits.
         """
         if (of < 0).all():
             return logits, values

@@ -1,4 +1,4 @@
-"""CORM (arXiv:2404.15949), Algorithm 1: a matrix of marks, with a row for each of the last queries."""
+"""CORM (arXiv:2404.15949), Algorithm 1: keep the tokens that any of the last queries marks as important."""
 
 CASES = [
     [],
@@ -37,7 +37,7 @@ def _keep(row, next, first, n_max, window, history):
 
 
 def _marks(token):
-    """For each step since the token came: (step, True if the token was important to its query)."""
+    """Return for each step since the token came: (step, True if the token was important to its query)."""
     return [
         (token["pos"] + i + 1, any(attention * t >= 1 for attention in heads))
         for i, (t, heads) in enumerate(token["seen"])

@@ -2,7 +2,7 @@
 
 import math
 
-# only for float32, whose rounding decides which scores are equal
+# only for float32: the policy's scores are float32, and equal scores must be equal here
 import numpy as np
 
 from . import ends, keep_ranked
@@ -18,7 +18,10 @@ CASES = [
 
 
 def keep(rows, *, sinks, queries, ahead, covariance, lengths, epsilon, **how):
-    """rows: each record's `future` has mean and variance of the logits for each head of the group."""
+    """Keep the highest scores.
+
+    rows: each record's `future` has a pair for each head of the group: mean and variance of its logits.
+    """
     scores = []
     for row in rows:
         behind = [token for token in row if token["pos"] >= sinks]
@@ -41,6 +44,6 @@ def softmax(values):
     weights = [math.exp(value - most) for value in values]
     total = 0.0
     for weight in weights:
-        # summed in order, for the same rounding
+        # a loop, because sum() of Python 3.12 compensates rounding errors, and the policy does not
         total += weight
     return [weight / total for weight in weights]

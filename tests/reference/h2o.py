@@ -1,6 +1,9 @@
-"""H2O (arXiv:2306.14048): evict the lowest, oldest sum outside window and sinks, one at a time."""
+"""H2O (arXiv:2306.14048): evict the lowest attention sum outside window and sinks, one at a time.
 
-# only for float32, whose rounding decides which means are equal
+The oldest token is evicted among equals.
+"""
+
+# only for float32: the policy's scores are float32, and equal scores must be equal here
 import numpy as np
 
 from . import ends, keep_ranked, n_arrived, news
@@ -27,7 +30,7 @@ GROUP = {"sum": sum, "max": max, "first": lambda heads: heads[0]}
 
 
 def keep(rows, *, next, score="sum", per="row", group="sum", decay=1.0, decay_beyond=1.0, n_ctx=0, **how):
-    """Keep tokens; all given rows decide together unless `per` is "row"."""
+    """Keep the highest scores. Unless `per` is "row", a token's scores in all rows are added up."""
     observe(rows, next=next, score=score, group=group, decay=decay, decay_beyond=decay_beyond, n_ctx=n_ctx)
     scores = [{token["pos"]: token["notes"]["mass"] for token in row} for row in rows]
     if per != "row":

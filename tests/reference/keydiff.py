@@ -1,11 +1,12 @@
-"""KeyDiff (arXiv:2504.15364): evict the most average key outside window and sinks, one at a time.
+"""KeyDiff (arXiv:2504.15364): evict the key nearest to the average outside window and sinks, one at a time.
 
-Normalised keys are scaled by 127 and rounded to integers, so that equal scores are equal.
+Like the policy, the twin scales normalised keys by 127 and rounds them to integers. Sums of integers are
+exact, so both find the same ties between scores.
 """
 
 import math
 
-# only for float32, whose rounding decides which scores are equal
+# only for float32: the policy's scores are float32, and equal scores must be equal here
 import numpy as np
 
 from . import ends, keep_ranked

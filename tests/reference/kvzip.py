@@ -1,5 +1,6 @@
-"""KVzip (arXiv:2505.23416): evict the prompt token least attended to during repetition, one at a time. A
-repeated token has its score in its notes. Tokens without a score are evicted last, the oldest first.
+"""KVzip (arXiv:2505.23416): evict the prompt token least attended to during repetition, one at a time.
+
+The notes of a prompt token hold its score. Tokens without a score are evicted last, the oldest first.
 """
 
 import math
@@ -23,9 +24,9 @@ def keep(rows, *, chunk, **how):
 
 
 def reconstruct(stream, begin, end, asked, repeated):
-    """Let a stream repeat its tokens from position begin to end, then rewind it.
+    """Let a stream repeat the tokens from position begin to end, note their scores, then rewind the stream.
 
-    asked: the tokens that come before the repeated ones.
+    repeated: these tokens. asked: the request to repeat them, which is decoded first.
     """
     n, next, counter = stream.n, stream.next, stream.counter
     seen = {row: [len(own) for own in row.seen] for rows in stream.rows for row in rows}

@@ -1,6 +1,6 @@
-"""Models by definition, all but attention over the cache: one small class per architecture.
+"""Models by definition, one small class per architecture, without attention over the cache.
 
-A stream (transformer.py) holds the rows; `stream.attend` reads them.
+Attention is in transformer.py: a Stream holds the rows, and its method `attend` reads them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ FEED_FORWARD = ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
 
 
 class Llama:
-    """F32 weights and numbers of a GGUF: llama, qwen2 or gemma3, and the base of all architectures.
+    """F32 weights and settings from a GGUF of llama, qwen2 or gemma3; base class of the other architectures.
 
-    slides: for each layer, True with a sliding window. owner: layer whose rows each layer reads; None without
-    rows. freq: for each layer f64[head_dim / 2], rotation of a pair of a key per position. scale: factor of
-    attention logits. slopes: f64[n_head], decrease of logits per position of distance; None without ALiBi.
-    head_dim, value_dim: of a key and a value in a row.
+    slides: for each layer, True if it has a sliding window.
+    owner: for each layer, the layer whose rows it reads; None for a layer without rows.
+    freq: for each layer f64[head_dim / 2], the angle by which a key's pairs are rotated per position.
+    scale: factor of attention logits.
+    slopes: f64[n_head], decrease of logits per position of distance; None without ALiBi.
+    head_dim, value_dim: sizes of a key and of a value in a row.
     """
 
     archs = ("llama", "qwen2", "gemma3")
@@ -68,13 +70,13 @@ class Llama:
         if weights:
             raise ValueError(f"tensors not known here: {', '.join(weights)}")
 
-    # overridden by architectures
+    # methods that architectures override
 
     def configure(self, number):
-        """Set the architecture's attributes; number(key, default) reads a number of the file."""
+        """Set the architecture's attributes. number(key, default) reads a number from the file's metadata."""
 
     def frequencies(self, number, weights):
-        """Return the attribute freq; removes its tensors from the weights."""
+        """Return the attribute `freq`. Tensors that it is computed from are removed from `weights`."""
         if number("rope.dimension_count", self.head_dim) != self.head_dim:
             raise ValueError("RoPE over a part of the head is not known here")
         exponent = -np.arange(0, self.head_dim, 2) / self.head_dim
@@ -115,10 +117,10 @@ class Llama:
         out = linear(layer, "ffn_down", _gelu(gate).astype(np.float16) * up)
         return self.norm(out, layer["post_ffw_norm"])
 
-    # common to all
+    # methods that most architectures share
 
     def embed(self, tokens, rot):
-        """f64[n_tokens, n_embd]; rot i64[n_tokens]: positions of the tokens."""
+        """Return the embeddings f64[n_tokens, n_embd]. rot i64[n_tokens]: positions of the tokens."""
         x = self.embd[np.asarray(tokens)].astype(np.float64)
         return x * np.sqrt(x.shape[1]) if self.is_gemma else x
 
@@ -142,9 +144,10 @@ class Llama:
         return re + 1j * im
 
     def rotate(self, pairs, rot, i):
-        """pairs c128[..., n, head_dim / 2], rot i64[n] -> f64[..., n, head_dim], in the order of the pairs.
+        """Rotate pairs c128[..., n, head_dim / 2] by positions rot i64[n]: f64[..., n, head_dim].
 
-        Only products of two rotated vectors are meaningful; the order of their axes is not. i: the layer.
+        i: the layer. The result is in the order of the pairs, which need not be the model's order of
+        dimensions. Only dot products of two such vectors are used, and these do not depend on the order.
         """
         if len(rot) and rot.max() >= len(self._phase[i]):
             self._phase[i] = np.exp(1j * np.outer(np.arange(2 * rot.max() + 2), self.freq[i]))
@@ -211,7 +214,7 @@ class Refact(Llama):
     archs = ("refact",)
 
     def configure(self, number):
-        # for a number of heads that is a power of 2
+        # this formula holds if the number of heads is a power of 2
         self.slopes = 2.0 ** (-8 / self.n_head * np.arange(1, self.n_head + 1))
 
     def frequencies(self, number, weights):
@@ -259,7 +262,7 @@ class GPT2(Llama):
 
 
 class Qwen2VL(Llama):
-    """Pairs are split among four positions of a token (M-RoPE), which are (p, p, p, 0) for text."""
+    """M-RoPE: a token has four positions, and each pair is rotated by one of them. Text has (p, p, p, 0)."""
 
     archs = ("qwen2vl",)
 
@@ -270,7 +273,7 @@ class Qwen2VL(Llama):
 
 
 class GptOss(Llama):
-    """Each head has a sink: a logit that takes its share of the attention. All experts are used."""
+    """Each head has a sink: a logit in the softmax without a value. Every token uses all experts."""
 
     archs = ("gpt-oss",)
     limit = 7.0
@@ -331,9 +334,9 @@ class LFM2(Llama):
 
 
 class DeepSeek2(Llama):
-    """Latent attention (MLA): one row a layer, whose keys are [latent | rotary part] and values the latent.
+    """Latent attention (MLA): one row per layer. Its keys are [latent | rotary part], its values the latent.
 
-    A matrix for each head maps queries into the latent space, and another maps the result out of it.
+    Each head has a matrix that maps queries into the latent space, and one that maps the result out of it.
     """
 
     archs = ("deepseek2",)
@@ -377,7 +380,7 @@ class DeepSeek2(Llama):
 
 
 class DeepSeek32(DeepSeek2):
-    """DeepSeek2 with an index, which here chooses all cells for each query."""
+    """DeepSeek2 with an index of cells. It is left out here: it chooses all cells of a small cache."""
 
     archs = ("deepseek32",)
 
@@ -387,7 +390,10 @@ class DeepSeek32(DeepSeek2):
 
 
 class Gemma4(Llama):
-    """The last layers read the rows of an earlier layer: the last one of the same kind, sliding or not."""
+    """The last layers read the rows of an earlier layer: the last of the same kind that has rows.
+
+    A layer's kind is sliding or not.
+    """
 
     archs = ("gemma4",)
 
@@ -442,7 +448,7 @@ def load(path):
 
 
 def linear(layer, name, x):
-    """The named weight, and bias if there is one: f64[..., n_in] -> f64[..., n_out]"""
+    """Apply the layer's weight `name`, and its bias if there is one: f64[..., n_in] -> f64[..., n_out]"""
     return _product(x, layer[name]) + layer.get(f"{name}.bias", 0)
 
 

@@ -27,7 +27,7 @@ def hash_of(*numbers):
 
 
 def splitmix64(x):
-    """The output of the generator in state x, as its authors publish it (prng.di.unimi.it/splitmix64.c)."""
+    """Return the output of SplitMix64 in state x (from its authors: prng.di.unimi.it/splitmix64.c)."""
     z = (x + 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64

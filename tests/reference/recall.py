@@ -1,4 +1,4 @@
-"""Recall: StreamingLLM with the budget minus the cells for recalled tokens.
+"""Recall: StreamingLLM, whose budget is smaller by the cells for recalled tokens.
 
 tests/reference/transformer.py chooses the archived tokens that a step recalls.
 """

@@ -1,11 +1,12 @@
 """R-KV (arXiv:2505.24133): evict the lowest score before the window, one at a time.
 
-Normalised keys are scaled by 127 and rounded to integers, so that equal scores are equal.
+Like the policy, the twin scales normalised keys by 127 and rounds them to integers. Sums of integers are
+exact, so both find the same ties between scores.
 """
 
 import math
 
-# only for float32, whose rounding decides which scores are equal
+# only for float32: the policy's scores are float32, and equal scores must be equal here
 import numpy as np
 
 from . import ends, keep_ranked
@@ -51,7 +52,7 @@ def pooled(values, kernel):
 
 
 def similarities(keys):
-    """matrix[i][j]: product of key i with key j, normalised and rounded; 0 with itself."""
+    """Return matrix[i][j]: the dot product of the rounded keys i and j; 0 on the diagonal."""
     unit = [_normalised(key) for key in keys]
     return [
         [sum(x * y for x, y in zip(one, other, strict=True)) if one is not other else 0 for other in unit]
@@ -65,7 +66,7 @@ def _normalised(key):
 
 
 def spared(matrix, threshold, n_spared):
-    """Set each row's last n_spared values above the threshold to 0, not counting the diagonal."""
+    """Set to 0, in each row, the last n_spared values that exceed the threshold. The diagonal stays."""
     result = [list(row) for row in matrix]
     for i, row in enumerate(result):
         alike = [j for j, value in enumerate(row) if value > threshold and j != i]
@@ -75,7 +76,7 @@ def spared(matrix, threshold, n_spared):
 
 
 def means(matrix):
-    """Mean of each column, as a cosine."""
+    """Mean of each column, divided by 127 * 127 to make it a mean cosine."""
     n = len(matrix)
     return [sum(column) / (n * 127 * 127) for column in zip(*matrix, strict=True)]
 
@@ -84,6 +85,6 @@ def softmax(values):
     weights = [math.exp(value) for value in values]
     total = 0.0
     for weight in weights:
-        # summed in order, for the same rounding
+        # a loop, because sum() of Python 3.12 compensates rounding errors, and the policy does not
         total += weight
     return [weight / total for weight in weights]

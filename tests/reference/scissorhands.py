@@ -21,7 +21,7 @@ def keep(rows, *, next, slack, history, **how):
 
 
 def _count(row, next, n_part, n_query):
-    """{pos: number of pairs (query, head) that gave it less than 1 / t}, in the last parts of the history."""
+    """Return {pos: number of pairs (query, head) in the last n_part parts that gave it less than 1 / t}."""
     part = (next - 1) // n_query
     count = {}
     for token, seen in zip(row, news(row), strict=True):

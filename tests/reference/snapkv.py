@@ -26,10 +26,10 @@ def keep(rows, *, next, window, kernel, pool, **how):
 
 
 def pooled(values, kernel, pool):
-    """Pool each value, with kernel // 2 of padding at both ends: zeros for "avg", -inf for "max"."""
+    """Pool each value with kernel // 2 neighbours on either side. Padding: 0 for "avg", -inf for "max"."""
     reach = kernel // 2
     padding = [0.0 if pool == "avg" else float("-inf")] * reach
     padded = padding + values + padding
     windows = [padded[i : i + kernel] for i in range(len(values))]
-    # not divided by the kernel: sums are exact
+    # "avg" does not divide by the kernel: this leaves the order of the scores, and sums are exact
     return [sum(window) if pool == "avg" else max(window) for window in windows]

@@ -20,18 +20,20 @@ __all__ = ["Llama", "Row", "Stream", "join", "run"]
 POSITIONS = ("original", "in-cache", "auto")
 
 half_precision = False
-"""True if batches of queries use keys in half precision, as in ggml's Vulkan, for any cache type."""
+"""True to round queries and keys to half precision in steps of several tokens, like ggml's Vulkan backend."""
 
 
 class Row:
     """Entries of one (layer, KV head), in the order of the stream.
 
-    pos i64[n]: position in the stream. rot i64[n]: position that the key is rotated by. key c128[n, head_dim
-    / 2]: before RoPE. value f64[n, value_dim]. mass f64[n]: attention sum over all queries so far and the
-    group, in all layers that read the row. last f64[n]: attention of the newest query. seen: for each entry,
-    the attention of each query since it came, as in records. old, notes: used by the policy, False and empty
-    at first. asked: for each query so far, its rotation and f64[group, head_dim], in all layers that read the
-    row. number: index of the row among all layers' rows.
+    pos i64[n]: position in the stream. rot i64[n]: position that the key is rotated by.
+    key c128[n, head_dim / 2]: before RoPE. value f64[n, value_dim].
+    mass f64[n]: sum of the attention of all queries so far, over the group and all layers that read the row.
+    last f64[n]: attention of the newest query, over the same heads.
+    seen: for each entry, the attention of each query since it came, as in records.
+    old, notes: for the policy; at first False and empty.
+    asked: for each query so far, its position and f64[group, head_dim], in all layers that read the row.
+    number: index of the row among all layers' rows; -1 in sliding layers.
     """
 
     def __init__(self, number, head_dim, value_dim=None):
@@ -61,7 +63,7 @@ class Row:
         self.notes += [{} for _ in pos]
 
     def records(self, scaled=lambda keys: keys):
-        """Return the row's records. scaled: transforms f64[n, head_dim] keys after their rotation."""
+        """Return the row's records. scaled: transforms keys f64[n, head_dim] as the model does after RoPE."""
         names = ("pos", "mass", "last", "seen", "key", "old", "notes")
         keys = scaled(self.key.view(np.float64)).tolist()
         own = (self.old, self.notes)
@@ -80,7 +82,7 @@ class Row:
             setattr(self, name, [getattr(self, name)[i] for i in index])
 
     def merge(self, terms):
-        """Merge values by terms {dst pos: [(src pos, weight), ...]}; all sources are read before a write."""
+        """Merge values by terms {dst pos: [(src pos, weight), ...]}, reading all sources before any write."""
         merged = {
             dst: sum(weight * self.value[self.index([src])[0]] for src, weight in sources)
             for dst, sources in terms.items()
@@ -108,12 +110,12 @@ class Archive:
             setattr(self, name, np.concatenate((getattr(self, name), getattr(row, name)[gone])))
 
     def choose(self, score, k):
-        """Return the k entries with the highest scores f64[n], the newer among equals."""
+        """Return the sorted indices of the k highest scores f64[n], of equal scores those of newer tokens."""
         return np.sort(np.lexsort((-self.pos, -score))[:k])
 
 
 class Batch(NamedTuple):
-    """Tokens being decoded. pos, rot i64[n]: as in Row. t i64[n]: what Stream's t counts."""
+    """Tokens being decoded. pos, rot i64[n]: as in Row. t i64[n]: count for each token, see Stream.t."""
 
     pos: np.ndarray
     rot: np.ndarray
@@ -121,18 +123,20 @@ class Batch(NamedTuple):
 
 
 class Stream:
-    """Text being decoded. rows[i][head]: live entries of layers[i], which owns rows and does not slide.
+    """Text being decoded.
 
-    next: position of the next token. all_rows: the rows that each layer of the model reads.
-
-    counter: position that the next token's query and key are rotated by. t: whether Batch.t counts tokens of
-    the "stream" or "cells" of the longest row. logn: True to multiply attention logits by log_512(t).
-    observe: a twin's function, or None. recalled: number of evicted entries that a step attends to in
-    addition to each row's entries; math.inf: all. far: evicted entries before this position are placed at
-    distance n_near from the step's first token. An eviction sets it to n_near before the next token. With
-    n_block, whole blocks of n_block tokens become far, in later rows up to a quarter of a block later. exact:
-    tokens of the archive's clusters that a one-token step attends to exactly; None: all. future: a policy's
-    (n_query, n_future, n_skip), for records with `future` and `length`; None: without.
+    layers: layers that own rows and do not slide. rows[i][head]: live entries of layers[i].
+    all_rows: for each layer of the model, the rows that it reads.
+    next: position of the next token. counter: position that its query and key are rotated by.
+    t: Batch.t counts the tokens of the "stream", or the "cells" of the longest row.
+    logn: True to multiply attention logits by log_512(t). observe: a twin's function, or None.
+    recalled: number of evicted entries that a step attends to in addition to a row's entries; math.inf: all.
+    far: evicted entries before this position are placed at distance n_near from the step's first token. An
+    eviction sets `far` to n_near before the next token.
+    n_block: if set, only whole blocks of n_block tokens become far, in later rows up to a quarter of a block
+    later.
+    exact: number of tokens in clusters that a one-token step attends to exactly; None: no clusters.
+    future: (n_query, n_future, n_skip) of a policy that reads `future` and `length` in records, or None.
     """
 
     def __init__(
@@ -191,7 +195,7 @@ class Stream:
         return max(len(row) for rows in self.rows for row in rows)
 
     def decode(self, tokens):
-        """Decode a batch: logits f64[n_tokens, n_vocab]. Adds its attention to the rows' mass and last."""
+        """Decode a batch, update the rows' signals, and return the logits f64[n_tokens, n_vocab]."""
         m = len(tokens)
         self._make_room(m)
         self._batch = Batch(
@@ -205,7 +209,7 @@ class Stream:
         self.next += m
         self.counter += m
         for rows, slides in zip(self.all_rows, self.model.slides, strict=True):
-            # removed only now, because later layers read these rows
+            # entries leave the window only after all layers, because later layers may read the same rows
             for row in rows if slides else ():
                 row.keep(row.pos[row.pos > self.next - self.model.window])
         return self.model.logits(x)
@@ -235,7 +239,11 @@ class Stream:
         return records
 
     def _look_ahead(self, layer, row, records):
-        """Add to the records the average logits that the last queries would give at the next positions."""
+        """Add `future` and `length` to the records.
+
+        future: for each head, mean and variance over the last queries of the logit that a query would give on
+        average at the next n_future positions. length: norm of the value; 1 if values are a part of the keys.
+        """
         model, (n_query, n_future, n_skip) = self.model, self.future
         row.asked = row.asked[-max(min(n_query, self.next - n_skip), 1) :]
         rot, asked = (np.array(own) for own in zip(*row.asked, strict=True))
@@ -252,10 +260,10 @@ class Stream:
             record |= {"future": own, "length": length}
 
     def attend(self, layer, query, key=None, value=None):
-        """Attention of query heads c128[n_head, n_tokens, head_dim / 2]: f64[n_head, n_tokens, value_dim].
+        """Attend with queries c128[n_head, n_tokens, head_dim / 2]: f64[n_head, n_tokens, value_dim].
 
-        key, value: the batch's, [n_head_kv, n_tokens, ...], which are added to the layer's rows; None if the
-        layer reads an earlier layer's rows. Keys and queries are not rotated yet.
+        key, value [n_head_kv, n_tokens, ...]: added to the layer's rows; None if the layer reads an earlier
+        layer's rows. Keys and queries come without RoPE.
         """
         model, (pos, rot, t) = self.model, self._batch
         slides, sinks = model.slides[layer], model.layers[layer].get("attn_sinks")
@@ -271,7 +279,7 @@ class Stream:
             own_sinks = None if sinks is None else sinks[mine]
             asked, keys = query[mine], model.rotate(row.key, row.rot, layer)
             if half_precision and len(pos) > 1:
-                # keys of a single head are contiguous and are not converted
+                # with a single KV head, keys are contiguous, and Vulkan does not convert them
                 asked, keys = _half(asked), _half(keys) if model.n_head_kv > 1 else keys
             scores = asked @ keys.T * model.scale
             if self.logn and not slides:
@@ -292,13 +300,13 @@ class Stream:
         return out
 
     def carry(self, layer, x, n):
-        """Return x f64[n_tokens, size] after the layer's previous n entries; zeros before the first."""
+        """Return the layer's previous n entries, then x f64[n_tokens, size]. Before the stream are zeros."""
         both = np.concatenate((self._carried.get(layer, np.zeros((n, x.shape[1]))), x))
         self._carried[layer] = both[len(both) - n :]
         return both
 
     def _ask(self, row, queries, is_first):
-        """Add a batch's rotated queries f64[group, n_tokens, head_dim] to a row."""
+        """Add a batch's rotated queries f64[group, n_tokens, head_dim] to a row. is_first: as in _note."""
         rot = self._batch.rot.tolist()
         for i, heads in enumerate(queries.swapaxes(0, 1), -len(rot)):
             if is_first:
@@ -307,7 +315,10 @@ class Stream:
                 row.asked[i] = rot[i], np.concatenate((row.asked[i][1], heads))
 
     def _note(self, row, attn, is_first):
-        """Add a batch's attention f64[group, n_tokens, n] to a row's signals. is_first: in the owner."""
+        """Add a batch's attention f64[group, n_tokens, n] to a row's signals.
+
+        is_first: True in the layer that owns the row, False in later layers that read it.
+        """
         row.mass += attn.sum(axis=(0, 1))
         row.last = attn[:, -1].sum(axis=0) + (0 if is_first else row.last)
         pos, _, t = self._batch
@@ -323,13 +334,13 @@ class Stream:
         return row.number * (self.n_block // 4) // sum(map(len, self.rows))
 
     def _first_near(self, row):
-        """First archived position of a row that keeps its true distance."""
+        """First position of a row's archive whose entries keep their true distance to the query."""
         if not self.n_block:
             return self.far
         return (min(self.far, row.archive.pos[-1] + 1) - self._late(row)) // self.n_block * self.n_block
 
     def _recall(self, layer, row, asked, live, sinks):
-        """Return the logits of all queries with the archive's entries, and these entries' values.
+        """Return the logits of all queries with the recalled entries of the archive, and the entries' values.
 
         live: logits with the row's live entries.
         """
@@ -356,7 +367,7 @@ class Stream:
         n = self.n
         if n + m > self.n_ctx_train:
             raise ValueError(f"{n} entries and {m} tokens do not fit into a context of {self.n_ctx_train}")
-        # the window of sliding layers may be longer than the rows
+        # rows of sliding layers may be longer than n, and their first entries need positions of at least 0
         self.counter = max(n, min(self.model.window, self.n_ctx_train // 2, self.n_ctx_train - m))
         self._close_gaps(self.counter)
         if self.observe:
@@ -370,7 +381,7 @@ class Stream:
 
 
 class Result(NamedTuple):
-    """nll f64[n - 1]: of every token but the first. logits f64[n, n_vocab], or None. stream: final state."""
+    """nll f64[n - 1]: of all tokens but the first. logits f64[n, n_vocab], or None. stream: at the end."""
 
     nll: np.ndarray
     logits: np.ndarray | None
@@ -378,7 +389,7 @@ class Result(NamedTuple):
 
 
 def join(streams, counter):
-    """Return the last stream, whose rows now begin with the entries of the earlier streams, without gaps.
+    """Put the entries of earlier streams in front of the last stream's rows, and return the last stream.
 
     counter: position that its next query and key are rotated by.
     """
@@ -411,10 +422,10 @@ def run(
 ):
     """Score a text in batches of n_batch tokens (default: slack, or all at once), never over the budget.
 
-    Whenever the rows hold `budget` entries (None: never), or if ragged after every batch, keep(rows, *, next,
-    pinned, budget, slack) returns for the rows of one layer the positions that stay, or (positions, merges)
-    with terms for Row.merge. rows are records as in tests/reference/__init__.py. n_made: cells of the budget
-    for recalled entries, if different from their number. options: those of Stream.
+    An eviction comes when the rows are full, with `ragged` after every batch. Without a budget none comes.
+    keep: a twin's function (tests/reference/__init__.py), with its options bound.
+    n_made: cells of the budget that are set aside for recalled entries. 0: as many as `recalled`.
+    options: those of Stream.
     """
     stream = Stream(model, **options)
     n_live = None if budget is None else budget - (n_made or stream.recalled)
@@ -447,7 +458,7 @@ def _half(x):
 
 
 def _softmax(scores, sinks=None):
-    """Softmax over the last axis of f64[head, n_tokens, n]. sinks f32[head]: logits without a value."""
+    """Softmax over the last axis of f64[head, n_tokens, n]. sinks f32[head]: logits that have no value."""
     top = scores.max(axis=-1, keepdims=True)
     if sinks is None:
         weight = np.exp(scores - top)

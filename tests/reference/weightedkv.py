@@ -1,6 +1,6 @@
-"""WeightedKV (arXiv:2503.01330, Algorithm 1): evict one token at a time, its value merged to the right.
+"""WeightedKV (arXiv:2503.01330, Algorithm 1): evict one token at a time; merge its value into the next token.
 
-Averages are taken at the start of the eviction. A value is a dictionary of its sources and weights.
+Averages are taken before the first eviction. A value is a dictionary {position of a source: its weight}.
 """
 
 import numpy as np

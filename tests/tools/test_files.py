@@ -33,7 +33,7 @@ def limited(kind, most):
 
 
 def full_after(n_bytes):
-    """A disk on which no file gets longer."""
+    """Imitate a full disk: no file can grow beyond n_bytes."""
     return limited(resource.RLIMIT_FSIZE, n_bytes)
 
 
