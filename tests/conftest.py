@@ -34,7 +34,7 @@ LONGEST = (
 """Files whose tests take longest. They go first, so that all workers end at about the same time."""
 
 SIZES = ("budget", "evict_every", "seed", "pinned", "shape", "group", "held", "n_value")
-"""Parameters that give a test another size of the same case."""
+"""Parameters of tests that change only the size of a case."""
 
 
 def pytest_addoption(parser):

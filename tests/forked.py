@@ -3,10 +3,10 @@
 Starting Python takes half a second of CPU before kvtool does anything; a fork takes a tenth of that. `Popen`
 and `run` work like those of subprocess for `python -m MODULE ...` and `python -c CODE ...`: the fork is a
 child of the test process with its own arguments, streams, folder, environment and signals, and it ends as a
-process does. Calls that a fork cannot serve start a new Python. A fork uses the compiled kernels of the
-tests' cache, wherever $KVTOOL_CACHE is.
+process does. Calls that a fork cannot serve start a new Python. A fork loads compiled kernels from the folder
+that $KVTOOL_CACHE named when the forking process started, even if the fork's own $KVTOOL_CACHE differs.
 
-Tests of start-up, of imports and of memory use `run_python`.
+Tests of start-up, of imports and of memory use `run_python`, which always starts a new Python.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _close():
 def _main(number):
     """Fork once per request. Return the request in each fork, and None in this process when requests end."""
     sys.path[0] = str(ROOT)
-    # Ctrl-C is for the tests
+    # Ctrl-C also reaches this process, but only the tests should end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     at_start = dict(os.environ)
     for name in IMPORTED:

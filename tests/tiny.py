@@ -14,7 +14,7 @@ ROPE_ARCH = {"norm": "llama", "neox": "qwen2"}
 """Two architectures with the same tensors. llama.cpp rotates pairs (2i, 2i+1) or (i, i + d/2) of keys."""
 
 N_SPECIAL = 3
-"""<unk>, <s> and </s> come first; the 256 bytes follow in order."""
+"""Number of special tokens. <unk>, <s> and </s> begin the vocabulary; then come the 256 bytes in order."""
 
 Q_STD = K_STD = 1.8
 O_STD = 2.0
@@ -56,8 +56,8 @@ def write_llama(
 
     Unless space_prefix or add_bos is set, tokenizing adds no BOS token and detokenizing gives the same text.
     The output rows of special tokens are zero, so greedy text rarely ends.
-    letters: the output rows of byte tokens are also zero: the model writes letters and blanks.
-    n_head_kv: an int, or one for each layer with arch="deci", which is otherwise like llama.
+    letters: also zero the output rows of byte tokens, so that the model writes letters and blanks.
+    n_head_kv: an int. With arch="deci", which is otherwise like llama, it may be a list with one per layer.
     """
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
     writer = start(path, arch or ROPE_ARCH[rope], n_ctx_train, *sizes, space_prefix, add_bos)
@@ -201,11 +201,12 @@ class Tensors:
     def add_ends(self, n_vocab, *, tied=False, n_silent=N_SPECIAL, output_norm="output_norm", scale=None):
         """Write the tensors before and after the layers.
 
-        n_silent: first tokens, whose output rows are zero. scale: factor of each token's logits, or None.
+        n_silent: number of first tokens whose output rows are zero.
+        scale: factor of each token's logits, or None.
         """
         embd = self.rng.standard_normal((n_vocab, self.n_embd)).astype(np.float32)
         embd[:N_SPECIAL] *= not tied
-        # a tied output row has the size of an embedding: the last norm brings its logits down
+        # tied output rows are as large as embeddings, so the last norm scales logits down to LOGIT_STD
         size = np.float32(LOGIT_STD / np.sqrt(self.n_embd) if tied else 1)
         self.writer.add_tensor(f"{output_norm}.weight", self.norm() * size)
         self.writer.add_tensor("token_embd.weight", embd)
@@ -313,7 +314,7 @@ def dequantize(src, dst):
     _copy_metadata(reader, writer, "general.file_type")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     for tensor in reader.tensors:
-        # the reader has ggml's order of axes here, the writer wants NumPy's
+        # the reader has axes in ggml's order, and the writer expects NumPy's
         shape = tensor.shape[::-1].tolist()
         writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), 4 * tensor.n_elements)
     writer.write_header_to_file()
@@ -340,7 +341,7 @@ def _copy_metadata(reader, writer, *but, only=""):
 
 
 def split(src, prefix, n):
-    """Writes a model as n files PREFIX-00001-of-0000N.gguf, as llama-gguf-split does. Returns their paths."""
+    """Write a model as n files PREFIX-00001-of-0000N.gguf, as llama-gguf-split does; return their paths."""
     reader = gguf.GGUFReader(src)
     paths = [f"{prefix}-{number:05}-of-{n:05}.gguf" for number in range(1, n + 1)]
     for number, path in enumerate(paths):

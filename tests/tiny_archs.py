@@ -1,9 +1,10 @@
-"""Small random GGUFs of architectures for which llama.cpp's own test-llama-archs writes none that runs.
+"""Small random GGUFs of the architectures for which llama.cpp's test-llama-archs writes no file that runs.
 
     python -m tests.tiny_archs DIR
 
-Writes NAME.gguf for each into the folder DIR, with the trained context of llama.cpp's own files. Chameleon is
-left out: in a batch, llama.cpp hides image tokens only in the logits of the first token.
+The program writes a file NAME.gguf for each architecture into the folder DIR, with the trained context of
+llama.cpp's own files. Chameleon is left out: in a batch, llama.cpp hides image tokens only in the logits of
+the first token.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _start(path, arch, n_ctx_train, n_layer, n_head=N_HEAD, n_head_kv=N_HEAD_KV)
 
 
 def _qk_norms(tensors, size=1.0):
-    """Return norms of queries and keys whose outputs are as large as those of models without such norms."""
+    """Return norms that give queries and keys `size` times their size in models without such norms."""
     return {
         "attn_q_norm": tensors.norm(HEAD_DIM, Q_STD * size),
         "attn_k_norm": tensors.norm(HEAD_DIM, K_STD * size),
@@ -44,7 +45,7 @@ def _qk_norms(tensors, size=1.0):
 
 
 def _experts(tensors):
-    """A feed-forward network of several experts, and one that all tokens use."""
+    """Return the tensors of a feed-forward network: N_EXPERT routed experts, and one that all tokens use."""
     return {
         "ffn_norm": tensors.norm(),
         "ffn_gate_inp": tensors.matrix(N_EXPERT, N_EMBD),
@@ -73,7 +74,7 @@ def _add_expert_sizes(writer, n_dense):
 
 
 def write_apertus(path, *, n_layer=2, n_ctx_train=1024, seed=0):
-    """RoPE with factors. The feed-forward network has no gate but xIELU, with numbers for each layer."""
+    """RoPE has factors. The feed-forward network has no gate; each layer has parameters of its xIELU."""
     writer = _start(path, "apertus", n_ctx_train, n_layer)
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_xielu_alpha_n([0.9, 0.6])
@@ -94,7 +95,7 @@ def write_apertus(path, *, n_layer=2, n_ctx_train=1024, seed=0):
 
 
 def write_bitnet(path, *, n_layer=2, n_ctx_train=1024, seed=0):
-    """A norm before the last matrix of attention and feed-forward; one factor per matrix; tied embeddings."""
+    """Attention and feed-forward norm their last matrix's input. Matrices have scales; the output is tied."""
     writer = _start(path, "bitnet", n_ctx_train, n_layer)
     tensors = Tensors(writer, N_EMBD, seed)
     tensors.add_ends(N_VOCAB, tied=True)
@@ -120,8 +121,8 @@ def write_deepseek2_ocr(path, *, n_layer=3, n_ctx_train=1024, seed=0):
 
 def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
     """Every fifth of 20 layers attends to all tokens. Two more layers read the cells of layers 18 and 19."""
-    # sizes that the header does not have: layers with cells, states of a token (AltUp), the size of a layer's
-    # additional input, and the rank of LAuReL's bypass
+    # sizes without header fields: number of layers with cells, number of states per token (AltUp), size of a
+    # layer's additional input, rank of LAuReL's bypass
     n_own, n_state, n_input, rank = 20, 4, 256, 64
     slides = [i % 5 < 4 for i in range(n_own)] + [True, False]
     n_layer = len(slides)
@@ -168,7 +169,7 @@ def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
 
 
 def write_plm(path, *, n_layer=2, n_latent=48, n_ctx_train=1024, seed=0):
-    """Values and half of each key come from a latent. The other half is rotated, the same in all heads."""
+    """Values and half of each key come from a latent. The other half is rotated and equal in all heads."""
     n_nope = n_rot = n_value = HEAD_DIM
     writer = _start(path, "plm", n_ctx_train, n_layer, n_head_kv=N_HEAD)
     writer.add_key_length(n_nope + n_rot)
@@ -213,7 +214,7 @@ def write_step35(path, *, window=16, n_ctx_train=1024, seed=0):
     _add_expert_sizes(writer, n_dense)
     writer.add_expert_weights_scale(1.5)
     writer.add_expert_weights_norm(True)
-    # 0 is no limit
+    # limits of each layer's activations: 0 means no limit
     writer.add_swiglu_clamp_exp([0.0, 0.0, 1.0, 0.0, 1.0])
     writer.add_swiglu_clamp_shexp([0.0, 0.0, 0.0, 1.5, 1.5])
     tensors = Tensors(writer, N_EMBD, seed)

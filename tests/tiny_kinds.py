@@ -48,7 +48,8 @@ def write_smollm3(path, *, n_layer=5, n_ctx_train=1024, seed=0):
 def write_qwen2vl(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     """M-RoPE: four sections of pairs, each with its own position; the last position is 0 in a text.
 
-    The sections have 13 of the 16 pairs; the rest start over with the first section. Attention has biases.
+    The sections have 13 of the 16 pairs; the other 3 take the positions of the first sections again.
+    Attention has biases.
     """
     # llama.cpp does not read this architecture's eps
     writer = _start(path, "qwen2vl", n_ctx_train, n_layer, eps=1e-12)
@@ -224,7 +225,7 @@ def write_deepseek2(
     add_keys=lambda writer: None,
     more=lambda tensors, q_rank: {},
 ):
-    """One row per layer. Queries are projected through q_rank numbers, or directly with q_rank=0.
+    """Multi-head latent attention, with one row per layer. q_rank: rank of the query projection; 0 for none.
 
     llama.cpp multiplies quantized keys by a Hadamard matrix if their size is a multiple of 64, as here.
     add_keys, more: functions that add header fields and layer tensors of another architecture.

@@ -398,7 +398,7 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     assert chat.say("/set top-p 0.5") == "top_p  0.5"
     assert chat.say("/set top-p") == "top_p  0.5"
     assert chat.say('/set stop "a b"') == 'stop  "a b"'
-    # a line break differs from a backslash, and displayed text can be typed
+    # typed \n is a line break, and \\n a backslash with an n; both are shown in the form that was typed
     for text in (r"\n\n", r"a\\n", r"\""):
         assert chat.say(f'/set stop "{text}"') == f'stop  "{text}"'
     assert chat.say('/set stop ""') == "stop  (none)"

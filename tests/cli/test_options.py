@@ -173,7 +173,7 @@ def test_a_session_goes_on_with_the_policy_and_the_budget_that_it_began_with():
 
     h2o, recall = (resumed(RunOptions(), policy) for policy in ("h2o", "recall"))
     assert (h2o.policy, h2o.budget, h2o.instead) == ("h2o", None, None)
-    # the default was different when it began
+    # the session's budget, not today's default of recall, which may differ
     assert (recall.policy, recall.budget, recall.instead) == ("recall", "1024", None)
     assert resumed(RunOptions(), "recall", "10%").budget == "10%"
     typed = RunOptions(budget="96", typed=frozenset({"budget"}))

@@ -66,7 +66,8 @@ def test_bytes_give_whole_steps_of_256_cells_and_at_most_the_trained_context():
 
 
 def test_bytes_hold_what_the_model_keeps_beside_its_rows():
-    # 200 + 64 tokens take two steps of 256 cells, 200 + 30 take one
+    # a sliding layer has cells for its window (200 tokens) and a batch, rounded up to a multiple of 256:
+    # 512 with a batch of 64, and 256 with a batch of 30
     for n_batch, n_cell in ((64, 512), (30, 256)):
         beside = n_cell * 256 + 12345
         assert parse(f"{beside + 512 * 512}B", HYBRID, n_batch) == (512, n_batch)

@@ -144,6 +144,6 @@ def server(model: str) -> Iterator[str]:
 def launched(playwright: Playwright) -> Browser:
     """Launch the system's browser, or else Playwright's."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    # root has no sandbox
+    # Chromium's sandbox does not work for root
     flags = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
     return playwright.chromium.launch(executable_path=found, args=flags)

@@ -3,9 +3,9 @@
     python -m tests.serve.crowd_serve --models tiny smollm2-135m --policies h2o recall --budgets 64 128
 
 The clients ask, repeat a question, change earlier messages, and disconnect in the middle of streams; some
-start with the same messages. At temperature 0, every whole answer must come again if its chat is replayed
-alone. This shows that no text of a chat gets into another chat, and that nothing stays of a message that was
-replaced.
+start with the same messages. At temperature 0, every complete answer must be the same when its chat is
+replayed alone. This shows that no text of a chat gets into another chat, and that the text of a replaced
+message is gone.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from tests.serve.serving import serving
 
 WORDS = ("stone", "river", "lamp", "bread", "iron", "music", "winter", "paper", "garden", "thunder", "window")
 EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
-"""Steps for one chat and for several round differently; a half-precision cache would enlarge this."""
+"""Options against rounding: steps of one chat and of several round differently, more so with an f16 cache."""
 
 RECALL = ("-o", "search=all", "--archive-type", "f32")
-"""Options with which a reply does not depend on the steps that read the prompt.
+"""Options that make a reply independent of the steps in which its prompt was read.
 
-A chat that goes back reads its prompt in other steps.
+When a chat goes back, its prompt is read in other steps than in the replay.
 """
 
 SYSTEMS = [None, "Be helpful.", "Answer in few words, please. " * 10]
-"""System prompts; the server stores the last one separately, which takes 512 cells."""
+"""System prompts. The server stores the last one separately; it is long and needs a budget of 512."""
 
 
 def said(role, content):

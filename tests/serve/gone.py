@@ -1,6 +1,6 @@
 """Errors and answers of a server that may be killed while a client talks to it.
 
-http.client takes some answers that are cut for whole ones; the functions here raise HTTPException instead.
+http.client returns some truncated answers without an error; the functions here raise HTTPException.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 GONE = (OSError, http.client.HTTPException)
 """Errors of a client whose server is killed at any point of a request or an answer.
 
-ValueError is not among them: no part of an answer is read as JSON unless the part is whole.
+ValueError is not among them, since JSON is parsed only once it is complete.
 """
 
 

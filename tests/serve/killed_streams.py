@@ -2,8 +2,8 @@
 
     python -m tests.serve.killed_streams --kills 20 --policies h2o recall
 
-After each kill a new server continues both chats. Every turn that a client saw finished must be in its cache,
-and every answer must be the one that its chat gets from a server without other chats.
+After each kill a new server continues both chats. It must have in its cache every turn that a client saw
+finished. Every answer must equal the one of a server that has no other chats.
 """
 
 from __future__ import annotations

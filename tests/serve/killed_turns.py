@@ -40,12 +40,12 @@ class SlotServer:
     """The part of `kvtool serve` behind HTTP."""
 
     def __init__(self, model, policy, folder):
-        # make replies independent of the steps that read a prompt: a chat that goes back reads it in others
+        # a chat that goes back reads its prompt in other steps; search=all makes replies independent of them
         params = ["search=all"] if policy == "recall" else []
         settings = Settings(n_batch=64, n_threads=1, archive_type="f16")
         engine = Engine(model, policies.fit(policy, 64, 16, params), settings)
         writer = Writer(engine, Sampler(model))
-        # so few bytes that some snapshots are deleted
+        # 600,000 bytes are so few that some snapshots are deleted
         self.slot = Slot(
             writer,
             template_of(model),
@@ -186,9 +186,9 @@ def run(model_path, folder, policy, step=1):
         code, seen = live(model, policy, place, n)
         assert code == KILLED, f"call {n}"
         assert seen == finished[: len(seen)], f"call {n}"
-        # the newest two: older ones may have been deleted for room
+        # check the newest two finished turns, since older ones may have been deleted for room; and the turn
+        # that was being stored, which may or may not be whole
         first, end = max(len(seen) - 2, 0), len(seen) + 1
-        # and the one that was being stored, which may or may not be whole
         found = go_on(model, policy, place, finished[first:end])
         for i, (reply, n_cached) in enumerate(found, first):
             turn, (wanted, _) = finished[i], expected[i]

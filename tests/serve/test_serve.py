@@ -26,7 +26,7 @@ MODEL, REAL = "talker", "smollm2-135m"
 GREEDY = ("-n", "3", "--temp", "0", "-t", "1", "--budget", "256")
 
 H2O = ("--policy", "h2o", "--budget", "256", "--temp", "0")
-"""With recall, chats can go back to any token: see tests/serve/test_serve_back.py."""
+"""Options of most tests here. With recall, chats go back to any token: see tests/serve/test_serve_back.py."""
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
@@ -230,7 +230,7 @@ def test_what_is_wrong_is_said_in_one_line(client, changes, param):
     assert own["param"] == param
 
 
-# takes hours
+# maximum tokens of an answer that would take hours
 LONG = 10**6
 
 
@@ -480,7 +480,7 @@ def test_a_long_system_prompt_is_read_once(smol, tmp_path, connect):
     assert two.usage.prompt_tokens_details.cached_tokens > 300
     # chats stored in between change nothing
     assert again.choices[0].message.content == one.choices[0].message.content
-    # the stored system prompt has nothing of the chat before it
+    # the file of the system prompt has no text of the first chat, which was in the cache before
     start = next(path for path in tmp_path.glob("*.kv*") if _n_said(path) == 1)
     assert b"4711" not in start.read_bytes()
 

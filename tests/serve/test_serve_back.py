@@ -59,7 +59,7 @@ def talked(url, **more):
 def test_a_request_that_differs_in_its_middle_reads_what_is_new(url):
     messages, _ = talked(url)
     before, text = messages[:3], messages[3]["content"]
-    # a token is a letter: the text's last letter, and the template's tokens after it
+    # a letter is one token; read are the changed last letter and the template's tokens after it
     _, _, n_tail, _ = asked(url, [*before, said("user", text[:-1] + "!")])
     assert 1 < n_tail < 12
     for n_same in (30, 10, 0):
@@ -143,7 +143,7 @@ def test_another_system_prompt_is_read_from_where_it_differs(talker, pins):
             assert len(ASKED[0]) < n_read < n - 12
             _, _, _, own = asked(url, [*messages, reply, said("user", "x" * 200)], kvtool={"share": 10**6})
             n_pinned = len(f"[s]{other}") if other and pins else 0
-            # sinks stay whatever is pinned
+            # the policy's 4 sinks stay even if fewer tokens are pinned
             assert own["share"]["held"].index(0) == max(4, n_pinned)
 
 
@@ -159,7 +159,7 @@ def test_a_tool_more_is_read_from_where_it_begins(url):
     _, n_more, n_read, _ = asked(url, messages, tools=TOOLS)
     # the third tool, the messages and the reply header are read
     assert 0 < n_more - n < n_read < n_more - 12 - 300
-    # and the chat without it is still there
+    # the chat without the third tool is still stored
     assert asked(url, messages, tools=TOOLS[:2])[2] == 1
 
 
@@ -175,7 +175,7 @@ def test_a_long_beginning_is_taken_from_any_chat_that_is_stored(talker, tmp_path
             for key in ("2", "3"):
                 for system in systems:
                     _, _, n_read, _ = asked(server.url, [system, said("user", "Who?")], prompt_cache_key=key)
-                    # "o?" and the reply header
+                    # "Wh" is in the cache from "Why?"; "o?" and the reply header are read
                     assert n_read <= 8, (pin, key)
 
 

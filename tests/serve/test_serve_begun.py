@@ -157,9 +157,9 @@ def test_the_prompt_ends_in_the_beginning_of_the_reply(model, tmp_path, source, 
 @pytest.mark.engine
 @needs_published
 def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
-    """From the user's message on, the text is that of a chat with the whole reply. No thought is open."""
+    """From the user's message on, the prompt equals the beginning of a chat with the whole reply."""
     user, later = said("user", "Kvtool asks."), said("user", "And?")
-    # exception: its header has instructions that earlier replies lack, and opens no thought
+    # the only exception: this reply header has instructions that earlier replies lack, and opens no thought
     other = {"CohereForAI-c4ai-command-r-plus-tool_use"}
     seen = set()
     for name, source in published.templates().items():

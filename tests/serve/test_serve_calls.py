@@ -256,9 +256,9 @@ def test_a_block_of_calls_is_calls(format, inside, calls, opening, close):
     check_cuts(format, block, calls)
     check_cuts(format, f"I call it:\n\n{block}\n", ["I call it:", *calls])
     check_cuts(format, f"{block}\n{block}\nSo.", [*calls, *calls, "So."])
-    # models may leave the close out
+    # models may leave out the closing line
     check_cuts(format, f"{opening}\n{inside}", calls)
-    # or both the opening and the close
+    # or both the opening and the closing line
     bare = f"\n{inside}\n"
     check_cuts(format, bare, calls if inside[0] == "{" else [bare])
 

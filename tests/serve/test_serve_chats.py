@@ -131,7 +131,7 @@ def test_who_gives_another_name_for_this_machine_is_refused(open_url):
 
 
 def test_an_answer_that_nobody_reads_ends(url):
-    # takes days
+    # an answer of so many tokens would take days
     long = {"messages": [said("user", "Long.")], "max_tokens": 10**9, "stream": True}
     assert request(url, long, KEY, n_events=5) == (None, None)
     asked(url, [said("user", "Short.")])
@@ -160,7 +160,7 @@ def test_an_archive_whose_chat_was_moved_stays_and_what_a_killed_server_left_goe
         (tmp_path / name).write_bytes(b"kvtool archive 1 ")
     with closing(ChatStore(tmp_path, 10**9, {})) as chats:
         assert [each.name for each in tmp_path.iterdir()] == [f"{moved}.archive"]
-        # the server reports it as a file that it cannot continue
+        # the server counts the moved chat's archive among the files that it cannot continue
         assert chats.n_others == 1
 
 

@@ -1,10 +1,10 @@
 """Requests as programs send them, replayed against kvtool serve.
 
-tests/data/clients.jsonl has the requests of a chat of each program, logged by a proxy.
-Then prompts and descriptions were shortened, and most tools and headers left out; fields and the shapes of
-messages and schemas are as they came. `tool_choice` and the limit of tokens were added to requests that the
-model must answer with a call. "REPLY n", and likewise CALL, ARGUMENTS and INPUT, stand for a part of the
-server's answer to request n of the same program. follows: the request whose chat it continues.
+tests/data/clients.jsonl has the requests of a chat of each program, logged by a proxy. Prompts and
+descriptions were shortened, and most tools and headers removed; fields and the shapes of messages and schemas
+are unchanged. `tool_choice` and the limit of tokens were added to requests that the model must answer with a
+call. "REPLY n", "CALL n", "ARGUMENTS n" and "INPUT n" stand for a part of the server's answer to request n of
+the same program. The field `follows` of a line is the number of the request whose chat the line continues.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def test_without_its_packages_it_says_which_to_install(tmp_path):
     assert done.returncode == 4
     assert done.stderr == f"kvtool: starlette is missing; install it: pip install '{ROOT}[serve]'\n"
 
-    # these packages would not help without llama.cpp, so that is reported first
+    # a missing llama.cpp is reported first, since the server's packages would not help without it
     (tmp_path / "llama_cpp.py").write_text("raise ModuleNotFoundError(name='llama_cpp')")
     (tmp_path / "kvtool_llama.py").write_text("raise ModuleNotFoundError(name='kvtool_llama')")
     assert "there is no llama.cpp yet; build it" in served().stderr

@@ -39,7 +39,7 @@ def test_a_request_that_comes_again_reads_its_reply_header(url):
     again, _, n_again, _ = asked(url, [LONG])
     assert again == first
     assert n_again < 8
-    # and so does one of a later turn
+    # the same for a repeated request of a later turn
     messages = [LONG, first, NEXT]
     reply, _, n_read, _ = asked(url, messages)
     assert n_read > 300

@@ -101,7 +101,8 @@ def test_a_kill_amid_20_streams_loses_no_finished_turn(model, tmp_path, policy):
             while not server.is_killed:
                 asked = [*chats[i], said("user", f"{i}: What is stone {len(chats[i])}?")]
                 reply, n_cached, n, _ = ask(server.url, asked)
-                # a kill may come after a reply is stored and before it arrives: its question is asked again
+                # if a kill comes after a reply is stored and before it arrives, the question is asked again;
+                # recall may then have its tokens in the cache
                 assert tokens[i] <= n_cached <= (n if policy == "recall" else tokens[i])
                 chats[i], tokens[i] = [*asked, said("assistant", reply)], n
                 # disconnects before the answer is finished
@@ -187,7 +188,7 @@ def test_stored_chats_take_no_more_than_they_may(chat_model, tmp_path, policy):
             chat.append(said("user", f"{i}: What is a stone? " * 4))
             chat.append(said("assistant", ask(server.url, chat)[0]))
             assert _bytes(tmp_path) <= most
-        # the newest chats are left
+        # the newest chats are still stored
         assert ask(server.url, [*chats[5], said("user", "Why?")])[1] > 0
     assert len(list(tmp_path.glob("*.kv*"))) > 2
 
@@ -280,12 +281,12 @@ def test_a_slow_head_and_a_slow_body_are_not_waited_for(chat_model):
             silent, begun, amid, trickling = (connected() for _ in range(4))
             begun.sendall(b"POST /v1/completions HTTP/1.1\r\n")
             amid.sendall(b"GET /health HTTP/1.1\r\nA")
-            # the head as a whole has to come in time
+            # the whole head has to arrive in time, so single bytes do not keep the connection open
             trickling.sendall(b"GET /health HTTP/1.1\r\nX: ")
             with pytest.raises(ConnectionError):
                 _trickle(trickling)
             for slow in (silent, begun, amid):
-                # closed: by an end, or a reset
+                # the server closes the connection: recv returns nothing, or raises if it was reset
                 with suppress(ConnectionError):
                     assert slow.recv(100) == b""
 

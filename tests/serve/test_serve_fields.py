@@ -176,7 +176,7 @@ def test_errors_of_responses_name_that_interface_s_fields(fields, param):
 def test_errors_that_come_later_name_the_message_of_the_client():
     system = Defaults(system="Be brief.")
     refused = ApiError("messages[1], of role user: no", param="messages[1]")
-    # the server's system prompt came before it
+    # the server puts its system prompt before the client's messages
     assert chat(system).places.in_error(refused).param == "messages[0]"
     assert (
         chat(system).places.in_error(ApiError("x", param="messages[0]")).param == "the server's system prompt"
@@ -187,7 +187,7 @@ def test_errors_that_come_later_name_the_message_of_the_client():
     result = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
     body = {"system": "Be.", "messages": [said("user", [result, {"type": "text", "text": "So?"}])]}
     found = requests.chat(*_of(anthropic.as_chat(body, is_counted=True)))
-    # system prompt, result, and the user's message
+    # the chat has three messages: the system prompt, the result and the user's text
     assert found.places.in_error(refused).param == "messages[0].content[0]"
     assert found.places.in_error(ApiError("x", param="messages[2]")).param == "messages[0]"
     tools = [{"type": "bash_20250124", "name": "bash"}, {"name": "f", "input_schema": {"type": "object"}}]
@@ -290,7 +290,7 @@ def test_a_stream_says_how_much_of_the_prompt_is_read(talker):
             )
         unasked = server.ask(path, body | {"return_progress": None}).text
         assert "prompt_progress" not in unasked
-        # a cached beginning counts
+        # cached tokens count as processed
         messages = [said("user", "Hi."), said("assistant", server.chat(HI)[0]["content"]), said("user", long)]
         body = {"messages": messages, "max_tokens": 2, "stream": True, "return_progress": True}
         first = next(each for each in pieces_of(server.ask("/v1/chat/completions", body).text)[1:])
@@ -298,7 +298,7 @@ def test_a_stream_says_how_much_of_the_prompt_is_read(talker):
 
 
 def pieces_of(text):
-    """The pieces of a stream."""
+    """Return the pieces of a stream."""
     lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: {")]
     return [json.loads(line) for line in lines]
 

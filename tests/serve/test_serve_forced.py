@@ -28,12 +28,15 @@ def engine(tiny_model):
 
 
 def forced(engine, format, tools, choice=None):
-    """The rules of a call."""
+    """Return the rules that force a call. choice: a `Choice` of one tool, or None for any."""
     return CallRules(Vocabulary.of(engine.model), format).call(tools, choice and choice.name)
 
 
 def written(engine, rules, likes, n=900):
-    """Text sampled under rules. likes: function of the text so far that returns a logit for each byte."""
+    """Return a text sampled under rules.
+
+    likes: function of the text so far that returns a logit for each byte.
+    """
     sampler = Sampler(engine.model, Sampling(temp=1), seed=1, rules=rules)
     text = b""
     while len(text) < n:
@@ -65,7 +68,7 @@ def dictates(text):
 
 
 def wanders(seed, *ends):
-    """Return a `likes` that prefers random characters, and the rest of an end once it has begun."""
+    """Return a `likes` with random logits that often begins one of `ends`, and then completes it."""
     rng = np.random.default_rng(seed)
 
     def likes(so_far):

@@ -24,7 +24,7 @@ OBSIDIAN = "app://obsidian.md"
 
 
 def send(path, method="GET", *, content=None, headers=(), engine=None, **site):
-    """The answer to a request. engine: called with the job, once there is one."""
+    """Return the answer to a request. engine: function that answers its job; None if no job comes."""
     waiting = JobQueue(1)
     own = app.make(Site("m", "h2o", waiting, **{"props": {}} | site))
 
@@ -66,7 +66,7 @@ def bare(data):
         ("gzip", packed(BODY)),
         ("GZIP", packed(BODY)),
         ("x-gzip", packed(BODY)),
-        # of several parts
+        # two gzip files after each other
         ("gzip", packed(BODY[:20]) + packed(BODY[20:])),
         ("deflate", zlib.compress(BODY)),
         ("deflate", bare(BODY)),

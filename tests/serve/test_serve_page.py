@@ -1,4 +1,4 @@
-"""The web page of kvtool serve: that it is all there, that it loads nothing else, and its Markdown.
+"""The web page of kvtool serve: its files are complete, it loads nothing else, and it shows Markdown.
 
 tests/tools/check_page.py checks the page in a browser.
 """
@@ -32,7 +32,7 @@ FILES = sorted(WEB.iterdir())
 
 
 def get(path, **site):
-    """The status, the headers and the body of an answer, before the model is loaded."""
+    """Return the status, the headers and the body of an answer, before the model is loaded."""
     scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b""}
     sent = []
 
@@ -135,7 +135,7 @@ def test_the_page_is_in_the_wheel(tmp_path):
 
 
 def test_a_stream_says_that_it_lives_while_a_long_prompt_is_read(monkeypatch):
-    # the page shows it as "reading ..."
+    # the server sends pings meanwhile; the page then shows "reading ..."
     monkeypatch.setattr(app, "PING_S", 0.1)
 
     async def said():
@@ -177,7 +177,7 @@ console.log(JSON.stringify(texts.map((text) => elements(text).map(plain))));
 
 
 def shown(*texts):
-    """The elements of each text: a list of a tag and its contents."""
+    """Return the elements of each text. An element is a list of its tag and its contents."""
     script = (WEB / "markdown.js").read_text(encoding="utf-8") + STAND_IN
     done = subprocess.run(
         ["node", "-e", script],

@@ -163,11 +163,11 @@ def test_who_waits_longest_gets_the_next_turn():
 
 
 def has_ended(lock, n_left):
-    """Return True if the holder's time is over, for a thread that waits."""
+    """Return True if the next step of the lock's holder lets a waiting thread compute."""
     thread = threading.Thread(target=lock.acquire, daemon=True)
     thread.start()
     until(lambda: lock._waiting)
-    # after its end this would wait forever: the other thread never releases it
+    # once the slice is over, `step` waits forever, because the other thread never releases the lock
     step = threading.Thread(target=lock.step, args=(n_left,), daemon=True)
     step.start()
     until(lambda: not (step.is_alive() and thread.is_alive()))
@@ -188,7 +188,7 @@ def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
     is_long = first_s > 0
     assert ends(batching.N_SHORT) is not is_long
     assert ends(1) is not is_long
-    # a long prompt, a reply, and a later turn
+    # the usual limit holds for a long prompt, a reply, and a later turn
     assert ends(batching.N_SHORT + 1) is is_long
     assert ends(0) is is_long
     assert ends(1, is_first=False) is is_long
@@ -311,13 +311,13 @@ def test_two_requests_of_one_chat_both_go_on_from_it(talker, tmp_path, one_step,
             n = job.last["held"]["tokens"]
             next_one = server.put([*chat, *question(i), said("assistant", job.text), *question(3)])
             assert n <= next_one.last["n_cached"] < n + 16
-        # and so is the same question twice at once
+        # a question that is asked twice at once is stored as well
         twins = beside(server, *[[*chat, *question(4)]] * 2)
         assert twins[0].text == twins[1].text
         for _ in range(3):
             after = server.put([*chat, *question(4), said("assistant", twins[0].text), *question(5)])
             assert after.last["n_cached"] >= twins[0].last["held"]["tokens"]
-        # the other request stores again the chat that the first one continues
+        # while the first request continues a chat, the second repeats the chat's question and stores it again
         start = server.put(question(6))
         chat = [*question(6), said("assistant", start.text), *question(7)]
         first, again = beside(server, chat, question(6), n_max=200)
@@ -351,7 +351,7 @@ def test_a_slot_that_fails_harms_no_other(talker, tmp_path, one_step, monkeypatc
 
         def seen(kind):
             if not bad:
-                # so long that it still decodes when the other has ended
+                # 400 tokens: this request still decodes when the other one has ended
                 bad.append(server.put(question(1), 400, fail))
             if kind == "piece" and len(bad[0].events) < 2:
                 server.someone_waits()
@@ -396,7 +396,7 @@ def running(url):
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
 def test_a_short_request_is_answered_beside_a_long_answer_and_a_long_prompt(talker, policy):
     short = {"messages": question(0), "max_tokens": 8, "temperature": 0}
-    # the first takes days, the second many times as long as the short one
+    # to answer `long` would take days; to read `prompt` takes many times as long as the short request
     long = {"messages": question(1), "max_tokens": 10**9, "logit_bias": {"2": -100}}
     prompt = {"messages": question(2, 30_000)}
     with serving(talker, "--policy", policy, "--budget", "64", "--metrics") as server:

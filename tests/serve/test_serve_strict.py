@@ -1,7 +1,7 @@
 """The current openai and anthropic packages take every answer, with their strict validation of its fields.
 
-Two cases are left out, in which OpenAI's server also breaks its types: pieces of a streamed text have no
-reason to end, and the first token of an echoed prompt has no log-probability.
+Two cases are left out in which OpenAI's own server violates the types: pieces of a streamed text without a
+finish reason, and the first token of an echoed prompt, which has no log-probability.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def server(talker):
 
 
 def taken(server, package, call, fields):
-    """The answer as a client of a package returns it; a stream as the list of its events."""
+    """Return the answer as a package's client gives it; for a stream, the list of its events."""
     kind = {openai: openai.AsyncOpenAI, anthropic: anthropic.AsyncAnthropic}[package]
     url = "http://localhost" + ("/v1" if package is openai else "")
 

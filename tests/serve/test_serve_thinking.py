@@ -203,7 +203,7 @@ def test_what_is_asked_for_in_so_many_words_is_refused_where_it_cannot_be(serve)
         refuse(USER, "Yes.", enable_thinking=True)
     assert (raised.value.status, raised.value.param) == (400, "enable_thinking")
     assert raised.value.message == "enable_thinking: the model's chat template has no thinking to switch on"
-    # the template has no thinking, so False is right
+    # False is accepted, since the template has no thinking
     assert refuse(USER, "Yes.", enable_thinking=False)["message"]["content"] == "Yes."
     failing = serve("{% if effort == 'deep' %}{{ raise_exception('no such effort') }}{% endif %}" + PLAIN)
     with pytest.raises(ApiError) as raised:
@@ -302,14 +302,14 @@ AGENT = (
     "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n%OPEN%{% endif %}"
 )
-"""Thoughts since the user's last message stay: interleaved thinking, as Qwen3 and others have it."""
+"""Template that keeps thoughts since the user's last message (interleaved thinking), as Qwen3's does."""
 
 KEEPS = AGENT.replace("and loop.index0 > ns.last and m.reasoning_content", "and m.reasoning_content")
 ALWAYS = AGENT.replace(
     "{% if m.role == 'assistant' and loop.index0 > ns.last and m.reasoning_content %}",
     "{% if m.role == 'assistant' and loop.index0 > ns.last %}",
 ).replace("m.reasoning_content.strip", "(m.reasoning_content or '').strip")
-"""A reply without a thought has an empty one, as Qwen3.5 has it."""
+"""Template that shows an empty thought in a reply without one, as Qwen3.5's does."""
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
@@ -333,11 +333,12 @@ def fresh(serve, messages, **more):
 
 
 def agent(serve, opens, sends):
-    """Let an agent look twice and answer, and then the user ask again.
+    """Let an agent look twice and answer; then let the user ask twice more.
 
-    Yields (messages, last event) of each request; the last request has None.
+    Yield (messages, last event) of each request, with None as the event of the last one.
 
-    opens: the header opens the thought. sends: the client sends thoughts back.
+    opens: True if the header opens the thought.
+    sends: True if the client sends thoughts back.
     """
     messages, start = [{"role": "user", "content": "Look around."}], "" if opens else "<think>\n"
     replies = [f"{start}First I look.\n</think>\n\n{CALL}", f"{start}Once more.\n</think>\n\n{CALL}"]
@@ -409,15 +410,16 @@ def test_a_dropped_thought_costs_no_more_than_a_reading_of_what_follows_it(
         # while the agent looks nothing is read again
         for before, event in itertools.pairwise(events[:3]):
             assert event["n_cached"] == before["held"]["tokens"]
-        # then its thoughts are dropped, and the chat is read again from the first one on; a cache that cannot
-        # go back has stored the first prompt up to the header
+        # then its thoughts are dropped, and the chat is read again from the first thought on; h2o, which
+        # cannot go back, continues from a copy of the first prompt without the header
         header = serve.slot.model.tokenize("<|im_end|>\n<|im_start|>assistant\n" + opening)
         n_read = len(header) if policy == "h2o" else len(opening)
         n_least = len(fresh(serve, prompts[0], tools=[TOOL])) - n_read
         # thought and call both begin with "<t", which may be cached as well
         assert n_least <= events[3]["n_cached"] <= n_least + 2
     with answering(bytewise, source, tmp_path / "keeps", policy, budget=128) as serve:
-        # if the client does not send thoughts back, one reply is read again; then the server knows
+        # if the client does not send thoughts back, only the first reply is read again: the server stores
+        # later replies without thoughts
         _, events = zip(*agent(serve, bool(opening), False), strict=True)
         for before, event in itertools.pairwise(events[1:4]):
             assert event["n_cached"] == before["held"]["tokens"]
@@ -469,7 +471,7 @@ def test_reasoning_items_belong_to_the_reply_behind_them(serve):
     result = {"type": "function_call_output", "call_id": "c1", "output": "Red."}
     tool = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
     chat = [*USER, second, call, result, first, {"role": "assistant", "content": "It is red."}]
-    # a thought that no reply followed, and one that only another server can read
+    # left out: a thought that no reply follows, and one that only another server can read
     chat += [first, {"role": "user", "content": "Sure?"}, thought]
     serve(chat, "Yes.", "responses", tools=[tool])
     assert f"assistant\n<think>\nLook.\n</think>\n\n{CALL}<|im_end|>" in serve.prompt

@@ -64,7 +64,7 @@ def test_tools_come_out_with_what_templates_expect():
 
 
 TYPES = ("must be an object", "must be a list", "must be a string", "must be true or false")
-"""Ends of messages that name the type of a field."""
+"""Ends of the error messages for a field of the wrong type."""
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_calls_and_results_come_as_clients_send_them():
     own = (calling(call("{}", id="x")), result("a", tool_call_id="x"), calling(call("{}")), result("b"))
     *_, later, last = checked(*own)
     assert (later["tool_calls"][0]["id"], last["tool_call_id"]) == ("call_2", "call_2")
-    # Ollama's name of the tool
+    # Ollama's results name the tool instead of the call
     _, _, third = checked(calling(call("{}", id="x"), now), result("a", tool_name="now"), result("b"))
     assert third["tool_call_id"] == "x"
 
@@ -314,7 +314,7 @@ def test_a_template_that_leaves_calls_out_gets_them_in_its_own_syntax():
     text = '<|tool_call_start|>[now(), weather(city="Ü")]<|tool_call_end|>'
     assert found[1] == {"role": "assistant", "content": f"So:\n{text}"}
     assert [message["role"] for message in found[2:]] == ["tool", "tool", "assistant"]
-    # that syntax has only objects as arguments
+    # in LFM2's syntax, arguments must be an object; others are written as JSON in a tag
     calls = [{"id": "a", "function": {"name": "now", "arguments": "x"}}]
     (message,) = for_template([{"role": "assistant", "tool_calls": calls}], template)
     assert message["content"] == '<tool_call>\n{"name": "now", "arguments": "x"}\n</tool_call>'

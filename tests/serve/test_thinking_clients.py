@@ -3,8 +3,8 @@
 tests/data/thinking_clients.jsonl has the requests of each agent's chats with a server that recorded them.
 As in the recording, the model answers twice with a thought and a call, then with a thought and a text.
 The requests are shortened and have stand-ins as in tests/data/clients.jsonl. THOUGHT and SIGNATURE stand for
-the thought of an answer, STRIPPED for a thought without blanks at its ends. calls: the tool that the answer
-calls.
+the thought of an answer, STRIPPED for a thought without blanks at its ends. The field `calls` of a line names
+the tool that the answer calls.
 """
 
 from __future__ import annotations
