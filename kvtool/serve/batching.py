@@ -21,7 +21,7 @@ SLICE_STEPS, SLICE_S = 16, 0.25
 """A time slice ends after SLICE_STEPS steps, or after the step in which SLICE_S seconds run out."""
 
 FIRST_SLICE_S, N_SHORT = 2.0, 256
-"""Seconds of a request's first time slice while at most N_SHORT tokens of its prompt are unread.
+"""A request's first time slice may take FIRST_SLICE_S seconds if at most N_SHORT of its tokens are unread.
 
 A short prompt is thus read at once. A long prompt gets usual slices, so that other requests wait less.
 """
@@ -44,7 +44,7 @@ class ComputeLock:
         self._lock = threading.Lock()
         self._is_held = False
         self._waiting: deque[threading.Lock] = deque()
-        # members of the batcher whose joint step is done
+        # locks of members whose joint step is done; each member waits to continue
         self._resumed: deque[threading.Lock] = deque()
         self._is_shared = False
         self._n_step, self._since, self._is_first = 0, 0.0, False
@@ -83,7 +83,7 @@ class ComputeLock:
             self._begin_slice(is_shared=True)
 
     def resume(self, others: list[threading.Lock]) -> None:
-        """Let members continue whose joint step is done. Called by the member that decoded it."""
+        """Let other members of a finished joint step continue. Called by the member that decoded it."""
         with self._lock:
             self._resumed.extend(others)
         if not self._is_shared:
@@ -107,7 +107,7 @@ class ComputeLock:
 
 @dataclass(eq=False)
 class _DueStep:
-    """The next step of a member that waits for it."""
+    """A member's next step. The member waits until it is decoded."""
 
     part: Part
     lock: threading.Lock = field(default_factory=_locked)
@@ -115,10 +115,10 @@ class _DueStep:
 
 
 class StepBatcher:
-    """Decodes the next tokens of all engines that write answers in one joint step.
+    """Joins steps: the next tokens of all engines that are writing answers are decoded together.
 
     These engines are the members. Each waits until all have their next tokens; the last one decodes for all.
-    Only the holder of the lock computes, as always.
+    As everywhere, a thread computes only while it holds the lock.
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ class StepBatcher:
 
     @property
     def is_several(self) -> bool:
-        """True if steps have the tokens of several members. No member drafts tokens then."""
+        """True if a step decodes the tokens of several members. No member drafts tokens then."""
         return self._is_joint and self.n > 1
 
     def step(self, engine: Engine, n_left: int) -> None:
@@ -197,7 +197,7 @@ class StepBatcher:
         self._lock.resume([step.lock for step in waiting if step is not mine])
 
     def _decode(self, waiting: list[_DueStep]) -> None:
-        # a member that was alone when it began its step may have several tokens: draft tokens
+        # a member that was alone when its step began may have draft tokens: decode its step separately
         single = [step for step in waiting if len(step.part.tokens) == 1]
         if len(single) > 1 and self._decode_joint([step.part for step in single]):
             waiting = [step for step in waiting if step not in single]

@@ -13,7 +13,7 @@ from kvtool.serve.queue import Job, JobQueue
 from kvtool.serve.slot import Slot
 
 STEP_S = 0.5
-"""Approximate seconds of a prompt's step: other requests wait that long for their turn."""
+"""Target seconds of a step that reads a prompt. Other requests wait that long for their turn."""
 
 
 class SlotPool:
@@ -107,11 +107,11 @@ class SlotPool:
                 self._lock.release()
                 before, self.n_max = self.n_max, len(self.slots)
                 self._say(f"only {self.n_max} at once: {error}")
-                # reduce the semaphore to the slots that exist: after the last acquire one of them is free
+                # take permits away until one per slot remains; the last acquire waits until a slot is free
                 for _ in range(before - self.n_max):
                     self._room.acquire()
                 self._lock.acquire(is_first=True)
-        # a single slot is not compared: comparing renders the chat
+        # compare only if several slots are free, because comparing renders the chat
         slot = self._free[0]
         if len(self._free) > 1:
             slot = max(self._free, key=lambda each: each.n_shared(job.request))

@@ -154,7 +154,7 @@ def _stopped() -> ApiError:
 
 
 def answer(job: Job, handler: Callable[[Job], None]) -> None:
-    """Answer a job by a handler. If that fails, only this job ends with an error."""
+    """Let a handler answer a job. If the handler fails, only this job ends with an error."""
     try:
         handler(job)
     except ApiError as error:

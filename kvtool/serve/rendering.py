@@ -1,4 +1,4 @@
-"""Rendering of chats: messages and tools as tokens, by the model's chat template."""
+"""Rendering of chats: the model's chat template turns messages and tools into tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvtool.serve.tools.formats import Format
 from kvtool.serve.tools.prompt import for_template, tools_text
 
 _N_KEPT = 16
-"""Number of renderings that are kept, each for a different set of template variables."""
+"""Maximum number of renderings that are kept, one for each set of template variables."""
 
 
 class Renderings:
@@ -61,16 +61,16 @@ class Renderings:
         return self._by_variables[key], remarks
 
     def _past(self, template: Template) -> str:
-        """Return a key of the template's variables for `History`; "" if they do not change earlier turns."""
+        """Return the template's variables as a key for `History`; "" if they do not change earlier turns."""
         is_known = template.variables.keys() <= NAMES
         same = is_known and _earlier_turns(template) == _earlier_turns(self._template)
         return "" if same else json.dumps(template.variables, sort_keys=True)
 
 
 def _earlier_turns(template: Template) -> list[str | None]:
-    """Render small chats with earlier turns: with a thought, with a tool and its calls.
+    """Render small chats whose earlier turns have a thought, or a tool call and its result.
 
-    A chat that the template cannot render gives None.
+    The text of a chat that the template cannot render is None.
     """
     user: Message = {"role": "user", "content": "."}
     reply = {"content": "Hm.", "reasoning_content": "Hm?"}
@@ -124,7 +124,7 @@ class Rendering:
         self._bare = template.of_marked
         # arguments and result of the last call of `whole`
         self._last: tuple[list[Message], list[Any], tuple[np.ndarray, int]] | None = None
-        # text of the header that `with_begun` has replaced; "" if it has not
+        # the template's own header, if `with_begun` made this rendering with another one; otherwise ""
         self._replaced = ""
         self.format = Format.of(template)
 
@@ -153,7 +153,7 @@ class Rendering:
     def whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
         """Return the tokens i32[n] of a whole chat, and how many belong to the system prompt and tools.
 
-        Two calls in a row with the same list of messages render it once, because callers never change a list.
+        A second call in a row with the same list and tools reuses the tokens: callers never change a list.
         Raises ApiError for a message that the template cannot render.
         """
         last = self._last
@@ -168,7 +168,7 @@ class Rendering:
     def earlier_reply(self, messages: list[Message], reply: Message, tools: list[Any]) -> EarlierReply:
         """Return the reply to these messages as the template will render it in later requests.
 
-        In them a reply with calls is followed by results, and any other reply by a message of the user.
+        The rendered chat goes on with results of the reply's calls or, without calls, with a user's message.
 
         reply: has its thought as "reasoning_content" if the client will send it back.
         """
@@ -181,14 +181,14 @@ class Rendering:
         return EarlierReply(self._with_start(reply, region), self._behind_header(region))
 
     def _with_starts(self, messages: list[Message], tools: list[Any]) -> list[Message]:
-        """Return the messages with the thoughts that the template shows for replies. See `_with_start`."""
+        """Return the messages, with START in each reply that has an unusual start. See `_with_start`."""
         starts = self._starts(messages, tools)
         return [self._with_start(each, starts[i]) if i in starts else each for i, each in enumerate(messages)]
 
     def _with_start(self, reply: Message, region: str) -> Message:
-        """Return the reply, with the thought shown before it under START unless that is `_usual_start`."""
+        """Return the reply with the thought before it under START; unchanged if that is `_usual_start`."""
         start = self._thought_in(region)
-        # clients strip white space from thoughts
+        # clients strip white space from thoughts: reduce it, so that equal thoughts have equal digests
         return reply if start == self._usual_start else {**reply, START: " ".join(start.split())}
 
     @cached_property
@@ -201,7 +201,7 @@ class Rendering:
         return region[at + len(self.header.kept) :] if at >= 0 else None
 
     def _thought_in(self, region: str) -> str:
-        """Return the thought that ends a text, with its tags and their white space; "" if there is none."""
+        """Return the text after `Header.kept`; without that header, the thought at the end, or ""."""
         if (start := self._behind_header(region)) is not None:
             return start
         opening, end, _ = self.template.tags
@@ -212,10 +212,10 @@ class Rendering:
         return region[at if at >= 0 else bare.rfind(end.rstrip()) :]
 
     def _starts(self, messages: list[Message], tools: list[Any]) -> dict[int, str]:
-        """Return, by message index, the text between each reply that the template shows and the reply before.
+        """Return the text between each reply and the reply before it, by the reply's message index.
 
-        The text includes the reply's thought if the template shows it. Empty if the model does not think, or
-        the template cannot render the chat.
+        The text includes the reply's thought if the template shows it. Replies that the template omits are
+        missing. Empty if the model does not think, or the template cannot render the chat.
         """
         replies = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
         if not (replies and self.template.has_thoughts):
@@ -316,7 +316,7 @@ class Rendering:
         return call_rules.call_or(request.tools, rules), [*remarks, *call_rules.remarks]
 
     def _prepared(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:
-        """Mark messages and tools for `_bare`. Without a native format, the system prompt lists the tools."""
+        """Mark messages and tools for `_bare`. Without a native format, list tools in the system prompt."""
         prepared, shown_tools = for_template(messages, self.template), marked(self.template.markers, tools)
         if tools and not Format.native(self.template):
             is_system = bool(prepared) and prepared[0]["role"] == "system"

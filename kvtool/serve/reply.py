@@ -75,7 +75,7 @@ class Reply:
 
     def _text(self, text: str) -> Iterator[Delta]:
         if self._splitter and self._splitter.had_thought and not self.message["content"]:
-            # templates put line breaks after the thought
+            # line breaks after the thought come from the template, and are not part of the text
             text = text.lstrip("\n")
         if text:
             yield self._add("content", text)

@@ -38,7 +38,7 @@ from kvtool.serve.tools.calls import Parser
 from kvtool.serve.tools.formats import shown_tokens
 
 N_OUTPUT = 16
-"""Maximum tokens of a step that returns all its logits, as log-probabilities of a prompt need."""
+"""Maximum tokens of a step that returns each token's logits, for log-probabilities of a prompt."""
 
 
 class Slot:
@@ -92,7 +92,7 @@ class Slot:
             self._resumer = Resumer(conversation, rendering, chats, meta, pins)
         self._logprobs: list[dict[str, Any]] = []
         self._offsets = Offsets()
-        # remarks for the answer on fields that are not followed exactly
+        # remarks on fields of the request that are not followed exactly; the answer lists them
         self._remarks: list[str] = []
 
     def answer(self, job: Job) -> None:
@@ -115,7 +115,7 @@ class Slot:
             return 0
 
     def count(self, request: ChatRequest) -> int:
-        """Return the tokens of a chat's prompt. Any thread may call it. Raises ApiError."""
+        """Return the number of tokens of a chat's prompt. Any thread may call it. Raises ApiError."""
         with self._api_errors():
             self._chats_resumer()
             rendering, _ = self._rendering(request)
@@ -192,7 +192,7 @@ class Slot:
         if not request.sends_thoughts:
             message.pop("reasoning_content", None)
         if parser and parser.has_left_out:
-            # the engine holds text that the client did not get
+            # the stream has text that the client did not get, so that no later request can continue it
             resumer.leave()
         else:
             resumer.keep(history, request.messages, message, tools)
@@ -228,9 +228,9 @@ class Slot:
         self._end(job, request, reply, finish, counts)
 
     def _scoring(self, tokens: np.ndarray, text: str, request: TextRequest) -> Callable[[slice], None]:
-        """Return a function that lists the log-probabilities of a prompt's tokens i32[n] after each step."""
+        """Return a function to call after each step; it lists log-probabilities of the tokens i32[n]."""
         model = self.model
-        # offsets count from the text, which lacks an added BOS token, or a space that the tokenizer adds
+        # offsets count from the client's text: a BOS token or space that the tokenizer adds comes before it
         self._offsets = Offsets(len(text) - len(text_of(model, tokens.tolist())))
         for token in tokens[:1].tolist():
             self._list(unknown(model, token), special=True)
@@ -245,7 +245,7 @@ class Slot:
     def _continued(self, request: TextRequest, is_scored: bool) -> Iterator[str]:
         yield from self.writer.write(self._room(request))
         if is_scored and (token := self.writer.ending) is not None:
-            # list the end token too: programs that score a prompt drop the last entry as the answer's
+            # also list the end token: programs that score a prompt drop the last entry, the answer's
             self._list(logprobs(self.model, self.engine.context.next_logits, token, request.logprobs or 0))
 
     def _list(self, record: dict[str, Any], *, special: bool = False) -> None:
@@ -283,7 +283,7 @@ class Slot:
     ) -> None:
         """Set the request's sampler, and stop the writer once the client has left. Raises ApiError.
 
-        shown: as in `Writer`. rules: what the answer must fit; None for the grammar or schema of the server.
+        shown: as in `Writer`. rules: rules that the answer must fit; None for the server's grammar or schema.
         """
         settings = request.sampling
         if rules and request.ignores_end:

@@ -16,10 +16,10 @@ _REFUSED = ("mcp_servers", "container")
 """Fields that only Anthropic's servers can support."""
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-"""OpenAI's tool_choice by Anthropic's."""
+"""Values of OpenAI's tool_choice by the values of Anthropic's tool_choice.type."""
 
 _FINISH = {"length": "max_tokens", "tool_calls": "tool_use"}
-"""Anthropic's stop reason by OpenAI's finish reason; any other is "end_turn"."""
+"""Anthropic's stop reasons by OpenAI's finish reasons; any other finish reason becomes "end_turn"."""
 
 _KINDS = {
     400: "invalid_request_error",
@@ -36,7 +36,7 @@ _KINDS = {
 def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, str]]:
     """Return the equivalent body of /v1/chat/completions, and places as in `ClientPlaces`. Raises ApiError.
 
-    Fields with the same meaning in a chat are copied.
+    Fields that mean the same in both APIs are copied.
 
     is_counted: True if the client only asks for the number of the prompt's tokens.
     """
@@ -105,7 +105,7 @@ def _messages(value: object, where: str, tools: list[Any]) -> Iterator[tuple[str
         if block["type"] == "text":
             texts.append(_text(block, "text", at))
         elif block["type"] == "thinking":
-            # the signature means something to Anthropic only; a redacted thought has no text
+            # leave out the signature, which only Anthropic can check; a redacted thought has no text
             thoughts.append(_text(block, "thinking", at))
         elif block["type"] == "tool_use":
             calls.append(_call(block, at))
@@ -340,7 +340,7 @@ class AnthropicBodies(AnswerBodies):
         """Return the numbers of tokens, each token of the prompt counted once."""
         n_cached = counts["n_cached"]
         n_read = counts["n_prompt"] - n_cached
-        # all tokens that are read are stored; only a client that marks parts for the cache asks how many
+        # all tokens that are read go into the cache; only clients that send "cache_control" expect a number
         n_created = n_read if self._reports_writes else 0
         return {
             "input_tokens": n_read - n_created,

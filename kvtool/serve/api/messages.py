@@ -37,7 +37,10 @@ def check(value: object) -> list[Message]:
 
 
 def drop_header(messages: list[Message]) -> None:
-    """Remove the line that Claude Code puts before its system prompt: it changes with each request."""
+    """Remove Claude Code's header before the system prompt.
+
+    The header changes with each request, so that no stored chat would match.
+    """
     if messages[0]["role"] == "system" and messages[0]["content"].startswith("x-anthropic-billing-header:"):
         content = messages[0]["content"].partition("\n")[2].lstrip("\n")
         messages[:1] = [messages[0] | {"content": content}] if content or len(messages) == 1 else []
@@ -66,7 +69,7 @@ def _message(value: object, where: str) -> Message:
 
 
 def _thought(given: Message) -> str:
-    """Return the thought of a reply. Some clients send it under both names."""
+    """Return the thought of a reply, or "". Some clients send the same thought in both fields."""
     texts = (given.get(name) for name in ("reasoning_content", "reasoning"))
     return next((_clean(text) for text in texts if isinstance(text, str) and text.strip()), "")
 
@@ -85,7 +88,7 @@ def _name_calls(messages: list[Message]) -> None:
             continue
         id, name = message["tool_call_id"], message.get("name")
         fitting = [call for call in waiting if call["id"] == id] if id else waiting
-        # a result without an id belongs to the first call of its name
+        # a result without an id belongs to the first waiting call with its name, or to the first of all
         same_name = [call for call in fitting if call["function"]["name"] == name]
         call = next(iter(same_name or fitting), None)
         if call:

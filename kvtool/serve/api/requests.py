@@ -99,7 +99,7 @@ class Request:
     with_progress
         True if a stream reports how much of the prompt is read.
     n_share
-        Number of last tokens for each of which the answer reports the share of rows that hold it.
+        Number of the chat's last tokens for which the answer reports the share of rows that hold each token.
     ignored
         Unknown fields, which the answer names.
     places
@@ -149,7 +149,7 @@ class ChatRequest(Request):
 
     @property
     def sends_thoughts(self) -> bool:
-        """True if the client sends back thoughts. In a chat's first request, guess so if there are tools."""
+        """True if the client sends back thoughts. A guess if there are no replies yet."""
         replies = [message for message in self.messages if message["role"] == "assistant"]
         return any("reasoning_content" in reply for reply in replies) if replies else bool(self.tools)
 
@@ -254,7 +254,7 @@ def text(body: object, defaults: Defaults) -> TextRequest:
 
 def _logprobs(fields: Fields) -> int | None:
     value = fields.pop("logprobs")
-    # in chats false means no log-probabilities, and clients send it here
+    # clients also send false here, which in chats means no log-probabilities
     return Fields({"logprobs": None if value is False else value}).whole("logprobs", 0, MOST_LOGPROBS)
 
 

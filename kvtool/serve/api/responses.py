@@ -21,7 +21,7 @@ _LOGPROBS = "message.output_text.logprobs"
 def as_chat(body: object) -> tuple[Body, dict[str, str]]:
     """Return the equivalent body of /v1/chat/completions, and places as in `ClientPlaces`. Raises ApiError.
 
-    Fields with the same meaning in a chat are copied.
+    Fields that mean the same in both APIs are copied.
     """
     fields = Fields(body)
     fields.refuse(_REFUSED)
@@ -65,7 +65,7 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
         chat |= {"logprobs": True, "top_logprobs": top}
     # truncation is ignored: the policy decides which tokens of a long chat stay
     fields.pop("truncation")
-    # a last item of the assistant is complete, unlike the last message of a chat
+    # a last item of the assistant is complete; in a chat, the reply would continue such a message
     copied = {"continue_final_message": False} | {name: fields.pop(name) for name in fields.left}
     return copied | chat, places
 
@@ -255,7 +255,7 @@ class ResponseBodies(AnswerBodies):
         return self._part_event(f"response.{part['type']}.delta", delta=text, logprobs=logprobs)
 
     def _close(self, status: str) -> list[str]:
-        """Close the open item, if there is one. status: of a message; a thought is always "completed"."""
+        """Close the open item, if there is one. status: a message's status; a thought is "completed"."""
         if not (item := self._item):
             return []
         (part,) = item["content"]

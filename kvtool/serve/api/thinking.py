@@ -22,7 +22,7 @@ _MOST = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class ThinkingOptions:
-    """Options of one request.
+    """Thinking options of a request, or of a server for requests without them.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class ThinkingOptions:
     effort
         Argument of `Efforts.variables`. None leaves it to the template.
     name
-        Field that sets the effort.
+        Field of the request that sets the effort, for errors.
     is_needed
         True if an effort that the template does not support is an error. If False, the nearest one is used.
     budget
@@ -67,7 +67,10 @@ def check(fields: Fields, default: ThinkingOptions) -> ThinkingOptions:
 
 
 def _effort(fields: Fields) -> tuple[str | None, str, bool, int | None]:
-    """Return the effort, its field, True if it is needed, and the budget in `thinking` or `reasoning`."""
+    """Return the effort or None, the name of its field, `is_needed`, and the budget or None.
+
+    The budget is thinking.budget_tokens or, if that is missing, reasoning.max_tokens.
+    """
     switch = optional(fields.pop("enable_thinking"), bool, "enable_thinking")
     kind, budget = _thinking(fields.mapping("thinking"))
     reasoning, level, most = _reasoning(fields.mapping("reasoning"))
@@ -89,7 +92,7 @@ def _effort(fields: Fields) -> tuple[str | None, str, bool, int | None]:
 
 
 def _thinking(value: dict[str, Any] | None) -> tuple[str | None, int | None]:
-    """Return effort and budget of {"type": "enabled", "budget_tokens": 1024}."""
+    """Return effort and budget of `thinking`, such as {"type": "enabled", "budget_tokens": 1024}."""
     if value is None:
         return None, None
     kind = value.get("type")
@@ -101,7 +104,7 @@ def _thinking(value: dict[str, Any] | None) -> tuple[str | None, int | None]:
 
 
 def _reasoning(value: dict[str, Any] | None) -> tuple[str | None, str | None, int | None]:
-    """Return switch, level and budget of {"effort": "high", "max_tokens": 1024, "enabled": true}."""
+    """Return switch, level and budget of `reasoning`, such as {"effort": "high", "max_tokens": 1024}."""
     if value is None:
         return None, None, None
     enabled = optional(value.get("enabled"), bool, "reasoning.enabled")

@@ -145,7 +145,7 @@ def make(site: Site) -> Starlette:
 
 
 def _without_slash(app: ASGIApp) -> ASGIApp:
-    """Return the application for paths without a slash at their end."""
+    """Return an application that removes slashes from the end of each path."""
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "path": scope["path"].rstrip("/") or "/"}, receive, send)

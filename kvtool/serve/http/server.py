@@ -49,7 +49,7 @@ def serve(
         http="h11",
         ws="none",
         log_config=None,
-        # clients' mistakes are not logged; `internal_error` prints kvtool's
+        # clients' mistakes are not logged; `internal_error` prints kvtool's own
         log_level="critical",
         access_log=False,
         lifespan="off",

@@ -344,7 +344,7 @@ def _is_start(messages: list[Message]) -> bool:
 
 
 def _number(line: StoredChat) -> None:
-    """Give the newest snapshot the name FILE.n. FILE stays its second name until replaced. Raises OSError."""
+    """Give the newest snapshot the name FILE.n; its name FILE stays until replaced. Raises OSError."""
     newest = line.snapshots[-1] if line.snapshots else None
     # after a failure it may have a number already
     if newest and newest.path == line.path:

@@ -53,7 +53,7 @@ def leftovers(cache: Path) -> Iterator[Leftover]:
 
 
 def remove(folder: Path) -> bool:
-    """Remove such a folder. Returns False if it is in use, or cannot be removed."""
+    """Remove a server's temporary folder. Returns False if it is in use, or cannot be removed."""
     with suppress(OSError), locked(folder / LOCK, wait=False):
         shutil.rmtree(folder, ignore_errors=True)
     return not folder.exists()

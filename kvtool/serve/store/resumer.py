@@ -21,7 +21,7 @@ from kvtool.serve.store.chats import ChatStore, Snapshot
 from kvtool.serve.store.history import History
 
 _LEAST_START = 256
-"""Minimum tokens of a beginning for which a snapshot is written, or another chat's is loaded."""
+"""Minimum tokens of a chat's beginning that is stored, or loaded from another chat's snapshot."""
 
 
 class _Candidate(NamedTuple):
@@ -30,13 +30,13 @@ class _Candidate(NamedTuple):
     Attributes
     ----------
     n
-        Number of tokens that it shares with the chat, less the cost of loading it.
+        Number of tokens that it shares with the chat, less the cost of loading, in tokens.
     n_stream
         Number of its tokens.
     snapshot
         Its snapshot; None for the engine's stream if that is not stored.
     tokens, n_pinned
-        As in `_after`.
+        Results of `_after`.
     first
         Number of the stream's tokens before `tokens`.
     marks
@@ -128,7 +128,7 @@ class Resumer:
                     # the engine can be rewound from here even if the client leaves
                     self._at = self._before
                     return tokens
-                # another stream may have been loaded
+                # the failed rewind may have loaded another stream
                 at = None
             at = None
         elif (rest := self._rest_of_cut(messages, tools, history)) is not None:
@@ -160,9 +160,9 @@ class Resumer:
     ) -> list[_Candidate]:
         """Return up to three streams that begin as the chat does, best first.
 
-        The stream of a stored chat with the same replies has them token by token, as the model wrote them.
-        Such a stream is compared with the chat only after the last of these replies; any other stream is
-        compared from its first token. The engine's stream need not be loaded.
+        If a stored chat has the same replies, its stream has the tokens that the model wrote. The tokenizer
+        may give other tokens for the same text. Therefore such a stream is compared only after the last of
+        these replies; any other stream is compared from its first token. The engine's stream is not loaded.
         """
         known = {digest.hex() for digest in history.digests}
         marks_of: dict[Snapshot | None, list[Mark]] = {at: []}
@@ -266,7 +266,7 @@ class Resumer:
         return tokens[len(cached) :]
 
     def _rest_of_cut(self, messages: list[Message], tools: list[Any], history: History) -> np.ndarray | None:
-        """Return the rest of a prompt whose beginning the engine holds; None if it holds another prompt."""
+        """Return the rest of a prompt that was cut off when a client left; None for another prompt."""
         if not self._is_cut:
             return None
         writer = self.conversation.writer
@@ -306,7 +306,8 @@ class Resumer:
     ) -> np.ndarray:
         """Read a long prompt up to the reply header, store it, and return the tokens that are left.
 
-        Only for a cache that cannot be rewound: a client may repeat the request, or change the reply.
+        A request that is repeated, or has another reply, continues from this snapshot. If the cache can be
+        rewound, no snapshot is needed, and nothing is read.
 
         keeps_thought: True if the reply's thought may stay until the user's next message. The template then
         drops it, and the chat continues from this snapshot. Therefore even a short prompt is stored.

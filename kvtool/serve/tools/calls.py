@@ -169,7 +169,7 @@ class Parser:
     def _begin(self, text: str, at: int, tag: str, reader: _Reader) -> None:
         self._rest = ""
         self._space, self._tag = text[:at], tag
-        # a brace is part of the call
+        # reading begins after the tag, but a brace is part of the call
         self._source = _GrowingText(text[at:], 0 if tag == "{" else len(tag))
         self._reading = reader(self._source, self._tools)
 
@@ -314,7 +314,7 @@ def _wrapped(close: str) -> _Reader:
 
     def read(source: _GrowingText, tools: Tools) -> _Read:
         calls = yield from _objects(source, tools)
-        # some models end without the tag
+        # some models end the reply without the tag
         if (yield from source.skip_space()):
             yield from source.expect(close)
         return calls

@@ -82,7 +82,7 @@ class CallRules:
     def call_or(self, tools: Sequence[Mapping[str, Any]], answer: Rules) -> Rules:
         """Return the rules of a call of one of the tools, or of an answer. Raises ApiError as `call` does."""
         if self._format is LLAMA:
-            # without this tag, the JSON of a call could be an answer
+            # Llama's tag is optional: require it, because the JSON of a call could also be an answer
             self._format = replace(LLAMA, open=LLAMA.tags[0])
         call = self.call(tools)
         return Rules(f"{call.start} | ({answer.start})", (*call.more, *answer.more), answer.name)
@@ -118,7 +118,7 @@ class CallRules:
         return name.partition("[")[0]
 
     def _parameters(self, name: str, syntax: Parameters, schema: Mapping[str, Any]) -> str:
-        """Add the rules of arguments, in the schema's order, and return the name of the first."""
+        """Add the rules of arguments, in the schema's order, and return the name of the first rule."""
         names = schema.get("properties")
         if (
             not isinstance(names, Mapping)
@@ -190,7 +190,7 @@ class CallRules:
 
 
 def _has_strings(schema: Any, root: Mapping[str, Any]) -> bool:
-    """True if a value that fits a schema may have strings, or names of members."""
+    """True if a value that fits a schema may contain strings, or objects, whose members have names."""
     types = types_of(schema, root)
     if "array" in types and isinstance(schema, Mapping):
         types = types - {"array"} | (types_of(schema.get("items"), root) or {"string"})

@@ -48,7 +48,7 @@ class Parameters(NamedTuple):
 
     @property
     def tag(self) -> str:
-        """Text that ends a value without quotes."""
+        """The text `end` without white space: the tag that ends a value which has no quotes."""
         return self.end.strip()
 
 
@@ -63,7 +63,7 @@ class Format:
     tags
         Texts that may open a call, and other tags in it. A vocabulary may have a control token for each.
     open, start, middle, end, between, close
-        Texts around and between calls, as above.
+        Texts around and between calls, as at the top of this file.
     parameters
         Syntax of arguments. None for one JSON object.
     holds_results
@@ -90,8 +90,8 @@ class Format:
     def native(cls, template: Template) -> Format | None:
         """Return the format that a chat template asks for, which its source reveals.
 
-        None if the template shows no tools, or asks for an unknown format. It is then rendered without tools,
-        and `tools_text` asks for Hermes's format.
+        None if the template shows no tools, or asks for an unknown format. The template is then rendered
+        without tools, and `tools_text` asks for Hermes's format.
         """
         source = template.source
         if not template.has_tools:
@@ -162,7 +162,7 @@ GLM = Format(
 
 
 def _json_list(name: str, *tags: str) -> Format:
-    """Return the format of a JSON list of calls after an opening tag; tags may also have a closing tag."""
+    """Return the format of a JSON list of calls. tags: an opening tag, and a closing tag if there is one."""
     start, end = (*tags, "")[:2]
     json = '{"name": "', '", "arguments": ', "}"
     return Format(name, tags, *json, open=f"{start}[", between=", ", close=f"]{end}")

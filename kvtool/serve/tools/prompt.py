@@ -17,7 +17,8 @@ from kvtool.serve.tools.formats import HERMES, LLAMA, Format
 def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
     """Return a text that describes tools, and Hermes's syntax of calls, to a model without a native format.
 
-    Its template is rendered without tools. The text goes before the system prompt, with an empty line.
+    The chat template is then rendered without tools. The text goes before the system prompt, with an empty
+    line between them.
     """
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     example = HERMES.written([("NAME", {"KEY": "VALUE"})])

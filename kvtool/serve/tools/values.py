@@ -209,7 +209,7 @@ def typed(text: str, key: str, parameters: Mapping[str, Any]) -> object:
     """Return the value of a text without quotes, with a type that the schema of a tool's parameters allows.
 
     If the schema allows strings, the text stays a string, unless it is null, an object or a list and the
-    schema also allows that. Other text is read as JSON if it is JSON.
+    schema also allows that. If the schema allows no strings, text that is JSON is read as JSON.
     """
     schema = (parameters.get("properties") or {}).get(key)
     types = types_of(schema, parameters)

@@ -1,4 +1,4 @@
-// text files in messages, and import and export of chats
+// text files in messages, and export of chats
 
 const MOST_FILE = 2 * 2 ** 20;
 let attached = [];
