@@ -38,7 +38,7 @@ def load_model(
     n_gpu_layers
         Number of layers on a GPU; all by default.
     progress
-        Called during a download with the number of bytes.
+        Called during a download with the bytes so far, and the bytes of the file or None.
 
     Raises
     ------

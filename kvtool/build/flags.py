@@ -47,7 +47,7 @@ def remember(cmake_args: str) -> None:
 def device_args(devices: Collection[str]) -> str:
     """Return $CMAKE_ARGS plus the flags for these DEVICES; without devices, the flags for only the CPU.
 
-    Ignores the last build's flags. Raises UsageError if $CMAKE_ARGS contradicts.
+    Ignores the last build's flags. Raises UsageError if $CMAKE_ARGS asks for a device and `devices` is empty.
     """
     given = os.environ.get("CMAKE_ARGS", "").strip()
     requested = [device for device in DEVICES if asks_for(given, device)]

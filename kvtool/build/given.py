@@ -1,4 +1,4 @@
-"""Wheels of the library built elsewhere: find one that fits this machine."""
+"""Find a wheel that was built elsewhere and fits this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def runs_here(name: str) -> bool:
 
 
 def _is_platform(tag: str) -> bool:
-    """True if this machine supports the platform tag: its system's version or an older one."""
+    """True if the platform tag names this machine and its system, of the same or an older version."""
     machine = platform.machine().lower()
     if sys.platform == "win32":
         return tag == f"win_{machine}"

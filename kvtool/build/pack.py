@@ -1,7 +1,7 @@
 """Repack a build of llama-cpp-python as kvtool's wheel, kvtool-llama.
 
-The wheel has the package kvtool_llama: the libraries, and only the bindings of llama-cpp-python. It does not
-conflict with a llama-cpp-python that the user installed, and has no dependencies.
+The wheel has the package kvtool_llama: the libraries and, of llama-cpp-python, only the bindings. It does not
+conflict with a llama-cpp-python that the user installed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OWN_LICENCE = "LICENSE-kvtool"
 def pack(built: Path, archive: Path, upstream: Upstream, key: str, cmake_args: str, folder: Path) -> Path:
     """Write kvtool's wheel to `folder` and return its path. Raises LibraryError.
 
-    built: the wheel of llama-cpp-python. archive: its sources, for the licences. key: result of `key_of`.
+    built: the wheel of llama-cpp-python. archive: its sources, for the licences. key: the build's key.
     """
     tag = built.stem.split("-", 2)[2]
     folder.mkdir(parents=True, exist_ok=True)

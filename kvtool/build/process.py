@@ -43,7 +43,7 @@ class Progress:
         sys.stderr.flush()
 
     def show(self, done: int, total: int) -> None:
-        # CMake's small configure checks also run ninja
+        # small totals are not the build: CMake's configure checks also run ninja
         if total < 20:
             return
         if self.tty:

@@ -46,7 +46,7 @@ class Budget(NamedTuple):
     ) -> tuple[int, int]:
         """Return the cells of a row, and the maximum tokens of a batch (at most n_batch).
 
-        A budget in bytes bounds the whole cache, including padding, batches, and the part of sliding and
+        A budget in bytes bounds the whole cache, including padding, batches, and the memory of sliding and
         recurrent layers. It gives the largest cache that fits, in steps of 256 cells. Raises UsageError for
         too few bytes.
         """
@@ -110,7 +110,7 @@ def of_run(run: RunOptions, kind: type[Policy], n_ctx: int, n_ctx_train: int) ->
     """
     if run.budget is not None:
         return parse(run.budget, n_ctx_train)
-    # for a policy that decides how much each row keeps, the budget is only a limit
+    # a capped policy decides how much each row keeps; its budget is a limit, by default the whole context
     n = n_ctx if kind.capped else run.default_recall if kind.recalls() else run.default_budget
     return in_cells(min(n, n_ctx), n_ctx_train)
 
@@ -173,8 +173,9 @@ def fit_run(
 def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Layers) -> Fitted:
     """Fit the policy to the budget. layers: the model's.
 
-    A budget in bytes also pays for the batch, unless every token is scored: then no batch may exceed the
-    budget. Raises UsageError with the smallest budget that works.
+    While a batch is read, a row may have more cells than its budget. A budget in bytes includes these cells.
+    If every token is scored, no batch may exceed the budget. Raises UsageError with the smallest budget that
+    works.
     """
     wanted = run.n_batch or run.default_n_batch
     n, n_batch = budget.cells(layers, wanted, run.type_k, run.type_v)

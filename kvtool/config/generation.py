@@ -107,7 +107,7 @@ class GenerationOptions(Sampling, _LengthOptions):
 
     @classmethod
     def field(cls, name: str) -> str:
-        """Return the field for the name of an option or of a request's field. Raises UsageError."""
+        """Return the field that has this name as an option or in requests. Raises UsageError."""
         names = {each: field for field, option in declared(cls).items() for each in option.names(field)}
         name = name.lstrip("-").replace("-", "_")
         if name not in names:

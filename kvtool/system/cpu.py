@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def cpu_features() -> str:
-    """CPU features that a native build depends on: on another CPU it may hit an illegal instruction."""
+    """CPU features that a native build may use. A CPU without them may hit an illegal instruction."""
     features = [platform.machine()]
     if sys.platform == "darwin":
         import subprocess
@@ -47,7 +47,7 @@ def cpu_name() -> str:
 
 
 def default_threads() -> int:
-    """One thread per core that this process may use: two on one core are slower than one."""
+    """Number of cores that this process may use: a second thread on a core slows both threads down."""
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         shared = Path("/sys/devices/system/cpu/smt/active").read_text().strip() == "1"

@@ -19,7 +19,7 @@ LOCK = ".lock"
 
 
 PART = ".kvtool.part"
-"""Suffix of a file that is being written. Other programs use .part."""
+"""Suffix of a file that is being written. It is not just .part, which other programs use."""
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 class Log:
-    """Append-only text file of whole entries: a failed `append` leaves its end unchanged.
+    """Text file to which whole entries are appended. If that fails, the file's part of the entry is removed.
 
     Raises OSError if the file cannot be opened.
     """

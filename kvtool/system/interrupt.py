@@ -37,7 +37,7 @@ def _say(message: str) -> None:
 
 
 def end_by(number: int) -> None:
-    """End the process with one line. Its parent sees exit code 130 for SIGINT, else the signal."""
+    """End the process with one line. The exit code is 130 for SIGINT; any other signal kills the process."""
     if number == signal.SIGINT:
         end()
     _say("stopped")

@@ -30,7 +30,7 @@ def rss_bytes() -> int | None:
 
 
 def give_back() -> None:
-    """Return freed memory that the C library keeps to the system. Works only with glibc."""
+    """Give freed memory, which the C library keeps for later use, back to the system. Needs glibc."""
     import ctypes
 
     with suppress(OSError, AttributeError):

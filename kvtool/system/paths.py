@@ -59,7 +59,7 @@ def kernel_dir() -> Path:
     digest = hashlib.sha256()
     for path in sorted({*kernel_files(), *(_PACKAGE / "kernels").glob("*.*")}):
         digest.update(path.read_bytes())
-    # numba's index contains the folder of the sources
+    # numba's index contains the folder of the sources: each checkout needs its own kernels
     digest.update(str(_PACKAGE).encode())
     digest.update(cpu_features().encode())
     # numba does not distinguish kernels with bounds checks from kernels without

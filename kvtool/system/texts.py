@@ -101,7 +101,7 @@ class TextSource:
         self.is_whole = False
         self._data = b""
         try:
-            # Python's buffer of stdin may hold the first bytes
+            # use Python's buffer of stdin, because it may already hold the first bytes
             self._file = sys.stdin.buffer if is_stdin(file) else Path(file).expanduser().open("rb")
         except OSError as error:
             raise self._cannot_read(error) from None
@@ -113,7 +113,7 @@ class TextSource:
             raise
 
     def start(self, n_bytes: int | None = None) -> str:
-        """Return the text of at least its first n_bytes, up to a whole character; None: all of it.
+        """Return the text in the first n_bytes or more, without a cut character at the end; None: all of it.
 
         Raises InputError.
         """
