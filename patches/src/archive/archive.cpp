@@ -214,7 +214,7 @@ void archive::expect(int64_t begin, int64_t end) {
     for (auto & l : layers) {
         if (l.begin() != begin || l.end() != end) {
             l.set_span(0, 0);
-            // until set_table
+            // set_table will set both
             frames.clear();
             far = begin;
         }
@@ -227,7 +227,7 @@ void archive::fill(size_t layer, const std::vector<archive_part> & in, int64_t b
     auto & l = layers[layer];
     l.set_span(begin, end);
 
-    // slab by slab: touching memory for the first time takes time
+    // a slab per call, so that threads share the time that the first access to new memory takes
     const int64_t first = begin/store::n_block;
     together(n_thread, store::n_slab(begin, end), [&](int i) {
         const int64_t from = std::max(begin, (first + i)*store::n_block);

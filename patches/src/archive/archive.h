@@ -57,7 +57,7 @@ struct leaving {
 
     int64_t end() const { return pos_0 + n_cell; }
 
-    // oldest token that an archive of the tokens begin .. end - 1 has after it has received these tokens
+    // oldest token that stays in an archive of the tokens begin .. end - 1 when these tokens are added to it
     int64_t first(int64_t begin, int64_t end) const { return std::max(begin < end ? begin : pos_0, this->end() - n_max); }
 };
 
@@ -82,7 +82,7 @@ public:
     int64_t begin() const { return first; }
     int64_t end()   const { return last; }
 
-    // set the range of tokens; the memory has slabs for them
+    // set the range of tokens that the layer holds; `memory` must already have slabs for them
     void set_span(int64_t begin, int64_t end);
 
     // store token i: the keys and the values of all heads
@@ -131,7 +131,7 @@ private:
     const store & memory;
 
 
-    // offset in a slab; there lie [n_head][n_block] keys, each followed by its value
+    // offset of the layer's part of a slab: [n_head][n_block] keys, each followed by its value
     const size_t at_k;
 
     int64_t first = 0;
@@ -211,7 +211,7 @@ public:
     // then.
     void expect(int64_t begin, int64_t end);
 
-    // copy a layer's keys and values in their stored format, token by token; and the bytes of a token
+    // copy a layer's keys and values in their stored format, token by token; each token has token_bytes bytes
     void   get(size_t layer, uint8_t * out, int64_t begin, int64_t end) const;
     size_t token_bytes(size_t layer) const { return layers[layer].token_bytes(); }
 
@@ -256,17 +256,17 @@ public:
     // store whether they were beyond n_near when they were clustered.
     int64_t far_end() const { return far; }
 
-    // runs of the tokens within n_near, and the newest run
+    // runs of the archived tokens, the oldest first; the newest run may have no tokens yet
     std::vector<frame> frames;
 
-    // All tokens, grouped by their rotation. The keys of tokens before far_end count as not rotated: queries are
-    // rotated by far_turn for them.
+    // All tokens, grouped by the rotation that queries get for their keys. For tokens before far_end this is
+    // far_turn, as their keys are rotated back to no rotation when they are read.
     std::vector<stretch> stretches(int64_t far_end, int64_t far_turn) const;
 
     // base of the run of token i
     int64_t base_of(int64_t i) const;
 
-    int64_t n_near = 0; // distance that farther tokens are treated as having
+    int64_t n_near = 0; // distance limit: tokens farther away are treated as if they were at this distance
 
     // clusters of a row's keys; only if n_exact > 0
     const row_clusters & clusters_of(size_t layer, int head) const { return clusters[layer][head]; }
@@ -291,7 +291,7 @@ private:
 
     std::vector<std::vector<row_clusters>> clusters; // [layer][head]
 
-    // number of last rows that lack clusters after set_table
+    // after set_table: the last n_unsealed rows have no clusters yet
     int n_unsealed = 0;
 
     // clusters given to `set_clusters`: (block, is_far) -> [row]
@@ -299,7 +299,7 @@ private:
 
     int n_row() const;
 
-    // Blocks of a row that are clustered: from the archive's first block up to block `to`. Those before block `far` are
+    // Blocks of a row that are clustered: from the archive's first block to block to - 1. Those before block `far` are
     // clustered as beyond n_near
     struct row_span {
         int64_t far;

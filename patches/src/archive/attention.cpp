@@ -10,9 +10,9 @@
 // 1. make_room (one thread): buffers for the results, which all threads share.
 //
 // 2. find (one thread per row): search.cpp decides which tokens the row's queries attend to exactly. These are all
-//    tokens without clusters (the newest ones), and the tokens of the clusters with the highest attention per token,
-//    n_exact in total. All other clusters are estimated from their mean keys and values; the estimate is stored as one
-//    more partial sum of the row. As most attention is on few tokens, the work depends little on the archive's length.
+//    tokens without clusters (the newest ones), and n_exact tokens of the clusters with the highest attention per
+//    token. All other clusters are estimated from their mean keys and values; the estimate is stored as one more
+//    partial sum of the row. As most attention is on few tokens, the work depends little on the archive's length.
 //
 // 3. attend (each thread has some parts): the row's exact tokens are divided into n_span parts of equal size. read_part
 //    reads a part in batches of n_together tokens:
@@ -55,7 +55,7 @@ static constexpr int n_parts = 16;
 // tokens of a batch
 static constexpr int n_together = 64;
 
-// ranges that are prefetched ahead
+// number of ranges that are prefetched ahead of the range that is read
 static constexpr size_t n_ahead = 1;
 
 attention::attention(
@@ -84,7 +84,7 @@ void attention::find(int head, const float * queries) {
     work.attn[head].resize(work.rows[head].n_looked);
 }
 
-// multiply the keys of n tokens from place `begin` on with the queries; the results are tokens at .. at + n - 1 of
+// multiply the keys of n tokens from place `begin` on with the queries; the tokens become tokens at .. at + n - 1 of
 // the batch
 void attention::read(int head, const token_range & range, int64_t begin, int n, int at) {
     const int64_t d = l.n_embd_k;
@@ -111,7 +111,8 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
         return;
     }
     if (is_few && is_one && range.sealed && rope.is_plain() && can_turn(l.type_k, d)) {
-        // the queries are rotated as for the block's last token, and each key by its distance from that token
+        // the queries are rotated once, for the key of the block's last token. Each key is rotated by its distance to
+        // that token while it is multiplied
         if (turned_block != block || turned_way != range.way) {
             turned.assign(queries, queries + n_query*d);
             for (int q = 0; q < n_query; ++q) {
@@ -161,7 +162,8 @@ void attention::add_values(int head, float * to) {
     }
 }
 
-// Apply the soft cap, if there is one. Returns the scale that is left to the softmax.
+// If there is a soft cap, replace n products by scaled and capped logits. Returns the scale that the softmax still has
+// to apply: 1 after a soft cap.
 static float softened(float * x, int n, const logit_params & logits) {
     if (!(logits.cap > 0.0f)) {
         return logits.scale;
@@ -172,7 +174,7 @@ static float softened(float * x, int n, const logit_params & logits) {
     return 1.0f;
 }
 
-// add for few queries, one by one
+// `add` for steps with few queries, whose products lie query by query
 void attention::add_few(int head, int span, int n) {
     for (int q = 0; q < n_query; ++q) {
         float * own = part_of(head, span, q);
@@ -341,7 +343,7 @@ void attention::weigh(int part) {
             }
         }
         for (int j = 0; j < n; ++j) {
-            // 0 if the key is not finite
+            // a sum that is NaN, from a key that is not finite, becomes 0
             to[j] = to[j] > 0.0f ? to[j] : 0.0f;
         }
         to += n;

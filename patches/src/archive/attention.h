@@ -76,15 +76,15 @@ public:
     void attend(int part);
 
     // Combine all parts: value[n_embd_v] of a query; returns the logarithm of its softmax's denominator. Keys that
-    // are NaN add nothing. If the result is not finite otherwise, value is 0 and the result -INFINITY.
+    // are NaN add nothing. If a result is not finite nevertheless, value becomes 0 and -INFINITY is returned.
     double result(int head, int query, float * value) const;
 
-    // Attention of each token. First set_sum of all queries, then weigh for all parts. sum: logarithm of the
-    // denominator over live cells and archive; -INFINITY: the query is ignored
+    // Compute the attention of each token that is attended to exactly: call set_sum for all queries, then weigh for
+    // all parts. sum: logarithm of the denominator over live cells and archive; -INFINITY: the query is ignored
     void set_sum(int head, int query, double sum) { work.sums[head*n_query + query] = sum; }
     void weigh(int part);
 
-    // the k tokens with the most attention, the oldest first; among equals the newer is chosen. After weigh
+    // after weigh: the k tokens with the most attention, the oldest first; among equals the newer is chosen
     std::vector<attended_token> most_attended(int head, int k) const;
 
 private:

@@ -10,10 +10,10 @@
 
 namespace kvtool {
 
-// blocks that memory is reserved for at once
+// when memory is full, it grows by room for this many blocks
 static constexpr size_t n_more = 16;
 
-// resize in small steps; by default a vector may double its capacity
+// resize a list to n entries of n_each elements. Its capacity grows in small steps: by default it might double
 template <typename T>
 static void grow(std::vector<T> & list, size_t n, size_t n_each) {
     if (list.capacity() < n*n_each) {

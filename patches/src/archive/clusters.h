@@ -21,10 +21,10 @@ constexpr int n_cluster = 16;
 constexpr int n_set     = n_side;
 constexpr int n_grouped = n_set*n_side/n_cluster;
 
-// rotation of the keys that a block's cluster means are made of
+// rotation that a block's keys get before they are clustered
 struct bearing {
-    bool    is_far; // as before RoPE, for tokens beyond n_near
-    int64_t base;   // otherwise rotated to their positions minus this
+    bool    is_far; // no rotation, as before RoPE: for tokens beyond n_near
+    int64_t base;   // for other tokens: keys are rotated to their positions minus this base
 
     bool operator==(const bearing & other) const { return is_far == other.is_far && (is_far || base == other.base); }
 };
@@ -135,8 +135,8 @@ private:
 
     std::vector<sealed_block> blocks;
 
-    // cluster at each place, counted from the first one of its group if that is ordered by set, otherwise from
-    // the first one of its block
+    // number of the cluster at each place: its number in the group if the group is ordered by set, otherwise its
+    // number in the block
     std::vector<uint8_t> member;
 
     std::vector<uint8_t> grouped; // one flag per group

@@ -44,8 +44,8 @@ static constexpr double ridge = 1e-4;
 // number of these corrections; each reduces the error by about the factor `ridge`
 static constexpr int n_mend = 3;
 
-// nudging of quantized keys: rounds over all elements, and weight of the products with heads other than the cell's
-// own
+// nudging of quantized keys. n_nudge: rounds over all elements; weight_elsewhere: weight of errors in products with
+// the queries of other heads (the weight is 1 for the cell's own head)
 static constexpr int    n_nudge          = 3;
 static constexpr double weight_elsewhere = 0.25;
 

@@ -61,7 +61,7 @@ private:
     // scales stay, so the cache quantizes k without further change
     void nudge(float * k, const std::vector<double> & key, int c) const;
 
-    // elsewhere, own: intended share of a head's sum in each other head's cell and in its own
+    // elsewhere: intended share of a head's sum in the cell of each other head; own: in its own cell
     void set_values(const float * found, double elsewhere, double own);
 };
 

@@ -7,7 +7,7 @@
 namespace kvtool {
 
 #if defined(__GNUC__)
-// without alignment
+// a vector of floats that may lie at any float's address
 typedef float lanes __attribute__((vector_size(8*sizeof(float)), aligned(sizeof(float)), may_alias));
 static constexpr int n_lane = 8;
 #else

@@ -4,7 +4,7 @@
 
 namespace kvtool {
 
-// columns computed together: rows of b and c are padded to a multiple of it
+// number of columns computed together; rows of b and c are padded to a multiple of it
 constexpr int n_column = 8;
 
 inline int columns(int n) { return (n + n_column - 1)/n_column*n_column; }

@@ -21,7 +21,7 @@ struct recalled_layer {
 
     logit_params logits; // of the newest graph
     ggml_type    type_k; // type of the cache's keys in the newest graph
-    ggml_type    type_q; // type that attention to the cache rounds queries to; F32: none
+    ggml_type    type_q; // type that attention to the cache rounds queries to; F32: it does not round them
 
     // [n_head][n_traced]: tokens that each row attended to most in the last step, then tokens with position -1
     std::vector<attended_token> attended;
@@ -33,7 +33,7 @@ struct recalled_layer {
 // last two are [n_head_q][n_tokens]
 void recall_into(ggml_tensor * dst, int ith, int nth, void * userdata);
 
-// The same with synthetic cells, n_made per token; src: the same, or the first two without tracing
+// The same with synthetic cells, n_made per token. src: the same four tensors, or the first two if nothing is traced
 void make_into(ggml_tensor * dst, int ith, int nth, void * userdata);
 
 class recaller {

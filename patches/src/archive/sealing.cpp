@@ -11,7 +11,8 @@
 
 namespace kvtool {
 
-// archives up to this size have no clusters: all their tokens are attended to exactly, and deleted one by one
+// archives whose maximum size is below this have no clusters: all their tokens are attended to exactly, and old
+// tokens are deleted one by one
 static constexpr int64_t n_few = 4*n_block;
 
 int64_t archive::bytes() const {

@@ -13,7 +13,8 @@ namespace kvtool {
 // minimum share of the softmax sum for which a cluster's value is added
 static constexpr float least_part = 3e-4f;
 
-// the best sets, whose clusters are ranked one by one, hold this many tokens for each token attended to exactly
+// Clusters are ranked one by one only in the best sets: these hold n_ranked tokens for each token that is attended to
+// exactly
 static constexpr int n_ranked = 16;
 
 // tables by number of tokens
@@ -83,7 +84,8 @@ void search::multiply_runs(size_t first, size_t item) {
         const auto & run = runs[r];
         const auto * sizes = run.all->sizes.data() + run.place;
         for (int i = 0; i < run.n; ++i) {
-            // a picked set is replaced by n_side clusters, so it counts as at least so many tokens
+            // a set counts as n_side tokens or more, as pick_sets replaces it by n_side clusters: this limits how many
+            // sets are picked, and with them n_room
             const int n = run.is_set && sizes[i] > 0 ? std::max<int>(sizes[i], n_side) : sizes[i];
             size   [item + i] = n;
             inverse[item + i] = inverses[n];
@@ -349,7 +351,8 @@ void search::find(int head, const float * queries, searched_row & row, float * e
         small[i].scale *= logits.scale;
     }
 
-    // sets are picked until they have enough tokens, so there is at most one more than needed
+    // Room for the clusters of picked sets. Each set counts as n_side tokens or more, and sets are picked until they
+    // have n_ranked*n_exact tokens
     n_room = n_item + std::min<size_t>(n_ranked*n_exact/n_side + 1, n_sets)*n_side + n_side;
     n_room = (n_room + n_side - 1)/n_side*n_side;
     x     .resize(n_room*n_query);

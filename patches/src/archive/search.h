@@ -83,8 +83,8 @@ struct search_memory {
     std::vector<int>          looked; // items that are attended to exactly
     std::vector<weighted_row> some;   // mean values that are added, with their weights
 
-    // for steps with many queries: values [value][columns(n_embd_v)], and exponentials [query][value]; powers
-    // first holds the exponentials of the sets
+    // values: for steps with many queries, the mean values that are added, [value][columns(n_embd_v)]. powers: first
+    // the exponentials of the sets; later, for steps with many queries, the values' weights [query][value]
     std::vector<float> values;
     std::vector<float> powers;
 

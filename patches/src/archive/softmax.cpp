@@ -88,7 +88,7 @@ static inline KVTOOL_INLINE void exponential_columns_of(float * x, int n, int n_
         few_floats f, top = few_floats {} - INFINITY;
         for (int i = 0; i < n; ++i) {
             memcpy(&f, x + i*n_column + q, sizeof(f));
-            // a comparison with NaN is false
+            // a comparison with NaN is false, so NaN does not become the maximum
             top = f > top ? f : top;
         }
         float lane[n_narrow];

@@ -10,7 +10,7 @@ struct softmax_part {
     float sum;  // sum of e^(logit - most)
 };
 
-// e[n] = e^(scale*x - most). Both arrays have room for a multiple of 16 numbers, and x is overwritten behind x[n].
+// e[n] = e^(scale*x - most). Both arrays have room for a multiple of 16 numbers, and x is overwritten from x[n] on.
 // scale > 0
 softmax_part exponentials(float * x, int n, float scale, float * e);
 
@@ -20,7 +20,7 @@ softmax_part exponentials(float * x, int n, float scale, float * e);
 void exponential_columns(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum);
 
 // Set numbers that are not above `least` to 0; returns the sum of the remaining numbers. x has room for a multiple of
-// 16 numbers and is overwritten behind x[n]
+// 16 numbers and is overwritten from x[n] on
 float keep_above(float * x, int n, float least);
 
 // y[n] += w*x[n]

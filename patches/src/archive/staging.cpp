@@ -14,7 +14,8 @@ namespace kvtool {
 // up with PCIe 5.0.
 static constexpr unsigned n_most_copiers = 8;
 
-// A quarter of the threads compute clusters. This keeps up with a device, and leaves a thread for the device's work.
+// One clustering thread for every four threads of the context. So many keep up with a device, and they leave processor
+// time to the thread that starts the device's work.
 static constexpr int n_sealer_part = 4;
 
 // Pinned buffers of a thread: it fills one while the device reads the other.
@@ -204,7 +205,7 @@ void staging::copy(size_t layer) {
 
     for (size_t t = 0; t < copiers.size(); ++t) {
         copiers.add(arriving, [this, layer](size_t thread) {
-            // the newest block first: it may still have to be stored
+            // the newest block first: its tokens may have to be stored before they are copied, which takes longer
             for (int64_t block; (block = next--) >= 0;) {
                 copy_block(thread, layer, block);
             }

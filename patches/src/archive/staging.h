@@ -25,8 +25,8 @@ public:
     // Reason why these layers cannot be staged; empty if they can.
     static std::string unsupported(const archive & tokens, const std::vector<layer> & layers);
 
-    // n_token: rows of each head, for archived tokens and live cells together. n_thread: threads of the context,
-    // some of which cluster. Throws no_room if a device lacks memory.
+    // n_token: rows of each head, for archived tokens and live cells together. n_thread: threads of the context; a
+    // quarter of as many compute clusters. Throws no_room if a device lacks memory.
     staging(archive & tokens, const std::vector<layer> & layers, bool v_trans, int64_t n_token, int n_thread);
     ~staging();
 
@@ -54,8 +54,8 @@ public:
     // layer's.
     static bool reach(ggml_tensor * node, bool ask, void * self);
 
-    // Archive cells of all layers, as recaller::push does, but store a layer's keys and values only when that
-    // layer is next copied. Returns false if the cells lie on the host, where the caller stores them at once.
+    // Archive cells of all layers, as recaller::push does, but store a layer's keys and values only when that layer is
+    // next copied. Returns false if the cells lie on the host or values are transposed: the caller stores them then.
     bool push(const leaving & some);
 
     // Wait until the archive holds everything that was pushed and no thread uses it. Throws if a copy failed.
@@ -95,7 +95,7 @@ private:
         std::vector<uint8_t> cells_k;
         std::vector<uint8_t> cells_v;
 
-        bool is_fetched = false; // copied to the host since the last step
+        bool is_fetched = false; // copying its cells to the host began in this step
         bool is_stored  = true;  // the cells pushed last are in the archive
     };
 
@@ -103,7 +103,7 @@ private:
     const std::vector<layer> & layers;
 
     const int64_t n_room;
-    // the cells lie on devices, not on the host
+    // the cells lie on devices, not on the host, and values are not transposed
     const bool    is_apart;
 
     std::map<ggml_backend_buffer_type_t, device> devices;

@@ -14,7 +14,7 @@
 
 namespace kvtool {
 
-// rows collected before they are added
+// maximum number of rows that are listed and then added together
 static constexpr int n_listed = 64;
 
 static bool any(const float * w, int64_t wx, int n) {

@@ -19,8 +19,8 @@ void prefetch(const uint8_t * rows, size_t n_bytes);
 // out[q*os + i] = row i . x[q*n_embd], for n rows and n_x columns (at most n_few_columns)
 void multiply_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, float * out, int os);
 
-// The same with row i first rotated by `from - by[i]` positions, where turns is small_turns() + from*2*n_embd. Only
-// for types and CPUs for which can_turn is true.
+// The same with row i first rotated by `from - by[i]` positions. turns: the table entry for `from` positions, which is
+// small_turns() + from*2*n_embd of class turns. Only for types and CPUs for which can_turn is true.
 void multiply_turned_rows(
         ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, const float * turns, bool are_halves,
         const uint8_t * by, float * out, int os);

@@ -134,7 +134,7 @@ static void turn_pairs_plain(const float * a, const float * b, int n_pair, bool 
 
 #ifdef KVTOOL_X86
 KVTOOL_AVX2 static void turn_pairs_avx2(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
-    // factors of each kind
+    // number of factors for the elements; as many follow for the other elements of the pairs
     const int n = 2*n_pair;
 
     const auto cosine = [&](int i) KVTOOL_AVX2 {

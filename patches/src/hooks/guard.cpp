@@ -119,7 +119,7 @@ static void guard_on() {
         sigaction(g_fatal[i], &action, &g_before.signals[i]);
     }
 #endif
-    // these replace the backtrace that ggml, and the message that C++, would print before they raise the signal
+    // without these, ggml would print a backtrace, and C++ a message, before it raises the signal
     g_before.abort     = ggml_set_abort_callback(on_abort);
     g_before.terminate = std::set_terminate(on_terminate);
 }

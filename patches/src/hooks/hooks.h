@@ -34,11 +34,11 @@ struct llama_kvtool_graph {
         ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv]
     };
 
-    // the step's signals that the host adds to its sums; t[s] is null if the device adds signal s to sums there
+    // the step's signals, which the host adds to its sums. t[s] is null if the device adds up signal s
     std::vector<probe> probes;
 
-    // signals of layers whose cells a later layer also reads, which adds its own. The recent signal and squares have a
-    // value per query: [n_kv, q, n_head_kv]
+    // if several layers read the same cells: sums of their signals, until the last of these layers is built. The recent
+    // signal and squares have a value per query: [n_kv, q, n_head_kv]
     std::vector<probe> shared;
 
     // the graph stores queries, and their signals are computed later

@@ -74,8 +74,8 @@ struct llama_kvtool_params {
     // synthetic cells per token of a step, one for each query head of a row. Attention to them equals attention
     // to the whole archive. 0: the n_recall archived tokens with the most attention return to cells instead
     int32_t n_made;
-    // number of clustered tokens of a row that a step of one token attends to exactly, in whole clusters. The other
-    // clusters are represented by their means. Tokens without clusters are always attended to exactly. 0: all are
+    // A step of one token attends exactly to this many clustered tokens of a row, in whole clusters, and to all tokens
+    // without clusters. The means of the other clusters represent the rest. 0: it attends to all tokens exactly
     int32_t n_exact;
     // distance limit: a token farther away is treated as if it were at this distance
     int32_t n_near;

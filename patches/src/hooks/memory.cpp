@@ -309,8 +309,8 @@ void memory::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidde
 
     const llama_pos last = pos_0 + n - 1;
 
-    // Only the last cell needs an exact position. The other cells only need lower ones, so they keep theirs if these
-    // are lower: building the table again, with its sets and maps, costs as much as moving a few cells
+    // Only the last cell needs an exact position; all others need lower ones. If they have lower ones, their entries
+    // stay, as building the table again, with its sets and maps, costs as much as moving a few cells
     bool stay = n > 0;
     for (int i = 0; stay && i < n - 1; ++i) {
         stay = !cells.is_empty(i) && cells.seq_has(i, i < n_hidden) && cells.pos_get(i) < last;
