@@ -154,10 +154,10 @@ class AfterThought(Constraint):
 
     @property
     def _tags_at_start(self) -> list[tuple[bytes, _Place]]:
-        """Tags that may begin a reply, with the positions after them."""
+        """Tags with which a reply may begin, each with the position that follows it."""
         places = [(self._tags.plain, _Place.ANSWER), (self._tags.start, _Place.THOUGHT)]
         if self._tags.plain and self._budget == 0:
-            # the thought would be empty
+            # no thought may begin: with a budget of 0 it would be empty
             del places[1]
         return [(tag.encode(), place) for tag, place in places if tag]
 
@@ -168,7 +168,8 @@ class AfterThought(Constraint):
             if tag.startswith(held):
                 rest = tag[len(held) :]
                 tokens = self._vocabulary.continuing(rest)
-                # a token may go on into a thought, but not into an answer, which could violate its constraint
+                # a token may contain the tag and the start of a thought, but not the start of an answer:
+                # the answer's constraint could forbid it
                 allowed += [n for n in tokens if place is _Place.THOUGHT or len(pieces[n]) <= len(rest)]
         return allowed
 
@@ -193,7 +194,7 @@ class AfterThought(Constraint):
         return True
 
     def _add(self, text: bytes) -> bool:
-        """Accept a text of the thought, which may close it."""
+        """Accept text of the thought. If it completes the end tag, the rest of the text begins the answer."""
         end, text = self._tags.end.encode(), self._held + text
         at = text.find(end)
         if at >= 0:
@@ -240,7 +241,7 @@ class AfterThought(Constraint):
         self._forced = self._vocabulary.tokens_of(self._tags.end.encode()[self._n_begun() :])
 
     def _n_begun(self) -> int:
-        """Length in bytes of the beginning of the end tag with which the thought ends."""
+        """Number of bytes of the end tag that the thought ends with so far."""
         return n_begun(self._held, self._tags.end.encode())
 
     def _and(self, inner: Constraint, tokens: Sequence[int]) -> np.ndarray | None:
@@ -265,9 +266,10 @@ def after_thought(
     header: str | None = None,
     begun: str = "",
 ) -> Around:
-    """Return a function that makes a constraint apply after the thought of a reply under a template.
+    """Return a function that wraps a constraint, so that it applies only after the thought of a reply.
 
-    budget, header: as in `AfterThought`; None for the template's header. begun: given beginning of the reply.
+    header, budget: as in `AfterThought`; header None means the template's reply header.
+    begun: beginning of the reply that a client gave.
     """
     header = template.reply_start() if header is None else header
     tags, answer = template.tags, ""

@@ -417,7 +417,7 @@ def _delete(place: Path) -> None:
 
 
 def id_in(arrays: Mapping[str, np.ndarray]) -> bytes | None:
-    """Id of the archive that a session lists; None if it lists none. arrays: of the session file."""
+    """Id of the archive that a session lists; None if it lists none. arrays: the session's arrays."""
     return bytes(arrays[ID]) if ID in arrays else None
 
 

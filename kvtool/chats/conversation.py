@@ -40,7 +40,7 @@ def transcript(messages: list[Message]) -> str:
 
 
 def _reply(text: str, template: Template, splitter: Splitter) -> Message:
-    """Return a reply as a message, with its thought in a separate field if the template has one."""
+    """Return a reply as a message. Its thought gets a separate field if the template reads such a field."""
     if not (template.takes_thoughts or template.tags.plain):
         return {"role": "assistant", "content": text}
     thought, answer = apart(text, splitter)
@@ -77,8 +77,8 @@ class Conversation:
     undo_stack
         Marks and copies for `undo`.
     open_saved
-        Opens session and archive files that hold the present chat, so that `remember` need not write a copy;
-        returns None if no files do.
+        Function that opens the session and archive files if they hold the present chat, so that `remember`
+        need not write a copy. Returns None otherwise.
     template
         Chat template, with the variables for `effort`.
     effort
@@ -122,7 +122,7 @@ class Conversation:
     def use_template(self, template: Template, header: Header | None = None) -> None:
         """Use another template from the next reply on, leaving the cache unchanged.
 
-        header: its reply header, if that is known.
+        header: reply header of the template; None to read it from the template.
         """
         self.template = template
         self.header = header or Header.of(self.writer.engine.model, template)
@@ -284,9 +284,9 @@ class Conversation:
             self.finish_reply(None if stays else header.start(template, before, reply))
 
     def write(self, n_max: int | None, *, may_change: bool) -> Iterator[str]:
-        """Yield the reply after its given beginning, piece by piece. Call `finish_reply` afterwards.
+        """Yield the reply piece by piece, without a beginning that a client gave.
 
-        may_change: True if `finish_reply` may be called with a text.
+        Call `finish_reply` afterwards. may_change: True if that call may have a text.
         """
         self.finish_reply(None)
         self._written = [self.header.begun]
@@ -299,7 +299,7 @@ class Conversation:
                 yield piece
 
     def start_sampling(self) -> None:
-        """Prepare the sampler for the reply. Raises UsageError if its beginning violates its constraint."""
+        """Prepare the sampler. Raises UsageError if the reply's given beginning violates the constraint."""
         model, begun = self.writer.engine.model, self.header.begun
         header = None if self._has_header else ""
         around = after_thought(model, self.template, self.thought_budget, header, begun)
@@ -310,7 +310,7 @@ class Conversation:
 
         start: text that the template then renders between `header.kept` and the answer, such as a thought;
         None if the reply stays unchanged. If the cache holds another text there, it is rewound to the
-        end of `header.kept` and reads `start` and the answer. Dropping a thought costs only this step.
+        end of `header.kept` and reads `start` and the answer. No other tokens are read again.
         """
         before, self._before_reply = self._before_reply, None
         if not before:
@@ -322,12 +322,12 @@ class Conversation:
                 self._read_again(before, start, answer)
 
     def splitter(self) -> Splitter:
-        """Splitter of the next reply, including a given beginning, into thought and answer."""
+        """Return the splitter that cuts the next reply, with its given start, into thought and answer."""
         is_open = self.template.opens_thought and self._has_header and not self.header.begun
         return Splitter(self.template.tags, is_open=is_open)
 
     def _read_again(self, before: UndoPoint, start: str, answer: str) -> None:
-        """Go back to `before`, and read these two texts."""
+        """Rewind the cache to `before`, and read `start` and `answer`. Keep the messages and the sampler."""
         messages, sampler = self.messages, self.writer.sampler
         recent, seed = list(sampler.recent), sampler.seed
         try:
@@ -376,7 +376,7 @@ class Conversation:
     def save(self, listed: Listing) -> tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]:
         """Return the whole chat: its part in JSON, and its arrays one at a time.
 
-        listed: as `ArchiveFile.write` yields it.
+        listed: the arrays that list the archive's segments, from `ArchiveFile.write`.
         """
         arrays = chain([("tokens", self.writer.tokens)], self.writer.engine.save(archived=False), listed)
         return {
@@ -401,7 +401,7 @@ class Conversation:
         return listed
 
     def restore(self, meta: session.Meta, arrays: session.Arrays, *, seed: int | None = None) -> None:
-        """Continue from what `save` returned. Raises SessionError, changing nothing, if it does not fit.
+        """Continue from the values of `save`. Raises SessionError, changing nothing, if they do not fit.
 
         seed: seed of the sampler from now on; None for the saved one.
         """
@@ -409,10 +409,10 @@ class Conversation:
         self.version += 1
         self.writer.restore(meta["writer"], arrays["tokens"], seed)
         self.system, self.messages, self.n_reply = meta["system"], meta["messages"], meta["n_reply"]
-        # sessions of earlier versions have none
+        # sessions of earlier versions have no id
         self.id = meta.get("id") or secrets.token_hex(8)
         self.is_pinned = True
-        # sessions of earlier versions have none
+        # sessions of earlier versions have no effort
         if (effort := meta.get("effort")) != self.effort:
             self.use_template(self._under(effort, self.thought_budget))
             self.effort = effort
@@ -420,9 +420,9 @@ class Conversation:
     def resume(self, meta: session.Meta, arrays: session.Arrays) -> None:
         """Continue as `restore` does, with the saved chat's marks. Its copies are not saved."""
         self.restore(meta, arrays)
-        # sessions of earlier versions have none
+        # sessions of earlier versions have no marks
         for mark in (Mark(*saved) for saved in meta.get("marks", ())):
-            # a server marks every reply, under any policy: keep only marks before a turn that can be undone
+            # a server marks every reply, under any policy: keep marks before a user's turn that can be undone
             following = self.messages[mark.n_message : mark.n_message + 1]
             if self.writer.engine.can_rewind and [message["role"] for message in following] == ["user"]:
                 self.undo_stack.push(mark)
@@ -436,7 +436,7 @@ class Conversation:
         return self.writer.engine.can_rewind and (archive is None or archive.n < archive.n_max)
 
     def mark(self) -> Mark:
-        """Return the position after the last turn."""
+        """Return a mark at the present end of the chat."""
         return Mark(self.writer.engine.n_past, len(self.messages), self.n_reply, self.writer.save())
 
     def _go_to(self, before: UndoPoint) -> None:
@@ -502,7 +502,7 @@ class Conversation:
 
     @property
     def newest_turn(self) -> str | None:
-        """Text of the user in the last change; None if that is not a turn, or cannot be taken back."""
+        """User's text in the last turn; None if the last change is not a turn, or cannot be taken back."""
         before = self.undo_stack.newest
         if isinstance(before, Mark):
             return self.messages[before.n_message]["content"]

@@ -90,7 +90,7 @@ class Efforts:
 
         effort: "on", "off" or one of `LEVELS`. budget: maximum tokens of a thought; None for no limit. If the
         template does not take the effort, the variables are for the nearest one: the highest level below it,
-        or thinking without a level. The remark continues a sentence: "takes off and on; on was used for low".
+        or thinking without a level. The remark ends a sentence: "takes off and on; on was used for low".
         """
         variables, remark = self._of(effort)
         if self.takes_budget and budget is not None and effort != OFF:

@@ -51,7 +51,10 @@ class Header:
 
     @classmethod
     def of(cls, model: Model, template: Template) -> Header:
-        """Return a template's reply header. Nothing is left out unless the difference has a thought's tag."""
+        """Return a template's reply header.
+
+        `left_out` is empty unless a thought's tag is in it or in `earlier`.
+        """
         header, earlier = template.reply_start(), template.earlier_start
         tokens = model.tokenize(header, special=True)
         whole = cls(tokens, header, "", 0, template.tags.plain)

@@ -34,7 +34,7 @@ _MARKS = re.compile(f"({JOINT}{JOINT}|{CUT}{CUT}|{JOINT}|{CUT})")
 
 
 def escaped(text: str) -> str:
-    """Double the marks in a text, so that `tokens_of` reads them as text and every marker as a marker."""
+    """Double the marks in a text, so that `tokens_of` reads them as text. The text's markers stay markers."""
     return _MARK.sub(r"\g<0>\g<0>", text) if JOINT in text or CUT in text else text
 
 
@@ -75,7 +75,7 @@ def tokens_of(model: Model, text: str, *, start: bool = False) -> np.ndarray:
             found.append(model.tokenize(text[plain:at], special=True))
             first, *others = _parts(model.markers.between(before, fragment, marker))
             found.append(model.tokenize(first))
-            # some tokenizers put a space before a text: a line break prevents that, and joins no token
+            # some tokenizers put a space before a text: a line break prevents that, and joins no other token
             found += [model.tokenize(f"\n{part}")[len(model.tokenize("\n")) :] for part in others]
             plain = begin
         before, at = marker, begin + len(marker)

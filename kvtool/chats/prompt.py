@@ -60,7 +60,7 @@ def system_prefix(template: Template, system: str, tools: list[Any] | None = Non
 def request_prefix(template: Template, before: list[Message], request: str, text: str) -> str | None:
     """Return the beginning of a chat up to the end of `request`, where the user's message is request + text.
 
-    before: the messages before the user's. Returns None in the cases of `system_prefix`. Raises ModelError.
+    before: the messages before the user's. Returns None if that end cannot be found. Raises ModelError.
     """
 
     def chat(content: str) -> str:
@@ -100,7 +100,7 @@ def pin_prefix(engine: Engine, text: str, n_pinned: int) -> np.ndarray:
 def prefix_tokens(model: Model, text: str, n_prefix: int) -> tuple[np.ndarray, int]:
     """Return the tokens i32[n] of a rendered chat, and how many of them cover its first characters.
 
-    n_prefix: number of these characters. The text is tokenized as a whole. A token across their end counts.
+    n_prefix: number of first characters. The text is tokenized as a whole; a token across their end counts.
     """
     start = wants_bos(model, text)
     tokens = tokens_of(model, text, start=start)

@@ -1,4 +1,4 @@
-"""Message roles: rewrite a chat whose roles a template refuses or omits in roles that it takes."""
+"""Message roles: rewrite a chat in roles that its template takes, if the template refuses or omits some."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Roles:
         If the template takes one system message at most, the system messages at the beginning are joined,
         and later ones become the user's. If it takes none, the system prompt is put before the user's first
         message. If it requires the user and the model to alternate, successive messages of one role are
-        joined, and empty messages are inserted where a message is missing.
+        joined, and a message without content is inserted where one is missing.
         """
         fitted = [dict(message) for message in messages]
         n = sum(1 for _ in takewhile(_is_system, fitted))

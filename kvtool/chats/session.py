@@ -162,7 +162,7 @@ def dump(file: BinaryIO, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -
 def load(file: BinaryIO, name: str, archive: FileIO | Path | None = None) -> tuple[Meta, Arrays]:
     """Read a file that `dump` wrote. The arrays are views of the mapped file, read when they are used.
 
-    name: of the file, for error messages. archive: the open archive file, or the path of the session whose
+    name: name of the file in error messages. archive: the open archive file, or the path of the session whose
     FILE.archive is opened if the session lists segments. Raises SessionError as `read` does, and OSError.
     """
     meta, arrays = _load(file, name)
@@ -249,7 +249,7 @@ def _damaged(name: str, is_cut: bool) -> SessionError:
 
 
 def cannot(what: str, path: Path, error: OSError | ValueError, session: Path | None = None) -> SessionError:
-    """Return the error for a file of a session that cannot be read or written. session: default `path`."""
+    """Return the error for a file that cannot be read or written. session: its session; default `path`."""
     why = (error.strerror if isinstance(error, OSError) else None) or error
     is_there = what == "write" and os.path.isfile(session or path)
     kept = "; the last saved version is still there" if is_there else ""

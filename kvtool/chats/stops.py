@@ -23,7 +23,7 @@ class Stops:
     def feed(self, piece: str) -> str:
         """Return the text that is certain after this piece, which may be ""."""
         text = self._held + piece
-        # the stop string that ends first, which does not depend on the pieces; if several do, the longest
+        # the first end counts, because it does not depend on the pieces; among equal ends, the longest string
         if ends := [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]:
             end, at = min(ends)
             self.found, self._held = text[at:end], ""
@@ -33,11 +33,11 @@ class Stops:
         return text[: len(text) - n]
 
     def rest(self) -> str:
-        """Return the text that was held back, after the end of a text without a stop string."""
+        """Return the text that is held back. Call this when a text ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def n_begun(text: AnyStr, mark: AnyStr) -> int:
-    """Length of the longest incomplete beginning of the mark that the text ends with."""
+    """Return the length of the longest beginning of `mark`, shorter than `mark`, that ends the text."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -272,7 +272,7 @@ class Template:
 
     @cached_property
     def earlier_start(self) -> str | None:
-        """Text between a user's message and an earlier reply without a thought; None if it is hidden."""
+        """Text between a user's message and an earlier reply without a thought; None if not rendered."""
         return self.start_of_earlier({})
 
     def start_of_earlier(self, more: Mapping[str, Any]) -> str | None:

@@ -102,7 +102,7 @@ class Writer:
         self._decoded = array("i")
         # decoded draft tokens that are still to be compared with sampled ones, and the number that agreed
         self._drafts, self._n_sampled = np.empty(0, np.int32), 0
-        # a restored cache has no logits
+        # True after `restore`: a restored cache has no logits to sample from
         self._restored = False
 
     @property
@@ -263,7 +263,7 @@ class Writer:
             yield rest
 
     def _decode_sampled(self, n_left: int) -> None:
-        """Decode the sampled token, with draft tokens after it if the drafter expects them to pay.
+        """Decode the sampled token, with draft tokens after it if the drafter expects them to save time.
 
         n_left: number of tokens that may still be sampled.
         """

@@ -44,14 +44,14 @@ class _Commands(UserDict[str, Any]):
 class _Group(Group):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # typer wants a dictionary, but adds nothing to it
+        # in place of typer's dictionary, to which nothing is added
         self.commands = _Commands(COMMANDS)
 
     def list_commands(self, context: Any) -> list[str]:
         return list(self.commands)
 
     def format_commands(self, context: Any, formatter: Any) -> None:
-        # from the list: the commands are not imported
+        # their descriptions are in COMMANDS, so that no command is imported
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
@@ -63,7 +63,7 @@ class _Group(Group):
     def invoke(self, context: Any) -> Any:
         with _one_line():
             result = super().invoke(context)
-            # a failure here is one line; at exit it would be a traceback
+            # flush here: a failure prints one line, while at exit it would print a traceback
             sys.stdout.flush()
             return result
 
@@ -76,7 +76,7 @@ def _one_line() -> Iterator[None]:
     except KvtoolError as error:
         raise _end(error.exit_code, str(error)) from None
     except CLICK.ClickException as error:
-        # click 8.1, which has no such class, prints the help itself
+        # compared by name: click 8.1 has no such class, and prints the help itself
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(str(error))
             raise typer.Exit(0) from None
@@ -144,7 +144,7 @@ def _of_output(error: OSError) -> tuple[int, str]:
 
 
 def _end(exit_code: int, line: str) -> typer.Exit:
-    """Print the line, and empty Python's buffers: writing them at exit could fail again."""
+    """Print the line, and flush stdout and stderr or discard their text: Python would try again at exit."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
     if line:
@@ -153,7 +153,7 @@ def _end(exit_code: int, line: str) -> typer.Exit:
             shown = "".join(c if c.isprintable() else "?" for c in " ".join(line.split("\n")))
             after_echo = exit_code == interrupt.EXIT_CODE and sys.stderr.isatty()
             sys.stderr.write("\n" * after_echo)
-            # a terminal alone would break lines inside words
+            # `say` breaks lines between words; the terminal would break them inside words
             from kvtool.cli.console import say
 
             say([f"kvtool: {shown}"])

@@ -21,7 +21,7 @@ CLICK: Any = sys.modules[typer.BadParameter.__module__]
 """The module with click's exceptions; newer versions of typer bring their own click."""
 
 _ORDER = ("Arguments", "Options", CACHE, SAMPLING, SERVER, HARDWARE, ARCHIVE, OUTPUT, "Help")
-"""All groups in the help. "Options" has the options of a single command."""
+"""Groups in the help, in order. "Options" has the options that belong to no other group."""
 
 _HELP = ("help", "version", "install_completion", "show_completion")
 
@@ -31,7 +31,7 @@ _EARLIER = ("--png", "--type-k", "--type-v")
 """Former names of options. They still work; help and documents do not show them."""
 
 _WIDEST = 32
-"""Maximum columns of an option's name with its help on the same line."""
+"""Maximum width, in columns, of an option's name whose help begins on the same line."""
 
 
 class BadValue(typer.BadParameter):
@@ -49,12 +49,12 @@ class BadValue(typer.BadParameter):
 
 
 def refusal(error: typer.BadParameter, name: str) -> str:
-    """Return the line for a value that an option does not take. name: of the option, or of a setting."""
+    """Return the line for a value that an option does not take. name: name of the option or setting."""
     return f"{name} {error.reason}" if isinstance(error, BadValue) else f"{name}: {error.message.rstrip('.')}"
 
 
 class _Shared:
-    """The help of a command, and -V."""
+    """Help and -V, the same for commands and groups."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         root = ctx.find_root()
@@ -127,7 +127,7 @@ class Command(_Shared, TyperCommand):
 
 
 class Group(_Shared, TyperGroup):
-    """A command of several commands."""
+    """A command that has subcommands."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         first = args[0].partition("=")[0] if args else ""

@@ -53,7 +53,7 @@ def table(
 ) -> Table:
     """Return a table without borders.
 
-    left: number of columns that are aligned left; None for all. Columns of numbers are aligned right.
+    left: number of first columns that are aligned left; None for all. The others are aligned right.
     """
     from rich.table import Table
 

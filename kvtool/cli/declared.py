@@ -111,8 +111,8 @@ def _number_parser(
 ) -> Callable[[Any], int | float]:
     """Return a function that reads and checks a number while the command line is parsed.
 
-    At that time an error can name the setting that the number comes from. is_list: the option is repeatable,
-    and `Option.read` takes all its numbers.
+    At that time an error can name the setting that the number comes from. is_list: True for a repeatable
+    option; `Option.read` then gets all its numbers.
     """
 
     def parse(raw: Any) -> int | float:
@@ -129,7 +129,7 @@ def _number_parser(
             raise BadValue(str(error).removeprefix(f"{option.name} ")) from None
         return value
 
-    # from this name, `settings` knows which type a value in the file must have
+    # `settings` reads the name, to check the type of a value in the file
     parse.__name__ = number.__name__
     return parse
 

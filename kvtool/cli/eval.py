@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     PolicyFor = Callable[[int, int], Policy]
 
 _STEP = 1024
-"""Cells by which the cache of `full` grows, so that few different caches serve all prompts."""
+"""Step, in cells, between cache sizes of `full`, so that few different caches serve all prompts."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def evaluate(
         results = of_items.TaskResults(about, items, records_path, one_stream=chosen.one_stream)
 
         def stopped() -> str:
-            # an incomplete stream is not kept
+            # the records of an incomplete stream are not kept
             in_part = not chosen.one_stream and (records_path or not as_json)
             return output.stopped(records_path, len(results), len(items), "items") if in_part else "stopped"
 
@@ -370,7 +370,7 @@ def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: boo
         line = f"{len(errors)} of {len(results)} items failed: {errors[0]}"
         if len(errors) == len(results):
             raise KvtoolError(line)
-        # an item that does not fit is a result: the policy failed
+        # an item that does not fit is a result of the policy: report it, and score the other items
         sys.stderr.write(f"{line}\n")
     if cut := sum(record.get("is_cut", False) for record in results.records):
         sys.stderr.write(f"{cut} of {len(results)} prompts were too long; their middle was cut out\n")

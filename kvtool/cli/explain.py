@@ -140,7 +140,7 @@ def _share(engine: Engine, n_kept: int, n: int) -> str:
 
 
 def spare_line(engine: Engine) -> str | None:
-    """Return the bytes of the budget's cells, and of further cells; None without further cells."""
+    """Return the bytes of the budget's cells and of all other cells, as text; None if there are no others."""
     from kvtool.measure.run import budget_bytes, fixed_bytes
     from kvtool.models.layers import PAD
 

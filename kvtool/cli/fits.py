@@ -15,7 +15,7 @@ _OTHER_BYTES = 2**29
 """Bytes that kvtool needs in addition to what grows with the model."""
 
 _CORE_BYTES_S, _CPU_BYTES_S = 10_000_000_000, 31_000_000_000
-"""Bytes of weights processed per second: by one core, and by all cores at most, which memory limits.
+"""Bytes of weights that one core processes per second, and the maximum of all cores, which memory limits.
 
 Measured with Q4_K_M, 512 cells: Qwen2.5 1.5B on one core of an AMD EPYC (Zen 5), 12 to 16 GB/s.
 """
@@ -40,7 +40,7 @@ class Room(NamedTuple):
 
 
 def room() -> Room:
-    """Return the room in a GPU's memory, or in two thirds of the machine's.
+    """Return the larger room: in a GPU's memory, or in two thirds of the machine's memory.
 
     The last third is for other programs and an archive. The free memory does not count: it changes all the
     time, and the advice would change with it.

@@ -90,7 +90,7 @@ def generate(
             prompt = file_text
         else:
             text = "\n\n".join(filter(None, (file_text, text)))
-    # other programs use - for stdin
+    # in other programs, - means stdin
     prompt = None if prompt == "-" and text else prompt
     request = "\n\n".join(part for part in (prompt, text) if part)
     # with --raw a blank is also a text

@@ -23,7 +23,7 @@ COMMANDS = {
 """Name and description of each command. They are here because importing all commands takes long."""
 
 FOLDERS = ("chat", "compare", "bench", "inspect")
-"""Commands that have a folder, and are in its command.py. All other commands are one file each."""
+"""Commands that have their own folder, with the command in command.py. The others are one file each."""
 
 GROUPS = ("models", "session")
 """Groups of commands: their modules define a Typer app named `app`."""

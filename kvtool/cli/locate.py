@@ -1,4 +1,4 @@
-"""From the value of -m to the file of a model, with a progress bar for a download."""
+"""Find or download the file of the model that -m names, with a progress bar for a download."""
 
 from __future__ import annotations
 

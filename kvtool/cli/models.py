@@ -36,7 +36,7 @@ Name = Annotated[
 ]
 
 _OF_ENTRY = ("sha256", "size", "licence", "note")
-"""Fields of models.txt, which other downloads lack."""
+"""Fields of models.txt. Models downloaded by URL or from a repository do not have them."""
 
 _WIDE = 140
 """Least terminal width at which the list shows the sources of models."""
@@ -233,7 +233,7 @@ def _layers(info: ModelInfo) -> tuple[Layers | None, str | None]:
     if reason := unsupported(info):
         return None, reason
     try:
-        # fails without llama.cpp
+        # without llama.cpp, this import fails
         from kvtool.llama.crash import guard
         from kvtool.llama.model import Model
 
@@ -270,7 +270,7 @@ def _sizes(layers: Layers, types: dict[str, Any], n_ctx_train: int, n_bytes: int
 
 
 def _lines(sizes: dict[str, Any]) -> list[list[str]]:
-    """Return rows of a table with these sizes."""
+    """Return the table's rows about the sizes that `_sizes` returned."""
     texts = {name: format_bytes(size) for name, size in sizes.items() if name.endswith("_bytes")}
     types, n_batch = f"K {sizes['type_k']}, V {sizes['type_v']}", RunOptions.default_n_batch
     lines = [

@@ -122,7 +122,7 @@ ADVICE = {
         *("--log-disable", "--no-perf", "--keepalive", "--keep-alive", "--gpu-memory-utilization"),
     ),
 }
-"""Advice for options of the same programs that have no counterpart here, or one with other values."""
+"""Advice by options of these programs. kvtool has no such option, or its option takes other values."""
 
 _OURS = {name: ours for ours, names in OURS.items() for name in names}
 _ADVICE = {name: advice for advice, names in ADVICE.items() for name in names}
@@ -155,7 +155,7 @@ def no_command_yet(context: Any, args: Sequence[str]) -> str:
 
 
 def ours(name: str) -> str:
-    """Return our flag for the name of our option or of another program's. name: with or without dashes."""
+    """Return kvtool's flag for an option's name here or in another program, with or without dashes."""
     name = name.lstrip("-").replace("_", "-")
     flag = f"--{name}" if len(name) > 1 else f"-{name}"
     return _OURS.get(flag, flag)

@@ -73,7 +73,7 @@ def perplexity(
         return args.windows or len(tokens)
 
     check_read_once(run, run.policy)
-    # every token is scored, also with policies that read prompts whole
+    # every token is scored, so the text is streamed even if the policy reads prompts whole
     run = run.changed(prefill="stream")
     with (
         closing(source(file)) as text,

@@ -113,7 +113,7 @@ def serve(
     """Serve the OpenAI and Anthropic APIs, from caches that never fill."""
     run = of_model(typed_run, model_name)
 
-    # fails first if llama.cpp is missing
+    # imported first, so that a missing llama.cpp is reported before a missing package
     import kvtool.llama.bindings  # noqa: F401
 
     try:
@@ -260,7 +260,7 @@ def _opened(
 
         def more() -> Slot:
             n_bytes = engine.cache_bytes + engine.state_bytes
-            # a GPU reports missing memory itself; Linux allocates memory that it does not have
+            # checked only without a GPU: a GPU reports missing memory, while Linux allocates more than it has
             if n_bytes > free_bytes() and not has_gpu():
                 raise OutOfMemory(f"no memory for another cache of {format_bytes(n_bytes)}")
             another = stack.enter_context(closing(Engine(engine.model, engine.policy, engine.settings)))

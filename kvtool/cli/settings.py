@@ -29,7 +29,7 @@ Words = tuple[str, ...]
 """Words of a command, such as ("models", "show")."""
 
 OPTIONS_OF_ONE: dict[Words, tuple[str, ...]] = {
-    # they choose the columns of the list
+    # in this command, these options choose the columns of a list
     ("policies",): ("budget", "evict_every", "options", "as_json"),
     # the sampler's settings for chats do not apply to tasks
     ("eval",): ("temp", "seed"),
@@ -43,7 +43,7 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "flo": ("a number", (int, float)),
     "boo": ("true or false", (bool,)),
 }
-"""Names and Python types of values, by the first letters of click's name, which newer versions shorten."""
+"""Text for messages and Python types, by the first letters of click's type name: some versions shorten it."""
 
 
 class Setting(NamedTuple):
@@ -219,7 +219,8 @@ def _tables_of_model(all_tables: list[Table], words: Words, model: str | None) -
 def _from_table(table: Table, params: list[Any], root: Any) -> dict[str, Setting]:
     """Return the settings of a table for these options, by parameter name.
 
-    Raises UsageError for a key that is no option: of this command in its own table, of any command elsewhere.
+    Raises UsageError for a key that is not an option. A command's own table takes only that command's
+    options; the other tables take options of any command.
     """
     result = {}
     for key, value in table.values.items():
@@ -242,7 +243,7 @@ def _from_variables(params: list[Any], words: Words = ()) -> dict[str, Setting]:
 
 
 def named(key: str, params: Iterable[Any]) -> list[Any]:
-    """Return the options with this key in the file: a name without dashes."""
+    """Return the options with this key in the file. key: an option's name without dashes."""
     return [param for param in params if key.replace("_", "-") in _keys(param.opts)]
 
 

@@ -73,7 +73,7 @@ def check_length(engine: Engine, n_tokens: int, noun: str = "text") -> None:
 def check_positions(
     positions: str, n_tokens: int, n_ctx: int, noun: str = "text", shorter: str = "or --max-tokens"
 ) -> None:
-    """Raise InputError for a text with more tokens than positions. shorter: advice to shorten it."""
+    """Raise InputError for a text with more tokens than positions. shorter: advice on a shorter text."""
     if positions == "original" and n_tokens > n_ctx:
         raise InputError(
             f"the {noun} has {n_tokens:,} tokens, and original positions end at {n_ctx:,}; "

@@ -22,7 +22,7 @@ from kvtool.system.cpu import default_threads
 from kvtool.units import MOST_THREADS, format_bytes, parse_bytes
 
 _SHORT_S = 1.0
-"""Minimum seconds of a reported connection: a client makes short ones to test the worker."""
+"""Shortest connection that is reported, in seconds: clients test the worker with shorter ones."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def worker(*, args: _WorkerOptions) -> None:
     n_bytes = None if args.mem is None else parse_bytes(args.mem)
     if n_bytes == 0:
         raise UsageError("--mem must be above 0; leave it out to lend all memory")
-    # ggml would not tell why it cannot listen
+    # try the port first: ggml would not say why it cannot listen
     listener(address, port).close()
 
     from kvtool.llama.crash import guard
@@ -84,10 +84,10 @@ def worker(*, args: _WorkerOptions) -> None:
         try:
             start()
         finally:
-            # ends the loop over the lines of stdout
+            # closes the pipe's write end, so that the loop over `lines` ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
-    # in a thread: Python handles signals between its own steps, and ggml never returns
+    # in a thread: `start` never returns, and the main thread must stay free to handle signals
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     if _listens(thread, address, port):
@@ -103,7 +103,7 @@ def listener(address: str, port: int) -> socket.socket:
     try:
         return socket.create_server((address, port))
     except OSError as error:
-        # Python repeats the address
+        # Python's message repeats the address
         reason = str(error.strerror or error).partition(" (while attempting")[0]
         if error.errno == errno.EADDRINUSE:
             reason = "the port is in use, maybe by another kvtool; choose another --port"

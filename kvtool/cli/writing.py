@@ -67,7 +67,7 @@ def open_writer(run: RunOptions, generation: GenerationOptions) -> Iterator[tupl
     """Open an engine with a writer, and report the notes on stderr. Raises KvtoolError."""
     sampling = sampling_of(generation)
 
-    # imported here: errors in options do not need llama.cpp
+    # imported here, so that errors in options are reported without loading llama.cpp
     from kvtool.config.opening import open_run
 
     with open_run(run, find=locate, guarded=True) as opened:

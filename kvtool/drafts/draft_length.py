@@ -9,7 +9,7 @@ _EDGES = (3, 4, 6, 9, 17)
 """Lower bounds of the groups of support (see `DraftLength`)."""
 
 _PRIOR_TRUE, _PRIOR_ALL = 2.0, 3.0
-"""Prior counts of accepted draft tokens and of all: high enough for drafting to be tried."""
+"""Initial counts of accepted and of all draft tokens; their ratio is high enough for drafting to be tried."""
 
 _DECAY = 0.97
 """Factor by which each draft token reduces the older counts of its group."""
@@ -30,9 +30,10 @@ _TRY_EVERY = 32
 class DraftLength:
     """Choose the number of draft tokens of each step.
 
-    Draft tokens are grouped by support: the number of matching tokens before one, earlier draft tokens
-    included. Each group has an estimated probability p of acceptance. A draft token counts only if all before
-    it are accepted: n draft tokens give p1 + p1 p2 + ... tokens on average.
+    The support of a draft token is the number of tokens before it, including draft tokens, that equal those
+    at the place it is copied from. Draft tokens are grouped by support, and each group has an estimated
+    probability p of acceptance. A draft token is accepted only if all draft tokens before it are: n draft
+    tokens give p1 + p1 p2 + ... tokens on average.
     """
 
     def __init__(self) -> None:

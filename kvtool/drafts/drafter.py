@@ -74,7 +74,8 @@ class Drafter:
     def guess(self, most: int, constraint: Constraint | None = None) -> np.ndarray:
         """Return at most `most` draft tokens i32[n] for the next step.
 
-        constraint: has read the stream. If it forces tokens, these are the draft; other tokens must fit it.
+        constraint: constraint of the text, after the stream so far. Tokens that it forces become the draft.
+        Any other draft is cut before the first token that violates the constraint.
         """
         found = np.array(constraint.forced()[:most] if constraint and most > 0 else [], np.int32)
         self._support = self._lookup.look() if most > 0 and not len(found) else 0

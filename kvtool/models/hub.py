@@ -37,7 +37,7 @@ _TIMEOUT_S = 10
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A repository, and perhaps a revision and a file, as hf: names them.
+    """A repository with an optional revision and file, parsed from hf:OWNER/REPO[@REVISION][:QUANT].
 
     Attributes
     ----------
@@ -143,7 +143,7 @@ def snapshot_of(reference: Reference) -> Path | None:
     """Return the folder of the revision's files in the cache, or None."""
     revision = reference.revision or "main"
     name = reference.folder / "refs" / revision
-    # a commit is its own name and has no file in refs
+    # a commit has no file in refs: its folder in snapshots has its name
     with suppress(OSError):
         revision = name.read_text(encoding="utf-8", errors="replace").strip()
     snapshot = reference.folder / "snapshots" / revision

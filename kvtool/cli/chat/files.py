@@ -65,7 +65,7 @@ class ChatFiles:
         self.previous_path: Path | None = None
         self.moved_archive: Path | None = None
         self.recovered: list[Path] = []
-        # version of the chat in the session, and the messages there
+        # version of the chat that the session holds, and its values that `_would_lose` compares
         self._saved_version: int | None = None
         self._saved: Meta | None = None
         self._set_aside: list[Path] = []
@@ -218,7 +218,7 @@ class ChatFiles:
         return self.has_previous and not is_ours and path.exists() and not any(self._recovered())
 
     def _recovered(self) -> Iterator[Path]:
-        """Yield the files set aside whose turns are all in the chat again."""
+        """Yield the files that were set aside and whose turns are all in the chat again."""
         from kvtool.chats import session
 
         for spare in list(self._set_aside):
@@ -227,7 +227,7 @@ class ChatFiles:
                     yield spare
 
     def _drop_recovered(self) -> None:
-        """Delete the files set aside whose turns are all in the session again."""
+        """Delete the files that were set aside and whose turns are all in the session again."""
         from kvtool.chats import session
 
         for spare in self._recovered():
@@ -302,7 +302,7 @@ class ChatFiles:
 
 
 def meta_of(chat: Conversation, fixed: dict[str, Any], kept: Mapping[str, Any]) -> Meta:
-    """Return the values for a chat's session that `Conversation.save` does not have.
+    """Return the values for a chat's session that `Conversation.save` does not return.
 
     kept: options that the session keeps.
     """
@@ -356,7 +356,7 @@ def resumed(run: RunOptions, saved: Meta) -> RunOptions:
     is_typed, run = "options" in run.typed, run.resumed(saved["options"])
     kind, parameters = policies.load(run.policy), saved["fixed"]["parameters"]
     if run.budget is None and kind.recalls():
-        # earlier versions had another default
+        # earlier versions had another default budget: keep the session's
         run = replace(run, budget=str(parameters["budget"]))
     if not is_typed and parameters.keys() - {"budget", "slack", *policies.params(kind)}:
         stay = policies.params(kind).keys() - set(kind.adjustable)

@@ -67,14 +67,14 @@ class Prompt:
         buffer.start_selection()
         buffer.cursor_position = len(buffer.text)
         if buffer.selection_state:
-            # in the normal mode typed text would be inserted, as in Emacs
+            # in shift mode typed text replaces the selection; otherwise it would be inserted
             buffer.selection_state.enter_shift_mode()
 
     def forget(self) -> bool:
         """Drop the text that was typed ahead; return True if there was any."""
         typing = self._session.app.input
         dropped = get_typeahead(typing)
-        # the raw mode also gives an unfinished line, and Ctrl-D as a key
+        # in raw mode, an unfinished line can be read, and Ctrl-D is a key
         with typing.raw_mode():
             while keys := typing.read_keys():
                 dropped += keys

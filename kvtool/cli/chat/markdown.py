@@ -113,7 +113,7 @@ class ReplyStream:
             self._column += len(self._blanks)
         if self._n_word == 0:
             is_bullet = _BULLET.fullmatch(word)
-            # an indentation of half the width or more is not of a list
+            # an indentation of half the width or more does not belong to a list
             self._hang = len(self._blanks) + (len(word) + 1 if is_bullet else 0)
             self._hang = self._hang if self._hang < self._console.width // 2 else 0
         parts += styled

@@ -94,7 +94,7 @@ class ReplyView:
         if self._hides:
             return Text("thinking", style="dim")
         n = max(min(_MOST_LINES, self._console.height // 2), 1)
-        # earlier text would not be visible: a line has at most the width of the terminal
+        # wrap only text that can be visible in n lines of the terminal
         end = self.thought[-n * self._console.width :].strip()
         lines = Text(end, style="dim").wrap(self._console, self._console.width)
         return Text("\n").join(lines[-n:])

@@ -47,7 +47,7 @@ class Terminal:
     typed
         Text to put at the next prompt.
     selects
-        True if typing replaces that text, because it is a line that was refused.
+        True if typing replaces the text of `typed`: it is a line that was refused.
     edits
         True if the next turn replaces the last turn.
     last_typed
@@ -125,7 +125,7 @@ class Terminal:
         lines[_N_LINES:] = ["..."] * (len(lines) > _N_LINES)
         self.console.print("\n> " + "\n  ".join(lines) + "\n")
         template = self.conversation.template
-        # with such templates the content lacks the thought
+        # if the template reads thoughts from a field, the content has no thought
         splitter = Splitter(template.tags) if template.takes_thoughts else self.conversation.splitter()
         with ReplyView(self.console, splitter, plain=self.plain, hide=True) as out:
             out.write(reply)
@@ -222,7 +222,7 @@ def whereabouts(n: int, n_held: float, n_archived: int, n_forgotten: int) -> str
     """Return the length of a chat of n tokens, and the shares of tokens in the cache, archived and forgotten.
 
     n_held: mean number of tokens that a row holds. n_forgotten: tokens in no row and in no archive. If rows
-    hold different tokens, the shares do not add up to 100 %, and the line says of which rows they are.
+    hold different tokens, the shares do not add up to 100 %, and the line gives them for KV heads.
     """
     held, forgotten = share(n_held / max(n, 1)), share(n_forgotten / max(n, 1))
     if n_held + n_archived + n_forgotten != n:

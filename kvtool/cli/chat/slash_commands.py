@@ -107,7 +107,7 @@ class Commands:
         self.terminal.typed, self.terminal.selects = line, True
 
     def _meant(self, name: str) -> str | None:
-        """Return a command that takes the word as its argument, or has a similar name; None without one."""
+        """Return a command that takes `name` as its argument, or has a similar name; None without one."""
         for command, taken in self.words().items():
             if taken is not None and name[1:] in taken():
                 return f"{command} {name[1:]}"

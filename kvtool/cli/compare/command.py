@@ -165,7 +165,7 @@ def compare(
     if args.shard:
         runs = of_runs.shard(runs, args.shard)
     if not runs:
-        # only `full`, and it does not fit
+        # `full` is the only policy, and the text does not fit in its cache
         raise UsageError(why_not or "nothing to compare; name policies, and budgets for them")
     results = ComparisonResults(common, runs)
     if path:
@@ -210,7 +210,7 @@ def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[
 
 
 def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: int, path: Path | None) -> None:
-    """Do the missing runs; results and the file get each record at once.
+    """Do the missing runs. Add each record to `results` and the file as soon as its run ends.
 
     Raises output.Stopped after Ctrl-C.
     """

@@ -98,6 +98,6 @@ def difference(record: dict[str, Any], name: str) -> Text:
 
 
 def _best(group: Sequence[Line]) -> dict[str, float]:
-    """Return the best value of each column, if it has at least two different values."""
+    """Return the best value of each column that has at least two different values."""
     values_of = {name: {record[name] for _, record in group if record.get(name) is not None} for name in BEST}
     return {name: BEST[name](values) for name, values in values_of.items() if len(values) > 1}

@@ -18,9 +18,9 @@ from kvtool.cli.console import table
 from kvtool.measure.holdings import Holdings
 
 BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
-"""Upper bounds of the first levels, closer together for common shares. Two levels follow: below 1, and 1."""
+"""Largest shares of levels 1 to 6, close together where shares are common. Level 7 is larger, below 1."""
 N_ATTENDED = 10
-"""Number of archived tokens that a terminal lists, by attention."""
+"""Number of archived tokens that a terminal lists: those with most attention."""
 
 ALL = len(BOUNDS) + 2
 """Level of a token that all rows hold."""
@@ -168,7 +168,7 @@ def _levels(share: np.ndarray, archived: np.ndarray) -> list[int]:
 def _style(level: int) -> Style:
     if not level:
         return Style(color="color(244)")
-    # the variable is "foreground;background" in some terminals
+    # some terminals set this variable to "foreground;background"
     light = os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
     ground = (_LIGHT if light else _DARK)[level - 1]
     return Style(color=f"color({16 if ground in _BRIGHT else 231})", bgcolor=f"color({ground})")
