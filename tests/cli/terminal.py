@@ -30,7 +30,7 @@ class Terminal:
 
     The screen has far more rows than the program believes, so that no line scrolls off it.
 
-    model: None for the default.
+    model: name or path; None for the default model.
     own: True if the terminal controls the process, which then gets a SIGHUP at the terminal's end.
     raw: bytes that the program has written.
     """
@@ -84,7 +84,7 @@ class Terminal:
     def wait_for(self, words, pressing=""):
         """Read up to these words; return the text before them.
 
-        pressing: typed at each half second without output.
+        pressing: keys to type after each half second without output.
         PROMPT counts only at the end of the text: a chat that continues shows its last turn after the same
         characters.
         """

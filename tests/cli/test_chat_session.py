@@ -80,7 +80,7 @@ def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, sh
         assert re.fullmatch(KEEPS if policy == "recall" else "", done.stderr)
     assert exported(tmp_path / "chat.kvs") == exported(tmp_path / "whole")
     shown = json.loads(of_session("show", "--json", tmp_path / "chat.kvs"))
-    # past the budget and past the context
+    # the chat is longer than the context (512), but its cells do not exceed the budget (96)
     assert shown["tokens"] > 512
     assert shown["cells"] <= 96
     assert shown["turns"] == ends[-1]
@@ -88,7 +88,7 @@ def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, sh
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
 def test_killed_at_calls_that_change_its_files_no_chat_is_lost(talker, tmp_path, share_of, policy):
-    # every eighth call, or every call
+    # kill at every eighth call, or at every call with --long
     step = 8 // share_of(1, 8)
     done = forked.run(
         [sys.executable, "-m", "tests.cli.killed_chats", str(talker), str(tmp_path), str(step), policy],
@@ -104,7 +104,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
     path, rng, saved, runs = tmp_path / "chat.kvs", random.Random(1), [], []
     typed = tmp_path / "typed"
     for n_kill in range(n):
-        # a file, since a pipe could be full; few turns, so that fast machines reach the end
+        # stdin is a file, since a pipe could be full; it has few turns, so that fast machines reach its end
         first = len(saved) // 2
         typed.write_text("".join(f"{i} words\n" for i in range(first, first + 20)))
         with typed.open() as stdin:
@@ -225,7 +225,7 @@ def test_show_speaks_to_people_and_json_keeps_its_names(talk, tmp_path):
     assert "[b]brief[/b]." in said
     assert re.search(rf"^cells +{kept['cells']:.0f} of 96 per row *$", said, re.M)
     assert re.search(r"^eviction +every 12 tokens *$", said, re.M)
-    # separate lines for budget and eviction
+    # budget and eviction have their own lines, so the policy's line begins with other parameters
     assert re.search(r"^policy +h2o window=\d+ sinks=0 ", said, re.M)
 
 
@@ -241,7 +241,7 @@ def test_a_turn_of_a_recalling_chat_writes_only_what_is_new(talk, tmp_path):
     assert len(data) > 4 * len(before[0])
     saved = session.read(path)[1]
     n_bytes = (saved["archive"][1] - saved["archive"][0]) * saved["archive.layers"].sum()
-    # the rest are clusters of tokens
+    # apart from tokens, the file has clusters of tokens
     n_more = len(data) - archive_file._N_FIRST - n_bytes
     assert saved[CLUSTERS][:, 3].sum() <= n_more < 0.01 * len(data)
     assert path.stat().st_size - before[2] < 0.1 * len(data)

@@ -16,7 +16,7 @@ from tests.cli.terminal import terminals
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 
 SMALL = ("-n", 4, "-c", 2048, "--policy", "h2o", "--budget", 128)
-"""h2o, since with recall a session may have a second file, and /undo needs no copies."""
+"""Options with h2o: with recall, a session may have a second file, and /undo needs no copies."""
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_wrong_line_is_one_line_and_the_chat_goes_on(terminal, tmp_path):
         ("/exit now", "/exit takes no argument"),
         (f"/system {'long ' * 500}", "choose a budget of"),
     ):
-        # a line longer than the terminal is wrapped
+        # a typed line that is longer than the terminal is wrapped, so the message is in the last line
         said = chat.say(line).split("\n")[-1]
         assert words in said, line
     assert chat.say("/undo") == "there is nothing to undo"
@@ -133,7 +133,7 @@ def test_the_help_says_what_undo_keeps(terminal):
 
 def test_the_help_is_seen_whole_in_a_small_terminal(terminal):
     chat = terminal(columns=80, rows=24)
-    # in addition to the typed line and the next prompt
+    # the typed line and the next prompt take the other three rows
     assert len(chat.say("/help").split("\n")) <= 24 - 3
     assert chat.say("/help me") == "/help takes a command or `more`; there is no command me"
     for name in ("set", "/SET"):
@@ -222,7 +222,7 @@ def test_a_session_keeps_its_chat_until_another_has_a_reply(terminal, chat_kv, o
 def test_the_chat_before_is_set_aside_at_the_next_reply(terminal, chat_kv, other_kv, change):
     before = chat_kv.read_bytes()
     own = ["other"] if "/load" in change else []
-    # a file that has the next name already stays
+    # chat.kv.1 exists already, so the next name is taken
     chat_kv.with_name("chat.kv.1").write_text("mine")
     chat = terminal("--session", chat_kv)
     chat.say(change.format(other=other_kv))
@@ -317,7 +317,7 @@ def test_undo_without_a_session_takes_changes_back_too(terminal):
     chat.say("/system Be a pirate.")
     for change, n in (("/system", "no"), ("/reset", "1")):
         assert f"took back {change}; the chat has {n} turn" in chat.say("/undo")
-    # more changes than the chat has
+    # /undo of more changes than the chat has
     undone = chat.say("/undo 2")
     assert undone == 'took back the turn "one"; the chat has no turns; /undo cannot go back further'
     chat.leave()

@@ -63,8 +63,8 @@ def test_blocks_and_lines_that_go_on(typed, more, text):
         # quoted input is text
         ('"""/help\n\nmore"""', "/help\n\nmore", False),
         ('"""//help"""', "//help", False),
-        # one line with a slash is a command until the user, when asked, makes it a turn; several lines are a
-        # command only if it takes a text
+        # a single line that begins with a slash is a command, until the user confirms that it is for the
+        # model; several lines are a command only if the command takes a text
         ("/usr/lib/foo.c:12: what is that?", "/usr/lib/foo.c:12: what is that?", True),
         ("//usr/lib/foo.c:12: what is that?", "/usr/lib/foo.c:12: what is that?", False),
         ("/usr/lib/foo.c:12: error: x\nWhat is that?", "/usr/lib/foo.c:12: error: x\nWhat is that?", False),
@@ -182,7 +182,7 @@ def test_texts_of_several_lines_are_one_turn_each(terminal, tmp_path):
     (tmp_path / "my file.txt").write_text("blanks")
     chat.type(f"@{tmp_path}/my\t")
     chat.until(f'@"{tmp_path}/my file.txt"')
-    # the first Enter takes what Tab offers
+    # the first Enter accepts the completion that Tab shows
     chat.type("\r")
     chat.say("")
     # wrong input returns to the prompt for editing
@@ -230,7 +230,7 @@ def test_a_turn_that_is_stopped_while_it_is_read_is_taken_back(terminal, tmp_pat
     path, held = tmp_path / "chat.kv", Held(tmp_path)
     chat = terminal("--session", path, "-b", 16, "--policy", held.policy)
     before = chat.say("hello").split("\n")[-1]
-    # far more than the cells: most of it is read after the first eviction
+    # so many words that most of them are read after the first eviction
     chat.type(f"{PASTE}{'word ' * 6000}{PASTED}\r")
     chat.wait_for("reading")
     held.wait()
@@ -376,7 +376,7 @@ def test_the_terminal_is_set_again_after_a_stop(monkeypatch):
         before, (keys, handler) = termios.tcgetattr(theirs), (Keys(), signal.getsignal(signal.SIGCONT))
 
         def echoes_after_stop():
-            # as a shell does
+            # set the terminal as a shell does between a stop and `fg`
             termios.tcsetattr(theirs, termios.TCSANOW, before)
             signal.raise_signal(signal.SIGCONT)
             return bool(termios.tcgetattr(theirs)[3] & termios.ECHO)
@@ -408,7 +408,7 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     hot = "temp  99.0\nabove 2 a reply is mostly random words; the default is 0.8"
     assert chat.say("/set temp 99") == hot
     assert chat.say("/set temp 0") == "temp  0.0"
-    # the most useful values, and changed ones
+    # /set shows the most useful settings and those that were changed
     lines = chat.say("/set").split("\n")
     assert [line.split()[0] for line in lines] == [
         *("n", "temp", "top_k", "top_p", "min_p", "seed", "/show"),
@@ -477,7 +477,7 @@ def test_a_chat_that_goes_on_shows_its_last_turn(terminal, tmp_path):
 def test_a_base_model_is_told_at_the_start(terminal, talker, tmp_path):
     line = "gemma3-270m is a base model, not for chats; `kvtool generate --raw` continues a text\n"
     assert "base model" not in terminal().text
-    # known by its file's name
+    # a base model is recognized by the name of its file
     path = shutil.copy(talker, tmp_path / "gemma-3-270m-q4_k_m.gguf")
     with terminals(path, *SMALL) as start:
         assert f"\n{line}" in start().text

@@ -89,7 +89,7 @@ def test_help_loads_nothing_heavy(loaded_by_help, command):
 
 
 def test_a_command_loads_no_other():
-    """It also loads no pydantic, which newer typers import, and no writers of gguf: they slow the start."""
+    """Nor does it load pydantic, which newer versions of typer import, or gguf's writers: both are slow."""
     code = (
         "import sys\n"
         "from kvtool.cli import app\n"
@@ -218,14 +218,14 @@ def test_a_policy_shows_what_a_budget_gives():
     (buzz,) = json.loads(called("policies", "buzz", "--budget", "512", "--json").stdout)
     params = buzz["params"]
     assert params["sinks"] + params["window"] + params["threshold"] + 1 == 512
-    # Theorem 3.1 for stride 5, rounded to whole cells
+    # BUZZ's Theorem 3.1 gives 26/6 for stride 5; both parameters are rounded to whole cells
     assert params["threshold"] / params["window"] == pytest.approx(26 / 6, abs=0.06)
 
 
 def test_a_policy_shows_what_is_given_by_hand():
     given = ("--budget", 512, "--evict-every", 32, "-o", "sinks=2")
     (h2o,) = json.loads(called("policies", "h2o", *given, "-o", "group=mean", "--json").stdout)
-    # half of the cells that an eviction keeps; mean and sum over a group rank alike
+    # the window is half of the 480 cells that an eviction keeps; mean becomes sum, which ranks tokens alike
     assert h2o["params"] == {
         **{"window": 240, "sinks": 2, "score": "sum"},
         **{"per": "row", "group": "sum", "decay": 1.0, "decay_beyond": 0.99},
@@ -234,7 +234,7 @@ def test_a_policy_shows_what_is_given_by_hand():
     table = called("policies", "buzz", *given).stdout
     lines = [line.split() for line in table.splitlines()]
     assert ["parameter", "(-o)", "at", "budget", "512", "what", "it", "does"] in lines
-    # a line for each, with its value and its effect
+    # the table has a line for each parameter, with its value and its effect
     assert ["sinks", "2", "First", "tokens,", "never", "evicted."] in lines
     assert {line[0] for line in lines if len(line) > 3} >= set(h2o["params"]) & {"window", "sinks"}
 
@@ -246,7 +246,7 @@ def test_policies_explains_every_parameter():
     (h2o,) = json.loads(called("policies", "h2o", "--json").stdout)
     assert h2o["explained"]["sinks"] == "First tokens, never evicted."
     assert h2o["explained"]["window"] == "Newest tokens, never evicted. Default: half of the kept tokens."
-    # the words are in two lines of the docstring
+    # in the docstring, this text spans two lines
     whole = "of a unit add up their scores and keep the same tokens."
     assert h2o["explained"]["per"].endswith(whole)
 
@@ -379,7 +379,7 @@ def test_rows_that_differ_need_no_budget(text_file, smollm2):
         assert result["budget"] == 8192
         assert 32 < result["cells"] < result["tokens"]
         means.append(result["cells"])
-    # means over 90 rows: both are whole numbers only by chance, which depends on the CPU's rounding
+    # `cells` is a mean over 90 rows. One mean may be a whole number by chance, as the CPU rounds; hardly both
     assert any(mean % 1 for mean in means)
     # little more is allocated than the cells take: K and V of 30 layers with 3 heads of 64 at f16
     assert result["kv_bytes"] < 1.6 * result["cells"] * 30 * 2 * 3 * 64 * 2

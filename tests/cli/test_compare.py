@@ -70,7 +70,7 @@ def read(path):
 
 
 def lasting(records):
-    """The records without the fields that differ each time."""
+    """Return the records without the fields that differ each time."""
     return [{name: value for name, value in one.items() if name not in TIMES} for one in records]
 
 
@@ -111,7 +111,7 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     )
     assert "199 tokens of tide.txt scored" in stdout
     assert max(map(len, stdout.splitlines())) <= 120
-    # all runs are done
+    # all runs are done, so --resume runs nothing
     before = whole.read_text()
     again = compare(*GRID, "--records", whole, "--resume")
     assert again.stderr == "", again.stderr
@@ -260,7 +260,7 @@ def test_policies_that_keep_all_they_need_take_no_budget(compare):
         ("--json --jobs 2", "--json --jobs 2"),
         ("--json text.txt", "--json text.txt"),
         ("--json passkey", "--json passkey"),
-        # in earlier versions
+        # in earlier versions, --json took the name of a file
         ("x --json -", "x --json"),
         ("x --json new.jsonl --resume", "x --records new.jsonl --resume"),
         ("x --json=new", "x --records new"),
@@ -282,7 +282,7 @@ def test_records_go_to_a_file_and_are_printed(compare, tmp_path):
     printed = compare(*own, "--records", out, "--json").stdout
     assert printed == out.read_text()
     assert len(printed.splitlines()) == 1
-    # how it was called in earlier versions
+    # in earlier versions, --json took the name of a file
     assert "tokens of tide.txt scored" in compare(*own, "--json", once).stdout
     assert json.loads(once.read_text())["perplexity"] == json.loads(printed)["perplexity"]
     assert len(compare(*own, "--json", "-").stdout.splitlines()) == 1
@@ -295,7 +295,7 @@ def test_records_go_to_a_file_and_are_printed(compare, tmp_path):
         (["--types", "f16,q9"], 2, "--types must name some of"),
         (["--resume"], 2, "--records FILE"),
         (["--records", "tide.txt"], 2, "tide.txt exists; continue it with --resume"),
-        # the text a second time
+        # tide.txt has no records, so it is not taken for a file of --json, but for a second text
         (["--json", "tide.txt"], 2, "`kvtool compare` takes only [FILE]; leave out tide.txt"),
         (["--plot", "nowhere/out.png"], 2, "an existing folder"),
         (["--positions", "original", "-c", "100", "--budgets", "64"], 5, "original positions end at 100"),
@@ -424,7 +424,7 @@ def test_the_table_fits_its_terminal(width):
     for label in ("full q4_0", "scissorhands", "h2o:decay=0.999"):
         assert len(line_of(out, label).split()) >= 8
     assert ("(28.00-32.00)" in out) == (width > 100)
-    # the budget's bytes next to the allocated bytes
+    # only a wide table shows the bytes of the budget's cells next to the allocated bytes
     assert ("1.0 MiB  64.0 MiB" in out) == (width == 120)
     assert ("budget: bytes of the budget's cells" in out) == (width == 120)
 

@@ -141,7 +141,8 @@ main()
 """
 
 
-# too little for the file, for cells and buffers, or for the graph: llama.cpp fails, throws or aborts
+# too few megabytes for the file (40), for cells and buffers (130), or for the graph (160): llama.cpp fails,
+# throws or aborts
 @linux
 @pytest.mark.parametrize("megabytes", [40, 130, 160])
 def test_no_memory_is_one_line(megabytes, smollm2):

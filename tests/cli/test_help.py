@@ -97,7 +97,7 @@ def test_options_stand_in_groups_with_their_real_defaults():
     for default in ("smollm2-135m", "256", "0.95", "2048", "random", "recall"):
         assert f"[default: {default}]" in said
     assert "[default: 512 tokens; 1,024 with a policy that forgets]" in said
-    # no parentheses and no ranges of typer's
+    # defaults have no parentheses, and ranges are not in typer's form
     assert "(1,024" not in said
     assert "x>=" not in said
 
@@ -119,7 +119,7 @@ def test_json_and_plot_mean_the_same_in_every_command():
         for param in command.params:
             if "--json" in param.opts:
                 assert (param.is_flag, param.help, param.opts) == (True, "Print JSON.", ["--json"]), words
-            # all commands call it --plot
+            # in all commands, the option that writes a PNG is --plot
             assert "PNG" not in (param.metavar or "") or param.opts[0] == "--plot", words
 
 
@@ -183,9 +183,9 @@ def test_a_command_of_several_lists_their_options_alone():
             ["Why is the sky blue?"],
             'name a command first: `kvtool generate "Why is the sky blue?"` or `kvtool chat`',
         ),
-        # names of other programs
+        # options of other programs
         (["chat", "-hf", "a/b:Q8_0"], "no such option: -hf; use -m hf:a/b:Q8_0"),
-        # -h alone is an option
+        # although -h is an option, -hf is not read as -h -f
         (["generate", "-hf", "a/b"], "no such option: -hf; use -m hf:a/b"),
         (["generate", "x", "--hf-repo=a/b"], "no such option: --hf-repo; use -m hf:a/b"),
         (["chat", "-hf"], "no such option: -hf; use -m hf:..."),
@@ -193,11 +193,11 @@ def test_a_command_of_several_lists_their_options_alone():
         (["chat", "--max-tokens", "9"], "no such option: --max-tokens; use --predict"),
         (["chat", "-s", "9"], "no such option: -s; use --seed"),
         (["chat", "--type-k", "f16"], "no such option: --type-k; use --cache-type-k"),
-        # -c alone is an option
+        # although -c is an option, -cnv is not read as -c nv
         (["chat", "-cnv"], "no such option: -cnv; `kvtool chat` is a conversation, without this option"),
         (["chat", "-p", "x"], "no such option: -p; `kvtool generate` answers a prompt"),
         (["chat", "--mlock"], "no such option: --mlock; models are mapped into memory, and not locked there"),
-        # this command also lacks kvtool's own option
+        # `bench` has no option for a temperature at all, so the message names its help
         (["bench", "--temperature", "1"], "no such option: --temperature; `kvtool bench -h` "),
         (["-hf", "a/b"], "name a command before its options: `kvtool COMMAND -hf`"),
         (["-m", "x", "chat"], "name a command before its options: `kvtool COMMAND -m`"),
@@ -238,11 +238,11 @@ def test_every_option_that_is_suggested_exists():
     for ours, names in near.OURS.items():
         having = [options for options in shown.values() if ours in options]
         assert having, ours
-        # commands with our option do not use the other name
+        # a command with kvtool's option does not also have another program's name for it
         for options in having:
             assert not set(names) & options - {"--type-k", "--type-v"}, ours
     names = [name for many in (near.OURS, near.ADVICE) for names in many.values() for name in names]
-    assert len(names) - len(set(names)) == 2  # -no-cnv is --raw in commands that have it
+    assert len(names) - len(set(names)) == 2  # -no-cnv and --no-conversation are in both
     for command in ("chat", "serve", "perplexity", "bench"):
         for name in set(names) - shown[command,]:
             assert called(command, name, "9").returncode == 2, (command, name)
@@ -267,7 +267,7 @@ def test_what_is_suggested_exists():
     ("words", "said"),
     [
         (["--top-p", "2"], "--top-p must be in 0..1, got 2"),
-        # ggml ends the process for more
+        # with more threads, ggml would end the process
         (["-t", "513"], "--threads must be in 1..512, got 513"),
         (["--temp", "-1"], "--temp must be in 0.."),
         (["--min-p", "-0.1"], "--min-p must be in 0..1, got -0.1"),

@@ -131,7 +131,7 @@ def test_what_is_archived_is_not_forgotten(shaded):
 
 @pytest.fixture(scope="module")
 def watched(tiny_model):
-    """Return a run's holdings, the contents of its rows by the engine's table, and the texts."""
+    """Return a run's holdings, each row's positions at each snapshot by the engine's table, and the texts."""
     seen = {}
 
     def record(n):
@@ -157,7 +157,7 @@ def data_of(page):
 
 
 def run_script(page, driver):
-    """Return the JSON that `driver` prints, a script with the page's functions, and its data on stdin."""
+    """Run the script `driver` with the page's functions, and the page's data on stdin; return its JSON."""
     script = re.findall(r"<script>\n(.*?)\nstart\(\);\n</script>", page, re.S)[0]
     done = subprocess.run(
         ["node", "-e", script + driver],
@@ -220,7 +220,7 @@ def test_the_page_counts_rows_as_the_engine_does(watched):
     assert got["levels"] == inspect_terminal._levels(np.array([0, 0.02, 0.021, 0.7, 0.99, 1]), False)
     assert got["levels"] == [0, 1, 2, 6, 7, 8]
     assert got["archived"] == [False, True, True, False]
-    # the page mixes its colours from the row's tokens and the archive's tokens
+    # the page mixes a row's colour from the share of tokens it holds and the share that is only archived
     held = found.held(6)[:, 30:158]
     only = ~held & (np.arange(128) < 100)
     assert got["parts"] == np.stack([held.mean(axis=1), only.mean(axis=1)], axis=1).tolist()
@@ -248,7 +248,7 @@ def test_the_page_shares_attention_as_the_engine_does(attended):
           console.log(JSON.stringify([of, levels]));
         });"""
     share = found.attended.row_share()[:, 30:]
-    # all rows have the same number of query heads
+    # a plain mean, since all rows have the same number of query heads
     want = [share.mean(axis=0), share[found.layer == 1].mean(axis=0), share[1]]
     got, levels = run_script(page, driver)
     assert levels == [0, 1, 6, 7, 7, 8, 8]
@@ -296,7 +296,7 @@ def test_the_picture_tells_rows_and_archive_apart():
 
     layer = np.repeat(np.arange(6, dtype=np.int32), 2)
     until = np.zeros((12, 5000), np.uint8)
-    # layers 0 to 2 hold the first half, further layers the last quarter; the archive has half of each
+    # layers 0 to 2 hold the first half, layers 3 to 5 the last quarter; the archive has half of either part
     until[:6, :2500] = until[6:, 3750:] = 1
     found = holdings.Holdings(
         *(layer, np.tile(np.arange(2, dtype=np.int32), 6), np.array([5000]), until),

@@ -79,9 +79,9 @@ def test_a_command_takes_the_top_level_and_its_own_table(file):
         **{"budget": "512", "temp": 0.5, "policy": "tova"},
         **{"n": 100, "options": ("window=64",), "seed": 1},
     }
-    # perplexity samples no token
+    # perplexity samples no tokens, so options of sampling do not apply
     assert held("perplexity") == {"budget": "512", "policy": "tova"}
-    # a command of two words
+    # a command of two words has its own table
     assert held("models show") == {}
     file('[models.show]\nfit = "1G"\n[session.show]\njson = true')
     assert (held("models show"), held("session show")) == ({"fit": "1G"}, {"as_json": True})

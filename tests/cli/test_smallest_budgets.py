@@ -68,7 +68,7 @@ def test_a_budget_that_is_named_for_a_pinned_text_works(tiny_model, name):
         open_engine(path, policies.fit(name, 40)) as engine,
         pytest.raises(UsageError, match="choose a budget of") as refused,
     ):
-        # with recall half of it is pinned
+        # `hold` instead of `pin`: with recall, `pin` refuses no text, since it pins only a part
         engine.hold(100)
     n = int(re.search(r"choose a budget of (\d+)", str(refused.value))[1])
     with open_engine(path, policies.fit(name, n)) as engine:

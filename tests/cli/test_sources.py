@@ -86,7 +86,7 @@ class Endless:
 
 
 def test_no_more_of_an_endless_text_is_read_than_is_needed(models, monkeypatch):
-    # a token has at least one byte; further reads double in size
+    # the first read has 8 bytes per needed token, and a further read doubles that
     monkeypatch.setattr(sys, "stdin", Endless(b"hello\n", 2**17))
     assert len(first_tokens(models["BPE"], source(None), 50)) == 50
     n = 40_000

@@ -158,7 +158,7 @@ def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
         assert len(chat.say("/show thought")) <= 5 * len("aB")
         assert chat.say("/set think_budget -1") == "think_budget  no limit"
         assert chat.say("/think default").endswith(f"think  (the model's own); {taken}")
-        # the template has its default system prompt
+        # no system prompt was given: the template shows its default
         assert chat.say("/show system") == chat.say("/system") == "(the template's own)"
         chat.say("/system Be brief.")
         assert chat.say("/show system") == "Be brief."
