@@ -349,7 +349,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _against_h2o(results: Path) -> str:
-    """Count the tests of the papers' tables in which a method is ahead of H2O in quality, or H2O of it."""
+    """Say in how many tests of quality a paper's method is ahead of H2O, and in how many H2O is ahead."""
     signs: list[tuple[str, int]] = []
     unequal = []
     for paper, experiments in PAPERS.items():

@@ -44,13 +44,13 @@ class CompareRun:
     minutes: int = 0
 
     def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
-        """A command for each text with missing lines, and the missing policies."""
+        """Yield a command for each text with missing lines; it runs only the missing policies."""
         kept = [line for line in kept if line["tokens"] == self.max_tokens]
         for file in self.files:
             there = {(line["label"], line["budget"]) for line in kept if line["of"] == Path(file).name}
             lacking = tuple(label for label in self.policies if not self._places(label) <= there)
             if lacking:
-                # runs on the same tokens share a file, so that none is repeated
+                # experiments with the same tokens and options share a file, so that a policy runs once
                 store = "-".join([Path(file).stem, str(self.max_tokens), *self.more])
                 yield Ask(self._command(file, lacking), store)
 
@@ -93,7 +93,7 @@ class CompareRun:
             }
 
     def _places(self, label: str) -> set[tuple[str, str | None]]:
-        """The labels and budgets of a policy's lines of a text."""
+        """The labels and budgets that lines of this policy have, for any one text."""
         name, _ = split_policy(label)
         if not policies.load(name).evicts:
             return {(typed(label, type_k), None) for type_k in self.types}
@@ -123,7 +123,7 @@ class EvalRun:
     model
         The file of the model; empty for kvtool's default.
     named
-        Name of the table's row, in place of the only policy.
+        Name of the table's row, if it is not the policy's; the run then has only one policy.
     minutes
         As in CompareRun.
     """
@@ -199,7 +199,7 @@ class EvalRun:
 
 @dataclass(frozen=True, slots=True)
 class MapRun(ByText):
-    """A `papers.maps` for each text; in place of a policy, a line has a part of the map.
+    """A run of `lab.papers.maps` for each text. A line's label names a part of the map, not a policy.
 
     Attributes
     ----------

@@ -44,7 +44,11 @@ _FAR = np.float32(1e30)
 
 
 class Rule(NamedTuple):
-    """The policy of a row (h2o, roco or streamingllm), its places for evicted tokens, and their rule."""
+    """Rule of a row.
+
+    policy: h2o, roco or streamingllm. n_mean: places for evicted tokens. merge: one of MERGES. n_query:
+    number of tokens whose queries are kept.
+    """
 
     policy: str
     n_mean: int
@@ -81,7 +85,10 @@ class Rule(NamedTuple):
         return self._replace(merge="output").n_byte(budget, group, dim) // (4 * dim)
 
     def numbers(self, budget: int, group: int, dim: int) -> tuple[int, int, int, int, int, int]:
-        """Cells, kind of policy, sinks, window, cells that stay for their deviation, and places."""
+        """Return the arguments of `_evict` from `n_cell` to `n_mean`.
+
+        n_steady: cells that stay because their attention has a high standard deviation.
+        """
         n_cell = self._n_cell(budget, group, dim)
         n_mean = 0 if self.merge == "cells" else self.n_mean
         if self.policy == "h2o":
@@ -159,7 +166,7 @@ def _norm(model: Llama, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _rotated(model: Llama, x: np.ndarray, i: int) -> np.ndarray:
-    """Rotate f32[n, head, head_dim]; in the result the second halves of all pairs follow the first."""
+    """Rotate f32[n, head, head_dim]. The result has the first numbers of all pairs, then the second ones."""
     half = model.head_dim // 2
     a, b = (x[..., :half], x[..., half:]) if model.pairs_are_halves else (x[..., ::2], x[..., 1::2])
     angle = np.arange(len(x))[:, None, None] * model.freq[i]
@@ -213,7 +220,7 @@ def _apart(a, b):
 
 @numba.njit(fastmath=True, cache=True)
 def _victim(kind, t, n, n_sink, n_window, n_steady, pos, mass, squares):
-    """The cell, of n, to evict after token t; the oldest among equals."""
+    """Index of the cell to evict after token t, of the first n cells; the oldest among equals."""
     if n_steady > 0:
         variance = np.full(n, np.inf)
         for c in range(n):
@@ -238,7 +245,7 @@ def _victim(kind, t, n, n_sink, n_window, n_steady, pos, mass, squares):
 
 @numba.njit(fastmath=True, cache=True)
 def _seen(key, bias, queries, totals, into):
-    """Write the attention of some queries to a mean to `into`; returns its sum."""
+    """Write each query's attention to one mean into `into`, and return the sum over the queries."""
     total = np.float32(1e-20)
     for r in range(len(queries)):
         into[r] = np.exp(min(_dot(key, queries[r]) + bias - totals[r], np.float32(0)))
@@ -248,7 +255,10 @@ def _seen(key, bias, queries, totals, into):
 
 @numba.njit(fastmath=True, cache=True)
 def _least_seen(m, seen, values, outputs):
-    """The mean whose loss changes these outputs least, leaving their sums of attention out."""
+    """Index of the mean whose removal changes the outputs least.
+
+    The cost ignores that the attention to all other tokens grows after a removal.
+    """
     best, least = -1, _FAR
     for x in range(m):
         cost = np.float32(0)
@@ -261,7 +271,7 @@ def _least_seen(m, seen, values, outputs):
 
 @numba.njit(fastmath=True, cache=True)
 def _least_changed(m, seen, total, values):
-    """The two means whose average changes outputs least, if it gets the attention of both."""
+    """Indices of the two means whose merge changes the outputs least, if it gets the attention of both."""
     one, other, least = -1, -1, _FAR
     for x in range(m):
         for y in range(x):
@@ -298,7 +308,7 @@ def _evict(
     mass, squares, pos = np.zeros(n_cell, f32), np.zeros(n_cell), np.zeros(n_cell, np.int64)
     mean_keys, mean_values = np.zeros((n_mean + 1, dim), f32), np.zeros((n_mean + 1, dim), f32)
     size, bias = np.zeros(n_mean + 1, f32), np.zeros(n_mean + 1, f32)
-    # the last tokens' queries; with a total of _FAR, a query that does not exist yet has no attention
+    # queries of the last tokens; a total of _FAR means that a place is still empty and gives no attention
     queries, outputs = np.zeros((n_query * group, dim), f32), np.zeros((n_query * group, dim), f32)
     totals = np.full(n_query * group, _FAR)
     seen, paid = np.zeros((n_mean + 1, n_query * group), f32), np.zeros(n_mean + 1, f32)
@@ -359,7 +369,7 @@ def _evict(
             now = f32(1e-20)
             for r in range(n_query * group):
                 now += np.exp(min(_dot(mean_keys[a], queries[r]) - totals[r], f32(60)))
-            # within 3 of log size, since a few queries may hardly attend to the mean
+            # keep the bias within 3 of log(size): queries that hardly attend to the mean determine it badly
             log_size = np.log(size[a])
             bias[a] = min(max(np.log((paid[a] + paid[b]) / now), log_size - 3), log_size + 3)
         m -= 1

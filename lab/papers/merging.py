@@ -5,8 +5,8 @@
 Every variant streams the first `--max-tokens` tokens of the text and evicts by average attention. Variants
 differ in the use of an evicted value. The table shows the mean nll from token `--budget` on; the mean
 difference from `evict`, with its standard error from blocks of 64 tokens; the share of tokens with a lower
-nll; and the own share, which is the median weight that values between sinks and window have kept of
-themselves at the end. Results in the folder of --nll are not measured again.
+nll; and the own share. The own share is the weight of a token's original value in its merged value at the end
+(median of the tokens between sinks and window). Results in the folder of --nll are not measured again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Variant(WeightedKV):
     counts
         Whether a merged value's weight counts the weights of its victims in later merges.
     together
-        Rows that evict together, by the sum of their averages; each merges by its own average.
+        Number of rows that evict the same tokens, by the sum of their average attention. Each row merges by
+        its own average.
     """
 
     left: bool = False
@@ -58,7 +59,7 @@ class Variant(WeightedKV):
     paper: ClassVar[str] = ""
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """The state: attention sum; weights of victims; lost own share."""
+        """Return the state f32[row, cell]: sum of attention; weight of merged victims; lost own share."""
         return tuple(np.zeros((n_row, n_cell), np.float32) for _ in range(3))
 
     def observe(self, view: View, state: State) -> None:
@@ -83,7 +84,7 @@ class Variant(WeightedKV):
         return Plan(keep, Merge(*(term[:n] for term in terms)))
 
     def _summed(self, average: np.ndarray, order: np.ndarray) -> np.ndarray:
-        """The sums over rows that evict together; these hold the same tokens."""
+        """Average attention summed over rows that evict together. They hold the same tokens."""
         by_age = np.take_along_axis(average, order, axis=1)
         total = by_age.reshape(-1, self.together, by_age.shape[1]).sum(axis=1)
         summed = np.empty_like(average)
@@ -99,7 +100,7 @@ def _merge(
     pos, order, average, keep, victims, first, left, scale, counts,
     extra, lost, row_of, dst_of, src_of, weight_of,
 ):  # fmt: skip
-    """Write a row's terms, victim by victim. Places are cells in order of position. Returns their number."""
+    """Write the terms of all rows' merges, and return their number. Places are cells in order of position."""
     n_row, n = order.shape
     n_evict = victims.shape[1]
     older, newer = np.empty(n + 1, np.int64), np.empty(n + 1, np.int64)
@@ -134,7 +135,7 @@ def _merge(
             weight[to] *= 1 - give[i]
         for i in range(n_evict):
             taken[home[victims[row, i]]] += weight[victims[row, i]]
-        # victims between two kept tokens merge into one of them
+        # a kept token's victims lie between its neighbours that are kept
         for place in range(n):
             if taken[place] == 0:
                 continue
@@ -200,7 +201,7 @@ def main() -> None:
 
 
 def paired(difference: np.ndarray) -> str:
-    """The mean of f64[n], its standard error if neighbours are correlated, and the share below zero."""
+    """Format the mean of f64[n], its error (from blocks, as neighbours correlate) and the share below 0."""
     n = len(difference) // BLOCK
     error = difference[: n * BLOCK].reshape(n, BLOCK).mean(axis=1).std(ddof=1) / n**0.5
     return f"{difference.mean():+.4f} +- {error:.4f} | {(difference < 0).mean():.0%}"

@@ -2,8 +2,8 @@
 
     python -m lab.papers.one_merge wiki.test.raw
 
-In every row (layer and KV head) the `--victims` tokens with the lowest average attention by token `--at` are
-removed, one at a time: once by eviction, once by WeightedKV's merge. Sinks and window are exempt. The
+In every row (layer and KV head) the `--victims` tokens with the lowest average attention after `--at` tokens
+are removed, one at a time: once by eviction, once by WeightedKV's merge. Sinks and window are exempt. The
 error is the squared difference of the heads' outputs, summed over all later queries; nothing else changes.
 Runs a llama or qwen2 model in NumPy, with weights in F32.
 """
@@ -59,7 +59,10 @@ def main() -> None:
 
 
 def rows(model: Llama, tokens: np.ndarray):
-    """For each row attention f64[head, query, token], output f64[head, query, dim], value f64[token, dim]."""
+    """Yield the arrays of each row.
+
+    These are attention f64[head, query, token], output f64[head, query, dim] and value f64[token, dim].
+    """
     n, group = len(tokens), model.n_head // model.n_head_kv
     later = np.triu(np.ones((n, n), np.bool_), 1)
     x = model.embd[tokens].astype(np.float64)
@@ -99,7 +102,7 @@ def share_of(average, gone: int) -> float:
 def one_merge(attention, output, value, average, gone: int) -> dict[str, float]:
     """Errors of a merge and of an eviction of token `gone`.
 
-    attention f64[head, query, token] and output f64[head, query, dim] are of the queries after it.
+    attention f64[head, query, token] and output f64[head, query, dim] are those of later queries.
     """
     lost, read = attention[:, :, gone, None], attention[:, :, gone + 1, None]
     share = share_of(average, gone)

@@ -69,7 +69,7 @@ def _mean(line: tables.Line) -> float:
 
 
 def quality(path: Path, run: str, title: str) -> None:
-    """Draw quality by bytes, of the device and of device and host; a column for each kind of text."""
+    """Draw perplexity over bytes: a column for each kind of text; bytes without and with host memory."""
     from matplotlib.figure import Figure
 
     lines = records.read(tables.RESULTS / f"{run}.jsonl")
@@ -107,7 +107,7 @@ def _ruler_points(lines: Sequence[tables.Line], *, host: bool) -> Mapping[str, l
 
 
 def ruler(path: Path, run: str, title: str) -> None:
-    """Draw RULER's score by bytes, a row for each protocol: of the device, and of device and host."""
+    """Draw RULER's score over bytes: a row for each protocol; bytes without and with host memory."""
     from matplotlib.figure import Figure
 
     every = records.read(tables.RESULTS / f"{run}.jsonl")

@@ -80,7 +80,7 @@ def _share(places: Mapping[Place, Measurements]) -> None:
 
 
 def _is_whole(place: Place, sample: Measurements, table: ScoreTable) -> bool:
-    """True if a place has every data set that its column needs, as an average of LongBench does."""
+    """True if a place has values of every data set that its pooled column needs, such as LongBench's EN."""
     asked = table.pooled.get(place[1].partition(", ")[0]) or frozenset()
     return bool(sample.values) and asked <= {of for of, _ in sample.values}
 

@@ -17,7 +17,7 @@ from lab.papers.ruler import rows
 
 @dataclass(frozen=True, slots=True)
 class FadingRun(ByText):
-    """A `papers.fading` for each text: predictions with rows that keep means, by rule."""
+    """A run of `lab.papers.fading` for each text: perplexity under each rule for rows that keep means."""
 
     files: tuple[str, ...]
     rules: tuple[str, ...]
@@ -55,7 +55,7 @@ _Where = tuple[str, str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class RulerRun:
-    """A `papers.ruler` for each task: many policies with many shares, both protocols, from one reading.
+    """A run of `lab.papers.ruler` for each task. It reads a text once for all policies, shares and protocols.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ class RulerRun:
         return f"{shell(self._command('TASK'), self.model)}\n    # TASK: {', '.join(self.tasks)}"
 
     def lines(self, stored: Iterable[records.Record]) -> Iterator[Line]:
-        """A line for each place and task. Results that do not depend on the protocol are in both."""
+        """Yield a line for each place and task. A result that does not depend on the protocol is in both."""
         items: dict[tuple[str, _Where], list[records.Record]] = defaultdict(list)
         for record in stored:
             if "error" in record or record["length"] != self.length:

@@ -2,9 +2,9 @@
 
     python -m lab.papers.ruler -m MODEL --essays DIR --squad FILE --hotpotqa FILE --json FILE
 
-`kvtool eval ruler` does the same for one policy. A budget is a share of the prompt, and room for the question
-and the answer, as in kvpress's benchmark: tokens are evicted once, after the text (question after) or after
-the whole prompt (question known). Records have the form of `kvtool eval`; lab/papers/ruler.md shows them.
+`kvtool eval ruler` does the same for one policy. A budget is a share of the prompt, plus room for question
+and answer. As in kvpress's benchmark, tokens are evicted once, after the text (question after) or after the
+whole prompt (question known). Records have the form of `kvtool eval`; lab/papers/ruler.md shows them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class PolicyRow:
     removed
         Share of the prompt's cells that it evicts after it has read the prompt whole.
     budget
-        In place of that, a budget in cells: the prompt is read in a stream.
+        Budget in cells, used in place of `removed`: the prompt is read in a stream.
     type_kv
         The number format of keys and values.
     """
@@ -88,7 +88,7 @@ class PolicyRow:
 
     @property
     def is_shared(self) -> bool:
-        """True if it continues from a prompt that was read for another row."""
+        """True if the row evicts from a whole prompt that is read once for several rows."""
         return not self.budget and self.type_kv == "f16"
 
     def check(self, n: int) -> None:
@@ -154,7 +154,10 @@ class PolicyRow:
 
 
 def rows(names: Sequence[str], removed: Sequence[float], others: Sequence[str]) -> Iterator[PolicyRow]:
-    """The full cache; policies with each share; others: "recall@128" in cells, "full@q4_0" by its type."""
+    """Yield the full cache, then each policy with each share, then the others.
+
+    others: POLICY@CELLS or full@TYPE, such as "recall@128" and "full@q4_0".
+    """
     yield PolicyRow("full")
     for name in filter(None, names):
         for share in removed:
@@ -195,7 +198,7 @@ def measure(args: Namespace) -> None:
                 readings.append((about, task, items, reader))
         for number in range(len(items)):
             for about, task, items, reader in readings:
-                # one item at a time for all rows: a shared prompt is read once, even if rows lack other items
+                # each item runs for all rows before the next, so that its prompt is read once for all of them
                 for record in TaskResults(about, items[number : number + 1], args.json).measure(task, reader):
                     sys.stderr.write(f"{number + 1}/{len(items)} {_line(record)}\n")
                 # so many caches at once would not fit in memory

@@ -68,7 +68,7 @@ def run(
 ) -> None:
     """Run the missing commands of these runs, and keep the tables' part of the results after each.
 
-    more: further options of each command. models: folder of the runs' models. model: replaces these.
+    more: further options of each command. models: folder of the runs' models. model: used in place of them.
     Ends the program if a command fails.
     """
     for name in names:

@@ -36,7 +36,7 @@ class Score:
     less
         Number that is subtracted from the exponential.
     of
-        Name of the score that it is computed from; the same if empty.
+        Name of the recorded score that it is computed from; if empty, its own name.
     words
         Words for a better (or higher) and for a worse (or lower) number.
     """
@@ -175,14 +175,14 @@ class Measurements:
         if self.of_text or self.same_item:
             units = defaultdict(list)
             for i, (of, item) in enumerate(places):
-                # "file-12": the twelfth item of its file
+                # an item's name ends in its number in the file: "file-12"
                 units[of if self.of_text else item.rpartition("-")[2]].append(i)
             means = [np.average(value[unit], weights=weight[unit]) for unit in units.values()]
             return np.array(means), np.ones(len(means))
         return value * weight, weight
 
     def weights(self, places: Sequence[tuple[str, str]]) -> np.ndarray:
-        """Weight of each item in the mean of categories' means of data sets' means."""
+        """Weight of each item: equal for categories, for a category's data sets, and for a set's items."""
         n_item: dict[str, int] = defaultdict(int)
         for of, _ in places:
             n_item[of] += 1

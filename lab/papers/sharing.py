@@ -1,9 +1,8 @@
-"""Gain of rows and layers that share a budget on RULER, in equal cells and in equal bytes, as a table of
-lab/papers/ruler.md.
+"""Table of lab/papers/ruler.md: the gain of rows or layers that share a budget, in equal cells or bytes.
 
-Rows of a layer take the cells of its longest row, so rows that share take more bytes for as many cells. In
-equal bytes, the score of equal rows is interpolated, item by item, between the shares that were measured and
-the full cache. A task is a unit: the mean over the policies that were measured both ways, and all shares.
+Every row of a layer takes the bytes of the longest one, so rows that share take more bytes for as many cells.
+In equal bytes, the score of equal rows is interpolated, item by item, between the shares that were measured
+and the full cache. A task is a unit: the mean over the policies that were measured both ways, and all shares.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _QUESTIONS = {"after": ("after",), "known": ("known",), "both": ("after", "known
 
 
 def gains(lines: Sequence[Line], by: str, questions: Sequence[str], *, in_bytes: bool) -> np.ndarray:
-    """Return f64[task], by how much "heads" or "layers" that share score above equal ones, in 0..1."""
+    """Return f64[task], the gain in score (0..1) over equal rows or layers. by: "heads" or "layers" share."""
     by_task: dict[str, list[float]] = defaultdict(list)
     where = {(line["label"], line["task"], line["of"], line["budget"]): line for line in lines}
     equal = defaultdict(list)

@@ -69,7 +69,7 @@ def render(name: str, results: Path = RESULTS, others: bool = False, shown: set[
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The commands of an experiment, its tables, and how much was read; of all models or of one."""
+    """Commands and tables of an experiment with one or all models, and a line about items and tokens."""
 
     commands: tuple[str, ...]
     grids: tuple[_ShownTable, ...]
@@ -124,7 +124,10 @@ def _together(parts: Mapping[str, _Part]) -> _Part | None:
 
 
 def _commands(runs: Sequence[Run], shown: set[str]) -> Iterator[str]:
-    """The commands of runs that are not yet shown. Successive runs share equal commands and comments."""
+    """Yield the lines of the runs' commands that are not yet in `shown`.
+
+    Equal commands, or equal comments, of successive runs are written once.
+    """
     commands: list[tuple[str, str]] = []
     for run in runs:
         command, _, comments = run.shown().partition("\n")
@@ -177,7 +180,7 @@ class _ShownTable:
             yield f"| {name} | {' | '.join(cells)} |"
 
     def next_to(self, other: _ShownTable) -> _ShownTable | None:
-        """One grid of both if each has the same single column; None otherwise."""
+        """Return one grid with both scores if both grids have only the same column, else None."""
         mine, theirs = self.by_score(), other.by_score()
         return mine.beside(theirs) if mine and theirs and mine.head == theirs.head else None
 
@@ -191,7 +194,7 @@ class _ShownTable:
         return replace(self, columns=self.columns + other.columns, rows=rows)
 
     def by_score(self) -> _ShownTable | None:
-        """The grid of a single column with the title as its heading; None of several columns."""
+        """Return a grid of one column with its title as the heading; None if it has several columns."""
         if not self.title:
             return self
         if len(self.columns) > 1:
@@ -231,7 +234,7 @@ def _shown(
         if score.exp:
             mean, error = np.exp(mean) - score.less, np.exp(mean) * error
         parts.append(f"{mean * score.scale:.{score.digits}f}")
-        # equal numbers give no error
+        # an error of 0, as of equal numbers, is not shown
         if np.isfinite(error) and error:
             parts.append(f"±{error * score.scale:.{score.digits}f}")
     if place in table.paper:
@@ -266,9 +269,9 @@ def fill_between(text: str, mark: str, rows: Callable[[], Iterable[str]]) -> str
 
 
 def fill(text: str, results: Path = RESULTS) -> str:
-    """The document with new text between the two marks of each experiment. Raises ValueError.
+    """The document with new text between the two marks of each experiment. A command is shown once.
 
-    A command is shown once.
+    Raises ValueError for an unknown experiment.
     """
     mark = re.compile(r"(<!-- experiment (\S+) -->\n).*?(<!-- end -->)", re.S)
     if unknown := [name for _, name, _ in mark.findall(text) if name not in EXPERIMENTS]:

@@ -14,7 +14,7 @@ TWELVE = (*BOOKS, *CHAPTERS, *PAPERS)
 """Texts of three kinds: each is a unit of the tests."""
 
 EIGHT = (*BOOKS, *PAPERS)
-"""Fewer texts, for a model that reads slowly: enough for a test of six policies."""
+"""Fewer texts, for a slower model. With eight, a table of six tests can still find a difference."""
 
 FOUR_KINDS = {
     "books": ("pg19/10321.txt", "janeausten/emma.txt"),
@@ -29,7 +29,7 @@ DATA_SETS = {
     for kind, files in {"PG19": BOOKS, "ProofPile": CHAPTERS, "ArXiv": PAPERS}.items()
     for file in files
 }
-"""The paper's data set in place of which each of the twelve texts is read."""
+"""For each of the twelve texts, the data set of the papers that it stands for."""
 
 _SETS = {
     TWELVE: "the twelve texts",

@@ -18,7 +18,7 @@ _LEVEL = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Counts of the paper's differences by the result of a test here.
+    """Counts of a paper's differences, by the outcome of a test with the measurements here.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ class Verdict:
     unclear
         Differences that the test does not find.
     untested
-        Differences of single numbers, or of too few units for so many tests.
+        Differences without a test: single numbers, or too few units to be significant among so many tests.
     """
 
     same: int = 0
@@ -47,7 +47,7 @@ class Verdict:
 
 
 def verdict(places: Mapping[Place, Measurements], table: ScoreTable) -> Verdict:
-    """The verdict on a table. A difference counts by its direction, not by its size."""
+    """Return the verdict on a table. Only the direction of a difference counts, not its size."""
     differences = _differences(places, table)
     signs = _signs(places, differences)
     same = other = unclear = untested = 0
@@ -73,7 +73,7 @@ def compared(places: Mapping[Place, Measurements], table: ScoreTable) -> dict[Pl
 
     1 is better, -1 worse, 0 not significant.
 
-    A table's tests together are wrong with a chance of 5 % (Holm). A single number, such as a Self-BLEU, has
+    The chance that any of a table's tests is wrong is 5 % (Holm). A single number, such as a Self-BLEU, has
     no test.
     """
     return _signs(places, _differences(places, table))
@@ -88,9 +88,10 @@ def _signs(places: Mapping[Place, Measurements], differences: Mapping[Place, Dif
 
 
 def ordered(places: Mapping[Place, Measurements], table: ScoreTable) -> Iterator[tuple[Place, int]]:
-    """Measured places, and whether the paper calls them better (1) or worse (-1) than its method.
+    """Yield each measured place, with 1 if the paper calls it better than its own method, -1 if worse.
 
-    `full` does not count, unless the paper says that it is worse.
+    Places without a difference in the paper are left out. `full` is left out unless the table's `worse` or
+    `theirs` names it.
     """
     for place in places:
         if not _is_compared(place, places, table):
@@ -123,7 +124,10 @@ def _is_compared(place: Place, places: Mapping[Place, Measurements], table: Scor
 
 
 def _theirs(place: Place, table: ScoreTable) -> int:
-    """Sign of the paper's difference; for a pooled column without numbers, of the mean difference."""
+    """Sign of the paper's number of a place minus its method's; 0 if unknown.
+
+    If the paper has no numbers of a pooled column, this is the sign of the mean over the columns it pools.
+    """
     row, column = place
     if {place, (table.against, column)} <= table.paper.keys():
         return int(np.sign(float(table.paper[place]) - float(table.paper[table.against, column])))

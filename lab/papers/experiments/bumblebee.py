@@ -22,7 +22,7 @@ _FEW = ("full", "random", "streamingllm", "h2o", _OWN)
 _MIXTURES = tuple(f"bumblebee:sinks=0:mixture={mixture}" for mixture in (0, 0.2, 0.4, 0.6, 0.8, 1))
 _WHOLE = ("--prefill", "whole")
 _SUMMARY = (*_WHOLE, "--set", "likelihood=true")
-# Algorithm 2: one token, one decision
+# as in the paper's Algorithm 2, each token is decoded alone and followed by an eviction
 _STREAM = ("--prefill", "stream", "-b", "1", "--evict-every", "1", "--set", "shots=5")
 
 

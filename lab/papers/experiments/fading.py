@@ -19,7 +19,7 @@ _POLICIES = ("h2o", "roco")
 
 
 def _rules(policy: str, n_mean: int, *more: str) -> tuple[str, ...]:
-    """Rules: the policy alone, cells in the bytes of means, means, and tokens in the places of means."""
+    """Rules of a policy: alone, with more cells in place of means, with means, then with each of `more`."""
     means = f"{policy}+{n_mean}"
     return policy, f"{means}:cells", means, *(f"{means}:{name}" for name in more)
 
@@ -36,7 +36,7 @@ _BY_TEXT: dict[str, Any] = {"by": ("of",), "names": _NAMES, "pooled": ALL}
 
 
 def _of(policy: str, n_mean: int, *more: str) -> ScoreTable:
-    """Loss of perplexity, compared with the row that has means."""
+    """Table of perplexity above the full cache's. Rows are tested against the row that has means."""
     rules = _rules(policy, n_mean, *more)
     return ScoreTable("above", **_BY_TEXT, apart="full", against=rules[2], rows=rules)
 

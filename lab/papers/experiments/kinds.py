@@ -26,7 +26,7 @@ SMALL = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 """A third model, for docs/which-policy.md."""
 
 Run = CompareRun | EvalRun | MapRun | FadingRun | RulerRun
-"""Kinds of runs. A run has one command for each of its parts."""
+"""Kinds of runs. A run has a command for each text or task, or for each policy and budget."""
 
 Place = tuple[str, str]
 """Row and column of a table: a policy, and a budget or a text."""
@@ -53,19 +53,21 @@ class ScoreTable:
     of
         The files or data sets that count; all if empty.
     apart
-        A row that is subtracted from each other row, pair by pair, and not shown.
+        A row that is not shown. Its values are subtracted from those of the other rows, item by item.
     names
-        Headings in place of the columns' values.
+        Headings of columns, by the value that a heading replaces.
     pooled
-        Further columns: heading, and the values of the first field of `by` that it joins; None joins all.
+        Columns that join others: each heading, and the values that it joins of the first field of `by`; None
+        joins all.
     late
         Whether only tokens after the first `budget` tokens count; before, a policy with a budget evicts none.
     only_pooled
         Whether only pooled columns are shown and compared, because other columns have too few units.
     same_item
-        Whether the same number of an item in several files is one unit of a pooled column.
+        Whether items with the same number in several files are one unit of a pooled column.
     strata
-        The category of each data set. Pooled columns are then means of categories' means of data sets' means.
+        The category of each data set. A pooled column is then a mean over categories, each of which is the
+        mean over its data sets.
     paper
         The paper's numbers, as it prints them.
     worse
@@ -77,7 +79,7 @@ class ScoreTable:
     title
         Heading of the table; by default the score's title.
     head
-        Heading of the rows.
+        Heading of the column of row names.
     """
 
     score: str
@@ -115,9 +117,9 @@ class Experiment:
     model
         The paper's model, whose numbers are in brackets.
     together
-        Whether one table and its tests have all models.
+        Whether one table shows all models, and its tests are corrected together.
     commands
-        Whether the commands are shown; another page may show them.
+        Whether the commands are shown here. If not, another page shows them.
     unequal
         Whether the paper's method holds more cells than its rivals, so that being ahead says little.
     """

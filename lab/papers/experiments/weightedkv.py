@@ -20,7 +20,7 @@ from lab.papers.texts import DATA_SETS, EIGHT, TWELVE
 _POLICIES = ("streamingllm", "tova:sinks=4", "h2o:sinks=4", "cam", "weightedkv")
 _EVICTS = "weightedkv:merge=false"
 
-# the paper's window, with 4 sinks and 128 other tokens, and an eviction after each token
+# as in the paper: 4 sinks and a window of 124 tokens, 128 other tokens, and an eviction after each token
 _EACH = "weightedkv:window=124"
 _EACH_EVICTS = f"{_EACH}:merge=false"
 _OF_EACH = "full", *_POLICIES[:-1], _EACH, _EACH_EVICTS

@@ -7,7 +7,7 @@ from lab.papers.experiments.kinds import ALL, LARGE, SMALL, Experiment, Run, Sco
 from lab.papers.texts import DATA_SETS, FOUR_KINDS, TWELVE
 
 POLICIES = ("recall", "roco", "h2o", "expected", "bumblebee", "buzz", "weightedkv", "streamingllm")
-# larger models are asked less, as they take longer
+# larger models run with fewer policies, as they take longer
 _FEWER = ("recall", "roco", "h2o", "expected", "streamingllm")
 _OF_TASKS = ("full", "recall", "roco", "h2o", "streamingllm")
 _QUANTIZED = ("full q8_0", "full q4_0")
@@ -15,8 +15,8 @@ _TYPES = ("f16", "q8_0", "q4_0")
 # newer scores than h2o's, and rows that share a layer's budget
 _SCORES = ("h2o", "h2o:heads=adaptive", "roco", "rkv", "expected", "expected:heads=adaptive")
 _EXPECTED = "expected:queries=32"
-# model, cells, tokens of a text, and minutes. With these cells h2o takes as many bytes as expected with 512
-# cells and its queries: a query of one head in f32 takes as many bytes as a cell in f16
+# model, cells of h2o, tokens of a text, minutes. expected has 512 cells and 32 queries of each query head. A
+# query in f32 takes the bytes of a cell in f16, so h2o gets 512 cells and 32 more for each head of a group
 _EQUAL = {
     "equal": ("", "608", 3072, 10),
     "equal-0.5b": (SMALL, "736", 2048, 15),

@@ -1,4 +1,4 @@
-"""Measure and draw the attention of a model with the full cache, of any text.
+"""Measure and draw a model's attention to any text, with the full cache.
 
     python -m lab.papers.maps KIND FILE [--max-tokens 512] [--plot PNG] [--json FILE]
 
@@ -81,7 +81,7 @@ def main() -> None:
     if args.plot:
         from lab.papers.maps import plot
 
-        # a function for each kind, of the same name
+        # `plot` has a function with the name of each kind
         figure = getattr(plot, args.kind)(drawn.heads, f"{model.path.stem}, {len(tokens):,} tokens")
         args.plot.write_bytes(output.png(figure))
 

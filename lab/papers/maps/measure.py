@@ -24,10 +24,10 @@ Place = tuple[int, int]
 """Layer, and head in it."""
 
 CARRIED = 0.9
-"""Fraction of the sum of squares that the singular values of an effective rank carry."""
+"""An effective rank is the number of largest singular values with this fraction of the sum of squares."""
 
 Measure = Callable[[Observed, Place, np.ndarray], tuple[float, ...] | None]
-"""Function of kind, place and array of an `observe.Visit`, which returns the head's numbers, if any."""
+"""Takes the kind, place and array of an `observe.Visit`, and returns the head's numbers, or None."""
 
 _SEED = 1
 
@@ -53,7 +53,7 @@ class Reading:
     def columns(self, kind: str, wanted: Collection[Observed], measure: Measure) -> list[np.ndarray]:
         """Return i32[head] layers, i32[head] heads, then f64[head] for each number measured of a head.
 
-        wanted: observed data of the layers in a kind of map. Raises the errors of `observe`.
+        kind: the map, which decides the layers. wanted: data to observe. Raises the errors of `observe`.
         """
         heads_seen = []
 
@@ -89,7 +89,8 @@ class Share(Heads):
     Attributes
     ----------
     share
-        f64[head], share of the keys that a query has seen, itself included; mean over the queries.
+        f64[head], important keys divided by all keys that the query has seen (its own included), mean over
+        the queries.
     """
 
     share: np.ndarray
@@ -183,9 +184,9 @@ class Values(Heads):
     singular: dict[Observed, list[np.ndarray]]
 
     def normalised(self, observed: Observed) -> np.ndarray:
-        """f64[dim], singular values divided by the head's first, mean over heads.
+        """Return f64[dim]: each head's singular values divided by its first, then the mean over heads.
 
-        If heads have different dimensions, only the smallest dimension.
+        If heads differ in dimension, dim is the smallest.
         """
         n = min(map(len, self.singular[observed]))
         tiny = np.finfo(np.float64).tiny
@@ -200,7 +201,10 @@ class Values(Heads):
 
 
 def attention(text: Reading, places: Collection[Place] = ()) -> Attention:
-    """Measure how similar queries attend. places: heads whose maps are needed. Raises `observe`'s errors."""
+    """Measure whether similar queries attend to the same keys. Raises `observe`'s errors.
+
+    places: heads whose maps are needed.
+    """
     rng = np.random.default_rng(_SEED)
     previous = np.arange(len(text.tokens) - 1)
     nearest: dict[int, np.ndarray] = {}
@@ -249,7 +253,7 @@ def values(text: Reading) -> Values:
         return () if observed is Observed.VALUES else None
 
     layer, head = text.columns("values", wanted, measure)
-    # a layer may lack its keys before RoPE
+    # a layer may lack its keys before RoPE; then they are left out for all layers
     whole = [observed for observed in wanted if len(singular.get(observed, ())) == len(head)]
     return Values(layer, head, {observed: singular[observed] for observed in whole})
 
@@ -302,9 +306,9 @@ def cosines(queries: np.ndarray) -> np.ndarray:
 
 
 def most_similar(cosine: np.ndarray) -> np.ndarray:
-    """i64[n - 1], for each query except the first the earlier query with the highest cosine f32[n, n].
+    """Return i64[n - 1], the most similar earlier query of each query except the first.
 
-    The newest among equals.
+    cosine: f32[n, n], similarities of the queries. Among equally similar queries the newest is returned.
     """
     n = len(cosine)
     earlier = np.where(np.tri(n, k=-1, dtype=np.bool_), cosine, -np.inf)
@@ -319,7 +323,7 @@ def overlap(important: np.ndarray, earlier: np.ndarray) -> float:
     important to any query.
     """
     mine = important[1:] & (np.arange(len(important)) <= earlier[:, None])
-    # limited to the keys that the earlier query has seen
+    # the earlier query finds no key important that it has not seen, so it needs no mask
     other = important[earlier]
     n_either = int((mine | other).sum())
     return int((mine & other).sum()) / n_either if n_either else 0.0

@@ -2,7 +2,7 @@
 
 llama.cpp's callback before and after each operation of its graph shows them; the patch is not needed.
 A layer's attention, build_attn_mha in llama.cpp, is the same for every architecture: "kq" is the product of
-keys and queries as attention meets them, "kq_soft_max" the attention, "kqv" its product with the values.
+keys and queries after RoPE, "kq_soft_max" the attention, "kqv" its product with the values.
 Keys before RoPE have no name; the graph shows from which tensor RoPE makes the keys that go to the cache.
 """
 
@@ -116,7 +116,7 @@ class _Observer:
         self._before = _KeysBefore(n, shapes) if Observed.KEYS_BEFORE in wanted else None
 
     def _call(self, address: int, asked: bool, _: object) -> bool:
-        """True if a tensor is wanted (asked), or if the decode continues (not asked)."""
+        """If asked, return whether the tensor is wanted; else read it, and return False to end the decode."""
         # ctypes would print an exception of a callback and drop it
         try:
             return self.error is None and self._look(address, asked)
@@ -186,7 +186,7 @@ class _KeysBefore:
     They have no name in the graph, so every tensor that may be such keys is kept until the layer's keys meet
     its queries. Then the graph shows from which tensor RoPE made them.
 
-    shapes: dimensions and KV heads of the keys of some layers, for n tokens.
+    n: number of tokens. shapes: head size and number of KV heads, of the observed layers' keys.
     """
 
     def __init__(self, n: int, shapes: Collection[tuple[int, int]]) -> None:
@@ -216,7 +216,7 @@ class _KeysBefore:
         kept, self._kept = self._kept, {}
         at: int | None = self._written.get(cache.view_src)
         last = None
-        # back from the cache: a view, perhaps a norm, then RoPE or the product with the layer's weights
+        # walk back from the cache: a view, perhaps a norm, then RoPE or the product with the layer's weights
         while at:
             tensor, op = _Tensor.from_address(at), lib.ggml_op_desc(at)
             if op == b"ROPE":
@@ -229,7 +229,7 @@ class _KeysBefore:
 
 
 def _read(address: int, tensor: _Tensor, at: int | None = None) -> np.ndarray:
-    """A tensor as f32[ne3, ne2, ne1, ne0], with any strides. at: the only index of its third dimension."""
+    """Return a tensor of any strides as f32[ne3, ne2, ne1, ne0]. at: read only this index of ne2."""
     if tensor.type not in _DTYPES:
         raise ModelError(f"llama.cpp computes {tensor.name.decode()} in a type that no map can show")
     dtype, shape, strides = _DTYPES[tensor.type], list(tensor.ne), list(tensor.nb)

@@ -20,7 +20,7 @@ MOST_PIXELS = 800
 _GREEN = (0, 0.62, 0.25)
 _RED = "#e00000"
 _FAINT = 1e-5
-"""Least attention to a minor key that is not white."""
+"""Attention up to which a key that is not important is drawn white."""
 
 
 def attention(measured: Attention, title: str) -> Figure:

@@ -1,4 +1,4 @@
-"""Claims of the abstracts: their numbers computed here in another way, and tests with their power."""
+"""Claims of the abstracts: their numbers are computed here in another way; power of their tests."""
 
 from __future__ import annotations
 

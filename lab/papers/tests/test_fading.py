@@ -1,4 +1,4 @@
-"""lab/papers/fading.py: the perplexity of the engine, and means by their definition."""
+"""lab/papers/fading.py has the engine's perplexity, and computes means by their definition."""
 
 import math
 
@@ -42,7 +42,7 @@ def test_means_are_those_of_the_definition(merge):
 
 def test_cells_that_take_the_bytes_of_means():
     query, key, value = (np.zeros(shape, np.float32) for shape in ((60, 2, 8), (60, 8), (60, 8)))
-    # 6 means have two numbers more; 4 tokens have two queries of 16 bytes and a number each
+    # each of 6 means takes 8 bytes more than a cell; each of 4 tokens has two queries of 16 + 4 bytes
     rule, cells = (Rule.parse(f"streamingllm+6:{merge}:4") for merge in ("output", "cells"))
     assert rule.n_byte(20, 2, 8) == 20 * 32 + 6 * 8 + 4 * 2 * (16 + 4)
     n_cell = 26

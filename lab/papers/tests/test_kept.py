@@ -1,4 +1,4 @@
-"""Lines that are kept of the results of a run."""
+"""Lines that lab/papers/records keeps of a run's results."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_of_rulers_items_what_both_protocols_share_is_in_both():
         assert line["of"] == "vt"
         assert line["items"] == ["vt-4096-0", "vt-4096-1"]
         assert line["scores"] == {"string_match": [0, 0.5], "device": [1, 1], "host": [host, host]}
-    # all of the first task is there
+    # the first task, vt, is complete
     (ask,) = RULER.missing(kept, "made-up")
     assert ask.goes_on
     assert ask.command[:3] == ("lab.papers.ruler", "--tasks", "cwe")

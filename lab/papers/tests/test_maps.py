@@ -70,7 +70,8 @@ def of_llama(path, tokens, wanted=tuple(Observed), kind=Kind.ROWS):
 def products(what, vectors):
     """Return products f64[head, n, n], which, unlike vectors, do not depend on the order of dimensions.
 
-    The twin has another order. Some architectures scale queries before attention, others within.
+    The twin orders dimensions in another way. Queries are normalised, because some architectures scale them
+    before attention and others within it.
     """
     vectors = vectors.astype(np.float64)
     if what is Observed.QUERIES:
@@ -168,7 +169,7 @@ def test_important_keys_are_those_of_the_definition():
         own = [key for key in range(query + 1) if attention[query, key] >= np.float32(1 / (query + 1))]
         assert np.flatnonzero(mask[query]).tolist() == own
         shares.append(len(own) / (query + 1))
-    # an even attention finds all important
+    # a query that attends to all keys evenly finds all of them important
     assert mask[7].sum() == 8
     assert maps.share_of(mask) == pytest.approx(np.mean(shares))
 
@@ -263,7 +264,7 @@ def test_only_layers_that_attend_to_all_tokens_are_shown(tmp_path, capsys):
         rest = ", ".join(str(layer) for layer in range(len(model.layers.all)) if layer not in drawn)
         assert capsys.readouterr().err == f"layers {rest} are left out: they do not attend to all tokens\n"
         if name == "gemma4":
-            # the last layers read another one's keys
+            # the last layers, 5 and 6, read the keys of earlier layers
             assert maps.drawn_layers(model, "values") == [1, 3]
         model.close()
 
@@ -324,7 +325,7 @@ def test_important_keys_are_green_and_two_queries_are_framed():
     rows = np.flatnonzero(red.mean(axis=1) > 0.3)
     assert len(columns) > 100
     assert green[:, columns].sum() / green.sum() > 0.9
-    # the frames of queries 500 and 999 are half of the map apart, 4 times the width of the green area
+    # the frames of queries 500 and 999 are half of the map apart, twice the width of the green area
     assert rows[-1] - rows[0] == pytest.approx(2 * (columns[-1] - columns[0]), rel=0.2)
 
 

@@ -13,7 +13,7 @@ from lab.papers.tests.made_up import lines
 
 
 def two_models(monkeypatch, tmp_path, large_score):
-    """An experiment with one run of each of two models; the larger has this score alone."""
+    """Render an experiment with a run of each of two models. The larger model's has only `large_score`."""
     scores = {"": {"f1": [0.75, 0.75]}, kinds.LARGE: {large_score: [0.25, 0.25]}}
     for model, stored in scores.items():
         name = f"made-up{model}"

@@ -1,4 +1,4 @@
-"""The index says of each table and figure which differences are the paper's, and against whom."""
+"""The index counts each table's and figure's differences in the paper's direction and in the other."""
 
 from __future__ import annotations
 

@@ -34,15 +34,15 @@ def test_a_table_of_tasks_has_a_score_of_each(measured):
         for task, name, other in (("qa", "logp", -3.0), ("stream", "nll", 0.3))
         for label, budget, other in (("full", None, 0.0), ("h2o", "20%", other))
     ]
-    # of another task, which is not asked for
+    # a line of a task that the table does not show
     stored.append(stored[0] | {"task": "choice", "scores": {"acc": [1, 1, 1]}})
     shown = measured(stored, table, model="")
     assert shown.split("\n\n")[1:3] == [
         "All:",
         "| policy | qa | stream, perplexity |\n| --- | ---: | ---: |\n"
-        # where all are the same there is no error
+        # equal scores are shown without an error
         "| `full` | 0.00 | 1.00 |\n"
-        # of three items there is no test
+        # three items are too few for a test
         "| `h2o` | -2.00 ±1.00 | 1.22 ±0.12 |",
     ]
 
@@ -83,7 +83,7 @@ def test_a_cell_is_a_mean_with_its_standard_error_and_the_papers_number(measured
 def test_differences_are_paired_and_named_where_a_table_s_tests_tell_them(measured):
     noise = np.random.default_rng(0).normal(size=40)
     spread = np.tile([1, -1], 20)
-    # the mean of 40 items of spread 1 has an error of 0.16; in three tests 2.5 errors are significant
+    # the mean of 40 items of spread 1 has an error of 0.16; Holm's first of three tests needs 2.4 errors
     error = spread.std(ddof=1) / np.sqrt(40)
     text = measured(
         lines(
@@ -145,7 +145,7 @@ def test_the_papers_differences_are_counted():
     lower = [line | {"scores": {"ms": line["scores"]["f1"]}} for line in stored]
     slower = ScoreTable("ms", against="buzz", paper={("buzz", "64"): "5", ("h2o", "64"): "6"})
     assert counted(lower, slower) == Verdict(same=1)
-    # one number each is no test
+    # a difference of two single numbers has no test
     single = [line | {"scores": {"f1": line["scores"]["f1"][:1]}, "items": ["a"]} for line in stored]
     assert counted(single, table) == Verdict(untested=3)
 
@@ -287,7 +287,7 @@ def test_what_was_never_run_says_so(tmp_path):
 
 
 def of_texts(n, more):
-    """Blocks of n texts under BUZZ and H2O, which is worse by `more` on each, with noise between blocks."""
+    """Yield lines of BUZZ and H2O for n texts. H2O's nll in text i is higher by more[i], plus noise."""
     rng = np.random.default_rng(0)
     counts = statistics.block_counts(1000)
     for i in range(n):
@@ -304,7 +304,7 @@ def test_of_several_texts_a_text_is_the_unit(measured):
     table = ScoreTable("nll", ("of", "budget"), "buzz", names=names, pooled={"all": None})
     text = measured(list(of_texts(6, more)), table)
     assert "| policy | books, 64 | papers, 64 | all, 64 |" in text
-    # by blocks the first column would have a verdict; four texts are too few, and six disagree
+    # with blocks as units the first column would have a verdict; four texts are too few, and six disagree
     assert "better" not in text
     assert "worse" not in text
     text = measured(list(of_texts(6, [0.1] * 6)), table)
@@ -336,7 +336,7 @@ def test_only_tokens_behind_the_budget_count_if_asked(measured):
     nll = [9.0] * 10 + [3.0] + [1.0] * 22
     stored = [about | {"label": "corm", "budget": None, "scores": {"nll": nll}}]
     stored += [about | {"label": "h2o", "budget": n, "scores": {"nll": nll}} for n in ("300", "310", "311")]
-    # the eleventh block begins behind 310 tokens
+    # ten blocks have 310 tokens: the eleventh, of nll 3, counts with a budget of 310, but not with 311
     means = [np.exp(25 / 23), np.exp(25 / 23), np.e]
     text = re.sub(r" ±[\d.]+", "", measured(stored, ScoreTable("nll", late=True)))
     for label in ("corm", "h2o"):

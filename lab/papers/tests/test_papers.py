@@ -97,7 +97,7 @@ def test_every_command_is_one_that_kvtool_takes(name):
     for label in getattr(run, "policies", ()):
         policy, options = split_policy(label)
         for budget in getattr(run, "budgets", None) or [getattr(run, "budget", "4096")]:
-            # for a short prompt a share becomes the smallest budget that works
+            # a share is raised to the smallest budget that works, so that any large number can stand for it
             n = 4096 if budget.endswith("%") else int(budget)
             fitted = policies.fit(policy, n, None, list(options))
             assert not (fitted.ragged and "whole" in getattr(run, "more", ()))
@@ -237,7 +237,7 @@ def test_a_program_that_goes_on_keeps_its_records_itself(monkeypatch, tmp_path):
 
 
 def program(monkeypatch, *arguments):
-    """Run the program, with one text and one run with each of two models."""
+    """Run the program with two made-up experiments: each runs one model on one text."""
     texts = ("texts/a.txt",)
     small, large = (
         CompareRun(texts, ("full",), (), 64, model=model, minutes=1) for model in ("", kinds.LARGE)

@@ -176,5 +176,5 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
     assert not any(each["length"] == 3900 for each in records.read(out))
     needs = refused(capsys, *command, "--tasks", "qa_1")
     assert "--squad=FILE; --tasks=... leaves it out" in needs
-    # one run asks the same as eval
+    # a record has the references, as a record of kvtool eval has
     assert json.loads(before.splitlines()[0])["references"]

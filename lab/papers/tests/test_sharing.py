@@ -28,7 +28,7 @@ LINES = [
     line("full", "cwe", None, [0.6], [100]),
     line(SNAPKV, "cwe", "50 % removed", [0.4], [50]),
     line(SHARED, "cwe", "50 % removed", [0.4], [60]),
-    # of another task, or of another protocol
+    # lines of a task that is not counted, and of the other protocol
     line("full", "qa_2", None, [1.0], [100]),
     line(SNAPKV, "qa_2", "50 % removed", [0.0], [50]),
     line(SHARED, "qa_2", "50 % removed", [1.0], [60]),
@@ -54,7 +54,7 @@ def test_layers_that_share_are_compared_apart_from_rows_that_do():
 
 
 def test_in_equal_bytes_equal_rows_are_interpolated_between_the_shares_and_full():
-    # equal rows score 0.75 and 0.5 in 75 and 80 bytes, 0.1 and 0 in 30 and 25, 0.44 in 60
+    # equal rows, interpolated: in vt 0.75 and 0.5 (75 and 80 bytes), 0.1 and 0 (30 and 25); in cwe 0.44 (60)
     halves, quarters = np.array([0.25, 0.0]), np.array([0.1, 0.0])
     found = sharing.gains(LINES[::-1], "heads", ("after",), in_bytes=True)
     assert sorted(found) == pytest.approx(sorted([(halves.mean() + quarters.mean()) / 2, -0.04]))
