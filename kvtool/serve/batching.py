@@ -142,8 +142,8 @@ class StepBatcher:
         self._waiting: list[_DueStep] = []
         self._joint: JointContext | None = None
         self._is_joint = n_max > 1
-        # a single thread decodes all steps: each decoding thread has its own llama.cpp threads, and idle ones
-        # would slow down the others
+        # a single thread decodes all joint steps: llama.cpp starts workers for each thread that decodes, and
+        # idle workers slow down busy ones
         self._thread = ThreadPoolExecutor(1, "joint-steps")
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class StepBatcher:
         return self._is_joint and self.n > 1
 
     def step(self, engine: Engine, n_left: int) -> None:
-        """Count an engine's step, unless it will be a joint step. n_left: as in `ComputeLock.step`."""
+        """Count a step, unless it is joint and `resume` counts it. n_left: as in `ComputeLock.step`."""
         if engine.joint_decoder is None or not self.is_several:
             self._lock.step(n_left)
 
@@ -214,7 +214,7 @@ class StepBatcher:
             try:
                 self._joint = JointContext(parts[0].context, self._n_max, self._n_max)
             except KvtoolError as error:
-                # each further try would fail
+                # try only once: each further try would fail as well
                 self._is_joint = False
                 self._say(f"answers are written one after the other: {error}")
                 return False

@@ -74,8 +74,8 @@ class SlotPool:
                 self._end(jobs, job)
                 continue
             slot = self._slot_for(job)
-            # a new thread for each answer, because its llama.cpp threads end with it: idle ones would slow
-            # down the other slots
+            # each answer has a new thread: llama.cpp's workers end with it, and idle workers would slow down
+            # the other slots
             threading.Thread(target=self._answer, args=(jobs, slot, job), name="slot", daemon=True).start()
         for _ in range(self.n_max - 1):
             self._room.acquire()

@@ -96,7 +96,7 @@ class Slot:
         self._remarks: list[str] = []
 
     def answer(self, job: Job) -> None:
-        """Answer a job's request by events of the job. Raises ApiError."""
+        """Answer a job's request: emit the events of its answer. Raises ApiError."""
         with self._api_errors():
             if isinstance(job.request, ChatRequest):
                 self._chat(job, job.request)

@@ -30,7 +30,7 @@ _KINDS = {
     429: "rate_limit_error",
     529: "overloaded_error",
 }
-"""Types of errors by their status."""
+"""Anthropic's types of errors by HTTP status."""
 
 
 def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, str]]:
@@ -82,7 +82,7 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, 
 
 
 def _check_answered(messages: list[Body], n_max: int | None, last: str) -> None:
-    """Raise ApiError if no answer can follow the messages. last: place of the last message."""
+    """Raise ApiError if no answer can follow, or max_tokens is missing. last: place of the last message."""
     if n_max is None:
         raise ApiError("max_tokens is missing: it is the most tokens of the answer", param="max_tokens")
     if messages[-1]["role"] == "assistant" and "tool_calls" in messages[-1]:
@@ -236,7 +236,7 @@ def error_body(error: ApiError, request_id: str) -> Body:
     status, message = status_of(error), error.message
     kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     if error.code == "context_length_exceeded":
-        # clients search for these words
+        # clients recognize a full context by these words
         message = "prompt is too long: {n_prompt_tokens} tokens > {n_ctx} maximum".format(**error.more)
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 

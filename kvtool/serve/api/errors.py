@@ -38,7 +38,7 @@ class ApiError(Exception):
     more: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # the message may quote any text of the request
+        # the message may quote a request's text: replace line breaks and control characters
         self.message = "".join(each if each.isprintable() else " " for each in self.message)
         super().__init__(self.message)
 

@@ -313,8 +313,8 @@ async def _stream(
 
 
 async def _next_events(job: Job, skipped: tuple[str, ...]) -> AsyncIterator[Body | None]:
-    """Yield the next event, and None before it each time that a ping is due."""
-    # a single future, because skipped events must not delay a ping
+    """Yield None each time that a ping is due, and finally the next event."""
+    # skipped events do not end this future, and thus cannot delay a ping
     waited = asyncio.ensure_future(job.next_event(*skipped))
     try:
         while True:

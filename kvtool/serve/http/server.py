@@ -126,8 +126,8 @@ class _Server(uvicorn.Server):
 def _noted_signals(server: uvicorn.Server) -> Iterator[list[int]]:
     """Yield a list that gets each SIGINT and SIGTERM within the block.
 
-    uvicorn handles them while it runs, and raises them again at its end. An earlier one stops the server as
-    soon as it has started.
+    uvicorn handles these signals while it runs, and raises them again at its end. A signal that comes earlier
+    stops the server as soon as it has started.
     """
     signals: list[int] = []
 

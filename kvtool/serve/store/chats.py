@@ -158,7 +158,7 @@ class ChatStore:
         return None
 
     def tokens(self, snapshot: Snapshot) -> np.ndarray:
-        """Return the tokens i32[n] of a snapshot's stream. They are checked only when it is loaded."""
+        """Return the tokens i32[n] of a snapshot's stream. Only `load` checks them."""
         if snapshot.tokens is None:
             try:
                 snapshot.tokens = session.read_tokens(snapshot.path)
@@ -227,10 +227,10 @@ class ChatStore:
         snapshot = Snapshot(
             line, digest, line.path, n_bytes, _is_start(chat.messages), tokens=chat.writer.tokens
         )
-        # close the file: there may be thousands of chats
+        # this closes the archive's file: there may be thousands of chats
         line.archive_file.adopt(dict(listed))
         for twin in self._snapshots:
-            # the request was repeated
+            # a repeated request replaces its earlier snapshot
             if twin.digest == digest:
                 self.drop(twin)
         if not line.snapshots:
@@ -346,7 +346,7 @@ def _is_start(messages: list[Message]) -> bool:
 def _number(line: StoredChat) -> None:
     """Give the newest snapshot the name FILE.n; its name FILE stays until replaced. Raises OSError."""
     newest = line.snapshots[-1] if line.snapshots else None
-    # after a failure it may have a number already
+    # after a failed write its name may already have a number
     if newest and newest.path == line.path:
         line.n_named += 1
         newest.path = second_name(line.path, line.path.with_name(f"{line.path.name}.{line.n_named}"))

@@ -1,4 +1,4 @@
-"""Temporary folders of chats that killed servers left in the cache folder."""
+"""Temporary folders with chats, left in the cache folder by killed servers."""
 
 from __future__ import annotations
 

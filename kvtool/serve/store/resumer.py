@@ -135,7 +135,7 @@ class Resumer:
             return rest
         # until the reply is stored, the engine holds a beginning of this chat
         self._is_cut = True
-        # a reply as last message is the beginning of the requested one, not an earlier reply
+        # a last message of the assistant is the beginning of the requested reply, not an earlier reply
         digests = history.digests[: -1 if messages[-1]["role"] == "assistant" else None]
         while stored := self.chats.find(digests):
             i, self._before = stored
@@ -184,7 +184,7 @@ class Resumer:
             if marks and n == len(stream):
                 break
         usable = (candidate for candidate in candidates if candidate.n > 0)
-        # of equal ones the shortest stream loads fastest
+        # among equal ones prefer the engine's stream, then the shortest, which loads fastest
         ranked = sorted(usable, key=lambda each: (each.n, each.snapshot is at, -each.n_stream), reverse=True)
         return ranked[:3]
 
@@ -214,8 +214,8 @@ class Resumer:
         if n_pinned is not None:
             n_pinned = self._engine.cache.pinnable(n_pinned)
         is_start = n_pinned is not None and (n_pinned != self._engine.n_pinned or n < max(n_pinned, 1))
-        # another system prompt changes the pins: impossible after an eviction, and unnecessary if a snapshot
-        # with that prompt is stored
+        # another system prompt needs other pins: they cannot change after an eviction, and need not change if
+        # a snapshot of that prompt is stored
         if is_start and (n > self._engine.policy.n_live or self.chats.find(history.digests[:2])):
             return None
         # the chat replaces the snapshot if it keeps all of the snapshot's marks
@@ -287,7 +287,7 @@ class Resumer:
         Reads only full batches, which are the batches in which the whole chat would be read. The cache is
         then the same as without this separate step.
         """
-        # a stream that can be rewound needs a snapshot only for its pins
+        # if the cache can be rewound, only pins need a snapshot: they cannot change after an eviction
         pins = self._engine.n_pinned if self._engine.policy.recall else 0
         n = pins if self._engine.can_rewind else self._n_start
         n_batch = self._engine.settings.n_batch
@@ -349,7 +349,7 @@ class Resumer:
                 chat,
                 self._meta(chat),
                 marks=list(self._marks),
-                # a snapshot of a system prompt alone stays
+                # a snapshot of a system prompt alone stays, because other chats may begin with it
                 is_enough=chat.can_rewind and before is not None and bool(before.line.marks),
             )
         except SessionError as error:

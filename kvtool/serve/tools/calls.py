@@ -195,7 +195,7 @@ class _GrowingText:
         self.has_ended = False
 
     def accept(self, *options: str) -> _Text:
-        """Skip the option that comes next, and return it; "" if none does. No option may begin another."""
+        """Skip the option that comes next, and return it, or "". No option may begin with another."""
         while True:
             for option in options:
                 if self.text.startswith(option, self.at):

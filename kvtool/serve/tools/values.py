@@ -194,7 +194,7 @@ def types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> object:
-    """Follow a schema's reference, such as #/$defs/colour. A schema without one is returned itself."""
+    """Follow a schema's reference, such as #/$defs/colour. A schema without a reference is unchanged."""
     for _ in range(_MAX_DEPTH):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
