@@ -77,8 +77,8 @@ if(DEFINED LLAVA_BUILD AND NOT LLAVA_BUILD)
     set(LLAMA_BUILD_COMMON OFF)
 endif()
 
-# All libraries are in one folder, also those that are loaded at run time. Each has one name, as a wheel would contain a
-# copy for every further name.
+# All libraries are in one folder, also those that are loaded at run time, so each looks for others next to itself. Each
+# has one file name, as a wheel would contain a full copy for every further name.
 set(CMAKE_INSTALL_RPATH "$ORIGIN")
 if(APPLE)
     set(CMAKE_INSTALL_RPATH "@loader_path")

@@ -38,7 +38,7 @@ int64_t llama_kvtool::copy_cells(llama_context & lctx, const layer & l, uint8_t 
         return size_k + size_v;
     }
 
-    // the bytes must not depend on the layout of V on the device
+    // V is transposed on the device, but its copy lists values cell by cell, so that it suits any context
     const size_t  one    = ggml_type_size(l.v->type);
     const int64_t n_embd = l.v->ne[0];
 

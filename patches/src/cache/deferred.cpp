@@ -1,9 +1,9 @@
 // Signals of several steps computed at once.
 //
-// Flash attention gives no probabilities, so signals need a second product of queries and keys: for a single token,
-// many small operations in each layer. Between two edits cells are only appended. The signals of several steps
-// therefore equal those of one batch with the steps' tokens. Steps store their queries here; the signals are computed
-// when they are read, or when there is no room for more queries. Rejected draft tokens are removed before that.
+// Flash attention gives no probabilities, so signals need a second product of queries and keys. For a single token,
+// these are many small operations in each layer. Between two edits cells are only appended. The signals of several
+// steps therefore equal those of one batch with the steps' tokens. Steps store their queries here; the signals are
+// computed when they are read, or when there is no room for more queries. Rejected draft tokens are removed first.
 
 #include "graphs.h"
 #include "halving.h"
@@ -30,7 +30,7 @@ namespace {
 // lists that the graph of all layers reads
 struct deferred_inputs {
     input idx    { GGML_TYPE_I32, {}, nullptr }; // slots of the queries
-    input recent { GGML_TYPE_I64, {}, nullptr }; // slots for their attention
+    input recent { GGML_TYPE_I64, {}, nullptr }; // slots of kvtool::recent that receive their attention
     input seen   { GGML_TYPE_F32, {}, nullptr }; // tokens that each query has seen
     input limit  { GGML_TYPE_F32, {}, nullptr }; // last cell that each query sees, layer by layer
     input keys   { GGML_TYPE_F32, {}, nullptr }; // ALiBi: position of each key, layer by layer
@@ -156,7 +156,8 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
                 ggml_tensor * t = reduced.signal(s);
                 sums[s] = !sums[s] ? t : is_maximum(s) ? max_of(ctx, sums[s], t) : ggml_add(ctx, sums[s], t);
                 if (a.il < l.last) {
-                    // so that one layer's probabilities are freed before the next layer's are computed
+                    // added to the graph at once, so that one layer's probabilities are freed before the next
+                    // layer's are computed
                     ggml_build_forward_expand(gf, sums[s]);
                 } else if (s == recent_signal) {
                     ggml_build_forward_expand(gf, kvtool.recent.build(ctx, i, sums[s], in.recent.t));
@@ -175,7 +176,7 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
 
     size_t max_nodes = 16;
     for (const auto & a : waiting.askers) {
-        // as in llama_kvtool_n_nodes
+        // number of halvings as in llama_kvtool_n_nodes
         const auto n_halving = (size_t) std::log2(n*a.n_head/layers[a.i].n_head);
         max_nodes += 40 + n_signal*(24 + 9*n_halving);
     }

@@ -55,7 +55,7 @@ bool find_spares(ggml_backend_dev_t dev, spare_devices & spares) {
 
 static std::map<ggml_backend_dev_t, ggml_backend_dev_t> g_real; // in a worker: device of each spare
 
-// llama.cpp assumes the host's memory for a device that reports none
+// the total must not be 0: llama.cpp then assumes that the device has the host's memory
 static void get_spare_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
     *free  = 0;
     *total = LLAMA_KVTOOL_SPARE_BYTES;
@@ -69,7 +69,7 @@ static ggml_backend_t init_spare(ggml_backend_dev_t spare, const char * params) 
     }
     ggml_backend_t res = dev->iface.init_backend(dev, params);
     if (res) {
-        // the RPC server reports the memory of this device
+        // the RPC server asks a backend's device for its memory, and the spare must answer
         res->device = spare;
     }
     return res;

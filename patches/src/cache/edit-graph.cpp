@@ -180,7 +180,7 @@ static ggml_tensor * build_values(
 
         x = sum_middle(ctx, ggml_mul(ctx, ggml_reshape_3d(ctx, x, n_embd, n_term, n), w));
         x = ggml_reshape_2d(ctx, x, n_embd, n);
-        // the merges with more terms are first in the list
+        // merges are sorted by number of terms, the most first: the sums of this level belong to the first n merges
         sum = sum ? ggml_acc(ctx, sum, x, sum->nb[1], sum->nb[2], sum->nb[3], 0) : x;
     }
     if (sum) {
@@ -208,7 +208,7 @@ bool edit_graph(
         shapes.push_back(s);
     }
     if (none) {
-        // a kept graph is left for the next edit
+        // nothing to compute; a kept graph stays as it is for the next edit
         return true;
     }
 

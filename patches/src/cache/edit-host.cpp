@@ -135,7 +135,7 @@ static void merge_host(const std::vector<llama_kvtool_term> & terms, const P & p
         raw.resize(src.size()*n_byte);
         x  .resize(src.size()*n_embd);
 
-        // values are consecutive here, whatever their layout in the cache
+        // in `raw` the pieces of a value are consecutive, whatever the layout in the cache
         for (int i = 0; i < view.n; ++i) {
             pieces.get(first->row, src, i, raw.data() + i*size, n_byte);
         }

@@ -50,7 +50,7 @@ struct asker_inputs {
     size_t turn  = 0;
 };
 
-// Queries [n_embd, n, n_head] as they would be if they came next, rotated to the mean of their possible positions
+// Queries [n_embd, n, n_head] as if they came again soon: each is rotated to the mean of the next n_future positions
 static ggml_tensor * build_queries(
         ggml_context * ctx, const layer & l, const queries::asker & a, ggml_tensor * idx, ggml_tensor * delta, ggml_tensor * turn,
         ggml_tensor * rot) {
@@ -171,7 +171,7 @@ int32_t read_future(
         last = &turn;
     }
 
-    // cells of a layer that exist
+    // number of cells to read in a layer, which may have fewer than n_cell
     const auto n_own = [&](const layer & l) { return std::min<int64_t>(n_cell, l.n_cell); };
 
     const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) {
@@ -257,7 +257,8 @@ int32_t read_lengths(llama_kvtool & kvtool, llama_context & lctx, float * out, i
     std::fill_n(out, (size_t) kvtool.n_row*n_cell, 0.0f);
     for (const auto & l : layers) {
         for (int row = l.row_0; !l.v && row < l.row_0 + l.n_head; ++row) {
-            // values are a part of the keys that is normalized and then multiplied by weights: about equally long
+            // MLA: a value is a part of its key that is normalized and then multiplied by weights. As all values are
+            // about equally long, 1 stands for their length
             std::fill_n(out + (size_t) row*n_cell, n_own(l), 1.0f);
         }
     }
@@ -273,7 +274,7 @@ int32_t read_lengths(llama_kvtool & kvtool, llama_context & lctx, float * out, i
         }
     }
 
-    // [n, n_head] where values are transposed, else [n_head, n]
+    // lengths of a layer's values: [n, n_head] if values are transposed, else [n_head, n]
     const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor *) -> ggml_tensor * {
         const auto & l = layers[i];
         if (!l.v) {

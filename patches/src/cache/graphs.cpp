@@ -154,7 +154,7 @@ static bool compute_kept(kept_graph & kept, const std::vector<input *> & inputs,
         inputs[i]->t = kept.inputs[i];
         inputs[i]->upload();
     }
-    // nothing has to be waited for: a worker executes commands one after the other, for all its devices
+    // no need to wait for the decode: a worker executes the commands for all its devices one after the other
     if (ggml_backend_graph_compute(kept.backend.get(), kept.gf) != GGML_STATUS_SUCCESS) {
         return false;
     }
@@ -192,8 +192,8 @@ bool graphs::compute(
         bufts   .push_back(ggml_backend_sched_get_buffer_type(lctx.get_sched(), backends.back()));
     }
 
-    // Not the decode's scheduler: it would have to rebuild the decode's graph after every edit. A worker drops the
-    // graphs that use a freed buffer; with separate buffers it keeps the decode's graph
+    // A separate scheduler, as the decode's would have to rebuild the decode's graph after every edit. Its buffers are
+    // separate as well: when they are freed, a worker drops the graphs that use them, but not the decode's graph
     ggml_backend_sched_ptr sched { ggml_backend_sched_new(
             backends.data(), bufts.data(), backends.size(), max_nodes, false, false) };
 
@@ -218,7 +218,7 @@ bool graphs::compute(
                 [&](ggml_backend_t b) { return ggml_backend_supports_buft(b, buft); });
         homes.push_back(home == backends.end() ? nullptr : *home);
         if (homes.back() && results.back() && results.back()->op == GGML_OP_NONE) {
-            // the result is written to this tensor
+            // the graph writes the layer's result to this tensor, so it must lie on that device as well
             ggml_backend_sched_set_tensor_backend(sched.get(), results.back(), homes.back());
         }
         for (int j = first; home != backends.end() && j < ggml_graph_n_nodes(gf); ++j) {

@@ -25,7 +25,7 @@ struct input {
 
     ggml_tensor * t = nullptr;
 
-    // begin the next layer's part at an offset where devices allow a view to begin
+    // begin the next layer's part: pad the list to an offset where devices allow a view to begin, and return it
     size_t start(size_t align) {
         data.resize(GGML_PAD(data.size(), align));
         return data.size();
@@ -44,10 +44,11 @@ struct input {
     }
 };
 
-// A graph that the worker keeps, too: a later request sends only the graph's number. ggml's server keeps one graph for
-// each of its devices. The device with the layers keeps the decode's graph, so a kept graph is computed on a spare
+// A graph that a worker (ggml's RPC server) keeps as well: a later request sends only the graph's number. The server
+// keeps one graph for each of its devices. The device with the layers keeps the decode's graph, so a kept graph is
+// computed on a spare
 struct kept_graph {
-    ggml_backend_buffer_type_t buft; // of the device that holds the layers
+    ggml_backend_buffer_type_t buft; // buffer type of the device that holds the layers
 
     ggml_backend_ptr backend; // runs on the spare
     ggml_gallocr_ptr alloc;

@@ -18,7 +18,7 @@ public:
 
     bool is_on() const { return !of_layer.empty(); }
 
-    // layer i now has n_cell cells
+    // change layer i's number of cells to n_cell, preserving positions
     void resize(size_t i, int n_cell);
 
     // move positions as an edit moves the cells

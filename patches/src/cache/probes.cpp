@@ -61,7 +61,7 @@ reducer::reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_te
     a = params.group == LLAMA_KVTOOL_GROUP_SUM || n_gqa == 1 ? p : reduce_group(params.group);
 
     if (params.signals & (LLAMA_KVTOOL_SIGNAL_HITS | LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
-        // 1 where p*t >= 1
+        // 1 where p >= 1/seen, otherwise 0
         hit = ggml_scale_bias(ctx, ggml_step(ctx, ggml_scale_bias(ctx, ggml_mul(ctx, p, seen), -1.0f, 1.0f)), -1.0f, 1.0f);
     }
 }
@@ -252,7 +252,7 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
     for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
         const auto n_halving = [&](uint32_t n) { return (uint32_t) std::log2(std::max(1u, n*hparams.n_gqa(il))); };
 
-        // with flash attention, the probabilities and scaled queries; the stores, views and masks of ragged rows
+        // in this order: probabilities and scaled queries with flash attention, ragged rows, ALiBi, recall, hits
         res += 8 + 4*llama_kvtool_graph::n_signal + (params.ragged ? 24 : 0) + (hparams.use_alibi ? 14 : 0) + (params.n_recall > 0 ? 30 : 0) + (hits ? 8 : 0);
         for (int s = 0; s < llama_kvtool_graph::n_signal; ++s) {
             // a halving takes two views and a sum, plus a view and a sum for an odd number; in a maximum, three
@@ -264,7 +264,7 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
         res += kvtool->queries.is_on() ? 8 : 0;
         res += kvtool->deferred.n_most > 0 ? 8 : 0;
         if (kvtool->recent.is_on()) {
-            // a group's maximum is computed once for all signals
+            // the recent signal's sum or maximum over the heads of a group
             res += 16 + 9*n_halving(1);
         }
     }

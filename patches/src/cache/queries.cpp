@@ -54,7 +54,7 @@ ggml_tensor * stored_queries::build(
 
     const int64_t n = slots->ne[0];
 
-    // a token's heads are consecutive
+    // in a slot, the heads of a token are consecutive
     q = ggml_permute(ctx, q, 0, 2, 1, 3);
     q = ggml_view_3d(ctx, q, q->ne[0], q->ne[1], n, q->nb[1], q->nb[2], (q->ne[2] - n)*q->nb[2]);
     if (!ggml_is_contiguous(q)) {

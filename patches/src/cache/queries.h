@@ -81,8 +81,8 @@ public:
     // position that each slot's query is rotated to; -1: the slot is empty
     std::vector<int32_t> pos;
 
-    // copy the last n_query queries, the oldest first, to out[n_query][n_number] and at[n_query] or from in and
-    // at. at: position that a query is rotated to; negative: there is no such query
+    // Copy the last n_query queries, the oldest first, to out[n_query][n_number], or from in, which has the same
+    // shape. at[n_query], copied likewise: position that a query is rotated to; negative: there is no such query
     void copy(float * out, const float * in, int32_t * at);
 
     void clear();
@@ -99,7 +99,7 @@ public:
     int n_most = 0; // number of slots; 0: every step computes its signals
     int n      = 0; // queries whose signals are not computed yet, in the first slots
 
-    std::vector<int64_t> seen; // tokens that each of them has seen
+    std::vector<int64_t> seen; // tokens that each of these n queries has seen
 
     void add(int n_tokens, int64_t n_seen) {
         n += n_tokens;

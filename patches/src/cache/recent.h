@@ -1,5 +1,6 @@
-// Attention of each of the last n_query queries. The recent signal is their sum. As they are stored separately, the
-// oldest query can be dropped at any time, independent of batches. Edits move the attention along with the cells.
+// Attention of each of the last n_query queries. The recent signal is the sum over these queries. As each query's
+// attention is stored separately, the oldest query can be dropped at any time, independent of batches. Edits move the
+// attention along with the cells.
 
 #pragma once
 

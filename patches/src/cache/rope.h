@@ -13,7 +13,7 @@ struct rope {
 
     bool is_mapped = false; // quantized keys are stored multiplied by a Hadamard matrix
 
-    // elements of a key that are rotated, in pairs; 0: the layer has no RoPE
+    // number of elements of a key that are rotated, in pairs; 0: the layer has no RoPE
     int n_dims = 0;
     int first  = 0; // index of the first rotated element; in MLA others precede it
 

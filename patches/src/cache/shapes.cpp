@@ -61,13 +61,14 @@ int64_t list_bytes(const layer & l, const layer_shape & s, bool v_trans) {
 
 static constexpr int64_t layer_shape::* list_lengths[] = { &layer_shape::n_moves, &layer_shape::n_turns, &layer_shape::n_moved };
 
-// the rest of a list repeats its last entry; an empty list has none
+// True if a list of n entries fits into a list of length `room`, whose rest repeats the last entry. An empty list has
+// no entry to repeat
 static bool holds(int64_t room, int64_t n) {
     return n == 0 ? room == 0 : n <= room;
 }
 
-// Number of merges with terms on this level after the list has been filled up to n_all merges. The last merge fills it
-// up, so if all merges have terms on the level, all n_all have
+// Number of merges with terms on this level after the list has been filled up to n_all merges by repeating the last
+// merge. That has the fewest terms: if it has terms on the level, all n_all merges have
 static int64_t merged_on(const layer_shape & s, int level, int64_t n_all) {
     return s.n_merged[level] == s.n_merged[0] ? n_all : s.n_merged[level];
 }
@@ -83,7 +84,8 @@ bool holds(const layer_shape & room, const layer_shape & s) {
     return res;
 }
 
-// long merges are few, and their number varies from edit to edit
+// Room for n merges with terms on a higher level: 4, 8, 16, ... Such long merges are few, and their number varies from
+// edit to edit
 static int64_t room_for_merges(int64_t n) {
     int64_t res = n > 0 ? 4 : 0;
     while (res < n) {
@@ -113,7 +115,7 @@ std::vector<layer_shape> rooms(std::vector<layer_shape> shapes, const std::vecto
             n_merged[j] = std::max({ n_merged[j], s.n_merged[j], old.n_merged[j] });
         }
     }
-    // the next edit may have its long merges in another layer
+    // all layers get the same room, as the next edit may have its long merges in another layer
     for (auto & s : shapes) {
         for (int j = 1; j < n_level; ++j) {
             s.n_merged[j] = std::min(s.n_merged[0], room_for_merges(n_merged[j]));

@@ -34,7 +34,7 @@ struct layer_shape {
     int64_t n_turns = 0; // keys that are rotated, and possibly move
     int64_t n_moved = 0; // values that move
 
-    std::array<int64_t, n_level> n_merged = {}; // merged values that have terms on each level
+    std::array<int64_t, n_level> n_merged = {}; // for each level, the number of merged values with terms on it
 
     bool shared = false; // values move by the same list as the keys
 };

@@ -8,7 +8,7 @@
 
 namespace kvtool {
 
-// value of a key that was never important: four of these bytes are the float -1.3e20, which stays the same when a
+// value of a cell that was never important: four of these bytes are the float -1.3e20, which stays the same when a
 // batch's n_tokens is subtracted
 static constexpr uint8_t never_byte = 0xE0;
 
@@ -101,7 +101,8 @@ ggml_tensor * signals::build_sum(ggml_context * ctx, size_t i, int s, ggml_tenso
         case LLAMA_KVTOOL_SIGNAL_LAST:
             return ggml_cpy(ctx, t, sum);
         case LLAMA_KVTOOL_SIGNAL_IMPORTANT: {
-            // counted from the batch's end, so that the graph is the same for every batch
+            // the sum is 0 if the cell was last important to the batch's last query, -1 for the one before, ... As this
+            // counts from the batch's end, the graph is the same for every batch
             ggml_tensor * before = ggml_mul(ctx, sum, ggml_scale_bias(ctx, ggml_step(ctx, t), -1.0f, 1.0f));
             return ggml_cpy(ctx, ggml_scale_bias(ctx, ggml_add(ctx, before, t), 1.0f, -n_tokens), sum);
         }
@@ -171,7 +172,8 @@ void signals::fold(int s, const float * src, float * dst, size_t n, int n_query_
     if (signal == LLAMA_KVTOOL_SIGNAL_LAST) {
         std::copy(src, src + n, dst);
     } else if (signal == LLAMA_KVTOOL_SIGNAL_IMPORTANT) {
-        // src: index of the query in the batch, from 1 on; 0: none. Without branches this takes half the time
+        // src: number in the batch, from 1 on, of the last query that the cell was important to; 0: none. Without
+        // branches the loop takes half the time
         const float n_query = n_query_own;
         for (size_t i = 0; i < n; ++i) {
             const float is_hit  = src[i] > 0.0f;
@@ -227,7 +229,7 @@ void signals::collect(int s, const float * src, std::vector<float> & dst) const 
         if (signal == LLAMA_KVTOOL_SIGNAL_LAST) {
             dst[i] = src[i];
         } else if (signal == LLAMA_KVTOOL_SIGNAL_IMPORTANT) {
-            // src: 0 is the last query, -1 the one before
+            // src: 0 if the cell was last important to the last query, -1 for the one before, ...
             const float before = dst[i] > 0.0f ? dst[i] + n_query_device : 0.0f;
             dst[i] = src[i] + n_query_device > 0.0f ? 1 - src[i] : before;
         } else if (signal == LLAMA_KVTOOL_SIGNAL_HIGHEST) {

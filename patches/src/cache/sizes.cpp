@@ -51,7 +51,7 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
         for (size_t i = 0; ok && i < layers.size(); ++i) {
             ok = wanted[i] == layers[i].n_cell || resize(lctx, *kv, layers, i, wanted[i]);
         }
-        // with ragged rows, the table and the index hold only the newest tokens
+        // with ragged rows the index holds only the newest tokens, so it keeps its size
         for (size_t i = 0; ok && !params.ragged && i < index.size(); ++i) {
             ok = wanted[0] == index[i].n_cell || resize(lctx, *idx, index, i, wanted[0]);
         }
@@ -62,7 +62,7 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
 
     const bool ok = resize_all(n_cell) && recent.make(rings, n_cell);
     if (!ok && !resize_all(before.data())) {
-        // attention would read past the end of the layers that are too short
+        // layers of different sizes make the context unusable: attention would read past the end of the short ones
         broken = "there was no memory to resize the cache, nor to undo it; close this context and open a new one";
     }
     signals.resize();
@@ -71,7 +71,7 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
     }
 
     if (ok && !params.ragged && memory::resize_tables(lctx, n_cell[0], n_own)) {
-        // recalled tokens are in the last cells
+        // recalled tokens belong in the last cells, which are other cells now
         fill_recalled(lctx);
     }
 
