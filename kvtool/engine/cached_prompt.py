@@ -20,7 +20,7 @@ _USE_T = signals_where(lambda spec: spec.uses_t)
 
 
 Pass: TypeAlias = "tuple[SignalRequest, ReconstructionPass, int, int, int]"
-"""Description of a reconstruction pass: request, texts, and tokens pinned, held and repeated in a chunk."""
+"""Key of a reconstruction pass: (signals requested, texts and sizes, n_pinned, n_held, tokens of a chunk)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class CachedPrompt:
     request
         The signals that the policy of the first engine requested.
     signals
-        f32[row, n]: the requested signals, by field of a view.
+        f32[row, n]: the requested signals, by their field names in `View`.
     reconstructed
         Signals of reconstruction passes over the prompt, by `Pass`.
     """
@@ -79,11 +79,11 @@ class CachedPrompt:
         )
 
     def put(self, cache: PolicyCache) -> int:
-        """Put the beginning of the prompt into the empty cache of an engine that `fits`. Returns its length.
+        """Copy the first n tokens into the empty cache of an engine that `fits`. Returns n.
 
-        The caller decodes the rest, to get the signals of its queries. The rest is empty if `signals` has all
-        that the policy reads, or if a reconstruction pass follows. It is the last n_query tokens if the
-        policy reads only their signals, and otherwise the whole prompt.
+        The caller decodes the other tokens, to get the signals of their queries. n is the whole prompt if
+        `signals` has all that the policy reads, or if a reconstruction pass follows. If the policy reads only
+        signals of the last n_query queries, these tokens are left to the caller. Otherwise n is 0.
         """
         context, rows = cache.context, cache.rows
         n = self._n_known(cache)
@@ -92,7 +92,7 @@ class CachedPrompt:
         assert isinstance(context, Context)
         for layer, cells in enumerate(self.cells):
             context.set_cells(layer, len(self.tokens), cells)
-        # the cells after the first n are free again
+        # the whole prompt was copied: the edit frees the cells after the first n
         rows.append(n)
         cache.edit(rows.live, rows.next_rot)
         if n == len(self.tokens):

@@ -46,7 +46,7 @@ class Cells:
         """Copy the table of these rows."""
         live, layer = rows.is_live(), rows.layer
         pos = np.where(live, rows.pos[:, : rows.n_kv], np.iinfo(np.int32).max)
-        # empty cells come last, and no two tokens of a row have the same position: any sort will do
+        # the sort need not be stable: positions in a row differ, and empty cells only have to come last
         cell = np.argsort(pos, axis=1)
         return cls(
             n_past=rows.n_past,

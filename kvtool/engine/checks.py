@@ -9,13 +9,13 @@ from kvtool.models.layers import Layers
 from kvtool.policy import Policy
 
 _COARSE = ("q4_0", "q4_1")
-"""Types of keys that lose too much each time they are re-rotated."""
+"""Number formats of keys that lose too much precision each time the keys are re-rotated."""
 
 
 def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_train: int) -> None:
     """Raise UsageError if a policy, settings and a model do not go together.
 
-    layers: of the model. n_ctx, n_ctx_train: context length and trained context length, in tokens.
+    layers: the model's layers. n_ctx, n_ctx_train: context length and trained context length, in tokens.
     """
     if policy.budget > n_ctx:
         asked = f"{policy.n_asked}, which takes " if policy.n_asked < policy.budget else ""
@@ -60,7 +60,7 @@ def on_model(policy: Policy, model: Model) -> Policy:
 
 
 def how_read(policy: Policy, settings: Settings) -> str:
-    """Return how prompts are read. Raises UsageError if the policy asks for a way that does not exist."""
+    """Return how prompts are read: "stream", "whole" or "exact". Raises UsageError for another way."""
     how = settings.prefill or policy.prefill
     if how not in ("stream", "whole", "exact"):
         raise UsageError(f"{type(policy).__name__}: prefill must be stream, whole or exact, got {how!r}")

@@ -17,7 +17,7 @@ from kvtool.engine.sizes import pad
 from kvtool.llama.devices import gpu_free_bytes
 
 _LEAST = 64
-"""Minimum tokens of a text that is read exactly by default: making the buffers takes milliseconds."""
+"""Minimum tokens of a text that is read exactly unasked: for fewer, making the buffers takes too long."""
 
 
 class ExactReader:

@@ -67,7 +67,7 @@ class Engine:
     cache
         The context, rows, signals and the policy's state, which are edited together.
     whole_reader, exact_reader
-        The other two ways to read a text.
+        The ways to read a text whole, and exactly.
     n_refused
         Length of a text that could not be read whole or exactly for lack of GPU memory; longer ones are not
         tried. None at first.
@@ -198,7 +198,7 @@ class Engine:
 
     def room(self) -> int:
         """Maximum number of tokens of the next step; 0 if an eviction has to come first."""
-        # n_cell is at most n_ctx
+        # n_cell is at most n_ctx, so that the context always has enough positions for this step
         return min(self.n_batch if self.n_archived else self.settings.n_batch, self.n_cell - self.rows.n_kv)
 
     def _prepare(self, n: int) -> None:
@@ -268,7 +268,7 @@ class Engine:
     def steps(self, tokens: np.ndarray, *, late: bool = False, every: bool = True) -> Iterator[slice]:
         """Decode a text i32[n] in as many steps as it takes; after each, yield the slice that it decoded.
 
-        With a `chunk_size`, a late step yields after each of its parts. The result is the same.
+        With `late` and a `chunk_size`, steps are decoded and yielded in parts. The result is the same.
 
         late
             True if a step may run past the next plan, so that a prompt is read in long steps. If False, every
@@ -300,14 +300,14 @@ class Engine:
     def reads_whole(self, n: int) -> bool:
         """True if a text of n tokens would now be decoded whole, then compressed once.
 
-        If only the policy asks for a whole read and it does not fit, the text is streamed instead. A policy
-        that recalls reads whole, unasked, if a GPU has room for it and chunks cannot read the text exactly.
+        If only the policy asks for this and the text does not fit, the text is streamed instead. For a policy
+        that recalls, this is also True unasked if a GPU has room and the text cannot be read exactly.
         """
         evicts = n > self.policy.n_asked and self.policy.slack > 0
         if self.n_past or not evicts:
             return False
         if self.prefill != "whole":
-            # chunks take less memory and time
+            # exact reading takes less memory and time, so it comes first
             return self.n_exact(n) < n and self._gpu_has_room(n)
         has_to = self.settings.prefill == "whole" or self.policy.reconstruction is not None
         return has_to or self.whole_reader.fits(n)
@@ -360,7 +360,7 @@ class Engine:
     def _read_exactly(self, tokens: np.ndarray, stopped: Callable[[], bool]) -> int | None:
         """Decode a text i32[n] in chunks that attend exactly to the archive. Returns the number decoded.
 
-        Returns None, with nothing changed, if a device lacks memory for chunks that were not asked for.
+        If a device lacks memory for that and only the default asked for it, returns None and changes nothing.
         """
         done, is_ready = 0, False
         try:
@@ -388,7 +388,7 @@ class Engine:
         self.evict_if_due()
         if self.joint_decoder and self.joint_decoder.is_several:
             return 0
-        # recalled cells differ from step to step, so rejected tokens cannot leave the signals
+        # signals that depend on recalled cells must be computed in the step, before tokens can be rejected
         if self.policy.recall and self.policy.reads:
             return 0
         n_left = min(self.n_until_plan, self.room(), self.n_ctx - self.rows.next_rot)
@@ -558,7 +558,7 @@ class Engine:
 
 def _checked(tokens: np.ndarray, n_vocab: int) -> np.ndarray:
     """Return the tokens as i32[n]. Raises UsageError if a token is not in the vocabulary."""
-    # a shortcut for the tokens of a reply, which come one by one, as each call of NumPy takes microseconds
+    # shortcut for a reply, whose tokens come one by one: each call of NumPy takes microseconds
     is_one = type(tokens) is np.ndarray and tokens.shape == (1,) and tokens.dtype is _I32
     if is_one and 0 <= tokens.item() < n_vocab:
         return tokens

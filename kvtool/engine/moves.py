@@ -15,7 +15,7 @@ def deltas(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) ->
     """Return i32[row, most]: how far each kept key is rotated, to close all gaps before the next token.
 
     source i32[row, most]
-        The cell that each of the first cells takes its content from.
+        For each of a row's first cells, the cell that it takes its content from. most is n_keep.max().
     n_keep i32[row]
         Number of cells that each row keeps.
     next_rot
@@ -60,8 +60,8 @@ def fill_holes(keep, n_keep, source):
     n_keep i32[row]
         Number of kept cells of each row.
     source i32[row, most]
-        Output: the cell that each of a row's first n_keep cells takes its content from. A kept cell has its
-        own index, and so has every cell from n_keep on.
+        Output: for each of a row's first n_keep cells, the cell that it takes its content from: itself if it
+        is kept. Every cell from n_keep on has its own index.
     """
     n_row, most = source.shape
     for row in range(n_row):

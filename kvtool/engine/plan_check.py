@@ -85,8 +85,8 @@ def check_archived(name: str, view: View, keep: np.ndarray, begin: int | None) -
 def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
     """Raise PlanError for a merge that llama.cpp cannot do or would refuse.
 
-    The cells of each term must exist, its weight must be finite, its target must be kept, and the terms of
-    one target must be neighbours.
+    The cells of each term must exist, its weight must be finite, and its target must be kept. The terms of
+    one target must be neighbours in the list.
     """
     if not isinstance(merge, Merge):
         raise PlanError(f"{name}: merge must be a Merge or None, got {type(merge).__name__}")
@@ -96,7 +96,7 @@ def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
         parts = [np.empty(())]
     if any(part.shape != parts[0].shape or part.ndim != 1 for part in parts):
         raise PlanError(f"{name}: a merge's row, dst, src and weight must be lists of one length")
-    # an empty list has an arbitrary dtype
+    # the dtype of an empty list is not checked, as NumPy chooses it
     unfit = [
         part.dtype
         for part, kinds in zip(parts, ("iu", "iu", "iu", "iuf"), strict=True)

@@ -128,9 +128,10 @@ class PolicyCache:
         self._n_fit = int((self.context.layer_cells - most).min())
 
     def low_rot(self, n_kv: int, n: int) -> int:
-        """Return the position that follows n_kv live cells without gaps, with room for n more tokens.
+        """Return the next token's position after all gaps between n_kv live cells are closed.
 
-        It is n_kv, or more if sliding layers see more tokens: they drop tokens at negative positions.
+        It leaves room for n tokens. Without sliding layers it is n_kv. Sliding layers may hold more tokens,
+        and drop those whose position becomes negative, so for them it is n_swa if that is more and has room.
         """
         return max(n_kv, min(self.context.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
 
@@ -141,8 +142,8 @@ class PolicyCache:
     def pinnable(self, n: int) -> int:
         """Return how many of the first n tokens are pinned if a caller pins n.
 
-        With an archive, at most half of the kept tokens: the model still attends to the others when they are
-        archived.
+        With an archive, these are at most half of the tokens that an eviction keeps: the rest is archived,
+        where the model still attends to it.
         """
         return min(n, self.policy.n_keep // 2) if self.policy.recall else n
 
@@ -185,7 +186,7 @@ class PolicyCache:
         self.n_held = n
 
     def view(self, signals: dict[str, np.ndarray], n_new: int) -> View:
-        """Return the policy's view, with these signals by field and the keys of the newest n_new tokens."""
+        """Return the policy's view. signals: by field name. n_new: newest tokens, whose keys are included."""
         rows = self.rows
         if Signal.KEYS in self._reads:
             # keys are rotated back, as before RoPE
@@ -244,7 +245,7 @@ class PolicyCache:
         close
             True to close gaps; with in-cache positions they are always closed.
 
-        Returns i32[row, most]: the cell whose content each of the first cells has now.
+        Returns i32[row, most]: for each of a row's first cells, the cell that its content came from.
         """
         rows, n = self.rows, self.rows.n_kv
         source = np.empty((len(n_keep), int(n_keep.max())), np.int32)
@@ -262,7 +263,7 @@ class PolicyCache:
             if self.state:
                 self.ask("move", self.state, source)
         finally:
-            # the next tokens use these cells, even after an error
+            # even after an error, the next tokens use the freed cells, whose state must be zero
             self.clear_dead(n)
         return source
 

@@ -15,7 +15,7 @@ from kvtool.policy import Policy, Signal
 def can_rewind(cache: PolicyCache) -> bool:
     """True if earlier states of the stream are known: evicted tokens are archived, or nothing is evicted.
 
-    False with sliding or recurrent layers, with a policy's state, or with signals: the past of these is lost.
+    False with sliding or recurrent layers, a policy's state, or signals: their earlier contents are not kept.
     """
     keeps_all = cache.context.archive or not cache.policy.slack
     return bool(
@@ -31,11 +31,11 @@ class _Earlier(NamedTuple):
     n_first
         Number of first tokens, which are never evicted.
     begin
-        The oldest token in the cache after the first ones.
+        Position of the oldest token in the cache after the first ones.
     n_kv
         Number of live cells of each row.
     base
-        Keys were rotated to their position minus this.
+        Keys after the first ones were rotated to their position minus this.
     n_later
         Number of times that the gaps between positions have been closed since.
     """
@@ -100,7 +100,8 @@ def _earlier(cache: PolicyCache, n: int) -> _Earlier | None:
     if begin < span.start:
         return None
     # closing gaps starts a frame at the oldest token that is live then. So a frame that starts at `begin` may
-    # date from after n tokens: it applies only if token n is beyond the context with the base before
+    # be newer than the state after n tokens. It is older only if n tokens, with the base of the frame before,
+    # exceed the context
     started = len([first for first, _ in takewhile(lambda frame: frame[0] < begin, frames)])
     at = max(started - 1, 0)
     while at + 1 < len(frames) and frames[at + 1][0] <= begin and n - frames[at][1] > cache.n_ctx:

@@ -51,7 +51,7 @@ class Rows:
     @property
     def live(self) -> np.ndarray:
         """i32[row]: number of live cells of each row."""
-        # right after a decode even a short sum takes 40 us, so `append` only counts n_kv if rows are equal
+        # if rows are equal, `append` updates only n_kv: right after a decode even a short sum takes 40 us
         return self._live if self.ragged else np.full(len(self.layer), self.n_kv, np.int32)
 
     def append(self, n: int) -> None:
@@ -134,7 +134,7 @@ class Rows:
         """Write the positions of the next tokens into all free cells, so that `append` writes nothing.
 
         The rows are far apart in memory: writing many tokens takes hardly longer than one. Ragged rows end in
-        different cells, so `append` writes theirs.
+        different cells, so there `append` writes the positions.
         """
         if not self.ragged:
             new = np.arange(self.pos.shape[1] - self.n_kv, dtype=np.int32)

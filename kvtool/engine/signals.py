@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _QUERIES = ("queries", "queries_pos")
-"""Names in a snapshot of the last queries and the positions they are rotated to, if FUTURE is read."""
+"""Arrays in a snapshot if FUTURE is read: the last queries, and the positions that they are rotated to."""
 
 
 class Signals:
@@ -102,5 +102,5 @@ class Signals:
             yield signal, values
 
     def _converted(self, signal: Signal, values: np.ndarray) -> np.ndarray:
-        """In IMPORTANT, convert "queries ago" to the query's number in the window, or back; both from 1."""
+        """In IMPORTANT, convert "queries ago" to a query's number in the window, or back (both from 1)."""
         return np.where(values > 0, self.n_new + 1 - values, 0) if signal is Signal.IMPORTANT else values

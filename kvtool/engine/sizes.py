@@ -19,7 +19,7 @@ _N_DEFER = 32
 """Tokens whose signals are computed together: more of them take memory and hardly save time."""
 
 _N_CHUNK = 1024
-"""Tokens of a chunk on a GPU: the archive is copied there once for each chunk."""
+"""Tokens of a chunk on a GPU. The archive is copied there once for each chunk, so short chunks are slow."""
 
 
 class Sizes(NamedTuple):
@@ -72,7 +72,7 @@ def _chunk(policy: Policy, settings: Settings, model: Model) -> int:
 
 
 def pad(n: int) -> int:
-    """Round a number of tokens up to the multiple of 256 for which llama.cpp makes cells."""
+    """Round a number of tokens up to a multiple of 256, as llama.cpp does for the cells of a cache."""
     return -(-n // PAD) * PAD
 
 
@@ -81,11 +81,11 @@ def open_context(
 ) -> Cache:
     """Make an empty cache that computes the signals of a policy's request.
 
-    Raises UsageError if it needs more cells than the model's index chooses from, and LibraryError if it needs
-    the patch and the library is unpatched.
+    Raises UsageError if it needs more cells than the model's index chooses for a query (`Layers.most_cells`),
+    and LibraryError if it needs the patch and the library is unpatched.
     """
     n_cell = sizes.n_start
-    # ragged rows begin with fewer cells and grow
+    # ragged rows begin with fewer cells than n_live, and grow
     _check_index(model, max(n_cell, pad(policy.n_live)))
     how: dict[str, Any] = {
         "type_k": settings.type_k,
@@ -132,7 +132,7 @@ def open_context(
 
 
 def _check_index(model: Model, n_cell: int) -> None:
-    """Raise UsageError for more cells than the model's index chooses from."""
+    """Raise UsageError for more cells than the model's index chooses for a query."""
     if n_cell > (n_most := model.layers.most_cells):
         raise UsageError(
             f"{model.path.name} chooses {n_most:,} cells by an index, and kvtool keeps no more for it; "

@@ -27,7 +27,7 @@ Counters: TypeAlias = "dict[tuple[str, str], int]"
 """The counters, by the part of the engine that has them and their name there."""
 
 _FIXED = ("window", "window_cells")
-"""Names in session files for the state of sliding and recurrent layers, at first of sliding layers only."""
+"""Names in session files of the state of sliding and recurrent layers; older than support for the latter."""
 
 
 def save(cache: PolicyCache, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
@@ -38,7 +38,7 @@ def save(cache: PolicyCache, *, archived: bool = True) -> Iterator[tuple[str, np
     live, layer_cells
         As in `Rows` and `Context`.
     pos, rot, state.N, and the arrays of `Signals.save`
-        Of the first n_kv cells.
+        Values of the first n_kv cells.
     cells.N
         K and V of the Nth layer's live cells, in the cache's number format.
     archive, archive.N

@@ -301,7 +301,7 @@ class Reconstruction:
         begin, stop = max(first, cache.n_pinned), min(end, len(tokens) - cache.n_held)
         header = tokens[len(tokens) - cache.n_held :] if cache.n_held else self._close
         fixed_state = context.fixed_state.save() if context.fixed_state else None
-        # watching was off until now: only the shapes count
+        # only the shapes of the signals are used: watching was off until now
         signals = {name: np.zeros_like(values) for name, values in cache.signals.read().items()}
         context.watch(on=True)
         try:
@@ -327,11 +327,11 @@ class Reconstruction:
 def decode_watched(
     cache: PolicyCache, decode: DecodeText, tokens: np.ndarray, n_output: int, n_batch: int
 ) -> dict[str, np.ndarray] | None:
-    """Decode a text i32[n] after the live cells and return its signals, f32[row, n_kv] by field.
+    """Decode a text i32[n] after the live cells. Returns signals f32[row, n_kv] by field; None if stopped.
 
-    The signals cover the queries of the text, and earlier ones since the last edit. Returns None if stopped.
-    With ragged rows, llama.cpp's own table has room for one step. An edit makes room for another step, but
-    clears the signals. Therefore the signals of each step are combined with the earlier ones.
+    The signals cover the queries of the text and all queries between the last edit and the text. With ragged
+    rows, each step needs an edit first, because llama.cpp's own table has room for one step only. An edit
+    clears the signals, so the signals of each step are combined with those of the steps before.
     """
     if not cache.rows.ragged:
         return cache.signals.read() if decode(tokens, n_output) else None
@@ -352,7 +352,7 @@ def decode_watched(
 
 
 def _aligned(source: np.ndarray, n_axis: int, cell_axis: int) -> np.ndarray:
-    """Return source i32[row, cell] with n_axis axes, its cells along cell_axis, to index another array."""
+    """Reshape source i32[row, cell] to index an array of n_axis axes, whose rows are axis 0."""
     other = [axis for axis in range(n_axis) if axis not in (0, cell_axis)]
     return np.expand_dims(source, other)
 

@@ -125,7 +125,7 @@ class Archive:
         return n
 
     def push(self, cells: np.ndarray, pos_0: int) -> None:
-        """Append cells i32[n] of all rows. They hold the tokens at pos_0, pos_0 + 1, ..., which come next.
+        """Append cells i32[n] of all rows. They hold the archive's next tokens, at pos_0, pos_0 + 1, ...
 
         Beyond n_max tokens the oldest are deleted. Raises StreamEnd if memory or disk is full; the archive is
         then unchanged.
@@ -192,7 +192,8 @@ class Archive:
     def trace(self, n: int) -> None:
         """Record the n tokens of each row with the most attention, for `attended`; n = 0 ends this.
 
-        Recording makes steps a little slower. Rows without synthetic cells always record recalled tokens.
+        Recording makes steps a little slower. Models without synthetic cells (MLA) always record recalled
+        tokens.
         """
         check(lib.llama_kvtool_trace(self._owner.handle, n))
         self.is_traced = n > 0
@@ -248,7 +249,7 @@ class Archive:
 
     @property
     def clustered(self) -> list[tuple[int, bool]]:
-        """(first position, is_far) of each block that is clustered in all rows. is_far: beyond n_near."""
+        """(first position, is_far) of each block that is clustered in all rows. is_far: see `Clusters`."""
         span = np.empty(4, np.int64)
         check(lib.llama_kvtool_clusters(self._owner.handle, span.ctypes.data))
         begin, far, near, end = span.tolist()
@@ -290,7 +291,7 @@ class Archive:
         self._restore_clusters(saved, first // self.n_token * self.n_token)
         check(lib.llama_kvtool_set_archive_table(self._owner.handle, table.ctypes.data, len(table)))
         while (n_left := lib.llama_kvtool_seal(self._owner.handle, max(self.n_max, 1))) > 0:
-            # one byte holds the clusters of two tokens
+            # a block has half a byte for each row and token
             n_row = self.block_bytes * 2 // self.n_token
             self.while_sealing(n_row - n_left, n_row)
         check(n_left)

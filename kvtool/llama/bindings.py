@@ -80,9 +80,10 @@ def library_path() -> Path:
 
 
 def load_parts() -> None:
-    """Load ggml's backends for this CPU if they are separate libraries. Raises LibraryError.
+    """Load ggml's backend for this CPU if it is a separate library. Raises LibraryError if there is none.
 
-    A build for every CPU keeps them in llama.cpp's folder, but by itself ggml searches Python's folder.
+    A build that runs on every CPU has one library for each kind of CPU, in llama.cpp's folder. Without this
+    call ggml searches only Python's folder.
     """
     bind("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)
     if lib.ggml_backend_dev_by_type(_CPU):

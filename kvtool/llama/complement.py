@@ -49,7 +49,7 @@ class Complement:
     def of(self, schema: Any, depth: int = 0, *, names: Iterable[str] = ()) -> list[Any]:
         """Return schemas whose values the given schema rejects, [] if none are known.
 
-        names: properties to look for; an object that has one is rejected if the schema forbids it.
+        names: properties to look for. If the schema forbids one, the result includes objects that have it.
         """
         schema = self.resolved(schema)
         self._n_left -= 1
@@ -65,7 +65,7 @@ class Complement:
         return [*islice(chain(others, self._of_keywords(schema, depth)), MOST)]
 
     def _of_keywords(self, schema: Mapping[str, Any], depth: int) -> Iterator[Any]:
-        """Yield a complement of each keyword: a value rejected by a keyword is rejected by the schema."""
+        """Yield schemas whose values one of the keywords rejects, and so the schema as a whole."""
         if types := ALL_TYPES - types_of(schema.get("type")):
             yield {"type": sorted(types)}
         values = values_of(schema)
@@ -82,7 +82,7 @@ class Complement:
                 yield from _beyond(key, number)
         items = schema.get("items")
         for other in self.of(items, depth + 1) if isinstance(items, Mapping) else ():
-            # an array is rejected if its first item is
+            # one rejected item is enough to reject an array: the first
             yield {"type": "array", "items": [other], "minItems": 1}
         for part in listed(schema, "allOf"):
             yield from self.of(part, depth + 1)
@@ -123,7 +123,7 @@ class Complement:
         return overlaps
 
     def _have_distinct_values(self, options: Sequence[Any], within: frozenset[str]) -> bool:
-        """Return True if all options list values, or a required property's values, and no two share one."""
+        """Return True if each option lists its values, or a required property's, and no two share a value."""
         known = [option for option in map(self.resolved, options) if isinstance(option, Mapping)]
         if len(known) < len(options) or not known:
             return False
@@ -174,7 +174,7 @@ class Complement:
 
 
 def types_of(keyword: object) -> frozenset[str]:
-    """Return the types that a value of the keyword type allows; integers count as numbers."""
+    """Return the types that are allowed by the value of the keyword "type". Integers count as numbers."""
     names = [keyword] if isinstance(keyword, str) else keyword if isinstance(keyword, list) else ALL_TYPES
     return frozenset("number" if name == "integer" else str(name) for name in names)
 
@@ -219,7 +219,7 @@ def _are_distinct(lists: Sequence[list[Any] | None]) -> bool:
 
 
 def _whole(value: object) -> object:
-    """Return the value, as an integer if it equals one."""
+    """Return the value; a float that is a whole number becomes an int."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -277,7 +277,7 @@ def _escaped(char: str) -> str:
 
 
 def _beyond(key: str, number: float) -> Iterator[Any]:
-    """Yield the schema of values beyond a bound."""
+    """Yield the schema of the values that a keyword such as minimum or maxLength rejects."""
     if key in _BOUNDS:
         kind, bound = _BOUNDS[key]
         yield {"type": kind, bound: number}

@@ -73,7 +73,7 @@ class Vocabulary:
         try:
             text = data.decode()
         except UnicodeDecodeError:
-            # llguidance calls this method for the part that is valid text
+            # llguidance in turn calls this method for the part that is valid text
             return self.tokenizer.tokenize_bytes(data)
         # some tokenizers add a space before a text, but not after a control character
         for lead in ("", "\x01"):

@@ -93,14 +93,14 @@ class Context(Decoder):
         **how: Any,
     ) -> None:
         request = request or SignalRequest()
-        # llama.cpp takes no batch longer than its first number of cells
+        # llama.cpp limits batches to the number of cells at its start; the cells are reduced below
         n_first = max(n_cell, n_batch) if request.recall else n_cell
         super().__init__(model, n_first, n_batch, ragged=ragged, **how)
         per_cell = [signal for signal in PER_CELL if signal in request.signals]
         self._recent = Signal.RECENT in request.signals
         self._cleared = [signal for signal in per_cell if signal is not Signal.RECENT]
         self._n_query = max(request.n_query, 1)
-        # removed queries must not have overwritten older ones
+        # room for draft tokens: when they are removed, the last n_query queries must still be there
         self._n_slot = self._n_query + n_draft
         self._n_deferred = self._deferred(n_draft, n_defer) if per_cell else 0
         recall, made = request.recall or Recalls(n_cell=0, chunk=1), model.layers.has_values
@@ -155,23 +155,23 @@ class Context(Decoder):
         return int(lib.llama_kvtool_cache_bytes(self._context))
 
     def signal_bytes(self, n_cell: np.ndarray) -> int:
-        """Return the bytes of signals and queries for layers of i32[layer] cells.
+        """Return the bytes of signals and stored queries if layers have n_cell i32[layer] cells.
 
-        A signal is f32[row, cell]; RECENT is that for each query. Copies that the host makes while it reads
-        from a device are not counted.
+        A signal takes f32[row, cell], and RECENT that much for each of n_query queries. Copies that the host
+        makes while it reads from a device are not counted.
         """
         n_signal = len(self._cleared) + self._recent * self._n_query
         n_query = self.queries.shape[1] * self._n_slot if self.queries else 0
         return 4 * (int(n_cell[self._layer].sum()) * n_signal + n_query + self._n_deferred)
 
     def _deferred(self, n_draft: int, n_defer: int) -> int:
-        """Return the number of floats in the queries whose signals are computed later."""
+        """Return the number of floats of the queries that are stored until their signals are computed."""
         n_query = max(n_defer if self.may_flash else 0, n_draft + 1 if n_draft else 0)
         return n_query * sum(n * layer.n_head_kv * layer.head_size_k for layer, n in self.model.groups)
 
     @cached_property
     def n_head(self) -> np.ndarray:
-        """i32[row]: query heads that share each row's KV head, in all layers that read its cells."""
+        """i32[row]: number of query heads that read each row, in its own layer and in those that share it."""
         groups = self.model.groups
         n_query = np.zeros(max(layer.number for layer, _ in groups) + 1, np.int32)
         for layer, n in groups:
@@ -293,7 +293,7 @@ class Context(Decoder):
     def mark_drafts(self, n: int) -> None:
         """Mark the last n tokens of the next decode as draft tokens.
 
-        Each token of that decode chooses clusters alone.
+        In that decode, each token chooses alone which archived tokens it attends to exactly.
         """
         check(lib.llama_kvtool_guess(self._context, n))
 
@@ -341,6 +341,6 @@ class Context(Decoder):
         check(lib.llama_kvtool_set_cells(self._context, layer, data.ctypes.data, n))
 
     def set_places(self, rot: np.ndarray) -> None:
-        """Set the positions i32[row, n] of each row's first cells, which ALiBi needs: its keys have none."""
+        """Set the positions i32[row, n] of each row's first cells. Only ALiBi needs them: keys have none."""
         rot = np.ascontiguousarray(rot, np.int32)
         check(lib.llama_kvtool_set_places(self._context, rot.ctypes.data, *rot.shape))

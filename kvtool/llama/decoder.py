@@ -93,9 +93,10 @@ class Decoder:
         self.may_flash = flash != "off"
         params.flash_attn_type = FLASH[flash]
         if on_tensor is not None:
-            # llama.cpp keeps no reference
+            # keep the callback alive: llama.cpp holds no reference to it
             self._on_tensor = params.cb_eval = on_tensor
-        # flash attention sums a float cache in one part per thread: results depend on the number of threads
+        # do not adapt the number of threads if it changes results: flash attention sums a float cache in one
+        # part per thread
         self._adapts = not (n_threads or has_gpu()) and (flash == "off" or type_v in _QUANTIZED)
         log_tail.clear()
         self._context = None
@@ -140,7 +141,7 @@ class Decoder:
         self._check_open()
         n = len(tokens)
         self._batch.clear()
-        # at least one output: with none llama.cpp aborts in one architecture, and one takes no time
+        # at least one output: without any, llama.cpp aborts in one architecture. One takes hardly any time
         self._batch.add(tokens, pos_0, max(n_output, 1))
         log_tail.clear()
         n_threads, start = self._threads.n, time.perf_counter()
@@ -255,6 +256,7 @@ def choose_flash(flash: str, type_v: str, has_alibi: bool) -> str:
     if flash == "auto":
         if type_v in _QUANTIZED:
             return "on"
-        # on a CPU a transposed V without flash attention is faster from 512 cells on, and never much slower
+        # on a CPU, attention without flash attention (V is then transposed) is faster from 512 cells on, and
+        # never much slower
         return "auto" if has_gpu() else "off"
     return flash

@@ -11,7 +11,7 @@ from kvtool.llama.library import check, lib
 class Queries:
     """The last n queries of a context with n_row rows.
 
-    n_head: i32[row], query heads of each row's group.
+    n_head: i32[row], number of query heads of each row's group.
     """
 
     def __init__(self, context: Decoder, n: int, n_row: int, n_head: np.ndarray) -> None:
@@ -38,9 +38,9 @@ class Queries:
         return self.n, n_number
 
     def save(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the queries f32[n, n_number], oldest first, and the position i32[n] each is rotated to.
+        """Return the queries f32[n, n_number], oldest first, and the position i32[n] that each is rotated to.
 
-        A position is -1 if there was no query.
+        n_number: numbers of one token's queries in all layers. A position is -1 if there was no query.
         """
         out, pos = np.empty(self.shape, np.float32), np.empty(self.n, np.int32)
         check(lib.llama_kvtool_get_queries(self._context.handle, out.ctypes.data, pos.ctypes.data))

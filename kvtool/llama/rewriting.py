@@ -88,9 +88,9 @@ class _Writer:
     Attributes
     ----------
     shared
-        Targets of references that restrict a value together with other keywords, which may name further
-        properties. So objects at these places must allow unnamed properties. The constructor takes the
-        targets known so far; this set collects all.
+        Targets of "$ref"s that stand next to other keywords. Both restrict the same value, and the other
+        keywords may name further properties, so objects at these targets must allow unnamed properties. The
+        constructor takes the targets known so far; this set collects all.
     left_out
         Keywords that are not enforced.
     """
@@ -198,7 +198,7 @@ class _Writer:
         return exclusive == options
 
     def _without(self, schema: Any, names: Iterable[str] = ()) -> Schema | None:
-        """Return a schema of values that the given one rejects, or None. names: as for `Complement.of`."""
+        """Return a schema of values that the given one rejects, or None. names: see `Complement.of`."""
         others = self._complement.of(schema, names=names) if self._is_exact else []
         return {"anyOf": others} if others else None
 

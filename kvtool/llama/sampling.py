@@ -57,7 +57,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def _or_file(is_text: Callable[[str], bool]) -> Callable[[str | None, str], str | None]:
-    """Return a reader of a text or a file name; it returns None for an empty value."""
+    """Return a function that reads an option: a text if `is_text`, otherwise a file; None if it is empty."""
     return lambda raw, flag: (utf8(flag, raw) if is_text(raw) else read_text(raw)) if raw else None
 
 
@@ -65,7 +65,7 @@ _option = partial(option, group=SAMPLING, in_session=True)
 
 
 def _number(usage: str, default: Any, allowed: dict[str, Any], help: str, **more: Any) -> Any:
-    """Declare a number with its range. Its name in requests defaults to that of the option."""
+    """Declare a numeric option with its range. Requests use the option's name, unless `request` is given."""
     name = usage.partition(" ")[0].strip(",-").replace("-", "_")
     return _option(usage, default, help, **{"request": (name,), **allowed, **more})
 

@@ -51,7 +51,7 @@ class Enforced(NamedTuple):
 
 
 def json_texts(schema: Mapping[str, Any]) -> str:
-    """Return the Lark expression for the JSON texts of a schema of `Enforced`, or of a part of one."""
+    """Return the Lark expression for the JSON texts that fit a schema from `Enforced`, or a part of one."""
     return f"%json {json.dumps({**schema, 'x-guidance': OPTIONS | {'coerce_one_of': True}})}"
 
 
@@ -83,7 +83,7 @@ def enforced(schema: Mapping[str, Any], *, strict: bool = False) -> Enforced:
     return _enforced(text, strict)
 
 
-# clients send the same tools with every request
+# cached, because clients send the same tools, and so the same schemas, with every request
 @lru_cache(128)
 def _enforced(text: str, strict: bool) -> Enforced:
     schema = json.loads(text)

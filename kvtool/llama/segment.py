@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 TABLE = "archive"
-"""Name of the array with an archive's positions and rotations; it starts with begin and end."""
+"""Name of an archive's table: begin, end, end of the far tokens, and (first position, base) of each frame."""
 
 SEGMENTS, DIGESTS = "archive.segments", "archive.sha256"
 """Names of the lists of segments: i64[n, 3] (begin, end, offset in their file), and SHA-256 u8[n, 32]."""
@@ -42,14 +42,15 @@ class Segment(NamedTuple):
 
 
 class Clusters(NamedTuple):
-    """Cluster of each token of consecutive blocks, saved together.
+    """Assignment of the tokens of consecutive blocks to clusters, saved together.
 
     Attributes
     ----------
     begin, end
         Range of the blocks' positions in the stream.
     is_far
-        True for clusters of tokens beyond n_near. A block is clustered again when it becomes far.
+        True for clusters of tokens that are farther away than n_near (see `Context`). A block is clustered
+        again when it becomes far.
     n_bytes
         Size in bytes.
     sha256
@@ -72,7 +73,7 @@ Part: TypeAlias = "Segment | Clusters"
 
 
 def clusters_name(i: int) -> str:
-    """Return the name of the array with the ith listed clusters."""
+    """Return the name of the array that holds the clusters in row i of the list `CLUSTERS`."""
     return f"{CLUSTERS}.{i}"
 
 

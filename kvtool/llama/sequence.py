@@ -52,7 +52,8 @@ class SequenceContext(Decoder):
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
         """Decode as `Decoder.decode` does, after the shifts of earlier edits."""
-        # shifts wait until here because llama.cpp defers their rotations, and would save keys without them
+        # edits only record shifts. llama.cpp rotates the shifted keys at the next decode, and a cache that it
+        # saved in between would have unrotated keys
         for shift in shifts(self._at, self._pos_of):
             self.shift(*shift)
         super().decode(tokens, pos_0, n_output)
@@ -96,7 +97,7 @@ class SequenceContext(Decoder):
         return self._cell_bytes
 
     def cells(self, layer: int, n: int) -> np.ndarray:
-        """Return u1[bytes]: both positions of the n cells, and the sequence as llama.cpp saves it."""
+        """Return u1[bytes]: each cell's position now and at the next decode, then what llama.cpp saves."""
         table = np.stack([self._at, self._pos_of]).astype("<i4")
         return np.frombuffer(table.tobytes() + self.state(), np.uint8)
 
@@ -137,9 +138,9 @@ def runs(at: np.ndarray, gone: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def shifts(at: np.ndarray, to: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yield the shifts (first, end, delta) that move cells from at i32[cell] to positions i32[cell].
+    """Yield shifts (first, end, delta) of positions, which move cells from `at` i32[cell] to `to` i32[cell].
 
-    The order of the cells is the same before and after. Made one after another, no shift moves a token twice.
+    `to` must have the same order as `at`. In the order of the result, no shift moves a token twice.
     """
     order = np.argsort(at)
     at, delta = at[order], (to - at)[order]
