@@ -14,7 +14,7 @@ from kvtool.system.paths import checkout
 
 
 def folders() -> list[Path]:
-    """Folders with such wheels: the folders in $KVTOOL_WHEELS, and dist/ of the checkout."""
+    """Folders to search for wheels: the folders in $KVTOOL_WHEELS, and dist/ of the checkout."""
     named = filter(None, os.environ.get("KVTOOL_WHEELS", "").split(os.pathsep))
     root = checkout()
     return [*(Path(folder).expanduser() for folder in named), *([root / "dist"] if root else [])]

@@ -34,7 +34,7 @@ stream.
 _cache_option = partial(option, group=CACHE, in_session=True, in_record=True)
 """Declare an option that a session keeps, and that results depend on."""
 
-# model files and llama.cpp's documentation use both Q8_0 and q8_0
+# case does not matter, because model files and llama.cpp's documentation use both Q8_0 and q8_0
 _type_option = partial(_cache_option, choices=tuple(CACHE_TYPES), read=lambda raw, flag: raw.lower())
 
 _hardware_option = partial(option, group=HARDWARE)

@@ -91,7 +91,7 @@ def spare_folder() -> Path | None:
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:
-    """Write all data to an unbuffered file, so that none is written later. Raises OSError."""
+    """Write all data to an unbuffered file, whose `write` may take only a part. Raises OSError."""
     while data:
         data = data[file.write(data) :]
 
@@ -107,7 +107,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 class Log:
-    """Text file to which whole entries are appended. If that fails, the file's part of the entry is removed.
+    """Text file to which whole entries are appended. A part that was written before an error is removed.
 
     Raises OSError if the file cannot be opened.
     """
@@ -138,8 +138,8 @@ def set_aside(path: Path, *suffixes: str) -> Path:
     """Give files second names, and return the new name of `path`: the first free of PATH.1, PATH.2, ...
 
     suffixes: each file PATH + suffix that exists gets a second name. The default is "", which is PATH itself.
-    A number is free if no file has a new name with this number. Raises OSError, after which no file has a
-    second name.
+    A number n is taken if a file is named PATH.n, or PATH.n + one of the suffixes. Raises OSError; then no
+    file has a second name.
     """
     path = Path(os.path.realpath(path))
     suffixes = suffixes or ("",)

@@ -28,7 +28,7 @@ def _say(message: str) -> None:
     with suppress(OSError, ValueError, RuntimeError, AttributeError):
         sys.stdout.flush()
     with suppress(OSError, ValueError, RuntimeError, AttributeError):
-        # a progress bar replaces sys.stderr, and redraws itself below any output there
+        # use the original stderr: a progress bar replaces sys.stderr, and redraws itself below output there
         err = sys.__stderr__ or sys.stderr
         # print below the ^C, and show the cursor, which a progress bar may have hidden
         before = "\x1b[?25h\n" if err.isatty() else ""

@@ -54,7 +54,8 @@ def kernel_files() -> list[Path]:
 def kernel_dir() -> Path:
     """Folder of the current kernels; its name depends on their sources, the CPU and this checkout.
 
-    numba notices changes in a kernel's file, but not in the files of kernels that it calls.
+    All sources count: numba notices changes in a kernel's file, but not in the files of kernels that the
+    kernel calls.
     """
     digest = hashlib.sha256()
     for path in sorted({*kernel_files(), *(_PACKAGE / "kernels").glob("*.*")}):

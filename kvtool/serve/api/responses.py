@@ -58,7 +58,7 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
         chat["response_format"] = response_format
         places["response_format.json_schema"] = places["response_format"] = "text.format"
     if text.get("verbosity") not in (None, "medium"):
-        # the answer reports it as ignored
+        # the chat has no such field: the answer reports it as ignored
         chat["text.verbosity"] = text["verbosity"]
     top, included = fields.pop("top_logprobs"), fields.pop("include")
     if top or (isinstance(included, list) and _LOGPROBS in included):
@@ -73,7 +73,7 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
 def _add(messages: list[Body], places: dict[str, str], item: object, where: str) -> None:
     """Add an item of the input to the messages."""
     item = need(item, dict, where)
-    # thought, text and calls of a reply are separate items
+    # thought, text and calls of a reply are separate items: put them into one message
     thought = _pop_thought(messages)
     kind, at = item.get("type", "message"), f"messages[{len(messages)}]"
     if kind == "message":
@@ -207,7 +207,7 @@ class ResponseBodies(AnswerBodies):
             return [*self._open("reasoning"), self._add(thought)]
         if text := delta.get("content"):
             return [*self._open("message"), self._add(text, logprobs or [])]
-        # calls come at the end
+        # `last` sends the calls
         return []
 
     def last(self, logprobs: list[Body] | None, end: Body) -> list[str]:
@@ -300,7 +300,7 @@ class ResponseBodies(AnswerBodies):
                 "input_tokens": n_prompt,
                 "input_tokens_details": {
                     "cached_tokens": end["n_cached"],
-                    # all tokens that are read stay in the cache
+                    # all tokens that are read go into the cache
                     "cache_write_tokens": n_prompt - end["n_cached"],
                 },
                 "output_tokens": n,

@@ -82,7 +82,7 @@ class Parser:
             tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools
         }
         self._readers: dict[str, _Reader] = {"<tool_call>": _tagged, **_READERS.get(format.name, {})}
-        # reads calls without a tag, at the start of the reply
+        # reads calls that begin without a tag; None if each call needs a tag
         self._bare_reader: _Reader | None = None
         # if an answer is allowed, JSON without a tag is an answer
         if format.is_json and rules != "or":
@@ -93,7 +93,7 @@ class Parser:
         self._space = ""
         self._source: _GrowingText | None = None
         self._n = 0
-        # True where a call may have no tag
+        # True if a call without a tag may begin here
         self._is_start = True
         self._follows_call = False
 
