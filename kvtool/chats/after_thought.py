@@ -22,7 +22,7 @@ _MOST_BREAKS = 2
 
 
 class _Place(Enum):
-    """Position in a reply. START: a thought or the answer may begin. BREAK: right after a thought."""
+    """Position in a reply. START: before thought and answer. BREAK: after a thought, before the answer."""
 
     START = auto()
     THOUGHT = auto()
@@ -104,7 +104,7 @@ class AfterThought(Constraint):
 
     def n_fitting(self, tokens: Sequence[int]) -> int:
         if self._place is _Place.START:
-            # whether a thought or an answer begins is not known yet
+            # no token is sure to fit: it is not known yet whether a thought or an answer begins
             return 0
         if self._place is not _Place.THOUGHT:
             return self._inner.n_fitting(tokens) if self._inner else len(tokens)
@@ -245,7 +245,7 @@ class AfterThought(Constraint):
         return n_begun(self._held, self._tags.end.encode())
 
     def _and(self, inner: Constraint, tokens: Sequence[int]) -> np.ndarray | None:
-        """Return the union of the inner constraint's mask and of these tokens."""
+        """Return a mask of these tokens and those that `inner` allows; None if `inner` allows all tokens."""
         mask = inner.mask()
         return None if mask is None else mask | self._vocabulary.mask_of(tokens)
 

@@ -74,7 +74,7 @@ Listing = list[tuple[str, np.ndarray]]
 
 
 def archive_path(path: Path) -> Path:
-    """Path of the archive of the session at `path`; if that is a link, next to its target."""
+    """Path of a session's archive. If `path` is a link, the archive is next to the link's target."""
     real = Path(os.path.realpath(path))
     return real.with_name(real.name + SUFFIX)
 
@@ -129,7 +129,7 @@ class ArchiveFile:
         parts = _parts_of(archive, old.offsets if old else {}) if archive else []
         file = old if old and archive and old.suits(archive, parts) else None
         if archive and parts and not file:
-            # a new file gets only tokens that the archive holds: forgotten ones are in the old file alone
+            # list the parts again: tokens that the archive has forgotten are only in the old file
             file, parts = self._begin(), _parts_of(archive, {})
         end, inode, is_written = old.end if old else 0, self._inode(), False
         try:
@@ -201,7 +201,7 @@ class ArchiveFile:
             self.moved = spare.with_name(spare.name + SUFFIX)
 
     def reopen(self) -> FileIO | None:
-        """Open the file again, for a reader of the present session; None if that lists no segments.
+        """Open the file again, for a reader of the present session; None if the session lists no segments.
 
         The reader may use it after the session has changed. Raises OSError.
         """
@@ -238,7 +238,7 @@ class ArchiveFile:
         if file is not self._file:
             self.close()
             self._file = file
-            # if it fails now, the next `open` does it
+            # if the rename fails now, the next `open` tries it again
             with suppress(OSError):
                 self.finish_rename()
         if not file and self._session:
@@ -334,7 +334,7 @@ class _SegmentFile:
     def cut(self, end: int) -> None:
         """Cut off the parts that were appended at or after this offset."""
         if self.is_shared:
-            # nothing is appended to a shared file
+            # nothing was appended, because the file is shared
             return
         self.end, self.offsets = end, {part: offset for part, offset in self.offsets.items() if offset < end}
         with suppress(OSError):
@@ -435,7 +435,7 @@ def _is_ours(path: Path) -> bool:
 
 
 class ArchivedArrays(Mapping[str, np.ndarray]):
-    """Arrays of a session and of its archive. An archive array is put together when it is read.
+    """Arrays of a session and of its archive. An array of the archive is assembled when it is read.
 
     Parameters
     ----------

@@ -121,7 +121,7 @@ class Efforts:
         if effort == ON or effort in self.levels:
             return self.levels.get(effort, self.on or {}), None
         if effort == LEVELS[0] and self.off is not None:
-            # a minimal thought is closer to none than to a thought of the next level
+            # a minimal thought is closer to no thought than to a thought of the next level
             return self.off, f"takes {self.taken}; {OFF} was used for {effort}"
         lower = [level for level in self.levels if LEVELS.index(level) < LEVELS.index(effort)]
         used = lower[-1] if lower else ON if self.on is not None or least is None else least

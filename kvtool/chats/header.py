@@ -16,7 +16,7 @@ from kvtool.chats.template import Message, Template
 from kvtool.llama.model import Model
 
 _MORE = 2
-"""Tokens before the omitted part that are compared to decide if a prompt ends with the header."""
+"""Number of tokens before the omitted part that `ends` also compares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,5 +127,5 @@ class Header:
 
 
 def _is_cut(text: str, at: int, tag: str) -> bool:
-    """True if the text has the tag across this position."""
+    """True if the text contains the tag, beginning before this position and ending after it."""
     return any(text.startswith(tag, max(at - n, 0)) for n in range(1, len(tag)) if n <= at)

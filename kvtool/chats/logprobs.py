@@ -19,7 +19,7 @@ def logprobs(model: Model, logits: np.ndarray, token: int, n: int) -> dict[str, 
     # in double precision, so that a sum over the vocabulary is exact enough
     shifted = logits.astype(np.float64) - float(logits.max())
     values = shifted - np.log(np.exp(shifted).sum())
-    # sorting a whole vocabulary takes long
+    # sort only tokens that may be among the n: sorting a whole vocabulary takes long
     least = np.partition(values, -n)[-n] if 0 < n < len(values) else -np.inf
     likely = np.flatnonzero(values >= least)
     likeliest = likely[np.argsort(-values[likely], kind="stable")[:n]] if n else ()

@@ -63,7 +63,7 @@ def tokens_of(model: Model, text: str, *, start: bool = False) -> np.ndarray:
     """Return the tokens i32[n] of a rendered chat, or of a part of it. start: as in `Model.tokenize`."""
     if JOINT not in text and CUT not in text:
         return model.tokenize(text, special=True, start=start)
-    # some models add tokens at both ends
+    # tokens that some models add at the start and the end of a text
     ends = model.tokenize("", start=start)
     n = int(start and model.adds_bos)
     found, plain, before, at = [ends[:n]], 0, "", 0

@@ -68,7 +68,7 @@ class Roles:
 
     @cached_property
     def _starts_anyhow(self) -> bool:
-        """True if a chat may begin with the model's message, or have no message of the user."""
+        """True if a chat may begin with the model's message, and may lack a message of the user."""
         chats = [["system"], ["system", "assistant", "user"]] if self._takes_system else []
         return all(self._shows(*roles) for roles in [["assistant", "user"], *chats])
 

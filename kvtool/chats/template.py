@@ -317,7 +317,7 @@ class Template:
         try:
             text = self.render([_USER, reply, _USER])
         except ModelError:
-            # the template refuses a thought in a message
+            # the template refuses a thought in a message: assume that it drops thoughts if it has a plain tag
             return bool(self.tags.plain)
         return _STAND_IN in text and _THOUGHT not in text
 
@@ -330,7 +330,7 @@ class Template:
             between = self.render([user, reply, user]).partition(_STAND_IN)[2].partition(_QUESTION)[0]
         except ModelError:
             return False
-        # the text before a later turn has no system prompt
+        # text that is also before a later turn does not belong to a system prompt
         n = len(os.path.commonprefix([before[::-1], between[::-1]]))
         return _WORDS.search(_MARKED.sub("", before[: len(before) - n])) is not None
 

@@ -122,7 +122,7 @@ class Writer:
 
     @property
     def n_accepted(self) -> int:
-        """Number of draft tokens that were accepted: the sampler chose them as well."""
+        """Number of draft tokens that were accepted, because the sampler chose the same tokens."""
         return self.drafter.n_accepted if self.drafter else 0
 
     @property
@@ -181,7 +181,7 @@ class Writer:
 
     def _read_unread(self, after_step: Callable[[slice], None] | None = None) -> bool:
         """Read the unread tokens into the engine; return False if stopped before the end."""
-        # the engine may have read tokens without this writer
+        # False if the engine has read tokens that this writer does not know, and could not read again
         knows_all = len(self._decoded) == self.engine.n_past
         if after_step is None and knows_all and not self.stop and self.engine.rereads(len(self._unread)):
             whole = np.concatenate([self.tokens, self._unread])

@@ -27,7 +27,7 @@ _ALIKE = 0.75
 
 
 class _Commands(UserDict[str, Any]):
-    """Commands by name. Access imports a command: importing all takes as long as loading a small model."""
+    """Commands by name, imported at access: importing all takes as long as loading a small model."""
 
     def __getitem__(self, name: str) -> Any:
         sentence, module = self.data[name], import_module(module_of(name))

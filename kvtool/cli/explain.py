@@ -182,7 +182,7 @@ def policy_line(engine: Engine, name: str) -> str:
 
     parameters = chosen(engine.policy)
     if engine.model.layers.has_values:
-        # the model sets it, not the user
+        # models with values fix `recalled`: the user cannot choose it
         parameters.pop("recalled", None)
     if parameters.get("search") == "all":
         parameters.pop("exact", None)

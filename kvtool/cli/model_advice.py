@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvtool.models.header import ModelInfo
 
 _LONG = 1000
-"""Length of a text, in tokens, from which on a small model answers badly."""
+"""Minimum length, in tokens, of texts about which small models answer badly."""
 
 _SMALL_BYTES = 300_000_000
 """Size below which a model is small.

@@ -66,7 +66,7 @@ def list_(
             | {"fits": fits.fits(entry, room), "best": entry is best}
             | {name: getattr(entry, name) for name in ("source", "file", *_OF_ENTRY)}
             | _json_stored(copy)
-            # a file in a folder of the user is not in the cache
+            # a file in the user's folder takes no bytes of the cache
             | ({} if entry.is_download else {"cached_bytes": 0})
             for entry, copy in known
         ]

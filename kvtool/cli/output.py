@@ -117,7 +117,7 @@ def png(figure: Figure) -> bytes:
 
 @contextmanager
 def written(*outputs: tuple[Path | None, Callable[[], bytes]]) -> Iterator[None]:
-    """Write each file that has a path; then the caller prints the result.
+    """Write each output, a path and a function that returns the bytes; then the caller prints the result.
 
     If a file cannot be written, UsageError is raised after the result was printed, so that it is not lost.
     """

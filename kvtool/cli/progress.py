@@ -100,7 +100,7 @@ class ProgressLine:
 
 
 def reading_progress() -> AbstractContextManager[Callable[[int, int], None]]:
-    """Yield a callback for the tokens read and all tokens of the text. A terminal shows it if it is slow."""
+    """Yield a callback for the tokens read and all tokens of the text. A terminal shows slow reading."""
     return _line_progress("reading", "tokens")
 
 

@@ -247,7 +247,7 @@ def _opened(
         def meta(chat: Conversation) -> Meta:
             return meta_of(chat, fixed, kept)
 
-        # a worker without memory for a second cache would end the server
+        # one cache with --rpc: a worker without memory for a second one would end the server
         n_max, archive = 1 if run.rpc else serving.parallel, engine.context.archive
         lock, drafts = ComputeLock(), stack.enter_context(drafting.opened(run, engine.model))
 

@@ -202,7 +202,7 @@ def _tables(words: Words, table: Mapping[str, Any], path: Path) -> Iterator[Tabl
 
 
 def _tables_of_model(all_tables: list[Table], words: Words, model: str | None) -> Iterator[Table]:
-    """Yield the tables with the name of the model's file (without its ending), then with the model's name."""
+    """Yield the tables named after the model's file, without its ending, then those named after the model."""
     from kvtool.models.catalogue import registry
 
     known = registry()

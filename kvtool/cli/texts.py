@@ -25,7 +25,7 @@ File = Annotated[
 _MARGIN = 256
 """Extra tokens that are read: the end of a cut text may be tokenized differently."""
 _TOKEN_BYTES = 8
-"""Bytes per needed token in the first read."""
+"""Bytes that are read first for each needed token."""
 
 
 def source(file: str | None) -> TextSource:

@@ -17,7 +17,7 @@ _BUDGET, _EVICT_EVERY = 256, 64
 """Cells of the draft model's cache, and tokens between evictions; a rewind cannot cross an eviction."""
 
 _GOES_ON, _LEAST = 0.5, 0.25
-"""Minimum joint probability of the draft tokens: for drafting another one, and for the last one to count.
+"""Minimum joint probability of the draft tokens so far: to draft another one, and to keep the last one.
 
 The first is higher: a step of the draft model costs more than one more token in the verifying step.
 """

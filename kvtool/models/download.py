@@ -111,7 +111,7 @@ def run_pip(requirements: list[str], folder: Path, step: Callable[[int], None]) 
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     command += ["--no-input", "--no-cache-dir", "--disable-pip-version-check", "--dest", str(folder)]
-    # pip downloads into a temporary folder first: this one, so that the bytes can be counted
+    # pip downloads into a temporary folder first: let it use `folder`, so that the bytes can be counted
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
     with subprocess.Popen(
         [*command, *requirements],
@@ -123,7 +123,7 @@ def run_pip(requirements: list[str], folder: Path, step: Callable[[int], None]) 
         output: str | None = None
         try:
             while output is None:
-                # a pipe, not a file: on a full disk the file would stay empty
+                # pip writes to a pipe: on a full disk, an output file would stay empty
                 with suppress(subprocess.TimeoutExpired):
                     output = process.communicate(timeout=0.1)[0].decode("utf-8", "replace")
                 step(_bytes_in(folder))

@@ -48,7 +48,7 @@ def storing(name: str, folder: Path, variable: str = "KVTOOL_CACHE") -> Iterator
 def full_disk(text: str) -> OSError | None:
     """Return the error of a full disk or quota if another program's text reports one, else None."""
     for number in _FULL:
-        # as Python and Rust write it
+        # as Python and Rust write error numbers
         if f"[Errno {number}]" in text or f"(os error {number})" in text:
             return OSError(number, os.strerror(number))
     return None

@@ -88,7 +88,7 @@ class ModelInfo:
     def plain_layers(self) -> Layers:
         """Layers if the model has one plain KV cache. `Model.layers` describes other models.
 
-        With MLA, values are part of the keys.
+        With MLA, the layers' `head_size_v` is 0, because values are part of the keys.
         """
         is_latent = self.metadata.get(f"{self.architecture}.attention.key_length_mla")
         sizes = self.head_size_k, 0 if is_latent else self.head_size_v

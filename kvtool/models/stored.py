@@ -112,7 +112,7 @@ def _find(name: str) -> Stored:
 
 def _of_urls() -> Iterator[Stored]:
     for folder in sorted(web.urls_dir().glob("*")):
-        # not a folder of kvtool, or removed meanwhile
+        # skip folders that are not kvtool's, or were removed meanwhile
         with suppress(OSError, ModelError):
             url = (folder / web.URL_FILE).read_text(encoding="utf-8")
             if files := sorted(path for path in folder.iterdir() if path.name != web.URL_FILE):
@@ -146,7 +146,7 @@ def _of_snapshot(snapshot: Path, reference: hub.Reference) -> Iterator[Stored]:
     for name in firsts:
         quant = hub.quant_of(name)
         if not quant or hub.choose(firsts, quant) != name:
-            # another file has the same quantization, or this file is not a model
+            # the quantization names another file, or this file is not a model
             quant = name
         parts = [part for part in part_names(name) if part in names]
         files = tuple(snapshot / part for part in parts)

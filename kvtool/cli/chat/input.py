@@ -176,7 +176,7 @@ class _File(FileHistory):
 def _keys() -> KeyBindings:
     keys = KeyBindings()
 
-    # a search has its own Enter
+    # in a search, Enter keeps prompt_toolkit's meaning
     @keys.add("enter", filter=~is_searching)
     def _(event: KeyPressEvent) -> None:
         buffer = event.current_buffer

@@ -90,7 +90,7 @@ class Commands:
         except KvtoolError as error:
             self.terminal.error(error)
         except KeyboardInterrupt:
-            # at the first save, hashing the model can be stopped
+            # Ctrl-C can stop the first save while it hashes the model
             self.terminal.note("stopped")
         return True
 
@@ -180,7 +180,7 @@ class Commands:
             self._think(value)
             return
         if given and name == "think_budget":
-            # the template may put the budget into the prompt
+            # if the template puts the budget into the prompt, the chat has to be read again
             budget = self.files.generation.set(name, value).think_budget
             if not self._rethink(self.conversation.effort, budget, f"/set {name} {value}"):
                 return

@@ -16,7 +16,7 @@ def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
     """Draw KL from the full cache against bytes, with a line for each policy. Without KL, draw nll.
 
     A point is at the bytes of the budget's cells; a thin line leads from it to the bytes allocated.
-    The points of `full` are cache types.
+    Each point of `full` is a cache type.
     """
     done = [(run, record) for run, record in lines if "error" not in record]
     has_kl = any(record["kl"] is not None for _, record in done)

@@ -41,7 +41,7 @@ def page(result: dict[str, Any], held: Holdings, texts: list[str], last: int) ->
             "query": attended.query[first:].tolist(),
             "share": attended.query_share[first:].round(6).tolist(),
         }
-    # inside a script element, only "</" could end it
+    # a "</" in a text could end the script element that holds the data
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     page = files("kvtool.cli.inspect").joinpath("page.html").read_text(encoding="utf-8")
     return page.replace("{{data}}", text).encode()
