@@ -52,7 +52,7 @@ class Option:
         Converts a typed text, a setting or a session's value to the field's value. Its second argument is the
         option's name for errors.
     write
-        Converts the field's value to what `read` takes.
+        Converts the field's value to a value that `read` takes.
     is_count
         True if the option takes no value and counts how often it is typed.
     in_session
@@ -229,5 +229,5 @@ def repeated(raw: Iterable[Any] | None, flag: str) -> tuple[Any, ...]:
 
 
 def unless(default: int) -> Callable[[int | None, str], int | None]:
-    """Return a `read` that turns one number into None, the default: llama.cpp's -1 or 0, for example."""
+    """Return a `read` that turns the number `default`, such as llama.cpp's -1 for no limit, into None."""
     return lambda value, flag: None if value == default else value

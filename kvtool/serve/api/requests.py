@@ -79,7 +79,7 @@ class Request:
     sampling
         Sampling parameters.
     output_format
-        What the answer must fit. None for the server's default.
+        Format that the answer must fit. None for the server's default.
     n_max
         Maximum tokens of the answer. None for no limit.
     seed

@@ -284,8 +284,8 @@ class Resumer:
     def read_start(self, tokens: np.ndarray, messages: list[Message], history: History) -> np.ndarray:
         """Read a new chat's system prompt and tools, store them, and return the tokens that are left.
 
-        Reads only full batches, which are the batches in which the whole chat would be read. The cache is
-        then the same as without this separate step.
+        Reads only full batches: the batches are then the same as without this separate step, and so is the
+        cache.
         """
         # if the cache can be rewound, only pins need a snapshot: they cannot change after an eviction
         pins = self._engine.n_pinned if self._engine.policy.recall else 0
@@ -309,8 +309,8 @@ class Resumer:
         A request that is repeated, or has another reply, continues from this snapshot. If the cache can be
         rewound, no snapshot is needed, and nothing is read.
 
-        keeps_thought: True if the reply's thought may stay until the user's next message. The template then
-        drops it, and the chat continues from this snapshot. Therefore even a short prompt is stored.
+        keeps_thought: True if the reply's thought may stay until the user's next message. With that message
+        the template drops it, and the chat continues from this snapshot: even a short prompt is stored.
         """
         n = len(tokens) - max(self.conversation.header.n, 1)
         is_first = keeps_thought and messages[-1]["role"] == "user"
