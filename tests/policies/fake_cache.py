@@ -8,8 +8,9 @@ from kvtool.policy import PER_CELL, Signal, View
 
 
 def view_of(pos, next_pos=None, pinned=0, **fields):
-    """View of one layer's rows. pos: positions of the cells' tokens, i[n] or i[row, n]; n means range(n).
+    """Return a View of one layer's rows.
 
+    pos: positions of the cells' tokens, i[n] or i[row, n]; a number n stands for range(n).
     fields: other fields of the View; a list becomes f32[row, n].
     """
     pos = np.array(range(pos) if isinstance(pos, int) else pos, np.int32, ndmin=2)
@@ -21,12 +22,12 @@ def view_of(pos, next_pos=None, pinned=0, **fields):
 
 
 def kept(view, plan):
-    """The positions of each row's tokens that stay, sorted."""
+    """Return the sorted positions of the tokens that stay in each row."""
     return [sorted(pos[keep].tolist()) for pos, keep in zip(view.pos, plan.keep, strict=True)]
 
 
 def kept_at_first(policy, view):
-    """The positions of the first row's tokens that stay in a policy's first plan."""
+    """Return the positions of the tokens that stay in the first row by a policy's first plan."""
     state = policy.start(len(view.pos), view.n_kv, 0 if view.keys is None else view.keys.shape[2])
     policy.observe(view, state)
     return kept(view, policy.plan(view, state))[0]
@@ -40,7 +41,7 @@ class Cache:
     pos
         i32[row, n_cell]: the position of each cell's token.
     live
-        i32[row]: live cells of each row, at its beginning; n_kv is the largest of these numbers.
+        i32[row]: number of live cells of each row, which are its first cells; n_kv is the largest number.
     state
         The policy's state.
     rows
@@ -52,7 +53,7 @@ class Cache:
     n_dim
         Length of a key.
     twin
-        Whether to fill `rows`, which takes most of the time.
+        True to fill `rows`, which takes most of the time.
     """
 
     def __init__(self, n_layer, n_head_kv, n_cell, policy, seed, *, n_value=4, group=2, n_dim=6, twin=True):
@@ -77,7 +78,7 @@ class Cache:
         return int(self.live.max())
 
     def grow(self, n_token):
-        """Shuffles the old cells, appends tokens in one step, and makes up attention and keys."""
+        """Shuffle the old cells, append tokens in one step, and make up attention and keys."""
         self.shuffle()
         steps = np.arange(self.next, self.next + n_token)
         seen = 1 + (steps if self.policy.t == "stream" else self.n_kv + np.arange(n_token))
@@ -98,7 +99,7 @@ class Cache:
         return Signal.FUTURE in self.policy.reads
 
     def _look_ahead(self):
-        """Makes up the means and variances of future logits, and the norms of values."""
+        """Make up the means and variances of future logits, and the norms of values."""
         shape = len(self.rows), self.group, self.n_kv
         self.future_mean, self.future_variance = (
             (self.rng.integers(low, self.n_value, shape) / 4).astype(np.float32) for low in (-self.n_value, 0)
@@ -106,7 +107,7 @@ class Cache:
         self.lengths = (self.rng.integers(0, 2 * self.n_value, shape[::2]) / 8).astype(np.float32)
 
     def _record(self, attention, seen, steps):
-        """Writes down what the policy's twin may read about each token."""
+        """Add the new tokens to `rows`, and update the record of every token."""
         for number, row in enumerate(self.rows):
             row += [
                 {
@@ -139,7 +140,7 @@ class Cache:
                 ]
 
     def shuffle(self):
-        """Shuffles every row's cells and their signals; new cells stay behind the old ones."""
+        """Shuffle every row's cells and their signals; new cells stay behind the old ones."""
         chance = self.rng.random((len(self.rows), self.n_kv))
         cell = np.arange(self.n_kv)
         chance[cell >= self.live[:, None] - self.n_new] += 1
@@ -184,13 +185,13 @@ class Cache:
         return view, self.policy.plan(view, self.state)
 
     def live_pos(self):
-        """pos i32[row, n_kv], C-contiguous, -1 where nothing lives."""
+        """Return positions i32[row, n_kv], C-contiguous, with -1 for cells that are not live."""
         pos = self.pos[:, : self.n_kv].copy()
         pos[np.arange(self.n_kv) >= self.live[:, None]] = -1
         return pos
 
     def apply(self, keep):
-        """Fills the holes among the first cells with kept cells of the tail, and zeroes the rest."""
+        """Fill the holes among the first cells with kept cells from the tail, and zero the rest."""
         n_keep = keep.sum(axis=1)
         source = np.tile(np.arange(n_keep.max()), (len(keep), 1))
         for row, (kept, n) in enumerate(zip(keep, n_keep, strict=True)):
@@ -209,8 +210,8 @@ class Cache:
         self.n_new = 0
 
     def _attention(self, steps):
-        """f32[row, head, query, cell], zero where a query cannot see"""
-        # multiples of a power of 1/2: their float32 sums are exact in any order
+        """Return attention f32[row, head, query, cell], with 0 for cells that a query cannot see."""
+        # values are multiples of a power of 1/2, so their float32 sums are exact in any order
         shape = (len(self.rows), self.group, len(steps), self.n_kv)
         values = self.rng.integers(0, self.n_value, shape)
         attention = (values / 2 ** (self.n_value - 1).bit_length()).astype(np.float32)
@@ -218,7 +219,7 @@ class Cache:
         return np.where((pos > steps[:, None]) | (pos < 0), np.float32(0), attention)
 
     def _reduce(self, attention, seen, steps):
-        """The signals by their definitions; seen i64[query]: the tokens that each query has seen."""
+        """Set the signals by their definitions. seen: i64[query], tokens that each query has seen."""
         important = attention * seen[:, None] >= 1
         of_group = {
             "sum": attention.sum(axis=1),

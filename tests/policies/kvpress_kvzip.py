@@ -2,8 +2,8 @@
 
     python tests/policies/kvpress_kvzip.py MODEL.gguf PROMPT.json OUT.npy [CHUNK]
 
-PROMPT.json holds "tokens", the prompt's tokens, and "texts", which maps each other text that is read to its
-tokens. Writes scores f32[row, n]. The model is one of tests/tiny.py with rope="neox".
+PROMPT.json holds "tokens", the prompt's tokens, and "texts", which maps the other texts that KVzip reads to
+their tokens. OUT.npy gets scores f32[row, n]. The model is one of tests/tiny.py with rope="neox".
 """
 
 import json

@@ -2,10 +2,10 @@
 
     python tests/policies/kvpress_scores.py MODEL.gguf TOKENS.npy OUT.npy PRESSES.json
 
-Writes scores f32[press, row, n] of a text that is read whole. The model is one of tests/tiny.py with
+OUT.npy gets scores f32[press, row, n] of a text that is read whole. The model is one of tests/tiny.py with
 rope="neox". PRESSES.json lists names and parameters: [["KnormPress", {}], ...]. A press with the parameters
-"keep" and "alpha_safeguard" is wrapped in an AdaKVPress, which keeps `keep` tokens a row, always the newest:
-its scores are 1 for a kept token and 0 for a masked one.
+"keep" and "alpha_safeguard" is wrapped in an AdaKVPress, which keeps `keep` tokens per row on average, and
+always the newest token. Its scores are 1 for kept tokens and 0 for masked ones.
 """
 
 import json
@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 
 def score(model, ids, press, params):
-    """f32[row, n]"""
+    """Return the scores f32[row, n] of one press."""
     made, found = getattr(kvpress, press)(compression_ratio=0.5, **params), []
     own = made.score
 
@@ -35,7 +35,7 @@ def score(model, ids, press, params):
 
 
 def share(model, ids, press, params, keep, alpha):
-    """f32[row, n]: 1 for what an AdaKVPress keeps, 0 for what it masks."""
+    """Return f32[row, n]: 1 for tokens that an AdaKVPress keeps, 0 for tokens that it masks."""
     n = ids.shape[1]
     inner = getattr(kvpress, press)(compression_ratio=1 - keep / n, **params)
     own, found = inner.score, []

@@ -14,7 +14,7 @@ from tests.reference import h2o
 
 @dataclass(frozen=True, slots=True)
 class Merging(Policy):
-    """H2O with merging: a kept token takes the mean of its value and of values evicted before it."""
+    """H2O with merging: a kept token takes the mean of its value and the evicted values just before it."""
 
     budget: int
     slack: int

@@ -22,14 +22,14 @@ def fit(budget, slack, **params):
 
 
 def picked(view, cells):
-    """The view of these cells i[row, n]."""
+    """Return the view of these cells i[row, n]."""
     pos, attn = (np.take_along_axis(array, cells, axis=1) for array in (view.pos, view.attn))
     keys = np.take_along_axis(view.keys, cells[..., None], axis=1)
     return View(pos, view.layer, view.next, attn=attn, keys=keys)
 
 
 def prompt(n, seed, *, n_row=1, n_value=4, n_dim=4, shuffled=True):
-    """(view, rows): a prompt's n tokens of every row in some order, and as a twin reads them."""
+    """Return (view, rows) of n tokens: cells in a view, shuffled in each row, and the rows a twin reads."""
     rng = np.random.default_rng(seed)
     pos = np.tile(np.arange(n, dtype=np.int32), (n_row, 1))
     if shuffled:
@@ -101,7 +101,7 @@ def test_a_summary_that_grows_has_a_multiple_of_the_logarithm_of_the_stream_unti
         sizes.append(int(policy.plan(view, state).keep.sum()))
         assert policy.compress(view).keep.sum() == sizes[-1]
     assert sizes == [min(56, 10 + math.ceil(4.5 * math.log(1 + n))) for n in (70, 200, 900, 9000, 10**6)]
-    # small at first, and full at the end
+    # 30 cells hold the summary of 70 tokens, and all 56 that of a million
     assert sizes[::4] == [30, 56]
 
 
@@ -229,7 +229,7 @@ def test_both_phis_are_what_they_are_called(x):
 
 
 def corners(cache):
-    """Keys of four entries of 1 or -1 among eight: cosines are fourths, which a float16 holds."""
+    """Return keys of four zeros and four of 1 or -1: their cosines are multiples of 1/4, exact in f16."""
     n_row, n_token, n_dim = cache.keys.shape
     order = cache.rng.random((n_row, n_token, n_dim)).argsort(axis=2)
     signs = cache.rng.choice(np.array([-1, 1], np.float32), (n_row, n_token, n_dim))
@@ -238,13 +238,13 @@ def corners(cache):
 
 class CornerCache(Cache):
     def _reduce(self, attention, seen, steps):
-        # replaces the keys that `grow` made up before it records the tokens
+        # replace the keys that `grow` has made up; the tokens are recorded later
         self.keys = corners(self)
         super()._reduce(attention, seen, steps)
 
 
 def stream(mode, seed=4, n_plan=14, **params):
-    """(cache, view, plan) of a stream, before the plan is applied."""
+    """Yield (cache, view, plan) for each plan of a stream, before the plan is applied."""
     policy = BumbleBee.fit(30, 5, similarity=mode, **params)
     cache = CornerCache(2, 2, 80, policy, seed, n_value=64, n_dim=8)
     for step in range(n_plan):
@@ -334,7 +334,7 @@ def test_moves_any_cell_anywhere(mode):
     rng = np.random.default_rng(1)
     for n_keep, dtype in ((20, np.int64), (13, np.int32)):
         source = np.array([rng.permutation(20)[:n_keep] for _ in range(3)])
-        # some stay where they are
+        # the cells of row 0 stay where they are
         source[0] = np.arange(n_keep)
         source[1, :2] = np.setdiff1d(np.arange(20), source[1, 2:])[:2]
         state = tuple(array.copy() for array in before)

@@ -21,7 +21,7 @@ KEPT = [
 
 
 def positions(pos, next_pos=None, pinned=0):
-    """View of one row with these tokens, each of which has the same attention."""
+    """Return a view of one row with these tokens, which all have the same attention."""
     return view_of(pos, next_pos, pinned, attn=[1.0] * len(pos))
 
 
@@ -102,7 +102,7 @@ def test_with_kept_an_eviction_leaves_what_was_asked_for(budget, options):
     held = list(held_after(policy, 12))
     assert max(held) == budget
     assert set(held[4:]) == {budget}
-    # the first eviction finds no old tokens; with swap it keeps most of the new ones
+    # the first eviction finds only new tokens, which `swap` samples more densely
     assert held[0] >= (budget if policy.swap else 0.85 * budget)
     # after steps much longer than the threshold, as many cells stay
     assert set(held_after(policy, 4, batch=20 * policy.budget)) == {budget}

@@ -11,7 +11,7 @@ from kvtool.policy import Signal
 
 
 def plan(last, policy, next_pos=None, pinned=0):
-    """The plan of rows whose tokens have this last attention f32[row, n]."""
+    """Return the plan for rows whose tokens have this last attention f32[row, n]."""
     pos = np.tile(np.arange(len(last[0])), (len(last), 1))
     return policy.plan(view_of(pos, next_pos, pinned, last=last), ())
 
@@ -23,7 +23,7 @@ def terms(merge):
 
 
 def test_adds_an_equal_part_to_each_of_the_next_tokens():
-    # its attention is above the mean of the later tokens: it is always merged
+    # token 1 is evicted; its attention is above the mean of the later tokens, so its value is always merged
     found = plan([[0, 9, 1, 1, 1]], CaM(5, 1, sinks=1, merge=2))
     assert np.flatnonzero(found.keep[0]).tolist() == [0, 2, 3, 4]
     assert terms(found.merge) == [(0, 2, 2, 1.0), (0, 2, 1, 0.5), (0, 3, 3, 1.0), (0, 3, 1, 0.5)]
@@ -63,7 +63,8 @@ def test_is_drawn_as_often_as_its_attention_is_to_the_mean_of_the_others(attenti
 
 def test_may_compare_with_the_tokens_that_the_value_is_added_to():
     n_row = 4000
-    # the mean of all tokens after it would be 3, that of the next two is 4
+    # token 1, of attention 1, is merged with probability 1/4: the mean of its two targets is 4, and that of
+    # all later tokens 3
     policy = CaM(7, 1, sinks=1, merge=2, denominator="targets")
     found = plan([[9, 1, 8, 0, 0, 4, 3]] * n_row, policy)
     n_drawn = len(set(found.merge.row.tolist()))

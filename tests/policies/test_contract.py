@@ -101,7 +101,7 @@ def test_keeps_pinned_tokens_and_the_newest_as_long_as_both_fit(name, budget):
 @every_evicting_policy
 def test_keeps_held_tokens_beside_pinned_ones(name, budget):
     n_keep = policies.fit(name, budget).n_keep
-    # sinks stay as well
+    # up to 4 sinks stay as well
     for pinned, held in ((0, min(6, n_keep - 4)), (5, n_keep - 5)):
         for policy, cache, view, plan in plans(name, budget, pinned, held=held):
             for row in kept(view, plan):
@@ -310,7 +310,7 @@ def test_refuses_a_budget_that_is_too_small_with_the_smallest_that_works(name):
             (63,),
             "a budget of 64 is too small for streamingllm with --evict-every 63; use at least 68",
         ),
-        # no budget helps
+        # no budget would help, so the message names none
         (
             ("corm", 64),
             (None, ["window=0"]),

@@ -1,4 +1,4 @@
-"""Divergence from the full cache, against its definition in NumPy and against all of the predictions."""
+"""Divergence from the full cache: equal to its definition in NumPy, and close to that over all tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def log_softmax(logits):
 
 
 def lumped(p, q, n_top):
-    """KL(P || Q) of log-probabilities f64[n_vocab]; all but P's likeliest n_top tokens count as one."""
+    """Return KL(P || Q) of log-probabilities f64[n_vocab]. Tokens beyond P's n_top likeliest count as one."""
     top = np.argsort(-p)[:n_top]
     rest = np.setdiff1d(np.arange(len(p)), top)
     known = (np.exp(p[top]) * (p[top] - q[top])).sum()
@@ -45,7 +45,10 @@ def draw(seed, n=40, n_vocab=300):
 
 
 def scored(p, q, target, tmp_path):
-    """Scores of q against a reference of p, each in steps of 7."""
+    """Write a reference of p, and score q against it, in steps of 7 tokens.
+
+    Return (writer, reader, NLL of p, NLL of q).
+    """
     file, n = io.BytesIO(), len(p) + 1
     writer = divergence.ReferenceWriter(file, n, p.shape[1])
     (tmp_path / "reference").write_bytes(b"")
@@ -206,7 +209,7 @@ def test_the_least_lately_used_go_first(monkeypatch):
     divergence.ReferenceReader(paths[1], 9, 300).close()
     write(paths[3])
     assert [path.exists() for path in paths] == [True, True, False, True]
-    # the newest stays, whatever its size
+    # the newest file stays, whatever its size
     monkeypatch.setattr(divergence, "MOST_BYTES", 1)
     paths[0].unlink()
     write(paths[0])

@@ -10,7 +10,7 @@ from kvtool.policy import Signal
 
 
 def kept(mean, n_keep, variance=None, norms=None, n_head=1, **params):
-    """The tokens that stay; token i is in cell i. mean, variance: logits of each head, [head][token]."""
+    """Return the tokens that stay; token i is in cell i. mean, variance: of future logits, [head][token]."""
     mean = np.array([mean], np.float32)
     variance = np.zeros_like(mean) if variance is None else np.array([variance], np.float32)
     n, future = mean.shape[2], {"future_mean": mean, "future_variance": variance}

@@ -45,7 +45,7 @@ def test_each_kernel_is_in_it(module):
 
 
 def filled(kernel_, arguments):
-    """[returned value, *arguments after the call]: of the library's kernel, and of numba's."""
+    """Call the library's kernel and numba's; return for each [returned value, *arguments after the call]."""
     found = []
     for call in (load.find(kernel_.name, kernel_.signatures), kernel_.compile()):
         own = [x.copy() if isinstance(x, np.ndarray) else x for x in arguments]

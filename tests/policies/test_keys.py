@@ -9,7 +9,7 @@ from kvtool.policies.knorm import Knorm
 
 
 def state_and_plan(policy, keys, batches):
-    """Return the state after batches of these many tokens, and the cells that a plan then keeps."""
+    """Return the state after batches of these sizes, and the cells that a plan then keeps."""
     keys = np.array([keys], np.float32)
     state = policy.start(1, keys.shape[1], keys.shape[2])
     end = 0

@@ -42,11 +42,11 @@ SHARED = [
     ("snapkv", ["window=16"], "SnapKVPress", {"window_size": 16}, 0.2),
     ("snapkv", ["window=16"], "SnapKVPress", {"window_size": 16}, 0.6),
 ]
-"""As SAME, for rows that share a budget; last field: the share of its budget that a row keeps at least."""
+"""As SAME, for rows that share a budget. Last field: minimum share of its own budget that a row keeps."""
 
 
 def scores_of(path, tokens, presses, folder):
-    """f32[press, row, n]"""
+    """Return scores f32[press, row, n]."""
     np.save(folder / "tokens.npy", tokens)
     (folder / "presses.json").write_text(json.dumps(presses))
     script = Path(__file__).parent / "kvpress_scores.py"
@@ -57,7 +57,7 @@ def scores_of(path, tokens, presses, folder):
 
 @pytest.mark.parametrize("n_head_kv", [1, 2, 4])
 def test_a_prompt_is_compressed_to_the_tokens_that_kvpress_keeps(tmp_path, tiny_model, n_head_kv):
-    # no token twice: the lengths of its keys would differ by rounding alone
+    # no token occurs twice, since only rounding would make the lengths of its two keys differ
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:N].astype(np.int32)
     path = tiny_model(rope="neox", n_head_kv=n_head_kv)
     scores = scores_of(path, tokens, [each[2:] for each in SAME], tmp_path)

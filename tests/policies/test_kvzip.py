@@ -54,7 +54,7 @@ def test_pinned_and_held_tokens_count_as_what_comes_later():
 
 
 def repeat(engine, stream, tokens, begin, stop):
-    """Lets the reference stream repeat its tokens from begin to stop, in the engine's chunks."""
+    """Let the reference stream repeat its tokens from begin to stop, in the engine's chunks."""
     words, tokenize, n_held = engine.policy.reconstruction, engine.model.tokenize, engine.n_held
     header = tokens[len(tokens) - n_held :] if n_held else tokenize("\n")
     n_chunk = engine.whole_reader.reconstruction.n_chunk(stream.n)
@@ -162,7 +162,7 @@ def test_of_a_reconstruction_nothing_is_left(tiny_model, arch, chunk):
                 assert [name for name in before if not np.array_equal(before[name], after[name])] == []
             engine.read(tokens[120:])
             found.append(engine.context.logits().copy())
-    # the same bits as without the reconstruction, for this policy and for the full cache
+    # logits have the same bits with the reconstruction, without it, and with the full cache
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2])
 

@@ -22,7 +22,7 @@ def make(name, options, budget, evict_every, seed, shape=(2, 3), **kwargs):
 
 
 def merges_of(cache, plan):
-    """For each row {dst pos: {src pos: weight}}."""
+    """Return {dst pos: {src pos: weight}} of each row."""
     pos = cache.live_pos()
     merges = [{} for _ in pos]
     if plan.merge is not None:
@@ -49,7 +49,7 @@ def by_twin(name, policy, cache, pinned=0):
 
 
 def stream(name, options, budget, evict_every, seed, pinned=0, n_plan=7, **kwargs):
-    """Runs a stream that comes to each plan with fewer cells than the budget, just as many, or more."""
+    """Compare plans with the twin's in a stream that has fewer cells than the budget, as many, or more."""
     policy, cache = make(name, options, budget, evict_every, seed, **kwargs)
     for step in range(n_plan):
         target = budget + (0, -1, 0, 1, budget // 2)[step % 5]
@@ -130,7 +130,7 @@ def test_keep_highest_keeps_the_number_asked_for_when_scores_are_nan():
 
 
 def test_keep_highest_keeps_just_the_protected_where_they_are_too_many():
-    # the first row leaves low scores in places where the second row has no scores
+    # rows share a buffer: the second row has fewer open tokens, and must not read scores left by the first
     pos = np.array([[30, 31, 32, 33, 34, 35, 36, 37, 38], [0, 1, 2, 40, 41, 42, 43, 90, 91]], np.int32)
     score = np.repeat(np.array([[1], [2]], np.float32), 9, axis=1)
     keep = np.empty((2, 9), np.bool_)

@@ -1,4 +1,4 @@
-"""The reference transformer alone: what must hold for any right one, whatever kvtool's engine does."""
+"""The reference transformer has the properties of any correct transformer. kvtool's engine takes no part."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from reference.transformer import Llama, Row, Stream, run
 
 N_CTX_TRAIN = 96
 GROUPS = {1: 4, 2: 2, 4: 1}
-"""Query heads a KV head -> n_head_kv of a model with 4 heads."""
+"""n_head_kv of a model with 4 heads, by the number of query heads per KV head."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def model(request, folder):
 
 @pytest.fixture(scope="module")
 def one_layer(folder):
-    """With a single layer a token's key and value depend on nothing but that token."""
+    """A model of a single layer, in which a token's key and value depend only on that token."""
     return write(folder, n_layer=1)
 
 
@@ -40,7 +40,7 @@ def text(n, seed=1):
 
 
 def keep_ends(rows, *, next, pinned, budget, slack, sinks=4):
-    """StreamingLLM: the first and the newest."""
+    """Keep the first and the newest tokens, as StreamingLLM does."""
     n_keep = budget - slack
     return [[e["pos"] for e in row[:sinks] + row[len(row) - (n_keep - sinks) :]] for row in rows]
 
@@ -169,7 +169,7 @@ def test_moving_all_positions_by_a_constant_changes_nothing(model):
 def test_in_cache_positions_without_an_eviction_equal_original_ones(model):
     tokens = text(60)
     original = run(model, tokens, slack=10)
-    # from 50 on, so that the positions reach the trained context (96) and are numbered again from 0
+    # positions begin at 50, so that they reach the trained context (96) and are numbered again from 0
     in_cache = run(model, tokens, slack=10, positions="in-cache", counter=50)
     assert in_cache.stream.counter == 60
     np.testing.assert_allclose(in_cache.nll, original.nll, **close)

@@ -37,7 +37,7 @@ KEYS = [
 @pytest.mark.parametrize("batches", [[6], [2, 4], [1, 1, 1, 1, 1, 1]])
 def test_of_several_like_tokens_the_newest_stays(batches):
     assert kept(KEYS, [0] * 6, 4, batches, window=1, mixture=0) == [1, 3, 4, 5]
-    # with similar=0 no cosine is spared; of the similar tokens 2, in the middle, has the highest
+    # with similar=0 all cosines count; of the similar tokens, 2 lies between the others and has the highest
     unspared = {"window": 1, "mixture": 0, "similar": 0}
     assert kept(KEYS, [0] * 6, 5, batches, **unspared) == [0, 1, 3, 4, 5]
     assert kept(KEYS, [0] * 6, 3, batches, **unspared) == [1, 3, 5]
@@ -47,13 +47,14 @@ def test_as_many_like_tokens_are_spared_as_asked_for():
     def stay(n_keep, **params):
         return kept(KEYS, [0] * 6, n_keep, window=1, mixture=0, **params)
 
-    # 0 and 2 spare 4, and 4 spares 2: two cosines count against 0, one against 2, none against 4
+    # each token spares the newest one similar to it: their cosine does not count against that one. 0 and 2
+    # spare 4, and 4 spares 2, so two cosines count against 0, one against 2, and none against 4
     assert stay(5) == [1, 2, 3, 4, 5]
-    # 4 counts as unlike the others, as 1 and 3 do; on ties the newer stays
+    # 4 is then as little redundant as 1 and 3; on ties the newer token stays
     assert stay(3) == [3, 4, 5]
-    # every similar token spares both others
+    # with similar=2 every similar token spares both others, so all tokens tie
     assert stay(3, similar=2) == [3, 4, 5]
-    # with a threshold above every cosine, none is spared
+    # no cosine exceeds the threshold of 1, so no token is spared
     assert stay(3, threshold=1.0) == stay(3, similar=0) == [1, 3, 5]
 
 

@@ -7,7 +7,7 @@ from kvtool.policies.roco import RoCo
 
 
 def evicted(attention, **params):
-    """attention[query][token] of a stream in which every token sees itself and all before it."""
+    """Return the tokens evicted after this attention[query][token]. Tokens behind a query get none of it."""
     attention = np.tril(np.array(attention, np.float32))
     n = len(attention)
     view = view_of(n, attn=attention.sum(axis=0)[None], squares=(attention**2).sum(axis=0)[None])
@@ -15,7 +15,7 @@ def evicted(attention, **params):
     return [pos for pos in range(n) if pos not in stays]
 
 
-# means of the first three: 1, 2/3, 1; deviations: 0, high, 0
+# the first three tokens have means of 1, 2/3 and 1; the deviations are 0, high and 0
 UNSTEADY = [[1, 0, 0, 0], [1, 2, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
 
 
@@ -26,7 +26,7 @@ def test_the_lowest_mean_goes_unless_its_deviation_is_high():
 
 
 def test_a_mean_is_over_the_steps_lived():
-    # sums 4, 3, 3: the first has lived longest
+    # sums: 4, 3, 3; steps lived: 4, 3, 2. Of the equal means of tokens 0 and 1, the older goes
     attention = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1.5, 0], [1, 1, 1.5, 0]]
     assert evicted(attention, window=1, keep_std=0) == [0]
 

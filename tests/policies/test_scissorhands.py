@@ -7,7 +7,10 @@ from kvtool.policies.scissorhands import Scissorhands
 
 
 def counts_after(policy, n_tokens, low_of, n_head=1):
-    """The first token's low scores after each step. n_tokens: tokens of each step; low_of(step): new ones."""
+    """Return the first token's number of low scores after each step.
+
+    n_tokens: number of tokens of each step. low_of(step): number of low scores that the step adds.
+    """
     state = policy.start(1, sum(n_tokens), 0)
     counts, next_pos = [], 0
     for step, n_token in enumerate(n_tokens):
@@ -21,7 +24,8 @@ def counts_after(policy, n_tokens, low_of, n_head=1):
 
 
 def test_a_new_token_is_not_blamed_for_queries_that_came_before_it():
-    # newest first. Token 0 was important to 2 of 6 queries, 1 to 1 of 5, 2 to 0 of 4: 4 low scores each
+    # the newest token is first. Token 0 was important to 2 of 6 queries, token 1 to 1 of 5, and token 2 to 0
+    # of 4, so each has 4 low scores
     policy = Scissorhands(6, 1, window=1)
     hits = [1, 2, 3, 0, 1, 2]
     view = view_of(range(5, -1, -1), n_new=6, n_head=np.ones(1, np.int32), hits=hits)
@@ -37,7 +41,7 @@ def test_every_head_of_the_group_counts_on_its_own():
 
 
 def test_forgets_a_low_score_when_its_part_of_the_history_is_over():
-    # 8 parts of 2 queries: a low score of the first query counts until the 16th, the last of the 8th part
+    # a history of 16 queries has 8 parts of 2: low scores of the first part count until the 8th part is over
     policy = Scissorhands(100, 1, window=1, history=16)
     assert counts_after(policy, [1] * 20, lambda step: step == 0) == [1] * 16 + [0] * 4
     assert counts_after(policy, [1] * 20, lambda step: step == 1) == [0] + [1] * 15 + [0] * 4

@@ -21,7 +21,7 @@ every_sharing_policy = pytest.mark.parametrize("name", SHARING)
 
 
 def kept(score, n_keep, n_floor=0, n_most=99, first=0, recent=99, layer=None, live=None):
-    """The cells that stay, of rows whose cells hold the tokens 0, 1, ..."""
+    """Return the cells that stay in each row; cells hold the tokens 0, 1, ..."""
     score = np.array(score, np.float32)
     n_row, n = score.shape
     pos = np.tile(np.arange(n, dtype=np.int32), (n_row, 1))
@@ -76,7 +76,7 @@ def test_among_equals_the_newer_token_stays_then_that_of_the_earlier_row():
 def test_a_layer_holds_its_budget_and_a_row_at_least_the_floor_and_at_most_twice_its_own(name):
     policy = policies.fit(name, 40, 8, [*OWN.get(name, []), "heads=adaptive", "window=2"])
     cache = Cache(3, 2, 120, policy, seed=0, n_value=4096, twin=False)
-    # one row of each layer needs more
+    # becomes True if, after a plan, one row of a layer holds more cells than the other
     differ = False
     for _ in range(12):
         cache.grow(8)
@@ -168,7 +168,7 @@ def test_layers_share_by_the_entropy_of_their_scores(name, heads):
     want = [3 + math.floor(3 * 29 * weight / sum(weights)) for weight in weights]
     kept = plan.keep.sum(axis=1).reshape(3, 2)
     assert len(set(want)) > 1
-    # rounding down may cost a token, which the next row then gets
+    # `want` is rounded down for each row, so a layer of two rows may hold up to two tokens more
     assert set(kept.sum(axis=1) - 2 * np.array(want)) <= {0, 1, 2}
     assert 6 * 32 - 6 <= kept.sum() <= 6 * 32
     assert (kept[:, 0] == kept[:, 1]).all() == (heads == "equal")

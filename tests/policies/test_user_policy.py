@@ -133,7 +133,7 @@ SCORES = "        return state[0][:, : view.n_kv] / view.lived\n"
 
 
 def planned(*lines):
-    """A policy with the document's `scores` and another `plan`."""
+    """Return the code of a policy with the document's `scores` and another `plan`."""
     body = (
         "from kvtool.policy import Plan, keep_ranked, sum_rows",
         "keep = self.highest(view, self.scores(view, state))",

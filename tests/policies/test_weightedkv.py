@@ -10,7 +10,7 @@ from kvtool.policies.weightedkv import WeightedKV
 
 
 def merged(average, policy, pinned=0):
-    """{dst: {src: weight}} of one row whose tokens have these averages, and the positions that stay."""
+    """Return {dst: {src: weight}} of a row whose tokens have these averages, and the positions that stay."""
     n = len(average)
     view = view_of(n, pinned=pinned, attn=[mean * (n - pos) for pos, mean in enumerate(average)])
     state = policy.start(1, n, 0)
