@@ -123,7 +123,7 @@ public:
 
     const size_t size_k; // bytes of a key
     const size_t size_v;
-    const size_t size;   // bytes of a key and the value stored behind it
+    const size_t size;   // bytes of a key together with its value, which follows it
 
     static constexpr int n_block = store::n_block;
 
@@ -207,8 +207,8 @@ public:
 
     void clear();
 
-    // Empty the layers that hold other tokens than begin .. end - 1. Throws no_room, and nothing has changed
-    // then.
+    // Prepare for `fill` with the tokens begin .. end - 1: provide their memory, and empty the layers that hold other
+    // tokens. Throws no_room, leaving everything unchanged.
     void expect(int64_t begin, int64_t end);
 
     // copy a layer's keys and values in their stored format, token by token; each token has token_bytes bytes
@@ -230,8 +230,8 @@ public:
     // maximum size of the archive
     int seal_some(int64_t n_max, int n_thread);
 
-    // see llama_kvtool_get_archive_table; set_table returns the reason if it fails, otherwise an empty string,
-    // and marks all rows as not clustered
+    // see llama_kvtool_get_archive_table. If set_table fails, it returns the reason; otherwise it marks all rows as not
+    // clustered and returns an empty string
     std::vector<int64_t> table() const;
     std::string          set_table(const std::vector<int64_t> & table);
 
@@ -239,7 +239,7 @@ public:
     int64_t end()   const { return layers.empty() ? 0 : layers[0].end(); }
     int64_t size()  const { return end() - begin(); }
 
-    // clusters included; they lie in host memory even if slabs lie in a file
+    // bytes of the archive, and of one slab, with their clusters. These lie in host memory even if slabs lie in a file
     int64_t bytes()      const;
     int64_t slab_bytes() const;
 

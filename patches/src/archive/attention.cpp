@@ -84,8 +84,8 @@ void attention::find(int head, const float * queries) {
     work.attn[head].resize(work.rows[head].n_looked);
 }
 
-// multiply the keys of n tokens from place `begin` on with the queries; the tokens become tokens at .. at + n - 1 of
-// the batch
+// multiply the keys of n tokens, from place `begin` on, with the queries. In the batch these are the tokens at ..
+// at + n - 1
 void attention::read(int head, const token_range & range, int64_t begin, int n, int at) {
     const int64_t d = l.n_embd_k;
     const auto & row = work.rows[head];
@@ -174,7 +174,7 @@ static float softened(float * x, int n, const logit_params & logits) {
     return 1.0f;
 }
 
-// `add` for steps with few queries, whose products lie query by query
+// `add` for steps with few queries, whose products are stored query by query
 void attention::add_few(int head, int span, int n) {
     for (int q = 0; q < n_query; ++q) {
         float * own = part_of(head, span, q);

@@ -29,8 +29,8 @@ struct bearing {
     bool operator==(const bearing & other) const { return is_far == other.is_far && (is_far || base == other.base); }
 };
 
-// cluster of each token of a block, two tokens a byte; 0 for tokens before the archive's first. Everything else about
-// a clustered block can be computed from it and the keys.
+// cluster of each token of a block, two tokens a byte; 0 for tokens before the archive's first. The rest of a clustered
+// block can be computed from this and from the block's keys and values.
 using membership = std::array<uint8_t, store::n_block/2>;
 
 // a clustered block: its tokens are stored in the order of their clusters
@@ -75,7 +75,7 @@ public:
     row_clusters(int64_t n_embd_k, int64_t n_embd_v)
         : clusters(n_embd_k, n_embd_v), sets(n_embd_k, n_embd_v), n_embd_k(n_embd_k), n_embd_v(n_embd_v) {}
 
-    // both 0 if there are no blocks
+    // number of the first block, and of the block after the last one; both 0 if there are no blocks
     int64_t begin() const { return first; }
     int64_t end()   const { return first + (int64_t) blocks.size(); }
 

@@ -99,7 +99,7 @@ void made_cells::round(float * x, int64_t n, ggml_type type) {
 }
 
 void made_cells::nudge(float * k, const std::vector<double> & key, int c) const {
-    // error of each head's product, relative to key
+    // off: error of the product of k with each head's query; by: change of this error
     std::vector<double> off(n_head), by(n_head);
     for (int j = 0; j < n_head; ++j) {
         for (int64_t e = 0; e < n_embd_k; ++e) {

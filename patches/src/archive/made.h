@@ -43,7 +43,7 @@ private:
     std::vector<double>      gram;    // Gram matrix of the queries [n_head][n_head]
     std::vector<double>      root;    // Cholesky factor of the Gram matrix plus a ridge
     std::vector<double>      weights; // [cell][n_head]: a key is the sum of the queries with these weights
-    std::vector<double>      target;  // [n_head]: change of each head's products
+    std::vector<double>      target;  // [n_head]: correction of each head's products
     std::vector<double>      share;   // [head][cell]: share of the head's sum in each cell
 
     // conversions between a logit and a product (query . key)

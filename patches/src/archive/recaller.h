@@ -57,14 +57,15 @@ public:
     ggml_tensor * build(
             ggml_context * ctx, size_t i, const ggml_tensor * k, ggml_tensor ** args, ggml_type type, int64_t n, const logit_params & logits);
 
-    // record the n tokens that each row attends to most in a step; recalled tokens are always recorded
+    // Record, in every later step, the n tokens that each row attends to most. Without synthetic cells these are the
+    // n_recall recalled tokens, which are recorded from the start
     void trace(int32_t n);
 
     const archive_params params;
 
     int32_t n_traced = 0;
 
-    // each token of the next step chooses alone which tokens it attends to exactly
+    // each token of the next step chooses for itself which archived tokens it attends to exactly
     bool is_apart = false;
 
     archive        tokens;

@@ -17,7 +17,7 @@ static constexpr float least_part = 3e-4f;
 // exactly
 static constexpr int n_ranked = 16;
 
-// tables by number of tokens
+// logarithms and inverses of all possible numbers of tokens
 struct number_tables {
     std::vector<float> logs;
     std::vector<float> inverses;

@@ -14,8 +14,8 @@ namespace kvtool {
 // up with PCIe 5.0.
 static constexpr unsigned n_most_copiers = 8;
 
-// One clustering thread for every four threads of the context. So many keep up with a device, and they leave processor
-// time to the thread that starts the device's work.
+// One thread computes clusters for every four threads of the context: enough to keep up with a device, and few enough
+// to leave processor time to the thread that starts the device's work.
 static constexpr int n_sealer_part = 4;
 
 // Pinned buffers of a thread: it fills one while the device reads the other.

@@ -25,8 +25,8 @@ public:
     // Reason why these layers cannot be staged; empty if they can.
     static std::string unsupported(const archive & tokens, const std::vector<layer> & layers);
 
-    // n_token: rows of each head, for archived tokens and live cells together. n_thread: threads of the context; a
-    // quarter of as many compute clusters. Throws no_room if a device lacks memory.
+    // n_token: rows of each head, for archived tokens and live cells together. n_thread: threads of the context, which
+    // determines the number of clustering threads. Throws no_room if a device lacks memory.
     staging(archive & tokens, const std::vector<layer> & layers, bool v_trans, int64_t n_token, int n_thread);
     ~staging();
 
@@ -109,7 +109,7 @@ private:
     std::map<ggml_backend_buffer_type_t, device> devices;
     std::vector<staged_layer>                    staged;
 
-    // of the step
+    // state of the current step
     std::vector<mark> marks;
     int64_t           n_live    = 0;
     size_t            n_reached = 0;

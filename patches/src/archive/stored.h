@@ -38,7 +38,7 @@ struct byte_columns {
 void multiply_byte_rows(const uint8_t * rows, size_t size, int n, int64_t n_embd, const byte_columns & x, int first_x, int n_x, float * out, int os);
 bool can_multiply_bytes(ggml_type type, int64_t n_embd);
 
-// a row and its weights: w[q*wx] in sum q
+// a row, and its weights in several sums: its weight in sum q is w[q*wx]
 struct weighted_row {
     const uint8_t * row;
     const float   * w;

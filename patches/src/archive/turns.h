@@ -70,7 +70,8 @@ private:
     // element of a pair
     void add_row(std::vector<float> & table, int64_t delta) const;
 
-    // factor of each key element after its rotation, and its inverse; empty: none
+    // scale: factor that multiplies each element of a key after its rotation; unscale: 1/scale. Both are empty if keys
+    // are not scaled
     std::vector<float> scale;
     std::vector<float> unscale;
 
@@ -84,7 +85,7 @@ private:
         std::vector<float> small;
         std::vector<float> large;
 
-        int first_large = 0; // multiple that `large` begins with
+        int first_large = 0; // `large` begins with the rotation by first_large*n_small positions
     };
 
     std::shared_ptr<const tables> rows;

@@ -39,7 +39,7 @@ private:
     const llama_kvtool_params & params;
 
     ggml_tensor * p;
-    ggml_tensor * a   = nullptr; // one head per group, or all heads if the group is summed
+    ggml_tensor * a   = nullptr; // probabilities per group of heads, or per head if signals sum up the group
     ggml_tensor * hit = nullptr; // 1 where a cell is important to a query
 
     int64_t n_kv;

@@ -27,7 +27,7 @@ public:
         float         scale = 0.0f;    // scale of its logits, read from its graph
         ggml_tensor * sinks = nullptr; // its attention sinks, read from its graph
 
-        ggml_tensor * t = nullptr; // F32 [n_embd*n_head, n_slot], in memory of the cache's type: a slot per query
+        ggml_tensor * t = nullptr; // F32 [n_embd*n_head, n_slot]: a slot per query, on the cache's device or the host
     };
 
     std::vector<asker> askers;

@@ -36,7 +36,7 @@ public:
         ggml_context_ptr        ctx;
         ggml_backend_buffer_ptr buf;
 
-        ggml_tensor * t = nullptr; // [n_slot*n], in memory of the cache's type
+        ggml_tensor * t = nullptr; // [n_slot*n], on the cache's device, or on the host if that lacks memory
 
         // copy on the host, complete after collect; empty if t is on the host
         std::vector<float> copy;
@@ -106,7 +106,7 @@ private:
     int64_t past(int64_t t) const { return slot(t); }
 
     int64_t next  = 0;     // slot of the next query
-    int     n_new = 0;     // last queries that have not been collected
+    int     n_new = 0;     // number of newest queries whose attention has not been collected
     bool    stale = false; // devices have stored a query since they were cleared
 
     void clear_devices();

@@ -19,7 +19,7 @@ constexpr int n_level = 30;
 constexpr int64_t level_first(int level) { return level == 0 ? 0 : int64_t(1) << level; }
 constexpr int64_t level_width(int level) { return level == 0 ? 2 : int64_t(1) << level; }
 
-// a merge in a list of terms: index and number of its terms
+// a merge in a list of terms: index of its first term, and number of its terms
 struct merge {
     size_t  first;
     int64_t n_term;

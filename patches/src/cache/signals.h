@@ -67,7 +67,7 @@ private:
     // location of a layer's sums
     struct place {
         int    device = -1; // -1: on the host
-        size_t first  = 0;  // index in the device's sums of the first of [n_head][n_cell]
+        size_t first  = 0;  // index of its sums [n_head][n_cell] in the device's sums
     };
 
     const std::vector<layer>  & layers;

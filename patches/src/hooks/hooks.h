@@ -29,7 +29,7 @@ struct llama_kvtool_graph {
 
     // signals of the rows of one layer
     struct probe {
-        int i; // index of the layer in the cache
+        int i; // index of the layer in llama_kvtool::layers
 
         ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv]
     };

@@ -15,7 +15,7 @@ public:
 
     // inputs of one layer with ragged rows
     struct rows {
-        int i; // index of the layer in the cache
+        int i; // index of the layer in llama_kvtool::layers
 
         ggml_tensor * k_idx; // I64 [n_head*n_tokens]
         ggml_tensor * v_idx; // I64 [n_embd*n_head*n_tokens], null unless V is transposed
@@ -61,7 +61,7 @@ public:
 
     std::vector<made> made;
 
-    // indices of the cells that a step fills from the archive, for layers that have the same first such cell
+    // indices of the cells that a step fills from the archive, for layers in which they begin at the same cell
     struct filled {
         int64_t first;
 

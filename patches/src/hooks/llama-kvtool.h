@@ -119,7 +119,7 @@ struct llama_kvtool_edit {
 
     const int32_t * n_keep_row; // ragged: n_keep of each row, at most n_keep; otherwise null
 
-    int32_t n_hidden; // cells at the start of each row that no later query sees; then pos_0 >= -n_hidden. 0 if ragged
+    int32_t n_hidden; // cells at the start of each row that no later query sees (0 if ragged): pos_0 >= -n_hidden
 
     bool force_graph; // compute a graph even for a cache in host memory
 };
@@ -200,7 +200,7 @@ LLAMA_API int64_t llama_kvtool_cache_bytes(const struct llama_context * ctx);
 // signals off
 LLAMA_API int32_t llama_kvtool_watch(struct llama_context * ctx, bool watch);
 
-// set how many tokens the first query of the next decode has seen before itself; t counts on from there
+// set the number of tokens that the first query of the next decode has seen before itself; later queries count on
 LLAMA_API int32_t llama_kvtool_seen(struct llama_context * ctx, int32_t n_seen);
 
 // give each layer n_cell[layer] cells, at least n_recall more than its live cells. Unless rows are ragged, all layers
@@ -230,9 +230,9 @@ LLAMA_API int32_t llama_kvtool_read_future(
         struct llama_context * ctx, int32_t n_last, int64_t pos, float * mean, float * variance,
         int32_t n_row, int32_t n_head, int32_t n_cell);
 
-// Copy the last n_query queries, the oldest first, to out[n_query][elements of a query in all layers] or from in.
-// pos[n_query]: the position that each query is rotated to, -1 if it has not happened yet. Both return the elements
-// of a query; with a null buffer they do nothing else.
+// Copy the last n_query queries, the oldest first, to out[n_query][n] or from in[n_query][n], where n is the number of
+// elements of a query in all layers together. pos[n_query]: the position that each query is rotated to, -1 if it has
+// not happened yet. Both return n; with a null buffer they do nothing else.
 LLAMA_API int64_t llama_kvtool_get_queries(struct llama_context * ctx, float * out, int32_t * pos);
 LLAMA_API int64_t llama_kvtool_set_queries(struct llama_context * ctx, const float * in, const int32_t * pos);
 
@@ -290,7 +290,7 @@ LLAMA_API int32_t llama_kvtool_read_keys(
 LLAMA_API int32_t llama_kvtool_archive_file(struct llama_context * ctx, const char * path);
 
 // Copy these cells of all rows to the archive. Their tokens have positions pos_0, pos_0 + 1, ... in the stream and
-// must follow the archive's last token. The archive keeps its newest n_max tokens, at least 1.
+// must follow the archive's last token. The archive keeps its newest n_max tokens; n_max is 1 or more.
 LLAMA_API int32_t llama_kvtool_archive(
         struct llama_context * ctx, const int32_t * cells, int32_t n_cell, int64_t pos_0, int64_t n_max);
 
