@@ -1,4 +1,4 @@
-// numba's allocator, called by kernels with local arrays; link.py links them with it
+// numba's allocator, which kernels call for local arrays; link.py links it into the library of kernels
 #include "nrt.cpp"
 
 static void out_of_memory() {
@@ -10,7 +10,8 @@ extern "C" {
 
 __attribute__((constructor)) static void start() { NRT_MemSys_init(); }
 
-// numba calls these to raise a Python error. A kernel holds no Python lock, so it aborts; its only error is no memory
+// Compiled kernels call these to raise a Python error. As kernels hold no Python lock, the process is aborted instead.
+// The only error that a kernel can have is lack of memory
 void numba_gil_ensure(void *) { out_of_memory(); }
 void numba_gil_release(void *) { out_of_memory(); }
 void * numba_unpickle(void *, int, void *) { out_of_memory(); return nullptr; }

@@ -7,7 +7,7 @@ from kvtool.kernels.kernel import kernel
 
 @kernel("Tuple((i8, f8))(f4[::1])")
 def _top_and_log_sum(logits):
-    """logits f32[n_vocab] -> the first index of the highest, and log(sum(exp(logit - highest)))."""
+    """Return the first index of the highest of logits f32[n_vocab], and log(sum(exp(logit - highest)))."""
     best = 0
     for j in range(1, len(logits)):
         if logits[j] > logits[best]:
@@ -45,9 +45,9 @@ def log_probs(logits, tokens, top, log_p):
 def divergence(logits, target, tokens, log_p, nll, kl, top):
     """Divergence of predictions Q from predictions P, given P's k likeliest tokens.
 
-    logits f32[n, n_vocab] of Q, target i32[n], tokens i32[n, k] and log_p f32[n, k] of P -> nll f64[n] as in
-    `token_nll`, kl f64[n], top i32[n] of Q. kl is KL(P || Q) in nats, with all remaining tokens merged into
-    one.
+    logits f32[n, n_vocab] of Q. tokens i32[n, k] of P, and their log_p f32[n, k]. target i32[n]: the actual
+    next tokens -> nll f64[n] of Q as in `token_nll`, kl f64[n], top i32[n] of Q. kl is KL(P || Q) in nats,
+    with all tokens outside the k merged into one.
     """
     n, k = tokens.shape
     for i in range(n):

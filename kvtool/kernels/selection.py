@@ -7,9 +7,10 @@ from kvtool.kernels.kernel import kernel
 
 @kernel("i8(i8[::1], i8, i8)")
 def nth_lowest(values, n_value, nth):
-    """Return the value with exactly `nth` lower ones in values i64[n_value or more], by quickselect.
+    """Return element `nth` (from 0) of the sorted first n_value of values i64[n_value or more].
 
-    Reorders the values. Slow if many are equal. numpy.partition does the same, but takes seconds to compile.
+    By quickselect, which reorders the values and is slow if many are equal. numpy.partition does the same,
+    but takes seconds to compile.
     """
     begin, last = 0, n_value - 1
     while begin < last:
@@ -53,10 +54,11 @@ def score_key(bits, pos):
 
 @kernel("void(i4[:,::1], f4[:,::1], i8, i8, i8, b1[:,::1])")
 def keep_highest(pos, score, first, recent, n_keep, keep):
-    """Keep n_keep tokens: those before `first` and from `recent` on, then the highest scores of the rest.
+    """Keep n_keep tokens of each row: the protected ones, then the highest scores of the rest.
 
-    pos i32[row, n], score f32[row, n or more], first, recent: positions -> keep b1[row, n]. Among equal
-    scores the newer token stays. If more than n_keep tokens are protected, exactly these stay.
+    Tokens at positions before `first` and from `recent` on are protected. They stay even if they are more
+    than n_keep. pos i32[row, n], score f32[row, n or more] -> keep b1[row, n]. Among equal scores the newer
+    token stays.
     """
     n_row, n = pos.shape
     bits = score.view(np.int32)
@@ -84,12 +86,12 @@ def keep_highest(pos, score, first, recent, n_keep, keep):
 
 @kernel("void(i4[:,::1], i4[::1], i4[::1], f4[:,::1], i8, i8, i8[::1], i8[::1], i8, b1[:,::1])")
 def keep_shared(pos, live, layer, score, first, recent, n_keep, n_floor, n_most, keep):
-    """Keep tokens before `first` and from `recent` on, and the highest scores of the rest of a layer.
+    """Keep the protected tokens of each layer, and the highest scores of the rest, whichever row has them.
 
-    pos i32[row, n], live, layer i32[row], score f32[row, n or more], first, recent: positions, n_keep and
-    n_floor i64[row] -> keep b1[row, n]. A layer keeps as many tokens as the sum of its rows' n_keep. A row
-    keeps at least its n_floor highest scores and at most n_most tokens, protected ones included. Among equal
-    scores the newer token stays, then the token of the earlier row.
+    Tokens at positions before `first` and from `recent` on are protected. A layer keeps as many tokens as the
+    sum of its rows' n_keep. A row keeps at least n_floor and at most n_most tokens, protected ones included.
+    Among equal scores the newer token stays, then the token of the earlier row. pos i32[row, n], live
+    i32[row], layer i32[row], score f32[row, n or more], n_keep i64[row], n_floor i64[row] -> keep b1[row, n]
     """
     n_row, n = pos.shape
     bits = score.view(np.int32)
@@ -140,11 +142,11 @@ def keep_shared(pos, live, layer, score, first, recent, n_keep, n_floor, n_most,
 
 @kernel("void(i4[:,::1], i4[::1], i4[::1], f4[:,::1], i8, i8, f8[::1])")
 def layer_entropy(pos, live, layer, score, first, recent, entropy):
-    """Normalised entropy of a layer's scores over the tokens from `first` to `recent`.
+    """Compute the entropy of each layer's scores over the tokens at positions first .. recent - 1.
 
-    pos i32[row, n], live, layer i32[row], score f32[row, n or more], first, recent: positions -> entropy
-    f64[row] of the row's layer. Scores, 0 or more, are divided by their sum, the entropy by its maximum:
-    0..1, and 1 if all scores are 0.
+    pos i32[row, n], live i32[row], layer i32[row], score f32[row, n or more] -> entropy f64[row]: the value
+    of the row's layer. Scores are 0 or more; divided by their sum they are probabilities. Their entropy is
+    divided by its maximum, so the result is in 0..1. It is 1 if all scores are 0.
     """
     n_row = len(pos)
     begin = 0

@@ -132,8 +132,9 @@ _MEASURE = "void(i4[:,::1], f4[:,:,::1], i8, i2[:,:,::1], f4[:,::1], i4[:,::1], 
 def measure(pos, keys, cosine, unit, near, nearest, pairs):
     """Normalise the new keys f32[row, n_new, n_dim], and compare every pair that includes a new key.
 
-    pos i32[row, n] -> unit i16[row, n or more, n_dim], near f32, nearest i32[row, n or more], pairs i32 or
-    u16[row, n or more, n or more] (bits of floats). pairs is not written if it has no rows.
+    pos i32[row, n] -> unit i16[row, n or more, n_dim], near f32 and nearest i32[row, n or more] (see
+    `BumbleBee.start`), pairs i32 or u16[row, n or more, n or more] (bits of floats). pairs is not written if
+    it has no rows.
     """
     n_row, n = pos.shape
     n_old = n - keys.shape[1]
@@ -178,9 +179,10 @@ _NEIGHBOUR = "i8(i2[:,:,::1], {}[:,:,::1], i8, i8, i8, i8, i4[::1], i4[::1])"
 
 @kernel([_NEIGHBOUR.format("i4"), _NEIGHBOUR.format("u2")])
 def _neighbour(unit, pairs, cosine, row, cell, n, alive, bits):
-    """Nearest neighbour of a cell among the first n cells with alive i32 = -1 (0 for dead cells).
+    """Return the nearest neighbour of a cell among the first n cells that are alive.
 
-    Leaves the bits of the cell's similarities in bits i32[n], as float16 if pairs are float16.
+    alive i32[n]: -1 for live cells, 0 for evicted ones. Writes the bits of the cell's similarities to bits
+    i32[n], as float16 if pairs are float16.
     """
     if len(pairs):
         for j in range(n):
@@ -196,7 +198,10 @@ def _neighbour(unit, pairs, cosine, row, cell, n, alive, bits):
 
 @kernel("f8(f8, f8, f8, f8, f8, b1)")
 def _loss(mixture, far, mass, total, full, power):
-    """Loss of g when a token is evicted. far is f's loss, full is phi(total)."""
+    """Return the loss of g when a token is evicted.
+
+    far: f's loss. mass: the token's attention sum. total: that of all tokens. full: phi(total).
+    """
     rest = (full - _phi(max(total - mass, 0.0), power)) / full if full > 0 else 0.0
     return mixture * far + (1 - mixture) * rest
 

@@ -1,9 +1,9 @@
 """BumbleBee: keep the tokens that best summarize the row's keys and attention (Kumari et al., COLM 2024).
 
 The objective of a set A of a row's tokens is g(A) = mixture * f(A) + (1 - mixture) * c(A), equation 4. f is
-facility location over ReLU(cosine) of the keys; `-o cosine=shifted` and `absolute` are the appendix's other
-two. c is phi of the summed attention of A. Both are 0 for no token and 1 for all tokens. The paper's lambda
-is our mixture; its budget tau_s is the number of kept tokens.
+facility location over ReLU(cosine) of the keys; `-o cosine=shifted` and `absolute` give the appendix's two
+other similarities. c is phi of the summed attention of A. Both are 0 for no token and 1 for all tokens. The
+paper's lambda is our mixture; its budget tau_s is the number of kept tokens.
 
 Streaming, Algorithm 2: evict the token whose removal costs g least, the oldest among equals. All other tokens
 represent themselves, so f loses (1 - similarity of the evicted token's nearest neighbour) / (number of
@@ -91,7 +91,7 @@ class BumbleBee(Policy):
             check_choice(name, getattr(self, name), choices)
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Keys i16, attention sum f32, near f32, nearest i32, and the matrix of all pairs, if any.
+        """Return keys i16, attention sum f32, near f32, nearest i32, and the matrix of all pairs, if any.
 
         near is the similarity of the nearest neighbour, or an upper bound if that neighbour was evicted.
         nearest is the neighbour's position, or -1 if it was evicted. The matrix is zero on its diagonal.
@@ -143,7 +143,7 @@ class BumbleBee(Policy):
 
 
 def _bits(state: State) -> np.ndarray:
-    """View the matrix as integers in the same order, i32 or u16[row, cell, cell]; 0 rows without a matrix."""
+    """Return the matrix as integers that sort like its floats, i32 or u16[row, cell, cell]; empty if none."""
     if len(state) == 4:
         return np.empty((0, 0, 0), np.int32)
     pairs = state[4]

@@ -1,11 +1,11 @@
 """BUZZ: keep sinks, a window, and one token per segment between them (Zhao et al. 2024, arXiv:2410.23079).
 
-Section 3.3. The tokens between sinks and window are the middle. A token is old once it has survived an
-eviction in the middle, otherwise new. An eviction cuts the middle's new tokens into segments of `stride` and
-keeps the token with the highest attention sum of each, the oldest among equals (Algorithm 2). It cuts the old
-tokens into groups of half that length and keeps the first of each, whatever its attention (Algorithm 1). If
-too many are left, as after a long prompt, it thins the middle again (Remark 2). The paper's k, w, T and s are
-our sinks, window, threshold and stride.
+Section 3.3. The tokens between sinks and window are the middle. A token of the middle is old if it has
+survived an eviction there, otherwise new. An eviction cuts the middle's new tokens into segments of `stride`
+and keeps the token with the highest attention sum of each segment, the oldest among equals (Algorithm 2). It
+cuts the old tokens into groups of half that length and keeps the first of each group, whatever its attention
+(Algorithm 1). If too many are left, as after a long prompt, it thins the middle again (Remark 2). The paper's
+k, w, T and s are our sinks, window, threshold and stride.
 
 An eviction is due when the middle has more than `threshold` tokens: the budget is sinks + window + threshold
 + 1. `slack` is ignored. In a stream, an eviction leaves about 40 % of the budget; other policies leave all
@@ -84,7 +84,7 @@ class BUZZ(Policy):
     kept: bool = False
 
     reads: ClassVar[Signal] = Signal.ATTENTION
-    # `start` adds a mark for old tokens
+    # the state also has a mark for old tokens, which `start` adds
     sums: ClassVar[tuple[str, ...]] = ("attn",)
     paper: ClassVar[str] = "arXiv:2410.23079"
 
@@ -96,7 +96,7 @@ class BUZZ(Policy):
             raise ValueError(f"stride must be 3 or more (or old tokens are never thinned), got {self.stride}")
         if self.window < 1:
             raise ValueError(f"window must be 1 or more, got {self.window}")
-        # with 2 tokens, one old and one new, thinning frees no cell
+        # with threshold 1 an eviction may meet one old and one new token, and would keep both
         if self.threshold < 2:
             raise ValueError(
                 f"threshold must be 2 or more, got {self.threshold} (the budget of {self.budget} less "
@@ -113,7 +113,7 @@ class BUZZ(Policy):
         sinks, stride = params.get("sinks", _SINKS), params.get("stride", _STRIDE)
         window, threshold = params.get("window"), params.get("threshold")
         if params.get("kept"):
-            # strides below 3 are refused by the constructor
+            # at least 3 for now: the constructor refuses smaller strides
             strides = _strides(max(stride, 3), params.get("swap", False))
             window, threshold = _sizes_kept(budget - sinks, window, threshold, *strides)
             budget = sinks + window + threshold + 1
@@ -140,7 +140,7 @@ class BUZZ(Policy):
         return split_budget(self.budget, 1, self.sinks, self.window, pinned)
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Attention sum f32, and u1: 1 for a token that survived an eviction in the middle."""
+        """Return the attention sum f32, and a mark u1: 1 for an old token, 0 for a new one."""
         return np.zeros((n_row, n_cell), np.float32), np.zeros((n_row, n_cell), np.uint8)
 
     def plan(self, view: View, state: State) -> Plan:
@@ -243,12 +243,12 @@ def _sizes_kept(
 
 @kernel("void(i8[:,::1], i4[:,::1], f4[:,::1], i8, i8, i8, i8, i8, b1, b1, u1[:,::1], b1[:,::1])")
 def _sample(order, pos, mass, first, window, n_max, stride, old_stride, local_max, exact, old, keep):
-    """order i64[row, n]: cells, oldest first; pos i32[row, n], mass f32[row, n or more] -> keep b1[row, n].
+    """Thin the middle of each row: order i64[row, n], pos i32, mass f32[row, n or more] -> keep b1[row, n].
 
-    At most n_max tokens stay: those before position `first`, the newest `window` (fewer if both do not fit),
-    and of the middle one in `stride` new and one in `old_stride` old tokens. Old tokens precede new ones.
-    Sets old u1[row, n or more] for the middle tokens that stay. exact: further rounds of thinning begin at
-    the middle's oldest token and stop as soon as the rest fits.
+    order: cells, oldest first. At most n_max tokens stay: those before position `first`, the newest `window`
+    (fewer if both do not fit), and of the middle one in `stride` new and one in `old_stride` old tokens. Old
+    tokens precede new ones. Sets old u1[row, n or more] to 1 for the middle tokens that stay. exact: further
+    rounds of thinning begin at the middle's oldest token and stop as soon as the rest fits.
     """
     n_row, n = order.shape
     stays = np.empty(n, np.int64)

@@ -73,11 +73,11 @@ class CaM(Policy):
         return True
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Attention sum f32; no array if score="last"."""
+        """Return the attention sum f32; no array if score="last"."""
         return () if self.score == "last" else Policy.start(self, n_row, n_cell, n_dim)
 
     def plan(self, view: View, state: State) -> Plan:
-        # the choice depends only on positions: sorted, every row holds the same tokens
+        # the choice depends only on positions, so all rows hold the same tokens, in different cells
         order = np.argsort(view.pos, axis=1)
         begin = int(np.count_nonzero(view.pos[0] < max(self.sinks, view.pinned)))
         end = begin + max(view.n_kv - self.n_keep, 0)
@@ -119,7 +119,7 @@ def _merge(evicted: np.ndarray, target: np.ndarray, sampled: np.ndarray, weight:
 
 @kernel("void(i8[:,::1], i8[:,::1], b1[:,::1], f4, i4[::1], i4[::1], i4[::1], f4[::1])")
 def _add_sampled(evicted, target, sampled, weight, row_of, dst_of, src_of, weight_of):
-    """evicted, sampled [row, n_evict], target [row, n_target] -> the terms of a Merge."""
+    """Write the terms of a Merge. evicted i64, sampled b1[row, n_evict], target i64[row, n_target]: cells."""
     n_term = 0
     for row in range(len(evicted)):
         if not sampled[row].any():

@@ -13,7 +13,7 @@ Instead of the paper's w x n matrix of marks, each cell remembers the last step 
 Differs from the paper: the budget is a cap; the paper has no cap. A row above it keeps the most recently
 important tokens, the newest among equals. Evictions come every `slack` tokens, in the paper at every token
 (--evict-every 1). Sinks are an option. With `-o t=cells`, t counts the live tokens of the longest row;
-otherwise the threshold keeps falling in an endless stream.
+otherwise the threshold 1 / t keeps falling in an endless stream.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class CORM(Policy):
         return cls(budget, slack, **{"window": window, **params})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Last step i32 at which each token was important; 0: never."""
+        """Return the last step i32 at which each token was important; 0: never."""
         return (np.zeros((n_row, n_cell), np.int32),)
 
     def observe(self, view: View, state: State) -> None:
@@ -89,7 +89,7 @@ class CORM(Policy):
 
 @kernel("i8(i4, i4, i8, i8)")
 def _rank(pos, step, first, recent):
-    """Sort key of a token: the sinks rank highest, then the window, then by step, then by position."""
+    """Sort key of a token. Sinks rank highest, then the window, then later steps, then newer tokens."""
     rank = np.int64(step)
     if pos >= recent:
         rank = np.int64(1) << 30
@@ -100,11 +100,11 @@ def _rank(pos, step, first, recent):
 
 @kernel("void(i4[:,::1], i4[::1], i4[:,::1], i8, i8, i8, i8, b1[:,::1])")
 def _keep_important(pos, live, step, first, recent, oldest, n_max, keep):
-    """pos i32[row, n], live i32[row], step i32[row, n or more] -> keep b1[row, n].
+    """Choose the cells to keep: pos i32[row, n], live i32[row], step i32[row, n or more] -> keep b1[row, n].
 
-    Keeps positions before `first` and from `recent` on, then tokens whose step is `oldest` or later as far as
-    n_max has room: the latest steps first, then the newest tokens. If the protected tokens alone exceed
-    n_max, the oldest of the window are evicted first.
+    Tokens at positions before `first` and from `recent` on (the window) stay, then tokens whose step is
+    `oldest` or later as far as n_max has room: the latest steps first, then the newest tokens. If the sinks
+    and the window alone exceed n_max, the oldest tokens of the window are evicted.
     """
     n_row, n = pos.shape
     keys = np.empty(n, np.int64)

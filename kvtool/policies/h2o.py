@@ -69,7 +69,7 @@ class H2O(Ranked):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in 0..1, got {getattr(self, name)}")
         if self.group == "mean":
-            # the engine knows only the sum
+            # the engine has no "mean", but "sum" gives the same order
             object.__setattr__(self, "group", "sum")
 
     def observe(self, view: View, state: State) -> None:

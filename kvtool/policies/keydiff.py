@@ -3,8 +3,8 @@
 The score is -cos(k, mean of k' / ||k'||) over the live cells k' of the row. The norm of the mean is left out:
 it is the same for all cells.
 
-Differs from the paper: keys are compared before RoPE; the paper (and kvpress) compares them after it. Equal
-keys are then equal at every position. The newest tokens and the sinks always stay.
+Differs from the paper: keys are compared before RoPE, where equal keys are equal at every position; the paper
+(and kvpress) compares them after it. The newest tokens and the sinks always stay.
 
 Option: the rows of a layer share its budget as in Ada-KV (`heads=adaptive`; kvtool/policy/ranked.py).
 """
@@ -27,7 +27,7 @@ class KeyDiff(RankedKeys):
     paper: ClassVar[str] = "arXiv:2504.15364"
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Keys scaled to norm 127, i8[row, n_cell, n_dim]: half the bytes of a key in an f16 cache.
+        """Return keys scaled to norm 127, i8[row, n_cell, n_dim]: half the bytes of a key in an f16 cache.
 
         Integer sums do not depend on their order.
         """
@@ -44,7 +44,7 @@ class KeyDiff(RankedKeys):
 
 @kernel("void(i1[:,:,::1], f4[:,::1])", any_order=True)
 def _difference(unit, score):
-    """unit i8[row, n or more, n_dim] -> score f32[row, n]: minus the key's dot product with the row's sum."""
+    """unit i8[row, n or more, n_dim] -> score f32[row, n]: minus a key's dot product with all keys' sum."""
     n_row, n = score.shape
     n_dim = unit.shape[2]
     total, wide = np.empty(n_dim, np.int32), np.empty(n_dim, np.float64)

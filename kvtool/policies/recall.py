@@ -73,11 +73,11 @@ class Recall(Ranked):
     def fit(cls, budget: int, slack: int, **params: Any) -> Recall:
         if params.get("search") == "all" and "exact" in params:
             raise ValueError("exact goes with search=clusters; leave out -o exact or -o search=all")
-        # 0: `on` chooses
+        # 0 is a placeholder, which `on` replaces by a value that suits the model
         return cls(budget, slack, **{"recalled": 0, "exact": 0, **params})
 
     def on(self, n_group: int, has_values: bool) -> Recall:
-        # each query head of a row needs different archived tokens
+        # a share for each query head of a row, as each needs different archived tokens
         exact = self.exact or min(max(128 * n_group, 256), 1024)
         if not has_values:
             half = max(min((self.budget - self.slack) // 2, self._most_recalled), 1)

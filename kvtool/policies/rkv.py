@@ -83,7 +83,7 @@ class RKV(Ranked):
         return self.window
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Keys scaled to norm 127, i8[row, n_cell, n_dim]: integer sums do not depend on their order."""
+        """Return i8[row, n_cell, n_dim]: keys scaled to norm 127. Integer sums do not depend on the order."""
         return (np.zeros((n_row, n_cell, n_dim), np.int8),)
 
     def observe(self, view: View, state: State) -> None:
@@ -104,12 +104,12 @@ class RKV(Ranked):
 
 @kernel("void(i8[:,::1], i8[::1], i1[:,:,::1], f8, i8, f8[:,::1])", any_order=True)
 def _likeness(order, dead, unit, threshold, n_spared, likeness):
-    """order i64[row, n]: dead cells, whose number is dead i64[row], then the live ones, oldest first; unit
-    i8[row, n or more, n_dim] -> likeness f64[row, n].
+    """Compute likeness f64[row, n]: the mean cosine of each key with every other key of the row.
 
-    likeness[row, i] is the mean cosine of the order's i-th key with every other key of the row. For each key,
-    the n_spared newest keys whose cosine with it exceeds the threshold leave that cosine out of their means.
-    Float32 holds the dot products exactly: they exceed 127 * 127 at most by rounding.
+    order i64[row, n]: cells, first the dead ones, whose number is dead i64[row], then the live ones, oldest
+    first. likeness is in this order. unit i8[row, n or more, n_dim]: keys by cell. For each key, the n_spared
+    newest keys whose cosine with it exceeds the threshold leave that cosine out of their means. Float32 holds
+    the dot products exactly: they exceed 127 * 127 at most by rounding.
     """
     n_row, n = order.shape
     n_dim = unit.shape[2]
@@ -143,10 +143,10 @@ def _likeness(order, dead, unit, threshold, n_spared, likeness):
 
 @kernel("void(i8[:,::1], i8[::1], i4[:,::1], f4[:,::1], f8[:,::1], i8, i8, f8, f4[:,::1])")
 def _score(order, dead, pos, votes, likeness, recent, reach, mixture, score):
-    """order, dead, likeness as in `_likeness`; pos i32[row, n], votes f32[row, n] -> score f32[row, n].
+    """Compute score f32[row, n] for tokens before position `recent`.
 
-    Scores only tokens before position `recent`. Sums start at the oldest token, so they do not depend on the
-    order of cells.
+    order, dead, likeness: as in `_likeness`. pos i32[row, n], votes f32[row, n]: by cell. Sums start at the
+    oldest token, so they do not depend on the order of cells.
     """
     n_row, n = order.shape
     for row in range(n_row):

@@ -56,7 +56,7 @@ class Scissorhands(Ranked):
             raise ValueError(f"history must be 1 or more, got {self.history}")
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Number of low scores u2 in each part of the history: at most 16 bytes per cell."""
+        """Return the number of low scores u2 in each part of the history: at most 16 bytes per cell."""
         return (np.zeros((n_row, n_cell, self._parts()[0]), np.uint16),)
 
     def observe(self, view: View, state: State) -> None:
@@ -79,11 +79,12 @@ class Scissorhands(Ranked):
 
 @kernel("void(i4[:,::1], f4[:,::1], i4[::1], i8, i8, i8, i8, u2[:,:,::1])")
 def _count_low(pos, hits, n_head, next_pos, n_new, part, n_begun, low):
-    """Add the low scores of the last n_new queries to a part of the history; clear the parts that begin.
+    """Count the low scores of the last n_new queries, of which the newest is at position next_pos - 1.
 
-    pos i32[row, n], hits f32[row, n], n_head i32[row]; the newest token is at next_pos - 1; the last n_begun
-    parts up to `part` begin -> low u2[row, n or more, n_part]. Counts saturate at 65,535; a batch with more
-    scores is scaled down to that.
+    pos i32[row, n], hits f32[row, n], n_head i32[row] -> low u2[row, n or more, n_part]. The scores are added
+    to one part of the history, number `part` modulo n_part. The n_begun parts that end with it are cleared
+    first, as they begin with these queries. Counts saturate at 65,535. If the queries can have more scores
+    than that, their scores are scaled down.
     """
     n_row, n = pos.shape
     n_part = low.shape[2]

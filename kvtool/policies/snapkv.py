@@ -72,10 +72,10 @@ class SnapKV(Ranked):
 
 @kernel("void(i8[:,::1], i4[:,::1], f4[:,::1], i8, i8, b1, f4[:,::1])")
 def _pool(order, pos, votes, recent, reach, by_max, pooled):
-    """order i64[row, n]: cells, oldest first; pos i32[row, n], votes f32[row, n] -> pooled f32[row, n].
+    """Pool the votes of tokens before position `recent`: votes f32[row, n] -> pooled f32[row, n].
 
-    pooled is, for each token before position `recent`, the sum (same ranking as the average) or maximum of
-    its vote and the votes of `reach` tokens on either side.
+    order i64[row, n]: cells, oldest first. pos i32[row, n]. A token's result is the sum (which ranks like the
+    average) or maximum of its vote and the votes of `reach` tokens on either side.
     """
     n_row, n = order.shape
     for row in range(n_row):

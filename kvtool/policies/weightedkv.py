@@ -82,10 +82,11 @@ def _merge(pos: np.ndarray, average: np.ndarray, keep: np.ndarray) -> Merge:
 
 @kernel("i8(i4[::1], b1[::1], i8[::1])")
 def _line_up(pos, keep, line):
-    """List a row's evicted cells, oldest first, and after each run of them the cell that they merge into.
+    """List a row's evicted cells, oldest first, and after each run of them the kept cell that comes next.
 
-    pos i32[n], keep b1[n] -> line i64[n + 1], and their number. The value n, which is not a cell, marks the
-    missing neighbour after the newest token: values merged into it are lost.
+    The run's values merge into that cell. pos i32[n], keep b1[n] -> line i64[n + 1]: the list, whose length
+    is returned. The value n, which is not a cell, marks the missing neighbour after the newest token: values
+    merged into it are lost.
     """
     n = len(pos)
     # token position in the upper 32 bits, cell in the lower, so that the lowest is the oldest
@@ -100,7 +101,7 @@ def _line_up(pos, keep, line):
     if n_gone == 0:
         return 0
     goes = np.sort(goes[:n_gone])
-    # the oldest kept token after each evicted one; unused if another evicted one comes before it
+    # the oldest kept token after each evicted one; not used if another evicted token lies between them
     stay = np.full(n_gone, never)
     if n_gone <= _FEW:
         for i in range(n_gone):
@@ -127,8 +128,8 @@ def _line_up(pos, keep, line):
 def _merge_right(pos, average, keep, row_of, dst_of, src_of, weight_of):
     """Merge the evicted tokens one by one, and write the terms of each kept token's final value.
 
-    pos i32[row, n], average f32[row, n], keep b1[row, n] -> terms of a Merge, i32, i32, i32, f32, at most two
-    for each evicted token, and their number.
+    pos i32[row, n], average f32[row, n], keep b1[row, n] -> row_of, dst_of, src_of i32 and weight_of f32: the
+    terms of a Merge, at most two for each evicted token. Returns their number.
     """
     n_row, n = pos.shape
     bits = average.view(np.int32)
@@ -158,7 +159,7 @@ def _merge_right(pos, average, keep, row_of, dst_of, src_of, weight_of):
             own_average = average[row, line[turn[i]]]
             total = own_average + (average[row, line[right]] if line[right] < n else np.float32(0))
             into[i], share[i] = right, own_average / total if total > 0 else np.float32(0.5)
-        # backwards: the final weight of the token that a value merges into is already known
+        # backwards, so that the final weight of the token that a value merges into is known already
         for i in range(n_gone - 1, -1, -1):
             weight[turn[i]] = weight[into[i]] * share[i]
             weight[into[i]] *= 1 - share[i]

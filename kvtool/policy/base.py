@@ -145,9 +145,9 @@ class Policy:
 
     @property
     def n_asked(self) -> int:
-        """Requested budget. Below `budget` if it counts cells left by an eviction, or a layer's average row.
+        """Requested budget. A prompt that is read whole is compressed if it has more tokens than this.
 
-        A prompt that is read whole is compressed if it has more tokens than this.
+        It is below `budget` if it means the cells left by an eviction, or the average of rows that share.
         """
         return self.budget
 
@@ -203,7 +203,7 @@ class Policy:
         Unpatched llama.cpp does not expose attention, and can only remove a token from all rows at once.
         """
         pairs = ((getattr(cls, name), getattr(Policy, name)) for name in ("reads", "logn", "recall"))
-        # a policy that is ragged by a parameter also reads a signal
+        # only a constant: a policy that a parameter makes ragged also reads a signal
         ragged: object = cls.ragged
         return ragged is True or any(value for value, plain in pairs if value is not plain)
 
@@ -255,7 +255,7 @@ class Policy:
         raise NotImplementedError
 
     def move(self, state: State, source: np.ndarray) -> None:
-        """Move the state after a plan: cell i of a row gets source[row, i]'s. source i32[row, n_keep]."""
+        """Move the state after a plan: cell i of a row gets that of cell source[row, i], i32[row, n_keep]."""
         row, cell = true_cells(source != np.arange(source.shape[1], dtype=np.int32))
         for array in state:
             array[row, cell] = array[row, source[row, cell]]

@@ -36,7 +36,7 @@ FLOOR = 0.2
 _F32 = np.dtype(np.float32)
 
 _MOST = 2
-"""Limit of a row that shares budgets: this many times its equal budget, in cells."""
+"""Maximum cells of a row that shares budgets, as a multiple of the cells that it would have alone."""
 
 
 class Ranked(Policy):
@@ -128,7 +128,7 @@ class Ranked(Policy):
         return keep
 
     def _shares(self, view: View, scores: np.ndarray, first: int, recent: int) -> np.ndarray:
-        """Return n_keep i64[row]: tokens that a row keeps, or the average of the rows that share."""
+        """Return n_keep i64[row]: tokens that each row keeps; the average if the rows of its layer share."""
         if self.layers == "equal":
             return np.full(len(view.pos), self.n_keep, np.int64)
         entropy = np.empty(len(view.pos))
@@ -191,7 +191,7 @@ def sum_rows(view: View, score: np.ndarray, per: str) -> np.ndarray:
     first_rows = np.flatnonzero(np.diff(view.layer, prepend=-1)) if per == "layer" else np.zeros(1, np.intp)
     n_rows = np.diff(first_rows, append=len(view.layer))
     if (view.pos == np.repeat(view.pos[first_rows], n_rows, axis=0)).all():
-        # without sharing, the rows of a layer hold the same tokens in the same cells
+        # usually the rows that decide together hold the same tokens in the same cells: no sort is needed
         return np.repeat(np.add.reduceat(score[:, : view.n_kv], first_rows, axis=0), n_rows, axis=0)
     # positions in a row are distinct, so the sort need not be stable
     order = np.argsort(view.pos, axis=1)
