@@ -11,8 +11,8 @@ With --recorded, requests are sent as they were recorded, so no reply in them is
 The server is restarted before the last request. That request is then sent again with a message in its middle
 changed. On a new server two agents take turns. kvtool keeps its chats with --sessions, llama-server with
 --slot-save-path, saved and restored by its API; the time to restore is not counted. llama_cpp.server keeps
-nothing and has no /v1/messages. --llama-cpp is a Python that has it; LLAMA_CPP_LIB_PATH gives it the same
-llama.cpp.
+nothing and has no /v1/messages. --llama-cpp is a Python with llama_cpp.server; LLAMA_CPP_LIB_PATH gives it
+the same llama.cpp.
 """
 
 from __future__ import annotations

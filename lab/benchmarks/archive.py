@@ -111,7 +111,7 @@ def _saved(
 def _put(
     engine: loop.Engine, arrays: dict[str, np.ndarray], counters: dict[tuple[str, str], int]
 ) -> loop.Engine:
-    # without its checks: a full cache is longer than the trained context
+    # `Engine.restore` would refuse a full cache that is longer than the trained context
     snapshot._put(engine.cache, arrays, counters)
     return engine
 

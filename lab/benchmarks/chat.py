@@ -3,8 +3,8 @@
     python -m lab.benchmarks.chat BOOK --at 4096 --facts 100 --policies recall,full,h2o,h2o@1024
     python -m lab.benchmarks.chat BOOK --at 8192,32768 --policies recall,h2o,streamingllm
 
-The first turns of the user state facts; then the model tells a book, a part each turn. Where the chat has as
-many tokens as --at says, the next part is scored: each token is a step, as when a model writes. At the end
+The first turns of the user state facts; then the model tells a book, a part each turn. As soon as the chat
+has --at tokens, the next part is scored: each token is a step, as when a model writes. At the end
 each fact is asked for, always from the same state. The reply is given up to the code, which counts as found
 if greedy decoding writes all of it. Policies are compared with the first one: fact by fact (McNemar's exact
 test), and by 95 % intervals of the mean difference. h2o@1024 gives a policy another budget. `full` has to fit

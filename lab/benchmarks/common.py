@@ -63,7 +63,7 @@ def machine() -> dict[str, object]:
 
 
 def mcnemar(lost: int, won: int) -> float:
-    """p of McNemar's exact test. lost: items that only the first gets right; won: only the second."""
+    """p of McNemar's exact test. lost: items that only the first run gets right; won: only the second run."""
     # if the two are equally good, lost and won are equally likely
     tail = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1)) / 2 ** (lost + won)
     return min(2 * tail, 1)
@@ -75,7 +75,7 @@ def describe(what: dict[str, object]) -> str:
 
 
 def load_model(name: str | None) -> Model:
-    """The model of that name or path; kvtool's default without one."""
+    """The model with this name or path. None: kvtool's default."""
     return Model(resolve(name))
 
 

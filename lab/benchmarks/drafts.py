@@ -1,11 +1,11 @@
-"""Time of a text with draft tokens over one without: edits of a file, answers about documents, code, prose.
+"""Speed of writing with draft tokens over that without: edits of a file, summaries, code and prose.
 
     python -m lab.benchmarks.drafts edits -m qwen2.5-coder-1.5b
     python -m lab.benchmarks.drafts documents -m qwen2.5-coder-1.5b --documents multi_news.jsonl
     python -m lab.benchmarks.drafts code -m qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b
 
-Each of ten prompts is read and answered without guesses, then with them, at temperature 0. The ratio is that
-of the tokens a second. Texts may differ where two tokens are nearly as likely, because steps of several
+Each of ten prompts is read and answered without draft tokens, then with them, at temperature 0. The ratio is
+that of the tokens a second. Texts may differ where two tokens are nearly as likely, because steps of several
 tokens round in another way; `same` is the share of tokens before the first difference. The edits are of
 data/edited.txt, 202 lines of Python.
 """
@@ -117,12 +117,12 @@ def _prompts(args: object) -> list[str]:
         record = json.loads(line)
         document = record.get("prompt") or f"{record['context']}\n\n{record['input']}"
         found.append(f"{document}\n\nSummarize what this says, and quote its most important sentences.")
-    # the shortest, as the others are read for minutes
+    # the shortest documents, because the others take minutes to read
     return sorted(found, key=len)[:10]
 
 
 def _pair(engine: Engine, drafter: Drafter, prompt: np.ndarray, n: int) -> dict[str, float]:
-    """Writes an answer without guesses and with them."""
+    """Write an answer without draft tokens and with them, and compare the two."""
     found = []
     for own in (None, drafter):
         with closing(Sampler(engine.model)) as sampler:

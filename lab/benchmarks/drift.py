@@ -3,10 +3,10 @@
     python -m lab.benchmarks.drift FILE --evictions 1000,10000
 
 Streams a text with in-cache positions and an eviction at every token, once for each type of keys. Under
-StreamingLLM the sinks' keys are re-rotated at each eviction. After some numbers of evictions the next
-`--score` tokens are predicted. Printed is the mean divergence KL(p || q), in nats, from the same stream with
-F32 keys, which lose hardly anything. With `--positions auto` the same keys would be re-rotated once per
-context.
+StreamingLLM the sinks' keys are re-rotated at each eviction. After each number of `--evictions`, the next
+`--score` tokens are predicted. The table shows their mean divergence KL(p || q), in nats, from the same
+stream with F32 keys, which lose hardly anything. With `--positions auto` the same keys would be re-rotated
+once per context.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def attentions(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
             forms = ["one", "ne3", "calls"] if n == 1 else ["one", "ne3", "ne3 in order", "calls"]
             for n_kv in sizes.n_kv:
                 for form in forms:
-                    # long steps take long enough: measure fewer of them
+                    # a long step takes so long that fewer nodes are enough to measure it
                     n_node = sizes.n_node if n < 512 else max(sizes.n_node // 8, 1)
                     row = {"what": form, "type": name, "n": n, "n_kv": n_kv}
                     yield row | _attention(ggml, rng, backend, kv[:n_node], plain, kind, n, n_kv, form)
@@ -127,7 +127,7 @@ def layouts(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
 
 
 def copies(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
-    """2b: copies in microseconds and GB/s, and the part of a copy that hides behind work."""
+    """2b: copies in microseconds and GB/s, and the share of a copy that runs during other work."""
     backend, other = ggml.backend(), ggml.backend()
     lib, size = ggml.lib, sizes.copy_bytes
     work = Work(ggml, backend)

@@ -1,4 +1,4 @@
-"""Parts 2d and 2e of ggml_micro.py: streamed keys and values in reading, residents and means in writing."""
+"""Parts 2d and 2e of ggml_micro.py: steps that read a prompt or write a token with an archive on the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lab.benchmarks.ggml_lib import F16, F32, I64, Q4_0, TYPES, Ggml, Work, medi
 
 
 class Matrices:
-    """The weights of one layer of an 8B in Q4_0, and the products of a chunk with them."""
+    """The weights of one layer of an 8B model in Q4_0, and the products of a chunk of tokens with them."""
 
     SHAPES = (
         *((4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096)),

@@ -76,13 +76,13 @@ def facts(args: Args) -> Iterator[Row]:
 
 
 def settings_of(model: Model, way: measure.CacheConfig, depth: int) -> Settings:
-    """The engine's settings of a way at a depth."""
+    """An engine's settings for a cache configuration and a stream of `depth` tokens."""
     types = {"type_k": way.cache_type, "type_v": way.cache_type}
     return Settings(n_ctx=model.n_ctx_train, n_batch=256, archive=depth, flash=way.flash, **types)
 
 
 def bench(args: Args) -> Iterator[Row]:
-    """The rows of `kvtool bench` for one way."""
+    """The rows of `kvtool bench` for one cache configuration, --way."""
     way = WAYS[args.way]
     model = Model(args.model)
     for depth in (512, 2048) if args.small else (512, 8192, 32768):
@@ -187,7 +187,7 @@ def read(args: Args) -> Iterator[Row]:
             Settings(n_ctx=way.budget and model.n_ctx_train or n, n_batch=1024, flash="on"),
         )
         tokens = rng.integers(0, model.n_vocab, n)
-        # a first reading makes everything that is made only once
+        # a first reading makes what later readings use again, such as compiled graphs
         engine.read(tokens[: n // 4])
         engine.reset()
 
@@ -210,7 +210,7 @@ def read(args: Args) -> Iterator[Row]:
 
 
 def at_depth(model: Model, way: measure.CacheConfig, depth: int, tokens: np.ndarray) -> Engine:
-    """Return an engine of this way whose stream seems to have read `depth` tokens."""
+    """Return an engine with this cache configuration, in a state as if it had read `depth` tokens."""
     policy, settings = (
         policies.fit(way.policy, way.budget or depth + 256),
         settings_of(model, way, depth + 256),
@@ -253,15 +253,15 @@ class Timers:
 def profile(args: Args) -> Iterator[Row]:
     """Milliseconds a token in the parts of `Engine.step`.
 
-    decode: llama.cpp's graph, with the search and the upload of made cells. logits: the wait for the device.
-    observe: signals read. plan: the policy. archive: cells read from the device and clustered. edit: cells
-    moved on the device. decode_cpu: CPU time of all threads in decode. step: all. Evictions come every 16
-    tokens; quiet: the median of a step without one.
+    decode: llama.cpp's graph, with the search and the upload of synthetic cells. logits: the wait for the
+    device. observe: signals read. plan: the policy. archive: cells read from the device and clustered. edit:
+    cells moved on the device. decode_cpu: CPU time of all threads in decode. step: mean time of a step.
+    quiet: its median, which is a step without an eviction, because evictions come every 16 tokens.
     """
     way = WAYS[args.way]
     model = Model(args.model)
     tokens = depths.text(model)
-    # at depth 700 the archive is nearly empty: the time of recall is the stop in each layer
+    # at depth 700 the archive is nearly empty, so that recall's time is that of stopping in each layer
     for depth in (700, 2048) if args.small else (700, 8192, 32768):
         engine, timers = at_depth(model, way, depth, tokens), Timers()
         for owner, method in (
@@ -335,7 +335,7 @@ class Watch:
 
 
 def search(args: Args) -> Iterator[Row]:
-    """Milliseconds a token that `recall` spends in its operation on the CPU: search, attention, made cells.
+    """Milliseconds a token that `recall`'s CPU operation takes: search, attention, synthetic cells.
 
     The operation is timed from the moment its inputs are on the host. The callback slows the rest of the step
     down.

@@ -1,4 +1,4 @@
-"""Time of a token: kvtool over stock llama.cpp with as many cells, and over a long cache.
+"""Time of a token: kvtool compared with stock llama.cpp, with as many cells and with a long cache.
 
     python -m lab.benchmarks.overhead FILE --policies h2o,buzz,streamingllm,tova --budget 512
 
@@ -98,7 +98,7 @@ class Kvtool:
 
     def __init__(self, model: Model, name: str, tokens: np.ndarray, flash: str, args) -> None:
         policy = policies.fit(name, args.budget, args.evict_every)
-        # no step over the budget: the same cells as stock
+        # steps do not exceed the budget, so that kvtool has as many cells as stock
         settings = Settings(
             positions=args.positions, n_batch=64, over_budget=False, flash=flash, n_threads=args.threads
         )
@@ -115,7 +115,7 @@ class Kvtool:
         self.engine.evict = self._timed("evict", self.engine.evict)
 
     def _warm_up(self) -> None:
-        """Go past two evictions and up to the next one: from there on nothing changes."""
+        """Go past two evictions and up to the next one. From there on, evictions come at equal distances."""
         engine, n_seen = self.engine, 0
         while n_seen < 2 or engine.n_kv < engine.policy.budget:
             before = engine.n_evicted
@@ -212,7 +212,7 @@ def _cells(args, model: Model, tokens: np.ndarray, names: list[str], paths: list
 
 
 def _measure(args, cells: dict, names: list[str], paths: list[str]) -> dict:
-    """Seconds per token of each round, by (name, path). (name, path, "stock") has stock's, taken in turns."""
+    """Seconds per token of each round, by (name, path). (name, path, "stock"): stock's, measured in turns."""
     times: dict[tuple, list[float]] = defaultdict(list)
     for cell in cells.values():
         # the first single token makes a new graph

@@ -1,4 +1,4 @@
-"""CPU time of `kvtool perplexity` with llama.cpp from the wheel for every CPU, over that with our own build.
+"""CPU time of `kvtool perplexity` with the wheel for every CPU, relative to that with this machine's build.
 
     python -m lab.benchmarks.portable wiki.test.raw --wheel dist/kvtool_llama-*.whl --policy h2o --budget 256
 

@@ -31,7 +31,7 @@ CODE_STD = float(np.std(np.arange(16)))
 """Standard deviation of the codes 0 .. 15, which are equally likely."""
 
 N_REPEATED = 256
-"""Rows of a matrix that are random with --repeat."""
+"""Number of random rows in each matrix with --repeat; other rows repeat them."""
 
 
 def main() -> None:
@@ -180,9 +180,9 @@ def recurrent(n_embd: int) -> dict[str, tuple[int, ...]]:
 
 
 def quantized(rng: np.random.Generator, n_row: int, n_in: int, n_random: int | None = None) -> np.ndarray:
-    """Random blocks of Q4_0, u8[n_row, bytes]. The product with a vector has entries of about its size.
+    """Random blocks of Q4_0, u8[n_row, bytes], scaled so that a product is about as large as its vector.
 
-    n_random: how many rows are random; the others repeat them. All if not given.
+    n_random: number of random rows, which the other rows repeat; None: all rows are random.
     """
     blocks = rng.integers(0, 256, (min(n_random or n_row, n_row), n_in // BLOCK, BLOCK_BYTES), np.uint8)
     scale = np.array([1 / (CODE_STD * n_in**0.5)], np.float16)

@@ -1,14 +1,14 @@
-"""JSON schemas that are enforced, samples of them that validate, and time of a token under a schema.
+"""Count JSON schemas that kvtool enforces, validate texts drawn from them, and time tokens under a schema.
 
     python -m lab.benchmarks.schemas schemas.jsonl --samples 3
     python -m lab.benchmarks.schemas --rounds 6 -m MODEL
 
-The first reads one {"name", "schema"} a line, as JSONSchemaBench has them. It counts the schemas that are
-enforced, accepted with remarks, and refused. It draws texts of each enforced schema at random from the tokens
-that fit, preferring tokens that close something, and validates them with the jsonschema package.
+The first command reads one {"name", "schema"} a line, as JSONSchemaBench has them. It counts the schemas that
+are enforced, accepted with remarks, and refused. It draws texts of each enforced schema at random from the
+tokens that fit, preferring tokens that close something, and validates them with the jsonschema package.
 
-The second writes equally many tokens with and without a schema, in turns, with kvtool chat's sampler and
-without guesses, and compares CPU time: it needs the model's weights.
+The second command writes equally many tokens with and without a schema, in turns, with kvtool chat's sampler
+and without draft tokens, and compares CPU time: it needs the model's weights.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Wanderer:
 
 
 def tried(schema: dict[str, object], wanderer: Wanderer, n: int) -> Counter[str]:
-    """Count a schema as enforced, accepted or refused, and its samples."""
+    """Count a schema as enforced, accepted with remarks or refused, and its n samples by their outcomes."""
     try:
         found = enforced(schema)
     except UsageError:
@@ -143,7 +143,7 @@ def token_s(engine: Engine, drawing: GenerationOptions, n: int, seed: int) -> fl
 
 def ratios(model: Model, rounds: int, n: int) -> list[float]:
     """Time of a token under a schema over that of one without, in turns."""
-    # without a schema no end token is allowed: both write n tokens
+    # a schema of fifty items keeps the text from ending, and so do these bans: both write n tokens
     bans = tuple((token, -np.inf) for token in model.ends)
     free, held = GenerationOptions(logit_bias=bans), GenerationOptions(json_schema=json.dumps(PEOPLE))
     found = []

@@ -1,11 +1,11 @@
-"""Time of a run of kvtool compare, over stock llama.cpp scoring the same tokens.
+"""Time of a run of kvtool compare, relative to stock llama.cpp decoding the same tokens.
 
     python -m lab.benchmarks.scoring FILE --policies h2o,buzz --budget 256
 
 Stock decodes the text in batches of 64, with logits of every token. Before each batch the cache is cut back
 so that the batch ends with 512 cells. It only decodes; nothing is computed from its logits. The runs measure
-everything that compare measures, with KL and top-1 against the full cache. Times are CPU times. Rounds take
-turns, and each ratio is of one round.
+everything that compare measures, with KL and top-1 against the full cache. Times are CPU times. Stock and the
+policies take turns, and a ratio is of two times of one round.
 """
 
 from __future__ import annotations

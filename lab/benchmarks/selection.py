@@ -2,12 +2,12 @@
 
     python -m lab.benchmarks.selection --rows 256 --cells 1024 --evict 64 --dim 128
 
-A full cache evicts, grows by as many tokens, and evicts again. Timed are the engine's calls `observe`, `plan`
-and `move`, on one thread; reading the signals and editing the cache are not. The last columns show the same
-per generated token, with an eviction every 16 tokens, for the shapes of SmolLM2-135M with 512 cells and of an
-8B model (32 layers of 8 KV heads of 128) with 1,024; and the bytes of the policy's state there, also as a
-share of the f16 cache. `name:option=value:...` is a policy with options. `full`, which never evicts, is left
-out, and so are policies whose rows may keep different numbers of cells.
+A full cache evicts, grows by as many tokens, and evicts again. The time is that of the engine's calls
+`observe`, `plan` and `move`, on one thread, without reading the signals and editing the cache. The last
+columns show it per generated token, with an eviction every 16 tokens, for the shapes of SmolLM2-135M with 512
+cells and of an 8B model (32 layers of 8 KV heads of 128) with 1,024. They also show the bytes of the policy's
+state in these shapes, and their share of the f16 cache. `name:option=value:...` is a policy with options.
+`full`, which never evicts, is left out, and so are policies whose rows may keep different numbers of cells.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m lab.benchmarks.start --policy buzz --budget 512
 
-Compared are `kvtool chat` and a script that makes a Llama with as many cells and streams the same reply, each
-in a new process. The Llama is that of the sources that kvtool's llama.cpp was built from, with the same
-library. They take turns. Time is from the start of the process to the first byte of the reply. Memory is the
+Compares `kvtool chat` with a script that makes a Llama with as many cells and streams the same reply, each in
+a new process. The Llama class is that of the sources of kvtool's llama.cpp, and loads the same library. They
+take turns. Time is from the start of the process to the first byte of the reply. Memory is the
 peak of resident memory, of the chat and of the imports alone. kvtool's chat goes on for --tokens, past its
 budget and its first evictions; a Llama with as many cells cannot.
 """

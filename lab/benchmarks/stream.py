@@ -2,8 +2,8 @@
 
     python -m lab.benchmarks.stream FILE --policy h2o --budget 512 --tokens 200000 --plot stream.png
 
-Streams the text through one engine and scores every token. Beside it, batch by batch in turns, each segment
-of `--segment` tokens goes through a fresh engine that starts there. The first `--skip` tokens of a segment
+Streams the text through one engine and scores every token. In turns with it, batch by batch, a fresh engine
+reads each segment of `--segment` tokens, starting with an empty cache. The first `--skip` tokens of a segment
 count in neither perplexity, because the fresh engine's cache is not full yet. Other programs slow
 both alike. The fresh engine has its own process, so the measured memory is the stream's. With `--from`, the
 JSON of earlier measurements is added to the last table and the plot; without FILE they show nothing else.
@@ -228,7 +228,7 @@ def _print(results: dict) -> None:
 
 
 def _summary(several: list[dict]) -> None:
-    """A line per measurement: the least and the most of its segments; memory over the last three quarters."""
+    """Print a line per measurement: ranges over segments, and growth of memory in the last three quarters."""
     table = Table(title="over a fresh start at the same place, segment by segment")
     for column in ("", "tokens", "perplexity", "mean", "speed", "resident MiB", "more in the last 3/4"):
         table.add_column(column, justify="right")

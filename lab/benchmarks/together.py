@@ -1,10 +1,11 @@
-"""Answers that a server writes at once: how much faster one step for all is than one after the other.
+"""Speed of a server that writes several answers in joint steps, relative to one answer after the other.
 
     python -m lab.benchmarks.together -m M.gguf --chats 4 --ends 151643,151645 -- --policy recall -t 1
 
 Behind -- are options of `kvtool serve`. Two servers take turns, one with --parallel 1, one with --parallel N.
 Each gets N requests at once, of -n tokens each, after a round that does not count. A single chat then asks
-both servers, which shows the cost of being ready for more. CPU time of the servers, and wall time.
+both servers, which shows the cost of being ready for more. Ratios are of the servers' CPU time and of wall
+time.
 """
 
 from __future__ import annotations

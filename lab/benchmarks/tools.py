@@ -2,10 +2,10 @@
 
     python -m lab.benchmarks.tools -m M.gguf --policies full,recall@1024,h2o@+1024 --json tools.json
 
-data/tools.jsonl.xz has the first request of each of four agents, with its system prompt and tools. The user's
-message in it is replaced by each of fifty, the same for all agents: to read, list, search, run or write
-something made up. Each setting has a server, which reads an agent's prompt once. The first call of an answer
-counts.
+data/tools.jsonl.xz has the first request of each of four agents, with its system prompt and tools. In place
+of the user's message in it, the program sends each of fifty made-up messages, the same for all agents: to
+read, list, search, run or write something. For each agent and policy a server starts, which reads the agent's
+prompt once. Only the first call of an answer counts.
 
 A call is valid if the tool exists and its arguments fit the schema (required ones, types, choices). It is
 right if the tool is one that this agent has for the task, and the arguments name the

@@ -95,10 +95,10 @@ class Meter:
             worker.close()
 
     def _forth(self, client: socket.socket, worker: socket.socket) -> None:
-        """Count requests: a byte for the command, eight for the size of what follows, and that."""
+        """Count requests' bytes: one for the command, eight for a size, and as many as that size says."""
         head, n_left = b"", 0
         while data := _receive(client):
-            # counted before the worker can answer
+            # count before sending, because an answer is counted under the kind of the newest request
             view = memoryview(data)
             while view:
                 if n_left:
