@@ -64,7 +64,7 @@ class AfterThought(Constraint):
         if self._inner:
             self._inner.restart()
         self._place = self._first
-        # end of the text, which may be the beginning of a tag
+        # last bytes of the text so far, which may be the beginning of a tag
         self._held = b""
         # at START: True if the inner constraint allows the text so far
         self._fits = True
@@ -162,7 +162,7 @@ class AfterThought(Constraint):
         return [(tag.encode(), place) for tag, place in places if tag]
 
     def _opening(self) -> list[int]:
-        """Return the tokens that continue a tag at the start of a reply."""
+        """Return the tokens with which a tag at the start of the reply may begin or go on."""
         held, pieces, allowed = self._held.lstrip(), self._vocabulary.pieces, list[int]()
         for tag, place in self._tags_at_start:
             if tag.startswith(held):
@@ -203,7 +203,7 @@ class AfterThought(Constraint):
         return True
 
     def _answer(self, text: bytes) -> bool:
-        """Accept the beginning of the answer, which may be empty."""
+        """Begin the answer with a text, which may be empty. Return False if the constraint forbids it."""
         answer = text.lstrip(b"\n")
         if self._inner and not self._can_begin(self._inner, answer):
             return False
@@ -222,7 +222,7 @@ class AfterThought(Constraint):
         return self._known[answer]
 
     def _bad_ends(self, inner: Constraint) -> list[int]:
-        """Return the tokens that close the thought and continue with a text that violates the constraint."""
+        """Return the tokens that contain the end tag and then a text that the constraint forbids."""
         end, bad = self._tags.end.encode(), []
         for token in self._vocabulary.with_inside(end[-1:]):
             text = self._held + self._vocabulary.pieces[token]
@@ -251,7 +251,7 @@ class AfterThought(Constraint):
 
 
 def _place_after(header: str, tags: Tags) -> _Place:
-    """Return the position at which a reply begins after this header."""
+    """Return the position of a reply's first token. The header may open or close a thought."""
     _, opened, rest = header.rpartition(tags.start)
     if opened and tags.end not in rest:
         return _Place.THOUGHT

@@ -261,7 +261,7 @@ class _SegmentFile:
     id
         Id of the file.
     offsets
-        Offset of each part in the file.
+        Offset of each part, `Segment` or `Clusters`, in the file.
     end
         Offset of the next part.
     """
@@ -370,7 +370,7 @@ def _clusters_of(archive: Archive, offsets: Mapping[Part, int]) -> list[Clusters
     written: set[tuple[int, bool]] = set()
     for part in archive.clusters:
         first = max(part.begin, archive.span.start // n * n)
-        # a block that is far in some rows has near clusters in the other rows
+        # a near part stays for blocks that are far in some rows only: the other rows use its clusters
         held = {block for block in range(first, part.end, n) if ((block, True) in current) == part.is_far}
         if part in offsets and held:
             parts.append(part)

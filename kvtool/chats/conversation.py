@@ -452,7 +452,7 @@ class Conversation:
         self.messages, self.n_reply = self.messages[: before.n_message], before.n_reply
 
     def remember(self, command: str | None = None, *, turn: str | None = None) -> bool:
-        """Push the mark or the copy that `undo` needs to take back the change that comes next.
+        """Push the mark or the copy that `undo` needs to take back the next change.
 
         command, turn: the change, either a command or the text of a turn. A turn needs only a mark if the
         cache can be rewound. Returns False if nothing was pushed, because the chat is not undoable or the

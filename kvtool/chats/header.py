@@ -101,7 +101,7 @@ class Header:
         )
 
     def start(self, template: Template, before: Sequence[Message], reply: Message) -> str:
-        """Text between `kept` and the answer, as the template renders this reply once it is an earlier one.
+        """Return the text between `kept` and the answer of this reply, rendered as an earlier reply.
 
         before: the messages before the reply.
         """

@@ -21,7 +21,7 @@ class Stops:
         self._held = ""
 
     def feed(self, piece: str) -> str:
-        """Return the text that is certain after this piece, which may be ""."""
+        """Add a piece. Return the new text that cannot belong to a stop string, which may be ""."""
         text = self._held + piece
         # the first end counts, because it does not depend on the pieces; among equal ends, the longest string
         if ends := [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]:

@@ -59,7 +59,7 @@ _NOT_ASCII = re.compile(f"{JOINT}{JOINT}|{CUT}{CUT}|[^\0-\x7f{JOINT}{CUT}]")
 
 
 _MARKED, _WORDS = re.compile(r"<[^<>\s]+>|\[[^][\s]+\]"), re.compile(r"\w\W+\w")
-"""Text that looks like a marker; text with at least two words."""
+"""Patterns of text that looks like a marker, and of text with at least two words."""
 
 
 _THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking", "thought")

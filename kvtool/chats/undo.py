@@ -53,7 +53,7 @@ class Mark(NamedTuple):
     Attributes
     ----------
     n_past, n_message
-        Number of tokens and messages.
+        Number of decoded tokens, and of messages.
     n_reply
         Number of replies started.
     writer

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Stopped(KvtoolError):
-    """The user stopped a command, which has shown or kept its finished runs."""
+    """Error after the user stopped a command. Its finished runs were printed or saved."""
 
     exit_code = interrupt.EXIT_CODE
 
@@ -50,7 +50,7 @@ def with_records(args: Sequence[str]) -> list[str]:
 
 
 def _is_records(word: str) -> bool:
-    """Return False if the word after --json is an option, a task, or a file that does not hold records."""
+    """Return True if the word after --json is - or a file for records, and not an option or a task."""
     from kvtool import tasks
 
     if word.startswith("-"):

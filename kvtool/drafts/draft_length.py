@@ -21,7 +21,7 @@ _SLOPE = 0.1
 """Assumed cost of one more token in a step, as a fraction of a step of one token. Used until measured."""
 
 _GAIN = 1.05
-"""Minimum speedup for drafting: costs and acceptance are only estimates."""
+"""Minimum estimated speedup of draft tokens; above 1, because costs and acceptance are estimates."""
 
 _TRY_EVERY = 32
 """Steps between trials of draft tokens while drafting seems not to pay off."""
@@ -71,7 +71,7 @@ class DraftLength:
         self._times[n].append(seconds)
 
     def _cost(self, n: int) -> float:
-        """Cost of a step of n tokens, in steps of one token, interpolated from measured lengths."""
+        """Time of a step of n tokens relative to one token, interpolated between measurements."""
         if not (one := self._times.get(1)):
             return 1 + _SLOPE * (n - 1)
         base = median(one)

@@ -32,7 +32,7 @@ class Source(Protocol):
 
 
 class Searched(Source, Protocol):
-    """Source whose draft tokens cost nothing: it returns as many as requested."""
+    """Source that finds draft tokens by a fast search, so that it returns as many as requested."""
 
     def look(self) -> int:
         """Number of matching tokens before the draft tokens that `guess` would return; 0 without drafts."""

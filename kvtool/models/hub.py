@@ -1,4 +1,4 @@
-"""Models by repository, hf:OWNER/REPO[@REVISION][:QUANT]: which file is meant, and its download.
+"""Models by repository, hf:OWNER/REPO[@REVISION][:QUANT]: choose the file, and download it.
 
 huggingface_hub lists the files of a repository and downloads them into its cache, where other programs look.
 """
@@ -109,8 +109,8 @@ def models(names: Iterable[str]) -> list[str]:
 def choose(names: Iterable[str], quant: str) -> str | None:
     """Return the first model file of a quantization, ignoring case, or None.
 
-    quant: a quantization, or the name of a file or part, which need not be a model. If empty, the first of
-    DEFAULTS that the repository has is chosen, otherwise the first model.
+    quant: a quantization, or the name of a file or part, which need not be a model. If it is empty,
+    choose the first of DEFAULTS that the repository has, or else the first model.
     """
     names = list(names)
     known = models(names)

@@ -152,7 +152,7 @@ class Layers:
         return n_cell * self._token_bytes(Kind.SLIDING, type_k, type_v)
 
     def fixed_bytes(self, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Return the bytes of all caches except the rows. Raises UsageError as `cell_bytes` does."""
+        """Return the bytes of the caches of sliding and recurrent layers. Raises as `cell_bytes` does."""
         return self.swa_bytes(n_batch, type_k, type_v) + self.recurrent_bytes
 
     def cells_that_fit(self, n_bytes: int, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
@@ -166,8 +166,8 @@ class Layers:
     ) -> tuple[int, int]:
         """Return (cells, batch size) of the largest cache that fits into n_bytes.
 
-        The cells are a multiple of PAD or n_ctx_train, or 0 if n_bytes is too small even with a batch of one
-        token. n_batch: maximum batch; a batch takes memory in sliding layers. Raises UsageError as
+        The number of cells is a multiple of PAD, or it is n_ctx_train. It is 0 if n_bytes is too small even
+        with a batch of one token. n_batch: maximum batch; a batch takes memory in sliding layers. Raises as
         `cell_bytes` does.
         """
         n_ctx_train = min(n_ctx_train, self.most_cells // PAD * PAD or self.most_cells)

@@ -30,7 +30,7 @@ _NAMES = {
 }
 
 BY_NAME = {name: reason for reason, names in _NAMES.items() for name in names.split()}
-"""Reason for refusal by name of architecture."""
+"""Reason why kvtool refuses a model, by the name of its architecture."""
 
 
 def unsupported(info: ModelInfo) -> str | None:

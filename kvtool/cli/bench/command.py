@@ -140,7 +140,7 @@ def _budgets(run: _BenchRun, info: ModelInfo, layers: Any) -> dict[str, int]:
 
 
 def _measure(benchmark: Bench) -> None:
-    """Measure the rows, and name the current one next to a bar."""
+    """Measure the rows, and show the current row's name next to a progress bar."""
     with tokens_progress("bench", len(benchmark.rows) * benchmark.rounds) as step:
         interrupt.stops(benchmark)
         for n_done, row in enumerate(benchmark.measure()):

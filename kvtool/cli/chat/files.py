@@ -400,7 +400,7 @@ _FLAGS = {
 
 
 def _differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return pairs of differing options of two chats.
+    """Return the differing options of two chats, as pairs (theirs, ours).
 
     If the model, the policy or the budget differs, only its pair is returned.
     """

@@ -122,7 +122,7 @@ def typed_as(text: str) -> str:
 
 
 def goes_on(typed: str) -> bool:
-    """Return True if a line break belongs to the text: in an open block, or after a backslash."""
+    """Return True if Enter adds a line break to the text: in an open block, or after a backslash."""
     text = typed.lstrip()
     if text.startswith(BLOCK):
         return len(text) < 2 * len(BLOCK) or not text.rstrip().endswith(BLOCK)

@@ -260,17 +260,17 @@ class Commands:
         self._note_new(f"continuing after {turns(self.conversation.n_turn)} of {path}")
 
     def _remember(self, change: str) -> bool:
-        """Copy the chat for /undo. If there is no room for a copy, ask; return False for no."""
+        """Copy the chat for /undo. Without room for a copy, ask whether to go on; return False if not."""
         return self.conversation.remember(change) or self.terminal.confirm(
             f"There is no disk space for a copy, so /undo could not take {change} back. Continue?"
         )
 
     def _note_new(self, change: str) -> None:
-        """Report a change to another chat, and the file with the previous chat."""
+        """Report that another chat has begun, and the file that holds the previous chat."""
         self.terminal.note(f"{change}{self._previous()}; /undo takes this back")
 
     def _previous(self) -> str:
-        """Return the addition to a note if the session's file holds another chat; else ""."""
+        """Return the end of a note: the file that holds the previous chat; "" if no file holds it."""
         path, has_it = self.files.path, self.files.has_previous
         return f"; {path} holds the previous chat until the next reply" if has_it else ""
 

@@ -77,7 +77,7 @@ class _Grid(Options):
             raise UsageError("--policies names no policy; leave it out for all")
 
     def listed(self, name: str) -> list[str]:
-        """Return the values between the commas."""
+        """Return the values in a field, which commas separate."""
         return [part.strip() for part in (getattr(self, name) or "").split(",") if part.strip()]
 
 

@@ -136,7 +136,7 @@ def lines(texts: Iterable[str], levels: Iterable[int], width: int) -> Iterator[L
 
 
 def _words(texts: Iterable[str], levels: Iterable[int]) -> Iterator[Line]:
-    """Group tokens that no space separates."""
+    """Yield words: groups of tokens that no space separates."""
     word: Line = []
     for text, level in zip(texts, levels, strict=True):
         if word and (text[:1].isspace() or word[-1][0][-1:].isspace()):
@@ -198,9 +198,9 @@ def _legend(shaded: bool, has_archive: bool) -> str | Text:
 
 
 def _strip(share: np.ndarray, archived: np.ndarray, width: int) -> Line:
-    """Return a column for each equal part of the stream.
+    """Return a line with a blank column for each equal part of the stream.
 
-    Its level is ARCHIVED if most of the part is archived, else that of the part's mean share.
+    A column's level is ARCHIVED if most of the part is archived, else that of the part's mean share.
     """
     mean, is_archived = (
         np.array([part.mean() for part in np.array_split(of_tokens, min(width, len(share)))])
