@@ -2,9 +2,9 @@
 
     python tests/engine/kinds_table.py DIR
 
-DIR has small random models, one an architecture: `make check-archs DIR=...` writes them. Every cell of the
-table is a run: a text of three times the trained length, evictions on the way, logits that
-are finite. An entry that cannot run gives the reason.
+DIR has small random models, one per architecture; `make check-archs DIR=...` writes them. For every entry of
+the table a policy reads a text, in most columns of three times the trained length, and evicts on the way.
+"yes" means that all logits are finite (of a session: that it continues bit for bit). "no" gives the reason.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def serve(port):
     address = get_address(registry, b"ggml_backend_rpc_start_server")
     text, size = ctypes.c_char_p, ctypes.c_size_t
     start = ctypes.CFUNCTYPE(None, text, text, size, size, ctypes.POINTER(pointer))(address)
-    # an alarm ends a process wherever it is, in C too
+    # the server runs in C and never returns to Python; an alarm ends the process all the same
     signal.alarm(TIME_LIMIT)
     start(f"127.0.0.1:{port}".encode(), None, 1, 1, (pointer * 1)(device))
 
@@ -59,7 +59,7 @@ def pass_on(port, endpoint):
 
 
 class Endpoint(str):
-    """ "127.0.0.1:port". process: the server's process."""
+    """Address "127.0.0.1:port" of a server. process: the server's process."""
 
     process: subprocess.Popen
 

@@ -20,7 +20,7 @@ from tests.reference import transformer
 transformer.half_precision = any(each["name"].startswith("Vulkan") for each in devices())
 
 ON_CUDA = any(each["name"].startswith("CUDA") for each in devices())
-"""True on CUDA: the order of half-precision sums depends on the GPU's load and on the batch length."""
+"""True on CUDA. There the order of half-precision sums depends on load and batch length, so results differ."""
 
 TOLERANCE = 1e-2 if has_gpu() else 1e-4
 """Largest difference from the definition; larger on a GPU, which rounds differently."""
@@ -30,23 +30,24 @@ LOGITS = max(TOLERANCE, 1e-3)
 
 
 N_UNTIED = 64
-"""Number of tokens that tests of `tova` compare on CUDA: later, some choices differ from the definition's.
+"""Number of tokens that tests of `tova` compare on CUDA.
 
-There, the scores of two tokens, 2.78574e-3 and 2.78573e-3, differ by less than sums in another order do.
+After them, two tokens have scores of 2.78574e-3 and 2.78573e-3. CUDA adds up in another order than the
+definition, which changes the scores by more than this difference, so it may evict the other token.
 """
 
 KINDS = ("h2o", "buzz", "corm", "weightedkv")
 """One policy of each kind: plain, by segments, with rows of different lengths, merging.
 
-tests/policies/test_contract.py has the promises of each policy.
+Tests that run with every policy are in tests/policies/test_contract.py.
 """
 
 
 @contextmanager
 def open_engine(path, policy, n_gpu_layers=None, **settings):
-    """F32 cache, no flash attention, one thread, logits of every token, unless `settings` say otherwise.
+    """Open an engine with an f32 cache, no flash attention, one thread, and logits of every token.
 
-    Policies with recall stream their prompts, whatever room a GPU has.
+    Policies with recall stream their prompts, even if a GPU has room for more. `settings` override all this.
     """
     exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_batch": 64, "n_output": 64}
     if policy.recall:
@@ -68,7 +69,7 @@ def future_of(policy):
 
 
 def text(n, seed=1, n_vocab=259):
-    """Tokens i32[n] of a tiny model, with repetitions, so that some matter later."""
+    """Tokens i32[n] for a tiny model: random phrases that repeat, so that early tokens matter later."""
     rng = np.random.default_rng(seed)
     phrases = [rng.integers(3, n_vocab, 7) for _ in range(9)]
     tokens = np.concatenate([phrases[i] for i in rng.integers(0, 9, n // 7 + 1)])
@@ -118,9 +119,10 @@ def positions_of(stream):
 
 
 def assert_continues_as_defined(engine, stream, tokens, evict):
-    """Decode tokens one by one with both; assert that logits and rows agree. Both have just evicted.
+    """Decode tokens one by one with engine and reference stream; assert that their logits and rows agree.
 
-    evict: makes the stream evict. Ragged rows evict every `slack` tokens, other rows at the budget.
+    Both must have evicted just before. evict: makes the stream evict. It is called every `slack` tokens if
+    the policy is ragged, otherwise when the rows hold `budget` entries.
     """
     assert live(engine) == positions_of(stream)
     policy = engine.policy

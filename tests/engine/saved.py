@@ -11,7 +11,10 @@ import numpy as np
 
 @dataclass
 class Saved:
-    """pos i64[n]: the cell table. k, v: u1[n, bytes of a cell], by layer. Types: ggml's numbers."""
+    """Saved cells. pos i64[n]: position of each. k, v: for each layer u1[n, bytes of a cell].
+
+    k_type, v_type: ggml's numbers of the types; -1 without cells.
+    """
 
     pos: np.ndarray
     v_is_transposed: bool
@@ -50,13 +53,16 @@ class _Reader:
 
 
 def parse(data):
-    """Return the Saved in the bytes of Context.state(); llama_kv_cache::state_write_* has their layout."""
+    """Parse the bytes of Context.state() of a model with one cache.
+
+    llama_kv_cache::state_write_* in llama.cpp writes them.
+    """
     (saved,) = parse_all(data)
     return saved
 
 
 def parse_all(data):
-    """Return a Saved for each of a model's caches; the cache of sliding layers is the second."""
+    """Parse the bytes of Context.state(): a Saved for each cache. The second is that of sliding layers."""
     reader = _Reader(data)
     reader.take("Ii")  # magic, sequence
     caches = []

@@ -49,7 +49,7 @@ def talk(chat_model, tmp_path):
     [
         ("20000", {"archive": 20000}),
         (" 7 ", {"archive": 7}),
-        # a limit in tokens may exceed any memory
+        # a limit in tokens may be larger than any memory could hold
         ("9" * 15, {"archive": 10**15 - 1}),
         ("2MiB", {"archive_bytes": 2**21}),
         ("0.000001TiB", {"archive_bytes": 1099511}),
@@ -124,7 +124,7 @@ def test_what_is_no_table_of_an_archive_has_no_tokens(table):
 
 
 def test_inspect_says_what_is_archived_apart_from_what_is_forgotten(chat_model):
-    # inspect has the default policy of a chat, recall
+    # without --policy, inspect uses recall, the default policy of chats
     own = ["-m", chat_model, "-t", 1, "--budget", 32, "--evict-every", 8, "--archive", 20]
     result = json.loads(called("inspect", *own, "--json", stdin="word " * 20).stdout)
     assert (result["tokens"], result["archived"], result["share"].count(0)) == (100, 20, 72)
@@ -197,7 +197,7 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
     first, *_, last = done.stderr.splitlines(keepends=True)
     said = f"recall does not work {why}; the policy is h2o\n" if why else KEEPS
     assert re.fullmatch(said, first)
-    # recall's default budget; h2o's default is limited to the trained context, 512
+    # 512 is recall's default budget; it is also the trained context, to which h2o's default is capped
     assert "/512 cells per row" in last
     assert ("archive" in last) == (why is None)
     kept = json.loads(called("session", "show", "--json", tmp_path / "chat.kvs").stdout)
@@ -220,7 +220,7 @@ def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, tmp_path, mon
         KEEPS.replace("to host memory", rf"to disk \({file}\) and, for clusters, to host memory"), said
     )
     (tmp_path / "chat.kvs").unlink()
-    # --explain says it in another line
+    # with --explain, another line gives this information
     assert "older text" not in talk(TURNS[:1], "--explain").stderr
     (tmp_path / "chat.kvs").unlink()
     assert talk(TURNS[:1], "--policy", "h2o").stderr == ""
@@ -242,12 +242,12 @@ def test_an_archive_takes_a_quarter_of_the_free_memory_and_half_of_the_disk(
 
 
 def test_a_policy_that_was_asked_for_has_no_other_in_its_place(talk, tiny_model, tmp_path, monkeypatch):
-    # a session's policy is not replaced either
+    # the policy of a session is never replaced
     assert talk(TURNS[:1], *RECALL).returncode == 0
     refused = talk(TURNS[1:2], "--positions", "in-cache")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert re.fullmatch(r"kvtool: Recall needs the distances of the text; [^\n]*\n", refused.stderr)
-    # nor is a settings file's policy
+    # the policy of a settings file is never replaced
     (tmp_path / "config.toml").write_text('policy = "recall"\n')
     monkeypatch.setenv("KVTOOL_CONFIG", str(tmp_path / "config.toml"))
     done = called("generate", "-m", tiny_model(), "--raw", "--positions", "in-cache", stdin="word " * 9)
@@ -372,7 +372,7 @@ def test_what_is_said_of_an_archive_names_its_file(chat_model, tmp_path):
     free = shutil.disk_usage(tmp_path).free
     assert 0.4 * free < result["archive_limit"] / result["archived"] * result["archive_bytes"]
     said = called("generate", *generate, "-v", "--explain", **words).stderr
-    # other programs may write to this disk meanwhile
+    # half of the free space within 50 %, because other programs may write to this disk meanwhile
     (limit,) = re.findall(rf" tokens \((\S+ .iB)\) in {path}\n", said)
     assert parse_bytes(limit.replace(" ", "")) == pytest.approx(free / 2, rel=0.5)
     assert f"the others go to {path} and are still used" in said

@@ -1,4 +1,4 @@
-"""Steps decoded in chunks: the state after them is the same, and others wait for one chunk at most."""
+"""Steps decoded in parts: they leave the same state, and other threads wait for one part at most."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_part_takes_about_as_long_as_it_may():
     for took, n in ((0.2, 64), (0.31, 128), (0.4, 128), (0.6, 128), (0.7, 64), (0.7, 32), (0.7, 32)):
         size.note(size.n, took)
         assert size.n == n
-    # a part that includes a rest, and a reply's single token, which is ignored
+    # the last part of a text may be longer than n: its time counts; the time of a single token does not
     size.note(60, 0.8)
     size.note(1, 0.01)
     assert size.n == 32
@@ -47,7 +47,7 @@ def test_a_short_rest_is_not_left_alone():
     ],
 )
 def test_parts_leave_what_whole_steps_leave(tiny_model, name, prefill):
-    """This includes steps within which positions would start over."""
+    """Some steps reach the end of the context: cut into parts, positions could start over elsewhere."""
     n_asked, tokens, found = [], text(420), []
     settings = {"n_batch": 160, "prefill": prefill, "n_ctx": 512 if name == "full" else 400}
     policy = policies.fit(name, 480 if name == "full" else 200, None if name == "full" else 16)

@@ -18,7 +18,7 @@ def test_clusters_begin_with_keys_that_are_far_apart(tiny_model):
         archive = engine.context.archive
         n = archive.n_token
         assert len(archive.clustered) > 3
-        # the first block begins behind the sinks
+        # the first block is left out: it is incomplete, because sinks are not archived
         for begin, is_far in archive.clustered[1:]:
             assert not is_far
             halves = archive.read_clusters(begin, begin + n, is_far).reshape(-1, n // 2)
@@ -26,5 +26,5 @@ def test_clusters_begin_with_keys_that_are_far_apart(tiny_model):
             keys = archive.read(begin, begin + n).view(np.float32).reshape(-1, n, N_HEAD, 2, HEAD_DIM)
             rows = keys[:, :, :, 0].swapaxes(1, 2).reshape(-1, n, HEAD_DIM).astype(float)
             for own, x in zip(found, rows, strict=True):
-                # rounding may decide if two means are equally near
+                # a key that is equally near to two means may be in either cluster, depending on rounding
                 assert (own == kmeans(x)).mean() > 0.98

@@ -42,7 +42,7 @@ def held(engine):
 
 
 KINDS = ("gemma3", "gpt_oss", "deepseek2", "deepseek32", "refact", "gemma4")
-# ALiBi has no archive; with MLA the tokens of a step share the recalled tokens
+# refact (ALiBi) cannot recall; with MLA (deepseek) all tokens of a step share the tokens that it recalls
 REFUSED = {("refact", "recall"), ("deepseek2", "recall"), ("deepseek32", "recall")}
 
 

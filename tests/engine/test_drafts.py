@@ -26,7 +26,10 @@ from tests.engine.running import open_engine
 
 
 def best_place(tokens):
-    """(place, n): the n tokens before `place` equal the last n. Largest n of all places, then the newest."""
+    """Return (place, n) with the largest n such that the n tokens before `place` equal the last n tokens.
+
+    Of places with the same n, the newest is returned.
+    """
     n, best = len(tokens), (0, 0)
     for place in range(n - 1, N_KEY - 1, -1):
         same = 0
@@ -112,7 +115,7 @@ def test_a_guess_is_judged_with_those_that_as_much_supports():
     pace = timed(0.15)
     for _ in range(100):
         pace.judge(3, 1, 8)
-    # each second draft token, whose support is four tokens, was wrong
+    # of drafts with support 3, the first token was always right; the second, with support 4, always wrong
     assert pace.choose(3, MOST) == 1
     assert pace.choose(4, MOST) == 0
 
@@ -151,7 +154,7 @@ def test_a_model_guesses_where_nothing_is_found():
     drafter.judge(5)
     assert len(drafter.guess(0)) == 0
     assert drafter.n_accepted == 5
-    # lookups do not pay here; accepted tokens of a draft model must not count for them
+    # lookups with support 3 never pay; tokens that the draft model gets right must not change this
     lookup.support = 3
     for _ in range(50):
         drafter._pace.judge(3, 0, 4)
@@ -184,7 +187,7 @@ SETTINGS = {
 def written(path, drafter, its, n=120, policy="recall"):
     """Return a writer's text, its stream, the log-probabilities, and the contents of the rows."""
     likely = []
-    # search=all: the choice of clusters plays no part
+    # search=all: otherwise rounding could change which clusters a step attends to exactly
     chosen = policies.fit(policy, 64, 16, ["search=all"] if policy == "recall" else [])
     with open_engine(path, chosen, n_draft=MOST, n_output=1, archive_type="f32") as engine:
         sampler = Sampler(engine.model, Sampling(**its), seed=3)
@@ -235,7 +238,7 @@ def test_a_text_that_is_left_in_the_middle_keeps_what_was_said(talker):
             said = [next(pieces) for _ in range(n_piece)]
             pieces.close()
             assert engine.n_past == len(writer.tokens)
-            # and continues from there
+            # the next text continues after the pieces that were read
             more = "".join(writer.write(20))
             whole = written(talker, None, {}, n_piece + 20, "h2o")[0]
             assert "".join(said) + more == whole

@@ -137,7 +137,7 @@ def test_a_view_says_which_token_each_cell_holds(tiny_model):
         n, pos = engine.n_kv, engine.rows.pos[:, : engine.n_kv]
         state = _saved(engine)
         got = state.values(0, 2).swapaxes(0, 1)
-    # values of the only layer depend on the token alone
+    # in a model with one layer, a value depends on nothing but its token
     with open_engine(path, policies.fit("full", 256)) as engine:
         engine.read(tokens)
         every = _saved(engine).values(0, 2).swapaxes(0, 1)
@@ -185,7 +185,7 @@ def test_auto_keys_keep_their_distances_until_the_context_is_full_and_then_gaps_
                 assert (rot == np.arange(n_live + 1)).all()
             else:
                 assert (rot[:, :-1] == before).all()
-        # gaps close only when the context is full: after that, at least 82 more tokens fit
+        # gaps close only when the context is full: 48 of 130 positions are used then, so 82 more tokens fit
         assert 3 <= engine.n_restart <= 5
         assert (np.diff(rot) > 1).any()
 
@@ -198,7 +198,10 @@ def _first_and_newest(view, *merge):
 
 
 def _merging(row, dst, src, weight, kinds=(np.int32, np.int32, np.int32, np.float32)):
-    """A plan that keeps the first token and the newest, and merges cells by their place in the stream."""
+    """Return a function that makes plans: keep the first token and the newest, and merge src into dst.
+
+    dst and src number the cells of a row in the order of the stream.
+    """
 
     def plan(view):
         order = np.argsort(view.pos[0])
@@ -283,7 +286,7 @@ def test_a_plan_that_breaks_a_rule_is_an_error_and_changes_nothing(tiny_model, p
 
 @dataclass(frozen=True, slots=True)
 class Summing(Policy):
-    """Keep the newest tokens and sum attention. The first plans fail, each in a different way."""
+    """Keep the newest tokens and sum attention. A plan pops one of `fails`, and fails unless this is None."""
 
     budget: int
     slack: int
@@ -311,7 +314,7 @@ def _raises():
 @pytest.mark.parametrize("fail", [_raises, lambda: None, lambda: Plan(np.zeros((1, 1), np.bool_))])
 def test_a_plan_that_fails_does_not_let_signals_be_counted_twice(tiny_model, fail, over_budget):
     tokens, found = text(150), []
-    # every plan fails at first, some twice
+    # in the second run each plan fails once or twice before it succeeds
     for fails in ([], [None, fail, None, fail, fail] * 9):
         n_failed = 0
         with open_engine(tiny_model(), Summing(48, 16, fails), over_budget=over_budget) as engine:
@@ -364,7 +367,7 @@ def test_a_policy_that_does_not_move_its_state_leaves_the_table_that_of_the_cach
         with pytest.raises(PlanError, match="Stumbling.move: ValueError: not today"):
             engine.read(text(1))
         assert (engine.n_kv, len(_saved(engine).pos)) == (32, 32)
-        # new tokens find zeros
+        # the state is zero where new tokens will be stored
         assert (engine.state[0] == (np.arange(engine.state[0].shape[1]) < 32)).all()
 
 
@@ -690,7 +693,7 @@ def test_cache_bytes_are_cells_times_bytes(tiny_model, type_k, type_v, bytes_of_
     with open_engine(
         path, policies.fit("h2o", budget, 16), type_k=type_k, type_v=type_v, flash="on"
     ) as engine:
-        # budget - slack + batch cells, in steps of 256
+        # a layer has budget - slack + batch cells, rounded up to a multiple of 256
         assert engine.context.n_cell == n_cell
         assert engine.cache_bytes == n_cell * 3 * 2 * bytes_of_64
 
@@ -703,7 +706,7 @@ def test_cache_bytes_are_cells_times_bytes(tiny_model, type_k, type_v, bytes_of_
         ("roco", [], 2, 0),
         ("snapkv", ["window=8"], 8, 0),
         ("keydiff", [], 0, 0),
-        # 4 query heads of 32 in each of 2 layers
+        # a query has 4 heads of 32 numbers in each of 2 layers
         ("expected", ["queries=16"], 0, 16 * 4 * 32 * 2),
     ],
 )
@@ -718,7 +721,7 @@ def test_what_signals_take_beside_the_cache_counts_as_state(
         n_query = policies.spec(policy, None, options).fit(48).n_query
         n_float = per_cell * 2 * 2 * 256 + per_query * (n_query + n_draft) / max(n_query, 1)
         if per_cell and n_draft:
-            # queries whose signals are computed once the draft tokens are accepted
+            # a step's queries are kept until it is known which draft tokens, and so which signals, count
             n_float += (n_draft + 1) * 4 * 32 * 2
         assert engine.signal_bytes == 4 * n_float
         assert engine.state_bytes == engine.host_bytes + 4 * n_float
@@ -758,7 +761,7 @@ def test_a_q8_0_cache_scores_nearly_like_f16(tiny_model):
     for positions in ("original", "in-cache"):
         difference = nll["q8_0", positions] - nll["f16", positions]
         assert 0 < np.abs(difference).mean() < 0.1
-    # positions matter more than that
+    # the kind of positions changes the scores more than q8_0 does
     assert np.abs(nll["f16", "original"] - nll["f16", "in-cache"]).mean() > 0.3
 
 
@@ -767,7 +770,7 @@ def test_a_q8_0_cache_scores_nearly_like_f16(tiny_model):
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 def test_merged_values_score_like_the_definition(tiny_model, positions, evict_every, n_head_kv):
-    # a text without near ties, which half precision would break the other way
+    # seed 2: in this text no two scores are so close that half precision would change their order
     path, tokens = tiny_model(n_head_kv=n_head_kv), text(160, seed=2)
     policy = Merging(48, evict_every)
     how = {"budget": 48, "slack": evict_every, "positions": positions}

@@ -14,7 +14,7 @@ from tests.engine.running import ON_CUDA, TOLERANCE, open_engine, text
 N_PROMPT, N_LATER = 400, 20
 HALF = {"flash": "on", "type_k": "f16", "type_v": "f16"}
 ROUGH = 0.1 if ON_CUDA else 5e-2
-"""Tolerance of logits if flash attention adds numbers of half precision in another order."""
+"""Tolerance of logits with flash attention, which adds half-precision numbers in another order."""
 
 
 def fit(**params):
@@ -24,7 +24,7 @@ def fit(**params):
 
 
 def logits_of(path, policy, parts, **settings):
-    """Return logits after each part f32[part, n_vocab], (n_kv, n_archived), and the cache's bytes."""
+    """Return the logits f32[part, n_vocab] after each part, (n_kv, n_archived), and the cache's bytes."""
     with open_engine(path, policy, **settings) as engine:
         logits = []
         for part in parts:
@@ -76,7 +76,7 @@ def test_it_differs_from_reading_by_clusters(tiny_model):
     streamed, exact = (
         logits_of(path, few, parts, prefill=prefill, archive_type="f32")[0] for prefill in ("stream", "exact")
     )
-    # prompt and turn only: for single tokens, clusters estimate most of the archive either way
+    # only prompt and turn: single tokens attend to most of the archive by clusters, whatever `prefill` is
     assert np.abs(exact[:2] - full[:2]).max() < TOLERANCE < np.abs(streamed[:2] - full[:2]).max()
 
 

@@ -58,9 +58,10 @@ def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
 def score_errors(
     path, tokens, policy, name, *, positions, model=None, made=True, restarts=None, n_block=None, **settings
 ):
-    """f64[n - 1]: how far each token's NLL is from that of the definition, with evictions on the way.
+    """Return f64[n - 1]: the distance of each token's NLL from the definition's. The engine must evict.
 
-    model: the reference's model, if it is loaded already. restarts: whether positions must start over.
+    model: the reference's model, if it is loaded already. restarts: True if positions must start over, False
+    if they must not, None if they may.
     """
     given = {} if n_block is None else {"n_block": n_block}
     want = reference(model or path, tokens, policy, name, made, positions=positions, **given)
@@ -90,7 +91,7 @@ def test_tiny_models_score_like_the_definition(tiny_model, name, positions, evic
 
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz"])
 def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, name):
-    # positions start over 14 tokens after an eviction
+    # evictions come at 48, 64, ... 128 tokens, and positions start over at 142, the trained length
     path, tokens = tiny_model(n_ctx_train=142), text(200)
     policy = policies.fit(name, 48, 16)
     params = {key: getattr(policy, key) for key in policies.params(type(policy))}
@@ -107,7 +108,7 @@ def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, n
         assert engine.n_restart > 0
 
 
-# not with positions auto: the length of steps, which BUZZ's options change, decides where they start over
+# not with positions auto: where they start over depends on the length of steps, which BUZZ's options change
 OTHERS = [
     ("buzz", ["logn=true"]),
     ("buzz", ["logn=true", "logn_n=cells"]),
@@ -137,7 +138,7 @@ OTHERS = [
 def test_other_policies_and_options_score_like_the_definition(
     tiny_model, name, options, positions, evict_every
 ):
-    # no token twice: its keys in the first layer would be equal up to rounding, which would then decide
+    # no token twice: two keys of it in the first layer would tie, and rounding would decide which is evicted
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:120].astype(np.int32)
     path, policy = tiny_model(n_head_kv=2), policies.fit(name, 48, evict_every, options)
     assert score_errors(path, tokens, policy, name, positions=positions).max() < TOLERANCE
@@ -179,7 +180,7 @@ def test_rows_that_share_a_budget_score_like_the_definition(
 ):
     name, *own = name.split(":")
     path = tiny_model(n_head_kv=2, n_ctx_train=130)
-    # whole steps, because the definition also evicts after a last step that is shorter
+    # lengths that end with a whole step: after a shorter last step only the reference would evict
     tokens = text(112 if positions == "original" else 200)
     if name in ("knorm", "scissorhands"):
         # no token twice: rounding would decide between equal key norms, or between equal low scores
@@ -199,7 +200,7 @@ def test_rows_that_share_a_budget_score_like_the_definition(
 def test_recall_scores_like_the_definition(
     monkeypatch, tiny_model, rope, positions, evict_every, made, options
 ):
-    # no token twice: two equal tokens that are far would tie, and rounding would decide
+    # no token twice: all far tokens have the same distance, so equal ones would tie, decided by rounding
     n = 128 if positions == "original" else 250
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:n].astype(np.int32)
     # distances above 65, half of the context, count as 65
@@ -221,7 +222,7 @@ def test_recall_scores_like_the_definition(
     assert made or recalled.tolist() == [row.recalled.tolist() for rows in want.stream.rows for row in rows]
 
 
-# many queries a step, and few, which are multiplied with keys in their stored format
+# chunks of many queries, and of few: only few queries are multiplied with keys in the stored format
 @pytest.mark.parametrize(
     ("rope", "chunk", "made"),
     [("norm", 16, True), ("norm", 1, True), ("neox", 2, True), ("norm", 16, False), ("neox", 4, False)],
@@ -229,7 +230,7 @@ def test_recall_scores_like_the_definition(
 def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(
     monkeypatch, tiny_model, rope, chunk, made
 ):
-    # near and far blocks; within some of them positions start over
+    # the archive of this text has near and far blocks, and positions start over within some of them
     path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, rope=rope), text(1300)
     policy = policies.fit("recall", 48, 16, ["exact=1000000", f"chunk={chunk}"])
     monkeypatch.setattr(Layers, "has_values", made)
@@ -241,14 +242,14 @@ def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(
 
 @pytest.mark.parametrize(("chunk", "exact"), [(1, 64), (16, 16), (3, 40)])
 def test_clusters_count_as_the_definition_says(tiny_model, chunk, exact):
-    # near and far blocks; within some of them positions start over. In one layer, rounding errors do not grow
+    # near and far blocks, as above. In a single layer, rounding errors do not grow
     path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, n_layer=1), text(1300)
     policy = policies.fit("recall", 48, 16, [f"exact={exact}", f"chunk={chunk}"])
     with open_engine(path, policy, archive_type="f32") as engine:
         got = perplexity.stream(engine, tokens)
     given = {"positions": "auto", "n_block": 256}
     off = np.abs(got - reference(path, tokens, policy, "recall", exact=exact, **given).nll)[300:]
-    # means are stored in 8 bits, so near a tie another cluster may be chosen
+    # means are stored in 8 bits, so of two clusters that nearly tie the other one may be chosen
     assert np.median(off) < 2e-3
     assert np.quantile(off, 0.8) < 1e-2
 
@@ -268,7 +269,7 @@ def smollm2_weights(smollm2_f32):
 
 @pytest.fixture(scope="session")
 def english(smollm2):
-    """The first 110 tokens."""
+    """The first 110 tokens of ENGLISH."""
     model = Model(smollm2)
     tokens = model.tokenize(ENGLISH)[:110]
     model.close()
@@ -293,14 +294,14 @@ def test_a_real_model_scores_like_the_definition(
     if transformer.half_precision:
         pytest.skip("rounding adds up over 30 layers: the tiny models tell more")
     policy = policies.fit(name, 48, evict_every)
-    # a token at a time is slow
+    # evictions at every token are slow, so such runs are shorter
     english = english[: share_of(70, 84) if evict_every == 1 else 110]
     want = reference(smollm2_weights, english, policy, name, positions=positions)
     with open_engine(smollm2_f32, policy, positions=positions) as engine:
         got = perplexity.stream(engine, english)
         assert engine.n_evicted > share_of(20, 30)
     assert np.abs(got - want.nll).max() < TOLERANCE
-    # it has read the text, and not noise
+    # a mean NLL this low shows that the model has read English, and not noise
     assert want.nll[:47].mean() < 5
 
 
@@ -312,8 +313,8 @@ def test_edits_on_the_device_score_like_the_definition(edits_on_device, tiny_mod
     assert off[: N_UNTIED if ON_CUDA and name == "tova" else None].max() < TOLERANCE
 
 
-# Flash attention adds up in f16. Measured: 0.002 and 0.015. The maximum is wide because near a tie another
-# token may stay in a row, which changes all later scores.
+# Flash attention adds up in f16. Measured errors of the NLL: a median of 0.002, a maximum of 0.015. FLASH_MAX
+# is much larger: in a near tie another token may stay in a row, which changes all later scores.
 FLASH_MEDIAN = 5e-3
 FLASH_MAX = 0.2
 
@@ -331,7 +332,7 @@ def test_flash_attention_and_f16_score_nearly_like_the_definition(tiny_model, na
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm"])
 def test_a_prompt_in_long_steps_leaves_what_the_definition_leaves(tiny_model, name, positions):
-    # a text without near ties, which half precision would break differently
+    # seed 2: in this text no two scores are so close that half precision would change their order
     path, tokens = tiny_model(), text(300, seed=2)
     policy = policies.fit(name, 96, 8)
     keep = import_module(f"tests.reference.{name}").keep

@@ -42,7 +42,7 @@ def products(lib, kernel, keys, query):
 
 
 def rounded(keys, query):
-    """The definition, f64: integers in units of the key's scale, times integers in units of the query's."""
+    """Return the products f64[n] of keys and query, rounded to 8 bits. Each vector has its own scale."""
     zero = 128
     most = np.take_along_axis(keys, np.abs(keys).argmax(axis=1)[:, None], axis=1)
     scale = -most / zero
@@ -63,7 +63,7 @@ def test_products_are_those_of_the_rounded_numbers(kernels, kernel, n_embd):
         pytest.skip("this CPU has no such instructions")
     rng = np.random.default_rng(1)
     keys = rng.standard_normal((5 * N_SIDE, n_embd)).astype(np.float32)
-    # outliers, and the largest sums that there are
+    # a dimension of outliers, a key of zeros, and two keys whose integers have the largest possible sums
     keys[:, 3] += 40
     keys[7] = 0
     keys[8], keys[9] = 1, -1

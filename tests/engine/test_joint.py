@@ -41,7 +41,8 @@ def distinct(n, seed):
 def lives(model, policy, tokens, said, *, make_batcher, **settings):
     """Return each stream's positions, numbers of live cells, signals, and logits of its last tokens.
 
-    Each stream reads all but its last said[i] tokens in one step. make_batcher: makes a StepBatcher.
+    Stream i reads all but its last said[i] tokens, then decodes these one by one. make_batcher: makes a
+    StepBatcher.
     """
     n_stream = len(tokens)
     with ExitStack() as stack:
@@ -94,7 +95,7 @@ def lives(model, policy, tokens, said, *, make_batcher, **settings):
 
 
 class Counting(StepBatcher):
-    """Notes how many streams each step was for."""
+    """StepBatcher that notes how many streams each joint step was for."""
 
     sizes: list[int]
 
@@ -110,7 +111,10 @@ class Counting(StepBatcher):
 
 
 def same_together(path, name, n=220, said=(90, 60, 90), budget=48, options=(), rounds=False, **settings):
-    """rounds: rounding may change which tokens stay, so only the first logits are compared."""
+    """Assert that streams have the same results alone and in joint steps.
+
+    rounds: True if rounding may change which tokens stay; then only the first logits are compared.
+    """
     policy = policies.fit(name, 300 if name == "full" else budget, None, [*options])
     # no token twice for knorm: it ranks by keys, so equal tokens would tie, and rounding would decide
     of = distinct if name == "knorm" else text
@@ -189,7 +193,7 @@ def test_where_there_is_no_memory_for_joint_steps_it_is_said_once(tiny_model, mo
 
 
 class Broken(Counting):
-    """One in three steps fails as a whole."""
+    """StepBatcher of which every third joint step fails, the first included."""
 
     def _decode_joint(self, parts):
         if len(self.sizes) % 3 == 0:

@@ -51,7 +51,7 @@ def model(path):
 @pytest.mark.share(2, "name")
 @pytest.mark.parametrize("name", ["full", "h2o", "tova", "buzz", "streamingllm"])
 def test_scores_like_the_definition(path, model, name):
-    # positions start over at 130, and then keys are rotated
+    # positions start over at the trained length, 130: then stored keys are rotated
     tokens = text(120 if name == "full" else 300)
     policy = policies.fit(name, 128, None) if name == "full" else policies.fit(name, 48, 16)
     want = reference(model, tokens, policy, name, positions="auto")
@@ -121,7 +121,10 @@ def test_quantized_keys_turn_as_well(path, model):
 @pytest.mark.share(1, "n")
 @pytest.mark.parametrize("n", [100, 300])
 def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
-    """300 tokens are read in three segments; layers without rows continue from one segment to the next."""
+    """With a trained length of 130, 300 tokens are read in three segments.
+
+    The state of layers without rows carries over from one segment to the next.
+    """
     tokens = text(n + 40) if n > 200 else _no_token_twice(n + 40)
     policy = policies.fit("h2o", 48, 16)
     keep, observe = twin(
@@ -136,7 +139,7 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
     if len(streams) > 1:
         transformer.join(streams, 48 - 16)
     stream.evict(keep, pinned=0, budget=48, slack=16)
-    # the gaps between segments were closed; later evictions leave gaps
+    # `join` has closed the gaps between segments; later evictions leave gaps again
     stream.in_cache = False
     for token in tokens[n:]:
         want.append(stream.decode([token])[-1])
@@ -159,7 +162,7 @@ def test_a_restored_engine_goes_on_bit_by_bit(path):
         want = perplexity.stream(engine, tokens[101:])
         assert engine.n_restart
     with open_engine(path, policy) as engine:
-        # the engine holds another text before
+        # restore has to replace this other text
         perplexity.stream(engine, tokens[20:60])
         engine.restore(there)
         np.testing.assert_array_equal(perplexity.stream(engine, tokens[101:]), want)

@@ -1,4 +1,4 @@
-"""The first layers are in host memory, the last on a device with its own; one edit reaches both.
+"""Models whose first layers are in host memory and last layers on a device: one edit reaches both.
 
 The device is the library's GPU if there is one (`make check-vulkan`), else ggml's RPC server on loopback.
 Run as a module, this file is the client, in its own process: devices are registered for a whole process.
@@ -37,12 +37,15 @@ RUNS = [
     ("recall", "original", "off"),
     ("recall", "auto", "on"),
 ]
-# the output counts as a layer: two layers stay on the host, two go to the device
+# three "GPU layers" are two layers and the output, so the other two layers stay on the host
 N_LAYER, N_GPU_LAYERS = 4, 3
 
 
 def score(path, name, positions, flash, n_gpu_layers):
-    """[NLL of a short text, keys and values of first and last layer]; of ragged rows [NLL, live cells]."""
+    """Return the NLL of a short text, then keys and values of the first and the last layer.
+
+    With ragged rows: the NLL and the numbers of live cells.
+    """
     with open_engine(path, POLICIES[name], n_gpu_layers, positions=positions, flash=flash) as engine:
         nll = perplexity.stream(engine, text(N_TOKENS))
         assert engine.n_evicted > 80
@@ -87,11 +90,11 @@ def test_edits_of_both_halves_score_like_edits_here(split, tiny_model, number):
         off = np.abs(ours - theirs)
         # a GPU multiplies in half precision where it can: llvmpipe is up to 0.008 off
         if not has_gpu():
-            # flash attention rounds to half precision: a merge summed in another order shows in a token
+            # flash attention rounds to half precision, so another order of a merge's sums can change a token
             assert np.median(off) < 1e-6
             assert off.max() < (1e-3 if RUNS[number][2] == "on" else 1e-4)
         elif RUNS[number][0] in ("corm", "recall"):
-            # a few cells may cross a threshold, and then all later tokens differ
+            # rounding may move a few cells across a threshold, and then all later tokens differ
             assert np.median(off) < 2e-3
         else:
             assert off.max() < 2e-2

@@ -26,7 +26,10 @@ from tests.reference import bumblebee, transformer
 
 
 def evict(stream, name, policy, ends=()):
-    """ends: ends of a prompt's segments. The last queries of each count as the last queries of the stream."""
+    """Let a stream evict as the policy's twin decides.
+
+    ends: ends of a prompt's segments. The last queries of each segment count as the stream's last queries.
+    """
     twin = import_module(f"tests.reference.{name}").keep
 
     def keep(rows, **params):
@@ -92,7 +95,7 @@ def test_a_policy_adopts_what_each_of_rows_that_differ_has_left(monkeypatch, tin
     def noted(self, view, state):
         seen.append(view)
         adopt(self, view, state)
-        # also into dead cells, which the engine then clears
+        # this also writes into dead cells; the engine has to clear them
         state[0][:, : view.n_kv] += 1
 
     monkeypatch.setattr(H2O, "adopt", noted)
@@ -111,7 +114,7 @@ def test_a_policy_adopts_what_each_of_rows_that_differ_has_left(monkeypatch, tin
 
 @dataclass(frozen=True, slots=True)
 class Watcher(Policy):
-    """Reads all signals, and keeps the newest tokens."""
+    """Policy that reads all signals, records the views, and keeps the newest tokens."""
 
     budget: int
     slack: int
@@ -216,7 +219,7 @@ def test_a_prompt_longer_than_the_context_is_read_in_segments_that_do_not_see_ea
         for at in range(300, 308):
             engine.step(tokens[at : at + 1])
             assert np.abs(engine.context.logits() - whole.decode(tokens[at : at + 1])).max() < LOGITS
-        # the next plan continues from the kept cells' signals
+        # the signals of the kept cells have survived: the next plan has the same result as well
         evict(whole, name, policy)
         engine.evict_if_due()
         assert live(engine) == positions_of(whole)
@@ -280,7 +283,7 @@ def test_another_stream_starts_with_the_small_cache(tiny_model):
 
 @dataclass(frozen=True, slots=True)
 class Whole(Policy):
-    """Reads prompts whole, keeps the newest tokens. Each plan calls the next function of `fails`, if any."""
+    """Policy that reads prompts whole and keeps the newest tokens. A plan pops and calls one of `fails`."""
 
     budget: int
     slack: int

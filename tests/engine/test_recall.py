@@ -41,7 +41,7 @@ def without_values(monkeypatch):
 @pytest.mark.parametrize("search", ["clusters", "all"])
 @pytest.mark.parametrize(
     ("flash", "kind", "tolerance"),
-    # flash attention takes keys in half precision, and adds them up in another order
+    # flash attention rounds keys to half precision and adds up in another order, so its tolerance is larger
     [("off", "f32", TOLERANCE), ("on", "f16", 2e-2), ("on", "q8_0", 0.1)],
 )
 def test_an_archive_no_larger_than_what_comes_back_is_the_full_cache(
@@ -85,7 +85,7 @@ def test_made_cells_are_the_full_cache_in_any_budget(
     ("kind", "tolerance"), [("q8_0", 0.01), ("q5_0", 0.03), ("q4_1", 0.05), ("q4_0", 0.04)]
 )
 def test_a_made_key_of_few_bits_gives_each_head_its_logit(tiny_model, n_head_kv, kind, tolerance):
-    # with one layer, keys do not depend on attention; GPUs may round queries
+    # with one layer, keys do not depend on attention, so errors do not add up. GPUs may also round queries
     path, tokens = tiny_model(n_head_kv=n_head_kv, n_layer=1), text(200)
     settings = {"type_k": kind, "type_v": "f16", "flash": "on", "n_batch": 16}
     full = scores(path, policies.fit("full", 256, 0), tokens, **settings)
@@ -111,7 +111,7 @@ def test_what_comes_back_is_the_same_with_any_number_of_threads(tiny_model, monk
             archive = engine.context.archive
             tokens = [each.tolist() for each in archive.attended(4, 9)] if "recalled" in params else []
             found.append((tokens, engine.context.logits().tolist()))
-            # several tiles for each thread
+            # more than three blocks of 256 tokens, which the threads share
             assert engine.n_archived > 3 * 256
     assert found[0] == found[1] == found[2]
 
@@ -165,7 +165,7 @@ def test_what_is_not_looked_into_is_known_by_its_cluster(tiny_model):
 
 
 def test_keys_in_8_bits_are_multiplied_as_they_are(tiny_model):
-    # if a step has few queries and the CPU allows it, they are rounded to 8 bits; with search=all never
+    # in steps of few queries, queries are rounded to 8 bits if the CPU allows it, but never with search=all
     path, tokens = tiny_model(n_head_kv=2, n_layer=1, head_dim=64, n_ctx_train=4096), text(900)
     found = [
         scores(path, fit(chunk=1, **params), tokens, archive_type="q8_0")
@@ -187,7 +187,8 @@ def test_steps_of_several_tokens_look_into_more_of_a_longer_archive(tiny_model):
             pos = archive.attended(engine.context.n_row, 2048)[0]
             sealed = (pos >= 0) & (pos < archive.clustered[-1][0] + archive.n_token)
             most.append(sealed.sum(axis=1).min())
-    # 2 tokens x exact, times the fourth root of (archive size / 8,192) if above 1; whole clusters
+    # a step of 2 tokens attends exactly to 2 x exact = 512 tokens; in an archive of 16,200 tokens to 607,
+    # which is 512 * (16,200 / 8,192) ** 0.25. Clusters are taken whole, so it may be a few more
     assert 512 <= most[0] < 604 <= most[1] < 660
 
 
@@ -300,7 +301,7 @@ def test_pieces_of_an_archive_are_what_is_saved_of_it(tiny_model):
         pieces = np.split(archive.read(begin, end), np.cumsum(sizes)[:-1] * (end - begin))
         for layer, (size, piece) in enumerate(zip(sizes, pieces, strict=True)):
             assert (piece == saved[f"archive.{layer}"].reshape(n, size)[7:-9].reshape(-1)).all()
-        # archived=False leaves out the archived tokens only
+        # archived=False leaves out the archived tokens, and nothing else
         assert set(saved) - set(dict(engine.save(archived=False))) == {
             f"archive.{i}" for i in range(len(sizes))
         }
@@ -372,7 +373,7 @@ def test_a_prompt_is_read_in_steps_of_the_chunk_once_something_is_archived(tiny_
         )
         engine.read(text(300))
         n_live = engine.policy.n_live
-    # until then, steps may be longer
+    # while nothing is archived, steps may be longer than a chunk
     assert steps[0][0] > 12
     assert max(n for n, n_archived in steps if n_archived) <= 12
     assert sum(n for n, n_archived in steps if not n_archived) == n_live
@@ -407,7 +408,7 @@ def test_the_first_eviction_comes_when_foretold(tiny_model, n_text):
         while not engine.n_evicted:
             engine.evict_if_due()
             engine.step(text(1))
-        # the loop decodes one token after the eviction; a text is read in steps of up to n_batch tokens
+        # the loop decodes up to one token after the first eviction, steps of a text up to n_batch tokens
         assert engine.n_past - foretold in ((0, 1) if not n_text else range(engine.n_batch + 1))
 
 
@@ -416,7 +417,7 @@ def test_what_is_pinned_and_held_is_within_the_live_cells(tiny_model):
         n_keep = engine.policy.n_keep
         with pytest.raises(UsageError, match="choose a budget of"):
             engine.hold(n_keep)
-        # of any number of pinned tokens, n_keep // 2 stay pinned; the others are archived
+        # however many tokens are to be pinned, only n_keep // 2 are; the others are archived
         engine.pin(500)
         assert engine.n_pinned == n_keep // 2
         engine.read(text(200))
@@ -461,7 +462,7 @@ def test_rows_that_evict_different_tokens_are_refused(tiny_model):
         engine.read(text(100))
 
 
-# archives so small that all tokens are attended to exactly, and one with clusters
+# the largest of these archives has clusters; in the others all tokens are attended to exactly
 @pytest.mark.parametrize("slabs", [2, 3.5, 6])
 def test_an_archive_takes_the_bytes_it_may_and_never_more(tiny_model, slabs):
     path = tiny_model(n_ctx_train=512)
@@ -474,7 +475,7 @@ def test_an_archive_takes_the_bytes_it_may_and_never_more(tiny_model, slabs):
             taken.add(engine.archive_bytes)
             assert archive.n <= archive.n_max
         assert max(taken) <= archive.max_bytes == most < max(taken) + slab
-        # with clusters, whole blocks are forgotten
+        # with clusters, blocks of 256 tokens are forgotten together
         assert 0 <= archive.n_max - archive.n <= (255 if slabs > 4 else 0)
         # an archive of n_max + 1 tokens would sometimes touch one more slab
         n, touched = archive.n_max, lambda n, begin: (begin + n - 1) // 256 - begin // 256 + 1
@@ -501,7 +502,7 @@ def test_tokens_that_are_forgotten_give_their_memory_back(tiny_model):
         archive = engine.context.archive
         many = archive.n_bytes
         archive.keep(300)
-        # whole blocks are forgotten
+        # blocks of 256 tokens are forgotten together
         assert 300 - 256 < archive.n <= 300
         assert archive.n_bytes <= 3 * many / 8
         archive.keep(0)
@@ -525,7 +526,7 @@ def test_a_push_without_memory_changes_nothing(tiny_model):
         with limited(resource.RLIMIT_AS, most), full:
             fill()
         assert before == [archive.span, archive.n_bytes]
-        # every layer has all tokens
+        # the failed push has left the same number of tokens in every layer
         saved = dict(archive.save())
         assert [saved[f"archive.{i}"].nbytes for i in (0, 1)] == [archive.n * n for n in archive.layer_bytes]
         archive.push(cells, archive.end)
@@ -651,7 +652,7 @@ def test_an_archive_in_a_file_is_of_any_length(tiny_model, path_of_file):
         archive, cells = engine.context.archive, np.arange(16)
         span = archive.span
         first = archive.read(span.start, span.stop)
-        # 64 slabs are mapped at once
+        # slabs of a file are mapped 64 at a time, so 200 slabs take several maps
         while archive.n_bytes < 200 * archive.slab_bytes:
             archive.push(cells, archive.end)
         assert (archive.read(span.start, span.stop) == first).all()

@@ -28,7 +28,10 @@ def fit(**params):
 
 
 def logits_after(path, policy, tokens, n_prompt=N_PROMPT, **settings):
-    """Return logits f32[n, n_vocab] after the prompt and each later token, n_kv, n_archived, cache bytes."""
+    """Return (logits f32[n, n_vocab], n_kv, n_archived, bytes of the cache).
+
+    The logits are those after the prompt and after each later token.
+    """
     with open_engine(path, policy, **settings) as engine:
         assert engine.read(tokens[:n_prompt]) == n_prompt
         found = [engine.context.logits()[-1].copy()]
@@ -68,7 +71,7 @@ def test_where_tokens_come_back_instead_of_made_cells_all_of_the_prompt_is_archi
 
 
 def test_a_batch_longer_than_the_small_cache_is_read_in_parts(tiny_model):
-    # llama.cpp aborts if a step has more tokens than the context had cells at first
+    # llama.cpp aborts if a step has more tokens than the context had cells when it was opened
     path, tokens = tiny_model(n_head_kv=2), text(900)
     found = [
         logits_after(path, fit(search="all"), tokens, 900, prefill="whole", n_batch=n_batch)[0]
@@ -208,7 +211,7 @@ def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
         engine = writer.engine
         engine.pin(5)
         writer.read(tokens[:100])
-        # a text is read with all before it if it is at least an eighth of the whole
+        # the 100 tokens are read again if the new text is at least an eighth of all: 15 of 115, not 14 of 114
         assert (engine.rereads(14), engine.rereads(15)) == (False, True)
         said = "It is read at once, with the 100 tokens before it, in a cache of"
         assert said in long_text(engine, "turn", 500)
@@ -217,7 +220,7 @@ def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
         np.testing.assert_array_equal(writer.tokens, tokens[:600])
         assert not engine.rereads(1)
         assert not engine.rereads(85)
-    # the second and the last text are long enough to reread all: the result is that of one prompt
+    # the second and the last text are long enough to reread all, so the result is that of a single prompt
     with open_writer(path, prefill=None) as writer:
         writer.read(tokens[:20])
         writer.read(tokens[20:600])

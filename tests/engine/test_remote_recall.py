@@ -44,7 +44,10 @@ def model_of(tiny_model, n_head_kv=2):
 
 
 def run(path, how, archive_type, flash, kind, n_gpu_layers, **more):
-    """Return a stream's results, and a function to continue it after N_FIRST with n layers on the server."""
+    """Return a stream's results, and a function goes_on_with(n).
+
+    goes_on_with continues the stream from its saved state after N_FIRST tokens, with n layers on the server.
+    """
     policy = policies.fit("recall", 48, 16, [how])
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": archive_type}
     settings |= {"archive": N_ARCHIVE} | more
@@ -82,7 +85,10 @@ def resized(path, n_gpu_layers):
 
 
 def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
-    """Return (True if cells are archived unchanged in any order, [bytes received, bytes of graphs sent])."""
+    """Archive a few cells in another order than they are stored in.
+
+    Returns (True if their bytes are unchanged, [bytes received, bytes of graphs sent]).
+    """
     policy = policies.fit("recall", 96, 16)
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": "f32"}
     with open_engine(path, policy, n_gpu_layers, **settings) as engine:
@@ -131,7 +137,7 @@ def serving(kind):
         with rpc_server.running() as endpoint:
             yield endpoint
         return
-    # imports `tiny`, which only pytest finds and the client does not
+    # not at the top, because test_worker imports `tiny`, which only pytest finds: the client would fail
     from tests.engine.test_worker import working
 
     with working() as worker:
@@ -174,7 +180,7 @@ def test_the_archive_is_the_same(both):
     there, here = both
     assert here["span"][1] - here["span"][0] == N_ARCHIVE
     assert (there["span"], there["bytes"]) == (here["span"], here["bytes"])
-    # a stored number may be rounded the other way
+    # up to 1 % of the stored bytes may be rounded the other way
     assert np.mean(np.not_equal(there["stored"], here["stored"])) < 0.01
 
 
@@ -201,13 +207,13 @@ def test_cells_that_leave_come_as_they_are_and_alone(remote, number):
     same, (n_bytes, n_graph) = remote["left"][number]
     assert same
     assert remote["left_of_some"][number]
-    # bytes arrive unconverted, or as floats if they are not a whole number of words
+    # cells arrive in the type of the cache; as f32 if the bytes of a cell are not a whole number of words
     is_words = kind != "q8_0" or n_head_kv > 1
     size = {"f16": 2, "f32": 4, "q8_0": 34 / 32 if is_words else 4}[kind]
     n = int(len(LEAVING) * N_LAYER * 2 * n_head_kv * N_DIM * size)
-    # one answer a layer, with room between keys and values
+    # each layer sends one answer: 8 bytes for its size, and up to 256 of padding between keys and values
     assert n <= n_bytes <= n + N_LAYER * (8 + 256)
-    # kvtool's worker keeps the graph
+    # kvtool's worker has kept the graph, so the client only asks to compute it again
     assert n_graph == RECOMPUTE if remote["server"] == "worker" else n_graph > 100 * RECOMPUTE
 
 

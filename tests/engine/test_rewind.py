@@ -221,7 +221,7 @@ def client(endpoint, path):
 def test_cells_on_a_worker_go_back(tiny_model):
     if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")
-    # imports `tiny`, which only pytest finds and the client does not
+    # not at the top, because test_worker imports `tiny`, which only pytest finds: the client would fail
     from tests.engine.test_worker import working
 
     path = tiny_model(n_head_kv=2, n_ctx_train=256)

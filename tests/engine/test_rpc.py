@@ -76,7 +76,10 @@ def model_of(tiny_model, arch="llama"):
 
 
 def score(path, name, positions, flash, arch="llama", n_gpu_layers=None):
-    """(NLL, keys, values of the first layer) of a short text; with ragged rows (NLL, live cells, [0])."""
+    """Return the NLL of a short text, and keys and values of the first layer.
+
+    With ragged rows: the NLL, the numbers of live cells, and [0].
+    """
     with open_engine(path, POLICIES[name], n_gpu_layers, positions=positions, flash=flash) as engine:
         nll = perplexity.stream(engine, text(N_TOKENS))
         assert engine.n_evicted > 80
@@ -88,7 +91,7 @@ def score(path, name, positions, flash, arch="llama", n_gpu_layers=None):
 
 
 def signals(path, n_gpu_layers=None):
-    """Return RECENT of each query, and IMPORTANT: after several batches, after an edit, after a write."""
+    """Return [RECENT of each query, IMPORTANT] three times: after several batches, an edit, and a write."""
     model = Model(path, n_gpu_layers=n_gpu_layers)
     asked = SignalRequest(Signal.RECENT | Signal.IMPORTANT, 9)
     context = Context(model, 512, 64, asked, type_k="f32", type_v="f32", flash="off")
@@ -172,7 +175,7 @@ def test_signals_on_the_server_are_those_here(remote, tiny_model, number):
 
 
 def test_a_server_that_does_not_answer_is_an_error():
-    # another process: llama.cpp ends the process where it cannot connect
+    # in another process, because llama.cpp ends its process if it cannot connect
     with reserved_port() as port:
         endpoint = f"127.0.0.1:{port}"
         code = f"from kvtool.llama.workers import add_rpc; add_rpc({endpoint!r})"

@@ -70,7 +70,7 @@ def test_clusters_that_were_saved_are_taken_and_others_are_made(tiny_model):
     other = {name: rng.integers(0, 256, len(saved[name]), np.uint8) for name in names[1:]}
     for given, is_known in (
         (saved, True),
-        # without clusters, as earlier versions saved it
+        # a state without clusters, as earlier versions saved it: they are computed again
         ({name: array for name, array in saved.items() if name not in names}, True),
         # other bytes are valid: they put tokens into other clusters
         (saved | other, False),
@@ -104,7 +104,7 @@ def test_it_says_how_far_it_is(tiny_model, n_threads):
     with opened(path, n_threads=n_threads) as engine:
         found = told(engine)
         engine.restore(saved)
-        # a thread takes two of the four rows at a time, so three threads report nothing in between
+        # a thread takes two of four rows at a time: one reports after the first two, three take all at once
         assert found == ([(2, 4)] if n_threads == 1 else [])
 
 

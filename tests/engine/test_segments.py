@@ -1,4 +1,4 @@
-"""A session's archive file: a turn appends its new segments, and a session always has all of its segments."""
+"""A session's archive file: each turn appends its new segments, and a session never misses a segment."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Archive:
 
 
 def save(path, archive, store=None):
-    """Writes a session of this archive, as `ChatFiles` does."""
+    """Write a session of this archive, as `ChatFiles` does."""
     own = store or ArchiveFile(path)
     try:
         with own.write(archive) as listed:
@@ -150,7 +150,7 @@ def test_a_turn_appends_what_it_has_archived(path, store):
 def test_another_process_goes_on_where_one_has_ended(path):
     save(path, Archive(1, 50))
     before = archive_path(path).read_bytes()
-    # appended by a killed process
+    # 500 bytes that a killed process has appended
     archive_path(path).write_bytes(before + bytes(500))
     archive, store = Archive(1, 60).restore(load(path)), ArchiveFile(path)
     store.adopt(load(path))
@@ -185,7 +185,7 @@ def test_the_oldest_tokens_leave_a_segment_from_its_beginning(path, store):
         archive.begin, archive.end = begin, end
         save(path, archive, store)
         assert holds(path, archive)
-    # also to a new file, for which the forgotten beginning of a segment cannot be read
+    # a new file can be written as well, although the archive no longer has the first tokens of a segment
     save(path.with_name("other.kv"), archive)
     assert holds(path.with_name("other.kv"), archive)
     save(path, archive, store)
@@ -198,7 +198,7 @@ def test_a_full_archive_can_be_saved_after_every_turn(path, store, n_kept):
     archive, rng = Archive(1, 0), np.random.default_rng(n_kept)
     while archive.end < 900:
         archive.end += int(rng.integers(1, 25))
-        # the first tokens of a segment may also be gone when the file is rewritten
+        # when the file is rewritten, the archive may no longer have the first tokens of a segment
         archive.begin = max(archive.begin, archive.end - n_kept)
         save(path, archive, store)
         assert holds(path, archive)
@@ -233,7 +233,7 @@ def test_what_is_of_no_use_takes_no_more_than_half_of_the_file(path, store):
 
 @with_clusters
 def test_a_copy_outlives_what_comes_after_it(path, store):
-    # /undo keeps the files open like this; later tokens at the same positions differ
+    # /undo keeps the files open like this; after it, other tokens take the same positions
     archive = Archive(1, 40)
     save(path, archive, store)
     with path.open("rb") as file, store.reopen() as shared:
@@ -343,7 +343,7 @@ def test_a_full_disk_while_segments_are_appended_leaves_both_files(path, store, 
     save(path, archive, store)
     before = path.read_bytes(), archive_path(path).read_bytes()
     archive.end = end
-    # a part of the segment fits
+    # the disk has room for the first 3 bytes of the new segment
     with full_after(len(before[1]) + 3), pytest.raises(OSError, match="File too large"):
         save(path, archive, store)
     assert (path.read_bytes(), archive_path(path).read_bytes()) == before
@@ -484,7 +484,10 @@ def test_an_archive_is_as_private_as_its_session_and_beside_the_target_of_a_link
 
 
 class Steps:
-    """Ends the process, as kill -9 does, before the nth call that changes a file, or in the middle of it."""
+    """Ends the process, as kill -9 does, at the nth call that changes a file.
+
+    The call does nothing before, or writes half of its data.
+    """
 
     def __init__(self, n):
         self.left = n

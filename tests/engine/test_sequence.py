@@ -19,7 +19,7 @@ from tests import forked
 from tests.cli import test_cli
 from tests.engine.running import open_engine, text
 
-# the command line in a process in which the patch is not to be seen
+# runs the command line in a process in which the patch is hidden from kvtool
 UNPATCHED = (
     "import sys, kvtool.llama.library\n"
     "for module in list(sys.modules.values()):\n"
@@ -53,7 +53,7 @@ def test_runs_remove_what_goes_and_shifts_bring_the_rest_to_its_place():
             table = {pos: cell for pos, cell in table.items() if not first <= pos < end}
         kept = np.delete(np.arange(n), gone)
         assert sorted(table.values()) == kept.tolist()
-        # the kept tokens get any places, in the same order
+        # move the kept tokens to random places, in the same order
         to = np.empty(len(kept), np.int32)
         to[np.argsort(at[kept])] = np.sort(rng.choice(120, len(kept), replace=False))
         for first, end, delta in shifts(at[kept], to):
@@ -125,7 +125,7 @@ def test_what_was_saved_goes_on_as_if_it_had_never_stopped(tiny_model, unpatched
     with open_engine(path, policy, positions=positions) as plain:
         want, saved = [], {}
         for at in range(len(tokens)):
-            # also right after an eviction, before its keys are rotated
+            # evicting first, so that some states are saved after an eviction and before keys are rotated
             if at % 9 == 0:
                 plain.evict_if_due()
                 saved[at] = {name: array.copy() for name, array in plain.save()}
@@ -154,7 +154,7 @@ def test_what_needs_the_patch_is_refused_in_one_line(tiny_model, unpatched):
 
 @dataclass(frozen=True, slots=True)
 class Whole(type(policies.fit("local", 64, 8))):
-    """Wants its prompts whole."""
+    """Policy that asks to read prompts whole."""
 
     prefill = "whole"
 
@@ -166,7 +166,7 @@ def test_a_policy_that_wants_its_prompts_whole_is_refused_before_anything_is_rea
     ):
         pass
     assert "\n" not in str(caught.value)
-    # in batches it runs
+    # if its prompts are read in batches, it runs
     with open_engine(tiny_model(), Whole(64, 8), prefill="stream") as plain:
         assert plain.read(text(200)) == 200
 
@@ -235,5 +235,5 @@ def test_perplexity_without_the_patch_is_that_with_it(smol, tmp_path):
         json.loads(run(*command, "-t", 1, "--json").stdout) for run in (kvtool, test_cli.kvtool)
     )
     assert plain["tokens"] == patched["tokens"]
-    # quantized weights: sums in another order differ
+    # with quantized weights, the order of sums changes the result
     assert plain["nll"] == pytest.approx(patched["nll"], abs=0.05)

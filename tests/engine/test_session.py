@@ -62,7 +62,7 @@ def test_a_restored_engine_goes_on_bit_by_bit(tiny_model, tmp_path, name, option
         expected = scores(engine, tokens[n_read:])
         live = engine.rows.live.copy()
     with open_engine(path, policy, **settings) as engine:
-        # the engine holds another text before
+        # restore has to replace this other text
         engine.read(tokens[:13])
         meta, saved = session.read(tmp_path / "saved")
         assert meta == {"n": n_read}
@@ -147,7 +147,7 @@ def test_numbers_that_cannot_be_are_refused(tiny_model, arch):
                 engine.restore(saved | {name: array})
             assert engine.n_past == 20
         if arch == "gemma3":
-            # only llama.cpp knows what its own table must be like
+            # only llama.cpp can check its own table; by then the rest is restored, so the engine is emptied
             table = saved["window"].copy()
             table[0] = 2**20
             with pytest.raises(SessionError, match="does not fit"):
@@ -172,10 +172,10 @@ def test_a_session_with_the_sum_of_the_last_queries_alone_is_taken_back(tiny_mod
 
 
 def test_sessions_count_important_steps_from_the_last_edit(tiny_model):
-    # older sessions have this format, too
+    # sessions have always stored these steps as f32, counted from the last edit
     with open_engine(tiny_model(), policies.fit("corm", 512, 40, ["history=24", "window=8"])) as engine:
         engine.read(text(101)[:64])
-        # the next plan is due 40 tokens later
+        # a plan is due before these 37 tokens, and the next one only after 40
         engine.read(text(101)[64:])
         n_cleared = engine.signals.since
         assert 0 < n_cleared < 101

@@ -93,7 +93,7 @@ def run(path, policy, sizes, *, restores=False, **settings):
 SIZES = [30, 18, 3, 9, 1, 3, 16, 5, 2, 9, 1, 1, 1, 1, 12, 16, 16]
 
 
-# flash attention: signals of several steps are computed at once, and keys are rounded to half precision
+# with flash attention ("on"), several steps' signals are computed together, and keys are in half precision
 @pytest.mark.share(3, "n_head_kv", "restores")
 @pytest.mark.parametrize(
     ("flash", "tolerance", "edge"), [("off", TOLERANCE, AT_THE_EDGE), ("on", max(TOLERANCE, 1e-2), 0.03)]
@@ -136,7 +136,7 @@ def test_signals_are_those_of_the_definition(tiny_model, group, n_head_kv, resto
 
 
 def recent_of(rows, pos, next, n_query, group):
-    """f64[row, cell]: the attention of the last n_query queries to the tokens at pos, by the definition."""
+    """Return f64[row, cell]: attention of the last n_query queries to the tokens at pos, by definition."""
     recent = np.zeros(pos.shape)
     for number, row in enumerate(rows):
         cell_of = {int(at): cell for cell, at in enumerate(pos[number])}

@@ -1,4 +1,4 @@
-"""A worker's spares: copies of its device that compute edits, so that it keeps the decode's graph as well.
+"""A worker's spares: copies of its device that compute edits. The device itself keeps the decode's graph.
 
 Run as a module, this file is the client, in its own process: devices are registered for a whole process.
 """
@@ -40,7 +40,7 @@ RUNS = [
     ("recall", "off", "f32", 3),
 ]
 N_LAYER = 4
-# tokens read at once; decoded one by one before the count of bytes; decoded while bytes are counted
+# tokens that are read first; then decoded one by one without counting bytes; then while bytes are counted
 N_READ, N_BEFORE, N_COUNTED = 64, 96, 64
 RECOMPUTE = 13
 """Bytes of the command that computes a graph again."""
@@ -88,7 +88,7 @@ def client(endpoint, path, as_stock):
     set_verbose(True)
     meter = wire.Meter(endpoint)
     if as_stock:
-        # register the server as a llama.cpp does that knows no spares
+        # register the server like a llama.cpp without spares
         workers._register = bind("ggml_backend_register", None, ctypes.c_void_p) or (
             lambda server: lib.ggml_backend_register(server)
         )
@@ -104,7 +104,7 @@ def client(endpoint, path, as_stock):
 def from_worker(path, *options):
     if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")
-    # imports `tiny`, which only pytest finds and the client does not
+    # not at the top, because test_worker imports `tiny`, which only pytest finds: the client would fail
     from tests.engine.test_worker import working
 
     with working() as worker:
@@ -167,7 +167,7 @@ def test_a_llama_cpp_that_knows_no_spares_gives_them_no_layers(remote, path):
     assert buffer.startswith("RPC0")
     assert not re.search(r"RPC[12]\[\S+ (KV|model) buffer size", log[1])
     assert found["results"][0][0] == remote[0]["results"][0][0]
-    # without spares the worker keeps one graph: the edit's and the decode's replace each other
+    # without spares the worker keeps only one graph, so those of edit and decode are sent again and again
     assert found["results"][0][1] > 10 * remote[0]["results"][0][1]
 
 

@@ -56,7 +56,10 @@ SHARING = ("h2o", "snapkv", "expected", "kvzip")
 
 
 def assert_leaves_the_same(model, name, whole):
-    """Return the numbers of tokens decoded without and with the cached prompt."""
+    """Assert that a policy leaves the same without and with the cached prompt.
+
+    Returns the numbers of tokens decoded without and with it.
+    """
     (pos, *alone, n), (cached_pos, *cached, n_cached) = left(model, name), left(model, name, whole)
     assert np.array_equal(pos, cached_pos)
     for one, other in zip(alone, cached, strict=True):
@@ -66,7 +69,7 @@ def assert_leaves_the_same(model, name, whole):
 
 @pytest.mark.parametrize("name", SHARING)
 def test_rows_that_share_go_on_from_it_too(model, whole, name):
-    # 300 tokens in layers of 320 cells
+    # layers of 320 cells, the 300 tokens rounded up, so that some cells are empty
     n, n_cached = assert_leaves_the_same(model, f"{name}:heads=adaptive", whole)
     # n also counts the tokens of a reconstruction pass
     n_query = policies.spec(name).fit(64).n_query if name in LAST else 0
@@ -77,7 +80,8 @@ def test_rows_that_share_go_on_from_it_too(model, whole, name):
 def test_a_policy_leaves_what_it_leaves_when_it_reads_itself(model, whole, name):
     n, n_cached = assert_leaves_the_same(model, name, whole)
     assert n >= len(TOKENS)
-    # the prompt's sums are cached; policies that need its last queries decode those; HITS are not cached
+    # the prompt's sums are cached. Policies of LAST need its last queries, and decode those again.
+    # scissorhands decodes all tokens, because HITS are not cached
     n_query = max(policies.spec(name).fit(64).n_query, 1)
     assert n_cached == (0 if name in NONE else n_query if name in LAST else len(TOKENS))
 

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextmanager
 def answering(answer):
-    """The endpoint of a server that answers with these bytes and waits; with None it closes at once."""
+    """Yield the endpoint of a server that sends these bytes and waits; with None it closes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = []
 
@@ -80,7 +80,7 @@ def test_a_worker_that_greets_is_reached():
     ],
 )
 def test_what_is_no_worker_for_us_is_refused(answer, words, monkeypatch):
-    # a short wait is only for silent workers; the others answer, however late
+    # only tests of silent workers wait for a short time; other workers answer, however late
     monkeypatch.setattr(endpoints, "ANSWER_S", 0.3 if "does not answer" in words else PATIENCE_S)
     with answering(answer) as endpoint:
         with pytest.raises(LibraryError, match=words) as raised, endpoints.reached([endpoint]):
@@ -162,7 +162,7 @@ def test_help_says_that_nobody_is_asked_who_they_are():
 
 
 class Worker:
-    """A `kvtool worker` that serves. said: its lines so far."""
+    """A running `kvtool worker`. said: its lines on stderr so far."""
 
     def __init__(self, port, *options, host="127.0.0.1"):
         self.port = port
@@ -184,7 +184,7 @@ class Worker:
         return self
 
     def end(self, number=signal.SIGTERM):
-        """(exit code, stdout, stderr) after a signal."""
+        """Send a signal; return (exit code, stdout, stderr)."""
         self.process.send_signal(number)
         code = self.process.wait(PATIENCE_S)
         self._thread.join(PATIENCE_S)
@@ -209,7 +209,7 @@ def workers():
     with ExitStack() as stack:
         ports = [stack.enter_context(reserved_port()) for _ in range(2)]
         started = [Worker(port, "--mem", "64MiB") for port in ports]
-        # a test replaces one of them
+        # the list is read at the end, because a test replaces one of the workers
         stack.callback(lambda: [worker.end() for worker in started])
         for worker in started:
             worker.serves()
@@ -388,11 +388,11 @@ def test_signals_go_over_the_wire_once_a_plan(model, tmp_path):
         assert row["n_plan"] == 2
         assert row["n_signal"] == n_signal
         beyond = row["beyond_stock_a_plan"]
-        # an answer has its size before it
+        # f32 of 256 cells in 8 rows for each signal; each answer begins with its size, 8 bytes
         assert beyond["signals"] == 4 * 8 * 256 * n_signal + 8 * n_signal
-        # a cell that moves is two indices of 4 bytes, for its key and its value
+        # in each of 8 rows up to 16 cells move; each needs two indices of 4 bytes, for its key and its value
         moved = 8 * 16 * (4 + 4)
         assert 0 < beyond["edits"] <= moved + 2 * 400
-        # one command: the worker has the graph of the plan before
+        # the command to compute a graph again: the worker has kept the graph of the plan before
         assert beyond["graphs"] == 13
     assert rows["stock"]["received"]["get"] == 8 + 4 * 320
