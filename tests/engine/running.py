@@ -20,7 +20,7 @@ from tests.reference import transformer
 transformer.half_precision = any(each["name"].startswith("Vulkan") for each in devices())
 
 ON_CUDA = any(each["name"].startswith("CUDA") for each in devices())
-"""True on CUDA. There the order of half-precision sums depends on load and batch length, so results differ."""
+"""True on CUDA. The order of its half-precision sums depends on load and batch length, so results differ."""
 
 TOLERANCE = 1e-2 if has_gpu() else 1e-4
 """Largest difference from the definition; larger on a GPU, which rounds differently."""

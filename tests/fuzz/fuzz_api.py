@@ -48,7 +48,7 @@ MOST = 2**40
 """Positions in a stream are less than this."""
 BAD = (-(2**31), -1, LARGEST, 2**30, N_ROW, 100_000)
 
-# without flash attention V lies transposed, and cannot be quantized
+# without flash attention V is stored transposed, and cannot be quantized
 CACHES = [
     *(("f32", "f32", "off"), ("f32", "f32", "on"), ("f16", "f16", "off"), ("f16", "f16", "on")),
     *(("q8_0", "f16", "off"), ("q8_0", "q8_0", "on"), ("bf16", "f32", "off"), ("q4_0", "q8_0", "on")),
@@ -143,7 +143,8 @@ class Fuzz:
             setattr(params, *bad[self.rng.integers(len(bad))])
         ok = ok and (ragged or len(set(self.cells)) == 1)
         if (params.signals & Signal.RECENT or params.n_future) and params.n_query == LARGEST:
-            # no memory: so many queries take a terabyte, and so does their attention to 100 cells
+            # so many queries, or their attention to 100 cells, take a terabyte and are refused. Attention to
+            # fewer cells might just fit into memory, so n_query is reduced
             if min(self.cells) < 100 and not params.n_future:
                 params.n_query = 3
             else:
@@ -219,7 +220,7 @@ class Fuzz:
             self.n_table = self.n_table if self.ragged else wanted[0]
 
     def some_signal(self):
-        """A signal, n_row and n_cell, and whether it can be read with these."""
+        """Return (signal, n_row, n_cell, True if the library can read this)."""
         enabled = [1 << i for i in range(N_SIGNAL) if self.signals >> i & 1]
         signal = self.one_of(1, 2, 4, 8, 16, 32, 64, 0, 3, 128, 2**31, *enabled * 8)
         most = max(self.cells)

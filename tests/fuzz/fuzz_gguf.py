@@ -142,7 +142,11 @@ class Worker:
             self.process = None
 
     def run(self, path):
-        """(exit codes of the commands that ended, exit status of the process or "hang"; None if it lives)"""
+        """Return (codes, died) for a file.
+
+        codes: exit codes of the commands that ended. died: exit status of the process, "hang", or None if it
+        still runs.
+        """
         if self.process is None:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, "--serve"],

@@ -423,7 +423,7 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
 
         try:
             with ThreadPoolExecutor(N_THREAD) as pool:
-                # raises a thread's error, after which the other threads end
+                # if a thread fails, the others end after their current request, and its error is raised
                 for done in as_completed([pool.submit(work, number) for number in range(N_THREAD)]):
                     if done.exception():
                         left = iter(())

@@ -13,7 +13,10 @@ from kvtool.llama import bindings
 
 
 def packages(monkeypatch, **found):
-    """Pretend that only `found` is installed: bindings or an error, by package. Return the imports so far."""
+    """Pretend that only the packages in `found` are installed. Return a list that collects what is imported.
+
+    found: for each package its bindings, or the error that importing it raises.
+    """
     asked = []
 
     def import_module(name):
@@ -67,7 +70,7 @@ def test_on_windows_a_function_is_looked_for_in_each_library():
 
 
 def library(monkeypatch, *, there, loads):
-    """Fake a library. there: it includes the CPU part. loads: loading parts provides the CPU part."""
+    """Fake a library. there: True if it includes the CPU part. loads: True if loading parts adds that one."""
     state = SimpleNamespace(there=there, folders=[])
 
     def dev_by_type(kind):

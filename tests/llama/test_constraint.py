@@ -64,7 +64,7 @@ def bounded():
         said = str(error)
     assert "\n" not in said
     assert len(said) < 400
-    # CPU time: a busy machine is not its fault
+    # CPU time does not grow when other programs keep the machine busy
     assert time.process_time() - start < 30
     assert peak_bytes() - before < 600 * 2**20
 
@@ -91,7 +91,7 @@ def check_person(text):
 
 
 def written(engine, logits, n=60, **settings):
-    """Sample from the same logits up to the end of the grammar."""
+    """Sample up to n tokens, always from the same logits, until the grammar ends."""
     sampler = Sampler(engine.model, Sampling(**settings), seed=1)
     tokens = []
     while len(tokens) < n:
@@ -124,7 +124,7 @@ def test_a_draw_that_fits_is_the_one_without_a_grammar(engine):
 
 @pytest.mark.parametrize("settings", [{"mirostat": 1}, {"mirostat": 2}, {"xtc_probability": 1}, {"top_k": 1}])
 def test_what_is_drawn_fits_with_every_sampler(engine, settings):
-    # nothing that fits is likely
+    # the only likely token, q, does not fit the grammar
     logits = np.zeros(engine.model.n_vocab, np.float32)
     logits[3 + ord("q")] = 20
     tokens = written(engine, logits, temp=1, grammar="root ::= [0-9]{20}", **settings)
@@ -219,7 +219,7 @@ ws ::= | " " | "\n" [ \t]{0,20}
             ['{"a": [1, -2.5e3, {"b\\n": "x\u00e9"}],\n  "c": null}', "[]", "{}"],
             ['{"a" 1}', "[1,]"],
         ),
-        # a lexer that takes the longest part would refuse these
+        # a lexer that always takes the longest match would refuse texts of these grammars
         ('root ::= [a-z]* "abc"', ["abc", "xabc", "abcabc"], ["ab", "abcd"]),
         ('root ::= "a" "bc" | "ab" "d"', ["abc", "abd"], ["ab", "abcd"]),
         ('root ::= x "b"\nx ::= "a" | "ab"', ["ab", "abb"], ["a", "abbb"]),
@@ -330,7 +330,7 @@ def test_a_text_of_a_schema_is_written_as_json_has_it(engine, value):
 def test_no_string_has_what_json_does_not_allow(engine, likely):
     logits = np.random.default_rng(2).normal(0, 1, engine.model.n_vocab).astype(np.float32)
     logits[3 + ord(likely)] += 6
-    # bytes from 0x80 on are parts of characters
+    # only ASCII: a byte from 0x80 on is a part of a character
     logits[3 + 0x80 :] = -90
     schema = {"type": "string", "minLength": 8, "maxLength": 9}
     tokens = written(engine, logits, 200, temp=1, json_schema=json.dumps(schema))

@@ -24,7 +24,7 @@ N_ROW = 4
 BOTH = Signal.ATTENTION | Signal.LAST
 NO_MOVES = np.empty((0, 4), np.int32)
 
-# without flash attention V lies transposed, and cannot be quantized
+# without flash attention V is stored transposed, and cannot be quantized
 CACHES = [
     ("f32", "f32", "off"),
     ("f32", "f32", "on"),
@@ -67,7 +67,7 @@ def look(context):
 
 
 def moves_of(source, delta=None):
-    """source i32[row, n]: which cell each of the first n cells takes its content from."""
+    """Return moves by which each of the first n cells takes the content of cell source[row, cell]."""
     n_row, n = source.shape
     row, dst = np.divmod(np.arange(n_row * n), n)
     delta = np.zeros(n_row * n) if delta is None else delta.ravel()
@@ -141,7 +141,7 @@ def test_a_permutation_alone_does_not_change_the_next_logits(tiny_model, flash, 
 
 
 def assert_before_the_next(pos, n, next_pos):
-    """n cells are in use; the last one is just before the next position, the rest before it."""
+    """Assert that n cells are in use: the last at the position before next_pos, the rest at earlier ones."""
     assert len(pos) == n
     assert pos[-1] == next_pos - 1
     assert (pos[:-1] < pos[-1]).all()
@@ -181,7 +181,7 @@ def test_cells_past_the_kept_ones_are_free_again(tiny_model, force_graph):
 
 
 def expected_values(values, terms):
-    """All sources are read before any value is written."""
+    """Return the values after merging by the definition: all sources are read before any value is written."""
     merged = values.copy()
     for row, dst, sources in terms:
         merged[row, dst] = sum(np.float32(weight) * values[row, src] for src, weight in sources)
@@ -189,7 +189,10 @@ def expected_values(values, terms):
 
 
 def random_terms(rng, n, counts):
-    """For each row, a merge of `count` random cells for each count; a source may be another's destination."""
+    """Return terms of random merges. In each row, every count stands for a merge of as many cells into one.
+
+    A source of one merge may be the destination of another.
+    """
     terms = []
     for row in range(N_ROW):
         for dst, count in zip(rng.permutation(n), counts, strict=False):
@@ -212,7 +215,7 @@ VALUE_CACHES = [("f32", "off"), ("f32", "on"), ("f16", "off"), ("f16", "on"), ("
 def close(got, want, kind):
     """Return True if each head's values f32[..., head_dim] are the sums, rounded once to the cache's type."""
     largest = np.abs(want).max(axis=-1, keepdims=True)
-    # q8_0: half a step, and the scale is an f16
+    # q8_0 rounds by up to half a step, 1 / 254 of the largest value, and its scale to f16, by up to 2**-11
     rounding = {"f32": 0, "f16": 2**-11 * np.abs(want), "q8_0": (1 / 254 + 2**-11) * largest}[kind]
     return (np.abs(got - want) <= rounding + 3e-6 * (1 + largest)).all()
 
@@ -268,7 +271,7 @@ def test_a_merged_value_moves_with_its_cell_in_the_same_edit(tiny_model, flash, 
 # rotation
 
 
-# a turned key is rounded twice, to f16 or q8_0; the key that it is compared with once
+# a rotated key is rounded twice, to f16 or q8_0; the key that it is compared with is rounded once
 @pytest.mark.parametrize("rope", ["norm", "neox"])
 @pytest.mark.parametrize(
     ("type_k", "flash", "tolerance"),
@@ -282,7 +285,7 @@ def test_a_turned_key_is_the_key_of_the_shifted_position(tiny_model, rope, type_
     source = permutations(n, 4)
     keys = []
     for shift in shifts:
-        # keys of the first layer depend on the token and its position alone
+        # only the first layer is compared: its keys depend on nothing but the token and its position
         with opened(tiny_model(rope=rope, **SHAPE), type_k=type_k, flash=flash) as context:
             fill(context, n, pos_0=start + shift)
             keys.append(look(context).keys(0, 2).swapaxes(0, 1))
@@ -331,7 +334,7 @@ def test_a_turned_key_is_that_of_upstreams_own_shift(tiny_model, rope, yarn):
 # signals
 
 FIRST_LAYER = slice(0, 2)
-# flash attention rounds to f16, and with it the inputs of later layers; the sums are up to 20
+# tolerance of attention sums, which are up to 20: flash attention rounds to f16, so later inputs differ
 F16_ROUNDING = 1e-2
 # maximum share of (row, cell) pairs near the threshold of a hit, where rounding decides
 AT_THE_EDGE = 0.02
@@ -410,7 +413,10 @@ def test_signals_are_cleared_as_an_edit_clears_them_but_cells_and_recent_attenti
 
 
 def queries_ago(stream, since):
-    """By the definition: i64[row, cell], how many queries ago a key was last hit; 0: not after `since`."""
+    """Return IMPORTANT by the definition, i64[row, cell]: how many queries ago the key was last important.
+
+    1 stands for the newest query, 0 for a key that was not important to any query from `since` on.
+    """
     rows = [row for rows in stream.rows for row in rows]
     ago = np.zeros((len(rows), stream.next), np.int64)
     for number, row in enumerate(rows):
@@ -443,7 +449,7 @@ def test_important_counts_back_from_the_last_query(tiny_model, flash, every):
 
 
 def test_important_goes_on_from_what_was_written(tiny_model):
-    # longer ago than all queries that follow
+    # these counts are larger than the number of queries that follow
     written = 100 + np.arange(N_ROW * 30).reshape(N_ROW, 30)
     written[:, ::7] = 0
     stream = transformer.Stream(transformer.Llama(tiny_model(**SHAPE)))
@@ -543,7 +549,7 @@ def test_recent_attention_goes_on_from_what_was_written(tiny_model):
         context.decode(tokens(3), 30, 1)
         want = context.read(Signal.RECENT, 33)
     with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
-        # another number of queries before, so that queries are in other slots
+        # other tokens first, of another number, so that queries come into other slots than above
         fill(context, 45, seed=5)
         for layer in range(2):
             context.set_cells(layer, 30, cells[layer])
@@ -620,7 +626,7 @@ BAD_RANGES = {
 
 @contextmanager
 def refused(context):
-    """The edit inside raises LibraryError and leaves every byte of the cache."""
+    """Assert that the edit inside raises LibraryError and leaves every byte of the cache."""
     before = context.state()
     with pytest.raises(LibraryError, match="llama.cpp refused: .+"):
         yield
@@ -744,7 +750,7 @@ def test_hidden_cells_stay_hidden_when_the_cache_grows(tiny_model):
         fill(context, 30)
         context.hide(30)
         context.resize(np.full(2, 512))
-        # positions may start over, since nothing before is seen
+        # positions may start over, because no query sees the hidden cells
         fill(context, 9, seed=1)
         context.resize(np.full(2, 1024))
         context.decode(tokens(1), 9, 1)
@@ -866,7 +872,7 @@ def test_keys_are_read_as_they_are_stored_and_turned_on_the_way(tiny_model, type
         stored = np.concatenate([stored.keys(layer, 2).swapaxes(0, 1) for layer in range(2)])
         for row in range(N_ROW):
             want = stored[row, first[row] : first[row] + 7]
-            # quantized keys are stored under a Hadamard rotation
+            # quantized keys are stored under a Hadamard rotation, so only products of keys are compared
             assert np.abs(keys[row] @ keys[row].T - want @ want.T).max() < 1e-2
         there = context.read_keys(first, np.full((4, 7), 9))
         assert np.abs(there - keys).max() > 0.1

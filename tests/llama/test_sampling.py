@@ -253,7 +253,7 @@ def test_the_next_text_knows_all_that_a_penalty_looks_back_at(engine, penalty):
         "dry_sequence_breaker": (),
     }
     sampler = Sampler(engine.model, Sampling(**penalty, **reach))
-    # c was written about 120 tokens ago; for DRY after a and b, which are repeated now
+    # c was written about 120 tokens ago. For DRY it followed a and b, which are the newest tokens again
     sampler.recent.extend([A, B, C, *([D] * 116), A, B] if "dry_multiplier" in penalty else [C, *([D] * 119)])
     sampler.start(1)
     assert drawn(engine, sampler, logits_of(engine, c=5, b=4), 1) == [B]
@@ -438,11 +438,11 @@ def scripted(engine, monkeypatch):
 
 
 def test_a_stop_string_may_come_in_many_tokens_and_characters_in_many(scripted):
-    # a token a byte: three for the dash, two for the accents
+    # each byte is a token: a dash has three, a letter with an accent two
     writer = scripted("na\u00efve \u2014 caf\u00e9\u2014\u00e9nd", "\u2014\u00e9", "never")
     pieces = list(writer.write())
     assert "".join(pieces) == "na\u00efve \u2014 caf\u00e9"
-    # an n and a dash wait for what follows them
+    # an n (of "never") and a dash may begin a stop string, so they are shown with the next character
     assert pieces[0] == "na"
     assert pieces[4:7] == [" ", "\u2014 ", "c"]
     assert writer.n_written == len("na\u00efve \u2014 caf\u00e9\u2014\u00e9".encode())
@@ -524,7 +524,7 @@ def test_logprobs_of_all_tokens_add_up_to_one(engine):
     equal = logprobs(model, np.zeros(model.n_vocab, np.float32), 70, 4)
     assert [each["id"] for each in equal["top_logprobs"]] == [0, 1, 2, 3]
     assert equal["logprob"] == pytest.approx(-math.log(model.n_vocab))
-    # a byte that is part of a character
+    # a token that is only a part of a character
     assert logprobs(model, np.zeros(model.n_vocab, np.float32), 3 + 0xC3, 0) == {
         **{"token": "\ufffd", "bytes": [0xC3], "id": 3 + 0xC3},
         **{"logprob": equal["logprob"], "top_logprobs": []},

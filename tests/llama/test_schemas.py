@@ -115,14 +115,14 @@ def test_a_complement_has_no_value_of_its_schema():
         others = Complement(schema).of(schema, names=NAMES)
         n_others += len(others)
         for other in others:
-            # a complement may have a list of items, as drafts up to 2019-09 allow
+            # drafts up to 2019-09 allow a list of schemas in `items`, which a complement may have
             whole = other if isinstance(other, bool) else {**_defs(schema), **other}
             outside = jsonschema.Draft201909Validator(whole)
             common = [value for value in VALUES if fits(value, schema) and outside.is_valid(value)]
             assert common == [], (schema, other)
         rest = [value for value in VALUES if not fits(value, schema)]
         n_empty += bool(rest and not others)
-    # most complements have something
+    # most complements are not empty
     assert n_others > 800
     assert n_empty < 60
 
@@ -291,7 +291,7 @@ def test_texts_of_drawn_schemas_validate(vocabulary):
                 n_texts += 1
                 assert fits(json.loads(text), schema), (schema, text)
     assert n_texts > 500
-    # no value fits most refused schemas
+    # few schemas are refused, all of them because no value fits them
     assert len(refused) < 40
     assert all("nsatisfiable" in said or "empty" in said for said in refused)
     assert n_left_out < 40

@@ -27,12 +27,12 @@ def idle(n):
 
 
 def busy(n):
-    """One of 8 cores is taken: with 8 threads each step waits for it."""
+    """Seconds of a step if another program uses one of 8 cores: with 8 threads each step waits for it."""
     return idle(n) * (6 if n == 8 else 1)
 
 
 def full(n):
-    """All cores are taken: the more threads meet, the longer it takes."""
+    """Seconds of a step if other programs use all cores: n threads wait for each other, n times as long."""
     return idle(1) * n
 
 
@@ -69,7 +69,7 @@ def test_a_trial_that_is_far_slower_costs_one_step():
 
 def test_steps_of_other_lengths_are_not_compared():
     threads = Threads(2)
-    # so short that no trial is due
+    # ten steps of 1 ms are over before a trial is due
     assert run(threads, lambda n: 0.001, 10) == {2: 1.0}
     # steps of more tokens are slower, which is no reason for a trial
     assert run(threads, lambda n: 0.01, 20, n_tokens=256) == {2: 1.0}
@@ -89,7 +89,7 @@ def test_one_thread_stays_one():
 
 
 class Alternating:
-    """Another number of threads for each step."""
+    """Stand-in for Threads that alternates between two numbers of threads, 1 and 2."""
 
     def __init__(self, most):
         self.n = most

@@ -154,14 +154,14 @@ CHECK(a_matrix_product_adds_to_its_result) {
 }
 
 CHECK(stored_rows_are_multiplied_and_added_as_their_numbers) {
-    constexpr int n = 70, d = 64, gap = 12; // more rows than are listed at once
+    constexpr int n = 70, d = 64, gap = 12; // n: more rows than add_rows takes at once
     for (const ggml_type type : types) {
         for (const int n_x : { 1, 3, 8 }) {
             const size_t size = ggml_row_size(type, d) + gap;
             const auto numbers = normal(n*d, 1), x = normal(n_x*d, 2);
             auto weights = normal(n_x*n, 3);
             for (int q = 0; q < n_x; ++q) {
-                weights[q*n + 4] = 0.0f; // the row is not read
+                weights[q*n + 4] = 0.0f; // a row with weight 0 is not read
             }
 
             std::vector<uint8_t> rows(n*size);
@@ -291,7 +291,7 @@ CHECK(keys_are_rotated_as_rope_defines) {
         // all elements are rotated; all but the first 24; only the first 24 (12 pairs do not fill vectors of 8)
         for (const auto & [n_dims, first] : { std::pair(n_embd, 0), std::pair(40, 24), std::pair(24, 0) }) {
             const turns rope(rope_of(mode, n_dims, first), n_embd, n_ctx);
-            // the last is beyond the tables
+            // the last delta is beyond the tables of angles
             for (const int64_t delta : { 0, 1, -1, 255, 256, -300, 4000, -4000, 100000 }) {
                 auto own = key;
                 rope.turn(own.data(), delta);
@@ -412,7 +412,7 @@ CHECK(kmeans_puts_points_to_the_nearest_mean) {
         }
         n_nearest += std::min_element(far.begin(), far.end()) - far.begin() == of[i];
     }
-    // the means have moved since the last assignment
+    // not all of them, because the means have moved since the last assignment
     EXPECT(n_nearest > n*8/10);
 }
 
@@ -484,7 +484,7 @@ CHECK(clusters_hold_each_token_once_and_their_means) {
 CHECK(clusters_known_from_a_file_are_those_computed_before) {
     const auto keys = normal(200*n_embd, 1);
     row_clusters a(n_embd, n_embd), b(n_embd, n_embd);
-    a.set(5, 56, { true, 0 }, keys.data(), keys.data(), nullptr); // the archive began inside the block
+    a.set(5, 56, { true, 0 }, keys.data(), keys.data(), nullptr); // the archive begins at token 56 of the block
     const membership known = a[5].members();
     b.set(5, 56, { true, 0 }, keys.data(), keys.data(), &known);
     EXPECT(a[5].order == b[5].order && a[5].start == b[5].start);
@@ -664,7 +664,7 @@ struct stream {
             }
             const auto bytes = [&](const float * x) { return std::vector<uint8_t>((const uint8_t *) x, (const uint8_t *) (x + n*n_dim)); };
             const gathered cells = { GGML_TYPE_F32, GGML_TYPE_F32, bytes(k.data()), bytes(v) };
-            // tokens that are deleted at once are not stored
+            // tokens before `first` exceed n_max, and are not stored
             for (int64_t i = std::max(pos, first); i < pos + n; ++i) {
                 const size_t at = (i - pos)*n_dim*sizeof(float);
                 own.put(l, i, cells.type_k, cells.k.data() + at, cells.type_v, cells.v.data() + at);
@@ -773,14 +773,14 @@ CHECK(segments_have_the_base_of_their_time) {
     }
 
     s.start_over();
-    s.own.set_base(0); // a run without tokens leaves nothing
+    s.own.set_base(0); // the base of start_over has no tokens, so it is not in the table
     EXPECT(s.own.table() == std::vector<int64_t>({ 0, 810, 0, 0, 0, 300, 300, 800, 800, 810, 0 }));
     s.own.keep(20);
     EXPECT(s.own.frames.front().base == 300);
 }
 
 CHECK(an_archive_without_its_newest_tokens_is_as_if_they_had_not_come) {
-    // ends inside a block, at a block's end, and below both limits; the second limit deletes tokens
+    // the archive is cut inside a block, at a block's end, and at fewer tokens than both limits allow
     for (const int64_t end : { 1290, 1280, 800 }) {
         for (const int64_t n_max : { archive::most, (int64_t) 1100 }) {
             stream a(params_of(GGML_TYPE_Q8_0, 128, 400), n_max), b(params_of(GGML_TYPE_Q8_0, 128, 400), n_max);
@@ -962,7 +962,7 @@ CHECK(attention_to_all_tokens_is_a_softmax) {
     s.push(300);
     s.start_over();
     s.push(410);
-    for (const int n_query : { 1, 8, 12 }) { // few, and many
+    for (const int n_query : { 1, 8, 12 }) { // few queries and many are computed in different ways
         for (const auto & logits : { plain, capped }) {
             expect_attention(s, n_query, 420, logits, 0, 1e-3, [](int, int64_t) { return false; });
         }
@@ -1186,7 +1186,7 @@ CHECK(synthetic_cells_stand_for_the_archive) {
         expect_made(queries, GGML_TYPE_F16,  logits, 0.01);
         expect_made(queries, GGML_TYPE_Q8_0, logits, 0.005);
     }
-    // two heads ask for nearly the same
+    // the queries of two heads are nearly equal
     for (int e = 0; e < n_embd; ++e) {
         queries[n_embd + e] = queries[e] + 0.3f*queries[n_embd + e];
     }
@@ -1311,7 +1311,7 @@ static void expect_recalled(bool v_trans) {
     std::copy(turned.begin(), turned.end(), (float *) q->data);
     ggml_tensor * args[] = { q, rot, floats(n_head), floats(n_head) };
     for (int head = 0; head < n_head; ++head) {
-        ((float *) args[2]->data)[head] = 0.0f; // one live cell
+        ((float *) args[2]->data)[head] = 0.0f; // one live cell, with a product of 0 and all the probability
         ((float *) args[3]->data)[head] = 1.0f;
     }
     ggml_tensor * t = all.build(ctx.get(), 1, floats(1), args, GGML_TYPE_F32, k*n_head*2*n_embd, plain);

@@ -2,19 +2,19 @@
 
     python tests/tools/check_archs.py DIR
 
-DIR has small random models, one an architecture. llama.cpp's test-llama-archs writes most of them,
-tests/tiny_archs.py the rest; `make check-archs` runs both. Prints a line a model; exit status 1 if any fails.
-The checks:
+DIR has small random models, one per architecture. llama.cpp's test-llama-archs writes most of them,
+tests/tiny_archs.py the rest; `make check-archs` runs both. Prints a line per model; exit status 1 if any
+fails. The checks:
 
-full       logits of `full` against a context with nothing enabled: equal bits. With flash attention, equal to
-           rounding if the model has an index; not checked where llama.cpp aborts
-alike      streamingllm and local against llama.cpp's sequence calls: equal to rounding. Not for models with
-           sliding or recurrent layers
-permuted   the cells of each row in another order
-ragged     different tokens evicted in each row, against a full cache with a mask for each row
-graph      edits as a graph, as on a device, instead of in host memory
-saved      a session that continues, bit by bit
-endless    three times the trained length
+full       the logits of `full` equal those of a context with nothing enabled, bit by bit; up to rounding with
+           flash attention and an index. Flash attention is left out where llama.cpp aborts with it
+alike      streamingllm and local score as with llama.cpp's sequence calls, up to rounding. Leaves out models
+           with sliding or recurrent layers
+permuted   logits do not depend on the order of the cells in each row, up to rounding
+ragged     if rows evict different tokens, ragged rows give the logits of plain rows, up to rounding
+graph      edits computed as a graph, as on a device, give the scores of edits in host memory, bit by bit
+saved      a restored session continues bit by bit
+endless    a text of three times the trained length has finite scores
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def full(path: Path) -> str:
     for flash in ("off",) if read(path).architecture in NO_FLASH else ("off", "on"):
         with open_engine(path, policies.fit("full", 200, None), flash=flash) as engine:
             tokens = text(100, n_vocab=engine.model.n_vocab)
-            # MiniMax M3 gathers the cells that its index chooses before attention: sums have another order
+            # MiniMax M3 first gathers the cells that its index chooses, so attention adds up in another order
             is_gathered = flash == "on" and engine.model.layers.of(Kind.INDEX)
             plain = Decoder(engine.model, 256, 64, n_output=64, **EXACT | {"flash": flash})
             try:

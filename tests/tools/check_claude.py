@@ -3,9 +3,9 @@
     python -m tests.tools.check_claude build/claude/node_modules/.bin/claude
     python -m tests.tools.check_claude CLAUDE --only edits,resumed --record FILE
 
-Starts a server with a small random model, and a proxy that dictates the model's answers. Prints a line a
+Starts a server with a small random model, and a proxy that dictates the model's answers. Prints a line per
 check; exit status 1 if any fails. `make check-claude` installs Claude Code, which needs Node.js. Nothing
-leaves the machine: the key is made up, and the home folder a temporary one.
+leaves the machine: the key is made up, and the home folder is temporary.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ class User:
 
 
 def usage(noted):
-    """Return a streamed answer's last usage. n_all: sum of its counts, only the prompt's if stopped."""
+    """Return the last usage in a streamed answer, and its sum n_all.
+
+    If the answer was stopped, its last usage has only the counts of the prompt.
+    """
     told = [event.partition(b"data: ")[2] for event in noted["answer"].split(b"\n\n")[:-1]]
     events = [event.get("message", event) for event in map(json.loads, filter(None, told))]
     found = [event["usage"] for event in events if "usage" in event][-1]
@@ -92,7 +95,7 @@ def edits(user):
     """The model writes and edits a file; each turn reads new tokens only."""
     path = user.work / "calc.py"
     wrong = {"file_path": str(path), "content": "def add(x, y):\n    return x - y\n"}
-    # Claude Code repeats a call with all of its defaults
+    # in later requests Claude Code shows this call with all default arguments, so the model must write them
     right = {"file_path": str(path), "old_string": "x - y", "new_string": "x + y", "replace_all": False}
     end, asked = user.asks(
         "Write calc.py, and mend it.", replies=[("Write", wrong), ("Edit", right), "It adds now."]

@@ -97,7 +97,7 @@ def doctor(place: Place, kvtool: list[object]) -> str:
 
 
 def new_environment(folder: Path) -> Path:
-    """The Python of a new environment."""
+    """Create an environment, and return its Python."""
     venv.create(folder, with_pip=True)
     return folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
 
@@ -132,7 +132,7 @@ def with_uv(place: Place, wheels: list[Path]) -> list[object]:
 
 
 def with_make(place: Place, wheels: list[Path]) -> list[object]:
-    """`make setup` in a copy of the checkout; the wheels lie elsewhere."""
+    """Run `make setup` in a copy of the checkout; KVTOOL_WHEELS names the folder of the wheels."""
     copy = place.folder / "checkout"
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in names.splitlines():
@@ -188,7 +188,7 @@ def main() -> None:
     model = asked.model or str(resolve(None))
     stages = asked.stages.split(",")
     with tempfile.TemporaryDirectory() as folder:
-        # the checkout's library, with the user's own environment and cache
+        # the expected values come from the checkout's library, with the user's own environment and cache
         here = Place(Path(folder, "here"))
         here.env = dict(os.environ)
         expected = {policy: nll(here, own, model, policy) for policy in ("full", "h2o", "recall")}

@@ -5,7 +5,7 @@
 STOCK_SITE_DIR holds an unpatched kvtool_llama package: pip install --target STOCK_SITE_DIR WHEEL. This
 Python imports the patched one. Each library runs in its own process. DIR has further models, such as those
 of `make check-archs`; models that kvtool refuses are skipped. Then policies that need no patch score a text
-with both libraries; the scores must agree to rounding. Prints a line a case; exit status 1 if any differs.
+with both libraries; the scores must agree to rounding. Prints a line per case; exit status 1 if any differs.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def compare(site, archs):
             n_different += not same
             verdict = "same" if same else f"DIFFERENT, by up to {np.abs(stock - ours).max():.3g}"
             print(f"{names[model]:8} flash {flash:4} K {type_k:5} V {type_v:5} batch {batch:3}  {verdict}")
-        # the tiny model's weights are F32
+        # paths[0] is the tiny model, whose weights are F32: its scores differ by less than 1e-4
         (folder / "text").write_text("".join(f"{i * i} and more, " for i in range(65)))
         for policy in ("full", "streamingllm", "local"):
             stock, ours = (score(where, paths[0], folder / "text", policy) for where in (site, None))

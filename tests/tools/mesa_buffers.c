@@ -1,9 +1,9 @@
 // Preloaded (LD_PRELOAD), so that the tests run on Mesa 22.3's Vulkan on the CPU:
 //
-// - Mesa reads all buffers of a descriptor set, even those that the shader does not use. ggml may have destroyed these,
-//   as Vulkan allows; reading them damages the heap. So no buffer is destroyed here; only the memory is freed.
+// - Mesa reads all buffers of a descriptor set, even those that the shader does not use. ggml may have destroyed unused
+//   buffers, as Vulkan allows, and then Mesa damages the heap. So buffers are not destroyed; only memory is freed.
 // - ggml waits for the end of a graph in a loop, on the CPU that has to compute the graph. So the loop sleeps.
-// - Mesa does not count allocated memory. So it is counted here, as drivers of graphics cards do
+// - Mesa does not count allocated memory. So it is counted here, and reported as drivers of graphics cards do
 //   (VK_EXT_memory_budget).
 #include <dlfcn.h>
 #include <pthread.h>
@@ -71,7 +71,7 @@ static VKAPI_ATTR void VKAPI_CALL free_memory(VkDevice device, VkDeviceMemory me
     release(device, memory, with);
 }
 
-// adds one extension; a caller that asks for the number first has room for all
+// Adds VK_EXT_memory_budget to the list. A caller that has asked for the number of extensions has room for it.
 static VKAPI_ATTR VkResult VKAPI_CALL enumerate_extensions(
         VkPhysicalDevice device, const char * layer, uint32_t * n, VkExtensionProperties * found) {
     const uint32_t room = *n;

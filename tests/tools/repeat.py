@@ -38,7 +38,7 @@ def failed(path, options, keep):
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
     names = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    # 5: -k leaves no test of this file
+    # pytest's exit status 5: no test of this file matches -k
     if done.returncode not in (0, 5) and not names:
         names = [f"{path.name}: exit status {done.returncode}"]
     if names:

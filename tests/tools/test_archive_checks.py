@@ -1,4 +1,4 @@
-"""C++ checks of the archive in patches/src: it is compiled here, and linked with ggml and no llama.cpp."""
+"""C++ checks of the archive in patches/src, which is compiled here and linked with ggml, not llama.cpp."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def program(tmp_path_factory):
     folder = tmp_path_factory.mktemp("archive")
     unpack_headers(folder)
     (folder / "src").mkdir()  # "../ggml/src" is found from here, as in llama.cpp
-    # all files at once: most of the time goes to the standard library's headers
+    # all files as one: most of the time goes to the standard library's headers, which are then read once
     parts = sorted((SRC / "archive").glob("*.cpp")) + [SRC / "cache" / "rope.cpp"]
     library = "".join(f'#include "{path}"\n' for path in parts)
     includes = [f"-I{path}" for path in (SRC, folder / "ggml" / "include", folder / "src")]

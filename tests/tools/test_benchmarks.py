@@ -112,7 +112,7 @@ def test_every_recorded_agent_has_tools_for_every_task():
     assert len({each["client"] for each in agents}) == 4
     for each in agents:
         text = json.dumps(each)
-        # nothing of the machine that recorded them
+        # the records tell nothing about the machine on which they were made
         assert not [word for word in ("/root/", "node_modules", "127.0.0.1") if word in text]
         assert set(re.findall(r"/home/(\w+)", text)) <= {"dev", "user"}
         body = each["body"]
@@ -186,5 +186,5 @@ def test_the_random_model_reads_texts_and_expects_nothing(monkeypatch, tmp_path,
         tokens = engine.model.tokenize(Path(__file__).read_text())[: share_of(150, 400)]
         nll = perplexity.stream(engine, tokens)
         assert engine.model.n_vocab == 49152
-    # logits have a deviation of 1: half a nat more than if all tokens were equally likely
+    # random logits have a standard deviation of 1: that adds half a nat to the NLL of equally likely tokens
     assert np.mean(nll) == pytest.approx(np.log(49152) + 0.5, abs=0.3)

@@ -61,7 +61,7 @@ sys.exit(int(os.environ.get("FAILS", "0")))
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
-    """A cache, an environment and a pip for the test alone. Gives the folder of the patch files."""
+    """Give the test its own cache, environment and pip; return the folder of the patch files."""
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.delenv("CMAKE_ARGS", raising=False)
@@ -90,7 +90,7 @@ def place(tmp_path, monkeypatch):
 
 
 def cmake_args(wheel):
-    """Return the arguments that the script in pip's place received: the text of its library."""
+    """Return the CMake arguments of a wheel: the script that replaces pip writes them into its library."""
     return zipfile.ZipFile(wheel).read("kvtool_llama/lib/libllama.so").decode()
 
 

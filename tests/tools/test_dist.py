@@ -68,7 +68,7 @@ def test_the_wheel_has_each_library_once_and_of_the_package_the_bindings_alone(p
         "kvtool_llama/py.typed",
     ]
     assert packed.read("kvtool_llama/lib/libllama.so") == b"made libllama.so"
-    # an installed llama-cpp-python is not needed and not touched
+    # imports within the package: an installed llama-cpp-python is neither needed nor touched
     text = packed.read("kvtool_llama/llama_cpp.py").decode()
     assert text.startswith("from kvtool_llama._ctypes_extensions import (")
     assert 'UPSTREAM = "9.9"' in packed.read("kvtool_llama/__init__.py").decode()
@@ -161,7 +161,7 @@ def test_a_wheel_for_one_python_is_none_of_ours():
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A Linux with an empty cache and no wheel."""
+    """Imitate a Linux machine with an empty cache and no wheel."""
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
@@ -174,7 +174,7 @@ PATCHES = ROOT / "patches"
 
 
 def put(folder, key, tag="manylinux_2_28_x86_64", version=__version__):
-    """One of our wheels with that key."""
+    """Write one of our wheels, with this key, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"kvtool_llama-{version}-py3-none-{tag}.whl"
     with zipfile.ZipFile(path, "w") as out:
@@ -288,7 +288,7 @@ def test_what_mends_it_is_named_if_it_is_missing_or_fails(mender, tmp_path, monk
     assert main(["--dist", str(tmp_path / "dist")]) == LibraryError.exit_code
     line = "kvtool: there is no no_such_mender; install it: pip install 'kvtool[dist]'\n"
     assert capsys.readouterr().err == line
-    # the older one stays
+    # the older wheel is kept
     assert len(list((tmp_path / "dist").iterdir())) == 1
 
 

@@ -71,7 +71,7 @@ def test_a_device_and_a_pipe_are_written_to(tmp_path):
 
 
 def test_what_a_user_asks_for_is_written_by_this_module_alone():
-    # these write to temporary folders, download under another name first, or write a log for a parent process
+    # modules that write to temporary folders, download under another name first, or log for a parent process
     others = {"link.py", "sources.py", "eval.py", "download.py", "fetch.py", "web.py", "runner.py"}
     for path in Path(files.__file__).parent.parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
@@ -88,7 +88,7 @@ def test_a_log_has_whole_entries_only(tmp_path):
     with full_after(100):
         with pytest.raises(OSError, match="File too large"):
             log.append("two " * 100)
-        # a shorter text still fits
+        # the failed entry has left nothing, so a shorter one still fits
         log.append("three\n")
     log.append("four\n")
     log.close()
@@ -131,7 +131,7 @@ def test_a_file_beside_it_is_set_aside_with_it_or_neither_is(tmp_path, monkeypat
     beside.unlink()
     assert files.set_aside(path, ".archive", "").name == "chat.kv.3"
     assert not (tmp_path / "chat.kv.3.archive").exists()
-    # only the file next to it
+    # if only the file beside it exists, that file is set aside alone
     beside.write_text("another")
     assert files.set_aside(path, ".archive").name == "chat.kv.4"
     assert (tmp_path / "chat.kv.4.archive").read_text() == "another"

@@ -119,7 +119,7 @@ def test_no_file_of_ours_includes_itself_through_others():
 
 
 def test_the_archive_needs_ggml_alone():
-    """Its C++ tests link it with ggml alone. cache/layer.h describes a layer of the cache."""
+    """Its C++ tests link it with ggml alone. It includes one other header, cache/layer.h."""
     ggml = r"ggml[\w-]*\.h|\.\./ggml/src/ggml-impl\.h"
     names = {name for path in (SRC / "archive").iterdir() for name in included(path)}
     own = {path.relative_to(SRC).as_posix() for path in (SRC / "archive").iterdir()}
@@ -271,7 +271,7 @@ def untar(archive: Path, tree: Path) -> Path:
 
 @pytest.fixture
 def exported(archive):
-    """The folder of `archive`, with a patch that export wrote: a three-way merge needs its index lines."""
+    """The folder of `archive`, with a patch from `export`, whose index lines allow a three-way merge."""
     sync.import_(archive / "first")
     sync.export(archive / "first")
     return archive
@@ -461,7 +461,7 @@ def test_each_library_has_one_name_and_finds_those_beside_it(tmp_path):
     install = (below / "cmake_install.cmake").read_text()
     assert "/libggml.so" in install
     assert not re.search(r"\.so\.\d", install)
-    # CMake 4.4 writes it in brackets
+    # CMake 4.4 writes the run path in brackets
     assert len(re.findall(r'NEW_RPATH (?:"\\\$ORIGIN"|\[\[\$ORIGIN\]\])', install)) == 2
     # the file for GCC's intrinsics is included in the libraries for kinds of CPU, and in no other
     flags = {

@@ -54,13 +54,13 @@ def place(tmp_path_factory):
     (site / "rest.pth").write_text(f"{rest}\n")
     left_out = ("PYTHONPATH", "CMAKE_ARGS", "KVTOOL_MODEL")
     env = {key: value for key, value in os.environ.items() if key not in left_out}
-    # compiling the kernels takes a minute
+    # without NUMBA_DISABLE_JIT, compiling the kernels would take a minute
     env |= {"KVTOOL_CACHE": str(folder / "cache"), "COLUMNS": "200", "NUMBA_DISABLE_JIT": "1"}
 
     def run(*words):
         return forked.run([python, *words], cwd=folder, env=env)
 
-    # without an index: the dependencies must be complete
+    # without an index, pip fails if any dependency is missing
     done = run("-m", "pip", "install", "-q", "--no-index", wheel)
     assert done.returncode == 0, done.stderr
     return SimpleNamespace(run=run, folder=folder, site=site, kvtool=folder / "env" / "bin" / "kvtool")
@@ -80,7 +80,7 @@ def before(place):
 
 @pytest.fixture(scope="module")
 def built(place, before):
-    """`kvtool build`, with a wheel for this machine in the cache."""
+    """Result of `kvtool build`, with a wheel for this machine in the cache."""
     key = build.wheel_key(sources.patches_dir(), "")
     folder = place.folder / "cache" / "wheels" / key
     folder.mkdir(parents=True)
@@ -142,7 +142,7 @@ def test_all_is_well_then(place, built):
     assert library["build"] == wheel.parent.name
     assert library["path"] == str(library_path())
     assert library["version"] == "9.9"
-    # the digest of the wheel's patch files
+    # computed from the patch files in the wheel
     assert library["digest_wanted"] == sources.patch_digest(ROOT / "patches")
     # a library that was built by hand from edited files may differ
     assert [each for each in found["problems"] if "different patch files" not in each["wrong"]] == []
