@@ -34,7 +34,7 @@ _N_WRITE = 32
 """Tokens written in a round: twice the tokens between evictions."""
 
 _N_SHORT = 64
-"""Minimum tokens of a batch when reading is slow: a CPU's flash attention reads fewer tokens one by one."""
+"""Slow batches are shortened to no fewer tokens: a CPU's flash attention reads fewer tokens one by one."""
 
 _CHEAP_S = 1.0
 """A batch that takes up to about this many seconds is read twice, and the second time counts."""
@@ -198,7 +198,7 @@ class Bench:
         self.stop = False
         self._tokens = depths.text(model)
         self._starts: dict[tuple[str, int], depths.Arrays] = {}
-        # clusters of the current depth's only row with an archive
+        # clusters of the archive at the current depth, which only one row has
         self._clusters: depths.Arrays = {}
 
     def measure(self) -> Iterator[Row]:
@@ -219,7 +219,7 @@ class Bench:
                     if row.why or row.seconds >= self.row_s:
                         continue
                     try:
-                        # read at most once for each configuration, and not counted in the rows' seconds
+                        # reads tokens once for each configuration; this does not count in the row's seconds
                         saved = self._start(row)
                         if self.stop:
                             return
@@ -246,7 +246,7 @@ class Bench:
             # without flash attention, a batch's attention scores of one layer are in memory
             needed += 4 * n_batch * n_cell * max((each.n_head_kv * n for each, n in model.groups), default=0)
         host, device = free_bytes(), device_free()
-        # the archive, and the copy that it is filled from
+        # twice: the archive, and the saved copy from which it is filled
         if policies.load(config.policy).recalls() and 2 * archive > host:
             return f"its archive needs {_of(2 * archive, host)}"
         free = host if device is None or not config.kv_offload else device
@@ -259,7 +259,7 @@ class Bench:
             first = self._write(engine, at)
             usual = self._write(engine, at)
             if not row.write:
-                # a batch takes a fraction of the time that its tokens take one by one, unless it is short
+                # shorten a batch that would exceed the row's seconds even at 20 times the speed of writing
                 row.n_read = min(row.n_read, max(int(20 * self.row_s / usual), _N_SHORT))
             if usual * row.n_read / 4 < _CHEAP_S:
                 self._read(engine, row.n_read, at)
@@ -278,7 +278,7 @@ class Bench:
             is_on_host = before is None or after is None or not row.config.kv_offload
             taken = cache if before is None or after is None else before - after
             if taken > 0:
-                # a worker's counter does not change
+                # a worker's counter does not change, so nothing is known
                 row.device_bytes.append(taken)
             cached = cache + engine.signal_bytes
             row.host_bytes = engine.archive_bytes + engine.host_bytes + (cached if is_on_host else 0)
@@ -332,7 +332,7 @@ class Bench:
         return policies.fit(config.policy, config.budget or row.depth), replace(self.settings, **options)
 
     def _start(self, row: Row) -> depths.Arrays | None:
-        """Return `Engine.save`'s state of a row's policy after its first tokens; None for `full`."""
+        """Return the arrays of `Engine.save` after a row's first tokens; None for `full`."""
         policy, settings = self._made_of(row)
         if not policy.evicts:
             return None

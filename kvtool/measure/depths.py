@@ -109,7 +109,7 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
 
     The newest tokens stay the newest; the added tokens precede them in the archive, if there is one.
     """
-    # in the order of `snapshot._COUNTERS`
+    # indices as in `snapshot._COUNTERS`: 0 n_past, 5 next_rot, 6 n_planned, 7 since
     counters = saved["engine"].copy()
     n_after, next_rot = n_past(saved) + n, int(counters[5])
     for at in (0, 6, 7):
@@ -119,7 +119,7 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
         return longer
     begin, end = saved[TABLE][:2].tolist()
     assert begin < end
-    # clusters of the repeated tokens are computed on restoring
+    # without the saved clusters: restoring computes those of the repeated tokens
     longer = {name: values for name, values in longer.items() if not name.startswith(CLUSTERS)}
     layer = 0
     while (name := layer_name(layer)) in longer:
@@ -127,7 +127,7 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
         layer += 1
     longer["pos"] = np.where(saved["pos"] < begin, saved["pos"], saved["pos"] + n).astype(np.int32)
     base = n_after - next_rot
-    # positions start over, as in a stream
+    # as if the stream had closed its gaps each time after three quarters of the context
     bases = range(base, 0, -max(n_ctx * 3 // 4, 1))[::-1]
     frames = [number for step in bases for number in (max(begin, step), step)] or [begin, 0]
     frames[0] = begin

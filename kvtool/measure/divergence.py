@@ -158,7 +158,7 @@ def _make_room(newest: Path) -> None:
     """Delete the least recently used references until the rest fits."""
     references = []
     for path in newest.parent.iterdir():
-        # other processes may delete them meanwhile; lock files are empty
+        # other processes may delete files meanwhile
         with suppress(OSError):
             references.append((path == newest, path.stat().st_mtime_ns, path.stat().st_size, path))
     total = sum(size for _, _, size, _ in references)

@@ -134,7 +134,7 @@ def runs(
     def kinds(text: str) -> Sequence[str]:
         return types if combine or not evicts(text) else types[:1]
 
-    # lazily in order, so that the first mistake typed is the one reported
+    # evaluated lazily in this order, so that the first mistake typed is the one that is reported
     entries = chain(
         ((text, None, kind) for text in wanted if keeps_all_it_needs(text) for kind in kinds(text)),
         ((text, size, kind) for size in budgets for text in wanted if evicts(text) for kind in kinds(text)),

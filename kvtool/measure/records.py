@@ -55,7 +55,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def append(path: Path, record: Record) -> None:
     """Append a record and sync it to the disk. Several processes may append at once. Raises OSError."""
     with locked(path.with_name(path.name + ".lock")), path.open("ab+") as file:
-        # after an incomplete line, this line would also be unreadable
+        # cut off an incomplete last line: a record appended to it would be unreadable
         file.truncate(_whole_lines(file))
         file.write(json.dumps(record).encode() + b"\n")
         file.flush()

@@ -35,7 +35,7 @@ class ComparisonResults:
     others: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, stored: Iterable[dict[str, Any]]) -> None:
-        """Sort the records of a file. A run with several records gets the first of the highest `_rank`."""
+        """Assign a file's records to runs. If a run has several, the first of the highest `_rank` counts."""
         by_key = {records.key(identity(self.common, run), KEY): run for run in self.grid}
         self.others = []
         for record in stored:

@@ -64,7 +64,7 @@ def measure(job: RunInput, report: Report = lambda n, nll: None) -> dict[str, An
 
     tokens, run = np.load(job.tokens), job.options
     if run.archive_file:
-        # parallel runs need a file each
+        # a separate file for each process, as runs may be parallel
         run = run.changed(archive_file=f"{run.archive_file}.{os.getpid()}")
     with open_run(run, length=lambda model: len(tokens)) as opened:
         engine = opened.engine
@@ -107,7 +107,7 @@ _HELD = ("cells", "kv_bytes", "state_bytes", "archived", "archive_bytes")
 
 
 def budget_bytes(engine: Engine) -> int:
-    """Bytes of the keys and values in the budget's cells, only in rows and without the padding to 256 cells.
+    """Bytes of keys and values in as many cells of each row as the budget has, without llama.cpp's padding.
 
     If rows keep different numbers of cells, bytes of the live cells.
     """

@@ -22,7 +22,7 @@ from kvtool.measure.run import RunInput, encode
 
 _KILLED = 9
 
-# -m would search the user's folder for modules
+# not `python -m`, which would also search the user's current folder for modules
 _CHILD = "import sys; sys.path[:] = {!r}; from kvtool.measure.run import main; main()"
 
 

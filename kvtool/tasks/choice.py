@@ -80,7 +80,7 @@ class ChoiceTask(Task):
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         ending = item.about.get("ending", "")
-        # a text has at most as many tokens as bytes; one more for the space before it
+        # limit of the answer's tokens: one for each byte, and one for the space before it
         reader.read(
             item.prompt, max(len(choice.encode()) for choice in item.choices) + len(ending.encode()) + 1
         )
@@ -143,7 +143,7 @@ def _question(record: Record) -> Item:
         if not blank:
             raise ValueError("no blank in the sentence")
         return _item(before.strip(), choices, right, ending.rstrip())
-    # as in the harness: OpenBookQA's questions are beginnings of sentences
+    # as in the harness, OpenBookQA's questions stay as they are: they are beginnings of sentences
     prompt = question.strip() if match["choices"].startswith("Answer") else _as_question(question)
     return _item(prompt, choices, right)
 

@@ -142,7 +142,7 @@ class LongBench(RecordTask):
         averages = {}
         for language, parts in LANGUAGES.items():
             datasets = values.keys() & parts
-            # code alone belongs to no language
+            # code counts in both languages, but a language needs other tasks for an average
             if datasets and (language == "all" or datasets - frozenset(CATEGORIES["code"])):
                 categories = (datasets.intersection(names) for names in CATEGORIES.values())
                 means = [fmean(fmean(values[name]) for name in names) for names in categories if names]

@@ -71,7 +71,7 @@ class QA(RecordTask):
         return [replace(item, id=f"-{i}") for i, item in enumerate(items, 1)] if len(items) > 1 else items
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
-        # a text has at most as many tokens as bytes; one more for the space before it
+        # limit of an answer's tokens: one for each byte, and one for the space before it
         n_right = max(len(reference.encode()) for reference in item.references) + 1
         reader.read(item.prompt, max(self.n_max, n_right if self.likelihood else 0))
         logp = {}

@@ -1,4 +1,4 @@
-"""Read prompts under a policy, and write or score answers. Every task uses the engine through this."""
+"""Read prompts under a policy, and write or score answers. Every task uses the engine through this file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def n_held(model: Model, template: Template | None) -> int:
 
 
 class Reader:
-    """Read with one engine at a time, a new one for each policy, as budgets may depend on the prompt.
+    """Read with one engine at a time. A new policy needs a new engine: budgets may depend on the prompt.
 
     policy_for: given the numbers of tokens of a prompt and of its answer, returns the policy. template: chat
     template for prompts that are a user's turn; None for plain text. n_prompt: maximum tokens of a prompt;
@@ -62,7 +62,7 @@ class Reader:
     Attributes
     ----------
     n_read
-        Number of tokens read of the last prompt.
+        Number of tokens of the last prompt that were read.
     is_cut
         True if the middle of the last prompt was cut out.
     shared
@@ -142,7 +142,7 @@ class Reader:
         self._begin(len(tokens), n_answer, self.template)
         first, rest = tokens[:n_first], tokens[n_first:]
         if len(rest):
-            # the first part does not end with a reply header
+            # hold no tokens yet: the first part does not end with a reply header
             self.engine.hold(0)
         if len(first):
             self.engine.read(first, cached=self.shared.whole(first) if self.shared else None)
@@ -214,7 +214,7 @@ class Reader:
 
         def back() -> None:
             self.engine.restore(saved)
-            # put back where the sampler reads them
+            # copied to the place where the sampler reads logits
             self._last_logits()[:] = logits
 
         yield back

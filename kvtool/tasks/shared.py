@@ -33,7 +33,7 @@ class _Watch(Policy):
 class Shared:
     """Cache of the last prompt that was read.
 
-    settings: the readers' settings, so that each gets the cells that it would have read itself.
+    settings: the readers' settings, so that each reader gets the cells that it would have computed itself.
     """
 
     def __init__(self, model: Model, settings: Settings) -> None:

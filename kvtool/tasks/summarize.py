@@ -79,7 +79,7 @@ class Summarize(Task):
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         as_it_is = self.plain and item.prompt.startswith(_HEAD)
         (right,) = item.references
-        # a text has at most as many tokens as bytes; one more for the space before it
+        # limit of the summary's tokens: one for each byte, and one for the space before it
         n_right = len(right.encode()) + 1 if self.likelihood else 0
         reader.read(item.prompt, max(self.n_max, n_right), as_it_is=as_it_is)
         with reader.going_back() as back:

@@ -31,7 +31,7 @@ _FREQUENT_ARE = "Answer: According to the coded text above, the three most frequ
 
 @dataclass(frozen=True, slots=True)
 class CommonWords(Subtask):
-    """Ten words appear more often than all other words. A piece is a distinct word.
+    """Find the ten words that appear more often in a list than all others. A piece is a distinct word.
 
     Attributes
     ----------
@@ -83,10 +83,10 @@ class CommonWords(Subtask):
 
 @dataclass(frozen=True, slots=True)
 class FrequentWords(Subtask):
-    """Three random words of six letters are the most frequent after "...". A piece is a word.
+    """Find the three most frequent words of a text of random words. A piece is a word of the text.
 
-    In a text of n words, the word of rank k appears n / (k^2 zeta(2)) times, rounded down: RULER's alpha is
-    2.
+    Rank 1 is "...", which does not count. In a text of n words, the word of rank k appears n / (k^2 zeta(2))
+    times, rounded down: RULER's alpha is 2.
 
     Attributes
     ----------
@@ -99,7 +99,7 @@ class FrequentWords(Subtask):
     n_max: ClassVar[int] = 50
 
     def least(self, spec: SampleSpec, sources: Sources) -> int:
-        # with this many words, the word of rank 4 appears once
+        # with this many words, the rarest word to find, of rank 4, appears once
         return math.ceil(_n_for(4))
 
     def sample(self, n: int, spec: SampleSpec, sources: Sources) -> Sample:

@@ -19,7 +19,9 @@ _QUESTION = f"{_ASK}\n\nQuestion: {{question}}"
 
 @dataclass(frozen=True, slots=True)
 class Questions(Subtask):
-    """A piece is a document: first the question's, then others of the same article, then any others.
+    """Answer a question about documents that are hidden among others. A piece is a document.
+
+    The first pieces are the question's documents, then come others of the same article, then any others.
 
     Attributes
     ----------
@@ -47,7 +49,7 @@ class Questions(Subtask):
         question, texts = self._question(spec, sources), self._documents(sources).texts
         chosen = [*question.about, *rng.sample(question.near, len(question.near))][:n]
         others = set(chosen)
-        # chosen one by one: a larger sample begins with the same documents
+        # chosen one by one, so that a larger sample begins with the documents of a smaller one
         while len(chosen) < n:
             if (other := rng.randrange(len(texts))) not in others:
                 chosen.append(other)

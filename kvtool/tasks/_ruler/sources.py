@@ -57,7 +57,7 @@ class Documents:
 
 
 class Sources:
-    """Sources, each read at its first use. File names may be empty if no part needs them.
+    """Sources, each read at its first use. A file's name may be empty if no subtask needs the file.
 
     Raises InputError for a file that cannot be read.
     """

@@ -1,4 +1,7 @@
-"""Subtask of RULER: a text of n pieces with a question about it, as many pieces as fit."""
+"""Subtask of RULER: a text with a question about it. The text has as many pieces as fit into a length.
+
+Each subtask defines its piece, such as a word, a line or a document.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +49,9 @@ class SampleSpec:
     Attributes
     ----------
     name
-        Name of its part.
+        Name of the subtask.
     number
-        Index among the part's samples, from 0 on.
+        Index among the subtask's samples, from 0 on.
     length
         Maximum tokens of its text and answer together.
     seed
@@ -117,7 +120,7 @@ class Subtask(ABC):
 
 
 def largest(fits: Callable[[int], bool], least: int, most: int) -> int:
-    """Return a number in least..most that fits while one more does not; least must fit."""
+    """Return a number in least..most that fits while the next one does not, or `most`. least must fit."""
     low, high = least, least + 1
     while high <= most and fits(high):
         low, high = high, high + 2 * (high - least)

@@ -24,7 +24,7 @@ _EXAMPLE = 500
 
 @dataclass(frozen=True, slots=True)
 class Variables(Subtask):
-    """Parameters of the chain.
+    """Find all variables that a chain of assignments gives one value. A piece is a line of filler.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class Variables(Subtask):
         # as in RULER, each ends with a space
         lines += [f"VAR {name} = VAR {before} " for before, name in zip(names, names[1:], strict=False)]
         text = [FILLER] * n
-        # line numbers refer to the text before insertion
+        # places are line numbers of the text before any insertion
         for i, place in enumerate(sorted(rng.sample(range(n), len(lines)))):
             text.insert(place + i, lines[i])
         return Sample(
