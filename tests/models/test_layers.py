@@ -42,7 +42,7 @@ MIXED = Layers(
         # reads the cells of layer 1
         Layer(4, SLIDING, 1, 2, 128, 96, 0),
         Layer(2, RECURRENT, 2, 0, 0, 0, 1000),
-        # the same layer has cells, too
+        # layer 3 has cells as well: see above
         Layer(3, RECURRENT, 3, 0, 0, 0, 1),
     ),
     n_swa=100,
@@ -214,7 +214,7 @@ def test_llama_cpp_says_that_a_token_has_several_positions(tiny_model, monkeypat
 
 def test_a_window_of_no_tokens_is_damage_where_llama_cpp_lets_layers_slide(tmp_path):
     path = tmp_path / "tiny.gguf"
-    # for Gemma 3, as for most, 0 says that nothing slides
+    # a window of 0 means that no layer of Gemma 3 slides, as in most architectures; gpt-oss is an exception
     tiny.write_gemma3(path, n_layer=6, n_head_kv=1, window=0)
     layers = layers_of(path)
     assert (len(layers.of(ROWS)), layers.kinds, layers.n_swa) == (6, [], 0)

@@ -64,7 +64,7 @@ def known(monkeypatch):
 
 @pytest.fixture
 def pip(monkeypatch):
-    """Stands in for pip: puts one wheel with the given members into the folder for each dict given."""
+    """pip(*wheels): make pip download one wheel per dict of members (name: bytes); return its calls."""
 
     def use(*wheels: dict[str, bytes]) -> list[list[str]]:
         calls = []
@@ -207,7 +207,7 @@ def test_an_unknown_name_suggests_those_that_are_alike(known):
         assert said.endswith("? See `kvtool models list`.")
         return said.partition("mean ")[2].partition("?")[0]
 
-    # the smallest name with this beginning, otherwise names nearly as similar as the closest
+    # suggest the smallest models with this beginning, or else names nearly as similar as the closest
     assert meant("qwen3") == "qwen3-coder-1b or qwen3-1b or qwen3-4b"
     assert meant("qwen3-4") == "qwen3-4b"
     assert meant("qwen3-9b") == "qwen3-8b or qwen3-4b or qwen3-1b"
@@ -734,10 +734,11 @@ def test_show_says_what_slides(tmp_path):
     assert (shown["unsupported"], shown["kinds"]) == (None, ["sliding windows"])
     # every third of the 5 layers attends to the whole text
     assert (shown["rows"], shown["row_layers"], shown["swa"], shown["swa_layers"]) == (2, 1, 300, 4)
-    # 2 KV heads, keys of 34 bytes and values of 64; 300 and a batch of 256 tokens in steps of 256 cells
+    # 2 KV heads have keys of 34 bytes and values of 64; the window of 300 and a batch of 256 take 768 cells,
+    # a multiple of 256
     assert (shown["cell_bytes"], shown["swa_bytes"]) == (2 * 98, 4 * 2 * 98 * 768)
     assert (shown["shared_layers"], shown["recurrent_layers"], shown["recurrent_bytes"]) == (0, 0, 0)
-    # 846 cells would fit, which is 768 in steps of 256; a batch has a quarter of these
+    # 846 cells would fit; rounded down to a multiple of 256 that is 768, and a batch has a quarter of these
     assert shown["fit_cells"] == (750 * 2**10 - 4 * 2 * 98 * 768) // (2 * 98) // 256 * 256 == 768
     assert shown["fit_batch"] == 192
     few = invoke("show", str(path), "--fit", "750KiB", "-ctk", "q8_0").stdout
@@ -757,7 +758,7 @@ def test_show_says_what_is_recurrent(tmp_path):
     shown = show(path)
     assert (shown["unsupported"], shown["kinds"]) == (None, ["recurrent layers"])
     assert (shown["rows"], shown["row_layers"], shown["recurrent_layers"]) == (2, 1, 2)
-    # two layers keep the two newest of 128 numbers of 4 bytes
+    # each of two layers keeps its two newest vectors, of 128 numbers of 4 bytes
     assert (shown["cell_bytes"], shown["recurrent_bytes"], shown["swa_bytes"]) == (256, 2 * 2 * 128 * 4, 0)
     assert show(path, "--fit", "200KiB")["fit_cells"] == (200 * 2**10 - 2048) // 256 // 256 * 256 == 768
     text = invoke("show", str(path)).stdout
@@ -805,7 +806,7 @@ def test_show_has_the_reason_that_llama_cpp_gives_of_a_model_without_rows(tmp_pa
 
 
 def test_what_llama_cpp_crashes_on_is_one_line_in_show(tmp_path):
-    # with pattern=1 the file has a window, but no layer uses it
+    # pattern=1: the file has a window that no layer uses, and llama.cpp crashes
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, pattern=1)
     done = forked.run([sys.executable, "-m", "kvtool", "models", "show", path])

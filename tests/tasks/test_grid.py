@@ -243,7 +243,7 @@ def test_a_policy_s_own_file_is_known_by_what_is_in_it(common, tmp_path):
         (run,) = make(common, [str(path)], ["64"])
         keys.append(records.key(grid.identity(common, run), grid.KEY))
     assert keys[0] != keys[1]
-    # the file may be edited or deleted meanwhile
+    # the key keeps the file's content as it was read, since the file may be edited or deleted meanwhile
     path.unlink()
     assert records.key(grid.identity(common, run), grid.KEY) == keys[1]
 
@@ -267,7 +267,7 @@ def test_only_a_policy_that_recalls_is_another_run_with_another_archive(common):
 
 
 def measured(common, runs, tokens=None, **options):
-    """Each run's record, and the events before it."""
+    """Return the record of each run, and the events before the record."""
     found, seen = {}, {}
     with Runner(common, text(N) if tokens is None else tokens) as runner:
         for event in runner.run(runs, **options):
@@ -309,7 +309,7 @@ def test_a_run_has_the_numbers_of_perplexity(common):
         pytest.approx(mean),
         pytest.approx(error),
     )
-    # 256 cells (the budget's are 64) of f16 keys and values in two layers of two heads of 32
+    # 256 cells are allocated for the budget of 64: f16 keys and values, two layers of two heads of 32
     assert h2o["kv_bytes"] == 4 * h2o["budget_bytes"] == 256 * 2 * 2 * 2 * 32 * 2
     assert [event.n for event in seen[runs[1]]][-1] == N - 1
     assert seen[runs[1]][-1].nll == pytest.approx(h2o["nll"])
@@ -358,7 +358,7 @@ def test_no_process_outlives_its_runner(common):
         next(events)
         (process,) = runner._running.values()
         assert process.poll() is None
-    # the process was killed, not waited for, which would take a while
+    # the runner killed the process, since waiting for its end would take a while
     assert process.returncode == -signal.SIGKILL
 
 

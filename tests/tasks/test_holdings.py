@@ -11,7 +11,7 @@ from tests.engine.running import open_engine, text
 
 
 def rows_of(engine):
-    """The tokens that each row holds, one by one."""
+    """Return the set of tokens that each row holds."""
     return [set(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)]
 
 
@@ -59,7 +59,7 @@ def test_each_snapshot_is_what_the_rows_held_then(tiny_model, name):
 def test_sinks_and_the_newest_are_all_that_these_hold(tiny_model, name, n_sinks):
     with open_engine(tiny_model(), policies.fit(name, 32, 8)) as engine:
         found = holdings.watch(engine, text(100), 10)
-    # full at 32, 40, .. 96 tokens; after 96 an eviction leaves 24 tokens, and 4 more follow
+    # the cache is full at 32, 40, ... 96 tokens; at 96 an eviction leaves 24 tokens, and 4 more follow
     n_new = 28 - n_sinks
     want = np.zeros(100)
     want[:n_sinks] = want[-n_new:] = 1
@@ -106,7 +106,7 @@ def test_attention_is_summed_and_the_step_with_the_largest_share_is_known():
     attended.add(np.array([[2, 3], [2, 5]]), np.array([[0.25, 0.25], [0.25, 0.5]], np.float32), slice(12, 13))
     attended.add(np.array([[2, 3], [2, 5]]), np.array([[0.25, 0.25], [0.25, 0.5]], np.float32), slice(13, 14))
     assert attended.attn.tolist() == [[0, 0, 1, 0.75, 0, 0, 0, 0, 0], [0, 0, 0.5, 0.5, 0, 1, 0, 0, 0]]
-    # three heads, and two queries in the first step
+    # shares divide attention by heads times queries: 3 heads; 2 queries in the first step, 4 in all
     assert attended.query.tolist() == [-1, -1, 12, 10, -1, 12, -1, -1, -1]
     assert (attended.query_share * 6).round(9).tolist() == [0, 0, 1, 0.75, 0, 1, 0, 0, 0]
     assert (attended.share() * 12).round(9).tolist() == [0, 0, 1.5, 1.25, 0, 1, 0, 0, 0]

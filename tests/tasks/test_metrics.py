@@ -11,7 +11,7 @@ from kvtool.tasks import metrics
 
 
 def test_squad_example_of_the_evaluate_library():
-    # the "partial match" of its metric card: 66.67 for both
+    # "partial match" in the library's metric card of SQuAD: 66.67 for both scores
     asked = [("1976", "1976"), ("Beyonce", "Beyoncé and Bruno Mars"), ("climate change", "climate change")]
     for metric in (metrics.exact_match, metrics.f1):
         assert sum(metric(*pair) for pair in asked) / 3 == pytest.approx(2 / 3)
@@ -23,7 +23,7 @@ def test_squad_example_of_the_evaluate_library():
         ("The Cat!", "cat", 1, 1),
         ("an apple, a day", "apple day", 1, 1),
         ("the cat sat", "cat sat down", 0, 2 * (2 / 2) * (2 / 3) / (2 / 2 + 2 / 3)),
-        # a word counts as often as both have it
+        # a word counts as often as it is in both texts
         ("dog dog dog", "dog dog cat", 0, 2 / 3),
         # punctuation is removed before articles, as in SQuAD's script
         ("a.m.", "am", 1, 1),
@@ -48,7 +48,7 @@ def test_a_reference_inside_the_output_is_lost_in_the_middles_hit():
 
 @pytest.mark.parametrize(
     ("output", "rouge1", "rouge2", "rouge_l"),
-    # values of the package's tests, for the target "testing one two"
+    # values of rouge_score's own tests, for the target "testing one two"
     [("testing", 1 / 2, 0, 1 / 2), ("testing one", 4 / 5, 2 / 3, 4 / 5), ("testing two", 4 / 5, 0, 4 / 5)],
 )
 def test_rouge_is_the_packages(output, rouge1, rouge2, rouge_l):
@@ -73,7 +73,7 @@ def test_sacrebleu_is_what_its_readme_shows():
 
 
 def bleu(output, references):
-    """BLEU of words (Papineni et al. 2002), orders up to the output's length; 1/2, 1/4, ... for no hits."""
+    """Return BLEU of words (Papineni et al. 2002), up to 4-grams. Orders without hits have 1/2, 1/4, ..."""
     grams = lambda words, n: Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))  # noqa: E731
     logs, halved = [], 1
     for n in range(1, min(4, len(output)) + 1):

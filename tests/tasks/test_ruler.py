@@ -32,7 +32,7 @@ from tests.cli.called import called
 DATA = Path(__file__).parents[1] / "data"
 
 NIAH = {
-    # keys, values, values asked for, and what keys and values are
+    # numbers of keys, values and values asked for; kinds of keys and values. None: every line is a needle
     "niah_single_1": (1, 1, 1, "word", "number"),
     "niah_single_2": (1, 1, 1, "word", "number"),
     "niah_single_3": (1, 1, 1, "word", "uuid"),
@@ -53,7 +53,7 @@ ESSAYS = {
 
 @pytest.fixture
 def listed(monkeypatch):
-    """Made-up words in place of those of wonderwords."""
+    """Replace the words of wonderwords by made-up ones."""
     made = {kind: [f"{kind}{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(600)] for kind in KINDS}
     monkeypatch.setattr(sources, "_words", made.get)
 
@@ -83,7 +83,7 @@ def given(tmp_path):
 
 @pytest.fixture
 def items_of(model, given, listed):
-    """The items of one part, with these parameters."""
+    """make(name, *parameters) returns the items of one of RULER's tasks."""
 
     def make(name, *more, length=1200, repeats=1):
         task = tasks.make(
@@ -116,7 +116,7 @@ def test_a_sample_fills_its_length_and_is_the_seeds(name, items_of, model):
         assert item.references
         room = length - PARTS[name].n_max - n_token(model, item)
         assert room >= 0
-        # no room for another line, sentence, or word (three times); qa runs out of documents before that
+        # no room for another line, sentence or word, which cwe lists 3 times; qa runs out of documents first
         assert room < 100 or name.startswith("qa")
 
 
@@ -247,7 +247,7 @@ def test_the_three_most_frequent_coded_words_follow_the_dots(items_of):
     (dots, n_dots), *ranked = of.most_common()
     assert dots == "..."
     assert [word for word, _ in ranked[:3]] == list(item.references)
-    # zeta's law with alpha 2, rounded down
+    # counts follow the zeta distribution with alpha 2, rounded down
     n_word = [n for n in range(10, 5000) if int(n * 6 / np.pi**2) == n_dots]
     counts = [n_dots, *(n for _, n in ranked)]
     assert any(counts == [int(n / k**2 * 6 / np.pi**2) for k in range(1, len(counts) + 1)] for n in n_word)
@@ -302,7 +302,7 @@ def test_a_question_is_asked_of_its_documents(file, items_of):
 def test_all_documents_of_a_question_stay(items_of):
     counts = []
     for length in range(120, 180, 2):
-        # the first record that is drawn has two
+        # the question that is drawn first has two documents; they do not fit into the shortest lengths
         with suppress(InputError):
             (item,) = items_of("qa_2", f"hotpotqa={DATA / 'hotpotqa.jsonl'}", length=length)
             assert "clockmaker" in item.question
@@ -319,7 +319,7 @@ def test_more_questions_than_the_file_has_are_refused(items_of):
 def test_too_short_a_length_is_refused_with_the_least(items_of):
     with pytest.raises(InputError, match="niah_single_1 does not fit into 150 tokens") as refused:
         items_of("niah_single_1", length=150)
-    # samples drawn for another length differ by some tokens
+    # the least length is inexact, since samples drawn for another length differ by some tokens
     least = int(re.search(r"takes about (\d+)", str(refused.value))[1])
     assert len(items_of("niah_single_1", length=least + 32)) == 1
     with pytest.raises(InputError, match="takes about"):
@@ -473,7 +473,7 @@ QUESTIONS = ("Where did the heron stand?", "What else is there to say of it?")
 
 
 def reader_of(model, policy, *, chat=False, **settings):
-    """64 cells if the policy evicts: 24 after an eviction, and the next one is 40 tokens away."""
+    """Return a reader. A policy that evicts has 64 cells; an eviction leaves 24, and the next is 40 later."""
     fitted = policies.fit("full", 1024) if policy == "full" else policies.fit(policy, 64, 40)
     template = Template(tiny.CHAT_TEMPLATE, "", "") if chat else None
     return Reader(model, lambda n, n_answer: fitted, Settings(n_batch=32, n_threads=1, **settings), template)
@@ -600,7 +600,7 @@ def test_each_task_has_its_score_and_interval(when, tiny_model, tmp_path):
     assert done.returncode == 0, done.stderr
     found = records.read(out)
     names = ["niah_multikey_3", "fwe", "qa_2"]
-    # each task in turn
+    # tasks take turns
     assert [record["part"] for record in found] == names * 2
     for record in found:
         assert record["chat"] is True

@@ -48,7 +48,7 @@ def test_what_never_varies_has_no_width():
 
 
 def _texts(n_text, n, reach):
-    """Values that stay the same for `reach` tokens: far from independent, with mean zero."""
+    """Return means of noise over `reach` tokens: values far from independent, whose expectation is 0."""
     rng = np.random.default_rng(1)
     noise = rng.normal(size=(n_text, n + reach - 1))
     return np.lib.stride_tricks.sliding_window_view(noise, reach, axis=1).mean(axis=2)

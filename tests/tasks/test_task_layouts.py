@@ -289,7 +289,7 @@ def test_longbench_has_21_tasks_and_their_prompts():
         "Passage 2:\nMills grind.\n\nAnswer the question based on the given passages. Only "
         "give me the answer and do not output any other words.\n\nQuestion: Where was the mill?\nAnswer:"
     )
-    # LongBench-E's names of datasets end in _e
+    # the ending _e of LongBench-E's dataset names is dropped
     assert second.about == {"dataset": "trec"}
     assert second.prompt.endswith("Type: Definition\nQuestion: What is a heron ?\nType:")
     assert second.choices == ["Individual", "Definition", "Date"]

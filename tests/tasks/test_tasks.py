@@ -39,7 +39,7 @@ ANSWER = " The fox looks back once more."
 
 @contextmanager
 def reading(path, policy="full", budget=None, n_prompt=None, chat=False, **settings):
-    """A reader with exact arithmetic. budget: cells, the same for every prompt."""
+    """Yield a reader with exact arithmetic. budget: cells, the same for every prompt."""
     exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_batch": 32, "n_output": 32}
     model = Model(path)
 
@@ -56,7 +56,7 @@ def reading(path, policy="full", budget=None, n_prompt=None, chat=False, **setti
 
 
 def stepwise(model, policy, settings, prompt, answer):
-    """The likelihood of an answer by a fresh engine, token by token."""
+    """Return an answer's log-likelihood by a fresh engine, token by token."""
     engine = Engine(model, policy, settings)
     engine.read(model.tokenize(prompt, start=True))
     total = 0.0
@@ -233,7 +233,7 @@ def test_a_fact_is_hidden_at_its_depth_in_a_prompt_of_its_length(tiny_model, len
     before, fact, after = text.partition("The fact.")
     assert fact
     assert abs(len(before) - depth * (len(before) + len(after))) <= longest / 2 + 1
-    # nothing is cut, and the order is the text's
+    # sentences are whole, and in the order of the text
     parts = haystack.sentences(before + after)
     at = SENTENCES.index(parts[0])
     assert parts == [SENTENCES[(at + i) % 50] for i in range(len(parts))]
@@ -447,7 +447,7 @@ def test_a_share_is_of_each_prompt_and_rounded_down(tiny_model, tmp_path):
     assert "found by depth and length" in done.stdout
     found = records.read(out)
     assert len(found) == 4
-    # for such a prompt, rounding to the nearest would give another number
+    # a quarter of such a prompt ends in .75, so rounding to the nearest would give another number
     assert any(record["prompt_tokens"] % 4 == 3 for record in found)
     for record in found:
         assert record["budget_cells"] == record["prompt_tokens"] // 4
@@ -519,7 +519,7 @@ def test_what_cannot_work_is_one_line(arguments, code, words):
 
 def test_an_interrupt_says_what_is_kept(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
-    # stops in the second item, when the first has its record
+    # the policy waits in the second item, when the first has its record
     held = Held(tmp_path, f"Path({str(out)!r}).exists() and Path({str(out)!r}).stat().st_size")
     own = ("--policy", held.policy, "--budget", 64)
     command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *own, "--records", out]

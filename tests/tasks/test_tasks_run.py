@@ -56,7 +56,7 @@ def tiny_chat(tiny_model):
 
 
 def evaluate(model, task, *arguments, files=None, code=0):
-    """The output of `kvtool eval`, run in this process: starting Python takes longer than a task."""
+    """Run `kvtool eval` in this process, since starting Python takes longer than a task."""
     settings = ["--set", QUICK[task]] if task in QUICK else []
     paths = [str(DATA / file) for file in (FILES[task] if files is None else files)]
     done = CliRunner().invoke(
@@ -88,7 +88,7 @@ def test_every_task_runs_and_scores_and_says_so(tiny_chat, tmp_path, task):
     for name in SCORES[task]:
         mean = np.mean([record["scores"][name] for record in scored])
         assert f"{name} {mean:.3f}" in " ".join(done.stdout.split())
-    # scores with parts name every part
+    # if a task breaks its scores down by fields, every value of the fields is named
     for name in kind.by:
         for value in {str(record[name]) for record in found}:
             assert f"\n{value} " in done.stdout
@@ -266,7 +266,7 @@ class FakeReader:
 def test_acc_goes_by_log_probability_and_acc_norm_by_that_per_byte():
     task = tasks.make("choice", [])
     right, *_ = task.items([DATA / "openbookqa.jsonl"], None)
-    # "a pond" is right: 6 bytes; "a clock" has 7
+    # "a pond" is right: -6 for 6 bytes. "a clock" has less per answer, but more per byte: -6.5 for 7
     logp = {"a pond": -6.0, "a lamp": -9.0, "a clock": -6.5, "a drum": -8.0}
     told = task.answer(right, FakeReader({((), text): value for text, value in logp.items()}))
     assert told.output == "a pond"
@@ -395,7 +395,7 @@ def test_a_stream_that_was_broken_off_starts_over(tiny_chat, tmp_path):
     before = records_of(broken)
     evaluate(tiny_chat, "stream", "--budget", "64", "--records", broken, "--resume")
     after = records_of(broken)
-    # another stream's data stays
+    # the records of the stream with a budget of 96 stay
     assert after[:4] == before[3:]
     strip = lambda record: {k: v for k, v in record.items() if k != "seconds"}  # noqa: E731
     assert [strip(r) for r in after[4:]] == [strip(r) for r in records_of(whole)]
@@ -404,7 +404,7 @@ def test_a_stream_that_was_broken_off_starts_over(tiny_chat, tmp_path):
 def test_a_share_as_a_streams_budget_is_one_of_the_context(tiny_chat, tmp_path):
     out = tmp_path / "out.jsonl"
     evaluate(tiny_chat, "stream", "--policy", "h2o", "--budget", "20%", "--records", out, "--limit", "1")
-    assert records_of(out)[0]["budget_cells"] == 409  # of 409.6
+    assert records_of(out)[0]["budget_cells"] == 409  # 20 % of 2,048 are 409.6
 
 
 def test_a_share_has_room_for_the_words_before_a_reply(tiny_chat, tmp_path):
@@ -412,13 +412,13 @@ def test_a_share_has_room_for_the_words_before_a_reply(tiny_chat, tmp_path):
         out = tmp_path / f"{policy}.jsonl"
         evaluate(tiny_chat, "diversity", "--policy", policy, "--budget", "5%", "--records", out)
         for record in records_of(out):
-            # 5 % of the short text alone would be fewer cells than these words
+            # 5 % of the short text alone would be fewer cells than the reply header takes
             assert len("[end][reply]") < record["budget_cells"] < 32
 
 
 def test_bytes_as_a_budget_have_room_for_the_batch(tiny_chat, tmp_path):
     out = tmp_path / "out.jsonl"
-    # 512 cells of f16 keys and values in two layers of two heads of 32
+    # 256 KiB are 512 cells (f16, two layers of two heads of 32), of which a batch takes some
     evaluate(tiny_chat, "qa", "--policy", "h2o", "--budget", "256KiB", "--records", out)
     for record in records_of(out):
         assert record["kv_bytes"] <= 256 * 2**10
