@@ -64,7 +64,7 @@ def open_engine(path, policy, n_gpu_layers=None, **settings):
 
 
 def future_of(policy):
-    """Return what the reference needs for a policy that reads FUTURE; None for other policies."""
+    """Return the reference Stream's `future` for a policy that reads FUTURE; None for other policies."""
     return (policy.n_query, policy.n_future, policy.n_skip) if Signal.FUTURE in policy.reads else None
 
 

@@ -138,7 +138,7 @@ OTHERS = [
 def test_other_policies_and_options_score_like_the_definition(
     tiny_model, name, options, positions, evict_every
 ):
-    # no token twice: two keys of it in the first layer would tie, and rounding would decide which is evicted
+    # no token twice: its two keys in the first layer would tie, and rounding would decide which is evicted
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:120].astype(np.int32)
     path, policy = tiny_model(n_head_kv=2), policies.fit(name, 48, evict_every, options)
     assert score_errors(path, tokens, policy, name, positions=positions).max() < TOLERANCE
@@ -200,7 +200,7 @@ def test_rows_that_share_a_budget_score_like_the_definition(
 def test_recall_scores_like_the_definition(
     monkeypatch, tiny_model, rope, positions, evict_every, made, options
 ):
-    # no token twice: all far tokens have the same distance, so equal ones would tie, decided by rounding
+    # no token twice: all far tokens have the same distance, so rounding would decide between equal tokens
     n = 128 if positions == "original" else 250
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:n].astype(np.int32)
     # distances above 65, half of the context, count as 65

@@ -486,7 +486,7 @@ def test_an_archive_is_as_private_as_its_session_and_beside_the_target_of_a_link
 class Steps:
     """Ends the process, as kill -9 does, at the nth call that changes a file.
 
-    The call does nothing before, or writes half of its data.
+    A call that writes data has written half of them by then; other calls have done nothing.
     """
 
     def __init__(self, n):

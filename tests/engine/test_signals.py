@@ -238,7 +238,7 @@ def test_future_logits_are_so_in_any_kind_of_model(tiny_model, arch):
 
 
 def test_future_logits_are_nearly_so_with_keys_in_eight_bits(tiny_model):
-    # keys are stored multiplied by an orthogonal matrix, values are not
+    # stored keys are multiplied by an orthogonal matrix (values are not), which must not change the logits
     policy = Recorder(48, 16, n_query=20, reads=FUTURE, n_future=9)
     kept = {"type_k": "q8_0", "type_v": "q8_0", "flash": "on"}
     path = tiny_model(n_head_kv=2, head_dim=64)

@@ -22,7 +22,7 @@ from tests.engine.running import N_UNTIED, ON_CUDA, open_engine, plain_logits, s
 from tests.engine.test_exactness import score_errors
 from tests.reference import transformer
 
-# Gemma's queries are scaled before they are rounded to half precision, the reference's after
+# llama.cpp scales Gemma's queries before it rounds them to half precision, the reference afterwards
 TOLERANCE = 2e-2 if transformer.half_precision else 1e-4
 # tova decides once per layer, corm by a threshold: half precision may break their near ties differently
 TIED = ("tova", "corm") if transformer.half_precision else ()

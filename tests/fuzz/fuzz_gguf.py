@@ -33,7 +33,8 @@ EDGES = (*range(5), 31, 255, 4096, 65536, *(2**n - i for n in (31, 32, 63, 64) f
 
 KINDS = 4 * ["number"] + 2 * ["small"] + 3 * ["near", "byte"] + 2 * ["data"] + ["cut", "insert", "swap"]
 
-# 2: the context is too small for the budget; 6: the stream ends; 7: attention is not finite
+# exit codes that a damaged file may give. Among them, 2 means that the context is too small for the budget,
+# 6 that the stream ends, 7 that attention is not finite
 CODES = {0, 2, 3, 4, 6, 7, 8}
 CRASHED = {3, 4, 8}
 
@@ -175,7 +176,7 @@ class Worker:
 
 
 def verdict(codes, died, said):
-    """Return the fault, or "". said: stderr of each command."""
+    """Return the fault, or "". codes, died: as in Worker.run. said: stderr of each command."""
     if died == "hang":
         return f"no end within {SECONDS} s"
     if died is not None and died not in CRASHED:

@@ -32,7 +32,7 @@ def busy(n):
 
 
 def full(n):
-    """Seconds of a step if other programs use all cores: n threads wait for each other, n times as long."""
+    """Seconds of a step if other programs use all cores: with each further thread all wait longer."""
     return idle(1) * n
 
 

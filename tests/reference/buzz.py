@@ -78,7 +78,7 @@ def row_keep(row, first, window, n_max, stride, old_stride, local_max=True, kept
 
 
 def interval_sample(stride, tokens, n_spare=None):
-    """Keep the first of every `stride` tokens. n_spare: most evictions, the oldest tokens first."""
+    """Keep the first of every `stride` tokens, but evict at most n_spare tokens, from the oldest on."""
     if n_spare is None:
         n_spare = len(tokens)
     goes = [i % stride != 0 for i in range(len(tokens))]

@@ -1,6 +1,6 @@
 """H2O (arXiv:2306.14048): evict the lowest attention sum outside window and sinks, one at a time.
 
-The oldest token is evicted among equals.
+Among equals, the oldest token is evicted.
 """
 
 # only for float32: the policy's scores are float32, and equal scores must be equal here

@@ -380,7 +380,7 @@ class DeepSeek2(Llama):
 
 
 class DeepSeek32(DeepSeek2):
-    """DeepSeek2 with an index of cells. It is left out here: it chooses all cells of a small cache."""
+    """DeepSeek2 with an index of cells. The index is left out here: it chooses all cells of a small cache."""
 
     archs = ("deepseek32",)
 
