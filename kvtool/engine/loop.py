@@ -300,8 +300,8 @@ class Engine:
     def reads_whole(self, n: int) -> bool:
         """True if a text of n tokens would now be decoded whole, then compressed once.
 
-        If only the policy asks for this and the text does not fit, the text is streamed instead. For a policy
-        that recalls, this is also True unasked if a GPU has room and the text cannot be read exactly.
+        If only the policy asks for this and the text does not fit, the text is streamed instead. A policy
+        that recalls reads whole without asking for it if a GPU has room and the text cannot be read exactly.
         """
         evicts = n > self.policy.n_asked and self.policy.slack > 0
         if self.n_past or not evicts:
@@ -360,7 +360,7 @@ class Engine:
     def _read_exactly(self, tokens: np.ndarray, stopped: Callable[[], bool]) -> int | None:
         """Decode a text i32[n] in chunks that attend exactly to the archive. Returns the number decoded.
 
-        If a device lacks memory for that and only the default asked for it, returns None and changes nothing.
+        Returns None and changes nothing if a device lacks memory, unless the settings ask for exact reading.
         """
         done, is_ready = 0, False
         try:
@@ -418,7 +418,7 @@ class Engine:
     @property
     def can_rewind(self) -> bool:
         """True if `rewind` can cut the stream anywhere, as long as the archive has dropped no tokens."""
-        # here and below: modules that most chats do not need are not imported at their start
+        # here and below: a module that most chats do not need is imported only when it is used
         from kvtool.engine.rewind import can_rewind
 
         return can_rewind(self.cache)

@@ -33,9 +33,9 @@ class Settings:
     prefill
         How a prompt is read: "stream", in batches with a plan after each; "whole", decoded whole and
         compressed once; or "exact", in batches each of which attends to all archived tokens, for policies
-        that recall. Default: as the policy asks. In that case, if all layers are on this machine's GPUs, a
-        policy that recalls reads texts exactly up to half of the context, and a longer prompt whole if the
-        cells for that take at most half of the free memory.
+        that recall. Default: the policy's way. With a policy that recalls and all layers on this machine's
+        GPUs, that is exact for texts up to half of the context, and whole for a longer prompt whose cells
+        take at most half of the free memory.
     n_ctx
         Context length; defaults to, and is capped at, the trained length.
     n_batch

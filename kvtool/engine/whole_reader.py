@@ -165,7 +165,7 @@ class WholeReader:
         n = sum(map(len, segments))
         # drop the state, which has the shape of the small cache
         cache.state = ()
-        # attention goes over all cells of ragged rows, used or not, so these grow as the text is read
+        # ragged rows grow as the text is read, because attention goes over all their cells, used or not
         if not rows.ragged:
             cache.resize(np.full_like(cache.layer_cells, self.n_cells(n)))
         elif cached:
@@ -176,7 +176,7 @@ class WholeReader:
             rows.rotate_from(0)
             n_known = cached.put(cache) if cached else 0
             if rows.ragged and n_known:
-                # the cached tokens took cells without reserving them
+                # `put` took cells without reserving them, so count the free cells again
                 cache.make_room(len(segment) - n_known)
             signals: Mapping[str, np.ndarray] | None
             n_output = int(first + len(segment) == n)
@@ -331,7 +331,7 @@ def decode_watched(
 
     The signals cover the queries of the text and all queries between the last edit and the text. With ragged
     rows, each step needs an edit first, because llama.cpp's own table has room for one step only. An edit
-    clears the signals, so the signals of each step are combined with those of the steps before.
+    clears the signals, so each step's signals are combined with the earlier ones.
     """
     if not cache.rows.ragged:
         return cache.signals.read() if decode(tokens, n_output) else None

@@ -1,1 +1,1 @@
-"""llama.cpp behind plain classes: the only importer of its bindings."""
+"""llama.cpp behind plain classes. Only this package imports its bindings."""

@@ -163,7 +163,8 @@ class Archive:
         base
             From now on, keys in the cache are rotated to their position minus base, the moved keys included.
         next_pos
-            Position of the stream's next token when the newest remaining token had just been archived.
+            Position of the stream's next token when the newest remaining token had just been archived. Tokens
+            more than n_near before it count as far.
         """
         check(lib.llama_kvtool_go_back(self._owner.handle, cell, n, end, base, next_pos))
         self.segments = [segment for segment in self.segments if segment.end <= end - n]

@@ -80,7 +80,7 @@ def library_path() -> Path:
 
 
 def load_parts() -> None:
-    """Load ggml's backend for this CPU if it is a separate library. Raises LibraryError if there is none.
+    """Load ggml's backend for this CPU if it is a separate library. Raises LibraryError if no backend fits.
 
     A build that runs on every CPU has one library for each kind of CPU, in llama.cpp's folder. Without this
     call ggml searches only Python's folder.

@@ -171,7 +171,7 @@ class Context(Decoder):
 
     @cached_property
     def n_head(self) -> np.ndarray:
-        """i32[row]: number of query heads that read each row, in its own layer and in those that share it."""
+        """i32[row]: number of query heads that read each row, in all layers that read the row's cells."""
         groups = self.model.groups
         n_query = np.zeros(max(layer.number for layer, _ in groups) + 1, np.int32)
         for layer, n in groups:

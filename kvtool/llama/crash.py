@@ -59,7 +59,7 @@ def damaged(path: Path | str) -> KvtoolError:
 
 
 def add_workers(endpoints: Sequence[str]) -> None:
-    """Name workers, host:port, whose loss explains a later crash."""
+    """Register workers, as host:port, whose loss may explain a later crash."""
     _workers.extend(endpoints)
     if _guarding:
         guard()

@@ -28,7 +28,7 @@ def devices() -> list[dict[str, Any]]:
         free, total = memory_of(device)
         kind = lib.ggml_backend_dev_type(device)
         if kind == _DEVICE_TYPES.index("cpu"):
-            # ggml reports all memory as free
+            # for a CPU, ggml reports all memory as free
             free = min(free, free_bytes())
         listed.append(
             {

@@ -103,7 +103,7 @@ class Model:
         """True if GPUs or workers compute all layers."""
         self._check_open()
         n = self._n_gpu_layers
-        # the output counts as a layer
+        # more than n_layer, because the output counts as a layer
         return has_gpu() and (n is None or n < 0 or n > api.llama_model_n_layer(self._model))
 
     @property

@@ -1,7 +1,7 @@
 """Rewrite a JSON schema in keywords that llguidance enforces.
 
 Every value that fits the result fits the schema, except for keywords that cannot be enforced; a list names
-these. The result may fit fewer values: objects get no unnamed properties, integers have at most 64 bits.
+these. Some values of the schema do not fit the result: objects with unnamed properties, very large integers.
 """
 
 from __future__ import annotations

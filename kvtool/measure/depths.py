@@ -119,7 +119,7 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
         return longer
     begin, end = saved[TABLE][:2].tolist()
     assert begin < end
-    # without the saved clusters: restoring computes those of the repeated tokens
+    # without the saved clusters: restoring computes clusters for the repeated tokens
     longer = {name: values for name, values in longer.items() if not name.startswith(CLUSTERS)}
     layer = 0
     while (name := layer_name(layer)) in longer:

@@ -64,7 +64,7 @@ class Scores(ABC):
 
     @abstractmethod
     def score(self, logits: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """Compare the next batch of the text, and return its nll f64[n]: a `perplexity.Score`."""
+        """Compare the next batch of the text, and return its nll f64[n]. Can serve as `perplexity.Score`."""
 
     def _add(self, rows: np.ndarray, logits: np.ndarray, target: np.ndarray) -> np.ndarray:
         """Compare logits with rows of a reference. Returns the nll f64[n] under the logits."""

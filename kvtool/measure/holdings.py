@@ -39,8 +39,8 @@ class Attended:
     n_query
         Queries since something was archived.
     query
-        i32[n], the first query of the step in which the token got the largest share of all attention. Among
-        equals the first; -1 without attention.
+        i32[n], the first query of the step in which the token got the largest share of all attention. The
+        first of equal steps counts; -1 without attention.
     query_share
         f64[n], that share.
     """

@@ -143,7 +143,7 @@ def _question(record: Record) -> Item:
         if not blank:
             raise ValueError("no blank in the sentence")
         return _item(before.strip(), choices, right, ending.rstrip())
-    # as in the harness, OpenBookQA's questions stay as they are: they are beginnings of sentences
+    # as in the harness, OpenBookQA's questions are not marked as questions: they are beginnings of sentences
     prompt = question.strip() if match["choices"].startswith("Answer") else _as_question(question)
     return _item(prompt, choices, right)
 

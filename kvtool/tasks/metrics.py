@@ -99,9 +99,9 @@ def rouge_l_zh(output: str, reference: str) -> float:
 
 
 def classification(output: str, reference: str, classes: Sequence[str]) -> float:
-    """LongBench's classification score: 1 / (classes named by the output), if the right one is among them.
+    """LongBench's classification score: 1 / n if the output names n classes and the right one, otherwise 0.
 
-    A class whose name is part of the right one's name does not count. As in LongBench, if two such classes
+    A class whose name is part of the right class's name does not count. As in LongBench, if two such classes
     follow each other, only the first is left out.
     """
     named = [name for name in classes if name in output]

@@ -53,11 +53,19 @@ def n_held(model: Model, template: Template | None) -> int:
 class Reader:
     """Read with one engine at a time. A new policy needs a new engine: budgets may depend on the prompt.
 
-    policy_for: given the numbers of tokens of a prompt and of its answer, returns the policy. template: chat
-    template for prompts that are a user's turn; None for plain text. n_prompt: maximum tokens of a prompt;
-    the middle of a longer one is cut out, as in LongBench. Default: the trained context, which is also the
-    maximum without evictions. full_for: like policy_for, for the policy that keeps everything; None if
-    policy_for returns that policy. sampling, seed: sampling of answers; greedy if not given.
+    Parameters
+    ----------
+    policy_for
+        Function of the numbers of tokens of a prompt and of its answer that returns the policy.
+    template
+        Chat template for prompts that are a user's turn; None for plain text.
+    n_prompt
+        Maximum tokens of a prompt. The middle of a longer one is cut out, as in LongBench. Default: the
+        trained context, which is also the maximum without evictions.
+    full_for
+        Like policy_for, for the policy that keeps everything; None if policy_for returns that policy.
+    sampling, seed
+        Settings and seed of the sampler for answers. Default: always the most likely token.
 
     Attributes
     ----------

@@ -45,10 +45,21 @@ class Mean:
 class TaskResults:
     """Records of a task's items.
 
-    about: fields that all records share, which distinguish them from records of other evaluations in the same
-    file. items: in the task's order. path: file to append to, whose existing records are not measured again;
-    None keeps records in memory. one_stream: ignore and replace an incomplete set of records. Raises
-    InputError.
+    Parameters
+    ----------
+    about
+        Fields that all records share, which distinguish them from records of other evaluations in the file.
+    items
+        Items in the task's order.
+    path
+        File to append to, whose existing records are not measured again; None keeps records in memory.
+    one_stream
+        True to ignore and replace an incomplete set of records.
+
+    Raises
+    ------
+    InputError
+        For two items with the same id and text, and for a file that cannot be read.
     """
 
     def __init__(
