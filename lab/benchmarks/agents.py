@@ -263,7 +263,7 @@ def _as_text(part: Json) -> Json:
 
 
 def _edited(asked: Json) -> Json:
-    """Return a copy of a request in which the beginning of a message in the middle is changed."""
+    """Return a copy of a request with one change: in its middle, a message begins with "Changed: "."""
     changed = copy.deepcopy(asked)
     messages = changed["body"]["messages"]
     later = messages[len(messages) // 2 :]

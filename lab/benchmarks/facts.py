@@ -108,7 +108,7 @@ def main() -> None:
 def _read(
     model: Model, engine: Engine, filler: list[str], facts: list[tuple[str, str]], n_token: int
 ) -> list[int]:
-    """Reads the stream, and returns where each fact was planted."""
+    """Read the stream, and return where each fact was planted."""
     planted: list[int] = []
     engine.read(model.tokenize(START, start=True))
     text, n_noted = "", 0

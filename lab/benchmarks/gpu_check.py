@@ -178,7 +178,7 @@ class Check:
         command = ["-m", "pytest", "-v", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
         # plugins of this machine's Python may warn, and a warning is an error
         command += ["-p", "xdist.plugin", "-p", "pytest_timeout", "--timeout=90", "-n", str(n), "--dist=load"]
-        # the real model is not here
+        # this test needs a real model, which is not in the pack
         command += ["-k", "not a_real_model_scores"]
         tests = self.manifest["tests"]
         if self.args.small:
@@ -324,7 +324,7 @@ def cuda_folders() -> list[str]:
             said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
             if said:
                 found[name] = str(Path(said).parent)
-    # a system's own folder comes last: it holds more than CUDA
+    # the system's folder comes last, because it also has other libraries
     return sorted(dict.fromkeys(found.values()), key=lambda folder: folder.startswith("/usr/lib"))
 
 

@@ -142,7 +142,7 @@ def token_s(engine: Engine, drawing: GenerationOptions, n: int, seed: int) -> fl
 
 
 def ratios(model: Model, rounds: int, n: int) -> list[float]:
-    """Time of a token under a schema over that of one without, in turns."""
+    """Time of a token under a schema over that without, for each pair of texts."""
     # a schema of fifty items keeps the text from ending, and so do these bans: both write n tokens
     bans = tuple((token, -np.inf) for token in model.ends)
     free, held = GenerationOptions(logit_bias=bans), GenerationOptions(json_schema=json.dumps(PEOPLE))

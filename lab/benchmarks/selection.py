@@ -136,7 +136,7 @@ class Cache:
 
 
 def _source(keep: np.ndarray) -> np.ndarray:
-    """The cell that moves to each of the first places: cells of the tail fill holes, as in the engine."""
+    """Return which cell moves to each kept place: cells of the tail fill holes, as in the engine."""
     n_keep = int(keep[0].sum())
     source = np.tile(np.arange(n_keep), (len(keep), 1))
     row, hole = np.nonzero(~keep[:, :n_keep])

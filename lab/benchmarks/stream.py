@@ -175,7 +175,7 @@ def _fresh(pipe: Connection, args) -> None:
 
 
 def _timed(steps: Iterator[np.ndarray], total: Counter, name: str) -> Iterator[np.ndarray]:
-    """The batches; their seconds and tokens are added to `total`."""
+    """Yield the batches, and add their seconds and tokens to `total`."""
     while True:
         wall, cpu = time.perf_counter(), time.process_time()
         scores = next(steps, None)

@@ -75,7 +75,7 @@ class Server:
             sys.exit("the server does not answer")
 
     def answer(self, n: int, args: argparse.Namespace) -> tuple[float, float]:
-        """Answers n chats; returns seconds of CPU time, and by the clock."""
+        """Answer n chats, and return the seconds of CPU time and of wall time."""
         cpu, started = self._cpu_s(), time.perf_counter()
         with ThreadPoolExecutor(n) as pool:
             texts = list(pool.map(lambda i: self._ask(i, args), range(n)))

@@ -178,7 +178,7 @@ def measure_stock(meter: Meter, model: Model, tokens: np.ndarray, args: argparse
                 context.logits()
                 yield
 
-        # the first builds the graph of single tokens
+        # the first token builds the graph of single tokens, so it is not counted
         sum(1 for _ in steps(1))
         context.remove(n_fill, n_fill + 1)
         return measure(meter, STOCK, steps(args.tokens))
@@ -215,7 +215,7 @@ def measure_policy(
                 n += 1
                 yield
 
-        # the first builds the graph of single tokens
+        # the first tokens build the graph of single tokens, so they are not counted
         sum(1 for _ in steps(lambda n: n > 0))
         n_plan = 0
         found = measure(meter, spec, steps(lambda n: n >= args.tokens))

@@ -27,7 +27,7 @@ MARGIN = 0.01
 _LEVEL = 0.05
 
 _CELL_BYTES = {"": 30 * 3 * 64 * 2 * 2, tables.LARGE: 28 * 2 * 128 * 2 * 2}
-"""Bytes of a token's keys and values by model: layers, KV heads, head size, key and value, two bytes."""
+"""Bytes of a token's keys and values, by model: layers x KV heads x head size x 2 (key, value) x 2 bytes."""
 
 
 Key = tuple[str, str, str, str]
@@ -49,7 +49,7 @@ class Look:
     rivals
         Rows that the method is compared with; `full` alone: is the method about as good as the full cache?
     column
-        Column of the tables.
+        Heading of the tables' column, or its beginning.
     scores
         Scores of the tables.
     above
@@ -72,11 +72,11 @@ class Claim:
     Attributes
     ----------
     paper
-        Its name.
+        Name of the paper.
     says
         The claim.
     looks
-        Its tests.
+        Tests of the claim.
     """
 
     paper: str
@@ -172,7 +172,7 @@ CLAIMS = (
 
 
 def rows(results: Path = RESULTS) -> Iterator[str]:
-    """The lines of the table, and how often a paper's method is ahead of H2O."""
+    """Yield the lines of the table, then a sentence that counts the tests against H2O."""
     yield "| the paper says | measured with | cells and bytes held | found | test |"
     yield "| --- | --- | --- | --- | --- |"
     as_good = _as_good(results)
@@ -335,7 +335,7 @@ def _in_words(p: float, power: float) -> str:
 
 
 def _of_rivals(rivals: Sequence[str], column: str, signs: Mapping[Place, int]) -> str:
-    """The rivals by the result of their tests."""
+    """List the rivals by the result of their tests, as in "ahead of `h2o`, behind `cam`"."""
     words = {-1: "ahead of", 1: "behind", 0: "no difference from", None: "too few for a test against"}
     by_result: dict[str, list[str]] = {}
     for name in rivals:
@@ -380,7 +380,7 @@ def _sizes(method_lines: Sequence[Line], full_lines: Sequence[Line], model: str)
     n_own, own_mib = _size(method_lines, model)
     n_full, full_mib = _size(full_lines, model)
     if not n_full and method_lines[0]["budget"] == "100%":
-        # a budget of all tokens of the prompt
+        # a budget of 100 % is as many cells as the full cache holds
         n_full = float(np.mean([n for line in method_lines for n in line["cells"]]))
         full_mib = n_full * _CELL_BYTES[model] / 2**20
     cells = f"{n_own:,.0f} of {n_full:,.0f} cells" if n_full else f"{n_own:,.0f} cells"

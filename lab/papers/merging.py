@@ -43,9 +43,9 @@ class Variant(WeightedKV):
     left
         Whether the neighbour is the live token before the victim, not after it. A sink takes no victims.
     scale
-        Factor of the victim's share.
+        Factor that multiplies the victim's share in the merged value.
     counts
-        Whether a merged value's weight counts the weights of its victims in later merges.
+        Whether a merged value weighs as much as all its victims and itself in later merges.
     together
         Number of rows that evict the same tokens, by the sum of their average attention. Each row merges by
         its own average.

@@ -92,7 +92,7 @@ class PolicyRow:
         return not self.budget and self.type_kv == "f16"
 
     def check(self, n: int) -> None:
-        """Raises UsageError for a row that cannot be measured, and the errors of `fit` for n tokens."""
+        """Raise UsageError for a row that cannot be measured, and the errors of `fit` for n tokens."""
         name, _ = split_policy(self.policy)
         kind = policies.load(name)
         if kind.evicts and self.type_kv != "f16":
@@ -146,7 +146,7 @@ class PolicyRow:
         """True if the row runs in this protocol.
 
         A known question changes nothing if no token is evicted for good. A policy that reads its prompt twice
-        does so for questions that are not known yet.
+        prepares for any question, so it runs only without a known one.
         """
         kind = policies.load(split_policy(self.policy)[0])
         forgets = kind.evicts and not kind.recalls()

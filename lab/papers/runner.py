@@ -66,7 +66,7 @@ def run(
     models: Path = Path(),
     model: str = "",
 ) -> None:
-    """Run the missing commands of these runs, and keep the tables' part of the results after each.
+    """Run the missing commands of these runs. After each, keep the part of its results that tables need.
 
     more: further options of each command. models: folder of the runs' models. model: used in place of them.
     Ends the program if a command fails.
@@ -96,7 +96,7 @@ def files(names: Iterable[str]) -> list[str]:
 
 
 def _lacking(runs: Sequence[str], data: Path, results: Path, models: Path, model: str) -> list[Path]:
-    """Missing files of the missing commands."""
+    """Files that the missing commands need and that do not exist."""
     left = [name for name in runs if missing(name, results)]
     named = {RUNS[name].model for name in left} - {""} if not model else set()
     return [

@@ -13,7 +13,7 @@ _MOST_EXACT = 16
 """Most differences for which all signs are tried."""
 
 _N_FLIP = 20_000
-"""Draws of signs for more differences."""
+"""Number of random draws of signs if there are more differences."""
 
 _N_AT_ONCE = 100
 """Draws that are in memory at the same time."""

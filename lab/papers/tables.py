@@ -203,7 +203,7 @@ class _ShownTable:
 
 
 def _grid(places: Mapping[Place, Measurements], table: ScoreTable, model: str) -> _ShownTable:
-    """A table. model: the paper's model."""
+    """Return a table as it is shown. model: the paper's model."""
     signs = compared(places, table)
     measured = list(dict.fromkeys(column for _, column in places))
     if table.by == ("budget",) and not table.budgets:

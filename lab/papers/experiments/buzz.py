@@ -16,7 +16,7 @@ from lab.papers.experiments.kinds import (
 )
 from lab.papers.texts import WIKI, XSUM
 
-# with `kept=true` the budget is the tokens after an eviction, as for other policies
+# with `kept=true` the budget is the number of tokens that an eviction leaves, as in the paper
 _KEPT = "buzz:kept=true"
 _ALL = ("full", "buzz", _KEPT, "buzz:logn=true", "h2o", "streamingllm", "local")
 _FEW = ("full", "buzz", _KEPT, "h2o", "streamingllm")

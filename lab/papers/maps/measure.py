@@ -165,7 +165,7 @@ class SimilarQueries(Heads):
         return within
 
     def chance(self, n_token: int) -> float:
-        """The same share if every earlier query were equally likely."""
+        """The same share if each earlier query were equally likely to be the most similar."""
         n_earlier = np.arange(1, self.distance.shape[1] + 1)
         return float((np.minimum(n_token, n_earlier) / n_earlier).mean())
 

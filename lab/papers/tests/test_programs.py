@@ -1,4 +1,4 @@
-"""Help of each program; a model without groups; merges."""
+"""The papers' programs: their help, models without groups (`ungroup`), and merges."""
 
 from __future__ import annotations
 
