@@ -15,9 +15,9 @@ os.environ["KVTOOL_CONFIG"] = os.devnull
 for name in [name for name in os.environ if name.startswith("KVTOOL_")]:
     if name not in ("KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_WHEELS"):
         del os.environ[name]
-# otherwise each of hundreds of processes compiles the package again
+# without bytecode files, each of hundreds of processes would compile the package again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# pytest-xdist sets them; each terminal test sets its own size
+# pytest-xdist sets both, but tests of terminals set their own sizes
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 
@@ -61,8 +61,8 @@ def _cases(items, sizes):
 def _shared(items):
     """Return the items to run without --long: all without a `share` mark, and a share of the marked ones.
 
-    The mark's first argument n: items to run of each case. Successive cases start at successive items, so
-    that each size is tried with some cases.
+    A mark's first argument is the number of items to run of each case. Successive cases start at successive
+    items, so that each size is tried with some cases.
     """
     marks = {item: mark for item in items if (mark := item.get_closest_marker("share"))}
     chosen = set(items) - set(marks)

@@ -131,7 +131,7 @@ def run(args, *, input=None, timeout=PATIENCE_S, check=False, popen=Popen, **opt
 
 
 def run_python(*args, **options):
-    """`run` of a new Python: for tests of start-up, of imports and of memory."""
+    """`run` with a new Python, never a fork: for tests of start-up, of imports and of memory."""
     return run([sys.executable, *args], popen=subprocess.Popen, **options)
 
 

@@ -236,7 +236,7 @@ class Tensors:
         }
 
     def add_layer(self, i, tensors):
-        """Add these tensors by name. A name that ends in .bias keeps its ending."""
+        """Add these tensors by name. The ending .weight is added to names that do not end in .bias."""
         for name, tensor in tensors.items():
             ending = "" if name.endswith(".bias") else ".weight"
             self.writer.add_tensor(f"blk.{i}.{name}{ending}", tensor)
@@ -329,7 +329,7 @@ def dequantize(src, dst):
 
 def _copy_metadata(reader, writer, *but, only=""):
     for key, field in reader.fields.items():
-        # the writer makes these itself
+        # the writer makes some fields itself
         if key.startswith("GGUF.") or not key.startswith(only) or key in ("general.architecture", *but):
             continue
         if key == "general.alignment":

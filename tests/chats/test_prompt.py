@@ -157,7 +157,7 @@ def test_a_writer_that_has_read_nothing_says_so(engine):
             next(writer.write(2))
         writer.read(engine.model.tokenize("ab cd"))
         assert "".join(writer.write(2))
-        # the context still has the logits of the earlier text
+        # the context keeps the logits of the earlier text, which must not be sampled from
         writer.reset()
 
 

@@ -145,7 +145,7 @@ def check(folder, before, after):
 def run(model_path, folder, policy, step=1):
     """Kill a chat at every call, or at one in `step`; return the number of calls."""
     model = Model(model_path)
-    # the first process may also write compiled kernels
+    # the first process may also write compiled kernels, and is not counted
     live(model, policy, folder / "first", NEVER)
     code, saved = live(model, policy, folder / "whole", NEVER)
     assert code == 0

@@ -89,7 +89,7 @@ def test_help_loads_nothing_heavy(loaded_by_help, command):
 
 
 def test_a_command_loads_no_other():
-    """Nor does it load pydantic, which newer versions of typer import, or gguf's writers: both are slow."""
+    """The command also loads no pydantic, which newer typers import, and no gguf writers: both are slow."""
     code = (
         "import sys\n"
         "from kvtool.cli import app\n"
@@ -379,7 +379,7 @@ def test_rows_that_differ_need_no_budget(text_file, smollm2):
         assert result["budget"] == 8192
         assert 32 < result["cells"] < result["tokens"]
         means.append(result["cells"])
-    # `cells` is a mean over 90 rows. One mean may be a whole number by chance, as the CPU rounds; hardly both
+    # `cells` is a mean over 90 rows. One of two means may be a whole number by chance, but hardly both
     assert any(mean % 1 for mean in means)
     # little more is allocated than the cells take: K and V of 30 layers with 3 heads of 64 at f16
     assert result["kv_bytes"] < 1.6 * result["cells"] * 30 * 2 * 3 * 64 * 2

@@ -339,7 +339,7 @@ def _unread(pipe):
 
 @pytest.fixture
 def held(tmp_path):
-    """A policy that waits in its first eviction, amid a reply: the prompts are smaller than the cache."""
+    """A policy that waits in its first eviction, which comes in a reply, since prompts fit into the cache."""
     return Held(tmp_path)
 
 

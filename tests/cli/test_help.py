@@ -53,7 +53,7 @@ def test_h_and_v_work_on_every_command(words):
     titles = re.findall(r"^(\S.*):$", first, re.M)
     assert len(titles) == len(set(titles))
     assert ("Examples" in titles) == (words in EXAMPLES)
-    # a value has a name in capitals, and not a type; a range is in words
+    # help names values in capitals instead of types, and gives ranges in words
     shown = first.split("\nExamples:")[0]
     assert not re.search(
         r"^  -.*<(int|float|text)|[{<]\w+[}>]|\[(?!required)[a-z_]+\](\.\.\.)?$|x[<>]=", shown, re.M

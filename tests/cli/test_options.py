@@ -79,7 +79,7 @@ def test_a_class_may_say_something_of_a_field_again_and_hide_others():
 
 
 def called(*arguments):
-    """Return the options that a command with these arguments gets, its flag, and the typed options."""
+    """Return (options, flag, typed options) that a command gets, or Typer's result if it refuses them."""
     got = []
 
     @options

@@ -54,7 +54,7 @@ def caches(tmp_path, monkeypatch, site):
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("KVTOOL_MODEL", raising=False)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    # huggingface_hub reads the environment when it is imported
+    # set the constants, since huggingface_hub reads the environment only when it is imported
     for name, value in {
         "HF_HUB_CACHE": str(tmp_path / "hub"),
         "ENDPOINT": site.url,
@@ -293,7 +293,7 @@ def test_a_repository_is_asked_once(site, model):
     n_request = len(site.requests)
     assert resolve("o/r:q4_k_m") == resolve("hf:o/r") == path
     assert len(site.requests) == n_request
-    # other programs find it where huggingface_hub looks
+    # other programs find the file in huggingface_hub's cache
     from huggingface_hub import try_to_load_from_cache
 
     assert try_to_load_from_cache("o/r", "m-Q4_K_M.gguf") == str(path)

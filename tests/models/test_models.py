@@ -46,7 +46,7 @@ def line(name="tiny", source="pip:tiny-gguf==1.0", file="tiny.gguf", sha256=SHA,
 def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("KVTOOL_MODEL", raising=False)
-    # huggingface_hub has read the environment already
+    # set the constant, since huggingface_hub has read the environment already
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "cache" / "models"
 

@@ -29,7 +29,7 @@ def picked(view, cells):
 
 
 def prompt(n, seed, *, n_row=1, n_value=4, n_dim=4, shuffled=True):
-    """Return (view, rows) of n tokens: cells in a view, shuffled in each row, and the rows a twin reads."""
+    """Return n tokens of a prompt as a view, with shuffled rows, and as the rows that a twin reads."""
     rng = np.random.default_rng(seed)
     pos = np.tile(np.arange(n, dtype=np.int32), (n_row, 1))
     if shuffled:
@@ -116,7 +116,7 @@ def test_first_pinned_and_newest_tokens_are_in_the_summary_from_the_start(greedy
     want = [sorted(twin.summary(row, stays, 14, 0.3, "log")) for row in rows]
     assert kept(view, policy.compress(view)) == want
     assert all(stays <= set(row) for row in want)
-    # they count in a summary's worth: without them greedy chooses other tokens
+    # these tokens count in a summary's worth: without them greedy chooses other tokens
     assert want != [sorted(twin.summary(row, (), 14, 0.3, "log")) for row in rows]
 
 

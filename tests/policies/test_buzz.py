@@ -26,7 +26,7 @@ def positions(pos, next_pos=None, pinned=0):
 
 
 def adopted(policy, view):
-    """The state's mass and the old tokens' positions, after the policy has adopted the view."""
+    """Return the state's mass and the old tokens' positions after the policy has adopted the view."""
     state = policy.start(1, view.n_kv + 5, 0)
     policy.adopt(view, state)
     assert not any(array[:, view.n_kv :].any() for array in state)
@@ -38,7 +38,7 @@ def test_what_a_compressed_prompt_leaves_in_the_middle_is_old():
     prompt = positions(range(46), 46)
     kept = prompt.pos[0][policy.compress(prompt).keep[0]].tolist()
     assert kept == [0, 1, 2, 3, 4, 28, 44, 45]
-    # in any order of the cells
+    # the order of the cells makes no difference
     for cells in (kept, kept[::-1]):
         mass, old = adopted(policy, positions(cells, 46))
         assert mass == [1] * 8

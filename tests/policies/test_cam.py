@@ -57,7 +57,7 @@ def test_is_drawn_as_often_as_its_attention_is_to_the_mean_of_the_others(attenti
     n_row = 4000
     found = plan([[9, attention, 0, 2 * others]] * n_row, CaM(4, 1, sinks=1, merge=1))
     n_drawn = len(set(found.merge.row.tolist()))
-    # 5 standard deviations
+    # allow 5 standard deviations
     assert abs(n_drawn - share * n_row) <= 5 * np.sqrt(share * (1 - share) * n_row)
 
 

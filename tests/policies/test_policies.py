@@ -153,7 +153,7 @@ def test_random_keeps_every_token_about_as_often_and_rows_draw_on_their_own():
     cache.grow(n)
     view, plan = cache.plan()
     n_kept = np.bincount(view.pos[plan.keep], minlength=n)
-    # 5 standard deviations of a fair choice
+    # allow 5 standard deviations of a fair choice
     assert np.abs(n_kept - n_row / 2).max() < 5 * np.sqrt(n_row / 4)
 
 

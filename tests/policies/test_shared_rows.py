@@ -122,7 +122,7 @@ def test_with_all_of_it_as_the_floor_rows_keep_what_they_keep_by_themselves(name
 
 
 def entropy_of(values):
-    """Entropy of the values' shares, divided by its maximum, the logarithm of their number."""
+    """Return the entropy of the values' shares, divided by its maximum, the logarithm of their number."""
     shares = [value / sum(values) for value in values]
     return -sum(share * math.log(share) for share in shares if share) / math.log(len(values))
 

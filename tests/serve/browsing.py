@@ -42,7 +42,7 @@ FAKE = """() => {
 
 
 class Visitor:
-    """Opens the page. site: the server's address. shots: a folder for pictures, or None."""
+    """A user of the page. site: the server's address. shots: a folder for pictures, or None."""
 
     def __init__(self, browser: Browser, site: str, shots: Path | None) -> None:
         self.browser, self.site, self.shots = browser, site, shots

@@ -124,7 +124,7 @@ class Client:
         self.messages = [*asked, said("assistant", self.answer(asked))]
         if len(self.messages) > 3 and self.rng.random() < 0.3:
             self.did["changed"] += 1
-            # the chat ends before one of its questions
+            # cut the chat before one of its questions
             places = [i for i, each in enumerate(self.messages) if each["role"] == "user"]
             self.messages = self.messages[: self.rng.choice(places[1:] or places)]
 
@@ -145,7 +145,7 @@ def crowd(url, n_client, n_turn, seed, systems):
             client.turn()
 
     with ThreadPoolExecutor(n_client) as pool:
-        # raises a client's error
+        # `list` raises the error of a client
         list(pool.map(work, clients))
     return clients
 
@@ -156,7 +156,7 @@ def check(url, clients):
     for client in clients:
         for asked in client.answers:
             known[asked] = client
-    # a chat that another one continues is replayed as a part of it
+    # a chat that another one continues is replayed as a part of the other
     before = {json.dumps(json.loads(asked)[: -2 * n]) for asked in known for n in range(1, len(asked))}
     n = 0
     for asked, client in known.items():

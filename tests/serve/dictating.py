@@ -87,7 +87,7 @@ class _ProxyHandler(BaseHTTPRequestHandler):
             parts = iter(partial(answer.read1, 1 << 16), b"")
             self._answer(answer, parts, noted)
         finally:
-            # disconnect when the client has, so that the server ends the answer
+            # disconnect from the server once the client has gone, so that the server ends the answer
             link.close()
             self.close_connection = True
 

@@ -27,7 +27,7 @@ class Here:
     def __init__(self, site, pool):
         self.site, self.pool = site, pool
         self._app = app.make(site)
-        # the engine's threads hand events to it until the server ends
+        # one loop for all requests, since the engine's threads hand events to it until the server ends
         self._loop = asyncio.new_event_loop()
 
     def ask(self, path, body=None, method="POST", **how):

@@ -175,7 +175,7 @@ def go_on(model, policy, folder, finished):
 def run(model_path, folder, policy, step=1):
     """Kill a server at every call, or at one in `step`; return the number of calls."""
     model = Model(model_path)
-    # the first process may also write compiled kernels
+    # the first process may also write compiled kernels, and is not counted
     live(model, policy, folder / "first", NEVER)
     code, finished = live(model, policy, folder / "whole", NEVER)
     assert code == 0

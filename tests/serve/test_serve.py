@@ -105,7 +105,7 @@ def test_a_retry_and_an_edit_go_back(client):
     first = ask(client, start)
     after = [*start, said("assistant", first.choices[0].message.content)]
     one, again = (ask(client, [*after, said("user", "Where is it?")]) for _ in range(2))
-    # the same question at the same place
+    # the same question at the same place gets the same answer
     assert one.choices[0].message.content == again.choices[0].message.content
     assert again.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
     other = ask(client, [*after, said("user", "Who lost it?")])
@@ -251,7 +251,7 @@ def test_a_client_that_goes_stops_its_answer_alone(server, client):
 def test_a_client_that_waits_no_longer_stops_its_answer(server, client):
     with pytest.raises(openai.APITimeoutError):
         ask(client.with_options(timeout=0.5), [said("user", "Tell me a long story.")], max_tokens=LONG)
-    # also while its prompt is read
+    # the client may also leave while its prompt is read
     with pytest.raises(openai.APITimeoutError):
         ask(
             client.with_options(timeout=0.5),

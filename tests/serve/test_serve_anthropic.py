@@ -274,7 +274,7 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
     deltas += [{"tool_calls": [begun]}, {"tool_calls": [arguments]}, {"content": "!"}]
 
     async def a_while(meanwhile=lambda: None):
-        # in parts, so that others get their turn on a busy machine
+        # wait in parts, so that other tasks get their turn on a busy machine
         for _ in range(8):
             meanwhile()
             await asyncio.sleep(0.03)

@@ -59,13 +59,13 @@ def talked(url, **more):
 def test_a_request_that_differs_in_its_middle_reads_what_is_new(url):
     messages, _ = talked(url)
     before, text = messages[:3], messages[3]["content"]
-    # a letter is one token; read are the changed last letter and the template's tokens after it
+    # a letter is one token: the server reads the changed last letter and the template's tokens after it
     _, _, n_tail, _ = asked(url, [*before, said("user", text[:-1] + "!")])
     assert 1 < n_tail < 12
     for n_same in (30, 10, 0):
         other = text[:n_same] + "X" * 20
         assert asked(url, [*before, said("user", other)])[2] == n_tail - 1 + 20
-    # the same question again
+    # of a repeated question, one token is read
     assert asked(url, messages[:4])[2] == 1
     assert asked(url, messages[:2])[2] == 1
 

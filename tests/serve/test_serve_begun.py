@@ -136,7 +136,7 @@ def test_a_splitter_goes_on_behind_a_beginning():
         (OPENS, {}, "So", "<|im_start|>assistant\nSo"),
         (SWITCHED, {}, "So", "<|im_start|>assistant\nSo"),
         (SWITCHED, {"enable_thinking": False}, "So", "<|im_start|>assistant\nSo"),
-        # a thought that the client begins
+        # the client's beginning may have a thought
         (OPENS, {}, "<think>\nHm", "<|im_start|>assistant\n<think>\nHm"),
         (PLAIN + "{# <think> #}", {}, "<think>Hm</think>So", "<|im_start|>assistant\n<think>Hm</think>So"),
         # a marker in the text does not end the turn

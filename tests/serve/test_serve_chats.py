@@ -80,7 +80,7 @@ def test_an_edit_goes_back_to_the_turn_before_it(url):
     for n in (1, 0, 1):
         edited = messages[: 2 * n + 3]
         assert asked(url, [*edited, said("user", f"Other {n}.")])[2] == n_all[n]
-    # the same words again, and the same answer
+    # a repeated request gets the same answer
     reply, _, n_cached, _ = asked(url, messages[:4])
     assert (reply["content"], n_cached) == (replies[1]["content"], n_all[0])
 

@@ -366,7 +366,7 @@ def agent(serve, opens, sends):
 def test_the_cache_of_a_chat_with_thoughts_is_a_fresh_reading(
     bytewise, tmp_path, source, opening, sends, policy
 ):
-    # as an expression: Jinja drops a newline after a block
+    # insert the opening as an expression, since Jinja drops a newline after a block
     source = source.replace("%OPEN%", f"{{{{ {opening!r} }}}}")
     with answering(bytewise, source, tmp_path, policy, budget=128) as serve:
         for messages, _ in agent(serve, bool(opening), sends):

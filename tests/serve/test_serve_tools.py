@@ -152,7 +152,7 @@ def test_calls_and_results_come_as_clients_send_them():
         )
     ]
     assert [each["tool_call_id"] for each in results] == ["call_3", "call_1", "call_2"]
-    # ids that are there stay, and a later call gets another
+    # given ids are kept, and a later call without an id gets a new one
     own = (calling(call("{}", id="x")), result("a", tool_call_id="x"), calling(call("{}")), result("b"))
     *_, later, last = checked(*own)
     assert (later["tool_calls"][0]["id"], last["tool_call_id"]) == ("call_2", "call_2")

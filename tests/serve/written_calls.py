@@ -9,7 +9,6 @@ TRICKY = (
 )
 NOW = ("now", {})
 
-# as models write them
 WRITTEN = {
     "hermes": {
         "one": (

@@ -69,7 +69,7 @@ def model(smol):
 
 @pytest.fixture
 def given(tmp_path):
-    """The parameters that name files."""
+    """The task's parameters that name files."""
     (tmp_path / "essays").mkdir()
     for name, text in ESSAYS.items():
         (tmp_path / "essays" / name).write_text(text)
@@ -473,7 +473,7 @@ QUESTIONS = ("Where did the heron stand?", "What else is there to say of it?")
 
 
 def reader_of(model, policy, *, chat=False, **settings):
-    """Return a reader. A policy that evicts has 64 cells; an eviction leaves 24, and the next is 40 later."""
+    """Return a reader. A policy that evicts has 64 cells, of which an eviction every 40 tokens leaves 24."""
     fitted = policies.fit("full", 1024) if policy == "full" else policies.fit(policy, 64, 40)
     template = Template(tiny.CHAT_TEMPLATE, "", "") if chat else None
     return Reader(model, lambda n, n_answer: fitted, Settings(n_batch=32, n_threads=1, **settings), template)
