@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _LEAST = 32
-"""Tokens of the smallest part: in smaller parts each token takes longer."""
+"""Minimum tokens of a part: in smaller parts each token takes longer."""
 
 
 class ChunkSize:

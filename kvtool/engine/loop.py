@@ -37,7 +37,7 @@ class JointDecoder(Protocol):
 
     @property
     def is_several(self) -> bool:
-        """True if steps of several engines are decoded together now. They then have no draft tokens."""
+        """True if steps of several engines are decoded together now. Such steps have no draft tokens."""
 
     def decode(self, context: Context, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
         """Decode as `Context.decode` does."""
@@ -244,13 +244,13 @@ class Engine:
             except LibraryError:
                 if self.prefill == "whole":
                     raise
-                # a GPU has less memory than it reports
+                # a GPU had less memory than it reported: read the text in another way
                 self.n_refused = len(tokens)
         if n := self.n_exact(len(tokens)):
             tokens = _checked(tokens, self.model.n_vocab)
             done = self._read_exactly(tokens[:n], stopped)
             if done is None or (done == n and n < len(tokens)):
-                # a device lacks memory, or the rest is beyond half of the context
+                # read the rest in another way: a device lacks memory, or it is beyond half of the context
                 return (done or 0) + self.read(tokens[done or 0 :], stopped)
             return done
         fits_in = self.n_past == 0 and not self.policy.evicts and len(tokens) <= self.n_cell
@@ -261,7 +261,7 @@ class Engine:
         while done < len(tokens) and not stopped():
             done = next(steps).stop
         if done < len(tokens):
-            # a part of a step may have gone over the budget
+            # `stopped` may have ended a step after a part that went over the budget
             self.evict_if_due(0)
         return done
 
@@ -461,7 +461,7 @@ class Engine:
     def first_plan(self, n_text: int = 0) -> int | None:
         """Return after how many tokens of a new stream the first plan comes; None: never.
 
-        n_text: how many of them are read as one text. The others come one by one.
+        n_text: number of first tokens that are read as one text. The others come one by one.
         """
         policy, settings = self.policy, self.settings
         if not policy.slack:

@@ -123,7 +123,7 @@ class Rows:
     def move(self, moves: np.ndarray, n_keep: np.ndarray, next_rot: int) -> None:
         """Apply an edit of the cache to the table: moves i32[n, 4] from `moves_of`; n_keep i32[row]."""
         row, cell, old = moves.T[:3].astype(np.intp)
-        # no source cell is also a destination
+        # the order of the moves does not matter: no move's source is another move's destination
         self.pos[row, cell] = self.pos[row, old]
         self.rot[row, cell] = self.rot[row, old] + moves[:, 3]
         self._live = n_keep

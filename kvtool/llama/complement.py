@@ -35,7 +35,7 @@ _MOST_LONG = 100
 _MOST_DEEP = 6
 _MOST_VISITS = 100_000
 _MOST_OPTIONS = 100
-"""Limits: nested schemas and consecutive references; schemas visited; options compared with each other."""
+"""Limits: depth of nested schemas and of references; schemas visited; options compared with each other."""
 
 
 class Complement:
@@ -43,7 +43,7 @@ class Complement:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        # schemas that may still be visited: nested ones can take exponential time
+        # number of schemas that may still be visited, as nested schemas can take exponential time
         self._n_left = _MOST_VISITS
 
     def of(self, schema: Any, depth: int = 0, *, names: Iterable[str] = ()) -> list[Any]:

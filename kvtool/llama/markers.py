@@ -84,7 +84,10 @@ class Markers:
         return not self._attrs[marker] & _CONTROL
 
     def between(self, before: str, text: str, after: str) -> str:
-        """Strip the whitespace of a text that llama.cpp drops next to the markers (or "") around it."""
+        """Strip the whitespace of a text that llama.cpp drops next to markers.
+
+        before, after: the markers around the text, "" for none.
+        """
         if self._attrs.get(before, 0) & api.LLAMA_TOKEN_ATTR_RSTRIP:
             text = text.lstrip(_BLANKS)
         if self._attrs.get(after, 0) & api.LLAMA_TOKEN_ATTR_LSTRIP:

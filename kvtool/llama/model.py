@@ -114,7 +114,7 @@ class Model:
 
     @cached_property
     def layers(self) -> Layers:
-        """Cache of each layer, as llama.cpp reports it.
+        """Description of each layer's KV cache or state, as llama.cpp reports it.
 
         Raises ModelError for a model that cannot be used, LibraryError for a model that needs the patch.
         """

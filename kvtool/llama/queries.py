@@ -20,9 +20,10 @@ class Queries:
         self.n = n
 
     def future(self, n_last: int, pos: int, n_kv: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean and variance of the logits that the last n_last queries give to the first n_kv cells.
+        """Return mean and variance of the logits that the last n_last queries would give if they came next.
 
-        Both are f32[row, head, n_kv]. pos: position that the next token's key is rotated to.
+        Both are f32[row, head, n_kv], for the first n_kv cells. pos: position that the next token's key is
+        rotated to.
         """
         shape = *self._shape, n_kv
         mean, variance = np.empty(shape, np.float32), np.empty(shape, np.float32)

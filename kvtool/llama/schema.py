@@ -23,7 +23,7 @@ MOST = 2**20
 
 
 class Unenforced(UsageError):
-    """A schema that cannot be enforced. where: the keyword's JSON pointer, "" for the whole schema."""
+    """Error for a schema or keyword that cannot be enforced. where: its JSON pointer, "" for the schema."""
 
     def __init__(self, message: str, where: str = "") -> None:
         super().__init__(message)

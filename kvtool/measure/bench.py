@@ -34,7 +34,7 @@ _N_WRITE = 32
 """Tokens written in a round: twice the tokens between evictions."""
 
 _N_SHORT = 64
-"""Slow batches are shortened to no fewer tokens: a CPU's flash attention reads fewer tokens one by one."""
+"""Minimum tokens of a shortened batch: a CPU's flash attention reads fewer tokens one by one."""
 
 _CHEAP_S = 1.0
 """A batch that takes up to about this many seconds is read twice, and the second time counts."""

@@ -42,7 +42,7 @@ class Attended:
         i32[n], the first query of the step in which the token got the largest share of all attention. The
         first of equal steps counts; -1 without attention.
     query_share
-        f64[n], that share.
+        f64[n], the token's share of all attention in that step.
     """
 
     attn: np.ndarray

@@ -182,7 +182,7 @@ class PolicySpec(NamedTuple):
             if self.params:
                 message = f"{self.name}: {error}; with these parameters use a budget of at least {smallest}"
             else:
-                # the error would name parameters that the user did not set
+                # leave out the error, which would name parameters that the user did not set
                 often = f" with --evict-every {self.evict_every}" if self.evict_every else ""
                 message = f"a budget of {budget} is too small for {self.name}{often}; use at least {smallest}"
             raise UsageError(message) from None

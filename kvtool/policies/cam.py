@@ -106,7 +106,7 @@ class CaM(Policy):
 
 
 def _merge(evicted: np.ndarray, target: np.ndarray, sampled: np.ndarray, weight: float) -> Merge:
-    """Add the sampled cells of evicted i64[row, n_evict] to every cell of target i64[row, n_target]."""
+    """Add the sampled values among cells evicted i64[row, n_evict] to all cells target i64[row, n_target]."""
     n_drawn = sampled.sum(axis=1)
     # each target's own value is its first source
     n_term = int((n_drawn + (n_drawn > 0)).sum()) * target.shape[1]

@@ -66,7 +66,7 @@ class KVzip(Ranked):
         )
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Scores f32; 0 for a token without a score."""
+        """Return scores f32; 0 for a token without a score."""
         return (np.zeros((n_row, n_cell), np.float32),)
 
     def observe(self, view: View, state: State) -> None:

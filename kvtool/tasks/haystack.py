@@ -73,7 +73,7 @@ class Haystack(Task):
         return items
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
-        # uncut: the fact may be in the middle
+        # uncut, because the fact may be in the middle
         reader.read(item.prompt, self.n_max, uncut=True)
         output = reader.write(self.n_max)
         has_all = all(word.lower() in output.lower() for word in item.references)
@@ -81,7 +81,7 @@ class Haystack(Task):
 
 
 def sentences_of(files: Sequence[Path]) -> list[str]:
-    """Return the sentences of text files and of .txt files in folders. Raises InputError without any."""
+    """Return the sentences of text files and of .txt files in folders. Raises InputError if there is none."""
     all_sentences = [sentence for text in texts_of(files) for sentence in sentences(text)]
     if not all_sentences:
         raise InputError(f"no text in {', '.join(map(str, files))}")
@@ -89,7 +89,7 @@ def sentences_of(files: Sequence[Path]) -> list[str]:
 
 
 def texts_of(files: Sequence[Path]) -> list[str]:
-    """Return the texts of files, and of the .txt files in folders by name. Raises InputError."""
+    """Return the texts of files, and of the .txt files in folders, sorted by name. Raises InputError."""
     paths = [path for file in files for path in (sorted(file.rglob("*.txt")) if file.is_dir() else [file])]
     try:
         return [path.read_text(encoding="utf-8-sig") for path in paths]

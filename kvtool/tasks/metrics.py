@@ -156,9 +156,9 @@ def _rouge_scorer() -> RougeScorer:
 @cache
 def _jieba() -> ModuleType:
     with warnings.catch_warnings():
-        # its old code makes Python and setuptools warn
+        # jieba's old code makes Python and setuptools warn
         warnings.simplefilter("ignore")
         import jieba
-    # otherwise it reports on stderr how its dictionary loads
+    # without this, jieba reports on stderr how its dictionary loads
     jieba.setLogLevel(60)
     return sys.modules["jieba"]

@@ -135,8 +135,8 @@ class Reader:
 
         question: end of the prompt, read after the rest, so that an eviction after the rest
         (`--prefill whole`) happens before the question is known. "": read the prompt at once. opening:
-        beginning of the answer; after plain text it follows a space. Returns the tokens that were read first.
-        Raises the same as `read`.
+        beginning of the answer; after plain text it follows a space. Returns the number of tokens that were
+        read first. Raises the same as `read`.
         """
         self.is_cut = False
         tokens = self._whole(prompt, self.template, opening)

@@ -66,7 +66,7 @@ class Retrieval(RecordTask):
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         (value,) = item.references
-        # uncut: the pair may be in the middle
+        # uncut, because the pair may be in the middle
         reader.read(item.prompt, max(self.n_max, len(value.encode()) + 2), uncut=True)
         with reader.going_back() as back:
             output = reader.write(self.n_max)

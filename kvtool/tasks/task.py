@@ -23,7 +23,7 @@ class Item:
     Attributes
     ----------
     id
-        Unique among the items of the task and its files.
+        Name, unique among the items of the task and its files.
     prompt
         Text that the model reads.
     references
