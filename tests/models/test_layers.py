@@ -42,7 +42,7 @@ MIXED = Layers(
         # reads the cells of layer 1
         Layer(4, SLIDING, 1, 2, 128, 96, 0),
         Layer(2, RECURRENT, 2, 0, 0, 0, 1000),
-        # layer 3 has cells as well: see above
+        # layer 3 has both cells (above) and a state
         Layer(3, RECURRENT, 3, 0, 0, 0, 1),
     ),
     n_swa=100,

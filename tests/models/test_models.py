@@ -592,7 +592,7 @@ def test_the_names_of_architectures_end_and_none_is_before_the_first():
         ("qwen2", {}),
         ("gemma2", {}),
         ("gemma3", {"attention__sliding_window": 512}),
-        # for these architectures, llama.cpp says what they keep
+        # llama.cpp describes the caches of these architectures
         ("cohere2", {"attention__sliding_window": 512}),
         ("gemma3n", {}),
         ("deepseek2", {"attention__kv_lora_rank": 512}),

@@ -47,7 +47,7 @@ def test_as_many_like_tokens_are_spared_as_asked_for():
     def stay(n_keep, **params):
         return kept(KEYS, [0] * 6, n_keep, window=1, mixture=0, **params)
 
-    # each token spares the newest one similar to it: their cosine does not count against that one. 0 and 2
+    # each token spares the newest one similar to it: their cosine does not count against the newest. 0 and 2
     # spare 4, and 4 spares 2, so two cosines count against 0, one against 2, and none against 4
     assert stay(5) == [1, 2, 3, 4, 5]
     # 4 is then as little redundant as 1 and 3; on ties the newer token stays

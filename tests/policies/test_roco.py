@@ -7,7 +7,7 @@ from kvtool.policies.roco import RoCo
 
 
 def evicted(attention, **params):
-    """Return the tokens evicted after this attention[query][token]. Tokens behind a query get none of it."""
+    """Return the tokens evicted after this attention[query][token]; a query gives 0 to tokens behind it."""
     attention = np.tril(np.array(attention, np.float32))
     n = len(attention)
     view = view_of(n, attn=attention.sum(axis=0)[None], squares=(attention**2).sum(axis=0)[None])
@@ -26,7 +26,7 @@ def test_the_lowest_mean_goes_unless_its_deviation_is_high():
 
 
 def test_a_mean_is_over_the_steps_lived():
-    # sums: 4, 3, 3; steps lived: 4, 3, 2. Of the equal means of tokens 0 and 1, the older goes
+    # sums: 4, 3, 3; steps lived: 4, 3, 2. Tokens 0 and 1 have equal means; the older goes
     attention = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1.5, 0], [1, 1, 1.5, 0]]
     assert evicted(attention, window=1, keep_std=0) == [0]
 

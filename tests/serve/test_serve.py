@@ -318,7 +318,7 @@ def test_after_a_kill_every_finished_turn_is_there(talker, tmp_path, connect):
         client = connect(f"{server.url}/v1")
         second = ask(client, messages)
         assert second.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
-        # no other server can use the folder
+        # a second server cannot use the folder
         with (
             pytest.raises(AssertionError, match="is in use by another server; name another folder"),
             serving(talker, *options),

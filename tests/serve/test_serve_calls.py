@@ -1,4 +1,4 @@
-"""Tool calls are told from a reply's text, whatever pieces the text comes in."""
+"""Tool calls are recognized in a reply, whatever pieces its text comes in."""
 
 from __future__ import annotations
 
