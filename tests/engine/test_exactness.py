@@ -319,9 +319,17 @@ FLASH_MEDIAN = 5e-3
 FLASH_MAX = 0.2
 
 
-# not in-cache with evict_every=1: f16 keys rotated at every token drift, even without flash attention
-@pytest.mark.parametrize(("positions", "evict_every"), [("original", 1), ("original", 16), ("in-cache", 16)])
-@pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm", "corm"])
+# not in-cache with evict_every=1: f16 keys rotated at every token drift, even without flash attention. Not corm
+# with evict_every=1: some of its 200 choices are near ties
+FLASH_CASES = [
+    (name, positions, evict_every)
+    for name in ("h2o", "tova", "buzz", "streamingllm", "corm")
+    for positions, evict_every in (("original", 1), ("original", 16), ("in-cache", 16))
+    if (name, evict_every) != ("corm", 1)
+]
+
+
+@pytest.mark.parametrize(("name", "positions", "evict_every"), FLASH_CASES)
 def test_flash_attention_and_f16_score_nearly_like_the_definition(tiny_model, name, positions, evict_every):
     policy, half = policies.fit(name, 48, evict_every), {"flash": "on", "type_k": "f16", "type_v": "f16"}
     off = score_errors(tiny_model(), text(200), policy, name, positions=positions, **half)

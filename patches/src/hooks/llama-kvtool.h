@@ -64,8 +64,8 @@ struct llama_kvtool_params {
 
     int32_t n_ahead; // maximum number of tokens that `llama_kvtool_take_back` removes
 
-    // With flash attention or draft tokens, a step may store its queries: their signals are computed later, for up to
-    // max(n_defer, n_ahead + 1) queries together. If both are 0, each step computes its own signals
+    // With flash attention, a step stores its queries, and the signals of up to n_defer queries are computed together
+    // later; steps with draft tokens always do so. 0: each step without draft tokens computes its own signals
     int32_t n_defer;
 
     // archive

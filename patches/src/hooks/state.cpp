@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 
 using namespace kvtool;
 
@@ -123,9 +124,8 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 
     auto res = std::make_shared<llama_kvtool>(params);
 
-    res->v_trans  = memory::is_transposed(kv);
-    res->is_flash = lctx.cparams.flash_attn;
-    res->n_most   = memory::most_indexed(lctx.model, lctx.memory.get());
+    res->v_trans = memory::is_transposed(kv);
+    res->n_most  = memory::most_indexed(lctx.model, lctx.memory.get());
 
     res->add_layers(lctx);
     if (params.n_recall > 0) {
@@ -181,6 +181,11 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
     return res->n_row;
 }
 
+static bool lies_on_worker(const layer & l) {
+    ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(l.k->buffer));
+    return dev && std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "RPC") == 0;
+}
+
 bool llama_kvtool::keep_queries(const llama_context & lctx) {
     std::vector<queries::asker> all;
     for (int il = 0; il < (int) index_of_il.size(); ++il) {
@@ -190,11 +195,14 @@ bool llama_kvtool::keep_queries(const llama_context & lctx) {
     }
     mean_turns.resize(layers.size());
 
-    // Signals are not deferred with an archive, as recalled cells differ from step to step. Without flash attention a
-    // step computes the probabilities anyway, so only steps with draft tokens are deferred
-    if (params.signals != 0 && params.n_recall == 0 && (is_flash || params.n_ahead > 0)) {
-        deferred.n_most = std::max(params.n_defer, params.n_ahead > 0 ? params.n_ahead + 1 : 0);
+    // Without flash attention a step computes the probabilities anyway, so only steps with draft tokens are deferred. A
+    // worker keeps one graph of a device: if it also computed deferred signals, all graphs would be sent again and again
+    defers_all = lctx.cparams.flash_attn && std::none_of(layers.begin(), layers.end(), lies_on_worker);
+    // not with an archive, as recalled cells differ from step to step
+    if (params.signals != 0 && params.n_recall == 0) {
+        deferred.n_most = std::max(defers_all ? params.n_defer : 0, params.n_ahead > 0 ? params.n_ahead + 1 : 0);
     }
+    defers_all = defers_all && params.n_defer > 0;
     return (!queries.is_on() || queries.make(all, layers)) && (deferred.n_most == 0 || deferred.make(all, layers, deferred.n_most));
 }
 

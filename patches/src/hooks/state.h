@@ -42,7 +42,7 @@ struct llama_kvtool {
     int  n_most  = INT32_MAX; // cells that a model's index chooses; decoding fails if a layer has more cells
     int  n_row   = 0;
     bool v_trans = false; // values are stored transposed
-    bool is_flash = false; // flash attention, which gives no probabilities
+    bool defers_all = false; // signals of steps without draft tokens are deferred as well
 
     int n_own   = 0; // cells in use in each row, unless rows are ragged
     int n_guess = 0; // draft tokens at the end of the next batch
