@@ -44,7 +44,7 @@ class _Commands(UserDict[str, Any]):
 class _Group(Group):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # in place of typer's dictionary, to which nothing is added
+        # replaces typer's dictionary, which is empty: no command is registered with typer
         self.commands = _Commands(COMMANDS)
 
     def list_commands(self, context: Any) -> list[str]:
@@ -144,7 +144,7 @@ def _of_output(error: OSError) -> tuple[int, str]:
 
 
 def _end(exit_code: int, line: str) -> typer.Exit:
-    """Print the line, and flush stdout and stderr or discard their text: Python would try again at exit."""
+    """Print the line. Flush stdout and stderr, or discard their text: Python would try again at exit."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
     if line:

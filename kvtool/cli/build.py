@@ -58,7 +58,7 @@ def _examined() -> dict[str, Any]:
     """Run `kvtool doctor --json` in a new process: the current one may have loaded the old library."""
     done = subprocess.run(
         [sys.executable, "-m", "kvtool", "doctor", "--json"],
-        # run where no package is named kvtool: Python would import that one instead
+        # `-m` prefers packages of the current folder: run in a folder that has no other kvtool
         cwd=sys.prefix,
         env={**os.environ, "PYTHONIOENCODING": "utf-8"},
         capture_output=True,

@@ -159,7 +159,7 @@ class StepBatcher:
         return self._is_joint and self.n > 1
 
     def step(self, engine: Engine, n_left: int) -> None:
-        """Count a step, unless it is joint and `resume` counts it. n_left: as in `ComputeLock.step`."""
+        """Count a step, except a joint one, which `resume` counts. n_left: as in `ComputeLock.step`."""
         if engine.joint_decoder is None or not self.is_several:
             self._lock.step(n_left)
 

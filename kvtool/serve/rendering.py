@@ -168,7 +168,8 @@ class Rendering:
     def earlier_reply(self, messages: list[Message], reply: Message, tools: list[Any]) -> EarlierReply:
         """Return the reply to these messages as the template will render it in later requests.
 
-        The rendered chat goes on with results of the reply's calls or, without calls, with a user's message.
+        To find out, the chat is rendered with placeholders after the reply: results of its calls or, without
+        calls, a user's message.
 
         reply: has its thought as "reasoning_content" if the client will send it back.
         """
@@ -186,7 +187,7 @@ class Rendering:
         return [self._with_start(each, starts[i]) if i in starts else each for i, each in enumerate(messages)]
 
     def _with_start(self, reply: Message, region: str) -> Message:
-        """Return the reply with the thought before it under START; unchanged if that is `_usual_start`."""
+        """Return the reply with the thought in its region as START; unchanged for the `_usual_start`."""
         start = self._thought_in(region)
         # clients strip white space from thoughts: reduce it, so that equal thoughts have equal digests
         return reply if start == self._usual_start else {**reply, START: " ".join(start.split())}

@@ -124,8 +124,9 @@ class ChatFiles:
     def save(self, path: Path, may_replace: Callable[[str], bool] = lambda description: False) -> bool:
         """Write the chat to a file. Return False if the file holds another chat that may not be replaced.
 
-        may_replace: called with a description of the other chat. Raises SessionError for a file that is not a
-        session, is in use, or cannot be written.
+        Raises SessionError for a file that is not a session, is in use, or cannot be written.
+
+        may_replace: called with a description of the other chat; returns True to replace that chat.
         """
         from kvtool.chats import session
 
@@ -156,8 +157,10 @@ class ChatFiles:
     def keep_session(self, *, undone: bool = False, is_new_turn: bool = False) -> None:
         """Write the session, if there is a path for it. An error is put in `unsaved`.
 
-        undone: True after an undo: the session may lose the undone turns. is_new_turn: True after a new turn,
-        which is written even if the session holds an earlier chat that further undo would restore.
+        undone: True after an undo. The session may then lose the undone turns.
+
+        is_new_turn: True after a new turn. The chat is then written even over an earlier chat, to which
+        further undo could lead back.
         """
         self.unsaved = self.previous_path = self.moved_archive = None
         self.recovered.clear()

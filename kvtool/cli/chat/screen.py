@@ -91,7 +91,7 @@ class Terminal:
                 return False
 
     def status(self) -> str:
-        """Return a line with the chat's length, the places of its tokens, the cache size and the speed."""
+        """Return a line that shows the chat's length, where its tokens are, the cache size and the speed."""
         from kvtool.measure.holdings import n_forgotten
         from kvtool.units import format_bytes
 

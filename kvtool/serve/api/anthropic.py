@@ -174,8 +174,8 @@ def _definition(block: Body, where: str, tools: list[Any]) -> str:
 def _tools(value: object, places: dict[str, str]) -> list[Any]:
     """Return tools as in a chat. Anthropic's own tools, which have another type and no schema, are left out.
 
-    A tool with "defer_loading" stays out of the prompt until a result refers to it. If the request relies on
-    Anthropic's tool search, which never runs here, no result can refer to it: all tools are in the prompt.
+    A tool with "defer_loading" stays out of the prompt until a result refers to it. If the request has
+    Anthropic's own tool search, which never runs here, no result can do so: all tools are in the prompt.
     """
     given = need(value, list, "tools")
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in given]
@@ -337,10 +337,11 @@ class AnthropicBodies(AnswerBodies):
         return server_event("content_block_delta", index=self._n_block, delta=delta)
 
     def _usage(self, counts: Body) -> Body:
-        """Return the numbers of tokens, each token of the prompt counted once."""
+        """Return the numbers of tokens. Each token of the prompt is in exactly one of the three inputs."""
         n_cached = counts["n_cached"]
         n_read = counts["n_prompt"] - n_cached
-        # all tokens that are read go into the cache; only clients that send "cache_control" expect a number
+        # all tokens that are read go into the cache, but only clients that send "cache_control" expect to
+        # see them as written to it
         n_created = n_read if self._reports_writes else 0
         return {
             "input_tokens": n_read - n_created,

@@ -51,7 +51,7 @@ class AnswerBodies:
         return []
 
     def piece(self, delta: Body, logprobs: list[Body] | None) -> list[str]:
-        """Return the lines of a delta, such as {"content": ...}. logprobs: those of its tokens, or None."""
+        """Return the lines of a delta, such as {"content": ...}. logprobs: one record a token, or None."""
         raise NotImplementedError
 
     def last(self, logprobs: list[Body] | None, end: Body) -> list[str]:

@@ -39,7 +39,7 @@ def check(value: object) -> list[Message]:
 def drop_header(messages: list[Message]) -> None:
     """Remove Claude Code's header before the system prompt.
 
-    The header changes with each request, so that no stored chat would match.
+    The header changes with each request. With it, the chat would match no stored chat.
     """
     if messages[0]["role"] == "system" and messages[0]["content"].startswith("x-anthropic-billing-header:"):
         content = messages[0]["content"].partition("\n")[2].lstrip("\n")
@@ -88,7 +88,7 @@ def _name_calls(messages: list[Message]) -> None:
             continue
         id, name = message["tool_call_id"], message.get("name")
         fitting = [call for call in waiting if call["id"] == id] if id else waiting
-        # a result without an id belongs to the first waiting call with its name, or to the first of all
+        # a result without an id belongs to the first waiting call with its name, or else to the first
         same_name = [call for call in fitting if call["function"]["name"] == name]
         call = next(iter(same_name or fitting), None)
         if call:

@@ -65,7 +65,7 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
         chat |= {"logprobs": True, "top_logprobs": top}
     # truncation is ignored: the policy decides which tokens of a long chat stay
     fields.pop("truncation")
-    # a last item of the assistant is complete; in a chat, the reply would continue such a message
+    # in this API a last item of the assistant is complete; by default a chat's reply would continue it
     copied = {"continue_final_message": False} | {name: fields.pop(name) for name in fields.left}
     return copied | chat, places
 
@@ -245,7 +245,7 @@ class ResponseBodies(AnswerBodies):
         ]
 
     def _add(self, text: str, logprobs: list[Body] | None = None) -> str:
-        """Add a text to the open item. logprobs: of a message's tokens; None for a thought."""
+        """Add a text to the open item. logprobs: records of a message's tokens; None for a thought."""
         assert self._item
         (part,) = self._item["content"]
         part["text"] += text
@@ -255,7 +255,7 @@ class ResponseBodies(AnswerBodies):
         return self._part_event(f"response.{part['type']}.delta", delta=text, logprobs=logprobs)
 
     def _close(self, status: str) -> list[str]:
-        """Close the open item, if there is one. status: a message's status; a thought is "completed"."""
+        """Close the open item, if there is one. status: for a message; a thought is always "completed"."""
         if not (item := self._item):
             return []
         (part,) = item["content"]

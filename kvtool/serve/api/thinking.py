@@ -29,7 +29,7 @@ class ThinkingOptions:
     variables
         Variables of the chat template, with any JSON as values.
     effort
-        Argument of `Efforts.variables`. None leaves it to the template.
+        Effort of thinking, as in `Efforts.variables`. None leaves it to the template.
     name
         Field of the request that sets the effort, for errors.
     is_needed
@@ -134,7 +134,7 @@ def template_for(
 
     Raises ApiError if it lacks a needed effort, or renders no chat with these variables.
 
-    template: has no variables yet.
+    template: the model's template, still without variables.
     """
     remarks: list[str] = []
     variables: dict[str, Any] = {}

@@ -294,7 +294,7 @@ async def _stream(
                 job.end = event
                 site.counts.add(event)
                 lines += bodies.last(shown, event)
-            # the beginning of a call is held back, and may take long
+            # events send no lines while the beginning of a tool call is held back: send a ping meanwhile
             if not lines and time.monotonic() - sent_at > PING_S:
                 lines.append(bodies.ping())
             for line in lines:

@@ -227,7 +227,7 @@ class ChatStore:
         snapshot = Snapshot(
             line, digest, line.path, n_bytes, _is_start(chat.messages), tokens=chat.writer.tokens
         )
-        # this closes the archive's file: there may be thousands of chats
+        # this also closes the archive's file, because thousands of chats may be stored
         line.archive_file.adopt(dict(listed))
         for twin in self._snapshots:
             # a repeated request replaces its earlier snapshot
