@@ -25,21 +25,38 @@ class Reply:
     ----------
     message
         The whole message, as a client gets it.
+    n_thought
+        Number of tokens of the thought, without its tags. A token with text of both counts as the thought's.
     """
 
     def __init__(self, splitter: Splitter | None = None, parser: Parser | None = None) -> None:
         self._splitter = splitter
         self._parser = parser
         self.message: dict[str, Any] = {"role": "assistant", "content": ""}
+        self.n_thought = 0
+        # number of tokens before the thought: those of its start tag
+        self._n_before = 0
 
-    def feed(self, piece: str) -> list[Delta]:
-        """Return the deltas of a piece. Each has one field of the message."""
-        parts = self._splitter.feed(piece) if self._splitter else [(False, piece)]
+    def feed(self, piece: str, n_written: int = 0) -> list[Delta]:
+        """Return the deltas of a piece. Each has one field of the message.
+
+        n_written: number of the reply's tokens up to the end of this piece.
+        """
+        if not self._splitter:
+            return list(self._deltas([(False, piece)]))
+        had_thought = self._splitter.had_thought
+        parts = [*self._splitter.feed(piece)]
+        self._count(parts, n_written)
+        if not (had_thought or self.n_thought):
+            # the piece ends before the thought, or with its start tag
+            self._n_before = n_written
         return list(self._deltas(parts))
 
-    def end(self) -> list[Delta]:
-        """End the reply, and return the deltas of text that was held back."""
-        deltas = list(self._deltas(self._splitter.end() if self._splitter else []))
+    def end(self, n_written: int = 0) -> list[Delta]:
+        """End the reply, and return the deltas of text that was held back. n_written: as in `feed`."""
+        parts = [*self._splitter.end()] if self._splitter else []
+        self._count(parts, n_written)
+        deltas = list(self._deltas(parts))
         if self._parser:
             deltas += self._of_events(self._parser.end())
         return deltas
@@ -51,6 +68,14 @@ class Reply:
     def finish(self, is_cut: bool) -> str:
         """Return OpenAI's finish reason. is_cut: True if a limit ended the reply."""
         return "length" if is_cut else "tool_calls" if "tool_calls" in self.message else "stop"
+
+    def _count(self, parts: Iterable[tuple[bool, str]], n_written: int) -> None:
+        """Count the tokens up to the end of these parts as the thought's, if text of the thought is in them.
+
+        Text that may begin the end tag is not in any part yet: its tokens count once it proves to be thought.
+        """
+        if any(is_thought for is_thought, _ in parts):
+            self.n_thought = n_written - self._n_before
 
     def _deltas(self, parts: Iterable[tuple[bool, str]]) -> Iterator[Delta]:
         for is_thought, text in parts:

@@ -263,19 +263,22 @@ class Slot:
         try:
             with self._batcher.writing(self.engine) if self._batcher else nullcontext():
                 for piece in pieces:
-                    job.emit("piece", deltas=reply.feed(piece), logprobs=self._new_logprobs())
+                    deltas = reply.feed(piece, self.writer.n_written)
+                    job.emit("piece", deltas=deltas, logprobs=self._new_logprobs())
         except StreamEnd:
             # the cache is full: the answer ends here
             if not self.writer.n_written:
                 raise
             is_full = True
+        deltas = reply.end(self.writer.n_written)
         counts |= {
             "n_written": self.writer.n_written,
+            "n_thought": reply.n_thought,
             "write_s": time.perf_counter() - started,
             "n_drafted": self.writer.n_drafted - before[0],
             "n_accepted": self.writer.n_accepted - before[1],
         }
-        job.emit("piece", deltas=reply.end(), logprobs=self._new_logprobs())
+        job.emit("piece", deltas=deltas, logprobs=self._new_logprobs())
         return reply.finish(is_full or self.writer.is_cut)
 
     def _start(

@@ -177,7 +177,7 @@ def test_an_origin_that_no_browser_sends_is_refused():
 
 
 END = {"message": {"role": "assistant", "content": "x"}, "finish": "stop", "stopped_by": "", "held": {}}
-COUNTS = {"n_prompt": 1200, "n_cached": 1000, "read_s": 0.26, "write_s": 1.5, "n_written": 30}
+COUNTS = {"n_prompt": 1200, "n_cached": 1000, "read_s": 0.26, "write_s": 1.5, "n_written": 30, "n_thought": 0}
 
 
 def write(job):

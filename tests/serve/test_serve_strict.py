@@ -172,3 +172,20 @@ def test_anthropic_takes_a_thought_as_a_block(thinker):
     ]
     assert taken(thinker, anthropic, "messages.create", asked | STREAM)
     assert taken(thinker, openai, "chat.completions.create", asked | STREAM)
+
+
+@pytest.mark.parametrize("n_most", [40, 2], ids=["answered", "cut in the thought"])
+@pytest.mark.parametrize("more", [{}, STREAM], ids=["whole", "streamed"])
+def test_usage_counts_the_tokens_of_a_thought(thinker, n_most, more):
+    n_thought = min(n_most, 3)
+    asked = CHAT | BRIEFLY | {"max_tokens": n_most} | more
+    asked |= {"stream_options": {"include_usage": True}} if more else {}
+    chat = taken(thinker, openai, "chat.completions.create", asked)
+    usage = (chat[-1] if more else chat).usage
+    assert usage.completion_tokens_details.reasoning_tokens == n_thought
+    asked = THOUGHT | {"max_output_tokens": n_most} | more
+    found = taken(thinker, openai, "responses.create", asked)
+    usage = (found[-1].response if more else found).usage
+    assert usage.output_tokens_details.reasoning_tokens == n_thought
+    without = taken(thinker, openai, "completions.create", TEXT)
+    assert without.usage.completion_tokens_details.reasoning_tokens == 0

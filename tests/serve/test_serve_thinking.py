@@ -283,6 +283,27 @@ def test_a_thought_has_at_most_as_many_tokens_as_request_and_server_allow(
         assert end["message"]["content"]
 
 
+@pytest.mark.parametrize(
+    ("opening", "said", "thought"),
+    [
+        ("<think>", "<b>Hm</b>.</think>\n\nYes.", "<b>Hm</b>."),
+        ("", "<think><b>Hm</b>.</think>\n\nYes.", "<b>Hm</b>."),
+        ("<think>", "H\u00e4</thi", "H\u00e4</thi"),
+        ("<think>", "</think>Yes.", ""),
+        ("", "<thin", ""),
+    ],
+    ids=["opened", "begun by the model", "cut in the end tag", "empty", "cut in the start tag"],
+)
+@pytest.mark.parametrize("stop", [[], ["</think>\n\nNo"]], ids=["", "stop"])
+def test_the_tokens_of_a_thought_are_counted_without_its_tags(
+    bytewise, tmp_path, opening, said, thought, stop
+):
+    with answering(bytewise, CHAT.replace("%OPEN%", opening), tmp_path) as serve:
+        end = serve(USER, said, stop=stop)
+        assert end["message"].get("reasoning_content", "") == thought
+        assert end["n_thought"] == len(bytewise.tokenize(thought))
+
+
 def test_a_budget_of_no_tokens_is_no_thinking(serve):
     serve = serve(SWITCHED)
     end = serve(USER, "Yes.", thinking_budget=0)

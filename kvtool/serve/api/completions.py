@@ -146,6 +146,7 @@ class CompletionBodies(AnswerBodies):
                 "completion_tokens": n,
                 "total_tokens": n_prompt + n,
                 "prompt_tokens_details": {"cached_tokens": n_cached},
+                "completion_tokens_details": {"reasoning_tokens": end["n_thought"]},
             },
             "timings": {
                 "cache_n": n_cached,

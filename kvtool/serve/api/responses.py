@@ -304,7 +304,7 @@ class ResponseBodies(AnswerBodies):
                     "cache_write_tokens": n_prompt - end["n_cached"],
                 },
                 "output_tokens": n,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": end["n_thought"]},
                 "total_tokens": n_prompt + n,
             },
             **self._held(end),
