@@ -130,6 +130,24 @@ def test_the_servers_effort_and_budget_hold_where_a_request_asks_for_no_other_an
         assert (found.effort, found.budget) == (effort, budget)
 
 
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"thinking_budget": 0}, "thinking_budget"),
+        ({"reasoning_budget": 0}, "reasoning_budget"),
+        ({"thinking_budget_tokens": 0, "reasoning": {"max_tokens": 5}}, "thinking_budget_tokens"),
+        ({"thinking_token_budget": 0}, "thinking_token_budget"),
+        ({"reasoning": {"max_tokens": 0}}, "reasoning.max_tokens"),
+        ({"thinking": {"type": "adaptive", "budget_tokens": 0}}, "thinking.budget_tokens"),
+    ],
+)
+def test_thinking_is_off_by_the_field_whose_budget_is_0(serve, fields, name):
+    found = wish(**fields)
+    assert (found.effort, found.name, found.budget) == ("off", name, 0)
+    (said,) = serve(TOLD)(USER, "Hm.</think>Yes.", **fields)["held"]["remarks"]
+    assert said.startswith(f"{name}: the model's chat template cannot switch thinking off")
+
+
 # what reaches the template
 
 EMPTY = "<think>\n\n</think>\n\n"

@@ -55,40 +55,41 @@ def check(fields: Fields, default: ThinkingOptions) -> ThinkingOptions:
         if name in variables and (name, variables[name]) != ("add_generation_prompt", True):
             where = f"chat_template_kwargs.{name}"
             raise ApiError(f"{where} cannot be set; it follows from the request", param=where)
-    budgets = [fields.whole(name, -1, _MOST) for name in _BUDGETS]
-    effort, where, is_needed, budget = _effort(fields)
-    budget = next((each for each in (*budgets, budget) if each is not None), None)
+    budgets = {name: fields.whole(name, -1, _MOST) for name in _BUDGETS}
+    effort, where, is_needed, more = _effort(fields)
+    given = ((name, each) for name, each in (budgets | more).items() if each is not None)
+    name, budget = next(given, ("", None))
     if budget == 0 and effort is None:
-        effort, where = OFF, "thinking_budget"
+        effort, where = OFF, name
     limits = [each for each in (budget, default.budget) if each is not None and each >= 0]
     if effort is None:
         effort, where = default.effort, default.name
     return ThinkingOptions(variables, effort, where, is_needed, min(limits, default=None))
 
 
-def _effort(fields: Fields) -> tuple[str | None, str, bool, int | None]:
-    """Return the effort or None, the name of its field, `is_needed`, and the budget or None.
+def _effort(fields: Fields) -> tuple[str | None, str, bool, dict[str, int | None]]:
+    """Return the effort or None, the name of its field, `is_needed`, and the budgets by their fields' names.
 
-    The budget is thinking.budget_tokens or, if that is missing, reasoning.max_tokens.
+    The first budget that is not None counts.
     """
     switch = optional(fields.pop("enable_thinking"), bool, "enable_thinking")
-    kind, budget = _thinking(fields.mapping("thinking"))
-    reasoning, level, most = _reasoning(fields.mapping("reasoning"))
+    kind, n_thinking = _thinking(fields.mapping("thinking"))
+    reasoning, level, n_reasoning = _reasoning(fields.mapping("reasoning"))
     named = _level(fields.pop("reasoning_effort"), "reasoning_effort")
     where = "reasoning.effort" if level else "reasoning_effort"
     level = level or named
-    budget = most if budget is None else budget
+    budgets = {"thinking.budget_tokens": n_thinking, "reasoning.max_tokens": n_reasoning}
     if switch is False:
-        return OFF, "enable_thinking", True, budget
+        return OFF, "enable_thinking", True, budgets
     if OFF in (kind, reasoning):
-        return OFF, "thinking.type" if kind == OFF else "reasoning.enabled", False, budget
+        return OFF, "thinking.type" if kind == OFF else "reasoning.enabled", False, budgets
     if level and not (switch and level == OFF):
-        return level, where, False, budget
+        return level, where, False, budgets
     if switch:
-        return ON, "enable_thinking", True, budget
+        return ON, "enable_thinking", True, budgets
     if ON in (kind, reasoning):
-        return ON, "thinking.type" if kind == ON else "reasoning.enabled", False, budget
-    return None, "", False, budget
+        return ON, "thinking.type" if kind == ON else "reasoning.enabled", False, budgets
+    return None, "", False, budgets
 
 
 def _thinking(value: dict[str, Any] | None) -> tuple[str | None, int | None]:
