@@ -8,6 +8,9 @@ import re
 import sys
 from pathlib import Path
 
+_CPUS = Path("/sys/devices/system/cpu")
+"""Linux's folder with the topology of the CPUs."""
+
 
 def cpu_features() -> str:
     """CPU features that a native build may use. A CPU without them may hit an illegal instruction."""
@@ -48,9 +51,15 @@ def cpu_name() -> str:
 
 def default_threads() -> int:
     """Number of cores that this process may use: a second thread on a core slows both threads down."""
-    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     try:
-        shared = Path("/sys/devices/system/cpu/smt/active").read_text().strip() == "1"
+        shared = (_CPUS / "smt" / "active").read_text().strip() == "1"
     except OSError:
         shared = False
-    return max(n // 2, 1) if shared else n
+    if not shared:
+        return len(cpus)
+    try:
+        # the CPUs of one core have equal lists; the process may be allowed only one of them, as by taskset
+        return len({(_CPUS / f"cpu{n}" / "topology" / "thread_siblings_list").read_text() for n in cpus})
+    except OSError:
+        return max(len(cpus) // 2, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from kvtool import policies
 from kvtool.llama.threads import Threads
 from kvtool.measure import perplexity
+from kvtool.system import cpu
 from tests.engine.running import open_engine
 
 
@@ -34,6 +36,39 @@ def busy(n):
 def full(n):
     """Seconds of a step if other programs use all cores: with each further thread all wait longer."""
     return idle(1) * n
+
+
+TWO_EACH = [f"{n % 4},{n % 4 + 4}" for n in range(8)]
+"""Siblings of 8 CPUs on 4 cores: CPU n and CPU n + 4 share a core."""
+
+
+@pytest.mark.parametrize(
+    ("allowed", "siblings", "smt", "n"),
+    [
+        (range(8), TWO_EACH, "1", 4),
+        (range(4), TWO_EACH, "1", 4),
+        ({1, 3, 5}, TWO_EACH, "1", 2),
+        ({6}, TWO_EACH, "1", 1),
+        (range(8), "01234567", "0", 8),
+        # Linux does not tell which CPUs share a core, or nothing at all
+        (range(8), [], "1", 4),
+        ({6}, [], "1", 1),
+        (range(8), [], None, 8),
+    ],
+)
+def test_a_thread_runs_on_each_core_that_the_process_may_use(
+    tmp_path, monkeypatch, allowed, siblings, smt, n
+):
+    monkeypatch.setattr(cpu, "_CPUS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed), raising=False)
+    if smt:
+        (tmp_path / "smt").mkdir()
+        (tmp_path / "smt" / "active").write_text(f"{smt}\n")
+    for i, text in enumerate(siblings):
+        topology = tmp_path / f"cpu{i}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{text}\n")
+    assert cpu.default_threads() == n
 
 
 def test_an_idle_machine_gives_all_its_cores():
