@@ -319,8 +319,8 @@ FLASH_MEDIAN = 5e-3
 FLASH_MAX = 0.2
 
 
-# not in-cache with evict_every=1: f16 keys rotated at every token drift, even without flash attention. Not corm
-# with evict_every=1: some of its 200 choices are near ties
+# not in-cache with evict_every=1: f16 keys rotated at every token drift, even without flash attention. Not
+# corm with evict_every=1: some of its 200 choices are near ties
 FLASH_CASES = [
     (name, positions, evict_every)
     for name in ("h2o", "tova", "buzz", "streamingllm", "corm")
