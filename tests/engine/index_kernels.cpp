@@ -1,4 +1,5 @@
-// Calls each kernel of patches/src/archive/index.cpp and softmax.cpp by number. Elsewhere the CPU decides which runs.
+// Calls each kernel of patches/src/archive/index.cpp and softmax.cpp by number. 0: the plain one; -1: the one that
+// kvtool chooses for this CPU.
 
 #include "../../patches/src/archive/index.cpp"
 #include "../../patches/src/archive/softmax.cpp"
@@ -11,7 +12,8 @@ int n_kernel() {
     return vectors() + 1;
 }
 
-// x[n] -> e[n], most and sum. x and e must have room for n rounded up to a multiple of 16.
+// e[n] = e^(scale*x - most); most: maximum of scale*x; sum: sum of e. x and e need room for n rounded up to a
+// multiple of 16.
 void powers(int kernel, float * x, int n, float scale, float * e, float * most, float * sum) {
     softmax_part res;
     if (kernel < 0) {
@@ -28,7 +30,7 @@ void powers(int kernel, float * x, int n, float scale, float * e, float * most, 
     *sum  = res.sum;
 }
 
-// keys [n*n_side][n_embd] and a query [n_embd] -> out[n*n_side]. kernel -1: the one that the CPU decides on.
+// out[n*n_side] = products of keys [n*n_side][n_embd] and a query [n_embd], both rounded to 8 bits.
 void products(int kernel, const float * keys, int n, const float * query, int n_embd, float * out) {
     std::vector<uint8_t> sides(n*side_bytes(n_embd));
     for (int i = 0; i < n*n_side; ++i) {

@@ -3,8 +3,8 @@
     python tests/engine/kinds_table.py DIR
 
 DIR has small random models, one per architecture; `make check-archs DIR=...` writes them. For every entry of
-the table a policy reads a text, in most columns of three times the trained length, and evicts on the way.
-"yes" means that all logits are finite (of a session: that it continues bit for bit). "no" gives the reason.
+the table, an engine reads a text, mostly three times as long as the trained context, and must evict. "yes"
+means that all scores are finite; for sessions, that a restored one continues bit for bit. "no" says why.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def open_engine(path, policy, n_gpu_layers=None, **settings):
 
 
 def future_of(policy):
-    """Return the reference Stream's `future` for a policy that reads FUTURE; None for other policies."""
+    """Return the argument `future` of a reference Stream: None unless the policy reads Signal.FUTURE."""
     return (policy.n_query, policy.n_future, policy.n_skip) if Signal.FUTURE in policy.reads else None
 
 

@@ -47,7 +47,7 @@ def test_a_short_rest_is_not_left_alone():
     ],
 )
 def test_parts_leave_what_whole_steps_leave(tiny_model, name, prefill):
-    """Some steps reach the end of the context: cut into parts, positions could start over elsewhere."""
+    """Some steps reach the end of the context: parts must not change where positions start over."""
     n_asked, tokens, found = [], text(420), []
     settings = {"n_batch": 160, "prefill": prefill, "n_ctx": 512 if name == "full" else 400}
     policy = policies.fit(name, 480 if name == "full" else 200, None if name == "full" else 16)

@@ -42,12 +42,12 @@ def held(engine):
 
 
 KINDS = ("gemma3", "gpt_oss", "deepseek2", "deepseek32", "refact", "gemma4")
-# refact (ALiBi) cannot recall; with MLA (deepseek) all tokens of a step share the tokens that it recalls
+# refact (ALiBi) cannot recall; with MLA (deepseek) a step recalls tokens for all its queries, drafts included
 REFUSED = {("refact", "recall"), ("deepseek2", "recall"), ("deepseek32", "recall")}
 
 
 def distinct(n):
-    """Return n different tokens: equal ones would tie in the first layer, and rounding would decide."""
+    """Return n different tokens: equal ones would tie in the first layer, and rounding decide which stay."""
     return np.random.default_rng(2).permutation(np.arange(3, 380))[:n].astype(np.int32)
 
 

@@ -115,7 +115,7 @@ def test_a_guess_is_judged_with_those_that_as_much_supports():
     pace = timed(0.15)
     for _ in range(100):
         pace.judge(3, 1, 8)
-    # of drafts with support 3, the first token was always right; the second, with support 4, always wrong
+    # support grows by 1 with each token of a draft: here the first (3) was always right, the second (4) wrong
     assert pace.choose(3, MOST) == 1
     assert pace.choose(4, MOST) == 0
 
@@ -307,6 +307,6 @@ def test_guesses_that_cannot_be_are_refused_in_a_line(talker, tiny_model):
         assert (done.returncode, done.stdout) == (code, "")
         assert said in done.stderr
         assert done.stderr.startswith("kvtool: ")
-    # no draft tokens unless requested
+    # without --draft, a model that cannot take draft tokens back writes without them
     done = generated(tiny_model(arch="lfm2"), "--raw", "--json")
     assert json.loads(done.stdout)["drafted"] == 0

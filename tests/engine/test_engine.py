@@ -185,7 +185,7 @@ def test_auto_keys_keep_their_distances_until_the_context_is_full_and_then_gaps_
                 assert (rot == np.arange(n_live + 1)).all()
             else:
                 assert (rot[:, :-1] == before).all()
-        # gaps close only when the context is full: 48 of 130 positions are used then, so 82 more tokens fit
+        # closing gaps leaves at most 48 of the 130 positions in use, so 82 or more tokens fit before the next
         assert 3 <= engine.n_restart <= 5
         assert (np.diff(rot) > 1).any()
 
@@ -328,7 +328,7 @@ def test_a_plan_that_fails_does_not_let_signals_be_counted_twice(tiny_model, fai
                 done += engine.n_past - before
             found.append([engine.rows.pos.copy(), *(array.copy() for array in engine.state)])
         assert (n_failed > 5) == (len(found) == 2)
-    # tokens are read again after a failed plan, in steps of other lengths, which round differently
+    # after a failed plan, reading continues in steps of other lengths, which round differently
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one, other, atol=TOLERANCE)
 

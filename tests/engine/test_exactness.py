@@ -108,7 +108,8 @@ def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, n
         assert engine.n_restart > 0
 
 
-# not with positions auto: where they start over depends on the length of steps, which BUZZ's options change
+# not run with positions auto: these start over at a place that depends on the length of steps, which BUZZ's
+# options change
 OTHERS = [
     ("buzz", ["logn=true"]),
     ("buzz", ["logn=true", "logn_n=cells"]),

@@ -1,4 +1,4 @@
-"""Mean keys of clusters in 8 bits: every kernel gives the products of the rounded numbers."""
+"""Kernels of the archive's search: 8-bit products of mean keys and queries, and exponentials, as in NumPy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def products(lib, kernel, keys, query):
 
 
 def rounded(keys, query):
-    """Return the products f64[n] of keys and query, rounded to 8 bits. Each vector has its own scale."""
+    """Return the products f64[n] after rounding keys and query to 8 bits. Each vector has its own scale."""
     zero = 128
     most = np.take_along_axis(keys, np.abs(keys).argmax(axis=1)[:, None], axis=1)
     scale = -most / zero

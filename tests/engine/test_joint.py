@@ -28,7 +28,7 @@ EXACT["archive_type"] = "f32"
 
 @pytest.fixture
 def opened(tiny_model):
-    """opened(policy) -> an engine. All are of one model."""
+    """opened(policy) opens an engine. All engines share one model."""
     with ExitStack() as stack:
         model = stack.enter_context(closing(Model(tiny_model(n_ctx_train=400))))
         yield lambda policy: stack.enter_context(closing(Engine(model, policy, Settings(**EXACT))))
@@ -152,7 +152,7 @@ def test_streams_in_one_step_are_as_they_are_alone(tiny_model, name):
 def test_in_any_kind_of_model(tiny_model, arch, name):
     if (arch, name) == ("refact", "recall"):
         pytest.skip("refused")
-    # with MLA, a GPU rounds products of several tokens to half precision, which decides near thresholds
+    # with MLA, a GPU rounds products of several tokens to half precision, which may change which tokens stay
     rounds = has_gpu() and arch == "deepseek2" and name != "h2o"
     same_together(tiny_model(arch=arch, n_ctx_train=400), name, rounds=rounds)
 

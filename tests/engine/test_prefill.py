@@ -26,9 +26,10 @@ from tests.reference import bumblebee, transformer
 
 
 def evict(stream, name, policy, ends=()):
-    """Let a stream evict as the policy's twin decides.
+    """Let a reference stream evict what the policy's definition in tests/reference evicts.
 
-    ends: ends of a prompt's segments. The last queries of each segment count as the stream's last queries.
+    ends: ends of a prompt's segments. Queries of each segment are dated as if it ended with the prompt, so that
+    the policy takes its last queries for the latest ones.
     """
     twin = import_module(f"tests.reference.{name}").keep
 
@@ -345,7 +346,7 @@ def test_important_steps_count_the_stream_in_every_segment(tiny_model):
 @pytest.mark.parametrize(
     ("name", "prefill", "why"),
     [
-        # the rows of corm keep as many tokens as they need
+        # corm's rows keep as many tokens as they need, so it gives no number to compress a prompt to
         ("corm", "whole", "CORM cannot read a prompt whole; choose --prefill stream"),
         ("h2o", "half", "prefill must be stream, whole or exact, got 'half'"),
     ],

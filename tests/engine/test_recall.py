@@ -280,10 +280,10 @@ def test_a_saved_archive_that_does_not_fit_is_refused(tiny_model):
             ("archive", saved["archive"][:2]),
             ("archive", saved["archive"].astype(np.int32)),
             ("archive.0", saved["archive.0"][:-1]),
-            # the archive begins after its end; it ends after the stream
+            # tables in which the archive begins after its end, and ends after the stream
             ("archive", np.array([9, 8, 0, 0, 0])),
             ("archive", np.array([0, 2**62, 0, 0, 0])),
-            # far tokens end after the archive; a frame begins after it; no frame has its first token
+            # in which far tokens end after the archive, a frame begins after it, no frame has its first token
             ("archive", np.array([0, 8, 9, 0, 0])),
             ("archive", np.array([0, 8, 0, 0, 0, 900, 0])),
             ("archive", np.array([0, 8, 0, 1, 0])),
@@ -408,7 +408,7 @@ def test_the_first_eviction_comes_when_foretold(tiny_model, n_text):
         while not engine.n_evicted:
             engine.evict_if_due()
             engine.step(text(1))
-        # the loop decodes up to one token after the first eviction, steps of a text up to n_batch tokens
+        # the step with the first eviction also decodes tokens: one in this loop, up to n_batch of a text
         assert engine.n_past - foretold in ((0, 1) if not n_text else range(engine.n_batch + 1))
 
 

@@ -125,7 +125,7 @@ def test_what_was_saved_goes_on_as_if_it_had_never_stopped(tiny_model, unpatched
     with open_engine(path, policy, positions=positions) as plain:
         want, saved = [], {}
         for at in range(len(tokens)):
-            # evicting first, so that some states are saved after an eviction and before keys are rotated
+            # evict first, so that some states are saved after an eviction and before keys are rotated
             if at % 9 == 0:
                 plain.evict_if_due()
                 saved[at] = {name: array.copy() for name, array in plain.save()}
@@ -187,7 +187,7 @@ def test_a_merge_is_refused(tiny_model, unpatched):
         perplexity.stream(plain, text(100))
 
 
-# as a user meets it
+# the command line without the patch
 
 
 def kvtool(*arguments, stdin=""):

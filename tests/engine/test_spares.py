@@ -40,7 +40,7 @@ RUNS = [
     ("recall", "off", "f32", 3),
 ]
 N_LAYER = 4
-# tokens that are read first; then decoded one by one without counting bytes; then while bytes are counted
+# number of tokens that are read as a prompt; then decoded one by one; then decoded while bytes are counted
 N_READ, N_BEFORE, N_COUNTED = 64, 96, 64
 RECOMPUTE = 13
 """Bytes of the command that computes a graph again."""
@@ -141,7 +141,7 @@ def test_a_worker_is_told_of_a_graph_once(remote, number):
     if name == "recall":
         pytest.skip("its decode is a graph for each layer, of which a worker keeps one")
     n_plan = N_COUNTED // 16
-    # in addition to edits, bumblebee reads keys
+    # a graph for each token and for each plan's edit; bumblebee also reads keys at each plan
     n_graph = N_COUNTED + n_plan * (2 if name == "bumblebee" else 1)
     sent = remote[0]["results"][number][1]
     # a merge of more values than any merge before needs another graph

@@ -69,7 +69,7 @@ def assert_leaves_the_same(model, name, whole):
 
 @pytest.mark.parametrize("name", SHARING)
 def test_rows_that_share_go_on_from_it_too(model, whole, name):
-    # layers of 320 cells, the 300 tokens rounded up, so that some cells are empty
+    # each layer has 320 cells for the 300 tokens, so some cells are empty
     n, n_cached = assert_leaves_the_same(model, f"{name}:heads=adaptive", whole)
     # n also counts the tokens of a reconstruction pass
     n_query = policies.spec(name).fit(64).n_query if name in LAST else 0

@@ -302,7 +302,7 @@ def chat(model, path, turns, policy, *options):
 
 
 def kept(path):
-    """Parts of two sessions of the same chat that must agree."""
+    """Return the parts of a session that must be equal in two sessions of the same chat."""
     meta, _ = session.read(path)
     return {name: meta[name] for name in ("n_turn", "n_past", "cells", "messages")}
 
