@@ -1,7 +1,7 @@
 """Apply hooks.patch to a source tree: `python apply.py PATCH TREE`. apply.cmake calls it.
 
 Every old line must be exactly at the line that the patch names, or nothing is changed. git and patch(1) are
-not needed, as a machine may lack them. (Inside another work tree, `git apply` exits 0 and changes nothing.)
+not used: a machine may lack them, and `git apply` exits 0 without a change inside another work tree.
 """
 
 from __future__ import annotations

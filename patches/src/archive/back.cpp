@@ -57,7 +57,7 @@ static void fill_cells(const archive & all, size_t i, const layer & own, bool v_
     if (!own.v) {
         return;
     }
-    // in transposed values, the cells of an element are consecutive
+    // a transposed cache holds each element of all cells together: values are transposed before they are written
     const size_t one    = v_trans ? ggml_type_size(own.v->type) : 0;
     const size_t stride = v_trans ? one*n_embd_v : own.v->nb[1];
 

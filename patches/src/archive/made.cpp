@@ -37,15 +37,15 @@ static void solve(const std::vector<double> & root, double * b, int n) {
     }
 }
 
-// Ridge, relative to the mean square of the queries: keeps keys short if queries of a row are nearly equal. The error
-// that it causes in the logits is corrected afterwards.
+// Number that is added to the diagonal of the queries' Gram matrix, as a share of the diagonal's mean. It keeps keys
+// short if queries of a row are nearly equal. The error that it causes in the logits is corrected afterwards.
 static constexpr double ridge = 1e-4;
 
 // number of these corrections; each reduces the error by about the factor `ridge`
 static constexpr int n_mend = 3;
 
-// nudging of quantized keys. n_nudge: rounds over all elements; weight_elsewhere: weight of errors in products with
-// the queries of other heads (the weight is 1 for the cell's own head)
+// Improvement of quantized keys, see made_cells::nudge. n_nudge: rounds over all elements; weight_elsewhere: weight of
+// errors in products with the queries of other heads (the weight is 1 for the cell's own head)
 static constexpr int    n_nudge          = 3;
 static constexpr double weight_elsewhere = 0.25;
 
@@ -175,7 +175,7 @@ void made_cells::make(const float * queries, const double * given, const float *
 
     std::copy_n(queries, g*n_embd_k, rounded.begin());
     if (type_k == GGML_TYPE_F16) {
-        // attention rounds queries, too
+        // attention to keys in F16 rounds queries to F16
         round(rounded.data(), rounded.size(), type_k);
     }
 

@@ -121,7 +121,7 @@ static bool keep_graph(
         kept.outputs.push_back(build(ctx, gf, i, rot));
     }
 
-    // without a scheduler, tensors on another device would not be copied
+    // No scheduler copies tensors from other devices for a kept graph, so a graph that reads such tensors is not kept
     for (int i = 0; i < gf->n_leafs; ++i) {
         const auto * buf = gf->leafs[i]->buffer;
         kept.unfit = kept.unfit || (buf && buf->buft != kept.buft);

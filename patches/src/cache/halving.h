@@ -41,7 +41,7 @@ inline ggml_tensor * sum_middle(ggml_context * ctx, ggml_tensor * t) {
     return reduce_middle(ctx, t, [ctx](ggml_tensor * a, ggml_tensor * b) { return ggml_add(ctx, a, b); });
 }
 
-// for values that are not negative
+// maximum of two tensors; with negative values, a - b could lose digits of a
 inline ggml_tensor * max_of(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b) {
     return ggml_add(ctx, ggml_relu(ctx, ggml_sub(ctx, a, b)), b);
 }

@@ -36,7 +36,7 @@ public:
         ggml_context_ptr        ctx;
         ggml_backend_buffer_ptr buf;
 
-        ggml_tensor * t = nullptr; // [n_slot*n], on the cache's device, or on the host if that lacks memory
+        ggml_tensor * t = nullptr; // [n_slot*n], on the cache's device, or on the host if the device lacks memory
 
         // copy on the host, complete after collect; empty if t is on the host
         std::vector<float> copy;

@@ -34,7 +34,8 @@ layer_shape shape_of(const layer_edit & e, bool with_k, bool with_v, bool v_tran
             }
         }
     }
-    // transposed values have another order than keys
+    // Values move by the keys' list unless they are transposed, which changes the indices, or some keys are rotated:
+    // rotated keys have a separate list, so their values would be missing
     res.shared = with_k && with_v && !v_trans && res.n_turns == 0;
 
     return res;
@@ -62,13 +63,13 @@ int64_t list_bytes(const layer & l, const layer_shape & s, bool v_trans) {
 static constexpr int64_t layer_shape::* list_lengths[] = { &layer_shape::n_moves, &layer_shape::n_turns, &layer_shape::n_moved };
 
 // True if a list of n entries fits into a list of length `room`, whose rest repeats the last entry. An empty list has
-// no entry to repeat
+// no entry to repeat, so it fits only length 0
 static bool holds(int64_t room, int64_t n) {
     return n == 0 ? room == 0 : n <= room;
 }
 
 // Number of merges with terms on this level after the list has been filled up to n_all merges by repeating the last
-// merge. That has the fewest terms: if it has terms on the level, all n_all merges have
+// merge. The last merge has the fewest terms: if it has terms on this level, all n_all merges have some
 static int64_t merged_on(const layer_shape & s, int level, int64_t n_all) {
     return s.n_merged[level] == s.n_merged[0] ? n_all : s.n_merged[level];
 }

@@ -95,8 +95,8 @@ ggml_tensor * llama_kvtool_join(
 // with log_n: the queries scaled by log_512(t); otherwise q
 ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k);
 
-// True if a model's index has nothing to choose. With kvtool a context never has more cells than the index may
-// choose, so all are chosen, and the index's keys need not be moved along with the cells
+// True if attention ignores a model's index, which chooses cells for each query. With kvtool a context never has more
+// cells than the index may choose, so it would choose all. The index's keys thus need not be moved along with the cells
 bool llama_kvtool_dense(const llm_graph_context & graph);
 
 // add one layer's signals to the graph; p: the probabilities [n_kv, n_tokens, n_head], null with flash attention
@@ -111,7 +111,8 @@ void llama_kvtool_build(
                 int   il);
 
 // True if n_tokens more can be decoded: the context is usable, and every row has free cells for them in addition to
-// the cells for recalled tokens. llama.cpp's table has neither the latter cells nor the lengths of ragged rows
+// the cells for recalled tokens. llama.cpp cannot check this: it does not know that the cells for recalled tokens are
+// reserved, or how long ragged rows are
 bool llama_kvtool_fits(llama_context & lctx, uint32_t n_tokens);
 
 // count the queries of a computed graph and start to copy the signals that the host adds up

@@ -64,8 +64,9 @@ struct llama_kvtool_params {
 
     int32_t n_ahead; // maximum number of tokens that `llama_kvtool_take_back` removes
 
-    // With flash attention, a step stores its queries, and the signals of up to n_defer queries are computed together
-    // later; steps with draft tokens always do so. 0: each step without draft tokens computes its own signals
+    // Maximum number of queries that steps store to compute their signals together later. 0: each step computes its own
+    // signals at once, as it also does without flash attention and on a worker. Steps with draft tokens always store
+    // their queries
     int32_t n_defer;
 
     // archive
@@ -119,7 +120,8 @@ struct llama_kvtool_edit {
 
     const int32_t * n_keep_row; // ragged: n_keep of each row, at most n_keep; otherwise null
 
-    int32_t n_hidden; // cells at the start of each row that no later query sees (0 if ragged): pos_0 >= -n_hidden
+    // number of cells at the start of each row that no later query sees; 0 if ragged. pos_0 must be at least -n_hidden
+    int32_t n_hidden;
 
     bool force_graph; // compute a graph even for a cache in host memory
 };
@@ -177,8 +179,8 @@ struct llama_kvtool_layer {
 // model cannot be enabled
 LLAMA_API int32_t llama_kvtool_layers(const struct llama_model * model, struct llama_kvtool_layer * out, int32_t n);
 
-// maximum number of cells per layer for this model. With an index, this is the number of cells that the index chooses
-// for a query: it must choose all cells. INT32_MAX without an index
+// Maximum number of cells per layer for this model. If the model has an index that chooses cells for each query, a
+// layer may have only as many cells as the index chooses, so that it chooses all of them. INT32_MAX without an index
 LLAMA_API int32_t llama_kvtool_most_cells(const struct llama_model * model);
 
 // true if the model biases attention by distance (ALiBi)
@@ -200,7 +202,7 @@ LLAMA_API int64_t llama_kvtool_cache_bytes(const struct llama_context * ctx);
 // signals off
 LLAMA_API int32_t llama_kvtool_watch(struct llama_context * ctx, bool watch);
 
-// set the number of tokens that the first query of the next decode has seen before itself; later queries count on
+// set the number of tokens before the first query of the next decode; each later query has seen one more
 LLAMA_API int32_t llama_kvtool_seen(struct llama_context * ctx, int32_t n_seen);
 
 // give each layer n_cell[layer] cells, at least n_recall more than its live cells. Unless rows are ragged, all layers
@@ -309,8 +311,8 @@ LLAMA_API int32_t llama_kvtool_forget(struct llama_context * ctx, int64_t n);
 // Rewind the stream. The archive deletes its tokens from position end on, and its newest n_cell remaining tokens
 // return to the cells cell .. cell + n_cell - 1 of all rows, the oldest first. From now on keys in the cache are
 // rotated to their position minus base; this call does so for the returned cells, and the caller edits all other
-// cells. next: the stream's next position at the time when the newest token that stays archived was archived; tokens
-// more than n_near before it count as beyond n_near.
+// cells. next: position that the stream's next token had when the newest of the remaining archived tokens was archived.
+// Archived tokens more than n_near before this position count as beyond n_near.
 LLAMA_API int32_t llama_kvtool_go_back(
         struct llama_context * ctx, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next);
 

@@ -375,7 +375,8 @@ int memory::n_used(const llama_kv_cache & kv, int n_recall) {
 void memory::fill_recalled(llama_kv_cache & kv, int n_recall, int n_recalled) {
     auto & cells = kv.v_cells[0];
 
-    // without a visible token of the context's own, the next position would follow the recalled tokens' position 0
+    // Mark recalled tokens only if the context's newest token is visible. Otherwise llama.cpp would require the next
+    // token to follow the recalled tokens' position 0
     const int n_own = n_used(kv, n_recall);
     const int n     = n_own > 0 && cells.seq_has(n_own - 1, 0) ? n_recalled : 0;
     for (int i = 0; i < n_recall; ++i) {

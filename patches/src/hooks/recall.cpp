@@ -97,7 +97,7 @@ void llama_kvtool_recall(
         input.rot = new_input(ctx, GGML_TYPE_I32, 1, 1, 1);
     }
 
-    // so that devices can copy the result: F16 to a cache in F16, floats to a cache of any other type
+    // devices can copy F16 to a cache in F16, and F32 to a cache of any other type
     const bool is_half = l.k->type == GGML_TYPE_F16 && (!l.v || l.v->type == GGML_TYPE_F16);
     const auto type    = is_half ? GGML_TYPE_F16 : GGML_TYPE_F32;
 

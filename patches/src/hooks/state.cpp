@@ -153,7 +153,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 
     lctx.memory->clear(false);
     if (!params.ragged) {
-        // ragged rows leave the table's size as it is: the table then holds only the newest tokens
+        // with ragged rows the table keeps its size, as it holds only the newest tokens
         memory::resize_tables(lctx, n_cells[0], 0);
     }
 
@@ -195,10 +195,11 @@ bool llama_kvtool::keep_queries(const llama_context & lctx) {
     }
     mean_turns.resize(layers.size());
 
-    // Without flash attention a step computes the probabilities anyway, so only steps with draft tokens are deferred. A
-    // worker keeps one graph of a device: if it also computed deferred signals, all graphs would be sent again and again
+    // In two cases only steps with draft tokens are deferred. Without flash attention, a step computes the
+    // probabilities anyway. A worker keeps one graph per device: graphs of the decode and of deferred signals would
+    // replace each other there, and both would be sent again and again
     defers_all = lctx.cparams.flash_attn && std::none_of(layers.begin(), layers.end(), lies_on_worker);
-    // not with an archive, as recalled cells differ from step to step
+    // with an archive no signals are deferred, as recalled cells differ from step to step
     if (params.signals != 0 && params.n_recall == 0) {
         deferred.n_most = std::max(defers_all ? params.n_defer : 0, params.n_ahead > 0 ? params.n_ahead + 1 : 0);
     }
