@@ -121,7 +121,7 @@ def smol(smollm2, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def smollm2_f32(smollm2, tmp_path_factory):
-    """The real SmolLM2 in F32, where reordered sums agree. All workers share the file of 540 MB."""
+    """The real SmolLM2 in F32, where a sum's order hardly matters. All workers share this 540 MB file."""
     return _for_all_workers(tmp_path_factory, "smollm2-f32.gguf", partial(tiny.dequantize, smollm2))
 
 

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 
 ROPE_ARCH = {"norm": "llama", "neox": "qwen2"}
-"""Two architectures with the same tensors. llama.cpp rotates pairs (2i, 2i+1) or (i, i + d/2) of keys."""
+"""Architectures with the same tensors. RoPE pairs elements (2i, 2i+1) in "norm", (i, i + d/2) in "neox"."""
 
 N_SPECIAL = 3
 """Number of special tokens. <unk>, <s> and </s> begin the vocabulary; then come the 256 bytes in order."""
@@ -156,8 +156,8 @@ def start(
 ):
     """Return a GGUFWriter with the tokenizer and the header fields that all architectures here have.
 
-    n_head, n_head_kv: an int, or one for each layer. The embedding has head_dim numbers per query head of the
-    layer with the fewest.
+    n_head, n_head_kv: an int, or one for each layer. The embedding has head_dim numbers for each query head
+    of the layer with the fewest query heads.
     """
     if any(n_kv and n % n_kv for n, n_kv in np.broadcast(n_head, n_head_kv)):
         raise ValueError(f"n_head must be a multiple of n_head_kv ({n_head_kv}), got {n_head}")

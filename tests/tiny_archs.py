@@ -37,7 +37,7 @@ def _start(path, arch, n_ctx_train, n_layer, n_head=N_HEAD, n_head_kv=N_HEAD_KV)
 
 
 def _qk_norms(tensors, size=1.0):
-    """Return norms that give queries and keys `size` times their size in models without such norms."""
+    """Return norms that make queries and keys `size` times as large as in models without such norms."""
     return {
         "attn_q_norm": tensors.norm(HEAD_DIM, Q_STD * size),
         "attn_k_norm": tensors.norm(HEAD_DIM, K_STD * size),
@@ -95,7 +95,7 @@ def write_apertus(path, *, n_layer=2, n_ctx_train=1024, seed=0):
 
 
 def write_bitnet(path, *, n_layer=2, n_ctx_train=1024, seed=0):
-    """Attention and feed-forward norm their last matrix's input. Matrices have scales; the output is tied."""
+    """The inputs of attn_output and ffn_down are normalized. Matrices have scales; the output is tied."""
     writer = _start(path, "bitnet", n_ctx_train, n_layer)
     tensors = Tensors(writer, N_EMBD, seed)
     tensors.add_ends(N_VOCAB, tied=True)
@@ -121,8 +121,8 @@ def write_deepseek2_ocr(path, *, n_layer=3, n_ctx_train=1024, seed=0):
 
 def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
     """Every fifth of 20 layers attends to all tokens. Two more layers read the cells of layers 18 and 19."""
-    # sizes without header fields: number of layers with cells, number of states per token (AltUp), size of a
-    # layer's additional input, rank of LAuReL's bypass
+    # sizes that have no header field: number of layers with cells, number of states per token (AltUp), size
+    # of a layer's additional input, rank of LAuReL's bypass
     n_own, n_state, n_input, rank = 20, 4, 256, 64
     slides = [i % 5 < 4 for i in range(n_own)] + [True, False]
     n_layer = len(slides)

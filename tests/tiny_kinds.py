@@ -15,7 +15,7 @@ N_EMBD = N_HEAD * HEAD_DIM
 
 
 def write(arch, path, /, **shape):
-    """Write a model of architecture `arch`, by the function of this file or of tests/tiny.py."""
+    """Write a model of architecture `arch` with write_ARCH of this file or of tests/tiny.py."""
     name = f"write_{arch}"
     (globals().get(name) or getattr(tiny, name))(path, **shape)
 
@@ -51,7 +51,7 @@ def write_qwen2vl(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     The sections have 13 of the 16 pairs; the other 3 take the positions of the first sections again.
     Attention has biases.
     """
-    # llama.cpp does not read this architecture's eps
+    # llama.cpp does not read this architecture's eps and takes 0; the reference does read it
     writer = _start(path, "qwen2vl", n_ctx_train, n_layer, eps=1e-12)
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_rope_dimension_sections([5, 4, 2, 2])

@@ -1,4 +1,4 @@
-"""Run a command in this process: its output and exit code without the time of starting a process."""
+"""Run a command in this process, to get its output and exit code without starting another process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtool import cli
 KEEPS = (
     r"older text goes to host memory, at most [0-9.]+ .iB \(the newest [0-9,]+ tokens\), and is still used\n"
 )
-"""Start line of a chat or server with recall."""
+"""Pattern of the line that a chat or server with recall prints at its start."""
 
 
 def one_line(done, exit_code, words="", prints=False):

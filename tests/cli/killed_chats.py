@@ -97,7 +97,10 @@ def turns(user):
 
 
 def live(model, policy, folder, n_call):
-    """Take turns up to the n_call-th call that changes a file; return (exit code, saved chats by turn)."""
+    """Take turns up to the n_call-th call that changes a file; return (exit code, saved chats by turn).
+
+    If there are fewer calls, their number follows the chats in the list.
+    """
 
     def work(write):
         folder.mkdir(parents=True)
@@ -145,7 +148,7 @@ def check(folder, before, after):
 def run(model_path, folder, policy, step=1):
     """Kill a chat at every call, or at one in `step`; return the number of calls."""
     model = Model(model_path)
-    # the first process may also write compiled kernels, and is not counted
+    # the first process may also write compiled kernels: its calls are not counted
     live(model, policy, folder / "first", NEVER)
     code, saved = live(model, policy, folder / "whole", NEVER)
     assert code == 0

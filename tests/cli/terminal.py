@@ -42,7 +42,7 @@ class Terminal:
         self._screen = pyte.Screen(columns, 2000)
         self._stream = pyte.ByteStream(self._screen)
         self.raw = b""
-        # the part of `text` that a test has waited for
+        # length of the part of `text` that a test has waited for
         self._at = 0
 
         ends = dict.fromkeys(("stdin", "stdout", "stderr"), slave)

@@ -82,11 +82,12 @@ def test_there_is_a_row_for_each_way_at_each_depth(whole, model):
 def test_bytes_are_those_of_the_caches(whole):
     found = {(row["what"], row["depth"]): row for row in read(whole.stdout)}
     full, _, quantized = (found[way, 64]["device_bytes"] for way in ROWS[:3])
-    # a block of 32 numbers in q8_0 has 34 bytes
+    # a block of 32 numbers has 34 bytes in q8_0 and 64 in f16
     assert quantized == full * 34 // 64
     for row in found.values():
         assert row["why"] or row["host_bytes"] > row["device_bytes"] > 0
-    # h2o also has a position, a rotation, a sum and a signal for each cell
+    # h2o also has 4 numbers of 4 bytes for each of 256 cells, in 2 layers with 2 KV heads: a position, a
+    # rotation, a sum and a signal
     h2o = found["h2o, 64", 64]
     assert h2o["host_bytes"] - h2o["device_bytes"] == 4 * 4 * 256 * 2 * 2
     near, far = (found["recall, 64", n] for n in (64, 2048))

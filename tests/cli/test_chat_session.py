@@ -118,13 +118,13 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
             )
         said = b""
         if n_kill % 5:
-            # killed while it reads, writes and saves: after some replies, on machines of any speed
+            # kill it while it reads, writes or saves; waiting for output gives slow machines time to reply
             n_said = rng.randint(1, 80)
             while len(said) < n_said and (part := chat.stdout.read(n_said - len(said))):
                 said += part
             time.sleep(rng.uniform(0, 0.1))
         else:
-            # killed while it starts
+            # kill it while it starts
             time.sleep(rng.uniform(0, 1))
         chat.kill()
         said += chat.communicate()[0]
@@ -241,7 +241,7 @@ def test_a_turn_of_a_recalling_chat_writes_only_what_is_new(talk, tmp_path):
     assert len(data) > 4 * len(before[0])
     saved = session.read(path)[1]
     n_bytes = (saved["archive"][1] - saved["archive"][0]) * saved["archive.layers"].sum()
-    # apart from tokens, the file has clusters of tokens
+    # apart from tokens, the archive has clusters of tokens
     n_more = len(data) - archive_file._N_FIRST - n_bytes
     assert saved[CLUSTERS][:, 3].sum() <= n_more < 0.01 * len(data)
     assert path.stat().st_size - before[2] < 0.1 * len(data)

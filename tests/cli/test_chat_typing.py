@@ -324,7 +324,7 @@ def test_what_was_typed_ahead_does_not_follow_what_is_put_at_the_prompt(terminal
     chat.until(f"the text that you typed ahead was dropped\n\n> {at_prompt}")
     chat.type("\x15")
     chat.say("two")
-    # input typed while there is no prompt is used unchanged
+    # no line is put at the next prompts, so everything that is typed ahead is used
     chat.type("three\r/exit\r")
     assert chat.process.wait(PATIENCE_S) == 0
     assert said(path) == [*["one"] * (at_prompt != "one"), "two", "three"]

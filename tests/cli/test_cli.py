@@ -89,7 +89,7 @@ def test_help_loads_nothing_heavy(loaded_by_help, command):
 
 
 def test_a_command_loads_no_other():
-    """The command also loads no pydantic, which newer typers import, and no gguf writers: both are slow."""
+    """It also loads no pydantic, which new versions of typer import, and no gguf writers: both are slow."""
     code = (
         "import sys\n"
         "from kvtool.cli import app\n"

@@ -174,7 +174,7 @@ def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
     for _ in range(2):
         _run(results, None, True, 1, None)
         assert [one["kl"] for one in results.of_run.values()] == [None]
-    # the second time only `full` was tried
+    # the second round tries only `full`: `local` is done except for its KL
     assert asked == [(["full"], True), ([], False)]
     fails = False
     _run(results, None, True, 1, None)

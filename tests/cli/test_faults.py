@@ -284,7 +284,7 @@ def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
     assert done.stderr.endswith("kvtool: stopped\n")
     if stage != "load":
         assert done.stderr == "kvtool: stopped\n"
-    # the current step is finished and printed, but not after a second Ctrl-C
+    # after one Ctrl-C, the current step is finished and printed; a second one ends it
     assert bool(done.stdout.strip()) == (stage in ("reply", "import of numba"))
 
 

@@ -23,7 +23,8 @@ class Answering:
     """A slot whose replies a test dictates.
 
     slot: the `Slot`.
-    dictated: texts of the next replies, with markers as tokens; when it is empty, the model writes.
+    dictated: texts of the next replies; markers in them, like <|im_end|>, become special tokens. When the
+    list is empty, the model writes.
     prompt, prompt_tokens: the engine's text and tokens when the last dictated reply began.
     """
 

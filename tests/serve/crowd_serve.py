@@ -33,7 +33,7 @@ EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
 RECALL = ("-o", "search=all", "--archive-type", "f32")
 """Options that make a reply independent of the steps in which its prompt was read.
 
-When a chat goes back, its prompt is read in other steps than in the replay.
+When a chat goes back to an earlier message, its prompt is read in other steps than in the replay.
 """
 
 SYSTEMS = [None, "Be helpful.", "Answer in few words, please. " * 10]

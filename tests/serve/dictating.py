@@ -22,7 +22,8 @@ class Dictating:
 
     url: its own address.
     target: the server's address.
-    replies: dictated answers to the next requests with tools: a text, a (tool name, input), or None.
+    replies: answers to the next requests with tools: a text, a (tool name, input), or None to let the model
+    answer.
     asked: path, headers, body, status and answer of each request; "gone" if its client disconnected.
     """
 

@@ -44,7 +44,7 @@ def streamed(url, messages, n_max):
 class Life:
     """A server that is killed while it streams both chats, or as soon as a client sees the end of a stream.
 
-    A turn that a client saw finished must have been stored before.
+    The server must store a turn before its client sees the end of the answer.
     """
 
     def __init__(self, server, chats, rng):
@@ -104,7 +104,7 @@ class KilledChat:
             else:
                 raise AssertionError(f"chat {self.number}: a stream without message_stop")
         n_cached, n_all = usage["cache_read_input_tokens"], sum(usage.values())
-        # a chat that goes back may find tokens of the question in the cache, from a turn that was cut
+        # a cache that can be rewound may still hold tokens of this question from a turn that was cut
         most = n_all if self.can_rewind else self.n_token
         assert self.n_token <= n_cached <= most, f"chat {self.number}: {n_cached} of {self.n_token} tokens"
         self.messages, self.n_token = [*asked, said("assistant", text)], n_all

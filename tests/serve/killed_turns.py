@@ -116,7 +116,7 @@ def in_child(work):
 
 
 def die_at_call(n_call):
-    """Make this process exit at its n_call-th call of one of CALLS; return a list with the calls left."""
+    """Make this process exit at its n_call-th call of one of CALLS; return [number of calls left]."""
     left = [n_call]
 
     def dying(call):
@@ -134,7 +134,10 @@ def die_at_call(n_call):
 
 
 def live(model, policy, folder, n_call):
-    """Take turns up to the n_call-th call that changes the folder; return (exit code, finished turns)."""
+    """Take turns up to the n_call-th call that changes the folder; return (exit code, finished turns).
+
+    If there are fewer calls, their number follows the turns in the list.
+    """
 
     def work(write):
         left = die_at_call(n_call)
@@ -175,7 +178,7 @@ def go_on(model, policy, folder, finished):
 def run(model_path, folder, policy, step=1):
     """Kill a server at every call, or at one in `step`; return the number of calls."""
     model = Model(model_path)
-    # the first process may also write compiled kernels, and is not counted
+    # the first process may also write compiled kernels: its calls are not counted
     live(model, policy, folder / "first", NEVER)
     code, finished = live(model, policy, folder / "whole", NEVER)
     assert code == 0
@@ -192,7 +195,7 @@ def run(model_path, folder, policy, step=1):
         found = go_on(model, policy, place, finished[first:end])
         for i, (reply, n_cached) in enumerate(found, first):
             turn, (wanted, _) = finished[i], expected[i]
-            # a chat that goes back may also find a few tokens of the question
+            # n_cached may be larger: a cache that can be rewound may also hold a few tokens of the question
             if n_cached < turn["n"]:
                 assert i == len(seen), f"call {n}: {n_cached} of {turn['n']} tokens were stored"
             else:

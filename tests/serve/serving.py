@@ -43,7 +43,7 @@ class Server:
 
     @contextmanager
     def until_killed(self):
-        """Leave the block quietly where `kill` breaks its connection.
+        """Leave the block without an error if `kill` breaks its connection.
 
         A connection that breaks before that is a fault of the server: its error is raised.
         """

@@ -1,4 +1,4 @@
-"""kvtool serve, by the official client of the OpenAI API over loopback."""
+"""kvtool serve, asked by the official client of the OpenAI API over loopback."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_models_props_and_tokens(server, client):
         assert http.post("/tokenize", json=asked).json()["tokens"] == tokens
         assert http.get("/tokenizer_info").json()["eos_token"]
         assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
-        # control characters are not repeated
+        # the error message does not repeat control characters
         assert http.get("/no%1b[2J").json()["error"]["message"] == "no such address: /no [2J"
         assert http.get("/v1/chat/completions").status_code == 405
         # DNS rebinding: the name of another site leads to this machine
@@ -361,7 +361,7 @@ def test_a_chat_says_what_kvtool_chat_says(talker, policy, connect):
     command = [sys.executable, "-m", "kvtool", "chat", "-m", str(talker), *options, *system]
     done = forked.run(command, input="\n".join(turns), check=True, env=os.environ | ONE_THREAD)
     messages, replies = [SYSTEM], []
-    # a chat always pins its system prompt
+    # `kvtool chat` always pins the system prompt
     with serving(talker, *options, "--pin") as server:
         client = connect(f"{server.url}/v1")
         for turn in turns:

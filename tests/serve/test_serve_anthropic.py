@@ -286,7 +286,7 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
         await a_while()
         job.emit("read", **counts)
         job.emit("piece", deltas=deltas, listed=[])
-        # events that are not sent yet do not delay pings
+        # pieces that have nothing to send yet do not delay pings
         await a_while(lambda: job.emit("piece", deltas=[], listed=[]))
         if fails:
             job.emit("error", error=ApiError("stopped", status=503))

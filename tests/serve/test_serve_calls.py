@@ -103,7 +103,7 @@ def joined(events):
 
 
 def check_cuts(format, text, expected):
-    """Check that a text is split in the same way as a whole, in two pieces, and by characters."""
+    """Check that a parser finds these events if the text comes whole, in two pieces, or by characters."""
     assert parsed(format, [text]) == expected
     assert parsed(format, text) == expected
     for at in range(1, len(text)):

@@ -179,7 +179,7 @@ def test_a_chat_and_a_server_do_not_share_a_chat(talker, tmp_path, connect):
         assert (done.returncode, done.stdout) == (9, "")
         assert f"in use by the server that runs with --sessions {tmp_path}; end that server" in done.stderr
         assert path.read_bytes() == before
-        # the file of `kvtool chat` does not belong to the server
+        # a session that the server did not store is free for `kvtool chat`
         assert chat(tmp_path / "mine.kv").returncode == 0
         server.stop(signal.SIGKILL)
     chatting = forked.Popen(command(path), stdin=subprocess.PIPE, stdout=subprocess.PIPE)

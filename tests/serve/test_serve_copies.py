@@ -1,4 +1,4 @@
-"""Tokens that a server reads again if the cache cannot be rewound: it stores a copy before a reply."""
+"""Tokens that a server reads again if its cache cannot be rewound: it stores a copy of it before a reply."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_a_kill_amid_20_streams_loses_no_finished_turn(model, tmp_path, policy):
                 # recall may then have its tokens in the cache
                 assert tokens[i] <= n_cached <= (n if policy == "recall" else tokens[i])
                 chats[i], tokens[i] = [*asked, said("assistant", reply)], n
-                # disconnects before the answer is finished
+                # disconnect before the answer is finished
                 request(server.url, {"messages": [*chats[i], said("user", "x")], "stream": True}, n_events=3)
 
     def have_turns(n):
@@ -294,7 +294,7 @@ def test_a_slow_head_and_a_slow_body_are_not_waited_for(chat_model):
                 with suppress(*GONE):
                     return reply_to(server.url, [said("user", "Hello.")])
 
-            # on a busy machine these clients may be slow too
+            # on a busy machine these clients may also be too slow at first, so they try again
             until(is_refused)
             until(is_answered)
 

@@ -34,10 +34,10 @@ def chat(defaults=None, **fields):
         {"best_of": 1, "use_beam_search": False, "min_tokens": 0, "length_penalty": 1, "bad_words": []},
         {"stop_token_ids": [], "allowed_token_ids": None, "skip_special_tokens": True, "ignore_eos": False},
         {"include_stop_str_in_output": False, "truncate_prompt_tokens": None, "prompt_logprobs": None},
-        # text-generation-webui's
+        # text-generation-webui's defaults
         {"do_sample": True, "smoothing_factor": 0, "tfs": 1, "top_a": 0, "mode": "instruct", "min_keep": 0},
         {"guidance_scale": 1, "no_repeat_ngram_size": 0, "custom_token_bans": "", "ban_eos_token": False},
-        # OpenRouter's and OpenAI's
+        # fields of OpenRouter and OpenAI
         {
             "transforms": [],
             "plugins": [],

@@ -47,7 +47,7 @@ def written(engine, rules, likes, n=900):
         token = sampler.sample(engine.context)
         if engine.model.ends_turn(token):
             break
-        # forced text may come in longer tokens
+        # text that the rules leave no choice about may come in tokens of several bytes
         text += engine.model.piece(token)
     sampler.close()
     return text.decode(errors="replace")
@@ -186,7 +186,7 @@ HAS_PLACE = {
     *("several types with more", "no type", "nothing", "true", "a list of anything", "a type and an enum"),
     *("a choice of odd characters", "a definition", "a list of a definition", "names of rules"),
 }
-"""Arguments that every format except Gemma's can express."""
+"""Schemas of AWKWARD whose arguments every format except Gemma's can express."""
 GEMMA_HAS_PLACE = {
     *("several types with more", "a type and an enum", "a choice of odd characters", "a definition"),
 }

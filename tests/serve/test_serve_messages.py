@@ -1,4 +1,4 @@
-"""kvtool serve, by the official client of the Anthropic API over loopback."""
+"""kvtool serve, asked by the official client of the Anthropic API over loopback."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_message_is_answered_with_its_usage(client):
     assert counted.input_tokens == usage.input_tokens > 10
     own = answer.model_extra["kvtool"]
     assert (own["tokens"], own["budget"]) == (usage.input_tokens + 6, 1024)
-    # clients that mark a prefix for caching read how many tokens were cached
+    # if a client marks a prefix for caching, tokens that were read count as cache_creation_input_tokens
     marked = [{**SYSTEM[0], "cache_control": {"type": "ephemeral"}}, SYSTEM[1]]
     again = ask(client, [said("user", "Name a river.")], system=marked).usage
     assert again.input_tokens == 0

@@ -79,7 +79,7 @@ def test_a_text_and_its_tokens_have_the_same_scores_and_offsets(tmp_path):
 
 
 def test_the_token_that_ends_an_answer_is_listed_behind_a_prompt(chat_model):
-    # clients that score a prompt drop the last entry of the list
+    # clients that score a prompt drop the list's last entry, so it must not be a token of the prompt
     with serving(chat_model, "--policy", "full") as server:
         choice = scored(server, TOKENS[:9], logit_bias={"2": 100})
         assert choice["finish_reason"] == "stop"

@@ -144,7 +144,7 @@ def test_who_waits_longest_gets_the_next_turn():
         lock.acquire()
         for _ in range(2):
             order.append(name)
-            # a slow thread shall not miss its turn
+            # wait until the other threads queue, so that a slow one does not miss its turn
             until(lambda: len(lock._waiting) == 2 - len(ended))
             for _ in range(batching.SLICE_STEPS + 1):
                 lock.step()
@@ -207,7 +207,7 @@ def test_answers_beside_each_other_are_those_of_the_chats_alone(talker, tmp_path
             if len(jobs) == 1:
                 jobs.append(Asked(question(1), seen=partial(seen, i=1)))
                 server.jobs.put(jobs[1])
-            # a slow thread shall not miss its turn
+            # wait until the other slot queues, so that its thread does not miss its turn
             if not jobs[1 - i].is_over:
                 server.someone_waits()
 
@@ -238,7 +238,7 @@ def test_chats_in_turns_stay_where_they_are(talker, tmp_path, one_step):
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
 def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, policy):
     """A short prompt that comes second is read first."""
-    # every step takes longer, so the long prompt is read in the smallest steps
+    # every step takes longer than STEP_S, so the long prompt is read in the smallest steps
     monkeypatch.setattr(pool, "STEP_S", 1e-9)
     with served(talker, policy, tmp_path, n_batch=256) as server:
         other, told = [], []

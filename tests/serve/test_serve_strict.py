@@ -154,7 +154,7 @@ def test_openai_takes_a_thought_as_an_item_before_the_message(thinker, n_most):
     assert done == events[-1].response.output
     assert done[0].content == thought.content
     assert [each.sequence_number for each in events] == [*range(len(events))]
-    # messages that return unchanged are read as they were written
+    # if the client sends the messages back unchanged, the cache has them
     turns = [
         said("user", "Hi."),
         thought.model_dump(),

@@ -446,19 +446,19 @@ def test_a_dropped_thought_costs_no_more_than_a_reading_of_what_follows_it(
     source = AGENT.replace("%OPEN%", f"{{{{ {opening!r} }}}}")
     with answering(bytewise, source, tmp_path / "sends", policy, budget=128) as serve:
         prompts, events = zip(*agent(serve, bool(opening), True), strict=True)
-        # while the agent looks nothing is read again
+        # while the agent looks around, its thoughts stay in the prompt, and nothing is read again
         for before, event in itertools.pairwise(events[:3]):
             assert event["n_cached"] == before["held"]["tokens"]
-        # then its thoughts are dropped, and the chat is read again from the first thought on; h2o, which
-        # cannot go back, continues from a copy of the first prompt without the header
+        # at the user's next message the template drops the thoughts: the chat is read again from the first
+        # thought on. h2o cannot be rewound; it continues from a copy of the first prompt without its header
         header = serve.slot.model.tokenize("<|im_end|>\n<|im_start|>assistant\n" + opening)
         n_read = len(header) if policy == "h2o" else len(opening)
         n_least = len(fresh(serve, prompts[0], tools=[TOOL])) - n_read
-        # thought and call both begin with "<t", which may be cached as well
+        # the first thought and the first call both begin with "<t": these 2 tokens may be cached as well
         assert n_least <= events[3]["n_cached"] <= n_least + 2
     with answering(bytewise, source, tmp_path / "keeps", policy, budget=128) as serve:
-        # if the client does not send thoughts back, only the first reply is read again: the server stores
-        # later replies without thoughts
+        # if the client does not send thoughts back, only the first reply is read again: from then on, the
+        # server stores replies without thoughts
         _, events = zip(*agent(serve, bool(opening), False), strict=True)
         for before, event in itertools.pairwise(events[1:4]):
             assert event["n_cached"] == before["held"]["tokens"]
