@@ -82,9 +82,11 @@ def run(
 ) -> None:
     """Run a command and append its output to the log.
 
-    title: title of the progress line; "" for no line. Raises LibraryError if the command fails: one line if
-    the log shows a known cause, otherwise `what` with the last errors. known: text in the log that
-    identifies one more cause, and the line for it.
+    Raises LibraryError if the command fails: one line if the log shows a known cause, otherwise `what` with
+    the last errors.
+
+    title: title of the progress line; "" for no line. known: text in the log that identifies one more cause,
+    and the line for it.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     errors: deque[str] = deque(maxlen=8)

@@ -1,4 +1,4 @@
-"""Marks that make markers in messages plain text, so that only the template's become control tokens.
+"""Marks, which keep markers in messages from becoming control tokens: only the template's markers do.
 
 A chat is rendered as one text. An <|im_end|> in a web page that a message quotes would end the turn. Before
 rendering, each marker in messages and tool definitions therefore gets a mark after its first character. The

@@ -181,7 +181,7 @@ class Writer:
 
     def _read_unread(self, after_step: Callable[[slice], None] | None = None) -> bool:
         """Read the unread tokens into the engine; return False if stopped before the end."""
-        # False if the engine has read tokens that this writer does not know, and could not read again
+        # False if the engine has read tokens that this writer does not know: it cannot read them again
         knows_all = len(self._decoded) == self.engine.n_past
         if after_step is None and knows_all and not self.stop and self.engine.rereads(len(self._unread)):
             whole = np.concatenate([self.tokens, self._unread])

@@ -259,7 +259,7 @@ def _keys(flags: Iterable[str]) -> list[str]:
 
 def _is_known(key: str, root: Any) -> bool:
     """Return True if any command has an option with this key."""
-    # these are searched first, because importing all commands takes as long as loading a small model
+    # search the shared options first: importing all commands takes as long as loading a small model
     shared = [option for kind in (RunOptions, GenerationOptions) for option in declared(kind).values()]
     is_shared = any(key.replace("_", "-") in _keys(option.flags) for option in shared)
     return is_shared or bool(named(key, all_options(root)))

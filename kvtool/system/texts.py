@@ -34,7 +34,7 @@ def utf8(flag: str, text: str | None) -> str | None:
     if text is None:
         return None
     try:
-        # with an ASCII locale, all other characters arrive as undecoded bytes
+        # with an ASCII locale, characters that are not ASCII arrive as undecoded bytes
         return with_lf(text.encode("utf-8", "surrogateescape").decode())
     except UnicodeDecodeError:
         raise UsageError(f"the text of {flag} is not UTF-8; {_CONVERT}") from None
@@ -113,7 +113,7 @@ class TextSource:
             raise
 
     def start(self, n_bytes: int | None = None) -> str:
-        """Return the text in the first n_bytes or more, without a cut character at the end; None: all of it.
+        """Return the text in the first n_bytes or more (None: all of it), without a cut character at its end.
 
         Raises InputError.
         """
