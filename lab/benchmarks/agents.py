@@ -5,7 +5,7 @@
 
 data/agents.jsonl.xz has the requests of opencode and Qwen Code, recorded with a scripted model:
 each session reads, writes and edits files, and goes on after a second question. As in a real chat, the
-recorded replies are replaced by the server's own; results of tools then become texts of the user.
+server's own replies replace the recorded ones. They have no tool calls, so tools' results become user texts.
 With --recorded, requests are sent as they were recorded, so no reply in them is the server's.
 
 The server is restarted before the last request. That request is then sent again with a message in its middle
@@ -84,7 +84,7 @@ def main() -> None:
 class Server:
     """A server that can be started more than once, on one port.
 
-    The folder that it is started with keeps its chats from one start to the next.
+    The folder that `start` gets keeps the server's chats from one start to the next.
     """
 
     name, speaks = "", (MESSAGES, "/v1/chat/completions")

@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def _in_turn(engines: dict[str, loop.Engine], tokens: np.ndarray) -> dict[str, float]:
-    """CPU seconds a token, the median. Closes the engines."""
+    """Median CPU seconds per token of each engine. Closes the engines."""
     times: dict[str, list[float]] = {name: [] for name in engines}
     for i in range(N_READ, N_READ + N_STEP):
         for name, engine in engines.items():
@@ -131,7 +131,7 @@ def _recalling(model: Model, spec: str, tokens: np.ndarray, size: int, args) -> 
     if "archive" in arrays:
         begin, end = arrays["archive"][:2].tolist()
         more = size - (end - begin)
-        # clusters of the repeated tokens are made when the arrays are restored
+        # drop the saved clusters: restoring makes those of the repeated tokens
         arrays = {key: values for key, values in arrays.items() if not key.startswith(CLUSTERS)}
         for key in [key for key in arrays if key.startswith("archive.")]:
             arrays[key] = _repeated(arrays[key], end - begin, size)

@@ -5,10 +5,10 @@
 
 The first turns of the user state facts; then the model tells a book, a part each turn. As soon as the chat
 has --at tokens, the next part is scored: each token is a step, as when a model writes. At the end
-each fact is asked for, always from the same state. The reply is given up to the code, which counts as found
-if greedy decoding writes all of it. Policies are compared with the first one: fact by fact (McNemar's exact
-test), and by 95 % intervals of the mean difference. h2o@1024 gives a policy another budget. `full` has to fit
-into the trained context. Results that are already in the --json file are not measured again.
+each fact is asked for, always from the same state. The reply's beginning is given; the code after it counts
+as found if greedy decoding writes all of it. Policies are compared with the first one: fact by fact
+(McNemar's exact test), and by 95 % intervals of the mean difference. h2o@1024 gives a policy another budget.
+`full` has to fit into the trained context. Results that the --json file already has are not measured again.
 """
 
 from __future__ import annotations

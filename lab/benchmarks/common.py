@@ -64,7 +64,7 @@ def machine() -> dict[str, object]:
 
 def mcnemar(lost: int, won: int) -> float:
     """p of McNemar's exact test. lost: items that only the first run gets right; won: only the second run."""
-    # if the two are equally good, lost and won are equally likely
+    # if both runs are equally good, an item on which they differ is lost or won with probability 1/2
     tail = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1)) / 2 ** (lost + won)
     return min(2 * tail, 1)
 

@@ -1,4 +1,4 @@
-"""Speed of writing with draft tokens over that without: edits of a file, summaries, code and prose.
+"""Speed of writing with draft tokens, relative to writing without: edits of a file, summaries, code, prose.
 
     python -m lab.benchmarks.drafts edits -m qwen2.5-coder-1.5b
     python -m lab.benchmarks.drafts documents -m qwen2.5-coder-1.5b --documents multi_news.jsonl

@@ -8,9 +8,9 @@ Prints a JSON object a line. lab/benchmarks/gpu_check.py runs each part in its o
 2b  copies between host and device
 2c  single rows written to and read from a cache
 2d  reading with archived keys and values that are copied from host memory, layer by layer
-2e  writing with resident tokens and means, against attention to the full cache
+2e  writing with recall's resident tokens and cluster means, compared with attention to the full cache
 
-The shapes are an 8B's. --small takes sizes for a CPU.
+The shapes are those of an 8B model. --small takes sizes for a CPU.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from lab.benchmarks.ggml_lib import F16, F32, I32, I64, TYPES, Ggml, Work, media
 from lab.benchmarks.ggml_steps import streamed, writing
 
 PIECE_BYTES = 69_632
-"""512 tokens of one KV head, keys or values in q8_0."""
+"""Bytes that the keys, or the values, of 512 tokens take in q8_0 for one KV head."""
 
 
 def attentions(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
-    """2a: microseconds of one attention, and how far its result is from the definition."""
+    """2a: microseconds of one attention, and the relative error of its result."""
     rng = np.random.default_rng(0)
     backend = ggml.backend()
     n_cell = max(sizes.n_kv)
@@ -212,7 +212,7 @@ def _overlap(
             copy()
         ggml.sync(other)
 
-    # a copy about as long as the attention
+    # as many copies as take about as long as the attention
     n_copy = max(round(compute / median_s(partial(alone, 1))), 1)
     copying, together = median_s(partial(alone, n_copy)), median_s(partial(both, n_copy))
     hidden = (compute + copying - together) / min(compute, copying)

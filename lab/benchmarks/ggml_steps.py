@@ -152,8 +152,9 @@ def _streamed(
 def writing(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
     """2e: microseconds that all layers' attention takes in a step of one token.
 
-    "full": to the whole cache, one mask. "resident": to window, residents and means, a mask per KV head.
-    "resident, uploads": with 64 pieces of 16 tokens uploaded and written to the cache, and all queries read.
+    "full": attention to the whole cache, with one mask. "resident": attention to the window, resident tokens
+    and means, with a mask per KV head. "resident, uploads": a step also uploads 64 pieces of 16 tokens,
+    writes them to the cache, and reads all queries.
     """
     rng = np.random.default_rng(0)
     for name, kind in TYPES.items():

@@ -139,7 +139,7 @@ class Check:
                 continue
             self._run(part)
             if part.name == "1" and not self.args.small and not self._has_gpu():
-                # sizes for a GPU would take hours here
+                # sizes for a GPU would take hours on a CPU
                 self._add(
                     {"part": "1", "what": "GPU", "why": "the library sees none: nothing else is measured"}
                 )
@@ -176,7 +176,7 @@ class Check:
     def _tests(self) -> Part:
         n = self.args.workers or max(min((os.cpu_count() or 2) - 2, 14), 1)
         command = ["-m", "pytest", "-v", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
-        # plugins of this machine's Python may warn, and a warning is an error
+        # load only these plugins: others of this Python may warn, and a warning fails a test
         command += ["-p", "xdist.plugin", "-p", "pytest_timeout", "--timeout=90", "-n", str(n), "--dist=load"]
         # this test needs a real model, which is not in the pack
         command += ["-k", "not a_real_model_scores"]

@@ -45,7 +45,7 @@ WAYS = {
 }
 
 N_STEP = 64
-"""Steps of one token whose parts are timed: four evictions."""
+"""Timed steps, each of one token; four of them evict."""
 
 
 class Args(argparse.Namespace):
@@ -187,7 +187,7 @@ def read(args: Args) -> Iterator[Row]:
             Settings(n_ctx=way.budget and model.n_ctx_train or n, n_batch=1024, flash="on"),
         )
         tokens = rng.integers(0, model.n_vocab, n)
-        # a first reading makes what later readings use again, such as compiled graphs
+        # not timed: later reads reuse what the first one makes, such as compiled graphs
         engine.read(tokens[: n // 4])
         engine.reset()
 
@@ -261,7 +261,7 @@ def profile(args: Args) -> Iterator[Row]:
     way = WAYS[args.way]
     model = Model(args.model)
     tokens = depths.text(model)
-    # at depth 700 the archive is nearly empty, so that recall's time is that of stopping in each layer
+    # at depth 700 the archive is nearly empty: recall's time shows the cost of interrupting each layer
     for depth in (700, 2048) if args.small else (700, 8192, 32768):
         engine, timers = at_depth(model, way, depth, tokens), Timers()
         for owner, method in (

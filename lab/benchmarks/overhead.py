@@ -5,9 +5,9 @@
 Stock is the same library through llama_cpp's low-level API, with nothing of kvtool enabled. It decodes single
 tokens of the text without sampling; the cache is kept full by removing the last tokens now and then.
 Everything runs in one process. kvtool and stock take turns token by token, so what slows the machine slows
-both. A round of a policy goes from one eviction to another, so that it has its full share of them; BUZZ
-evicts seldom, so its rounds are longer. `stock again` compares stock with stock; its ratio is noise. If other
-programs are running, `--clock cpu` with one thread leaves out their time.
+both. A policy's round ends where an eviction is due, so that it has whole periods from eviction to eviction;
+BUZZ evicts seldom, so its rounds are longer. `stock again` compares stock with stock; its ratio is noise.
+If other programs are running, `--clock cpu` with one thread leaves out their time.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ N_STOCK = 16
 """The most free cells of a full stock cache: as many as kvtool has if it evicts every 16 tokens."""
 
 N_LONG = 8
-"""Tokens of a round with the long cache: each costs many times as much."""
+"""Tokens of a round with the long cache; few, because each takes many times as long."""
 
 
 class Stock:
-    """Stock llama.cpp with n_cell cells, of which all but n_block are filled once."""
+    """Stock llama.cpp with n_cell cells. Steps fill the last n_block repeatedly; the others stay full."""
 
     def __init__(self, model: Model, n_cell: int, tokens: np.ndarray, n_block: int, flash: str, args) -> None:
         self.context = stock_context(model, n_cell, min(n_cell, 512), args.threads, flash)
@@ -94,7 +94,7 @@ class Stock:
 
 
 class Kvtool:
-    """An engine in its steady state, with the time of its parts, measured from outside."""
+    """An engine in its steady state. Wrapped methods measure the time of its parts."""
 
     def __init__(self, model: Model, name: str, tokens: np.ndarray, flash: str, args) -> None:
         policy = policies.fit(name, args.budget, args.evict_every)
@@ -157,7 +157,7 @@ class Kvtool:
         return seconds
 
     def split(self) -> dict[str, float]:
-        """Milliseconds per token of llama.cpp's decode, of signals and plan, of the edit, and of the rest."""
+        """Milliseconds per token of decode, signals and plan, edit, and the rest; and tokens per eviction."""
         ms = {name: 1e3 * seconds / self.n_token for name, seconds in self.seconds.items()}
         return {
             "decode": ms["decode"],
@@ -212,7 +212,7 @@ def _cells(args, model: Model, tokens: np.ndarray, names: list[str], paths: list
 
 
 def _measure(args, cells: dict, names: list[str], paths: list[str]) -> dict:
-    """Seconds per token of each round, by (name, path). (name, path, "stock"): stock's, measured in turns."""
+    """Seconds per token of each round by (name, path); stock's in the same round by (name, path, "stock")."""
     times: dict[tuple, list[float]] = defaultdict(list)
     for cell in cells.values():
         # the first single token makes a new graph

@@ -3,9 +3,10 @@
     python -m lab.benchmarks.random_model 8b.gguf
     python -m lab.benchmarks.overhead wiki.test.raw -m 8b.gguf --budget 512 --long 32768
 
-It has 32 layers, 32 query heads and 8 KV heads of 128 dimensions, as Llama 3.1 8B; 4.2 GB. The tokenizer
-comes from another model (-m), so that it can read texts; with its smaller vocabulary there are 7.4B weights.
-What the model writes means nothing. Its speed is that of any model with these shapes.
+The model has 32 layers, 32 query heads and 8 KV heads of 128 dimensions, as Llama 3.1 8B has; the file takes
+4.2 GB. To read texts, the model takes the tokenizer of another one (-m), whose vocabulary is smaller than
+Llama's: 7.4B weights are left. What the model writes means nothing. Its speed is that of any model with these
+shapes.
 
 With --arch gemma3 every sixth layer attends to all tokens, the others to the newest 1,024; with qwen35 every
 fourth layer has attention, the others are recurrent.
@@ -180,7 +181,7 @@ def recurrent(n_embd: int) -> dict[str, tuple[int, ...]]:
 
 
 def quantized(rng: np.random.Generator, n_row: int, n_in: int, n_random: int | None = None) -> np.ndarray:
-    """Random blocks of Q4_0, u8[n_row, bytes], scaled so that a product is about as large as its vector.
+    """Return random Q4_0 blocks, u8[n_row, bytes], scaled so that the matrix keeps a vector's length, about.
 
     n_random: number of random rows, which the other rows repeat; None: all rows are random.
     """

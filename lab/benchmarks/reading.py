@@ -3,7 +3,8 @@
     python -m lab.benchmarks.reading FILE --tokens 8192 --policies h2o,streamingllm --budget 1024
 
 Stock reads the prompt in batches of the same size, with each of its attention paths; the faster one counts.
-Stock and the policies take turns, and a ratio is of two times of one round. Only the last token gives logits.
+Stock and the policies take turns, and each ratio divides two times of the same round. Only the last token has
+logits.
 """
 
 from __future__ import annotations

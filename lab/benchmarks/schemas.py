@@ -8,7 +8,7 @@ are enforced, accepted with remarks, and refused. It draws texts of each enforce
 tokens that fit, preferring tokens that close something, and validates them with the jsonschema package.
 
 The second command writes equally many tokens with and without a schema, in turns, with kvtool chat's sampler
-and without draft tokens, and compares CPU time: it needs the model's weights.
+and without draft tokens, and compares CPU time. Only this command needs the model's weights.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def token_s(engine: Engine, drawing: GenerationOptions, n: int, seed: int) -> fl
 
 
 def ratios(model: Model, rounds: int, n: int) -> list[float]:
-    """Time of a token under a schema over that without, for each pair of texts."""
+    """Time of a token with a schema, divided by that without one, for each pair of texts."""
     # a schema of fifty items keeps the text from ending, and so do these bans: both write n tokens
     bans = tuple((token, -np.inf) for token in model.ends)
     free, held = GenerationOptions(logit_bias=bans), GenerationOptions(json_schema=json.dumps(PEOPLE))

@@ -5,7 +5,7 @@
 Stock decodes the text in batches of 64, with logits of every token. Before each batch the cache is cut back
 so that the batch ends with 512 cells. It only decodes; nothing is computed from its logits. The runs measure
 everything that compare measures, with KL and top-1 against the full cache. Times are CPU times. Stock and the
-policies take turns, and a ratio is of two times of one round.
+policies take turns, and each ratio divides two times of the same round.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m lab.benchmarks.start --policy buzz --budget 512
 
-Compares `kvtool chat` with a script that makes a Llama with as many cells and streams the same reply, each in
-a new process. The Llama class is that of the sources of kvtool's llama.cpp, and loads the same library. They
-take turns. Time is from the start of the process to the first byte of the reply. Memory is the
-peak of resident memory, of the chat and of the imports alone. kvtool's chat goes on for --tokens, past its
+`kvtool chat` takes turns with a script that makes a Llama with as many cells and answers the same prompt.
+Each run is a new process. The Llama class comes from the sources that kvtool builds llama.cpp from, and loads
+the same library. Time is from the start of the process to the first byte of the reply. Memory is the peak of
+resident memory: of the chat, and of a process that only imports. kvtool's chat goes on for --tokens, past its
 budget and its first evictions; a Llama with as many cells cannot.
 """
 
@@ -154,7 +154,7 @@ def _llama_cpp() -> Iterator[None]:
 
 def _resident(pid: int) -> float:
     """The most resident MiB of a process so far; 0 after its end. Linux only."""
-    # not from wait4, which gives at least the memory of this process
+    # wait4's peak is at least this process's memory, because a child starts as a copy of this process
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024

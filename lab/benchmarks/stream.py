@@ -5,8 +5,8 @@
 Streams the text through one engine and scores every token. In turns with it, batch by batch, a fresh engine
 reads each segment of `--segment` tokens, starting with an empty cache. The first `--skip` tokens of a segment
 count in neither perplexity, because the fresh engine's cache is not full yet. Other programs slow
-both alike. The fresh engine has its own process, so the measured memory is the stream's. With `--from`, the
-JSON of earlier measurements is added to the last table and the plot; without FILE they show nothing else.
+both engines alike. The fresh engine has its own process, so the measured memory is the stream's. With
+`--from`, the last table and the plot also show earlier measurements (JSON); without FILE only those.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _run(args) -> dict[str, object]:
 
 def _engine(model: Model, args) -> Engine:
     policy = policies.fit(args.policy, args.budget, args.evict_every, args.option)
-    # a step scores at most as many tokens as its batch holds
+    # n_output equals n_batch, because every token of a batch is scored
     settings = Settings(
         positions=args.positions, n_batch=256, n_output=256, flash=args.flash, n_threads=args.threads
     )
@@ -148,7 +148,7 @@ def _fresh_process(args) -> Iterator[Connection]:
     pipe, end = context.Pipe()
     process = context.Process(target=_fresh, args=(end, args), daemon=True)
     process.start()
-    # a process that dies then causes an EOFError here
+    # with this copy closed, `recv` raises EOFError if the process dies
     end.close()
     try:
         yield pipe
@@ -158,7 +158,7 @@ def _fresh_process(args) -> Iterator[Connection]:
 
 
 def _fresh(pipe: Connection, args) -> None:
-    """Receive tokens and stream them through an empty cache; for each None send a batch's scores."""
+    """Receive tokens and stream them through an empty cache. Each None asks for the next batch's scores."""
     engine = _engine(load_model(args.model), args)
     with suppress(EOFError):
         while True:

@@ -74,7 +74,8 @@ TASKS = {
         r">|\btee\b|\bsed\b|apply_patch",
     ),
 }
-"""For each kind: the user's texts, what arguments must have, the right tools, a pattern of shell commands."""
+"""For each kind: the user's texts, the parts that arguments must contain, the right tools, and a pattern that
+a right shell command matches."""
 SHELLS = {"bash", "run_shell_command", "run_commands", "exec_command"}
 FOLDERS = "src lib app core docs scripts config data models services helpers parsers"
 NAMES = "orders invoice parser cache routes report schema worker mailer tokens prices export session"
@@ -122,7 +123,7 @@ def main() -> None:
 
 
 def _agents(model_path: str) -> Iterator[Json]:
-    """The recorded requests, with their tools' schemas and the tokens that are pinned."""
+    """The recorded requests, with their tools' schemas and their number of pinned tokens."""
     model = Model(Path(model_path))
     rendering = Rendering(model, template_of(model))
     with lzma.open(REQUESTS, "rt", encoding="utf-8") as lines:
@@ -136,7 +137,7 @@ def _agents(model_path: str) -> Iterator[Json]:
 
 
 def make_requests(n: int, seed: int) -> list[Json]:
-    """The first n of the user's messages: "kind", "text", and what arguments "needs" to have."""
+    """Return n messages of the user: "kind", "text", and "needs", the strings that a call must contain."""
     draws, made = random.Random(seed), {}
     while len(made) < n:
         kind = list(TASKS)[len(made) % len(TASKS)]
@@ -191,7 +192,7 @@ def _run(agent: Json, policy: str, asked: list[Json], args: argparse.Namespace) 
 
 
 def body_of(agent: Json, text: str, choice: str, n: int) -> Json:
-    """An agent's request with this last message, through the API that the agent speaks."""
+    """Return an agent's request, in the API that the agent speaks, with `text` as its last message."""
     body = {**agent["body"], "tool_choice": choice, "temperature": 0}
     if agent["is_response"]:
         said = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
@@ -200,11 +201,11 @@ def body_of(agent: Json, text: str, choice: str, n: int) -> Json:
 
 
 def answer_of(said: Json) -> Json:
-    """The first call of an answer ("name" and "arguments", or None), its text, and tokens."""
+    """Return an answer's first call ("name" and "arguments", None without a call), its text, and counts."""
     usage, forgotten = said["usage"], said["kvtool"]["forgotten"]
     if "output" in said:
         calls = [item for item in said["output"] if item["type"] == "function_call"]
-        # the model sees a function of a namespace as NAMESPACE__NAME
+        # join them: the model sees a function of a namespace as NAMESPACE__NAME, and so do the schemas
         names = ["__".join(filter(None, (call.get("namespace"), call["name"]))) for call in calls]
         texts = [item["content"][0]["text"] for item in said["output"] if item["type"] == "message"]
         tokens = usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"]

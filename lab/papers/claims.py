@@ -22,7 +22,7 @@ from lab.papers.tables import RESULTS
 from lab.papers.verdicts import compared
 
 MARGIN = 0.01
-"""Largest loss of score or of perplexity that is still "about as good" as the full cache."""
+"""Largest relative loss of score, or rise of perplexity, that is still "about as good" as the full cache."""
 
 _LEVEL = 0.05
 
@@ -197,7 +197,7 @@ class _Seen:
     lines: Sequence[Line]
 
     def lines_of(self, label: str) -> list[Line]:
-        """The lines of a row in the column; all lines of the row if it has none there."""
+        """The lines of a row that belong to the column; all lines of the row if none does."""
         lines = [line for line in self.lines if line[self.table.row] == label]
         parts = self.column.split(", ")
         return [line for line in lines if not {line["budget"], line["label"]}.isdisjoint(parts)] or lines

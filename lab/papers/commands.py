@@ -18,7 +18,7 @@ from lab.papers.parts import PARTS, item_scores
 
 @dataclass(frozen=True, slots=True)
 class CompareRun:
-    """A `kvtool compare` for each text. Without budgets only policies without a budget run.
+    """A `kvtool compare` for each text. If there are no budgets, only policies that need none run.
 
     Attributes
     ----------

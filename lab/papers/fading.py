@@ -271,7 +271,7 @@ def _least_seen(m, seen, values, outputs):
 
 @numba.njit(fastmath=True, cache=True)
 def _least_changed(m, seen, total, values):
-    """Indices of the two means whose merge changes the outputs least, if it gets the attention of both."""
+    """Indices of the two means whose merge, which gets the attention of both, changes the outputs least."""
     one, other, least = -1, -1, _FAR
     for x in range(m):
         for y in range(x):

@@ -69,7 +69,7 @@ def _mean(line: tables.Line) -> float:
 
 
 def quality(path: Path, run: str, title: str) -> None:
-    """Draw perplexity over bytes: a column for each kind of text; bytes without and with host memory."""
+    """Draw perplexity over bytes: a column for each kind of text, a row without host memory and one with."""
     from matplotlib.figure import Figure
 
     lines = records.read(tables.RESULTS / f"{run}.jsonl")
@@ -107,7 +107,7 @@ def _ruler_points(lines: Sequence[tables.Line], *, host: bool) -> Mapping[str, l
 
 
 def ruler(path: Path, run: str, title: str) -> None:
-    """Draw RULER's score over bytes: a row for each protocol; bytes without and with host memory."""
+    """Draw RULER's score over bytes: a row for each protocol, a column without host memory and one with."""
     from matplotlib.figure import Figure
 
     every = records.read(tables.RESULTS / f"{run}.jsonl")
@@ -147,7 +147,7 @@ def _ticks(axes: Any, sizes: Sequence[float]) -> None:
     axes.set_xscale("log", base=2)
     ticks = [0.0]
     for size in sorted(set(sizes)):
-        # of several numbers that would overlap, only the first
+        # keep only the first of several numbers that would overlap
         ticks += [size] * (size > _APART * ticks[-1])
     axes.set_xticks(ticks[1:])
     axes.xaxis.set_major_formatter("{x:.0f}")

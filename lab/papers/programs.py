@@ -120,7 +120,7 @@ class RulerRun:
             if place not in asked or task not in self.tasks:
                 continue
             question, label, budget = place
-            # count the time of results that are in both protocols once
+            # a result that is in both protocols counts its time only in the first
             is_first = of_place[0]["question"] == question
             yield {
                 "label": label,

@@ -50,7 +50,7 @@ def sharing(label: str, by: str = "heads") -> str:
 EQUAL = ("kvzip", "expected:epsilon=0.02", "snapkv", "keydiff", "tova", "h2o", "knorm", "streamingllm")
 
 SHARING = {"heads": EQUAL[:3], "layers": EQUAL[1:3]}
-"""Policies that also run with rows, or with layers, that share."""
+"""Policies that also run with a budget that the rows of a layer share, or with one that all layers share."""
 
 SHARED = tuple(sharing(name, by) for by, names in SHARING.items() for name in names)
 
@@ -58,7 +58,7 @@ STREAMS = ("roco", "rkv", "bumblebee", "buzz", "weightedkv", "cam")
 """Policies that are made for streams, or for summaries."""
 
 POLICIES = (*EQUAL, *SHARED, *STREAMS)
-"""The default policies; `epsilon` is kvpress's."""
+"""The default policies. `epsilon` has kvpress's value."""
 
 REMOVED = ("0.25", "0.5", "0.75", "0.875", "0.97")
 

@@ -53,7 +53,7 @@ def filled(text: str) -> str:
 
 
 def missing(name: str, results: Path = RESULTS) -> list[Ask]:
-    """The commands of a run whose lines are missing."""
+    """The commands of a run that still have to be run, because the records lack their lines."""
     return list(RUNS[name].missing(records.read(results / f"{name}.jsonl"), name))
 
 

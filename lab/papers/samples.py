@@ -182,7 +182,7 @@ class Measurements:
         return value * weight, weight
 
     def weights(self, places: Sequence[tuple[str, str]]) -> np.ndarray:
-        """Weight of each item: equal for categories, for a category's data sets, and for a set's items."""
+        """Weight of each item. Categories weigh the same; so do a category's data sets, and a set's items."""
         n_item: dict[str, int] = defaultdict(int)
         for of, _ in places:
             n_item[of] += 1
@@ -193,7 +193,7 @@ class Measurements:
         return np.array([1 / (n_category * in_category[self.strata[of]] * n_item[of]) for of, _ in places])
 
     def _stratified(self) -> tuple[float, float]:
-        """The mean, and its error from differences of items within each data set."""
+        """The mean, and its error from the variance of the items within each data set."""
         places, (value, _) = list(self.values), np.array(list(self.values.values())).T
         weight = self.weights(places)
         variance = 0.0

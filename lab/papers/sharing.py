@@ -1,8 +1,9 @@
 """Table of lab/papers/ruler.md: the gain of rows or layers that share a budget, in equal cells or bytes.
 
 Every row of a layer takes the bytes of the longest one, so rows that share take more bytes for as many cells.
-In equal bytes, the score of equal rows is interpolated, item by item, between the shares that were measured
-and the full cache. A task is a unit: the mean over the policies that were measured both ways, and all shares.
+To compare equal bytes, the score of rows with equal budgets is interpolated, item by item, between the
+measured shares and the full cache. A task is a unit: the mean over all shares and over the policies that were
+measured both ways.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _QUESTIONS = {"after": ("after",), "known": ("known",), "both": ("after", "known
 
 
 def gains(lines: Sequence[Line], by: str, questions: Sequence[str], *, in_bytes: bool) -> np.ndarray:
-    """Return f64[task], the gain in score (0..1) over equal rows or layers. by: "heads" or "layers" share."""
+    """Return f64[task], the gain in score (0..1) over equal budgets. by: "heads" or "layers" that share."""
     by_task: dict[str, list[float]] = defaultdict(list)
     where = {(line["label"], line["task"], line["of"], line["budget"]): line for line in lines}
     equal = defaultdict(list)

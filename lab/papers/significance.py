@@ -49,7 +49,7 @@ def _sign_flip(raw: bytes) -> float:
 
 
 def holm(values: np.ndarray) -> np.ndarray:
-    """Adjust the p-values f64[n] of n tests, so that 5 % is the chance of any error (Holm 1979)."""
+    """Adjust the p-values f64[n] of n tests: at p <= 0.05 the chance of any error is then 5 % (Holm 1979)."""
     order = np.argsort(values, kind="stable")
     steps = np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1))
     adjusted = np.empty(len(values))

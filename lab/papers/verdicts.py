@@ -124,7 +124,7 @@ def _is_compared(place: Place, places: Mapping[Place, Measurements], table: Scor
 
 
 def _theirs(place: Place, table: ScoreTable) -> int:
-    """Sign of the paper's number of a place minus its method's; 0 if unknown.
+    """Sign of the paper's number of a place minus the paper's number of its own method; 0 if unknown.
 
     If the paper has no numbers of a pooled column, this is the sign of the mean over the columns it pools.
     """

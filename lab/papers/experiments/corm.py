@@ -9,9 +9,9 @@ from lab.papers.texts import DATA_SETS, EIGHT, TWELVE
 
 _OTHERS = ("streamingllm", "scissorhands:window=256:history=256", "h2o:window=256")
 _WINDOWS = tuple(f"corm:window={window}:history={window}" for window in (128, 64, 32, 16))
-# half of the paper's 3,500 tokens, which would take four times as long
+# fewer than the paper's 3,500 tokens, which would take four times as long
 _LONG = ("--max-prompt", "2048")
-# read in one batch, so that the first plan comes after the prompt, as with --prefill whole
+# CORM cannot run with --prefill whole. If the prompt is one batch, its first plan also comes after the prompt
 _WHOLE = ("-b", "2048", *_LONG)
 
 _MAPS = ("share", "attention", "queries")
@@ -52,7 +52,7 @@ EXPERIMENTS = {
     "corm-table-3": Experiment(
         ("texts-corm", "texts-corm-1.5b"),
         (
-            # before the budget is full only CORM can lose
+            # late: only CORM evicts before the budget is full, so only CORM could lose there
             ScoreTable(
                 "nll",
                 **_OF_TABLE_3,

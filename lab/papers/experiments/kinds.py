@@ -20,7 +20,7 @@ LARGE = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
 """The second model; the first is kvtool's default."""
 
 UNGROUPED = "SmolLM2-135M-Instruct.Q4_1-ungrouped.gguf"
-"""The first model without groups, as the papers' models are; lab/papers/ungroup.py writes it."""
+"""The first model with a KV head for each query head, as in the papers' models; ungroup.py writes it."""
 
 SMALL = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 """A third model, for docs/which-policy.md."""
@@ -57,8 +57,8 @@ class ScoreTable:
     names
         Headings of columns, by the value that a heading replaces.
     pooled
-        Columns that join others: each heading, and the values that it joins of the first field of `by`; None
-        joins all.
+        Columns that join others: for each heading, the values of the first field in `by` that the column
+        joins, or None for all values.
     late
         Whether only tokens after the first `budget` tokens count; before, a policy with a budget evicts none.
     only_pooled

@@ -323,7 +323,7 @@ def overlap(important: np.ndarray, earlier: np.ndarray) -> float:
     important to any query.
     """
     mine = important[1:] & (np.arange(len(important)) <= earlier[:, None])
-    # the earlier query finds no key important that it has not seen, so it needs no mask
+    # no mask here: an earlier query has attention only to keys that it has seen
     other = important[earlier]
     n_either = int((mine | other).sum())
     return int((mine & other).sum()) / n_either if n_either else 0.0
