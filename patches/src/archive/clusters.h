@@ -23,8 +23,8 @@ constexpr int n_grouped = n_set*n_side/n_cluster;
 
 // rotation that a block's keys get before they are clustered
 struct bearing {
-    bool    is_far; // no rotation, as before RoPE: for tokens beyond n_near
-    int64_t base;   // for other tokens: keys are rotated to their positions minus this base
+    bool    is_far; // true for tokens beyond n_near: their keys are rotated back to what they were before RoPE
+    int64_t base;   // if not is_far: keys are rotated to their positions minus this base
 
     bool operator==(const bearing & other) const { return is_far == other.is_far && (is_far || base == other.base); }
 };

@@ -220,7 +220,7 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
 }
 
 bool llama_kvtool::defers(int64_t n_tokens) const {
-    // a mask that is computed later would show the hidden cells
+    // no signals are deferred while cells are hidden: a mask that is computed later would show these cells
     return is_watching && n_hidden == 0 && n_tokens <= deferred.n_most && (defers_all || n_guess > 0);
 }
 

@@ -112,7 +112,7 @@ void llama_kvtool_recall(
     ggml_backend_sched_set_tensor_backend(graph.sched, t, graph.backend_cpu);
     ggml_build_forward_expand(graph.gf, t);
 
-    // copy a part of the result to the first k cells after those of the rows' own tokens
+    // copy k keys or values, which begin at element `at` of the result, to the k cells from `first` on
     const auto write = [&](ggml_tensor * cache, int64_t n_embd, int64_t at) {
         ggml_tensor * from = ggml_view_2d(ctx, t, n_embd, k, ggml_row_size(type, n_embd), at*ggml_type_size(type));
         if (ggml_is_quantized(cache->type)) {

@@ -112,7 +112,7 @@ struct llama_kvtool {
     // read from a graph how the keys of a layer are rotated
     void see(int il, const ggml_tensor * keys);
 
-    // true if k is a view of the cache; other keys belong to an encoder or to cross-attention
+    // true if k is a view of cells in rows; other keys belong to a sliding layer, an encoder or cross-attention
     bool has_keys(const ggml_tensor * k) const;
 
     int most_cells() const;
