@@ -83,7 +83,7 @@ class CachedPrompt:
 
         The caller decodes the other tokens, to get the signals of their queries. n is the whole prompt if
         `signals` has all that the policy reads, or if a reconstruction pass follows. If the policy reads only
-        signals of the last n_query queries, these tokens are left to the caller. Otherwise n is 0.
+        signals of the last n_query queries, n leaves out the last n_query tokens. Otherwise it is 0.
         """
         context, rows = cache.context, cache.rows
         n = self._n_known(cache)

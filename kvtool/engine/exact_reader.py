@@ -17,7 +17,7 @@ from kvtool.engine.sizes import pad
 from kvtool.llama.devices import gpu_free_bytes
 
 _LEAST = 64
-"""Minimum tokens of a text that is read exactly unasked: for fewer, making the buffers takes too long."""
+"""Minimum tokens read exactly if the settings do not ask for it: for fewer, buffers take too long to make."""
 
 
 class ExactReader:

@@ -67,7 +67,7 @@ class Engine:
     cache
         The context, rows, signals and the policy's state, which are edited together.
     whole_reader, exact_reader
-        The ways to read a text whole, and exactly.
+        The objects that read a text whole, or exactly.
     n_refused
         Length of a text that could not be read whole or exactly for lack of GPU memory; longer ones are not
         tried. None at first.
@@ -85,7 +85,7 @@ class Engine:
         self.n_ctx, self.n_cell, self.n_batch = sizes.n_ctx, sizes.n_cell, sizes.n_batch
         check(policy, settings, model.layers, self.n_ctx, model.n_ctx_train)
         self.prefill = how_read(policy, settings)
-        # properties of a policy take microseconds, which count in each step
+        # copied here: a property of a policy takes microseconds to compute, too long for each step
         self._n_live = policy.n_live
         self._request = ask(policy, "request")
         self._needs_t = self._request.needs_t
@@ -233,8 +233,8 @@ class Engine:
         stopped
             Asked before each part of a step whether to end.
         cached
-            A prompt that another stream has read. If it is this text, read by the same model into the same
-            cache types, and nothing is evicted before its end, it is not read again.
+            A prompt that another stream has read. Its cells are copied instead of being computed again if it
+            is this text, has the same model and cache types, and no token is evicted before its end.
 
         Returns the number of tokens read: all or none if the text is read whole. Raises what `step` raises.
         """
@@ -250,7 +250,7 @@ class Engine:
             tokens = _checked(tokens, self.model.n_vocab)
             done = self._read_exactly(tokens[:n], stopped)
             if done is None or (done == n and n < len(tokens)):
-                # read the rest in another way: a device lacks memory, or it is beyond half of the context
+                # a device lacks memory, or the rest is beyond half of the context: read it in another way
                 return (done or 0) + self.read(tokens[done or 0 :], stopped)
             return done
         fits_in = self.n_past == 0 and not self.policy.evicts and len(tokens) <= self.n_cell
@@ -388,7 +388,8 @@ class Engine:
         self.evict_if_due()
         if self.joint_decoder and self.joint_decoder.is_several:
             return 0
-        # signals that depend on recalled cells must be computed in the step, before tokens can be rejected
+        # signals that depend on recalled cells are computed in the step, so they would include draft tokens
+        # that are rejected later
         if self.policy.recall and self.policy.reads:
             return 0
         n_left = min(self.n_until_plan, self.room(), self.n_ctx - self.rows.next_rot)

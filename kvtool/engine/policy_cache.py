@@ -130,8 +130,9 @@ class PolicyCache:
     def low_rot(self, n_kv: int, n: int) -> int:
         """Return the next token's position after all gaps between n_kv live cells are closed.
 
-        It leaves room for n tokens. Without sliding layers it is n_kv. Sliding layers may hold more tokens,
-        and drop those whose position becomes negative, so for them it is n_swa if that is more and has room.
+        It is n_kv without sliding layers. Sliding layers may hold more tokens than n_kv, and drop those whose
+        position becomes negative. For them it is at least n_swa, but at most half of the context, and at most
+        the context minus n, which leaves room for n tokens.
         """
         return max(n_kv, min(self.context.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
 
@@ -186,10 +187,13 @@ class PolicyCache:
         self.n_held = n
 
     def view(self, signals: dict[str, np.ndarray], n_new: int) -> View:
-        """Return the policy's view. signals: by field name. n_new: newest tokens, whose keys are included."""
+        """Return the policy's view.
+
+        signals: by field name. n_new: number of newest tokens, whose keys are included.
+        """
         rows = self.rows
         if Signal.KEYS in self._reads:
-            # keys are rotated back, as before RoPE
+            # keys are rotated back by their positions, so that they are as before RoPE
             signals = signals | {"keys": self.context.read_keys(rows.live - n_new, -rows.new_rot(n_new))}
         if self.context.queries:
             n_last = max(min(self.context.queries.n, rows.n_past - self.policy.n_skip), 1)

@@ -27,7 +27,7 @@ Counters: TypeAlias = "dict[tuple[str, str], int]"
 """The counters, by the part of the engine that has them and their name there."""
 
 _FIXED = ("window", "window_cells")
-"""Names in session files of the state of sliding and recurrent layers; older than support for the latter."""
+"""Names of the state of sliding and recurrent layers, chosen when only sliding layers were supported."""
 
 
 def save(cache: PolicyCache, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:

@@ -51,7 +51,7 @@ def _numba() -> ModuleType:
     os.environ["NUMBA_CACHE_DIR"] = folder
     import numba
 
-    # numba may already be imported; it creates its settings at run time, so mypy does not know them
+    # numba may have been imported before the variable was set. `vars`: mypy does not know the setting
     vars(numba.config)["CACHE_DIR"] = folder
     return numba
 
@@ -59,7 +59,7 @@ def _numba() -> ModuleType:
 def kernel(
     signature: str | list[str], *, any_order: bool = False
 ) -> Callable[[Callable[P, R]], Kernel[P, R]]:
-    """Mark a function to be compiled for a signature, or for each of a list.
+    """Mark a function to be compiled for one signature, or for each signature of a list.
 
     Output arrays come last. The caller checks arguments; a kernel does not.
 

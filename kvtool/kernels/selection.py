@@ -9,13 +9,13 @@ from kvtool.kernels.kernel import kernel
 def nth_lowest(values, n_value, nth):
     """Return element `nth` (from 0) of the sorted first n_value of values i64[n_value or more].
 
-    By quickselect, which reorders the values and is slow if many are equal. numpy.partition does the same,
+    Uses quickselect, which reorders the values and is slow if many are equal. numpy.partition does the same,
     but takes seconds to compile.
     """
     begin, last = 0, n_value - 1
     while begin < last:
         middle = (begin + last) // 2
-        # move the median of three last, and the lowest of them first
+        # of the first, middle and last value, move the median to the last place and the lowest to the first
         if values[middle] < values[begin]:
             values[begin], values[middle] = values[middle], values[begin]
         if values[last] < values[begin]:

@@ -21,7 +21,7 @@ _CPU = 0
 
 
 def _load() -> Any:
-    """Import the bindings. A package that is installed but broken is an error; the next is not tried."""
+    """Import the bindings. An installed but broken package raises LibraryError; the next is not tried."""
     for package in ("kvtool_llama", "llama_cpp"):
         try:
             return import_module(f"{package}.llama_cpp")

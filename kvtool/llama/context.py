@@ -341,6 +341,6 @@ class Context(Decoder):
         check(lib.llama_kvtool_set_cells(self._context, layer, data.ctypes.data, n))
 
     def set_places(self, rot: np.ndarray) -> None:
-        """Set the positions i32[row, n] of each row's first cells. Only ALiBi needs them: keys have none."""
+        """Set the positions i32[row, n] of each row's first cells. Only ALiBi needs this."""
         rot = np.ascontiguousarray(rot, np.int32)
         check(lib.llama_kvtool_set_places(self._context, rot.ctypes.data, *rot.shape))

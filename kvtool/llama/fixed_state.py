@@ -1,4 +1,4 @@
-"""State of layers without rows: the cells of sliding layers, and recurrent states."""
+"""State of sliding and recurrent layers, which have no rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FixedState:
         return [(n,), (lib.llama_kvtool_get_beside(self._context.handle, None, None),)]
 
     def save(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return a table i32[n] of where the data belongs, and the data u1[bytes]."""
+        """Return a table i32[n] of the positions that the data belongs to, and the data u1[bytes]."""
         table_shape, data_shape = self.shapes
         table, data = np.empty(table_shape, np.int32), np.empty(data_shape, np.uint8)
         check(lib.llama_kvtool_get_beside(self._context.handle, table.ctypes.data, data.ctypes.data))

@@ -142,7 +142,7 @@ class Model:
         )
         slides = any(layer.kind is Kind.SLIDING for layer in all_layers)
         if slides and not n_swa:
-            # llama.cpp would mask every token; for most architectures 0 means that no layer slides
+            # a window of 0 would mask every token; in most architectures it means that no layer slides
             raise ModelError(f"{self.path} is damaged: its sliding layers see 0 tokens; download it again")
         # the number of heads is in the file's header
         n_head = read(self.path).n_head

@@ -138,9 +138,10 @@ def runs(at: np.ndarray, gone: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def shifts(at: np.ndarray, to: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yield shifts (first, end, delta) of positions, which move cells from `at` i32[cell] to `to` i32[cell].
+    """Yield shifts (first, end, delta), which move cells from positions `at` to positions `to`.
 
-    `to` must have the same order as `at`. In the order of the result, no shift moves a token twice.
+    at, to: i32[cell]; both must sort the cells into the same order. A shift adds delta to the positions
+    first .. end - 1. Applied in the order yielded, the shifts move no token twice.
     """
     order = np.argsort(at)
     at, delta = at[order], (to - at)[order]

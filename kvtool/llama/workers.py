@@ -18,7 +18,7 @@ from kvtool.llama.log import start_backends
 from kvtool.system.paths import build_command
 
 _SPARE_BYTES = 1
-"""Memory that a spare (a worker's device, served a second time) reports. With 0 it would be given layers."""
+"""Memory that a spare (a worker's device, served again) reports. If it were 0, a spare would get layers."""
 
 
 def add_rpc(*endpoints: str) -> None:
