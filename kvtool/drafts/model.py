@@ -17,9 +17,9 @@ _BUDGET, _EVICT_EVERY = 256, 64
 """Cells of the draft model's cache, and tokens between evictions; a rewind cannot cross an eviction."""
 
 _GOES_ON, _LEAST = 0.5, 0.25
-"""Minimum joint probability of the draft tokens so far: to draft another one, and to keep the last one.
+"""Minimum joint probability of a draft: _GOES_ON to draft one more token, _LEAST to keep the last token.
 
-The first is higher: a step of the draft model costs more than one more token in the verifying step.
+_GOES_ON is higher, because a step of the draft model costs more than one more token in the verifying step.
 """
 
 

@@ -16,7 +16,7 @@ N_DIGIT = 12
 
 
 def machine() -> dict[str, Any]:
-    """Describe this machine by name: CPU, cores, other devices, system, and versions."""
+    """Describe this machine: CPU, cores, other devices, system and versions, by field name."""
     accelerators = [
         f"{device['name']}: {device['description']}" for device in devices() if device["type"] != "cpu"
     ]

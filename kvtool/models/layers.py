@@ -204,7 +204,7 @@ class Layers:
 
 
 def batch_within(n: int, n_batch: int) -> int:
-    """Return the largest batch for n cells, at most n_batch: a quarter of them, as a batch needs cells."""
+    """Return the largest batch for a cache of n cells: n_batch, but at most a quarter of the cells."""
     return max(1, min(n_batch, n // 4))
 
 

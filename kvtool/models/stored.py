@@ -131,7 +131,7 @@ def _of_hub() -> Iterator[Stored]:
 
 
 def _refs(folder: Path) -> dict[str, str]:
-    """Return the branches and tags of a repository, one for each commit that has any."""
+    """Return a branch or tag for each commit of a repository that has any."""
     refs = folder / "refs"
     return {
         path.read_text(encoding="utf-8", errors="replace").strip(): path.relative_to(refs).as_posix()

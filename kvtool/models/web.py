@@ -11,7 +11,7 @@ from kvtool.models.fetch import Progress, fetch, storing
 from kvtool.models.split import part_names
 
 URL_FILE = "url.txt"
-"""File in each of these folders that holds the URL of the model's first file."""
+"""File in each model's folder that holds the URL of the model's first file."""
 
 
 def is_url(text: str) -> bool:

@@ -289,7 +289,10 @@ _MOVE = "void(i4[:,::1], {}[:,:,::1])"
 
 @kernel([_MOVE.format("i4"), _MOVE.format("u2")])
 def move_pairs(source, pairs):
-    """Set pairs[row, i, j] = pairs[row, source[i], source[j]] for i, j of source i32[row, n_keep]."""
+    """Move the pairs after a plan, in place: cells i and j get the pair of cells source[i] and source[j].
+
+    source i32[row, n_keep]: for each kept cell, the cell that its content comes from.
+    """
     n_row, n_keep = source.shape
     moved = np.empty(n_keep, np.int64)
     n_most = 0

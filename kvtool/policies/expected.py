@@ -10,7 +10,7 @@ As in the authors' kvpress (expected_attention_press.py), the queries and keys o
 covariance is of the queries before RoPE.
 
 Differs from the paper: the paper takes the queries of the whole prompt; kvpress takes the last ones while it
-generates. Here they are always the last ones, one to a few times as many as a key has dimensions, so they
+generates. Here they are always the last ones. Their number is one to a few times a key's dimension, so they
 take about as much memory as their covariances. The newest tokens stay (`window`); the paper protects none.
 The paper's `epsilon` of 0.02 is more than most shares among a few hundred tokens. With our default of 0.001,
 SmolLM2's perplexity in 256 cells was lower on ten of ten texts, by 7 % on average. The paper compresses a

@@ -27,7 +27,7 @@ class Knorm(RankedKeys):
     paper: ClassVar[str] = "arXiv:2406.11430"
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return -||k||^2 f32, which gives the same ranking as -||k||."""
+        """Return a score f32 for each cell: -||k||^2, which ranks keys as -||k|| does."""
         return (np.zeros((n_row, n_cell), np.float32),)
 
     def observe(self, view: View, state: State) -> None:
@@ -39,7 +39,7 @@ class Knorm(RankedKeys):
 
 @kernel("void(f4[:,:,::1], i8[::1], f4[:,::1])")
 def _shortness(keys, first, score):
-    """Score new keys f32[row, n_new, n_dim], of cells from first i64[row] on: score f32[row, n or more]."""
+    """Score new keys f32[row, n_new, n_dim], in cells from first i64[row] on -> score f32[row, n or more]."""
     n_row, n_new, _ = keys.shape
     for row in range(n_row):
         for i in range(n_new):

@@ -4,9 +4,9 @@ The score is a token's mean attention over the steps that it has lived. Tokens w
 standard deviation are kept; of the rest, those with the lowest mean are evicted.
 
 Differs from the paper: one decision per KV head, on the sum over its group of query heads (EasyKV, the
-authors' code, takes the group's mean: the same order). As in EasyKV while it generates, three tenths of the
-kept tokens, less the window, stay for their deviation. EasyKV does not evict from the prompt while it
-generates; kvtool does.
+authors' code, takes the group's mean: the same order). Three tenths of the kept tokens, less the window, are
+kept for their high deviation, as in EasyKV while it generates. EasyKV does not evict from the prompt while
+it generates; kvtool does.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Needles(Subtask):
         Text around the needles: "noise" repeats a line of passkey's five sentences, "essay" has Paul Graham's
         words, "needle" has only other needles. A piece is such a line, word, or needle.
     keys
-        Kind of keys: "words" are an adjective and a noun, "uuids" random.
+        Kind of keys: "words" are an adjective and a noun, "uuids" are random UUIDs.
     values
         Kind of values: "numbers" of seven digits, or "uuids".
     n_key
