@@ -38,7 +38,7 @@ class Progress:
         self.title = title[: max(shutil.get_terminal_size().columns - 36, 20)]
         self.shown = -1
         self.tty = sys.stderr.isatty()
-        # there is nothing to count yet
+        # only the title, because there is nothing to count yet
         sys.stderr.write(f"\r{self.title} ..." if self.tty else f"{title}\n")
         sys.stderr.flush()
 

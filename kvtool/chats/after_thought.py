@@ -241,7 +241,7 @@ class AfterThought(Constraint):
         self._forced = self._vocabulary.tokens_of(self._tags.end.encode()[self._n_begun() :])
 
     def _n_begun(self) -> int:
-        """Number of bytes at the end of the thought that begin an end tag."""
+        """Number of bytes at the end of the thought that are the beginning of an end tag."""
         return n_begun(self._held, self._tags.end.encode())
 
     def _and(self, inner: Constraint, tokens: Sequence[int]) -> np.ndarray | None:

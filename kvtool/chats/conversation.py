@@ -104,7 +104,7 @@ class Conversation:
         self.undoable = undoable
         self.undo_stack = UndoStack()
         self.open_saved: Callable[[], tuple[BinaryIO, FileIO | None] | None] = lambda: None
-        # archive file of the copies that do not use the session's
+        # archive file of copies for `undo` that do not use the session's archive
         self._archive_file = ArchiveFile()
         self.n_reply = self.version = 0
         self.thought_budget: int | None = None

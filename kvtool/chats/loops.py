@@ -28,7 +28,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.n_block = self.n_times = 0
-        # newest first
+        # last tokens of the reply, newest first
         self._recent = np.full(MOST_BLOCK, -1, np.int64)
         # for each block size n: number of newest tokens that equal the token n places earlier
         self._n_same = np.zeros(MOST_BLOCK, np.int64)

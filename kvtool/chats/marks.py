@@ -1,4 +1,4 @@
-"""Marks, which keep markers in messages from becoming control tokens: only the template's markers do.
+"""Marks: with them, markers in messages stay plain text, and only the template's become control tokens.
 
 A chat is rendered as one text. An <|im_end|> in a web page that a message quotes would end the turn. Before
 rendering, each marker in messages and tool definitions therefore gets a mark after its first character. The

@@ -51,7 +51,7 @@ class _Group(Group):
         return list(self.commands)
 
     def format_commands(self, context: Any, formatter: Any) -> None:
-        # their descriptions are in COMMANDS, so that no command is imported
+        # take the descriptions from COMMANDS, so that no command is imported
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 

@@ -92,7 +92,7 @@ class Command(_Shared, TyperCommand):
             from kvtool.cli.output import with_records
 
             args = with_records(args)
-        # click would name surplus arguments without advice
+        # let click accept surplus arguments: its error gives no advice, and that of `near` does
         ctx.allow_extra_args = True
         try:
             if advice := near.other_option(ctx, args):

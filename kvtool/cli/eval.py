@@ -163,7 +163,7 @@ def evaluate(
     if args.plot and len(chosen.by) != 2:
         raise UsageError(f"{task} has no heat map; leave out --plot")
     output.check_picture("--plot", args.plot)
-    # checked before a download
+    # check before the model is downloaded
     _check_drawing(sampler, chosen, task)
 
     from kvtool.config import notes

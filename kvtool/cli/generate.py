@@ -33,7 +33,7 @@ class _AnswerOptions(GenerationOptions):
     n: int | None = redeclared(
         GenerationOptions, "n", help="Maximum tokens of the answer; -1 means no limit."
     )
-    # at 0.8 fewer questions are answered right (docs/sampling.md)
+    # at the chat's 0.8, fewer questions are answered right (docs/sampling.md)
     temp: float = redeclared(GenerationOptions, "temp", 0.4)
 
 

@@ -139,12 +139,12 @@ def serve(
     sampling = sampling_of(generation)
     listening = listener(address, serving.port)
     port = listening.getsockname()[1]
-    # errors in options come before a download, and downloads before the first request
+    # report errors in options before a download, and download before the first request
     check(run)
     info = find_model(run.model, locate)
     n_ctx, note = context_length(run.n_ctx, info.n_ctx_train)
     say([note])
-    # so that the note on a reduced context is not repeated
+    # keep the reduced context, so that its note is not repeated
     run = run.changed(n_ctx=run.n_ctx and n_ctx)
     name = Path(run.model).stem if run.model else next(iter(registry()))
     local_only = endpoints.is_loopback(address) and not keys

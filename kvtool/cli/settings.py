@@ -108,7 +108,7 @@ def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) 
         layers += [_from_table(table, options if table.is_own else shared, root) for table in of_model]
     result: dict[str, Setting] = {}
     for layer in [*layers, *variables]:
-        # -o belongs to the policy of the same source: another source's policy drops it
+        # -o is for the policy that the same source sets: drop it if a later source sets another policy
         if "policy" in layer:
             result.pop("options", None)
         result |= layer

@@ -51,7 +51,7 @@ def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
             "which archives nothing"
         )
     if not is_bytes:
-        # accept tokens that would need more memory than there is: the stream may never get that long
+        # accept more tokens than the memory can hold: the stream may never get that long
         return {"archive": n}
     available, place = memory.total_bytes(), "this machine's memory"
     if file is not None:

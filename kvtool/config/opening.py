@@ -84,7 +84,7 @@ def open_run(
     n_ctx, context_note = context_length(run.n_ctx, info.n_ctx_train)
     fitted = budget.fit_cells(spec, run, info, n_ctx)
 
-    # imported here: errors in options do not need llama.cpp
+    # imported here, so that errors in options are reported without loading llama.cpp
     from kvtool.engine.loop import Engine
 
     patch = patch_note({spec.name: spec.kind})

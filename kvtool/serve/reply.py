@@ -26,7 +26,7 @@ class Reply:
     message
         The whole message, as a client gets it.
     n_thought
-        Number of tokens of the thought, without its tags. A token with text of both counts as the thought's.
+        Number of tokens of the thought, without its tags. A token with text of the thought and a tag counts.
     """
 
     def __init__(self, splitter: Splitter | None = None, parser: Parser | None = None) -> None:
@@ -70,9 +70,9 @@ class Reply:
         return "length" if is_cut else "tool_calls" if "tool_calls" in self.message else "stop"
 
     def _count(self, parts: Iterable[tuple[bool, str]], n_written: int) -> None:
-        """Count the tokens up to the end of these parts as the thought's, if text of the thought is in them.
+        """Set `n_thought` to the tokens after the start tag, if these parts have text of the thought.
 
-        Text that may begin the end tag is not in any part yet: its tokens count once it proves to be thought.
+        Text that may begin the end tag is held back: its tokens count only if it proves to be thought.
         """
         if any(is_thought for is_thought, _ in parts):
             self.n_thought = n_written - self._n_before

@@ -245,7 +245,8 @@ class Slot:
     def _continued(self, request: TextRequest, is_scored: bool) -> Iterator[str]:
         yield from self.writer.write(self._room(request))
         if is_scored and (token := self.writer.ending) is not None:
-            # also list the end token: programs that score a prompt drop the last entry as the answer's token
+            # also list the end token: programs that score a prompt drop the last entry, which they take for
+            # the answer's only token
             self._list(logprobs(self.model, self.engine.context.next_logits, token, request.logprobs or 0))
 
     def _list(self, record: dict[str, Any], *, special: bool = False) -> None:

@@ -50,7 +50,7 @@ def cpu_name() -> str:
 
 
 def default_threads() -> int:
-    """Number of cores that this process may use: a second thread on a core slows both threads down."""
+    """Number of threads: one for each core that this process may use, as two on a core slow each other."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     try:
         shared = (_CPUS / "smt" / "active").read_text().strip() == "1"
@@ -59,7 +59,7 @@ def default_threads() -> int:
     if not shared:
         return len(cpus)
     try:
-        # the CPUs of one core have equal lists; the process may be allowed only one of them, as by taskset
+        # the CPUs of one core have equal lists; taskset may have left the process only one of them
         return len({(_CPUS / f"cpu{n}" / "topology" / "thread_siblings_list").read_text() for n in cpus})
     except OSError:
         return max(len(cpus) // 2, 1)

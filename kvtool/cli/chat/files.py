@@ -65,7 +65,7 @@ class ChatFiles:
         self.previous_path: Path | None = None
         self.moved_archive: Path | None = None
         self.recovered: list[Path] = []
-        # version of the chat that the session holds, and its values that `_would_lose` compares
+        # of the chat in the session file: its version, and the values that `_would_lose` compares
         self._saved_version: int | None = None
         self._saved: Meta | None = None
         self._set_aside: list[Path] = []

@@ -253,7 +253,7 @@ class Keys:
         self._before = termios.tcgetattr(sys.stdin)
         waiting = termios.tcgetattr(sys.stdin)
         waiting[3] &= ~termios.ECHO
-        # else the terminal consumes Ctrl-D, and the prompt never gets it
+        # disable the terminal's Ctrl-D: it would consume the key, and the prompt would never get it
         waiting[6][termios.VEOF] = bytes([os.fpathconf(sys.stdin.fileno(), "PC_VDISABLE") & 0xFF])
         try:
             with _attributes(waiting):

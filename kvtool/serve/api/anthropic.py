@@ -60,7 +60,6 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, 
         for where, message in _messages(each, f"messages[{i}]", tools):
             add(where, message)
     chat: Body = {"messages": messages}
-    # this API requires max_tokens
     n_max = fields.whole("max_tokens", 0, 2**31 - 1)
     if not is_counted:
         _check_answered(messages, n_max, f"messages[{len(asked) - 1}]")
@@ -175,7 +174,7 @@ def _tools(value: object, places: dict[str, str]) -> list[Any]:
     """Return tools as in a chat. Anthropic's own tools, which have another type and no schema, are left out.
 
     A tool with "defer_loading" stays out of the prompt until a result refers to it. If the request has
-    Anthropic's own tool search, which never runs here, no result can do so: all tools are in the prompt.
+    Anthropic's own tool search, which never runs here, no result can refer to tools: all are in the prompt.
     """
     given = need(value, list, "tools")
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in given]
@@ -337,11 +336,10 @@ class AnthropicBodies(AnswerBodies):
         return server_event("content_block_delta", index=self._n_block, delta=delta)
 
     def _usage(self, counts: Body) -> Body:
-        """Return the numbers of tokens. Each token of the prompt is in exactly one of the three inputs."""
+        """Return the token counts. Each token of the prompt is in exactly one of the three input counts."""
         n_cached = counts["n_cached"]
         n_read = counts["n_prompt"] - n_cached
-        # all tokens that are read go into the cache, but only clients that send "cache_control" expect to
-        # see them as written to it
+        # all tokens that are read go into the cache; report that only to clients that send "cache_control"
         n_created = n_read if self._reports_writes else 0
         return {
             "input_tokens": n_read - n_created,

@@ -58,7 +58,7 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
         chat["response_format"] = response_format
         places["response_format.json_schema"] = places["response_format"] = "text.format"
     if text.get("verbosity") not in (None, "medium"):
-        # the chat has no such field: the answer reports it as ignored
+        # requests for chats have no such field: the answer lists it as ignored
         chat["text.verbosity"] = text["verbosity"]
     top, included = fields.pop("top_logprobs"), fields.pop("include")
     if top or (isinstance(included, list) and _LOGPROBS in included):
@@ -255,7 +255,7 @@ class ResponseBodies(AnswerBodies):
         return self._part_event(f"response.{part['type']}.delta", delta=text, logprobs=logprobs)
 
     def _close(self, status: str) -> list[str]:
-        """Close the open item, if there is one. status: for a message; a thought is always "completed"."""
+        """Close the open item, if there is one. status: status of a message; a thought gets "completed"."""
         if not (item := self._item):
             return []
         (part,) = item["content"]

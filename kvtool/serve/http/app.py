@@ -113,7 +113,7 @@ def make(site: Site) -> Starlette:
         return Route(path, endpoint, methods=[method])
 
     routes = [
-        # the page asks its user for a key
+        # open without a key: the page asks its user for one
         route("/", _page, is_open=True),
         route("/v1/chat/completions", _chat, "POST"),
         route("/v1/completions", _text, "POST"),
@@ -139,7 +139,7 @@ def make(site: Site) -> Starlette:
         middleware.insert(0, Middleware(AccessLog, say=site.log))
     handlers = {404: _no_route, 405: _no_route, Exception: _internal_error}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
-    # a redirect would go to whatever host the client has named
+    # no redirects: they would go to whatever host the client has named
     app.router.redirect_slashes = False
     return app
 
@@ -294,7 +294,7 @@ async def _stream(
                 job.end = event
                 site.counts.add(event)
                 lines += bodies.last(shown, event)
-            # events send no lines while the beginning of a tool call is held back: send a ping meanwhile
+            # the beginning of a tool call is held back, maybe for long: send a ping meanwhile
             if not lines and time.monotonic() - sent_at > PING_S:
                 lines.append(bodies.ping())
             for line in lines:

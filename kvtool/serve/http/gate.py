@@ -61,7 +61,7 @@ def cors(limits: Limits) -> Middleware:
         allow_origin_regex=_LOCAL,
         allow_methods=["*"],
         allow_headers=["*"],
-        # browsers ask for permission before a page of the internet connects to this machine
+        # browsers ask the server first if a page of the internet may connect to this machine
         allow_private_network=bool(limits.origins),
     )
 

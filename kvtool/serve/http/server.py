@@ -45,11 +45,11 @@ def serve(
     """
     config = uvicorn.Config(
         make(site),
-        # httptools, which may be installed, has other limits
+        # uvicorn would use httptools if it is installed, which has other limits
         http="h11",
         ws="none",
         log_config=None,
-        # clients' mistakes are not logged; `internal_error` prints kvtool's own
+        # uvicorn would log clients' mistakes; bugs of kvtool are printed by `internal_error`
         log_level="critical",
         access_log=False,
         lifespan="off",
@@ -71,7 +71,7 @@ def serve(
             site.props = None
             server.should_exit = True
 
-    # a daemon may be killed at any step, because no file is ever half written
+    # a daemon thread, because it may be killed in any step: no file is ever half written
     engine = threading.Thread(target=work, name="engine", daemon=True)
     with _noted_signals(server) as signals:
         engine.start()
