@@ -665,7 +665,7 @@ class Fuzz:
         )
         if ok and n:
             assert ((out == -1) | ((out >= 0) & (out < MOST))).all()
-            # the sum over all heads of a row and all tokens of a step
+            # each head of a row gives each key at most 1, for each token of a step
             assert ((attn >= 0) & (attn <= 1.001 * N_GROUP * N_BATCH)).all()
 
     def check_archive(self):
@@ -715,7 +715,7 @@ class Fuzz:
 
 
 def run(n, seed=0, calls=150):
-    """Counter of (call, "done" or "refused") after n plans. calls: number of calls of each context."""
+    """Return a Counter of (call, "done" or "refused") after n plans. calls: number of calls per context."""
     counts = Counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tiny.gguf"

@@ -27,7 +27,7 @@ SECONDS = 10
 """Time limit of a file, for both commands together."""
 
 MEMORY = 3 * 2**30
-"""A damaged length must not take the machine's memory: the worker gets this much beyond its own."""
+"""Bytes that a worker may allocate once it has started, so that a damaged length cannot take all memory."""
 
 EDGES = (*range(5), 31, 255, 4096, 65536, *(2**n - i for n in (31, 32, 63, 64) for i in (0, 1)), 2**40)
 

@@ -189,7 +189,7 @@ def expected_values(values, terms):
 
 
 def random_terms(rng, n, counts):
-    """Return terms of random merges. In each row, every count stands for a merge of as many cells into one.
+    """Return terms of random merges: in each row, one merge of n cells into one for each n in `counts`.
 
     A source of one merge may be the destination of another.
     """
@@ -334,7 +334,7 @@ def test_a_turned_key_is_that_of_upstreams_own_shift(tiny_model, rope, yarn):
 # signals
 
 FIRST_LAYER = slice(0, 2)
-# tolerance of attention sums, which are up to 20: flash attention rounds to f16, so later inputs differ
+# tolerance of sums of attention, which are up to 20: flash attention rounds the next layer's inputs to f16
 F16_ROUNDING = 1e-2
 # maximum share of (row, cell) pairs near the threshold of a hit, where rounding decides
 AT_THE_EDGE = 0.02
@@ -381,7 +381,7 @@ def test_the_signals_are_those_of_the_definition_after_each_step(tiny_model, rop
 @pytest.mark.parametrize("n_keep", [0, 5])
 def test_an_edit_clears_the_signals(tiny_model, n_keep):
     with opened(tiny_model(**SHAPE), signals=BOTH) as context:
-        for read_before in (True, False):  # copied to the host already, or still on its way
+        for read_before in (True, False):  # signals already copied to the host, or still on their way
             fill(context, 9)
             if read_before:
                 assert context.read(Signal.ATTENTION, 9).any()
@@ -457,7 +457,7 @@ def test_important_goes_on_from_what_was_written(tiny_model):
     with opened(tiny_model(**SHAPE), signals=BOTH | Signal.IMPORTANT) as context:
         fill(context, 30)
         context.apply(NO_MOVES, 30, 0)
-        # a write replaces the contents
+        # two more queries; the write replaces what they have counted
         context.decode(tokens(2), 30, 1)
         stream.decode(tokens(2))
         context.write(Signal.IMPORTANT, np.pad(written, ((0, 0), (0, 2))))
@@ -549,7 +549,7 @@ def test_recent_attention_goes_on_from_what_was_written(tiny_model):
         context.decode(tokens(3), 30, 1)
         want = context.read(Signal.RECENT, 33)
     with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
-        # other tokens first, of another number, so that queries come into other slots than above
+        # read another number of tokens first, so that queries come into other slots than above
         fill(context, 45, seed=5)
         for layer in range(2):
             context.set_cells(layer, 30, cells[layer])

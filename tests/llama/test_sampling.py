@@ -139,7 +139,7 @@ def test_no_sequence_of_dry_goes_across_a_breaker(engine):
         sampler = Sampler(engine.model, Sampling(dry_multiplier=5, dry_sequence_breaker=breaker))
         sampler.recent.extend(3 + ord(letter) for letter in "a:bca:b")
         sampler.start(0)
-        # a:b was followed by c, which is penalized; after a breaker only b repeats, which is allowed
+        # a:b was followed by c, so c is penalized; with the breaker only b repeats, which is short enough
         assert drawn(engine, sampler, logits_of(engine, c=5, d=4), 1) == [expected]
         sampler.close()
 
@@ -382,7 +382,7 @@ def test_one_setting_is_changed_by_its_name(engine, tmp_path):
         with pytest.raises(error, match=words.replace(".", r"\.")):
             files.set(name, text)
         assert (files.generation, sampler.settings) == (before, settings)
-    # a schema replaces the grammar; an empty one removes it
+    # a schema replaces the grammar; an empty text removes the schema
     files.set("json_schema", '{"type": "null"}')
     assert "null" in sampler.settings.json_schema
     files.set("json_schema", "")

@@ -259,7 +259,7 @@ def vocabulary(tmp_path_factory):
 
 
 def drawn(vocabulary, schema, rng, n=300):
-    """A text that fits a schema of `Enforced`, drawn at random; None if it does not end."""
+    """Return a random text that fits an Enforced schema; None if it has not ended after n tokens."""
     matcher, tokens = Matcher(vocabulary, schema.rules), []
     closes = [token for token, piece in enumerate(vocabulary.pieces) if piece and not piece.strip(b'"}]')]
     while len(tokens) < n:

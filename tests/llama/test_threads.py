@@ -50,7 +50,7 @@ TWO_EACH = [f"{n % 4},{n % 4 + 4}" for n in range(8)]
         ({1, 3, 5}, TWO_EACH, "1", 2),
         ({6}, TWO_EACH, "1", 1),
         (range(8), "01234567", "0", 8),
-        # Linux does not tell which CPUs share a core, or nothing at all
+        # Linux does not tell which CPUs share a core, and in the last case not even whether any do
         (range(8), [], "1", 4),
         ({6}, [], "1", 1),
         (range(8), [], None, 8),

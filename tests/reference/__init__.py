@@ -14,7 +14,7 @@ rows
     mass   sum of all attention in `seen`
     last   attention of the last query, summed over the group
     key    the key before RoPE, a list of floats
-    old    for buzz: True for a token that has survived an eviction in the middle
+    old    for buzz: True for a token that an eviction has kept while it lay between sinks and window
     row    the row's number among the rows of all layers
     notes  a dict, empty at first, for values that the twin needs again in the next plan
 next
@@ -51,7 +51,11 @@ def n_arrived(row):
 
 
 class Ends(NamedTuple):
-    """Ends of a row that stay, number of tokens to keep, and how the rows of a layer share them."""
+    """Arguments of keep_ranked. Tokens before position `first` and from `recent` on always stay.
+
+    n_keep: tokens to keep, per row. is_shared: True if they are shared among the rows of a layer. n_most,
+    floor: arguments `most` and `floor` of keep_shared.
+    """
 
     first: int
     recent: int
@@ -62,7 +66,7 @@ class Ends(NamedTuple):
 
 
 def ends(*, next, pinned, budget, slack, window, sinks=0, heads="equal", floor=0.2, layers="equal"):
-    """Return the Ends of a policy that ranks: tokens before `first` and from `recent` on stay."""
+    """Return the Ends for the parameters of a policy that ranks tokens."""
     # with heads=adaptive, `budget` is a row's maximum, twice the mean of the layer's rows
     is_shared = heads == "adaptive"
     first, n_keep = max(sinks, pinned), budget // (2 if is_shared else 1) - slack

@@ -3,7 +3,7 @@
 Among equals, the oldest token is evicted.
 """
 
-# only for float32: the policy's scores are float32, and equal scores must be equal here
+# only for float32, the type of the policy's scores: scores that are equal there must be equal here
 import numpy as np
 
 from . import ends, keep_ranked, n_arrived, news

@@ -6,7 +6,7 @@ exact, so both find the same ties between scores.
 
 import math
 
-# only for float32: the policy's scores are float32, and equal scores must be equal here
+# only for float32, the type of the policy's scores: scores that are equal there must be equal here
 import numpy as np
 
 from . import ends, keep_ranked

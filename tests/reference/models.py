@@ -390,9 +390,9 @@ class DeepSeek32(DeepSeek2):
 
 
 class Gemma4(Llama):
-    """The last layers read the rows of an earlier layer: the last of the same kind that has rows.
+    """The last layers have no rows: they read those of an earlier layer.
 
-    A layer's kind is sliding or not.
+    It is the last layer that has rows and is of the same kind, sliding or not.
     """
 
     archs = ("gemma4",)

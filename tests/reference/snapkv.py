@@ -31,5 +31,5 @@ def pooled(values, kernel, pool):
     padding = [0.0 if pool == "avg" else float("-inf")] * reach
     padded = padding + values + padding
     windows = [padded[i : i + kernel] for i in range(len(values))]
-    # "avg" does not divide by the kernel: this leaves the order of the scores, and sums are exact
+    # like the policy, "avg" adds up without dividing: ranks are the same, and sums of the tests' votes exact
     return [sum(window) if pool == "avg" else max(window) for window in windows]

@@ -32,7 +32,8 @@ class Row:
     last f64[n]: attention of the newest query, over the same heads.
     seen: for each entry, the attention of each query since it came, as in records.
     old, notes: for the policy; at first False and empty.
-    asked: for each query so far, its position and f64[group, head_dim], in all layers that read the row.
+    asked: for each query so far, its position, and its vectors in all heads that read the row, f64[head,
+    head_dim].
     number: index of the row among all layers' rows; -1 in sliding layers.
     """
 
@@ -133,8 +134,8 @@ class Stream:
     recalled: number of evicted entries that a step attends to in addition to a row's entries; math.inf: all.
     far: evicted entries before this position are placed at distance n_near from the step's first token. An
     eviction sets `far` to n_near before the next token.
-    n_block: if set, only whole blocks of n_block tokens become far, in later rows up to a quarter of a block
-    later.
+    n_block: if set, entries become far in whole blocks of n_block tokens; rows with higher numbers are later,
+    by up to a quarter of a block.
     exact: number of tokens in clusters that a one-token step attends to exactly; None: no clusters.
     future: (n_query, n_future, n_skip) of a policy that reads `future` and `length` in records, or None.
     """
@@ -241,8 +242,9 @@ class Stream:
     def _look_ahead(self, layer, row, records):
         """Add `future` and `length` to the records.
 
-        future: for each head, mean and variance over the last queries of the logit that a query would give on
-        average at the next n_future positions. length: norm of the value; 1 if values are a part of the keys.
+        Each of the last queries gives an entry a logit, averaged over the query's next n_future positions.
+        future: for each head, mean and variance of these logits. length: norm of the value; 1 if values are a
+        part of the keys.
         """
         model, (n_query, n_future, n_skip) = self.model, self.future
         row.asked = row.asked[-max(min(n_query, self.next - n_skip), 1) :]
@@ -300,7 +302,7 @@ class Stream:
         return out
 
     def carry(self, layer, x, n):
-        """Return the layer's previous n entries, then x f64[n_tokens, size]. Before the stream are zeros."""
+        """Return x f64[n_tokens, size] after the layer's previous n entries, which are zeros at first."""
         both = np.concatenate((self._carried.get(layer, np.zeros((n, x.shape[1]))), x))
         self._carried[layer] = both[len(both) - n :]
         return both
@@ -334,7 +336,7 @@ class Stream:
         return row.number * (self.n_block // 4) // sum(map(len, self.rows))
 
     def _first_near(self, row):
-        """First position of a row's archive whose entries keep their true distance to the query."""
+        """Position from which on a row's archived entries keep their true distance to the query."""
         if not self.n_block:
             return self.far
         return (min(self.far, row.archive.pos[-1] + 1) - self._late(row)) // self.n_block * self.n_block

@@ -147,7 +147,7 @@ STAGES = {"pip": with_pip, "name": with_pip_by_name, "pipx": with_pipx, "uv": wi
 
 
 def variants(place: Place, kvtool: list[object], model: str, expected: dict[str, float]) -> None:
-    """Check the library's parts for kinds of CPU one by one: each that runs here gives the same."""
+    """Check the library's parts, one for each kind of CPU: each that runs here gives the same perplexity."""
     (installed,) = (place.folder / "env").rglob("kvtool_llama/lib")
     parts = sorted(installed.glob("*ggml-cpu-*"))
     for part in parts:

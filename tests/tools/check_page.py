@@ -93,7 +93,7 @@ def stop(visit: Visitor) -> None:
 
 @check
 def edit(visit: Visitor) -> None:
-    """An edited message is sent with the history before it, and the server reads that from its snapshot."""
+    """An edited message is sent with the history before it, which the server restores from a snapshot."""
     with visit.page() as page:
         for text in ("My name is Ann.", "I live in Oslo.", "I like tea."):
             send(page, text)
@@ -180,7 +180,7 @@ def goes_on_elsewhere(visit: Visitor) -> None:
 
 @check
 def held(visit: Visitor) -> None:
-    """The held tokens are shown one by one, with a legend, and by keyboard."""
+    """The held tokens are shown one by one, with a legend; arrow keys move from token to token."""
     with visit.page() as page:
         page.get_by_role("checkbox", name="What is held").check()
         panel = page.get_by_role("region", name="What is held")
@@ -485,7 +485,7 @@ def settings(visit: Visitor) -> None:
 
 @check
 def closed(visit: Visitor) -> None:
-    """A page closed during a reply keeps its beginning, and reports that."""
+    """A page that was closed during a reply shows the reply's beginning, and that it is unfinished."""
     with visit.page(fake=True) as page:
         send(page, "hi", wait=False)
         piece(page, "half", first=True)
