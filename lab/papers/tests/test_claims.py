@@ -1,4 +1,4 @@
-"""Claims of the abstracts: their numbers are computed here in another way; power of their tests."""
+"""Claims of the papers' abstracts: their numbers, computed again in another way, and their tests' power."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_buzz_at_40_percent_has_a_share_of_the_full_caches_rouge_with_an_interva
     ends = np.quantile([100 * mean_rouge(own, at) / mean_rouge(full, at) for at in drawn], [0.025, 0.975])
     shown, *interval = map(int, re.search(r": (\d+) % \((\d+) to (\d+)\)", rows()[row]).groups())
     assert shown == round(ratio)
-    # the draws have another seed
+    # the draws here have another seed, so that the ends differ a little
     assert interval == pytest.approx(ends, abs=2)
     assert f"{shown} % ({interval[0]} to {interval[1]})" in (tables.LABORATORY / "buzz.md").read_text()
 

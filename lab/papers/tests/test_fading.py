@@ -1,4 +1,4 @@
-"""lab/papers/fading.py has the engine's perplexity, and computes means by their definition."""
+"""lab/papers/fading.py agrees with the engine's perplexity, and with the definition of its means."""
 
 import math
 

@@ -397,7 +397,7 @@ def test_a_map_is_json_a_table_and_a_picture(kind, program, tmp_path):
         assert lines[-1].split()[:2] == ["all", f"{result['mean']['share']:.1%}"]
         assert lines[1].split()[1] == f"{np.mean(result['share'][:4]):.1%}"
     else:
-        # of the two layers one is both the middle and the last
+        # by default the first, middle and last layers are shown; of two layers the second is middle and last
         assert [line.split()[:2] for line in lines[1:5]] == [[a, b] for a in "01" for b in "02"]
         assert lines[5].split()[:3] == ["all", "8", "heads"]
         last = result["mean"]["random" if kind == "attention" else "within_256"]

@@ -83,7 +83,7 @@ def test_a_cell_is_a_mean_with_its_standard_error_and_the_papers_number(measured
 def test_differences_are_paired_and_named_where_a_table_s_tests_tell_them(measured):
     noise = np.random.default_rng(0).normal(size=40)
     spread = np.tile([1, -1], 20)
-    # the mean of 40 items of spread 1 has an error of 0.16; Holm's first of three tests needs 2.4 errors
+    # with 40 items of +-1 the mean's error is 0.16; Holm's first of three tests needs 2.4 such errors
     error = spread.std(ddof=1) / np.sqrt(40)
     text = measured(
         lines(
@@ -95,7 +95,7 @@ def test_differences_are_paired_and_named_where_a_table_s_tests_tell_them(measur
         ScoreTable("logp", against="buzz"),
     )
     ends = dict(re.findall(r"\| `(\w+)` \| .*?±[\d.]+ ?(\w*) \|", text))
-    # with Holm, local is significant because the two tests before it are
+    # Holm tests local last, at p <= 0.05, because the two tests before it are significant
     assert ends == {"buzz": "", "h2o": "better", "tova": "worse", "local": "better"}
     alone = np.tile([1.0, -1.0], 20) + 2.1 * error
     many = {f"h2o:decay=0.{i}__64": {"logp": (noise + alone).tolist()} for i in range(1, 9)}
@@ -140,7 +140,8 @@ def test_the_papers_differences_are_counted():
     paper = {"full": "9", "buzz": "5", "h2o": "6", "tova": "4", "local": "3", "cam": "5", "roco": "1"}
     numbers = {(row, "64"): n for row, n in paper.items()}
     table = ScoreTable("f1", against="buzz", paper=numbers)
-    # same direction for h2o, other for tova, none for local; full, equal and missing numbers do not count
+    # h2o differs as in the paper, tova the other way, local not significantly; full, cam (equal in the paper)
+    # and roco (not measured) do not count
     assert counted(stored, table) == Verdict(same=1, other=1, unclear=1)
     lower = [line | {"scores": {"ms": line["scores"]["f1"]}} for line in stored]
     slower = ScoreTable("ms", against="buzz", paper={("buzz", "64"): "5", ("h2o", "64"): "6"})
@@ -304,7 +305,8 @@ def test_of_several_texts_a_text_is_the_unit(measured):
     table = ScoreTable("nll", ("of", "budget"), "buzz", names=names, pooled={"all": None})
     text = measured(list(of_texts(6, more)), table)
     assert "| policy | books, 64 | papers, 64 | all, 64 |" in text
-    # with blocks as units the first column would have a verdict; four texts are too few, and six disagree
+    # the units are texts: four books or two papers are too few for a test, and all six texts disagree. With
+    # blocks as units the books would have a verdict
     assert "better" not in text
     assert "worse" not in text
     text = measured(list(of_texts(6, [0.1] * 6)), table)
@@ -352,7 +354,7 @@ def test_rows_may_be_budgets_of_a_policy(measured):
     )
     text = measured(stored, table)
     assert "| cells | h2o |\n| --- | ---: |\n| 51 | 2.00 |\n| 102 | 1.00 better |\n" in text
-    # lower is better, so a number that is higher in the paper is the other direction
+    # with 102 cells the paper's time is higher than with 51, the measured time lower
     assert counted(stored, table) == Verdict(other=1)
 
 
@@ -407,7 +409,7 @@ def test_the_same_item_of_several_files_is_one_unit(measured):
         for line in lines(buzz__64={"f1": [0.5] * 5}, h2o__64={"f1": [0.4] * 5})
     ]
     table = {"by": ("of",), "against": "buzz", "pooled": {"all": None}, "only_pooled": True}
-    # fifteen answers, but five questions: too few
+    # fifteen answers to five questions: five units are too few for a test
     assert "worse" in measured(stored, ScoreTable("f1", **table))
     assert "worse" not in measured(stored, ScoreTable("f1", **table, same_item=True))
 

@@ -33,7 +33,7 @@ from lab.papers.tests.made_up import answered, compared, ruled
 def test_the_documents_are_what_the_records_kept_say():
     documents = [path.read_text(encoding="utf-8") for path in runner.DOCUMENTS]
     assert [runner.filled(text) for text in documents] == documents
-    # every experiment once
+    # each experiment is shown once
     shown = re.findall(r"<!-- experiment (\S+) -->", "".join(documents))
     assert sorted(shown) == sorted(EXPERIMENTS)
     # the pages of the papers have no table written by hand
