@@ -31,7 +31,7 @@ QUESTIONS = (
 )
 WIDTH, HEIGHT = 100, 32
 SETTINGS = {"KVTOOL_TEMP": "0", "OMP_NUM_THREADS": "1", "PS1": "$ "}
-"""Likeliest words only, so that the picture can be made again."""
+"""Temperature 0 takes the likeliest tokens, so that the picture can be reproduced."""
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def typed(state: str) -> str:
     state: a folder for the history of what is typed.
     """
     own = SETTINGS | {"PATH": f"{KVTOOL.parent}:{os.environ['PATH']}", "XDG_STATE_HOME": state}
-    # not by tmux -e: the shell that tmux starts sets some of them once more
+    # `env` sets them last; the shell that tmux starts would change some that `tmux -e` sets
     shell = shlex.join(["env", *(f"{name}={value}" for name, value in own.items()), "bash", "--norc"])
     size = ("-x", str(WIDTH), "-y", str(HEIGHT))
     tmux("-f", os.devnull, "new-session", "-d", *size, "-c", str(ROOT), shell)
@@ -75,10 +75,10 @@ def wait(prompt: str) -> None:
 
 
 def draw(screen: str) -> None:
-    """Write the picture of a screen. It has no address of a font: a picture loads nothing."""
+    """Write the picture of a screen, without addresses of fonts, so that the picture loads nothing."""
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, color_system="truecolor")
-        # as one text: a style goes on in the next line
+        # print one text, because a style continues in the next line
         console.print(Text.from_ansi(screen.rstrip("\n")), soft_wrap=True)
         svg = console.export_svg(title="kvtool chat", unique_id="kvtool")
     TARGET.write_text(re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.S), encoding="utf-8")

@@ -113,7 +113,7 @@ EXITS = {
     129: "The terminal went away.",
     141: "Whoever read stdout stopped reading (a closed pipe).",
 }
-"""Exit codes that no error of ours stands for."""
+"""Exit codes that do not come from a class of kvtool.errors."""
 
 
 def page() -> str:
@@ -146,7 +146,7 @@ def _help(command: Any) -> str:
 
 
 def _summary(command: Any) -> str:
-    """The sentence that the list of commands has, or the first one of a command's help."""
+    """The command's short help, or the first sentence of its help."""
     if command.short_help:
         return _cell(command.short_help)
     return _cell(_help(command).split("\n\n")[0].replace("\n", " ").partition(". ")[0].rstrip(".") + ".")
@@ -190,34 +190,34 @@ def _argument(param: Any) -> str:
 
 
 def _option(param: Any) -> str:
-    """-m, --model TEXT, each name as code."""
+    """Return an option's names as code, then its placeholder unless it is a flag: `-m`, `--model` TEXT."""
     names = ", ".join(f"`{name}`" for name in [*flags_of(param), *param.secondary_opts])
     return names if param.is_flag or param.count else f"{names} {_metavar(param)}"
 
 
 def _metavar(param: Any) -> str:
-    """What is to be put for the value."""
+    """Placeholder for the option's value."""
     kinds = {"int": "N", "integer": "N", "float": "X", "path": "FILE", "file": "FILE"}
     kind = param.type.name.split()[0].strip("<>").lower()
     return str(param.metavar or kinds.get(kind, "TEXT"))
 
 
 def _default(param: Any) -> str:
-    """What is taken unless the option is given: a value, or words for it."""
+    """The option's default as text: words if it has some, else its value; "" without a default."""
     if words := default_of(param):
         return words
     if param.show_default is False:
         return ""
     if param.required:
         return "required"
-    # 0 is a default, too
+    # 0 is shown as a default, unlike False, None and empty sequences
     if param.default is False or param.default in (None, (), []) or callable(param.default):
         return ""
     return f"`{param.default}`"
 
 
 def _cell(text: str) -> str:
-    """In one line of a table."""
+    """Return a text as a cell of a Markdown table, on one line."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
