@@ -36,7 +36,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """make(kind): a model with the tokens of this kind of template, and with longer tokens after ">"."""
+    """make(kind): a model with the tokens of this kind of template, and with tokens that continue ">"."""
     folder, made = tmp_path_factory.mktemp("vocabularies"), {}
 
     def make(kind):
@@ -121,7 +121,6 @@ def test_a_thought_without_a_limit_ends_where_the_model_ends_it(models, kind):
         tokens = model.tokenize(text, special=True).tolist()
         for n, token in enumerate(tokens):
             assert token in fitting(constraint, model), (n, text)
-            # the grammar allows every token of the thought
             assert constraint.accept(token)
         assert {*fitting(constraint, model).tolist()} == {*Vocabulary.of(model).ends}
         assert parts(model, tokens, tags, header) == (thought, gap + '{"city": "Nice"}', True)
@@ -170,7 +169,7 @@ def test_a_reply_may_begin_with_a_thought_or_with_the_answer(models):
         tokens = model.tokenize(text, special=True).tolist()
         assert all(map(constraint.accept, tokens))
         assert fitting(constraint, model).tolist() == [*Vocabulary.of(model).ends]
-    # an answer that begins as the tag does may still be a thought
+    # a reply that begins as the tag does may still become a thought
     constraint = AfterThought(
         Matcher(Vocabulary.of(model), gbnf.rules_of('root ::= "<t>" | "a"')), model, THINK, ""
     )

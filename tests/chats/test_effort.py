@@ -1,4 +1,4 @@
-"""Efforts: a wish for more or less thinking, as the variables that a chat template reads."""
+"""Efforts: a wish for more or less thinking becomes the variables that a chat template reads."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_a_template_that_runs_over_tools_takes_a_chat_without_them():
     for source in ("{% for t in tools %}{{ t.name }}{% endfor %}", "{{ tools | length }}{{ tools | join }}"):
         template = Template(source + "{{ messages[0].content }}", "", "")
         assert template.render([{"role": "user", "content": "Hello"}]).endswith("Hello")
-    # a template that tests for tools sees none
+    # a template that tests whether `tools` is None finds that it is
     assert Template("{{ tools is none }}", "", "").render([{"role": "user", "content": "."}]) == "True"
 
 

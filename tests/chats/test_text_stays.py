@@ -280,7 +280,7 @@ def test_a_chat_reads_a_marker_as_text(smol, real, tmp_path):
     *messages, _ = json.loads(called("session", "export", "--json", path).stdout)
     assert [each["content"] for each in messages if each["role"] != "assistant"] == [EVIL, evil, evil]
     shown = json.loads(called("session", "show", "--json", path).stdout)
-    # one more: the only token of the last reply
+    # plus 1 for the last reply, which is one token (-n 1)
     assert shown["tokens"] == len(count(real, messages)) + 1
 
 

@@ -219,7 +219,7 @@ SWITCHED = DROPS.replace("%OPEN%", "{% if enable_thinking is false %}<think>\n\n
 OPENED = DROPS.replace(
     "%OPEN%", "<think>\n{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}"
 )
-# earlier replies get an empty thought, and the prompt states the effort
+# this template gives earlier replies an empty thought, and states the effort in the prompt
 TOLD = "effort {{ reasoning_effort or 'medium' }}. " + DROPS.replace(
     "{{ m.content.split", "<think></think>{{ m.content.split"
 ).replace("%OPEN%", "<think>\n")

@@ -58,7 +58,7 @@ def test_without_colour_each_column_has_a_mark_below_it():
     )
     assert ". no row, 1 2%, 2 5%, 3 10%, 4 20%, 5 40%, 6 70%, 7 more, # all rows" in legend
     assert strip == "#7631."
-    # the character of two columns has two marks
+    # a character that is two columns wide has two marks
     assert body.split("\n")[:4] == ["One and twos.\u23ce", "###77776666311", "\u4e16 end", "......"]
     assert "6 tokens: 1 held by every row, 4 by some, 1 forgotten" in out
 
@@ -131,7 +131,7 @@ def test_what_is_archived_is_not_forgotten(shaded):
 
 @pytest.fixture(scope="module")
 def watched(tiny_model):
-    """Return a run's holdings, each row's positions at each snapshot by the engine's table, and the texts."""
+    """Return a run's holdings, the positions that each row held at each snapshot, and the tokens' texts."""
     seen = {}
 
     def record(n):
@@ -296,7 +296,7 @@ def test_the_picture_tells_rows_and_archive_apart():
 
     layer = np.repeat(np.arange(6, dtype=np.int32), 2)
     until = np.zeros((12, 5000), np.uint8)
-    # layers 0 to 2 hold the first half, layers 3 to 5 the last quarter; the archive has half of either part
+    # layers 0 to 2 hold the first half, layers 3 to 5 the last quarter; the archive has half of each part
     until[:6, :2500] = until[6:, 3750:] = 1
     found = holdings.Holdings(
         *(layer, np.tile(np.arange(2, dtype=np.int32), 6), np.array([5000]), until),

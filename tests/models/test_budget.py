@@ -24,7 +24,7 @@ HYBRID = Layers(
     ),
     n_swa=200,
 )
-"""PLAIN with a sliding window (200 tokens and a batch, 256 bytes each) and a state of 12,345 bytes."""
+"""PLAIN, a layer with a sliding window (200 tokens; a cell takes 256 bytes), and a state of 12,345 bytes."""
 
 
 def parse(text, layers=PLAIN, n_batch=64, **types):
@@ -81,7 +81,7 @@ def test_a_batch_too_large_for_the_window_of_a_small_budget_gets_smaller():
     assert small.swa_bytes(256) == 768 * 256
     assert parse(f"{beside + 256 * 512}B", small, 256) == (256, 64)
     assert parse(f"{beside + 512 * 512 - 1}B", small, 256) == (256, 64)
-    # if even a quarter of the cache is too large for a batch, the batch is the largest that fits
+    # here a batch of a quarter of the cache (64 tokens) does not fit, and the largest that fits is 12
     tight = replace(HYBRID, n_swa=500)
     assert parse(f"{beside + 256 * 512}B", tight, 256) == (256, 12)
     assert parse(f"{beside + 256 * 512}B", tight, 8) == (256, 8)

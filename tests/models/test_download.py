@@ -204,7 +204,7 @@ DISK_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     [
         ("URL", "kvtool.models.fetch.os.fsync", DISK_FULL),
         ("hf:o/r", "huggingface_hub.hf_hub_download", DISK_FULL),
-        # as a library in Rust reports it
+        # huggingface_hub's library in Rust reports a full disk in this way
         ("hf:o/r", "huggingface_hub.hf_hub_download", RuntimeError(f"I/O (os error {errno.ENOSPC})")),
     ],
 )

@@ -88,7 +88,7 @@ def files(folder: Path) -> list[str]:
 
 
 def tiny_gguf(path: Path, arch="llama", n_head_kv=2, **keys) -> Path:
-    """Write a model of 3 layers and 8 heads of 16. keys: more metadata (__ for a dot); None removes one."""
+    """Write a model with 3 layers of 8 heads of size 16. keys: metadata (__ is a dot); None removes a key."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name("Tiny")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_1)
@@ -361,7 +361,7 @@ def test_a_killed_download_starts_over_and_two_at_once_download_once(tmp_path, f
 
 
 def test_a_failing_pip_is_one_line(tmp_path, monkeypatch):
-    # the index is an empty folder: pip needs no network
+    # pip may use no index, so it needs no network
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)

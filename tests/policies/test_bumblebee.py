@@ -1,4 +1,4 @@
-"""BumbleBee beyond the comparison with its twin: summaries of whole prompts, both phis, and the state."""
+"""BumbleBee, in addition to test_policies.py: summaries of whole prompts, both phis, and the state."""
 
 import math
 from itertools import combinations
@@ -229,7 +229,7 @@ def test_both_phis_are_what_they_are_called(x):
 
 
 def corners(cache):
-    """Return keys of four zeros and four of 1 or -1: their cosines are multiples of 1/4, exact in f16."""
+    """Return keys with four elements of 0 and four of 1 or -1: cosines are multiples of 1/4, exact in f16."""
     n_row, n_token, n_dim = cache.keys.shape
     order = cache.rng.random((n_row, n_token, n_dim)).argsort(axis=2)
     signs = cache.rng.choice(np.array([-1, 1], np.float32), (n_row, n_token, n_dim))

@@ -76,7 +76,7 @@ def test_compressing_and_adopting_is_a_plan_of_the_stream():
 
 
 def held_after(policy, n_plan, batch=1):
-    """Yield the live cells after each eviction. The last step before each one has `batch` tokens."""
+    """Yield the number of live cells after each eviction. The step before an eviction has `batch` tokens."""
     cells, following = np.empty(0, np.int32), 0
     state = policy.start(1, policy.budget + batch, 0)
     for _ in range(n_plan):

@@ -1,4 +1,4 @@
-"""Divergence from the full cache: equal to its definition in NumPy, and close to that over all tokens."""
+"""Divergence from the full cache: equal to its definition, and close to the divergence over all tokens."""
 
 from __future__ import annotations
 

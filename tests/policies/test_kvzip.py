@@ -125,7 +125,7 @@ def test_each_segment_of_a_prompt_beyond_the_context_is_repeated(tiny_model):
     model, parts = transformer.Llama(path), []
     with open_engine(path, policy) as engine:
         assert engine.whole_reader.n_segments(n) == 3
-        # more than one chunk a segment
+        # each segment, of 133 or 134 tokens, is repeated in more than one chunk
         assert engine.whole_reader.reconstruction.n_chunk(134) < 133
         assert engine.read(tokens[:n]) == n
         for segment in np.array_split(tokens[:n], 3):
@@ -156,7 +156,7 @@ def test_of_a_reconstruction_nothing_is_left(tiny_model, arch, chunk):
                 signals = engine.whole_reader.reconstruction.read(tokens[:120], 0, decode)
                 assert (signals["highest"] > 0).all()
                 after = dict(engine.save())
-                # only the beginning of the signals' window may differ
+                # of the engine's numbers, only the beginning of the signals' window may differ
                 assert (after.pop("engine") != before.pop("engine")).sum() == 1
                 assert before.keys() == after.keys()
                 assert [name for name in before if not np.array_equal(before[name], after[name])] == []

@@ -204,14 +204,15 @@ def buzz_plan(mass, old, **params):
 
 
 def test_buzz_keeps_the_local_maximum_of_each_new_segment_and_the_first_of_equals():
-    # 1 sink | 1 5 2  7 7 0  9 | 1 in the window
+    # attention by segments of 3, between one sink and the one token of the window: 1 5 2 | 7 7 0 | 9
     kept, old = buzz_plan([9, 1, 5, 2, 7, 7, 0, 9, 0], [0] * 9, sinks=1, window=1, stride=3)
     assert kept == [0, 2, 4, 7, 8]
     assert old == [2, 4, 7]
 
 
 def test_buzz_thins_old_tokens_by_the_half_stride_whatever_their_attention():
-    # 1 sink | old: 0 9 9  0 9, new: 1 2 3 | 1 in the window
+    # attention between one sink and the one token of the window: 0 9 9 | 0 9 of old tokens, in segments of
+    # 3, the half stride; 1 2 3 of new tokens
     was_old = [0, 1, 1, 1, 1, 1, 0, 0, 0, 0]
     kept, old = buzz_plan([9, 0, 9, 9, 0, 9, 1, 2, 3, 0], was_old, sinks=1, window=1, stride=5)
     assert kept == [0, 1, 4, 8, 9]

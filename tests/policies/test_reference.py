@@ -59,7 +59,7 @@ close = {"rtol": 0, "atol": 1e-4}
 
 @pytest.mark.parametrize("rope", tiny.ROPE_ARCH)
 def test_is_the_transformer_of_the_definition(folder, rope):
-    """Loops over query heads, tokens and past tokens, in float64; rotations by cosine and sine."""
+    """The definition: loops over heads, tokens and past tokens in float64; rotations by cosine and sine."""
     model = write(folder, rope=rope)
     tokens = text(12)
 
@@ -199,7 +199,7 @@ def test_auto_positions_are_original_until_the_trained_context_is_full_and_again
         run(one_layer, tokens, budget=40, slack=8, keep=keep_ends, positions=positions)
         for positions in ("original", "in-cache", "auto")
     )
-    # the NLL of token i comes from the logits of token i - 1, the first token has none
+    # the NLL of token i comes from the logits of token i - 1; the first token has none
     np.testing.assert_array_equal(auto.nll[:N_CTX_TRAIN], original.nll[:N_CTX_TRAIN])
     # gaps are closed at once where the context ends; the next eviction leaves some again
     np.testing.assert_allclose(auto.nll[N_CTX_TRAIN], in_cache.nll[N_CTX_TRAIN], **close)

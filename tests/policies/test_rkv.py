@@ -1,4 +1,4 @@
-"""R-KV's rule: importance, redundancy of keys, and the one of several similar tokens that stays."""
+"""R-KV's rule: importance, redundancy of keys, and which of several similar tokens stays."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def kept(keys, votes, n_keep, batches=None, **params):
     return np.flatnonzero(policy.plan(view, state).keep[0]).tolist()
 
 
-# 0, 2 and 4 are nearly equal, 1, 3 and 5 unique; the last is the window
+# keys of tokens 0, 2 and 4 are nearly equal; those of 1, 3 and 5 are unique; token 5 is the window
 KEYS = [
     [9, 0, 0, 0, 1],
     [0, 9, 0, 0, 0],
@@ -37,7 +37,7 @@ KEYS = [
 @pytest.mark.parametrize("batches", [[6], [2, 4], [1, 1, 1, 1, 1, 1]])
 def test_of_several_like_tokens_the_newest_stays(batches):
     assert kept(KEYS, [0] * 6, 4, batches, window=1, mixture=0) == [1, 3, 4, 5]
-    # with similar=0 all cosines count; of the similar tokens, 2 lies between the others and has the highest
+    # with similar=0 all cosines count: token 2 is the most redundant, as its key lies between keys 0 and 4
     unspared = {"window": 1, "mixture": 0, "similar": 0}
     assert kept(KEYS, [0] * 6, 5, batches, **unspared) == [0, 1, 3, 4, 5]
     assert kept(KEYS, [0] * 6, 3, batches, **unspared) == [1, 3, 5]
@@ -63,7 +63,7 @@ def test_the_mixture_weighs_importance_against_redundancy():
     only = {"window": 1, "kernel": 1}
     assert kept(KEYS, votes, 2, mixture=1, **only) == [0, 5]
     assert kept(KEYS, votes, 2, mixture=0, **only)[0] != 0
-    # importance and redundancy each add up to 1: all of the attention wins even at a weight of 0.1
+    # importance and redundancy each add up to 1: token 0, with all importance, wins even at a weight of 0.1
     assert kept(KEYS, votes, 2, **only) == [0, 5]
 
 
@@ -75,7 +75,7 @@ def test_importance_is_the_highest_of_the_neighbours_before_the_window():
 
 
 def test_redundancy_is_that_of_the_published_code():
-    """Diagonal and each row's newest cosine above the threshold are set to 0; then the mean of columns."""
+    """It zeroes the diagonal and each row's newest cosine above the threshold, and averages columns."""
     rng = np.random.default_rng(0)
     keys = rng.normal(size=(40, 8)) + rng.normal(size=8) / 3
     unit = keys / np.linalg.norm(keys, axis=1, keepdims=True)

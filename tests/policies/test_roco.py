@@ -7,7 +7,7 @@ from kvtool.policies.roco import RoCo
 
 
 def evicted(attention, **params):
-    """Return the tokens evicted after this attention[query][token]; a query gives 0 to tokens behind it."""
+    """Return the tokens evicted after this attention[query][token]; a query gives 0 to later tokens."""
     attention = np.tril(np.array(attention, np.float32))
     n = len(attention)
     view = view_of(n, attn=attention.sum(axis=0)[None], squares=(attention**2).sum(axis=0)[None])

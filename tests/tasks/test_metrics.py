@@ -73,7 +73,7 @@ def test_sacrebleu_is_what_its_readme_shows():
 
 
 def bleu(output, references):
-    """Return BLEU of words (Papineni et al. 2002), up to 4-grams. Orders without hits have 1/2, 1/4, ..."""
+    """Return BLEU of words (Papineni et al. 2002), up to 4-grams. Orders without hits count 1/2, 1/4, ..."""
     grams = lambda words, n: Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))  # noqa: E731
     logs, halved = [], 1
     for n in range(1, min(4, len(output)) + 1):

@@ -568,7 +568,7 @@ def test_another_opening_is_another_record(tmp_path):
 
 
 def test_the_end_of_a_text_is_no_reply_header(tiny_model, monkeypatch):
-    """The header is the text before the answer. Before the question there is no header."""
+    """Only a prompt ends in a reply header. The text before a question has none: no token is held for it."""
     held = []
     read = Engine.read
     monkeypatch.setattr(

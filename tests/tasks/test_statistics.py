@@ -83,7 +83,7 @@ def test_many_items_take_little_memory():
     statistics.interval(sums, np.ones(500))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # all draws at once would be 10,000 times 500 numbers, three times
+    # all draws at once would take three arrays of 10,000 times 500 numbers
     assert peak < 10_000_000
 
 
