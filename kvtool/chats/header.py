@@ -53,7 +53,7 @@ class Header:
     def of(cls, model: Model, template: Template) -> Header:
         """Return a template's reply header.
 
-        `left_out` is empty unless a thought's tag is in it or in `earlier`.
+        If no tag of a thought is in `left_out` or `earlier`, the whole header becomes `kept`.
         """
         header, earlier = template.reply_start(), template.earlier_start
         tokens = model.tokenize(header, special=True)

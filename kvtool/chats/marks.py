@@ -25,8 +25,8 @@ from kvtool.llama.model import Model
 JOINT, CUT = "\U00010877", "\U00010878"
 """Marks: two ornaments of Palmyrene, which Jinja filters and Python's repr do not change.
 
-JOINT: the two sides are tokenized together. CUT: they are tokenized separately, because llama.cpp finds this
-marker even in plain text. A text's own ornaments are doubled.
+JOINT: the two sides are tokenized together. CUT: they are tokenized separately, for markers that llama.cpp
+would find even in plain text. A text's own ornaments are doubled.
 """
 
 _MARK = re.compile(f"[{JOINT}{CUT}]")

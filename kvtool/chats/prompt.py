@@ -16,7 +16,7 @@ from kvtool.errors import ModelError
 from kvtool.llama.model import Model
 
 _MARKS = ("x", "y")
-"""Two texts that begin differently: any other text can begin like only one of them."""
+"""Two texts that begin differently, so that any other text begins like at most one of them."""
 
 
 def template_of(model: Model) -> Template:
@@ -73,9 +73,10 @@ def request_prefix(template: Template, before: list[Message], request: str, text
 def end_of(whole: str, text: str, render: Callable[[str], str]) -> int:
     """Number of characters of `whole` up to the end of `text`; 0 if that is unknown.
 
-    render: returns the same chat with another text in the place of `text`. The template may change the text,
-    so `whole` is not searched for it. With text added after `text`, the chat first differs at the end of
-    `text`; with another text in its place, at its start.
+    The template may change the text, so `whole` is not searched for it. Instead, the chat is rendered again:
+    with more text after `text` it first differs at the end of `text`, and with another text at its start.
+
+    render: returns the same chat with another text in the place of `text`.
     """
     end = min(_common(whole, render(text + mark)) for mark in _MARKS)
     start = min(_common(whole, render(mark)) for mark in _MARKS)
@@ -100,7 +101,8 @@ def pin_prefix(engine: Engine, text: str, n_pinned: int) -> np.ndarray:
 def prefix_tokens(model: Model, text: str, n_prefix: int) -> tuple[np.ndarray, int]:
     """Return the tokens i32[n] of a rendered chat, and how many of them cover its first characters.
 
-    n_prefix: number of first characters. The text is tokenized as a whole; a token across their end counts.
+    n_prefix: number of these characters. The text is tokenized as a whole; a token that begins in them and
+    ends after them counts.
     """
     start = wants_bos(model, text)
     tokens = tokens_of(model, text, start=start)

@@ -29,7 +29,7 @@ from kvtool.system import files
 from kvtool.system.files import LOCK, is_locked, locked, replacing
 
 FORMAT, FORMAT_ARCHIVED = 1, 2
-"""Format numbers, of sessions without and with FILE.archive; increased when the file's meaning changes."""
+"""Format numbers of sessions without and with FILE.archive; increased when the file's meaning changes."""
 
 SERVED = re.compile(r"([0-9a-f]{16})\.kv(?:\.(\d+))?")
 """Name of a chat's file in a server's folder: a key, and a number if the file holds an earlier turn."""

@@ -104,7 +104,7 @@ class UndoStack:
         return files + sum(self._archives().values())
 
     def _archives(self) -> dict[int, int]:
-        """Bytes by inode of the archives that no session uses. Several copies may share one."""
+        """Bytes of each archive that no session uses, by its inode. Several copies may share one."""
         stats = (os.fstat(copy.archive.fileno()) for copy in self.on_disk if copy.archive)
         return {stat.st_ino: stat.st_size for stat in stats if not stat.st_nlink}
 

@@ -31,7 +31,7 @@ _EARLIER = ("--png", "--type-k", "--type-v")
 """Former names of options. They still work; help and documents do not show them."""
 
 _WIDEST = 32
-"""Maximum width, in columns, of an option's name whose help begins on the same line."""
+"""Maximum width of option names, in columns. The help of a longer name begins on the next line."""
 
 
 class BadValue(typer.BadParameter):

@@ -83,7 +83,7 @@ class Notice:
 
 
 def long_text(engine: Engine, noun: str, n: int) -> str | None:
-    """Return a line about the reading of a text of n tokens; None if the text fits in the budget."""
+    """Return a line that says how a text of n tokens will be read; None if it fits in the budget."""
     n_before = engine.n_past if engine.rereads(n) else 0
     is_whole, settings = engine.reads_whole(n) or n_before > 0, engine.settings
     is_shared = _shares(engine.policy)

@@ -29,7 +29,7 @@ GROUPS = ("models", "session")
 """Groups of commands: their modules define a Typer app named `app`."""
 
 FUNCTIONS = {"eval": "evaluate", "help": "help_"}
-"""Functions of commands whose names Python itself uses."""
+"""Names of functions of commands that have the name of a built-in function of Python."""
 
 
 def module_of(command: str) -> str:

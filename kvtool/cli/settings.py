@@ -43,7 +43,10 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "flo": ("a number", (int, float)),
     "boo": ("true or false", (bool,)),
 }
-"""Text for messages and Python types, by the first letters of click's type name: some versions shorten it."""
+"""Text in messages, and Python types, for each of click's types.
+
+The keys are the first letters of the types' names, because some versions of click shorten the names.
+"""
 
 
 class Setting(NamedTuple):

@@ -36,8 +36,9 @@ def check(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> None:
 def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
     """Return the engine's setting for the limit: {"archive": tokens}, {"archive_bytes": bytes} or {}.
 
-    text: --archive. file: --archive-file. Raises UsageError for a text that is not a size, and for more bytes
-    than the memory or the disk has.
+    Raises UsageError for a text that is not a size, and for more bytes than the memory or the disk has.
+
+    text, file: values of --archive and --archive-file.
     """
     if text is None:
         return {}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def context_length(n_ctx: int | None, n_ctx_train: int) -> tuple[int, str | None]:
-    """Return the context length, and a note if n_ctx exceeds the trained length. n_ctx: --ctx-size."""
+    """Return the context length, and a note if n_ctx (--ctx-size) exceeds the trained length."""
     if n_ctx and n_ctx > n_ctx_train:
         return (
             n_ctx_train,
@@ -23,7 +23,7 @@ def context_length(n_ctx: int | None, n_ctx_train: int) -> tuple[int, str | None
 
 
 def gpu_note(gpu_layers: int | None) -> str | None:
-    """Return the note on --gpu-layers without a GPU, or None. Add workers first: their GPUs count."""
+    """Return the note on --gpu-layers without a GPU, or None. First add workers, whose GPUs count."""
     from kvtool.llama.devices import has_gpu
 
     if not gpu_layers or has_gpu():

@@ -84,8 +84,8 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 )
 """Fields of other servers that change an answer there and that kvtool does not support.
 
-Each row has the names of fields, the values of them that change nothing, and a hint for the error. null is
-always accepted.
+Each row has names of fields, their values that change nothing, and a hint for the error. null is always
+accepted.
 """
 
 NEUTRAL = {name: (values, hint) for names, values, hint in _UNSUPPORTED for name in names.split()}

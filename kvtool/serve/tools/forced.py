@@ -144,7 +144,7 @@ class CallRules:
         return f"{name}_first0"
 
     def _value(self, name: str, syntax: Parameters, schema: Any, root: Mapping[str, Any]) -> str:
-        """Return the expression of one value and its end. name: name of a rule that may be added."""
+        """Return the expression of one value and the text after it. name: for a rule that may be added."""
         known = {} if schema is True else resolved(schema, root)
         types = types_of(known, root)
         if not isinstance(known, Mapping) or (syntax.mark and not types):

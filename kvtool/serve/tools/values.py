@@ -179,7 +179,7 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict:
 
 
 def types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """Return the types that a JSON schema allows; empty if it names no type. root: holds its definitions."""
+    """Return the types that a JSON schema allows; empty if it names none. root: has the definitions."""
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
