@@ -34,7 +34,7 @@ class Sizes:
     chunks, archived
         Tokens of a chunk, and archived tokens before it.
     n_layer, n_read_layer
-        Layers of a step, and of the reading of a chunk.
+        Layers of a step that writes a token, and of a step that reads a chunk.
     full, resident
         Cells of the full cache, and of the cache with residents and means.
     """

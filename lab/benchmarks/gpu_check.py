@@ -305,7 +305,7 @@ def loads(library: str) -> bool:
 
 
 def cuda_folders() -> list[str]:
-    """Folders of CUDA's libraries: for each library the first that has it."""
+    """Folders with CUDA's libraries: for each library, the first folder that has it."""
     found: dict[str, str] = {}
     names = [name for name in CUDA_LIBRARIES if name != DRIVER or not loads(DRIVER)]
     patterns = list(CUDA_FOLDERS)
@@ -432,7 +432,7 @@ HIDDEN = ("part", "at_s", "policy", "budget", "flash", "cache_type", "kv_offload
 
 
 def short(value: Any) -> str:
-    """A value in few characters; of a spread the median."""
+    """Format a value in few characters. A dict that has a median is shown by it."""
     if isinstance(value, dict) and "median" in value:
         value = value["median"]
     if isinstance(value, dict):

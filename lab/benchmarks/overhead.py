@@ -45,7 +45,7 @@ from lab.benchmarks.common import (
 SHORT, AGAIN, LONG = "stock", "stock again", "stock, long"
 
 N_STOCK = 16
-"""The most free cells of a full stock cache: as many as kvtool has if it evicts every 16 tokens."""
+"""Cells that stock frees when its cache is full: as many as kvtool frees if it evicts every 16 tokens."""
 
 N_LONG = 8
 """Tokens of a round with the long cache; few, because each takes many times as long."""

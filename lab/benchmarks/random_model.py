@@ -25,7 +25,7 @@ from kvtool.models.resolve import resolve
 from lab.benchmarks.common import make_parser, note
 
 N_CONV, N_STATE, N_GROUP = 4, 128, 2
-"""Sizes in Qwen 3.5's recurrent layers: tokens of a convolution, size of a head, heads of keys."""
+"""Sizes of Qwen 3.5's recurrent layers: tokens that a convolution spans, dimensions of a head, key heads."""
 
 BLOCK, BLOCK_BYTES = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q4_0]
 CODE_STD = float(np.std(np.arange(16)))

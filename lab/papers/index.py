@@ -46,7 +46,7 @@ PAPERS = {
 """The experiments that repeat each paper, with a few words about each."""
 
 _COLUMNS = {model: (model, UNGROUPED) if not model else (model,) for model in tables.MODELS}
-"""The models of each column. SmolLM2's column also counts that model without groups."""
+"""The models that each column counts. SmolLM2's column also counts SmolLM2 without grouped queries."""
 
 TITLES = {"weightedkv": "WeightedKV", "buzz": "BUZZ", "bumblebee": "BumbleBee", "corm": "CORM"}
 

@@ -42,9 +42,9 @@ class MeasuredMap(NamedTuple):
     heads
         Numbers of each head, for the picture.
     record
-        The same as JSON.
+        The same numbers, for JSON.
     columns, rows
-        The same as a table.
+        The same numbers, as a table.
     """
 
     heads: Heads
