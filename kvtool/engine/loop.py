@@ -472,7 +472,7 @@ class Engine:
         due = min(policy.budget, policy.slack) if policy.ragged else policy.n_live
         if not settings.over_budget or policy.recall:
             return due
-        # a text is read in whole batches, as long as they fit
+        # a text is read in whole batches, so the plan comes after the batch in which it is due, if that fits
         n_batch = settings.n_batch
         return max(due, min(-(-due // n_batch) * n_batch, n_text, self.n_cell))
 

@@ -22,7 +22,7 @@ _C_TYPES = {
     for name, c_type in (("b1", "bool"), ("i4", "int32"), ("i8", "int64"), ("f4", "float"), ("f8", "double"))
 }
 
-# an array's memory for ctypes, three times as fast as numpy.ndarray.ctypes
+# type that gives ctypes the memory of an array, three times as fast as numpy.ndarray.ctypes
 _Memory = ctypes.c_char * 0
 
 

@@ -75,7 +75,7 @@ class Vocabulary:
         except UnicodeDecodeError:
             # llguidance in turn calls this method for the part that is valid text
             return self.tokenizer.tokenize_bytes(data)
-        # some tokenizers add a space before a text, but not after a control character
+        # some tokenizers add a space at the start of a text; a control character before the text prevents it
         for lead in ("", "\x01"):
             tokens: list[int] = model.tokenize(lead + text, special=True).tolist()
             first = model.tokenize(lead).tolist() if lead else []

@@ -174,7 +174,7 @@ class Decoder:
         pointer = api.llama_get_logits(self._context)
         where = ctypes.addressof(pointer.contents), self._n_output
         if where != self._logits_where:
-            # NumPy makes a new ctypes type for each view, which takes most of the time here
+            # keep the view: for each new view NumPy makes a ctypes type, which takes most of the time here
             self._logits = np.ctypeslib.as_array(pointer, (self._n_output, self.model.n_vocab))
             self._logits_where = where
         return self._logits

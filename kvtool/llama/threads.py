@@ -48,7 +48,7 @@ class Threads:
         self._is_up = False
         self._wait_s = _SOONEST_S
         self._since_s = 0.0
-        # by number of tokens in a step, since only steps of equal length are comparable
+        # seconds of recent steps, by number of tokens: only steps of equal length are comparable
         self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_N_RECENT))
         self._before: dict[int, float] = {}
         # time of each step, divided by the usual time of steps with as many tokens
@@ -86,7 +86,7 @@ class Threads:
                 return
             is_faster = not is_hopeless and median(self._trial[1:]) <= _GAIN
         else:
-            # the text ended, or the step length changed
+            # no usual time for this step length: the text ended, or the length changed
             is_faster = False
         if is_faster:
             self._home = self._at

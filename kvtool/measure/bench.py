@@ -219,7 +219,7 @@ class Bench:
                     if row.why or row.seconds >= self.row_s:
                         continue
                     try:
-                        # reads tokens once for each configuration; this does not count in the row's seconds
+                        # the first call for a configuration reads tokens, which the row's seconds exclude
                         saved = self._start(row)
                         if self.stop:
                             return
@@ -290,7 +290,7 @@ class Bench:
         start = time.perf_counter()
         if not self.stop:
             engine.step(self._take(at, 1))
-            # a device may work until the logits have arrived
+            # wait for the logits: a device may still be computing
             engine.context.logits()
         return time.perf_counter() - start
 

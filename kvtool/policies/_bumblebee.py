@@ -46,8 +46,8 @@ def _phi(x, power):
         return float(np.log1p(x))
     if x <= 0:
         return 0.0
-    # either term alone gives a larger y; from above, Newton's method descends to the root of a convex
-    # function
+    # start above the root: either term alone gives a larger y. The function is convex, so Newton's method
+    # then descends to the root
     y: float = min(x / _BETA, (x / _ALPHA) ** _ALPHA)
     for _ in range(50):
         step = (_ALPHA * y**25 + _BETA * y - x) / (y**24 + _BETA)

@@ -49,7 +49,7 @@ class WeightedKV(Ranked):
     reads: ClassVar[Signal] = Signal.ATTENTION
     sums: ClassVar[tuple[str, ...]] = ("attn",)
     paper: ClassVar[str] = "arXiv:2503.01330"
-    # the newest token has no right neighbour
+    # the newest token stays, as it has no right neighbour to merge into
     least_window: ClassVar[int] = 1
 
     @property

@@ -35,7 +35,7 @@ def read(path: Path) -> list[Any]:
     if text.lstrip().startswith("["):
         records: list[Any] = _parsed(text, str(path))
         return records
-    # not splitlines: strings in JSON may contain other line breaks
+    # not splitlines, which also splits at line breaks that strings in JSON may contain
     lines = enumerate(text.split("\n"), 1)
     return [_parsed(line, f"{path}, line {number}") for number, line in lines if line.strip()]
 
