@@ -15,7 +15,7 @@ _DECAY = 0.97
 """Factor by which each draft token reduces the older counts of its group."""
 
 _N_TIME = 9
-"""Number of step times kept for each step length; their median counts."""
+"""Number of step times kept for each step length, of which the median is used."""
 
 _SLOPE = 0.1
 """Assumed cost of one more token in a step, as a fraction of a step of one token. Used until measured."""

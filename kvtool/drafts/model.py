@@ -78,7 +78,7 @@ class ModelDraft:
         self._at, self._ahead = max(len(self._stream) - _BUDGET, 0), []
 
     def _catch_up(self) -> None:
-        """Read the stream's new tokens, and rewind draft tokens that were rejected."""
+        """Read the stream's new tokens, and remove draft tokens that were rejected."""
         come, n = self._stream[self._at :], 0
         while n < min(len(come), len(self._ahead)) and come[n] == self._ahead[n]:
             n += 1

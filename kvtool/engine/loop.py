@@ -61,7 +61,7 @@ class Engine:
     context
         The cache in llama.cpp. It holds the logits of the last step.
     rows
-        Which token each cell of each row holds.
+        Table of the rows: the token in each cell.
     signals
         The attention statistics that the policy reads.
     cache
@@ -69,12 +69,12 @@ class Engine:
     whole_reader, exact_reader
         The objects that read a text whole, or exactly.
     n_refused
-        Length of a text that could not be read whole or exactly for lack of GPU memory; longer ones are not
-        tried. None at first.
+        Length of a text that a GPU lacked memory to read whole or exactly. Texts of this length or more are
+        then read in another way. None at first.
     joint_decoder
         Decodes the steps of several engines together; None if this engine is alone.
     chunk_size
-        Size of the parts in which steps are decoded while another thread waits; None: steps have one part.
+        Size of the parts in which steps are decoded, so that other threads wait less; None: steps are whole.
     """
 
     def __init__(self, model: Model, policy: Policy, settings: Settings | None = None) -> None:

@@ -34,9 +34,9 @@ def deltas(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) ->
 
 
 def moves_of(source: np.ndarray, delta: np.ndarray | None) -> np.ndarray:
-    """Return i32[n, 4]: the moves (row, dst, src, delta) for source i32[row, most] and delta i32[row, most].
+    """Return i32[n, 4]: the moves (row, dst, src, delta) of all cells whose content or key changes.
 
-    delta: None if no key is rotated.
+    source, delta: i32[row, most], as in `deltas`; delta is None if no key is rotated.
     """
     most = source.shape[1]
     moved = source != np.arange(most, dtype=np.int32)

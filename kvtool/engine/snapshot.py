@@ -24,10 +24,10 @@ _COUNTERS = (
 """An engine's counters, in their order in the array "engine"."""
 
 Counters: TypeAlias = "dict[tuple[str, str], int]"
-"""The counters, by the part of the engine that has them and their name there."""
+"""Values of the counters, by (part of the engine, attribute of that part)."""
 
 _FIXED = ("window", "window_cells")
-"""Names of the state of sliding and recurrent layers, chosen when only sliding layers were supported."""
+"""Arrays with the state of sliding and recurrent layers, named when only sliding layers were supported."""
 
 
 def save(cache: PolicyCache, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:

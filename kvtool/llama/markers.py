@@ -29,7 +29,7 @@ class Markers:
     attrs
         llama.cpp's token attributes by marker.
     tags
-        The same for special tokens in brackets, such as <think>, whether or not they are markers.
+        llama.cpp's token attributes by tag: a special token in brackets, such as <think>, marker or not.
     """
 
     def __init__(self, attrs: Mapping[str, int], tags: Mapping[str, int]) -> None:

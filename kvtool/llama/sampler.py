@@ -93,7 +93,7 @@ class Sampler:
         self._begin(n, self.settings)
 
     def resume(self, recent: Sequence[int], seed: int) -> None:
-        """Use this seed from now on, in a stream whose last sampled tokens are given."""
+        """Continue a stream whose last sampled tokens are `recent`, with this seed from now on."""
         self.seed = seed
         self.recent.clear()
         self.recent.extend(recent)

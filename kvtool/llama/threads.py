@@ -18,7 +18,7 @@ _N_LEAST, _N_RECENT = 2, 6
 """Minimum and maximum number of earlier steps that a trial is compared with."""
 
 _SOONEST_S, _LATEST_S = 0.3, 10.0
-"""Minimum and maximum seconds of decoding between trials. A trial without gain doubles the time."""
+"""Minimum and maximum seconds of decoding between trials. A trial without gain doubles the wait."""
 
 _GAIN = 0.96
 """A trial counts as faster if its steps take at most this share of the usual time."""

@@ -43,7 +43,7 @@ def text(model: Model) -> np.ndarray:
 
 
 def fill(engine: Engine, tokens: np.ndarray, n: int) -> None:
-    """Fill an empty engine, whose policy evicts nothing, with n tokens: the first ones, repeated."""
+    """Fill an empty engine, whose policy evicts nothing, with n tokens by repeating the first N_SEED."""
     n_seed = min(n, N_SEED)
     engine.read(tokens[:n_seed])
     if n == n_seed:

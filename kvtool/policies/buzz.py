@@ -222,7 +222,7 @@ def _sizes_kept(
 ) -> tuple[int, int]:
     """Return window and threshold such that an eviction leaves n cells plus sinks, or raise ValueError.
 
-    By Theorem 3.1, the middle's steady state equals the window.
+    If neither is given, the window is half of n: by Theorem 3.1 it equals the middle's steady state.
     """
     if threshold is not None:
         left = _n_left(threshold, stride, old_stride)

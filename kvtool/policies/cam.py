@@ -106,7 +106,10 @@ class CaM(Policy):
 
 
 def _merge(evicted: np.ndarray, target: np.ndarray, sampled: np.ndarray, weight: float) -> Merge:
-    """Add the sampled values among cells evicted i64[row, n_evict] to all cells target i64[row, n_target]."""
+    """Return the merge that adds weight times each sampled evicted value to the values of all targets.
+
+    evicted i64[row, n_evict], target i64[row, n_target]: cells. sampled b1[row, n_evict].
+    """
     n_drawn = sampled.sum(axis=1)
     # each target's own value is its first source
     n_term = int((n_drawn + (n_drawn > 0)).sum()) * target.shape[1]

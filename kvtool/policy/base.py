@@ -147,7 +147,7 @@ class Policy:
     def n_asked(self) -> int:
         """Requested budget. A prompt that is read whole is compressed if it has more tokens than this.
 
-        It is below `budget` if it means the cells left by an eviction, or the average of rows that share.
+        It is below `budget` if users request the cells left by an eviction, or an average that rows share.
         """
         return self.budget
 
@@ -255,7 +255,10 @@ class Policy:
         raise NotImplementedError
 
     def move(self, state: State, source: np.ndarray) -> None:
-        """Move the state after a plan: cell i of a row gets that of cell source[row, i], i32[row, n_keep]."""
+        """Move the state after a plan: cell i of a row gets the state of cell source[row, i].
+
+        source: i32[row, n_keep].
+        """
         row, cell = true_cells(source != np.arange(source.shape[1], dtype=np.int32))
         for array in state:
             array[row, cell] = array[row, source[row, cell]]

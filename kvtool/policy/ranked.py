@@ -43,8 +43,8 @@ class Ranked(Policy):
     """Base of policies that define only `scores`: keep sinks, window, and the highest scores of the rest.
 
     Sinks and window are the fields `sinks` and `window` of the dataclass, 0 without such a field. A policy
-    with fields `heads` and `floor` lets the rows of a layer share their budgets; with a field `layers` also
-    the layers. The scores of a layer must then be comparable, and with `layers` not negative. `scores` must
+    with fields `heads` and `floor` lets the rows of a layer share their budgets; a field `layers` lets the
+    layers share. The scores of a layer must then be comparable, and with `layers` not negative. `scores` must
     handle rows with fewer live cells than n_kv. With a field `per`, heads=adaptive needs per=row.
 
     Attributes

@@ -25,7 +25,7 @@ class Signal(IntFlag):
     RECENT = 4
     """Recent attention: summed over the group and the last `n_query` queries of the stream."""
     SQUARES = 8
-    """Squares: each query's attention summed over the group, then squared, summed since the last plan."""
+    """Squares: each query's attention is summed over the group and squared; the sum since the last plan."""
     HITS = 16
     """Hits: number of pairs (query since the last plan, head of the group) that found the key important."""
     IMPORTANT = 32

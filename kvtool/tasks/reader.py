@@ -56,7 +56,7 @@ class Reader:
     Parameters
     ----------
     policy_for
-        Function of the numbers of tokens of a prompt and of its answer that returns the policy.
+        Function that returns the policy, given the numbers of tokens of a prompt and of its answer.
     template
         Chat template for prompts that are a user's turn; None for plain text.
     n_prompt

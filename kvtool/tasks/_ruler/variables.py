@@ -46,7 +46,7 @@ class Variables(Subtask):
         return Sample(f"{example}\n{chain.context}", chain.question, chain.opening, chain.answers)
 
     def _example(self, seed: int, sources: Sources) -> str:
-        """Return a solved example with names of three letters, as long as fits, and at least five lines."""
+        """Return a solved example with names of three letters: as many lines as fit, but at least five."""
 
         def solved(n: int) -> str:
             chain = self._chain(n, 3, random.Random(seed))
