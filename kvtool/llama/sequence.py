@@ -52,8 +52,8 @@ class SequenceContext(Decoder):
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
         """Decode as `Decoder.decode` does, after the shifts of earlier edits."""
-        # edits only record shifts, and llama.cpp gets them here: it rotates shifted keys at its next decode, so
-        # a cache that it saved between a shift and a decode would have unrotated keys
+        # edits only record shifts; llama.cpp gets them here. It rotates shifted keys at its next decode, so a
+        # cache that it saved between a shift and a decode would have unrotated keys
         for shift in shifts(self._at, self._pos_of):
             self.shift(*shift)
         super().decode(tokens, pos_0, n_output)
