@@ -25,7 +25,7 @@ def unpatched(unpatch):
 
 @pytest.fixture
 def edits_on_device(monkeypatch):
-    """Number of moves of each edit so far. All edits are computed on the device, not in host memory."""
+    """Let all edits be computed on the device, not in host memory; list the number of moves of each edit."""
     apply, n_moves = Context.apply, []
 
     def on_the_device(self, moves, *args, **kwargs):

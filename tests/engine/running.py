@@ -20,7 +20,7 @@ from tests.reference import transformer
 transformer.half_precision = any(each["name"].startswith("Vulkan") for each in devices())
 
 ON_CUDA = any(each["name"].startswith("CUDA") for each in devices())
-"""True on CUDA. The order of its half-precision sums depends on load and batch length, so results differ."""
+"""True on CUDA, where the order of half-precision sums depends on load and batch length, so results vary."""
 
 TOLERANCE = 1e-2 if has_gpu() else 1e-4
 """Largest difference from the definition; larger on a GPU, which rounds differently."""
@@ -32,8 +32,8 @@ LOGITS = max(TOLERANCE, 1e-3)
 N_UNTIED = 64
 """Number of tokens that tests of `tova` compare on CUDA.
 
-After them, two tokens have scores of 2.78574e-3 and 2.78573e-3. CUDA adds up in another order than the
-definition, which changes the scores by more than this difference, so it may evict the other token.
+After them, two tokens of a row have scores of 2.78574e-3 and 2.78573e-3. CUDA adds up in another order than
+the definition, which changes scores by more than this difference, so it may evict the other token.
 """
 
 KINDS = ("h2o", "buzz", "corm", "weightedkv")

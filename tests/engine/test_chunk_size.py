@@ -10,7 +10,7 @@ from kvtool.engine.chunk_size import ChunkSize
 from tests.engine.running import TOLERANCE, open_engine, text
 
 SLOW = 1e-9
-"""Time limit, in seconds, that every part exceeds: parts have the minimum size, 32 tokens."""
+"""Time limit, in seconds, that every part exceeds, so that all parts have the minimum size, 32 tokens."""
 
 
 def sizes(parts):

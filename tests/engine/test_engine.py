@@ -286,7 +286,7 @@ def test_a_plan_that_breaks_a_rule_is_an_error_and_changes_nothing(tiny_model, p
 
 @dataclass(frozen=True, slots=True)
 class Summing(Policy):
-    """Keep the newest tokens and sum attention. A plan pops one of `fails`, and fails unless this is None."""
+    """Keep the newest tokens and sum attention. A plan pops one of `fails` and calls it unless it is None."""
 
     budget: int
     slack: int
@@ -721,7 +721,7 @@ def test_what_signals_take_beside_the_cache_counts_as_state(
         n_query = policies.spec(policy, None, options).fit(48).n_query
         n_float = per_cell * 2 * 2 * 256 + per_query * (n_query + n_draft) / max(n_query, 1)
         if per_cell and n_draft:
-            # a step's queries are kept until it is known which draft tokens, and so which signals, count
+            # a step's queries are kept until the accepted draft tokens, whose signals count, are known
             n_float += (n_draft + 1) * 4 * 32 * 2
         assert engine.signal_bytes == 4 * n_float
         assert engine.state_bytes == engine.host_bytes + 4 * n_float

@@ -181,7 +181,7 @@ def test_beside_a_gpu_a_text_is_read_so_unasked(monkeypatch, tiny_model):
     path, parts = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of()
     exact, _, n_bytes = logits_of(path, fit(), parts, prefill="exact", archive_type="f32")
     monkeypatch.setattr(Model, "is_on_gpu", True)
-    # a GPU without room to read the text whole
+    # the GPU has no room to read the text whole
     monkeypatch.setattr("kvtool.engine.whole_reader.gpu_free_bytes", lambda: 0)
     for free, is_exact in ((2**40, True), (0, False)):
         monkeypatch.setattr("kvtool.engine.exact_reader.gpu_free_bytes", lambda free=free: free)

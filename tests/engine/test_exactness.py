@@ -21,7 +21,7 @@ from tests.reference import transformer
 
 
 def twin(name, params, n_ctx):
-    """Return the reference's keep, and its observe or None, with these parameters."""
+    """Return the reference's functions `keep` and `observe` (None if it has none), with parameters bound."""
     module = import_module(f"tests.reference.{name}")
     if "n_ctx" in signature(module.keep).parameters:
         params = params | {"n_ctx": n_ctx}

@@ -87,7 +87,7 @@ def test_what_other_policies_read_and_write_is_that_of_the_definition(path, mode
     tokens = _no_token_twice(160)
     policy = policies.fit(name, 96 if name == "corm" else 48, 16, options)
     made = not path.stem.startswith("deepseek")
-    # with clusters, whole blocks of archived tokens become far
+    # with clusters, archived tokens become far in blocks of 256
     n_block = 256 if name == "recall" and not options else None
     how = {"positions": "auto", "n_block": n_block, "archive_type": "f32"}
     assert score_errors(path, tokens, policy, name, made=made, model=model, **how).max() < TOLERANCE

@@ -28,8 +28,8 @@ from tests.reference import bumblebee, transformer
 def evict(stream, name, policy, ends=()):
     """Let a reference stream evict what the policy's definition in tests/reference evicts.
 
-    ends: ends of a prompt's segments. Queries of each segment are dated as if it ended with the prompt: the
-    policy takes its last queries for the latest ones.
+    ends: ends of a prompt's segments. The queries of each segment are moved to the end of the prompt, so that
+    its last queries count among the latest.
     """
     twin = import_module(f"tests.reference.{name}").keep
 

@@ -34,7 +34,7 @@ def scores(path, policy, tokens, **settings):
 
 @pytest.fixture
 def without_values(monkeypatch):
-    """Treat values as a part of the keys, as with MLA: archived tokens return, without synthetic cells."""
+    """Treat values as a part of the keys, as with MLA: steps recall archived tokens, not synthetic cells."""
     monkeypatch.setattr(Layers, "has_values", False)
 
 
@@ -199,7 +199,7 @@ def test_an_archive_smaller_than_a_block_goes_as_a_whole_where_that_is_complete(
             engine.read(part)
             span = engine.context.archive.span
             assert len(span) <= archive
-            # it holds the newest tokens
+            # the archive ends where the window begins
             assert not span or span.stop == engine.cells().pos.max() + 1 - (engine.n_kv - engine.policy.sinks)
 
 
@@ -674,7 +674,7 @@ def test_of_an_archives_file_the_pages_are_read_that_a_step_needs(tiny_model, pa
 def test_the_space_of_an_archives_file_is_free_when_it_is_closed(tiny_model, path_of_file):
     with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:
         engine.read(text(600))
-        # the list includes its own descriptor, which is closed by now
+        # the folder also lists the descriptor that listed it, which is closed by now
         links = {fd: os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
         (held,) = [fd for fd, name in links.items() if name == f"{path_of_file} (deleted)"]
         # clusters are in memory, not in the file

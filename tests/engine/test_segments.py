@@ -116,7 +116,7 @@ def store(path):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Segments of up to 12 tokens."""
+    """Limit segments to 12 tokens."""
     monkeypatch.setattr(archive_file, "_PIECE", 12 * N_BYTES)
 
 
@@ -258,7 +258,7 @@ def test_a_chat_that_is_set_aside_keeps_its_archive(path, store, n, n_next):
     save(path, second, store)
     assert holds(aside, first)
     assert holds(path, second)
-    # and neither writes into the file of the other
+    # neither chat writes into the file of the other
     for where, stream, end in ((aside, 1, 120), (path, 2, 140)):
         turn(where, Archive(stream, end))
     assert holds(path, Archive(2, 140))
@@ -449,7 +449,7 @@ def test_an_archive_whose_session_is_not_there_is_moved_and_not_deleted(path, le
         assert store.moved.read_bytes() == before
         assert holds(path, archive)
         assert path.with_name("talk.kv.1").read_text() == "mine"
-        # moved once: the next turn finds its own archive
+        # the next turn moves nothing, because it finds its own archive
         archive.end += 10
         save(path, archive, store)
         assert store.moved is None

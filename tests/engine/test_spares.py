@@ -1,4 +1,4 @@
-"""A worker's spares: copies of its device that compute edits. The device itself keeps the decode's graph.
+"""A worker's spares: copies of its device that compute edits, so that the device keeps the graph of decoding.
 
 Run as a module, this file is the client, in its own process: devices are registered for a whole process.
 """

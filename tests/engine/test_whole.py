@@ -80,7 +80,7 @@ def test_rows_that_share_go_on_from_it_too(model, whole, name):
 def test_a_policy_leaves_what_it_leaves_when_it_reads_itself(model, whole, name):
     n, n_cached = assert_leaves_the_same(model, name, whole)
     assert n >= len(TOKENS)
-    # the prompt's sums are cached. Policies of LAST need its last queries, and decode those again.
+    # sums of attention are cached. Policies of LAST need the prompt's last queries, and decode these again.
     # scissorhands decodes all tokens, because HITS are not cached
     n_query = max(policies.spec(name).fit(64).n_query, 1)
     assert n_cached == (0 if name in NONE else n_query if name in LAST else len(TOKENS))

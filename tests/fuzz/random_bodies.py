@@ -84,7 +84,7 @@ class Bodies:
         self.rng = rng
 
     def any(self):
-        """(path, body): a JSON value, or bytes."""
+        """Draw (path, body). body: a JSON value, or bytes."""
         ways = [self.chat] * 8 + [self.wrong_fields] * 12 + [self.drawn] * 6 + [self.messages] * 6
         ways += [self.completion, self.response] * 4 + [self.message] * 12
         ways += [self.tokens] * 3 + [self.shaped] * 2

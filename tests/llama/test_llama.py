@@ -347,7 +347,7 @@ def test_attention_is_what_every_query_has_given(tiny_model, n_head_kv, flash, b
     path = tiny_model(**(SHAPE | {"n_head_kv": n_head_kv}))
     with opened(path, n_cell=512, signals=BOTH, flash=flash) as context:
         at, text = 0, tokens(sum(batches))
-        for n in batches:  # [64] * 6: past 256 cells, where llama.cpp's attention grows
+        for n in batches:  # [64] * 6: beyond 256 tokens, llama.cpp's attention covers more cells
             context.decode(text[at : at + n], at, 1)
             at += n
         attn, last = context.read(Signal.ATTENTION, 512), context.read(Signal.LAST, 512)
@@ -449,7 +449,7 @@ def test_important_counts_back_from_the_last_query(tiny_model, flash, every):
 
 
 def test_important_goes_on_from_what_was_written(tiny_model):
-    # these counts are larger than the number of queries that follow
+    # larger counts than the queries below can cause
     written = 100 + np.arange(N_ROW * 30).reshape(N_ROW, 30)
     written[:, ::7] = 0
     stream = transformer.Stream(transformer.Llama(tiny_model(**SHAPE)))

@@ -32,8 +32,7 @@ class Row:
     last f64[n]: attention of the newest query, over the same heads.
     seen: for each entry, the attention of each query since it came, as in records.
     old, notes: for the policy; at first False and empty.
-    asked: for each query so far, its position, and its vectors in all heads that read the row, f64[head,
-    head_dim].
+    asked: position of each query so far, and its vectors f64[head, head_dim] in all heads that read the row.
     number: index of the row among all layers' rows; -1 in sliding layers.
     """
 
@@ -111,7 +110,7 @@ class Archive:
             setattr(self, name, np.concatenate((getattr(self, name), getattr(row, name)[gone])))
 
     def choose(self, score, k):
-        """Return the sorted indices of the k highest scores f64[n], of equal scores those of newer tokens."""
+        """Return the sorted indices of the k highest scores f64[n]; a newer token wins among equal scores."""
         return np.sort(np.lexsort((-self.pos, -score))[:k])
 
 

@@ -1,6 +1,7 @@
 """WeightedKV (arXiv:2503.01330, Algorithm 1): evict one token at a time; merge its value into the next token.
 
-Averages are taken before the first eviction. A value is a dictionary {position of a source: its weight}.
+Averages of attention are computed before the first eviction. A value is a dictionary {position of a source:
+its weight}.
 """
 
 import numpy as np

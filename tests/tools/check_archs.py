@@ -6,8 +6,8 @@ DIR has small random models, one per architecture. llama.cpp's test-llama-archs 
 tests/tiny_archs.py the rest; `make check-archs` runs both. Prints a line per model; exit status 1 if any
 fails. The checks:
 
-full       the logits of `full` equal those of a context with nothing enabled, bit by bit; only up to rounding
-           if flash attention meets an index. No flash attention for models on which llama.cpp aborts with it
+full       the logits of `full` equal those of a context with nothing enabled, bit by bit; up to rounding with
+           flash attention and an index. Flash attention is not checked where llama.cpp aborts with it
 alike      streamingllm and local score as with llama.cpp's sequence calls, up to rounding. Leaves out models
            with sliding or recurrent layers
 permuted   logits do not depend on the order of the cells in each row, up to rounding

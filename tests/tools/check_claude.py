@@ -43,7 +43,7 @@ class User:
         self.how = {"cwd": self.work, "env": own, "text": True}
 
     def asks(self, prompt, *options, replies):
-        """Return (Claude Code's final event, the requests that it sent)."""
+        """Ask Claude Code; its model gives these replies. Return (its final event, the requests it sent)."""
         n, self.proxy.replies = len(self.proxy.asked), list(replies)
         command = [self.claude, "-p", prompt, *JSON, *options]
         done = subprocess.run(

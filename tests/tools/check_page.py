@@ -294,7 +294,7 @@ def files(visit: Visitor) -> None:
             :90
         ]
         piece(page, "Tea.", first=True, end=True)
-        # it stays when the words are edited, and after a reload
+        # the file stays when the words are edited, also after a reload
         page.reload()
         page.get_by_label("Edit your message").click()
         page.locator(".editing textarea").fill("And now?")
@@ -496,7 +496,7 @@ def closed(visit: Visitor) -> None:
 
 @check
 def narrow(visit: Visitor) -> None:
-    """360 pixels are enough, light and dark; the list opens and closes by keyboard."""
+    """The page fits into 360 pixels, light and dark; the list of chats opens and closes by keyboard."""
     with visit.page(width=360) as page:
         page.get_by_role("checkbox", name="What is held").check()
         send(page, "```\n" + "long" * 40 + "\n```")
@@ -521,7 +521,7 @@ def narrow(visit: Visitor) -> None:
 
 @check
 def keyboard(visit: Visitor) -> None:
-    """Everything has a name, and the Tab key reaches it."""
+    """Every control has a name, and the Tab key reaches it."""
     with visit.page(fake=True) as page:
         send(page, "hi", wait=False)
         piece(page, "```\nx\n```", first=True, end=True)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as
 
 @pytest.fixture(scope="module")
 def popen():
-    """Return forked.Popen after a first call: with each environment, only later programs are forks."""
+    """Return forked.Popen, ready to fork: the first program of each environment is a plain process."""
     for _ in range(2):
         process = forked.Popen([sys.executable, "-c", ""])
         assert process.wait() == 0

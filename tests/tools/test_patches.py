@@ -111,7 +111,7 @@ def test_no_file_of_ours_is_too_long(name):
 
 
 def test_no_file_of_ours_includes_itself_through_others():
-    names: dict[str, set[str]] = {}  # of a .h and its .cpp together
+    names: dict[str, set[str]] = {}  # what each file includes, a .h and its .cpp together
     for path in SRC.glob("*/*.*"):
         own = path.relative_to(SRC).with_suffix("").as_posix()
         names.setdefault(own, set()).update({name.removesuffix(".h") for name in included(path)} - {own})
@@ -380,7 +380,7 @@ def configure(source: Path, *flags: str) -> subprocess.CompletedProcess:
 @needs_cmake
 def test_cmake_patches_and_computes_the_digest_that_python_does(tmp_path):
     source = project(tmp_path)
-    for _ in range(2):  # once more on the patched tree: the same
+    for _ in range(2):  # the second time, the tree is patched already
         done = configure(source)
         assert done.returncode == 0, done.stderr
         llama = source / "vendor/llama.cpp"
