@@ -674,7 +674,7 @@ def test_of_an_archives_file_the_pages_are_read_that_a_step_needs(tiny_model, pa
 def test_the_space_of_an_archives_file_is_free_when_it_is_closed(tiny_model, path_of_file):
     with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:
         engine.read(text(600))
-        # the folder also lists the descriptor that listed it, which is closed by now
+        # listing the folder opens a descriptor, which is in the list but closed by now
         links = {fd: os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
         (held,) = [fd for fd, name in links.items() if name == f"{path_of_file} (deleted)"]
         # clusters are in memory, not in the file

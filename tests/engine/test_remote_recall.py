@@ -34,7 +34,7 @@ RUNS = [
 CACHES = [("on", "f16", 2), ("off", "f16", 2), ("off", "f32", 2), ("on", "q8_0", 2), ("on", "q8_0", 1)]
 N_LAYER, N_DIM = 4, 32
 N_FIRST, N_LATER = 170, 50
-# fewer tokens than are archived, so the oldest are forgotten
+# limit of the archive in tokens; more are evicted, so the oldest are forgotten
 N_ARCHIVE = 100
 LEAVING = [17, 3, 41, 40, 8]
 

@@ -449,7 +449,7 @@ def test_important_counts_back_from_the_last_query(tiny_model, flash, every):
 
 
 def test_important_goes_on_from_what_was_written(tiny_model):
-    # larger counts than the queries below can cause
+    # counts larger than the queries below can cause, to tell both apart
     written = 100 + np.arange(N_ROW * 30).reshape(N_ROW, 30)
     written[:, ::7] = 0
     stream = transformer.Stream(transformer.Llama(tiny_model(**SHAPE)))
