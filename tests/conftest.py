@@ -49,7 +49,7 @@ def pytest_addoption(parser):
 
 
 def _cases(items, sizes):
-    """Return lists of items, in order, that differ only in the parameters that sizes(item) names."""
+    """Return lists of items. The items of a list differ only in the parameters that sizes(item) names."""
     cases = {}
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
@@ -61,8 +61,8 @@ def _cases(items, sizes):
 def _shared(items):
     """Return the items to run without --long: all without a `share` mark, and a share of the marked ones.
 
-    A mark's first argument is the number of items to run of each case. Successive cases start at successive
-    items, so that each size is tried with some cases.
+    share(n, *names): run n items of each case. The items of a case differ in the parameters `names` (default:
+    SIZES). Each case starts at another item, so that every size is tried in some case.
     """
     marks = {item: mark for item in items if (mark := item.get_closest_marker("share"))}
     chosen = set(items) - set(marks)

@@ -180,9 +180,9 @@ _sources: dict[frozenset[tuple[str, str]], list[Source | None]] = {}
 
 
 def _source(environment):
-    """Return the Source for this environment; None if there is none.
+    """Return the Source for this environment; None if forks would not work.
 
-    The first program of an environment gets none, since a second one may never come.
+    The first program of an environment also gets None, since a second one may never come.
     """
     key = frozenset(item for item in environment.items() if not item[0].startswith(READ_LATE))
     if key not in _sources:

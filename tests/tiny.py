@@ -268,7 +268,7 @@ def _add_tensors(
     for i, n in enumerate(np.broadcast_to(n_head_kv, n_layer).tolist()):
         tensors.add_layer(i, tensors.attention(n_head, n, head_dim) | tensors.feed_forward(n_ff))
         if gemma:
-            # small outputs (post_ffw_norm), since llama.cpp looks GELU up in an inexact f16 table
+            # post_ffw_norm is small, to limit the errors of GELU, which llama.cpp looks up in an f16 table
             tensors.add_layer(
                 i,
                 {

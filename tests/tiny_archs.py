@@ -160,7 +160,7 @@ def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
                 "altup_correct_scale": tensors.norm(),
                 "inp_gate": tensors.matrix(n_input, N_EMBD),
                 "proj": tensors.matrix(N_EMBD, n_input),
-                # small, since llama.cpp looks GELU up in an inexact f16 table
+                # small, to limit the errors of GELU, which llama.cpp looks up in an f16 table
                 "post_ffw_norm": tensors.norm(size=0.1),
                 "post_norm": tensors.norm(size=0.1),
             },

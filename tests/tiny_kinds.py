@@ -51,7 +51,7 @@ def write_qwen2vl(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     The sections have 13 of the 16 pairs; the other 3 take the positions of the first sections again.
     Attention has biases.
     """
-    # llama.cpp does not read this architecture's eps and takes 0; the reference does read it
+    # llama.cpp ignores this architecture's eps and takes 0; the reference reads it, so it is nearly 0
     writer = _start(path, "qwen2vl", n_ctx_train, n_layer, eps=1e-12)
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_rope_dimension_sections([5, 4, 2, 2])
@@ -108,7 +108,7 @@ def write_gpt_oss(path, *, n_layer=4, n_expert=2, window=16, n_ctx_train=1024, s
 
 
 def write_lfm2(path, *, n_head_kv=(0, 2, 0, 2, 0), n_conv=3, n_ctx_train=1024, seed=0):
-    """Layers without KV heads convolve the last n_conv tokens; their state holds all but the newest."""
+    """Layers without KV heads convolve the last n_conv tokens; their state keeps the newest n_conv - 1."""
     n_layer = len(n_head_kv)
     writer = _start(path, "lfm2", n_ctx_train, n_layer, list(n_head_kv))
     writer.add_shortconv_l_cache(n_conv)
@@ -183,7 +183,7 @@ def write_gpt2(path, *, n_layer=2, n_ctx_train=1024, seed=0):
             "attn_output": own["attn_output"],
             "ffn_norm": feed["ffn_norm"],
             "ffn_up": feed["ffn_up"],
-            # small, since llama.cpp looks GELU up in an inexact f16 table
+            # small, to limit the errors of GELU, which llama.cpp looks up in an f16 table
             "ffn_down": 0.1 * feed["ffn_down"],
         }
         biases = {f"{name}.bias": tensors.bias(tensor.shape[0]) for name, tensor in layer.items()}
@@ -304,7 +304,7 @@ def write_gemma4(path, *, window=16, n_ctx_train=1024, seed=0):
             own = {name: own[name] for name in own if name not in ("attn_k", "attn_k_norm", "attn_v")}
         behind = {
             "post_attention_norm": tensors.norm(size=0.5 * N_EMBD**0.5),
-            # small, since llama.cpp looks GELU up in an inexact f16 table
+            # small, to limit the errors of GELU, which llama.cpp looks up in an f16 table
             "post_ffw_norm": tensors.norm(size=0.1),
         }
         tensors.add_layer(i, own | tensors.feed_forward(N_FF) | behind)

@@ -455,7 +455,7 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
         its_files.resume(tmp_path / path)
         assert everything(with_archive) == want
         with_archive.writer.engine.close()
-    # once both changes are undone, the session that was set aside as a.1 is in a again
+    # once both changes are undone, the session that was set aside as a.1 has its name again: a
     for _ in range(2):
         assert other.undo()
         other_files.keep_session(undone=True)
@@ -682,6 +682,6 @@ def test_policies_of_each_kind_chat(chat, policy):
     said = ["".join(talk.reply(f"Tell me of day {day} at the sea.", 16)) for day in range(3)]
     assert all(said)
     engine = talk.writer.engine
-    # corm decides how much it keeps
+    # corm itself decides how much to keep, and may evict nothing
     assert engine.n_evicted > 0 or policy in ("full", "corm")
     assert len([message for message in talk.messages if message["role"] == "assistant"]) == 3

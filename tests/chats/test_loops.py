@@ -26,7 +26,7 @@ LIBRARY = ("csv.py", "html/entities.py", "encodings/cp437.py", "token.py", "opco
 
 
 def looped(tokens, letters=range(1_000_000)):
-    """Return (tokens read when a loop is found, tokens of its block, repetitions), or None without a loop.
+    """Return (tokens read until a loop is found, length of its block, repetitions), or None without a loop.
 
     letters: the tokens whose text has letters.
     """

@@ -167,7 +167,7 @@ def test_nothing_can_be_generated_from_nothing(engine):
     with pytest.raises(UsageError, match="there is nothing to continue"):
         "".join(api.generate(engine, "", 4))
     assert "".join(api.generate(engine, "ab cd", 4))
-    # the written text continues
+    # now an empty prompt continues the written text
     assert "".join(api.generate(engine, "", 4))
 
 

@@ -16,7 +16,7 @@ from tests.cli.terminal import terminals
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 
 SMALL = ("-n", 4, "-c", 2048, "--policy", "h2o", "--budget", 128)
-"""Options with h2o: with recall, a session may have a second file, and /undo needs no copies."""
+"""Options with h2o, since with recall a session may have a second file, and /undo needs no copies."""
 
 
 @pytest.fixture
@@ -169,11 +169,11 @@ def test_saving_asks_before_it_replaces_another_chat(terminal, chat_kv):
         chat.type(answer if answer == "\x03" else f"{answer}\n")
         assert said in chat.wait_for("\n> ")
         assert turns(chat_kv) == (FOUR if said == "not saved" else ["hello"])
-    # a later state of the same chat
+    # a later state of the same chat is saved without a question
     chat.say("more")
     assert "saved to" in chat.say(f"/save {chat_kv}")
     assert turns(chat_kv) == ["hello", "more"]
-    # an earlier state of the same chat
+    # an earlier state of the same chat is saved only after a question
     chat.say("/undo")
     chat.type(f"/save {chat_kv}\n")
     assert "holds more of this chat (2 turns" in chat.wait_for("Replace it? [y/N] ")

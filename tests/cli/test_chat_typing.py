@@ -99,7 +99,7 @@ def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
     writer.start()
     assert with_files("Explain @pipe") == "Explain from a pipe"
     writer.join()
-    # in code @ has another meaning
+    # in code, @ does not name a file
     assert with_files("@app.route\ndef f():") == "@app.route\ndef f():"
     (tmp_path / "z.bin").write_bytes(b"abc\xff")
     with pytest.raises(InputError, match=r"z.bin is not a text in UTF-8 \(byte 3\)"):
@@ -455,7 +455,7 @@ def test_words_that_others_use_do_the_same_and_near_misses_are_told(terminal):
         chat.type(f"{line}\r")
         chat.until(f"there is no command {line.split()[0]}; did you mean {instead}?\n\n> {line}")
         chat.type("\x15")
-    # completed by Tab
+    # Tab completes a command
     chat.type("/sta\t")
     chat.until("\n> /stats")
     assert "tokens so far" in chat.say("")

@@ -102,7 +102,7 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     assert found[2]["params"]["window"] == 20
     assert [one["best_other"] for one in found[2:]] == ["local", "h2o:window=20"]
     assert found[2]["nll_minus_best"] == pytest.approx(-found[3]["nll_minus_best"])
-    # only one line per run
+    # one line about all runs, then one line per run
     lines = stderr.splitlines()
     assert lines.pop(0).startswith("4 runs of 200 tokens each; fewer --policies, --budgets or --types")
     assert len(lines) == 4

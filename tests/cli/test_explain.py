@@ -13,7 +13,7 @@ from tests.engine.running import open_engine, text
 
 
 def spy(engine):
-    """Return a list that gets the number of tokens at each plan."""
+    """Return a list to which each plan adds the number of tokens read so far."""
     seen, checked = [], engine.cache.check
 
     def check(view, plan):

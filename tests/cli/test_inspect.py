@@ -309,7 +309,7 @@ def test_the_picture_tells_rows_and_archive_apart():
     colours = [handle.get_facecolor()[:3] for handle in legend.get_patches()]
     pixels = imread(io.BytesIO(output.png(figure)))[..., :3]
     kinds = [np.abs(pixels - np.array(colour)).max(axis=2) < 0.01 for colour in colours]
-    # the rows and columns of the picture itself; the legend below has less of the colours
+    # find the picture itself: more than half of its width has these colours, less in the legend below it
     inside = kinds[0] | kinds[1]
     top, *_, bottom = np.flatnonzero(inside.mean(axis=1) > 0.5)
     left, right = np.flatnonzero(inside[top:bottom].any(axis=0))[[0, -1]]

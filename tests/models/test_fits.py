@@ -162,7 +162,7 @@ def info(n_bytes, n_ctx_train):
         (491_000_000, 8192, 8000, 192, None, None),
         (491_000_000, 8192, 8000, 193, "small was trained for 8,192 tokens, not for 8,193", "qwen3-4b-2507"),
         (98_000_000, 8192, 50_000, 0, "small was trained for 8,192 tokens, not for 50,000", "qwen3-4b-2507"),
-        # only a larger model that was trained for as much is named
+        # the advice names only a larger model that was trained for enough tokens
         (2_400_000_000, 8192, 300_000, 0, "small was trained for 8,192 tokens, not for 300,000", None),
         (2_600_000_000, 8192, 9000, 0, "small was trained for 8,192 tokens, not for 9,000", None),
         # a tiny model, as in tests: no advice

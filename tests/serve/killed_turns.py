@@ -40,7 +40,7 @@ class SlotServer:
     """The part of `kvtool serve` behind HTTP."""
 
     def __init__(self, model, policy, folder):
-        # a chat that goes back reads its prompt in other steps; search=all makes replies independent of them
+        # when a chat goes back, its prompt is read in other steps; with search=all, the reply stays the same
         params = ["search=all"] if policy == "recall" else []
         settings = Settings(n_batch=64, n_threads=1, archive_type="f16")
         engine = Engine(model, policies.fit(policy, 64, 16, params), settings)

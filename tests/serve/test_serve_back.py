@@ -35,7 +35,7 @@ def url(talker, options):
 
 
 def asked(url, messages, **more):
-    """Return (reply, tokens of the chat including it, tokens read, the answer's `kvtool` part)."""
+    """Return (reply, tokens of the chat with the reply, tokens read, the answer's `kvtool` part)."""
     status, found = request(url, {"messages": messages, "max_tokens": 12, **more})
     assert status == 200, found
     usage = found["usage"]

@@ -59,7 +59,7 @@ def ask(url, messages, **more):
 
 @pytest.mark.parametrize(("api", "least"), [("all", (16, 16)), ("messages", (3, 40))])
 def test_every_request_is_answered_or_refused(chat_model, share_of, api, least):
-    """A share of the fuzzing; the whole of it is `make fuzz-serve`."""
+    """A part of the fuzzing that `make fuzz-serve` does in full."""
     n = share_of(100, 300)
     counts, _, (_, n_file) = fuzz_serve.run(chat_model, n, api=api)
     assert sum(counts.values()) >= n

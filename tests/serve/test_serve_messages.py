@@ -89,7 +89,7 @@ def test_a_stream_says_the_same_in_events(server, client):
     sent = httpx.post(
         f"{server.url}/v1/messages?beta=true", json=asked | {"stream": True}, timeout=PATIENCE_S
     )
-    # pings come on a slow machine
+    # on a slow machine, pings come between the events
     events = [event for event in events_of(sent.text) if event["type"] != "ping"]
     kinds = " ".join(event["type"] for event in events)
     assert re.fullmatch(
@@ -270,7 +270,7 @@ def test_a_header_that_changes_is_not_read(client, smol):
     with serving(smol, *options) as server, of(server) as keeps:
         kept = keeps.messages.count_tokens(model="kvtool", messages=messages, system=[HEADER, *SYSTEM])
         assert kept.input_tokens > plain + 10
-        # with --strict-model, only one name is accepted
+        # with --strict-model, names of other models are refused
         for name in ("claude-opus-4-8", "gpt\n9\x1b[2J\u202e"):
             with pytest.raises(anthropic.NotFoundError) as raised:
                 ask(keeps, messages, model=name)

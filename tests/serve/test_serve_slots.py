@@ -39,7 +39,7 @@ NUMBER = itertools.count()
 
 
 class Asked:
-    """A request as HTTP hands it over. seen: called with each event's kind, while its slot may compute."""
+    """A request as HTTP hands it over. seen: called with each event's kind, during its slot's turn."""
 
     def __init__(self, messages, n_max=40, seen=lambda kind: None, **more):
         body = {

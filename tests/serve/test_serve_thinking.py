@@ -176,7 +176,7 @@ def test_a_request_that_wants_no_thinking_gets_a_reply_that_does_not_begin_in_a_
     # the chat has the reply without the empty thought
     assert serve.text.endswith("assistant\nYes.")
     assert "remarks" not in end["held"]
-    # the next request does not turn thinking off
+    # in a request without such a field, the model thinks again
     end = serve(USER, "Hm.\n</think>\n\nYes.", api)
     assert end["message"]["reasoning_content"] == "Hm.\n"
     assert serve.prompt.endswith("assistant\n<think>\n")

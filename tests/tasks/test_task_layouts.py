@@ -159,7 +159,7 @@ def test_shots_of_summaries_are_other_articles_and_the_same_every_time():
             assert item.prompt.count(other.references[0]) == 1
         assert item.references[0] not in item.prompt
         assert item.prompt.endswith("in 1 sentence.\n")
-        # a shot, its summary, an empty line
+        # a shot is an article with its summary; an empty line follows
         assert f"in 1 sentence.\n{others[0].references[0]}\n\n###" in item.prompt
         assert item == items("summarize", "xsum.jsonl", shots=2)[i]
     orders = {tuple(i.prompt for i in items("summarize", "xsum.jsonl", shots=2, seed=s)) for s in range(5)}

@@ -280,7 +280,7 @@ def test_of_winogrande_what_follows_the_blank_is_scored():
     end = " was too small."
     reader = FakeReader({((), "pot"): -1.0, ((), "bag"): -9.0, (("pot",), end): -5.0, (("bag",), end): -4.0})
     told = task.answer(item, reader)
-    # room for all bytes of a choice and the ending
+    # the answer gets room for all bytes of a choice and the ending
     assert reader.n_answer == len(f" pot{end}")
     assert told.output == "bag"
     assert told.scores == {"acc": 1, "acc_norm": 1}
