@@ -1,4 +1,4 @@
-"""H2O: decisions over all rows (in test_policies.py, a twin sees one layer), means, and sums that fade."""
+"""H2O: decisions over all rows (test_policies.py tests one layer at a time), means, and sums that fade."""
 
 import pytest
 from fake_cache import Cache, kept, kept_at_first, view_of
