@@ -15,7 +15,7 @@ void archive::cut(int64_t end, int64_t next) {
         return;
     }
 
-    // the value that archiving set when the stream's next position was `next`
+    // `far` gets the value that it had when the stream's next position was `next`
     far = std::max(begin(), std::min({ far, end, next - n_near }));
 
     for (auto & l : layers) {

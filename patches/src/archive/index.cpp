@@ -43,7 +43,7 @@ size_t side_bytes(int64_t n_embd) {
 }
 
 void set_key(uint8_t * side, int i, const float * key, int64_t n_embd) {
-    // the value farthest from 0 becomes the lowest number, which has no positive counterpart
+    // the value farthest from 0 becomes -128: 8-bit numbers reach farther below 0 than above it
     float most = 0.0f;
     for (int64_t j = 0; j < n_embd; ++j) {
         most = std::fabs(key[j]) > std::fabs(most) ? key[j] : most;

@@ -214,8 +214,8 @@ void made_cells::make(const float * queries, const double * given, const float *
         solve(root, products, g);
     }
 
-    // the ridge changes all logits of a head alike: adding the same combination of queries to all keys corrects
-    // the heads' sums
+    // The ridge shifts a head's logits on all cells by about the same amount, which changes the head's sum. Adding
+    // one combination of queries to all keys corrects the sums of all heads
     for (int n = 0; n < n_mend; ++n) {
         find_shares(sums, [&](int head, int cell) {
             double x = 0.0;
@@ -258,9 +258,9 @@ void made_cells::make(const float * queries, const double * given, const float *
 void made_cells::set_values(const float * found, double elsewhere, double own) {
     const int g = n_head;
 
-    // Solve for values such that the cells, weighted by each head's shares, give its attention output: to =
-    // share^-1. Nearly equal queries make `share` nearly singular, so the solution is regularized towards the
-    // inverse of the intended shares
+    // The values, weighted by a head's shares, must add up to the head's attention output. So the values are
+    // share^-1*found, and `to` is this inverse. Nearly equal queries make `share` nearly singular: the solution is
+    // therefore regularized towards the inverse of the intended shares
     std::vector<double> square(g*g), to(g*g), off(g);
     for (int i = 0; i < g; ++i) {
         for (int c = 0; c < g; ++c) {

@@ -42,7 +42,7 @@ private:
     std::vector<uint8_t>     bytes;   // buffer of the last quantization
     std::vector<double>      gram;    // Gram matrix of the queries [n_head][n_head]
     std::vector<double>      root;    // Cholesky factor of the Gram matrix plus a ridge
-    std::vector<double>      weights; // [cell][n_head]: a key is the sum of the queries with these weights
+    std::vector<double>      weights; // [cell][n_head]: a cell's key is the sum of the queries with these weights
     std::vector<double>      target;  // [n_head]: correction of each head's products
     std::vector<double>      share;   // [head][cell]: share of the head's sum in each cell
 
@@ -61,7 +61,7 @@ private:
     // scales stay, so the cache quantizes k without further change
     void nudge(float * k, const std::vector<double> & key, int c) const;
 
-    // elsewhere: intended share of a head's sum in the cell of each other head; own: in its own cell
+    // own: intended share of a head's sum in its own cell; elsewhere: intended share in each other head's cell
     void set_values(const float * found, double elsewhere, double own);
 };
 

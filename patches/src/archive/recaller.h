@@ -53,7 +53,7 @@ public:
     void clear();
 
     // Build the recall of layer i, whose cached keys are k: see recall_into and make_into. n: elements of the
-    // result. It must be computed on the host's CPU
+    // result. The operation must run on the host's CPU
     ggml_tensor * build(
             ggml_context * ctx, size_t i, const ggml_tensor * k, ggml_tensor ** args, ggml_type type, int64_t n, const logit_params & logits);
 

@@ -117,8 +117,8 @@ int archive::n_row() const {
 }
 
 archive::row_span archive::span_of(int row) const {
-    // Rows are clustered at different steps, so that no step waits for all of them. The delay is short, as tokens
-    // without clusters are all attended to exactly
+    // Each row is clustered a little later than the row before it, so that no step waits for all rows. The delay is at
+    // most a quarter of a block, because a step attends to all tokens without clusters, which takes time
     const int64_t late = (int64_t) row*(n_block/4)/n_row();
 
     return { (far - late)/n_block, n_most < n_few ? 0 : (end() - late)/n_block };
@@ -200,7 +200,7 @@ std::array<int64_t, 4> archive::clustered() const {
     if (clusters.empty() || size() == 0 || n_unsealed > 0 || n_most < n_few) {
         return {};
     }
-    // the last row is clustered last
+    // rows are clustered in order: blocks with the same kind of clusters in the first and last row have it in all rows
     const row_span one  = span_of(0);
     const row_span last = span_of(n_row() - 1);
 

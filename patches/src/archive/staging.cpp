@@ -56,7 +56,7 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
     : tokens(tokens), layers(layers), n_room(n_token), is_apart(!v_trans && lie_apart(layers))
     , copiers(std::clamp(std::thread::hardware_concurrency()/2, 1u, n_most_copiers))
     , sealers(tokens.has_clusters() ? std::max(n_thread/n_sealer_part, 1) : 0) {
-    // bytes per token of the largest layer of each device
+    // for each device: bytes per token of its largest layer
     std::map<ggml_backend_buffer_type_t, size_t> most;
     for (size_t i = 0; i < layers.size(); ++i) {
         size_t & n_bytes = most[ggml_backend_buffer_get_type(layers[i].k->buffer)];

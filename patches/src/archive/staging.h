@@ -1,8 +1,8 @@
 // Staging: archived keys and values are copied to a device, and new ones back to the host, while a long text is read.
 //
 // The device has two buffers. While attention of one layer reads the first buffer, threads copy the next layer's
-// archived tokens to the second. Other threads meanwhile copy new cells of earlier layers to the host and cluster
-// archived tokens there. The device therefore waits only for the first layer's copy.
+// archived tokens to the second. They also copy the cells of earlier layers to the host, where other threads cluster
+// archived tokens. The device therefore waits only for the first layer's copy.
 
 #pragma once
 
@@ -73,7 +73,7 @@ private:
     // A thread's queue of copies to one device.
     struct queue {
         ggml_backend_ptr    backend;
-        std::vector<bounce> bounces; // empty: the device copies from any memory
+        std::vector<bounce> bounces; // empty: the thread copies directly from the archive's memory
 
         size_t next = 0;
     };

@@ -99,7 +99,7 @@ static int grow(int fd, off_t n_old, off_t n) {
 // slabs of a file that are mapped together: a process may have few maps (65,530 on Linux)
 static constexpr int64_t n_region_of_file = 64;
 
-// bytes of memory that are mapped together; pages without a slab are never touched
+// bytes of memory that are mapped together; pages without a slab are never touched and thus take no memory
 static constexpr size_t region_bytes = 64u << 20;
 
 slab_maps::slab_maps(size_t n_bytes) : fd(-1), size(n_bytes), n_region(std::max<size_t>(1, region_bytes/std::max<size_t>(1, n_bytes))) {}
@@ -136,8 +136,8 @@ uint8_t * slab_maps::take() {
         }
 #if defined(MADV_HUGEPAGE)
         if (!has_file()) {
-            // clusters are far apart in memory: address translation of small pages would take longer than
-            // reading them
+            // a step reads clusters that are far apart: with small pages, address translation would take longer
+            // than reading
             madvise(p, n_region*size, MADV_HUGEPAGE);
         }
 #endif

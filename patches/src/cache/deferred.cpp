@@ -1,9 +1,10 @@
 // Signals of several steps computed at once.
 //
-// Flash attention gives no probabilities, so signals need a second product of queries and keys. For a single token,
-// these are many small operations in each layer. Between two edits cells are only appended. The signals of several
-// steps therefore equal those of one batch with the steps' tokens. Steps store their queries here; the signals are
-// computed when they are read, or when there is no room for more queries. Rejected draft tokens are removed first.
+// Flash attention gives no probabilities, so signals need a second product of queries and keys. These are many small
+// operations in each layer, too many for a single token. Several steps therefore share them: as cells are only appended
+// between two edits, the steps' signals equal those of one batch with all their tokens. Steps store their queries here;
+// the signals are computed when they are read, or when there is no room for more queries. Rejected draft tokens are
+// removed first.
 
 #include "graphs.h"
 #include "halving.h"

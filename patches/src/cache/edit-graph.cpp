@@ -15,8 +15,8 @@ namespace kvtool {
 
 // inputs of an edit's graph: one tensor per kind, for all layers
 struct graph_inputs {
-    input idx_src { GGML_TYPE_I32, {}, nullptr }; // rows to gather
-    input idx_dst { GGML_TYPE_I32, {}, nullptr }; // rows to write
+    input idx_src { GGML_TYPE_I32, {}, nullptr }; // tensor rows to gather
+    input idx_dst { GGML_TYPE_I32, {}, nullptr }; // tensor rows to write
     input delta   { GGML_TYPE_I32, {}, nullptr }; // see rope::build
     input weight  { GGML_TYPE_F32, {}, nullptr };
 };
@@ -28,7 +28,7 @@ struct layer_inputs {
     size_t m_dst = 0, m_src[n_level] = {}, m_weight[n_level] = {};
 };
 
-// call f(entry) n times, repeating the last entry if there are fewer: writing it twice changes nothing
+// call f for each entry, then again for the last one until there are n calls: writing it twice changes nothing
 template <typename T, typename F>
 static void repeated(const std::vector<T> & list, int64_t n, F && f) {
     for (int64_t i = 0; i < n; ++i) {

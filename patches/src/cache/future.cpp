@@ -135,8 +135,8 @@ int32_t read_future(
     }
 
     std::vector<asker_inputs> at;
-    std::vector<int>          first_head(layers.size()); // per layer: query heads of a row in the askers that
-                                                         // have been visited
+    std::vector<int>          first_head(layers.size()); // per layer: query heads of a row, counted over
+                                                         // the askers visited so far
     std::vector<int>          first;
 
     const std::vector<float> * last = nullptr;

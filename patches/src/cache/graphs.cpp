@@ -113,7 +113,7 @@ static bool keep_graph(
 
     ggml_tensor * rot = kv.build_input_k_rot(ctx);
     if (rot) {
-        // it is uploaded once, so nothing else may use its memory
+        // the matrix is uploaded only once: as an output, its memory is not given to other tensors
         ggml_set_output(rot);
     }
 

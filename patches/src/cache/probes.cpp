@@ -66,7 +66,7 @@ reducer::reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_te
     }
 }
 
-// the last n queries as [n_kv, n*h, n_head_kv]; h: heads of the group, 1 if it is reduced
+// the last n queries as [n_kv, n*h, n_head_kv]; h: heads of the group, 1 if t is reduced over them already
 ggml_tensor * reducer::last_queries(ggml_tensor * t, int64_t n) const {
     const int64_t h = t->ne[2]/n_head_kv;
     if (n < n_tokens) {

@@ -28,7 +28,7 @@ public:
     reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_tensor * p, int64_t n_head_kv, ggml_tensor * seen);
 
     // Signal s [n_kv, 1, n_head_kv] of one layer. Two signals have a value per query, [n_kv, n, n_head_kv]: the recent
-    // signal, and squares, as a query's values are added over all layers that read a cell before they are squared
+    // signal and squares. For squares, each query's values are first added over all layers that read a cell
     ggml_tensor * signal(int s) const;
 
     // Signal s from its sum t over layers: for squares, t is squared and summed over the queries; otherwise t

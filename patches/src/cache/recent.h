@@ -65,7 +65,7 @@ public:
     // create empty rings for layers with these numbers of cells; returns false if there is no memory
     bool make(rings & res, const int * n_cell) const;
 
-    // replace the rings by these, preserving their content; call collect first
+    // replace the rings by these, to which the old content is copied; call collect first
     void take(rings && res);
 
     // store t [n_kv, q, n_head], the attention of the last q queries to layer i's cells, in the slots I64 [q]

@@ -47,7 +47,7 @@ struct rope_walk {
         scale = weights;
     }
 
-    // an operation that may not follow the rotation
+    // an operation that must not follow the rotation
     void visit_plain(const ggml_tensor * t, int offset, const char * what) {
         const auto * before = found;
         visit(t, offset);
@@ -72,7 +72,8 @@ struct rope_walk {
                 visit(t->src[1], offset + (t->op_params[0] == 0 ? t->src[0]->ne[0] : 0));
                 return;
             case GGML_OP_MUL_MAT:
-                // the Hadamard matrix of quantized keys is an input; weights end the walk
+                // only the Hadamard matrix of quantized keys is an input. A product with the model's weights makes
+                // the keys, so the walk ends there
                 if (t->src[0]->flags & GGML_TENSOR_FLAG_INPUT) {
                     is_mapped = true;
                     visit(t->src[1], offset);
@@ -152,7 +153,7 @@ std::string rope::read(const ggml_tensor * keys) {
         return res;
     };
 
-    // in the order in which ggml_rope_impl stores them
+    // each parameter is at the index where ggml_rope_impl stores it
     first      = walk.first;
     n_dims     = t->op_params[1];
     mode       = t->op_params[2];

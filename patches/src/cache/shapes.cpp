@@ -85,8 +85,8 @@ bool holds(const layer_shape & room, const layer_shape & s) {
     return res;
 }
 
-// Room for n merges with terms on a higher level: 4, 8, 16, ... Such long merges are few, and their number varies from
-// edit to edit
+// Room for n merges with terms on a level above 0: n rounded up to 4, 8, 16, ... Such long merges are few, but their
+// number varies from edit to edit, and a graph with room serves more edits
 static int64_t room_for_merges(int64_t n) {
     int64_t res = n > 0 ? 4 : 0;
     while (res < n) {

@@ -25,7 +25,7 @@ struct merge {
     int64_t n_term;
 };
 
-// sorted by number of terms, the most first
+// merges that these terms form, sorted by number of terms, the most first
 std::vector<merge> merges_of(const std::vector<llama_kvtool_term> & terms);
 
 // lengths of a layer's lists

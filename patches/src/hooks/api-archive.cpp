@@ -27,7 +27,7 @@ static llama_kvtool * with_archive(llama_context * ctx) {
     return kvtool;
 }
 
-// the same, after background work on the archive has ended
+// as with_archive, but waits until background work on the archive has ended
 static llama_kvtool * with_settled_archive(llama_context * ctx) {
     auto * kvtool = with_archive(ctx);
     if (!kvtool || !kvtool->staging) {

@@ -21,7 +21,7 @@ joint_input::joint_input(const joint & own, const llm_graph_context & graph) : o
         part->version = m.lctx->kvtool->version;
         part->first   = m.first;
         part->n       = m.n;
-        // one node is enough, as the member's tensors are created in the step's graph
+        // room for one node is enough, as the member's tensors are created in the step's graph
         part->res     = std::make_unique<llm_graph_result>(1);
         part->params  = llama_kvtool::graph_params(m, part->res.get());
 
@@ -54,7 +54,7 @@ bool joint_input::can_reuse(const llm_graph_params &) {
     for (size_t i = 0; res && i < parts.size(); ++i) {
         const auto & m = own.members[i];
 
-        // can_reuse also hands the new batch to the inputs
+        // can_reuse does more than check: it also gives the new batch to the member's inputs
         res = parts[i]->version == m.lctx->kvtool->version && parts[i]->n == m.n &&
             parts[i]->res->can_reuse(llama_kvtool::graph_params(m, parts[i]->res.get()));
     }

@@ -157,7 +157,7 @@ int memory::most_indexed(const llama_model & model, llama_memory_i * memory) {
     if (!index_cache(memory)) {
         return INT32_MAX;
     }
-    // the index chooses blocks of tokens, or single tokens
+    // indexer_top_k counts blocks of tokens in this kind of memory, and single tokens in all others
     const bool is_blocks = dynamic_cast<llama_kv_cache_msa *>(memory) != nullptr;
 
     return std::min<int64_t>((int64_t) hparams.indexer_top_k*(is_blocks ? hparams.indexer_block_size : 1), INT32_MAX);
@@ -309,8 +309,8 @@ void memory::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidde
 
     const llama_pos last = pos_0 + n - 1;
 
-    // Only the last cell needs an exact position; all others need lower ones. If they have lower ones, their entries
-    // stay, as building the table again, with its sets and maps, costs as much as moving a few cells
+    // Only the last cell needs an exact position; all others need any lower one. If they have such positions, their
+    // entries stay: building the table with its sets and maps again would cost as much as moving a few cells
     bool stay = n > 0;
     for (int i = 0; stay && i < n - 1; ++i) {
         stay = !cells.is_empty(i) && cells.seq_has(i, i < n_hidden) && cells.pos_get(i) < last;
@@ -325,7 +325,7 @@ void memory::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidde
         cells.reset();
     }
     for (int i = stay ? n - 1 : 0; i < n; ++i) {
-        // positions of hidden cells do not matter
+        // hidden cells may come before position 0; as no query sees them, their positions do not matter
         cells.pos_set(i, std::max(pos_0 + i, 0));
         cells.seq_add(i, i < n_hidden);
     }

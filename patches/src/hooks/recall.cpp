@@ -86,7 +86,7 @@ void llama_kvtool_recall(
 
     const int64_t first = l.n_cell - kvtool->params.n_recall;
 
-    // the graph that only reserves memory may have more tokens than a step
+    // a graph that only reserves memory may have more tokens than there are synthetic cells for
     const int64_t k = n_made > 0 ? n_made*std::min<int64_t>(q->ne[2], kvtool->params.n_recall/n_made) : kvtool->params.n_recall;
 
     const int64_t n_embd_k = l.k->ne[0];
@@ -108,7 +108,7 @@ void llama_kvtool_recall(
         std::tie(args[2], args[3]) = live_logits(graph, *kvtool, l, q, mask, sinks, logits);
     }
     ggml_tensor * t = input.kvtool.archive->build(ctx, i, l.k, args, type, k*(n_embd_k + n_embd_v), logits);
-    // always on the host: a device of another machine may claim support for custom operations, which it lacks
+    // run it on the host: a device of another machine may wrongly claim that it supports custom operations
     ggml_backend_sched_set_tensor_backend(graph.sched, t, graph.backend_cpu);
     ggml_build_forward_expand(graph.gf, t);
 
