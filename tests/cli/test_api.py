@@ -108,9 +108,9 @@ def test_a_text_goes_on_where_the_last_one_ended(smollm2, monkeypatch):
         engine.reset()
         assert list(kvtool.generate(engine, f"One, two, three,{first} and", n_max=0)) == []
         assert engine.n_past == n + 1
-        # batches of other lengths round differently
+        # the tokens were read in batches of other lengths, which round differently
         assert np.abs(engine.context.logits()[-1] - after).mean() < 0.25
-        # a text that does not start a stream has no BOS
+        # only a text that starts a stream gets a BOS
         assert starts == [True, False, True]
         engine.close()
     finally:
@@ -225,7 +225,7 @@ def test_a_model_that_is_none_is_one_line(tmp_path, tiny_model, monkeypatch):
 def test_every_name_is_there_and_no_other():
     for name in kvtool.__all__:
         assert getattr(kvtool, name).__name__ == name
-    # the earlier name of RunOptions
+    # `Run` is the earlier name of `RunOptions`
     assert kvtool.Run is kvtool.RunOptions
     assert set(kvtool.__all__) <= set(dir(kvtool))
     assert list(kvtool._MODULES) == kvtool.__all__

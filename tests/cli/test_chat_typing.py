@@ -76,7 +76,7 @@ def test_blocks_and_lines_that_go_on(typed, more, text):
 def test_what_is_a_command_and_what_is_text(typed, text, is_command):
     assert meant(typed) == (text, is_command)
     if not is_command:
-        # typed again, it has the same meaning
+        # if the text is put at the prompt and sent again, its meaning is the same
         assert meant(typed_as(text)) == (text, False)
 
 
@@ -133,7 +133,7 @@ def typed_at(monkeypatch, tmp_path):
     [
         ("/undo\r", "/undo"),
         ("\r", "/foo bar"),
-        # the right arrow, then a text; a backspace; a paste
+        # three first keys: the right arrow, a backspace, a paste
         ("\x1b[C x\r", "/foo bar x"),
         ("\x7fy\r", "y"),
         (f"{PASTE}one\r\ntwo{PASTED}\r", "one\ntwo"),
@@ -324,7 +324,7 @@ def test_what_was_typed_ahead_does_not_follow_what_is_put_at_the_prompt(terminal
     chat.until(f"the text that you typed ahead was dropped\n\n> {at_prompt}")
     chat.type("\x15")
     chat.say("two")
-    # no line is put at the next prompts, so everything that is typed ahead is used
+    # the next prompts are empty, so all lines that are typed ahead are used
     chat.type("three\r/exit\r")
     assert chat.process.wait(PATIENCE_S) == 0
     assert said(path) == [*["one"] * (at_prompt != "one"), "two", "three"]

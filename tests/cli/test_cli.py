@@ -89,7 +89,7 @@ def test_help_loads_nothing_heavy(loaded_by_help, command):
 
 
 def test_a_command_loads_no_other():
-    """It also loads no pydantic, which new versions of typer import, and no gguf writers: both are slow."""
+    """Nor does it load pydantic, which new versions of typer import, or gguf's writers: both load slowly."""
     code = (
         "import sys\n"
         "from kvtool.cli import app\n"
@@ -218,14 +218,14 @@ def test_a_policy_shows_what_a_budget_gives():
     (buzz,) = json.loads(called("policies", "buzz", "--budget", "512", "--json").stdout)
     params = buzz["params"]
     assert params["sinks"] + params["window"] + params["threshold"] + 1 == 512
-    # BUZZ's Theorem 3.1 gives 26/6 for stride 5; both parameters are rounded to whole cells
+    # for stride 5, BUZZ's Theorem 3.1 gives a ratio of 26/6; both parameters are rounded to whole cells
     assert params["threshold"] / params["window"] == pytest.approx(26 / 6, abs=0.06)
 
 
 def test_a_policy_shows_what_is_given_by_hand():
     given = ("--budget", 512, "--evict-every", 32, "-o", "sinks=2")
     (h2o,) = json.loads(called("policies", "h2o", *given, "-o", "group=mean", "--json").stdout)
-    # the window is half of the 480 cells that an eviction keeps; mean becomes sum, which ranks tokens alike
+    # window: half of the 512 - 32 cells that an eviction keeps; group: mean becomes sum: the same ranks
     assert h2o["params"] == {
         **{"window": 240, "sinks": 2, "score": "sum"},
         **{"per": "row", "group": "sum", "decay": 1.0, "decay_beyond": 0.99},
@@ -345,7 +345,7 @@ def test_generate_reads_more_than_its_budget(default_talker):
 
 @pytest.mark.parametrize("policy", KINDS)
 def test_policies_of_each_kind_generate(default_talker, policy):
-    # a prompt above the budget, and an eviction while it writes
+    # the prompt exceeds the budget, and the reply is long enough for further evictions
     done = kvtool(
         *("generate", "--raw", "-n", 20, "--temp", 0, "-t", 1, "--policy", policy, "--json"),
         *("--budget", 64, "--evict-every", 8, "-b", 32),
@@ -367,7 +367,7 @@ def test_a_prompt_is_read_as_asked(default_talker, prefill):
     )
     assert done.returncode == 0
     assert "/64 cells" in done.stderr
-    # llama.cpp allocates its buffers again when the large cache is freed
+    # after a whole read, the large cache is freed, and llama.cpp reserves its buffers again
     assert (done.stderr.count("reserving ...") > 2) == (prefill == "whole")
 
 

@@ -52,7 +52,7 @@ def test_there_is_no_other_console_and_no_column_with_markup():
             assert not re.search(r"(?<!_)Console\(", text), path
         assert "from_markup" not in text, path
         assert all("markup=False" in call for call in re.findall(r"TextColumn\(.*", text)), path
-        # rich's status reads strings as markup with any console
+        # rich's `status` reads a string as markup even if the console's markup is off, but not a Text
         assert all("Text(" in call for call in re.findall(r"console\.status\(.*", text)), path
 
 

@@ -141,7 +141,7 @@ main()
 """
 
 
-# too few megabytes for the file (40), for cells and buffers (130), or for the graph (160): llama.cpp fails,
+# 40 MB are too few for the file, 130 for cells and buffers, 160 for the graph: llama.cpp returns an error,
 # throws or aborts
 @linux
 @pytest.mark.parametrize("megabytes", [40, 130, 160])
@@ -275,7 +275,7 @@ STAGES = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
-    # without a library of kernels, numba is imported for the first eviction
+    # without a library of kernels, numba is imported for the first eviction, which these options bring about
     own = ["--policy", "streamingllm", "--budget", "24"] if stage == "import of numba" else []
     popen = subprocess.Popen if stage.startswith("import") else forked.Popen
     done = python(f"{PRESS}\n{STAGES[stage]}\n{RUN}", *WRITE, "-m", model, *own, popen=popen)
@@ -320,7 +320,7 @@ def test_an_interrupt_between_the_turns_of_a_pipe_is_one_line(smollm2):
     chat.stdin.write("Hello!\n")
     chat.stdin.flush()
     assert chat.stdout.readline().strip()
-    # the empty line is read once the turn has ended
+    # the program reads this empty line once the turn has ended
     chat.stdin.write("\n")
     chat.stdin.flush()
     until(lambda: not _unread(chat.stdin))
@@ -359,7 +359,7 @@ def terminal(talker, held):
 def test_interrupts_stop_a_reply_and_keep_the_chat(terminal, held):
     terminal = terminal()
     terminal.wait_for("> ")
-    # Python's readline misses a signal between the prompt and its first read from the keyboard
+    # Python's readline misses a signal between the prompt and its first read, so Ctrl-C is pressed repeatedly
     terminal.wait_for(" leaves", pressing="\x03")
     terminal.type("Tell me a long story of the sea.\n")
     held.wait()
@@ -390,7 +390,7 @@ def test_a_terminal_that_goes_away_ends_the_chat(terminal):
     terminal = terminal()
     terminal.wait_for("> ")
     os.close(terminal.master)
-    # by the signal or by the end of the input: a shell shows 129 for both
+    # the signal or the end of the input ends the process; a shell shows 129 for both
     assert terminal.process.wait(PATIENCE_S) in (-signal.SIGHUP, 129)
 
 

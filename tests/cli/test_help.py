@@ -255,7 +255,7 @@ def test_what_is_suggested_exists():
         at = get_command(app)
         for word in group.split()[1:]:
             at = at.commands[word]
-        # what exists is not a near miss
+        # no near miss is the name of an existing command
         assert not set(names) & set(at.commands)
     assert not set(near.NOT_HERE) & set(COMMANDS)
 
@@ -444,7 +444,7 @@ def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):
     own, theirs = pty.openpty()
     command = [*KVTOOL, "generate", "Hi", "-n", "1", "-t", "1", "--budget", str(budget), "-b", "64"]
     forked.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, check=True)
-    # otherwise reading an empty terminal would wait
+    # a byte to read in any case: without output, `os.read` would wait
     os.write(theirs, b".")
     os.close(theirs)
     said = os.read(own, 4096).decode()

@@ -296,7 +296,7 @@ def test_the_picture_tells_rows_and_archive_apart():
 
     layer = np.repeat(np.arange(6, dtype=np.int32), 2)
     until = np.zeros((12, 5000), np.uint8)
-    # layers 0 to 2 hold the first half, layers 3 to 5 the last quarter; the archive has half of each part
+    # layers 0 to 2 hold the first half of the tokens, layers 3 to 5 the last quarter; half of each is archived
     until[:6, :2500] = until[6:, 3750:] = 1
     found = holdings.Holdings(
         *(layer, np.tile(np.arange(2, dtype=np.int32), 6), np.array([5000]), until),
@@ -309,7 +309,7 @@ def test_the_picture_tells_rows_and_archive_apart():
     colours = [handle.get_facecolor()[:3] for handle in legend.get_patches()]
     pixels = imread(io.BytesIO(output.png(figure)))[..., :3]
     kinds = [np.abs(pixels - np.array(colour)).max(axis=2) < 0.01 for colour in colours]
-    # find the picture itself: more than half of its width has these colours, less in the legend below it
+    # find the rows of the plot: these colours fill more than half of its width, but less in the legend below
     inside = kinds[0] | kinds[1]
     top, *_, bottom = np.flatnonzero(inside.mean(axis=1) > 0.5)
     left, right = np.flatnonzero(inside[top:bottom].any(axis=0))[[0, -1]]

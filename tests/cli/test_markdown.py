@@ -140,7 +140,7 @@ def test_a_thought_is_folded_to_a_line(hide):
     view = ReplyView(screen.console, Splitter(THINK), hide=hide)
     with view:
         for i in range(60):
-            # as if drawn long ago, so that each write is drawn
+            # pretend that the view was last drawn long ago, so that it draws each write
             view._drawn = 0.0
             write(view, f"{'<think>' * (i == 0)}thought {i}\n", seed=i)
         seen = "\n".join(screen.lines())

@@ -18,7 +18,7 @@ from tests.serve.serving import serving
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "microsoft-edge")
 
-# replaces fetch: a test answers the page's requests with begin, say, end, refuse and lose
+# A stand-in for the page's `fetch`. A test answers a request by calling begin, say, end, refuse or lose.
 FAKE = """() => {
   const fetched = window.fetch;
   window.asked = [];

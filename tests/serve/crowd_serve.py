@@ -145,7 +145,7 @@ def crowd(url, n_client, n_turn, seed, systems):
             client.turn()
 
     with ThreadPoolExecutor(n_client) as pool:
-        # `list` raises the error of a client
+        # without `list`, an error in a client's thread would go unnoticed
         list(pool.map(work, clients))
     return clients
 
@@ -156,7 +156,7 @@ def check(url, clients):
     for client in clients:
         for asked in client.answers:
             known[asked] = client
-    # a chat that another one continues is replayed as a part of the other
+    # beginnings of longer chats: the replay of the longer chat covers them
     before = {json.dumps(json.loads(asked)[: -2 * n]) for asked in known for n in range(1, len(asked))}
     n = 0
     for asked, client in known.items():

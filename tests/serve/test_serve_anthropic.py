@@ -254,7 +254,7 @@ def test_errors_have_anthropics_form_and_status(capsys):
     assert "a mistake" in capsys.readouterr().err
     _, body = send(count, ASKED, **ready, count=too_long)
     assert body["error"]["message"] == "prompt is too long: 900 tokens > 512 maximum"
-    # counting tokens needs no place in the queue, which has none here
+    # counting tokens takes no place in the queue, so it works although this queue has no place
     for name, value in (("x-api-key", "key"), ("Authorization", "Bearer key")):
         headers = {name: value, "anthropic-beta": "x"}
         assert send(count, ASKED, headers=headers, limits=Limits(("key",)), **ready, count=lambda _: 5) == (
@@ -286,7 +286,7 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
         await a_while()
         job.emit("read", **counts)
         job.emit("piece", deltas=deltas, listed=[])
-        # pieces that have nothing to send yet do not delay pings
+        # a piece without deltas sends nothing, so pings must come meanwhile
         await a_while(lambda: job.emit("piece", deltas=[], listed=[]))
         if fails:
             job.emit("error", error=ApiError("stopped", status=503))
@@ -306,7 +306,7 @@ def test_a_stream_has_its_events_in_order(monkeypatch):
         return answer.text
 
     told = asyncio.run(streamed(False))
-    # nothing but comments before the first event
+    # only pings, which are comments in SSE, come before the first event
     assert told.startswith(": ping\n\n")
     assert told.index("event: ") == told.index("event: message_start")
     events = events_of(told)

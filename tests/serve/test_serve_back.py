@@ -65,7 +65,7 @@ def test_a_request_that_differs_in_its_middle_reads_what_is_new(url):
     for n_same in (30, 10, 0):
         other = text[:n_same] + "X" * 20
         assert asked(url, [*before, said("user", other)])[2] == n_tail - 1 + 20
-    # of a repeated question, one token is read
+    # if a request is repeated, only the prompt's last token is read
     assert asked(url, messages[:4])[2] == 1
     assert asked(url, messages[:2])[2] == 1
 

@@ -32,7 +32,7 @@ def chat(messages, **fields):
     return requests.chat({"messages": messages, **fields}, Defaults())
 
 
-# fields
+# fields of the request
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_splitter_goes_on_behind_a_beginning():
     assert parts("<think>Hm</think>So", " it is") == [(False, " it is")]
 
 
-# tokens read
+# tokens that are read
 
 
 @pytest.mark.engine
@@ -132,7 +132,7 @@ def test_a_splitter_goes_on_behind_a_beginning():
     [
         (PLAIN, {}, "So", "<|im_start|>assistant\nSo"),
         (PLAIN, {}, " So:\n", "<|im_start|>assistant\n So:\n"),
-        # the thought that the header opens is left out
+        # if the header opens a thought, the prompt leaves the opening out
         (OPENS, {}, "So", "<|im_start|>assistant\nSo"),
         (SWITCHED, {}, "So", "<|im_start|>assistant\nSo"),
         (SWITCHED, {"enable_thinking": False}, "So", "<|im_start|>assistant\nSo"),
@@ -157,9 +157,9 @@ def test_the_prompt_ends_in_the_beginning_of_the_reply(model, tmp_path, source, 
 @pytest.mark.engine
 @needs_published
 def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
-    """From the user's message on, the prompt equals the beginning of a chat with the whole reply."""
+    """From the user's message on, the prompt is a prefix of the rendered chat that has the whole reply."""
     user, later = said("user", "Kvtool asks."), said("user", "And?")
-    # the only exception: this reply header has instructions that earlier replies lack, and opens no thought
+    # the only exception: a template whose reply header has instructions that earlier replies lack
     other = {"CohereForAI-c4ai-command-r-plus-tool_use"}
     seen = set()
     for name, source in published.templates().items():
@@ -178,7 +178,7 @@ def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
     assert len(seen) > 60
 
 
-# the chat afterwards
+# the chat after the answer
 
 
 @pytest.mark.engine
@@ -201,7 +201,7 @@ def test_the_chat_has_the_whole_reply_and_goes_on_from_the_cache(model, tmp_path
             "Hi.<|im_end|>\n<|im_start|>assistant\nThe answer is 42.<|im_end|>\n<|im_start|>user\nWhy?"
             f"<|im_end|>\n<|im_start|>assistant\n{thought}"
         )
-        # another beginning in its place
+        # the same question, with another beginning of the reply
         other = ask([HI, said("assistant", "It")], " is.")
         assert ask.text.endswith("Hi.<|im_end|>\n<|im_start|>assistant\nIt is.")
         assert other["message"]["content"] == " is."

@@ -86,7 +86,7 @@ def test_chats_of_all_names_share_their_system_prompt_alone():
 
 
 def filled(value, answers):
-    """Return the value with parts of the server's answers in place of the words that stand for them."""
+    """Return the value with each "REPLY n", "CALL n", ... replaced by its part of the server's answer n."""
     if isinstance(value, dict):
         return {name: filled(each, answers) for name, each in value.items()}
     if isinstance(value, list):
@@ -98,7 +98,7 @@ def filled(value, answers):
         id, arguments = answers[int(number)].call
         if what == "INPUT":
             return json.loads(arguments)
-        # programs parse arguments and serialize them again
+        # like programs, which parse the arguments and serialize them again
         return id if what == "CALL" else json.dumps(json.loads(arguments), separators=(",", ":"))
     if what in ("THOUGHT", "STRIPPED"):
         thought = answers[int(number)].thought

@@ -88,7 +88,7 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect)
     went_on = kvtool("chat", "-t", "1", "--session", file, "-n", "4", typed="And a candle?\n")
     assert went_on.returncode == 0, went_on.stderr
     assert went_on.stdout
-    # files that cannot be continued are named, and stay
+    # the server reports how many files it cannot continue, and keeps them
     with serving(chat_model, "--budget", "48", "--sessions", str(chats)) as server:
         pass
     assert any(line.startswith("1 files in ") for line in server.lines)

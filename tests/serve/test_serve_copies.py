@@ -54,7 +54,7 @@ def test_another_reply_is_read_behind_the_prompt_that_it_answers(url):
     messages += [said("assistant", "They are."), NEXT]
     _, n, n_read, _ = asked(url, messages)
     assert len(NEXT["content"]) < n_read < n - 600
-    # the copy that was made for that request has the reply that the client sent
+    # the copy for the last request has the reply that the client sent: only the new messages are read
     _, n, n_read, _ = asked(url, [*messages, said("assistant", "Nobody."), said("user", "Why?")])
     assert n_read < 40
 

@@ -30,9 +30,9 @@ EACH_POLICY = pytest.mark.parametrize("policy", ["h2o", "recall"])
 
 @pytest.fixture
 def model(policy, chat_model, talker):
-    """A model for the policy. Recall needs a context so long that no archived token counts as far.
+    """A model for the policy. For recall, its context is so long that no archived token counts as far.
 
-    Far tokens are attended to at a distance that depends on the steps in which a prompt is read.
+    The distance to far tokens depends on the steps in which a prompt is read, so answers would vary.
     """
     return talker if policy == "recall" else chat_model
 
@@ -102,7 +102,7 @@ def test_a_kill_amid_20_streams_loses_no_finished_turn(model, tmp_path, policy):
                 asked = [*chats[i], said("user", f"{i}: What is stone {len(chats[i])}?")]
                 reply, n_cached, n, _ = ask(server.url, asked)
                 # if a kill comes after a reply is stored and before it arrives, the question is asked again;
-                # recall may then have its tokens in the cache
+                # recall's cache may then already have the question's tokens
                 assert tokens[i] <= n_cached <= (n if policy == "recall" else tokens[i])
                 chats[i], tokens[i] = [*asked, said("assistant", reply)], n
                 # disconnect before the answer is finished

@@ -52,7 +52,7 @@ def chat(defaults=None, **fields):
 def test_what_changes_nothing_is_accepted(fields):
     asked = chat(**fields)
     assert asked.ignored == []
-    # the same as without the fields
+    # the request is the same as without the fields
     plain = chat(temperature=fields.get("temperature"))
     assert asked.sampling.stop == plain.sampling.stop
     assert (asked.stop_tokens, asked.allowed, asked.ignores_end) == ((), (), False)

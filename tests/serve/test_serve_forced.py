@@ -47,7 +47,7 @@ def written(engine, rules, likes, n=900):
         token = sampler.sample(engine.context)
         if engine.model.ends_turn(token):
             break
-        # where the rules allow only one text, its tokens may have several bytes
+        # a text that the rules force may come in tokens of several bytes
         text += engine.model.piece(token)
     sampler.close()
     return text.decode(errors="replace")

@@ -241,7 +241,7 @@ def test_a_call_in_a_block_is_one_through_each_interface(client, other):
     messages += [said("user", [{"type": "tool_result", "tool_use_id": use.id, "content": "Sun."}])]
     after = client.messages.create(model="x", messages=messages, tools=TOOLS, max_tokens=4)
     assert after.usage.cache_read_input_tokens == n_prompt(answer.usage) + answer.usage.output_tokens
-    # a reply that is only a call
+    # a reply that consists of a call alone
     tool = {"type": "function", **tool["function"]}
     bare = dictated('{"name": "weather", "arguments": {"city": "Oslo"}}')
     how = {"model": "x", "input": "And there?", "extra_body": bare}
@@ -251,7 +251,7 @@ def test_a_call_in_a_block_is_one_through_each_interface(client, other):
         "weather",
         {"city": "Oslo"},
     )
-    # it is text if no tool may be called
+    # the same reply is text if no tool may be called
     for more in ({"tool_choice": "none", "tools": [tool]}, {}):
         whole = json.loads(other.responses.create(**how, **more).output_text)
         assert whole == {"name": "weather", "arguments": {"city": "Oslo"}}

@@ -103,7 +103,7 @@ def test_no_text_is_ever_read_as_html(page):
 
 
 def test_no_element_has_a_script_or_a_style_of_its_own():
-    # the page's security policy would block them
+    # the page's security policy blocks scripts and styles in attributes
     tags = re.findall(r"<\w[^>]*>", (WEB / "page.html").read_text(encoding="utf-8"))
     assert [tag for tag in tags if re.search(r"\s(on\w+|style)=", tag)] == []
 
@@ -135,14 +135,14 @@ def test_the_page_is_in_the_wheel(tmp_path):
 
 
 def test_a_stream_says_that_it_lives_while_a_long_prompt_is_read(monkeypatch):
-    # the server sends pings meanwhile; the page then shows "reading ..."
+    # while it reads a prompt, the server sends pings; the page then shows "reading ..."
     monkeypatch.setattr(app, "PING_S", 0.1)
 
     async def said():
         job, found = Job(None, ""), []
 
         async def read():
-            # the engine's notices do not delay pings
+            # the engine's `reading` events must not delay the pings
             for n in itertools.count():
                 job.emit("reading", n_read=n, n_all=10**9)
                 await asyncio.sleep(0.02)
@@ -260,5 +260,5 @@ def test_no_text_keeps_the_page_from_going_on():
     texts += ["- a" + "\n" * 20_000 + "b", "> " * 5000 + "a", "\n".join("  " * n + "- a" for n in range(500))]
     found = shown(*texts)
     letters = [(text, json.dumps(each)) for text, each in zip(texts, found, strict=True)]
-    # no word may be lost
+    # each \u4e16 of a text must be shown
     assert [text for text, each in letters if text.count("\u4e16") > each.count("\\u4e16")] == []

@@ -383,7 +383,7 @@ def test_a_thinking_model_writes_json_as_content_and_its_thought_apart(model, tm
         for seed in range(20):
             shape = {"response_format": of_schema(CITY, strict=True), "thinking_budget": seed % 10 + 1}
             end = answer(USER, seed=seed, **shape, max_tokens=400)
-            # a stream has the same in pieces
+            # a stream sends the same texts in pieces
             assert {name: answer.streamed.get(name, "") for name in ("content", "reasoning_content")} == {
                 name: end["message"].get(name, "") for name in ("content", "reasoning_content")
             }

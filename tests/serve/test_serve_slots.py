@@ -238,7 +238,7 @@ def test_chats_in_turns_stay_where_they_are(talker, tmp_path, one_step):
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
 def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, policy):
     """A short prompt that comes second is read first."""
-    # every step takes longer than STEP_S, so the long prompt is read in the smallest steps
+    # no step is as short as this target, so the long prompt is read in the smallest steps
     monkeypatch.setattr(pool, "STEP_S", 1e-9)
     with served(talker, policy, tmp_path, n_batch=256) as server:
         other, told = [], []
@@ -292,7 +292,7 @@ def test_one_user_has_one_engine(talker, tmp_path, one_step):
             assert server.put(question(i)).text
         assert not is_read_again(question(9, 20))
         assert len(server.pool.slots) == 1
-        # the same with a second engine
+        # the same with two engines
         assert beside(server, question(0), question(1))[1].text
         assert len(server.pool.slots) == 2
         assert not is_read_again(question(8, 20))
@@ -306,7 +306,7 @@ def test_two_requests_of_one_chat_both_go_on_from_it(talker, tmp_path, one_step,
         jobs = beside(server, [*chat, *question(1)], [*chat, *question(2)])
         for job in jobs:
             assert n <= job.last["n_cached"] < n + 16
-        # both were stored, whichever was first
+        # both chats were stored, whichever ended first
         for i, job in enumerate(jobs, 1):
             n = job.last["held"]["tokens"]
             next_one = server.put([*chat, *question(i), said("assistant", job.text), *question(3)])
@@ -317,7 +317,8 @@ def test_two_requests_of_one_chat_both_go_on_from_it(talker, tmp_path, one_step,
         for _ in range(3):
             after = server.put([*chat, *question(4), said("assistant", twins[0].text), *question(5)])
             assert after.last["n_cached"] >= twins[0].last["held"]["tokens"]
-        # while the first request continues a chat, the second repeats the chat's question and stores it again
+        # while the first request continues a chat, the second repeats the chat's first question and stores
+        # that shorter chat again: the longer one must stay
         start = server.put(question(6))
         chat = [*question(6), said("assistant", start.text), *question(7)]
         first, again = beside(server, chat, question(6), n_max=200)
@@ -351,7 +352,7 @@ def test_a_slot_that_fails_harms_no_other(talker, tmp_path, one_step, monkeypatc
 
         def seen(kind):
             if not bad:
-                # 400 tokens: this request still decodes when the other one has ended
+                # 400 tokens, ten times the other answer's: this request still decodes when the other has ended
                 bad.append(server.put(question(1), 400, fail))
             if kind == "piece" and len(bad[0].events) < 2:
                 server.someone_waits()
@@ -381,7 +382,7 @@ def test_who_finds_the_queue_full_is_refused_and_who_leaves_makes_room(talker, t
         long[0].cancel()
         assert all(job.text for job in third)
         assert not long[1].is_cancelled
-        # a job leaves the list after its last event
+        # a job leaves the list of running jobs only after its last event
         until(lambda: server.jobs.running == long[1:])
         assert len(server.jobs) == 0
         long[1].cancel()

@@ -148,7 +148,7 @@ def test_thinking_is_off_by_the_field_whose_budget_is_0(serve, fields, name):
     assert said.startswith(f"{name}: the model's chat template cannot switch thinking off")
 
 
-# what reaches the template
+# variables that reach the template
 
 EMPTY = "<think>\n\n</think>\n\n"
 ON_FOR_LOW = "takes off and on; on was used for low"
@@ -173,10 +173,10 @@ def test_a_request_that_wants_no_thinking_gets_a_reply_that_does_not_begin_in_a_
     end = serve(USER, "Yes.", api, **more)
     assert end["message"] == {"role": "assistant", "content": "Yes."}
     assert serve.prompt.endswith(f"assistant\n{EMPTY}")
-    # the chat has the reply without the empty thought
+    # the chat that is kept has the reply without the empty thought
     assert serve.text.endswith("assistant\nYes.")
     assert "remarks" not in end["held"]
-    # in a request without such a field, the model thinks again
+    # in a request without a field that turns thinking off, the model thinks again
     end = serve(USER, "Hm.\n</think>\n\nYes.", api)
     assert end["message"]["reasoning_content"] == "Hm.\n"
     assert serve.prompt.endswith("assistant\n<think>\n")
@@ -291,7 +291,7 @@ def test_a_thought_has_at_most_as_many_tokens_as_request_and_server_allow(
     bytewise, tmp_path, api, more, most
 ):
     with answering(bytewise, SWITCHED, tmp_path, thinking=ThinkingOptions(budget=9)) as serve:
-        # the test reads the tokens from the sampler, which keeps the last 64
+        # 60 tokens: the test takes them from the sampler, which keeps only the last 64
         n_max = {"max_output_tokens" if api == "responses" else "max_tokens": 60}
         end = serve(USER, None, api, **more, **n_max, temperature=0)
         pieces = [bytewise.piece(token) for token in serve.slot.writer.sampler.recent]
@@ -540,7 +540,7 @@ def test_a_reply_that_ends_in_its_thought_leaves_no_thought(serve):
 
 
 def test_a_reply_behind_a_result_may_have_another_header(serve):
-    """As DeepSeek R1's template has it: no header follows a result, and no thought begins."""
+    """As in DeepSeek R1's template, no header follows a tool's result, so no thought is opened."""
     source = AGENT.replace("{% if add_generation_prompt %}", "{% if messages[-1].role != 'tool' %}")
     serve = serve(source.replace("%OPEN%", "<think>\n"))
     messages = [*USER]
