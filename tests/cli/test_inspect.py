@@ -296,7 +296,7 @@ def test_the_picture_tells_rows_and_archive_apart():
 
     layer = np.repeat(np.arange(6, dtype=np.int32), 2)
     until = np.zeros((12, 5000), np.uint8)
-    # layers 0 to 2 hold the first half of the tokens, layers 3 to 5 the last quarter; half of each is archived
+    # layers 0 to 2 hold the tokens' first half, layers 3 to 5 the last quarter; half of each is archived
     until[:6, :2500] = until[6:, 3750:] = 1
     found = holdings.Holdings(
         *(layer, np.tile(np.arange(2, dtype=np.int32), 6), np.array([5000]), until),

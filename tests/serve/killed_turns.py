@@ -40,7 +40,7 @@ class SlotServer:
     """The part of `kvtool serve` behind HTTP."""
 
     def __init__(self, model, policy, folder):
-        # a rewound chat's prompt is read in other steps; with search=all, recall's reply does not depend on them
+        # a rewound chat's prompt is read in other steps; with search=all, recall's reply is the same for all
         params = ["search=all"] if policy == "recall" else []
         settings = Settings(n_batch=64, n_threads=1, archive_type="f16")
         engine = Engine(model, policies.fit(policy, 64, 16, params), settings)

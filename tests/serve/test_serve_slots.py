@@ -352,7 +352,7 @@ def test_a_slot_that_fails_harms_no_other(talker, tmp_path, one_step, monkeypatc
 
         def seen(kind):
             if not bad:
-                # 400 tokens, ten times the other answer's: this request still decodes when the other has ended
+                # 400 tokens, ten times the other answer's: this request still decodes when that one ends
                 bad.append(server.put(question(1), 400, fail))
             if kind == "piece" and len(bad[0].events) < 2:
                 server.someone_waits()
