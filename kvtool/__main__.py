@@ -16,7 +16,7 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Replace closed streams (>&-) before a file gets their numbers, and make all characters acceptable.
+    """Replace closed streams (>&-) before a file gets their numbers, and let all streams take any character.
 
     A replaced input is empty, and writing to a replaced output is an error, as with any other program.
     Characters that stdout's encoding lacks are printed as "?". Input bytes that do not fit stdin's encoding

@@ -13,7 +13,7 @@ from kvtool.system.paths import cache_dir
 _MENDERS = {
     "linux": ("auditwheel", "repair", "--wheel-dir"),
     "darwin": ("delocate.cmd.delocate_wheel", "--wheel-dir"),
-    # without --analyze-existing it examines only Python extensions, and the wheel has none
+    # without --analyze-existing, delvewheel examines only Python extensions, and the wheel has none
     "win32": ("delvewheel", "repair", "--analyze-existing", "--wheel-dir"),
 }
 """Tools that copy linked libraries (OpenMP) into a wheel: a module of `kvtool[dist]` and its arguments."""

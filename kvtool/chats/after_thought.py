@@ -66,7 +66,7 @@ class AfterThought(Constraint):
         self._place = self._first
         # last bytes of the text so far, which may be the beginning of a tag
         self._held = b""
-        # at START: True if the inner constraint allows the text so far
+        # in position START: True if the inner constraint allows the text so far as an answer
         self._fits = True
         self._n_thought = self._n_break = 0
         self._forced: list[int] = []
@@ -157,7 +157,7 @@ class AfterThought(Constraint):
         """Tags with which a reply may begin, each with the position that follows it."""
         places = [(self._tags.plain, _Place.ANSWER), (self._tags.start, _Place.THOUGHT)]
         if self._tags.plain and self._budget == 0:
-            # no thought may begin: with a budget of 0 it would be empty
+            # a thought would be empty: allow only the tag of a reply without a thought
             del places[1]
         return [(tag.encode(), place) for tag, place in places if tag]
 
@@ -168,8 +168,8 @@ class AfterThought(Constraint):
             if tag.startswith(held):
                 rest = tag[len(held) :]
                 tokens = self._vocabulary.continuing(rest)
-                # a token may contain the tag and the start of a thought, but not the start of an answer:
-                # the answer's constraint could forbid it
+                # after the tag, a token may also contain the start of a thought, but not of an answer, which
+                # the answer's constraint could forbid
                 allowed += [n for n in tokens if place is _Place.THOUGHT or len(pieces[n]) <= len(rest)]
         return allowed
 

@@ -191,7 +191,7 @@ class ArchiveFile:
         place, known = archive_path(self._session), {self._replaces, id_in(self._listed)}
         try:
             with place.open("rb", buffering=0) as file:
-                # a file with a second name was set aside already, before a process was killed
+                # a second name shows that a killed process has already set this file aside
                 other = id_of(file) if os.fstat(file.fileno()).st_nlink == 1 else None
         except FileNotFoundError:
             return
@@ -201,9 +201,10 @@ class ArchiveFile:
             self.moved = spare.with_name(spare.name + SUFFIX)
 
     def reopen(self) -> FileIO | None:
-        """Open the file again, for a reader of the present session; None if the session lists no segments.
+        """Return a second open file of the same archive; None if the session lists no segments.
 
-        The reader may use it after the session has changed. Raises OSError.
+        Copies for `undo` read the present segments from it, even after a turn has replaced the archive.
+        Raises OSError.
         """
         if not self._file:
             is_listed = len(self._listed.get(SEGMENTS, ())) > 0
@@ -297,7 +298,8 @@ class _SegmentFile:
     def suits(self, archive: Archive, parts: list[Part]) -> bool:
         """True if new parts should be appended to this file.
 
-        A file suits if no other session shares it, and if at least half of its bytes are then in use.
+        At least half of its bytes must then be in use. A file that another session shares suits only if there
+        is nothing to append.
         """
         if not parts:
             return False
@@ -370,7 +372,7 @@ def _clusters_of(archive: Archive, offsets: Mapping[Part, int]) -> list[Clusters
     written: set[tuple[int, bool]] = set()
     for part in archive.clusters:
         first = max(part.begin, archive.span.start // n * n)
-        # a near part stays for blocks that are far in some rows only: the other rows use its clusters
+        # `blocks` lacks blocks that are far in some rows only: the other rows use their near clusters
         held = {block for block in range(first, part.end, n) if ((block, True) in current) == part.is_far}
         if part in offsets and held:
             parts.append(part)

@@ -422,7 +422,7 @@ class Conversation:
         self.restore(meta, arrays)
         # sessions of earlier versions have no marks
         for mark in (Mark(*saved) for saved in meta.get("marks", ())):
-            # a server marks every reply, under any policy: keep marks before a user's turn that can be undone
+            # a server saves a mark after every reply, under any policy: keep those that `undo` can use
             following = self.messages[mark.n_message : mark.n_message + 1]
             if self.writer.engine.can_rewind and [message["role"] for message in following] == ["user"]:
                 self.undo_stack.push(mark)

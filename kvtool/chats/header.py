@@ -16,7 +16,7 @@ from kvtool.chats.template import Message, Template
 from kvtool.llama.model import Model
 
 _MORE = 2
-"""Number of tokens before the omitted part that `ends` also compares."""
+"""Number of tokens at the end of `kept` that `ends` compares, in addition to all tokens after `kept`."""
 
 
 @dataclass(frozen=True, slots=True)

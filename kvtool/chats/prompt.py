@@ -73,8 +73,9 @@ def request_prefix(template: Template, before: list[Message], request: str, text
 def end_of(whole: str, text: str, render: Callable[[str], str]) -> int:
     """Number of characters of `whole` up to the end of `text`; 0 if that is unknown.
 
-    The template may change the text, so `whole` is not searched for it. Instead, the chat is rendered again:
-    with more text after `text` it first differs at the end of `text`, and with another text at its start.
+    The template may change the text, so `whole` is not searched for it. Instead, the chat is rendered with
+    other texts. With `text` + mark, it first differs from `whole` at the end of `text`; with a mark alone,
+    at the start of `text`.
 
     render: returns the same chat with another text in the place of `text`.
     """

@@ -157,7 +157,7 @@ class Writer:
         """
         n_missing = n - self.engine.n_past
         if 0 < n_missing <= len(self._unread):
-            # a stop interrupted a second reading of the stream, whose end is still unread
+            # a stop interrupted a second reading of the stream: its tokens up to n are not all read yet
             missing = self._unread[:n_missing]
             self.restore(saved, self.tokens, seed)
             self._unread = np.concatenate([missing, self._unread])

@@ -27,7 +27,7 @@ _ALIKE = 0.75
 
 
 class _Commands(UserDict[str, Any]):
-    """Commands by name, imported at access: importing all takes as long as loading a small model."""
+    """Commands by name, imported when they are used: importing all takes as long as loading a model."""
 
     def __getitem__(self, name: str) -> Any:
         sentence, module = self.data[name], import_module(module_of(name))
@@ -76,7 +76,7 @@ def _one_line() -> Iterator[None]:
     except KvtoolError as error:
         raise _end(error.exit_code, str(error)) from None
     except CLICK.ClickException as error:
-        # compared by name: click 8.1 has no such class, and prints the help itself
+        # compare the name: click 8.1 lacks this class, because it prints the help itself
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(str(error))
             raise typer.Exit(0) from None
@@ -133,7 +133,8 @@ def _no_such_option(name: str, possible: Sequence[str]) -> str:
 def _of_output(error: OSError) -> tuple[int, str]:
     """Return the exit code and the line for an error of stdout or of the terminal.
 
-    The line is empty if nobody can read it. Functions that read and write files raise KvtoolError instead.
+    The line is empty if the reader of a pipe has left, or the terminal is closed. Errors of other files never
+    arrive here: functions that read and write them raise KvtoolError.
     """
     if error.errno == errno.EPIPE:
         return _PIPE, ""
@@ -144,7 +145,7 @@ def _of_output(error: OSError) -> tuple[int, str]:
 
 
 def _end(exit_code: int, line: str) -> typer.Exit:
-    """Print the line. Flush stdout and stderr, or discard their text: Python would try again at exit."""
+    """Print the line, and flush stdout and stderr. If that fails, let Python write to /dev/null at exit."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
     if line:

@@ -209,7 +209,7 @@ def _write_options(params: list[Any], ctx: Any, formatter: Any) -> None:
         for name in _EARLIER:
             names = names.replace(f", {name}", "")
         if default := default_of(param):
-            # typer puts such a text in parentheses
+            # typer shows the text of a default in parentheses: remove them
             text = text.replace(f"({param.show_default})", default)
         groups.setdefault(title_of(param), []).append((names, text))
     for title in sorted(groups, key=place_of):

@@ -417,7 +417,7 @@ def _print(task: Task, results: TaskResults, means: dict[str, Mean], groups: Gro
         console.print(f"{first} by {task.by[0]} and {task.by[1]}\n")
     head = (task.by[0], *map(str, columns))
     if len(columns) == 1:
-        # one score leaves room for intervals and numbers of items
+        # a table of one score has room for its intervals and numbers of items
         head = (*head, *_MEAN_COLUMNS[1:])
         cells = [[str(name), *(_mean_cells(each) if each else ())] for name, (each,) in lines]
     else:

@@ -182,7 +182,7 @@ def policy_line(engine: Engine, name: str) -> str:
 
     parameters = chosen(engine.policy)
     if engine.model.layers.has_values:
-        # models with values fix `recalled`: the user cannot choose it
+        # for a model with values the policy sets `recalled` itself: leave it out
         parameters.pop("recalled", None)
     if parameters.get("search") == "all":
         parameters.pop("exact", None)

@@ -93,7 +93,7 @@ def generate(
     # in other programs, - means stdin
     prompt = None if prompt == "-" and text else prompt
     request = "\n\n".join(part for part in (prompt, text) if part)
-    # with --raw a blank is also a text
+    # with --raw, white space alone is also a prompt
     if not (request if raw else request.strip()):
         if prompt is None:
             raise InputError("there is nothing to read; give a prompt, a file with -f, or a text on stdin")

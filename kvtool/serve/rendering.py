@@ -124,7 +124,7 @@ class Rendering:
         self._bare = template.of_marked
         # arguments and result of the last call of `whole`
         self._last: tuple[list[Message], list[Any], tuple[np.ndarray, int]] | None = None
-        # the template's own header, if `with_begun` made this rendering with another one; otherwise ""
+        # text of the template's header, if `with_begun` has replaced it by another one; otherwise ""
         self._replaced = ""
         self.format = Format.of(template)
 
@@ -187,7 +187,10 @@ class Rendering:
         return [self._with_start(each, starts[i]) if i in starts else each for i, each in enumerate(messages)]
 
     def _with_start(self, reply: Message, region: str) -> Message:
-        """Return the reply with the thought in its region as START; unchanged for the `_usual_start`."""
+        """Return the reply with the thought in `region`, the text before it, as START.
+
+        If that is the `_usual_start`, the reply is unchanged.
+        """
         start = self._thought_in(region)
         # clients strip white space from thoughts: reduce it, so that equal thoughts have equal digests
         return reply if start == self._usual_start else {**reply, START: " ".join(start.split())}

@@ -160,7 +160,7 @@ class Slot:
         marks = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()
         self._start(job, request, conversation.shown | marks, rules)
         if request.begun:
-            # raises, before anything is read, if a grammar forbids the given beginning
+            # call this before anything is read: it raises if a grammar forbids the given beginning
             conversation.start_sampling()
         started = time.perf_counter()
         tokens = resumer.begin(request.messages, tools, history)

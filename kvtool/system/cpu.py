@@ -50,7 +50,7 @@ def cpu_name() -> str:
 
 
 def default_threads() -> int:
-    """Number of threads: one for each core that this process may use, as two on a core slow each other."""
+    """Number of threads: one per core that this process may use, since two on a core slow each other down."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     try:
         shared = (_CPUS / "smt" / "active").read_text().strip() == "1"

@@ -57,7 +57,7 @@ class Prompt:
     def ask(self, default: str = "", *, selected: bool = False) -> str:
         """Return the typed text. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C.
 
-        default: text at the prompt. selected: typing replaces that text, and an arrow key keeps it.
+        default: text at the prompt. selected: True if typing replaces that text; an arrow key keeps it.
         """
         return self._session.prompt("\n> ", default=default, pre_run=self._select if selected else None)
 

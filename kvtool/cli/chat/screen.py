@@ -206,7 +206,10 @@ class Terminal:
         self.typed = typed_as(self.last_typed.get(turn, turn))
 
     def _cancel(self, instead: str | None) -> None:
-        """Undo a turn that was stopped while it was read. instead: the turn, if it replaced another turn."""
+        """Undo a turn that was stopped while it was read.
+
+        instead: text of the stopped turn if it replaced another turn; otherwise None.
+        """
         if self.conversation.undo_turn() is None:
             self.note(
                 "stopped; there is no copy to restore, so the rest of the turn is read with the next one"

@@ -18,7 +18,7 @@ from kvtool.cli.console import table
 from kvtool.measure.holdings import Holdings
 
 BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
-"""Largest shares of levels 1 to 6, close together where shares are common. Level 7: above them, below 1."""
+"""Largest shares of levels 1 to 6, closest together where most shares are. Level 7: larger shares below 1."""
 N_ATTENDED = 10
 """Number of archived tokens that a terminal lists: those with most attention."""
 
@@ -50,7 +50,7 @@ def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np
     width = max(console.width - 1, 20)
     _print(console, _legend(shaded, n_archived > 0))
     _print(console, f"\nthe whole stream of {n:,} tokens, left to right:")
-    # only the last line: without colours, the line above the marks is blank
+    # without colours, `draw` returns a blank line and a line of marks: print only the marks
     _print(console, draw(_strip(share, archived, width))[-1])
     heading = f"the last {last:,} tokens; {n - last:,} earlier ones are not shown" if n > last else "the text"
     _print(console, f"\n{heading}:\n")

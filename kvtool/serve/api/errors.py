@@ -58,7 +58,8 @@ class ClientPlaces:
     places
         Maps each place in the converted body, of /v1/chat/completions, to its place in the client's request.
     shift
-        Number of messages that were joined or dropped at the start of the chat; -1 if one was added.
+        Index of a message in the request minus its index in the chat. Above 0 if messages at the start were
+        joined or dropped; -1 if a system prompt was added.
     """
 
     places: Mapping[str, str]

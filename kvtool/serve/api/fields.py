@@ -95,7 +95,7 @@ HARMLESS = frozenset(
         # OpenAI: records, speed and price
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention"),
         *("prediction",),
-        # llama-server: the choice of a cache, timings, speculation, parameters of samplers that are off
+        # llama-server: the choice of a cache, timings, speculation, parameters of samplers that must be off
         *("cache_prompt", "id_slot", "n_cache_reuse", "timings_per_token", "sse_ping_interval"),
         *("backend_sampling", "speculative.n_max", "speculative.n_min", "speculative.p_min"),
         *("dynatemp_exponent", "adaptive_decay"),

@@ -58,7 +58,7 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
         chat["response_format"] = response_format
         places["response_format.json_schema"] = places["response_format"] = "text.format"
     if text.get("verbosity") not in (None, "medium"):
-        # requests for chats have no such field: the answer lists it as ignored
+        # kvtool does not support it: pass it on as an unknown field, which the answer lists as ignored
         chat["text.verbosity"] = text["verbosity"]
     top, included = fields.pop("top_logprobs"), fields.pop("include")
     if top or (isinstance(included, list) and _LOGPROBS in included):

@@ -314,7 +314,7 @@ async def _stream(
 
 async def _next_events(job: Job, skipped: tuple[str, ...]) -> AsyncIterator[Body | None]:
     """Yield None each time that a ping is due, and finally the next event."""
-    # skipped events do not end this future, and thus cannot delay a ping
+    # the future waits through skipped events: if they ended it, each would postpone the next ping
     waited = asyncio.ensure_future(job.next_event(*skipped))
     try:
         while True:
@@ -439,6 +439,6 @@ async def _no_route(http: HttpRequest, error: Any) -> Response:
     fault = f"{http.method} is not for this address" if is_known else "no such address"
     code = "method_not_allowed" if is_known else "not_found"
     answer = _failed(http, ApiError(f"{fault}: {http.url.path}", status=error.status_code, code=code))
-    # starlette lists the allowed methods
+    # starlette's headers list the allowed methods
     answer.headers.update(error.headers or {})
     return answer

@@ -227,7 +227,7 @@ class ChatStore:
         snapshot = Snapshot(
             line, digest, line.path, n_bytes, _is_start(chat.messages), tokens=chat.writer.tokens
         )
-        # this also closes the archive's file, because thousands of chats may be stored
+        # `adopt` closes the archive's file: with thousands of chats, too many files would be open
         line.archive_file.adopt(dict(listed))
         for twin in self._snapshots:
             # a repeated request replaces its earlier snapshot
@@ -379,7 +379,7 @@ def _delete(line: StoredChat) -> None:
 def lock_folder(folder: Path | None) -> Iterator[Path]:
     """Yield a folder, locked for this server. folder: None for a temporary one.
 
-    Raises SessionError if another server uses the folder, or a chat uses one of its files.
+    Raises SessionError if another server uses the folder, or `kvtool chat` uses one of its files.
     """
     if folder is None:
         spare = spare_folder()

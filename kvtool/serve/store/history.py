@@ -9,7 +9,7 @@ from typing import Any
 from kvtool.serve.api.messages import Message, loaded
 
 START = "start"
-"""Key of a thought or other unusual text that the template puts before a reply. `Rendering` sets it."""
+"""Field that `Rendering` adds to a reply: the thought or other unusual text before it in the prompt."""
 
 
 class History:
@@ -35,7 +35,7 @@ class History:
 
     def add(self, message: Message) -> None:
         """Add a message."""
-        # agents name each chat, but begin all with the same long system prompt: it is shared
+        # agents name each chat, but begin all chats with the same long system prompt: share it
         is_start = len(self.digests) == 1 and message["role"] == "system"
         name = None if is_start else self._name
         self.digests.append(_digest(self.digests[-1], [name, _compared(message)]))

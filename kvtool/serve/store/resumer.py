@@ -21,7 +21,7 @@ from kvtool.serve.store.chats import ChatStore, Snapshot
 from kvtool.serve.store.history import History
 
 _LEAST_START = 256
-"""Minimum tokens of a chat's beginning that is stored, or loaded from another chat's snapshot."""
+"""Minimum tokens for which it is worth storing a chat's beginning, or loading another chat's snapshot."""
 
 
 class _Candidate(NamedTuple):
@@ -214,8 +214,8 @@ class Resumer:
         if n_pinned is not None:
             n_pinned = self._engine.cache.pinnable(n_pinned)
         is_start = n_pinned is not None and (n_pinned != self._engine.n_pinned or n < max(n_pinned, 1))
-        # another system prompt needs other pins: they cannot change after an eviction, and need not change if
-        # a snapshot of that prompt is stored
+        # another system prompt needs other pins: do not rewind if an eviction has made pins final, or if a
+        # snapshot with that prompt is stored
         if is_start and (n > self._engine.policy.n_live or self.chats.find(history.digests[:2])):
             return None
         # the chat replaces the snapshot if it keeps all of the snapshot's marks

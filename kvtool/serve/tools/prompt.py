@@ -47,7 +47,7 @@ def for_template(
     converted = [_for_template(message) for message in messages]
     if template is None:
         return converted
-    # mark now, before calls and results become texts: the tags in those texts must stay control tokens
+    # mark first: calls and results get tags below, and marked tags would not become control tokens
     converted = [template.marked(message) for message in converted]
     native = Format.native(template)
     if native is LLAMA:
