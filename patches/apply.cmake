@@ -100,7 +100,7 @@ function(kvtool_libraries folder result)
     set(${result} "${libraries}" PARENT_SCOPE)
 endfunction()
 
-# headers that replace or add what is wrong or missing in old headers of GCC and Vulkan
+# amx-gcc.h corrects intrinsics of old GCCs; vulkan-old.h adds types that old Vulkan headers lack
 set(kvtool_amx "${CMAKE_CURRENT_LIST_DIR}/amx-gcc.h")
 set(kvtool_vulkan "${CMAKE_CURRENT_LIST_DIR}/vulkan-old.h")
 function(kvtool_put_before target compilers file)

@@ -282,7 +282,7 @@ void staging::fetch(size_t layer) {
     });
 }
 
-// store those of the tokens begin .. end - 1 that were pushed last
+// archive the tokens of the last push that are among the tokens begin .. end - 1
 void staging::store(size_t layer, int64_t begin, int64_t end) {
     const auto & l = layers[layer];
     const auto & s = staged[layer];

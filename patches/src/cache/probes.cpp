@@ -167,7 +167,7 @@ void llama_kvtool_build(
 
     const size_t i_layer = &l - kvtool->layers.data();
 
-    // sums of earlier layers that read the same cells; a later layer takes them over
+    // if earlier layers read the same cells, this layer takes over the sums of their signals
     auto & shared = graph.res->kvtool.shared;
 
     const auto before = std::find_if(shared.begin(), shared.end(), [&](const auto & x) { return x.i == (int) i_layer; });

@@ -14,7 +14,7 @@ struct llama_ubatch;
 
 namespace kvtool {
 
-// Queries of each layer, in the form in which they are multiplied with the keys, on the devices of the layers' caches
+// Queries of each layer, in the form that is multiplied with the keys. They lie on the device of the layer's cache
 class stored_queries {
 public:
     // a layer of the model that attends to rows, and its stored queries
@@ -60,7 +60,7 @@ public:
 
     bool make(std::vector<asker> all, const std::vector<layer> & layers);
 
-    // there are n_ahead more slots, so that removed queries have not overwritten older ones
+    // n_ahead slots more than n_query: draft tokens that are removed later do not overwrite the last n_query queries
     int n_slot() const { return params.n_query + params.n_ahead; }
 
     // slot of the next batch's query t

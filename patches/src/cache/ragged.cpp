@@ -112,8 +112,8 @@ static ggml_tensor * ragged_mask(const llm_graph_context & graph, const layer & 
     return mask_below(graph.ctx0, l.n_cell, rows->limit);
 }
 
-// Mask [n_kv, n_tokens] of rows with equal lengths, with the same two values. It is made from llama.cpp's mask, in
-// which visible cells have ALiBi's distances instead of 0
+// Mask [n_kv, n_tokens] of rows with equal lengths, with the same two values as ragged_mask. It is made from
+// llama.cpp's mask, in which visible cells have ALiBi's distances instead of 0
 static ggml_tensor * plain_mask(ggml_context * ctx, ggml_tensor * kq_mask) {
     ggml_tensor * x = kq_mask->type == GGML_TYPE_F16 ? ggml_cast(ctx, kq_mask, GGML_TYPE_F32) : kq_mask;
     return ggml_scale_bias(ctx, ggml_step(ctx, ggml_scale_bias(ctx, x, 1.0f, 1e9f)), 1e30f, -1e30f);

@@ -8,8 +8,8 @@
 
 namespace kvtool {
 
-// value of a cell that was never important: four of these bytes are the float -1.3e20, which stays the same when a
-// batch's n_tokens is subtracted
+// Byte that fills the sums of cells that were never important. Four such bytes are the float -1.3e20, which stays the
+// same when a batch's n_tokens is subtracted
 static constexpr uint8_t never_byte = 0xE0;
 
 void signals::device_sums::clear() const {

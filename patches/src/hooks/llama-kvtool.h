@@ -319,7 +319,7 @@ LLAMA_API int32_t llama_kvtool_go_back(
 // Copy a layer's archived tokens in their stored format, token by token, from position begin to end - 1. `get` copies
 // them to a buffer with room for them. `set` copies them from n buffers, of which in[i] holds the tokens from first[i]
 // on (first[0] is begin); the layer then holds exactly these tokens, and layers that held others are emptied. Both
-// return the number of bytes; with null they do nothing else.
+// return the number of bytes; with null buffers they do nothing else.
 LLAMA_API int64_t llama_kvtool_get_archive(struct llama_context * ctx, int32_t layer, uint8_t * out, int64_t begin, int64_t end);
 LLAMA_API int64_t llama_kvtool_set_archive(struct llama_context * ctx, int32_t layer, const uint8_t * const * in, const int64_t * first, int32_t n, int64_t begin, int64_t end);
 

@@ -436,7 +436,7 @@ void memory::set_newest(llama_memory_recurrent & mem, llama_pos pos) {
         mem.clear(false);
         return;
     }
-    // a context with one sequence has one cell with its state
+    // a context with one sequence keeps its recurrent state in one cell
     auto & cell = mem.cells[0];
     cell.pos    = pos;
     cell.src    = 0;

@@ -52,7 +52,7 @@ static logit_params logits_of(const llm_graph_context & graph, float scale) {
     return { scale, hparams.attn_soft_cap || graph.arch == LLM_ARCH_GROK ? hparams.f_attn_logit_softcapping : 0.0f };
 }
 
-// I64 [n]: first, first + 1, ...
+// input I64 [n]: the cells first, first + 1, ...
 static ggml_tensor * cells_from(const llm_graph_context & graph, int64_t first, int64_t n) {
     auto & all = graph_input(graph).filled;
 
