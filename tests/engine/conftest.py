@@ -25,7 +25,7 @@ def unpatched(unpatch):
 
 @pytest.fixture
 def edits_on_device(monkeypatch):
-    """Let all edits be computed on the device, not in host memory; list the number of moves of each edit."""
+    """Compute edits on the device, not in host memory. Return a list that collects their numbers of moves."""
     apply, n_moves = Context.apply, []
 
     def on_the_device(self, moves, *args, **kwargs):

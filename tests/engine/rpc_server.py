@@ -1,4 +1,4 @@
-"""Run ggml's RPC server on loopback, from the library that kvtool loads: a device in another process.
+"""Run ggml's RPC server on loopback, with the library that kvtool loads. Its device is in another process.
 
     python -m tests.engine.rpc_server PORT [ENDPOINT]
 

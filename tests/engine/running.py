@@ -121,8 +121,8 @@ def positions_of(stream):
 def assert_continues_as_defined(engine, stream, tokens, evict):
     """Decode tokens one by one with engine and reference stream; assert that their logits and rows agree.
 
-    Both must have evicted just before. evict: makes the stream evict. It is called every `slack` tokens if
-    the policy is ragged, otherwise when the rows hold `budget` entries.
+    Both must have evicted just before the call. evict: makes the stream evict. It is called every `slack`
+    tokens if the policy is ragged, otherwise when the rows hold `budget` entries.
     """
     assert live(engine) == positions_of(stream)
     policy = engine.policy

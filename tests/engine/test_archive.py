@@ -177,7 +177,7 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
     said = f"recall does not work {why}; the policy is h2o\n"
     assert (result["policy"], said in done.stderr) == (("h2o", True) if why else ("recall", False))
     assert bool(result["archived"]) == (why is None)
-    # no other policy is used instead if recall, or an option that only recall has, was requested
+    # if recall or one of its own options was requested, kvtool refuses instead of using another policy
     for typed in (["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10]) if why else ():
         asked = called(*command, *typed, stdin="word " * 150)
         assert (asked.returncode, asked.stdout) == (2, "")
@@ -197,7 +197,7 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
     first, *_, last = done.stderr.splitlines(keepends=True)
     said = f"recall does not work {why}; the policy is h2o\n" if why else KEEPS
     assert re.fullmatch(said, first)
-    # 512 is recall's default budget; it is also the trained context, to which h2o's default is capped
+    # 512: recall's default budget, and the trained context, which limits h2o's default budget
     assert "/512 cells per row" in last
     assert ("archive" in last) == (why is None)
     kept = json.loads(called("session", "show", "--json", tmp_path / "chat.kvs").stdout)
@@ -220,7 +220,7 @@ def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, tmp_path, mon
         KEEPS.replace("to host memory", rf"to disk \({file}\) and, for clusters, to host memory"), said
     )
     (tmp_path / "chat.kvs").unlink()
-    # with --explain, another line gives this information
+    # --explain tells the same in another line
     assert "older text" not in talk(TURNS[:1], "--explain").stderr
     (tmp_path / "chat.kvs").unlink()
     assert talk(TURNS[:1], "--policy", "h2o").stderr == ""
@@ -271,7 +271,7 @@ def test_a_chat_says_what_is_archived(chat_model):
         assert re.search(r"archived +30 of at most 30 tokens, [0-9.]+ .iB of host memory", stats)
         (forgotten,) = re.findall(r"forgotten +(\d+) tokens", stats)
         assert f"30 archived, {forgotten} forgotten" in chat.say("/cells").replace("\n", "")
-        # a new system prompt starts with an empty archive, so the full one does not prevent it
+        # a new system prompt empties the archive, so it is accepted although the archive is full
         assert "started over under the new system prompt" in chat.say("/system Be brief.")
 
 

@@ -42,7 +42,8 @@ def held(engine):
 
 
 KINDS = ("gemma3", "gpt_oss", "deepseek2", "deepseek32", "refact", "gemma4")
-# refact (ALiBi) cannot recall; with MLA (deepseek) a step recalls tokens for all its queries, drafts included
+# refact (ALiBi) cannot recall. With MLA (deepseek), a step recalls the same tokens for all its queries, so
+# wrong draft tokens would change what the others attend to
 REFUSED = {("refact", "recall"), ("deepseek2", "recall"), ("deepseek32", "recall")}
 
 

@@ -115,7 +115,7 @@ def test_a_guess_is_judged_with_those_that_as_much_supports():
     pace = timed(0.15)
     for _ in range(100):
         pace.judge(3, 1, 8)
-    # support grows by 1 with each token of a draft: here the first (3) was always right, the second (4) wrong
+    # support grows by 1 with each draft token: the first (support 3) was always accepted, the second never
     assert pace.choose(3, MOST) == 1
     assert pace.choose(4, MOST) == 0
 
@@ -154,7 +154,8 @@ def test_a_model_guesses_where_nothing_is_found():
     drafter.judge(5)
     assert len(drafter.guess(0)) == 0
     assert drafter.n_accepted == 5
-    # lookups with support 3 never pay; tokens that the draft model gets right must not change this
+    # lookups with support 3 are always wrong, so they are not used. Correct tokens of the draft model must
+    # not change this
     lookup.support = 3
     for _ in range(50):
         drafter._pace.judge(3, 0, 4)
@@ -211,7 +212,7 @@ def test_what_is_written_does_not_depend_on_guesses(talker, its, policy):
     assert np.abs(np.subtract(without[2], with_guesses[2])).max() < 1e-3
     assert without[3] == with_guesses[3]
     assert drafter.n_drafted >= drafter.n_accepted
-    # in sampled or penalized text nothing may repeat, and lookups find no drafts
+    # sampled or penalized text may have no repetitions; then lookups find no drafts
     assert drafter.n_drafted > 0 or its.keys() & {"temp", "repeat_penalty"}
 
 

@@ -94,8 +94,8 @@ def test_a_budget_no_smaller_than_the_text_gives_what_full_gives(tiny_model, nam
             assert engine.n_evicted == 0
             assert engine.n_kv == 256
     assert len(found[0]) == 255
-    # the steps of `corm` have other lengths: Vulkan rounds to half precision only in steps of several
-    # queries, and CUDA adds up a step of 16 queries in another order than one of 64
+    # `corm` has steps of other lengths, and on a GPU rounding depends on the length: Vulkan rounds to half
+    # precision only in steps of several queries, and CUDA adds up 16 queries in another order than 64
     rounds = transformer.half_precision or (ON_CUDA and name == "corm")
     assert np.abs(found[0] - found[1]).max() <= (2e-2 if rounds else 0)
 
@@ -717,11 +717,11 @@ def test_what_signals_take_beside_the_cache_counts_as_state(
     path = tiny_model(n_layer=2, n_head=4, n_head_kv=2, head_dim=32)
     with open_engine(path, policies.fit(policy, 48, 4, options), n_draft=n_draft) as engine:
         assert engine.context.n_cell == 256
-        # rejected draft tokens must not overwrite older queries, so there is room for n_draft more
+        # room for n_draft more queries: those of rejected draft tokens must not overwrite older ones
         n_query = policies.spec(policy, None, options).fit(48).n_query
         n_float = per_cell * 2 * 2 * 256 + per_query * (n_query + n_draft) / max(n_query, 1)
         if per_cell and n_draft:
-            # a step's queries are kept until the accepted draft tokens, whose signals count, are known
+            # a step's queries are kept until draft tokens are accepted or rejected: only accepted ones count
             n_float += (n_draft + 1) * 4 * 32 * 2
         assert engine.signal_bytes == 4 * n_float
         assert engine.state_bytes == engine.host_bytes + 4 * n_float
@@ -761,7 +761,7 @@ def test_a_q8_0_cache_scores_nearly_like_f16(tiny_model):
     for positions in ("original", "in-cache"):
         difference = nll["q8_0", positions] - nll["f16", positions]
         assert 0 < np.abs(difference).mean() < 0.1
-    # the kind of positions changes the scores more than q8_0 does
+    # for comparison: the kind of positions changes the scores by more than 0.3
     assert np.abs(nll["f16", "original"] - nll["f16", "in-cache"]).mean() > 0.3
 
 

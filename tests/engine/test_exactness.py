@@ -1,4 +1,4 @@
-"""The engine and an independent transformer with true per-row eviction score a text alike."""
+"""The engine gives tokens the same NLL as a NumPy transformer that removes evicted tokens from its rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
         tokens,
         budget=policy.budget,
         slack=policy.slack,
-        # steps as long as the engine's, because positions start over between steps
+        # positions start over between steps, so steps must be as long as the engine's
         n_batch=policy.slack if policy.ragged else policy.recall.chunk if policy.recall else policy.budget,
         recalled=math.inf if policy.recall and made else n_filled,
         n_made=n_filled,
@@ -58,7 +58,7 @@ def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
 def score_errors(
     path, tokens, policy, name, *, positions, model=None, made=True, restarts=None, n_block=None, **settings
 ):
-    """Return f64[n - 1]: the distance of each token's NLL from the definition's. The engine must evict.
+    """Return f64[n - 1]: how far each token's NLL is from the definition's. The engine must evict.
 
     model: the reference's model, if it is loaded already. restarts: True if positions must start over, False
     if they must not, None if they may.
@@ -108,8 +108,8 @@ def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, n
         assert engine.n_restart > 0
 
 
-# not run with positions auto: these start over at a place that depends on the length of steps, which BUZZ's
-# options change
+# not run with positions auto: where positions start over depends on the lengths of steps, and BUZZ's options
+# change these
 OTHERS = [
     ("buzz", ["logn=true"]),
     ("buzz", ["logn=true", "logn_n=cells"]),
@@ -208,7 +208,7 @@ def test_recall_scores_like_the_definition(
     path = tiny_model(n_head_kv=2, n_ctx_train=130, rope=rope)
     policy = policies.fit("recall", 48, evict_every, ["search=all", *options])
     want = reference(path, tokens, policy, "recall", made, positions=positions)
-    # made=False acts like MLA, whose values are a part of the keys
+    # made=False: values are a part of the keys, as with MLA, so steps recall tokens, not synthetic cells
     monkeypatch.setattr(Layers, "has_values", made)
     with open_engine(path, policy, positions=positions, archive_type="f32") as engine:
         got = perplexity.stream(engine, tokens)
@@ -223,7 +223,7 @@ def test_recall_scores_like_the_definition(
     assert made or recalled.tolist() == [row.recalled.tolist() for rows in want.stream.rows for row in rows]
 
 
-# chunks of many queries, and of few: only few queries are multiplied with keys in the stored format
+# chunks of many and of few queries: only with few queries, keys are multiplied in their stored format
 @pytest.mark.parametrize(
     ("rope", "chunk", "made"),
     [("norm", 16, True), ("norm", 1, True), ("neox", 2, True), ("norm", 16, False), ("neox", 4, False)],
@@ -278,7 +278,7 @@ def english(smollm2):
     return tokens
 
 
-# few combinations, because the definition is slow; without --long two of them
+# few combinations, because the definition is slow. Without --long only two of them run
 @pytest.mark.share(2, "name", "positions", "evict_every")
 @pytest.mark.parametrize(
     ("name", "positions", "evict_every"),

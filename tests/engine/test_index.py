@@ -52,7 +52,7 @@ def rounded(keys, query):
 
 
 def _round(x):
-    # half away from zero, as C does
+    # halves are rounded away from zero, as in C
     return np.trunc(x + np.copysign(np.float32(0.5), x))
 
 

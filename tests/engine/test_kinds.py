@@ -114,7 +114,7 @@ def test_quantized_keys_turn_as_well(path, model):
     policy, how = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
     quantized = {"flash": "on", "type_k": "q8_0", "type_v": "q8_0"}
     off = score_errors(path, text(300), policy, "streamingllm", model=model, **how, **quantized)
-    # the error is that of q8_0 both before and after positions start over
+    # rotating the keys when positions start over, at 130, adds little to the error of q8_0
     assert 1e-3 < np.median(off[130:]) < 3 * np.median(off[:130])
 
 

@@ -70,7 +70,7 @@ def client(path, endpoint):
 
 @pytest.fixture(scope="module")
 def split(tiny_model):
-    """(output of the client, its log) of each run"""
+    """Return (results of all runs, their logs)."""
     with nullcontext("") if has_gpu() else rpc_server.running() as endpoint:
         return rpc_server.client("tests.engine.test_offload", str(tiny_model(n_layer=N_LAYER)), endpoint)
 
@@ -101,7 +101,7 @@ def test_edits_of_both_halves_score_like_edits_here(split, tiny_model, number):
 
 
 def test_what_q8_0_saves_the_devices_own_counter_has(tiny_model):
-    """Only Mesa's llvmpipe counts to the byte; drivers of graphics cards count in larger pieces."""
+    """Only Mesa's llvmpipe counts memory to the byte; drivers of graphics cards count in larger pieces."""
     if not any("llvmpipe" in each["description"] for each in devices()):
         pytest.skip("the device is not Mesa's, on the CPU")
     with closing(Model(tiny_model(n_ctx_train=512))) as model:

@@ -28,8 +28,8 @@ from tests.reference import bumblebee, transformer
 def evict(stream, name, policy, ends=()):
     """Let a reference stream evict what the policy's definition in tests/reference evicts.
 
-    ends: ends of a prompt's segments. The queries of each segment are moved to the end of the prompt, so that
-    its last queries count among the latest.
+    ends: ends of a prompt's segments. Only queries of its own segment see a token, so in each segment the
+    last queries count as the prompt's last ones.
     """
     twin = import_module(f"tests.reference.{name}").keep
 
@@ -83,7 +83,7 @@ def test_layers_that_share_a_budget_hold_it_together_and_take_no_more_cells(tiny
         assert len(set(kept.sum(axis=1).tolist())) > 1
         if heads == "equal":
             assert (kept[:, 0] == kept[:, 1]).all()
-        # it continues, and evicts every 8 tokens
+        # the stream continues, and evicts every 8 tokens
         for part in np.split(text(64, seed=3), 8):
             engine.step(part)
             engine.evict_if_due()
@@ -220,7 +220,7 @@ def test_a_prompt_longer_than_the_context_is_read_in_segments_that_do_not_see_ea
         for at in range(300, 308):
             engine.step(tokens[at : at + 1])
             assert np.abs(engine.context.logits() - whole.decode(tokens[at : at + 1])).max() < LOGITS
-        # the signals of the kept cells have survived: the next plan has the same result as well
+        # the next plan also has the same result, because the signals of the kept cells have survived
         evict(whole, name, policy)
         engine.evict_if_due()
         assert live(engine) == positions_of(whole)
@@ -328,7 +328,8 @@ def test_a_prompt_whose_plan_fails_leaves_an_empty_cache_that_can_be_read_into(t
 
 
 def test_important_steps_count_the_stream_in_every_segment(tiny_model):
-    # the newest query of each segment finds some key important, so a segment's maximum is its end
+    # IMPORTANT is the number of tokens seen by the latest query that found a key important. The newest query
+    # of each segment finds some key important, so the maximum is the segment's end
     tokens, policy = text(300), Whole(48, 8)
     with open_engine(tiny_model(n_ctx_train=130), policy) as engine:
         engine.read(tokens)
@@ -346,7 +347,7 @@ def test_important_steps_count_the_stream_in_every_segment(tiny_model):
 @pytest.mark.parametrize(
     ("name", "prefill", "why"),
     [
-        # corm's rows keep as many tokens as they need, so it gives no number to compress a prompt to
+        # corm sets no number of tokens per row, so there is no size to which a prompt could be compressed
         ("corm", "whole", "CORM cannot read a prompt whole; choose --prefill stream"),
         ("h2o", "half", "prefill must be stream, whole or exact, got 'half'"),
     ],

@@ -61,7 +61,7 @@ def test_an_archive_no_larger_than_what_comes_back_is_the_full_cache(
 @pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize(
     ("flash", "kind", "tolerance"),
-    # the keys of synthetic ("made") cells are rounded like other keys
+    # tolerances: keys of synthetic ("made") cells are rounded to the cache's type, like other keys
     [("off", "f32", TOLERANCE), ("on", "f16", 2e-2), ("off", "f16", 2e-2), ("on", "q8_0", 0.2)],
 )
 def test_made_cells_are_the_full_cache_in_any_budget(
@@ -187,8 +187,8 @@ def test_steps_of_several_tokens_look_into_more_of_a_longer_archive(tiny_model):
             pos = archive.attended(engine.context.n_row, 2048)[0]
             sealed = (pos >= 0) & (pos < archive.clustered[-1][0] + archive.n_token)
             most.append(sealed.sum(axis=1).min())
-    # a step of 2 tokens attends exactly to 2 x exact = 512 tokens; in an archive of 16,200 tokens to 607,
-    # which is 512 * (16,200 / 8,192) ** 0.25. Clusters are taken whole, so it may be a few more
+    # a step of 2 tokens attends exactly to at least 2 * exact = 512 tokens. In an archive of n > 8,192 tokens
+    # it attends to (n / 8,192) ** 0.25 times as many: here, with n = 16,200, to about 607
     assert 512 <= most[0] < 604 <= most[1] < 660
 
 
@@ -251,7 +251,7 @@ def test_what_is_forgotten_is_not_recalled(tiny_model):
     [
         ({}, 130, 250, {"type_k": "f32", "archive_type": "f32", "archive": 100}),
         ({}, 130, 250, {"type_k": "f16", "archive_type": "q8_0", "archive": 100}),
-        # blocks of clusters, near and far
+        # this archive has near and far blocks of clusters
         ({"exact": 64}, 1024, 1650, {"archive": 1200}),
         ({"search": "all"}, 1024, 1650, {"archive": 1200}),
     ],
@@ -280,10 +280,10 @@ def test_a_saved_archive_that_does_not_fit_is_refused(tiny_model):
             ("archive", saved["archive"][:2]),
             ("archive", saved["archive"].astype(np.int32)),
             ("archive.0", saved["archive.0"][:-1]),
-            # tables in which the archive begins after its end, and ends after the stream
+            # two tables: the archive begins after its end; the archive ends after the stream
             ("archive", np.array([9, 8, 0, 0, 0])),
             ("archive", np.array([0, 2**62, 0, 0, 0])),
-            # in which far tokens end after the archive, a frame begins after it, no frame has its first token
+            # three more: far tokens end after the archive; a frame begins after it; no frame at its begin
             ("archive", np.array([0, 8, 9, 0, 0])),
             ("archive", np.array([0, 8, 0, 0, 0, 900, 0])),
             ("archive", np.array([0, 8, 0, 1, 0])),
@@ -408,7 +408,7 @@ def test_the_first_eviction_comes_when_foretold(tiny_model, n_text):
         while not engine.n_evicted:
             engine.evict_if_due()
             engine.step(text(1))
-        # the step with the first eviction also decodes tokens: one in this loop, up to n_batch of a text
+        # the loop ends after the step that follows the eviction: one token, or up to n_batch of a text
         assert engine.n_past - foretold in ((0, 1) if not n_text else range(engine.n_batch + 1))
 
 
@@ -417,7 +417,7 @@ def test_what_is_pinned_and_held_is_within_the_live_cells(tiny_model):
         n_keep = engine.policy.n_keep
         with pytest.raises(UsageError, match="choose a budget of"):
             engine.hold(n_keep)
-        # however many tokens are to be pinned, only n_keep // 2 are; the others are archived
+        # at most n_keep // 2 tokens are pinned, even if more are requested; the others are archived
         engine.pin(500)
         assert engine.n_pinned == n_keep // 2
         engine.read(text(200))
@@ -448,7 +448,7 @@ def test_a_smaller_archive_takes_the_newest_of_a_saved_one(tiny_model):
     with open_engine(path, fit(), archive=50) as engine:
         engine.restore(saved)
         assert engine.n_archived == 50
-        # older tokens take no memory
+        # only the newest 50 of the saved tokens take memory
         assert engine.archive_bytes <= engine.context.archive.max_bytes
 
 
@@ -477,7 +477,7 @@ def test_an_archive_takes_the_bytes_it_may_and_never_more(tiny_model, slabs):
         assert max(taken) <= archive.max_bytes == most < max(taken) + slab
         # with clusters, blocks of 256 tokens are forgotten together
         assert 0 <= archive.n_max - archive.n <= (255 if slabs > 4 else 0)
-        # an archive of n_max + 1 tokens would sometimes touch one more slab
+        # n_max is the largest possible: n_max + 1 tokens may touch one slab more
         n, touched = archive.n_max, lambda n, begin: (begin + n - 1) // 256 - begin // 256 + 1
         assert max(touched(n, begin) for begin in range(256)) == int(slabs)
         assert max(touched(n + 1, begin) for begin in range(256)) == int(slabs) + 1
@@ -490,9 +490,9 @@ def test_memory_does_not_grow_once_the_archive_is_full(tiny_model, share_of):
         engine.read(text(3 * n // 2))
         before, taken = rss_bytes(), engine.archive_bytes
         engine.read(text(share_of(4000, 6000)))
-        # the tokens read since would take at least four times this
+        # at least 4,000 tokens were read since, but memory grew by less than 1,000 tokens take
         assert rss_bytes() - before < 1000 * sum(engine.context.archive.layer_bytes)
-        # the first token may lie anywhere in its slab
+        # the first token may lie anywhere in its slab, so the archive may touch one slab more or fewer
         assert abs(engine.archive_bytes - taken) <= engine.context.archive.slab_bytes
 
 
@@ -666,7 +666,7 @@ def test_of_an_archives_file_the_pages_are_read_that_a_step_needs(tiny_model, pa
         engine.read(text(200))
         _, _, own = Path("/proc/self/smaps").read_text().partition(f"{path_of_file} (deleted)\n")
         flags = next(line for line in own.splitlines() if line.startswith("VmFlags:"))
-        # "random read advise": the system does not read ahead
+        # rr stands for "random read advise": the system does not read ahead
         assert "rr" in flags.split()
 
 

@@ -140,14 +140,14 @@ def test_unasked_it_reads_whole_what_half_of_a_free_gpu_has_room_for(monkeypatch
         needed = engine.whole_reader.n_bytes(300)
         beside_gpu(monkeypatch, 2 * needed)
         assert engine.reads_whole(300)
-        # cells come 256 at a time
+        # cells are allocated 256 at a time: these tokens need the next larger cache
         assert not engine.reads_whole(300 + 256)
-        # a text within the budget is not archived
+        # a text within the budget needs no archive, so it is not read whole
         assert not engine.reads_whole(48)
         assert "It is read at once, in a cache of" in long_text(engine, "prompt", 300)
         assert engine.read(text(300)) == 300
         assert (engine.cache.n_planned, engine.n_archived) == (300, 300 - engine.n_kv)
-        # a text after others is not a prompt
+        # only the first text of a stream is a prompt
         assert not engine.reads_whole(300)
     beside_gpu(monkeypatch, 2**40)
     for settings in (

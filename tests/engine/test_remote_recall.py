@@ -21,7 +21,7 @@ from tests.engine import rpc_server, saved
 from tests.engine.running import open_engine, text
 from tests.engine.test_spares import RECOMPUTE
 
-# how it recalls, type of the archive, flash attention, type of the cache, layers on the server
+# recall's option, type of the archive, flash attention, type of the cache, layers on the server
 RUNS = [
     ("search=all", "f32", "off", "f32", 99),
     ("search=all", "f16", "on", "f16", 99),
@@ -30,7 +30,7 @@ RUNS = [
     ("search=clusters", "q8_0", "on", "f16", 99),
     ("search=clusters", "q8_0", "off", "f32", 3),
 ]
-# flash attention, type of the cache, KV heads: 1 head in q8_0 (34 bytes) is not a whole number of words
+# flash attention, type of the cache, KV heads. In q8_0, a cell of 1 head has 34 bytes, not whole 4-byte words
 CACHES = [("on", "f16", 2), ("off", "f16", 2), ("off", "f32", 2), ("on", "q8_0", 2), ("on", "q8_0", 1)]
 N_LAYER, N_DIM = 4, 32
 N_FIRST, N_LATER = 170, 50
@@ -207,7 +207,7 @@ def test_cells_that_leave_come_as_they_are_and_alone(remote, number):
     same, (n_bytes, n_graph) = remote["left"][number]
     assert same
     assert remote["left_of_some"][number]
-    # cells arrive in the type of the cache; as f32 if the bytes of a cell are not a whole number of words
+    # cells arrive in the type of the cache; as f32 if a cell is not a whole number of 4-byte words
     is_words = kind != "q8_0" or n_head_kv > 1
     size = {"f16": 2, "f32": 4, "q8_0": 34 / 32 if is_words else 4}[kind]
     n = int(len(LEAVING) * N_LAYER * 2 * n_head_kv * N_DIM * size)

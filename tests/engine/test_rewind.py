@@ -54,7 +54,7 @@ def check_back(engine, fresh, n, n_later, tolerance):
     tokens = text(n + 40)
     for each in (engine, fresh):
         each.reset()
-        # the tokens of a step share their clusters, so both engines take the same steps
+        # both engines take the same steps, because all tokens of a step attend exactly to the same clusters
         each.read(tokens[:n])
     wanted = state(fresh)
     engine.read(text(n_later, seed=2))
@@ -106,7 +106,7 @@ KINDS = [
     ({"flash": "off", "type_k": "f16", "type_v": "f16", "archive_type": "q8_0"}, {}, 0.2),
     # quantized keys are stored multiplied by a Hadamard matrix
     ({"flash": "on", "type_k": "q8_0", "type_v": "q8_0", "archive_type": "q8_0"}, {}, 0.2),
-    # values are a part of the keys
+    # MLA: values are a part of the keys
     ({}, {"arch": "deepseek2"}, TOLERANCE),
     ({}, {"arch": "qwen2vl"}, TOLERANCE),
     ({}, {"arch": "maincoder"}, TOLERANCE),
@@ -116,7 +116,7 @@ KINDS = [
 @pytest.mark.parametrize(("settings", "model", "tolerance"), KINDS, ids=str)
 def test_any_cache_and_any_model_with_rows_alone_goes_back(tiny_model, settings, model, tolerance):
     path = tiny_model(**model, n_ctx_train=256)
-    # search=all: no choice of clusters that rounding could change
+    # search=all chooses no clusters, so rounding cannot change the choice
     policy = fit(search="all") if settings else fit()
     with opened(path, policy, **settings) as engine, opened(path, policy, **settings) as fresh:
         for n in (600, 270, 200, 40):

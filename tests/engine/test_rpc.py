@@ -34,7 +34,7 @@ POLICIES = {
     "bumblebee": policies.fit("bumblebee", 48, 16),
     "scissorhands": policies.fit("scissorhands", 48, 16),
     "tova": policies.fit("tova", 48, 16),
-    # the window of voting queries begins before the last plan
+    # window=24 > slack: the window of voting queries begins before the last plan
     "snapkv": policies.fit("snapkv", 48, 16, ["window=24"]),
     "expected": policies.fit("expected", 48, 16, ["queries=24"]),
     "roco": policies.fit("roco", 48, 16),
@@ -71,7 +71,7 @@ N_GPU_LAYERS = (99, 2)
 
 
 def model_of(tiny_model, arch="llama"):
-    # positions start over within the text
+    # gemma3's trained context is shorter than the text of N_TOKENS, so that positions start over
     return tiny_model(arch="gemma3", window=16, n_ctx_train=100) if arch == "gemma3" else tiny_model()
 
 
@@ -133,7 +133,7 @@ def client(endpoint, *paths):
 
 @pytest.fixture(scope="module")
 def remote(tiny_model):
-    """(output of the client, its log) of each run"""
+    """Return (printed results of the client, the log of each run)."""
     if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")
     paths = [str(model_of(tiny_model, *run[3:])) for run in RUNS]

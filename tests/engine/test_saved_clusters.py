@@ -104,7 +104,8 @@ def test_it_says_how_far_it_is(tiny_model, n_threads):
     with opened(path, n_threads=n_threads) as engine:
         found = told(engine)
         engine.restore(saved)
-        # a thread takes two of the four rows at a time: one thread reports after two, three take all at once
+        # a thread takes two of the four rows at a time, and progress is reported while rows are left: one
+        # thread reports after two rows; three threads take all rows at once
         assert found == ([(2, 4)] if n_threads == 1 else [])
 
 

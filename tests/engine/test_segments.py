@@ -453,7 +453,7 @@ def test_an_archive_whose_session_is_not_there_is_moved_and_not_deleted(path, le
         archive.end += 10
         save(path, archive, store)
         assert store.moved is None
-    # under their new names the two are a chat again
+    # if the moved session is renamed like the moved archive, the two are a chat again
     path.with_name("moved.kv").rename(path.with_name("talk.kv.2"))
     assert holds(path.with_name("talk.kv.2"), Archive(1, 30))
 
@@ -465,7 +465,7 @@ def test_an_archive_goes_with_the_session_that_is_replaced(path):
         assert store.moved is None
     assert holds(path, Archive(2, 50))
     assert sorted(os.listdir(path.parent)) == ["talk.kv", "talk.kv.archive"]
-    # a damaged session does not tell which archive is its own
+    # a damaged session does not tell which archive belongs to it
     path.write_bytes(path.read_bytes()[:-1])
     assert session.archive_id(path) is None
 
@@ -486,7 +486,7 @@ def test_an_archive_is_as_private_as_its_session_and_beside_the_target_of_a_link
 class Steps:
     """Ends the process, as kill -9 does, at the nth call that changes a file.
 
-    A call that writes data has written half of them by then; other calls have done nothing.
+    A call that writes data writes half of the data first; other calls do nothing.
     """
 
     def __init__(self, n):

@@ -164,7 +164,7 @@ def test_bytes_are_those_of_the_cells_and_the_window(tiny_model, type_k):
         engine = Engine(model, policies.fit("streamingllm", 200, 16), replace(settings, n_batch=64))
         assert engine.cache_bytes == least
         engine.close()
-        # the window does not grow with the cells
+        # with more cells in full layers, the sliding layers' cache does not grow
         context = Context(model, 1024, n_batch, type_k=type_k)
         assert context.cache_bytes == 1024 * layers.cell_bytes(type_k) + layers.swa_bytes(n_batch, type_k)
         context.close()

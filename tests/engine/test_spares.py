@@ -88,7 +88,7 @@ def client(endpoint, path, as_stock):
     set_verbose(True)
     meter = wire.Meter(endpoint)
     if as_stock:
-        # register the server like a llama.cpp without spares
+        # register the server as a llama.cpp without spares does
         workers._register = bind("ggml_backend_register", None, ctypes.c_void_p) or (
             lambda server: lib.ggml_backend_register(server)
         )
@@ -118,7 +118,7 @@ def path(tiny_model):
 
 @pytest.fixture(scope="module")
 def remote(path):
-    """(output of the client, its log) of each run"""
+    """Return (printed results of the client, the log of each run)."""
     return from_worker(path)
 
 
@@ -141,7 +141,7 @@ def test_a_worker_is_told_of_a_graph_once(remote, number):
     if name == "recall":
         pytest.skip("its decode is a graph for each layer, of which a worker keeps one")
     n_plan = N_COUNTED // 16
-    # a graph for each token and for each plan's edit; bumblebee also reads keys at each plan
+    # each token and each plan's edit computes a graph; bumblebee also reads keys at each plan
     n_graph = N_COUNTED + n_plan * (2 if name == "bumblebee" else 1)
     sent = remote[0]["results"][number][1]
     # a merge of more values than any merge before needs another graph

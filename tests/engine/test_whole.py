@@ -34,7 +34,10 @@ def whole(model):
 
 
 def left(model, name, whole=None, tokens=TOKENS, budget=64, **settings):
-    """Return the cells a policy keeps of a prompt, the next logits, and the number of tokens decoded."""
+    """Return (kept positions of a prompt, logits after it, logits after 5 more tokens, n decoded).
+
+    n decoded: number of tokens that were decoded to read the prompt.
+    """
     name, options = split_policy(name)
     policy = policies.spec(name, None, options).fit(512 if name == "full" else budget)
     with closing(Engine(model, policy, replace(SETTINGS, **settings))) as engine:
@@ -56,7 +59,7 @@ SHARING = ("h2o", "snapkv", "expected", "kvzip")
 
 
 def assert_leaves_the_same(model, name, whole):
-    """Assert that a policy leaves the same without and with the cached prompt.
+    """Assert that a policy keeps the same tokens without and with the cached prompt, and that logits agree.
 
     Returns the numbers of tokens decoded without and with it.
     """
