@@ -20,7 +20,7 @@ _USE_T = signals_where(lambda spec: spec.uses_t)
 
 
 Pass: TypeAlias = "tuple[SignalRequest, ReconstructionPass, int, int, int]"
-"""Key of a reconstruction pass: (signals requested, texts and sizes, n_pinned, n_held, tokens of a chunk)."""
+"""Key of a reconstruction pass: (signal request, its texts and sizes, n_pinned, n_held, tokens per chunk)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,11 @@ class CachedPrompt:
         )
 
     def put(self, cache: PolicyCache) -> int:
-        """Copy the first n tokens into the empty cache of an engine that `fits`. Returns n.
+        """Copy the prompt's first n tokens into an engine's empty cache, for which `fits` is true. Returns n.
 
-        The caller decodes the other tokens, to get the signals of their queries. n is the whole prompt if
-        `signals` has all that the policy reads, or if a reconstruction pass follows. If the policy reads only
-        signals of the last n_query queries, n leaves out the last n_query tokens. Otherwise it is 0.
+        The caller decodes the other tokens, to get the signals of their queries. All tokens are copied if
+        `signals` has all that the policy reads, or if a reconstruction pass follows. All but the last n_query
+        tokens are copied if the policy reads only signals of the last n_query queries. Otherwise n is 0.
         """
         context, rows = cache.context, cache.rows
         n = self._n_known(cache)

@@ -26,8 +26,7 @@ class Cells:
     pos
         i32[row, n_kv]: positions in the stream, ascending; -1 at the end of a row that holds fewer tokens.
     rot
-        i32[row, n_kv]: positions that the tokens' keys are rotated to, where the model sees the tokens; -1 as
-        in `pos`.
+        i32[row, n_kv]: positions that the tokens' keys are rotated to; -1 as in `pos`.
     cell
         i32[row, n_kv]: the cell of each token, an index into arrays by cell, such as the policy's state:
         np.take_along_axis(engine.state[0], cells.cell, axis=1).

@@ -25,7 +25,7 @@ class ChunkSize:
         self.n = _LEAST
 
     def part(self, at: int, end: int) -> slice:
-        """Return the slice of at..end to decode next: about `self.n` tokens, leaving no short part over."""
+        """Return the slice of at..end to decode next: about `self.n` tokens, with no short part left."""
         n = end - at
         return slice(at, end if n <= self.n * 5 // 4 else at + min(self.n, -(-n // 2)))
 

@@ -360,7 +360,8 @@ class Engine:
     def _read_exactly(self, tokens: np.ndarray, stopped: Callable[[], bool]) -> int | None:
         """Decode a text i32[n] in chunks that attend exactly to the archive. Returns the number decoded.
 
-        Returns None and changes nothing if a device lacks memory, unless the settings ask for exact reading.
+        If a device lacks memory, returns None with nothing decoded, or raises LibraryError if the settings
+        ask for exact reading.
         """
         done, is_ready = 0, False
         try:
@@ -398,8 +399,8 @@ class Engine:
     def draft(self, tokens: np.ndarray) -> None:
         """Decode i32[n] tokens in one step: the next token, and at most `draft_room` draft tokens after it.
 
-        All give logits. The next token is sampled from the logits of the first one. The caller then accepts
-        each draft token by `context.sample_from`, or removes it by `drop_drafts`. Raises what `step` raises.
+        All give logits; the sampler then uses those of the first token. The caller accepts each draft token
+        by `context.sample_from`, or removes it by `drop_drafts`. Raises what `step` raises.
         """
         tokens = _checked(tokens, self.model.n_vocab)
         self.context.mark_drafts(len(tokens) - 1)
@@ -472,7 +473,8 @@ class Engine:
         due = min(policy.budget, policy.slack) if policy.ragged else policy.n_live
         if not settings.over_budget or policy.recall:
             return due
-        # a text is read in whole batches, so the plan comes after the batch in which it is due, if that fits
+        # a text is read in batches: the plan comes after the batch in which it is due, or earlier if the text
+        # ends or the cells are full
         n_batch = settings.n_batch
         return max(due, min(-(-due // n_batch) * n_batch, n_text, self.n_cell))
 

@@ -130,9 +130,9 @@ class PolicyCache:
     def low_rot(self, n_kv: int, n: int) -> int:
         """Return the next token's position after all gaps between n_kv live cells are closed.
 
-        It is n_kv without sliding layers. Sliding layers may hold more tokens than n_kv, and drop those whose
-        position becomes negative. For them it is at least n_swa, but at most half of the context, and at most
-        the context minus n, which leaves room for n tokens.
+        Without sliding layers this is n_kv. Sliding layers may hold more tokens than n_kv, and drop those
+        whose position becomes negative. So with sliding layers it is at least n_swa, as far as half of the
+        context and room for n more tokens allow.
         """
         return max(n_kv, min(self.context.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
 
@@ -173,7 +173,7 @@ class PolicyCache:
         """Return a budget in which n pinned and held tokens leave room for others."""
         policy = self.policy
         if policy.recall:
-            # the cells for recalled tokens grow with the budget
+            # scaled, because the cells for recalled tokens grow with the budget
             return (n + 64) * policy.budget // policy.n_keep
         return n + policy.slack + 64
 

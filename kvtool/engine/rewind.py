@@ -99,9 +99,9 @@ def _earlier(cache: PolicyCache, n: int) -> _Earlier | None:
     begin = min(n - n_kv + n_first, span.stop)
     if begin < span.start:
         return None
-    # closing gaps starts a frame, at the oldest token that is live then. A frame that starts at `begin` may
-    # have been started only after n tokens. It was started earlier if n tokens, with the base of the previous
-    # frame, exceed the context
+    # find the newest frame that had started after n tokens. Each closing of gaps starts a frame, at the token
+    # that is then the oldest live one. Frames from tokens before `begin` had started. A frame from `begin`
+    # itself had started only if n tokens, with the previous frame's base, exceed the context
     started = len([first for first, _ in takewhile(lambda frame: frame[0] < begin, frames)])
     at = max(started - 1, 0)
     while at + 1 < len(frames) and frames[at + 1][0] <= begin and n - frames[at][1] > cache.n_ctx:

@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
         n_cell = n_start = policy.n_live
         n_batch, recall = settings.n_batch, policy.recall
         if policy.ragged:
-            # llama.cpp's own table only holds the tokens between two plans
+            # llama.cpp's own table of cells holds only the tokens since the last edit; layers grow separately
             n_start = policy.slack + n_batch + 1
         elif policy.slack and settings.over_budget and not recall:
             n_cell = n_start = max(policy.budget, min(policy.budget - policy.slack + n_batch, n_ctx))
@@ -104,7 +104,7 @@ def open_context(
             request,
             ragged=policy.ragged,
             archive_type=settings.archive_type,
-            # all cells after the live ones, so that no padding lies before the cells that a step fills
+            # padding counts as well, so that the cells that a step fills directly follow the live cells
             n_filled=n_cell - policy.n_live if fills_all else 0,
             n_draft=settings.n_draft,
             n_defer=min(policy.slack, _N_DEFER) if policy.slack > 1 else 0,
@@ -115,7 +115,7 @@ def open_context(
             **how,
         )
         if policy.reconstruction:
-            # signals come from the reconstruction pass alone
+            # off until the reconstruction pass, from which alone the signals come
             context.watch(on=False)
         return context
     needs = None

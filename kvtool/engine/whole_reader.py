@@ -259,7 +259,7 @@ class Reconstruction:
     repeated chunk by chunk. Pinned and held tokens are never evicted, so they are not repeated. The held
     tokens are the reply header, which is decoded again before each chunk, so that the model seems to answer.
 
-    words: the policy's texts and sizes.
+    words: the texts and sizes that the policy gives for the pass.
     """
 
     def __init__(self, cache: PolicyCache, words: ReconstructionPass, n_batch: int) -> None:
@@ -352,7 +352,7 @@ def decode_watched(
 
 
 def _aligned(source: np.ndarray, n_axis: int, cell_axis: int) -> np.ndarray:
-    """Reshape source i32[row, cell] to index an array of n_axis axes, whose rows are axis 0."""
+    """Reshape source i32[row, cell] to index an array with rows on axis 0 and cells on cell_axis."""
     other = [axis for axis in range(n_axis) if axis not in (0, cell_axis)]
     return np.expand_dims(source, other)
 

@@ -51,7 +51,7 @@ def _numba() -> ModuleType:
     os.environ["NUMBA_CACHE_DIR"] = folder
     import numba
 
-    # numba may have been imported before the variable was set. `vars`: mypy does not know the setting
+    # for a numba that was imported before the variable was set; `vars`, as mypy does not know CACHE_DIR
     vars(numba.config)["CACHE_DIR"] = folder
     return numba
 

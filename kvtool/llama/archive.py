@@ -154,7 +154,7 @@ class Archive:
         return n_bytes
 
     def rewind(self, cell: int, n: int, end: int, base: int, next_pos: int) -> None:
-        """Delete the tokens from `end` on, and move the newest n earlier ones to cells of the cache.
+        """Delete the tokens from `end` on, and move the newest n of the others to cells of the cache.
 
         Parameters
         ----------
@@ -163,8 +163,8 @@ class Archive:
         base
             From now on, keys in the cache are rotated to their position minus base, the moved keys included.
         next_pos
-            Position of the stream's next token when the newest remaining token had just been archived. Tokens
-            more than n_near before it count as far.
+            Position of the stream's next token at the time when the newest remaining token was archived.
+            Tokens more than n_near before that position count as far.
         """
         check(lib.llama_kvtool_go_back(self._owner.handle, cell, n, end, base, next_pos))
         self.segments = [segment for segment in self.segments if segment.end <= end - n]
@@ -292,7 +292,7 @@ class Archive:
         self._restore_clusters(saved, first // self.n_token * self.n_token)
         check(lib.llama_kvtool_set_archive_table(self._owner.handle, table.ctypes.data, len(table)))
         while (n_left := lib.llama_kvtool_seal(self._owner.handle, max(self.n_max, 1))) > 0:
-            # a block has half a byte for each row and token
+            # the clusters of a block take half a byte for each row and token
             n_row = self.block_bytes * 2 // self.n_token
             self.while_sealing(n_row - n_left, n_row)
         check(n_left)

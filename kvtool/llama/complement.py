@@ -65,7 +65,7 @@ class Complement:
         return [*islice(chain(others, self._of_keywords(schema, depth)), MOST)]
 
     def _of_keywords(self, schema: Mapping[str, Any], depth: int) -> Iterator[Any]:
-        """Yield schemas whose values one of the keywords rejects, and so the schema as a whole."""
+        """Yield schemas whose values are rejected by one of the keywords, and so by the whole schema."""
         if types := ALL_TYPES - types_of(schema.get("type")):
             yield {"type": sorted(types)}
         values = values_of(schema)

@@ -73,7 +73,7 @@ class Vocabulary:
         try:
             text = data.decode()
         except UnicodeDecodeError:
-            # llguidance in turn calls this method for the part that is valid text
+            # `tokenize_bytes` calls this method again, with the part of the data that is valid text
             return self.tokenizer.tokenize_bytes(data)
         # some tokenizers add a space at the start of a text; a control character before the text prevents it
         for lead in ("", "\x01"):

@@ -145,7 +145,7 @@ class _Parser:
         self._rule.options[-1].append(part)
 
     def _repeat(self, times: str) -> None:
-        """Make a rule of the last part and its repetition, so that a repeated lexeme stays one lexeme."""
+        """Replace the last part by a new rule that repeats it, so that a repeated lexeme stays one lexeme."""
         option = self._rule.options[-1]
         if not option:
             self._fail(f"nothing stands before {times}")

@@ -12,7 +12,7 @@ from kvtool.llama.library import api
 _CONTROL = api.LLAMA_TOKEN_ATTR_CONTROL | api.LLAMA_TOKEN_ATTR_UNKNOWN
 _DEFINED = api.LLAMA_TOKEN_ATTR_USER_DEFINED
 _N_START = 3
-"""Length of the prefix by which markers are searched; the rest of a marker is looked up."""
+"""Number of characters by which `find` finds where a marker may start. It then looks up whole markers."""
 _MARKER, _TAG = re.compile(r"<[|｜].*|.*[|｜]>", re.S), re.compile(r"[<\[].*[>\]]", re.S)
 _BLANKS = " \t\n\v\f\r"
 

@@ -152,7 +152,7 @@ class Model:
 
     @cached_property
     def groups(self) -> list[tuple[Layer, int]]:
-        """Layers that read rows, each with its number of query heads per KV head."""
+        """Layers that attend to rows, each with its number of query heads per KV head."""
         # the number of heads is in the file's header
         n_head = read(self.path).n_head
         return [(layer, n_head[layer.number] // layer.n_head_kv) for layer in self.layers.of(Kind.ROWS)]

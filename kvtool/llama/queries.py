@@ -41,7 +41,7 @@ class Queries:
     def save(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the queries f32[n, n_number], oldest first, and the position i32[n] that each is rotated to.
 
-        n_number: numbers of one token's queries in all layers. A position is -1 if there was no query.
+        n_number: size of one token's queries of all layers. A position is -1 if there was no query.
         """
         out, pos = np.empty(self.shape, np.float32), np.empty(self.n, np.int32)
         check(lib.llama_kvtool_get_queries(self._context.handle, out.ctypes.data, pos.ctypes.data))

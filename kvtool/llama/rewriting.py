@@ -28,7 +28,7 @@ Schema = dict[str, Any]
 
 _MOST_PROPERTIES = 5000
 _MOST_PATTERNS = 100
-"""Maximum properties of an object, and patterns of names: llguidance compares each with every other."""
+"""Maximum numbers of properties, and of patterns of names, in an object: llguidance compares all pairs."""
 
 _MOST_CHOICES = 50
 """Maximum combinations of properties by which minProperties or maxProperties is expressed."""
@@ -88,9 +88,9 @@ class _Writer:
     Attributes
     ----------
     shared
-        Targets of "$ref"s that stand next to other keywords. Both restrict the same value, and the other
-        keywords may name further properties, so objects at these targets must allow unnamed properties. The
-        constructor takes the targets known so far; this set collects all.
+        Targets of "$ref"s that stand next to other keywords. The other keywords restrict the same value and
+        may name properties that the target does not name, so objects at these targets must allow unnamed
+        properties. The constructor takes the targets known so far; this set collects all.
     left_out
         Keywords that are not enforced.
     """

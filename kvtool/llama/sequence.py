@@ -52,8 +52,8 @@ class SequenceContext(Decoder):
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
         """Decode as `Decoder.decode` does, after the shifts of earlier edits."""
-        # edits only record shifts; llama.cpp gets them here. It rotates shifted keys at its next decode, so a
-        # cache that it saved between a shift and a decode would have unrotated keys
+        # edits only record shifts; llama.cpp gets them here. It rotates the keys only at its next decode: if
+        # edits shifted at once, a cache saved before that decode would have unrotated keys
         for shift in shifts(self._at, self._pos_of):
             self.shift(*shift)
         super().decode(tokens, pos_0, n_output)
@@ -148,6 +148,6 @@ def shifts(at: np.ndarray, to: np.ndarray) -> Iterator[tuple[int, int, int]]:
     starts = np.flatnonzero(np.diff(delta, prepend=0))
     ends = np.append(starts, len(delta))[1:]
     groups = [(int(at[i]), int(at[j - 1]) + 1, int(delta[i])) for i, j in zip(starts, ends, strict=True)]
-    # upward shifts begin at the top, downward shifts at the bottom: no group overwrites another group
+    # upward shifts begin at the top, downward shifts at the bottom: no group of cells overwrites another
     yield from (group for group in reversed(groups) if group[2] > 0)
     yield from (group for group in groups if group[2] < 0)

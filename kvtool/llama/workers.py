@@ -18,7 +18,10 @@ from kvtool.llama.log import start_backends
 from kvtool.system.paths import build_command
 
 _SPARE_BYTES = 1
-"""Memory that a spare (a worker's device, served again) reports. If it were 0, a spare would get layers."""
+"""Memory that a spare (a worker's device, served again) reports.
+
+For 0 llama.cpp would assume the host's memory, and put layers on the spare.
+"""
 
 
 def add_rpc(*endpoints: str) -> None:

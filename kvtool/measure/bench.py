@@ -198,7 +198,7 @@ class Bench:
         self.stop = False
         self._tokens = depths.text(model)
         self._starts: dict[tuple[str, int], depths.Arrays] = {}
-        # clusters of the archive at the current depth, which only one row has
+        # clusters of the archive at the current depth; only one row of a depth has an archive
         self._clusters: depths.Arrays = {}
 
     def measure(self) -> Iterator[Row]:
@@ -219,7 +219,7 @@ class Bench:
                     if row.why or row.seconds >= self.row_s:
                         continue
                     try:
-                        # the first call for a configuration reads tokens, which the row's seconds exclude
+                        # the first call for a configuration reads tokens, outside of row.seconds
                         saved = self._start(row)
                         if self.stop:
                             return
@@ -278,7 +278,7 @@ class Bench:
             is_on_host = before is None or after is None or not row.config.kv_offload
             taken = cache if before is None or after is None else before - after
             if taken > 0:
-                # a worker's counter does not change, so nothing is known
+                # a worker's counter does not change: the bytes on its device are unknown
                 row.device_bytes.append(taken)
             cached = cache + engine.signal_bytes
             row.host_bytes = engine.archive_bytes + engine.host_bytes + (cached if is_on_host else 0)

@@ -31,7 +31,7 @@ N_SEED = 256
 """Tokens that are read for a full cache."""
 
 N_ARCHIVED, N_EVICTED = 512, 64
-"""Tokens evicted while the start of a policy is read: for a policy with recall, and for other policies."""
+"""Tokens that `start` reads after the cells are full: with a policy that recalls, and with others."""
 
 Arrays = dict[str, np.ndarray]
 
@@ -65,7 +65,7 @@ def fill(engine: Engine, tokens: np.ndarray, n: int) -> None:
 
 
 def _key_shares(model: Model) -> list[float]:
-    """Fraction of a cell's bytes that are keys, for each layer with cells; keys and values have one type."""
+    """Share of keys in the bytes of a cell, for each layer with cells. Keys and values must have one type."""
     owners = [layer for layer in model.layers.of(Kind.ROWS) if layer.is_owner]
     return [layer.head_size_k / (layer.head_size_k + layer.head_size_v) for layer in owners]
 
@@ -127,7 +127,7 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
         layer += 1
     longer["pos"] = np.where(saved["pos"] < begin, saved["pos"], saved["pos"] + n).astype(np.int32)
     base = n_after - next_rot
-    # as if the stream had closed its gaps each time after three quarters of the context
+    # as if the stream had closed its gaps after every three quarters of the context
     bases = range(base, 0, -max(n_ctx * 3 // 4, 1))[::-1]
     frames = [number for step in bases for number in (max(begin, step), step)] or [begin, 0]
     frames[0] = begin

@@ -148,7 +148,7 @@ def measure(pos, keys, cosine, unit, near, nearest, pairs):
                 pair = _similarity(_dot(unit[row, i], unit[row, j]), cosine)
                 value[j] = np.float32(pair) * np.float32(2**-24)
             if half:
-                # divided by 2**112, a float32 has float16's bits followed by 13 more
+                # a float32 divided by 2**112 has the bits of a float16, followed by 13 more bits
                 for j in range(i):
                     value[j] *= np.float32(2.0**-112)
                 for j in range(i):

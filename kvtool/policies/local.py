@@ -21,7 +21,7 @@ class Local(Ranked):
     has_rest: ClassVar[bool] = False
 
     def scores(self, view: View, state: State) -> np.ndarray:
-        # equal scores: the newer token stays
+        # equal scores, so that the newest tokens stay
         return np.zeros(view.pos.shape, np.float32)
 
 

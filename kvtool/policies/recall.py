@@ -77,7 +77,7 @@ class Recall(Ranked):
         return cls(budget, slack, **{"recalled": 0, "exact": 0, **params})
 
     def on(self, n_group: int, has_values: bool) -> Recall:
-        # a share for each query head of a row, as each needs different archived tokens
+        # 128 for each query head of a row, because each head needs different archived tokens
         exact = self.exact or min(max(128 * n_group, 256), 1024)
         if not has_values:
             half = max(min((self.budget - self.slack) // 2, self._most_recalled), 1)
@@ -105,7 +105,7 @@ class Recall(Ranked):
         return self.budget - self.slack - self.sinks - 1
 
     def scores(self, view: View, state: State) -> np.ndarray:
-        # equal scores: the newer token stays
+        # equal scores, so that the newest tokens stay
         return np.zeros(view.pos.shape, np.float32)
 
 

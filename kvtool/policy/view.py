@@ -111,7 +111,7 @@ class Recalls:
         (MLA), they are copies of the archived tokens that get the most attention.
     chunk
         Maximum tokens of a step. Each token has its own synthetic cells; copies of archived tokens serve all
-        of them.
+        tokens of the step.
     n_exact
         Archived tokens of a row that a step attends to exactly, in whole clusters. Other tokens are
         represented by their cluster's mean. 0: all tokens are attended to exactly.
@@ -122,7 +122,7 @@ class Recalls:
     n_exact: int = 0
 
     def n_filled(self, made: bool) -> int:
-        """Maximum number of cells of each row that a step fills. made: True for synthetic cells."""
+        """Maximum number of cells of each row that a step fills. made: True if they are synthetic."""
         return self.n_cell * self.chunk if made else self.n_cell
 
 
