@@ -61,8 +61,8 @@ def _cases(items, sizes):
 def _shared(items):
     """Return the items to run without --long: all without a `share` mark, and a share of the marked ones.
 
-    share(n, *names): run n items of each case. The items of a case differ in the parameters `names` (default:
-    SIZES). Each case starts at another item, so that every size is tried in some case.
+    The mark share(n, *names) runs n items of each case. The items of a case differ in the parameters `names`
+    (default: SIZES). Each case starts at another item, so that every size is tried in some case.
     """
     marks = {item: mark for item in items if (mark := item.get_closest_marker("share"))}
     chosen = set(items) - set(marks)

@@ -51,7 +51,7 @@ def write_qwen2vl(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     The sections have 13 of the 16 pairs; the other 3 take the positions of the first sections again.
     Attention has biases.
     """
-    # llama.cpp ignores this architecture's eps and takes 0; the reference reads it, so it is nearly 0
+    # nearly 0: llama.cpp ignores this architecture's eps and takes 0; tests/reference reads it from the file
     writer = _start(path, "qwen2vl", n_ctx_train, n_layer, eps=1e-12)
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_rope_dimension_sections([5, 4, 2, 2])

@@ -232,7 +232,7 @@ def test_turns_can_be_taken_back_one_after_the_other_with_the_system_prompt_kept
     said = "".join(talk.reply("And a colour.", 12))
     assert talk.undo()
     assert (talk.writer.engine.n_past, talk.messages) == before
-    # greedy: another try is the same
+    # sampling is greedy, so another try gives the same reply
     assert "".join(talk.reply("And a colour.", 12)) == said
     assert talk.undo() == 'the turn "And a colour."'
     assert talk.messages == before[1]
@@ -347,7 +347,7 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
         assert talk.archive.end < archived
         for other in (text, "Of whom?"):
             say(talk, files, other)
-    # an archive that only the copies use counts once, though several share it
+    # several copies share an archive that no session uses: its bytes count once
     assert talk.undo_stack.n_bytes < 4 * len(talk.undo_stack) * 2**20
 
     plain, plain_files = keep(tmp_path / "plain.kvs")
@@ -537,7 +537,7 @@ def test_where_there_is_no_room_older_copies_go_first_and_leave_no_gap(chat, mon
     plain, n_free = session.dump, 1
 
     def dump(file, *what):
-        # there is room for one copy
+        # writing a copy fails while more than n_free copies exist
         if len(talk.undo_stack) > n_free:
             raise OSError("no space left")
         plain(file, *what)

@@ -89,7 +89,7 @@ def test_variables_reach_the_template_and_what_it_has_learned_follows_them():
 def test_a_template_names_the_variables_that_it_reads():
     assert "enable_thinking" in SWITCHED.reads
     assert "thinking" not in SWITCHED.reads
-    # reading `reads` first does not change the levels found
+    # computing `reads` first must not change the levels that are found
     assert TAKES_THREE.reads
     assert list(Efforts.of(TAKES_THREE).levels) == ["low", "high", "max"]
 
@@ -142,7 +142,7 @@ def with_jinja_alone(source):
         try:
             return chat(tools=None, **variables)
         except TypeError:
-            # a template that loops over tools without a check fails with None
+            # a template that loops over tools without a check fails if they are None
             return chat(**variables)
 
     return rendered

@@ -86,20 +86,20 @@ def said(roles):
         (CHATML.replace("m.content", "m.content | upper"), "su", "<system>0<user>1<a>"),
         (GEMMA2, "uau", "<user>0<end><model>1<end><user>2<end><model>"),
         (LLAMA2, "suau", "[INST]<<SYS>>0<</SYS>>1[/INST] 2</s>[INST]3[/INST]"),
-        # no system role
+        # templates without a system role
         (GEMMA2, "su", "<user>0\n\n1<end><model>"),
         (GEMMA2, "ssuau", "<user>0\n\n1\n\n2<end><model>3<end><user>4<end><model>"),
         (GEMMA2, "s", "<user>0<end><model>"),
         (GEMMA2, "sau", "<user>0<end><model>1<end><user>2<end><model>"),
         (DROPS, "su", "<user>0\n\n1<a>"),
-        # a template that puts the system prompt into the newest message
+        # a template that puts the system prompt into the newest message: kvtool puts it into the first
         (MISTRAL3, "suau", "[INST]0\n\n1[/INST] 2</s>[INST]3[/INST]"),
-        # one system prompt, only at the beginning
+        # templates that take one system prompt, only at the beginning
         (QWEN35, "ssuasu", "<system>0\n\n1<user>2<assistant>3<user>4<user>5<a>"),
         (TWO_AT_MOST, "ssuasu", "<system>0\n\n1<user>2<assistant>3<user>4<user>5<a>"),
         (FIRST_ONLY, "ssuasu", "<s>0\n\n1<user>2<assistant>3<user>4<user>5<a>"),
         (LLAMA2, "ssuasu", "[INST]<<SYS>>0\n\n1<</SYS>>2[/INST] 3</s>[INST]4\n\n5[/INST]"),
-        # user and assistant must alternate
+        # templates in which user and assistant must alternate
         (GEMMA2, "uuaau", "<user>0\n\n1<end><model>2\n\n3<end><user>4<end><model>"),
         (GEMMA2, "au", "<user><end><model>0<end><user>1<end><model>"),
         (LLAMA2, "sau", "[INST]<<SYS>>0<</SYS>>[/INST] 1</s>[INST]2[/INST]"),
@@ -127,7 +127,7 @@ def test_a_template_that_takes_no_chat_at_all_fails_as_it_is():
         template.render(said("ssu"))
 
 
-# such chats on a server
+# chats that a template does not support, on a server
 
 TOOLS = check_tools([tool("now")])
 CALL = {"role": "assistant", "content": None, "tool_calls": [{**CALLS[0]}]}

@@ -36,7 +36,7 @@ def parse(text, layers=PLAIN, n_batch=64, **types):
     [("512", 512), (" 12 ", 12), ("10%", 100), ("0.19%", 1), ("99.99%", 999), ("100%", 1000)],
 )
 def test_a_budget_is_tokens_or_a_share_rounded_down(text, n):
-    # the layers make no difference
+    # tokens and shares do not depend on the model's layers
     for layers in (PLAIN, HYBRID):
         assert parse(text, layers) == (n, 64)
     assert not budget.parse(text, N_CTX_TRAIN).in_bytes

@@ -140,7 +140,7 @@ def test_a_cache_type_that_does_not_fit():
         small.cells_that_fit(2**20, 256, "q9")
 
 
-# what llama.cpp says
+# layers as llama.cpp describes them
 
 
 @pytest.mark.parametrize(("pattern", "slides"), [(2, "101010"), (3, "110110"), (4, "111011")])
@@ -170,7 +170,7 @@ def test_a_context_takes_the_bytes_that_layers_say(tiny_model, arch, shape, type
     path = tiny_model(arch, **shape)
     layers = layers_of(path)
     model = Model(path)
-    # weights make no difference
+    # a model with its weights has the same layers
     assert model.layers == layers
     for n_cell, n_batch in ((256, 64), (1024, 64), (512, 512)):
         context = Context(model, n_cell, n_batch, type_k=type_k, type_v=type_v, flash="on")
@@ -214,7 +214,7 @@ def test_llama_cpp_says_that_a_token_has_several_positions(tiny_model, monkeypat
 
 def test_a_window_of_no_tokens_is_damage_where_llama_cpp_lets_layers_slide(tmp_path):
     path = tmp_path / "tiny.gguf"
-    # a window of 0 means that no layer of Gemma 3 slides, as in most architectures; gpt-oss is an exception
+    # if the window is 0, no layer of Gemma 3 slides; most architectures do the same, but gpt-oss does not
     tiny.write_gemma3(path, n_layer=6, n_head_kv=1, window=0)
     layers = layers_of(path)
     assert (len(layers.of(ROWS)), layers.kinds, layers.n_swa) == (6, [], 0)
@@ -231,7 +231,7 @@ def test_layers_of_a_closed_model_are_an_error(tiny_model):
         _ = model.layers
 
 
-# without the patch
+# llama.cpp without kvtool's patch
 
 
 @pytest.mark.parametrize("arch", ["gemma3", "lfm2"])
@@ -258,6 +258,6 @@ def test_of_latent_attention_the_header_says_that_values_are_a_part_of_the_keys(
     metadata = info.metadata | {"deepseek2.attention.key_length_mla": 192}
     latent = replace(info, architecture="deepseek2", head_size_k=576, head_size_v=512, metadata=metadata)
     assert latent.plain_layers.cell_bytes() == 4 * 576 * 2
-    # older files have whole keys and values
+    # files without key_length_mla are older: their values take room in addition to the keys
     older = replace(latent, metadata=info.metadata | {"deepseek2.attention.kv_lora_rank": 512})
     assert older.plain_layers.cell_bytes() == 4 * (576 + 512) * 2

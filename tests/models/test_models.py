@@ -175,7 +175,7 @@ def test_an_empty_models_txt():
         parse("# only this\n\n")
 
 
-# which file is meant
+# the file that a name means
 
 
 def test_option_then_environment_then_default(tmp_path, monkeypatch, known):
@@ -361,7 +361,7 @@ def test_a_killed_download_starts_over_and_two_at_once_download_once(tmp_path, f
 
 
 def test_a_failing_pip_is_one_line(tmp_path, monkeypatch):
-    # pip may use no index, so it needs no network
+    # pip may use no index, so the test needs no network
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)

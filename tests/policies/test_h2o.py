@@ -57,7 +57,7 @@ def test_sums_fade_with_every_token_that_comes_and_not_with_a_plan():
     [
         ({}, 4, [8, 8]),
         ({}, 3, [2, 2]),
-        # 0: the context is not known
+        # n_ctx is 0: the trained context is not known
         ({}, 0, [8, 8]),
         ({"decay": 0.25}, 3, [0.5, 0.5]),
         ({"score": "mean"}, 3, [8, 8]),

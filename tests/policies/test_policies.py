@@ -211,8 +211,8 @@ def test_buzz_keeps_the_local_maximum_of_each_new_segment_and_the_first_of_equal
 
 
 def test_buzz_thins_old_tokens_by_the_half_stride_whatever_their_attention():
-    # attention between one sink and the one token of the window: 0 9 9 | 0 9 of old tokens, in segments of
-    # 3, the half stride; 1 2 3 of new tokens
+    # between the sink and the token of the window: old tokens with attention 0 9 9 | 0 9, in segments of the
+    # half stride, 3; then new tokens with attention 1 2 3
     was_old = [0, 1, 1, 1, 1, 1, 0, 0, 0, 0]
     kept, old = buzz_plan([9, 0, 9, 9, 0, 9, 1, 2, 3, 0], was_old, sinks=1, window=1, stride=5)
     assert kept == [0, 1, 4, 8, 9]
@@ -221,7 +221,7 @@ def test_buzz_thins_old_tokens_by_the_half_stride_whatever_their_attention():
 
 def test_buzz_samples_a_long_prompt_until_it_fits():
     policy = BUZZ(10, 1, window=2, threshold=3, sinks=4, stride=3)
-    # the middle: 40 tokens, 14 after one sampling, then 7, 4, 2: every 3 * 2 * 2 * 2 = 24th
+    # samplings reduce the 40 tokens of the middle to 14, 7, 4 and 2: every 3 * 2 * 2 * 2 = 24th stays
     assert kept_at_first(policy, view_of(46, attn=[0] * 46)) == [0, 1, 2, 3, 4, 28, 44, 45]
 
 

@@ -126,7 +126,7 @@ def test_a_row_is_read_by_its_own_group_of_query_heads(folder):
     model = write(folder, n_head_kv=2, seed=5)
     tokens = text(20)
     before = run(model, tokens).stream.rows[0]
-    # the other group's queries change
+    # the queries of the second group become 0: only its own row may change
     model.layers[0]["attn_q"] = model.layers[0]["attn_q"] * np.repeat(np.float32([1, 0]), 64)[:, None]
     after = run(model, tokens).stream.rows[0]
     np.testing.assert_array_equal(after[0].mass, before[0].mass)
@@ -199,7 +199,7 @@ def test_auto_positions_are_original_until_the_trained_context_is_full_and_again
         run(one_layer, tokens, budget=40, slack=8, keep=keep_ends, positions=positions)
         for positions in ("original", "in-cache", "auto")
     )
-    # the NLL of token i comes from the logits of token i - 1; the first token has none
+    # nll[i] belongs to token i + 1: it comes from the logits of token i
     np.testing.assert_array_equal(auto.nll[:N_CTX_TRAIN], original.nll[:N_CTX_TRAIN])
     # gaps are closed at once where the context ends; the next eviction leaves some again
     np.testing.assert_allclose(auto.nll[N_CTX_TRAIN], in_cache.nll[N_CTX_TRAIN], **close)

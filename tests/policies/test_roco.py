@@ -21,7 +21,7 @@ UNSTEADY = [[1, 0, 0, 0], [1, 2, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
 
 def test_the_lowest_mean_goes_unless_its_deviation_is_high():
     assert evicted(UNSTEADY, window=1, keep_std=0) == [1]
-    # of the equal means the older goes
+    # tokens 0 and 2 have equal means; the older goes
     assert evicted(UNSTEADY, window=1, keep_std=1) == [0]
 
 

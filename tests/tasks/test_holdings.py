@@ -121,7 +121,7 @@ def test_attention_is_summed_and_the_step_with_the_largest_share_is_known():
     [
         ("llama", [], holdings.N_TRACED),
         ("llama", ["search=all", "chunk=1"], holdings.N_TRACED),
-        # recalls 7 tokens, without synthetic cells
+        # latent attention (MLA) has no synthetic cells: 7 archived tokens are recalled into cells
         ("deepseek2", ["recalled=7"], 7),
     ],
 )

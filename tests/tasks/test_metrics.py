@@ -110,7 +110,7 @@ def test_self_bleu_is_the_mean_of_each_ones_bleu_against_the_others():
     [
         # the output names one class
         ("Definition", "Definition", 1),
-        # it names two, so half
+        # the output names two classes, so it scores half
         ("Definition or Date", "Definition", 1 / 2),
         ("Date", "Definition", 0),
         # "Individual" is a part of the right name and does not count

@@ -32,7 +32,7 @@ from tests.cli.called import called
 DATA = Path(__file__).parents[1] / "data"
 
 NIAH = {
-    # numbers of keys, values and values asked for; kinds of keys and values. None: every line is a needle
+    # (number of keys, of values, of values asked for, kind of keys, of values); None: every line is a needle
     "niah_single_1": (1, 1, 1, "word", "number"),
     "niah_single_2": (1, 1, 1, "word", "number"),
     "niah_single_3": (1, 1, 1, "word", "uuid"),
@@ -116,7 +116,7 @@ def test_a_sample_fills_its_length_and_is_the_seeds(name, items_of, model):
         assert item.references
         room = length - PARTS[name].n_max - n_token(model, item)
         assert room >= 0
-        # no room for another line, sentence or word, which cwe lists 3 times; qa runs out of documents first
+        # another line, sentence or word (cwe lists it 3 times) does not fit; qa runs out of documents before
         assert room < 100 or name.startswith("qa")
 
 
@@ -146,11 +146,11 @@ def test_needles_are_in_the_text_that_they_are_defined_for(items_of):
     def around(name):
         (item,) = items_of(name)
         text = item.prompt.removesuffix(item.question).split("\n", 1)[1].removesuffix("\n")
-        # without the second blank or line end that a removed needle leaves
+        # removing a needle leaves a second blank or line end, which is dropped
         return NEEDLE.sub("", text).replace("  ", " ").replace("\n\n", "\n").strip()
 
     assert set(around("niah_single_1").split("\n")) == {FILLER}
-    # in the order of their files' names
+    # the essays follow in the order of their files' names
     whole = " ".join("".join(ESSAYS[name] for name in sorted(ESSAYS)).split())
     whole = f"{whole} {whole}"
     for name in ("niah_single_2", "niah_multikey_1", "niah_multivalue", "niah_multiquery"):
@@ -528,7 +528,7 @@ def test_what_a_text_leaves_does_not_know_a_question_that_comes_after(bytewise, 
                 assert known or n == n_text
                 pos = reader.engine.cells().pos
                 found.append([sorted(row[(row >= 0) & (row < n_text)]) for row in pos])
-                # the budget holds while the question is read
+                # no row exceeds the budget while the question is read
                 assert reader.engine.cells().live.max() < 64
         return found
 
