@@ -5,8 +5,8 @@
 
 data/agents.jsonl.xz has the requests of opencode and Qwen Code, recorded with a scripted model:
 each session reads, writes and edits files, and goes on after a second question. As in a real chat, the
-server's own replies replace the recorded ones. They have no tool calls, so tools' results become user texts.
-With --recorded, requests are sent as they were recorded, so no reply in them is the server's.
+server's own replies replace the recorded ones. These replies have no tool calls, so tools' results are sent
+as user texts. With --recorded, requests are sent as they were recorded, so no reply in them is the server's.
 
 The server is restarted before the last request. That request is then sent again with a message in its middle
 changed. On a new server two agents take turns. kvtool keeps its chats with --sessions, llama-server with

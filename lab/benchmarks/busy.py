@@ -9,9 +9,9 @@ defaults and never pause. --spins adds rows of kvtool in which threads wait long
 sleep (GOMP_SPINCOUNT).
 
 over its share: a row's time, divided by the time that its share of the cores allows. With k others the share
-is 1 / (k + 1) of the cores. The allowed time is the shorter of two, measured without others: the time with
-all cores, times k + 1, and the time with one thread, times (k + 1) / cores if that is above 1. A ratio above
-1 is time lost by waiting.
+is 1 / (k + 1) of the cores. The allowed time is the shorter of two, both from times without others: the time
+with all cores, times k + 1; and the time with one thread, times (k + 1) / cores, or times 1 if that is less.
+A ratio above 1 is time lost by waiting.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Row:
 
 
 def child(args) -> None:
-    """For each number on stdin, decode so many tokens and print the mean seconds of one; 0: never stop."""
+    """For each number on stdin, decode that many tokens and print the mean seconds a token; 0: never stop."""
     model = load_model(args.model)
     tokens = load_tokens(model, args.file, 4 * args.budget)
     args.threads = args.threads or None

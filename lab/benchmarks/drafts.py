@@ -157,7 +157,7 @@ def _table(rows: list[dict[str, float]], args: object) -> Table:
         table.add_column(column, justify="left" if not column else "right")
     for clock in ("wall", "cpu"):
         values = [row[clock] for row in rows]
-        # as if all answers were one
+        # ratio for all answers together: the harmonic mean, weighted by tokens
         whole = sum(row["written"] for row in rows) / sum(row["written"] / row[clock] for row in rows)
         shown = (statistics.median(values), min(values), max(values), whole)
         table.add_row(f"speed, {clock}", *(f"{value:.2f}" for value in shown))

@@ -97,7 +97,7 @@ class Ggml:
 
     def __init__(self) -> None:
         start_backends()
-        # a second object, so that types declared here do not change kvtool's
+        # load the library again: argument types declared on this object do not change kvtool's object
         self.lib = ctypes.CDLL(str(library_path()))
         for name, (result, *arguments) in _SIGNATURES.items():
             function = getattr(self.lib, name, None)
@@ -225,7 +225,8 @@ class Work:
 def median_s(run: Callable[[], object], *, seconds: float = 0.15, warm: int = 3, least: int = 3) -> float:
     """Median seconds of a call that ends when its work is done.
 
-    Repeats the call for `seconds`, after `warm` calls that do not count: CUDA compiles and captures in them.
+    Repeats the call for `seconds`, at least `least` times. The first `warm` calls do not count, because CUDA
+    compiles kernels and captures graphs in them.
     """
     for _ in range(warm):
         run()

@@ -149,7 +149,7 @@ def copies(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
             ggml.sync(backend)
 
         def strided(source: np.ndarray = source) -> None:
-            # the keys of one KV head go into a cache of all heads
+            # copy keys of one KV head to a cache whose cells hold the keys of all heads
             head, cell = D // 32 * 34, D // 32 * 34 * N_KV_HEAD
             n = size // cell
             lib.ggml_backend_tensor_set_2d_async(backend, target, source.ctypes.data, 0, head, n, cell, head)
@@ -212,7 +212,7 @@ def _overlap(
             copy()
         ggml.sync(other)
 
-    # as many copies as take about as long as the attention
+    # choose the number of copies so that they take about as long as the attention
     n_copy = max(round(compute / median_s(partial(alone, 1))), 1)
     copying, together = median_s(partial(alone, n_copy)), median_s(partial(both, n_copy))
     hidden = (compute + copying - together) / min(compute, copying)

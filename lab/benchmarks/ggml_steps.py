@@ -52,10 +52,11 @@ class Matrices:
 
 
 def streamed(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
-    """2d: microseconds a layer when archived keys and values are copied before their attention.
+    """2d: microseconds a layer when archived keys and values are copied to the device before attention.
 
-    us_compute, us_copy: the work and the copy alone. us_serial: one after the other. us_overlap: both at
-    once, with two staging buffers. "whole" includes the products with the weights of an 8B's layer.
+    us_compute: only computing. us_copy: only copying. us_serial: each layer is copied, then computed.
+    us_overlap: a layer is copied while the layer before it is computed, with two staging buffers.
+    A layer is only attention ("attention"), or attention and an 8B layer's weight products ("whole").
     """
     rng = np.random.default_rng(0)
     for name, kind in sorted(TYPES.items(), reverse=True):
@@ -154,7 +155,7 @@ def writing(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
 
     "full": attention to the whole cache, with one mask. "resident": attention to the window, resident tokens
     and means, with a mask per KV head. "resident, uploads": a step also uploads 64 pieces of 16 tokens,
-    writes them to the cache, and reads all queries.
+    writes them to the cache, and copies all queries to the host.
     """
     rng = np.random.default_rng(0)
     for name, kind in TYPES.items():
@@ -163,7 +164,7 @@ def writing(ggml: Ggml, sizes: Sizes) -> Iterator[Row]:
         n_cell = max(*sizes.full, *sizes.resident)
         kv = [(cells(caches, kind, n_cell), cells(caches, kind, n_cell)) for _ in range(sizes.n_layer)]
         caches.alloc()
-        # repeated, so that a cache of 17 GB is filled in seconds
+        # the same rows are repeated in the cache: new random values for 17 GB would take too long
         raw = ggml.quantized(rng.standard_normal((min(n_cell, 32768), D * N_KV_HEAD), np.float32), kind)
         for pair in kv:
             for tensor in pair:

@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def _fast_folder() -> str | None:
-    """A folder in memory with room for the model; None without one. No library may be loaded from it."""
+    """Return a folder in memory with room for the model, or None. Libraries may not be loadable from it."""
     shared = "/dev/shm"
     return shared if os.path.isdir(shared) and shutil.disk_usage(shared).free > 12e9 else None
 
@@ -132,7 +132,7 @@ class Check:
         wanted = [name for name in self.args.only.split(",") if name]
         parts = [part for part in self.parts() if not wanted or part.name in wanted]
         if any(part.name in ("3", "3r", "3s", "4") for part in parts):
-            # written while the first parts run, which need one core
+            # write the model while the first parts run, because they need only one core
             self._writer = self._write_model()
         for part in parts:
             if part.name in ("3", "3r", "3s", "4") and not self._model_ready():
@@ -201,7 +201,7 @@ class Check:
         return subprocess.Popen(command, cwd=ROOT, env=self.env, stdout=log, stderr=log)
 
     def _model_ready(self) -> bool:
-        """Wait for the model. False if it was not written, which one row reports."""
+        """Wait until the model is written. If that fails, add one row that says why, and return False."""
         writer = self._writer
         if writer is None:
             return False
@@ -262,9 +262,10 @@ def kernel_digest() -> str:
 
 
 def unpack(pack: Path, work: Path, kernels: str) -> dict[str, str]:
-    """Unpack the libraries into a folder; returns the environment in which kvtool runs with them.
+    """Unpack the packages into a folder. Return environment variables with which kvtool loads them.
 
-    kernels: the `kernel_digest` that the packed kernels were compiled from.
+    kernels: `kernel_digest` of the packed kernels' sources. If it differs from this checkout's digest, the
+    packed kernels are not used.
     """
     site = work / "site"
     for wheel in sorted(pack.glob("*.whl")):
@@ -283,7 +284,7 @@ def unpack(pack: Path, work: Path, kernels: str) -> dict[str, str]:
     folders = [*cuda_folders(), *filter(None, [env.get("LD_LIBRARY_PATH")])]
     if folders:
         env["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
-    # the kernels' folder depends on sources, CPU and path
+    # ask kvtool for the kernels' folder, because it depends on sources, CPU and path
     ask = "from kvtool.system.paths import kernel_library; print(kernel_library())"
     if kernels != kernel_digest():
         print("the packed kernels are of other sources: numba compiles them here", file=sys.stderr)

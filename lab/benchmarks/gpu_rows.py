@@ -115,8 +115,8 @@ class Log:
 def splits(args: Args) -> Iterator[Row]:
     """Graph splits of a step of one token, and which operations the CPU computes in it.
 
-    graphs: number in a step, an eviction's included. splits: number in the decode's graph. Needs
-    GGML_SCHED_DEBUG=2 and LLAMA_GRAPH_REUSE_DISABLE=1 in the environment.
+    graphs: graphs that a step computes, including those of an eviction. splits: splits of the decode's graph.
+    Needs GGML_SCHED_DEBUG=2 and LLAMA_GRAPH_REUSE_DISABLE=1 in the environment.
     """
     log = Log()
     model = Model(args.model)
@@ -261,7 +261,7 @@ def profile(args: Args) -> Iterator[Row]:
     way = WAYS[args.way]
     model = Model(args.model)
     tokens = depths.text(model)
-    # at depth 700 the archive is nearly empty: recall's time shows the cost of interrupting each layer
+    # at depth 700 recall's archive is nearly empty, so its time is mostly the cost of interrupting each layer
     for depth in (700, 2048) if args.small else (700, 8192, 32768):
         engine, timers = at_depth(model, way, depth, tokens), Timers()
         for owner, method in (

@@ -181,8 +181,9 @@ def recurrent(n_embd: int) -> dict[str, tuple[int, ...]]:
 
 
 def quantized(rng: np.random.Generator, n_row: int, n_in: int, n_random: int | None = None) -> np.ndarray:
-    """Return random Q4_0 blocks, u8[n_row, bytes], scaled so that the matrix keeps a vector's length, about.
+    """Return random Q4_0 blocks, u8[n_row, bytes], of a matrix.
 
+    They are scaled so that the matrix's product with a vector has numbers about as large as the vector's.
     n_random: number of random rows, which the other rows repeat; None: all rows are random.
     """
     blocks = rng.integers(0, 256, (min(n_random or n_row, n_row), n_in // BLOCK, BLOCK_BYTES), np.uint8)

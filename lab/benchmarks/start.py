@@ -154,7 +154,7 @@ def _llama_cpp() -> Iterator[None]:
 
 def _resident(pid: int) -> float:
     """The most resident MiB of a process so far; 0 after its end. Linux only."""
-    # wait4's peak is at least this process's memory, because a child starts as a copy of this process
+    # wait4 would report at least this process's memory, because a child starts as a copy of this process
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024

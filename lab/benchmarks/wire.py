@@ -5,8 +5,8 @@
 A worker on loopback holds all layers, and a proxy in front of it counts. Stock is the same library with
 nothing of kvtool enabled; its cache is full except for the counted tokens. A policy's cache is at its budget
 before counting starts, so it plans every --evict-every tokens. The bytes beyond stock are shown per plan and
-by kind: `signals` come back, `edits` are the cells that move, `graphs` are the graphs that
-llama.cpp sends: an edit's, and the decode's again after it. A policy may have options (recall:exact=512).
+by kind: `signals` come back; `edits` are the cells that move; `graphs` are llama.cpp's graphs: the edit's is
+sent first, then the decode's again. A policy may have options (recall:exact=512).
 The bound is four bytes times rows times cells, for each signal that the policy reads.
 """
 

@@ -85,9 +85,9 @@ class Rule(NamedTuple):
         return self._replace(merge="output").n_byte(budget, group, dim) // (4 * dim)
 
     def numbers(self, budget: int, group: int, dim: int) -> tuple[int, int, int, int, int, int]:
-        """Return the arguments of `_evict` from `n_cell` to `n_mean`.
+        """Return six arguments of `_evict`: n_cell, kind, n_sink, n_window, n_steady and n_mean.
 
-        n_steady: cells that stay because their attention has a high standard deviation.
+        n_steady is the number of cells that stay because their attention has a high standard deviation.
         """
         n_cell = self._n_cell(budget, group, dim)
         n_mean = 0 if self.merge == "cells" else self.n_mean
@@ -308,7 +308,7 @@ def _evict(
     mass, squares, pos = np.zeros(n_cell, f32), np.zeros(n_cell), np.zeros(n_cell, np.int64)
     mean_keys, mean_values = np.zeros((n_mean + 1, dim), f32), np.zeros((n_mean + 1, dim), f32)
     size, bias = np.zeros(n_mean + 1, f32), np.zeros(n_mean + 1, f32)
-    # queries of the last tokens; a total of _FAR means that a place is still empty and gives no attention
+    # queries of the last tokens; an empty place has the total _FAR, so that its attention is 0
     queries, outputs = np.zeros((n_query * group, dim), f32), np.zeros((n_query * group, dim), f32)
     totals = np.full(n_query * group, _FAR)
     seen, paid = np.zeros((n_mean + 1, n_query * group), f32), np.zeros(n_mean + 1, f32)

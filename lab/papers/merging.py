@@ -59,7 +59,7 @@ class Variant(WeightedKV):
     paper: ClassVar[str] = ""
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return the state f32[row, cell]: sum of attention; weight of merged victims; lost own share."""
+        """Return the state, f32[row, cell]: sum of attention; weight of merged victims; 1 minus own share."""
         return tuple(np.zeros((n_row, n_cell), np.float32) for _ in range(3))
 
     def observe(self, view: View, state: State) -> None:
@@ -100,7 +100,10 @@ def _merge(
     pos, order, average, keep, victims, first, left, scale, counts,
     extra, lost, row_of, dst_of, src_of, weight_of,
 ):  # fmt: skip
-    """Write the terms of all rows' merges, and return their number. Places are cells in order of position."""
+    """Write the terms of all rows' merges, and return their number.
+
+    A row's cells are numbered by position: `place` is this number. victims: places, the first evicted first.
+    """
     n_row, n = order.shape
     n_evict = victims.shape[1]
     older, newer = np.empty(n + 1, np.int64), np.empty(n + 1, np.int64)

@@ -90,7 +90,7 @@ def rows(model: Llama, tokens: np.ndarray):
 
 
 def average_of(attention, at: int):
-    """Attention f64[token] to the first `at` tokens: sum over heads, mean over those that see the token."""
+    """Attention f64[token] to the first `at` tokens: sum over heads, mean over queries that see the token."""
     return attention[:, :at, :at].sum(axis=(0, 1)) / np.arange(at, 0, -1)
 
 

@@ -69,7 +69,7 @@ def _mean(line: tables.Line) -> float:
 
 
 def quality(path: Path, run: str, title: str) -> None:
-    """Draw perplexity over bytes: a column for each kind of text, a row without host memory and one with."""
+    """Draw perplexity by bytes, a column for each kind of text. The upper row leaves out host memory."""
     from matplotlib.figure import Figure
 
     lines = records.read(tables.RESULTS / f"{run}.jsonl")
@@ -107,7 +107,7 @@ def _ruler_points(lines: Sequence[tables.Line], *, host: bool) -> Mapping[str, l
 
 
 def ruler(path: Path, run: str, title: str) -> None:
-    """Draw RULER's score over bytes: a row for each protocol, a column without host memory and one with."""
+    """Draw RULER's score by bytes, a row for each protocol. The left column leaves out host memory."""
     from matplotlib.figure import Figure
 
     every = records.read(tables.RESULTS / f"{run}.jsonl")

@@ -69,7 +69,7 @@ def _share(places: Mapping[Place, Measurements]) -> None:
     """Leave out the items of each column that some row lacks."""
     rows = defaultdict(list)
     for (_, column), sample in places.items():
-        # a single number is a mean of items already
+        # a single number is already a mean, from which no item can be left out
         if len(sample.values) > 1:
             rows[column].append(sample.values)
     for column in rows.values():

@@ -138,7 +138,7 @@ class PolicyRow:
             type_k=self.type_kv,
             type_v=self.type_kv,
             prefill="whole" if self.is_shared else None,
-            # no more than _ROOM tokens follow a prompt that was read whole
+            # after a prompt that was read whole, the budget has _ROOM free cells for all tokens that follow
             over_budget=not self.is_shared,
         )
 
@@ -201,7 +201,7 @@ def measure(args: Namespace) -> None:
                 # each item runs for all rows before the next, so that its prompt is read once for all of them
                 for record in TaskResults(about, items[number : number + 1], args.json).measure(task, reader):
                     sys.stderr.write(f"{number + 1}/{len(items)} {_line(record)}\n")
-                # so many caches at once would not fit in memory
+                # close the reader's engine: the caches of all rows at once would not fit in memory
                 reader.close()
 
 

@@ -13,7 +13,7 @@ An experiment is a list of commands, mostly `kvtool compare` and `kvtool eval`; 
 is a folder with the texts and data sets: lab/papers/README.md has their sources. Some runs need other models
 than kvtool's default: `--models` is the folder with these. `--work` keeps all results; lab/papers/records
 keeps scores of items and of blocks of tokens for the tables, and no text of a data set.
-Results that are there are not measured again.
+Commands whose results are kept there do not run again.
 """
 
 from __future__ import annotations

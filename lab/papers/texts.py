@@ -11,7 +11,7 @@ WIKI = "wikitext2/wiki.test.raw"
 XSUM = "xsum/xsum_0shot_first300.jsonl"
 
 TWELVE = (*BOOKS, *CHAPTERS, *PAPERS)
-"""Texts of three kinds: each is a unit of the tests."""
+"""Texts of three kinds. Each text is a unit of the tests."""
 
 EIGHT = (*BOOKS, *PAPERS)
 """Fewer texts, for a slower model. With eight, p can be 2^-7, which is significant among six tests (Holm)."""

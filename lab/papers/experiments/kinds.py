@@ -20,7 +20,7 @@ LARGE = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
 """The second model; the first is kvtool's default."""
 
 UNGROUPED = "SmolLM2-135M-Instruct.Q4_1-ungrouped.gguf"
-"""The first model with a KV head for each query head, as in the papers' models; ungroup.py writes it."""
+"""The default model with a KV head for each query head, as in the papers' models; ungroup.py writes it."""
 
 SMALL = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 """A third model, for docs/which-policy.md."""
@@ -163,7 +163,7 @@ def directions(paper: Mapping[Place, str], method: str) -> dict[Place, int]:
 
 
 def columns(paper: Mapping[Place, str], names: Sequence[str]) -> dict[Place, str]:
-    """The numbers of these columns."""
+    """The paper's numbers in these columns."""
     return {place: number for place, number in paper.items() if place[1] in names}
 
 

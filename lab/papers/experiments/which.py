@@ -15,8 +15,8 @@ _TYPES = ("f16", "q8_0", "q4_0")
 # newer scores than h2o's, and rows that share a layer's budget
 _SCORES = ("h2o", "h2o:heads=adaptive", "roco", "rkv", "expected", "expected:heads=adaptive")
 _EXPECTED = "expected:queries=32"
-# model, cells of h2o, tokens of a text, minutes. expected has 512 cells and 32 queries of each query head. A
-# query in f32 takes the bytes of a cell in f16, so h2o gets 512 cells and 32 more for each head of a group
+# model, cells of h2o, tokens of a text, minutes. A row of `expected` has 512 cells and, for each of its query
+# heads, 32 queries. A query in f32 takes as many bytes as a cell in f16, so h2o gets 512 + 32 * heads cells
 _EQUAL = {
     "equal": ("", "608", 3072, 10),
     "equal-0.5b": (SMALL, "736", 2048, 15),

@@ -116,8 +116,8 @@ class _Observer:
         self._before = _KeysBefore(n, shapes) if Observed.KEYS_BEFORE in wanted else None
 
     def _call(self, address: int, asked: bool, _: object) -> bool:
-        """If asked, return whether the tensor is wanted; else read it, and return False to end the decode."""
-        # ctypes would print an exception of a callback and drop it
+        """If asked, return whether the tensor is wanted; else read it, and return True to go on."""
+        # ctypes would drop an exception of a callback: keep it, and return False to end the decode
         try:
             return self.error is None and self._look(address, asked)
         except BaseException as error:  # noqa: BLE001
@@ -196,7 +196,7 @@ class _KeysBefore:
         self._written: dict[int, int] = {}
 
     def look(self, address: int, tensor: _Tensor, asked: bool) -> bool:
-        """Keep a tensor f32[n, head, dim]; if asked, return whether it is wanted."""
+        """If asked, return whether a tensor may be keys before RoPE, f32[n, head, dim]; else keep it."""
         op = lib.ggml_op_desc(address)
         if op == b"SET_ROWS":
             # this operation writes to a cache

@@ -40,7 +40,7 @@ def test_buzz_at_40_percent_has_a_share_of_the_full_caches_rouge_with_an_interva
     ends = np.quantile([100 * mean_rouge(own, at) / mean_rouge(full, at) for at in drawn], [0.025, 0.975])
     shown, *interval = map(int, re.search(r": (\d+) % \((\d+) to (\d+)\)", rows()[row]).groups())
     assert shown == round(ratio)
-    # the draws here have another seed, so that the ends differ a little
+    # the interval's ends differ a little, because the draws here have another seed
     assert interval == pytest.approx(ends, abs=2)
     assert f"{shown} % ({interval[0]} to {interval[1]})" in (tables.LABORATORY / "buzz.md").read_text()
 
@@ -92,7 +92,7 @@ def test_about_as_good_is_told_by_a_small_loss_and_not_by_a_difference_that_was_
     small = rng.normal(-0.002, 0.002, 12)
     assert significance.not_worse_test(small, ones, 0.01) < 0.05
     assert significance.power(small, ones, 0.01) > 0.99
-    # a significant loss above the margin
+    # with a loss of about 0.022, above the margin of 0.01, a method is not "about as good"
     assert significance.not_worse_test(small - 0.02, ones, 0.01) > 0.95
     assert significance.not_worse_test(np.ones(4), np.ones(4), 0.01) == 1 / 2**4
 

@@ -42,7 +42,7 @@ def test_means_are_those_of_the_definition(merge):
 
 def test_cells_that_take_the_bytes_of_means():
     query, key, value = (np.zeros(shape, np.float32) for shape in ((60, 2, 8), (60, 8), (60, 8)))
-    # each of 6 means takes 8 bytes more than a cell; each of 4 tokens has two queries of 16 + 4 bytes
+    # a mean takes 8 bytes more than a cell; each of 4 * 2 kept queries takes 8 * 2 bytes, and 4 for its total
     rule, cells = (Rule.parse(f"streamingllm+6:{merge}:4") for merge in ("output", "cells"))
     assert rule.n_byte(20, 2, 8) == 20 * 32 + 6 * 8 + 4 * 2 * (16 + 4)
     n_cell = 26
@@ -51,7 +51,7 @@ def test_cells_that_take_the_bytes_of_means():
     found = attend(query, key, value, cells, 20)
     kept = [*range(4), *range(60 - n_cell + 5 - 1, 60)]
     assert found[-1, :, 0] == pytest.approx(np.mean(kept))
-    # spare also keeps outputs
+    # `spare` also keeps the output of each of these queries, 8 * 2 bytes
     assert Rule.parse("h2o+6:spare:4").n_byte(20, 2, 8) - rule.n_byte(20, 2, 8) == 4 * 2 * 16
     assert Rule.parse("h2o").n_byte(20, 2, 8) == 20 * 32
 

@@ -83,7 +83,7 @@ def test_a_cell_is_a_mean_with_its_standard_error_and_the_papers_number(measured
 def test_differences_are_paired_and_named_where_a_table_s_tests_tell_them(measured):
     noise = np.random.default_rng(0).normal(size=40)
     spread = np.tile([1, -1], 20)
-    # with 40 items of +-1 the mean's error is 0.16; Holm's first of three tests needs 2.4 such errors
+    # 40 items of +-1: the mean's error is 0.16. The first of Holm's three tests needs a mean of 2.4 errors
     error = spread.std(ddof=1) / np.sqrt(40)
     text = measured(
         lines(
@@ -140,8 +140,8 @@ def test_the_papers_differences_are_counted():
     paper = {"full": "9", "buzz": "5", "h2o": "6", "tova": "4", "local": "3", "cam": "5", "roco": "1"}
     numbers = {(row, "64"): n for row, n in paper.items()}
     table = ScoreTable("f1", against="buzz", paper=numbers)
-    # h2o differs as in the paper, tova the other way, local not significantly; full, cam (equal in the paper)
-    # and roco (not measured) do not count
+    # h2o differs as in the paper, tova in the other direction, local not significantly. Not counted are full,
+    # cam (equal to buzz in the paper) and roco (not measured)
     assert counted(stored, table) == Verdict(same=1, other=1, unclear=1)
     lower = [line | {"scores": {"ms": line["scores"]["f1"]}} for line in stored]
     slower = ScoreTable("ms", against="buzz", paper={("buzz", "64"): "5", ("h2o", "64"): "6"})
@@ -152,14 +152,14 @@ def test_the_papers_differences_are_counted():
 
 
 def test_too_few_that_differ_for_so_many_tests_are_no_test():
-    # seven answers differ: p is at least 2 / 2^7, significant for a single test, but not for one of four
+    # seven answers differ, so p is at least 2 / 2^7: below 0.05 for a single test, above 0.05 / 4 for four
     own, other = [0.5] * 9, [0.4] * 7 + [0.5] * 2
     stored = lines(buzz__64={"f1": own}, **{f"{name}__64": {"f1": other} for name in ("h2o", "tova", "cam")})
     rows = ("buzz", "h2o", "tova", "cam")
     assert counted(stored, ScoreTable("f1", against="buzz", rows=rows[:2], worse=rows[1:])) == Verdict(same=1)
     more = [*stored, *lines(local__64={"f1": [0.6, 0.4] * 4 + [0.5]})]
     assert counted(more, ScoreTable("f1", against="buzz", worse=rows[1:])) == Verdict(untested=3)
-    # with five that differ there is no test at all
+    # if only five answers differ, p is at least 2 / 2^5, above 0.05: there is no test at all
     five = lines(buzz__64={"f1": own}, h2o__64={"f1": [0.4] * 5 + [0.5] * 4})
     assert counted(five, ScoreTable("f1", against="buzz", worse=("h2o",))) == Verdict(untested=1)
 
@@ -225,7 +225,7 @@ def test_the_geometric_means_error_is_that_of_draws():
     mean, error = statistics.mean_error(np.array(linear), np.ones(400))
     assert mean == pytest.approx(np.prod([values.mean() for values in scores.values()]) ** (1 / 3))
     assert error == pytest.approx(geometric.std(), rel=0.05)
-    # a failed item does not count; without any common bigram there is no error
+    # an item without scores does not count; if a mean is 0, the result is a single 0, which has no error
     assert places._rouge({"rouge1": [0.5, None], "rouge2": [0.5, None], "rougeL": [0.5, None]}) == [0.5, None]
     assert places._rouge({"rouge1": [0.5, 0.5], "rouge2": [0, 0], "rougeL": [0.5, 0.5]}) == [0, None]
 
@@ -305,8 +305,8 @@ def test_of_several_texts_a_text_is_the_unit(measured):
     table = ScoreTable("nll", ("of", "budget"), "buzz", names=names, pooled={"all": None})
     text = measured(list(of_texts(6, more)), table)
     assert "| policy | books, 64 | papers, 64 | all, 64 |" in text
-    # the units are texts: four books or two papers are too few for a test, and all six texts disagree. With
-    # blocks as units the books would have a verdict
+    # the units are texts: four books or two papers are too few for a test, and in one of the six texts H2O is
+    # better, not worse. If blocks were units, the books would have a verdict
     assert "better" not in text
     assert "worse" not in text
     text = measured(list(of_texts(6, [0.1] * 6)), table)
@@ -318,7 +318,7 @@ def test_of_several_texts_a_text_is_the_unit(measured):
 
 def test_what_is_above_the_full_cache_is_told_text_by_text(measured):
     more = np.array([0.05, 0.06, 0.07, 0.05, 0.06, 0.07])
-    # the texts differ by far more than the policies do
+    # nll differs far more between texts than between policies; the error must be that of the differences
     stored = [
         line | {"label": "full", "budget": None} if line["label"] == "buzz" else line
         for line in of_texts(6, more)

@@ -97,7 +97,7 @@ def test_every_command_is_one_that_kvtool_takes(name):
     for label in getattr(run, "policies", ()):
         policy, options = split_policy(label)
         for budget in getattr(run, "budgets", None) or [getattr(run, "budget", "4096")]:
-            # a share is raised to the smallest budget that works, so that any large number can stand for it
+            # kvtool raises a share to the smallest budget that works, so 4096 can stand for any share
             n = 4096 if budget.endswith("%") else int(budget)
             fitted = policies.fit(policy, n, None, list(options))
             assert not (fitted.ragged and "whole" in getattr(run, "more", ()))
@@ -136,7 +136,7 @@ def test_every_run_belongs_to_an_experiment_and_every_table_to_a_score():
             labels |= {rule for run in each.runs for rule in getattr(RUNS[run], "rules", ())}
             if table.row == "budget":
                 asked -= {budget for run in each.runs for budget in RUNS[run].budgets}
-            # a map's rows are no policies
+            # the rows of a MapRun are parts of a map, which are not in `labels`
             assert asked - {"corm, capped"} <= labels or isinstance(RUNS[each.runs[0]], MapRun)
             assert not table.paper or each.model
 
@@ -399,7 +399,7 @@ def test_the_papers_numbers_are_read_by_columns(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("path", sorted(kinds.NUMBERS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_number_of_a_paper_is_in_a_table(path):
-    """A misspelt policy, or a table that no experiment uses, would not be shown."""
+    """Without this test, numbers of a misspelt policy or of an unused table would be missing unnoticed."""
     tables = [table.paper.items() for each in EXPERIMENTS.values() for table in each.tables]
     for name in json.loads(path.read_text(encoding="utf-8"))["tables"]:
         numbers = kinds.numbers(path.stem, name)

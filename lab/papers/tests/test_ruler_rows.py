@@ -152,7 +152,7 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
     before = out.read_bytes()
     ruler.main([*command, *rows])
     assert out.read_bytes() == before
-    # each prompt is read once, even if some rows lack its item
+    # each prompt is read once for all rows, even if some of them have its result already
     records.rewrite(
         out, lambda there: [each for each in there if each["policy"] != "full" or "vt" in each["id"]]
     )
@@ -163,7 +163,7 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
         [*command, "--policies", "h2o,snapkv", "--removed", "0.5", "--others", "", "--question", "after"]
     )
     assert len(read) == 2
-    # a sample depends on its number, not on how many tasks are named
+    # if a task is named twice, its items still have the same numbers
     names = ["--tasks", "niah_single_1,niah_single_1", "--items", "1:2", "--policies", "", "--others", ""]
     ruler.main([*command, *names, "--length", "700"])
     assert records.read(out)[-1]["id"] == "niah_single_1-700-1"

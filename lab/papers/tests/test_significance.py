@@ -9,7 +9,7 @@ from lab.papers import significance
 
 
 def test_signs_tell_a_difference_only_where_enough_items_differ():
-    # three differences other than 0: two of the eight ways to put their signs are as far from 0
+    # three differences other than 0 have eight choices of signs; the means of two are as far from 0: 2 / 8
     assert significance.sign_flip_test(np.repeat([1.0, 0.0], [3, 5])) == 0.25
     assert significance.sign_flip_test(np.zeros(8)) == 1
     assert significance.sign_flip_test(np.ones(6)) == 2 / 2**6
@@ -34,7 +34,7 @@ def test_without_a_difference_one_test_in_twenty_finds_one():
 
 
 def test_of_many_tests_holm_lets_chance_find_one_in_a_table_of_twenty():
-    # Holm 1979's steps: 4 x .005, 3 x .01, 2 x .03, and no less than the one before
+    # Holm's steps (1979): 4 x .005, 3 x .01, 2 x .03; then 1 x .04, raised to the .06 of the step before
     assert significance.holm(np.array([0.01, 0.04, 0.03, 0.005])) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert significance.holm(np.array([0.9, 0.8])).tolist() == [1, 1]
     assert significance.holm(np.array([])).tolist() == []
