@@ -140,7 +140,7 @@ class ArchiveFile:
             yield _listing(archive, file) if archive else []
             is_written = True
         finally:
-            # Ctrl-C may come after the session was replaced and before `is_written` was set
+            # a new inode means that the session was replaced, even if Ctrl-C came before `is_written` was set
             if is_written or self._inode() != inode:
                 self._keep(file)
             elif file is not old:
@@ -336,7 +336,7 @@ class _SegmentFile:
     def cut(self, end: int) -> None:
         """Cut off the parts that were appended at or after this offset."""
         if self.is_shared:
-            # nothing was appended, because the file is shared
+            # nothing was appended: a shared file gets no new parts
             return
         self.end, self.offsets = end, {part: offset for part, offset in self.offsets.items() if offset < end}
         with suppress(OSError):

@@ -286,7 +286,7 @@ class Conversation:
     def write(self, n_max: int | None, *, may_change: bool) -> Iterator[str]:
         """Yield the reply piece by piece, without a beginning that a client gave.
 
-        Call `finish_reply` afterwards. may_change: True if its `start` may be a text instead of None.
+        Call `finish_reply` afterwards. may_change: True if that call may have a text as `start`.
         """
         self.finish_reply(None)
         self._written = [self.header.begun]

@@ -38,7 +38,7 @@ class Header:
     begun
         Beginning of the reply that a client gave; it follows both parts.
     n_begun
-        Number of tokens after `kept` that stay in the cache.
+        Number of tokens after `kept` if `begun` is given: all of them stay in the cache. Otherwise 0.
     """
 
     tokens: np.ndarray = field(compare=False)
@@ -88,7 +88,7 @@ class Header:
         else:
             text, earlier = self.kept + self.earlier, template.earlier_start
             if earlier and earlier.startswith(text):
-                # some templates have more text before a reply, such as its recipient
+                # keep what some templates put before an earlier reply, such as its recipient
                 text = earlier
             if template.opens_thought and text.endswith(template.opening):
                 text += f"\n{end}\n\n"

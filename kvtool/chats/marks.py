@@ -50,7 +50,7 @@ def marked(markers: Markers | None, value: Any) -> Any:
 def _marked(markers: Markers | None, text: str) -> str:
     if not (markers and markers.may_be_in(text)):
         return text
-    # the template's next text may complete a marker that this text begins
+    # mark also the start of a marker at the end of this text: the template's next text may complete it
     marks = {at + 1: JOINT for at in markers.begun(text)}
     marks |= {at + 1: CUT if markers.is_word(marker) else JOINT for at, marker in markers.find(text)}
     if not marks:

@@ -109,7 +109,7 @@ def _in_turns(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if last:
             yield last
             if role == "user" and (is_call or last["role"] == "tool"):
-                # the model has not replied to the tool's result; some templates refuse an empty reply
+                # a reply is missing: insert one, and not an empty one, which some templates refuse
                 yield {"role": "assistant", "content": "..."}
         last = message
     if last:

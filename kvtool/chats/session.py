@@ -236,7 +236,7 @@ def _is_cut(data: mmap.mmap, at: int) -> bool:
             _, dtype, shape = data[at : max(end, at)].decode().split()
             at = end + 1 + int(np.prod([int(n) for n in shape.split(",")])) * np.dtype(dtype).itemsize
         except (ValueError, TypeError):
-            # a line that is cut, or damaged
+            # the line is damaged, or it is cut off if it has no end
             return end < 0
     return at > len(data)
 

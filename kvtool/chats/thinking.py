@@ -88,7 +88,7 @@ class Splitter:
     def __init__(self, tags: Tags, *, is_open: bool = False) -> None:
         self._tags = tags
         self._held = ""
-        # None: not known yet
+        # None while it is unknown whether the reply begins with a thought
         self._is_thought: bool | None = True if is_open else None
         self.had_thought = is_open
 

@@ -100,7 +100,7 @@ class Writer:
     def _forget(self) -> None:
         self._unread = np.empty(0, np.int32)
         self._decoded = array("i")
-        # decoded draft tokens that are still to be compared with sampled ones, and the number that agreed
+        # draft tokens of the last step not yet compared with sampled tokens, and the number that agreed
         self._drafts, self._n_sampled = np.empty(0, np.int32), 0
         # True after `restore`: a restored cache has no logits to sample from
         self._restored = False
@@ -181,7 +181,7 @@ class Writer:
 
     def _read_unread(self, after_step: Callable[[slice], None] | None = None) -> bool:
         """Read the unread tokens into the engine; return False if stopped before the end."""
-        # False if the engine has read tokens that this writer does not know: it cannot read them again
+        # False if the engine has read tokens that this writer does not know, and therefore cannot read again
         knows_all = len(self._decoded) == self.engine.n_past
         if after_step is None and knows_all and not self.stop and self.engine.rereads(len(self._unread)):
             whole = np.concatenate([self.tokens, self._unread])

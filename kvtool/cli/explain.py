@@ -38,7 +38,7 @@ def explain_run(engine: Engine, policy: str, noun: str, n_text: int = 0) -> None
 def before_text(
     engine: Engine, run: RunOptions, noun: str, n: int = 0, info: ModelInfo | None = None
 ) -> None:
-    """Explain on stderr how a text will be read, with --explain; else report only what may surprise.
+    """With --explain, explain on stderr how a text will be read; otherwise report only what may surprise.
 
     noun: kind of the text, such as "prompt". n: its tokens, 0 if unknown. info: header of a model that will
     answer.
@@ -63,7 +63,7 @@ class Notice:
     info
         Header of the model, if the model will answer.
     is_long, is_much
-        True if the line about the budget, or about the model, was printed.
+        True if the line about the budget (is_long) or about the model (is_much) was printed.
     """
 
     engine: Engine

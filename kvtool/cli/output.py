@@ -117,9 +117,9 @@ def png(figure: Figure) -> bytes:
 
 @contextmanager
 def written(*outputs: tuple[Path | None, Callable[[], bytes]]) -> Iterator[None]:
-    """Write each output, a path and a function that returns the bytes; then the caller prints the result.
+    """Write each output (a path, and a function that returns the bytes) before the block prints the result.
 
-    If a file cannot be written, UsageError is raised after the result was printed, so that it is not lost.
+    If a file cannot be written, UsageError is raised after the block, so that the result is not lost.
     """
     failed = None
     for path, data in outputs:

@@ -100,7 +100,7 @@ class ProgressLine:
 
 
 def reading_progress() -> AbstractContextManager[Callable[[int, int], None]]:
-    """Yield a callback for the tokens read and all tokens of the text. A terminal shows slow reading."""
+    """Yield a callback for two numbers: tokens read, and all tokens of the text. Draws only slow reading."""
     return _line_progress("reading", "tokens")
 
 

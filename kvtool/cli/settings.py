@@ -29,12 +29,12 @@ Words = tuple[str, ...]
 """Words of a command, such as ("models", "show")."""
 
 OPTIONS_OF_ONE: dict[Words, tuple[str, ...]] = {
-    # in this command, these options choose the columns of a list
+    # here these options choose the columns of a list
     ("policies",): ("budget", "evict_every", "options", "as_json"),
     # the sampler's settings for chats do not apply to tasks
     ("eval",): ("temp", "seed"),
 }
-"""Parameters that are set only by their command's own table and variables, by command."""
+"""For some commands: the parameters that only the command's own table and variables can set."""
 
 _MODELS = "models"
 

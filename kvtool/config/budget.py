@@ -110,7 +110,7 @@ def of_run(run: RunOptions, kind: type[Policy], n_ctx: int, n_ctx_train: int) ->
     """
     if run.budget is not None:
         return parse(run.budget, n_ctx_train)
-    # a capped policy decides how much each row keeps; its budget is a limit, by default the whole context
+    # a policy with `capped` chooses how much each row keeps: its budget is a limit, by default the context
     n = n_ctx if kind.capped else run.default_recall if kind.recalls() else run.default_budget
     return in_cells(min(n, n_ctx), n_ctx_train)
 

@@ -85,7 +85,7 @@ class SlotPool:
         try:
             queue.answer(job, slot.answer)
         finally:
-            # before the lock is released: a client's next request shall find this slot free
+            # free the slot before `_end` releases the lock, so that the client's next request finds it free
             self._free.append(slot)
             self._end(jobs, job)
 

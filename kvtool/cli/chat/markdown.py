@@ -103,7 +103,7 @@ class ReplyStream:
             styled = self._styled(word)
         width = cell_len(word)
         end = self._column + len(self._blanks) + width
-        # without blanks before it, only a wide character may start a line: its script breaks anywhere
+        # a line may break at blanks, or before a wide character, whose script has no blanks
         may_break = not self._fence and (self._blanks or width > len(word))
         if may_break and self._column and end > self._console.width:
             parts.append(("\n" + " " * self._hang, ""))

@@ -30,7 +30,7 @@ _DARK = (17, 18, 24, 25, 31, 38, 45, 123, 53)
 _LIGHT = (195, 153, 117, 111, 75, 69, 33, 27, 225)
 """Background colours of the levels (of 256 colours), for dark and for light terminals."""
 _BRIGHT = {38, 45, 123, *_LIGHT[:-2], 225}
-"""Backgrounds with dark letters."""
+"""Background colours on which letters are dark."""
 
 Line = list[tuple[str, int]]
 """A line in a terminal: texts with their levels."""

@@ -56,7 +56,7 @@ class ClientPlaces:
     Attributes
     ----------
     places
-        Maps each place in the converted body, of /v1/chat/completions, to its place in the client's request.
+        Maps each place in the converted body (of /v1/chat/completions) to its place in the client's request.
     shift
         Index of a message in the request minus its index in the chat. Above 0 if messages at the start were
         joined or dropped; -1 if a system prompt was added.

@@ -99,7 +99,7 @@ class Request:
     with_progress
         True if a stream reports how much of the prompt is read.
     n_share
-        The answer reports, for this many last tokens of the chat, the share of rows that hold each token.
+        Number of the chat's last tokens for which the answer reports the share of rows that hold each.
     ignored
         Unknown fields, which the answer names.
     places
@@ -254,7 +254,7 @@ def text(body: object, defaults: Defaults) -> TextRequest:
 
 def _logprobs(fields: Fields) -> int | None:
     value = fields.pop("logprobs")
-    # clients also send false here, which in chats means no log-probabilities
+    # clients also send false, as for chats, where it means no log-probabilities
     return Fields({"logprobs": None if value is False else value}).whole("logprobs", 0, MOST_LOGPROBS)
 
 

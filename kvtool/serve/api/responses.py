@@ -19,7 +19,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 def as_chat(body: object) -> tuple[Body, dict[str, str]]:
-    """Return the equivalent body of /v1/chat/completions, and places as in `ClientPlaces`. Raises ApiError.
+    """Return the equivalent body of /v1/chat/completions, and `ClientPlaces.places` for it. Raises ApiError.
 
     Fields that mean the same in both APIs are copied.
     """

@@ -175,7 +175,7 @@ class ChatStore:
             self.drop(snapshot)
             raise SessionError(str(error)) from None
         except OSError as error:
-            # for example too many open files: a later try may succeed
+            # keep the snapshot: a later try may succeed, for example after too many open files
             raise session.cannot("read", snapshot.path, error) from None
         if snapshot.is_newest:
             snapshot.line.archive_file.adopt(arrays)
@@ -204,7 +204,7 @@ class ChatStore:
         marks
             As in `StoredChat`.
         is_enough
-            True if this snapshot replaces `before`.
+            True if the new snapshot replaces `before`; otherwise both stay.
 
         Raises
         ------
@@ -314,11 +314,11 @@ class ChatStore:
             if meta.get("fixed") != self.fixed:
                 raise ValueError
         except (SessionError, OSError, LookupError, ValueError, TypeError):
-            # damaged, or of another model or policy
+            # the session is damaged, or of another model or policy
             self.n_others += 1
             return
         for second in [each for each in line.snapshots if each.digest == digest]:
-            # a server was killed after it gave the newest file a second name
+            # two names of one file: a server was killed after it gave the newest file a second name
             line.snapshots.remove(second)
             with suppress(OSError):
                 second.path.unlink()

@@ -141,7 +141,7 @@ class Resumer:
             i, self._before = stored
             try:
                 if self._before is not at:
-                    # keep the request's seed
+                    # use the request's seed instead of the snapshot's
                     seed = self.conversation.writer.sampler.seed
                     self.conversation.restore(*self.chats.load(self._before), seed=seed)
                 self._marks = [mark for mark in self._before.line.marks if mark.n_message <= i]

@@ -423,7 +423,7 @@ def _gemma(source: _GrowingText, tools: Tools) -> _Read:
     mark, end = '<|"|>', "<tool_call|>"
     arguments = "{" + (yield from source.until(end))
     while arguments.count(mark) % 2 and not (source.has_ended and source.at == len(source.text)):
-        # the end tag was in a string
+        # the end tag was in a string: read up to the next one
         arguments += end + (yield from source.until(end))
     return calls_in_json(f'{{"name": "{name}", "arguments": {json_of_marked(arguments, mark)}}}', tools)
 
