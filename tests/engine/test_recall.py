@@ -283,7 +283,7 @@ def test_a_saved_archive_that_does_not_fit_is_refused(tiny_model):
             # two tables: the archive begins after its end; the archive ends after the stream
             ("archive", np.array([9, 8, 0, 0, 0])),
             ("archive", np.array([0, 2**62, 0, 0, 0])),
-            # three more: far tokens end after the archive; a frame begins after it; no frame at its begin
+            # three more: far tokens end after the archive; a frame begins after it; no frame has token 0
             ("archive", np.array([0, 8, 9, 0, 0])),
             ("archive", np.array([0, 8, 0, 0, 0, 900, 0])),
             ("archive", np.array([0, 8, 0, 1, 0])),

@@ -34,9 +34,9 @@ def whole(model):
 
 
 def left(model, name, whole=None, tokens=TOKENS, budget=64, **settings):
-    """Return (kept positions of a prompt, logits after it, logits after 5 more tokens, n decoded).
+    """Return (kept positions of a prompt, logits after it, logits after 5 more tokens, n_decoded).
 
-    n decoded: number of tokens that were decoded to read the prompt.
+    n_decoded: number of tokens that were decoded to read the prompt.
     """
     name, options = split_policy(name)
     policy = policies.spec(name, None, options).fit(512 if name == "full" else budget)

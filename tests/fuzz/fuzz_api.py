@@ -1,4 +1,4 @@
-"""Random calls of the patched library's C API: each is done, or refused with a reason and nothing changed.
+"""Random calls of the patched library's C API: each succeeds, or fails with a reason and changes nothing.
 
     python tests/fuzz/fuzz_api.py --n 10000        # plans, with the other calls and decodes in between
     make fuzz-sanitized                       # the same in a build with -fsanitize=address,undefined
@@ -143,8 +143,8 @@ class Fuzz:
             setattr(params, *bad[self.rng.integers(len(bad))])
         ok = ok and (ragged or len(set(self.cells)) == 1)
         if (params.signals & Signal.RECENT or params.n_future) and params.n_query == LARGEST:
-            # so many queries, or their attention to 100 cells, take a terabyte and are refused. Attention to
-            # fewer cells might just fit into memory, so n_query is reduced
+            # 2**31 - 1 queries, or their attention to 100 cells, would take a terabyte: the call is refused.
+            # Their attention to fewer cells might fit into memory; to avoid this, n_query is reduced
             if min(self.cells) < 100 and not params.n_future:
                 params.n_query = 3
             else:
@@ -368,7 +368,7 @@ class Fuzz:
         if self.ragged:
             n_keep = int(rng.integers(0, min(self.cells) + 1))
         rows = (np.minimum(rng.integers(0, n_keep + 1, N_ROW), cells)).astype(np.int32)
-        # sometimes the largest position
+        # LARGEST - most is the largest pos_0 that the header allows
         pos_0 = self.one_of(0, 0, 3, 100, 5000, int(rng.integers(0, 3000)), LARGEST - most)
 
         n_move = int(rng.choice([0, 1, 5, 40, 200]))
@@ -426,7 +426,7 @@ class Fuzz:
             setattr(edit, name, value)
             setattr(edit, name.removeprefix("n_") + "s", None)
         ok = spoil != 10 and self.can_be(moves, terms, n_keep, rows if keep_rows else None, pos_0, n_hidden)
-        # compare the state in some cases; ragged rows have no state
+        # compare the states before and after some refused edits; the state of ragged rows cannot be saved
         before = None if ok or self.ragged or self.maybe(0.7) else self.context.state()
         status = lib.llama_kvtool_apply(self.pointer, ctypes.byref(edit))
         self.expect("apply", status, ok)

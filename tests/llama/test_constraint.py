@@ -56,7 +56,7 @@ def peak_bytes():
 
 @contextmanager
 def bounded():
-    """Check that a block ends soon, in little memory, and refuses in one line if it refuses."""
+    """Assert that a block ends soon and takes little memory, and that a UsageError from it is one line."""
     before, start, said = peak_bytes(), time.process_time(), ""
     try:
         yield
@@ -223,7 +223,7 @@ ws ::= | " " | "\n" [ \t]{0,20}
         ('root ::= [a-z]* "abc"', ["abc", "xabc", "abcabc"], ["ab", "abcd"]),
         ('root ::= "a" "bc" | "ab" "d"', ["abc", "abd"], ["ab", "abcd"]),
         ('root ::= x "b"\nx ::= "a" | "ab"', ["ab", "abb"], ["a", "abbb"]),
-        # names of all kinds
+        # names of rules may differ in case only, or begin with a digit
         ('root ::= start Start 1-a\nstart ::= "a"\nStart ::= "b"\n1-a ::= "c"', ["abc"], ["aac", "abb"]),
         (
             'root ::= "\\u00e9" [\\u00e8-\\u00ea] . "\\x41" "\\U0001F600"',

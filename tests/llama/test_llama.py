@@ -56,7 +56,7 @@ def tokens(n, seed=0):
 
 
 def fill(context, n, pos_0=0, seed=0):
-    """Decodes n tokens in batches."""
+    """Decode n tokens in batches."""
     text = tokens(n, seed)
     for at in range(0, n, context.n_batch):
         context.decode(text[at : at + context.n_batch], pos_0 + at, 1)
@@ -247,7 +247,7 @@ def test_merged_values_are_the_weighted_sums(tiny_model, counts, type_v, flash, 
 def test_a_merged_value_moves_with_its_cell_in_the_same_edit(tiny_model, flash, delta, force_graph):
     n, n_keep = 30, 20
     rng = np.random.default_rng(5)
-    # cell 25 is evicted into cell 26, and cell 26 then fills the hole at 3; cell 3 goes into 7, which stays
+    # evicted cells 25 and 3 are merged into 26 and 7. Then cell 26 moves to the hole at 3, and cell 7 stays
     terms = [(row, 26, [(26, 0.25), (25, 0.75)]) for row in range(N_ROW)]
     terms += [(row, 7, [(3, float(rng.normal())), (7, 1.0)]) for row in range(N_ROW)]
     moves = np.array([(row, 3, 26, delta) for row in range(N_ROW)], np.int32)
@@ -449,7 +449,7 @@ def test_important_counts_back_from_the_last_query(tiny_model, flash, every):
 
 
 def test_important_goes_on_from_what_was_written(tiny_model):
-    # counts larger than the queries below can cause, to tell both apart
+    # the written counts are larger than the queries below can cause, so that both can be told apart
     written = 100 + np.arange(N_ROW * 30).reshape(N_ROW, 30)
     written[:, ::7] = 0
     stream = transformer.Stream(transformer.Llama(tiny_model(**SHAPE)))
@@ -803,7 +803,7 @@ in_host_memory = pytest.mark.skipif(has_gpu(), reason="the cache is not in host 
 @in_host_memory
 @pytest.mark.parametrize(
     ("signals", "fails"),
-    # with RECENT, both layers get memory; recent attention gets it neither on the device nor on the host
+    # with RECENT, both layers get memory; for recent attention allocation fails on the device and on the host
     [(Signal.NONE, [False, True]), (Signal.RECENT, [False, False, True, True])],
     ids=["second layer", "recent attention"],
 )

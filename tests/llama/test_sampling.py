@@ -139,7 +139,8 @@ def test_no_sequence_of_dry_goes_across_a_breaker(engine):
         sampler = Sampler(engine.model, Sampling(dry_multiplier=5, dry_sequence_breaker=breaker))
         sampler.recent.extend(3 + ord(letter) for letter in "a:bca:b")
         sampler.start(0)
-        # a:b was followed by c, so c is penalized; with the breaker only b repeats, which is short enough
+        # the text ends with a:b, which c followed before, so c is penalized. With the breaker only b
+        # counts as repeated, which is too short for a penalty
         assert drawn(engine, sampler, logits_of(engine, c=5, d=4), 1) == [expected]
         sampler.close()
 
@@ -475,7 +476,7 @@ def test_the_chat_keeps_the_tokens_of_a_stop_string_and_not_its_text(scripted):
     conversation = Conversation(writer, template_of(writer.engine.model))
     assert "".join(conversation.reply("Well?")) == "yes."
     assert conversation.messages[-1] == {"role": "assistant", "content": "yes."}
-    # the second # is read with the next turn
+    # the second # is written but not decoded yet: it is read with the next turn
     assert bytes(token - 3 for token in writer.tokens.tolist()).endswith(b"yes.#")
     writer.read(writer.tokens[:0])
     assert bytes(token - 3 for token in writer.tokens.tolist()).endswith(b"yes.##")

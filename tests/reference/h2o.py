@@ -3,7 +3,7 @@
 Among equals, the oldest token is evicted.
 """
 
-# only for float32, the type of the policy's scores: scores that are equal there must be equal here
+# only float32 is used: the policy's scores have this type, and here the same scores must be equal
 import numpy as np
 
 from . import ends, keep_ranked, n_arrived, news

@@ -6,7 +6,7 @@ exact, so both find the same ties between scores.
 
 import math
 
-# only for float32, the type of the policy's scores: scores that are equal there must be equal here
+# only float32 is used: the policy's scores have this type, and here the same scores must be equal
 import numpy as np
 
 from . import ends, keep_ranked

@@ -1,6 +1,6 @@
 """RoCo (arXiv:2402.06262): evict the lowest mean outside window and sinks, sparing the highest deviations."""
 
-# only for float32, the type of the policy's scores: scores that are equal there must be equal here
+# only float32 is used: the policy's scores have this type, and here the same scores must be equal
 import numpy as np
 
 CASES = [

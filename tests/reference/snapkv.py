@@ -31,5 +31,5 @@ def pooled(values, kernel, pool):
     padding = [0.0 if pool == "avg" else float("-inf")] * reach
     padded = padding + values + padding
     windows = [padded[i : i + kernel] for i in range(len(values))]
-    # like the policy, "avg" adds up without dividing: ranks are the same, and sums of the tests' votes exact
+    # like the policy, "avg" does not divide sums: ranks are the same, and the sums are exact in the tests
     return [sum(window) if pool == "avg" else max(window) for window in windows]

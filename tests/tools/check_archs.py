@@ -42,10 +42,10 @@ from kvtool.policy import Signal, SignalRequest
 from tests.engine.running import open_engine, text
 
 ROUNDING = 1e-4
-"""Largest difference between results, as a share of their spread."""
+"""Tolerance: largest difference between results, divided by the results' standard deviation."""
 
 ORDER = 3 * ROUNDING
-"""The same for results whose sums are all added in another order."""
+"""Tolerance in the same unit, for results whose sums are all added up in another order."""
 
 NO_FLASH = ("plm",)
 """Architectures on which llama.cpp itself aborts with flash attention and batches of more than one token."""
@@ -101,7 +101,7 @@ def _result(check: Callable[[Path], str], path: Path, verbose: bool) -> str:
 
 
 def _same(got: np.ndarray, want: np.ndarray, tolerance: float = 0.0) -> str:
-    """Compare logits or NLLs; tolerance: largest difference, as a share of their spread."""
+    """Compare logits or NLLs; tolerance: largest difference, divided by the results' standard deviation."""
     assert np.isfinite(want).all(), "not finite"
     assert np.isfinite(got).all(), "not finite"
     assert want.std() > 0, "all are alike"

@@ -172,7 +172,7 @@ def test_a_budget_may_be_beyond_what_is_pinned():
 
 def test_mcnemar_is_the_exact_test():
     assert mcnemar(0, 0) == mcnemar(3, 3) == 1
-    # both tails of ten throws of a coin with at most one head
+    # of the 1,024 results of ten throws of a coin, 22 have at most one head or at most one tail
     assert mcnemar(9, 1) == mcnemar(1, 9) == pytest.approx(22 / 1024)
 
 
