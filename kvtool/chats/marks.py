@@ -75,7 +75,7 @@ def tokens_of(model: Model, text: str, *, start: bool = False) -> np.ndarray:
             found.append(model.tokenize(text[plain:at], special=True))
             first, *others = _parts(model.markers.between(before, fragment, marker))
             found.append(model.tokenize(first))
-            # some tokenizers put a space before a text: a line break prevents that, and joins no other token
+            # some tokenizers put a space before a text: a line break, cut off again, prevents that
             found += [model.tokenize(f"\n{part}")[len(model.tokenize("\n")) :] for part in others]
             plain = begin
         before, at = marker, begin + len(marker)

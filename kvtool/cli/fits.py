@@ -15,7 +15,7 @@ _OTHER_BYTES = 2**29
 """Bytes that kvtool needs in addition to what grows with the model."""
 
 _CORE_BYTES_S, _CPU_BYTES_S = 10_000_000_000, 31_000_000_000
-"""Bytes of weights that one core processes per second, and the maximum of all cores, which memory limits.
+"""Bytes of weights processed per second: by one core, and at most by all cores, where memory is the limit.
 
 Measured with Q4_K_M, 512 cells: Qwen2.5 1.5B on one core of an AMD EPYC (Zen 5), 12 to 16 GB/s.
 """

@@ -177,7 +177,7 @@ def _top(likeliest: list[Body] | None) -> dict[str, float] | None:
         return None
     logprobs: dict[str, float] = {}
     for top in likeliest:
-        # tokens may have equal texts, such as parts of a character: keep the likeliest
+        # several tokens may have one text, such as parts of a character: keep the likeliest
         logprobs.setdefault(top["token"], top["logprob"])
     return logprobs
 

@@ -332,7 +332,7 @@ def _marks_in(meta: session.Meta) -> list[Mark]:
     """Return the marks of a session."""
     if "turns" not in meta:
         return [Mark(*saved) for saved in meta.get("marks", ())]
-    # written by an earlier version of kvtool
+    # the session is of an earlier version of kvtool
     return [
         Mark(n_token, n, 0, {"recent": recent, "unread": [], "seed": 0}, meta["beginnings"][n])
         for n, n_token, recent in meta["turns"]
