@@ -28,7 +28,7 @@ class Cells:
     rot
         i32[row, n_kv]: positions that the tokens' keys are rotated to; -1 as in `pos`.
     cell
-        i32[row, n_kv]: the cell of each token, an index into arrays by cell, such as the policy's state:
+        i32[row, n_kv]: the cell of each token. It indexes arrays [row, cell], such as the policy's state:
         np.take_along_axis(engine.state[0], cells.cell, axis=1).
     """
 

@@ -17,7 +17,7 @@ from kvtool.engine.sizes import pad
 from kvtool.llama.devices import gpu_free_bytes
 
 _LEAST = 64
-"""Minimum tokens read exactly if the settings do not ask for it: for fewer, buffers take too long to make."""
+"""Minimum tokens to read exactly unless the settings ask for it: making the buffers takes time."""
 
 
 class ExactReader:

@@ -149,7 +149,7 @@ class Engine:
         """Decode i32[n] tokens after the live cells, whatever the budget. All decoding is done here."""
         rows = self.rows
         if self.signals.is_observed:
-            # the policy must not see these signals a second time
+            # the policy has observed these signals and must not see them again
             self.signals.clear()
         if self._needs_t:
             self.context.see(rows.n_past if self._request.t == "stream" else rows.n_kv)
@@ -300,8 +300,8 @@ class Engine:
     def reads_whole(self, n: int) -> bool:
         """True if a text of n tokens would now be decoded whole, then compressed once.
 
-        If only the policy asks for this and the text does not fit, the text is streamed instead. A policy
-        that recalls reads whole without asking for it if a GPU has room and the text cannot be read exactly.
+        If only the policy asks for this and the text does not fit, the text is streamed instead. With a
+        policy that recalls, a text is also read whole if it cannot be read exactly and a GPU has room.
         """
         evicts = n > self.policy.n_asked and self.policy.slack > 0
         if self.n_past or not evicts:

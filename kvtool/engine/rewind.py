@@ -31,11 +31,11 @@ class _Earlier(NamedTuple):
     n_first
         Number of first tokens, which are never evicted.
     begin
-        Position of the oldest token in the cache after the first ones.
+        Position of the oldest token in the cache, not counting the first tokens.
     n_kv
         Number of live cells of each row.
     base
-        Keys after the first ones were rotated to their position minus this.
+        Keys of tokens from `begin` on were rotated to their position minus this.
     n_later
         Number of times that the gaps between positions have been closed since.
     """

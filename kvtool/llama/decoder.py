@@ -78,7 +78,7 @@ class Decoder:
         self.kv_offload = kv_offload
         self.types = type_k, type_v
         params = api.llama_context_default_params()
-        # this limits the sliding layers' cache, which must hold their window and a step
+        # n_ctx limits the sliding layers' cache, which must hold their window and the tokens of a step
         params.n_ctx = max(n_cell, self.model.n_swa and self.model.n_swa + n_batch)
         params.swa_full = False
         params.offload_kqv = kv_offload

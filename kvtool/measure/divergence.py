@@ -116,7 +116,7 @@ class ReferenceWriter(Scores):
         rows = np.empty(len(target), self._row)
         n_top = rows["tokens"].shape[1]
         tokens = np.argpartition(logits, logits.shape[1] - n_top, axis=1)[:, -n_top:]
-        # sorted by id: the same set then gives the same sum, and memory is read in order
+        # sorted by id: sums then do not depend on argpartition's order, and memory is read in order
         tokens = np.sort(tokens, axis=1).astype(np.int32)
         top, log_p = np.empty(len(target), np.int32), np.empty(tokens.shape, np.float32)
         log_probs(logits, tokens, top, log_p)

@@ -202,7 +202,7 @@ def _options(common: Common, name: str, options: tuple[str, ...], kind: str, **m
     """Return the options of a run. `typed` is empty, because no option was typed for this run alone."""
     changes = {"policy": name, "options": options, "type_k": kind, "type_v": kind, **more}
     if not policies.load(name).evicts:
-        # these options have no effect: without evictions, keys are never rotated again
+        # without evictions these options change nothing: runs that differ only in them are one run
         changes |= {"positions": "auto", "evict_every": None}
     return replace(common.options, **changes, typed=frozenset())
 

@@ -200,7 +200,7 @@ def _neighbour(unit, pairs, cosine, row, cell, n, alive, bits):
 def _loss(mixture, far, mass, total, full, power):
     """Return the loss of g when a token is evicted.
 
-    far: f's loss. mass: the token's attention sum. total: that of all tokens. full: phi(total).
+    far: f's loss. mass: the token's attention sum. total: that sum over all tokens. full: phi(total).
     """
     rest = (full - _phi(max(total - mass, 0.0), power)) / full if full > 0 else 0.0
     return mixture * far + (1 - mixture) * rest

@@ -6,7 +6,7 @@ other similarities. c is phi of the summed attention of A. Both are 0 for no tok
 paper's lambda is our mixture; its budget tau_s is the number of kept tokens.
 
 Streaming, Algorithm 2: evict the token whose removal costs g least, the oldest among equals. All other tokens
-represent themselves, so f loses (1 - similarity of the evicted token's nearest neighbour) / (number of
+represent themselves, so f loses (1 - the evicted token's similarity to its nearest neighbour) / (number of
 tokens). Offline, Algorithm 1, for a prompt that was decoded whole: add the token that raises g most, the
 newest among equals, by lazy or stochastic greedy (Mirzasoleiman et al. 2015).
 

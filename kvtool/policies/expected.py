@@ -109,8 +109,8 @@ def _expect(order, pos, n_head, mean, variance, spread, norms, first, epsilon, s
     """Compute score f32[row, n] for tokens from position `first` on.
 
     order i64[row, n]: cells, oldest first. pos i32[row, n], n_head i32[row], mean and variance f32[row,
-    n_head or more, n], norms f32[row, n]. Sums start at the oldest token, so they do not depend on the order
-    of cells.
+    n_head or more, n], norms f32[row, n]. spread: factor of the variance. Sums start at the oldest token, so
+    they do not depend on the order of cells.
     """
     n_row, n = order.shape
     weight, share = np.empty(n, np.float64), np.empty(n, np.float64)

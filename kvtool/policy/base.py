@@ -147,7 +147,7 @@ class Policy:
     def n_asked(self) -> int:
         """Requested budget. A prompt that is read whole is compressed if it has more tokens than this.
 
-        It is below `budget` if users request the cells left by an eviction, or an average that rows share.
+        It is below `budget` if the user requests the cells left by an eviction, or an average over rows.
         """
         return self.budget
 

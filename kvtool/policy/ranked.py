@@ -9,10 +9,10 @@ to its protected tokens, a layer gets cells in proportion to the entropy of its 
 possible entropy.
 
 Differs from the paper: the floor is a share of all kept cells, protected ones included, as in kvpress, whose
-code the paper's author has reviewed. The authors' code gives each row `floor` times an equal share, plus 1 -
-floor times its share by need. LAVa's own score is attention times the largest value norm of a row; here
-the policy's scores decide. A row never holds more than twice the budget. The papers compress a prompt once;
-here the same is done every `slack` tokens of a stream.
+code the paper's author has reviewed. The authors' code gives each row `floor` times an equal share, plus
+(1 - `floor`) times its share by need. LAVa's own score is attention times the largest value norm of a row;
+here the policy's scores decide. A row never holds more than twice the budget. The papers compress a prompt
+once; here the same is done every `slack` tokens of a stream.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Ranked(Policy):
 
     Sinks and window are the fields `sinks` and `window` of the dataclass, 0 without such a field. A policy
     with fields `heads` and `floor` lets the rows of a layer share their budgets; a field `layers` lets the
-    layers share. The scores of a layer must then be comparable, and with `layers` not negative. `scores` must
-    handle rows with fewer live cells than n_kv. With a field `per`, heads=adaptive needs per=row.
+    layers share. The scores of a layer must then be comparable, and with `layers` also not negative. `scores`
+    must handle rows with fewer live cells than n_kv. With a field `per`, heads=adaptive needs per=row.
 
     Attributes
     ----------
