@@ -177,7 +177,7 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
     said = f"recall does not work {why}; the policy is h2o\n"
     assert (result["policy"], said in done.stderr) == (("h2o", True) if why else ("recall", False))
     assert bool(result["archived"]) == (why is None)
-    # if recall or one of its own options was requested, kvtool refuses instead of using another policy
+    # if recall or one of its options was requested, kvtool refuses instead of using another policy
     for typed in (["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10]) if why else ():
         asked = called(*command, *typed, stdin="word " * 150)
         assert (asked.returncode, asked.stdout) == (2, "")

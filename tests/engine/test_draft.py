@@ -43,12 +43,12 @@ def held(engine):
 
 KINDS = ("gemma3", "gpt_oss", "deepseek2", "deepseek32", "refact", "gemma4")
 # refact (ALiBi) cannot recall. With MLA (deepseek), a step recalls the same tokens for all its queries, so
-# wrong draft tokens would change what the others attend to
+# wrong draft tokens would change the choice for correct ones
 REFUSED = {("refact", "recall"), ("deepseek2", "recall"), ("deepseek32", "recall")}
 
 
 def distinct(n):
-    """Return n different tokens: equal ones would tie in the first layer, and rounding decide which stay."""
+    """Return n different tokens: equal ones tie in the first layer, so rounding would decide which stay."""
     return np.random.default_rng(2).permutation(np.arange(3, 380))[:n].astype(np.int32)
 
 

@@ -151,7 +151,7 @@ def _saved(engine):
 
 
 def in_order(engine):
-    """Return the positions of keys i32[row, n_kv], oldest token first."""
+    """Return the positions i32[row, n_kv] that keys are rotated to, oldest token first."""
     n = engine.n_kv
     return np.take_along_axis(engine.rows.rot[:, :n], engine.rows.pos[:, :n].argsort(axis=1), axis=1)
 
@@ -185,7 +185,7 @@ def test_auto_keys_keep_their_distances_until_the_context_is_full_and_then_gaps_
                 assert (rot == np.arange(n_live + 1)).all()
             else:
                 assert (rot[:, :-1] == before).all()
-        # closing gaps leaves at most 48 of the 130 positions in use, so 82 or more tokens fit before the next
+        # closing gaps leaves at most 48 of 130 positions in use, so it is due again after 82 or more tokens
         assert 3 <= engine.n_restart <= 5
         assert (np.diff(rot) > 1).any()
 

@@ -243,7 +243,7 @@ def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(
 
 @pytest.mark.parametrize(("chunk", "exact"), [(1, 64), (16, 16), (3, 40)])
 def test_clusters_count_as_the_definition_says(tiny_model, chunk, exact):
-    # near and far blocks, as above. In a single layer, rounding errors do not grow
+    # the archive has near and far blocks, as above. In a single layer, rounding errors do not grow
     path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, n_layer=1), text(1300)
     policy = policies.fit("recall", 48, 16, [f"exact={exact}", f"chunk={chunk}"])
     with open_engine(path, policy, archive_type="f32") as engine:
@@ -320,8 +320,8 @@ FLASH_MEDIAN = 5e-3
 FLASH_MAX = 0.2
 
 
-# not in-cache with evict_every=1: f16 keys rotated at every token drift, even without flash attention. Not
-# corm with evict_every=1: some of its 200 choices are near ties
+# left out: in-cache with evict_every=1, because f16 keys that are rotated at every token lose precision, even
+# without flash attention; corm with evict_every=1, because some of its 200 choices are near ties
 FLASH_CASES = [
     (name, positions, evict_every)
     for name in ("h2o", "tova", "buzz", "streamingllm", "corm")

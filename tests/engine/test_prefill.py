@@ -26,10 +26,10 @@ from tests.reference import bumblebee, transformer
 
 
 def evict(stream, name, policy, ends=()):
-    """Let a reference stream evict what the policy's definition in tests/reference evicts.
+    """Let a reference stream evict by the policy's definition in tests/reference.
 
-    ends: ends of a prompt's segments. Only queries of its own segment see a token, so in each segment the
-    last queries count as the prompt's last ones.
+    ends: ends of a prompt's segments. Queries attend only to tokens of their segment, so in each segment
+    the last queries count as the prompt's last ones.
     """
     twin = import_module(f"tests.reference.{name}").keep
 

@@ -1,4 +1,4 @@
-"""A prompt that is read whole, and goes to the archive at once (`--policy recall --prefill whole`)."""
+"""A prompt that is read whole and then archived in one go (`--policy recall --prefill whole`)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from kvtool.errors import PlanError, SessionError
 
 
 def scores(engine, tokens):
-    """The logits of tokens read one by one, as generating does."""
+    """Return the logits of tokens that are read one by one, as in generation."""
     rows = []
     for token in tokens:
         engine.read(np.array([token], np.int32))

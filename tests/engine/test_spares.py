@@ -172,7 +172,7 @@ def test_a_llama_cpp_that_knows_no_spares_gives_them_no_layers(remote, path):
 
 
 def test_a_device_that_is_none_has_no_spare():
-    # in another process, as on a worker
+    # in another process, so that `bind` declares the function there only
     code = (
         "import ctypes; from kvtool.llama.library import bind, error_text, lib; pointer = ctypes.c_void_p;"
         "bind('llama_kvtool_spare', pointer, pointer);"

@@ -1,4 +1,4 @@
-"""A model in several GGUF files is the model in one."""
+"""A model in several GGUF files behaves like the same model in one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prompt read whole by one stream is copied into others; eviction leaves the same cells in them."""
+"""A prompt read whole by one stream is copied into others, which keep the same tokens as if they read it."""
 
 from __future__ import annotations
 

@@ -457,7 +457,7 @@ def test_important_goes_on_from_what_was_written(tiny_model):
     with opened(tiny_model(**SHAPE), signals=BOTH | Signal.IMPORTANT) as context:
         fill(context, 30)
         context.apply(NO_MOVES, 30, 0)
-        # two more queries; the write replaces what they have counted
+        # the write replaces the counts of these two queries
         context.decode(tokens(2), 30, 1)
         stream.decode(tokens(2))
         context.write(Signal.IMPORTANT, np.pad(written, ((0, 0), (0, 2))))
