@@ -131,7 +131,7 @@ def _recalling(model: Model, spec: str, tokens: np.ndarray, size: int, args) -> 
     if "archive" in arrays:
         begin, end = arrays["archive"][:2].tolist()
         more = size - (end - begin)
-        # drop the saved clusters: restoring makes those of the repeated tokens
+        # drop the saved clusters, so that restoring clusters the repeated tokens
         arrays = {key: values for key, values in arrays.items() if not key.startswith(CLUSTERS)}
         for key in [key for key in arrays if key.startswith("archive.")]:
             arrays[key] = _repeated(arrays[key], end - begin, size)
@@ -140,7 +140,7 @@ def _recalling(model: Model, spec: str, tokens: np.ndarray, size: int, args) -> 
             counters[counter] += more
         base = counters["rows", "n_past"] - counters["rows", "next_rot"]
         far = max(begin, counters["rows", "n_past"] - N_NEAR)
-        # positions start over, as they do in a stream
+        # positions start over every N_FRAME tokens, as in a long stream
         bases = range(base, 0, -N_FRAME)[::-1]
         frames = [number for own in bases for number in (max(begin, own), own)]
         frames[0] = begin

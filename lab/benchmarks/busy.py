@@ -10,8 +10,8 @@ sleep (GOMP_SPINCOUNT).
 
 over its share: a row's time, divided by the time that its share of the cores allows. With k others the share
 is 1 / (k + 1) of the cores. The allowed time is the shorter of two, both from times without others: the time
-with all cores, times k + 1; and the time with one thread, times (k + 1) / cores, or times 1 if that is less.
-A ratio above 1 is time lost by waiting.
+with all cores, times k + 1; and the time with one thread, times (k + 1) / cores (at least 1). A ratio above 1
+is time lost by waiting.
 """
 
 from __future__ import annotations

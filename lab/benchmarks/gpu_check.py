@@ -116,7 +116,7 @@ class Check:
     model
         Where to write the random model.
     deadline
-        When all has to be over, by `time.monotonic`.
+        Time by `time.monotonic` at which all parts must have ended.
     """
 
     def __init__(self, args: argparse.Namespace, work: Path, model: Path, deadline: float) -> None:

@@ -313,7 +313,7 @@ class Watch:
     Attributes
     ----------
     n, seconds
-        Number of nodes of that operation, and seconds until their splits were computed.
+        Number of nodes of that operation, and seconds between the callbacks before and after each.
     """
 
     def __init__(self, operation: bytes) -> None:

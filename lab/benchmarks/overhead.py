@@ -215,7 +215,7 @@ def _measure(args, cells: dict, names: list[str], paths: list[str]) -> dict:
     """Seconds per token of each round by (name, path); stock's in the same round by (name, path, "stock")."""
     times: dict[tuple, list[float]] = defaultdict(list)
     for cell in cells.values():
-        # the first single token makes a new graph
+        # stock's first single token makes a new graph: leave it out of the times
         if isinstance(cell, Stock):
             cell.step()
     for i in range(args.rounds):

@@ -47,7 +47,8 @@ class Look:
     method
         The paper's method.
     rivals
-        Rows that the method is compared with; `full` alone: is the method about as good as the full cache?
+        Rows that the method is compared with. If only `full`, the claim is that the method is about as good,
+        or better if `above`.
     column
         Heading of the tables' column, or its beginning.
     scores

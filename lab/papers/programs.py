@@ -108,7 +108,7 @@ class RulerRun:
         return f"{shell(self._command('TASK'), self.model)}\n    # TASK: {', '.join(self.tasks)}"
 
     def lines(self, stored: Iterable[records.Record]) -> Iterator[Line]:
-        """Yield a line for each place and task. A result that does not depend on the protocol is in both."""
+        """Yield a line for each place and task. Results that hold for both protocols are in lines of both."""
         items: dict[tuple[str, _Where], list[records.Record]] = defaultdict(list)
         for record in stored:
             if "error" in record or record["length"] != self.length:

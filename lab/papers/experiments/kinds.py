@@ -168,5 +168,5 @@ def columns(paper: Mapping[Place, str], names: Sequence[str]) -> dict[Place, str
 
 
 def each(*scores: str, **how: Any) -> tuple[ScoreTable, ...]:
-    """The same table for several scores."""
+    """Return one table for each score, otherwise equal."""
     return tuple(ScoreTable(score, **how) for score in scores)

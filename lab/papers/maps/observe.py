@@ -153,7 +153,7 @@ class _Observer:
         return True
 
     def _heads_before(self, layer: int, cache: int) -> None:
-        """Visit each head of the keys that went to a cache, before RoPE, if they are known."""
+        """Visit each head of a cache's keys as they were before RoPE, if these are known."""
         assert self._before
         keys = self._before.of(_Tensor.from_address(cache))
         if keys is not None:
