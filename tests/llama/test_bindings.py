@@ -13,7 +13,7 @@ from kvtool.llama import bindings
 
 
 def packages(monkeypatch, **found):
-    """Pretend that only the packages in `found` are installed. Return a list of the imported packages.
+    """Pretend that only the packages in `found` are installed. Return a list that collects attempted imports.
 
     found: for each package its bindings, or the error that importing it raises.
     """
