@@ -79,7 +79,7 @@ def test_a_turn_closes_the_reply_before_it_even_if_the_user_says_the_stand_in():
         )
 
 
-# tokens
+# tokens of a text with a pinned beginning
 
 SHAPES = [{}, {"space_prefix": True}, {"space_prefix": True, "add_bos": True}]
 TEXT = "</s>ab cd efgh</s>ij klm"

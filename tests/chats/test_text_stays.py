@@ -252,7 +252,7 @@ def test_a_server_counts_a_marker_as_text(smol, real):
             status, found = request(server.url, {"messages": messages, "max_tokens": 2})
             assert status == 200, found
             assert found["usage"]["prompt_tokens"] == len(count(real, messages))
-            # the stored chat continues
+            # the server continues the stored chat
             assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == n_all
             n_all = found["usage"]["total_tokens"]
             messages.append(found["choices"][0]["message"])

@@ -58,7 +58,7 @@ def words_of(docstring):
     return {name for line in lines for name in line.split(", ")}
 
 
-# rows
+# rows of the result
 
 
 def test_there_is_a_row_for_each_way_at_each_depth(whole, model):
@@ -233,7 +233,7 @@ def test_a_longer_stream_goes_on_like_one_that_was_read(loaded, name):
         assert np.isfinite(engine.context.logits()).all()
 
 
-# an earlier run
+# ratios to an earlier run
 
 
 def test_ratios_are_those_to_the_same_row_of_an_earlier_run(tmp_path):
@@ -290,7 +290,7 @@ def test_a_file_of_something_else_is_refused(tmp_path, text):
         bench.earlier(old)
 
 
-# how it ends
+# how the command ends
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_ctrl_z_suspends_and_is_no_text(typed_at, monkeypatch):
     assert len(suspended) == 1
 
 
-# in a terminal
+# typing in a terminal
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 

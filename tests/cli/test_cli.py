@@ -225,7 +225,7 @@ def test_a_policy_shows_what_a_budget_gives():
 def test_a_policy_shows_what_is_given_by_hand():
     given = ("--budget", 512, "--evict-every", 32, "-o", "sinks=2")
     (h2o,) = json.loads(called("policies", "h2o", *given, "-o", "group=mean", "--json").stdout)
-    # window: half of the 512 - 32 cells that an eviction keeps; group: mean becomes sum: the same ranks
+    # window: half of the 512 - 32 cells that stay; group: mean becomes sum, which gives the same ranks
     assert h2o["params"] == {
         **{"window": 240, "sinks": 2, "score": "sum"},
         **{"per": "row", "group": "sum", "decay": 1.0, "decay_beyond": 0.99},

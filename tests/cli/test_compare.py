@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Environment with an empty cache for references; kernels and models are those of the usual cache."""
+    """Environment whose cache has no references; its kernels and models are links to the usual cache."""
     cache = tmp_path_factory.mktemp("cache")
     for name in ("kernels", "models"):
         (cache / name).symlink_to(cache_dir() / name)
@@ -260,7 +260,7 @@ def test_policies_that_keep_all_they_need_take_no_budget(compare):
         ("--json --jobs 2", "--json --jobs 2"),
         ("--json text.txt", "--json text.txt"),
         ("--json passkey", "--json passkey"),
-        # in earlier versions, --json took the name of a file
+        # in earlier versions, --json took the name of a file, which still works
         ("x --json -", "x --json"),
         ("x --json new.jsonl --resume", "x --records new.jsonl --resume"),
         ("x --json=new", "x --records new"),
@@ -282,7 +282,7 @@ def test_records_go_to_a_file_and_are_printed(compare, tmp_path):
     printed = compare(*own, "--records", out, "--json").stdout
     assert printed == out.read_text()
     assert len(printed.splitlines()) == 1
-    # in earlier versions, --json took the name of a file
+    # in earlier versions, --json took the name of a file, which still works
     assert "tokens of tide.txt scored" in compare(*own, "--json", once).stdout
     assert json.loads(once.read_text())["perplexity"] == json.loads(printed)["perplexity"]
     assert len(compare(*own, "--json", "-").stdout.splitlines()) == 1
@@ -323,7 +323,7 @@ def test_an_interrupt_keeps_what_is_done(model, folder, environment, tmp_path):
     ) as process:
         held.wait(2)
         running = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        # as a terminal does on Ctrl-C
+        # signal the whole process group, as a terminal does on Ctrl-C
         os.killpg(process.pid, signal.SIGINT)
         said = process.stderr.read().splitlines()
         assert process.wait(PATIENCE_S) == 130

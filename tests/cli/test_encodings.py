@@ -185,7 +185,7 @@ def test_a_blank_is_a_text_to_continue(talker):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-# the functions
+# functions that decode and encode
 
 
 def test_an_option_in_an_ascii_locale_is_read_as_utf8():

@@ -126,7 +126,7 @@ def test_a_device_that_goes_away_is_one_line(model):
     one_line(done, 4, f"the worker at {endpoint} is gone")
 
 
-# memory
+# too little memory
 
 LIMITED = """
 import resource, sys
@@ -164,7 +164,7 @@ def test_memory_that_ends_in_python_is_one_line(model):
     one_line(python(code, *WRITE, "-m", model), 8, "out of memory; choose a smaller --budget")
 
 
-# files
+# models, disks and streams that fail
 
 
 @pytest.mark.parametrize("share", [0.001, 0.2, 0.9])
@@ -406,7 +406,7 @@ def test_a_terminal_that_goes_away_without_a_signal_ends_the_chat(during, termin
     assert terminal.process.wait(PATIENCE_S) == 128 + signal.SIGHUP
 
 
-# the clock
+# a clock that jumps
 
 JUMPS = """
 import itertools, time

@@ -32,7 +32,7 @@ COMMANDS_OF = dict(all_commands(get_command(app)))
 ALL = ["", *sorted({" ".join(words[:n]) for words in COMMANDS_OF for n in range(1, len(words) + 1)})]
 
 
-# help
+# help texts
 
 
 @pytest.mark.parametrize("words", ALL)
@@ -260,7 +260,7 @@ def test_what_is_suggested_exists():
     assert not set(near.NOT_HERE) & set(COMMANDS)
 
 
-# values
+# values of options
 
 
 @pytest.mark.parametrize(
@@ -471,7 +471,7 @@ def test_an_error_is_wrapped_between_words():
     assert max(map(len, lines)) <= 40
 
 
-# completion
+# completion in a shell
 
 
 def completed(line, **env):

@@ -367,7 +367,7 @@ def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
     }
     assert result["attended"] is None
     assert "".join(result["text"]) == ("word " * 40)[: len("".join(result["text"]))]
-    # by the policy's definition: sinks and the newest tokens
+    # by the policy's definition, the sinks and the newest tokens stay
     assert result["share"] == [1.0] * 4 + [0.0] * 72 + [1.0] * 24
     assert (result["tokens"], result["forgotten"], result["cells"], result["rows"]) == (100, 72, 28, 4)
     assert data_of((tmp_path / "o.html").read_text())["ends"] == [20, 40, 60, 80, 100]

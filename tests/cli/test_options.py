@@ -127,7 +127,7 @@ def test_no_two_options_have_a_name_in_common():
     assert len(named) == len(set(named))
 
 
-# their effect on a run
+# effect of options on a run
 
 
 def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):

@@ -50,7 +50,7 @@ def models(smollm2, talker):
         each.close()
 
 
-# only as much is read as needed
+# no more of a text is read than needed
 
 
 @pytest.mark.parametrize("vocabulary", ["BPE", "SPM"])

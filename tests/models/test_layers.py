@@ -30,7 +30,7 @@ def unpatched(monkeypatch):
     monkeypatch.setattr("kvtool.llama.model.is_patched", lambda: False)
 
 
-# the arithmetic
+# bytes computed from a list of layers
 
 MIXED = Layers(
     (

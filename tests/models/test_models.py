@@ -413,7 +413,7 @@ def test_the_hash_of_models_txt_saves_reading_the_file(tmp_path, known, pip):
     assert sha256(other) == hashlib.sha256(b"other").hexdigest()
 
 
-# headers
+# headers of GGUF files
 
 
 def test_the_figures_of_a_header(tmp_path):
@@ -613,7 +613,7 @@ def test_what_has_no_bad_name_is_left_to_llama_cpp(tmp_path, arch, keys):
     assert unsupported(info) is None
 
 
-# bytes
+# amounts of bytes as text
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from kvtool.policy import Signal
 
 
 def plan(last, policy, next_pos=None, pinned=0):
-    """Return the plan for rows whose tokens have this last attention f32[row, n]."""
+    """Return the plan for rows whose tokens got attention `last` f32[row, n] from the newest query."""
     pos = np.tile(np.arange(len(last[0])), (len(last), 1))
     return policy.plan(view_of(pos, next_pos, pinned, last=last), ())
 

@@ -130,7 +130,7 @@ def test_little_is_missing_of_a_real_model(smollm2, tmp_path, share_of):
     assert 0.95 < reader.kl.mean() / exact <= 1.0001
 
 
-# on the disk
+# references in files
 
 
 def write(path, n=9, n_vocab=300):

@@ -34,7 +34,7 @@ SAME = [
     ("knorm", ["sinks=0", "window=1"], "KnormPress", {}),
     ("snapkv", ["window=16", "kernel=5"], "SnapKVPress", {"window_size": 16, "kernel_size": 5}),
 ]
-"""A policy with its options, and the press that scores alike."""
+"""(policy, its options, the press of kvpress that gives the same scores, its parameters)."""
 
 SHARED = [
     ("expected", [*ALL_QUERIES, "epsilon=0"], "ExpectedAttentionPress", {}, 0.2),
@@ -42,7 +42,7 @@ SHARED = [
     ("snapkv", ["window=16"], "SnapKVPress", {"window_size": 16}, 0.2),
     ("snapkv", ["window=16"], "SnapKVPress", {"window_size": 16}, 0.6),
 ]
-"""As SAME, for rows that share a budget. Last field: minimum share of its own budget that a row keeps."""
+"""As SAME, for rows that share a budget. Last field: `floor`, the least share of its budget a row keeps."""
 
 
 def scores_of(path, tokens, presses, folder):

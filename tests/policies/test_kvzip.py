@@ -50,7 +50,7 @@ def test_pinned_and_held_tokens_count_as_what_comes_later():
     assert (state[0] > 0).tolist() == [[False, True, True, True, False, False]]
 
 
-# in the engine
+# KVzip in an engine
 
 
 def repeat(engine, stream, tokens, begin, stop):
@@ -156,7 +156,7 @@ def test_of_a_reconstruction_nothing_is_left(tiny_model, arch, chunk):
                 signals = engine.whole_reader.reconstruction.read(tokens[:120], 0, decode)
                 assert (signals["highest"] > 0).all()
                 after = dict(engine.save())
-                # of the engine's numbers, only the beginning of the signals' window may differ
+                # one number of the engine differs: the beginning of the signals' window
                 assert (after.pop("engine") != before.pop("engine")).sum() == 1
                 assert before.keys() == after.keys()
                 assert [name for name in before if not np.array_equal(before[name], after[name])] == []

@@ -237,7 +237,7 @@ def test_buzz_shares_the_budget_by_the_parameter_theorem():
 
 @pytest.mark.parametrize("stride", [3, 4, 5, 8])
 def test_buzz_frees_a_cell_by_one_sampling_at_every_eviction(stride):
-    # a second sampling would thin the old tokens, and with them the far past, once more
+    # one sampling must be enough: a second one would thin the old tokens, the far past, again
     small_stride = (stride + 1) // 2
     for threshold in range(2, 20):
         for n_old in range(threshold + 1):

@@ -28,7 +28,7 @@ from tests.serve.serving import serving
 
 WORDS = ("stone", "river", "lamp", "bread", "iron", "music", "winter", "paper", "garden", "thunder", "window")
 EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
-"""Options that limit rounding: steps of one chat and of several round differently, more with an f16 cache."""
+"""Options that limit rounding errors: steps of several chats round differently than steps of one."""
 
 RECALL = ("-o", "search=all", "--archive-type", "f32")
 """Options that make a reply independent of the steps in which its prompt was read.

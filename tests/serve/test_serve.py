@@ -361,7 +361,7 @@ def test_a_chat_says_what_kvtool_chat_says(talker, policy, connect):
     command = [sys.executable, "-m", "kvtool", "chat", "-m", str(talker), *options, *system]
     done = forked.run(command, input="\n".join(turns), check=True, env=os.environ | ONE_THREAD)
     messages, replies = [SYSTEM], []
-    # `kvtool chat` always pins the system prompt
+    # the server needs --pin, since `kvtool chat` always pins the system prompt
     with serving(talker, *options, "--pin") as server:
         client = connect(f"{server.url}/v1")
         for turn in turns:

@@ -220,7 +220,7 @@ def test_a_call_in_a_block_is_one_through_each_interface(client, other):
     after = other.chat.completions.create(model="x", messages=messages, tools=[tool], max_tokens=4)
     assert after.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
     assert after.choices[0].message.content
-    # in a stream
+    # the same in a stream
     messages = [said("user", "And in Bergen?")]
     pieces = list(other.chat.completions.create(messages=messages, tools=[tool], stream=True, **more))
     deltas = [piece.choices[0].delta for piece in pieces if piece.choices]

@@ -53,7 +53,7 @@ def serve(model, tmp_path):
         each.__exit__(None, None, None)
 
 
-# fields
+# fields of requests
 
 
 def wish(**fields):

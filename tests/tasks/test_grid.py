@@ -178,7 +178,7 @@ def test_shards_are_the_grid_between_them(common):
             grid.shard(found, wrong)
 
 
-# records
+# records of runs
 
 
 def record(common, run, sums, **more):
@@ -263,7 +263,7 @@ def test_only_a_policy_that_recalls_is_another_run_with_another_archive(common):
     assert {name: len(found) for name, found in keys.items()} == {"h2o": 1, "recall": 3}
 
 
-# running
+# running a grid
 
 
 def measured(common, runs, tokens=None, **options):

@@ -98,7 +98,7 @@ def n_token(model, item):
     return len(model.tokenize(f"{item.prompt} {item.opening}", start=True))
 
 
-# definitions
+# definitions of the tasks
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -415,7 +415,7 @@ def test_an_average_is_of_the_tasks_means(given):
     }
 
 
-# what cannot work
+# refused parameters and files
 
 
 @pytest.mark.parametrize(

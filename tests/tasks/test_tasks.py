@@ -69,7 +69,7 @@ def stepwise(model, policy, settings, prompt, answer):
     return total
 
 
-# reading
+# reading under a policy
 
 
 def test_with_all_kept_a_likelihood_is_that_of_the_text_as_a_whole(tiny_model):
@@ -356,7 +356,7 @@ def test_means_are_by_score_and_by_what_items_share():
     assert [means["length"].n for means in groups.values()] == [2, 3]
 
 
-# finding
+# finding a fact in the answer
 
 
 class Says:
