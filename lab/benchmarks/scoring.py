@@ -65,7 +65,7 @@ def main() -> None:
             reference = str(Path(folder) / "full.ref")
             return measure(RunInput(run, str(path), reference, writes=name == "full"))["cpu_s"]
 
-        # the full cache's predictions, which the others are compared with
+        # write the full cache's predictions, which the other runs are compared with
         scored("full")
         for i in range(args.rounds):
             for name in ("stock", *names):

@@ -277,7 +277,7 @@ def table_of(rows: list[Json], policies: list[str], title: str) -> Table:
     table = Table(title=f"{title}: valid and right calls")
     for column in ("agent", "tokens", "requests", *policies):
         table.add_column(column, justify="left" if column == "agent" else "right")
-    # only requests that were answered under every policy
+    # count only requests that were answered under every policy
     by_policy: dict[str, Json] = {policy: {} for policy in policies}
     for row in rows:
         by_policy.get(row["policy"], {})[row["agent"], row["text"]] = row
