@@ -96,7 +96,7 @@ def keep_shared(pos, live, layer, score, first, recent, n_keep, n_floor, n_most,
     n_row, n = pos.shape
     bits = score.view(np.int32)
     keys, shared = np.empty(n, np.int64), np.empty(n_row * n, np.int64)
-    # per row: sort keys above `safe` stay, keys above `out` may stay
+    # in each row, tokens with sort keys above `safe` stay, and those above `out` may stay
     safe, out = np.empty(n_row, np.int64), np.empty(n_row, np.int64)
     never = np.int64(2**63 - 1)
     begin = 0

@@ -113,7 +113,7 @@ def mean_error(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
 
 
 def mean_of_text(sums: np.ndarray, n: int) -> tuple[float, float | None]:
-    """Mean and its standard error of the sums f64[block] over the blocks of a text of n tokens.
+    """Mean per token of a text of n tokens and its standard error, from the sums f64[block] of its blocks.
 
     Dependent blocks are joined first. The error of a single block is None.
     """

@@ -146,7 +146,7 @@ def _of_snapshot(snapshot: Path, reference: hub.Reference) -> Iterator[Stored]:
     for name in firsts:
         quant = hub.quant_of(name)
         if not quant or hub.choose(firsts, quant) != name:
-            # the quantization names another file, or this file is not a model
+            # name the file itself: its quantization names another file, or it is not a model
             quant = name
         parts = [part for part in part_names(name) if part in names]
         files = tuple(snapshot / part for part in parts)

@@ -168,7 +168,7 @@ class Ruler(Task):
 
 
 def string_match(output: str, references: Sequence[str], *, is_any: bool) -> float:
-    """RULER's score: share of the references that are in the output, or 1 if any is."""
+    """RULER's score: share of the references that are in the output; with is_any, 1 if any of them is."""
     text = _CONTROL.sub("\n", output).strip().lower()
     is_in_output = [reference.lower() in text for reference in references]
     return float(any(is_in_output)) if is_any else fmean(is_in_output)

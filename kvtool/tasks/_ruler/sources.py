@@ -29,7 +29,7 @@ class Question:
     answers
         Right answers.
     about
-        Indices of the documents that answer it.
+        Indices of the question's own documents, among which are those that answer it.
     near
         Other documents of the same article.
     """

@@ -29,7 +29,7 @@ class Variables(Subtask):
     Attributes
     ----------
     n_hop
-        Assignments after the first one, each of the previous variable.
+        Assignments after the first one; each copies the previous variable.
     """
 
     n_hop: int = 4
@@ -63,7 +63,7 @@ class Variables(Subtask):
                 names.append(name)
         value = rng.randrange(10000, 99999)
         lines = [f"VAR {names[0]} = {value}"]
-        # as in RULER, each ends with a space
+        # as in RULER, each of these lines ends with a space
         lines += [f"VAR {name} = VAR {before} " for before, name in zip(names, names[1:], strict=False)]
         text = [FILLER] * n
         # places are line numbers of the text before any insertion
