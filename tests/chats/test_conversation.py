@@ -347,7 +347,7 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
         assert talk.archive.end < archived
         for other in (text, "Of whom?"):
             say(talk, files, other)
-    # several copies share an archive that no session uses: its bytes count once
+    # copies that share an archive count its bytes once, and not at all if a session uses it
     assert talk.undo_stack.n_bytes < 4 * len(talk.undo_stack) * 2**20
 
     plain, plain_files = keep(tmp_path / "plain.kvs")

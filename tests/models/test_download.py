@@ -73,7 +73,7 @@ def asked(site, word=".gguf", method="GET"):
     return [request for request in site.requests if word in request[1] and request[0] == method]
 
 
-# by URL
+# models by URL
 
 
 def test_a_url_is_downloaded_once(site, model, tmp_path):
@@ -247,7 +247,7 @@ def test_two_processes_download_once(site, model, tmp_path):
     assert len(site.requests) == 1
 
 
-# by repository
+# models by repository
 
 
 def test_the_reference_of_a_repository():

