@@ -266,7 +266,7 @@ class FakeReader:
 def test_acc_goes_by_log_probability_and_acc_norm_by_that_per_byte():
     task = tasks.make("choice", [])
     right, *_ = task.items([DATA / "openbookqa.jsonl"], None)
-    # "a pond" is right: -6 for 6 bytes. "a clock" has less per answer, but more per byte: -6.5 for 7
+    # "a pond" is right: -6 for 6 bytes. "a clock" is less likely, but likelier per byte: -6.5 for 7 bytes
     logp = {"a pond": -6.0, "a lamp": -9.0, "a clock": -6.5, "a drum": -8.0}
     told = task.answer(right, FakeReader({((), text): value for text, value in logp.items()}))
     assert told.output == "a pond"
