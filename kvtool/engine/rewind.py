@@ -95,7 +95,7 @@ def _earlier(cache: PolicyCache, n: int) -> _Earlier | None:
     n_first = int((rows.pos[0, : rows.n_kv] < span.stop).sum())
     if n <= n_first:
         return _Earlier(n_first, span.start, n, 0, cache.n_restart)
-    # the policy may have kept fewer tokens than `n_live` assumes
+    # at most the end of the archive: evictions came later if they kept fewer tokens than `n_live` assumes
     begin = min(n - n_kv + n_first, span.stop)
     if begin < span.start:
         return None

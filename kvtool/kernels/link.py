@@ -54,7 +54,7 @@ def link(kernels: Iterable[Kernel[..., Any]], path: Path) -> None:
         (folder / "kernels.o").write_bytes(target.emit_object(module))
         command = [*compiler, "-O2", "-shared", "-fPIC", str(_ALLOCATOR), "kernels.o", "-o", path.name]
         command.append(f"-I{Path(numba.__file__).parent / 'core' / 'runtime'}")
-        # Python's functions are resolved in the process that loads the library
+        # symbols of Python stay undefined until a process with Python loads the library
         command += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-lm"]
         done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", check=False)
         if done.returncode:
@@ -74,7 +74,7 @@ def _with_c_signature(kernel: Kernel[..., Any], signature: str) -> Any:
 
     from kvtool.kernels.load import parse, symbol
 
-    # imported by name, because numba's type stubs lack some of this
+    # imported by name, because numba's type stubs lack some of its functions used here
     numba: Any = import_module("numba")
 
     result, arguments = parse(signature)

@@ -1,4 +1,4 @@
-"""Find earlier places of a text that match its end: n-grams in one chain per hash, as in LZ77 compressors."""
+"""Find earlier places of a text that match its end. Places of equal hash form a chain, as in LZ77."""
 
 from __future__ import annotations
 

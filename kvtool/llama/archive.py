@@ -87,7 +87,7 @@ class Archive:
         check(self.slab_bytes)
         self.n_token = n_token.value
         if max_bytes is not None and max_bytes < 2 * self.slab_bytes:
-            # rounded up, so that the printed number is enough
+            # rounded up, so that an archive of the printed size is accepted
             least = f"{-(-2 * self.slab_bytes // 1024)}KiB"
             raise UsageError(
                 f"--archive must be at least {least}: memory is taken for {self.n_token} tokens at a time, "

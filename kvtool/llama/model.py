@@ -78,7 +78,7 @@ class Model:
         params.vocab_only = vocab_only
         if no_weights:
             params.no_alloc = True
-            # the file is not mapped into memory
+            # nothing reads the weights, so the file need not be mapped into memory
             params.load_mode = api.LLAMA_LOAD_MODE_NONE
         if n_gpu_layers is not None:
             params.n_gpu_layers = n_gpu_layers

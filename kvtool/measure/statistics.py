@@ -16,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 
 _N_AT_ONCE = 100
-"""Bootstrap samples in memory at the same time."""
+"""Maximum number of bootstrap samples in memory at the same time."""
 
 _LEAST_BLOCKS = 8
 """Minimum number of blocks for an estimate of their spread."""

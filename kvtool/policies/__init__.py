@@ -84,7 +84,7 @@ def file_sha256(name: str) -> str | None:
 
 @cache
 def _load_file(path: Path) -> type[Policy]:
-    # a unique name, by which dataclasses and numba find the module
+    # dataclasses and numba find the module by this name
     name = f"kvtool_policy_{path.stem}"
     spec = spec_from_file_location(name, path)
     if not (path.is_file() and spec and spec.loader):

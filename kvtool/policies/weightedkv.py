@@ -89,7 +89,7 @@ def _line_up(pos, keep, line):
     merged into it are lost.
     """
     n = len(pos)
-    # token position in the upper 32 bits, cell in the lower, so that the lowest is the oldest
+    # entries: position in the upper 32 bits, cell in the lower, so that the lowest entry is the oldest
     never = np.int64(2**63 - 1)
     goes, stays = np.empty(n, np.int64), np.empty(n, np.int64)
     n_gone = 0

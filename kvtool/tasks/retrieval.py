@@ -35,7 +35,7 @@ class Retrieval(RecordTask):
     Attributes
     ----------
     pairs
-        Number of pairs in a prompt: the requested pair, at its relative place, and the first of the rest. 0:
+        Number of pairs in a prompt: the requested pair, at its relative place, and the first other pairs. 0:
         all pairs in the file.
     n_max
         Maximum tokens of an answer.
