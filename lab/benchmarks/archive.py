@@ -45,9 +45,6 @@ N_NEAR = 4096
 N_FRAME = 6000
 """Positions after which the numbering starts over."""
 
-Arrays = dict[str, np.ndarray]
-Counters = dict[tuple[str, str], int]
-
 
 def main() -> None:
     parser = make_parser(__doc__)
@@ -81,8 +78,7 @@ def main() -> None:
         table.add_row(f"{row['size']:,}", row["what"], f"{row['ms']:.1f}", f"{row['times_as_fast']:.2f}")
     Console().print(table)
     note(describe(machine()))
-    if args.json:
-        write_json(args.json, {"machine": machine(), "rows": rows})
+    write_json(args.json, {"machine": machine(), "rows": rows})
 
 
 def _in_turn(engines: dict[str, loop.Engine], tokens: np.ndarray) -> dict[str, float]:

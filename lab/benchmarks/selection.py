@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +23,7 @@ from rich.table import Table
 
 from kvtool import policies
 from kvtool.policy import PER_CELL, Policy, Signal, View
-from lab.benchmarks.common import describe, machine, make_parser, note, spread, write_json
-
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+from lab.benchmarks.common import CLOCKS, describe, machine, make_parser, note, spread, write_json
 
 N_WARM = 2
 """Evictions before the first one that is timed."""
