@@ -18,6 +18,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 namespace kvtool {
 
@@ -218,6 +219,24 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
     waiting.remove(n);
 
     return true;
+}
+
+static bool lies_on_worker(const layer & l) {
+    ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(l.k->buffer));
+    return dev && std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "RPC") == 0;
+}
+
+bool llama_kvtool::make_deferred(const llama_context & lctx, const std::vector<stored_queries::asker> & all) {
+    // In two cases only steps with draft tokens are deferred. Without flash attention, a step computes the
+    // probabilities anyway. A worker keeps one graph per device: graphs of the decode and of deferred signals would
+    // replace each other there, and both would be sent again and again
+    defers_all = lctx.cparams.flash_attn && std::none_of(layers.begin(), layers.end(), lies_on_worker);
+    // with an archive no signals are deferred, as recalled cells differ from step to step
+    if (params.signals != 0 && params.n_recall == 0) {
+        deferred.n_most = std::max(defers_all ? params.n_defer : 0, params.n_ahead > 0 ? params.n_ahead + 1 : 0);
+    }
+    defers_all = defers_all && params.n_defer > 0;
+    return deferred.n_most == 0 || deferred.make(all, layers, deferred.n_most);
 }
 
 bool llama_kvtool::defers(int64_t n_tokens) const {

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 
 using namespace kvtool;
 
@@ -181,11 +180,6 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
     return res->n_row;
 }
 
-static bool lies_on_worker(const layer & l) {
-    ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(l.k->buffer));
-    return dev && std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "RPC") == 0;
-}
-
 bool llama_kvtool::keep_queries(const llama_context & lctx) {
     std::vector<queries::asker> all;
     for (int il = 0; il < (int) index_of_il.size(); ++il) {
@@ -195,16 +189,7 @@ bool llama_kvtool::keep_queries(const llama_context & lctx) {
     }
     mean_turns.resize(layers.size());
 
-    // In two cases only steps with draft tokens are deferred. Without flash attention, a step computes the
-    // probabilities anyway. A worker keeps one graph per device: graphs of the decode and of deferred signals would
-    // replace each other there, and both would be sent again and again
-    defers_all = lctx.cparams.flash_attn && std::none_of(layers.begin(), layers.end(), lies_on_worker);
-    // with an archive no signals are deferred, as recalled cells differ from step to step
-    if (params.signals != 0 && params.n_recall == 0) {
-        deferred.n_most = std::max(defers_all ? params.n_defer : 0, params.n_ahead > 0 ? params.n_ahead + 1 : 0);
-    }
-    defers_all = defers_all && params.n_defer > 0;
-    return (!queries.is_on() || queries.make(all, layers)) && (deferred.n_most == 0 || deferred.make(all, layers, deferred.n_most));
+    return (!queries.is_on() || queries.make(all, layers)) && make_deferred(lctx, all);
 }
 
 void llama_kvtool::make_archive(const llama_kv_cache & kv) {

@@ -201,6 +201,7 @@ private:
 
     void add_layers(const llama_context & lctx);
     bool keep_queries(const llama_context & lctx);
+    bool make_deferred(const llama_context & lctx, const std::vector<kvtool::stored_queries::asker> & all);
     void make_archive(const llama_kv_cache & kv);
 
     // reason why some layer's keys cannot be rotated; empty if all can
