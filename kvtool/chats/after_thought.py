@@ -128,7 +128,7 @@ class AfterThought(Constraint):
             return self._forced
         return self._inner.forced() if self._inner and self._place is _Place.ANSWER else []
 
-    # the start
+    # tokens at the start of a reply
 
     def _begin(self, token: int, piece: bytes) -> bool:
         text = (self._held + piece).lstrip()
@@ -173,7 +173,7 @@ class AfterThought(Constraint):
                 allowed += [n for n in tokens if place is _Place.THOUGHT or len(pieces[n]) <= len(rest)]
         return allowed
 
-    # the thought
+    # tokens of a thought, up to the answer
 
     def _think(self, token: int, piece: bytes) -> bool:
         if token in self._vocabulary.ends:

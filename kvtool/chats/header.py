@@ -101,9 +101,9 @@ class Header:
         )
 
     def start(self, template: Template, before: Sequence[Message], reply: Message) -> str:
-        """Return the text between `kept` and the answer of this reply, rendered as an earlier reply.
+        """Return the text that the template puts between `kept` and the answer of an earlier reply.
 
-        before: the messages before the reply.
+        before: the messages before the reply, which is rendered as an earlier one.
         """
         text = template.before_reply(before, reply) if "reasoning_content" in reply and self.kept else None
         _, is_there, start = (text or "").rpartition(self.kept or "\0")

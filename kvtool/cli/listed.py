@@ -8,7 +8,7 @@ COMMANDS = {
     "serve": "Serve the OpenAI and Anthropic APIs, from caches that never fill.",
     "perplexity": "Stream a text through the cache and print its perplexity; lower is better.",
     "compare": "Stream a text under each policy and budget, and compare the results.",
-    "bench": "Measure how fast this machine reads and writes, and the memory that takes.",
+    "bench": "Measure how fast this machine reads and writes tokens, and how much memory this takes.",
     "eval": "Ask a task's questions under a policy, and score the answers.",
     "inspect": "Stream a text through the cache and show which of its tokens the rows still hold.",
     "policies": "List the policies, or explain one with its parameters, defaults and paper.",

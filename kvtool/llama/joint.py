@@ -54,7 +54,8 @@ class JointContext:
         params.offload_kqv = like.kv_offload
         params.n_batch = params.n_ubatch = params.n_outputs_max = n_batch
         params.n_seq_max = n_most
-        # one KV buffer serves all chats, because no query attends to its cells
+        # each token attends to the cells of its own context: the cells of this one are never read, so all
+        # chats can share one KV buffer
         params.kv_unified = True
         params.flash_attn_type = 0
         self._n_threads = params.n_threads = params.n_threads_batch = like.n_threads

@@ -77,7 +77,7 @@ def _repeated(values: np.ndarray, n_own: int, n: int) -> np.ndarray:
 
 
 def n_start(policy: Policy) -> int:
-    """Tokens after which an evicting policy is in its steady state: full cells, and some tokens archived."""
+    """Number of tokens after which an evicting policy has filled its cells and evicted some tokens."""
     return policy.n_live + (N_ARCHIVED if policy.recall else N_EVICTED)
 
 

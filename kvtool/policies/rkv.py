@@ -107,9 +107,10 @@ def _likeness(order, dead, unit, threshold, n_spared, likeness):
     """Compute likeness f64[row, n]: the mean cosine of each key with every other key of the row.
 
     order i64[row, n]: cells, first the dead ones, whose number is dead i64[row], then the live ones, oldest
-    first. likeness is in this order. unit i8[row, n or more, n_dim]: keys by cell. For each key, the n_spared
-    newest keys whose cosine with it exceeds the threshold leave that cosine out of their means. Float32 holds
-    the dot products exactly: they exceed 127 * 127 at most by rounding.
+    first. likeness is in this order. unit i8[row, n or more, n_dim]: keys by cell.
+
+    Among the other keys whose dot product with a key exceeds the threshold, the n_spared newest count their
+    cosine with it as 0. Float32 holds dot products exactly: they are integers up to about 127 * 127.
     """
     n_row, n = order.shape
     n_dim = unit.shape[2]

@@ -22,7 +22,7 @@ def with_lf(text: str) -> str:
 
 
 def decoded(data: bytes) -> str:
-    """Decode UTF-8 bytes for a model: `with_lf`, and without a byte order mark.
+    """Decode UTF-8 bytes for a model, remove a byte order mark, and convert line ends to LF.
 
     Raises UnicodeDecodeError.
     """
@@ -30,7 +30,7 @@ def decoded(data: bytes) -> str:
 
 
 def utf8(flag: str, text: str | None) -> str | None:
-    """Decode the text of an option, `with_lf`. Raises UsageError for bytes that are not UTF-8."""
+    """Decode the text of an option, and convert its line ends to LF. Raises UsageError if it is not UTF-8."""
     if text is None:
         return None
     try:

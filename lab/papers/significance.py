@@ -20,10 +20,11 @@ _N_AT_ONCE = 100
 
 
 def sign_flip_test(differences: np.ndarray) -> float:
-    """Return the two-sided p-value of the mean of differences f64[n], if there is no true difference.
+    """Return the two-sided p-value of the mean of differences f64[n], by a sign-flip test (Fisher 1935).
 
-    Changes the signs (Fisher 1935): in all ways for up to 16 differences other than 0, else in 20,000 draws.
-    If all differences are equal, this is the exact sign test.
+    For up to 16 differences other than 0 it tries all combinations of signs, for more it draws 20,000. The
+    p-value is the share of combinations whose mean is at least as far from 0 as the measured one. If all
+    differences have the same size, this is the sign test.
     """
     return _sign_flip(differences.astype(np.float64).tobytes())
 

@@ -107,7 +107,7 @@ def ordered(places: Mapping[Place, Measurements], table: ScoreTable) -> Iterator
 
 
 def _differences(places: Mapping[Place, Measurements], table: ScoreTable) -> dict[Place, Difference]:
-    """The differences of a table that have a test."""
+    """Difference of each place from the paper's own method. Places with too few units to test are missing."""
     differences = {
         place: sample.minus(places[table.against, place[1]])
         for place, sample in places.items()

@@ -23,10 +23,10 @@ ON_CUDA = any(each["name"].startswith("CUDA") for each in devices())
 """True on CUDA, where the order of half-precision sums depends on load and batch length, so results vary."""
 
 TOLERANCE = 1e-2 if has_gpu() else 1e-4
-"""Largest difference from the definition; larger on a GPU, which rounds differently."""
+"""Largest accepted difference from the reference in tests/reference; a GPU rounds differently."""
 
 LOGITS = max(TOLERANCE, 1e-3)
-"""Largest difference of logits from the definition."""
+"""Largest accepted difference of logits from the reference."""
 
 
 N_UNTIED = 64

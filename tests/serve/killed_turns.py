@@ -40,7 +40,8 @@ class SlotServer:
     """The part of `kvtool serve` behind HTTP."""
 
     def __init__(self, model, policy, folder):
-        # a rewound chat's prompt is read in other steps; with search=all, recall's reply is the same for all
+        # the steps in which a prompt is read depend on the stored chats; with search=all, recall's replies do
+        # not depend on these steps
         params = ["search=all"] if policy == "recall" else []
         settings = Settings(n_batch=64, n_threads=1, archive_type="f16")
         engine = Engine(model, policies.fit(policy, 64, 16, params), settings)

@@ -30,9 +30,10 @@ EACH_POLICY = pytest.mark.parametrize("policy", ["h2o", "recall"])
 
 @pytest.fixture
 def model(policy, chat_model, talker):
-    """A model for the policy. For recall, its context is so long that no archived token counts as far.
+    """A model for the policy. For recall, half of its context is longer than any chat of these tests.
 
-    The distance to far tokens depends on the steps in which a prompt is read, so answers would vary.
+    Recall places all tokens beyond half of the context at the same distance from a step's first query: with
+    such tokens, answers would depend on the steps in which a prompt is read.
     """
     return talker if policy == "recall" else chat_model
 

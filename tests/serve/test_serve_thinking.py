@@ -449,8 +449,9 @@ def test_a_dropped_thought_costs_no_more_than_a_reading_of_what_follows_it(
         # while the agent looks around, its thoughts stay in the prompt, and nothing is read again
         for before, event in itertools.pairwise(events[:3]):
             assert event["n_cached"] == before["held"]["tokens"]
-        # at the user's next message the template drops the thoughts: the chat is read again from the first
-        # thought on. h2o cannot be rewound; it continues from a copy of the first prompt without its header
+        # At the user's next message the template drops the thoughts: the chat is read again from the first
+        # thought on. h2o cannot be rewound: it continues from a stored copy of the first prompt, which ends
+        # with the user's text, and also reads the reply header again
         header = serve.slot.model.tokenize("<|im_end|>\n<|im_start|>assistant\n" + opening)
         n_read = len(header) if policy == "h2o" else len(opening)
         n_least = len(fresh(serve, prompts[0], tools=[TOOL])) - n_read

@@ -473,7 +473,7 @@ QUESTIONS = ("Where did the heron stand?", "What else is there to say of it?")
 
 
 def reader_of(model, policy, *, chat=False, **settings):
-    """Return a reader. A policy that evicts has 64 cells, of which an eviction every 40 tokens leaves 24."""
+    """Return a reader. `full` has 1,024 cells; other policies have 64, and evict 40 tokens at a time."""
     fitted = policies.fit("full", 1024) if policy == "full" else policies.fit(policy, 64, 40)
     template = Template(tiny.CHAT_TEMPLATE, "", "") if chat else None
     return Reader(model, lambda n, n_answer: fitted, Settings(n_batch=32, n_threads=1, **settings), template)

@@ -1010,7 +1010,8 @@ CHECK(attention_to_quantized_tokens_is_near_a_softmax) {
 }
 
 CHECK(clusters_that_are_not_read_are_estimated_by_their_means) {
-    // all blocks are far, so that tokens of a cluster are nearly equal and their mean represents them
+    // n_near is 1: far blocks are clustered by their keys without RoPE. Here these keys lie in tight groups, so that
+    // the mean of a cluster represents its tokens
     stream s(params_of(GGML_TYPE_F32, 64, 1), archive::most, 4608, 0.02f);
     for (auto & k : s.keys) {
         for (auto & x : k) {

@@ -1,4 +1,4 @@
-"""The rooms of the package: which room may import which others, according to docs/tree.md."""
+"""Imports between the parts of the package ("rooms"): the table of docs/tree.md says which are allowed."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class _BenchOptions(Options):
 
 @options
 def bench(*, args: _BenchOptions, run: _BenchRun, as_json: Json = False) -> None:
-    """Measure how fast this machine reads and writes, and the memory that takes.
+    """Measure how fast this machine reads and writes tokens, and how much memory this takes.
 
     Each row is one kind of cache at one depth: the full cache (with and without flash attention, in f16 and
     q8_0, and in host memory if there is a GPU), recall, and h2o. To reach a depth quickly, bench repeats the

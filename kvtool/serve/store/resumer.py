@@ -253,7 +253,10 @@ class Resumer:
         return self._whole(messages, tools)
 
     def _following(self, messages: list[Message], i: int, tools: list[Any]) -> np.ndarray:
-        """Return the tokens after the first i messages, which the cache holds. Raises ModelError."""
+        """Return the chat's tokens after those in the cache, which are a snapshot of the first i messages.
+
+        Raises ModelError if the template cannot render them, or now renders the cached text differently.
+        """
         if messages[i - 1]["role"] == "assistant":
             return self.rendering.following(messages, i, tools)
         # the cache holds a prompt without its reply header, or a beginning of the system prompt

@@ -183,10 +183,11 @@ _Text = Generator[None, None, str]
 
 
 class _GrowingText:
-    """A text that grows while it is read from its start.
+    """The text of a reply from a possible call on. It grows while it is read.
 
-    The methods are generators, which yield whenever they need more text, or its end, to decide. Therefore the
-    result does not depend on how the text is cut. They raise NoCall.
+    The methods that read are generators. They yield if they need more text, or its end, before they can
+    decide. Therefore their results do not depend on how the reply is cut into pieces. They raise NoCall if
+    the text is not a call.
     """
 
     def __init__(self, text: str, at: int) -> None:

@@ -259,8 +259,8 @@ public:
     // runs of the archived tokens, the oldest first; the newest run may have no tokens yet
     std::vector<frame> frames;
 
-    // All tokens, grouped by the rotation that queries get for their keys. For tokens before far_end this is
-    // far_turn, as their keys are rotated back to no rotation when they are read.
+    // All tokens, in ranges. A range has the number of positions by which queries are rotated for its keys. The tokens
+    // before far_end are one range, with far_turn: their keys lose their own rotation when they are read.
     std::vector<stretch> stretches(int64_t far_end, int64_t far_turn) const;
 
     // base of the run of token i

@@ -50,7 +50,8 @@ struct asker_inputs {
     size_t turn  = 0;
 };
 
-// Queries [n_embd, n, n_head] as if they came again soon: each is rotated to the mean of the next n_future positions
+// Queries [n_embd, n, n_head], each rotated by `delta` to the next token's position, and then by the matrix `turn`, the
+// mean of the rotations by 0 .. n_future - 1 positions
 static ggml_tensor * build_queries(
         ggml_context * ctx, const layer & l, const queries::asker & a, ggml_tensor * idx, ggml_tensor * delta, ggml_tensor * turn,
         ggml_tensor * rot) {

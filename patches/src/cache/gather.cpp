@@ -62,8 +62,8 @@ static ggml_tensor * as(ggml_context * ctx, ggml_tensor * t, ggml_type type, int
     return res;
 }
 
-// A layer's keys or values, copied cell by cell. If a cell's bytes are whole 32-bit words they are copied unchanged,
-// as words. Otherwise the device converts the numbers to floats.
+// A layer's keys or values, copied cell by cell. Cells that are not transposed and consist of whole 32-bit words are
+// copied unchanged, as words. Transposed f16 stays f16. The device converts all other numbers to f32.
 struct cell_rows {
     cell_rows(const ggml_tensor * t, bool trans) : t(t), trans(trans), is_words(!trans && t->nb[1] % sizeof(int32_t) == 0) {}
 
