@@ -9,6 +9,12 @@ from kvtool.errors import UsageError
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
 """llama.cpp's types of cached keys and values, with ggml's numbers for them."""
 
+FEW_BITS = tuple(name for name in CACHE_TYPES if name.startswith(("q5", "q4")))
+"""Types for which archived keys and values are multiplied by a Hadamard matrix."""
+
+PLAIN = "plain "
+"""Prefix of an archive type of few bits without the matrix, as earlier versions stored it: "plain q4_1"."""
+
 MOST_THREADS = 512
 """Maximum CPU threads; with more, ggml ends the process."""
 

@@ -18,6 +18,7 @@ from kvtool.errors import UsageError
 from kvtool.models import resolve
 from kvtool.models.header import ModelInfo
 from kvtool.models.layers import Layers
+from kvtool.units import PLAIN
 
 if TYPE_CHECKING:
     from kvtool.engine.loop import Engine
@@ -159,7 +160,7 @@ def settings_of(run: RunOptions, n_ctx: int, n_batch: int, n_output: int, n_draf
         type_k=run.type_k,
         type_v=run.type_v,
         archive_file=run.archive_file,
-        archive_type=run.archive_type,
+        archive_type=PLAIN + run.archive_type if run.is_plain else run.archive_type,
         flash=run.flash,
         n_threads=run.threads,
         **archive.limit(run.archive, run.archive_file),

@@ -54,12 +54,16 @@ class RunOptions(Options):
         Default maximum of tokens in a batch.
     scores
         True if every token is scored: all tokens give logits, and no batch may exceed the budget.
+    is_plain
+        True if an earlier version archived this session's tokens, without Hadamard matrices.
     """
 
     default_budget: ClassVar[int] = 1024
     default_recall: ClassVar[int] = 512
     default_n_batch: ClassVar[int] = 256
     scores: ClassVar[bool] = False
+
+    is_plain: bool = False
 
     policy: str = option(
         "--policy NAME",

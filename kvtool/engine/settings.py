@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvtool.errors import UsageError
 from kvtool.options import check_choice
-from kvtool.units import CACHE_TYPES, MOST_THREADS
+from kvtool.units import CACHE_TYPES, FEW_BITS, MOST_THREADS, PLAIN
 
 POSITIONS = ("original", "in-cache", "auto")
 PREFILLS = ("stream", "whole", "exact")
@@ -17,7 +17,8 @@ _CHOICES = {
     "positions": POSITIONS,
     "prefill": PREFILLS,
     "flash": FLASH,
-    **dict.fromkeys(("type_k", "type_v", "archive_type"), tuple(CACHE_TYPES)),
+    **dict.fromkeys(("type_k", "type_v"), tuple(CACHE_TYPES)),
+    "archive_type": (*CACHE_TYPES, *(PLAIN + name for name in FEW_BITS)),
 }
 
 
@@ -56,7 +57,8 @@ class Settings:
         Path of a new file for the archive, instead of host memory. The file is unlinked at once, so that
         its space is free again when the process ends.
     archive_type
-        Number format of the archive, such as "f16" or "q8_0".
+        Number format of the archive, such as "f16" or "q8_0". "plain q4_1" is q4_1 without Hadamard matrices,
+        as earlier versions of kvtool stored it.
     flash
         Flash attention: "on", "off" or "auto".
     n_threads

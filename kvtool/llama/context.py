@@ -16,7 +16,7 @@ from kvtool.llama.library import TERM, Edit, EnableParams, check, error_text, li
 from kvtool.llama.model import Model
 from kvtool.llama.queries import Queries
 from kvtool.policy import PER_CELL, Merge, Recalls, Signal, SignalRequest
-from kvtool.units import CACHE_TYPES
+from kvtool.units import CACHE_TYPES, PLAIN
 
 GROUPS = {"sum": 0, "max": 1, "first": 2}
 """The C API's numbers for `SignalRequest.group`."""
@@ -105,6 +105,7 @@ class Context(Decoder):
         self._n_deferred = self._deferred(n_draft, n_defer) if per_cell else 0
         recall, made = request.recall or Recalls(n_cell=0, chunk=1), model.layers.has_values
         n_future = request.n_future if Signal.FUTURE in request.signals else 0
+        kind = archive_type.removeprefix(PLAIN)
         params = EnableParams(
             signals=sum(per_cell),
             group=GROUPS[request.group],
@@ -116,8 +117,9 @@ class Context(Decoder):
             n_made=recall.n_cell if made else 0,
             n_exact=recall.n_exact,
             n_near=n_near,
-            type_k=CACHE_TYPES[archive_type],
-            type_v=CACHE_TYPES[archive_type],
+            type_k=CACHE_TYPES[kind],
+            type_v=CACHE_TYPES[kind],
+            plain=archive_type != kind,
             log_n=request.log_n,
             ragged=ragged,
         )

@@ -15,7 +15,7 @@ from kvtool.llama.bindings import lib as lib
 from kvtool.llama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
-ABI = 19
+ABI = 20
 """Version of the patch's C API that this kvtool needs."""
 
 _NO_ROOM = -2
@@ -50,6 +50,7 @@ class EnableParams(ctypes.Structure):
         ("n_near", ctypes.c_int32),
         ("type_k", ctypes.c_int32),
         ("type_v", ctypes.c_int32),
+        ("plain", ctypes.c_bool),
         ("log_n", ctypes.c_bool),
         ("ragged", ctypes.c_bool),
     ]

@@ -386,6 +386,39 @@ def test_the_transcript_is_appended(talk, tmp_path):
     assert shown.count("> line") == 3
 
 
+def test_a_chat_continues_with_the_archive_type_that_it_was_started_with(talk, tmp_path):
+    path = tmp_path / "chat.kvs"
+
+    def stored():
+        return session.read_meta(path)["fixed"]["archive_type"]
+
+    def change(**fixed):
+        meta, arrays = session.read(path)
+        meta["fixed"] |= fixed
+        del meta["options"]["archive_type"]
+        session.write(path, meta, arrays.items())
+
+    # q8_0 was the default of earlier versions
+    talk(TURNS[:6], *RECALL, "--archive-type", "q8_0")
+    change()
+    assert talk(TURNS[6:7]).returncode == 0
+    assert stored() == "q8_0"
+    done = talk(TURNS[7:8], "--archive-type", "f16")
+    assert done.returncode == 9
+    assert "was started with --archive-type q8_0; it cannot continue with --archive-type f16" in done.stderr
+    path.unlink()
+    talk(TURNS[:6], *RECALL, "--archive-type", "q4_1")
+    assert stored() == "rotated q4_1"
+    assert talk(TURNS[6:7], "--archive-type", "q4_1").returncode == 0
+    # earlier versions stored q4_1 without a Hadamard matrix
+    change(archive_type="q4_1")
+    for options in ((), ("--archive-type", "q4_1")):
+        assert talk(TURNS[7:8], *options).returncode == 0
+        assert stored() == "q4_1"
+    done = talk(TURNS[8:9], "--archive-type", "q4_0")
+    assert "was started with --archive-type q4_1; it cannot continue with --archive-type q4_0" in done.stderr
+
+
 def test_how_recall_searches_may_change_and_an_earlier_versions_options_go(talk, tmp_path):
     talk(TURNS[:6], *RECALL, "-o", "exact=64")
     assert talk(TURNS[6:7], "-o", "exact=32", "-o", "chunk=8").returncode == 0

@@ -2,6 +2,7 @@
 // definition that can be read here. `archive_checks NAME` runs one check. If it fails, it prints a line and exits with
 // status 1.
 
+#include "archive/convert.h"
 #include "archive/kmeans.h"
 #include "archive/made.h"
 #include "archive/products.h"
@@ -12,6 +13,7 @@
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
 
+#include <bitset>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -81,7 +83,7 @@ static double dot(const float * a, const float * b, int64_t n) {
 // kernels
 //
 
-static const ggml_type types[] = { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q5_1, GGML_TYPE_Q4_0 };
+static const ggml_type types[] = { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q5_1, GGML_TYPE_Q5_0, GGML_TYPE_Q4_1, GGML_TYPE_Q4_0 };
 
 CHECK(conversions_are_those_of_ggml) {
     constexpr int n = 160;
@@ -104,7 +106,7 @@ CHECK(conversions_are_those_of_ggml) {
         }
         EXPECT(y == z);
         // ggml may round ties in another direction
-        const float step = type == GGML_TYPE_Q4_0 || type == GGML_TYPE_Q5_1 ? 0.5f : 0.05f;
+        const float step = hadamard_size(type, n) > 0 ? 0.5f : 0.05f;
         for (int i = 0; i < n; ++i) {
             EXPECT_NEAR(y[i], x[i], step);
         }
@@ -188,13 +190,36 @@ CHECK(stored_rows_are_multiplied_and_added_as_their_numbers) {
             if (can_multiply_bytes(type, d)) {
                 byte_columns bytes;
                 bytes.set(x.data(), n_x, d);
-                multiply_byte_rows(rows.data(), size, n, d, bytes, 0, n_x, out.data(), n);
+                multiply_byte_rows(type, rows.data(), size, n, d, bytes, 0, n_x, out.data(), n);
                 for (int i = 0; i < n_x*n; ++i) {
                     EXPECT_NEAR(out[i], dot(x.data() + i/n*d, read.data() + i % n*d, d), 0.3);
                 }
             }
         }
     }
+}
+
+CHECK(a_hadamard_matrix_is_that_of_the_definition_and_its_own_inverse) {
+    constexpr int n = 384;
+    for (const int n_size : { 2, 8, 16, 32, 64, 128 }) {
+        const auto x = normal(n, n_size);
+        auto y = x;
+        hadamard(y.data(), n, n_size);
+        for (int i = 0; i < n; ++i) {
+            double sum = 0.0;
+            for (int j = 0; j < n_size; ++j) {
+                const int bits = i % n_size & j;
+                sum += (std::bitset<8>(bits).count() % 2 ? -1.0 : 1.0)*x[i/n_size*n_size + j];
+            }
+            EXPECT_NEAR(y[i], sum/std::sqrt(n_size), 1e-5);
+        }
+        hadamard(y.data(), n, n_size);
+        for (int i = 0; i < n; ++i) {
+            EXPECT_NEAR(y[i], x[i], 1e-5);
+        }
+    }
+    EXPECT(hadamard_size(GGML_TYPE_Q4_1, 128) == 64 && hadamard_size(GGML_TYPE_Q4_1, 96) == 32);
+    EXPECT(hadamard_size(GGML_TYPE_Q8_0, 128) == 0 && hadamard_size(GGML_TYPE_F16, 128) == 0);
 }
 
 CHECK(exponentials_are_relative_to_the_maximum) {
@@ -329,7 +354,7 @@ CHECK(keys_rotated_in_a_product_are_those_rotated_before) {
     constexpr int n = 20, n_x = 3;
     for (const int mode : { GGML_ROPE_TYPE_NORMAL, GGML_ROPE_TYPE_NEOX }) {
         const turns rope(rope_of(mode), n_embd, n_ctx);
-        for (const ggml_type type : { GGML_TYPE_F16, GGML_TYPE_Q8_0 }) {
+        for (const auto & [type, n_map] : { std::pair(GGML_TYPE_F16, 0), std::pair(GGML_TYPE_Q8_0, 0), std::pair(GGML_TYPE_Q4_1, 0), std::pair(GGML_TYPE_Q4_1, 32), std::pair(GGML_TYPE_Q5_0, 64) }) {
             if (!can_turn(type, n_embd)) {
                 continue;
             }
@@ -341,9 +366,12 @@ CHECK(keys_rotated_in_a_product_are_those_rotated_before) {
                 by[i] = 13*i % 256;
             }
             std::vector<float> out(n_x*n), key(n_embd);
-            multiply_turned_rows(type, rows.data(), size, n, n_embd, x.data(), n_x, rope.small_turns() + 255*2*n_embd, rope.are_halves(), by.data(), out.data(), n);
+            multiply_turned_rows(type, n_map, rows.data(), size, n, n_embd, x.data(), n_x, rope.small_turns() + 255*2*n_embd, rope.are_halves(), by.data(), out.data(), n);
             for (int i = 0; i < n; ++i) {
                 to_float(type, rows.data() + i*size, key.data(), n_embd);
+                if (n_map > 0) {
+                    hadamard(key.data(), n_embd, n_map);
+                }
                 rope.turn(key.data(), 255 - by[i]);
                 for (int q = 0; q < n_x; ++q) {
                     EXPECT_NEAR(out[q*n + i], dot(x.data() + q*n_embd, key.data(), n_embd), 2e-3);
@@ -443,7 +471,7 @@ static row_clusters clustered_row(int n_block, bool one_base, std::vector<std::v
 }
 
 // expect the summary at every place to be that of the cluster that block_at and cluster_at name
-static void expect_means(const row_clusters & row, const std::vector<std::vector<float>> & keys) {
+static void expect_means(const row_clusters & row, const std::vector<std::vector<float>> & keys, double tolerance_v = 0.05) {
     std::vector<float> key(n_embd), value(n_embd);
     std::set<std::pair<int64_t, int>> seen;
     for (size_t place = 0; place < (size_t) (row.end() - row.begin())*n_cluster; ++place) {
@@ -464,7 +492,7 @@ static void expect_means(const row_clusters & row, const std::vector<std::vector
         for (int e = 0; e < n_embd; ++e) {
             const double mean = sum[e]/std::max<int>(row.clusters.sizes[place], 1);
             EXPECT_NEAR(key  [e], mean, 0.05);
-            EXPECT_NEAR(value[e], mean, 0.05);
+            EXPECT_NEAR(value[e], mean, tolerance_v);
         }
     }
 }
@@ -479,6 +507,14 @@ CHECK(clusters_hold_each_token_once_and_their_means) {
         EXPECT(!row.is_grouped(b));
     }
     expect_means(row, keys);
+
+    // mean values in 4 bits
+    row_clusters small(n_embd, n_embd, 64);
+    for (int b = 0; b < 3; ++b) {
+        small.set(b, 0, { false, 0 }, keys[b].data(), keys[b].data(), nullptr);
+    }
+    expect_means(small, keys, 0.3);
+    EXPECT(small.clusters.values.size() < row.clusters.values.size());
 }
 
 CHECK(clusters_known_from_a_file_are_those_computed_before) {
@@ -998,14 +1034,43 @@ CHECK(attention_to_all_clusters_is_a_softmax) {
 }
 
 CHECK(attention_to_quantized_tokens_is_near_a_softmax) {
-    stream s(params_of(GGML_TYPE_Q8_0, 1 << 20, 600));
-    s.push(1700);
-    for (const int n_query : { 1, 12 }) {
-        const auto is_far = [&](int head, int64_t i) {
-            const auto & own = s.own.clusters_of(1, head);
-            return i/256 < own.end() && own[i/256].to.is_far;
-        };
-        expect_attention(s, n_query, 1710, plain, 1 << 20, 0.1, is_far);
+    for (const auto & [type, tolerance] : { std::pair(GGML_TYPE_Q8_0, 0.1), std::pair(GGML_TYPE_Q5_0, 0.3), std::pair(GGML_TYPE_Q4_1, 0.5) }) {
+        stream s(params_of(type, 1 << 20, 600));
+        s.push(1700);
+        for (const int n_query : { 1, 12 }) {
+            const auto is_far = [&](int head, int64_t i) {
+                const auto & own = s.own.clusters_of(1, head);
+                return i/256 < own.end() && own[i/256].to.is_far;
+            };
+            expect_attention(s, n_query, 1710, plain, 1 << 20, tolerance, is_far);
+        }
+    }
+}
+
+CHECK(few_bits_lose_little_of_a_key_with_one_large_element) {
+    stream s(params_of(GGML_TYPE_Q4_1, 0));
+    s.push(10);
+    auto key = normal(n_dim, 1), value = normal(n_dim, 2);
+    for (int head = 0; head < n_head; ++head) {
+        key[head*n_embd + 3] = 30.0f;
+    }
+    auto stored_key = key, stored_value = value;
+    archived_layer l = s.own[0];
+    l.put(0, stored_key.data(), stored_value.data());
+
+    std::vector<float> read(n_embd);
+    for (int head = 0; head < n_head; ++head) {
+        l.keys(head, 0, 1, read.data());
+        double sum = 0.0;
+        for (int e = 0; e < n_embd; ++e) {
+            sum += std::pow(read[e] - key[head*n_embd + e], 2);
+        }
+        // without the matrix 0.6: a step of the codes is a fifteenth of the range
+        EXPECT(std::sqrt(sum/n_embd) < 0.4);
+        l.values(head, 0, 1, read.data());
+        for (int e = 0; e < n_embd; ++e) {
+            EXPECT_NEAR(read[e], value[head*n_embd + e], 0.5);
+        }
     }
 }
 
@@ -1291,9 +1356,9 @@ CHECK(made_cells_of_a_step_do_not_depend_on_the_threads) {
     }
 }
 
-static void expect_recalled(bool v_trans) {
+static void expect_recalled(bool v_trans, ggml_type type, double tolerance) {
     constexpr int k = 7;
-    auto params = params_of(GGML_TYPE_F32, 0);
+    auto params = params_of(type, 0);
     params.v_trans = v_trans;
     params.n_made = 0;
     params.n_recall = k;
@@ -1332,9 +1397,9 @@ static void expect_recalled(bool v_trans) {
             const float * values = out.data() + k*n_dim;
             const auto own = rotated({ s.key(1, head, order[i]), s.key(1, head, order[i]) + n_embd }, order[i] - 600, GGML_ROPE_TYPE_NEOX, n_embd, 0);
             for (int e = 0; e < n_embd; ++e) {
-                EXPECT_NEAR(key[e], own[e], 2e-3);
+                EXPECT_NEAR(key[e], own[e], 2e-3 + tolerance);
                 const float value = values[v_trans ? (head*n_embd + e)*k + i : (i*n_head + head)*n_embd + e];
-                EXPECT(value == s.value(1, head, order[i])[e]);
+                EXPECT_NEAR(value, s.value(1, head, order[i])[e], tolerance);
             }
         }
     }
@@ -1342,7 +1407,7 @@ static void expect_recalled(bool v_trans) {
 
 CHECK(recalled_tokens_are_those_with_the_most_attention) {
     for (const bool v_trans : { false, true }) {
-        expect_recalled(v_trans);
+        expect_recalled(v_trans, GGML_TYPE_F32, 0.0);
     }
 }
 

@@ -610,6 +610,13 @@ PLANTED = {
         "limit.push<float>(n_live(head) - n + t - 1);",
         ("engine/test_signals.py",),
     ),
+    "patch, few bits": Fault(
+        "keys and values of few bits are not multiplied by Hadamard matrices",
+        "patches/src/archive/hadamard.cpp",
+        "    int res = n_largest;\n",
+        "    int res = 1;\n",
+        ("tools/test_archive_checks.py",),
+    ),
     "patch, signals": Fault(
         "the last query's attention is the sum over all queries",
         "patches/src/cache/probes.cpp",

@@ -18,6 +18,7 @@ from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
 from kvtool.errors import SessionError, UsageError
 from kvtool.system.files import Log
+from kvtool.units import FEW_BITS, PLAIN
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -345,7 +346,12 @@ def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
         "key_type": settings.type_k,
         "value_type": settings.type_v,
         "llama_cpp": library_info()["version"],
-    } | ({"archive_type": settings.archive_type} if engine.policy.recall else {})
+    } | ({"archive_type": _stored_type(settings.archive_type)} if engine.policy.recall else {})
+
+
+def _stored_type(name: str) -> str:
+    """Return the name of an archive type in a session: "rotated q4_1"; "q4_1" is that of earlier versions."""
+    return f"{_ROTATED}{name}" if name in FEW_BITS else name.removeprefix(PLAIN)
 
 
 def resumed(run: RunOptions, saved: Meta) -> RunOptions:
@@ -361,6 +367,8 @@ def resumed(run: RunOptions, saved: Meta) -> RunOptions:
     if run.budget is None and kind.recalls():
         # earlier versions had another default budget: keep the session's
         run = replace(run, budget=str(parameters["budget"]))
+    stored = saved["fixed"].get("archive_type")
+    run = replace(run, is_plain=stored == run.archive_type and stored in FEW_BITS)
     if not is_typed and parameters.keys() - {"budget", "slack", *policies.params(kind)}:
         stay = policies.params(kind).keys() - set(kind.adjustable)
         run = replace(run, options=tuple(o for o in run.options if o.partition("=")[0] in stay))
@@ -385,6 +393,9 @@ def turns(n: int) -> str:
     """Return a number of turns as text."""
     return f"{n or 'no'} turn{'s' * (n != 1)}"
 
+
+_ROTATED = "rotated "
+"""Prefix of a session's archive type whose numbers are multiplied by a Hadamard matrix."""
 
 _FLAGS = {
     "model_sha256": "the model of SHA-256 {:.12}",
@@ -414,4 +425,5 @@ def _differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, 
 
 
 def _typed(name: str, value: object) -> str:
-    return _FLAGS.get(name, f"-o {name}={{}}").format("nothing" if value is None else value)
+    text = "nothing" if value is None else str(value).removeprefix(_ROTATED)
+    return _FLAGS.get(name, f"-o {name}={{}}").format(text)

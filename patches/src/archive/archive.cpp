@@ -17,10 +17,11 @@ static size_t padded(size_t n) {
     return (n + 63)/64*64;
 }
 
-archived_layer::archived_layer(
-        const store & memory, size_t at, int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, ggml_type type_v)
-    : n_head(n_head), n_embd_k(n_embd_k), n_embd_v(n_embd_v)
-    , type_k(type_k), type_v(type_v)
+archived_layer::archived_layer(const store & memory, size_t at, const archive_shape & shape, const archive_params & params)
+    : n_head(shape.n_head), n_embd_k(shape.n_embd_k), n_embd_v(shape.n_embd_v)
+    , type_k((ggml_type) params.type_k), type_v((ggml_type) params.type_v)
+    , n_map_k(params.is_plain || shape.turns.n_map > 0    ? 0 : hadamard_size(type_k, n_embd_k))
+    , n_map_v(params.is_plain || shape.has_mapped_values ? 0 : hadamard_size(type_v, n_embd_v))
     , size_k(ggml_row_size(type_k, n_embd_k)), size_v(ggml_row_size(type_v, n_embd_v)), size(size_k + size_v)
     , memory(memory), at_k(at) {}
 
@@ -33,7 +34,9 @@ void archived_layer::set_span(int64_t begin, int64_t end) {
     last  = end;
 }
 
-void archived_layer::put(int64_t i, const float * k, const float * v) {
+void archived_layer::put(int64_t i, float * k, float * v) {
+    hadamard(k, n_head*n_embd_k, n_map_k);
+    hadamard(v, n_head*n_embd_v, n_map_v);
     for (int head = 0; head < n_head; ++head) {
         from_float(type_k, k + head*n_embd_k, key_at  (head, i), n_embd_k);
         from_float(type_v, v + head*n_embd_v, value_at(head, i), n_embd_v);
@@ -44,12 +47,14 @@ void archived_layer::keys(int head, int64_t i, int n, float * out) const {
     for (int j = 0; j < n; ++j) {
         to_float(type_k, key_at(head, i + j), out + j*n_embd_k, n_embd_k);
     }
+    hadamard(out, n*n_embd_k, n_map_k);
 }
 
 void archived_layer::values(int head, int64_t i, int n, float * out) const {
     for (int j = 0; j < n && n_embd_v > 0; ++j) {
         to_float(type_v, value_at(head, i + j), out + j*n_embd_v, n_embd_v);
     }
+    hadamard(out, n*n_embd_v, n_map_v);
 }
 
 //
@@ -64,7 +69,7 @@ void archive::make(const archive_params & params, const std::vector<archive_shap
 
     size_t at = 0;
     for (const auto & s : shapes) {
-        layers.emplace_back(memory, at, s.n_head, s.n_embd_k, s.n_embd_v, (ggml_type) params.type_k, (ggml_type) params.type_v);
+        layers.emplace_back(memory, at, s, params);
         rope  .emplace_back(s.turns, s.n_embd_k, 2*n_near);
         rope.back().share(rope.front());
 
@@ -74,7 +79,7 @@ void archive::make(const archive_params & params, const std::vector<archive_shap
 
     clusters.clear();
     for (size_t i = 0; i < shapes.size() && params.n_exact > 0; ++i) {
-        clusters.emplace_back(shapes[i].n_head, row_clusters(shapes[i].n_embd_k, shapes[i].n_embd_v));
+        clusters.emplace_back(shapes[i].n_head, row_clusters(shapes[i].n_embd_k, shapes[i].n_embd_v, layers[i].n_map_v));
     }
 }
 

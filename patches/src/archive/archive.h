@@ -3,6 +3,7 @@
 #pragma once
 
 #include "clusters.h"
+#include "hadamard.h"
 #include "index.h"
 #include "store.h"
 #include "turns.h"
@@ -35,6 +36,8 @@ struct archive_params {
     int32_t v_trans;
     int32_t n_made;
     int32_t n_exact;
+
+    bool is_plain = false; // no Hadamard matrices
 };
 
 // shape of one layer
@@ -44,6 +47,8 @@ struct archive_shape {
     int32_t n_embd_v;
 
     rotation turns;
+
+    bool has_mapped_values = false; // the cache's values are already multiplied by a Hadamard matrix
 };
 
 // tokens that leave the cache for the archive
@@ -76,8 +81,7 @@ constexpr int64_t n_block = store::n_block; // tokens of a block
 class archived_layer {
 public:
     // at: offset of the layer's part of a slab
-    archived_layer(
-            const store & memory, size_t at, int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, ggml_type type_v);
+    archived_layer(const store & memory, size_t at, const archive_shape & shape, const archive_params & params);
 
     int64_t begin() const { return first; }
     int64_t end()   const { return last; }
@@ -85,8 +89,8 @@ public:
     // set the range of tokens that the layer holds; `memory` must already have slabs for them
     void set_span(int64_t begin, int64_t end);
 
-    // store token i: the keys and the values of all heads
-    void put(int64_t i, const float * k, const float * v);
+    // store token i: the keys and the values of all heads, which are changed
+    void put(int64_t i, float * k, float * v);
 
     // reorder a complete block: place first + i gets the token of place from[first + i]
     void sort(int head, int64_t block, int first, const uint8_t * from);
@@ -101,7 +105,7 @@ public:
     // the same for values
     void values(int head, int64_t i, int n, float * out) const;
 
-    // a key and a value in their stored format
+    // a key and a value in their stored format, multiplied by Hadamard matrices
     const uint8_t * raw_key  (int head, int64_t i) const { return key_at  (head, i); }
     const uint8_t * raw_value(int head, int64_t i) const { return value_at(head, i); }
 
@@ -121,6 +125,10 @@ public:
     const ggml_type type_k;
     const ggml_type type_v;
 
+    // sizes of the Hadamard matrices that stored keys and values are multiplied by; 0: none
+    const int n_map_k;
+    const int n_map_v;
+
     const size_t size_k; // bytes of a key
     const size_t size_v;
     const size_t size;   // bytes of a key together with its value, which follows it
@@ -129,7 +137,6 @@ public:
 
 private:
     const store & memory;
-
 
     // offset of the layer's part of a slab: [n_head][n_block] keys, each followed by its value
     const size_t at_k;

@@ -94,6 +94,7 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
     float * to = powers.data() + (is_few ? at : at*n_column);
 
     const float * queries = row.turned.data() + (size_t) range.way*n_query*d;
+    const float * stored  = (l.n_map_k > 0 ? row.mapped : row.turned).data() + (size_t) range.way*n_query*d;
 
     pieces.push_back({ begin, n, at });
 
@@ -103,11 +104,11 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
     const bool    turns  = range.is_far || !is_one;
 
     if (is_few && !turns && looking.has_bytes()) {
-        multiply_byte_rows(l.raw_key(head, begin), l.size, n, d, row.bytes, range.way*n_query, n_query, to, n_together);
+        multiply_byte_rows(l.type_k, l.raw_key(head, begin), l.size, n, d, row.bytes, range.way*n_query, n_query, to, n_together);
         return;
     }
     if (is_few && !turns) {
-        multiply_rows(l.type_k, l.raw_key(head, begin), l.size, n, d, queries, n_query, to, n_together);
+        multiply_rows(l.type_k, l.raw_key(head, begin), l.size, n, d, stored, n_query, to, n_together);
         return;
     }
     if (is_few && is_one && range.sealed && rope.is_plain() && can_turn(l.type_k, d)) {
@@ -121,7 +122,7 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
             turned_block = block;
             turned_way   = range.way;
         }
-        multiply_turned_rows(l.type_k, l.raw_key(head, begin), l.size, n, d, turned.data(), n_query,
+        multiply_turned_rows(l.type_k, l.n_map_k, l.raw_key(head, begin), l.size, n, d, turned.data(), n_query,
                 rope.small_turns() + (l.n_block - 1)*2*d, rope.are_halves(), range.sealed->order.data() + begin % l.n_block, to, n_together);
         return;
     }
@@ -154,7 +155,7 @@ void attention::add_values(int head, float * to) {
         for (int j = 0; j < p.n; ++j) {
             const float * one = own + j*n_column;
             if (*std::max_element(one, one + n_query) > least) {
-                l.values(head, p.begin + j, 1, values.data() + m*n_value);
+                to_float(l.type_v, l.raw_value(head, p.begin + j), values.data() + m*n_value, l.n_embd_v);
                 std::copy_n(one, n_column, own + m++*n_column);
             }
         }
@@ -307,6 +308,8 @@ double attention::result(int head, int query, float * value) const {
             kvtool::add(value, part(i) + 2, l.n_embd_v, w);
         }
     }
+    // values and mean values were added in their stored format
+    hadamard(value, l.n_embd_v, l.n_map_v);
     bool is_number = std::isfinite(most) && std::isfinite(sum) && sum > 0.0;
     for (int64_t e = 0; e < l.n_embd_v; ++e) {
         value[e]  /= sum;

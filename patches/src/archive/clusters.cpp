@@ -1,6 +1,7 @@
 #include "clusters.h"
 
 #include "convert.h"
+#include "hadamard.h"
 #include "kmeans.h"
 #include "softmax.h"
 
@@ -22,9 +23,26 @@ static void grow(std::vector<T> & list, size_t n, size_t n_each) {
     list.resize(n*n_each);
 }
 
-means::means(int64_t n_embd_k, int64_t n_embd_v)
-    : n_embd_v(n_embd_v), type_v(n_embd_v % ggml_blck_size(GGML_TYPE_Q8_0) == 0 ? GGML_TYPE_Q8_0 : GGML_TYPE_F16)
+static ggml_type type_of(int64_t n_embd_v, int n_map_v) {
+    if (n_map_v > 0) {
+        return GGML_TYPE_Q4_1;
+    }
+    return n_embd_v % ggml_blck_size(GGML_TYPE_Q8_0) == 0 ? GGML_TYPE_Q8_0 : GGML_TYPE_F16;
+}
+
+means::means(int64_t n_embd_k, int64_t n_embd_v, int n_map_v)
+    : n_embd_v(n_embd_v), n_map_v(n_map_v), type_v(type_of(n_embd_v, n_map_v))
     , size_k(side_bytes(n_embd_k)), size_v(ggml_row_size(type_v, n_embd_v)) {}
+
+void means::set_value(size_t i, std::vector<float> value) {
+    hadamard(value.data(), n_embd_v, n_map_v);
+    from_float(type_v, value.data(), values.data() + i*size_v, n_embd_v);
+}
+
+void means::get_value(size_t i, float * value) const {
+    to_float(type_v, values.data() + i*size_v, value, n_embd_v);
+    hadamard(value, n_embd_v, n_map_v);
+}
 
 void means::resize(size_t n) {
     grow(sides,  n/n_side, size_k);
@@ -135,7 +153,7 @@ void row_clusters::set(
         member[to_place] = c;
         clusters.sizes[to_place] = size;
         set_key(sides + c/n_side*side_size(), c % n_side, key.data(), n_embd_k);
-        clusters.set_value(to_place, value.data());
+        clusters.set_value(to_place, value);
     }
 
     group(block);
@@ -202,7 +220,7 @@ void row_clusters::group(int64_t block) {
         }
         sets.sizes[to + s] = all;
         set_key(sets.sides.data() + to/n_side*side_size(), s, key.data(), n_embd_k);
-        sets.set_value(to + s, value.data());
+        sets.set_value(to + s, value);
     }
     grouped[block/n_grouped - first/n_grouped] = 1;
 }

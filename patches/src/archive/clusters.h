@@ -3,7 +3,6 @@
 
 #pragma once
 
-#include "convert.h"
 #include "index.h"
 #include "store.h"
 
@@ -44,10 +43,12 @@ struct sealed_block {
     membership members() const;
 };
 
-// Summaries of clusters or of sets of clusters: mean keys in 8 bits (in sides), numbers of tokens, and mean values
-// (in 8 bits if the value length allows it).
+// Summaries of clusters or of sets of clusters: mean keys in 8 bits (in sides), numbers of tokens, and mean values. If
+// archived values are multiplied by a Hadamard matrix, mean values are, too, and have 4 bits; otherwise they have 8 bits if
+// the value length allows it
 struct means {
-    means(int64_t n_embd_k, int64_t n_embd_v);
+    // n_map_v: size of the matrix; 0: none
+    means(int64_t n_embd_k, int64_t n_embd_v, int n_map_v);
 
     std::vector<uint8_t>  sides;
     std::vector<uint16_t> sizes;
@@ -57,12 +58,14 @@ struct means {
     void reserve(size_t n);
     void erase  (size_t n); // removes the first n
 
+    // a mean value in its stored format
     const uint8_t * value(size_t i) const { return values.data() + i*size_v; }
 
-    void set_value(size_t i, const float * value) { from_float(type_v, value, values.data() + i*size_v, n_embd_v); }
-    void get_value(size_t i, float * value) const { to_float  (type_v, values.data() + i*size_v, value, n_embd_v); }
+    void set_value(size_t i, std::vector<float> value);
+    void get_value(size_t i, float * value) const;
 
     int64_t   n_embd_v;
+    int       n_map_v;
     ggml_type type_v;
     size_t    size_k; // bytes of a side
     size_t    size_v; // bytes of a value
@@ -72,8 +75,9 @@ struct means {
 // cluster. When all blocks of a group have keys with the same rotation, the group's clusters are reordered by set.
 class row_clusters {
 public:
-    row_clusters(int64_t n_embd_k, int64_t n_embd_v)
-        : clusters(n_embd_k, n_embd_v), sets(n_embd_k, n_embd_v), n_embd_k(n_embd_k), n_embd_v(n_embd_v) {}
+    // n_map_v: as in means
+    row_clusters(int64_t n_embd_k, int64_t n_embd_v, int n_map_v = 0)
+        : clusters(n_embd_k, n_embd_v, n_map_v), sets(n_embd_k, n_embd_v, n_map_v), n_embd_k(n_embd_k), n_embd_v(n_embd_v) {}
 
     // number of the first block, and of the block after the last one; both 0 if there are no blocks
     int64_t begin() const { return first; }

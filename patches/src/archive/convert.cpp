@@ -58,6 +58,43 @@ KVTOOL_AVX2 static void q8_0_to_float(const uint8_t * x, float * y, int64_t n) {
     }
 }
 
+// q4_1: a scale and a minimum in half precision, then codes of 4 bits. The low bits of the bytes hold the first half of
+// the group's codes
+KVTOOL_AVX2 static void q4_1_to_float(const uint8_t * x, float * y, int64_t n) {
+    for (int64_t i = 0; i < n; i += n_group, x += 2*sizeof(ggml_fp16_t) + n_group/2) {
+        ggml_fp16_t d[2];
+        memcpy(d, x, sizeof(d));
+        const __m256  scale = _mm256_set1_ps(_cvtsh_ss(d[0]));
+        const __m256  least = _mm256_set1_ps(_cvtsh_ss(d[1]));
+        const __m128i both  = _mm_loadu_si128((const __m128i *) (x + sizeof(d)));
+        const __m128i codes[2] = { _mm_and_si128(both, _mm_set1_epi8(15)), _mm_and_si128(_mm_srli_epi16(both, 4), _mm_set1_epi8(15)) };
+        for (int j = 0; j < 4; ++j) {
+            const __m128i some = j % 2 == 0 ? codes[j/2] : _mm_srli_si128(codes[j/2], 8);
+            _mm256_storeu_ps(y + i + 8*j, _mm256_add_ps(_mm256_mul_ps(scale, _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(some))), least));
+        }
+    }
+}
+
+// q5_0: a scale in half precision, the fifth bits of all codes, then the other bits as in q4_1
+KVTOOL_AVX2 static void q5_0_to_float(const uint8_t * x, float * y, int64_t n) {
+    const __m256i shift = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    for (int64_t i = 0; i < n; i += n_group, x += sizeof(ggml_fp16_t) + sizeof(uint32_t) + n_group/2) {
+        ggml_fp16_t d;
+        uint32_t    bits;
+        memcpy(&d, x, sizeof(d));
+        memcpy(&bits, x + sizeof(d), sizeof(bits));
+        const __m256  scale = _mm256_set1_ps(_cvtsh_ss(d));
+        const __m128i both  = _mm_loadu_si128((const __m128i *) (x + sizeof(d) + sizeof(bits)));
+        const __m128i low[2] = { _mm_and_si128(both, _mm_set1_epi8(15)), _mm_and_si128(_mm_srli_epi16(both, 4), _mm_set1_epi8(15)) };
+        for (int j = 0; j < 4; ++j) {
+            const __m128i some  = j % 2 == 0 ? low[j/2] : _mm_srli_si128(low[j/2], 8);
+            const __m256i fifth = _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32((int) (bits >> 8*j)), shift), _mm256_set1_epi32(1));
+            const __m256i code  = _mm256_or_si256(_mm256_cvtepu8_epi32(some), _mm256_slli_epi32(fifth, 4));
+            _mm256_storeu_ps(y + i + 8*j, _mm256_mul_ps(scale, _mm256_cvtepi32_ps(_mm256_sub_epi32(code, _mm256_set1_epi32(16)))));
+        }
+    }
+}
+
 KVTOOL_AVX2 static void half_to_floats(const ggml_fp16_t * x, float * y, int64_t n) {
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) {
@@ -72,6 +109,12 @@ void to_float(ggml_type type, const void * x, float * y, int64_t n) {
 #ifdef KVTOOL_X86
     if (vectors() != PLAIN && type == GGML_TYPE_Q8_0) {
         return q8_0_to_float((const uint8_t *) x, y, n);
+    }
+    if (vectors() != PLAIN && type == GGML_TYPE_Q5_0) {
+        return q5_0_to_float((const uint8_t *) x, y, n);
+    }
+    if (vectors() != PLAIN && type == GGML_TYPE_Q4_1) {
+        return q4_1_to_float((const uint8_t *) x, y, n);
     }
     if (vectors() != PLAIN && type == GGML_TYPE_F16) {
         return half_to_floats((const ggml_fp16_t *) x, y, n);

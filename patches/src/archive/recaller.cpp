@@ -24,6 +24,7 @@ struct gathering {
     T * to_v; // [k][n_head][n_embd_v], or [n_head][n_embd_v][k]
 
     std::vector<float> key    = {};
+    std::vector<float> value  = {};
     std::vector<T>     values = {}; // of n_side tokens
 
     static void from(ggml_type type, const uint8_t * x, ggml_fp16_t * y, int64_t n) { to_half(type, x, y, n); }
@@ -41,20 +42,26 @@ struct gathering {
             T * to = to_k + ((size_t) i*l.n_head + head)*l.n_embd_k;
             if (i >= n) {
                 std::fill_n(to, l.n_embd_k, T {});
-            } else if (some[i].turn == 0) {
+            } else if (some[i].turn == 0 && l.n_map_k == 0) {
                 from(l.type_k, l.raw_key(head, some[i].place), to, l.n_embd_k);
             } else {
                 l.keys(head, some[i].place, 1, key.data());
-                rope.turn(key.data(), some[i].turn);
+                if (some[i].turn != 0) {
+                    rope.turn(key.data(), some[i].turn);
+                }
                 from(key.data(), to, l.n_embd_k);
             }
         }
 
+        value .resize(l.n_embd_v);
         values.resize(n_side*l.n_embd_v);
         for (int i = 0; i < k; ++i) {
             T * to = v_trans ? values.data() + i % n_side*l.n_embd_v : to_v + ((size_t) i*l.n_head + head)*l.n_embd_v;
-            if (i < n) {
+            if (i < n && l.n_map_v == 0) {
                 from(l.type_v, l.raw_value(head, some[i].place), to, l.n_embd_v);
+            } else if (i < n) {
+                l.values(head, some[i].place, 1, value.data());
+                from(value.data(), to, l.n_embd_v);
             } else {
                 std::fill_n(to, l.n_embd_v, T {});
             }

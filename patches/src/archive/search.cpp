@@ -297,8 +297,12 @@ void search::turn(const float * queries, searched_row & row) {
             rope.turn_query(to, ways[way]);
         }
     }
+    if (is_few && l.n_map_k > 0) {
+        row.mapped = row.turned;
+        hadamard(row.mapped.data(), row.mapped.size(), l.n_map_k);
+    }
     if (has_bytes()) {
-        row.bytes.set(row.turned.data(), ways.size()*n_query, d);
+        row.bytes.set((l.n_map_k > 0 ? row.mapped : row.turned).data(), ways.size()*n_query, d);
     }
     if (!is_few) {
         const int n_column = columns(n_query);

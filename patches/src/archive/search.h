@@ -34,6 +34,7 @@ struct token_range {
 struct searched_row {
     std::vector<float> turned;  // rotated queries: [way][query][n_embd_k]
     std::vector<float> columns; // transposed: [way][n_embd_k][query], for steps with many queries
+    std::vector<float> mapped;  // multiplied by the Hadamard matrix, for products with stored keys; if there is one
     byte_columns       bytes;   // in 8 bits, if search::has_bytes
 
     std::vector<token_range> looked; // tokens that are attended to exactly

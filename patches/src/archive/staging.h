@@ -36,6 +36,10 @@ public:
     ggml_tensor * keys  (size_t i) const { return staged[i].k; }
     ggml_tensor * values(size_t i) const { return staged[i].v; }
 
+    // Sizes of the Hadamard matrices that these rows are multiplied by; 0: none.
+    int key_map  (size_t i) const { return tokens[i].n_map_k; }
+    int value_map(size_t i) const { return tokens[i].n_map_v; }
+
     int64_t n_token() const { return n_room; }
 
     // Bytes of the buffers on devices.

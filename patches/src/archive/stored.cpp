@@ -2,10 +2,12 @@
 
 #include "convert.h"
 #include "cpu.h"
+#include "hadamard.h"
 #include "index.h"
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #ifdef KVTOOL_X86
@@ -100,6 +102,68 @@ struct of_q8_0 {
     }
 };
 
+// Formats whose elements are scale*code + least. The low bits of the last n_group/2 bytes of a group hold the low bits of
+// the first half of its codes
+
+KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i low_bits(const uint8_t * from) {
+    const __m128i both = _mm_loadu_si128((const __m128i *) from);
+    return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(both, 4), both), _mm256_set1_epi8(15));
+}
+
+// a scale and a minimum in half precision, codes of 4 bits
+struct q4_1 {
+    static constexpr int64_t n_bytes = 2*sizeof(ggml_fp16_t) + n_group/2;
+
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) { return low_bits(from + 2*sizeof(ggml_fp16_t)); }
+
+    // scale, least
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) {
+        uint32_t both;
+        memcpy(&both, from, sizeof(both));
+        return _mm_cvtph_ps(_mm_cvtsi32_si128(both));
+    }
+};
+
+// a scale in half precision, the fifth bits of all codes, the other bits
+struct q5_0 {
+    static constexpr int64_t n_bytes = sizeof(ggml_fp16_t) + sizeof(uint32_t) + n_group/2;
+
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) {
+        uint32_t bits;
+        memcpy(&bits, from + sizeof(ggml_fp16_t), sizeof(bits));
+        // each byte gets the byte that holds its bit
+        const __m256i place = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+        const __m256i bit   = _mm256_set1_epi64x((int64_t) 0x8040201008040201);
+        const __m256i fifth = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int) bits), place), bit);
+        const __m256i high  = _mm256_and_si256(_mm256_cmpeq_epi8(fifth, bit), _mm256_set1_epi8(16));
+        return _mm256_or_si256(low_bits(from + sizeof(ggml_fp16_t) + sizeof(bits)), high);
+    }
+
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) {
+        uint16_t d;
+        memcpy(&d, from, sizeof(d));
+        const __m128 scale = _mm_cvtph_ps(_mm_cvtsi32_si128(d));
+        return _mm_unpacklo_ps(scale, _mm_mul_ss(scale, _mm_set_ss(-16.0f)));
+    }
+};
+
+template <typename Q>
+struct of_codes {
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 eight(__m128i codes, __m256 scale, __m256 least) {
+        return _mm256_fmadd_ps(scale, _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(codes)), least);
+    }
+    KVTOOL_AVX2 static inline KVTOOL_INLINE group load(const uint8_t * row, int64_t g) {
+        const uint8_t * from = row + g*Q::n_bytes;
+        const __m128  two   = Q::params(from);
+        const __m256  scale = _mm256_broadcastss_ps(two);
+        const __m256  least = _mm256_broadcastss_ps(_mm_movehdup_ps(two));
+        const __m256i all   = Q::codes(from);
+        const __m128i a     = _mm256_castsi256_si128(all);
+        const __m128i b     = _mm256_extracti128_si256(all, 1);
+        return { eight(a, scale, least), eight(_mm_srli_si128(a, 8), scale, least), eight(b, scale, least), eight(_mm_srli_si128(b, 8), scale, least) };
+    }
+};
+
 // sum[q] += group . x[q*d]
 template <int N>
 KVTOOL_AVX2 static inline KVTOOL_INLINE void multiply_group(const group & row, const float * x, int64_t d, __m256 * sum) {
@@ -138,35 +202,63 @@ KVTOOL_AVX2 static void multiply_avx2(const uint8_t * rows, size_t size, int n, 
     }
 }
 
-// 8-bit products (AVX512 VNNI)
-template <int N>
-KVTOOL_AVX512 static void multiply_bytes_avx512(
-        const uint8_t * rows, size_t size, int n, int64_t d, const int8_t * x, const float * scales, float * out, int os) {
-    constexpr int64_t n_bytes = sizeof(ggml_fp16_t) + n_group;
+struct q8_0 {
+    static constexpr int64_t n_bytes = sizeof(ggml_fp16_t) + n_group;
 
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) {
+        // a flipped sign bit adds 128
+        return _mm256_xor_si256(_mm256_loadu_si256((const __m256i *) (from + sizeof(ggml_fp16_t))), _mm256_set1_epi8((char) 0x80));
+    }
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) {
+        uint16_t d;
+        memcpy(&d, from, sizeof(d));
+        const __m128 scale = _mm_cvtph_ps(_mm_cvtsi32_si128(d));
+        return _mm_unpacklo_ps(scale, _mm_mul_ss(scale, _mm_set_ss(-128.0f)));
+    }
+};
+
+// products of codes with columns in 8 bits (AVX512 VNNI)
+template <typename Q, int N>
+KVTOOL_AVX512 static void multiply_codes(
+        const uint8_t * rows, size_t size, int n, int64_t d, const int8_t * x, const float * scales, const float * sums, float * out, int os) {
     const int64_t n_scale = d/n_group;
 
-    // flips the sign bit: turns signed bytes into unsigned ones with an offset of 128
-    const __m256i sign = _mm256_set1_epi8((char) 0x80);
-
     for (int i = 0; i < n; ++i, rows += size) {
-        __m256 sum[4] = { _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps() };
+        __m256 sum [4] = { _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps() };
+        float  rest[4] = {};
         for (int64_t g = 0; g < n_scale; ++g) {
-            const uint8_t * from = rows + g*n_bytes;
-            uint16_t half;
-            memcpy(&half, from, sizeof(half));
-            const __m128  scale = _mm_cvtph_ps(_mm_cvtsi32_si128(half));
-            const __m256i k     = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *) (from + sizeof(half))), sign);
+            const uint8_t * from  = rows + g*Q::n_bytes;
+            const __m256i   codes = Q::codes(from);
+            const __m128    two   = Q::params(from);
+            const float     scale = _mm_cvtss_f32(two);
+            const float     least = _mm_cvtss_f32(_mm_movehdup_ps(two));
 #pragma GCC unroll 4
             for (int q = 0; q < N; ++q) {
-                const __m256i own = _mm256_loadu_si256((const __m256i *) (x + q*d + g*n_group));
-                const __m256i off = _mm256_dpbusd_epi32(_mm256_setzero_si256(), sign, own);
-                const __m256i dot = _mm256_sub_epi32(_mm256_dpbusd_epi32(_mm256_setzero_si256(), k, own), off);
-                const __m256  by  = _mm256_broadcastss_ps(_mm_mul_ss(scale, _mm_load_ss(scales + q*n_scale + g)));
-                sum[q] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), by, sum[q]);
+                const __m256i dot = _mm256_dpbusd_epi32(_mm256_setzero_si256(), codes, _mm256_loadu_si256((const __m256i *) (x + q*d + g*n_group)));
+                sum [q]  = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_set1_ps(scale*scales[q*n_scale + g]), sum[q]);
+                rest[q] += least*sums[q*n_scale + g];
             }
         }
         put_sums<N>(sum, out + i, os);
+#pragma GCC unroll 4
+        for (int q = 0; q < N; ++q) {
+            out[i + q*os] += rest[q];
+        }
+    }
+}
+
+template <typename Q>
+static void multiply_some_codes(
+        const uint8_t * rows, size_t size, int n, int64_t d, const int8_t * x, const float * scales, const float * sums, int n_x, float * out, int os) {
+    const int64_t n_scale = d/n_group;
+
+    for (; n_x > 0; n_x -= 4, x += 4*d, scales += 4*n_scale, sums += 4*n_scale, out += 4*os) {
+        switch (n_x) {
+            case 1:  multiply_codes<Q, 1>(rows, size, n, d, x, scales, sums, out, os); break;
+            case 2:  multiply_codes<Q, 2>(rows, size, n, d, x, scales, sums, out, os); break;
+            case 3:  multiply_codes<Q, 3>(rows, size, n, d, x, scales, sums, out, os); break;
+            default: multiply_codes<Q, 4>(rows, size, n, d, x, scales, sums, out, os); break;
+        }
     }
 }
 
@@ -287,6 +379,8 @@ void multiply_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int
             case GGML_TYPE_F32:  return multiply_some<of_floats>(rows, size, n, d, x, n_x, out, os);
             case GGML_TYPE_F16:  return multiply_some<of_halves>(rows, size, n, d, x, n_x, out, os);
             case GGML_TYPE_Q8_0: return multiply_some<of_q8_0>  (rows, size, n, d, x, n_x, out, os);
+            case GGML_TYPE_Q4_1: return multiply_some<of_codes<q4_1>>(rows, size, n, d, x, n_x, out, os);
+            case GGML_TYPE_Q5_0: return multiply_some<of_codes<q5_0>>(rows, size, n, d, x, n_x, out, os);
             default:             break;
         }
     }
@@ -296,15 +390,32 @@ void multiply_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int
 
 bool can_turn(ggml_type type, int64_t d) {
 #ifdef KVTOOL_X86
-    return vectors() != PLAIN && d % (2*n_group) == 0 && (type == GGML_TYPE_F32 || type == GGML_TYPE_F16 || type == GGML_TYPE_Q8_0);
+    const bool is_known = type == GGML_TYPE_F32 || type == GGML_TYPE_F16 || type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_1 || type == GGML_TYPE_Q5_0;
+    return vectors() != PLAIN && d % (2*n_group) == 0 && is_known;
 #else
     (void) type, (void) d;
     return false;
 #endif
 }
 
+#ifdef KVTOOL_X86
+// through a copy of each row as floats
+template <bool HALVES>
+static void multiply_mapped_turned(
+        ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * turns, const uint8_t * by,
+        float * out, int os) {
+    thread_local std::vector<float> row;
+    row.resize(d);
+    for (int i = 0; i < n; ++i) {
+        to_float(type, rows + i*size, row.data(), d);
+        hadamard(row.data(), d, n_map);
+        multiply_turned_some<of_floats, HALVES>((const uint8_t *) row.data(), 0, 1, d, x, n_x, turns, by + i, out + i, os);
+    }
+}
+#endif
+
 void multiply_turned_rows(
-        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * turns, bool are_halves,
+        ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * turns, bool are_halves,
         const uint8_t * by, float * out, int os) {
 #ifdef KVTOOL_X86
     const auto run = [&](auto source) {
@@ -316,41 +427,48 @@ void multiply_turned_rows(
         }
     };
     switch (type) {
+        case GGML_TYPE_F32:  return run(of_floats());
         case GGML_TYPE_F16:  return run(of_halves());
         case GGML_TYPE_Q8_0: return run(of_q8_0());
-        default:             return run(of_floats());
+        default:             break;
+    }
+    if (are_halves) {
+        multiply_mapped_turned<true>(type, n_map, rows, size, n, d, x, n_x, turns, by, out, os);
+    } else {
+        multiply_mapped_turned<false>(type, n_map, rows, size, n, d, x, n_x, turns, by, out, os);
     }
 #else
-    (void) type, (void) rows, (void) size, (void) n, (void) d, (void) x, (void) n_x, (void) turns, (void) are_halves, (void) by, (void) out, (void) os;
+    (void) type, (void) n_map, (void) rows, (void) size, (void) n, (void) d, (void) x, (void) n_x, (void) turns, (void) are_halves, (void) by, (void) out, (void) os;
 #endif
 }
 
 void byte_columns::set(const float * from, int n_x, int64_t d) {
     x     .resize(n_x*d);
     scales.resize(n_x*d/n_group);
+    sums  .resize(scales.size());
     for (size_t g = 0; g < scales.size(); ++g) {
-        scales[g] = to_bytes(from + g*n_group, n_group, x.data() + g*n_group);
+        int8_t * to = x.data() + g*n_group;
+        scales[g] = to_bytes(from + g*n_group, n_group, to);
+        sums  [g] = scales[g]*std::accumulate(to, to + n_group, 0);
     }
 }
 
 bool can_multiply_bytes(ggml_type type, int64_t d) {
-    return vectors() == AVX512 && type == GGML_TYPE_Q8_0 && d % n_group == 0;
+    return vectors() == AVX512 && (type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_1 || type == GGML_TYPE_Q5_0) && d % n_group == 0;
 }
 
-void multiply_byte_rows(const uint8_t * rows, size_t size, int n, int64_t d, const byte_columns & x, int first_x, int n_x, float * out, int os) {
+void multiply_byte_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const byte_columns & x, int first_x, int n_x, float * out, int os) {
 #ifdef KVTOOL_X86
-    for (; n_x > 0; n_x -= 4, first_x += 4, out += 4*os) {
-        const auto * own    = x.x.data() + first_x*d;
-        const auto * scales = x.scales.data() + first_x*d/n_group;
-        switch (n_x) {
-            case 1:  multiply_bytes_avx512<1>(rows, size, n, d, own, scales, out, os); break;
-            case 2:  multiply_bytes_avx512<2>(rows, size, n, d, own, scales, out, os); break;
-            case 3:  multiply_bytes_avx512<3>(rows, size, n, d, own, scales, out, os); break;
-            default: multiply_bytes_avx512<4>(rows, size, n, d, own, scales, out, os); break;
-        }
+    const auto * own    = x.x     .data() + first_x*d;
+    const auto * scales = x.scales.data() + first_x*d/n_group;
+    const auto * sums   = x.sums  .data() + first_x*d/n_group;
+    switch (type) {
+        case GGML_TYPE_Q8_0: return multiply_some_codes<q8_0>(rows, size, n, d, own, scales, sums, n_x, out, os);
+        case GGML_TYPE_Q5_0: return multiply_some_codes<q5_0>(rows, size, n, d, own, scales, sums, n_x, out, os);
+        default:             return multiply_some_codes<q4_1>(rows, size, n, d, own, scales, sums, n_x, out, os);
     }
 #else
-    (void) rows, (void) size, (void) n, (void) d, (void) x, (void) first_x, (void) n_x, (void) out, (void) os;
+    (void) type, (void) rows, (void) size, (void) n, (void) d, (void) x, (void) first_x, (void) n_x, (void) out, (void) os;
 #endif
 }
 
@@ -361,6 +479,8 @@ void add_rows(ggml_type type, const weighted_row * rows, int n, int64_t d, int64
             case GGML_TYPE_F32:  return add_some<of_floats>(rows, n, d, wx, n_y, y, ys);
             case GGML_TYPE_F16:  return add_some<of_halves>(rows, n, d, wx, n_y, y, ys);
             case GGML_TYPE_Q8_0: return add_some<of_q8_0>  (rows, n, d, wx, n_y, y, ys);
+            case GGML_TYPE_Q4_1: return add_some<of_codes<q4_1>>(rows, n, d, wx, n_y, y, ys);
+            case GGML_TYPE_Q5_0: return add_some<of_codes<q5_0>>(rows, n, d, wx, n_y, y, ys);
             default:             break;
         }
     }

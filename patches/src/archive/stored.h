@@ -19,10 +19,11 @@ void prefetch(const uint8_t * rows, size_t n_bytes);
 // out[q*os + i] = row i . x[q*n_embd], for n rows and n_x columns (at most n_few_columns)
 void multiply_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, float * out, int os);
 
-// The same with row i first rotated by `from - by[i]` positions. turns: the table entry for `from` positions, which is
-// small_turns() + from*2*n_embd of class turns. Only for types and CPUs for which can_turn is true.
+// The same with row i first multiplied by the Hadamard matrix of size n_map, if n_map is not 0, and then rotated by `from
+// - by[i]` positions. turns: the table entry for `from` positions, which is small_turns() + from*2*n_embd of class turns.
+// Only for types and CPUs for which can_turn is true.
 void multiply_turned_rows(
-        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, const float * turns, bool are_halves,
+        ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, const float * turns, bool are_halves,
         const uint8_t * by, float * out, int os);
 bool can_turn(ggml_type type, int64_t n_embd);
 
@@ -30,12 +31,13 @@ bool can_turn(ggml_type type, int64_t n_embd);
 struct byte_columns {
     std::vector<int8_t> x;      // [column][n_embd]
     std::vector<float>  scales; // [column][n_embd/32]
+    std::vector<float>  sums;   // of each group's numbers: [column][n_embd/32]
 
     void set(const float * x, int n_x, int64_t n_embd);
 };
 
-// multiply_rows for rows in q8_0; only on CPUs for which can_multiply_bytes is true
-void multiply_byte_rows(const uint8_t * rows, size_t size, int n, int64_t n_embd, const byte_columns & x, int first_x, int n_x, float * out, int os);
+// multiply_rows with columns in 8 bits; only for types and CPUs for which can_multiply_bytes is true
+void multiply_byte_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const byte_columns & x, int first_x, int n_x, float * out, int os);
 bool can_multiply_bytes(ggml_type type, int64_t n_embd);
 
 // a row, and its weights in several sums: its weight in sum q is w[q*wx]

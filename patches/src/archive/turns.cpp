@@ -1,6 +1,7 @@
 #include "turns.h"
 
 #include "cpu.h"
+#include "hadamard.h"
 
 #include "ggml-backend.h"
 
@@ -95,26 +96,6 @@ void turns::add_row(std::vector<float> & table, int64_t delta) const {
     }
 }
 
-void turns::map(float * x) const {
-    const float scale = 1.0f/std::sqrt((float) n_map);
-
-    for (float * end = x + n_embd; x < end; x += n_map) {
-        for (int half = 1; half < n_map; half *= 2) {
-            for (int i = 0; i < n_map; i += 2*half) {
-                for (int j = i; j < i + half; ++j) {
-                    const float a = x[j];
-                    const float b = x[j + half];
-                    x[j]        = a + b;
-                    x[j + half] = a - b;
-                }
-            }
-        }
-        for (int i = 0; i < n_map; ++i) {
-            x[i] *= scale;
-        }
-    }
-}
-
 // Rotate pairs by the rotation a followed by b. A rotation has 2*n_pair factors for the elements, then 2*n_pair
 // factors for the other element of each pair
 static void turn_pairs_plain(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
@@ -192,16 +173,12 @@ void turns::turn(float * x, int64_t delta, const std::vector<float> & after, con
         b = made.data();
     }
 
-    if (n_map > 0) {
-        map(x);
-    }
+    hadamard(x, n_embd, n_map);
     multiply(x, before);
 
     turn_pairs(a, b, n_pair, is_neox, x + first);
     multiply(x, after);
-    if (n_map > 0) {
-        map(x);
-    }
+    hadamard(x, n_embd, n_map);
 }
 
 } // namespace kvtool

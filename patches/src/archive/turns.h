@@ -61,9 +61,6 @@ private:
 
     int64_t n_embd = 0;
 
-    // multiply by the Hadamard matrix, which is its own inverse
-    void map(float * x) const;
-
     int at(int pair, bool second) const;
 
     // append the rotation by delta positions to a table: cosines, then sines, which are negative for the first

@@ -86,6 +86,8 @@ public:
         ggml_tensor * tail = nullptr; // [n_all - n_live]: 0 for archived tokens, then -INFINITY
         ggml_tensor * mask = nullptr; // [n_all, n_tokens]: llama.cpp's mask, followed by the tail for each query
 
+        std::vector<ggml_tensor *> maps; // F32 [n, n]: Hadamard matrices, divided by the root of n
+
         std::vector<rows_of>                rows;
         std::vector<kvtool::staging::mark>  marks;
 

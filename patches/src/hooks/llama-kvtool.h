@@ -22,7 +22,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 19
+#define LLAMA_KVTOOL_ABI 20
 
 // error of a call for which the archive has no memory or disk space; the caller may try again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -82,6 +82,10 @@ struct llama_kvtool_params {
     int32_t n_near;
     int32_t type_k;   // ggml_type of archived keys
     int32_t type_v;   // ggml_type of archived values
+
+    // Archived keys and values of fewer than 8 bits are multiplied by a Hadamard matrix before they are rounded. true: they
+    // are not, as in archives of earlier versions
+    bool plain;
 
     bool log_n;  // scale attention logits by log_512(t)
     bool ragged; // rows may hold different numbers of cells

@@ -4,11 +4,13 @@
 
 #include "hooks.h"
 #include "input.h"
+#include "archive/hadamard.h"
 #include "archive/staging.h"
 #include "state.h"
 
 #include "llama-context.h"
 #include "llama-graph.h"
+#include "llama-impl.h"
 
 #include <algorithm>
 #include <cmath>
@@ -33,7 +35,32 @@ static ggml_tensor * rows_of(const llm_graph_context & graph, llama_kvtool_input
     return in.rows.back().idx;
 }
 
+// x multiplied by the Hadamard matrix of a size, or x if the size is 0
+static ggml_tensor * mapped(const llm_graph_context & graph, llama_kvtool_input::staged & in, ggml_tensor * x, int n) {
+    if (n == 0) {
+        return x;
+    }
+    auto at = std::find_if(in.maps.begin(), in.maps.end(), [&](const ggml_tensor * t) { return t->ne[0] == n; });
+    if (at == in.maps.end()) {
+        at = in.maps.insert(at, new_input(graph.ctx0, GGML_TYPE_F32, n, n, 1));
+    }
+    return llama_mul_mat_hadamard(graph.ctx0, x, *at);
+}
+
+static void set_hadamard(ggml_tensor * to) {
+    const int64_t n = to->ne[0];
+
+    std::vector<float> x(n*n, 0.0f);
+    for (int64_t i = 0; i < n; ++i) {
+        x[i*n + i] = 1.0f;
+    }
+    hadamard(x.data(), n*n, n);
+    ggml_backend_tensor_set(to, x.data(), 0, ggml_nbytes(to));
+}
+
 void llama_kvtool_input::staged::set_input(staging & to) const {
+    std::for_each(maps.begin(), maps.end(), set_hadamard);
+
     std::vector<int64_t> idx;
     for (const auto & r : rows) {
         idx.clear();
@@ -135,14 +162,15 @@ ggml_tensor * llama_kvtool_staged(
     // if several layers read the same cells, each of them writes the live cells to the staged rows again
     ggml_tensor * idx = rows_of(graph, in, l.n_head, stage.n_token());
 
-    const auto write = [&](ggml_tensor * to, ggml_tensor * cache, int64_t n_embd, bool is_transposed) {
+    const auto write = [&](ggml_tensor * to, ggml_tensor * cache, int64_t n_embd, int n_map, bool is_transposed) {
         ggml_tensor * from = live_rows(ctx, cache, n_embd, l.n_head, l.n_cell, in.n_live, is_transposed);
+        from = mapped(graph, in, from, n_map);
         ggml_tensor * res  = ggml_set_rows(ctx, to, from, idx);
         ggml_build_forward_expand(graph.gf, res);
         return res;
     };
-    write(stage.keys(i), l.k, l.n_embd_k, false);
-    in.marks.push_back({ write(stage.values(i), l.v, l.n_embd_v, kvtool->v_trans), i });
+    write(stage.keys(i), l.k, l.n_embd_k, stage.key_map(i), false);
+    in.marks.push_back({ write(stage.values(i), l.v, l.n_embd_v, stage.value_map(i), kvtool->v_trans), i });
 
     const auto rows = [&](ggml_tensor * t) {
         return ggml_view_3d(ctx, t, t->ne[0], in.mask->ne[0], l.n_head, t->nb[1], t->nb[1]*stage.n_token(), 0);
@@ -150,7 +178,10 @@ ggml_tensor * llama_kvtool_staged(
 
     const auto attend = graph.cparams.flash_attn ? flash_attention : plain_attention;
 
+    q = mapped(graph, in, q, stage.key_map(i));
+
     ggml_tensor * cur = attend(graph, ggml_permute(ctx, q, 0, 2, 1, 3), rows(stage.keys(i)), rows(stage.values(i)), in.mask, sinks, scale);
+    cur = mapped(graph, in, cur, stage.value_map(i));
     ggml_build_forward_expand(graph.gf, cur);
     return cur;
 }

@@ -195,11 +195,13 @@ bool llama_kvtool::keep_queries(const llama_context & lctx) {
 void llama_kvtool::make_archive(const llama_kv_cache & kv) {
     const auto & p = params;
 
-    const archive_params common = { p.n_recall, p.n_near, p.type_k, p.type_v, v_trans, p.n_made, p.n_exact };
+    const archive_params common = { p.n_recall, p.n_near, p.type_k, p.type_v, v_trans, p.n_made, p.n_exact, p.plain };
 
     std::vector<archive_shape> shapes;
     for (const auto & l : layers) {
-        shapes.push_back({ l.n_head, l.n_embd_k, l.n_embd_v, rotation(l, memory::key_map(kv)) });
+        // llama.cpp multiplies values by such a matrix wherever it does so with keys of their type
+        const bool has_mapped_values = l.v && ggml_is_quantized(l.v->type);
+        shapes.push_back({ l.n_head, l.n_embd_k, l.n_embd_v, rotation(l, memory::key_map(kv)), has_mapped_values });
     }
     archive = std::make_unique<recaller>(common, shapes);
 }
