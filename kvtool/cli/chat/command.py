@@ -33,7 +33,7 @@ class _ChatOptions(Options):
     plain: bool = option(
         "--plain", False, "Show replies as the model writes them, without colours.", group=OUTPUT
     )
-    hide_thinking: bool = option("--hide-thinking", False, "Do not show the model's reasoning.", group=OUTPUT)
+    hide_thinking: bool = option("--hide-thinking", False, "Do not show the model's thoughts.", group=OUTPUT)
     session: Path | None = option(
         "--session",
         None,
