@@ -140,7 +140,9 @@ int32_t read_future(
                                                          // the askers visited so far
     std::vector<int>          first;
 
+    // the last rotation in the list, which a layer with the same rotation uses as well
     const std::vector<float> * last = nullptr;
+    size_t last_at = 0;
     for (const auto & a : asked.askers) {
         const auto & l = layers[a.i];
 
@@ -162,10 +164,10 @@ int32_t read_future(
             turn = mean_turn(l, kvtool.params.n_future);
         }
         if (last && *last == turn) {
-            at.back().turn = at[at.size() - 2].turn;
+            at.back().turn = last_at;
             continue;
         }
-        at.back().turn = in_turn.start(align);
+        at.back().turn = last_at = in_turn.start(align);
         for (const float x : turn) {
             in_turn.push(x);
         }
