@@ -76,7 +76,7 @@ class Popen(subprocess.Popen):
         super().__init__(args, **options)
 
     def _execute_child(self, *how):
-        # positions of the arguments in Python 3.10 to 3.14
+        # subprocess passes these arguments by position: Python 3.10 to 3.14 have the same order
         args, _, before, _, _, folder, environment = how[:7]
         stdin, _, _, stdout, _, stderr = ends = how[10:16]
         number = None
@@ -182,7 +182,7 @@ _sources: dict[frozenset[tuple[str, str]], list[Source | None]] = {}
 def _source(environment):
     """Return the Source for this environment; None if forks would not work.
 
-    The first program of an environment also gets None, since a second one may never come.
+    The first call for an environment also returns None: a Source is of use only from a second program on.
     """
     key = frozenset(item for item in environment.items() if not item[0].startswith(READ_LATE))
     if key not in _sources:
@@ -203,7 +203,7 @@ def _close():
         source.close()
 
 
-# in the process that forks
+# functions that run in the process that forks
 
 
 def _main(number):
@@ -310,7 +310,7 @@ def _end(code):
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
     except (OSError, ValueError):
-        # let Python report it
+        # a stream cannot be flushed: let Python report the error at its exit
         sys.exit(code)
     ctypes.CDLL(None).exit(code & 0xFF)
 

@@ -353,7 +353,7 @@ def split(src, prefix, n):
         writer.add_uint16("split.no", number)
         writer.add_uint16("split.count", n)
         writer.add_int32("split.tensors.count", len(reader.tensors))
-        # every n-th tensor, since any part may hold any tensor
+        # a part takes every n-th tensor: llama.cpp accepts any division into parts
         for tensor in reader.tensors[number::n]:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
         writer.write_header_to_file()

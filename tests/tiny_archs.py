@@ -219,7 +219,7 @@ def write_step35(path, *, window=16, n_ctx_train=1024, seed=0):
     writer.add_swiglu_clamp_shexp([0.0, 0.0, 0.0, 1.5, 1.5])
     tensors = Tensors(writer, N_EMBD, seed)
     tensors.add_ends(N_VOCAB)
-    # a factor for each pair of a whole key; full layers rotate half of a key and never read the other half
+    # a factor for each pair of a whole key; full layers rotate half a key and use half of the factors
     writer.add_tensor("rope_freqs.weight", np.repeat(np.float32([1, 8, 100]), [4, 4, 8]))
     for i in range(n_layer):
         tensors.add_layer(

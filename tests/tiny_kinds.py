@@ -228,7 +228,8 @@ def write_deepseek2(
     """Multi-head latent attention, with one row per layer. q_rank: rank of the query projection; 0 for none.
 
     llama.cpp multiplies quantized keys by a Hadamard matrix if their size is a multiple of 64, as here.
-    add_keys, more: functions that add header fields and layer tensors of another architecture.
+    add_keys: function that adds another architecture's header fields.
+    more: function that returns its additional tensors of a layer.
     """
     n_nope, n_value = 32, 40
     writer = _start(path, arch, n_ctx_train, n_layer, 1)

@@ -36,7 +36,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """make(kind): a model with this template's tokens, and tokens that go on after the ">" of a tag."""
+    """make(kind): a model with the tokens of this kind, and tokens in which text follows the ">" of a tag."""
     folder, made = tmp_path_factory.mktemp("vocabularies"), {}
 
     def make(kind):

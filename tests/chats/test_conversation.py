@@ -464,7 +464,7 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
     rest = ["b", "b.archive", "moved", "moved.archive"]
     # the loaded chat is not part of this session, so it is kept as a.2
     assert names() == ["a", "a.2", "a.2.archive", "a.archive", *rest]
-    # another stream, with other tokens at the same positions
+    # start another stream, which has other tokens at the same positions
     other.remember("/reset")
     other.reset("Be brief.")
     for text in ("Tell me of the moon, of the sun, of the stars and of all that is above.", "And then?"):

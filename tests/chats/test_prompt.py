@@ -120,7 +120,7 @@ def test_a_token_may_cross_the_border(engine):
     assert engine.n_pinned == len(engine.model.tokenize("ab", start=True))
 
 
-# a conversation, and an engine that has read nothing
+# conversations that pin a system prompt, and prompts without a text
 
 
 def conversation(engine, template, system):

@@ -127,7 +127,7 @@ def test_a_template_that_takes_no_chat_at_all_fails_as_it_is():
         template.render(said("ssu"))
 
 
-# chats that a template does not support, on a server
+# a server's answers to chats that a template does not support
 
 TOOLS = check_tools([tool("now")])
 CALL = {"role": "assistant", "content": None, "tool_calls": [{**CALLS[0]}]}

@@ -188,7 +188,7 @@ def test_llama_cpp_is_told_where_the_cache_lies(loaded, monkeypatch):
     assert told == [row.config.kv_offload for row in rows] == [True, True, True, False]
 
 
-# streams at a depth
+# streams of the length that a row needs
 
 
 @pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
@@ -246,7 +246,7 @@ def test_ratios_are_those_to_the_same_row_of_an_earlier_run(tmp_path):
     lines[2]["first_s"] = None
     old.write_text("".join(json.dumps(line) + "\n" for line in lines))
     there = bench.earlier(old)
-    # a pipe, as a shell's <(...) gives one
+    # read from a pipe, as with a shell's <(...)
     pipe, end = os.pipe()
     os.write(end, old.read_bytes())
     os.close(end)

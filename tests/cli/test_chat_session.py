@@ -1,4 +1,4 @@
-"""Chats that are killed, resumed, locked out and short of disk, as a user meets them."""
+"""Sessions of `kvtool chat` that are killed, resumed, in use by another process, or short of disk space."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
     path, rng, saved, runs = tmp_path / "chat.kvs", random.Random(1), [], []
     typed = tmp_path / "typed"
     for n_kill in range(n):
-        # stdin is a file, since a pipe could be full; it has few turns, so that fast machines reach its end
+        # Stdin is a file, since writing to a full pipe would wait. It has few turns, so that fast machines
+        # reach its end.
         first = len(saved) // 2
         typed.write_text("".join(f"{i} words\n" for i in range(first, first + 20)))
         with typed.open() as stdin:
@@ -134,7 +135,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
         runs.append((first, len(now) // 2, said))
         saved = now
     assert len(saved) > 0.8 * n
-    # one turn more: a part of it may have been shown before the last kill
+    # one turn more than was saved: a part of its reply may have been shown before the last kill
     done = forked.run(
         _command(chat_model, tmp_path / "whole", *options),
         input="".join(f"{i} words\n" for i in range(len(saved) // 2 + 1)).encode(),
@@ -194,7 +195,7 @@ def test_show_says_that_a_file_is_damaged_or_truncated(talk, tmp_path, n_cut, wo
     data[-1000] ^= 1
     path.write_bytes(data[: -n_cut if n_cut else None])
     done = called("session", "show", path)
-    # values that can be read are shown
+    # the command prints the values that it can read
     assert re.search(r"^turns +2 *$", done.stdout, re.M), done.stdout
     one_line(done, 9, f"kvtool: {path} {words} and its chat cannot continue; ", prints=True)
 
@@ -361,7 +362,7 @@ def test_a_full_disk_keeps_what_was_saved_and_its_archive(talk, tmp_path):
     talk(TURNS[:6], *RECALL)
     path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
     before = path.read_bytes(), archive.read_bytes()
-    # the session would fit, but only a part of the new segment does
+    # the limit lets the session be written, but only a part of the archive's new segment
     assert len(before[0]) < len(before[1])
     full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (len(before[1]) + 99, resource.RLIM_INFINITY))
     done = talk(TURNS[6:8], preexec_fn=full)

@@ -251,7 +251,7 @@ def test_undo_takes_changes_back_one_by_one(terminal, chat_kv, other_kv, change)
     command = name if own else name.split()[0]
     assert f"took back {command}; the chat has 5 turns; /undo can take back 1 more" in chat.say("/undo")
     assert turns(chat_kv) == [*FOUR, "turn 4"]
-    # the session has the whole chat again
+    # chat.kv has the whole chat again, so the set-aside file chat.kv.1 is gone
     assert not chat_kv.with_name("chat.kv.1").exists()
     assert 'took back the turn "turn 4"; the chat has 4 turns' in chat.say("/undo")
     assert chat.say("/undo") == "/undo cannot go back further: the chat still has 4 turns"
@@ -317,7 +317,7 @@ def test_undo_without_a_session_takes_changes_back_too(terminal):
     chat.say("/system Be a pirate.")
     for change, n in (("/system", "no"), ("/reset", "1")):
         assert f"took back {change}; the chat has {n} turn" in chat.say("/undo")
-    # /undo of more changes than the chat has
+    # /undo 2, but the chat has only one change left
     undone = chat.say("/undo 2")
     assert undone == 'took back the turn "one"; the chat has no turns; /undo cannot go back further'
     chat.leave()

@@ -31,7 +31,7 @@ def said(path):
     return [message["content"] for message in session.read(path)[0]["messages"] if message["role"] == "user"]
 
 
-# the meaning of a text
+# typed text: a command, or a message to the model
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def typed_at(monkeypatch, tmp_path):
     [
         ("/undo\r", "/undo"),
         ("\r", "/foo bar"),
-        # three first keys: the right arrow, a backspace, a paste
+        # the first key is the right arrow, a backspace or a paste
         ("\x1b[C x\r", "/foo bar x"),
         ("\x7fy\r", "y"),
         (f"{PASTE}one\r\ntwo{PASTED}\r", "one\ntwo"),
@@ -288,7 +288,7 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     assert "tokens/s" in chat.say("/retry")
     assert said(path) == ["one", "two", "three"]
     stats = " ".join(chat.say("/stats").split())
-    # recall needs no copies
+    # h2o needs copies for /undo; recall does not
     assert ("copies for /undo 3, " in stats) == ("copies for /undo" in stats) == ("h2o" in policy)
     assert 'took back 2 changes, the first of them the turn "two"; the chat has 1 turn' in chat.say("/undo 2")
     assert said(path) == ["one"]
@@ -487,7 +487,7 @@ def test_a_base_model_is_told_at_the_start(terminal, talker, tmp_path):
 
 def test_a_narrow_window_that_changes_its_size_keeps_what_was_said(terminal):
     chat = terminal(columns=60, rows=20)
-    # lines at the start are wrapped between words
+    # the lines that the chat prints at its start are wrapped between words
     assert " and is\nstill used\n" in chat.text
     chat.say("hello there")
     chat.resize(50, 16)

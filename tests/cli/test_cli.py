@@ -1,4 +1,4 @@
-"""The commands as a user meets them: what goes to stdout, what to stderr, and how they end."""
+"""Commands: what they write to stdout and to stderr, and how they end."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_help_loads_nothing_heavy(loaded_by_help, command):
 
 
 def test_a_command_loads_no_other():
-    """Nor does it load pydantic, which new versions of typer import, or gguf's writers: both load slowly."""
+    """Slow modules stay unloaded too: pydantic, which new versions of typer import, and gguf's writers."""
     code = (
         "import sys\n"
         "from kvtool.cli import app\n"
@@ -367,7 +367,7 @@ def test_a_prompt_is_read_as_asked(default_talker, prefill):
     )
     assert done.returncode == 0
     assert "/64 cells" in done.stderr
-    # after a whole read, the large cache is freed, and llama.cpp reserves its buffers again
+    # whole: the prompt is read into a large cache, which is then freed; llama.cpp reserves its buffers again
     assert (done.stderr.count("reserving ...") > 2) == (prefill == "whole")
 
 

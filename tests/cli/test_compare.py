@@ -1,4 +1,4 @@
-"""kvtool compare as a user meets it: the table, the file that --resume continues, and exit codes."""
+"""kvtool compare: its table, the file that --resume continues, and exit codes."""
 
 from __future__ import annotations
 

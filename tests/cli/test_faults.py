@@ -212,7 +212,7 @@ def test_a_pipe_that_nobody_reads_is_quiet(command):
     assert done.stderr == ""
 
 
-# Ctrl-C. A hook presses it at a stage.
+# Ctrl-C: a hook in the process sends SIGINT at a given stage
 
 PRESS = """
 import os, signal, sys
@@ -275,7 +275,7 @@ STAGES = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
-    # without a library of kernels, numba is imported for the first eviction, which these options bring about
+    # without a library of compiled kernels, the first eviction imports numba; these options cause one
     own = ["--policy", "streamingllm", "--budget", "24"] if stage == "import of numba" else []
     popen = subprocess.Popen if stage.startswith("import") else forked.Popen
     done = python(f"{PRESS}\n{STAGES[stage]}\n{RUN}", *WRITE, "-m", model, *own, popen=popen)
@@ -378,7 +378,7 @@ def test_what_is_typed_during_a_reply_waits_for_its_end(terminal, held):
     terminal.type("/stats\n\x04")
     held.go()
     terminal.wait_for("tokens/s")
-    # the typed command runs only at the prompt
+    # /stats was typed during the reply: it runs only at the next prompt
     terminal.wait_for("> ")
     terminal.wait_for("policy state")
     assert terminal.process.wait(PATIENCE_S) == 0

@@ -414,7 +414,7 @@ def test_v_shows_where_a_policy_of_ones_own_failed_and_vv_llama_cpps_log(default
     assert code == 7
     assert 'mine.py", line 8, in plan' in shown
     assert 'mine.py", line 11, in helper' in shown
-    # the policy's author does not see the engine's lines
+    # -v shows the policy's lines, but not the engine's
     assert "eviction.py" not in shown
     assert shown.endswith(f"RuntimeError: no idea\n{line}")
     assert "llama_context" not in shown

@@ -92,7 +92,7 @@ def test_with_256_colours_tokens_are_shaded():
     assert "\x1b[38;5;16;48;5;123mOne\x1b[0m" in out
     assert "\x1b[38;5;231;48;5;17m three\x1b[0m" in out
     assert "\x1b[38;5;244m gone\x1b[0m" in out
-    # the same text, without marks
+    # colours replace the marks: apart from them, the text is printed as it is
     assert "\nOne and two or three gone\n" in Text.from_ansi(out).plain
 
 
@@ -126,7 +126,7 @@ def test_what_is_archived_is_not_forgotten(shaded):
     assert "archived" not in shown(["One"], [1], **colours)
 
 
-# the page
+# the HTML page
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +337,7 @@ def test_a_picture_without_an_archive_says_what_white_is():
     assert [text.get_text() for text in legend.get_texts()] == ["held by the row", "not held by the row"]
 
 
-# the command
+# `kvtool inspect` itself
 
 
 def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):

@@ -128,7 +128,7 @@ def test_a_text_in_parts_is_the_text(tmp_path, size):
         (b" \n \t", "is empty"),
         (b"a\0b", "is binary"),
         (b"abc\xff", r"is not UTF-8 \(byte 3\)"),
-        # beyond the first part that is read
+        # faults beyond the part of the file that is read first
         (b"a" * 2**16 + b"\xff", r"is not UTF-8 \(byte 65536\)"),
         ("\u00ef".encode() * 2**15 + b"\xc3", r"is not UTF-8 \(byte 65536\)"),
     ],
@@ -196,7 +196,7 @@ def test_other_names_of_stdin_are_stdin(talker, tmp_path):
         assert read("-f", name, input="Say hello.") == wanted
     with file.open() as stdin:
         assert read("-f", "/dev/stdin", stdin=stdin) == wanted
-    # a pipe, as a shell's <(...) gives one
+    # read from a pipe, as with a shell's <(...)
     own, theirs = os.pipe()
     os.write(theirs, b"Say hello.")
     os.close(theirs)

@@ -143,7 +143,7 @@ def test_a_better_model_is_named_once(memory, tmp_path, monkeypatch):
     assert better_model() is None
 
 
-# a text that is too much for a model
+# advice about texts that are too long for a model
 
 
 def info(n_bytes, n_ctx_train):

@@ -74,7 +74,8 @@ def serving():
     errors: (status, headers, body) by path.
     requests: (method, path, Range header, Authorization header) of each request so far.
     breaks_after: the next answer ends after so many bytes of its body; None for no break.
-    knows_ranges, says_length: False for a server without Range requests, or without Content-Length.
+    knows_ranges: False for a server that ignores Range headers.
+    says_length: False for answers without Content-Length.
     etag: ETag of all files; None for digests.
     kind: Content-Type of all files.
     """

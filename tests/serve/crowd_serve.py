@@ -1,4 +1,4 @@
-"""Let many clients use one server at once, and compare each answer with the one that its chat gets alone.
+"""Let many clients use one server at once, and compare their answers with those of the same chats alone.
 
     python -m tests.serve.crowd_serve --models tiny smollm2-135m --policies h2o recall --budgets 64 128
 
@@ -156,7 +156,7 @@ def check(url, clients):
     for client in clients:
         for asked in client.answers:
             known[asked] = client
-    # beginnings of longer chats: the replay of the longer chat covers them
+    # chats that begin a longer one are skipped: the longer chat's replay includes them
     before = {json.dumps(json.loads(asked)[: -2 * n]) for asked in known for n in range(1, len(asked))}
     n = 0
     for asked, client in known.items():

@@ -135,7 +135,7 @@ def run(model, policy, folder, n_kill, seed=0):
                 server.kill()
         for thread in threads:
             thread.result()
-        # count only kills that cut a stream: with slow clients, both streams may have ended before
+        # count only kills that cut a stream: with slow clients, both streams may have ended before it
         n_left -= sum(chat.n_cut for chat in chats) > n_cut
     with serving(model, *options, "--sessions", str(folder)) as server:
         for chat in chats:

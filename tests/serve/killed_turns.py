@@ -190,8 +190,8 @@ def run(model_path, folder, policy, step=1):
         code, seen = live(model, policy, place, n)
         assert code == KILLED, f"call {n}"
         assert seen == finished[: len(seen)], f"call {n}"
-        # check the newest two finished turns, since older ones may have been deleted for room; and the turn
-        # that was being stored, which may or may not be whole
+        # Check the two newest finished turns: older ones may have been deleted to free space. Also check the
+        # turn that was being stored, which may be incomplete.
         first, end = max(len(seen) - 2, 0), len(seen) + 1
         found = go_on(model, policy, place, finished[first:end])
         for i, (reply, n_cached) in enumerate(found, first):
@@ -202,7 +202,7 @@ def run(model_path, folder, policy, step=1):
             else:
                 assert reply == wanted, f"call {n}: {reply!r} follows, and {wanted!r} where nobody was killed"
         names = {path.name for path in place.iterdir()}
-        # FILE.archive.next may stay alone until its session is written again, but not next to FILE.archive
+        # FILE.archive.next may stay until its session is written again, but only without a FILE.archive
         left = [name for name in names if name.endswith(".part") or f"{name}.next" in names]
         assert not left, f"call {n}: {left}"
         shutil.rmtree(place)

@@ -1,4 +1,4 @@
-"""Clients of a killed server: a cut answer is noticed wherever the cut is, and nothing else is suppressed."""
+"""Clients of a killed server notice a cut anywhere in an answer. Errors with other causes are raised."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_a_retry_and_an_edit_go_back(client):
     first = ask(client, start)
     after = [*start, said("assistant", first.choices[0].message.content)]
     one, again = (ask(client, [*after, said("user", "Where is it?")]) for _ in range(2))
-    # the same question at the same place gets the same answer
+    # a repeated question gets the same answer
     assert one.choices[0].message.content == again.choices[0].message.content
     assert again.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
     other = ask(client, [*after, said("user", "Who lost it?")])
@@ -433,7 +433,7 @@ def test_a_tool_is_called_and_its_result_read(real_client):
     assert call.function.name == "weather"
     assert list(json.loads(call.function.arguments)) == ["city"]
     assert not choice.message.content
-    # the same, streamed
+    # a stream has the same call in pieces
     name, arguments = "", ""
     for piece in ask(real_client, messages, model=REAL, **more, stream=True):
         for part in piece.choices[0].delta.tool_calls or []:
@@ -478,7 +478,7 @@ def test_a_long_system_prompt_is_read_once(smol, tmp_path, connect):
     assert one.usage.prompt_tokens_details.cached_tokens == 0
     assert two.usage.prompt_tokens_details.cached_tokens % 64 == 0
     assert two.usage.prompt_tokens_details.cached_tokens > 300
-    # chats stored in between change nothing
+    # the chat that was stored in between does not change the answer
     assert again.choices[0].message.content == one.choices[0].message.content
     # the file of the system prompt has no text of the first chat, which was in the cache before
     start = next(path for path in tmp_path.glob("*.kv*") if _n_said(path) == 1)

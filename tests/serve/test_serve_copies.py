@@ -1,4 +1,4 @@
-"""Tokens that a server reads again if its cache cannot be rewound: it stores a copy of it before a reply."""
+"""Tokens that a server reads again if its cache cannot be rewound; copies are stored before replies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_request_that_comes_again_reads_its_reply_header(url):
     again, _, n_again, _ = asked(url, [LONG])
     assert again == first
     assert n_again < 8
-    # the same for a repeated request of a later turn
+    # a later turn's prompt is not read again either
     messages = [LONG, first, NEXT]
     reply, _, n_read, _ = asked(url, messages)
     assert n_read > 300

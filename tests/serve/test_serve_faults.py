@@ -74,7 +74,7 @@ def test_every_request_is_answered_or_refused(chat_model, share_of, api, least):
 def test_each_of_a_crowd_gets_what_it_gets_alone(model, policy):
     more = RECALL if policy == "recall" else ()
     # Rounding depends on which clients share a step. With this seed, the sums that h2o compares differ by at
-    # least 0.1 %, more than rounding does; with seed 0, two differ by only 6 in a million.
+    # least 0.1 %, too much for rounding to reverse. With seed 0, two sums differ by only 6 in a million.
     did = crowd_serve.run(model, policy, 64, n_client=8, n_turn=3, seed=6, more=more)
     assert did["compared"] > 15
     assert min(did["gone"], did["asked again"], did["changed"]) > 1
@@ -110,7 +110,7 @@ def test_a_kill_amid_20_streams_loses_no_finished_turn(model, tmp_path, policy):
                 request(server.url, {"messages": [*chats[i], said("user", "x")], "stream": True}, n_events=3)
 
     def have_turns(n):
-        """Return True if all chats together have n turns, and more than half of them have one."""
+        """Return True if the 20 chats have n turns in all, and more than half of the chats have a turn."""
         return sum(map(len, chats)) >= 2 * n and sum(map(bool, chats)) > 10
 
     for n in (12, 24):
@@ -162,7 +162,7 @@ def test_with_a_full_disk_chats_go_on_and_say_that_they_are_not_stored(model, tm
             assert own["unsaved"].startswith("cannot write ")
             unstored.append(said("assistant", reply))
         assert sorted(path.name for path in tmp_path.iterdir()) == before
-        # there is room again
+        # without the limit, the chat is stored again
         _limit_files(server.process, resource.RLIM_INFINITY)
         unstored.append(said("user", "And a lamp?"))
         reply, n_cached, n, own = ask(server.url, unstored)

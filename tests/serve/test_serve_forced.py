@@ -47,7 +47,7 @@ def written(engine, rules, likes, n=900):
         token = sampler.sample(engine.context)
         if engine.model.ends_turn(token):
             break
-        # a text that the rules force may come in tokens of several bytes
+        # where the rules force a text, a token may have several bytes
         text += engine.model.piece(token)
     sampler.close()
     return text.decode(errors="replace")

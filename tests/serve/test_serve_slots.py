@@ -39,7 +39,7 @@ NUMBER = itertools.count()
 
 
 class Asked:
-    """A request as HTTP hands it over. seen: called with each event's kind, during its slot's turn."""
+    """A request as HTTP queues it. seen: function called with each event's kind, while the slot computes."""
 
     def __init__(self, messages, n_max=40, seen=lambda kind: None, **more):
         body = {
@@ -79,7 +79,7 @@ class Asked:
 
 
 class Serving:
-    """Queue and slots of `kvtool serve`, without HTTP. limit: engines that fit in memory."""
+    """Queue and slots of `kvtool serve`, without HTTP. limit: number of engines that fit in memory."""
 
     def __init__(self, stack, model, policy, folder, n=2, limit=2, queue=64, n_batch=32):
         self.lock, self.jobs, self.said, self.loads = ComputeLock(), JobQueue(queue), [], []
@@ -167,7 +167,7 @@ def has_ended(lock, n_left):
     thread = threading.Thread(target=lock.acquire, daemon=True)
     thread.start()
     until(lambda: lock._waiting)
-    # once the slice is over, `step` waits forever, because the other thread never releases the lock
+    # `step` has its own thread: once the slice is over, it waits forever for the thread that has the lock
     step = threading.Thread(target=lock.step, args=(n_left,), daemon=True)
     step.start()
     until(lambda: not (step.is_alive() and thread.is_alive()))
@@ -176,7 +176,7 @@ def has_ended(lock, n_left):
 
 @pytest.mark.parametrize("first_s", [-1, PATIENCE_S])
 def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
-    """The first turn of a short prompt has another time limit."""
+    """FIRST_SLICE_S limits the first turn of a short prompt, SLICE_S every other turn."""
     monkeypatch.setattr(batching, "FIRST_SLICE_S", first_s)
     monkeypatch.setattr(batching, "SLICE_S", -1 if first_s > 0 else PATIENCE_S)
 
@@ -237,7 +237,7 @@ def test_chats_in_turns_stay_where_they_are(talker, tmp_path, one_step):
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
 def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, policy):
-    """A short prompt that comes second is read first."""
+    """A short prompt is read before the long prompt that came first."""
     # no step is as short as this target, so the long prompt is read in the smallest steps
     monkeypatch.setattr(pool, "STEP_S", 1e-9)
     with served(talker, policy, tmp_path, n_batch=256) as server:
@@ -258,7 +258,7 @@ def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, p
 
 
 def beside(server, one, other, n_max=40):
-    """Ask `other` while `one` is answered. Return both jobs once the first has ended."""
+    """Ask `other` while `one` is answered. Return both jobs once that of `one` has ended."""
     second = []
 
     def seen(kind):
@@ -292,7 +292,7 @@ def test_one_user_has_one_engine(talker, tmp_path, one_step):
             assert server.put(question(i)).text
         assert not is_read_again(question(9, 20))
         assert len(server.pool.slots) == 1
-        # the same with two engines
+        # with two engines, nothing is read again either
         assert beside(server, question(0), question(1))[1].text
         assert len(server.pool.slots) == 2
         assert not is_read_again(question(8, 20))
@@ -409,7 +409,7 @@ def test_a_short_request_is_answered_beside_a_long_answer_and_a_long_prompt(talk
                     answer = link.getresponse()
                     assert answer.readline()
                 assert request(server.url, short, timeout=PATIENCE_S)[1]["choices"] == alone
-                # the short request is still counted for a moment
+                # a moment after its answer, the short request may still be counted
                 until(lambda: running(server.url) < 2)
                 assert running(server.url) == 1
                 if body is long:

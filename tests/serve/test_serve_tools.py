@@ -237,7 +237,7 @@ def test_a_call_cannot_be_required_without_tools():
         assert caught.value.param == param
 
 
-# the template's variables
+# tools and calls in chat templates
 
 SHOWS = (
     "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"

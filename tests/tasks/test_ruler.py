@@ -116,7 +116,7 @@ def test_a_sample_fills_its_length_and_is_the_seeds(name, items_of, model):
         assert item.references
         room = length - PARTS[name].n_max - n_token(model, item)
         assert room >= 0
-        # another line, sentence or word (cwe lists it 3 times) does not fit; qa runs out of documents before
+        # no further line, sentence or word (cwe lists each 3 times) fits; qa has too few documents for that
         assert room < 100 or name.startswith("qa")
 
 
@@ -568,7 +568,7 @@ def test_another_opening_is_another_record(tmp_path):
 
 
 def test_the_end_of_a_text_is_no_reply_header(tiny_model, monkeypatch):
-    """Only a prompt ends in a reply header. The text before a question has none: no token is held for it."""
+    """Only a prompt ends in a reply header. The text before a question has none, so no token is held."""
     held = []
     read = Engine.read
     monkeypatch.setattr(
