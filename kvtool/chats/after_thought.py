@@ -168,8 +168,8 @@ class AfterThought(Constraint):
             if tag.startswith(held):
                 rest = tag[len(held) :]
                 tokens = self._vocabulary.continuing(rest)
-                # after the tag, a token may also contain the start of a thought, but not of an answer, which
-                # the answer's constraint could forbid
+                # a token may go on after the tag with text of a thought, but not of an answer: the answer's
+                # constraint could forbid that text
                 allowed += [n for n in tokens if place is _Place.THOUGHT or len(pieces[n]) <= len(rest)]
         return allowed
 

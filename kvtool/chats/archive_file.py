@@ -372,7 +372,7 @@ def _clusters_of(archive: Archive, offsets: Mapping[Part, int]) -> list[Clusters
     written: set[tuple[int, bool]] = set()
     for part in archive.clusters:
         first = max(part.begin, archive.span.start // n * n)
-        # `blocks` lacks blocks that are far in some rows only: the other rows use their near clusters
+        # `blocks` lacks a block that is far in only some rows: keep its near clusters, which other rows use
         held = {block for block in range(first, part.end, n) if ((block, True) in current) == part.is_far}
         if part in offsets and held:
             parts.append(part)

@@ -153,7 +153,7 @@ class Writer:
     def rewind(self, n: int, saved: Mapping[str, Any], seed: int | None = None) -> bool:
         """Rewind to the first n tokens, with the state that `save` returned there.
 
-        seed: replaces the saved one. Returns False, changing nothing, if the engine cannot be rewound so far.
+        seed: replaces the saved one. Returns False, changing nothing, if the engine cannot be rewound there.
         """
         n_missing = n - self.engine.n_past
         if 0 < n_missing <= len(self._unread):

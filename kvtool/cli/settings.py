@@ -29,7 +29,7 @@ Words = tuple[str, ...]
 """Words of a command, such as ("models", "show")."""
 
 OPTIONS_OF_ONE: dict[Words, tuple[str, ...]] = {
-    # here these options choose the columns of a list
+    # in `kvtool policies` these options choose what the list shows, not how a model runs
     ("policies",): ("budget", "evict_every", "options", "as_json"),
     # the sampler's settings for chats do not apply to tasks
     ("eval",): ("temp", "seed"),

@@ -131,8 +131,8 @@ class PolicyCache:
         """Return the next token's position after all gaps between n_kv live cells are closed.
 
         Without sliding layers this is n_kv. Sliding layers may hold more tokens than n_kv, and drop those
-        whose position becomes negative. So with sliding layers it is at least n_swa, as far as half of the
-        context and room for n more tokens allow.
+        whose position becomes negative. With sliding layers the position is therefore at least n_swa, which
+        is capped at half of the context, and at the positions that leave room for n more tokens.
         """
         return max(n_kv, min(self.context.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
 

@@ -95,13 +95,13 @@ def _earlier(cache: PolicyCache, n: int) -> _Earlier | None:
     n_first = int((rows.pos[0, : rows.n_kv] < span.stop).sum())
     if n <= n_first:
         return _Earlier(n_first, span.start, n, 0, cache.n_restart)
-    # at most the end of the archive: evictions came later if they kept fewer tokens than `n_live` assumes
+    # `n_live` may assume an eviction that came later: no token after the archive's end was evicted
     begin = min(n - n_kv + n_first, span.stop)
     if begin < span.start:
         return None
-    # find the newest frame that had started after n tokens. Each closing of gaps starts a frame, at the token
+    # find the newest frame that had started by token n. Each closing of gaps starts a frame, at the token
     # that is then the oldest live one. Frames from tokens before `begin` had started. A frame from `begin`
-    # itself had started only if n tokens, with the previous frame's base, exceed the context
+    # itself had started only if n tokens did not fit in the context with the previous frame's base
     started = len([first for first, _ in takewhile(lambda frame: frame[0] < begin, frames)])
     at = max(started - 1, 0)
     while at + 1 < len(frames) and frames[at + 1][0] <= begin and n - frames[at][1] > cache.n_ctx:

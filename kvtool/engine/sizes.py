@@ -104,7 +104,7 @@ def open_context(
             request,
             ragged=policy.ragged,
             archive_type=settings.archive_type,
-            # padding counts as well, so that the cells that a step fills directly follow the live cells
+            # includes padding, so that no gap is left between the live cells and those that a step fills
             n_filled=n_cell - policy.n_live if fills_all else 0,
             n_draft=settings.n_draft,
             n_defer=min(policy.slack, _N_DEFER) if policy.slack > 1 else 0,
@@ -115,7 +115,7 @@ def open_context(
             **how,
         )
         if policy.reconstruction:
-            # off until the reconstruction pass, from which alone the signals come
+            # off until the reconstruction pass: the policy gets signals only from that pass
             context.watch(on=False)
         return context
     needs = None

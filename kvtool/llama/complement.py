@@ -82,7 +82,7 @@ class Complement:
                 yield from _beyond(key, number)
         items = schema.get("items")
         for other in self.of(items, depth + 1) if isinstance(items, Mapping) else ():
-            # an array is rejected if its first item is
+            # an array is rejected if its first item is rejected
             yield {"type": "array", "items": [other], "minItems": 1}
         for part in listed(schema, "allOf"):
             yield from self.of(part, depth + 1)

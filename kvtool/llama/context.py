@@ -185,7 +185,7 @@ class Context(Decoder):
         check(lib.llama_kvtool_watch(self._context, on))
 
     def see(self, n_seen: int) -> None:
-        """Set t, as in 1 / t and log t: the next decode's first query has seen n_seen earlier tokens."""
+        """Set t (in 1 / t and log t) for the next decode: its first query has seen n_seen earlier tokens."""
         check(lib.llama_kvtool_seen(self._context, n_seen))
 
     def read(self, signal: Signal, n_kv: int) -> np.ndarray:

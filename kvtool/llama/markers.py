@@ -84,7 +84,7 @@ class Markers:
         return not self._attrs[marker] & _CONTROL
 
     def between(self, before: str, text: str, after: str) -> str:
-        """Strip the whitespace of a text that llama.cpp drops next to markers.
+        """Strip from a text the whitespace that llama.cpp drops next to markers.
 
         before, after: the markers around the text, "" for none.
         """

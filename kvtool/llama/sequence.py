@@ -87,7 +87,7 @@ class SequenceContext(Decoder):
         self._at, self._pos_of = self._at[:-n], self._pos_of[:-n]
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raise LibraryError: the call needs the patch. The engine refuses policies that make it."""
+        """Raise LibraryError: this call needs the patch. The engine refuses policies that need such calls."""
         raise LibraryError(f"{UNPATCHED}, which this step needs; {HOW_TO_BUILD}")
 
     see = read = history = history_shape = write = read_keys = hide = resize = read_value_norms = _refuse

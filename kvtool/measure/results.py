@@ -35,7 +35,7 @@ class ComparisonResults:
     others: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, stored: Iterable[dict[str, Any]]) -> None:
-        """Assign a file's records to runs. If a run has several, the first of highest `_rank` is used."""
+        """Assign a file's records to runs. Of a run's records, the first with the highest `_rank` counts."""
         by_key = {records.key(identity(self.common, run), KEY): run for run in self.grid}
         self.others = []
         for record in stored:

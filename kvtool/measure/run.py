@@ -156,12 +156,12 @@ def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
 
 
 def encode(job: RunInput) -> bytes:
-    """Encode the job as JSON."""
+    """Encode the input of a run's process as JSON."""
     return json.dumps(asdict(job) | {"options": job.options.values()}).encode()
 
 
 def decode(data: Mapping[str, Any]) -> RunInput:
-    """Build the job from a decoded JSON object."""
+    """Return the input of a run's process from its decoded JSON object."""
     return RunInput(**{**data, "options": ScoreOptions.from_values(data["options"], given=["policy"])})
 
 

@@ -82,9 +82,9 @@ def _count_low(pos, hits, n_head, next_pos, n_new, part, n_begun, low):
     """Count the low scores of the last n_new queries, of which the newest is at position next_pos - 1.
 
     pos i32[row, n], hits f32[row, n], n_head i32[row] -> low u2[row, n or more, n_part]. The scores are added
-    to one part of the history, number `part` modulo n_part. The n_begun parts that begin with these queries,
-    the last of them this one, are cleared first. Counts saturate at 65,535. If the queries can have more
-    scores than that, their scores are scaled down.
+    to one part of the history, number `part` modulo n_part. The last n_begun parts up to `part` have begun
+    since the last plan, and are cleared first. Counts saturate at 65,535. If the queries can have more scores
+    than that, their scores are scaled down.
     """
     n_row, n = pos.shape
     n_part = low.shape[2]

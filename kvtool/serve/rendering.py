@@ -182,14 +182,14 @@ class Rendering:
         return EarlierReply(self._with_start(reply, region), self._behind_header(region))
 
     def _with_starts(self, messages: list[Message], tools: list[Any]) -> list[Message]:
-        """Return the messages, with START in each reply that has an unusual start. See `_with_start`."""
+        """Return the messages, with `_with_start` applied to each reply that the template shows."""
         starts = self._starts(messages, tools)
         return [self._with_start(each, starts[i]) if i in starts else each for i, each in enumerate(messages)]
 
     def _with_start(self, reply: Message, region: str) -> Message:
-        """Return the reply with the thought in `region`, the text before it, as START.
+        """Return the reply with its thought in the field START, unless that is the `_usual_start`.
 
-        If that is the `_usual_start`, the reply is unchanged.
+        region: the text between this reply and the one before, which may contain the thought.
         """
         start = self._thought_in(region)
         # clients strip white space from thoughts: reduce it, so that equal thoughts have equal digests

@@ -350,7 +350,7 @@ def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
 
 
 def _stored_type(name: str) -> str:
-    """Return the name of an archive type in a session: "rotated q4_1"; "q4_1" is that of earlier versions."""
+    """Return a session's name of an archive type: "rotated q4_1", or "q4_1" if unrotated (old versions)."""
     return f"{_ROTATED}{name}" if name in FEW_BITS else name.removeprefix(PLAIN)
 
 

@@ -197,7 +197,7 @@ class Resumer:
     def _rewind(self, candidate: _Candidate, at: Snapshot | None, history: History) -> np.ndarray | None:
         """Rewind a stream to the first token that differs from the chat; return the chat's tokens from there.
 
-        at: snapshot that the engine holds. Returns None if the engine cannot be rewound so far.
+        at: snapshot that the engine holds. Returns None if the engine cannot be rewound to that token.
         """
         writer = self.conversation.writer
         seed, snapshot = writer.sampler.seed, candidate.snapshot
@@ -242,7 +242,7 @@ class Resumer:
     def _after(
         self, n_message: int, messages: list[Message], tools: list[Any]
     ) -> tuple[np.ndarray, int | None]:
-        """Return the tokens i32[n] of a chat after its first n_message messages, and None.
+        """Return the tokens i32[n] of a chat after its first n_message messages, and None as second value.
 
         These messages end with a reply. If n_message is 0, or the template cannot render the rest alone,
         return the tokens of the whole chat, and how many of them are pinned.
