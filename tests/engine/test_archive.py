@@ -1,4 +1,4 @@
-"""The archive as a user meets it: its options, its messages, and its part of a session."""
+"""The archive in the command line: its options, its messages, and its part of a session."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
     first, *_, last = done.stderr.splitlines(keepends=True)
     said = f"recall does not work {why}; the policy is h2o\n" if why else KEEPS
     assert re.fullmatch(said, first)
-    # 512: recall's default budget, and the trained context, which limits h2o's default budget
+    # recall's default budget is 512; h2o's is 1,024, but the trained context limits it to 512
     assert "/512 cells per row" in last
     assert ("archive" in last) == (why is None)
     kept = json.loads(called("session", "show", "--json", tmp_path / "chat.kvs").stdout)
@@ -220,7 +220,7 @@ def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, tmp_path, mon
         KEEPS.replace("to host memory", rf"to disk \({file}\) and, for clusters, to host memory"), said
     )
     (tmp_path / "chat.kvs").unlink()
-    # --explain tells the same in another line
+    # --explain tells the size of the archive in another line
     assert "older text" not in talk(TURNS[:1], "--explain").stderr
     (tmp_path / "chat.kvs").unlink()
     assert talk(TURNS[:1], "--policy", "h2o").stderr == ""

@@ -115,7 +115,7 @@ def test_a_guess_is_judged_with_those_that_as_much_supports():
     pace = timed(0.15)
     for _ in range(100):
         pace.judge(3, 1, 8)
-    # support grows by 1 with each draft token: the first (support 3) was always accepted, the second never
+    # the draft tokens had the supports 3, 4, 5, ...: with 3 they were always accepted, with 4 never
     assert pace.choose(3, MOST) == 1
     assert pace.choose(4, MOST) == 0
 
@@ -239,7 +239,7 @@ def test_a_text_that_is_left_in_the_middle_keeps_what_was_said(talker):
             said = [next(pieces) for _ in range(n_piece)]
             pieces.close()
             assert engine.n_past == len(writer.tokens)
-            # the next text continues after the pieces that were read
+            # the next text continues after the n_piece pieces, without the draft tokens behind them
             more = "".join(writer.write(20))
             whole = written(talker, None, {}, n_piece + 20, "h2o")[0]
             assert "".join(said) + more == whole

@@ -137,7 +137,7 @@ def test_a_view_says_which_token_each_cell_holds(tiny_model):
         n, pos = engine.n_kv, engine.rows.pos[:, : engine.n_kv]
         state = _saved(engine)
         got = state.values(0, 2).swapaxes(0, 1)
-    # in a model with one layer, a value depends on nothing but its token
+    # with one layer, a value depends only on its token, so it shows which token a cell holds
     with open_engine(path, policies.fit("full", 256)) as engine:
         engine.read(tokens)
         every = _saved(engine).values(0, 2).swapaxes(0, 1)
@@ -717,11 +717,11 @@ def test_what_signals_take_beside_the_cache_counts_as_state(
     path = tiny_model(n_layer=2, n_head=4, n_head_kv=2, head_dim=32)
     with open_engine(path, policies.fit(policy, 48, 4, options), n_draft=n_draft) as engine:
         assert engine.context.n_cell == 256
-        # room for n_draft more queries: those of rejected draft tokens must not overwrite older ones
+        # memory for n_draft more queries: queries of rejected draft tokens must not overwrite older ones
         n_query = policies.spec(policy, None, options).fit(48).n_query
         n_float = per_cell * 2 * 2 * 256 + per_query * (n_query + n_draft) / max(n_query, 1)
         if per_cell and n_draft:
-            # a step's queries are kept until draft tokens are accepted or rejected: only accepted ones count
+            # a step's queries are stored until its draft tokens are judged, as rejected ones must not count
             n_float += (n_draft + 1) * 4 * 32 * 2
         assert engine.signal_bytes == 4 * n_float
         assert engine.state_bytes == engine.host_bytes + 4 * n_float

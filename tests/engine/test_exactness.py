@@ -108,8 +108,8 @@ def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, n
         assert engine.n_restart > 0
 
 
-# not run with positions auto: where positions start over depends on the lengths of steps, and BUZZ's options
-# change these
+# positions=auto is left out: BUZZ's options change the lengths of steps, and these decide where positions
+# start over
 OTHERS = [
     ("buzz", ["logn=true"]),
     ("buzz", ["logn=true", "logn_n=cells"]),
@@ -250,7 +250,7 @@ def test_clusters_count_as_the_definition_says(tiny_model, chunk, exact):
         got = perplexity.stream(engine, tokens)
     given = {"positions": "auto", "n_block": 256}
     off = np.abs(got - reference(path, tokens, policy, "recall", exact=exact, **given).nll)[300:]
-    # means are stored in 8 bits, so of two clusters that nearly tie the other one may be chosen
+    # means are stored in 8 bits, so rounding may decide between two clusters that nearly tie
     assert np.median(off) < 2e-3
     assert np.quantile(off, 0.8) < 1e-2
 

@@ -215,7 +215,7 @@ def test_nothing_is_decoded_where_one_has_no_room(opened):
     one, other, alone = (opened(policy) for _ in range(3))
     for engine in (one, other, alone):
         engine.read(tokens[:100])
-    # fill the other's cache until llama.cpp has no cell left
+    # fill the cache of `other` until llama.cpp has no cell left
     filler, n_ctx = np.full(32, 5, np.int32), other.context.n_ctx
     for at in range(100, n_ctx, 32):
         other.context.decode(filler[: n_ctx - at], at, 1)

@@ -90,7 +90,7 @@ def test_edits_of_both_halves_score_like_edits_here(split, tiny_model, number):
         off = np.abs(ours - theirs)
         # a GPU multiplies in half precision where it can: llvmpipe is up to 0.008 off
         if not has_gpu():
-            # flash attention rounds to half precision: another order of a merge's sums can change an NLL
+            # 1e-3: flash attention rounds to half precision, so the order of a merge's sums can change an NLL
             assert np.median(off) < 1e-6
             assert off.max() < (1e-3 if RUNS[number][2] == "on" else 1e-4)
         elif RUNS[number][0] in ("corm", "recall"):

@@ -28,8 +28,8 @@ from tests.reference import bumblebee, transformer
 def evict(stream, name, policy, ends=()):
     """Let a reference stream evict by the policy's definition in tests/reference.
 
-    ends: ends of a prompt's segments. Queries attend only to tokens of their segment, so in each segment
-    the last queries count as the prompt's last ones.
+    ends: ends of a prompt's segments. Queries attend only to tokens of their own segment. So the last queries
+    of every segment count as the last queries of the prompt.
     """
     twin = import_module(f"tests.reference.{name}").keep
 

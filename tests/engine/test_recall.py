@@ -34,7 +34,7 @@ def scores(path, policy, tokens, **settings):
 
 @pytest.fixture
 def without_values(monkeypatch):
-    """Treat values as a part of the keys, as with MLA: steps recall archived tokens, not synthetic cells."""
+    """Treat values as a part of keys, as with MLA. Steps then recall archived tokens, not synthetic cells."""
     monkeypatch.setattr(Layers, "has_values", False)
 
 
@@ -280,10 +280,10 @@ def test_a_saved_archive_that_does_not_fit_is_refused(tiny_model):
             ("archive", saved["archive"][:2]),
             ("archive", saved["archive"].astype(np.int32)),
             ("archive.0", saved["archive.0"][:-1]),
-            # two tables: the archive begins after its end; the archive ends after the stream
+            # in the first table the archive begins after its end; in the second it ends after the stream
             ("archive", np.array([9, 8, 0, 0, 0])),
             ("archive", np.array([0, 2**62, 0, 0, 0])),
-            # three more: far tokens end after the archive; a frame begins after it; no frame has token 0
+            # the next three: far tokens end after the archive; a frame begins after it; no frame has token 0
             ("archive", np.array([0, 8, 9, 0, 0])),
             ("archive", np.array([0, 8, 0, 0, 0, 900, 0])),
             ("archive", np.array([0, 8, 0, 1, 0])),

@@ -30,7 +30,7 @@ RUNS = [
     ("search=clusters", "q8_0", "on", "f16", 99),
     ("search=clusters", "q8_0", "off", "f32", 3),
 ]
-# flash attention, type of the cache, KV heads. In q8_0, a cell of 1 head has 34 bytes, not whole 4-byte words
+# flash attention, type of the cache, KV heads. A q8_0 cell of 1 head has 34 bytes, which 4 does not divide
 CACHES = [("on", "f16", 2), ("off", "f16", 2), ("off", "f32", 2), ("on", "q8_0", 2), ("on", "q8_0", 1)]
 N_LAYER, N_DIM = 4, 32
 N_FIRST, N_LATER = 170, 50

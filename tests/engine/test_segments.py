@@ -480,13 +480,13 @@ def test_an_archive_is_as_private_as_its_session_and_beside_the_target_of_a_link
     assert sorted(os.listdir(tmp_path)) == ["link.kv", "talk.kv", "talk.kv.archive"]
 
 
-# killed at every single step
+# the process is killed at each call that changes a file
 
 
 class Steps:
     """Ends the process, as kill -9 does, at the nth call that changes a file.
 
-    A call that writes data writes half of the data first; other calls do nothing.
+    If this call writes data, half of the data is written first.
     """
 
     def __init__(self, n):

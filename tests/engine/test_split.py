@@ -36,7 +36,7 @@ def generate(model):
     return kvtool("generate", *own)
 
 
-# names
+# names of the parts
 
 
 def test_each_part_is_named():
@@ -54,7 +54,7 @@ def test_a_name_that_is_not_of_several_parts_stands_alone(name):
     assert part_names(name) == [name]
 
 
-# headers
+# headers of the parts
 
 
 def test_the_header_is_that_of_the_whole(parts, chat_model):
@@ -160,7 +160,7 @@ def test_show_says_how_many_files(parts):
     assert (json.loads(shown.stdout)["parts"], shown.stderr) == (3, "")
 
 
-# the engine
+# texts and chats of a model in parts
 
 
 def test_it_writes_what_the_whole_writes(parts, chat_model):

@@ -190,7 +190,7 @@ class Bodies:
         return CHAT, body
 
     def messages(self):
-        """Lists of messages that are strange in themselves."""
+        """A chat whose messages, or fields inside them, are often malformed."""
         rng = self.rng
         images = [{"type": "image_url", "image_url": {"url": "x"}}]
         contents = (*STRANGE, [], [{"type": "text", "text": "x"}], images)

@@ -1,4 +1,4 @@
-"""A share of the fuzzing; `make fuzz` runs all of it."""
+"""A small part of the fuzzing; `make fuzz` runs all of it."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_on_windows_a_function_is_looked_for_in_each_library():
 
 
 def library(monkeypatch, *, there, loads):
-    """Fake a library. there: True if it includes the CPU part. loads: True if loading its parts adds it."""
+    """Fake a library. there: whether it includes the CPU part. loads: whether load_all loads the CPU part."""
     state = SimpleNamespace(there=there, folders=[])
 
     def dev_by_type(kind):

@@ -330,7 +330,7 @@ def test_a_text_of_a_schema_is_written_as_json_has_it(engine, value):
 def test_no_string_has_what_json_does_not_allow(engine, likely):
     logits = np.random.default_rng(2).normal(0, 1, engine.model.n_vocab).astype(np.float32)
     logits[3 + ord(likely)] += 6
-    # only ASCII: a byte from 0x80 on is a part of a character
+    # exclude bytes from 0x80 on: each is only a part of a character
     logits[3 + 0x80 :] = -90
     schema = {"type": "string", "minLength": 8, "maxLength": 9}
     tokens = written(engine, logits, 200, temp=1, json_schema=json.dumps(schema))
@@ -420,7 +420,7 @@ def test_generate_writes_json_that_fits_a_schema_under_a_budget(smol, tmp_path):
     result = json.loads(done.stdout)
     assert result["evicted"] > 20
     check_person(result["text"])
-    # the schema as a text, with a keyword that is not enforced
+    # now the schema is given as text, with a keyword that is not enforced
     done = called(*own, *under, "-j", json.dumps(PERSON | {"unevaluatedItems": False}))
     check_person(done.stdout)
     assert done.stderr == ("the schema's unevaluatedItems cannot be enforced; check the JSON for that\n")

@@ -271,7 +271,7 @@ def test_a_merged_value_moves_with_its_cell_in_the_same_edit(tiny_model, flash, 
 # rotation
 
 
-# a rotated key is rounded twice, to f16 or q8_0; the key that it is compared with is rounded once
+# tolerances: a rotated key is rounded twice, to f16 or q8_0; the key that it is compared with, once
 @pytest.mark.parametrize("rope", ["norm", "neox"])
 @pytest.mark.parametrize(
     ("type_k", "flash", "tolerance"),
@@ -430,7 +430,7 @@ def queries_ago(stream, since):
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("flash", ["off", "on"])
 def test_important_counts_back_from_the_last_query(tiny_model, flash, every):
-    # read after every batch, or after every third
+    # the signal is read after every batch, or after every third one
     stream, since = transformer.Stream(transformer.Llama(tiny_model(**SHAPE))), 0
     with opened(tiny_model(**SHAPE), signals=Signal.IMPORTANT, flash=flash) as context:
         for number, n in enumerate([17, 1, 5, 1, 1, 30, 2, 1, 1, 7, 1, 1], 1):

@@ -139,8 +139,8 @@ def test_no_sequence_of_dry_goes_across_a_breaker(engine):
         sampler = Sampler(engine.model, Sampling(dry_multiplier=5, dry_sequence_breaker=breaker))
         sampler.recent.extend(3 + ord(letter) for letter in "a:bca:b")
         sampler.start(0)
-        # the text ends with a:b, which c followed before, so c is penalized. With the breaker only b
-        # counts as repeated, which is too short for a penalty
+        # the text ends with a:b. Earlier, c followed a:b, so c is penalized. With the breaker, only b counts
+        # as repeated, which is too short for a penalty
         assert drawn(engine, sampler, logits_of(engine, c=5, d=4), 1) == [expected]
         sampler.close()
 
@@ -254,7 +254,7 @@ def test_the_next_text_knows_all_that_a_penalty_looks_back_at(engine, penalty):
         "dry_sequence_breaker": (),
     }
     sampler = Sampler(engine.model, Sampling(**penalty, **reach))
-    # c was written about 120 tokens ago. For DRY it followed a and b, which are the newest tokens again
+    # c was written about 120 tokens ago. For DRY, it followed a and b there, and the text ends with a and b
     sampler.recent.extend([A, B, C, *([D] * 116), A, B] if "dry_multiplier" in penalty else [C, *([D] * 119)])
     sampler.start(1)
     assert drawn(engine, sampler, logits_of(engine, c=5, b=4), 1) == [B]

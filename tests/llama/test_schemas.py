@@ -46,7 +46,7 @@ class Schemas:
         return [of[i] for i in self.rng.choice(len(of), self.rng.integers(1, most + 1), replace=False)]
 
     def plain(self):
-        """A schema of values without parts."""
+        """Draw a schema that contains no other schema."""
         return [
             lambda: {"type": str(self.rng.choice(["null", "boolean", "integer", "number", "string"]))},
             lambda: {"enum": self.some(PLAIN)},

@@ -34,7 +34,7 @@ def test_each_head_has_as_much_attention_to_give():
 
 
 def test_keys_of_sinks_take_no_share():
-    # with sinks=0, token 0 takes all attention: other shares are below epsilon, and lengths decide
+    # with sinks=0, token 0 takes all attention: the rest is below epsilon, so the values' lengths decide
     mean, lengths = [[90, 2, 0, 0, 0]], [1, 1, 2, 1, 1]
     assert kept(mean, 3, None, lengths, sinks=1, epsilon=0.02) == [0, 1, 4]
     assert kept(mean, 2, None, lengths, sinks=0, epsilon=0.02) == [0, 4]

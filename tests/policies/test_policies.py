@@ -130,7 +130,7 @@ def test_keep_highest_keeps_the_number_asked_for_when_scores_are_nan():
 
 
 def test_keep_highest_keeps_just_the_protected_where_they_are_too_many():
-    # rows share a buffer: the second row has fewer open tokens, and must not read scores left by the first
+    # rows share a buffer: the second row has fewer unprotected tokens, and must not read the first's scores
     pos = np.array([[30, 31, 32, 33, 34, 35, 36, 37, 38], [0, 1, 2, 40, 41, 42, 43, 90, 91]], np.int32)
     score = np.repeat(np.array([[1], [2]], np.float32), 9, axis=1)
     keep = np.empty((2, 9), np.bool_)
@@ -237,7 +237,7 @@ def test_buzz_shares_the_budget_by_the_parameter_theorem():
 
 @pytest.mark.parametrize("stride", [3, 4, 5, 8])
 def test_buzz_frees_a_cell_by_one_sampling_at_every_eviction(stride):
-    # one sampling must be enough: a second one would thin the old tokens, the far past, again
+    # one sampling must be enough: a second one would thin the old tokens again
     small_stride = (stride + 1) // 2
     for threshold in range(2, 20):
         for n_old in range(threshold + 1):

@@ -201,7 +201,7 @@ def test_auto_positions_are_original_until_the_trained_context_is_full_and_again
     )
     # nll[i] belongs to token i + 1: it comes from the logits of token i
     np.testing.assert_array_equal(auto.nll[:N_CTX_TRAIN], original.nll[:N_CTX_TRAIN])
-    # gaps are closed at once where the context ends; the next eviction leaves some again
+    # all gaps are closed where the context ends, and the next eviction leaves new ones
     np.testing.assert_allclose(auto.nll[N_CTX_TRAIN], in_cache.nll[N_CTX_TRAIN], **close)
     assert np.abs(auto.nll - in_cache.nll)[N_CTX_TRAIN + 8 :].max() > 0.1
     assert np.abs(original.nll - in_cache.nll)[40:N_CTX_TRAIN].max() > 0.1

@@ -392,7 +392,7 @@ class DeepSeek32(DeepSeek2):
 class Gemma4(Llama):
     """The last layers have no rows: they read those of an earlier layer.
 
-    It is the last layer that has rows and is of the same kind, sliding or not.
+    The earlier layer is the last one that has rows and is of the same kind, sliding or not.
     """
 
     archs = ("gemma4",)

@@ -133,8 +133,8 @@ class Stream:
     recalled: number of evicted entries that a step attends to in addition to a row's entries; math.inf: all.
     far: evicted entries before this position are placed at distance n_near from the step's first token. An
     eviction sets `far` to n_near before the next token.
-    n_block: if set, entries become far in whole blocks of n_block tokens; rows with higher numbers are later,
-    by up to a quarter of a block.
+    n_block: if set, entries become far in whole blocks of n_block tokens. In rows with higher numbers this
+    happens later, by up to a quarter of a block.
     exact: number of tokens in clusters that a one-token step attends to exactly; None: no clusters.
     future: (n_query, n_future, n_skip) of a policy that reads `future` and `length` in records, or None.
     """

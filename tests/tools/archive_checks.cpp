@@ -570,7 +570,7 @@ CHECK(clusters_that_are_cut_or_forgotten_leave_the_others) {
     EXPECT(row.begin() == 3 && row.end() == n_grouped - 1);
     expect_means(row, keys);
     row.set(n_grouped - 1, 0, { false, 0 }, keys[n_grouped - 1].data(), keys[n_grouped - 1].data(), nullptr);
-    EXPECT(!row.is_grouped(5)); // its group has lost blocks
+    EXPECT(!row.is_grouped(5)); // the group of block 5 has lost blocks
     expect_means(row, keys);
 
     auto other = clustered_row(n_grouped, true, keys);
@@ -769,7 +769,7 @@ CHECK(a_full_archive_deletes_its_oldest_tokens_by_whole_blocks) {
     s.push(246);
     EXPECT(s.own.begin() == 256);
     s.own.keep(700);
-    EXPECT(s.own.begin() == 1280); // 1756 - 700 = 1056 is in the block that ends there
+    EXPECT(s.own.begin() == 1280); // token 1756 - 700 = 1056 is in the block that ends at 1280
     EXPECT(s.own.clusters_of(1, 1).begin() == 5);
 
     stream few(params_of(), 500); // an archive this small has no clusters, and deletes single tokens
@@ -866,7 +866,6 @@ CHECK(a_saved_archive_comes_back_with_its_clusters) {
 
     b.own.expect(0, 2200);
     for (int l = 0; l < n_layer; ++l) {
-        // in two parts
         const auto one = tokens_of(a.own, l, 0, 1000), two = tokens_of(a.own, l, 1000, 2200);
         b.own.fill(l, { { one.data(), 0 }, { two.data(), 1000 } }, 0, 2200, 2);
     }
@@ -1065,7 +1064,7 @@ CHECK(few_bits_lose_little_of_a_key_with_one_large_element) {
         for (int e = 0; e < n_embd; ++e) {
             sum += std::pow(read[e] - key[head*n_embd + e], 2);
         }
-        // without the matrix 0.6: a step of the codes is a fifteenth of the range
+        // without the Hadamard matrix the error would be 0.6, as the 16 codes of a block would span more than 30
         EXPECT(std::sqrt(sum/n_embd) < 0.4);
         l.values(head, 0, 1, read.data());
         for (int e = 0; e < n_embd; ++e) {
