@@ -236,7 +236,7 @@ def test_a_turn_of_a_recalling_chat_writes_only_what_is_new(talk, tmp_path):
     before = archive.read_bytes(), archive.stat().st_ino, path.stat().st_size
     assert talk(TURNS[2:12]).returncode == 0
     data = archive.read_bytes()
-    # the archive keeps its old bytes; the session lists the new ones
+    # the archive file only grows: its old bytes stay at its start, new ones are appended
     assert data.startswith(before[0])
     assert archive.stat().st_ino == before[1]
     assert len(data) > 4 * len(before[0])

@@ -324,7 +324,7 @@ def test_what_was_typed_ahead_does_not_follow_what_is_put_at_the_prompt(terminal
     chat.until(f"the text that you typed ahead was dropped\n\n> {at_prompt}")
     chat.type("\x15")
     chat.say("two")
-    # the next prompts are empty, so all lines that are typed ahead are used
+    # the next prompts have no text to edit, so lines that were typed ahead are read and not dropped
     chat.type("three\r/exit\r")
     assert chat.process.wait(PATIENCE_S) == 0
     assert said(path) == [*["one"] * (at_prompt != "one"), "two", "three"]
