@@ -116,7 +116,7 @@ class Server:
         self.start(folder)
 
     def count(self, end: Json) -> tuple[int, int] | None:
-        """(tokens of the prompt, tokens read), as the server itself says."""
+        """(tokens of the prompt, tokens read), as the server reports them."""
         usage = end.get("usage") or {}
         if "input_tokens" in usage:
             n_read = usage["input_tokens"] + usage.get("cache_creation_input_tokens", 0)

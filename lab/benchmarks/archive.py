@@ -3,8 +3,8 @@
     python -m lab.benchmarks.archive FILE --sizes 8192,32768,131072 -t 1
 
 Reads some tokens of the text, then repeats the contents of the archive or the full cache up to the requested
-size, because the time depends only on the number of tokens. As in a stream, all but the archive's newest
-4,096 tokens are clustered as far ones (beyond n_near).
+size, because the time depends only on the number of tokens. As in a stream, all archived
+tokens but the newest 4,096 are clustered.
 Policies and the full cache take turns token by token, and CPU time is measured, so that a slow machine slows
 all of them. Evictions are left out: fewer tokens are timed than there are between two evictions.
 """

@@ -64,11 +64,13 @@ def attention(
 ) -> list[int]:
     """Flash attention of n tokens to the first n_kv cells; returns the nodes that give the result.
 
-    q: F32 [D, n_head, n]. mask: F16 [n_kv, n, 1, 1], or with forms other than "one" [n_kv, n, 1, n_kv_head].
+    q: F32 [D, n_head, n]. mask: F16 [n_kv, n, 1, 1] for "one", [n_kv, n, n_head, 1] for "ne2", otherwise
+    [n_kv, n, 1, n_kv_head].
 
     form
-        "one": all heads share the mask. "ne3": KV heads in ne[3]. "ne3 in order": the same, its result in
-        the order of "one". "calls": one call per KV head. "ne2": a mask per query head in ne[2].
+        "one": all heads share the mask. "ne2": ne[2] of the mask is the query head. "ne3": ne[3] of all
+        tensors is the KV head. "ne3 in order": like "ne3", but the result is copied to the order of "one".
+        "calls": one call and one result per KV head.
     """
     lib, context = work.lib, work.context
     cell, head = work.ggml.row_bytes(kind, D * N_KV_HEAD), work.ggml.row_bytes(kind, D)
@@ -123,7 +125,7 @@ def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> 
 
 
 def random_mask(rng: np.random.Generator, n_head: int, n: int, n_kv: int) -> np.ndarray:
-    """F16 [n_head, n, n_kv]: three of ten cells are hidden, some others weigh more, as means do."""
+    """F16 [n_head, n, n_kv]: three of ten cells are hidden, one weighs as much as a mean of 16 tokens."""
     block = rng.choice(np.array([-np.inf, 0, 0, np.log(16)], np.float16), 65_521, p=[0.3, 0.4, 0.2, 0.1])
     mask = np.resize(block, n_head * n * n_kv).reshape(n_head, n, n_kv)
     mask[..., 0] = 0

@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def _fast_folder() -> str | None:
-    """Return a folder in memory with room for the model, or None. Libraries may not be loadable from it."""
+    """Return a folder in memory with room for the model, or None. Libraries may fail to load from there."""
     shared = "/dev/shm"
     return shared if os.path.isdir(shared) and shutil.disk_usage(shared).free > 12e9 else None
 
@@ -325,7 +325,7 @@ def cuda_folders() -> list[str]:
             said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
             if said:
                 found[name] = str(Path(said).parent)
-    # the system's folder comes last, because it also has other libraries
+    # a folder of the system comes last, because its other libraries could hide those of the other folders
     return sorted(dict.fromkeys(found.values()), key=lambda folder: folder.startswith("/usr/lib"))
 
 
@@ -433,7 +433,7 @@ HIDDEN = ("part", "at_s", "policy", "budget", "flash", "cache_type", "kv_offload
 
 
 def short(value: Any) -> str:
-    """Format a value in few characters. A dict that has a median is shown by it."""
+    """Format a value in few characters. A dict with a median is shown as this median."""
     if isinstance(value, dict) and "median" in value:
         value = value["median"]
     if isinstance(value, dict):

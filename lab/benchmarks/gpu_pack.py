@@ -147,7 +147,7 @@ def write_vocabulary(model: Path, target: Path) -> None:
     arch = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(target, arch)
     for key, field in reader.fields.items():
-        # the writer makes these itself
+        # the writer adds its own header and architecture; alignment matters only for tensors
         if key.startswith("GGUF.") or key in ("general.architecture", "general.alignment"):
             continue
         if field.types[0] != gguf.GGUFValueType.ARRAY:

@@ -256,7 +256,7 @@ def profile(args: Args) -> Iterator[Row]:
     decode: llama.cpp's graph, with the search and the upload of synthetic cells. logits: the wait for the
     device. observe: signals read. plan: the policy. archive: cells read from the device and clustered. edit:
     cells moved on the device. decode_cpu: CPU time of all threads in decode. step: mean time of a step.
-    quiet: its median, which is a step without an eviction, because evictions come every 16 tokens.
+    quiet: median time of a step. The median step has no eviction, because evictions come every 16 tokens.
     """
     way = WAYS[args.way]
     model = Model(args.model)

@@ -143,7 +143,7 @@ def token_s(engine: Engine, drawing: GenerationOptions, n: int, seed: int) -> fl
 
 def ratios(model: Model, rounds: int, n: int) -> list[float]:
     """Time of a token with a schema, divided by that without one, for each pair of texts."""
-    # both must write n tokens: fifty items are longer, and without a schema tokens that end a text are banned
+    # both texts must reach n tokens: the fifty items are longer, and tokens that end the free text are banned
     bans = tuple((token, -np.inf) for token in model.ends)
     free, held = GenerationOptions(logit_bias=bans), GenerationOptions(json_schema=json.dumps(PEOPLE))
     found = []

@@ -124,7 +124,7 @@ def _segments(model: Model, tokens: np.ndarray, args) -> list[dict[str, float]]:
                     "start": start,
                     "nll": float(mine.mean()),
                     "fresh_nll": float(theirs.mean()),
-                    # computed as if tokens were independent
+                    # the standard error if tokens were independent
                     "error": float(difference.std() / math.sqrt(len(difference))),
                     "rss_bytes": memory.rss_bytes() or memory.peak_rss_bytes(),
                     "cache_bytes": engine.cache_bytes,

@@ -4,8 +4,8 @@
 
 Behind -- are options of `kvtool serve`. Two servers take turns, one with --parallel 1, one with --parallel N.
 Each gets N requests at once, of -n tokens each, after a round that does not count. A single chat then asks
-both servers, which shows the cost of being ready for more. Ratios are of the servers' CPU time and of wall
-time.
+both servers, which shows what --parallel N costs a chat that is alone. Ratios are of the servers' CPU time
+and of wall time.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def answer_of(said: Json) -> Json:
     usage, forgotten = said["usage"], said["kvtool"]["forgotten"]
     if "output" in said:
         calls = [item for item in said["output"] if item["type"] == "function_call"]
-        # join them: the model sees a function of a namespace as NAMESPACE__NAME, and so do the schemas
+        # prompt and schemas have NAMESPACE__NAME, but this API returns the two parts separately
         names = ["__".join(filter(None, (call.get("namespace"), call["name"]))) for call in calls]
         texts = [item["content"][0]["text"] for item in said["output"] if item["type"] == "message"]
         tokens = usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"]

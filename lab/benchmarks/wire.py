@@ -5,8 +5,8 @@
 A worker on loopback holds all layers, and a proxy in front of it counts. Stock is the same library with
 nothing of kvtool enabled; its cache is full except for the counted tokens. A policy's cache is at its budget
 before counting starts, so it plans every --evict-every tokens. The bytes beyond stock are shown per plan and
-by kind: `signals` come back; `edits` are the cells that move; `graphs` are llama.cpp's graphs: the edit's is
-sent first, then the decode's again. A policy may have options (recall:exact=512).
+by kind: `signals` come back; `edits` are the cells that move; `graphs` are llama.cpp's graphs, which are
+sent if the worker does not have them. A policy may have options (recall:exact=512).
 The bound is four bytes times rows times cells, for each signal that the policy reads.
 """
 
@@ -206,7 +206,7 @@ def measure_policy(
         engine.evict = counted
 
         def steps(is_done: Callable[[int], bool]) -> Iterator[None]:
-            # ends at a plan, so that whole periods between plans are counted; some policies plan seldom
+            # end at a plan: only whole periods between plans count, and some policies plan seldom
             n = 0
             while engine.n_until_plan > 0 or not is_done(n):
                 at = n_fill + n % args.tokens

@@ -105,7 +105,7 @@ def option_words(label: str) -> list[str]:
 
 
 def about(*measured: records.Record, lines: int = 1) -> Line:
-    """The time of these records, divided by the number of lines that share it, and the records' versions."""
+    """Seconds and versions for a line. The time of all records is divided by the number of their lines."""
     versions = {name: measured[0][name] for name in VERSIONS} | {"model": Path(measured[0]["model"]).name}
     # CPU time is preferred, because it does not depend on other programs
     seconds = sum(record.get("cpu_s", record.get("seconds", 0)) for record in measured)

@@ -102,7 +102,7 @@ def _merge(
 ):  # fmt: skip
     """Write the terms of all rows' merges, and return their number.
 
-    A row's cells are numbered by position: `place` is this number. victims: places, the first evicted first.
+    A place is a cell's rank by position in its row. victims: places, in the order of eviction.
     """
     n_row, n = order.shape
     n_evict = victims.shape[1]
@@ -138,7 +138,7 @@ def _merge(
             weight[to] *= 1 - give[i]
         for i in range(n_evict):
             taken[home[victims[row, i]]] += weight[victims[row, i]]
-        # a kept token's victims lie between its neighbours that are kept
+        # the victims of a kept token lie between it and the nearest kept tokens on both sides
         for place in range(n):
             if taken[place] == 0:
                 continue

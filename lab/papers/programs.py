@@ -17,7 +17,7 @@ from lab.papers.ruler import rows
 
 @dataclass(frozen=True, slots=True)
 class FadingRun(ByText):
-    """A run of `lab.papers.fading` for each text: perplexity under each rule for rows that keep means."""
+    """A run of `lab.papers.fading` for each text, which measures perplexity under each of the rules."""
 
     files: tuple[str, ...]
     rules: tuple[str, ...]

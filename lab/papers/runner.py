@@ -157,7 +157,10 @@ def _rounded(line: Line) -> Line:
 
 
 def runs_of(names: Iterable[str], others: bool = False) -> tuple[str, ...]:
-    """The runs of these experiments. others: only runs of the first model, which another model replaces."""
+    """The runs of these experiments.
+
+    others: whether another model replaces the experiments' first. If so, runs of further models are left out.
+    """
     runs = []
     for name in names:
         experiment = EXPERIMENTS[name]

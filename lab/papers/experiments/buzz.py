@@ -54,7 +54,10 @@ RUNS: dict[str, Run] = {
 
 
 def _kept(*tables: str) -> dict[Place, str]:
-    """The paper's numbers of these tables. BUZZ's are in the row of `kept=true`, which counts cells alike."""
+    """The paper's numbers of these tables.
+
+    BUZZ's are in the row of `kept=true`, whose budget counts the same cells as the paper's.
+    """
     return {
         (_KEPT if row == "buzz" else row, column): number
         for (row, column), number in numbers("buzz", *tables).items()

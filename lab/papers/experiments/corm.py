@@ -52,7 +52,7 @@ EXPERIMENTS = {
     "corm-table-3": Experiment(
         ("texts-corm", "texts-corm-1.5b"),
         (
-            # late: only CORM evicts before the budget is full, so only CORM could lose there
+            # late: leave out tokens before the budget is full, where only CORM evicts and can lose
             ScoreTable(
                 "nll",
                 **_OF_TABLE_3,

@@ -19,7 +19,7 @@ _POLICIES = ("h2o", "roco")
 
 
 def _rules(policy: str, n_mean: int, *more: str) -> tuple[str, ...]:
-    """Rules of a policy: alone, with more cells, with means (default rule), with means by `more` rules."""
+    """Rules: the policy alone, with more cells, with means, and with means under each rule of `more`."""
     means = f"{policy}+{n_mean}"
     return policy, f"{means}:cells", means, *(f"{means}:{name}" for name in more)
 

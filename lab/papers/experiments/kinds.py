@@ -57,8 +57,8 @@ class ScoreTable:
     names
         Headings of columns, by the value that a heading replaces.
     pooled
-        Columns that join others: for each heading, the values of the first field in `by` that the column
-        joins, or None for all values.
+        Columns that join others. Each heading has the values to join, of the first field in `by`; None joins
+        all values.
     late
         Whether only tokens after the first `budget` tokens count; before, a policy with a budget evicts none.
     only_pooled
@@ -73,7 +73,7 @@ class ScoreTable:
     worse
         If the paper prints no numbers: rows that it calls worse than its own method.
     theirs
-        Like `worse`, for single places: 1 for a number above that of the paper's method, -1 for one below.
+        Like `worse`, for single numbers: 1 for a number above that of the paper's method, -1 for one below.
     scores
         A score for each task, in place of score.
     title

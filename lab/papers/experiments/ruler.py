@@ -14,7 +14,7 @@ _PROTOCOLS = {"after": "question after the text was compressed", "known": "quest
 
 _OWN = ("full", "full q8_0", "full q4_0", "recall")
 
-# rows that share a budget have another table
+# policies whose rows or layers share a budget are in another table (lab/papers/sharing.py)
 ROWS = (*_OWN, *EQUAL)
 
 COUNTED = tuple(task for task in PARTS if task != "qa_2")

@@ -12,7 +12,7 @@ _POLICIES = ("full", "recall", "roco", "h2o", "buzz", "streamingllm")
 _AT_20 = (_POLICIES, ("20%",))
 _HIDDEN = ("--set", "lengths=512", "--set", "repeats=20")
 
-# 100 items of each, if there are so many
+# 100 items of each task, or all if it has fewer
 _TASKS = (
     EvalRun("passkey", (), *_AT_20, _HIDDEN, minutes=45),
     EvalRun("needle", ("paul_graham_essays/",), *_AT_20, _HIDDEN, minutes=30),

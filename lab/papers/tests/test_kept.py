@@ -162,7 +162,7 @@ def test_of_rulers_items_what_both_protocols_share_is_in_both():
         assert line["of"] == "vt"
         assert line["items"] == ["vt-4096-0", "vt-4096-1"]
         assert line["scores"] == {"string_match": [0, 0.5], "device": [1, 1], "host": [host, host]}
-    # the first task, vt, is complete
+    # vt is complete, so only the command of cwe is missing
     (ask,) = RULER.missing(kept, "made-up")
     assert ask.goes_on
     assert ask.command[:3] == ("lab.papers.ruler", "--tasks", "cwe")

@@ -70,16 +70,14 @@ def of_llama(path, tokens, wanted=tuple(Observed), kind=Kind.ROWS):
 def products(what, vectors):
     """Return products f64[head, n, n], which, unlike vectors, do not depend on the order of dimensions.
 
-    The twin orders dimensions in another way. Queries are normalised, because some architectures scale them
-    before attention and others within it.
+    The transformer in NumPy orders dimensions in another way. Queries are normalised, because some
+    architectures scale them before attention and others within it.
     """
     vectors = vectors.astype(np.float64)
     if what is Observed.QUERIES:
         vectors /= np.linalg.norm(vectors, axis=2).mean()
     return vectors @ vectors.swapaxes(1, 2)
 
-
-# what llama.cpp computes
 
 WHOLE = {
     **{"llama": {}, "qwen2": {}, "gemma3": {}, "smollm3": {}, "maincoder": {}, "qwen2vl": {}, "gpt_oss": {}},
@@ -114,7 +112,7 @@ def test_what_is_observed_is_what_the_transformer_computes(name, tmp_path):
                 continue
             got, expected = (each[what][layer.number] for each in (arrays, want))
             if (name, what) == ("maincoder", Observed.KEYS_BEFORE):
-                # maincoder's norm comes after RoPE, the twin's before it; keys after both are the same
+                # llama.cpp applies maincoder's norm after RoPE, NumPy's transformer before RoPE
                 got = got / np.sqrt(np.mean(got.astype(np.float64) ** 2, axis=2, keepdims=True) + 1e-5)
             got, expected = products(what, got), products(what, expected)
             assert got.shape == expected.shape
@@ -124,7 +122,7 @@ def test_what_is_observed_is_what_the_transformer_computes(name, tmp_path):
 def test_keys_before_rope_are_others_than_those_behind_it(tiny_model):
     arrays, _ = of_llama(tiny_model(), text(N))
     before, after = (arrays[what][1] for what in (Observed.KEYS_BEFORE, Observed.KEYS))
-    # RoPE does not rotate the first position
+    # RoPE rotates position 0 by an angle of 0
     assert np.array_equal(before[:, 0], after[:, 0])
     assert np.abs(before[:, 1:] - after[:, 1:]).max() > 0.5
 
@@ -149,9 +147,6 @@ def test_a_layer_that_llama_does_not_show_is_an_error(tiny_model):
     with pytest.raises(ModelError, match="llama.cpp shows no attention of layer 7 of"):
         observe(model, text(20), [Observed.ATTENTION], [0, 7], lambda *arrays: None, 1)
     model.close()
-
-
-# the definitions
 
 
 def attention_of(n, seed=1):
@@ -214,9 +209,6 @@ def test_chance_is_that_of_a_query_drawn_among_the_earlier_ones():
         )
         assert arrays.chance(near) == pytest.approx(want)
         assert arrays.within(near).tolist() == [min(near, n - 1) / (n - 1)]
-
-
-# the maps of a model
 
 
 def test_the_maps_are_those_of_the_transformer(tiny_model):
@@ -287,9 +279,6 @@ def test_a_model_without_such_a_map_is_refused(name, kinds, words, tmp_path):
     model.close()
 
 
-# the pictures
-
-
 def pixels(figure):
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
@@ -345,8 +334,6 @@ def test_a_pixel_is_the_mean_of_its_tokens(n):
             part = array[edges[i] : edges[i + 1], edges[j] : edges[j + 1]]
             assert coarse[i, j] == pytest.approx(part.mean())
 
-
-# the command
 
 COMMON = {"file", "map", "tokens", "model", "layers", "layer", "head"}
 NUMBERS = {

@@ -60,9 +60,6 @@ def test_only_what_stands_between_the_marks_is_made_anew(measured):
     assert first.count("Not measured yet.") == 2
 
 
-# the statistics
-
-
 def test_a_cell_is_a_mean_with_its_standard_error_and_the_papers_number(measured):
     rng = np.random.default_rng(0)
     full, h2o = rng.random(30), rng.random(30)

@@ -27,8 +27,6 @@ from lab.papers.lines import is_program
 from lab.papers.programs import FadingRun, RulerRun
 from lab.papers.tests.made_up import answered, compared, ruled
 
-# the document
-
 
 def test_the_documents_are_what_the_records_kept_say():
     documents = [path.read_text(encoding="utf-8") for path in runner.DOCUMENTS]
@@ -86,9 +84,6 @@ def test_unknown_experiments_are_refused(monkeypatch, tmp_path, capsys):
         runner.main()
     assert stopped.value.code == 2
     assert "no experiment buzz-table-33; there are: " in capsys.readouterr().err
-
-
-# the commands
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -170,9 +165,6 @@ def test_an_eval_is_shown_once_and_run_for_each_policy_and_budget():
         "kvtool compare FILE --policies corm --budgets '' --types f16 --max-tokens 9 -m m.gguf\n"
         "    # FILE: t.txt, u.txt"
     )
-
-
-# running
 
 
 def test_a_run_asks_for_what_is_missing_and_keeps_what_tables_need(monkeypatch, tmp_path):
@@ -290,7 +282,7 @@ def test_another_models_results_are_its_own(monkeypatch, tmp_path, capsys, name)
     there = ("--results", tmp_path / "results")
     program(monkeypatch, "run", tmp_path, name, "-m", "b.gguf", "--work", tmp_path / "work", *there)
     assert asked[0][-7:-4] == ("-m", "b.gguf", "-t")
-    # the document was not written: it shows the repository's own results
+    # with --results `run` does not write the document
     assert "kvtool" not in document.read_text()
     program(monkeypatch, "show", name, *there)
     shown = capsys.readouterr().out
