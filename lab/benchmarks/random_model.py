@@ -5,8 +5,8 @@
 
 The model has 32 layers, 32 query heads and 8 KV heads of 128 dimensions, as Llama 3.1 8B has; the file takes
 4.2 GB. To read texts, the model takes the tokenizer of another one (-m), whose vocabulary is smaller than
-Llama's: 7.4B weights are left. What the model writes means nothing. Its speed is that of any model with these
-shapes.
+Llama's, so the file has 7.4B weights. What the model writes means nothing. Its speed is that of any model
+with these shapes.
 
 With --arch gemma3 every sixth layer attends to all tokens, the others to the newest 1,024; with qwen35 every
 fourth layer has attention, the others are recurrent.

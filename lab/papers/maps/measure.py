@@ -119,8 +119,8 @@ class AttentionMap:
 class Attention(Share):
     """Overlap of the important keys of similar queries.
 
-    The overlap of a query and an earlier one is, among the keys that both have seen, the number important to
-    both divided by the number important to either. Both numbers are summed over the queries first.
+    The overlap of a query and an earlier one is the number of keys important to both, divided by the number
+    important to either. Only keys that both have seen count. Both numbers are summed over the queries first.
 
     Attributes
     ----------
