@@ -30,10 +30,10 @@ _TRY_EVERY = 32
 class DraftLength:
     """Choose the number of draft tokens of each step.
 
-    The support of a draft token is the number of tokens before it, including draft tokens, that equal those
-    at the place it is copied from. Draft tokens are grouped by support, and each group has an estimated
-    probability p of acceptance. A draft token is accepted only if all draft tokens before it are: n draft
-    tokens give p1 + p1 p2 + ... tokens on average.
+    A draft token is copied from an earlier place of the stream. Its support is the number of tokens before
+    it, including draft tokens, that equal the tokens before that place. Draft tokens are grouped by support,
+    and each group has an estimated probability p of acceptance. A draft token is accepted only if all draft
+    tokens before it are: n draft tokens give p1 + p1 p2 + ... additional tokens on average.
     """
 
     def __init__(self) -> None:

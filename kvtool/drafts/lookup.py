@@ -55,6 +55,6 @@ class Lookup:
         return int(n_same)
 
     def guess(self, n: int) -> np.ndarray:
-        """Return n tokens i32[n] after the match. At the stream's end, they start over after the match."""
+        """Return n tokens i32[n] from after the match. If fewer than n follow it, they are repeated."""
         tokens: np.ndarray = self._tokens[self._at + np.arange(n) % (self.n - self._at)]
         return tokens

@@ -69,8 +69,8 @@ class Engine:
     whole_reader, exact_reader
         The objects that read a text whole, or exactly.
     n_refused
-        Length of a text that a GPU lacked memory to read whole or exactly. Texts of this length or more are
-        then read in another way. None at first.
+        Length of a text for which a GPU lacked memory to read it whole or exactly. Texts of this length or
+        more are then read in another way. None at first.
     joint_decoder
         Decodes the steps of several engines together; None if this engine is alone.
     chunk_size

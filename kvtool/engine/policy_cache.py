@@ -132,7 +132,7 @@ class PolicyCache:
 
         Without sliding layers this is n_kv. Sliding layers may hold more tokens than n_kv, and drop those
         whose position becomes negative. With sliding layers the position is therefore at least n_swa, which
-        is capped at half of the context, and at the positions that leave room for n more tokens.
+        is capped at half of the context, and at n_ctx - n, so that n more tokens have positions.
         """
         return max(n_kv, min(self.context.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
 

@@ -95,7 +95,7 @@ def _earlier(cache: PolicyCache, n: int) -> _Earlier | None:
     n_first = int((rows.pos[0, : rows.n_kv] < span.stop).sum())
     if n <= n_first:
         return _Earlier(n_first, span.start, n, 0, cache.n_restart)
-    # `n_live` may assume an eviction that came later: no token after the archive's end was evicted
+    # at most the archive's end: later tokens were not evicted, but `n_live` may assume evictions too early
     begin = min(n - n_kv + n_first, span.stop)
     if begin < span.start:
         return None

@@ -66,7 +66,7 @@ class Signals:
         return values
 
     def save(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield each signal's `Context.history` by name; IMPORTANT as query numbers in the window."""
+        """Yield each signal's `Context.history` by name; IMPORTANT as `_converted` numbers queries."""
         for name, signal in self.of.items():
             yield name, self._converted(signal, self._cache.history(signal, self._rows.n_kv))
         if self._cache.queries:

@@ -51,7 +51,7 @@ def _numba() -> ModuleType:
     os.environ["NUMBA_CACHE_DIR"] = folder
     import numba
 
-    # for a numba that was imported before the variable was set; `vars`, as mypy does not know CACHE_DIR
+    # needed if numba was imported before the variable was set. mypy does not know CACHE_DIR, hence `vars`
     vars(numba.config)["CACHE_DIR"] = folder
     return numba
 

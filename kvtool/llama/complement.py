@@ -123,7 +123,7 @@ class Complement:
         return overlaps
 
     def _have_distinct_values(self, options: Sequence[Any], within: frozenset[str]) -> bool:
-        """Return True if all options list their values, or those of one required property, none twice."""
+        """Return True if the options list their values (or a required property's), and no value twice."""
         known = [option for option in map(self.resolved, options) if isinstance(option, Mapping)]
         if len(known) < len(options) or not known:
             return False

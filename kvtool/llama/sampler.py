@@ -210,7 +210,7 @@ class Sampler:
     def _is_quick(self, fits: np.ndarray) -> bool:
         """Return True if excluding tokens is faster than listing those that fit. fits: b1[n_vocab].
 
-        False for samplers that sum log-probabilities: excluded tokens would add -inf to the sum.
+        False for samplers that sum log-probabilities: the -inf of an excluded token would spoil the sum.
         """
         sums_logs = self.settings.typical < 1 or self.settings.mirostat
         return not sums_logs and bool(np.count_nonzero(fits) > _MANY * len(fits))

@@ -57,7 +57,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def _or_file(is_text: Callable[[str], bool]) -> Callable[[str | None, str], str | None]:
-    """Return a `read` for values that are the text itself if `is_text`, else its file; "" becomes None."""
+    """Return a `read` function. A value is the text if `is_text`, otherwise its file; "" becomes None."""
     return lambda raw, flag: (utf8(flag, raw) if is_text(raw) else read_text(raw)) if raw else None
 
 

@@ -55,7 +55,7 @@ def _ask(terminal: Terminal, prompt: Prompt) -> str | None:
     interrupt.raises()
     default, terminal.typed = terminal.typed, ""
     selected, terminal.selects = terminal.selects, False
-    # text that was typed ahead was not meant to follow the offered text
+    # drop text that was typed ahead: it was not meant to follow the text that is now offered
     if default and prompt.forget():
         terminal.note("the text that you typed ahead was dropped")
     while True:

@@ -314,7 +314,7 @@ async def _stream(
 
 async def _next_events(job: Job, skipped: tuple[str, ...]) -> AsyncIterator[Body | None]:
     """Yield None each time that a ping is due, and finally the next event."""
-    # the future waits through skipped events: if they ended it, each would postpone the next ping
+    # one future for the skipped events and the next one: otherwise each event would postpone the ping
     waited = asyncio.ensure_future(job.next_event(*skipped))
     try:
         while True:

@@ -313,7 +313,7 @@ class Resumer:
         rewound, no snapshot is needed, and nothing is read.
 
         keeps_thought: True if the reply's thought may stay until the user's next message. With that message
-        the template drops it, and the chat continues from this snapshot: even a short prompt is stored.
+        the template drops it. The chat then continues from this snapshot, so even a short prompt is stored.
         """
         n = len(tokens) - max(self.conversation.header.n, 1)
         is_first = keeps_thought and messages[-1]["role"] == "user"
