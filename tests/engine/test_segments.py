@@ -484,9 +484,9 @@ def test_an_archive_is_as_private_as_its_session_and_beside_the_target_of_a_link
 
 
 class Steps:
-    """Ends the process, as kill -9 does, at the nth call that changes a file.
+    """Ends the process, as kill -9 does, after n calls that change a file.
 
-    If this call writes data, half of the data is written first.
+    If the next call writes data, half of the data is written first.
     """
 
     def __init__(self, n):

@@ -243,7 +243,7 @@ def test_a_policy_s_own_file_is_known_by_what_is_in_it(common, tmp_path):
         (run,) = make(common, [str(path)], ["64"])
         keys.append(records.key(grid.identity(common, run), grid.KEY))
     assert keys[0] != keys[1]
-    # the key keeps the file's content as it was read, since the file may be edited or deleted meanwhile
+    # the key keeps the file's content, since the file may be edited or deleted meanwhile
     path.unlink()
     assert records.key(grid.identity(common, run), grid.KEY) == keys[1]
 

@@ -23,7 +23,7 @@ def test_squad_example_of_the_evaluate_library():
         ("The Cat!", "cat", 1, 1),
         ("an apple, a day", "apple day", 1, 1),
         ("the cat sat", "cat sat down", 0, 2 * (2 / 2) * (2 / 3) / (2 / 2 + 2 / 3)),
-        # a word counts as often as it is in both texts
+        # a word counts as often as both texts contain it
         ("dog dog dog", "dog dog cat", 0, 2 / 3),
         # punctuation is removed before articles, as in SQuAD's script
         ("a.m.", "am", 1, 1),
