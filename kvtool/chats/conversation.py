@@ -514,7 +514,7 @@ class Conversation:
             try:
                 self._go_to(before)
             except SessionError:
-                # marks older than the copy belong to the stream that the damaged copy cannot restore
+                # the copy is damaged, so its stream is lost: drop the marks in that stream
                 self.undo_stack.drop_marks()
                 raise
         self.n_reply = max(n_reply, self.n_reply)

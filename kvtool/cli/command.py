@@ -171,7 +171,7 @@ def sentence_of(command: Any) -> str:
 
 
 def flags_of(param: Any) -> list[str]:
-    """Return the names of an option that help and documents show."""
+    """Return an option's names, except former names, which help and documents do not show."""
     return [name for name in param.opts if name not in _EARLIER]
 
 

@@ -68,8 +68,8 @@ def kernel(
     signature
         In numba's notation: "i4[:,::1]" is a C-contiguous matrix of int32.
     any_order
-        True if sums of floats may be reordered. Only for whole numbers, whose sum does not depend on the
-        order.
+        True if sums of floats may be reordered. Set it only for whole numbers stored as floats: their sums
+        are exact in any order.
     """
     signatures = [signature] if isinstance(signature, str) else signature
     return lambda function: Kernel(function, signatures, any_order)

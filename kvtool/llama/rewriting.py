@@ -68,10 +68,10 @@ class LeftOut(NamedTuple):
 
 
 def rewritten(schema: Mapping[str, Any], *, is_exact: bool = True) -> tuple[Schema, list[LeftOut]]:
-    """Return the schema for llguidance, and the keywords that it does not enforce.
+    """Return the schema rewritten for llguidance, and the original's keywords that are not enforced.
 
-    is_exact: express oneOf, not and conditions in other keywords. Raises UsageError if the schema becomes too
-    large or an object has too many properties.
+    is_exact: express oneOf, "not", conditions and dependencies by other keywords, in a longer schema. Raises
+    UsageError if the schema becomes too large or an object has too many properties.
     """
     shared: set[str] = set()
     while True:

@@ -1,7 +1,7 @@
 """Types shared by the engine and the policies.
 
-A row is one (layer, KV head) pair, layer by layer. Every row evicts independently. The cells of a row are in
-no order: `View.pos[row, cell]` is the position in the stream of a cell's token.
+A row is one (layer, KV head) pair. Rows are ordered by layer, then by head. Every row evicts independently.
+The cells of a row are in no order: `View.pos[row, cell]` is the position in the stream of a cell's token.
 """
 
 from kvtool.policy.base import Policy, State, split_budget

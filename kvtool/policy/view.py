@@ -207,7 +207,7 @@ class SignalRequest:
 
     @property
     def needs_t(self) -> bool:
-        """True if llama.cpp must get t before each step."""
+        """True if llama.cpp computes with t, so that the engine must set t before each step."""
         return self.log_n or bool(self.signals & _USE_T)
 
 

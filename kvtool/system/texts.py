@@ -113,9 +113,9 @@ class TextSource:
             raise
 
     def start(self, n_bytes: int | None = None) -> str:
-        """Return the text in the first n_bytes or more (None: all of it), without a cut character at its end.
+        """Read until at least n_bytes are held (None: to the end), and return the text of all bytes held.
 
-        Raises InputError.
+        An incomplete character at the end is left out. Raises InputError.
         """
         try:
             missing = -1 if n_bytes is None else max(n_bytes - len(self._data), 0)

@@ -150,7 +150,7 @@ class RulerRun:
             yield question, label, budget
 
     def _asked(self) -> tuple[list[str], list[str]]:
-        """Policies with a budget for each share, and others in the form of `papers.ruler --others`."""
+        """Return the policies to run at each share removed, and the values of `papers.ruler --others`."""
         kinds = {label: policies.load(split_policy(label)[0]) for label in self.policies}
         recall = [label for label, kind in kinds.items() if kind.recalls()]
         forget = [label for label, kind in kinds.items() if kind.evicts and label not in recall]

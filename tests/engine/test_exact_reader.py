@@ -18,7 +18,7 @@ ROUGH = 0.1 if ON_CUDA else 5e-2
 
 
 def fit(**params):
-    # search=all: single tokens also attend to all archived tokens exactly
+    # search=all: later single tokens also attend to each archived token, and not to means of clusters
     params = {"search": "all", **params}
     return policies.fit("recall", 48, 16, [f"{key}={value}" for key, value in params.items()])
 

@@ -201,10 +201,10 @@ def test_rows_that_share_a_budget_score_like_the_definition(
 def test_recall_scores_like_the_definition(
     monkeypatch, tiny_model, rope, positions, evict_every, made, options
 ):
-    # no token twice: all far tokens have the same distance, so rounding would decide between equal tokens
+    # no token twice: distances above 65, half of the context, count as 65, so two far copies of a token could
+    # score alike, and rounding would choose between them
     n = 128 if positions == "original" else 250
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:n].astype(np.int32)
-    # distances above 65, half of the context, count as 65
     path = tiny_model(n_head_kv=2, n_ctx_train=130, rope=rope)
     policy = policies.fit("recall", 48, evict_every, ["search=all", *options])
     want = reference(path, tokens, policy, "recall", made, positions=positions)

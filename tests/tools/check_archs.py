@@ -1,4 +1,4 @@
-"""Check that kvtool runs every architecture that it does not refuse, and computes what llama.cpp computes.
+"""Check kvtool's results with every architecture that it supports.
 
     python tests/tools/check_archs.py DIR
 
@@ -6,10 +6,10 @@ DIR has small random models, one per architecture. llama.cpp's test-llama-archs 
 tests/tiny_archs.py the rest; `make check-archs` runs both. Prints a line per model; exit status 1 if any
 fails. The checks:
 
-full       the logits of `full` equal those of a context with nothing enabled, bit by bit; up to rounding with
+full       the policy `full` gives the logits of a plain llama.cpp context, bit by bit; up to rounding with
            flash attention and an index. Flash attention is not checked where llama.cpp aborts with it
-alike      streamingllm and local score as with llama.cpp's sequence calls, up to rounding. Leaves out models
-           with sliding or recurrent layers
+alike      the policies `streamingllm` and `local` give the same scores with kvtool's patch as with
+           llama.cpp's sequence calls, up to rounding. Leaves out models with sliding or recurrent layers
 permuted   logits do not depend on the order of the cells in each row, up to rounding
 ragged     if rows evict different tokens, ragged rows give the logits of plain rows, up to rounding
 graph      edits computed as a graph, as on a device, give the scores of edits in host memory, bit by bit

@@ -71,7 +71,7 @@ def test_a_device_and_a_pipe_are_written_to(tmp_path):
 
 
 def test_what_a_user_asks_for_is_written_by_this_module_alone():
-    # exceptions: they write to temporary folders, download under another name first, or log for a parent
+    # exceptions: these write only to temporary folders or to the folder of downloaded models
     others = {"link.py", "sources.py", "eval.py", "download.py", "fetch.py", "web.py", "runner.py"}
     for path in Path(files.__file__).parent.parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")

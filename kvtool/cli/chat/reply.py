@@ -100,7 +100,7 @@ class ReplyView:
         return Text("\n").join(lines[-n:])
 
     def _fold(self) -> None:
-        """Replace a thought that has ended by one line."""
+        """Clear the finished thought from the terminal. Print a line instead unless thoughts are hidden."""
         if self._live is None:
             return
         self._live.update("", refresh=True)

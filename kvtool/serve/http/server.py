@@ -71,7 +71,7 @@ def serve(
             site.props = None
             server.should_exit = True
 
-    # a daemon thread, because it may be killed in any step: no file is ever half written
+    # a daemon thread ends with the process. This is safe in any step, because no file is ever half written
     engine = threading.Thread(target=work, name="engine", daemon=True)
     with _noted_signals(server) as signals:
         engine.start()
