@@ -393,15 +393,7 @@ def test_a_chat_continues_with_the_archive_type_that_it_was_started_with(talk, t
     def stored():
         return session.read_meta(path)["fixed"]["archive_type"]
 
-    def change(**fixed):
-        meta, arrays = session.read(path)
-        meta["fixed"] |= fixed
-        del meta["options"]["archive_type"]
-        session.write(path, meta, arrays.items())
-
-    # q8_0 was the default of earlier versions
     talk(TURNS[:6], *RECALL, "--archive-type", "q8_0")
-    change()
     assert talk(TURNS[6:7]).returncode == 0
     assert stored() == "q8_0"
     done = talk(TURNS[7:8], "--archive-type", "f16")
@@ -412,7 +404,9 @@ def test_a_chat_continues_with_the_archive_type_that_it_was_started_with(talk, t
     assert stored() == "rotated q4_1"
     assert talk(TURNS[6:7], "--archive-type", "q4_1").returncode == 0
     # earlier versions stored q4_1 without a Hadamard matrix
-    change(archive_type="q4_1")
+    meta, arrays = session.read(path)
+    meta["fixed"]["archive_type"] = "q4_1"
+    session.write(path, meta, arrays.items())
     for options in ((), ("--archive-type", "q4_1")):
         assert talk(TURNS[7:8], *options).returncode == 0
         assert stored() == "q4_1"
