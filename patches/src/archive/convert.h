@@ -9,9 +9,6 @@
 
 namespace kvtool {
 
-// numbers that share a scale in q8_0
-constexpr int n_group = 32;
-
 void to_float  (ggml_type type, const void  * x, float * y, int64_t n);
 void from_float(ggml_type type, const float * x, void  * y, int64_t n);
 

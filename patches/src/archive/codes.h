@@ -1,0 +1,111 @@
+// Rows of q8_0, q5_0 and q4_1 as floats, one group at a time. The floats are ggml's, bit for bit.
+
+#pragma once
+
+#include "cpu.h"
+
+#include "ggml.h"
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef KVTOOL_X86
+#include <immintrin.h>
+#endif
+
+namespace kvtool {
+
+// numbers that share a scale in q8_0, q5_0 and q4_1
+constexpr int n_group = 32;
+
+#ifdef KVTOOL_X86
+
+// the numbers of a group in four vectors
+struct group {
+    __m256 x[4];
+};
+
+// q8_0: a scale in half precision, then signed bytes
+struct of_q8_0 {
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 eight(const uint8_t * from, __m256 scale) {
+        return _mm256_mul_ps(scale, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) from))));
+    }
+    KVTOOL_AVX2 static inline KVTOOL_INLINE group load(const uint8_t * row, int64_t g) {
+        const uint8_t * from = row + g*(int64_t) (sizeof(ggml_fp16_t) + n_group);
+        uint16_t d;
+        memcpy(&d, from, sizeof(d));
+        const __m256 scale = _mm256_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(d)));
+        from += sizeof(d);
+        return { eight(from, scale), eight(from + 8, scale), eight(from + 16, scale), eight(from + 24, scale) };
+    }
+};
+
+// Formats whose elements are scale*code + least. The low bits of the last n_group/2 bytes of a group hold the low bits of
+// the first half of its codes
+
+KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i low_bits(const uint8_t * from) {
+    const __m128i both = _mm_loadu_si128((const __m128i *) from);
+    return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(both, 4), both), _mm256_set1_epi8(15));
+}
+
+// a scale and a minimum in half precision, codes of 4 bits
+struct q4_1 {
+    static constexpr int64_t n_bytes = 2*sizeof(ggml_fp16_t) + n_group/2;
+    static constexpr char    zero    = 0; // no code always stands for 0
+
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) { return low_bits(from + 2*sizeof(ggml_fp16_t)); }
+
+    // scale, least
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) {
+        uint32_t both;
+        memcpy(&both, from, sizeof(both));
+        return _mm_cvtph_ps(_mm_cvtsi32_si128(both));
+    }
+};
+
+// a scale in half precision, the fifth bits of all codes, the other bits
+struct q5_0 {
+    static constexpr int64_t n_bytes = sizeof(ggml_fp16_t) + sizeof(uint32_t) + n_group/2;
+    static constexpr char    zero    = 16; // the code of 0
+
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) {
+        uint32_t bits;
+        memcpy(&bits, from + sizeof(ggml_fp16_t), sizeof(bits));
+        // each byte gets the byte that holds its bit
+        const __m256i place = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+        const __m256i bit   = _mm256_set1_epi64x((int64_t) 0x8040201008040201);
+        const __m256i fifth = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int) bits), place), bit);
+        const __m256i high  = _mm256_and_si256(_mm256_cmpeq_epi8(fifth, bit), _mm256_set1_epi8(16));
+        return _mm256_or_si256(low_bits(from + sizeof(ggml_fp16_t) + sizeof(bits)), high);
+    }
+
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) {
+        uint16_t d;
+        memcpy(&d, from, sizeof(d));
+        const __m128 scale = _mm_cvtph_ps(_mm_cvtsi32_si128(d));
+        return _mm_unpacklo_ps(scale, _mm_mul_ss(scale, _mm_set_ss(-16.0f)));
+    }
+};
+
+template <typename Q>
+struct of_codes {
+    // codes: already reduced by Q::zero. In formats with a zero the sum would lose the sign of a 0, which is the scale's in ggml
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 eight(__m128i codes, __m256 scale, __m256 least) {
+        const __m256 x = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
+        return Q::zero != 0 ? _mm256_mul_ps(scale, x) : _mm256_fmadd_ps(scale, x, least);
+    }
+    KVTOOL_AVX2 static inline KVTOOL_INLINE group load(const uint8_t * row, int64_t g) {
+        const uint8_t * from = row + g*Q::n_bytes;
+        const __m128  two   = Q::params(from);
+        const __m256  scale = _mm256_broadcastss_ps(two);
+        const __m256  least = _mm256_broadcastss_ps(_mm_movehdup_ps(two));
+        const __m256i all   = _mm256_sub_epi8(Q::codes(from), _mm256_set1_epi8(Q::zero));
+        const __m128i a     = _mm256_castsi256_si128(all);
+        const __m128i b     = _mm256_extracti128_si256(all, 1);
+        return { eight(a, scale, least), eight(_mm_srli_si128(a, 8), scale, least), eight(b, scale, least), eight(_mm_srli_si128(b, 8), scale, least) };
+    }
+};
+
+#endif
+
+} // namespace kvtool
