@@ -259,8 +259,9 @@ public:
 
     const turns & turns_of(size_t i) const { return rope[i]; }
 
-    // Tokens before this position are beyond n_near: all have the same distance from a query. Clustered blocks
-    // store whether they were beyond n_near when they were clustered.
+    // Far tokens are the tokens before this position: they are farther than n_near from the stream's next token. A query
+    // attends to a far token as if it were at distance n_near. A clustered block has its own flag, bearing::is_far. The
+    // flag changes only when the block is clustered again.
     int64_t far_end() const { return far; }
 
     // runs of the archived tokens, the oldest first; the newest run may have no tokens yet

@@ -263,7 +263,7 @@ bool graphs::compute(
 }
 
 void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::vector<layer_shape> & shapes) {
-    // unneeded bytes that may be sent for each node of a kept graph
+    // limit of an edit's unneeded bytes, per node of the kept graph
     static constexpr int64_t n_vain_node = 128;
 
     auto & kept = *p.kept;
@@ -280,7 +280,8 @@ void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::v
         n_vain += list_bytes(l, kept.shapes[i], v_trans) - list_bytes(l, fresh[i], v_trans);
     }
 
-    // sending more unneeded bytes with every edit costs more than a new graph
+    // Every edit fills the kept graph's lists, also with entries that it does not need. Above the limit, sending these
+    // entries costs more than sending a new graph with shorter lists
     const bool large = kept.gf && n_vain > ggml_graph_n_nodes(kept.gf)*n_vain_node;
 
     if (fits && !large) {

@@ -64,10 +64,11 @@ struct llama_kvtool_memory {
     // layers of a cache except those without attention; rows are not numbered yet
     static std::vector<kvtool::layer> layers(const llama_model & model, const llama_kv_cache & kv);
 
-    // for each layer of the model, the index in `layers` of the layer whose cells it reads; -1 if it reads none
+    // A layer of the model reads its own cells or those of an earlier layer. For each layer of the model, this returns
+    // the index in `layers` of the layer whose cells it reads; -1 if it reads no cells.
     static std::vector<int> owners(const llama_model & model, const llama_kv_cache & kv);
 
-    // layers of an index's cache
+    // layers of the cache of a model's index; its keys are those by which the index chooses cells
     static std::vector<kvtool::layer> index_layers(const llama_kv_cache & kv);
 
     // number of cells of every layer of a cache, also of layers without attention
