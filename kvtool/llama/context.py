@@ -102,7 +102,6 @@ class Context(Decoder):
         self._n_query = max(request.n_query, 1)
         # room for draft tokens: when they are removed, the last n_query queries must still be there
         self._n_slot = self._n_query + n_draft
-        self._n_deferred = self._deferred(n_draft, n_defer) if per_cell else 0
         recall, made = request.recall or Recalls(n_cell=0, chunk=1), model.layers.has_values
         n_future = request.n_future if Signal.FUTURE in request.signals else 0
         kind = archive_type.removeprefix(PLAIN)
@@ -164,12 +163,8 @@ class Context(Decoder):
         """
         n_signal = len(self._cleared) + self._recent * self._n_query
         n_query = self.queries.shape[1] * self._n_slot if self.queries else 0
-        return 4 * (int(n_cell[self._layer].sum()) * n_signal + n_query + self._n_deferred)
-
-    def _deferred(self, n_draft: int, n_defer: int) -> int:
-        """Return the number of floats of the queries that are stored until their signals are computed."""
-        n_query = max(n_defer if self.may_flash else 0, n_draft + 1 if n_draft else 0)
-        return n_query * sum(n * layer.n_head_kv * layer.head_size_k for layer, n in self.model.groups)
+        n_deferred = int(lib.llama_kvtool_deferred_bytes(self._context))
+        return 4 * (int(n_cell[self._layer].sum()) * n_signal + n_query) + n_deferred
 
     @cached_property
     def n_head(self) -> np.ndarray:

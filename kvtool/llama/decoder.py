@@ -90,7 +90,6 @@ class Decoder:
         params.type_k = CACHE_TYPES[type_k]
         params.type_v = CACHE_TYPES[type_v]
         flash = choose_flash(flash, type_v, model.layers.has_alibi)
-        self.may_flash = flash != "off"
         params.flash_attn_type = FLASH[flash]
         if on_tensor is not None:
             # keep the callback alive: llama.cpp holds no reference to it

@@ -15,7 +15,7 @@ from kvtool.llama.bindings import lib as lib
 from kvtool.llama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
-ABI = 20
+ABI = 21
 """Version of the patch's C API that this kvtool needs."""
 
 _NO_ROOM = -2
@@ -91,6 +91,7 @@ def _bind_all() -> None:
     bind("llama_kvtool_resize", i32, pointer, pointer, i32)
     bind("llama_kvtool_row_layers", i32, pointer, pointer, i32)
     bind("llama_kvtool_cache_bytes", i64, pointer)
+    bind("llama_kvtool_deferred_bytes", i64, pointer)
     bind("llama_kvtool_read", i32, pointer, u32, pointer, i32, i32)
     bind("llama_kvtool_write", i32, pointer, u32, pointer, i32, i32)
     bind("llama_kvtool_read_recent", i32, pointer, pointer, i32, i32, i32)

@@ -728,6 +728,13 @@ def test_what_signals_take_beside_the_cache_counts_as_state(
         assert said(engine, policy)["state_bytes"] == engine.state_bytes
 
 
+@pytest.mark.parametrize(("flash", "slack", "n_query"), [("off", 4, 0), ("on", 4, 4), ("on", 100, 32)])
+def test_queries_that_wait_for_their_signals_count_as_state(tiny_model, flash, slack, n_query):
+    path = tiny_model(n_layer=2, n_head=4, n_head_kv=2, head_dim=32)
+    with open_engine(path, policies.fit("h2o", 128, slack), flash=flash) as engine:
+        assert engine.signal_bytes == 4 * (2 * 2 * 256 + n_query * 4 * 32 * 2)
+
+
 def test_signals_of_rows_that_differ_are_those_of_their_layers(tiny_model):
     with open_engine(tiny_model(n_layer=2), policies.fit("h2o", 48, 4, ["heads=adaptive"])) as engine:
         engine.context.resize(np.array([128, 192]))

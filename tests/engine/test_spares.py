@@ -51,7 +51,7 @@ def step(engine, token):
 
 
 def run(path, name, flash, kind, n_gpu_layers, meter=None):
-    """Return the logits of every token, and the bytes of graphs sent for the counted tokens."""
+    """Return the logits of every token, the bytes of graphs sent for the counted tokens, and signal_bytes."""
     positions = "original" if name == "recall" else "in-cache"
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "n_batch": 16, "positions": positions}
     tokens = text(N_READ + N_BEFORE + N_COUNTED)
@@ -64,7 +64,7 @@ def run(path, name, flash, kind, n_gpu_layers, meter=None):
             step(engine, token)
             logits.append(engine.context.logits()[0].tolist())
         assert engine.n_evicted > 80
-        return logits, meter.read()[0]["graph"] - before if meter else 0
+        return logits, meter.read()[0]["graph"] - before if meter else 0, engine.signal_bytes
 
 
 def two_at_once(path):
@@ -125,12 +125,18 @@ def remote(path):
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(map(str, run)) for run in RUNS])
 def test_edits_on_a_spare_score_like_edits_here(remote, path, number):
     name, flash, kind, _ = RUNS[number]
-    here, _ = run(path, name, flash, kind, 0)
+    here, *_ = run(path, name, flash, kind, 0)
     off = np.abs(np.array(remote[0]["results"][number][0]) - np.array(here)).max(axis=1)
     assert len(off) == N_BEFORE + N_COUNTED
     # values in half precision or 8 bits are sometimes rounded the other way
     assert np.median(off) < 1e-4
     assert off.max() < (0.1 if kind == "q8_0" else 1e-2)
+
+
+@pytest.mark.parametrize("number", [i for i, run in enumerate(RUNS) if run[0] == "h2o"])
+def test_with_a_worker_each_step_computes_its_signals_so_no_queries_are_stored(remote, number):
+    # one float for each cell of two KV heads in each layer
+    assert remote[0]["results"][number][2] == 4 * N_LAYER * 2 * 256
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(map(str, run)) for run in RUNS])

@@ -184,6 +184,7 @@ class Fuzz:
         for name, status in (
             ("n_dim", lib.llama_kvtool_n_dim(None)),
             ("cache_bytes", lib.llama_kvtool_cache_bytes(None)),
+            ("deferred_bytes", lib.llama_kvtool_deferred_bytes(None)),
             ("row_layers", lib.llama_kvtool_row_layers(None, None, N_ROW)),
             ("enable", lib.llama_kvtool_enable(self.pointer, None)),
             ("resize", lib.llama_kvtool_resize(self.pointer, None, N_LAYER)),

@@ -84,6 +84,14 @@ int64_t stored_queries::n_number() const {
     return res;
 }
 
+int64_t stored_queries::n_bytes() const {
+    int64_t res = 0;
+    for (const auto & a : askers) {
+        res += ggml_nbytes(a.t);
+    }
+    return res;
+}
+
 void queries::copy(float * out, const float * in, int32_t * at) {
     const int64_t n_all = n_number();
 

@@ -41,6 +41,9 @@ public:
     // elements of a query in all layers together
     int64_t n_number() const;
 
+    // bytes of all slots
+    int64_t n_bytes() const;
+
 private:
     struct memory {
         ggml_context_ptr        ctx;

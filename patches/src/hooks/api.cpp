@@ -89,6 +89,11 @@ int64_t llama_kvtool_cache_bytes(const llama_context * ctx) {
     return kvtool ? kvtool->n_bytes() : -1;
 }
 
+int64_t llama_kvtool_deferred_bytes(const llama_context * ctx) {
+    const auto * kvtool = llama_kvtool::get(ctx);
+    return kvtool ? kvtool->deferred.n_bytes() : -1;
+}
+
 int32_t llama_kvtool_watch(llama_context * ctx, bool watch) {
     auto * kvtool = llama_kvtool::get(ctx);
     if (!kvtool) {

@@ -22,7 +22,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 20
+#define LLAMA_KVTOOL_ABI 21
 
 // error of a call for which the archive has no memory or disk space; the caller may try again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -201,6 +201,9 @@ LLAMA_API int32_t llama_kvtool_n_dim(const struct llama_context * ctx);
 
 // bytes of the K and V tensors, sliding layers included, and of recurrent states
 LLAMA_API int64_t llama_kvtool_cache_bytes(const struct llama_context * ctx);
+
+// bytes of the queries that steps store to compute their signals later; 0 if each step computes its own
+LLAMA_API int64_t llama_kvtool_deferred_bytes(const struct llama_context * ctx);
 
 // turn the signals on or off for later decodes; they are on at first. No signal includes the queries of decodes with
 // signals off
