@@ -13,8 +13,10 @@ from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError, OutOfMemory
+from kvtool.llama.context import Context
 from kvtool.llama.devices import has_gpu
 from kvtool.llama.joint import JointContext, Part
+from kvtool.llama.library import error_text, lib
 from kvtool.llama.model import Model
 from kvtool.policy import Signal
 from kvtool.serve import batching
@@ -261,6 +263,26 @@ def test_others_get_their_turns_beside_joint_steps(tiny_model, monkeypatch):
     assert not other.is_alive()
     # after each slice of a few joint steps the other thread gets a turn
     assert sum(a < b <= a + 6 for a, b in itertools.pairwise(seen)) >= 7
+
+
+@pytest.mark.parametrize(
+    ("type_k", "type_v", "refused"),
+    [("f16", "f16", None), ("q8_0", "f16", "q8_0"), ("f16", "q8_0", "q8_0"), ("f32", "f32", "f32")],
+)
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+def test_the_cells_of_a_joint_context_must_be_f16(tiny_model, arch, type_k, type_v, refused):
+    with ExitStack() as stack:
+        model = stack.enter_context(closing(Model(tiny_model(arch=arch))))
+        like, own = (
+            stack.enter_context(closing(Context(model, 256, 32, **types, flash="on", n_threads=1)))
+            for types in ({}, {"type_k": type_k, "type_v": type_v})
+        )
+        status = lib.llama_kvtool_enable_joint(own.handle, like.handle, 1)
+        if refused:
+            assert status < 0
+            assert error_text() == f"the cells of a context for joint steps must be f16, got {refused}"
+        else:
+            assert status >= 0
 
 
 @pytest.mark.parametrize("n_most", [0, 5])

@@ -165,6 +165,23 @@ llm_graph_params llama_kvtool::graph_params(const member & m, llm_graph_result *
     return params;
 }
 
+// type of the context's cells; GGML_TYPE_F16 only if all its K and V tensors have it
+static ggml_type type_of_cells(const llama_context & lctx) {
+    for (const llama_kv_cache * kv : { memory::cache(lctx), memory::sliding_cache(lctx) }) {
+        if (!kv) {
+            continue;
+        }
+        for (const auto & l : memory::layers(lctx.get_model(), *kv)) {
+            for (const ggml_tensor * t : { l.k, l.v }) {
+                if (t && t->type != GGML_TYPE_F16) {
+                    return t->type;
+                }
+            }
+        }
+    }
+    return GGML_TYPE_F16;
+}
+
 int32_t llama_kvtool::enable_joint(llama_context & lctx, const llama_context & like, int n_most) {
     static constexpr uint32_t n_node_layer = 56; // nodes of a layer's attention, without those that kvtool adds
 
@@ -182,6 +199,12 @@ int32_t llama_kvtool::enable_joint(llama_context & lctx, const llama_context & l
     };
     if (const char * why = why_not()) {
         return fail(format("a model with %s takes no joint steps", why));
+    }
+
+    // For quantized cells llama.cpp multiplies queries, keys and values by Hadamard matrices. It would do so before the
+    // members' attention, which multiplies them itself where its cells are quantized
+    if (const ggml_type type = type_of_cells(lctx); type != GGML_TYPE_F16) {
+        return fail(format("the cells of a context for joint steps must be f16, got %s", ggml_type_name(type)));
     }
 
     const auto & hparams = lctx.model.hparams;
