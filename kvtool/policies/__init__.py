@@ -7,6 +7,7 @@ of the group "kvtool.policies", each of which names a class.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
@@ -84,8 +85,9 @@ def file_sha256(name: str) -> str | None:
 
 @cache
 def _load_file(path: Path) -> type[Policy]:
-    # dataclasses and numba find the module by this name
-    name = f"kvtool_policy_{path.stem}"
+    # dataclasses and numba find the module by this name, so it must differ between folders
+    folder = hashlib.sha256(os.fsencode(path.resolve().parent)).hexdigest()[:12]
+    name = f"kvtool_policy_{path.stem}_{folder}"
     spec = spec_from_file_location(name, path)
     if not (path.is_file() and spec and spec.loader):
         raise UsageError(f"no policy file {path}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +123,26 @@ def test_a_file_that_is_no_policy_is_refused_in_one_line(tmp_path, code, complai
         policies.load(str(path))
     assert str(refused.value).startswith(f"{path}: ")
     assert "\n" not in str(refused.value)
+
+
+SUBCLASS = """from dataclasses import dataclass
+from kvtool.policies.h2o import H2O
+
+@dataclass(frozen=True)
+class Mine(H2O):
+    pass
+
+POLICY = Mine
+"""
+
+
+def test_files_of_the_same_name_in_two_folders_are_two_modules(tmp_path):
+    paths = [tmp_path / folder / "mine.py" for folder in ("one", "two")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(f'"""Policy {path.parent.name}."""\n{SUBCLASS}')
+    found = [policies.load(str(path)) for path in paths]
+    assert [sys.modules[policy.__module__].__doc__ for policy in found] == ["Policy one.", "Policy two."]
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
