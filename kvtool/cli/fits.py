@@ -17,7 +17,8 @@ _OTHER_BYTES = 2**29
 _CORE_BYTES_S, _CPU_BYTES_S = 10_000_000_000, 31_000_000_000
 """Bytes of weights processed per second: by one core, and at most by all cores, where memory is the limit.
 
-Measured with Q4_K_M, 512 cells: Qwen2.5 1.5B on one core of an AMD EPYC (Zen 5), 12 to 16 GB/s.
+Qwen2.5 1.5B (Q4_K_M, 512 cells) processed 12 to 16 GB/s on one core of an AMD EPYC (Zen 5). The number for
+one core is lower on purpose: many users have slower cores, and other programs use some of their time.
 """
 
 _TOKENS_S = 10
