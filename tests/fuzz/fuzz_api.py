@@ -73,8 +73,8 @@ class Fuzz:
         self.forget_archive()
 
     def forget_archive(self):
-        # where each layer's tokens begin and end
-        self.spans, self.has_file = [(0, 0)] * N_LAYER, False
+        # where each layer's tokens begin and end; slabs of memory, unused ones included
+        self.spans, self.has_file, self.n_slab = [(0, 0)] * N_LAYER, False, 0
 
     def forget(self):
         self.live = np.zeros(N_ROW, np.int64)
@@ -485,15 +485,16 @@ class Fuzz:
         n = self.one_of(0, 1, 16, 100, 300, 1000, 2**62, -1, -(2**62))
         ok = n >= 0 and self.n_recall > 0
         self.expect("forget", lib.llama_kvtool_forget(self.pointer, n), ok)
+        forgets = ok and 0 < n < self.size
         if ok and not n:
             has_file = self.has_file
             self.forget_archive()
             self.has_file = has_file
-        elif ok and n < self.size:
+        elif forgets:
             begin = self.spans[0][1] - n
             self.spans = [(max(first, min(last, begin)), last) for first, last in self.spans]
             self.whole()
-        self.check_archive()
+        self.check_archive(trims=forgets)
 
     def go_back(self):
         (begin, last), n_cell = self.spans[0], self.cells[0] - self.n_recall
@@ -515,7 +516,9 @@ class Fuzz:
         self.expect("go_back", status, ok)
         if ok:
             self.spans = [(begin, end - n) if begin < end - n else (0, 0)] * N_LAYER
-        self.check_archive()
+            # an empty archive has no memory, not even in a file
+            self.n_slab *= self.size > 0
+        self.check_archive(trims=ok)
 
     def copy(self):
         """Read a layer's tokens from the archive; write the same bytes or random ones into it."""
@@ -669,8 +672,11 @@ class Fuzz:
             # each head of a row gives each key at most 1, for each token of a step
             assert ((attn >= 0) & (attn <= 1.001 * N_GROUP * N_BATCH)).all()
 
-    def check_archive(self):
-        """Check that the archive has the expected tokens, and memory for them."""
+    def check_archive(self, *, trims=False):
+        """Check that the archive has the expected tokens, and memory for them.
+
+        trims: True if the archive has just given back its unused slabs.
+        """
         if not self.n_recall:
             return
         table = np.empty(lib.llama_kvtool_get_archive_table(self.pointer, None, 0), np.int64)
@@ -679,9 +685,11 @@ class Fuzz:
         slab = lib.llama_kvtool_archive_slab(self.pointer, None)
         n_slab = lib.llama_kvtool_archive_bytes(self.pointer) / slab
         begin, end = max(self.spans, key=lambda span: span[1] - span[0])
-        # `slab` includes clusters, which the newest blocks do not have yet
-        least = (end - 1) // 256 - begin // 256 + 1 if begin < end else 0
-        assert n_slab >= (0.8 if self.n_exact else 1) * least
+        n_used = (end - 1) // 256 - begin // 256 + 1 if begin < end else 0
+        # slabs of a file are not given back
+        self.n_slab = n_used if trims and not self.has_file else max(self.n_slab, n_used)
+        # `slab` includes clusters, which unused slabs and the newest blocks do not have
+        assert (0.8 if self.n_exact else 1) * self.n_slab <= n_slab <= self.n_slab, (n_slab, self.n_slab)
 
     def can_be(self, moves, terms, n_keep, rows, pos_0, n_hidden):
         """Return True if the header allows the edit."""
