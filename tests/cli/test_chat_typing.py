@@ -313,6 +313,32 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     assert "there is nothing to undo" in chat.say("/undo 9") + chat.say("/undo")
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["new", "edited"])
+def test_a_turn_that_does_not_fit_is_taken_back_and_is_at_the_prompt(talker, tmp_path, again):
+    path, long = tmp_path / "chat.kv", "many words " * 30
+    full = ("-n", 4, "--policy", "full", "-c", 200, "--session", path)
+    with terminals(talker, *full, env={"XDG_STATE_HOME": str(tmp_path)}) as start:
+        chat = start()
+        chat.say("one")
+        chat.say("two")
+        before = path.read_bytes()
+        if again:
+            chat.type("/edit-last\r")
+            chat.wait_for("\n> two")
+        chat.type(f"{long}\r")
+        chat.until("or take back turns with /undo N, or start over with /reset\n")
+        gone = "the new turn is at the prompt again, and the turn that it replaced is gone"
+        chat.until(f"{gone if again else 'the turn was not answered; the chat is as it was before'}\n\n> ")
+        chat.until(f"{'two' * again}{long.strip()}")
+        assert path.read_bytes() == before
+        chat.type("\x05\x15/undo\r")
+        gone, has = ("one", "no turns") if again else ("two", "1 turn; /undo can take back 1 more")
+        chat.until(f'took back the turn "{gone}"; the chat has {has}\n\n> ')
+        # there is room again
+        assert chat.say("three").endswith("tokens/s")
+    assert said(path) == [*["one"] * (not again), "three"]
+
+
 @pytest.mark.parametrize(
     ("line", "at_prompt"), [("/edit-last", "one"), ("/nope", "/nope"), ("@none.txt", "@none.txt")]
 )

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 _N_LINES = 8
 """Maximum lines of the last turn that are shown when a chat is continued."""
 
+_GONE = "the new turn is at the prompt again, and the turn that it replaced is gone"
+"""Note about a turn that was taken back and that had replaced another turn."""
+
 
 @dataclass
 class Terminal:
@@ -141,21 +144,27 @@ class Terminal:
                 self.conversation.undo_turn()
         except (InputError, SessionError, UsageError) as error:
             self.error(f"{error}; nothing was sent")
-            self.typed = typed_as(text) if again or "\n" not in text else ""
-            self.selects = not again
+            self._refuse(text, again)
             self.edits = again and isinstance(error, InputError)
             return
-        self.last_typed, text = {sent: text}, sent
+        typed_before, n_before = self.last_typed, self.conversation.n_turn
+        self.last_typed = {sent: text}
         writer = self.conversation.writer
         signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))
         self.tokens_per_s, self.thought = 0.0, ""
         self.console.print()
         try:
-            if not self._read_turn(text):
-                return self._cancel(text if again else None)
+            if not self._read_turn(sent):
+                return self._cancel(sent if again else None)
             self._answer()
         except (ModelError, StreamEnd, UsageError) as error:
-            self.error(f"{error}; or start over with /reset")
+            undo = "take back turns with /undo N, or " if isinstance(error, StreamEnd) and n_before else ""
+            self.error(f"{error}; or {undo}start over with /reset")
+            if self._took_back(n_before):
+                self.note(_GONE if again else "the turn was not answered; the chat is as it was before")
+                self._refuse(text, again)
+                self.last_typed = typed_before
+                return
         if writer.stop:
             self.note("stopped")
         elif writer.loop:
@@ -201,6 +210,25 @@ class Terminal:
             self.tokens_per_s = n / seconds if n > 0 and seconds > 0 else 0.0
             self.thought = view.thought
 
+    def _refuse(self, text: str, again: bool) -> None:
+        """Put a refused turn at the next prompt. Typing replaces it unless it replaced another turn."""
+        self.typed = typed_as(text) if again or "\n" not in text else ""
+        self.selects = not again
+
+    def _took_back(self, n_before: int) -> bool:
+        """After an error, undo the turn if it has no reply; return True if the chat lacks the turn.
+
+        n_before: number of turns before it.
+        """
+        if self.conversation.n_turn == n_before:
+            return True
+        if self.thought or self.conversation.messages[-1]["content"]:
+            return False
+        try:
+            return self.conversation.undo_turn() is not None
+        except (SessionError, UsageError):
+            return False
+
     def offer(self, turn: str) -> None:
         """Put a turn at the next prompt in its typed form."""
         self.typed = typed_as(self.last_typed.get(turn, turn))
@@ -217,7 +245,7 @@ class Terminal:
         elif instead is None:
             self.note("cancelled; the chat is as it was before")
         else:
-            self.note("cancelled; the new turn is at the prompt again, and the turn that it replaced is gone")
+            self.note(f"cancelled; {_GONE}")
             self.offer(instead)
 
 
