@@ -132,7 +132,7 @@ def generate(
             if as_json:
                 result = {
                     "text": "".join(pieces),
-                    "finish_reason": "loop" if writer.loop else "length" if writer.is_cut else "stop",
+                    "finish_reason": _finish_reason(writer),
                     "prompt_tokens": len(tokens),
                     "tokens": n_written,
                     "evicted": engine.n_evicted,
@@ -160,6 +160,16 @@ def generate(
                 sys.stderr.write(f"read {len(tokens)} tokens in {read_in:.1f} s, {wrote}\n")
         if writer.stop:
             raise KeyboardInterrupt
+
+
+def _finish_reason(writer: Writer) -> str:
+    """Return why the answer ended: "loop", "length", "interrupted" (Ctrl-C) or "stop"."""
+    if writer.loop:
+        return "loop"
+    if writer.is_cut:
+        return "length"
+    has_ended = writer.ending is not None or writer.stopped_by
+    return "interrupted" if writer.stop and not has_ended else "stop"
 
 
 def _rendered(

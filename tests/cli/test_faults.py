@@ -288,6 +288,12 @@ def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
     assert bool(done.stdout.strip()) == (stage in ("reply", "import of numba"))
 
 
+def test_an_interrupted_reply_in_json_says_so(model):
+    done = python(f"{PRESS}\n{STAGES['reply']}\n{RUN}", *WRITE, "-m", model, "--json")
+    assert done.returncode == 130
+    assert json.loads(done.stdout)["finish_reason"] == "interrupted"
+
+
 def test_an_interrupted_perplexity_is_one_line(model, tmp_path):
     (tmp_path / "text").write_text("Hello, hello. " * 20)
     code = f"{PRESS}\nfrom kvtool.llama.context import Context; before(Context, 'decode')\n{RUN}"
