@@ -15,6 +15,7 @@ from kvtool.cli.console import say
 from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text
 from kvtool.cli.locate import locate
+from kvtool.cli.output import Stopped
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import File, check_length, first_tokens, source
 from kvtool.config.run import ScoreOptions
@@ -53,7 +54,8 @@ def perplexity(
 ) -> None:
     """Stream a text through the cache and print its perplexity; lower is better.
 
-    Every token after the first is scored. Details go to stderr.
+    Every token after the first is scored. Details go to stderr. Ctrl-C stops and prints the perplexity so
+    far.
     """
     if args.stride is not None and (args.windows is None or args.stride >= args.windows):
         raise UsageError("--stride needs --windows, and must be smaller")
@@ -85,8 +87,9 @@ def perplexity(
             check_length(engine, len(tokens))
         noun, n = ("window", args.windows) if args.windows else ("text", len(tokens))
         before_text(engine, opened.run, noun, n)
+        n_all = _n_scored(len(tokens), args.windows, args.stride)
         started, total, n_done = time.monotonic(), 0.0, 0
-        with tokens_progress("perplexity", _n_scored(len(tokens), args.windows, args.stride)) as step:
+        with tokens_progress("perplexity", n_all) as step:
 
             def scored(nll: np.ndarray) -> None:
                 """Show the perplexity so far next to the bar."""
@@ -96,23 +99,22 @@ def perplexity(
 
             try:
                 if args.windows is None:
-                    nll = measure.stream(engine, tokens, scored)
+                    measure.stream(engine, tokens, scored)
                 else:
-                    nll = measure.windows(engine, tokens, args.windows, args.stride, scored)
+                    measure.windows(engine, tokens, args.windows, args.stride, scored)
             except KeyboardInterrupt:
-                if n_done:
-                    so_far = math.exp(total / n_done)
-                    say([f"the perplexity of the first {n_done:,} tokens scored is {so_far:.4f}"])
-                raise
+                if not n_done:
+                    raise
         seconds = time.monotonic() - started
-        mean = float(nll.mean())
+        mean, is_complete = total / n_done, n_done == n_all
         result = {
             "perplexity": math.exp(mean),
             "nll": mean,
-            "tokens": len(nll),
+            "tokens": n_done,
+            "complete": is_complete,
             **report(engine, policy),
             "peak_rss_bytes": peak_rss_bytes(),
-            "tokens_per_s": len(tokens) / seconds,
+            "tokens_per_s": len(tokens) * n_done / n_all / seconds,
             "seconds": seconds,
         }
     if as_json:
@@ -120,7 +122,11 @@ def perplexity(
     else:
         typer.echo(f"{result['perplexity']:.4f}")
         speed = f"{result['tokens_per_s']:.1f} tokens/s"
-        sys.stderr.write(f"{len(nll)} tokens scored, policy {policy}, {line(result)}, {speed}\n")
+        count = f"{n_done:,}" if is_complete else f"incomplete: {n_done:,} of {n_all:,}"
+        count += f" token{'s' * (n_all != 1)} scored"
+        sys.stderr.write(f"{count}, policy {policy}, {line(result)}, {speed}\n")
+    if not is_complete:
+        raise Stopped(f"stopped; {n_done:,} of {n_all:,} tokens are scored")
 
 
 def _n_scored(n_tokens: int, windows: int | None, stride: int | None) -> int:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests import forked
@@ -273,7 +272,7 @@ def test_perplexity_json_has_the_promised_keys(text_file, default_talker):
     assert set(result) == {
         *("perplexity", "nll", "tokens", "policy", "budget", "asked", "params", "model", "cells", "kv_bytes"),
         *("state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file", "peak_rss_bytes"),
-        *("tokens_per_s", "seconds"),
+        *("tokens_per_s", "seconds", "complete"),
     }
     assert result["perplexity"] == pytest.approx(math.exp(result["nll"]))
     assert result["tokens"] == 399
@@ -433,16 +432,41 @@ def test_a_text_that_does_not_end_is_cut(talker):
     assert kvtool("generate", "Hello!", *own, "-n", 8).stderr == ""
 
 
-def test_an_interrupted_perplexity_says_how_far_it_came(monkeypatch, smollm2, tmp_path):
-    def stream(engine, tokens, scored):
-        scored(np.full(3, np.log(2.0)))
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("more", [(), ("--json",), ("--windows", 4)], ids=["text", "json", "windows"])
+def test_an_interrupted_perplexity_prints_what_it_has_measured(monkeypatch, smol, tmp_path, more):
+    plain, name = perplexity_of(more), "windows" if "--windows" in more else "stream"
 
-    monkeypatch.setattr("kvtool.measure.perplexity.stream", stream)
-    (tmp_path / "text.txt").write_text("A text of some words.")
-    done = called("perplexity", tmp_path / "text.txt", "-t", "1")
-    assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "the perplexity of the first 3 tokens scored is 2.0000\nkvtool: stopped\n"
+    def interrupted(engine, tokens, *how):
+        *before, scored = how
+
+        def stop(nll):
+            scored(nll)
+            raise KeyboardInterrupt
+
+        return plain(engine, tokens, *before, stop)
+
+    (tmp_path / "text.txt").write_text("A text of some words. " * 3)
+    own = "perplexity", tmp_path / "text.txt", "-m", smol, "-t", 1, "--policy", "h2o", "--budget", 8
+    whole = json.loads(called(*own, *more, "--json").stdout)
+    assert whole["complete"] is True
+    monkeypatch.setattr(f"kvtool.measure.perplexity.{name}", interrupted)
+    done = called(*own, *more)
+    assert done.returncode == 130
+    if "--json" in more:
+        result = json.loads(done.stdout)
+        assert result["complete"] is False
+        assert 0 < (n := result["tokens"]) < whole["tokens"]
+    else:
+        assert float(done.stdout) > 1
+        n = int(re.search(r"^incomplete: (\d+) of", done.stderr, re.M)[1])
+    assert done.stderr.endswith(f"kvtool: stopped; {n} of {whole['tokens']} tokens are scored\n")
+
+
+def perplexity_of(more):
+    """Return the function that measures perplexity under these options."""
+    from kvtool.measure import perplexity
+
+    return perplexity.windows if "--windows" in more else perplexity.stream
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
