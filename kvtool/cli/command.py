@@ -102,7 +102,10 @@ class Command(_Shared, TyperCommand):
             if not (typed.get("help") or typed.get("version")):
                 from kvtool.cli import settings
 
-                ctx.obj = settings.of_command(self, words_of(ctx), typed, ctx.find_root().command)
+                root = ctx.find_root().command
+                for line in settings.unknown_variables(self, words_of(ctx), root):
+                    sys.stderr.write(f"kvtool: {line}\n")
+                ctx.obj = settings.of_command(self, words_of(ctx), typed, root)
                 ctx.default_map = {name: setting.value for name, setting in ctx.obj.items()}
             surplus = super().parse_args(ctx, args)
         except CLICK.UsageError as error:

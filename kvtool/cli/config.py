@@ -10,12 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from kvtool.cli import settings
-from kvtool.cli.command import default_of
+from kvtool.cli.command import default_of, refusal
 from kvtool.cli.completion import models
 from kvtool.cli.declared import Json, command_words
 from kvtool.cli.listed import flag
 from kvtool.cli.settings import Words
 from kvtool.errors import UsageError, suggestion
+from kvtool.options import Option, Options, declared
 from kvtool.system.texts import json_text
 
 Row = dict[str, Any]
@@ -108,24 +109,48 @@ def _of_table(table: settings.Table, known: dict[Words, Any], start: Words) -> I
         if not options:
             raise settings.unknown(table, key, params)
         for param in options:
-            settings.checked(param, value, source)
+            _check(param, settings.checked(param, value, source).value, source)
         yield _row(table.words, options[0], value, source)
 
 
 def _of_variables(known: dict[Words, Any]) -> Iterator[Row]:
-    """Yield the rows of variables, and report on stderr variables that belong to no option."""
+    """Yield the rows of variables that belong to an option. Raises UsageError for a wrong value."""
     params: dict[str, tuple[Words, Any]] = {}
     for words, command in known.items():
         for param in settings.options_of(command):
             params.setdefault(settings.variable(param), ((), param))
             params[settings.variable(param, words)] = words, param
     for name in sorted(os.environ):
-        if not name.startswith(settings.VARIABLE) or name in settings.NOT_OPTIONS or not os.environ[name]:
-            continue
-        if name in params:
-            yield _row(*params[name], os.environ[name], f"${name}")
-        else:
-            sys.stderr.write(f"kvtool: ${name} does not belong to an option.{suggestion(name, params)}\n")
+        if name in params and (text := os.environ[name]):
+            words, param = params[name]
+            _check(param, text.split() if param.multiple else text, f"${name}")
+            yield _row(words, param, text, f"${name}")
+
+
+def _check(param: Any, value: Any, source: str) -> None:
+    """Raise UsageError for a value that an option does not take. source: as in `Setting`."""
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    try:
+        read = tuple(param.type.convert(each, param, None) for each in values)
+    except typer.BadParameter as error:
+        raise UsageError(refusal(error, source)) from None
+    for option in _declarations(Options, param):
+        option.check(option.parse(read if param.multiple else read[0], source), source)
+    if param.name == "budget":
+        from kvtool.config.budget import parse
+
+        try:
+            parse(value, sys.maxsize)
+        except UsageError as error:
+            raise UsageError(f"{source}: {error}") from None
+
+
+def _declarations(kind: type[Options], param: Any) -> Iterator[Option]:
+    """Yield the declarations of an option in a class of options and in the classes that inherit from it."""
+    if (option := declared(kind).get(param.name)) and [*option.flags] == param.opts:
+        yield option
+    for each in kind.__subclasses__():
+        yield from _declarations(each, param)
 
 
 def _row(words: Words, param: Any, value: Any, source: str) -> Row:

@@ -15,10 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvtool.cli import near
 from kvtool.cli.listed import COMMANDS, GROUPS, flag
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
-from kvtool.errors import UsageError, suggestion
+from kvtool.errors import UsageError, alike, suggestion
 from kvtool.options import declared
 
 VARIABLE = "KVTOOL_"
@@ -162,7 +163,11 @@ def options_of(command: Any, without: Words = ()) -> list[Any]:
 
 def variable(param: Any, words: Iterable[str] = ()) -> str:
     """Return the variable for an option of all commands, or of the command with these words."""
-    return VARIABLE + "_".join([*words, flag(param).lstrip("-")]).replace("-", "_").upper()
+    return _variable(flag(param), words)
+
+
+def _variable(name: str, words: Iterable[str] = ()) -> str:
+    return VARIABLE + "_".join([*words, name.lstrip("-")]).replace("-", "_").upper()
 
 
 def checked(param: Any, value: Any, source: str) -> Setting:
@@ -243,6 +248,43 @@ def _from_variables(params: list[Any], words: Words = ()) -> dict[str, Setting]:
         if text := os.environ.get(name):
             result[param.name] = Setting(tuple(text.split()) if param.multiple else text, f"${name}")
     return result
+
+
+def unknown_variables(command: Any, words: Words, root: Any) -> Iterator[str]:
+    """Yield a line for each variable of kvtool that belongs to no option.
+
+    command, words: the command that runs. The other commands are imported only for other variables.
+    """
+    own = options_of(command)
+    known = {*NOT_OPTIONS, *(variable(param, each) for param in own for each in ((), words))}
+    ours = {name for name, text in os.environ.items() if name.startswith(VARIABLE) and text}
+    names = sorted(ours - known)
+    if not names:
+        return
+    meant: dict[str, str] = {}
+    for their_words, each in all_commands(root):
+        for param in options_of(each):
+            for start in ((), their_words):
+                right = variable(param, start)
+                meant[right] = right
+                for name in param.opts:
+                    meant.setdefault(_variable(name, start), right)
+    for name in names:
+        if meant.get(name) != name:
+            yield f"${name} does not belong to an option.{_instead(name, meant)}"
+
+
+def _instead(name: str, meant: Mapping[str, str]) -> str:
+    """Return " Did you mean ...?" for a variable that belongs to no option, or "".
+
+    meant: the right variable for each name of an option.
+    """
+    rest = name.removeprefix(VARIABLE)
+    right = meant.get(name) or meant.get(_variable(near.ours(rest.lower())))
+    # compare without the prefix, which all variables share
+    known = dict.fromkeys(each.removeprefix(VARIABLE) for each in meant.values())
+    similar = [right] if right else [VARIABLE + each for each in alike(rest, known)]
+    return f" Did you mean {' or '.join(similar)}?" if similar else ""
 
 
 def named(key: str, params: Iterable[Any]) -> list[Any]:

@@ -285,6 +285,50 @@ def test_config_shows_what_is_set_and_by_what(file, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("KVTOOL_N_PREDICT", " Did you mean KVTOOL_PREDICT?"),
+        ("KVTOOL_CHAT_N_PREDICT", " Did you mean KVTOOL_CHAT_PREDICT?"),
+        ("KVTOOL_NUM_PREDICT", " Did you mean KVTOOL_PREDICT?"),
+        ("KVTOOL_PARALEL", " Did you mean KVTOOL_PARALLEL?"),
+        ("KVTOOL_FOO", ""),
+    ],
+)
+def test_every_command_reports_a_variable_that_belongs_to_no_option(file, monkeypatch, name, instead):
+    monkeypatch.setenv(name, "4")
+    # options of this and of another command
+    monkeypatch.setenv("KVTOOL_JSON", "true")
+    monkeypatch.setenv("KVTOOL_SERVE_PORT", "8000")
+    for command in (["models", "list"], ["config"], ["config", "chat"]):
+        done = kvtool(*command)
+        assert done.returncode == 0
+        assert done.stderr == f"kvtool: ${name} does not belong to an option.{instead}\n"
+    assert not kvtool("chat", "-h").stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("KVTOOL_BUDGET", "abc", "$KVTOOL_BUDGET: a budget is a number of tokens (512), "),
+        ("KVTOOL_TEMP", "warm", "$KVTOOL_TEMP must be a number, got 'warm'"),
+        ("KVTOOL_CHAT_TOP_P", "7", "$KVTOOL_CHAT_TOP_P must be in 0..1, got 7"),
+        ("KVTOOL_POSITIONS", "nowhere", "$KVTOOL_POSITIONS must be "),
+        ("KVTOOL_PLAIN", "perhaps", "$KVTOOL_PLAIN: 'perhaps' is not a valid boolean"),
+    ],
+)
+def test_config_refuses_a_value_that_an_option_does_not_take(file, monkeypatch, name, value, line):
+    monkeypatch.setenv(name, value)
+    one_line(kvtool("config"), 2, line)
+
+
+def test_config_refuses_a_value_of_the_file_that_an_option_does_not_take(file):
+    path = file('budget = "abc"')
+    one_line(kvtool("config"), 2, f"{path}: budget: a budget is a number of tokens (512), ")
+    path = file("[chat]\ntop-p = 7")
+    one_line(kvtool("config"), 2, f"{path}: [chat] top-p must be in 0..1, got 7")
+
+
 def test_config_shows_what_holds_for_a_command(file):
     path = file(FILE)
 
