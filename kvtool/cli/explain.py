@@ -47,12 +47,14 @@ def before_text(
         explain_run(engine, run.policy, noun, n)
     else:
         say_spare(engine)
-    Notice(engine, noun, info, is_long=run.explain)(n)
+    Notice(engine, noun, info)(n, is_explained=run.explain)
 
 
 @dataclass
 class Notice:
-    """Reports on stderr, each once, that a text is longer than the budget or too long for the model.
+    """Reports on stderr that a text is longer than the budget or too long for the model.
+
+    Each is reported once, but a text that is partly forgotten is reported every time.
 
     Attributes
     ----------
@@ -72,9 +74,10 @@ class Notice:
     is_long: bool = False
     is_much: bool = False
 
-    def __call__(self, n: int) -> None:
-        """Report on a text of n tokens, before it is read."""
-        if not self.is_long and (text := long_text(self.engine, self.noun, n)):
+    def __call__(self, n: int, *, is_explained: bool = False) -> None:
+        """Report on a text of n tokens, before it is read. is_explained: True if --explain did so."""
+        is_new = not self.is_long or _forgets(self.engine, n)
+        if not is_explained and is_new and (text := long_text(self.engine, self.noun, n)):
             self.is_long = True
             say([text])
         if self.info and not self.is_much and (text := too_much(self.info, n, self.engine.n_past)):
@@ -86,8 +89,7 @@ def long_text(engine: Engine, noun: str, n: int) -> str | None:
     """Return a line that says how a text of n tokens will be read; None if it fits in the budget."""
     n_before = engine.n_past if engine.rereads(n) else 0
     is_whole, settings = engine.reads_whole(n) or n_before > 0, engine.settings
-    is_shared = _shares(engine.policy)
-    budget = engine.policy.n_asked if is_whole or is_shared else engine.policy.budget
+    budget = _n_kept(engine, n)
     if n <= budget:
         return None
     if not engine.policy.slack:
@@ -123,6 +125,18 @@ def long_text(engine: Engine, noun: str, n: int) -> str | None:
             "more on the device meanwhile"
         )
     return f"{start}: {share}"
+
+
+def _n_kept(engine: Engine, n: int) -> int:
+    """Return how many cells of a row a text of n tokens may take once it is read."""
+    is_whole = engine.reads_whole(n) or (engine.rereads(n) and engine.n_past > 0)
+    return engine.policy.n_asked if is_whole or _shares(engine.policy) else engine.policy.budget
+
+
+def _forgets(engine: Engine, n: int) -> bool:
+    """Return True if a part of a text of n tokens is forgotten: it is neither in the cache nor archived."""
+    archive = engine.context.archive
+    return engine.policy.slack > 0 and n > _n_kept(engine, n) + (archive.n_max if archive else 0)
 
 
 def _share(engine: Engine, n_kept: int, n: int) -> str:

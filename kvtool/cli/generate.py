@@ -15,7 +15,7 @@ from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text, unpinned
 from kvtool.cli.progress import reading_progress
 from kvtool.cli.texts import check_length
-from kvtool.cli.writing import open_writer, with_thinking
+from kvtool.cli.writing import open_writer, why_empty, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import WriteOptions
 from kvtool.config.system import SystemOptions
@@ -146,6 +146,8 @@ def generate(
                 typer.echo(json_text(result))
             elif pieces and not pieces[-1].endswith("\n"):
                 sys.stdout.write("\n")
+            if not "".join(pieces).strip() and (why := why_empty(writer, "answer")):
+                say([why])
             if writer.loop:
                 say([generation.looped(writer.loop.n_block, writer.loop.n_times)])
             elif writer.is_cut and (generation.grammar or generation.json_schema):

@@ -62,6 +62,20 @@ def sampling_of(generation: GenerationOptions) -> Sampling:
     return generation.sampling()
 
 
+def why_empty(writer: Writer, noun: str, *, thought: bool = False) -> str | None:
+    """Return the line about a text without a visible character; None if another line says why it ended.
+
+    noun: "reply" or "answer". thought: True if a thought came before.
+    """
+    if writer.stop or writer.loop or writer.is_cut:
+        return None
+    if writer.stopped_by:
+        return f"the {noun} is empty: it began with the stop text {writer.stopped_by!r}"
+    if not writer.sampler.allows_text():
+        return f"the {noun} is empty: the grammar allows no text"
+    return f"the model ended its {noun} {'after its thought' if thought else 'at once'}"
+
+
 @contextmanager
 def open_writer(run: RunOptions, generation: GenerationOptions) -> Iterator[tuple[Opened, Writer]]:
     """Open an engine with a writer, and report the notes on stderr. Raises KvtoolError."""

@@ -188,6 +188,13 @@ class Sampler:
         if its.xtc_probability > 0:
             yield api.llama_sampler_init_xtc(its.xtc_probability, its.xtc_threshold, 1, seed)
 
+    def allows_text(self) -> bool:
+        """Return False if the grammar allows no text. Call it after a text: the grammar starts over."""
+        if not self._matcher:
+            return True
+        self._matcher.restart()
+        return bool((self._matcher.mask() & Vocabulary.of(self.model).all_but_ends).any())
+
     def sample(self, cache: Decoder) -> int:
         """Sample the next token from the cache's `next_logits`.
 

@@ -313,6 +313,11 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     assert "there is nothing to undo" in chat.say("/undo 9") + chat.say("/undo")
 
 
+def test_an_empty_reply_is_explained(terminal):
+    chat = terminal("--grammar", "root ::= ")
+    assert "the reply is empty: the grammar allows no text\n" in chat.say("hello")
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["new", "edited"])
 def test_a_turn_that_does_not_fit_is_taken_back_and_is_at_the_prompt(talker, tmp_path, again):
     path, long = tmp_path / "chat.kv", "many words " * 30

@@ -469,6 +469,26 @@ def perplexity_of(more):
     return perplexity.windows if "--windows" in more else perplexity.stream
 
 
+@pytest.mark.parametrize(
+    ("command", "stdin"), [(["generate", "hi"], ""), (["generate", "hi", "--json"], ""), (["chat"], "hi\n")]
+)
+def test_an_empty_answer_is_explained(smol, command, stdin):
+    noun = "reply" if command == ["chat"] else "answer"
+    own = "-m", smol, "-t", 1, "-n", 4
+    for options, line in (
+        (["--grammar", "root ::= "], f"the {noun} is empty: the grammar allows no text"),
+        (["--grammar", 'root ::= "a" | ""', "--logit-bias", "2+99"], f"the model ended its {noun} at once"),
+        (
+            ["--grammar", 'root ::= "a"', "--stop", "a"],
+            f"the {noun} is empty: it began with the stop text 'a'",
+        ),
+    ):
+        done = called(*command, *own, *options, stdin=stdin)
+        assert done.returncode == 0
+        assert done.stderr.splitlines()[-1] == line
+    assert "empty" not in called(*command, *own, "--grammar", 'root ::= "a"', stdin=stdin).stderr
+
+
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
 def test_an_interrupted_reply_ends_in_order(smollm2):
     writer = forked.Popen(

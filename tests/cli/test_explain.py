@@ -131,7 +131,10 @@ def test_a_long_text_is_announced(tiny_model, capsys, name, settings, n, words):
         assert capsys.readouterr().err == ""
         notice(n)
         assert capsys.readouterr().err == (f"{line}\n" if words else "")
+        # a text that is partly forgotten is announced each time
         notice(n)
+        assert capsys.readouterr().err == (f"{line}\n" if words and name == "h2o" else "")
+        notice(n, is_explained=True)
         assert capsys.readouterr().err == ""
     for word in words or []:
         assert word in line
@@ -174,14 +177,15 @@ def test_generate_says_what_it_cannot_pin(tiny_model, template, options, what):
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "perplexity"])
-def test_what_is_longer_than_the_budget_is_said_once(smol, tmp_path, command):
+def test_what_is_forgotten_of_each_text_is_said(smol, tmp_path, command):
     (tmp_path / "text").write_text("The tide came in. " * 30)
     line = "The tide came in. " * 12 + "\n"
     arguments = {"perplexity": [tmp_path / "text"]}.get(command, ["-n", 1, "--temp", 0, "-b", 32])
     own = ["-m", smol, "--policy", "h2o", "--budget", 32, "-t", 1]
     done = kvtool(command, *arguments, *own, stdin=2 * line)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("each KV head keeps at most 32 of them") == 1
+    n_text = 2 if command == "chat" else 1
+    assert done.stderr.count("each KV head keeps at most 32 of them") == n_text
     what = {"generate": "prompt", "chat": "turn", "perplexity": "text"}[command]
     assert f"the {what} has " in done.stderr
 

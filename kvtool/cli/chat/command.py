@@ -16,7 +16,7 @@ from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
 from kvtool.cli.model_advice import base_model
-from kvtool.cli.writing import of_model, open_writer, with_thinking
+from kvtool.cli.writing import of_model, open_writer, why_empty, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import WriteOptions
 from kvtool.config.system import SystemOptions
@@ -114,7 +114,9 @@ def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) ->
             continue
         interrupt.stops(writer)
         writer.ends_loops = generation.stop_loops == "on"
+        is_empty = True
         for piece in conversation.reply(line, generation.n):
+            is_empty = is_empty and not piece.strip()
             sys.stdout.write(piece)
             sys.stdout.flush()
         files.keep()
@@ -127,6 +129,8 @@ def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) ->
             raise KeyboardInterrupt
         if writer.loop:
             say([generation.looped(writer.loop.n_block, writer.loop.n_times)])
+        elif is_empty and (why := why_empty(writer, "reply")):
+            say([why])
         elif writer.is_cut:
             say([generation.cut(writer.n_written)])
         # between turns Ctrl-C ends the program at once

@@ -16,6 +16,7 @@ from kvtool.chats.thinking import Splitter
 from kvtool.cli.chat.files import ChatFiles, moved_line
 from kvtool.cli.chat.input import confirmed, typed_as, with_files
 from kvtool.cli.console import plain_console
+from kvtool.cli.writing import why_empty
 from kvtool.errors import InputError, ModelError, SessionError, StreamEnd, UsageError
 from kvtool.system import interrupt
 
@@ -170,6 +171,8 @@ class Terminal:
         elif writer.loop:
             generation = self.files.generation
             self.note(generation.looped(writer.loop.n_block, writer.loop.n_times, "/set stop_loops off"))
+        elif self._is_empty and (why := why_empty(writer, "reply", thought=bool(self.thought))):
+            self.note(why)
         elif writer.is_cut:
             self.note(f"stopped after {writer.n_written:,} tokens (-n); /set n changes the limit")
         self.files.keep(undone=again)
@@ -210,6 +213,11 @@ class Terminal:
             self.tokens_per_s = n / seconds if n > 0 and seconds > 0 else 0.0
             self.thought = view.thought
 
+    @property
+    def _is_empty(self) -> bool:
+        """True if the last reply has no answer."""
+        return not self.conversation.messages[-1]["content"].strip()
+
     def _refuse(self, text: str, again: bool) -> None:
         """Put a refused turn at the next prompt. Typing replaces it unless it replaced another turn."""
         self.typed = typed_as(text) if again or "\n" not in text else ""
@@ -222,7 +230,7 @@ class Terminal:
         """
         if self.conversation.n_turn == n_before:
             return True
-        if self.thought or self.conversation.messages[-1]["content"]:
+        if self.thought or not self._is_empty:
             return False
         try:
             return self.conversation.undo_turn() is not None
