@@ -11,7 +11,7 @@ from typing import Any
 
 from kvtool.errors import UsageError
 from kvtool.options import SAMPLING, Options, option, within
-from kvtool.system.texts import read_text, shown, utf8
+from kvtool.system.texts import exists, read_text, shown, utf8
 
 MOST = 2**20
 """Maximum tokens that a penalty looks back at; llama.cpp allocates memory for them."""
@@ -56,9 +56,22 @@ def _bias(text: str) -> tuple[int, float]:
     raise UsageError(f"--logit-bias must be TOKEN+BIAS or TOKEN-BIAS (15043+1), got {shown(text)!r}")
 
 
-def _or_file(is_text: Callable[[str], bool]) -> Callable[[str | None, str], str | None]:
-    """Return a `read` function. A value is the text if `is_text`, otherwise its file; "" becomes None."""
-    return lambda raw, flag: (utf8(flag, raw) if is_text(raw) else read_text(raw)) if raw else None
+def _or_file(is_text: Callable[[str], bool], kind: str) -> Callable[[str | None, str], str | None]:
+    """Return a `read` function. A value is the text if `is_text`, otherwise its file; "" becomes None.
+
+    kind: what the text is, and how one begins, for errors.
+    """
+
+    def read(raw: str | None, flag: str) -> str | None:
+        if not raw:
+            return None
+        if is_text(raw):
+            return utf8(flag, raw)
+        if re.search(r"""["'={}\[\]|\n]""", raw) and not exists(raw):
+            raise UsageError(f"{flag}: {shown(raw)} is neither a file nor {kind}")
+        return read_text(raw)
+
+    return read
 
 
 _option = partial(option, group=SAMPLING, in_session=True)
@@ -202,13 +215,13 @@ class Sampling(Options):
         "--grammar FILE|TEXT",
         None,
         "Write only text that fits this GBNF grammar: a file, or the grammar itself.",
-        read=_or_file(lambda text: "::=" in text),
+        read=_or_file(lambda text: "::=" in text, "a grammar, whose rules look like root ::= ..."),
     )
     json_schema: str | None = _option(
         "-j, --json-schema FILE|TEXT",
         None,
         "Write only JSON that fits this schema: a file, or the schema itself.",
-        read=_or_file(lambda text: text.lstrip().startswith("{")),
+        read=_or_file(lambda text: text.lstrip().startswith("{"), "a JSON schema, which begins with {"),
     )
 
     def __post_init__(self) -> None:

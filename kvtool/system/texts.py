@@ -147,6 +147,15 @@ def is_stdin(file: str) -> bool:
     return file in ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 
 
+def exists(name: str) -> bool:
+    """Return True if a file or folder has this name, which may be any text."""
+    try:
+        return Path(name).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        # for example a name that is too long
+        return False
+
+
 def read_text(file: str) -> str:
     """Return the text of a file, or of stdin for "-". Raises InputError unless it is text in UTF-8."""
     with closing(TextSource(file)) as source:

@@ -575,6 +575,27 @@ def test_a_session_of_a_kvtool_that_had_fewer_settings_goes_on(talk, tmp_path): 
     assert sessions.read_meta(path)["options"]["mirostat"] == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [
+        ("grammar", 'root :== "x"', "a grammar, whose rules look like root ::= ..."),
+        ("grammar", "'a' | 'b'" * 99, "a grammar, whose rules look like root ::= ..."),
+        ("json_schema", "[1]", "a JSON schema, which begins with {"),
+    ],
+)
+def test_a_text_that_is_no_grammar_is_not_taken_for_a_file(name, text, kind, tmp_path, monkeypatch):
+    with pytest.raises(UsageError) as error:
+        GenerationOptions.from_values({name: text})
+    flag = f"--{name.replace('_', '-')}"
+    assert str(error.value) == f"{flag}: {text} is neither a file nor {kind}"
+    with pytest.raises(InputError, match="^cannot read x.gbnf: No such file or directory"):
+        GenerationOptions.from_values({name: "x.gbnf"})
+    # a file may have such a name
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "[1]").write_text("root ::= [a]")
+    assert GenerationOptions.from_values({"grammar": "[1]"}).grammar == "root ::= [a]"
+
+
 def test_a_session_keeps_the_text_of_a_grammar(talk, tmp_path):  # noqa: F811
     file = tmp_path / "two.gbnf"
     file.write_text('root ::= [xy]{2} "."')
