@@ -35,6 +35,8 @@ class Job:
         are known.
     end
         The last event, after it was sent to the client. None before.
+    error
+        The error that cut a stream after it had begun. None without one.
     is_cancelled
         True if the client has left. The engine checks it before each step.
     """
@@ -44,6 +46,7 @@ class Job:
         self.client = client
         self.counts: Event | None = None
         self.end: Event | None = None
+        self.error: ApiError | None = None
         self.is_cancelled = False
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()

@@ -12,6 +12,7 @@ from contextlib import suppress
 import httpx2 as httpx
 import pytest
 
+from kvtool.serve.api.errors import ApiError
 from kvtool.serve.http import app
 from kvtool.serve.http.app import Site
 from kvtool.serve.http.gate import Limits
@@ -193,16 +194,35 @@ def test_each_request_is_a_line_in_the_log():
         return lines.pop()
 
     assert re.fullmatch(rf"{when} GET /v1/models 200 \d+ ms", last("/v1/models"))
-    assert re.fullmatch(rf"{when} GET /no \[2J 404 \d+ ms", last("/no%1b[2J"))
+    assert re.fullmatch(rf"{when} GET /no \[2J 404 \d+ ms: no such address: /no \[2J", last("/no%1b[2J"))
     assert re.fullmatch(
-        rf"{when} POST /v1/chat/completions 400 \d+ ms",
+        rf"{when} POST /v1/chat/completions 400 \d+ ms: the body is not JSON.*",
         last("/v1/chat/completions", "POST", content=b"{"),
     )
+    assert re.fullmatch(
+        rf"{when} POST /v1/messages 400 \d+ ms: messages .*", last("/v1/messages", "POST", content=b"{}")
+    )
+    refused = rf"{when} GET /v1/models 401 \d+ ms: the API key is wrong or missing"
+    assert re.fullmatch(refused, last("/v1/models", limits=Limits(("key",))))
     tokens = r"1,200 tokens \(1,000 cached\) read in 0\.3 s, 30 written in 1\.5 s \(stop\)"
     for content in (BODY, BODY[:-1] + b', "stream": true}'):
         told = last("/v1/chat/completions", "POST", content=content, engine=write)
         assert re.fullmatch(rf"{when} POST /v1/chat/completions 200 \d+ ms, {tokens}", told)
     assert lines == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_log_says_that_a_stop_of_the_server_cut_an_answer(stream):
+    lines, content = [], BODY[:-1] + b', "stream": true}' if stream else BODY
+
+    def stopping(job):
+        job.emit("piece", deltas=[{"content": "x"}], listed=[])
+        job.emit("error", error=ApiError("the server is stopping", status=503))
+
+    send("/v1/chat/completions", "POST", content=content, engine=stopping, log=lines.append)
+    (line,) = lines
+    cut = "200 .* ms, the answer was cut: the server is stopping"
+    assert re.search(f"{cut if stream else '503 .* ms: the server is stopping'}$", line)
 
 
 def test_the_log_says_that_a_client_has_gone():

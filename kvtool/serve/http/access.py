@@ -10,9 +10,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtool.serve.api.fields import shown
 
+_GONE = 499
+"""Status of an answer that nobody gets, because the client has left."""
+
 
 class AccessLog:
-    """Calls `say` with a line about each request: time, client, method, path, status, duration and tokens."""
+    """Calls `say` with a line about each request.
+
+    The line has its time, client, method, path, status and duration, and the tokens of its answer, the reason
+    of a refusal, or what cut the answer.
+    """
 
     def __init__(self, app: ASGIApp, say: Callable[[str], None]) -> None:
         self._app = app
@@ -20,7 +27,7 @@ class AccessLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status, is_over, started = 0, False, time.perf_counter()
-        # the routes store the answer's job here
+        # the routes store the answer's job here, and the error that the client gets
         state: dict[str, Any] = scope.setdefault("state", {})
 
         async def send_noted(message: Message) -> None:
@@ -39,10 +46,14 @@ class AccessLog:
             client = scope["client"][0] if scope.get("client") else "-"
             path = "".join(each if each.isprintable() else " " for each in shown(scope["path"]))
             line = f"{now} {client} {scope['method']} {path} {status} {ms:.0f} ms"
-            job = state.get("job")
-            if job and job.end:
+            job, error = state.get("job"), state.get("error")
+            if error:
+                line += f": {error}"
+            elif job and job.end:
                 line += f", {_tokens(job.end)}"
-            elif not is_over:
+            elif job and job.error:
+                line += f", the answer was cut: {job.error}"
+            elif not is_over or status == _GONE:
                 line += ", the client has gone"
             self._say(line)
 

@@ -289,6 +289,7 @@ async def _stream(
                 logprobs = []
                 shown = None if shown is None else logprobs
             if event["kind"] == "error":
+                job.error = event["error"]
                 lines += bodies.failed(event["error"])
             if event["kind"] == "end":
                 job.end = event
@@ -422,6 +423,8 @@ async def _gone(http: HttpRequest) -> None:
 
 def _failed(http: HttpRequest, error: ApiError) -> Response:
     """Return the error response of the API that the client uses."""
+    # for the log
+    http.state.error = error
     headers = _HEADERS.get(error.status, {})
     if not (http.url.path.startswith("/v1/messages") or "anthropic-version" in http.headers):
         return JSONResponse(error.body, error.status, headers)
