@@ -393,6 +393,7 @@ def test_the_best_of_a_budget_is_marked():
     assert "64.0 MiB*" not in out
     in_colour = shown(force_terminal=True, color_system="256")
     assert "*" not in in_colour
+    assert "bold: best of its budget" in in_colour
     assert re.search(r"\x1b\[1m *25\.00", in_colour)
 
 
@@ -424,6 +425,8 @@ def test_the_table_fits_its_terminal(width):
     for label in ("full q4_0", "scissorhands", "h2o:decay=0.999"):
         assert len(line_of(out, label).split()) >= 8
     assert ("(28.00-32.00)" in out) == (width > 100)
+    assert "*: best of its budget" in out
+    assert ("; in parentheses: 95 % interval of the perplexity" in out) == (width > 100)
     # only a wide table shows the bytes of the budget's cells next to the allocated bytes
     assert ("1.0 MiB  64.0 MiB" in out) == (width == 120)
     assert ("budget: bytes of the budget's cells" in out) == (width == 120)

@@ -29,6 +29,8 @@ LEGEND = (
     "to full, to best (other run of a budget): nll +- two standard errors; "
     '"=" means within two standard errors'
 )
+MARKS = "{mark}: best of its budget"
+RANGE = "; in parentheses: 95 % interval of the perplexity"
 BYTES = "budget: bytes of the budget's cells; cache: bytes allocated, in steps of 256 cells"
 
 
@@ -58,6 +60,7 @@ def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None
     console.print(Text(f"{model}, {n_scored:,} tokens of {text} scored\n"))
     console.print(table(columns, rows, 1, padding=(0, 1, 0, 0)))
     console.print(Text(f"\n{LEGEND}", "dim"))
+    console.print(Text(f"{MARKS.format(mark=mark or 'bold')}{RANGE * wide}", "dim"))
     if widest:
         console.print(Text(BYTES, "dim"))
 
