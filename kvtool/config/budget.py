@@ -132,7 +132,8 @@ class Fitted(NamedTuple):
     n_batch
         Maximum tokens of a batch.
     note
-        Line for the user if batches of the requested size do not fit into the budget; else None.
+        Line for the user if the budget is the whole context, or does not take batches of the requested size;
+        else None.
     """
 
     policy: Policy
@@ -179,6 +180,7 @@ def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Laye
     """
     wanted = run.n_batch or run.default_n_batch
     n, n_batch = budget.cells(layers, wanted, run.type_k, run.type_v)
+    is_whole = budget.in_bytes and n >= budget.n_ctx_train
     if budget.in_bytes and not run.scores:
         n -= max(n_batch - spec.slack(n), 0)
     policy = spec.fit(n, lambda policy: policy.on(layers.n_group, layers.has_values))
@@ -187,10 +189,13 @@ def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Laye
             f"--budget {budget.text}: with these parameters a row takes more than its budget at times, so "
             "bytes would not bound it; give it in tokens (512) or as a share (10%)"
         )
-    note = None
+    notes = []
+    if is_whole:
+        whole = f"{n:,} of its {budget.n_ctx_train:,} tokens"
+        notes.append(f"--budget {budget.text} holds the whole context: the budget is {whole}")
     if run.n_batch and n_batch < wanted:
-        note = f"--batch-size {wanted:,} does not fit into {budget.text}; {n_batch:,} is used"
-    return Fitted(policy, n, n_batch, note)
+        notes.append(f"--batch-size {wanted:,} does not fit into {budget.text}; {n_batch:,} is used")
+    return Fitted(policy, n, n_batch, "; ".join(notes) or None)
 
 
 def _without_recalled_cells(fitted: Fitted, spec: policies.PolicySpec, layers: Layers) -> Fitted:

@@ -294,6 +294,15 @@ def test_perplexity_reads_stdin_and_prints_one_number(smollm2):
     assert "63 tokens scored" in done.stderr
 
 
+@pytest.mark.parametrize("policy", ["h2o", "recall"])
+def test_bytes_for_more_than_the_context_are_said_to_be_the_context(smol, policy):
+    own = "generate", "hi", "-n", 1, "-t", 1, "-m", smol, "--policy", policy
+    done = kvtool(*own, "--budget", "1TiB")
+    said = r"--budget 1TiB holds the whole context: the budget is [0-9,]+ of its 8,192 tokens\n"
+    assert re.fullmatch(said, done.stderr)
+    assert "whole" not in kvtool(*own, "--budget", "1MiB").stderr
+
+
 def test_a_budget_in_bytes_bounds_the_whole_cache(text_file, default_talker):
     for policy in ("h2o", "recall"):
         own = ("--policy", policy, "--budget", "128KiB", "--max-tokens", 64)
