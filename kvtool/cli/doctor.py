@@ -48,8 +48,6 @@ def examine(*, remove: bool = False) -> dict[str, Any]:
 
     library = _library(wrong)
     kernels = {"path": str(kernel_dir()), "compiled": are_compiled(), "linked": are_linked()}
-    if not kernels["compiled"]:
-        wrong("the kernels are not compiled; the first start will take some seconds longer", _COMPILE)
     models = cache_dir() / "models"
     files = [{"name": path.name, "bytes": path.stat().st_size} for path in sorted(models.rglob("*.gguf"))]
     return {
@@ -129,8 +127,10 @@ def _text(state: dict[str, Any]) -> str:
             lines.append(f"device      {device['name']}: {device['description']}, {free} of {total} free")
         lines.append(f"features    {library['system_info']}")
     kernels, models = state["kernels"], state["models"]
-    built = "compiled" if kernels["compiled"] else "not compiled"
-    if kernels["compiled"] and not kernels["linked"]:
+    built = "compiled"
+    if not kernels["compiled"]:
+        built = f"not compiled yet: the first run takes longer, or {_COMPILE} does it"
+    elif not kernels["linked"]:
         built += f", not linked: numba takes 100 MiB more memory; {_COMPILE} says why"
     lines.append(f"kernels     {built}, {kernels['path']}")
     names = ", ".join(f"{file['name']} ({format_bytes(file['bytes'])})" for file in models["files"])

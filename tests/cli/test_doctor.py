@@ -127,7 +127,10 @@ def test_kernels_that_are_not_linked(run):
 
 def test_kernels_that_are_not_compiled(run):
     compiled.stamp().unlink()
-    run(1, f"{sys.executable} -m kvtool.build.kernels")
+    note = (
+        f"not compiled yet: the first run takes longer, or {sys.executable} -m kvtool.build.kernels does it"
+    )
+    run(0, note, "no problems found")
 
 
 def test_chats_of_killed_servers_are_named_and_removed_on_request(run, tmp_path):

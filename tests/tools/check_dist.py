@@ -83,7 +83,7 @@ def check(place: Place, kvtool: list[object], model: str, expected: dict[str, fl
 
 
 def doctor(place: Place, kvtool: list[object]) -> str:
-    """Return doctor's JSON; its exit code is 1 here, as the kernels are not compiled ahead."""
+    """Return doctor's JSON; its exit code is 1 without a library."""
     done = subprocess.run(
         [*map(str, kvtool), "doctor", "--json"],
         cwd=place.folder / "work",
