@@ -56,6 +56,11 @@ def parse_bytes(text: str) -> int:
     return int(Decimal(match[1]) * unit)
 
 
+def format_tokens(n: int) -> str:
+    """Format a number of tokens: "1 token", "2,048 tokens"."""
+    return f"{n:,} token{'s' * (n != 1)}"
+
+
 def format_bytes(n_bytes: int) -> str:
     """Format bytes in the largest unit that gives at least 1: B, KiB, MiB, GiB or TiB."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -151,10 +151,12 @@ def evaluate(
         return
     chosen = tasks.make(task, args.settings)
     output.check_packages(task, chosen.packages, "eval")
-    files = list(files or [])
+    files, needs = list(files or []), f"{task} needs a file; name it after the task, or give it in a pipe"
+    empty = "stdin is empty; it must have what the task reads"
     if chosen.needs_files and not files:
         if sys.stdin is None or sys.stdin.isatty():
-            raise UsageError(f"{task} needs a file; name it after the task, or give it in a pipe")
+            raise UsageError(needs)
+        empty = f"{needs} (stdin is empty)"
         files = [Path("-")]
     for file in files:
         if not (is_stdin(str(file)) or file.exists()):
@@ -188,7 +190,7 @@ def evaluate(
         reader = stack.enter_context(
             closing(_reader(spec, run, n_ctx, model, as_chat, args.max_prompt, sampler))
         )
-        with _on_disk(files) as paths:
+        with _on_disk(files, empty) as paths:
             items = chosen.items(paths, model)[: args.limit]
         about = {
             "task": task,
@@ -217,8 +219,11 @@ def evaluate(
 
 
 @contextmanager
-def _on_disk(files: list[Path]) -> Iterator[list[Path]]:
-    """Yield the files, with a copy of stdin instead of "-". Raises InputError."""
+def _on_disk(files: list[Path], empty: str) -> Iterator[list[Path]]:
+    """Yield the files, with a copy of stdin instead of "-". Raises InputError.
+
+    empty: the line about an empty stdin.
+    """
     if not any(is_stdin(str(file)) for file in files):
         yield files
         return
@@ -227,7 +232,7 @@ def _on_disk(files: list[Path]) -> Iterator[list[Path]]:
         with copy.open("wb") as out:
             shutil.copyfileobj(sys.stdin.buffer, out)
         if not copy.stat().st_size:
-            raise InputError("stdin is empty; it must have what the task reads")
+            raise InputError(empty)
         try:
             yield [copy if is_stdin(str(file)) else file for file in files]
         except InputError as error:

@@ -23,6 +23,7 @@ from kvtool.errors import InputError, KvtoolError, UsageError
 from kvtool.options import OUTPUT, Options, option, redeclared
 from kvtool.system import interrupt
 from kvtool.system.texts import is_stdin, json_text, read_stdin, read_text, utf8
+from kvtool.units import format_tokens
 
 if TYPE_CHECKING:
     from kvtool.chats.writer import Writer
@@ -151,15 +152,17 @@ def generate(
             if writer.loop:
                 say([generation.looped(writer.loop.n_block, writer.loop.n_times)])
             elif writer.is_cut and (generation.grammar or generation.json_schema):
-                sys.stderr.write(f"stopped after {n_written:,} tokens (-n): the text may be incomplete\n")
+                sys.stderr.write(
+                    f"stopped after {format_tokens(n_written)} (-n): the text may be incomplete\n"
+                )
             elif writer.is_cut:
                 say([generation.cut(n_written)])
             if run.verbose:
                 drafted = (
                     f" ({writer.n_accepted} of {writer.n_drafted} draft tokens)" if writer.drafter else ""
                 )
-                wrote = f"wrote {n_written} in {wrote_in:.1f} s{drafted}, {line(state)}"
-                sys.stderr.write(f"read {len(tokens)} tokens in {read_in:.1f} s, {wrote}\n")
+                wrote = f"wrote {n_written:,} in {wrote_in:.1f} s{drafted}, {line(state)}"
+                sys.stderr.write(f"read {format_tokens(len(tokens))} in {read_in:.1f} s, {wrote}\n")
         if writer.stop:
             raise KeyboardInterrupt
 

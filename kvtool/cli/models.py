@@ -217,7 +217,7 @@ def show(
             ["heads", _per_layer(info.n_head)],
             ["KV heads", _per_layer(info.n_head_kv)],
             ["head size", f"K {info.head_size_k}, V {info.head_size_v}"],
-            ["trained context", f"{info.n_ctx_train} tokens"],
+            ["trained context", f"{info.n_ctx_train:,} tokens"],
             ["tokenizer", "yes" if info.tokenizer else "no"],
             ["chat template", "yes" if info.chat_template else "no"],
             *(_lines(sizes) if sizes else []),
@@ -279,7 +279,7 @@ def _lines(sizes: dict[str, Any]) -> list[list[str]]:
     ]
     if n := sizes["swa_layers"]:
         lines += [
-            ["sliding-window (SWA) layers", f"{n}; each sees the newest {sizes['swa']} tokens"],
+            ["sliding-window (SWA) layers", f"{n}; each sees the newest {sizes['swa']:,} tokens"],
             ["SWA cache", f"{texts['swa_bytes']}, whatever the budget ({types}, batches of {n_batch})"],
         ]
     if (n := sizes["index_cells"]) is not None:
@@ -288,7 +288,7 @@ def _lines(sizes: dict[str, Any]) -> list[list[str]]:
         lines.append(["shared layers", f"{n}; each reads an earlier layer's cells"])
     if n := sizes["recurrent_layers"]:
         lines.append(["recurrent layers", f"{n}; states of {texts['recurrent_bytes']}, whatever the budget"])
-    fit = f"{sizes['fit_cells']} tokens"
+    fit = f"{sizes['fit_cells']:,} tokens"
     if not sizes["fit_cells"]:
         fit = f"too small; the smallest cache takes {texts['smallest_bytes']}"
     elif sizes["swa_layers"] and sizes["fit_batch"] < n_batch:

@@ -22,6 +22,7 @@ from kvtool.config.run import ScoreOptions
 from kvtool.errors import UsageError
 from kvtool.options import Options, option
 from kvtool.system.texts import json_text
+from kvtool.units import format_tokens
 
 if TYPE_CHECKING:
     import numpy as np
@@ -122,9 +123,8 @@ def perplexity(
     else:
         typer.echo(f"{result['perplexity']:.4f}")
         speed = f"{result['tokens_per_s']:.1f} tokens/s"
-        count = f"{n_done:,}" if is_complete else f"incomplete: {n_done:,} of {n_all:,}"
-        count += f" token{'s' * (n_all != 1)} scored"
-        sys.stderr.write(f"{count}, policy {policy}, {line(result)}, {speed}\n")
+        of = "" if is_complete else f"incomplete: {n_done:,} of "
+        sys.stderr.write(f"{of}{format_tokens(n_all)} scored, policy {policy}, {line(result)}, {speed}\n")
     if not is_complete:
         raise Stopped(f"stopped; {n_done:,} of {n_all:,} tokens are scored")
 

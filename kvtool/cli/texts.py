@@ -9,6 +9,7 @@ import typer
 
 from kvtool.errors import InputError, UsageError
 from kvtool.system.texts import TextSource
+from kvtool.units import format_tokens
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,7 +55,7 @@ def first_tokens(
         n_bytes = 2 * n_bytes if n_bytes else None
     tokens = tokens[:n]
     if len(tokens) < n_least:
-        count = f"{len(tokens)} token{'s' * (len(tokens) != 1)}"
+        count = format_tokens(len(tokens))
         raise InputError(f"{text.name} is too short: {count}, at least {n_least} needed")
     return tokens
 

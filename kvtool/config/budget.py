@@ -74,7 +74,7 @@ def parse(text: str, n_ctx_train: int) -> Budget:
         n = share(percent(text), n_ctx_train)
         if n == 0:
             raise UsageError(
-                f"{text} of the trained context ({n_ctx_train} tokens) is less than 1 token; "
+                f"{text} of the trained context ({n_ctx_train:,} tokens) is less than 1 token; "
                 "choose a larger share"
             )
         return Budget(text, n, False, n_ctx_train)

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 from kvtool.errors import UsageError, alike
 from kvtool.llama.sampling import Sampling
 from kvtool.options import SAMPLING, Options, declared, option, redeclared, unless
+from kvtool.units import format_tokens
 
 EFFORTS = ("on", "off", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of `--think`; a chat template supports some of them."""
@@ -93,7 +94,7 @@ class GenerationOptions(Sampling, _LengthOptions):
         """Return the note for a text that ended at the token limit; None if the user set the limit."""
         if "n" in self.given:
             return None
-        return f"stopped after {n_written:,} tokens; -n N changes the limit, and -n -1 removes it"
+        return f"stopped after {format_tokens(n_written)}; -n N changes the limit, and -n -1 removes it"
 
     @staticmethod
     def looped(n_block: int, n_times: int, off: str = "--stop-loops off") -> str:

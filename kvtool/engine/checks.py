@@ -20,7 +20,7 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
     if policy.budget > n_ctx:
         asked = f"{policy.n_asked}, which takes " if policy.n_asked < policy.budget else ""
         raise UsageError(
-            f"the context is {n_ctx} tokens (trained: {n_ctx_train}); "
+            f"the context is {n_ctx:,} tokens (trained: {n_ctx_train:,}); "
             f"choose a budget of at most that, not {asked}{policy.budget}"
         )
     if settings.positions == "in-cache" and settings.type_k in _COARSE:

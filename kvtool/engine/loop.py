@@ -206,7 +206,7 @@ class Engine:
         if self.rows.next_rot + n > self.n_ctx:
             if self.settings.positions == "original":
                 raise StreamEnd(
-                    f"the stream has reached the context of {self.n_ctx} tokens; "
+                    f"the stream has reached the context of {self.n_ctx:,} tokens; "
                     "continue with --positions auto or in-cache"
                 )
             self.cache.close_gaps(n)

@@ -47,7 +47,7 @@ def check_plan(name: str, plan: Plan, view: View, budget: int, *, ragged: bool) 
     counts: np.ndarray = keep.sum(axis=1, dtype=np.int32)
     if n_kv >= budget and counts.min() == n_kv:
         raise StreamEnd(
-            f"the cache ({n_kv} tokens) is full, and the policy evicts nothing; "
+            f"the cache ({n_kv:,} tokens) is full, and the policy evicts nothing; "
             "raise --ctx-size, or choose another policy, such as --policy recall"
         )
     if ragged:

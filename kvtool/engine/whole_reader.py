@@ -62,7 +62,7 @@ class WholeReader:
         n_ctx = self._cache.n_ctx
         longest = self.reconstruction.longest if self.reconstruction else n_ctx
         if longest < 1:
-            raise UsageError(f"a context of {n_ctx} tokens is too short to read a prompt twice")
+            raise UsageError(f"a context of {n_ctx:,} tokens is too short to read a prompt twice")
         return -(-n // longest)
 
     def n_cells(self, n: int) -> int:
@@ -141,19 +141,19 @@ class WholeReader:
             if self._cache.policy.recall:
                 who, instead = "recall cannot read more in one piece", "with --prefill stream"
             raise StreamEnd(
-                f"the prompt of {n} tokens{twice} is longer than the context of {n_ctx}, and {who}; "
+                f"the prompt of {n:,} tokens{twice} is longer than the context of {n_ctx:,}, and {who}; "
                 f"continue {instead}"
             )
         if self.n_cells(n) > (n_most := model.layers.most_cells):
             instead = "choose a shorter prompt" if twice else "choose --prefill stream, or a shorter prompt"
             raise UsageError(
-                f"{model.path.name} chooses {n_most:,} cells by an index: a prompt of {n} tokens{twice} "
+                f"{model.path.name} chooses {n_most:,} cells by an index: a prompt of {n:,} tokens{twice} "
                 f"cannot be read whole; {instead}"
             )
         if n_segment > 1 and self._settings.positions == "original":
             instead = "" if twice else ", or with --prefill stream"
             raise StreamEnd(
-                f"the prompt of {n} tokens{twice} is longer than the context of {n_ctx}; "
+                f"the prompt of {n:,} tokens{twice} is longer than the context of {n_ctx:,}; "
                 f"continue with --positions auto or in-cache{instead}"
             )
 

@@ -116,7 +116,8 @@ def read_file(path: Path) -> File:
         if path.is_dir():
             raise ModelError(f"{path} is a folder; name the GGUF file in it")
         if size == 0:
-            raise ModelError(f"{path} is empty; download it again")
+            again = "; download it again" if path.suffix.lower() == ".gguf" else ", so it is not a GGUF model"
+            raise ModelError(f"{path} is empty{again}")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             reader = HeaderReader(path, data)
             metadata, end = reader.header()

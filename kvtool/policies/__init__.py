@@ -55,6 +55,8 @@ def load(name: str) -> type[Policy]:
         return policy
     if name in installed():
         return _load_installed(name)
+    if os.path.exists(name) or os.path.basename(name) != name:
+        raise UsageError(f"{name} is not a policy; the file of a policy ends in .py")
     known = [*names(), *installed()]
     raise UsageError(f"unknown policy {name!r}.{suggestion(name, known)} See `kvtool policies`.")
 

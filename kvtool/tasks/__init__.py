@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool import parameters
-from kvtool.errors import UsageError
+from kvtool.errors import UsageError, suggestion
 
 if TYPE_CHECKING:
     from kvtool.tasks.task import Task
@@ -26,7 +26,7 @@ def names() -> list[str]:
 def load(name: str) -> type[Task]:
     """Return the task class of that name. Raises UsageError."""
     if name not in names():
-        raise UsageError(f"unknown task {name!r}; choose one of {', '.join(names())}")
+        raise UsageError(f"unknown task {name!r}.{suggestion(name, names())} See `kvtool eval`.")
     task: type[Task] = import_module(f"kvtool.tasks.{name}").TASK
     return task
 

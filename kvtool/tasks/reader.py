@@ -297,7 +297,7 @@ class Reader:
                 n_kept -= max(len(whole) - n_most, 1)
         if not 0 < len(whole) <= n_most:
             raise InputError(
-                f"no room for a prompt: the answer takes {n_answer} tokens, which leaves {n_most}"
+                f"no room for a prompt: the answer takes {n_answer:,} tokens, which leaves {n_most:,}"
             )
         return whole
 

@@ -315,6 +315,13 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     assert "there is nothing to undo" in chat.say("/undo 9") + chat.say("/undo")
 
 
+def test_an_editor_that_does_not_start_is_one_line(terminal):
+    chat = terminal(env={"EDITOR": "no-such-editor", "VISUAL": ""})
+    line = "no-such-editor cannot be started: No such file or directory; set $EDITOR to an editor that works"
+    assert chat.say("/edit") == line
+    assert chat.say("/think") == "think  (the model's own); this model does not think"
+
+
 def test_an_empty_reply_is_explained(terminal):
     chat = terminal("--grammar", "root ::= ")
     assert "the reply is empty: the grammar allows no text\n" in chat.say("hello")

@@ -145,13 +145,28 @@ def test_commands_are_shown_in_their_order_and_suggested():
         (["generate"], 5, "nothing to read"),
         (["generate", "-p", "x", "--prefill", "half"], 2, "prefill must be stream, whole or exact"),
         (["perplexity", "TEXT", "--policy", "./nowhere.py"], 2, "no policy file nowhere.py"),
-        (["perplexity", "TEXT", "--policy", "TEXT"], 2, "unknown policy"),
+        (["perplexity", "TEXT", "--policy", "TEXT"], 2, "is not a policy; the file of a policy ends in .py"),
+        (["perplexity", "TEXT", "--policy", "no/such.txt"], 2, "no/such.txt is not a policy; the file of a"),
+        (["generate", "hi", "-m", "EMPTY.txt"], 3, "EMPTY.txt is empty, so it is not a GGUF model"),
+        (["generate", "hi", "-m", "EMPTY.gguf"], 3, "EMPTY.gguf is empty; download it again"),
+        (["eval", "passky"], 2, "unknown task 'passky'. Did you mean passkey? See `kvtool eval`."),
         (["models", "show", "no-such-model"], 3, "(and no such file). See `kvtool models list`."),
         (["policies", "nope"], 2, "unknown policy 'nope'"),
     ],
 )
-def test_bad_input_gets_one_line_and_its_code(arguments, code, words, text_file, smollm2):
-    one_line(called(*(str(text_file) if a == "TEXT" else a for a in arguments)), code, words)
+def test_bad_input_gets_one_line_and_its_code(arguments, code, words, text_file, smollm2, tmp_path):
+    for name in ("EMPTY.txt", "EMPTY.gguf"):
+        (tmp_path / name).touch()
+    done = called(*(str(text_file) if a == "TEXT" else a for a in arguments), cwd=tmp_path)
+    one_line(done, code, words)
+
+
+def test_one_token_is_not_called_tokens(smol):
+    own = "generate", "hi", "-m", smol, "-t", 1, "--temp", 0
+    done = called(*own, "--n-predict", 1, "--grammar", "root ::= [a-z]+", "-v")
+    assert "stopped after 1 token (-n)" in done.stderr
+    done = called("perplexity", "-m", smol, "--max-tokens", 2, "-t", 1, stdin="The tide came in.")
+    assert re.search(r"^1 token scored", done.stderr, re.M)
 
 
 @pytest.mark.parametrize("command", ["perplexity", "compare"])

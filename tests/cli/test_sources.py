@@ -226,7 +226,7 @@ def test_a_closed_stdin_is_no_pipe(monkeypatch):
 @pytest.mark.parametrize(
     ("task", "stdin", "words"),
     [
-        ("needle", "", "stdin is empty; it must have what the task reads"),
+        ("needle", "", "needle needs a file; name it after the task, or give it in a pipe (stdin is empty)"),
         ("choice", '{"a": 1', "stdin, line 1 is not JSON"),
     ],
 )
@@ -234,3 +234,6 @@ def test_a_wrong_text_on_stdin_is_one_line_that_names_stdin(talker, task, stdin,
     done = called("eval", task, "-m", talker, "-t", 1, stdin=stdin)
     assert (done.returncode, done.stdout) == (5, "")
     assert done.stderr.splitlines()[-1].startswith(f"kvtool: {words}")
+    if not stdin:
+        named = called("eval", task, "-", "-m", talker, "-t", 1)
+        assert "stdin is empty; it must have what the task reads" in named.stderr

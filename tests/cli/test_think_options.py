@@ -159,6 +159,7 @@ def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
         assert chat.say("/set think_budget -1") == "think_budget  no limit"
         assert chat.say("/think default").endswith(f"think  (the model's own); {taken}")
         # no system prompt was given: the template shows its default
-        assert chat.say("/show system") == chat.say("/system") == "(the template's own)"
+        own = "none was given; the model's chat template brings its own"
+        assert chat.say("/show system") == chat.say("/system") == own
         chat.say("/system Be brief.")
         assert chat.say("/show system") == "Be brief."

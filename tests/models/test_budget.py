@@ -130,7 +130,7 @@ def test_the_smallest_cache_has_everything_in_it():
         ("101%", "above 0% and at most 100%"),
         ("nan%", "above 0% and at most 100%"),
         ("-5%", "above 0% and at most 100%"),
-        ("0.05%", r"0.05% of the trained context \(1000 tokens\) is less than 1 token"),
+        ("0.05%", r"0.05% of the trained context \(1,000 tokens\) is less than 1 token"),
         ("12x", r"tokens \(512\), a share of the trained context \(10%\) or bytes \(64MiB\), got '12x'"),
         ("1.5", r"got '1.5'"),
         ("1KiB", "^1KiB is too small for this model: its smallest cache .256 tokens. takes 128.0 KiB$"),

@@ -718,7 +718,7 @@ def test_show_as_json(tmp_path):
     # 7 * 32 * (4 + 2) = 1344 bytes
     assert "1.3 KiB of cache (K f32, V f16, all rows)" in text
     # the whole trained context fits, and no more is allocated
-    assert "64.0 MiB of cache  1024 tokens" in text
+    assert "64.0 MiB of cache  1,024 tokens" in text
     assert (
         "too small; the smallest cache takes 336.0 KiB"
         in invoke("show", str(path), "--type-k", "f32", "--fit", "300KiB").stdout

@@ -498,7 +498,7 @@ def test_a_needle_is_asked_for_in_the_chat_template(tiny_model, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["nope"], 2, "needle"),
+        (["nope"], 2, "See `kvtool eval`."),
         (["needle", "missing"], 5, "there is no file missing"),
         (["passkey", "--json", "--resume"], 2, "--resume needs the file to go on with: --records FILE"),
         (["--json", "--limit", "3"], 2, "--limit needs a task; `kvtool eval` lists them"),

@@ -19,6 +19,7 @@ from kvtool.cli.console import plain_console
 from kvtool.cli.writing import why_empty
 from kvtool.errors import InputError, ModelError, SessionError, StreamEnd, UsageError
 from kvtool.system import interrupt
+from kvtool.units import format_tokens
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -174,7 +175,7 @@ class Terminal:
         elif self._is_empty and (why := why_empty(writer, "reply", thought=bool(self.thought))):
             self.note(why)
         elif writer.is_cut:
-            self.note(f"stopped after {writer.n_written:,} tokens (-n); /set n changes the limit")
+            self.note(f"stopped after {format_tokens(writer.n_written)} (-n); /set n changes the limit")
         self.files.keep(undone=again)
         self.saved()
         self.note(self.status())

@@ -111,7 +111,8 @@ def show(terminal: Terminal, name: str) -> None:
 def system(terminal: Terminal) -> None:
     """Show the system prompt, without markup."""
     chat = terminal.conversation
-    none = "(the template's own)" if chat.template.has_own_system else "(none)"
+    own = "none was given; the model's chat template brings its own"
+    none = own if chat.template.has_own_system else "(none)"
     terminal.console.print(chat.system or none)
 
 

@@ -159,7 +159,11 @@ class Commands:
         try:
             written = click.edit(text, extension=".md")
         except click.ClickException as error:
-            raise UsageError(f"{error.message}; set $EDITOR to an editor that works") from None
+            why = error.message
+            if isinstance(error.__cause__, OSError):
+                # click's message ends with the error as Python writes it, with its number
+                why = f"{why.partition(':')[0]} cannot be started: {error.__cause__.strerror}"
+            raise UsageError(f"{why}; set $EDITOR to an editor that works") from None
         if text := with_lf(written or "").strip():
             self.terminal.console.print(text)
             self.terminal.say(text)
@@ -229,7 +233,8 @@ class Commands:
             if not self._rethink(effort, chat.thought_budget, f"/think {text}"):
                 return
         taken = f"the model's chat template takes {chat.efforts.taken}"
-        self.terminal.note(f"think  {show.setting(self.terminal, 'think')}; {taken}")
+        does = taken if chat.efforts.has_thoughts or chat.efforts.levels else "this model does not think"
+        self.terminal.note(f"think  {show.setting(self.terminal, 'think')}; {does}")
 
     def _rethink(self, effort: str | None, budget: int | None, change: str) -> bool:
         """Change how much replies think. Return False if the user decides against it."""
