@@ -7,7 +7,7 @@ Otherwise it needs a copy of the chat (`chats.undo`).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import cached_property
 from io import FileIO
@@ -234,7 +234,7 @@ class Conversation:
         """Number of the user's messages."""
         return sum(message["role"] == "user" for message in self.messages)
 
-    def reply(self, text: str, n_max: int | None = None) -> Iterator[str]:
+    def reply(self, text: str, n_max: int | None = None) -> Generator[str, None, None]:
         """Yield the model's answer piece by piece. Raises as Writer.write, Engine.pin and Template do.
 
         A turn that is stopped while it is read stays in the chat; the next turn reads its rest first.
@@ -268,7 +268,7 @@ class Conversation:
         self._opening = tokens[n:]
         return self.writer.read(tokens[:n])
 
-    def answer(self, n_max: int | None = None) -> Iterator[str]:
+    def answer(self, n_max: int | None = None) -> Generator[str, None, None]:
         """Yield the reply to the turn that was read last, piece by piece. Raises as `reply` does.
 
         If the template drops the thoughts of earlier replies, the cache does the same: see `finish_reply`.

@@ -111,6 +111,32 @@ def notifying(notify: Callable[[], None]) -> Iterator[None]:
         ours.close()
 
 
+@contextmanager
+def hanging_up(writer: Any) -> Iterator[None]:
+    """Context in which a closed terminal stops the writer after its current step.
+
+    The signal SIGHUP, which then ends the process, is raised again at the end of the context, after what was
+    written has been saved. Does nothing where the signal is ignored, or does not exist (Windows).
+    """
+    number = getattr(signal, "SIGHUP", None)
+    if number is None or signal.getsignal(number) == signal.SIG_IGN:
+        yield
+        return
+    came = False
+
+    def stop(*_: object) -> None:
+        nonlocal came
+        came = writer.stop = True
+
+    before = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+        if came:
+            signal.raise_signal(number)
+
+
 def stops(writer: Any) -> None:
     """Make Ctrl-C stop the writer after its current step; a second Ctrl-C ends the process."""
 

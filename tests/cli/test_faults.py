@@ -18,6 +18,7 @@ import termios
 
 import pytest
 
+from kvtool.chats import session as sessions
 from tests import forked
 from tests.cli.called import KEEPS, one_line
 from tests.cli.terminal import ROOT, RUN, Terminal
@@ -410,6 +411,41 @@ def test_a_terminal_that_goes_away_without_a_signal_ends_the_chat(during, termin
     os.close(terminal.master)
     held.go()
     assert terminal.process.wait(PATIENCE_S) == 128 + signal.SIGHUP
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["signal", "closed"])
+def test_a_terminal_that_goes_away_during_a_reply_keeps_the_turn(talker, held, tmp_path, own):
+    path = tmp_path / "chat.kv"
+    options = ("--policy", held.policy, "--budget", 80, "-n", 200, "--session", path)
+    chat = Terminal(talker, *options, own=own)
+    chat.wait_for("> ")
+    chat.type("Tell me a long story of the sea.\n")
+    held.wait()
+    os.close(chat.master)
+    held.go()
+    assert chat.process.wait(PATIENCE_S) in (-signal.SIGHUP, 129)
+    user, reply = sessions.read(path)[0]["messages"]
+    assert user["content"] == "Tell me a long story of the sea."
+    assert reply["content"]
+
+
+@pytest.mark.parametrize("end", ["signal", "pipe"])
+def test_a_hang_up_or_a_closed_pipe_during_a_reply_keeps_the_turn(talker, held, tmp_path, end):
+    path = tmp_path / "chat.kv"
+    own = ("--policy", held.policy, "--budget", 80, "-n", 200, "--temp", 0, "-t", 1, "--session", path)
+    chat = start(RUN, "chat", "-m", talker, *own, stdin=subprocess.PIPE)
+    chat.stdin.write("Tell me a long story of the sea.\n")
+    chat.stdin.flush()
+    held.wait()
+    if end == "signal":
+        chat.send_signal(signal.SIGHUP)
+    else:
+        chat.stdout.close()
+    held.go()
+    assert chat.wait(PATIENCE_S) == (-signal.SIGHUP if end == "signal" else 128 + signal.SIGPIPE)
+    assert sessions.read(path)[0]["messages"][1]["content"]
+    for pipe in (chat.stdin, chat.stdout, chat.stderr):
+        pipe.close()
 
 
 # a clock that jumps

@@ -114,17 +114,11 @@ def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) ->
             continue
         interrupt.stops(writer)
         writer.ends_loops = generation.stop_loops == "on"
-        is_empty = True
-        for piece in conversation.reply(line, generation.n):
-            is_empty = is_empty and not piece.strip()
-            sys.stdout.write(piece)
+        with interrupt.hanging_up(writer):
+            is_empty = _write_reply(conversation, files, line)
+            files.check()
+            sys.stdout.write("\n")
             sys.stdout.flush()
-        files.keep()
-        if files.moved_archive:
-            say([moved_line(files.moved_archive)])
-        files.check()
-        sys.stdout.write("\n")
-        sys.stdout.flush()
         if writer.stop:
             raise KeyboardInterrupt
         if writer.loop:
@@ -135,3 +129,24 @@ def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) ->
             say([generation.cut(writer.n_written)])
         # between turns Ctrl-C ends the program at once
         interrupt.ends()
+
+
+def _write_reply(conversation: Conversation, files: ChatFiles, line: str) -> bool:
+    """Write the reply to a turn, and save both. Return True if the reply is empty.
+
+    Raises OSError, after saving, if nobody reads stdout any more.
+    """
+    is_empty = True
+    try:
+        with closing(conversation.reply(line, files.generation.n)) as pieces:
+            for piece in pieces:
+                is_empty = is_empty and not piece.strip()
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+    except OSError:
+        files.keep()
+        raise
+    files.keep()
+    if files.moved_archive:
+        say([moved_line(files.moved_archive)])
+    return is_empty

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -149,16 +149,37 @@ class Terminal:
             self._refuse(text, again)
             self.edits = again and isinstance(error, InputError)
             return
-        typed_before, n_before = self.last_typed, self.conversation.n_turn
-        self.last_typed = {sent: text}
-        writer = self.conversation.writer
+        n_before, writer = self.conversation.n_turn, self.conversation.writer
         signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))
+        with interrupt.hanging_up(writer):
+            if not self._replied(text, sent, again, n_before):
+                return
+            if writer.stop:
+                self.note("stopped")
+            elif writer.loop:
+                generation = self.files.generation
+                self.note(generation.looped(writer.loop.n_block, writer.loop.n_times, "/set stop_loops off"))
+            elif self._is_empty and (why := why_empty(writer, "reply", thought=bool(self.thought))):
+                self.note(why)
+            elif writer.is_cut:
+                self.note(f"stopped after {format_tokens(writer.n_written)} (-n); /set n changes the limit")
+            self.saved()
+            self.note(self.status())
+
+    def _replied(self, text: str, sent: str, again: bool, n_before: int) -> bool:
+        """Read a turn, show its reply and save both. Return False, with a note, if the turn was taken back.
+
+        text: the typed turn. sent: the same with the texts of files. again: it replaces another turn.
+        n_before: number of turns before it.
+        """
+        typed_before, self.last_typed = self.last_typed, {sent: text}
         self.tokens_per_s, self.thought = 0.0, ""
         self.console.print()
         try:
             if not self._read_turn(sent):
-                return self._cancel(sent if again else None)
-            self._answer()
+                self._cancel(sent if again else None)
+                return False
+            self._answer(again)
         except (ModelError, StreamEnd, UsageError) as error:
             undo = "take back turns with /undo N, or " if isinstance(error, StreamEnd) and n_before else ""
             self.error(f"{error}; or {undo}start over with /reset")
@@ -166,19 +187,9 @@ class Terminal:
                 self.note(_GONE if again else "the turn was not answered; the chat is as it was before")
                 self._refuse(text, again)
                 self.last_typed = typed_before
-                return
-        if writer.stop:
-            self.note("stopped")
-        elif writer.loop:
-            generation = self.files.generation
-            self.note(generation.looped(writer.loop.n_block, writer.loop.n_times, "/set stop_loops off"))
-        elif self._is_empty and (why := why_empty(writer, "reply", thought=bool(self.thought))):
-            self.note(why)
-        elif writer.is_cut:
-            self.note(f"stopped after {format_tokens(writer.n_written)} (-n); /set n changes the limit")
+                return False
         self.files.keep(undone=again)
-        self.saved()
-        self.note(self.status())
+        return True
 
     def _read_turn(self, text: str) -> bool:
         """Read a turn, and show the progress. Return False if the user stopped it."""
@@ -198,7 +209,8 @@ class Terminal:
             finally:
                 writer.while_reading = lambda done, n: None
 
-    def _answer(self) -> None:
+    def _answer(self, again: bool) -> None:
+        """Show the reply while the model writes it. Save it even if the terminal is closed meanwhile."""
         from kvtool.cli.chat.reply import ReplyView
 
         writer, splitter = self.conversation.writer, self.conversation.splitter()
@@ -206,9 +218,14 @@ class Terminal:
         started = time.monotonic()
         writer.ends_loops = self.files.generation.stop_loops == "on"
         try:
-            with view:
-                for piece in self.conversation.answer(self.files.generation.n):
+            # if the terminal is closed, an error ends the loop: closing the answer puts it into the chat
+            with view, closing(self.conversation.answer(self.files.generation.n)) as pieces:
+                for piece in pieces:
                     view.write(piece)
+        except OSError:
+            if not self._is_empty:
+                self.files.keep(undone=again)
+            raise
         finally:
             n, seconds = writer.n_written - 1, time.monotonic() - started
             self.tokens_per_s = n / seconds if n > 0 and seconds > 0 else 0.0
