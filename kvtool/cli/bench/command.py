@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -141,7 +142,10 @@ def _budgets(run: _BenchRun, info: ModelInfo, layers: Any) -> dict[str, int]:
 
 def _measure(benchmark: Bench) -> None:
     """Measure the rows, and show the current row's name next to a progress bar."""
-    with tokens_progress("bench", len(benchmark.rows) * benchmark.rounds) as step:
+    n_run = len(benchmark.rows) * benchmark.rounds
+    # said at once, although a step at a great depth takes seconds
+    stopping = partial(say, ["stopping after the current step ..."])
+    with tokens_progress("bench", n_run) as step, interrupt.notifying(stopping):
         interrupt.stops(benchmark)
         for n_done, row in enumerate(benchmark.measure()):
             step(n_done, f"depth {row.depth:,}: {row.config.name}")
