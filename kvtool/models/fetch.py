@@ -16,7 +16,10 @@ from kvtool.system.files import locked
 from kvtool.units import format_bytes
 
 Progress = Callable[[int, "int | None"], None]
-"""Called with the bytes downloaded so far and the size of the file, None if the size is not known."""
+"""Called with the bytes downloaded so far and the size of the file, None if the size is not known.
+
+The first call comes before the first request.
+"""
 
 OFFLINE = (
     "without a network, copy a GGUF file here and name it with -m FILE, or use a model that is here "
@@ -70,6 +73,9 @@ def fetch(url: str, target: Path, progress: Progress | None = None) -> None:
         part = target.with_name(target.name + ".part")
         try:
             done = 0
+            if progress:
+                # before the request, which can take long
+                progress(0, None)
             with part.open("wb") as out:
                 for block, size in _blocks(url):
                     out.write(block)

@@ -159,6 +159,8 @@ def pull(reference: Reference, progress: Progress | None = None) -> Path:
     """Download the file, or all its parts, unless they are cached. Return the first. Raises ModelError."""
     if path := cached(reference):
         return path
+    if progress and not cached(reference, sure=False):
+        progress(0, None)
     try:
         names = _files_of(reference)
     except _NoConnection:
@@ -183,12 +185,32 @@ def download(
     """
     from huggingface_hub import hf_hub_download
 
-    bar = _bar(progress or (lambda done, size: None))
+    progress = progress or (lambda done, size: None)
+    # before the first request, which can take long
+    progress(0, None)
+    bar = _bar(progress)
     with _explained(reference, name):
+        if local_dir:
+            _check_network(reference, name)
         path = hf_hub_download(
             reference.repo, name, revision=reference.revision, local_dir=local_dir, tqdm_class=bar
         )
     return Path(path)
+
+
+def _check_network(reference: Reference, name: str) -> None:
+    """Raise the error of a missing network at once: `hf_hub_download` would try again for 24 seconds.
+
+    It does try again if the server answers with an error.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    try:
+        url = hf_hub_url(reference.repo, name, revision=reference.revision)
+        get_hf_file_metadata(url, timeout=_TIMEOUT_S)
+    except Exception as error:
+        if _is_of_network(error):
+            raise
 
 
 def _bar(progress: Progress) -> type:

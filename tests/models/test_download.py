@@ -19,6 +19,7 @@ import tests.tiny as tiny
 from kvtool.cli import models as cli
 from kvtool.errors import ModelError
 from kvtool.models import catalogue, download, hub, stored, web
+from kvtool.models import resolve as resolving
 from kvtool.models.fetch import OFFLINE
 from kvtool.models.header import read
 from kvtool.models.resolve import pull, resolve
@@ -115,7 +116,7 @@ def test_a_download_has_its_name_only_when_it_is_whole(site, model, wanted):
         "import os, sys; import huggingface_hub.constants as c; from kvtool.models.resolve import resolve\n"
         "c.HF_HUB_CACHE, c.ENDPOINT, c.HUGGINGFACE_CO_URL_TEMPLATE = sys.argv[2:]\n"
         "c.DOWNLOAD_CHUNK_SIZE = 1000\n"
-        "resolve(sys.argv[1], lambda done, total: os._exit(9))"
+        "resolve(sys.argv[1], lambda done, total: done and os._exit(9))"
     )
     from huggingface_hub import constants
 
@@ -329,7 +330,9 @@ def test_a_connection_to_a_repository_that_breaks_is_opened_again(site, model, m
     path = resolve("hf:o/r", lambda done, total: seen.append((done, total)))
     assert path.read_bytes() == model
     assert [request[2] for request in asked(site, "/store/")] == [None, "bytes=100000-"]
-    assert (seen[0], seen[-1]) == ((10_000, len(model)), (len(model), len(model)))
+    assert seen[0] == (0, None)
+    first = next(step for step in seen if step[0])
+    assert (first, seen[-1]) == ((10_000, len(model)), (len(model), len(model)))
 
 
 def test_all_parts_come_from_a_repository(site, parts):
@@ -408,6 +411,25 @@ def test_a_server_of_repositories_that_cannot_be_reached(site, monkeypatch):
     with pytest.raises(ModelError) as error:
         resolve("http://127.0.0.1:1/m.gguf")
     assert str(error.value).endswith(said)
+
+
+@pytest.mark.parametrize("name", ["hf:o/r", "hf:o/r:Q8_0", "http://127.0.0.1:1/m.gguf", "tiny"])
+def test_a_download_is_announced_before_the_network_is_asked(monkeypatch, name, capsys):
+    from huggingface_hub import constants
+
+    from kvtool.cli.locate import locate
+
+    nowhere = "http://127.0.0.1:1"
+    monkeypatch.setattr(constants, "ENDPOINT", nowhere)
+    template = nowhere + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    for module in (catalogue, download, resolving):
+        monkeypatch.setattr(module, "registry", lambda: {"tiny": entry_of(b"GGUF")})
+    # without a network nothing is tried again
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waits"))
+    with pytest.raises(ModelError, match="no connection"):
+        locate(name)
+    assert capsys.readouterr().err == f"downloading {name}\n"
 
 
 # models.txt
