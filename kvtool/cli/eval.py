@@ -100,7 +100,7 @@ class _EvalOptions(Options):
     max_prompt: int | None = option(
         "--max-prompt N",
         None,
-        "Cut the middle out of prompts longer than N tokens.",
+        "Cut the middle out of prompts longer than N tokens, unless a fact is hidden in them.",
         least=16,
         default_text="the trained context",
     )
@@ -209,12 +209,23 @@ def evaluate(
             in_part = not chosen.one_stream and (records_path or not as_json)
             return output.stopped(records_path, len(results), len(items), "items") if in_part else "stopped"
 
-        with interrupt.ending(stopped), tokens_progress(task, len(items)) as step:
-            step(len(results))
+        label, has_told = task, False
+        with interrupt.ending(stopped), tokens_progress(task, len(items), len(results)) as step:
+
+            def reading(done: int, n: int) -> None:
+                """Show how much of a prompt is read, and report the first that is too long."""
+                nonlocal has_told
+                if not has_told and (line := _too_long(reader, n)):
+                    has_told = True
+                    say([line])
+                step(len(results), f"{label}, reading {done:,} of {n:,} tokens")
+
+            reader.while_reading = reader.full.while_reading = reading
             for record in results.measure(chosen, reader):
                 if as_json:
                     typer.echo(json_text(record))
-                step(len(results), f"{task}: {_in_short(results.records)}")
+                label = f"{task}: {_in_short(results.records)}"
+                step(len(results), label)
     _finish(chosen, results, args.plot, as_json=as_json)
 
 
@@ -310,6 +321,16 @@ def _reader(
     return Reader(
         model, policy_for, settings, template, max_prompt, full_for, sampler.sampling(), sampler.seed
     )
+
+
+def _too_long(reader: Reader, n: int) -> str | None:
+    """Return the line about a prompt of n tokens that is cut or exceeds the trained context, or None."""
+    n_most = reader.model.n_ctx_train
+    if reader.is_cut:
+        return f"a prompt does not fit in {reader.n_prompt:,} tokens (--max-prompt): its middle is cut out"
+    if n > n_most:
+        return f"a prompt has {n:,} tokens, more than the trained context ({n_most:,}); it is read whole"
+    return None
 
 
 def _about(spec: PolicySpec, run: RunOptions, path: Path) -> dict[str, object]:

@@ -143,17 +143,20 @@ def _line_progress(label: str, unit: str) -> Iterator[Callable[[int, int], None]
 
 
 @contextmanager
-def tokens_progress(label: str, n: int) -> Iterator[Callable[..., None]]:
+def tokens_progress(label: str, n: int, n_done: int = 0) -> Iterator[Callable[..., None]]:
     """Yield a callback that takes how many of n tokens are done and, optionally, a new text for the bar.
 
-    label: the first text next to the bar.
+    label: the first text next to the bar. n_done: number that is done before.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(elapsed_when_finished=True)
     # if stdout is a pipe or a file, rich must not redirect it to the terminal
-    with _bars(*columns, redirect_stdout=sys.stdout is not None and sys.stdout.isatty()) as bar:
-        task = bar.add_task(label, total=n)
+    redirect = sys.stdout is not None and sys.stdout.isatty()
+    with _bars(*columns, redirect_stdout=redirect, speed_estimate_period=600) as bar:
+        task = bar.add_task(label, total=n, completed=n_done)
+        # rich measures the speed between two calls: without this one, none after the first step
+        bar.advance(task, 0)
         yield lambda done, label=label: bar.update(task, completed=done, description=label)
 
 

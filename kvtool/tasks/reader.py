@@ -12,6 +12,7 @@ from kvtool.chats.marks import escaped, tokens_of
 from kvtool.chats.prompt import wants_bos
 from kvtool.chats.template import Message, Template
 from kvtool.chats.writer import Writer
+from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import InputError
@@ -75,6 +76,8 @@ class Reader:
         True if the middle of the last prompt was cut out.
     shared
         Reads prompts once for several readers; None: each reader reads them itself.
+    while_reading
+        Called before each step of a prompt with two numbers: its tokens that are read, and all its tokens.
     full
         Reader with the policy that keeps everything; the reader itself if that is its policy.
     """
@@ -102,6 +105,7 @@ class Reader:
             self.full = Reader(model, full_for, settings, template, n_prompt, sampling=sampling, seed=seed)
         self.shared: Shared | None = None
         self._sampling, self._seed = sampling, seed
+        self.while_reading: Callable[[int, int], None] = lambda done, n: None
         self._policy_for = policy_for
         self._engine: Engine | None = None
         self._turns: list[Message] = []
@@ -153,10 +157,10 @@ class Reader:
             # hold no tokens yet: the first part does not end with a reply header
             self.engine.hold(0)
         if len(first):
-            self.engine.read(first, cached=self.shared.whole(first) if self.shared else None)
+            self._read_part(first, 0, len(tokens), self.shared.whole(first) if self.shared else None)
         if len(rest):
             self.engine.hold(self._n_held if self.template else 0)
-            self.engine.read(rest)
+            self._read_part(rest, len(first), len(tokens))
         self.n_read = len(tokens)
         return n_first
 
@@ -271,7 +275,20 @@ class Reader:
 
     def _read(self, tokens: np.ndarray) -> None:
         self.n_read = len(tokens)
-        self.engine.read(tokens)
+        self._read_part(tokens, 0, len(tokens))
+
+    def _read_part(
+        self, tokens: np.ndarray, n_before: int, n_all: int, cached: CachedPrompt | None = None
+    ) -> None:
+        """Read a part of a prompt of n_all tokens, after its first n_before."""
+        before, n = self.engine.n_past, len(tokens)
+
+        def stopped() -> bool:
+            # n_past may grow by more: kvzip's reconstruction pass repeats the prompt in the cache
+            self.while_reading(n_before + min(self.engine.n_past - before, n), n_all)
+            return False
+
+        self.engine.read(tokens, stopped=stopped, cached=cached)
 
     def _after_text(self, text: str) -> np.ndarray:
         """Tokenize a text that follows another one, without the tokenizer's additional space: i32[n]."""

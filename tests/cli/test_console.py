@@ -8,6 +8,7 @@ import pty
 import re
 import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from kvtool.cli.chat.markdown import ReplyStream
 from kvtool.cli.console import plain_console, table, table_console
-from kvtool.cli.progress import _bytes_bar
+from kvtool.cli.progress import _bytes_bar, tokens_progress
 
 SOURCES = Path(__file__).parents[2] / "kvtool"
 TEXT = "[/] [bold]x[/red] :smile: [@click=f(]"
@@ -76,3 +77,19 @@ def test_a_reply_of_one_paragraph_ends_where_its_terminal_is_gone():
     assert not wrote_on
     with suppress(OSError):
         file.close()
+
+
+def test_the_time_left_is_shown_from_the_first_step_on(monkeypatch):
+    from rich.progress import Progress
+
+    bars, clock = [], count(time.monotonic() + 40, 40)
+    entered = Progress.__enter__
+    monkeypatch.setattr(Progress, "__enter__", lambda bar: bars.append(bar) or entered(bar))
+    with tokens_progress("perplexity", 100, 10) as step:
+        bars[0].get_time = lambda: next(clock)
+        step(20)
+        (task,) = bars[0].tasks
+        assert task.time_remaining > 0
+        # a step of more than half a minute counts too
+        step(30)
+        assert task.time_remaining > 0

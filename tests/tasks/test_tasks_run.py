@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
+import re
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -434,8 +435,11 @@ def test_beyond_the_context_a_key_stays_in_its_prompt(tiny_model, tmp_path):
     short, out = tiny_model(n_ctx_train=320), tmp_path / "out.jsonl"
     one = ("--set", "depths=0.5", "--set", "repeats=1", "--set", "lengths=600")
     small = ("--records", out, "--budget", "64", "--policy", "tova")
-    evaluate(short, "passkey", *one, *small, files=[])
+    done = evaluate(short, "passkey", *one, *small, files=[])
     (record,) = records_of(out)
+    n = record["prompt_tokens"]
+    said = f"a prompt has {n} tokens, more than the trained context (320); it is read whole\n"
+    assert done.stderr.count(said) == done.stderr.count("a prompt ") == 1
     assert not record["is_cut"]
     assert 500 < record["prompt_tokens"] <= 600
     long = ("--raw", "--max-prompt", "500", "--resume")
@@ -445,6 +449,27 @@ def test_beyond_the_context_a_key_stays_in_its_prompt(tiny_model, tmp_path):
     assert 320 < first["prompt_tokens"] <= 500
     done = evaluate(short, "passkey", "--policy", "full", *one, files=[], code=1)
     assert "1 of 1 items failed: the prompt (" in done.stderr
+
+
+def test_a_prompt_that_is_cut_is_said_before_it_is_read(tiny_chat, monkeypatch):
+    steps = []
+
+    @contextmanager
+    def progress(label, n, n_done):
+        yield lambda done, label: steps.append((done, label, len(written)))
+
+    # the bar next to which the lines are written
+    written = []
+    monkeypatch.setattr("kvtool.cli.eval.tokens_progress", progress)
+    monkeypatch.setattr("kvtool.cli.eval.say", lambda lines: written.extend(filter(None, lines)))
+    own = ("--max-prompt", 300, "-b", 64, "--policy", "tova", "--budget", 128, "--limit", 2)
+    evaluate(tiny_chat, "qa", *own)
+    assert written == ["a prompt does not fit in 300 tokens (--max-prompt): its middle is cut out"]
+    done, label, n_written = steps[0]
+    assert (done, n_written) == (0, 1)
+    assert re.fullmatch("qa, reading 0 of [23][0-9]{2} tokens", label)
+    n_read = [int(match[1]) for _, label, _ in steps if (match := re.search(r"reading (\d+) of", label))]
+    assert sum(64 <= n < 300 for n in n_read) >= 6
 
 
 def test_turns_past_the_context_are_said_and_not_scored(tiny_model, tmp_path):
