@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, ClassVar
 
 import typer
@@ -16,7 +17,7 @@ from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text
 from kvtool.cli.locate import locate
 from kvtool.cli.output import Stopped
-from kvtool.cli.progress import tokens_progress
+from kvtool.cli.progress import stopping, tokens_progress
 from kvtool.cli.texts import File, check_length, first_tokens, source
 from kvtool.config.run import ScoreOptions
 from kvtool.errors import UsageError
@@ -47,6 +48,10 @@ class _PerplexityOptions(Options):
     stride: int | None = option(
         "--stride N", None, "With --windows: start a piece every N tokens, and score its last N.", least=1
     )
+
+
+class _Stop(Exception):
+    """Ends a measurement after Ctrl-C."""
 
 
 @options
@@ -90,24 +95,25 @@ def perplexity(
         before_text(engine, opened.run, noun, n)
         n_all = _n_scored(len(tokens), args.windows, args.stride)
         started, total, n_done = time.monotonic(), 0.0, 0
-        with tokens_progress("perplexity", n_all) as step:
+        work = SimpleNamespace(stop=False)
+        with tokens_progress("perplexity", n_all) as step, stopping(work), suppress(_Stop):
 
             def scored(nll: np.ndarray) -> None:
-                """Show the perplexity so far next to the bar."""
+                """Show the perplexity so far next to the bar. Raises _Stop after Ctrl-C."""
                 nonlocal total, n_done
                 total, n_done = total + float(nll.sum()), n_done + len(nll)
                 step(n_done, f"perplexity {math.exp(total / n_done):.3f}" if n_done else "perplexity")
+                if work.stop:
+                    raise _Stop
 
-            try:
-                if args.windows is None:
-                    measure.stream(engine, tokens, scored)
-                else:
-                    measure.windows(engine, tokens, args.windows, args.stride, scored)
-            except KeyboardInterrupt:
-                if not n_done:
-                    raise
+            if args.windows is None:
+                measure.stream(engine, tokens, scored)
+            else:
+                measure.windows(engine, tokens, args.windows, args.stride, scored)
+        if not n_done:
+            raise KeyboardInterrupt
         seconds = time.monotonic() - started
-        mean, is_complete = total / n_done, n_done == n_all
+        mean, is_complete = total / n_done, not work.stop or n_done == n_all
         result = {
             "perplexity": math.exp(mean),
             "nll": mean,

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvtool.cli.console import plain_console
+from kvtool.cli.console import plain_console, say
 from kvtool.system import interrupt
 
 if TYPE_CHECKING:
@@ -97,6 +97,20 @@ class ProgressLine:
         left = seconds / done * (n - done)
         minutes = f"{left // 60:.0f} min {left % 60:.0f} s" if left >= 60 else f"{left:.0f} s"
         return f"{self.label} {done:,} of {n:,} {self.unit}, {done / n:.0%}, {minutes} left"
+
+
+@contextmanager
+def stopping(worker: Any) -> Iterator[None]:
+    """Context in which Ctrl-C sets `worker.stop`, and prints at once that the current step goes on.
+
+    A second Ctrl-C ends the process.
+    """
+    with interrupt.notifying(lambda: say(["stopping after the current step ..."])):
+        interrupt.stops(worker)
+        try:
+            yield
+        finally:
+            interrupt.ends()
 
 
 def reading_progress() -> AbstractContextManager[Callable[[int, int], None]]:

@@ -295,10 +295,14 @@ def test_an_interrupted_reply_in_json_says_so(model):
     assert json.loads(done.stdout)["finish_reason"] == "interrupted"
 
 
-def test_an_interrupted_perplexity_is_one_line(model, tmp_path):
+def test_an_interrupted_perplexity_prints_what_it_has(model, tmp_path):
     (tmp_path / "text").write_text("Hello, hello. " * 20)
     code = f"{PRESS}\nfrom kvtool.llama.context import Context; before(Context, 'decode')\n{RUN}"
-    one_line(python(code, "perplexity", tmp_path / "text", "-t", 1, "-m", model), 130, "stopped")
+    done = python(code, "perplexity", tmp_path / "text", "-t", 1, "-m", model, "--json")
+    assert done.returncode == 130
+    result = json.loads(done.stdout)
+    assert (result["complete"], result["tokens"] > 0) == (False, True)
+    assert re.search(rf"kvtool: stopped; {result['tokens']} of \d+ tokens are scored\n$", done.stderr)
 
 
 DOWNLOAD = """

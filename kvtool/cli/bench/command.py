@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,11 +14,10 @@ from kvtool.cli import output
 from kvtool.cli.console import plain_console, say
 from kvtool.cli.declared import Json, options
 from kvtool.cli.locate import locate
-from kvtool.cli.progress import tokens_progress
+from kvtool.cli.progress import stopping, tokens_progress
 from kvtool.config.run import RunOptions
 from kvtool.errors import LibraryError, UsageError
 from kvtool.options import Options, option, redeclared
-from kvtool.system import interrupt
 from kvtool.system.cpu import default_threads
 from kvtool.system.texts import json_text
 
@@ -143,10 +141,7 @@ def _budgets(run: _BenchRun, info: ModelInfo, layers: Any) -> dict[str, int]:
 def _measure(benchmark: Bench) -> None:
     """Measure the rows, and show the current row's name next to a progress bar."""
     n_run = len(benchmark.rows) * benchmark.rounds
-    # said at once, although a step at a great depth takes seconds
-    stopping = partial(say, ["stopping after the current step ..."])
-    with tokens_progress("bench", n_run) as step, interrupt.notifying(stopping):
-        interrupt.stops(benchmark)
+    with tokens_progress("bench", n_run) as step, stopping(benchmark):
         for n_done, row in enumerate(benchmark.measure()):
             step(n_done, f"depth {row.depth:,}: {row.config.name}")
 
