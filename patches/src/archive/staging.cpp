@@ -66,7 +66,9 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
     for (const auto & [buft, token_bytes] : most) {
         auto & d = devices[buft];
 
-        const size_t n_bytes  = token_bytes*n_token + n_padding;
+        d.is_split = std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device_of(buft))), "Vulkan") == 0;
+
+        const size_t n_bytes  = token_bytes*n_token + 2*n_padding;
         const size_t n_tensor = 2 + 2*layers.size();
         d.ctx.reset(ggml_init({ n_tensor*ggml_tensor_overhead(), nullptr, true }));
 
@@ -115,8 +117,7 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
         const auto rows = [&](int64_t n_embd, ggml_type type, size_t offset) {
             ggml_tensor * t = ggml_new_tensor_2d(d.ctx.get(), type, n_embd, n_token*l.n_head);
 
-            // a key is followed by its value
-            t->nb[1] = l.size;
+            t->nb[1] = d.is_split ? ggml_row_size(type, n_embd) : l.size;
             t->nb[2] = t->nb[3] = l.size*t->ne[1];
 
             ggml_backend_tensor_alloc(bytes->buffer, t, (char *) bytes->data + offset);
@@ -127,7 +128,8 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
         s.home  = &d;
         s.bytes = bytes;
         s.k     = rows(l.n_embd_k, l.type_k, 0);
-        s.v     = rows(l.n_embd_v, l.type_v, l.size_k);
+        s.offset_v = d.is_split ? GGML_PAD(l.size_k*n_token*l.n_head, n_padding) : l.size_k;
+        s.v     = rows(l.n_embd_v, l.type_v, s.offset_v);
         staged.push_back(std::move(s));
     }
 }
@@ -226,28 +228,55 @@ void staging::copy_block(size_t thread, size_t layer, int64_t block) {
         store(layer, begin, end);
     }
 
-    const size_t n_bytes = (end - begin)*l.size; // per head
-    const size_t offset  = (n_live + begin - tokens.begin())*l.size;
-    const size_t from    = n_block*l.size;       // distance between heads
-    const size_t to      = n_room*l.size;
-
     auto & q = s.home->queues[thread];
-    if (q.bounces.empty()) {
-        ggml_backend_tensor_set_2d(s.bytes, l.raw_key(0, begin), offset, n_bytes, l.n_head, to, from);
+    if (q.bounces.empty() && !s.home->is_split) {
+        const int64_t first_row = n_live + begin - tokens.begin();
+        ggml_backend_tensor_set_2d(s.bytes, l.raw_key(0, begin), first_row*l.size, (end - begin)*l.size, l.n_head, n_room*l.size, n_block*l.size);
         return;
     }
 
-    auto & b = q.bounces[q.next++ % q.bounces.size()];
-    if (b.is_used) {
-        ggml_backend_event_synchronize(b.done.get());
+    std::vector<uint8_t> own;
+
+    bounce * b = nullptr;
+    if (!q.bounces.empty()) {
+        b = &q.bounces[q.next++ % q.bounces.size()];
+        if (b->is_used) {
+            ggml_backend_event_synchronize(b->done.get());
+        }
+    } else {
+        own.resize((end - begin)*l.token_bytes());
     }
-    auto * memory = (uint8_t *) ggml_backend_buffer_get_base(b.buffer.get());
-    for (int head = 0; head < l.n_head; ++head) {
-        std::memcpy(memory + head*n_bytes, l.raw_key(head, begin), n_bytes);
+    auto * memory = b ? (uint8_t *) ggml_backend_buffer_get_base(b->buffer.get()) : own.data();
+
+    // copy `size` bytes of each token, from byte `from` on, to the rows that begin at `to`
+    const auto copy = [&](size_t from, size_t size, size_t to) {
+        const size_t n_bytes = (end - begin)*size; // per head
+        for (int head = 0; head < l.n_head; ++head) {
+            for (int64_t i = begin; i < end && size < l.size; ++i) {
+                std::memcpy(memory + head*n_bytes + (i - begin)*size, l.raw_key(head, i) + from, size);
+            }
+            if (size == l.size) {
+                std::memcpy(memory + head*n_bytes, l.raw_key(head, begin), n_bytes);
+            }
+        }
+        const size_t offset = to + (n_live + begin - tokens.begin())*size;
+        if (b) {
+            ggml_backend_tensor_set_2d_async(q.backend.get(), s.bytes, memory, offset, n_bytes, l.n_head, n_room*size, n_bytes);
+        } else {
+            ggml_backend_tensor_set_2d(s.bytes, memory, offset, n_bytes, l.n_head, n_room*size, n_bytes);
+        }
+        memory += n_bytes*l.n_head;
+    };
+    if (s.home->is_split) {
+        copy(0,        l.size_k, 0);
+        copy(l.size_k, l.size_v, s.offset_v);
+    } else {
+        copy(0, l.size, 0);
     }
-    ggml_backend_tensor_set_2d_async(q.backend.get(), s.bytes, memory, offset, n_bytes, l.n_head, to, n_bytes);
-    ggml_backend_event_record(b.done.get(), q.backend.get());
-    b.is_used = true;
+    if (b) {
+        ggml_backend_event_record(b->done.get(), q.backend.get());
+        b->is_used = true;
+    }
 }
 
 void staging::seal(size_t layer) {

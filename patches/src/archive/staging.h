@@ -83,6 +83,10 @@ private:
     };
 
     struct device {
+        // Rows of keys come before rows of values, as Vulkan's kernels read tensors at aligned offsets only. Otherwise each
+        // key is followed by its value, as in the archive, whose blocks are then copied as they are
+        bool is_split = false;
+
         ggml_backend_buffer_ptr buffers[2];
         ggml_context_ptr        ctx;
         ggml_tensor           * bytes[2]; // a whole buffer
@@ -94,6 +98,8 @@ private:
         ggml_tensor * bytes;
         ggml_tensor * k;
         ggml_tensor * v;
+
+        size_t offset_v; // of the values in `bytes`
 
         // copy of its cells on the host, in their stored format
         std::vector<uint8_t> cells_k;
