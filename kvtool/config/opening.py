@@ -161,6 +161,7 @@ def settings_of(run: RunOptions, n_ctx: int, n_batch: int, n_output: int, n_draf
         type_v=run.type_v,
         archive_file=run.archive_file,
         archive_type=PLAIN + run.archive_type if run.is_plain else run.archive_type,
+        resident=run.resident,
         flash=run.flash,
         n_threads=run.threads,
         **archive.limit(run.archive, run.archive_file),

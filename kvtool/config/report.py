@@ -13,7 +13,7 @@ from kvtool.units import format_bytes
 def report(engine: Engine, policy: str) -> dict[str, Any]:
     """Return the fields that every result has: policy, budget, and memory in use.
 
-    policy: its name as typed. Without an archive, the last four fields are 0, 0, None and None.
+    policy: its name as typed. Without an archive, the last six fields are 0, 0, None, None, 0 and 0.
     """
     archive = engine.context.archive
     return {
@@ -29,6 +29,8 @@ def report(engine: Engine, policy: str) -> dict[str, Any]:
         "archive_bytes": engine.archive_bytes,
         "archive_limit": archive.n_max if archive else None,
         "archive_file": archive.file if archive else None,
+        "resident": engine.residents.n_token,
+        "repeated": engine.residents.n_repeated,
     }
 
 
@@ -53,7 +55,10 @@ def line(record: Mapping[str, Any]) -> str:
 def archive_line(record: Mapping[str, Any]) -> str:
     """Return the size of a report's archive for people."""
     size = f"{format_bytes(record['archive_bytes'])} {_where(record['archive_file'])}"
-    return f"{record['archived']:,} of at most {record['archive_limit']:,} tokens, {size}"
+    line = f"{record['archived']:,} of at most {record['archive_limit']:,} tokens, {size}"
+    if record["resident"]:
+        line += f"; {record['resident']:,} resident per row, {record['repeated']:,} steps repeated"
+    return line
 
 
 def archive_limit(engine: Engine, n_slot: int = 1, *, brief: bool = False) -> str | None:

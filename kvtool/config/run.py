@@ -186,6 +186,15 @@ class RunOptions(Options):
         "With --policy recall: type of the archived keys and values: any type that cached keys can have.",
         group=ARCHIVE,
     )
+    resident: int = option(
+        "--resident N",
+        0,
+        "With --policy recall: archived tokens of each row that stay on the device, so that writing needs no "
+        "search on the host. 0: none.",
+        group=ARCHIVE,
+        least=0,
+        in_record=True,
+    )
     flash: str = _cache_option(
         "-fa, --flash-attn MODE",
         "auto",

@@ -16,6 +16,7 @@ from kvtool.engine.chunk_size import ChunkSize
 from kvtool.engine.exact_reader import ExactReader
 from kvtool.engine.plan_check import ask
 from kvtool.engine.policy_cache import PolicyCache
+from kvtool.engine.residents import Residents
 from kvtool.engine.rows import Rows
 from kvtool.engine.settings import Settings
 from kvtool.engine.signals import Signals
@@ -66,6 +67,8 @@ class Engine:
         The attention statistics that the policy reads.
     cache
         The context, rows, signals and the policy's state, which are edited together.
+    residents
+        The archived tokens on the device.
     whole_reader, exact_reader
         The objects that read a text whole, or exactly.
     n_refused
@@ -97,6 +100,7 @@ class Engine:
         self.cache = PolicyCache(policy, *parts, self.n_ctx, in_cache=in_cache)
         self.whole_reader = WholeReader(self.cache, settings)
         self.exact_reader = ExactReader(self.cache, settings, sizes.n_chunk)
+        self.residents = Residents(self.cache, settings)
         self.n_refused: int | None = None
         self.joint_decoder: JointDecoder | None = None
         self.chunk_size: ChunkSize | None = None
@@ -145,8 +149,11 @@ class Engine:
         # the step may have gone over the budget
         self.evict_if_due(0)
 
-    def _decode(self, tokens: np.ndarray, n_output: int) -> None:
-        """Decode i32[n] tokens after the live cells, whatever the budget. All decoding is done here."""
+    def _decode(self, tokens: np.ndarray, n_output: int, n_draft: int = 0) -> None:
+        """Decode i32[n] tokens after the live cells, whatever the budget. All decoding is done here.
+
+        n_draft: number of draft tokens at their end.
+        """
         rows = self.rows
         if self.signals.is_observed:
             # the policy has observed these signals and must not see them again
@@ -154,14 +161,24 @@ class Engine:
         if self._needs_t:
             self.context.see(rows.n_past if self._request.t == "stream" else rows.n_kv)
         began = time.perf_counter()
-        if self.joint_decoder:
+        if self.joint_decoder and self.joint_decoder.is_several:
             assert isinstance(self.context, Context)
             self.joint_decoder.decode(self.context, tokens, rows.next_rot, n_output)
+        elif self.residents.n_token and len(tokens) == 1 + n_draft:
+            self._decode_with_residents(tokens, n_output)
         else:
             self.context.decode(tokens, rows.next_rot, n_output)
         if self.chunk_size:
             self.chunk_size.note(len(tokens), time.perf_counter() - began)
         rows.append(len(tokens))
+
+    def _decode_with_residents(self, tokens: np.ndarray, n_output: int) -> None:
+        self.residents.prepare()
+        self.context.decode(tokens, self.rows.next_rot, n_output)
+        while self.residents.misses():
+            self.context.drop(len(tokens))
+            self.context.mark_drafts(len(tokens) - 1)
+            self.context.decode(tokens, self.rows.next_rot, n_output)
 
     def evict_if_due(self, n: int = 1) -> None:
         """Evict if the next n tokens do not fit before the policy's next plan. Raises what `evict` raises.
@@ -405,7 +422,7 @@ class Engine:
         tokens = _checked(tokens, self.model.n_vocab)
         self.context.mark_drafts(len(tokens) - 1)
         self._prepare(len(tokens))
-        self._decode(tokens, len(tokens))
+        self._decode(tokens, len(tokens), len(tokens) - 1)
         self.context.sample_from(0)
 
     def drop_drafts(self, n: int) -> None:

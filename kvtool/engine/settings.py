@@ -59,6 +59,10 @@ class Settings:
     archive_type
         Number format of the archive, such as "f16" or "q8_0". "plain q4_1" is q4_1 without Hadamard matrices,
         as earlier versions of kvtool stored it.
+    resident
+        With a policy that recalls: archived tokens of each row that lie on the device, so that steps
+        of one token, and of draft tokens, attend to them without a search on the host. 0: each step searches
+        the archive.
     flash
         Flash attention: "on", "off" or "auto".
     n_threads
@@ -85,6 +89,7 @@ class Settings:
     archive_bytes: int | None = None
     archive_file: str | None = None
     archive_type: str = "q8_0"
+    resident: int = 0
     flash: str = "auto"
     n_threads: int | None = None
     kv_offload: bool = True
@@ -97,5 +102,7 @@ class Settings:
                 raise UsageError(f"{name} must be at least 1, got {n}")
         if self.n_threads is not None and self.n_threads > MOST_THREADS:
             raise UsageError(f"n_threads must be in 1..{MOST_THREADS}, got {self.n_threads}")
+        if self.resident < 0:
+            raise UsageError(f"resident must be at least 0, got {self.resident}")
         if not 0 <= self.n_draft < self.n_batch:
             raise UsageError(f"n_draft must be in 0..{self.n_batch - 1}, got {self.n_draft}")

@@ -153,6 +153,35 @@ class Archive:
         check(n_bytes)
         return n_bytes
 
+    def reside(self, n_mean: int, n_token: int) -> int:
+        """Let steps of one token, and of its draft tokens, attend to residents instead of synthetic cells.
+
+        Residents are means of clusters and archived tokens, in cells on the device.
+
+        Parameters
+        ----------
+        n_mean
+            Maximum number of clusters of a row, a multiple of 16. With more, steps use synthetic cells again.
+        n_token
+            Archived tokens of each row that are resident; 0 ends this.
+
+        Returns the bytes used on the devices. Raises LibraryError if the model, its cache or the policy does
+        not support it, and StreamEnd if a device lacks memory.
+        """
+        n_bytes: int = lib.llama_kvtool_reside(self._owner.handle, n_mean, n_token)
+        check(n_bytes)
+        return n_bytes
+
+    def missed(self) -> float:
+        """Choose the residents of the next step, and return how much the last step missed.
+
+        That is the largest share of a query's attention to all clusters that fell on clusters which are now
+        chosen and were not resident; 0 if the step had no residents.
+        """
+        share: float = lib.llama_kvtool_missed(self._owner.handle)
+        check(int(share))
+        return share
+
     def rewind(self, cell: int, n: int, end: int, base: int, next_pos: int) -> None:
         """Delete the tokens from `end` on, and move the newest n of the others to cells of the cache.
 

@@ -56,6 +56,8 @@ class CacheConfig:
         Data type of keys and values.
     kv_offload
         False: the cache is in host memory, the layers on the device.
+    resident
+        Archived tokens of each row that stay on the device; see `Settings.resident`.
     """
 
     name: str
@@ -64,6 +66,7 @@ class CacheConfig:
     flash: str = "auto"
     cache_type: str = "f16"
     kv_offload: bool = True
+    resident: int = 0
 
 
 def cache_configs(budgets: Mapping[str, int], *, has_device: bool) -> list[CacheConfig]:
@@ -329,6 +332,7 @@ class Bench:
         config = row.config
         options: dict[str, Any] = {"type_k": config.cache_type, "type_v": config.cache_type}
         options |= {"flash": config.flash, "kv_offload": config.kv_offload, "archive": row.depth}
+        options["resident"] = config.resident
         return policies.fit(config.policy, config.budget or row.depth), replace(self.settings, **options)
 
     def _start(self, row: Row) -> depths.Arrays | None:

@@ -164,7 +164,7 @@ class Check:
         # log each graph that the scheduler splits; graphs are not reused, so that each step logs one
         logged = (("GGML_SCHED_DEBUG", "2"), ("LLAMA_GRAPH_REUSE_DISABLE", "1"))
         yield Part("3s", 60, (*rows, "splits", *model), logged)
-        for way in ("recall", "full", "streamingllm", "h2o"):
+        for way in ("recall", "full", "resident", "streamingllm", "h2o"):
             yield Part("3", 75, (*rows, "bench", *model, "--way", way))
         for way in ("recall", "full"):
             yield Part("3r", 60, (*rows, "read", *model, "--way", way))

@@ -39,6 +39,7 @@ Row = dict[str, Any]
 WAYS = {
     "full": measure.CacheConfig("full, flash on", flash="on"),
     "recall": measure.CacheConfig("recall, 512", "recall", 512),
+    "resident": measure.CacheConfig("recall, 512, 2,048 resident", "recall", 512, flash="on", resident=2048),
     "streamingllm": measure.CacheConfig("streamingllm, 512", "streamingllm", 512),
     "h2o": measure.CacheConfig("h2o, 1,024", "h2o", 1024),
     "corm": measure.CacheConfig("corm, 1,024, flash on", "corm", 1024, flash="on"),
@@ -78,7 +79,14 @@ def facts(args: Args) -> Iterator[Row]:
 def settings_of(model: Model, way: measure.CacheConfig, depth: int) -> Settings:
     """An engine's settings for a cache configuration and a stream of `depth` tokens."""
     types = {"type_k": way.cache_type, "type_v": way.cache_type}
-    return Settings(n_ctx=model.n_ctx_train, n_batch=256, archive=depth, flash=way.flash, **types)
+    return Settings(
+        n_ctx=model.n_ctx_train,
+        n_batch=256,
+        archive=depth,
+        flash=way.flash,
+        resident=way.resident,
+        **types,
+    )
 
 
 def bench(args: Args) -> Iterator[Row]:
@@ -121,7 +129,7 @@ def splits(args: Args) -> Iterator[Row]:
     log = Log()
     model = Model(args.model)
     tokens = depths.text(model)
-    for name in ("full", "streamingllm", "h2o", "recall", "corm"):
+    for name in ("full", "streamingllm", "h2o", "recall", "resident", "corm"):
         way = WAYS[name]
         try:
             policy = policies.fit(way.policy, way.budget or 2048)

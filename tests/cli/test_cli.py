@@ -287,7 +287,7 @@ def test_perplexity_json_has_the_promised_keys(text_file, default_talker):
     assert set(result) == {
         *("perplexity", "nll", "tokens", "policy", "budget", "asked", "params", "model", "cells", "kv_bytes"),
         *("state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file", "peak_rss_bytes"),
-        *("tokens_per_s", "seconds", "complete"),
+        *("resident", "repeated", "tokens_per_s", "seconds", "complete"),
     }
     assert result["perplexity"] == pytest.approx(math.exp(result["nll"]))
     assert result["tokens"] == 399

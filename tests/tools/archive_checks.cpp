@@ -7,6 +7,7 @@
 #include "archive/made.h"
 #include "archive/products.h"
 #include "archive/recaller.h"
+#include "archive/residents.h"
 #include "archive/together.h"
 #include "archive/workers.h"
 
@@ -1129,6 +1130,201 @@ CHECK(a_search_finds_the_tokens_that_a_query_wants) {
         EXPECT(seen.count(i) == 1); // tokens without clusters are all read
     }
     EXPECT(estimate[1] > 0.0f);
+}
+
+//
+// residents
+//
+
+// the cells of layer 1 as a device holds them
+struct device_cells {
+    const stream & s;
+    residents      all;
+
+    std::vector<float> keys, values; // [cell][head][n_embd]
+
+    device_cells(const stream & s, int n_mean, int n_token)
+        : s(s), all(s.own, n_mean, n_token), keys(all.n_cell()*n_dim), values(all.n_cell()*n_dim) {}
+
+    void update(int64_t rot) {
+        residents::cells some;
+        all.begin(rot);
+        all.update(1, some);
+        for (size_t i = 0; i < some.at.size(); ++i) {
+            std::copy_n(some.keys  .data() + i*n_embd, n_embd, keys  .data() + some.at[i]*n_embd);
+            std::copy_n(some.values.data() + i*n_embd, n_embd, values.data() + some.at[i]*n_embd);
+        }
+    }
+
+    // choose with these queries, which are at position rot; returns the most that a head missed
+    float choose(const std::vector<std::vector<float>> & queries, int64_t rot, const logit_params & logits = plain) {
+        float missed = 0.0f;
+        for (int head = 0; head < n_head; ++head) {
+            const std::vector<float> live(queries.size(), -INFINITY);
+            missed = std::max(missed, all.choose(1, head, queries_at(queries, rot).data(), queries.size(), logits, live.data()));
+        }
+        return missed;
+    }
+
+    double mask(int head, int cell) const { return ggml_fp16_to_fp32(all.mask(1)[head*all.n_cell() + cell]); }
+
+    // archived tokens for which a head's cells stand
+    double n_token(int head) const {
+        double n = 0.0;
+        for (int c = 0; c < all.n_cell(); ++c) {
+            n += std::exp(mask(head, c));
+        }
+        return n;
+    }
+
+    // expect attention to these cells to be attention to the archive; is_far, late: see attention_by_definition
+    template <typename F>
+    void expect_attention(int64_t rot, double limit, F && is_far, int64_t late = 0) const {
+        for (const auto & query : some_queries(2)) {
+            const auto turned = queries_at({ query }, rot);
+            for (int head = 0; head < n_head; ++head) {
+                double sum = 0.0;
+                std::vector<double> value(n_embd, 0.0);
+                for (int c = 0; c < all.n_cell(); ++c) {
+                    const size_t at = (c*n_head + head)*n_embd;
+                    const double e  = std::exp(plain.scale*dot(turned.data(), keys.data() + at, n_embd) + mask(head, c));
+                    sum += e;
+                    for (int d = 0; d < n_embd; ++d) {
+                        value[d] += e*values[at + d];
+                    }
+                }
+                const auto expected = attention_by_definition(s, 1, head, query, rot, plain, [&](int64_t i) { return is_far(head, i); }, late);
+                EXPECT_NEAR(std::log(sum), expected.sum, limit);
+                for (int d = 0; d < n_embd; ++d) {
+                    EXPECT_NEAR(value[d]/sum, expected.value[d], limit);
+                }
+            }
+        }
+    }
+};
+
+CHECK(attention_to_an_archive_that_is_all_resident_is_a_softmax) {
+    stream s(params_of(GGML_TYPE_F32, 64, 600));
+    const auto is_far = [&](int head, int64_t i) {
+        const auto & own = s.own.clusters_of(1, head);
+        return i/256 < own.end() && own[i/256].to.is_far;
+    };
+    device_cells cells(s, 16*n_cluster, 2304);
+    s.push(900);
+    int64_t anchor = -1;
+    for (const int n : { 230, 5, 400 }) { // far blocks come, and queries move on until far keys are rotated again
+        s.push(n);
+        const int64_t rot = s.own.end() + 2;
+        EXPECT(cells.all.unfit().empty());
+        cells.update(rot);
+        cells.choose(some_queries(2), rot);
+        cells.update(rot);
+        EXPECT(cells.choose(some_queries(2), rot) == 0.0f);
+        anchor = n == 5 ? anchor : rot;
+        cells.expect_attention(rot, 2e-3, is_far, rot - anchor);
+    }
+    s.start_over(); // keys get another base: all cells are written again
+    s.push(300);
+    cells.choose(some_queries(2), 302);
+    cells.update(302);
+    cells.choose(some_queries(2), 302);
+    cells.update(302);
+    cells.expect_attention(302, 2e-3, is_far);
+}
+
+CHECK(means_stand_for_clusters_that_are_not_resident) {
+    // keys and values as in clusters_that_are_not_read_are_estimated_by_their_means
+    stream s(params_of(GGML_TYPE_F32, 64, 1), archive::most, 4608, 0.02f);
+    for (auto & k : s.keys) {
+        for (auto & x : k) {
+            x *= 0.08f;
+        }
+    }
+    for (auto & v : s.values) {
+        for (size_t i = 0; i < v.size(); ++i) {
+            v[i] = i < n_cluster*n_dim ? v[i] + 5.0f : v[i % (n_cluster*n_dim)];
+        }
+    }
+    s.push(4608);
+    EXPECT(s.own.clusters_of(1, 0).is_grouped(0));
+    const auto is_far = [&](int head, int64_t i) {
+        const auto & own = s.own.clusters_of(1, head);
+        return i/256 < own.end() && own[i/256].to.is_far;
+    };
+    device_cells cells(s, 20*n_cluster, 300);
+    for (int i = 0; i < 3; ++i) { // no residents, then those of the queries
+        cells.update(4610);
+        cells.expect_attention(4610, 0.1, is_far);
+        EXPECT((cells.choose(some_queries(2), 4610) > 0.0f) == (i == 0));
+    }
+}
+
+CHECK(cells_stand_for_each_archived_token_once) {
+    stream s(params_of(GGML_TYPE_F32, 64, 700), 1500);
+    device_cells cells(s, 8*n_cluster, 200);
+    for (int i = 0; i < 120; ++i) { // blocks come, become far, and are deleted
+        s.push(17);
+        if (s.own.end() > 2200) {
+            break;
+        }
+        EXPECT(cells.all.unfit().empty());
+        cells.choose(some_queries(2, i), s.own.end() + 1);
+        cells.update(s.own.end() + 1);
+        for (int head = 0; head < n_head; ++head) {
+            EXPECT_NEAR(cells.n_token(head), s.own.size(), 0.5);
+        }
+    }
+    s.own.clear();
+    cells.all.drop();
+    s.push(40);
+    cells.update(41);
+    EXPECT_NEAR(cells.n_token(1), 40, 1e-3);
+}
+
+CHECK(residents_are_the_clusters_that_queries_want) {
+    stream s(params_of(GGML_TYPE_F32, 64));
+    s.push(1300);
+    const auto query = normal(n_embd, 99);
+    double all_sums = 0.0;
+    const auto wanted = [&](int64_t rot) { // share of the attention to clusters that the first 100 tokens get, by definition
+        const auto & own = s.own.clusters_of(1, 0);
+        const auto turned = queries_at({ query }, rot);
+        std::vector<std::pair<double, int>> res;
+        double sum = 0.0;
+        std::vector<float> key(n_embd);
+        for (int i = 0; i < (int) (own.end() - own.begin())*n_cluster; ++i) {
+            get_key(own.clusters.sides.data() + i/n_side*own.side_size(), i % n_side, key.data(), n_embd);
+            res.push_back({ own.clusters.sizes[i]*std::exp(plain.scale*dot(turned.data(), key.data(), n_embd)), own.clusters.sizes[i] });
+            sum += res.back().first;
+        }
+        std::sort(res.begin(), res.end(), [](auto & a, auto & b) { return a.first/a.second > b.first/b.second; });
+        all_sums = sum;
+        double share = 0.0;
+        int n = 0;
+        for (const auto & [part, size] : res) {
+            if (n + size > 100) {
+                break;
+            }
+            share += part/sum;
+            n += size;
+        }
+        return share;
+    };
+    device_cells cells(s, 8*n_cluster, 100);
+    cells.update(1301);
+    const auto turned = queries_at({ query }, 1301);
+    const float none = -INFINITY; // no live cells
+    EXPECT_NEAR(cells.all.choose(1, 0, turned.data(), 1, plain, &none), wanted(1301), 0.02);
+    // with as much attention to live cells as to the archive, the share is half of that
+    device_cells other(s, 8*n_cluster, 100);
+    other.update(1301);
+    const float same = std::log(all_sums);
+    EXPECT_NEAR(other.all.choose(1, 0, turned.data(), 1, plain, &same), wanted(1301)/2.0, 0.02);
+    cells.update(1301);
+    EXPECT(cells.all.choose(1, 0, turned.data(), 1, plain, &none) == 0.0f);
+
+    device_cells few(s, 4*n_cluster, 100);
+    EXPECT(few.all.unfit() == "more clusters than cells for means");
 }
 
 // result of the attention of one query in layer 1 and head 0

@@ -610,6 +610,13 @@ PLANTED = {
         "limit.push<float>(n_live(head) - n + t - 1);",
         ("engine/test_signals.py",),
     ),
+    "patch, residents": Fault(
+        "the mean of a cluster is visible although the cluster's tokens are resident",
+        "patches/src/archive/residents.cpp",
+        "        mask[i]      = unseen;\n",
+        "        mask[i]      = log_of(r.sizes[i]);\n",
+        ("tools/test_archive_checks.py",),
+    ),
     "patch, few bits": Fault(
         "keys and values of few bits are not multiplied by Hadamard matrices",
         "patches/src/archive/hadamard.cpp",

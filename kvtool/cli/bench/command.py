@@ -33,7 +33,7 @@ _LEAST, _MOST = 32, 2**24
 class _BenchRun(RunOptions):
     hidden: ClassVar = (
         *("policy", "options", "evict_every", "positions", "prefill", "n_ctx", "type_k", "type_v"),
-        *("archive", "archive_file", "archive_type", "flash", "explain"),
+        *("archive", "archive_file", "archive_type", "resident", "flash", "explain"),
     )
 
     budget: str | None = redeclared(

@@ -1,7 +1,7 @@
 #include "search.h"
 
+#include "choice.h"
 #include "convert.h"
-#include "cpu.h"
 #include "products.h"
 #include "stored.h"
 
@@ -118,62 +118,6 @@ void search::set_scores(const std::vector<float> & powers, const std::vector<sof
     }
 }
 
-// total size of the items with this score or more
-static inline KVTOOL_INLINE int64_t size_above(const int32_t * score, const int32_t * size, int n, int32_t least) {
-    int32_t sum = 0;
-    for (int i = 0; i < n; ++i) {
-        sum += score[i] >= least ? size[i] : 0;
-    }
-    return sum;
-}
-
-static inline KVTOOL_INLINE int32_t cut_of(const int32_t * score, const int32_t * size, int n, int64_t wanted) {
-    // scores that differ by less than 1/2000 count as equal
-    int32_t cut = 0;
-    for (int bit = 30; bit >= 12; --bit) {
-        const int32_t higher = cut | 1 << bit;
-        if (size_above(score, size, n, higher) >= wanted) {
-            cut = higher;
-        }
-    }
-    return cut;
-}
-
-static inline KVTOOL_INLINE void choose_of(const int32_t * score, const int32_t * size, int n, int64_t wanted, uint8_t * chosen) {
-    const int32_t cut  = cut_of(score, size, n, wanted);
-    const int32_t next = cut + (1 << 12);
-
-    int64_t n_left = wanted - size_above(score, size, n, next);
-    for (int i = 0; i < n; ++i) {
-        chosen[i] = (score[i] >= next) & (size[i] > 0);
-    }
-    for (int i = n - 1; i >= 0 && n_left > 0; --i) {
-        if (score[i] >= cut && score[i] < next && size[i] > 0) {
-            chosen[i] = 1;
-            n_left -= size[i];
-        }
-    }
-}
-
-#ifdef KVTOOL_X86
-KVTOOL_AVX2 static void choose_avx2(const int32_t * score, const int32_t * size, int n, int64_t wanted, uint8_t * chosen) {
-    choose_of(score, size, n, wanted, chosen);
-}
-#endif
-
-// Choose the items of begin .. end - 1 with the highest scores until they have `wanted` tokens; among nearly equal
-// ones the last come first.
-void search::choose(size_t begin, size_t end, int64_t wanted) {
-    // the bits of non-negative floats have the order of their values
-    const auto * bits = (const int32_t *) score.data() + begin;
-#ifdef KVTOOL_X86
-    if (vectors() != PLAIN) {
-        return choose_avx2(bits, size.data() + begin, end - begin, wanted, chosen.data() + begin);
-    }
-#endif
-    choose_of(bits, size.data() + begin, end - begin, wanted, chosen.data() + begin);
-}
-
 // replace the best sets by their clusters
 void search::pick_sets(const row_clusters & own, size_t n_sets) {
     if (n_sets == 0) {
@@ -186,7 +130,7 @@ void search::pick_sets(const row_clusters & own, size_t n_sets) {
         parts[q] = exponentials(x.data() + q*n_room, n_item, 1.0f, powers.data() + q*n_room);
     }
     set_scores(powers, parts);
-    choose(0, n_sets, n_ranked*n_exact);
+    choose(score.data(), size.data(), n_sets, n_ranked*n_exact, chosen.data());
 
     size_t item = 0;
     const size_t first = runs.size(), first_item = n_item;
@@ -375,7 +319,7 @@ void search::find(int head, const float * queries, searched_row & row, float * e
     }
     set_scores(x, parts);
 
-    choose(n_sets, n_item, n_exact);
+    choose(score.data() + n_sets, size.data() + n_sets, n_item - n_sets, n_exact, chosen.data() + n_sets);
     looked.clear();
     for (size_t i = n_sets; i < n_item; ++i) {
         if (chosen[i]) {

@@ -147,7 +147,6 @@ private:
     void add_run(const means & some, size_t place, int n, int way, bool is_set);
     void multiply_runs(size_t first, size_t item);
     void set_scores(const std::vector<float> & powers, const std::vector<softmax_part> & parts);
-    void choose(size_t begin, size_t end, int64_t wanted);
 
     void turn(const float * queries, searched_row & row);
     void pick_sets(const row_clusters & own, size_t n_sets);

@@ -19,6 +19,9 @@ int64_t llama_kvtool::copy_cells(llama_context & lctx, const layer & l, uint8_t 
         return size_k + size_v;
     }
     lctx.synchronize();
+    if (in && resident) {
+        resident->forget_live();
+    }
 
     if (out) {
         ggml_backend_tensor_get(l.k, out, 0, size_k);

@@ -6,6 +6,7 @@
 // the signals are computed when they are read, or when there is no room for more queries. Rejected draft tokens are
 // removed first.
 
+#include "devices.h"
 #include "graphs.h"
 #include "halving.h"
 #include "masks.h"
@@ -219,11 +220,6 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
     waiting.remove(n);
 
     return true;
-}
-
-static bool lies_on_worker(const layer & l) {
-    ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(l.k->buffer));
-    return dev && std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "RPC") == 0;
 }
 
 bool llama_kvtool::make_deferred(const llama_context & lctx, const std::vector<stored_queries::asker> & all) {

@@ -6,6 +6,7 @@
 #include "../ggml/src/ggml-backend-impl.h"
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <mutex>
 
@@ -73,6 +74,11 @@ static ggml_backend_t init_spare(ggml_backend_dev_t spare, const char * params) 
         res->device = spare;
     }
     return res;
+}
+
+bool lies_on_worker(const layer & l) {
+    ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(l.k->buffer));
+    return dev && std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "RPC") == 0;
 }
 
 } // namespace kvtool

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "layer.h"
+
 #include "ggml-backend.h"
 
 #include <array>
@@ -13,5 +15,8 @@ using spare_devices = std::array<ggml_backend_dev_t, 2>;
 
 // get the spares of this device; returns false if llama_kvtool_use_spares has set none
 bool find_spares(ggml_backend_dev_t dev, spare_devices & spares);
+
+// true if the layer's cells lie on a worker
+bool lies_on_worker(const layer & l);
 
 } // namespace kvtool

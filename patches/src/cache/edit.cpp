@@ -208,6 +208,9 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
     edit_host(kvtool, edits, k_host, host);
 
     kvtool.places.move(layers, edit);
+    if (kvtool.resident) {
+        kvtool.resident->forget_live();
+    }
     kvtool.n_own  = edit.n_keep;
     kvtool.n_back = 0;
     kvtool.n_hidden = edit.n_hidden;

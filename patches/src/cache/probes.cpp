@@ -252,9 +252,13 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
     for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
         const auto n_halving = [&](uint32_t n) { return (uint32_t) std::log2(std::max(1u, n*hparams.n_gqa(il))); };
 
+        // with attention sinks, each KV head gets an operation, with its views
+        const uint32_t n_by_head = 8*hparams.n_head_kv(il);
+
         // nodes, in the order of the terms: probabilities (with flash attention) and scaled queries, sums of signals
-        // over layers, ragged rows, ALiBi, recall, hits
-        res += 8 + 4*llama_kvtool_graph::n_signal + (params.ragged ? 24 : 0) + (hparams.use_alibi ? 14 : 0) + (params.n_recall > 0 ? 30 : 0) + (hits ? 8 : 0);
+        // over layers, ragged rows, ALiBi, recall, residents, hits
+        res += 8 + 4*llama_kvtool_graph::n_signal + (params.ragged ? 24 + n_by_head : 0) + (hparams.use_alibi ? 14 : 0) + (params.n_recall > 0 ? 30 : 0) +
+            (kvtool->resident ? 24 + n_by_head : 0) + (hits ? 8 : 0);
         for (int s = 0; s < llama_kvtool_graph::n_signal; ++s) {
             // a halving takes two views and a sum, plus a view and a sum for an odd number; in a maximum, three
             // operations replace each sum

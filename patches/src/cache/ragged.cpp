@@ -1,5 +1,7 @@
 // Rows that hold different numbers of cells: where new keys and values are stored, the masks, and flash attention.
 
+#include "ragged.h"
+
 #include "masks.h"
 
 #include "hooks/hooks.h"
@@ -162,6 +164,10 @@ static ggml_tensor * made_mask(const llm_graph_context & graph, const llama_kvto
 ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il) {
     const auto * kvtool = graph.cparams.kvtool;
 
+    if (kvtool && kvtool->resides(kq_mask->ne[1])) {
+        // llama_kvtool_resident makes its own mask
+        return kq_mask;
+    }
     if (kvtool && kvtool->params.n_made > 0 && kvtool->n_archived() > 0 && !kvtool->is_staging() && kvtool->find(il)) {
         return made_mask(graph, *kvtool, kq_mask, graph.hparams.n_head(il)/kvtool->find(il)->n_head);
     }
@@ -187,7 +193,7 @@ ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * k
 
 // Flash attention with a mask per KV head. KV heads are the fourth dimension, as CUDA's kernels take one mask for the
 // whole third dimension. Sinks are indexed by the third dimension, so a model with sinks gets an operation per KV head
-static ggml_tensor * attend_rows(
+static ggml_tensor * flash_attention(
         const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, ggml_tensor * mask, ggml_tensor * sinks, float scale) {
     ggml_context * ctx = graph.ctx0;
 
@@ -209,10 +215,37 @@ static ggml_tensor * attend_rows(
     }
     ggml_tensor * res = nullptr;
     for (int64_t head = 0; head < n_head; ++head) {
-        ggml_tensor * cur = flash(head, 1, ggml_view_1d(ctx, sinks, q->ne[2], head*q->ne[2]*sinks->nb[0]));
+        // copied, as Vulkan's kernel reads sinks at aligned offsets only
+        ggml_tensor * own = ggml_cont(ctx, ggml_view_1d(ctx, sinks, q->ne[2], head*q->ne[2]*sinks->nb[0]));
+        ggml_tensor * cur = flash(head, 1, own);
         res = res ? ggml_concat(ctx, res, cur, 3) : cur;
     }
     return res;
+}
+
+ggml_tensor * kvtool::attend_rows(
+        const llm_graph_context & graph, const layer & l, ggml_tensor * q, ggml_tensor * mask, ggml_tensor * sinks, float scale) {
+    ggml_context * ctx = graph.ctx0;
+
+    ggml_tensor * k = nullptr;
+    ggml_tensor * v = nullptr;
+    view_cells(graph, l, k, v);
+
+    // heads [.., n_head, ..] as [.., n_head/l.n_head, l.n_head]
+    const auto by_row = [&](ggml_tensor * t) {
+        t = ggml_permute(ctx, t, 0, 2, 1, 3);
+        const int64_t n_group = t->ne[2]/l.n_head;
+        return ggml_view_4d(ctx, t, t->ne[0], t->ne[1], n_group, l.n_head, t->nb[1], t->nb[2], n_group*t->nb[2], 0);
+    };
+    const auto readable = [&](ggml_tensor * t) { return by_row(t->type == GGML_TYPE_F32 ? ggml_cast(ctx, t, GGML_TYPE_F16) : t); };
+
+    // [n_embd_v, n_gqa, n_tokens, l.n_head]
+    ggml_tensor * cur = flash_attention(graph, by_row(q), readable(k), readable(v), mask, sinks, scale);
+    const int64_t n_embd   = cur->ne[0]*cur->ne[1]*cur->ne[3];
+    const int64_t n_tokens = cur->ne[2];
+    // put all heads of a token next to each other
+    cur = n_tokens > 1 ? ggml_cont(ctx, ggml_permute(ctx, cur, 0, 1, 3, 2)) : cur;
+    return ggml_reshape_2d(ctx, cur, n_embd, n_tokens);
 }
 
 ggml_tensor * llama_kvtool_ragged(
@@ -238,29 +271,14 @@ ggml_tensor * llama_kvtool_ragged(
     view_cells(graph, l, k, v);
 
     q = llama_kvtool_scale(graph, q, k);
-    q = ggml_permute(ctx, q, 0, 2, 1, 3);
-    k = ggml_permute(ctx, k, 0, 2, 1, 3);
-    v = ggml_permute(ctx, v, 0, 2, 1, 3);
 
-    llama_kvtool_build(graph, q, k, nullptr, llama_kvtool_mask(graph, live_mask, il), sinks, scale, il);
-
-    // heads [.., n_head] as [.., n_head/l.n_head, l.n_head]
-    const auto by_row = [&](ggml_tensor * t) {
-        const int64_t n_group = t->ne[2]/l.n_head;
-        return ggml_view_4d(ctx, t, t->ne[0], t->ne[1], n_group, l.n_head, t->nb[1], t->nb[2], n_group*t->nb[2], 0);
-    };
-    const auto readable = [&](ggml_tensor * t) { return by_row(t->type == GGML_TYPE_F32 ? ggml_cast(ctx, t, GGML_TYPE_F16) : t); };
+    llama_kvtool_build(graph, ggml_permute(ctx, q, 0, 2, 1, 3), ggml_permute(ctx, k, 0, 2, 1, 3), nullptr,
+            llama_kvtool_mask(graph, live_mask, il), sinks, scale, il);
 
     ggml_tensor * mask = ragged_mask(graph, l, &l - kvtool->layers.data());
     mask = ggml_reshape_4d(ctx, ggml_cast(ctx, mask, GGML_TYPE_F16), mask->ne[0], mask->ne[1], 1, mask->ne[2]);
 
-    // [n_embd_v, n_gqa, n_tokens, l.n_head]
-    ggml_tensor * cur = attend_rows(graph, by_row(q), readable(k), readable(v), mask, sinks, scale);
-    const int64_t n_embd   = cur->ne[0]*cur->ne[1]*cur->ne[3];
-    const int64_t n_tokens = cur->ne[2];
-    // put all heads of a token next to each other
-    cur = n_tokens > 1 ? ggml_cont(ctx, ggml_permute(ctx, cur, 0, 1, 3, 2)) : cur;
-    return ggml_reshape_2d(ctx, cur, n_embd, n_tokens);
+    return attend_rows(graph, l, q, mask, sinks, scale);
 }
 
 bool llama_kvtool_dense(const llm_graph_context & graph) {
@@ -286,6 +304,9 @@ bool llama_kvtool_fits(llama_context & lctx, uint32_t n_tokens) {
         LLAMA_LOG_ERROR("the index of this model chooses %d cells, not %d\n", kvtool->n_most, kvtool->most_cells());
         return false;
     }
+    if (kvtool->resident) {
+        kvtool->resident->is_fit = kvtool->resident->chosen.unfit().empty();
+    }
     if (kvtool->params.n_recall > 0) {
         const int n_own = kvtool->n_used(lctx);
         const int n     = kvtool->layers[0].n_cell - kvtool->params.n_recall;
@@ -299,9 +320,14 @@ bool llama_kvtool_fits(llama_context & lctx, uint32_t n_tokens) {
                 return false;
             }
             kvtool->fill_recalled(lctx, 0);
+        } else if (kvtool->resides(n_tokens)) {
+            if (!kvtool->place_residents(lctx)) {
+                LLAMA_LOG_ERROR("the device failed to write archived tokens\n");
+                return false;
+            }
         } else if (kvtool->params.n_made > 0 && kvtool->n_archived() > 0) {
-            if (n_tokens > (uint32_t) (kvtool->params.n_recall/kvtool->params.n_made)) {
-                LLAMA_LOG_ERROR("%d cells cannot be made for %u tokens\n", kvtool->params.n_recall, n_tokens);
+            if (n_tokens > (uint32_t) (kvtool->n_filled()/kvtool->params.n_made)) {
+                LLAMA_LOG_ERROR("%d cells cannot be made for %u tokens\n", kvtool->n_filled(), n_tokens);
                 return false;
             }
             kvtool->fill_recalled(lctx, n_tokens);

@@ -15,21 +15,23 @@
 
 using namespace kvtool;
 
-int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
+int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell, int n_resident) {
     auto * kv  = memory::cache(lctx);
     auto * idx = memory::index_cache(lctx);
 
     lctx.synchronize();
 
-    const int n_own = n_used(lctx);
+    const int n_own    = n_used(lctx);
+    const int n_more   = n_resident < 0 ? 0 : n_resident - this->n_resident;
+    const int n_recall = params.n_recall + n_more;
 
     for (size_t i = 0; i < layers.size(); ++i) {
         const auto & l = layers[i];
 
         const int n_live = params.ragged ? most_live(l) : n_own;
-        if (n_cell[i] < std::max(n_live, 1) + params.n_recall) {
+        if (n_cell[i] < std::max(n_live, 1) + n_recall) {
             return fail(format("layer %d: %d cells cannot hold its %d tokens and %d recalled ones",
-                    l.il, n_cell[i], n_live, params.n_recall));
+                    l.il, n_cell[i], n_live, n_recall));
         }
         if (!params.ragged && n_cell[i] != n_cell[0]) {
             return fail(format("layer %d gets %d cells and layer %d gets %d: only ragged rows may differ",
@@ -68,6 +70,9 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
     signals.resize();
     if (ok) {
         recent.take(std::move(rings));
+        params.n_recall   += n_more;
+        this->n_resident += n_more;
+        drop_residents();
     }
 
     if (ok && !params.ragged && memory::resize_tables(lctx, n_cell[0], n_own)) {

@@ -17,6 +17,9 @@ using namespace kvtool;
 // most tokens per row that may be traced: more than anyone inspects, but few enough to fit in memory
 static constexpr int32_t most_traced = 4096;
 
+// most means and most tokens of a row that may be resident: a device has no memory for more
+static constexpr int32_t most_resident = 1 << 20;
+
 // state of a context that has an archive; null, with the error set, if there is none
 static llama_kvtool * with_archive(llama_context * ctx) {
     auto * kvtool = llama_kvtool::get(ctx);
@@ -141,6 +144,25 @@ int64_t llama_kvtool_stage(llama_context * ctx, int64_t n_token) {
     return guarded([&] { return kvtool->stage(*ctx, n_token); });
 }
 
+int64_t llama_kvtool_reside(llama_context * ctx, int32_t n_mean, int32_t n_token) {
+    auto * kvtool = with_settled_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (n_token < 0 || n_token > most_resident || n_mean < 0 || n_mean > most_resident || n_mean % n_cluster != 0) {
+        return fail(format("n_mean must be a multiple of %d, and n_mean and n_token in 0..%d, got %d and %d", n_cluster, most_resident, n_mean, n_token));
+    }
+    return guarded([&] { return kvtool->reside(*ctx, n_mean, n_token); });
+}
+
+float llama_kvtool_missed(llama_context * ctx) {
+    auto * kvtool = with_archive(ctx);
+    if (!kvtool) {
+        return -1.0f;
+    }
+    return guarded([&] { return kvtool->missed(*ctx); });
+}
+
 int32_t llama_kvtool_forget(llama_context * ctx, int64_t n) {
     auto * kvtool = with_settled_archive(ctx);
     if (!kvtool) {
@@ -150,6 +172,7 @@ int32_t llama_kvtool_forget(llama_context * ctx, int64_t n) {
         return fail(format("n must be 0 or more, got %lld", (long long) n));
     }
     return guarded([&]() -> int32_t {
+        kvtool->drop_residents();
         if (n > 0) {
             kvtool->archive->tokens.keep(n);
         } else {
@@ -187,6 +210,7 @@ int32_t llama_kvtool_go_back(llama_context * ctx, int32_t cell, int32_t n_cell, 
     }
     return guarded([&]() -> int32_t {
         ctx->synchronize();
+        kvtool->drop_residents();
         kvtool->archive->go_back(kvtool->layers, cell, n_cell, end, base, next);
         if (all.size() == 0) {
             llama_kvtool::forget_graphs(*ctx, true);
@@ -215,6 +239,7 @@ static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, c
     }
     return guarded([&]() -> int64_t {
         if (!in.empty()) {
+            kvtool->drop_residents();
             tokens.expect(begin, end);
             tokens.fill(layer, in, begin, end, n_thread(ctx));
         } else if (out) {
@@ -270,6 +295,7 @@ int32_t llama_kvtool_set_archive_table(llama_context * ctx, const int64_t * tabl
         return fail("the table must not be null, and n must be 3, 5, ...");
     }
     return guarded([&]() -> int32_t {
+        kvtool->drop_residents();
         const auto why = kvtool->archive->tokens.set_table({ table, table + n });
         if (!why.empty()) {
             return fail(why);
@@ -311,6 +337,7 @@ static int64_t copy_clusters(llama_context * ctx, uint8_t * out, const uint8_t *
     }
     return guarded([&]() -> int64_t {
         if (in) {
+            kvtool->drop_residents();
             tokens.set_clusters(in, begin, end, is_far);
         } else if (out && !tokens.get_clusters(out, begin, end, is_far)) {
             return fail("not all of these blocks have such clusters");

@@ -122,7 +122,13 @@ int32_t llama_kvtool_resize(llama_context * ctx, const int32_t * n_cell, int32_t
     if (!n_cell || n_layer != (int32_t) kvtool->layers.size()) {
         return fail(format("n_cell must not be null and n_layer must be %d, got %d", (int) kvtool->layers.size(), n_layer));
     }
-    return guarded([&] { return kvtool->resize(*ctx, n_cell); });
+    return guarded([&] {
+        std::vector<int32_t> all(n_cell, n_cell + n_layer);
+        for (int32_t & n : all) {
+            n += kvtool->n_resident;
+        }
+        return kvtool->resize(*ctx, all.data());
+    });
 }
 
 //

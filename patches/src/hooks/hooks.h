@@ -44,6 +44,9 @@ struct llama_kvtool_graph {
     // the graph stores queries, and their signals are computed later
     bool is_deferred = false;
 
+    // the graph attends to residents, and stores its queries
+    bool is_resident = false;
+
     llama_kvtool_input * input = nullptr;
 
     // set in a joint step, whose members have separate signals
@@ -76,12 +79,17 @@ ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * k
 ggml_tensor * llama_kvtool_staged(
         const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il);
 
+// attention of the queries q to the live cells and to residents; null if the step has no residents
+ggml_tensor * llama_kvtool_resident(
+        const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il);
+
 // flash attention of the queries q to rows of different lengths; null if llama.cpp's own attention serves the layer
 ggml_tensor * llama_kvtool_ragged(
         const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il);
 
 // Attention that replaces llama.cpp's; null if llama.cpp's is used. In a joint step, each context's tokens attend to
-// that context's cells, and the results are concatenated. In other steps: llama_kvtool_staged or llama_kvtool_ragged
+// that context's cells, and the results are concatenated. In other steps: llama_kvtool_staged, llama_kvtool_resident
+// or llama_kvtool_ragged
 ggml_tensor * llama_kvtool_join(
         const llm_graph_context & graph, llm_graph_input_attn_kv * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
         ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);

@@ -8,7 +8,7 @@
 
 bool llama_kvtool_input::can_reuse(const llm_graph_params & params) {
     const auto fits = [&](const rows & r) { return r.limit->ne[2] == (kvtool.is_even(kvtool.layers[r.i]) ? 1 : kvtool.layers[r.i].n_head); };
-    return stage.n_archived == (kvtool.is_staging() ? kvtool.n_archived() : 0) && (kvtool.params.signals == 0 || is_deferred == kvtool.defers(params.ubatch.n_tokens)) && std::all_of(ragged.begin(), ragged.end(), fits);
+    return is_resident == kvtool.resides(params.ubatch.n_tokens) && stage.n_archived == (kvtool.is_staging() ? kvtool.n_archived() : 0) && (kvtool.params.signals == 0 || is_deferred == kvtool.defers(params.ubatch.n_tokens)) && std::all_of(ragged.begin(), ragged.end(), fits);
 }
 
 void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
@@ -51,6 +51,12 @@ void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
         idx.resize(n_tokens);
         std::iota(idx.begin(), idx.end(), kvtool.deferred.n);
         ggml_backend_tensor_set(waiting, idx.data(), 0, ggml_nbytes(waiting));
+    }
+
+    if (residing && residing->buffer) {
+        idx.resize(n_tokens);
+        std::iota(idx.begin(), idx.end(), 0);
+        ggml_backend_tensor_set(residing, idx.data(), 0, ggml_nbytes(residing));
     }
 
     if (rot && rot->buffer) {

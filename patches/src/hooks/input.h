@@ -100,6 +100,19 @@ public:
 
     bool is_deferred = false;
 
+    // attention to residents, see resident.cpp
+    struct resident_mask {
+        const ggml_tensor * own; // of the residents of a device
+
+        ggml_tensor * mask; // F16 [n_cell, n_tokens, 1, rows on the device]
+    };
+
+    std::vector<resident_mask> resident_masks;
+
+    ggml_tensor * residing = nullptr; // I64 [n_tokens]: slots that receive the queries
+
+    bool is_resident = false;
+
     ggml_tensor * queries = nullptr; // F32 [1, n_tokens]: positions of the queries, with ALiBi
 };
 

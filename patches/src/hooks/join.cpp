@@ -99,7 +99,8 @@ static ggml_tensor * join(
         return llama_kvtool_staged(graph, mask_of(inp), q, sinks, kq_scale, il);
     }
     if (!kvtool || !kvtool->joint) {
-        return kq_b ? nullptr : llama_kvtool_ragged(graph, mask_of(inp), q, sinks, kq_scale, il);
+        ggml_tensor * resident = kq_b ? nullptr : llama_kvtool_resident(graph, mask_of(inp), q, sinks, kq_scale, il);
+        return kq_b || resident ? resident : llama_kvtool_ragged(graph, mask_of(inp), q, sinks, kq_scale, il);
     }
     if (kvtool->joint->members.empty()) {
         kvtool->joint->layers[il] = !kq_b;
@@ -245,6 +246,8 @@ bool llama_kvtool::begin(member & m, const llama_batch & batch) {
 
     m.pos_0 = own.pos[0];
 
+    m.lctx->kvtool->is_member = true;
+
     // earlier work of the member must have ended
     m.lctx->synchronize();
 
@@ -282,6 +285,9 @@ int32_t llama_kvtool::decode_joint(
 
     lctx.synchronize();
 
+    for (const auto & m : own.members) {
+        m.lctx->kvtool->is_member = false;
+    }
     for (size_t i = 0; status != 0 && i < std::min(n_begun + 1, own.members.size()); ++i) {
         const auto & m = own.members[i];
         m.lctx->memory->seq_rm(0, m.pos_0, -1);

@@ -372,19 +372,22 @@ int memory::n_used(const llama_kv_cache & kv, int n_recall) {
     return n;
 }
 
-void memory::fill_recalled(llama_kv_cache & kv, int n_recall, int n_recalled) {
+void memory::fill_recalled(llama_kv_cache & kv, int n_recall, int begin, int end) {
     auto & cells = kv.v_cells[0];
 
     // Mark recalled tokens only if the context's newest token is visible. Otherwise llama.cpp would require the next
     // token to follow the recalled tokens' position 0
     const int n_own = n_used(kv, n_recall);
-    const int n     = n_own > 0 && cells.seq_has(n_own - 1, 0) ? n_recalled : 0;
+    if (n_own == 0 || !cells.seq_has(n_own - 1, 0)) {
+        begin = end = 0;
+    }
     for (int i = 0; i < n_recall; ++i) {
         const int c = cells.size() - n_recall + i;
-        if (i < n && cells.is_empty(c)) {
+        const bool is_used = i >= begin && i < end;
+        if (is_used && cells.is_empty(c)) {
             cells.pos_set(c, 0);
             cells.seq_add(c, 0);
-        } else if (i >= n && !cells.is_empty(c)) {
+        } else if (!is_used && !cells.is_empty(c)) {
             cells.rm(c);
         }
     }

@@ -104,8 +104,8 @@ struct llama_kvtool_memory {
     // number of cells that hold the context's own tokens: the first cells of the table. Not for ragged rows
     static int n_used(const llama_kv_cache & kv, int n_recall);
 
-    // among the last n_recall cells, mark the first n_recalled as tokens at position 0 and the others as empty
-    static void fill_recalled(llama_kv_cache & kv, int n_recall, int n_recalled);
+    // among the last n_recall cells, mark the cells begin .. end - 1 as tokens at position 0 and the others as empty
+    static void fill_recalled(llama_kv_cache & kv, int n_recall, int begin, int end);
 
     // copy the cell of the next token and each cell's position (-1 if empty) to out or from in; returns the
     // number of integers

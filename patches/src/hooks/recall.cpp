@@ -73,7 +73,7 @@ void llama_kvtool_recall(
         const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, ggml_tensor * sinks, float scale, int il) {
     const auto * kvtool = graph.cparams.kvtool;
 
-    if (!kvtool || kvtool->n_archived() == 0 || kvtool->is_staging() || !kvtool->find(il)) {
+    if (!kvtool || kvtool->n_archived() == 0 || kvtool->is_staging() || kvtool->resides(q->ne[2]) || !kvtool->find(il)) {
         return;
     }
 
@@ -87,7 +87,7 @@ void llama_kvtool_recall(
     const int64_t first = l.n_cell - kvtool->params.n_recall;
 
     // a graph that only reserves memory may have more tokens than there are synthetic cells for
-    const int64_t k = n_made > 0 ? n_made*std::min<int64_t>(q->ne[2], kvtool->params.n_recall/n_made) : kvtool->params.n_recall;
+    const int64_t k = n_made > 0 ? n_made*std::min<int64_t>(q->ne[2], kvtool->n_filled()/n_made) : kvtool->params.n_recall;
 
     const int64_t n_embd_k = l.k->ne[0];
     const int64_t n_embd_v = l.v ? l.v->ne[0] : 0;

@@ -362,6 +362,9 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
         recent.decoded(is_watching ? n_tokens : 0);
     }
     queries.decoded(is_watching ? n_tokens : 0);
+    if (graph.is_resident) {
+        resident->n_asked = n_tokens;
+    }
 
     if (params.ragged) {
         for (int32_t & n : live) {
@@ -384,7 +387,8 @@ void llama_kvtool::guess(int n) {
 }
 
 int32_t llama_kvtool::take_back(llama_context & lctx, int n) {
-    const int most = std::min(params.n_ahead, n_back);
+    // a step with residents may have to be repeated
+    const int most = std::min(std::max(params.n_ahead, resident ? resident->n_query : 0), n_back);
     if (n < 0 || n > most) {
         return fail(format("n must be in 0..%d, got %d", most, n));
     }
@@ -413,6 +417,9 @@ int32_t llama_kvtool::take_back(llama_context & lctx, int n) {
         }
     }
     n_own  -= n;
+    if (resident) {
+        resident->forget_live(n_own);
+    }
     n_seen -= n;
     n_back -= n;
 
@@ -475,7 +482,7 @@ int llama_kvtool::n_used(const llama_context & lctx) const {
 
 void llama_kvtool::fill_recalled(const llama_context & lctx, int n_tokens) const {
     const int64_t n = params.n_made == 0 ? n_archived() : n_archived() > 0 ? (int64_t) n_tokens*params.n_made : 0;
-    memory::fill_recalled(*memory::cache(lctx), params.n_recall, std::min<int64_t>(params.n_recall, n));
+    memory::fill_recalled(*memory::cache(lctx), params.n_recall, 0, std::min<int64_t>(params.n_recall, n));
 }
 
 void llama_kvtool::forget_graphs(llama_context & lctx, bool reserve) {

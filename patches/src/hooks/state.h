@@ -11,6 +11,7 @@
 #include "cache/queries.h"
 #include "archive/recaller.h"
 #include "cache/recent.h"
+#include "cache/resident-cells.h"
 #include "cache/signals.h"
 #include "archive/staging.h"
 
@@ -73,6 +74,11 @@ struct llama_kvtool {
     std::unique_ptr<kvtool::recaller> archive; // null: no archive
     std::unique_ptr<kvtool::staging>  staging; // null: steps recall from the archive on the host
 
+    std::unique_ptr<kvtool::resident_cells> resident; // null: no residents
+
+    int  n_resident = 0;     // cells for residents, among the n_recall last ones
+    bool is_member  = false; // the context's tokens are computed in a joint step
+
     // version of the tensors that graphs view, unique over all contexts; a graph with views of an older version is
     // invalid
     uint64_t version = 0;
@@ -99,6 +105,24 @@ struct llama_kvtool {
     // true if the next step attends to all archived tokens on the device. With an empty archive, llama.cpp's own
     // attention sees all tokens
     bool is_staging() const { return staging && n_archived() > 0; }
+
+    // cells that a step fills from the archive
+    int n_filled() const { return params.n_recall - n_resident; }
+
+    // true if a step of n_tokens attends to residents
+    bool resides(int64_t n_tokens) const;
+
+    // see llama_kvtool_reside
+    int64_t reside(llama_context & lctx, int n_mean, int n_token);
+
+    // see llama_kvtool_missed
+    float missed(llama_context & lctx);
+
+    // bring the residents' cells up to date before a step; returns false if a device failed
+    bool place_residents(llama_context & lctx);
+
+    // the archive's tokens or the cells have changed in a way that residents do not follow
+    void drop_residents();
 
     // see llama_kvtool_stage
     int64_t stage(llama_context & lctx, int64_t n_archived);
@@ -155,7 +179,8 @@ struct llama_kvtool {
     //
 
     // see llama_kvtool_resize
-    int32_t resize(llama_context & lctx, const int32_t * n_cell);
+    // n_resident: number of these cells that are for residents; by default as before
+    int32_t resize(llama_context & lctx, const int32_t * n_cell, int n_resident = -1);
 
     //
     // copies

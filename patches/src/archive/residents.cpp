@@ -1,0 +1,355 @@
+#include "residents.h"
+
+#include "choice.h"
+#include "index.h"
+#include "softmax.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvtool {
+
+// A cluster's score falls by this factor with each step
+static constexpr float decay = 0.9f;
+
+static const ggml_fp16_t unseen = ggml_fp32_to_fp16(-INFINITY);
+static const ggml_fp16_t seen   = ggml_fp32_to_fp16(0.0f);
+
+static ggml_fp16_t log_of(int n) {
+    return n > 0 ? ggml_fp32_to_fp16(std::log((float) n)) : unseen;
+}
+
+residents::residents(const archive & tokens, int n_mean, int n_token)
+    : tokens(tokens), n_mean(n_mean), n_token(n_token), n_ring(n_mean/n_cluster) {
+    for (size_t i = 0; i < tokens.n_layer(); ++i) {
+        rows .emplace_back(tokens[i].n_head);
+        masks.emplace_back(tokens[i].n_head*n_cell());
+    }
+    drop();
+}
+
+std::string residents::unfit() const {
+    if (!tokens.has_clusters()) {
+        return "without clusters, all archived tokens are attended to exactly";
+    }
+    for (size_t i = 0; i < tokens.n_layer(); ++i) {
+        for (int head = 0; head < tokens[i].n_head; ++head) {
+            const auto & own = tokens.clusters_of(i, head);
+            if (own.end() - own.begin() > n_ring) {
+                return "more clusters than cells for means";
+            }
+            if (tokens.end() - std::max(tokens.begin(), own.end()*n_block) > n_tail) {
+                return "too many tokens have no cluster yet";
+            }
+        }
+    }
+    return {};
+}
+
+void residents::clear(row & r, ggml_fp16_t * mask) {
+    r = {};
+    r.held    .assign(n_ring, -1);
+    r.bearings.resize(n_ring);
+    r.score   .assign(n_mean, 0.0f);
+    r.sizes   .assign(n_mean, 0);
+    r.wanted  .assign(n_mean, 0);
+    r.is_here .assign(n_mean, 0);
+    r.is_new  .assign(n_mean, 0);
+    r.slots   .resize(n_token);
+    r.base = tokens.base();
+    std::fill_n(mask, n_cell(), unseen);
+}
+
+void residents::drop() {
+    anchor = -1;
+    for (size_t i = 0; i < rows.size(); ++i) {
+        for (size_t head = 0; head < rows[i].size(); ++head) {
+            clear(rows[i][head], masks[i].data() + head*n_cell());
+        }
+    }
+}
+
+//
+// cells
+//
+
+void residents::put_mean(size_t layer, int head, size_t place, int cell, cells & out) const {
+    const auto & l   = tokens[layer];
+    const auto & own = tokens.clusters_of(layer, head);
+    const auto & to  = own[own.block_at(place)].to;
+
+    const size_t at_k = out.keys.size(), at_v = out.values.size();
+    out.at    .push_back((int64_t) cell*l.n_head + head);
+    out.keys  .resize(at_k + l.n_embd_k);
+    out.values.resize(at_v + l.n_embd_v);
+
+    get_key(own.clusters.sides.data() + place/n_side*own.side_size(), place % n_side, out.keys.data() + at_k, l.n_embd_k);
+    own.clusters.get_value(place, out.values.data() + at_v);
+
+    // a mean beyond n_near has no rotation
+    tokens.turns_of(layer).turn(out.keys.data() + at_k, to.is_far ? -far_turn() : to.base - tokens.base());
+}
+
+void residents::put_token(size_t layer, int head, int64_t place, int64_t turn, int cell, cells & out) const {
+    const auto & l = tokens[layer];
+
+    const size_t at_k = out.keys.size(), at_v = out.values.size();
+    out.at    .push_back((int64_t) cell*l.n_head + head);
+    out.keys  .resize(at_k + l.n_embd_k);
+    out.values.resize(at_v + l.n_embd_v);
+
+    l.keys  (head, place, 1, out.keys  .data() + at_k);
+    l.values(head, place, 1, out.values.data() + at_v);
+    if (turn != 0) {
+        tokens.turns_of(layer).turn(out.keys.data() + at_k, turn);
+    }
+}
+
+void residents::begin(int64_t rot) {
+    // keys beyond n_near are rotated again when they are a 64th too far away
+    if (anchor < 0 || rot < anchor || 64*(rot - anchor) >= tokens.n_near) {
+        anchor = rot;
+    }
+}
+
+bool residents::update(size_t layer, cells & out) {
+    const auto before = masks[layer];
+    for (int head = 0; head < tokens[layer].n_head; ++head) {
+        update(layer, head, out);
+    }
+    return masks[layer] != before;
+}
+
+void residents::update(size_t layer, int head, cells & out) {
+    auto & r = rows[layer][head];
+
+    if (r.base != tokens.base()) {
+        clear(r, masks[layer].data() + (size_t) head*n_cell());
+    }
+    const bool is_far_moved = r.anchor != anchor;
+    r.anchor = anchor;
+
+    std::vector<uint8_t> gone(n_mean, 0); // resident clusters that leave
+    update_means(r, layer, head, is_far_moved, gone, out);
+    update_tail (r, layer, head, out);
+    choose_slots(r, layer, head, is_far_moved, gone, out);
+}
+
+void residents::update_means(row & r, size_t layer, int head, bool is_far_moved, std::vector<uint8_t> & gone, cells & out) {
+    const auto & own  = tokens.clusters_of(layer, head);
+    auto       * mask = masks[layer].data() + (size_t) head*n_cell();
+
+    for (int at = 0; at < n_ring; ++at) {
+        const int64_t block = r.held[at];
+        if (block < 0 || (block >= own.begin() && block < own.end() && own[block].to == r.bearings[at])) {
+            continue;
+        }
+        r.held[at] = -1;
+        for (int i = at*n_cluster; i < (at + 1)*n_cluster; ++i) {
+            gone[i]   = r.is_here[i];
+            r.is_here[i] = r.wanted[i] = 0;
+            r.score[i] = 0.0f;
+            mask[i]    = unseen;
+        }
+    }
+
+    const size_t n_place = (own.end() - own.begin())*n_cluster;
+    for (size_t place = 0; place < n_place; ++place) {
+        const int64_t block  = own.block_at(place);
+        const bool    is_new = r.held[block % n_ring] != block;
+        if (!is_new && !(is_far_moved && own[block].to.is_far)) {
+            continue;
+        }
+        const int i = number_of(own, place);
+        r.sizes[i] = own.clusters.sizes[place];
+        if (r.sizes[i] > 0) {
+            put_mean(layer, head, place, i, out);
+        }
+        if (is_new) {
+            mask[i]     = log_of(r.sizes[i]);
+            r.is_new[i] = 1;
+        }
+    }
+    for (int64_t block = own.begin(); block < own.end(); ++block) {
+        r.held    [block % n_ring] = block;
+        r.bearings[block % n_ring] = own[block].to;
+    }
+}
+
+void residents::update_tail(row & r, size_t layer, int head, cells & out) {
+    const int64_t first = std::max(tokens.begin(), tokens.clusters_of(layer, head).end()*n_block);
+
+    for (int64_t i = std::max(r.tail, first); i < tokens.end(); ++i) {
+        put_token(layer, head, i, tokens.base_of(i) - tokens.base(), n_mean + i % n_tail, out);
+    }
+    r.tail = tokens.end();
+
+    auto * mask = masks[layer].data() + (size_t) head*n_cell() + n_mean;
+    std::fill_n(mask, n_tail, unseen);
+    for (int64_t i = first; i < tokens.end(); ++i) {
+        mask[i % n_tail] = seen;
+    }
+}
+
+void residents::choose_slots(row & r, size_t layer, int head, bool is_far_moved, std::vector<uint8_t> & gone, cells & out) {
+    const auto & own  = tokens.clusters_of(layer, head);
+    auto       * mask = masks[layer].data() + (size_t) head*n_cell();
+
+    int n_free = std::count_if(r.slots.begin(), r.slots.end(), [&](const row::slot & s) { return s.cluster < 0 || gone[s.cluster]; });
+
+    std::vector<int> arriving, leaving;
+    int n_arriving = 0;
+    for (int i = 0; i < n_mean; ++i) {
+        if (r.wanted[i] && !r.is_here[i]) {
+            arriving.push_back(i);
+            n_arriving += r.sizes[i];
+        } else if (r.is_here[i] && !r.wanted[i]) {
+            leaving.push_back(i);
+        }
+    }
+    // those with the lowest scores make room
+    std::sort(leaving.begin(), leaving.end(), [&](int a, int b) { return r.score[a] != r.score[b] ? r.score[a] > r.score[b] : a < b; });
+    for (; !leaving.empty() && n_free < n_arriving; leaving.pop_back()) {
+        const int i = leaving.back();
+        gone[i]      = 1;
+        r.is_here[i] = 0;
+        mask[i]      = log_of(r.sizes[i]);
+        n_free += r.sizes[i];
+    }
+
+    const int first = n_mean + n_tail;
+    for (int s = 0; s < n_token; ++s) {
+        auto & slot = r.slots[s];
+        if (slot.cluster >= 0 && gone[slot.cluster]) {
+            slot.cluster    = -1;
+            mask[first + s] = unseen;
+        }
+    }
+
+    // positions by which the key of the token at a place is rotated
+    const auto turn_of = [&](int64_t place) {
+        const auto &  block = own[place/n_block];
+        const int64_t i     = place - place % n_block + block.order[place % n_block];
+        return tokens.base_of(i) - (block.to.is_far ? i + far_turn() : tokens.base());
+    };
+
+    for (int s = 0; s < n_token && is_far_moved; ++s) {
+        const auto & slot = r.slots[s];
+        if (slot.cluster >= 0 && own[slot.place/n_block].to.is_far) {
+            put_token(layer, head, slot.place, turn_of(slot.place), first + s, out);
+        }
+    }
+
+    int s = 0;
+    for (const int i : arriving) {
+        r.is_here[i] = 1;
+        mask[i]      = unseen;
+
+        const int64_t block = r.held[i/n_cluster];
+        const auto  & start = own[block].start;
+        for (int64_t place = block*n_block + start[i % n_cluster]; place < block*n_block + start[i % n_cluster + 1]; ++place) {
+            for (; r.slots[s].cluster >= 0; ++s) {}
+            r.slots[s] = { i, place };
+            mask[first + s] = seen;
+            put_token(layer, head, place, turn_of(place), first + s, out);
+        }
+    }
+}
+
+//
+// choice
+//
+
+float residents::choose(size_t layer, int head, const float * queries, int n_query, const logit_params & logits, const float * live) {
+    auto & r = rows[layer][head];
+
+    const auto & own  = tokens.clusters_of(layer, head);
+    const auto & rope = tokens.turns_of(layer);
+
+    const int64_t n_embd = tokens[layer].n_embd_k;
+    const int     n      = (own.end() - own.begin())*n_cluster;
+
+    for (float & score : r.score) {
+        score *= decay;
+    }
+    std::fill(r.wanted.begin(), r.wanted.end(), 0);
+    if (n == 0) {
+        return 0.0f;
+    }
+
+    std::vector<float> power((size_t) n*n_query), turned(n_embd);
+    for (int q = 0; q < n_query; ++q) {
+        float * x = power.data() + q*n;
+
+        // blocks whose keys have the same rotation
+        for (int64_t block = own.begin(), end; block < own.end(); block = end) {
+            for (end = block + 1; end < own.end() && own[end].to == own[block].to; ++end) {}
+
+            std::copy_n(queries + q*n_embd, n_embd, turned.begin());
+            const auto & to = own[block].to;
+            rope.turn_query(turned.data(), to.is_far ? far_turn() : tokens.base() - to.base);
+
+            small_query small;
+            small.set(turned.data(), n_embd);
+            small.scale *= logits.scale;
+
+            const size_t place = own.place(block);
+            multiply(own.clusters.sides.data() + place/n_side*own.side_size(), (end - block)*n_cluster/n_side, small, n_embd, x + place);
+        }
+        for (int i = 0; i < n; ++i) {
+            const int size = own.clusters.sizes[i];
+            x[i] = size == 0 ? -INFINITY : (logits.cap > 0.0f ? logits.cap*std::tanh(x[i]/logits.cap) : x[i]) + std::log((float) size);
+        }
+        const auto  part = exponentials(x, n, 1.0f, x);
+        const float sum  = part.sum + std::exp(live[q] - part.most);
+        for (int i = 0; i < n; ++i) {
+            x[i] = part.sum > 0.0f && std::isfinite(sum) ? x[i]/sum : 0.0f;
+        }
+    }
+
+    std::vector<int>     number(n), size(n);
+    std::vector<float>   score(n);
+    std::vector<uint8_t> chosen(n);
+    for (int i = 0; i < n; ++i) {
+        number[i] = number_of(own, i);
+        size  [i] = own.clusters.sizes[i];
+        float sum = 0.0f;
+        for (int q = 0; q < n_query && size[i] > 0; ++q) {
+            sum += power[q*n + i]/size[i];
+        }
+        // a new cluster gets the score that it would have if all earlier queries had been like these
+        r.score[number[i]] += r.is_new[number[i]] ? sum/(1.0f - decay) : sum;
+        r.is_new[number[i]] = 0;
+        score[i] = r.score[number[i]];
+    }
+    kvtool::choose(score.data(), size.data(), n, n_token, chosen.data());
+
+    // the tokens of all chosen clusters must fit
+    int64_t n_chosen = 0;
+    for (int i = 0; i < n; ++i) {
+        n_chosen += chosen[i] ? size[i] : 0;
+    }
+    while (n_chosen > n_token) {
+        int last = -1;
+        for (int i = 0; i < n; ++i) {
+            last = chosen[i] && (last < 0 || score[i] < score[last]) ? i : last;
+        }
+        chosen[last] = 0;
+        n_chosen -= size[last];
+    }
+
+    for (int i = 0; i < n; ++i) {
+        r.wanted[number[i]] = chosen[i];
+    }
+    float missed = 0.0f;
+    for (int q = 0; q < n_query; ++q) {
+        float sum = 0.0f;
+        for (int i = 0; i < n; ++i) {
+            sum += chosen[i] && !r.is_here[number[i]] ? power[q*n + i] : 0.0f;
+        }
+        missed = std::max(missed, sum);
+    }
+    return missed;
+}
+
+} // namespace kvtool

@@ -1,0 +1,357 @@
+#include "resident-cells.h"
+
+#include "archive/convert.h"
+#include "archive/no_room.h"
+#include "archive/softmax.h"
+#include "archive/stored.h"
+#include "devices.h"
+
+#include "llama-context.h"
+
+#include <atomic>
+#include <cmath>
+#include <stdexcept>
+
+namespace kvtool {
+
+// Rows of keys and values that are sent to each layer at once: about as many as a step changes. To fill all cells takes
+// many such copies, but happens seldom
+static constexpr int n_sent = 128;
+
+std::string resident_cells::unsupported(const std::vector<layer> & layers, bool v_trans, bool has_flash) {
+    if (!has_flash || v_trans) {
+        return "residents need flash attention";
+    }
+    for (const auto & l : layers) {
+        if (!l.v) {
+            return "values are a part of the keys (MLA)";
+        }
+        if (lies_on_worker(l)) {
+            return "layers lie on a worker";
+        }
+    }
+    return {};
+}
+
+int resident_cells::region(int n_mean, int n_token) {
+    return GGML_PAD(n_mean + residents::n_tail + n_token + 1, 256);
+}
+
+resident_cells::resident_cells(
+        const archive & tokens, const std::vector<layer> & layers, std::vector<asker> askers, int n_mean, int n_token, int n_query,
+        int n_filled, int n_thread)
+    : chosen(tokens, n_mean, n_token), n_query(n_query), n_region(region(n_mean, n_token)), layers(layers), askers(std::move(askers))
+    , n_filled(n_filled), live(layers.size()), is_masked(layers.size()), threads(n_thread - 1) {
+    for (size_t i = 0; i < layers.size(); ++i) {
+        const auto buft = ggml_backend_buffer_get_type(layers[i].k->buffer);
+
+        auto d = std::find_if(devices.begin(), devices.end(), [&](const device & x) { return x.buft == buft; });
+        if (d == devices.end()) {
+            devices.emplace_back();
+            d = devices.end() - 1;
+            d->buft = buft;
+        }
+        homes.push_back({ (size_t) (d - devices.begin()), d->n_row });
+        d->layers.push_back(i);
+        d->n_row += layers[i].n_head;
+    }
+    for (const auto & a : this->askers) {
+        devices[homes[a.i].device].n_said += a.n_embd*a.n_head;
+    }
+    for (auto & d : devices) {
+        make_device(d);
+    }
+}
+
+void resident_cells::make_device(device & d) {
+    d.ctx.reset(ggml_init({ (3 + 3*d.layers.size() + askers.size())*ggml_tensor_overhead(), nullptr, true }));
+
+    ggml_context * ctx = d.ctx.get();
+
+    // the uploads come first, so that `sent` covers them
+    for (const size_t i : d.layers) {
+        const auto & l = layers[i];
+
+        // a cache in half precision receives half precision; any other format is converted on the device
+        const auto type = [](const ggml_tensor * t) { return t->type == GGML_TYPE_F16 ? GGML_TYPE_F16 : GGML_TYPE_F32; };
+        d.uploads.push_back({
+            ggml_new_tensor_1d(ctx, GGML_TYPE_I64, n_sent),
+            ggml_new_tensor_2d(ctx, type(l.k), l.n_embd_k, n_sent),
+            ggml_new_tensor_2d(ctx, type(l.v), l.n_embd_v, n_sent),
+        });
+    }
+    d.mask = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, n_filled + n_region, 1, 1, d.n_row);
+    d.said = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, d.n_said, n_query);
+
+    size_t at = 0;
+    for (auto & a : askers) {
+        if (&devices[homes[a.i].device] == &d) {
+            a.queries = ggml_view_2d(ctx, d.said, a.n_embd*a.n_head, n_query, d.said->nb[1], at);
+            at += ggml_row_size(GGML_TYPE_F32, a.n_embd*a.n_head);
+        }
+    }
+
+    d.buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx, d.buft));
+    if (!d.buffer) {
+        throw no_room("a device has no memory for residents");
+    }
+    ggml_backend_buffer_clear(d.buffer.get(), 0);
+
+    const auto * base = (const char *) ggml_backend_buffer_get_base(d.buffer.get());
+    const auto * last = d.uploads.back().v;
+
+    d.sending.resize((const char *) last->data - base + ggml_nbytes(last));
+    d.heard  .resize(ggml_nelements(d.said));
+
+    d.sent = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, d.sending.size());
+    ggml_backend_tensor_alloc(d.buffer.get(), d.sent, (void *) base);
+}
+
+ggml_tensor * resident_cells::store(ggml_context * ctx, int il, ggml_tensor * queries, ggml_tensor * slots, float scale) {
+    const auto a = std::find_if(askers.begin(), askers.end(), [&](const asker & x) { return x.il == il; });
+    GGML_ASSERT(a != askers.end() && queries->ne[0] == a->n_embd && queries->ne[1] == a->n_head);
+
+    a->scale = scale;
+
+    if (!ggml_is_contiguous(queries)) {
+        queries = ggml_cont(ctx, queries);
+    }
+    return ggml_set_rows(ctx, a->queries, ggml_reshape_2d(ctx, queries, a->n_embd*a->n_head, queries->ne[2]), slots);
+}
+
+int64_t resident_cells::bytes() const {
+    int64_t res = 0;
+    for (const auto & d : devices) {
+        res += ggml_backend_buffer_get_size(d.buffer.get());
+        for (const size_t i : d.layers) {
+            const auto & l = layers[i];
+            res += (ggml_nbytes(l.k) + ggml_nbytes(l.v))/l.n_cell*n_region;
+        }
+    }
+    return res;
+}
+
+//
+// writing cells
+//
+
+bool resident_cells::make_graph(device & d, uint64_t version) {
+    const size_t n_node = 6*d.layers.size();
+
+    d.graph_ctx.reset(ggml_init({ 2*n_node*ggml_tensor_overhead() + ggml_graph_overhead_custom(n_node, false), nullptr, true }));
+    d.alloc    .reset(ggml_gallocr_new(d.buft));
+
+    ggml_context * ctx = d.graph_ctx.get();
+    d.graph = ggml_new_graph_custom(ctx, n_node, false);
+
+    for (size_t j = 0; j < d.layers.size(); ++j) {
+        const auto & l  = layers[d.layers[j]];
+        const auto & up = d.uploads[j];
+
+        for (const auto & [cache, from] : { std::pair { l.k, up.k }, std::pair { l.v, up.v } }) {
+            ggml_tensor * rows = ggml_reshape_2d(ctx, cache, from->ne[0], ggml_nelements(cache)/from->ne[0]);
+            ggml_build_forward_expand(d.graph, ggml_set_rows(ctx, rows, from, up.at));
+        }
+    }
+    d.version = version;
+    return ggml_gallocr_reserve(d.alloc.get(), d.graph) && ggml_gallocr_alloc_graph(d.alloc.get(), d.graph);
+}
+
+static ggml_backend_t backend_of(llama_context & lctx, ggml_backend_buffer_type_t buft) {
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(lctx.get_sched()); ++i) {
+        ggml_backend_t backend = ggml_backend_sched_get_backend(lctx.get_sched(), i);
+        if (ggml_backend_supports_buft(backend, buft)) {
+            return backend;
+        }
+    }
+    return nullptr;
+}
+
+// write n numbers in the type of a tensor
+static void convert(const ggml_tensor * t, const float * x, int64_t n, uint8_t * out) {
+    if (t->type == GGML_TYPE_F16) {
+        to_half(x, (ggml_fp16_t *) out, n);
+    } else {
+        std::copy_n(x, n, (float *) out);
+    }
+}
+
+bool resident_cells::write(ggml_backend_t backend, device & d, const std::vector<residents::cells> & all) {
+    size_t n_most = 0;
+    for (const size_t i : d.layers) {
+        n_most = std::max(n_most, all[i].at.size());
+    }
+
+    const auto in = [&](const ggml_tensor * t) { return d.sending.data() + ((const char *) t->data - (const char *) d.sent->data); };
+
+    for (size_t first = 0; first < n_most; first += n_sent) {
+        for (size_t j = 0; j < d.layers.size(); ++j) {
+            const auto & l   = layers[d.layers[j]];
+            const auto & own = all[d.layers[j]];
+            const auto & up  = d.uploads[j];
+
+            const int64_t n    = first < own.at.size() ? std::min<int64_t>(own.at.size() - first, n_sent) : 0;
+            const int64_t cell = l.n_cell - n_region;
+
+            auto * at = (int64_t *) in(up.at);
+            for (int64_t c = 0; c < n_sent; ++c) {
+                // the rest goes to the last cell, which is never seen
+                at[c] = c < n ? cell*l.n_head + own.at[first + c] : (int64_t) (l.n_cell - 1)*l.n_head;
+            }
+            convert(up.k, own.keys  .data() + first*l.n_embd_k, n*l.n_embd_k, in(up.k));
+            convert(up.v, own.values.data() + first*l.n_embd_v, n*l.n_embd_v, in(up.v));
+        }
+        ggml_backend_tensor_set_async(backend, d.sent, d.sending.data(), 0, d.sending.size());
+        if (ggml_backend_graph_compute(backend, d.graph) != GGML_STATUS_SUCCESS) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void resident_cells::write_masks(ggml_backend_t backend, device & d) {
+    const int64_t n = d.mask->ne[0];
+
+    std::vector<std::vector<ggml_fp16_t>> sent;
+    for (const size_t i : d.layers) {
+        if (is_masked[i]) {
+            continue;
+        }
+        is_masked[i] = 1;
+
+        const int n_head = layers[i].n_head;
+        sent.emplace_back(n*n_head, ggml_fp32_to_fp16(-INFINITY));
+        for (int head = 0; head < n_head; ++head) {
+            std::copy_n(chosen.mask(i) + (size_t) head*chosen.n_cell(), chosen.n_cell(), sent.back().data() + head*n + n_filled);
+        }
+        ggml_backend_tensor_set_async(backend, d.mask, sent.back().data(), homes[i].row*d.mask->nb[3], n_head*d.mask->nb[3]);
+    }
+    ggml_backend_synchronize(backend);
+}
+
+bool resident_cells::place(llama_context & lctx, int64_t rot, uint64_t version) {
+    std::vector<residents::cells> all(layers.size());
+
+    chosen.begin(rot);
+    share(layers.size(), [&](int i) {
+        if (chosen.update(i, all[i])) {
+            is_masked[i] = 0;
+        }
+    });
+
+    for (auto & d : devices) {
+        ggml_backend_t backend = backend_of(lctx, d.buft);
+        if (d.version != version && !make_graph(d, version)) {
+            return false;
+        }
+        if (!write(backend, d, all)) {
+            return false;
+        }
+        write_masks(backend, d);
+    }
+    return true;
+}
+
+void resident_cells::share(int n, const std::function<void (int)> & f) {
+    std::atomic<int> next { 0 };
+
+    const auto work = [&](size_t) {
+        for (int i; (i = next++) < n;) {
+            f(i);
+        }
+    };
+    workers::group all;
+    for (size_t t = 0; t < threads.size(); ++t) {
+        threads.add(all, work);
+    }
+    work(0);
+    if (const auto why = threads.wait(all); !why.empty()) {
+        throw std::runtime_error(why);
+    }
+}
+
+//
+// choice
+//
+
+// Copy the keys of live cells after they were edited. Keys of later tokens are not copied: without them a query's sum is
+// lower, so that a step is repeated rather too often
+void resident_cells::copy_live(int n_live) {
+    if (n_copied > 0) {
+        return;
+    }
+    n_copied = n_live;
+    for (size_t i = 0; i < layers.size(); ++i) {
+        live[i].resize(n_live*layers[i].k->nb[1]);
+        ggml_backend_tensor_get(layers[i].k, live[i].data(), 0, live[i].size());
+    }
+}
+
+// sums[n_query]: logarithm of each query's softmax sum over the copied live cells
+void resident_cells::sum_live(size_t layer, int head, const float * queries, int n_query, const logit_params & logits, float * sums) const {
+    const auto & l = layers[layer];
+
+    const auto type   = l.k->type;
+    const int  n_room = GGML_PAD(n_copied, 16);
+
+    std::vector<float> x((size_t) n_room*n_few_columns);
+    for (int first = 0; first < n_query; first += n_few_columns) {
+        const int n = std::min(n_query - first, n_few_columns);
+
+        multiply_rows(type, live[layer].data() + head*ggml_row_size(type, l.n_embd_k), l.k->nb[1], n_copied, l.n_embd_k,
+                queries + (size_t) first*l.n_embd_k, n, x.data(), n_room);
+        for (int q = 0; q < n; ++q) {
+            float * own = x.data() + (size_t) q*n_room;
+            for (int c = 0; c < n_copied; ++c) {
+                own[c] *= logits.scale;
+                own[c]  = logits.cap > 0.0f ? logits.cap*std::tanh(own[c]/logits.cap) : own[c];
+            }
+            const auto part = exponentials(own, n_copied, 1.0f, own);
+            sums[first + q] = part.most + std::log(part.sum);
+        }
+    }
+}
+
+float resident_cells::choose_layer(size_t layer, float cap) {
+    const auto & l = layers[layer];
+    const auto & d = devices[homes[layer].device];
+
+    float missed = 0.0f;
+
+    std::vector<float> queries, sums;
+    for (int head = 0; head < l.n_head; ++head) {
+        queries.clear();
+        logit_params logits = { 0.0f, cap };
+        for (const auto & a : askers) {
+            if (a.i != layer) {
+                continue;
+            }
+            logits.scale = a.scale;
+            const int    n  = a.n_head/l.n_head*a.n_embd; // numbers of the head's group
+            const size_t at = ((const char *) a.queries->data - (const char *) d.said->data)/sizeof(float);
+            for (int t = 0; t < n_asked; ++t) {
+                const float * from = d.heard.data() + (size_t) t*d.n_said + at + head*n;
+                queries.insert(queries.end(), from, from + n);
+            }
+        }
+        const int n = queries.size()/l.n_embd_k;
+        sums.resize(n);
+        sum_live(layer, head, queries.data(), n, logits, sums.data());
+        missed = std::max(missed, chosen.choose(layer, head, queries.data(), n, logits, sums.data()));
+    }
+    return missed;
+}
+
+float resident_cells::choose(int n_live, float cap) {
+    copy_live(n_live);
+    for (auto & d : devices) {
+        ggml_backend_tensor_get(d.said, d.heard.data(), 0, n_asked*d.said->nb[1]);
+    }
+
+    std::vector<float> missed(layers.size());
+    share(layers.size(), [&](int i) { missed[i] = choose_layer(i, cap); });
+    n_asked = 0;
+    return *std::max_element(missed.begin(), missed.end());
+}
+
+} // namespace kvtool

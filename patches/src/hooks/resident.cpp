@@ -1,0 +1,161 @@
+// Attention of a step to residents: cells at the end of each row that stand for the archive, so that no operation of the
+// step runs on the host.
+
+#include "cache/ragged.h"
+#include "cache/resident-cells.h"
+#include "error.h"
+#include "hooks.h"
+#include "input.h"
+#include "memory.h"
+#include "state.h"
+
+#include "llama-context.h"
+#include "llama-graph.h"
+#include "llama-kv-cache.h"
+#include "llama-model.h"
+
+#include <algorithm>
+
+using namespace kvtool;
+
+//
+// graph
+//
+
+// The mask of all rows on a layer's device: llama.cpp's mask of the live cells, then the residents' mask
+static ggml_tensor * mask_of(const llm_graph_context & graph, const llama_kvtool & kvtool, ggml_tensor * live_mask, size_t i) {
+    ggml_context * ctx = graph.ctx0;
+
+    ggml_tensor * own = kvtool.resident->mask(i);
+
+    auto & all = graph_input(graph).resident_masks;
+    const auto it = std::find_if(all.begin(), all.end(), [&](const auto & m) { return m.own == own; });
+    if (it != all.end()) {
+        return it->mask;
+    }
+
+    const int64_t n_live   = kvtool.layers[i].n_cell - kvtool.params.n_recall;
+    const int64_t n_tokens = live_mask->ne[1];
+
+    ggml_tensor * live = ggml_view_2d(ctx, live_mask, n_live, n_tokens, live_mask->nb[1], 0);
+    live = live->type == GGML_TYPE_F16 ? ggml_cont(ctx, live) : ggml_cast(ctx, live, GGML_TYPE_F16);
+    live = ggml_repeat_4d(ctx, live, n_live, n_tokens, 1, own->ne[3]);
+
+    ggml_tensor * rest = n_tokens > 1 ? ggml_repeat_4d(ctx, own, own->ne[0], n_tokens, 1, own->ne[3]) : own;
+
+    all.push_back({ own, ggml_concat(ctx, live, rest, 0) });
+    return all.back().mask;
+}
+
+ggml_tensor * llama_kvtool_resident(
+        const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il) {
+    auto * kvtool = graph.cparams.kvtool;
+
+    if (!kvtool || !kvtool->resides(q->ne[2]) || !kvtool->find(il)) {
+        return nullptr;
+    }
+
+    ggml_context * ctx = graph.ctx0;
+
+    const auto & l = *kvtool->find(il);
+    const size_t i = &l - kvtool->layers.data();
+
+    // llama.cpp's mask covers all cells, as the last one is in use
+    GGML_ASSERT(live_mask->ne[0] == l.n_cell);
+
+    auto & input = graph_input(graph);
+    if (!input.residing) {
+        input.residing = new_input(ctx, GGML_TYPE_I64, q->ne[2], 1, 1);
+    }
+    graph.res->kvtool.is_resident = true;
+    input.is_resident = true;
+
+    ggml_build_forward_expand(graph.gf, kvtool->resident->store(ctx, il, q, input.residing, scale));
+
+    ggml_tensor * mask = mask_of(graph, *kvtool, live_mask, i);
+    mask = ggml_view_4d(ctx, mask, mask->ne[0], mask->ne[1], 1, l.n_head, mask->nb[1], mask->nb[2], mask->nb[3],
+            kvtool->resident->first_row(i)*mask->nb[3]);
+
+    return attend_rows(graph, l, q, mask, sinks, scale);
+}
+
+//
+// state
+//
+
+bool llama_kvtool::resides(int64_t n_tokens) const {
+    // prompts are read in longer steps, and lose more than written tokens if a cluster is missing
+    return resident && resident->is_fit && n_tokens == 1 + n_guess && n_archived() > 0 && !is_staging() &&
+        n_hidden == 0 && !is_member && archive->n_traced == 0;
+}
+
+int64_t llama_kvtool::reside(llama_context & lctx, int n_mean, int n_token) {
+    lctx.synchronize();
+
+    if (params.signals != 0 || params.log_n || params.n_made == 0) {
+        return fail("a policy that reads attention, or scales it by log n, has no residents");
+    }
+    if (!states.empty()) {
+        return fail("recurrent layers cannot go back, so no step could be repeated with other residents");
+    }
+    if (n_most < INT32_MAX) {
+        return fail("an index chooses cells of this model, and residents would be among them");
+    }
+    if (const std::string why = resident_cells::unsupported(layers, v_trans, lctx.cparams.flash_attn); !why.empty()) {
+        return fail(why);
+    }
+
+    const int n_before = n_resident;
+    const int n_after  = n_token > 0 ? resident_cells::region(n_mean, n_token) : 0;
+
+    std::unique_ptr<resident_cells> made;
+    if (n_after > 0) {
+        std::vector<resident_cells::asker> all;
+        for (int il = 0; il < (int) index_of_il.size(); ++il) {
+            if (const auto * l = find(il)) {
+                all.push_back({ il, (size_t) index_of_il[il], l->n_embd_k, (int) lctx.model.hparams.n_head(il) });
+            }
+        }
+        made = std::make_unique<resident_cells>(
+                archive->tokens, layers, std::move(all), n_mean, n_token, params.n_ahead + 1, params.n_recall - n_before,
+                std::max<int>(lctx.n_threads(), 1));
+    }
+
+    const std::vector<int32_t> n_cell(layers.size(), layers[0].n_cell - n_before + n_after);
+    resident.reset();
+    if (resize(lctx, n_cell.data(), n_after) < 0) {
+        return -1;
+    }
+    resident = std::move(made);
+    forget_graphs(lctx, true);
+
+    return resident ? resident->bytes() : 0;
+}
+
+float llama_kvtool::missed(llama_context & lctx) {
+    if (!resident || resident->n_asked == 0) {
+        return 0.0f;
+    }
+    lctx.synchronize();
+    const auto & hparams = lctx.model.hparams;
+    const bool has_cap = hparams.attn_soft_cap || lctx.model.arch == LLM_ARCH_GROK;
+    return resident->choose(n_own, has_cap ? hparams.f_attn_logit_softcapping : 0.0f);
+}
+
+void llama_kvtool::drop_residents() {
+    if (resident) {
+        resident->chosen.drop();
+        resident->forget_live();
+        resident->n_asked = 0;
+    }
+}
+
+bool llama_kvtool::place_residents(llama_context & lctx) {
+    missed(lctx);
+    lctx.synchronize();
+    if (!resident->place(lctx, memory::cache(lctx)->seq_pos_max(0) + 1, version)) {
+        return false;
+    }
+    memory::fill_recalled(*memory::cache(lctx), params.n_recall, params.n_recall - 1, params.n_recall);
+    return true;
+}

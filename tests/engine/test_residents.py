@@ -1,0 +1,256 @@
+"""Steps that attend to residents: means and archived tokens in cells on the device (`--resident`)."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.engine import residents
+from kvtool.errors import LibraryError, UsageError
+from kvtool.llama import log
+from kvtool.llama.archive import Archive
+from kvtool.llama.library import api
+from lab.benchmarks import gpu_rows
+from tests.engine.running import ON_CUDA, open_engine, text
+
+N_PROMPT, N_LATER = 700, 40
+ROUGH = 0.1 if ON_CUDA else 5e-2
+"""Tolerance of logits with flash attention, which adds half-precision numbers in another order."""
+
+HALF = {"flash": "on", "type_k": "f16", "type_v": "f16", "archive_type": "f16"}
+ALL = 1024
+"""Residents enough for the whole archive."""
+
+
+def fit(budget=64):
+    return policies.fit("recall", budget, 16, ["exact=64"])
+
+
+@pytest.fixture
+def always_repeated(monkeypatch):
+    """Steps are repeated whenever a cluster is missing, so that with ALL residents attention is exact."""
+    monkeypatch.setattr(residents, "_MISSED", 0.0)
+
+
+def written(path, policy, tokens, n_prompt=N_PROMPT, **settings):
+    """Read the first tokens exactly, then decode the others one by one.
+
+    Returns the logits f32[n, n_vocab] of the others, and the engine's number of repeated steps.
+    """
+    exact = {"prefill": "exact"} if policy.recall else {}
+    with open_engine(path, policy, **(HALF | exact | settings)) as engine:
+        engine.read(tokens[:n_prompt])
+        logits = []
+        for token in tokens[n_prompt:]:
+            engine.step(np.array([token]))
+            logits.append(engine.context.logits()[-1].copy())
+        if settings.get("resident"):
+            assert engine.residents.n_token == settings["resident"], "the residents were refused"
+        return np.array(logits), engine.residents.n_repeated
+
+
+@pytest.mark.parametrize(
+    ("arch", "shape", "settings", "tolerance"),
+    [
+        ("llama", {"n_head_kv": 2}, {}, ROUGH),
+        ("llama", {"n_head_kv": 1}, {}, ROUGH),
+        ("llama", {"n_head_kv": 2}, {"type_k": "q8_0", "type_v": "q8_0", "archive_type": "q8_0"}, 0.5),
+        ("gemma3", {}, {}, ROUGH),
+        ("gemma2", {}, {}, ROUGH),
+        ("gpt_oss", {}, {}, ROUGH),
+        ("gemma4", {}, {}, ROUGH),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("always_repeated")
+def test_with_all_resident_each_token_attends_as_to_the_full_cache(
+    tiny_model, arch, shape, settings, tolerance
+):
+    path, tokens = tiny_model(arch, n_ctx_train=2048, **shape), text(N_PROMPT + N_LATER)
+    cache = {name: settings[name] for name in ("type_k", "type_v") if name in settings}
+    full, _ = written(path, policies.fit("full", 1024), tokens, **cache)
+    found, n_repeated = written(path, fit(), tokens, resident=ALL, **settings)
+    assert np.abs(found - full).max() < tolerance
+    # the first step has no residents yet; blocks that are clustered later bring clusters that are missing
+    assert 1 <= n_repeated < N_LATER // 2
+
+
+def test_few_residents_differ_and_many_differ_less(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT + N_LATER)
+    full, _ = written(path, policies.fit("full", 1024), tokens)
+    few, many = (np.abs(written(path, fit(), tokens, resident=n)[0] - full).mean() for n in (32, 256))
+    assert ROUGH / 100 < many < few
+
+
+def test_the_same_text_gives_the_same_logits(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT + N_LATER)
+    runs = [written(path, fit(), tokens, resident=64, n_threads=n) for n in (1, 1, 3)]
+    assert [n for _, n in runs] == [runs[0][1]] * 3
+    np.testing.assert_array_equal(runs[0][0], runs[1][0])
+    assert ON_CUDA or np.abs(runs[0][0] - runs[2][0]).max() < ROUGH
+
+
+@pytest.mark.usefixtures("always_repeated")
+def test_a_stream_far_beyond_its_context_attends_as_a_search_of_all_clusters(tiny_model):
+    # tokens are far after 63, so that their keys are rotated in each step; every 70 all positions change
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=126), text(900)
+    all_exact = policies.fit("recall", 48, 16, ["exact=4096"])
+    host, _ = written(path, all_exact, tokens, prefill="stream", n_prompt=300)
+    device, n_repeated = written(path, fit(48), tokens, prefill="stream", n_prompt=300, resident=ALL)
+    assert np.abs(device - host).max() < 2 * ROUGH
+    assert 0 < n_repeated < 300
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings"),
+    [
+        ("lfm2", {}),
+        ("deepseek2", {"prefill": "stream"}),
+        ("llama", {"flash": "off", "archive_type": "f32", "type_k": "f32", "type_v": "f32"}),
+    ],
+    ids=str,
+)
+def test_where_no_tokens_can_be_resident_steps_search_the_archive(tiny_model, arch, settings):
+    path, tokens = tiny_model(arch, n_ctx_train=2048), text(N_PROMPT + 4)
+    host, _ = written(path, fit(), tokens, **settings)
+    with open_engine(path, fit(), **(HALF | {"prefill": "exact", "resident": 64} | settings)) as engine:
+        engine.read(tokens[:N_PROMPT])
+        for token in tokens[N_PROMPT:]:
+            engine.step(np.array([token]))
+        np.testing.assert_array_equal(engine.context.logits()[-1], host[-1])
+        assert engine.residents.n_token == 0
+
+
+def test_an_archive_with_more_clusters_than_cells_is_searched_again(tiny_model, monkeypatch):
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(900)
+    monkeypatch.setattr(residents, "_MOST_MEANS", 48)
+    host, _ = written(path, fit(), tokens, n_prompt=300)
+    device, _ = written(path, fit(), tokens, n_prompt=300, resident=64)
+    far = np.abs(device - host).max(axis=1) > ROUGH
+    # while there are at most three blocks, the step attends to residents
+    assert far[:400].any()
+    with open_engine(path, fit(), **(HALF | {"resident": 64})) as engine:
+        engine.read(tokens)
+        assert engine.n_archived > 3 * 256 + 64
+        engine.step(tokens[:1])
+        assert engine.context.archive.missed() == 0.0
+
+
+def test_a_device_without_memory_searches_the_archive(tiny_model, monkeypatch):
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT + 4)
+    host, _ = written(path, fit(), tokens)
+
+    def refuse(self, n_mean, n_token):
+        raise LibraryError("llama.cpp refused: a device has no memory for residents")
+
+    monkeypatch.setattr(Archive, "reside", refuse)
+    with open_engine(path, fit(), **(HALF | {"prefill": "exact", "resident": 64})) as engine:
+        engine.read(tokens[:N_PROMPT])
+        for token in tokens[N_PROMPT:]:
+            engine.step(np.array([token]))
+        np.testing.assert_array_equal(engine.context.logits()[-1], host[-1])
+
+
+def test_the_cells_are_counted_and_given_back(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2, n_ctx_train=2048), fit(), **(HALF | {"resident": 64})) as engine:
+        engine.read(text(N_PROMPT))
+        n_before = engine.cache_bytes
+        engine.step(text(1))
+        archive = engine.context.archive
+        n_cell = (engine.cache_bytes - n_before) // (n_before // engine.context.n_cell)
+        # means for the blocks that there are and for half as many again, tokens without clusters, residents
+        assert n_cell == 256 + 384 + 64 + 64
+        assert archive.reside(0, 0) == 0
+        assert engine.cache_bytes == n_before
+
+
+@pytest.mark.usefixtures("always_repeated")
+def test_a_rewound_stream_and_a_restored_one_continue_as_one_that_was_read_at_once(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT + N_LATER)
+    settings = HALF | {"prefill": "exact", "resident": ALL}
+    want, _ = written(path, fit(), tokens, resident=ALL)
+    with open_engine(path, fit(), **settings) as engine:
+        engine.read(tokens[:N_PROMPT])
+        for token in text(30, seed=5):
+            engine.step(np.array([token]))
+        assert engine.rewind(N_PROMPT - 40)
+        engine.read(tokens[N_PROMPT - 40 : N_PROMPT])
+        for token in tokens[N_PROMPT : N_PROMPT + 20]:
+            engine.step(np.array([token]))
+        assert np.abs(engine.context.logits()[-1] - want[19]).max() < ROUGH
+        saved = {name: np.array(values) for name, values in engine.save()}
+    with open_engine(path, fit(), **settings) as engine:
+        engine.restore(saved)
+        for token in tokens[N_PROMPT + 20 :]:
+            engine.step(np.array([token]))
+        assert np.abs(engine.context.logits()[-1] - want[-1]).max() < ROUGH
+        assert engine.residents.n_token == ALL
+
+
+@pytest.mark.usefixtures("always_repeated")
+def test_drafts_are_accepted_and_dropped_as_without_residents(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT + N_LATER)
+    want, _ = written(path, fit(), tokens, resident=ALL)
+    settings = HALF | {"prefill": "exact", "resident": ALL, "n_draft": 4}
+    with open_engine(path, fit(), **settings) as engine:
+        engine.read(tokens[:N_PROMPT])
+        at = N_PROMPT
+        while at < len(tokens) - 5:
+            n = min(engine.draft_room(), 4)
+            # the last draft token is wrong, and dropped
+            step = np.append(tokens[at : at + n], 3) if n else tokens[at : at + 1]
+            engine.draft(step)
+            n_right = max(n, 1)
+            logits = engine.context.logits()[:n_right]
+            assert np.abs(logits - want[at - N_PROMPT : at - N_PROMPT + n_right]).max() < ROUGH
+            engine.drop_drafts(len(step) - n_right)
+            at += n_right
+        assert engine.residents.n_repeated
+
+
+def test_a_negative_number_of_residents_is_refused():
+    from kvtool.engine.settings import Settings
+
+    with pytest.raises(UsageError, match="resident must be at least 0, got -1"):
+        Settings(resident=-1)
+
+
+@contextmanager
+def logged():
+    """Yield a list that receives what llama.cpp logs."""
+    lines = []
+    callback = api.llama_log_callback(lambda level, line, _: lines.append(line.decode("utf-8", "replace")))
+    api.llama_log_set(callback, ctypes.c_void_p(0))
+    try:
+        yield lines
+    finally:
+        api.llama_log_set(log._log_callback, ctypes.c_void_p(0))
+
+
+def graphs_of_a_step(path, policy, monkeypatch, **settings):
+    """Return the number of splits, and the operations, of the graph that decodes one token."""
+    monkeypatch.setenv("GGML_SCHED_DEBUG", "2")
+    # each step then logs its graph
+    monkeypatch.setenv("LLAMA_GRAPH_REUSE_DISABLE", "1")
+    with open_engine(path, policy, **(HALF | settings)) as engine:
+        engine.read(text(N_PROMPT))
+        engine.step(text(1))
+        with logged() as lines:
+            engine.step(text(1))
+            engine.context.logits()
+    splits, operations, _ = max(gpu_rows.graphs_of("".join(lines)), key=lambda graph: sum(graph[1].values()))
+    return splits, operations
+
+
+def test_a_step_computes_nothing_on_the_host(tiny_model, monkeypatch):
+    path = tiny_model(n_head_kv=2, n_ctx_train=2048)
+    plain, _ = graphs_of_a_step(path, policies.fit("streamingllm", 64), monkeypatch)
+    _, searched = graphs_of_a_step(path, fit(), monkeypatch)
+    splits, operations = graphs_of_a_step(path, fit(), monkeypatch, resident=64)
+    assert searched["CUSTOM"] > 0
+    assert operations["CUSTOM"] == 0
+    assert splits == plain
