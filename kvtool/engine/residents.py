@@ -10,7 +10,7 @@ _MISSED = 0.1
 """A step is repeated if a larger share of a query's attention fell on clusters that should be resident."""
 
 _MOST_REPEATS = 3
-"""Maximum repetitions of a step: what a layer finds may change what later layers look for."""
+"""Maximum repetitions of a step. Each changes the queries of later layers, which may need other clusters."""
 
 _N_BLOCK, _N_CLUSTER = 256, 16
 """Tokens of a block of the archive, and clusters of a block."""

@@ -175,8 +175,9 @@ class Archive:
     def missed(self) -> float:
         """Choose the residents of the next step, and return how much the last step missed.
 
-        That is the largest share of a query's attention to all clusters that fell on clusters which are now
-        chosen and were not resident; 0 if the step had no residents.
+        That is the largest share of a query's attention that fell on clusters which are now chosen and were
+        not resident; 0 if the step had no residents. Attention to tokens without a cluster, and to live
+        tokens after the last eviction, is not counted.
         """
         share: float = lib.llama_kvtool_missed(self._owner.handle)
         check(int(share))

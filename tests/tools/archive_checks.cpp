@@ -1147,12 +1147,15 @@ struct device_cells {
         : s(s), all(s.own, n_mean, n_token), keys(all.n_cell()*n_dim), values(all.n_cell()*n_dim) {}
 
     void update(int64_t rot) {
-        residents::cells some;
         all.begin(rot);
-        all.update(1, some);
-        for (size_t i = 0; i < some.at.size(); ++i) {
-            std::copy_n(some.keys  .data() + i*n_embd, n_embd, keys  .data() + some.at[i]*n_embd);
-            std::copy_n(some.values.data() + i*n_embd, n_embd, values.data() + some.at[i]*n_embd);
+        for (bool is_whole = false; !is_whole;) {
+            residents::cells some;
+            is_whole = all.update(1, some);
+            EXPECT(some.at.size() <= 1024 + 256); // at most one cluster more
+            for (size_t i = 0; i < some.at.size(); ++i) {
+                std::copy_n(some.keys  .data() + i*n_embd, n_embd, keys  .data() + some.at[i]*n_embd);
+                std::copy_n(some.values.data() + i*n_embd, n_embd, values.data() + some.at[i]*n_embd);
+            }
         }
     }
 

@@ -613,8 +613,8 @@ PLANTED = {
     "patch, residents": Fault(
         "the mean of a cluster is visible although the cluster's tokens are resident",
         "patches/src/archive/residents.cpp",
-        "        mask[i]      = unseen;\n",
-        "        mask[i]      = log_of(r.sizes[i]);\n",
+        "r.is_here[i] = 1;\n        mask[i]      = unseen;\n",
+        "r.is_here[i] = 1;\n        mask[i]      = log_of(r.sizes[i]);\n",
         ("tools/test_archive_checks.py",),
     ),
     "patch, few bits": Fault(

@@ -50,6 +50,7 @@ void residents::clear(row & r, ggml_fp16_t * mask) {
     r = {};
     r.held    .assign(n_ring, -1);
     r.bearings.resize(n_ring);
+    r.anchors .assign(n_ring, -1);
     r.score   .assign(n_mean, 0.0f);
     r.sizes   .assign(n_mean, 0);
     r.wanted  .assign(n_mean, 0);
@@ -113,29 +114,20 @@ void residents::begin(int64_t rot) {
 }
 
 bool residents::update(size_t layer, cells & out) {
-    const auto before = masks[layer];
     for (int head = 0; head < tokens[layer].n_head; ++head) {
-        update(layer, head, out);
+        auto & r = rows[layer][head];
+        if (r.base != tokens.base()) {
+            clear(r, masks[layer].data() + (size_t) head*n_cell());
+        }
+        std::vector<uint8_t> gone(n_mean, 0); // resident clusters that leave
+        update_means(r, layer, head, gone, out);
+        update_tail (r, layer, head, out);
+        choose_slots(r, layer, head, gone, out);
     }
-    return masks[layer] != before;
+    return !is_full(out);
 }
 
-void residents::update(size_t layer, int head, cells & out) {
-    auto & r = rows[layer][head];
-
-    if (r.base != tokens.base()) {
-        clear(r, masks[layer].data() + (size_t) head*n_cell());
-    }
-    const bool is_far_moved = r.anchor != anchor;
-    r.anchor = anchor;
-
-    std::vector<uint8_t> gone(n_mean, 0); // resident clusters that leave
-    update_means(r, layer, head, is_far_moved, gone, out);
-    update_tail (r, layer, head, out);
-    choose_slots(r, layer, head, is_far_moved, gone, out);
-}
-
-void residents::update_means(row & r, size_t layer, int head, bool is_far_moved, std::vector<uint8_t> & gone, cells & out) {
+void residents::update_means(row & r, size_t layer, int head, std::vector<uint8_t> & gone, cells & out) {
     const auto & own  = tokens.clusters_of(layer, head);
     auto       * mask = masks[layer].data() + (size_t) head*n_cell();
 
@@ -146,43 +138,48 @@ void residents::update_means(row & r, size_t layer, int head, bool is_far_moved,
         }
         r.held[at] = -1;
         for (int i = at*n_cluster; i < (at + 1)*n_cluster; ++i) {
-            gone[i]   = r.is_here[i];
+            gone[i]      = r.is_here[i];
             r.is_here[i] = r.wanted[i] = 0;
-            r.score[i] = 0.0f;
-            mask[i]    = unseen;
+            r.score[i]   = 0.0f;
+            mask[i]      = unseen;
         }
     }
 
-    const size_t n_place = (own.end() - own.begin())*n_cluster;
-    for (size_t place = 0; place < n_place; ++place) {
-        const int64_t block  = own.block_at(place);
-        const bool    is_new = r.held[block % n_ring] != block;
-        if (!is_new && !(is_far_moved && own[block].to.is_far)) {
+    for (int64_t block = own.begin(); block < own.end() && !is_full(out); ++block) {
+        const int  at     = block % n_ring;
+        const bool is_new = r.held[at] != block;
+        if (!is_new && !(own[block].to.is_far && r.anchors[at] != anchor)) {
             continue;
         }
-        const int i = number_of(own, place);
-        r.sizes[i] = own.clusters.sizes[place];
-        if (r.sizes[i] > 0) {
-            put_mean(layer, head, place, i, out);
+        // the clusters of a group are ordered by set
+        const bool   is_grouped = own.is_grouped(block);
+        const size_t first      = own.place(is_grouped ? block/n_grouped*n_grouped : block);
+        for (size_t place = first; place < first + (is_grouped ? n_grouped : 1)*n_cluster; ++place) {
+            if (own.block_at(place) != block) {
+                continue;
+            }
+            const int i = number_of(own, place);
+            r.sizes[i] = own.clusters.sizes[place];
+            if (r.sizes[i] > 0) {
+                put_mean(layer, head, place, i, out);
+            }
+            if (is_new) {
+                mask[i]     = log_of(r.sizes[i]);
+                r.is_new[i] = 1;
+            }
         }
-        if (is_new) {
-            mask[i]     = log_of(r.sizes[i]);
-            r.is_new[i] = 1;
-        }
-    }
-    for (int64_t block = own.begin(); block < own.end(); ++block) {
-        r.held    [block % n_ring] = block;
-        r.bearings[block % n_ring] = own[block].to;
+        r.held    [at] = block;
+        r.bearings[at] = own[block].to;
+        r.anchors [at] = anchor;
     }
 }
 
 void residents::update_tail(row & r, size_t layer, int head, cells & out) {
     const int64_t first = std::max(tokens.begin(), tokens.clusters_of(layer, head).end()*n_block);
 
-    for (int64_t i = std::max(r.tail, first); i < tokens.end(); ++i) {
-        put_token(layer, head, i, tokens.base_of(i) - tokens.base(), n_mean + i % n_tail, out);
+    for (r.tail = std::max(r.tail, first); r.tail < tokens.end() && !is_full(out); ++r.tail) {
+        put_token(layer, head, r.tail, tokens.base_of(r.tail) - tokens.base(), n_mean + r.tail % n_tail, out);
     }
-    r.tail = tokens.end();
 
     auto * mask = masks[layer].data() + (size_t) head*n_cell() + n_mean;
     std::fill_n(mask, n_tail, unseen);
@@ -191,7 +188,7 @@ void residents::update_tail(row & r, size_t layer, int head, cells & out) {
     }
 }
 
-void residents::choose_slots(row & r, size_t layer, int head, bool is_far_moved, std::vector<uint8_t> & gone, cells & out) {
+void residents::choose_slots(row & r, size_t layer, int head, std::vector<uint8_t> & gone, cells & out) {
     const auto & own  = tokens.clusters_of(layer, head);
     auto       * mask = masks[layer].data() + (size_t) head*n_cell();
 
@@ -233,15 +230,19 @@ void residents::choose_slots(row & r, size_t layer, int head, bool is_far_moved,
         return tokens.base_of(i) - (block.to.is_far ? i + far_turn() : tokens.base());
     };
 
-    for (int s = 0; s < n_token && is_far_moved; ++s) {
-        const auto & slot = r.slots[s];
-        if (slot.cluster >= 0 && own[slot.place/n_block].to.is_far) {
+    for (int s = 0; s < n_token && !is_full(out); ++s) {
+        auto & slot = r.slots[s];
+        if (slot.cluster >= 0 && slot.anchor != anchor && own[slot.place/n_block].to.is_far) {
             put_token(layer, head, slot.place, turn_of(slot.place), first + s, out);
+            slot.anchor = anchor;
         }
     }
 
     int s = 0;
     for (const int i : arriving) {
+        if (is_full(out)) {
+            break;
+        }
         r.is_here[i] = 1;
         mask[i]      = unseen;
 
@@ -249,7 +250,7 @@ void residents::choose_slots(row & r, size_t layer, int head, bool is_far_moved,
         const auto  & start = own[block].start;
         for (int64_t place = block*n_block + start[i % n_cluster]; place < block*n_block + start[i % n_cluster + 1]; ++place) {
             for (; r.slots[s].cluster >= 0; ++s) {}
-            r.slots[s] = { i, place };
+            r.slots[s] = { i, place, anchor };
             mask[first + s] = seen;
             put_token(layer, head, place, turn_of(place), first + s, out);
         }

@@ -47,8 +47,8 @@ public:
     // Before `update` of the layers. rot: position that the next query is rotated to
     void begin(int64_t rot);
 
-    // Collect the cells of a layer that differ from what they should hold, and set the layer's mask. Returns true if the
-    // mask has changed. Several layers may be updated at the same time
+    // Collect the new contents of a layer's cells, and set the layer's mask. Returns false if there
+    // are many: then write these cells, and call this again. Several layers may be updated at the same time
     bool update(size_t layer, cells & out);
 
     // Number that is added to the logit of each cell: [n_head][n_cell]. 0 for a token, log n for the mean of n tokens,
@@ -67,6 +67,7 @@ private:
     struct row {
         std::vector<int64_t> held;     // block at each place of the ring; -1: none
         std::vector<bearing> bearings; // rotation of its keys when its means were written
+        std::vector<int64_t> anchors;  // `anchor` when its means were written
 
         std::vector<float>    score;  // per cluster
         std::vector<uint16_t> sizes;  // tokens
@@ -77,12 +78,12 @@ private:
         struct slot {
             int32_t cluster = -1; // -1: the cell is free
             int64_t place   = 0;  // of its token
+            int64_t anchor  = -1; // `anchor` when it was written
         };
         std::vector<slot> slots; // [n_token]
 
-        int64_t tail   = 0;  // tokens before this one were written
-        int64_t base   = -1; // base of the keys in all cells
-        int64_t anchor = -1; // keys beyond n_near were rotated for a query at this position
+        int64_t tail = 0;  // tokens before this one were written
+        int64_t base = -1; // base of the keys in all cells
     };
 
     const archive & tokens;
@@ -91,19 +92,23 @@ private:
     const int n_token;
     const int n_ring; // blocks
 
+    // position of a query for which keys beyond n_near have the right distance
     int64_t anchor = -1;
 
     std::vector<std::vector<row>>         rows;  // [layer][head]
     std::vector<std::vector<ggml_fp16_t>> masks; // [layer]
 
     void clear(row & r, ggml_fp16_t * mask);
-    void update(size_t layer, int head, cells & out);
-    void update_means(row & r, size_t layer, int head, bool is_far_moved, std::vector<uint8_t> & gone, cells & out);
+    void update_means(row & r, size_t layer, int head, std::vector<uint8_t> & gone, cells & out);
     void update_tail (row & r, size_t layer, int head, cells & out);
-    void choose_slots(row & r, size_t layer, int head, bool is_far_moved, std::vector<uint8_t> & gone, cells & out);
+    void choose_slots(row & r, size_t layer, int head, std::vector<uint8_t> & gone, cells & out);
 
     void put_mean (size_t layer, int head, size_t place, int cell, cells & out) const;
     void put_token(size_t layer, int head, int64_t place, int64_t turn, int cell, cells & out) const;
+
+    // keys and values of many cells take much memory as floats
+    static constexpr size_t n_most = 1024;
+    static bool is_full(const cells & out) { return out.at.size() >= n_most; }
 
     int64_t far_turn() const { return tokens.n_near - anchor; }
 

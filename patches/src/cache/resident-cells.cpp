@@ -41,7 +41,7 @@ resident_cells::resident_cells(
         const archive & tokens, const std::vector<layer> & layers, std::vector<asker> askers, int n_mean, int n_token, int n_query,
         int n_filled, int n_thread)
     : chosen(tokens, n_mean, n_token), n_query(n_query), n_region(region(n_mean, n_token)), layers(layers), askers(std::move(askers))
-    , n_filled(n_filled), live(layers.size()), is_masked(layers.size()), threads(n_thread - 1) {
+    , n_filled(n_filled), live(layers.size()), masks(layers.size()), threads(n_thread - 1) {
     for (size_t i = 0; i < layers.size(); ++i) {
         const auto buft = ggml_backend_buffer_get_type(layers[i].k->buffer);
 
@@ -56,7 +56,7 @@ resident_cells::resident_cells(
         d->n_row += layers[i].n_head;
     }
     for (const auto & a : this->askers) {
-        devices[homes[a.i].device].n_said += a.n_embd*a.n_head;
+        devices[homes[a.i].device].n_number += a.n_embd*a.n_head;
     }
     for (auto & d : devices) {
         make_device(d);
@@ -68,7 +68,7 @@ void resident_cells::make_device(device & d) {
 
     ggml_context * ctx = d.ctx.get();
 
-    // the uploads come first, so that `sent` covers them
+    // the uploads come first, so that `all_uploads` covers them
     for (const size_t i : d.layers) {
         const auto & l = layers[i];
 
@@ -81,12 +81,12 @@ void resident_cells::make_device(device & d) {
         });
     }
     d.mask = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, n_filled + n_region, 1, 1, d.n_row);
-    d.said = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, d.n_said, n_query);
+    d.queries = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, d.n_number, n_query);
 
     size_t at = 0;
     for (auto & a : askers) {
         if (&devices[homes[a.i].device] == &d) {
-            a.queries = ggml_view_2d(ctx, d.said, a.n_embd*a.n_head, n_query, d.said->nb[1], at);
+            a.queries = ggml_view_2d(ctx, d.queries, a.n_embd*a.n_head, n_query, d.queries->nb[1], at);
             at += ggml_row_size(GGML_TYPE_F32, a.n_embd*a.n_head);
         }
     }
@@ -100,11 +100,11 @@ void resident_cells::make_device(device & d) {
     const auto * base = (const char *) ggml_backend_buffer_get_base(d.buffer.get());
     const auto * last = d.uploads.back().v;
 
-    d.sending.resize((const char *) last->data - base + ggml_nbytes(last));
-    d.heard  .resize(ggml_nelements(d.said));
+    d.upload_data.resize((const char *) last->data - base + ggml_nbytes(last));
+    d.query_data  .resize(ggml_nelements(d.queries));
 
-    d.sent = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, d.sending.size());
-    ggml_backend_tensor_alloc(d.buffer.get(), d.sent, (void *) base);
+    d.all_uploads = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, d.upload_data.size());
+    ggml_backend_tensor_alloc(d.buffer.get(), d.all_uploads, (void *) base);
 }
 
 ggml_tensor * resident_cells::store(ggml_context * ctx, int il, ggml_tensor * queries, ggml_tensor * slots, float scale) {
@@ -182,7 +182,7 @@ bool resident_cells::write(ggml_backend_t backend, device & d, const std::vector
         n_most = std::max(n_most, all[i].at.size());
     }
 
-    const auto in = [&](const ggml_tensor * t) { return d.sending.data() + ((const char *) t->data - (const char *) d.sent->data); };
+    const auto in = [&](const ggml_tensor * t) { return d.upload_data.data() + ((const char *) t->data - (const char *) d.all_uploads->data); };
 
     for (size_t first = 0; first < n_most; first += n_sent) {
         for (size_t j = 0; j < d.layers.size(); ++j) {
@@ -201,7 +201,7 @@ bool resident_cells::write(ggml_backend_t backend, device & d, const std::vector
             convert(up.k, own.keys  .data() + first*l.n_embd_k, n*l.n_embd_k, in(up.k));
             convert(up.v, own.values.data() + first*l.n_embd_v, n*l.n_embd_v, in(up.v));
         }
-        ggml_backend_tensor_set_async(backend, d.sent, d.sending.data(), 0, d.sending.size());
+        ggml_backend_tensor_set_async(backend, d.all_uploads, d.upload_data.data(), 0, d.upload_data.size());
         if (ggml_backend_graph_compute(backend, d.graph) != GGML_STATUS_SUCCESS) {
             return false;
         }
@@ -212,42 +212,43 @@ bool resident_cells::write(ggml_backend_t backend, device & d, const std::vector
 void resident_cells::write_masks(ggml_backend_t backend, device & d) {
     const int64_t n = d.mask->ne[0];
 
-    std::vector<std::vector<ggml_fp16_t>> sent;
     for (const size_t i : d.layers) {
-        if (is_masked[i]) {
-            continue;
-        }
-        is_masked[i] = 1;
-
         const int n_head = layers[i].n_head;
-        sent.emplace_back(n*n_head, ggml_fp32_to_fp16(-INFINITY));
+
+        std::vector<ggml_fp16_t> mask(n*n_head, ggml_fp32_to_fp16(-INFINITY));
         for (int head = 0; head < n_head; ++head) {
-            std::copy_n(chosen.mask(i) + (size_t) head*chosen.n_cell(), chosen.n_cell(), sent.back().data() + head*n + n_filled);
+            std::copy_n(chosen.mask(i) + (size_t) head*chosen.n_cell(), chosen.n_cell(), mask.data() + head*n + n_filled);
         }
-        ggml_backend_tensor_set_async(backend, d.mask, sent.back().data(), homes[i].row*d.mask->nb[3], n_head*d.mask->nb[3]);
+        if (mask != masks[i]) {
+            masks[i] = std::move(mask);
+            ggml_backend_tensor_set_async(backend, d.mask, masks[i].data(), homes[i].row*d.mask->nb[3], n_head*d.mask->nb[3]);
+        }
     }
     ggml_backend_synchronize(backend);
 }
 
 bool resident_cells::place(llama_context & lctx, int64_t rot, uint64_t version) {
-    std::vector<residents::cells> all(layers.size());
-
-    chosen.begin(rot);
-    share(layers.size(), [&](int i) {
-        if (chosen.update(i, all[i])) {
-            is_masked[i] = 0;
-        }
-    });
-
     for (auto & d : devices) {
-        ggml_backend_t backend = backend_of(lctx, d.buft);
         if (d.version != version && !make_graph(d, version)) {
             return false;
         }
-        if (!write(backend, d, all)) {
-            return false;
+    }
+
+    chosen.begin(rot);
+    for (bool is_done = false; !is_done;) {
+        std::vector<residents::cells> all(layers.size());
+        std::vector<uint8_t>          is_whole(layers.size());
+        share(layers.size(), [&](int i) { is_whole[i] = chosen.update(i, all[i]); });
+
+        for (auto & d : devices) {
+            if (!write(backend_of(lctx, d.buft), d, all)) {
+                return false;
+            }
         }
-        write_masks(backend, d);
+        is_done = std::find(is_whole.begin(), is_whole.end(), 0) == is_whole.end();
+    }
+    for (auto & d : devices) {
+        write_masks(backend_of(lctx, d.buft), d);
     }
     return true;
 }
@@ -328,9 +329,9 @@ float resident_cells::choose_layer(size_t layer, float cap) {
             }
             logits.scale = a.scale;
             const int    n  = a.n_head/l.n_head*a.n_embd; // numbers of the head's group
-            const size_t at = ((const char *) a.queries->data - (const char *) d.said->data)/sizeof(float);
+            const size_t at = ((const char *) a.queries->data - (const char *) d.queries->data)/sizeof(float);
             for (int t = 0; t < n_asked; ++t) {
-                const float * from = d.heard.data() + (size_t) t*d.n_said + at + head*n;
+                const float * from = d.query_data.data() + (size_t) t*d.n_number + at + head*n;
                 queries.insert(queries.end(), from, from + n);
             }
         }
@@ -345,7 +346,7 @@ float resident_cells::choose_layer(size_t layer, float cap) {
 float resident_cells::choose(int n_live, float cap) {
     copy_live(n_live);
     for (auto & d : devices) {
-        ggml_backend_tensor_get(d.said, d.heard.data(), 0, n_asked*d.said->nb[1]);
+        ggml_backend_tensor_get(d.queries, d.query_data.data(), 0, n_asked*d.queries->nb[1]);
     }
 
     std::vector<float> missed(layers.size());

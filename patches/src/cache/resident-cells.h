@@ -29,7 +29,7 @@ public:
 
         float scale = 0.0f; // scale of its logits, read from its graph
 
-        ggml_tensor * queries = nullptr; // F32 [n_embd*n_head, n_query]: a part of each row of its device's `said`
+        ggml_tensor * queries = nullptr; // F32 [n_embd*n_head, n_query]: a part of each row of its device's `queries`
     };
 
     // Reason why no residents are possible with these layers; empty if they are
@@ -85,22 +85,22 @@ private:
 
         std::vector<size_t> layers;
         int n_row  = 0;
-        int n_said = 0; // elements of a token's queries
+        int n_number = 0; // elements of a token's queries
 
         ggml_context_ptr        ctx;
         ggml_backend_buffer_ptr buffer;
         ggml_tensor           * mask;
-        ggml_tensor           * said;    // F32 [n_said, n_query]: a token's queries of all layers, so that one copy reads them
+        ggml_tensor           * queries;    // F32 [n_number, n_query]: a token's queries of all layers, so that one copy reads them
         std::vector<upload>     uploads; // [layers]
-        ggml_tensor           * sent;    // all uploads, so that one copy writes them
+        ggml_tensor           * all_uploads; // the memory of all uploads, so that one copy fills them
 
         ggml_context_ptr  graph_ctx;
         ggml_gallocr_ptr  alloc;
         ggml_cgraph     * graph   = nullptr;
         uint64_t          version = 0; // of the cache's tensors that the graph writes to
 
-        std::vector<uint8_t> sending; // contents of `sent`; stays until the device has read it
-        std::vector<float>   heard;   // contents of `said`
+        std::vector<uint8_t> upload_data; // contents of `all_uploads`; stays until the device has read it
+        std::vector<float>   query_data;  // contents of `queries`
     };
 
     struct home {
@@ -120,7 +120,8 @@ private:
     std::vector<device> devices;
     std::vector<home>   homes; // [layer]
 
-    std::vector<uint8_t> is_masked; // [layer]: its mask has been sent to its device
+    // the masks on the devices, [layer]
+    std::vector<std::vector<ggml_fp16_t>> masks;
 
     workers threads;
 

@@ -212,9 +212,8 @@ LLAMA_API int32_t llama_kvtool_watch(struct llama_context * ctx, bool watch);
 // set the number of tokens before the first query of the next decode; each later query has seen one more
 LLAMA_API int32_t llama_kvtool_seen(struct llama_context * ctx, int32_t n_seen);
 
-// give each layer n_cell[layer] cells, at least n_recall more than its live cells, and in addition those of residents.
-// Unless rows are ragged, all layers
-// need the same number
+// give each layer n_cell[layer] cells, at least n_recall more than its live cells, in addition to those of residents.
+// Unless rows are ragged, all layers need the same number
 LLAMA_API int32_t llama_kvtool_resize(struct llama_context * ctx, const int32_t * n_cell, int32_t n_layer);
 
 // read a signal: out[n_row][n_cell], 0 beyond a layer's cells
@@ -285,9 +284,9 @@ LLAMA_API int32_t llama_kvtool_decode_joint(
         struct llama_context * ctx, struct llama_batch batch, struct llama_context ** members, const int32_t * n_tokens,
         int32_t n_member);
 
-// Remove the last n tokens, at most n_ahead (with residents n_ahead + 1): their cells become free, and their attention leaves the signals. Tokens
-// before the last edit cannot be removed; with signals, only draft tokens of the last decode can. Fails if layers are
-// recurrent.
+// Remove the last n tokens, at most n_ahead, or n_ahead + 1 with residents: their cells become free, and their attention
+// leaves the signals. Tokens before the last edit cannot be removed; with signals, only draft tokens of the last decode can.
+// Fails if layers are recurrent.
 LLAMA_API int32_t llama_kvtool_take_back(struct llama_context * ctx, int32_t n);
 
 // out[n_row][n_cell][n_dim]: keys of cells first[row] .. first[row] + n_cell - 1, each rotated by
@@ -314,17 +313,18 @@ LLAMA_API int32_t llama_kvtool_base(struct llama_context * ctx, int64_t base);
 // values are a part of the keys (MLA).
 LLAMA_API int64_t llama_kvtool_stage(struct llama_context * ctx, int64_t n_token);
 
-// Let steps of one token and the draft tokens after it attend to residents instead of synthetic cells: to the mean of each cluster (at
-// most n_mean), to tokens without a cluster, and to the n_token archived tokens of the clusters that the last queries
-// attended to most. They lie in cells at the end of each row, on its device, so the step computes nothing on the host.
-// Each row gets these cells in addition to its own. If the archive has more than n_mean clusters in a row, steps use
-// synthetic cells again. n_token 0 ends this. Returns the bytes on devices. Not available without flash attention or
-// synthetic cells, with signals, with an index or recurrent layers, if values are a part of the keys (MLA), and where layers lie on a worker.
+// Let steps of one token, and of its draft tokens, attend to residents instead of synthetic cells. Residents are the mean
+// of each cluster (at most n_mean of a row), the tokens without a cluster, and the n_token archived tokens of the clusters
+// that the last queries attended to most. They lie in cells at the end of each row, which are added to the row's own, so
+// that the step computes nothing on the host. If a row has more than n_mean clusters, steps use synthetic cells again.
+// n_token 0 ends this. Returns the bytes on devices. Not available without flash attention or synthetic cells, with
+// signals, an index or recurrent layers, if values are a part of the keys (MLA), and where layers lie on a worker.
 LLAMA_API int64_t llama_kvtool_reside(struct llama_context * ctx, int32_t n_mean, int32_t n_token);
 
 // Choose the residents of the next step from the queries of the last step. Returns how much the last step missed: the
-// largest share of a query's attention to the clusters of its row that fell on clusters which are chosen now and were not
-// resident. To repeat the step with them, take its tokens back and decode them again. 0 if the step had no residents
+// largest share of a query's attention that fell on clusters which are chosen now and were not resident. Attention to
+// tokens without a cluster and to live tokens after the last edit is not counted. To repeat the step, take its tokens back
+// and decode them again. 0 if the step had no residents
 LLAMA_API float llama_kvtool_missed(struct llama_context * ctx);
 
 // delete all but the newest n tokens of the archive; if none are left, another stream may begin
