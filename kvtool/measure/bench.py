@@ -130,7 +130,7 @@ class Row:
     def record(self) -> dict[str, Any]:
         """Return the row's results as a JSON object.
 
-        what, policy, budget, flash, cache_type, kv_offload, depth
+        what, policy, budget, flash, cache_type, kv_offload, resident, depth
             As `CacheConfig` and `Row` have them; `what` is the name.
         rounds
             Number of rounds.

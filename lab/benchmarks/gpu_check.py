@@ -429,7 +429,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
                 yield f"{row.get('what')}: {row['why'][:600]}"
 
 
-HIDDEN = ("part", "at_s", "policy", "budget", "flash", "cache_type", "kv_offload", "why")
+HIDDEN = ("part", "at_s", "policy", "budget", "flash", "cache_type", "kv_offload", "resident", "why")
 
 
 def short(value: Any) -> str:
