@@ -253,6 +253,8 @@ def _become(message, streams, imported):
     os.environ.clear()
     os.environ.update(environment | imported)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # tests that run under nohup ignore it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if before:
         before()
     for i, name in enumerate(("stdin", "stdout", "stderr")):
