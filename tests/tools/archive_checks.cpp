@@ -963,6 +963,14 @@ static std::vector<std::vector<float>> some_queries(int n, unsigned seed = 50) {
     return res;
 }
 
+// (head, i): true if token i of layer 1 is far. A clustered block is far as a whole
+static auto far_blocks(const stream & s) {
+    return [&s](int head, int64_t i) {
+        const auto & own = s.own.clusters_of(1, head);
+        return i/256 < own.end() && own[i/256].to.is_far;
+    };
+}
+
 static const logit_params plain  = { 0.35f, 0.0f };
 static const logit_params capped = { 0.35f, 3.0f };
 
@@ -1022,11 +1030,7 @@ CHECK(attention_to_all_clusters_is_a_softmax) {
     s.push(1000);
     s.start_over();
     s.push(700);
-    // a clustered block is far as a whole
-    const auto is_far = [&](int head, int64_t i) {
-        const auto & own = s.own.clusters_of(1, head);
-        return i/256 < own.end() && own[i/256].to.is_far;
-    };
+    const auto is_far = far_blocks(s);
     EXPECT(is_far(0, 0) && !is_far(0, 1400));
     EXPECT(is_far(0, 700)); // it was near when its block was clustered first
     for (const int n_query : { 1, 12 }) {
@@ -1075,27 +1079,29 @@ CHECK(few_bits_lose_little_of_a_key_with_one_large_element) {
     }
 }
 
+// Archive a group of blocks, which has sets. n_near is 1: far blocks are clustered by their keys without RoPE. Here these
+// keys lie in tight groups, so that the mean of a cluster represents its tokens
+struct tight_stream : stream {
+    tight_stream() : stream(params_of(GGML_TYPE_F32, 64, 1), archive::most, 4608, 0.02f) {
+        for (auto & k : keys) {
+            for (auto & x : k) {
+                x *= 0.08f;
+            }
+        }
+        // the values of a cluster are equal; none is near 0, so that lost weight shows
+        for (auto & v : values) {
+            for (size_t i = 0; i < v.size(); ++i) {
+                v[i] = i < n_cluster*n_dim ? v[i] + 5.0f : v[i % (n_cluster*n_dim)];
+            }
+        }
+        push(4608);
+        EXPECT(own.clusters_of(1, 0).is_grouped(0));
+    }
+};
+
 CHECK(clusters_that_are_not_read_are_estimated_by_their_means) {
-    // n_near is 1: far blocks are clustered by their keys without RoPE. Here these keys lie in tight groups, so that
-    // the mean of a cluster represents its tokens
-    stream s(params_of(GGML_TYPE_F32, 64, 1), archive::most, 4608, 0.02f);
-    for (auto & k : s.keys) {
-        for (auto & x : k) {
-            x *= 0.08f;
-        }
-    }
-    // the values of a cluster are equal; none is near 0, so that lost weight shows
-    for (auto & v : s.values) {
-        for (size_t i = 0; i < v.size(); ++i) {
-            v[i] = i < n_cluster*n_dim ? v[i] + 5.0f : v[i % (n_cluster*n_dim)];
-        }
-    }
-    s.push(4608); // enough for a group of blocks, which has sets
-    EXPECT(s.own.clusters_of(1, 0).is_grouped(0));
-    const auto is_far = [&](int head, int64_t i) {
-        const auto & own = s.own.clusters_of(1, head);
-        return i/256 < own.end() && own[i/256].to.is_far;
-    };
+    const tight_stream s;
+    const auto is_far = far_blocks(s);
     for (const int n_query : { 1, 12 }) {
         expect_attention(s, n_query, 4610, plain, 64, 0.1, is_far);
     }
@@ -1208,10 +1214,7 @@ struct device_cells {
 
 CHECK(attention_to_an_archive_that_is_all_resident_is_a_softmax) {
     stream s(params_of(GGML_TYPE_F32, 64, 600));
-    const auto is_far = [&](int head, int64_t i) {
-        const auto & own = s.own.clusters_of(1, head);
-        return i/256 < own.end() && own[i/256].to.is_far;
-    };
+    const auto is_far = far_blocks(s);
     device_cells cells(s, 16*n_cluster, 2304);
     s.push(900);
     int64_t anchor = -1;
@@ -1236,24 +1239,8 @@ CHECK(attention_to_an_archive_that_is_all_resident_is_a_softmax) {
 }
 
 CHECK(means_stand_for_clusters_that_are_not_resident) {
-    // keys and values as in clusters_that_are_not_read_are_estimated_by_their_means
-    stream s(params_of(GGML_TYPE_F32, 64, 1), archive::most, 4608, 0.02f);
-    for (auto & k : s.keys) {
-        for (auto & x : k) {
-            x *= 0.08f;
-        }
-    }
-    for (auto & v : s.values) {
-        for (size_t i = 0; i < v.size(); ++i) {
-            v[i] = i < n_cluster*n_dim ? v[i] + 5.0f : v[i % (n_cluster*n_dim)];
-        }
-    }
-    s.push(4608);
-    EXPECT(s.own.clusters_of(1, 0).is_grouped(0));
-    const auto is_far = [&](int head, int64_t i) {
-        const auto & own = s.own.clusters_of(1, head);
-        return i/256 < own.end() && own[i/256].to.is_far;
-    };
+    const tight_stream s;
+    const auto is_far = far_blocks(s);
     device_cells cells(s, 20*n_cluster, 300);
     for (int i = 0; i < 3; ++i) { // no residents, then those of the queries
         cells.update(4610);
