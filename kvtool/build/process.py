@@ -34,7 +34,7 @@ class Progress:
     """Progress line on stderr: redrawn on a terminal, otherwise printed at every 10 %."""
 
     def __init__(self, title: str) -> None:
-        # a line that wraps cannot be redrawn
+        # cut the title: a line that wraps cannot be redrawn
         self.title = title[: max(shutil.get_terminal_size().columns - 36, 20)]
         self.shown = -1
         self.tty = sys.stderr.isatty()

@@ -175,9 +175,9 @@ class Archive:
     def missed(self) -> float:
         """Choose the residents of the next step, and return how much the last step missed.
 
-        That is the largest share of a query's attention that fell on clusters which are now chosen and were
-        not resident; 0 if the step had no residents. Attention to tokens without a cluster, and to live
-        tokens after the last eviction, is not counted.
+        A query missed the clusters that are chosen now but were not resident in its step. The result is the
+        largest share of a query's attention that fell on them; 0 if the step had no residents. Attention to
+        tokens without a cluster, and to live tokens after the last eviction, is not counted.
         """
         share: float = lib.llama_kvtool_missed(self._owner.handle)
         check(int(share))
@@ -322,7 +322,7 @@ class Archive:
         self._restore_clusters(saved, first // self.n_token * self.n_token)
         check(lib.llama_kvtool_set_archive_table(self._owner.handle, table.ctypes.data, len(table)))
         while (n_left := lib.llama_kvtool_seal(self._owner.handle, max(self.n_max, 1))) > 0:
-            # the clusters of a block take half a byte for each row and token
+            # number of rows: a block's clusters take half a byte for each row and token
             n_row = self.block_bytes * 2 // self.n_token
             self.while_sealing(n_row - n_left, n_row)
         check(n_left)

@@ -36,13 +36,14 @@ class Context(Decoder):
     archive_type
         Number format of the archive, if the request recalls.
     n_filled
-        Number of cells after the live cells that steps fill from the archive. Default: the request's.
+        Number of cells that steps fill from the archive; they follow the live cells. Default: the request's.
     n_draft
         Maximum tokens that `drop` can remove.
     n_defer
-        With flash attention: queries whose signals are computed at once. 0: each step computes its signals.
+        With flash attention: maximum queries that steps store to compute their signals together. 0: each step
+        computes its own signals.
     n_near
-        Archived tokens at a greater distance are chosen and attended to as if at this distance.
+        Distance in tokens. Archived tokens farther away are chosen and attended to as if at this distance.
     n_archive, archive_bytes
         Maximum tokens or bytes of the archive. Default: a quarter of the free memory, or half of the disk's
         free space.

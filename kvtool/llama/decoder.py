@@ -140,7 +140,7 @@ class Decoder:
         self._check_open()
         n = len(tokens)
         self._batch.clear()
-        # at least one output: without any, llama.cpp aborts in one architecture. One takes hardly any time
+        # at least one output: without any, llama.cpp aborts in one architecture
         self._batch.add(tokens, pos_0, max(n_output, 1))
         log_tail.clear()
         n_threads, start = self._threads.n, time.perf_counter()

@@ -54,7 +54,7 @@ class JointContext:
         params.offload_kqv = like.kv_offload
         params.n_batch = params.n_ubatch = params.n_outputs_max = n_batch
         params.n_seq_max = n_most
-        # each token attends to the cells of its own context: the cells of this one are never read, so all
+        # each token attends to the cells of its own context, never to cells of the joint context: there, all
         # chats can share one KV buffer
         params.kv_unified = True
         params.flash_attn_type = 0

@@ -30,7 +30,7 @@ def _log(level: int, text: bytes, _: object) -> None:
         sys.stderr.write(line)
 
 
-# a global, since llama.cpp keeps only a pointer
+# global, so that it is not freed: llama.cpp keeps only a pointer
 _log_callback = api.llama_log_callback(_log)
 
 

@@ -144,7 +144,6 @@ class Model:
         if slides and not n_swa:
             # a window of 0 would mask every token; in most architectures it means that no layer slides
             raise ModelError(f"{self.path} is damaged: its sliding layers see 0 tokens; download it again")
-        # the number of heads is in the file's header
         n_head = read(self.path).n_head
         rows = [layer for layer in all_layers if layer.kind is Kind.ROWS]
         n_group = max((n_head[layer.number] // layer.n_head_kv for layer in rows), default=1)
@@ -153,7 +152,6 @@ class Model:
     @cached_property
     def groups(self) -> list[tuple[Layer, int]]:
         """Layers that attend to rows, each with its number of query heads per KV head."""
-        # the number of heads is in the file's header
         n_head = read(self.path).n_head
         return [(layer, n_head[layer.number] // layer.n_head_kv) for layer in self.layers.of(Kind.ROWS)]
 

@@ -57,9 +57,9 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def _or_file(is_text: Callable[[str], bool], kind: str) -> Callable[[str | None, str], str | None]:
-    """Return a `read` function. A value is the text if `is_text`, otherwise its file; "" becomes None.
+    """Return a function that reads an option's value: a text if `is_text` accepts it, otherwise a file name.
 
-    kind: what the text is, and how one begins, for errors.
+    An empty value becomes None. kind: description of the text and its beginning, for errors.
     """
 
     def read(raw: str | None, flag: str) -> str | None:

@@ -74,7 +74,7 @@ def fetch(url: str, target: Path, progress: Progress | None = None) -> None:
         try:
             done = 0
             if progress:
-                # before the request, which can take long
+                # show the progress at once: the request can take long
                 progress(0, None)
             with part.open("wb") as out:
                 for block, size in _blocks(url):

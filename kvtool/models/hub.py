@@ -109,8 +109,8 @@ def models(names: Iterable[str]) -> list[str]:
 def choose(names: Iterable[str], quant: str) -> str | None:
     """Return the first model file of a quantization, ignoring case, or None.
 
-    quant: a quantization, or the name of a file or part, which need not be a model. If it is empty,
-    choose the first of DEFAULTS that the repository has, or else the first model.
+    quant: a quantization or a file name. A named file need not be a model; for a part, return the first
+    part. If `quant` is empty, choose the first of DEFAULTS that the repository has, or else the first model.
     """
     names = list(names)
     known = models(names)
@@ -186,7 +186,7 @@ def download(
     from huggingface_hub import hf_hub_download
 
     progress = progress or (lambda done, size: None)
-    # before the first request, which can take long
+    # show the progress at once: the first request can take long
     progress(0, None)
     bar = _bar(progress)
     with _explained(reference, name):

@@ -76,8 +76,8 @@ class Layers:
     n_swa
         Window of sliding layers in tokens; 0 if no layer slides.
     most_cells
-        Maximum cells of a row: the number that the model's index selects for a query. The index then selects
-        all cells, and need not know which tokens were evicted. Unlimited without an index.
+        Maximum cells of a row; unlimited without an index. With an index, it is the number of cells that the
+        index selects for a query: the index then selects all cells, whichever tokens were evicted.
     n_group
         Maximum number of query heads per KV head, among layers whose heads are rows.
     has_alibi

@@ -146,7 +146,7 @@ def _of_snapshot(snapshot: Path, reference: hub.Reference) -> Iterator[Stored]:
     for name in firsts:
         quant = hub.quant_of(name)
         if not quant or hub.choose(firsts, quant) != name:
-            # name the file itself: its quantization names another file, or it is not a model
+            # use the file's name: it has no quantization, an earlier file has the same, or it is not a model
             quant = name
         parts = [part for part in part_names(name) if part in names]
         files = tuple(snapshot / part for part in parts)
@@ -204,6 +204,6 @@ def _tidy(folder: Path) -> None:
 
 def _has_files(folder: Path) -> bool:
     is_repo = folder.name.startswith("models--")
-    # the other folders of a repository hold only records about files
+    # in a repository only these two folders count: the others hold only records about files
     folders = (folder / "blobs", folder / "snapshots") if is_repo else (folder,)
     return any(path.is_file() or path.is_symlink() for inside in folders for path in inside.rglob("*"))

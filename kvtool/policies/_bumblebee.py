@@ -214,7 +214,7 @@ _DISCARD = (
 
 @kernel([_DISCARD.format("i4"), _DISCARD.format("u2")])
 def discard(pos, unit, mass, pairs, first, recent, n_keep, mixture, power, cosine, near, nearest, keep):
-    """Evict the token with first <= pos < recent whose removal costs g least, until n_keep tokens are left.
+    """Evict tokens with first <= pos < recent until n_keep are left: each time the one that costs g least.
 
     pos i32[row, n], unit, mass, pairs as in the state -> keep b1[row, n]. Updates near and nearest for the
     kept tokens. phi is concave, so mass times phi's slope is a lower bound of c's loss; near is an upper

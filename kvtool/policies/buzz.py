@@ -25,10 +25,10 @@ grouped queries). The threshold counts old and new tokens together, as in Figure
 the authors' code; lines 7 to 12 of Algorithm 1 count only the new ones. Counting only new tokens would give a
 smaller window and a longer middle in the same budget: for 256 cells a window of 38 instead of 47, with a
 perplexity of 27.7 instead of 27.8 (wikitext-2, SmolLM2-135M, 4,096 tokens), which is within the noise.
-kept=true is not in the paper. It makes an eviction that leaves more than the requested number thin the middle
-again, from its oldest token on, until exactly this number is left. This happens after a prompt or step that
-is long enough, and in a stream from about the third eviction on. The first eviction of a stream leaves about
-7 % less.
+kept=true is not in the paper. With it, an eviction that leaves too many tokens thins the middle again, from
+its oldest token on, until exactly the requested number is left. This happens after a prompt or step that is
+long enough, and in a stream from about the third eviction on. The first eviction of a stream leaves about 7 %
+less than requested.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ count for redundancy.
 Differs from the paper: the paper compresses every 128 generated tokens (--evict-every 128); kvtool compresses
 whenever the cache is full, also while it reads a prompt. Keys are compared before RoPE (the authors' code
 compares them after it), rounded to eight bits. The window's queries add up their attention, which is then
-divided by its sum over the tokens before the window. The authors' code divides the attention of each query,
-after it has taken the highest logit of a group. It also spares the first token if a key has no similar keys;
-kvtool does not.
+divided by its sum over the tokens before the window. The authors' code first takes the highest logit of a
+group, then normalises each query's attention separately. It also spares the first token if a key has no
+similar keys; kvtool does not.
 
 Option: the rows of a layer share its budget as in Ada-KV (`heads=adaptive`; kvtool/policy/ranked.py).
 """

@@ -6,10 +6,10 @@ among equals. The paper's r recent tokens are our window, its w queries our hist
 
 Differs from the paper: one decision per KV head; each head of its group counts separately (the paper has no
 grouped queries). Every layer has the same budget. The paper drops half of the cache at once, kvtool drops
-`slack` tokens: on wikitext-2 (SmolLM2-135M, 4,096 tokens, 256 cells) the paper's half (--evict-every 128) has
-a perplexity of 28.5, and 16 tokens have 26.6. The history has up to 8 parts of equally many queries and is
-forgotten part by part, so it is up to an eighth shorter than requested. All queries between two plans count
-in the same part.
+`slack` tokens: on wikitext-2 (SmolLM2-135M, 4,096 tokens, 256 cells) dropping half (--evict-every 128) gives
+a perplexity of 28.5, dropping 16 tokens gives 26.6. The history has up to 8 parts of equally many queries and
+is forgotten part by part, so it is up to an eighth shorter than requested. All queries between two plans
+count in the same part.
 
 Option: the rows of a layer share its budget as in Ada-KV (`heads=adaptive`; kvtool/policy/ranked.py).
 """

@@ -203,7 +203,7 @@ class Policy:
         Unpatched llama.cpp does not expose attention, and can only remove a token from all rows at once.
         """
         pairs = ((getattr(cls, name), getattr(Policy, name)) for name in ("reads", "logn", "recall"))
-        # a `ragged` that depends on a parameter does not count: such a policy needs the patch for its signals
+        # a policy whose `ragged` depends on a parameter needs the patch anyway, for the signals that it reads
         ragged: object = cls.ragged
         return ragged is True or any(value for value, plain in pairs if value is not plain)
 

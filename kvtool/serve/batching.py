@@ -44,7 +44,7 @@ class ComputeLock:
         self._lock = threading.Lock()
         self._is_held = False
         self._waiting: deque[threading.Lock] = deque()
-        # locks of members whose joint step is done; each member waits to continue
+        # locks of members that wait to continue after a joint step
         self._resumed: deque[threading.Lock] = deque()
         self._is_shared = False
         self._n_step, self._since, self._is_first = 0, 0.0, False
@@ -76,7 +76,7 @@ class ComputeLock:
                 self._is_held = False
 
     def await_step(self, mine: threading.Lock) -> None:
-        """Release the lock until another member calls `resume` with `mine`. Called by a member."""
+        """Let others compute until another member calls `resume` with `mine`, this member's lock."""
         self.release()
         mine.acquire()
         if not self._is_shared:

@@ -107,8 +107,8 @@ class SlotPool:
                 self._lock.release()
                 before, self.n_max = self.n_max, len(self.slots)
                 self._say(f"only {self.n_max} at once: {error}")
-                # leave one permit per slot in `_room`. All slots are busy, so the last acquire waits until
-                # one is free
+                # leave one permit per slot in `_room`. All slots are busy, and this job also holds a permit:
+                # the last acquire waits until a slot is free
                 for _ in range(before - self.n_max):
                     self._room.acquire()
                 self._lock.acquire(is_first=True)

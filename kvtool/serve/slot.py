@@ -79,7 +79,7 @@ class Slot:
         self.overflow = overflow
         self.template = template
         self._batcher = batcher
-        # number of tokens of the request that is being answered
+        # number of prompt tokens of the request that is being answered
         self._n_request = 0
         self._resumer: Resumer | None = None
         if template:
@@ -192,7 +192,7 @@ class Slot:
         if not request.sends_thoughts:
             message.pop("reasoning_content", None)
         if parser and parser.has_left_out:
-            # the stream has text that the client did not get, so that no later request can continue it
+            # the stream has a call that the client did not get: no later request can continue the stream
             resumer.leave()
         else:
             resumer.keep(history, request.messages, message, tools)

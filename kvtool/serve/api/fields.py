@@ -92,14 +92,14 @@ NEUTRAL = {name: (values, hint) for names, values, hint in _UNSUPPORTED for name
 
 HARMLESS = frozenset(
     (
-        # OpenAI: records, speed and price
+        # OpenAI
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention"),
         *("prediction",),
-        # llama-server: the choice of a cache, timings, speculation, parameters of samplers that must be off
+        # llama-server; the last two are parameters of samplers that must be off
         *("cache_prompt", "id_slot", "n_cache_reuse", "timings_per_token", "sse_ping_interval"),
         *("backend_sampling", "speculative.n_max", "speculative.n_min", "speculative.p_min"),
         *("dynatemp_exponent", "adaptive_decay"),
-        # vLLM: the queue, and beam search
+        # vLLM
         *("priority", "request_id", "cache_salt", "kv_transfer_params", "length_penalty", "early_stopping"),
         *("spaces_between_special_tokens", "add_special_tokens"),
         # text-generation-webui and TGI

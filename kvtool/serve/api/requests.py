@@ -99,7 +99,7 @@ class Request:
     with_progress
         True if a stream reports how much of the prompt is read.
     n_share
-        Number of the chat's last tokens for which the answer reports the share of rows that hold each.
+        Number of the chat's last tokens for which the answer reports the share of rows that hold each token.
     ignored
         Unknown fields, which the answer names.
     places

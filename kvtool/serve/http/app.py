@@ -328,7 +328,7 @@ async def _next_events(job: Job, skipped: tuple[str, ...]) -> AsyncIterator[Body
         waited.cancel()
 
 
-# the rest
+# other routes
 
 
 async def _page(site: Site, http: HttpRequest) -> Response:

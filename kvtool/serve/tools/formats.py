@@ -241,7 +241,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], Format | None], ...] = (
     (("<tool_calls>[",), APRIEL),
     (("<|START_ACTION|>",), COHERE),
     (("<minimax:tool_call>",), MINIMAX),
-    # unknown formats, whose templates also have signs that are listed below
+    # two unknown formats: their templates also have signs that follow here
     (("<invoke", "<tool_calls>\\n{"), None),
     (("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["), LFM2),
     (("[ARGS]",), MISTRAL_ARGS),

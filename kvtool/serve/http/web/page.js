@@ -307,7 +307,7 @@ function bodyOf(chat) {
 async function answer(its) {
   if (!its.messages.some(({ role }) => role === "assistant")) its.system = settings.system.trim() || null;
   const body = bodyOf(its), run = { chat: its, stop: new AbortController(), doing: "waiting ..." };
-  // the note stays if the tab is closed before the reply ends; until then other tabs show it
+  // shown by other tabs until the reply ends, and by all tabs if this one is closed before
   const message = { role: "assistant", content: "", thought: "", note: "unfinished: its tab was closed, or is still writing" };
   its.messages.push(message);
   runs.set(its.id, run);
@@ -422,7 +422,6 @@ function retry() {
   answer(chat);
 }
 
-// a server with several slots has a cache for each
 function cacheOf({ n_caches: n, cache_bytes }) {
   return n > 1 ? `${n} caches of ${bytes(cache_bytes / n)}` : `cache ${bytes(cache_bytes)}`;
 }
