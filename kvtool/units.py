@@ -13,7 +13,7 @@ FEW_BITS = tuple(name for name in CACHE_TYPES if name.startswith(("q5", "q4")))
 """Types for which archived keys and values are multiplied by a Hadamard matrix."""
 
 PLAIN = "plain "
-"""Prefix of an archive type of few bits without the matrix, as earlier versions stored it: "plain q4_1"."""
+"""Prefix of an archive type of few bits without the matrix ("plain q4_1"); only old sessions need it."""
 
 MOST_THREADS = 512
 """Maximum CPU threads; with more, ggml ends the process."""

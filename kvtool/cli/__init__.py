@@ -76,7 +76,7 @@ def _one_line() -> Iterator[None]:
     except KvtoolError as error:
         raise _end(error.exit_code, str(error)) from None
     except CLICK.ClickException as error:
-        # compare the name: click 8.1 lacks this class, because it prints the help itself
+        # compare the name: click 8.1, which prints the help itself, does not have this class
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(str(error))
             raise typer.Exit(0) from None
@@ -150,7 +150,7 @@ def _end(exit_code: int, line: str) -> typer.Exit:
         sys.stdout.flush()
     if line:
         with suppress(OSError, ValueError):
-            # a name in a damaged file may contain any character
+            # a name from a damaged file may contain control characters
             shown = "".join(c if c.isprintable() else "?" for c in " ".join(line.split("\n")))
             after_echo = exit_code == interrupt.EXIT_CODE and sys.stderr.isatty()
             sys.stderr.write("\n" * after_echo)

@@ -92,7 +92,7 @@ class Command(_Shared, TyperCommand):
             from kvtool.cli.output import with_records
 
             args = with_records(args)
-        # let click accept surplus arguments: its error gives no advice, and that of `near` does
+        # let click accept surplus arguments: `near` refuses them below, with advice that click lacks
         ctx.allow_extra_args = True
         try:
             if advice := near.other_option(ctx, args):
@@ -221,7 +221,7 @@ def _write_options(params: list[Any], ctx: Any, formatter: Any) -> None:
 
 
 def _origins(ctx: Any, message: str) -> str:
-    """Name the settings that set options in an error's message; "" if all these options were typed."""
+    """Say which settings set the options that an error's message names; "" if the user typed all of them."""
     names = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", message))
     return "; ".join(
         f"{flag(param)} is set by {ctx.obj[param.name].source}"

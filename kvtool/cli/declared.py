@@ -129,7 +129,7 @@ def _number_parser(
             raise BadValue(str(error).removeprefix(f"{option.name} ")) from None
         return value
 
-    # `settings` reads the name, to check the type of a value in the file
+    # click's type gets this name, by which `settings` checks the type of a value in the file
     parse.__name__ = number.__name__
     return parse
 

@@ -63,7 +63,7 @@ def examine(*, remove: bool = False) -> dict[str, Any]:
 
 
 def _leftovers(remove: bool) -> list[dict[str, Any]]:
-    """Return the folders of killed servers. The next server also removes them."""
+    """Return the folders of killed servers. remove: delete them now; otherwise the next server does."""
     from kvtool.serve.store import leftovers
 
     return [

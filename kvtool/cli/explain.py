@@ -196,7 +196,7 @@ def policy_line(engine: Engine, name: str) -> str:
 
     parameters = chosen(engine.policy)
     if engine.model.layers.has_values:
-        # for a model with values the policy sets `recalled` itself: leave it out
+        # the policy sets `recalled` itself if the model has values: leave it out
         parameters.pop("recalled", None)
     if parameters.get("search") == "all":
         parameters.pop("exact", None)

@@ -41,13 +41,13 @@ class Room(NamedTuple):
 
 
 def room() -> Room:
-    """Return the larger room: in a GPU's memory, or in two thirds of the machine's memory.
+    """Return the sizes for a GPU's memory or for two thirds of the machine's memory, whichever are larger.
 
-    The last third is for other programs and an archive. The free memory does not count: it changes all the
-    time, and the advice would change with it.
+    The other third is for other programs and an archive. Total memory counts, because free memory changes
+    all the time, and the advice would change with it.
     """
     gpus = [0]
-    # fails without llama.cpp
+    # without llama.cpp this fails: then no GPU counts
     with suppress(KvtoolError):
         from kvtool.llama.devices import devices
 

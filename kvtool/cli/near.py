@@ -37,7 +37,7 @@ INSTEAD = {
     },
     "kvtool session": {"cat": "session export", "print": "session export", "info": "session show"},
 }
-"""Our command for another program's name, by the group that was called."""
+"""For each group of commands: another program's name of a command, and our command."""
 
 NOT_HERE = {
     "ps": "kvtool runs nothing in the background: a command loads its model, and frees it when it ends",

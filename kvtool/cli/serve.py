@@ -144,7 +144,7 @@ def serve(
     info = find_model(run.model, locate)
     n_ctx, note = context_length(run.n_ctx, info.n_ctx_train)
     say([note])
-    # from now on ask for the reduced length, so that opening the engine does not repeat the note
+    # keep the reduced length: with the requested length, opening the engine would repeat the note
     run = run.changed(n_ctx=run.n_ctx and n_ctx)
     name = Path(run.model).stem if run.model else next(iter(registry()))
     local_only = endpoints.is_loopback(address) and not keys

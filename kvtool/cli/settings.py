@@ -253,7 +253,7 @@ def _from_variables(params: list[Any], words: Words = ()) -> dict[str, Setting]:
 def unknown_variables(command: Any, words: Words, root: Any) -> Iterator[str]:
     """Yield a line for each variable of kvtool that belongs to no option.
 
-    command, words: the command that runs. The other commands are imported only for other variables.
+    command, words: the command that runs. Others are imported only if a variable is not for its options.
     """
     own = options_of(command)
     known = {*NOT_OPTIONS, *(variable(param, each) for param in own for each in ((), words))}
@@ -277,7 +277,7 @@ def unknown_variables(command: Any, words: Words, root: Any) -> Iterator[str]:
 def _instead(name: str, meant: Mapping[str, str]) -> str:
     """Return " Did you mean ...?" for a variable that belongs to no option, or "".
 
-    meant: the right variable for each name of an option.
+    meant: maps variables named after any name of an option to the right variable.
     """
     rest = name.removeprefix(VARIABLE)
     right = meant.get(name) or meant.get(_variable(near.ours(rest.lower())))

@@ -135,7 +135,7 @@ def _names(devices: list[dict[str, object]]) -> str:
 def _stdout_lines() -> TextIO:
     """Return the lines that this process, including C code, writes to stdout from now on."""
     if sys.stdout is None:
-        # stdout is closed: keep the pipe from getting file descriptor 1
+        # stdout is closed: take file descriptor 1, so that the pipe gets another one
         os.open(os.devnull, os.O_WRONLY)
     else:
         sys.stdout.flush()

@@ -38,7 +38,7 @@ def of_model(run: RunOptions, name: str | None) -> RunOptions:
 
 
 def with_thinking(generation: GenerationOptions, think: Callable[[str | None, int | None], T]) -> T:
-    """Return think(effort, budget) for the requested thinking. Raises UsageError.
+    """Call `think` with the requested effort and budget of thinking; return its result. Raises UsageError.
 
     If the model's template does not take the effort, a typed effort is an error. An effort from a setting or
     a session is left out, with a line on stderr.

@@ -222,7 +222,7 @@ class Bench:
                     if row.why or row.seconds >= self.row_s:
                         continue
                     try:
-                        # the first call for a configuration reads tokens, outside of row.seconds
+                        # the first call for a configuration reads tokens: row.seconds leaves that out
                         saved = self._start(row)
                         if self.stop:
                             return

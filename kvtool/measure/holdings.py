@@ -161,7 +161,7 @@ def watch(
     attended = None
     if archive and recall:
         attended = Attended.none(engine.context.n_head, n)
-        # without synthetic cells, only the attention of the recalled tokens is known
+        # for a model without values (MLA), only attention to the recalled tokens is known
         n_traced = N_TRACED if engine.model.layers.has_values else recall.n_cell
         archive.trace(n_traced)
 

@@ -58,10 +58,10 @@ def windows(
 ) -> np.ndarray:
     """nll of independent pieces of n_window tokens, in order, each in an empty cache.
 
-    Without a stride, the pieces follow each other and the second half of each is scored. With a stride, they
-    start that many tokens apart and the last `stride` tokens of each are scored. Without a stride, a BOS
-    token, if the model uses one, replaces the first token of each piece. An incomplete piece at the end is
-    left out. All of this is as in llama-perplexity.
+    Without a stride, the pieces follow each other, and the second half of each is scored. A BOS token, if the
+    model uses one, replaces the first token of each piece. With a stride, the pieces start that many tokens
+    apart, the last `stride` tokens of each are scored, and no token is replaced. An incomplete piece at the
+    end is left out. All of this is as in llama-perplexity.
     """
     if stride:
         first, starts = n_window - stride - 1, range(0, len(tokens) - n_window, stride)

@@ -107,7 +107,7 @@ _HELD = ("cells", "kv_bytes", "state_bytes", "archived", "archive_bytes")
 
 
 def budget_bytes(engine: Engine) -> int:
-    """Bytes of keys and values in as many cells of each row as the budget has, without llama.cpp's padding.
+    """Bytes of keys and values in the budget's cells of all rows, without llama.cpp's padding.
 
     If rows keep different numbers of cells, bytes of the live cells.
     """

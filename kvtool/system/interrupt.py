@@ -113,10 +113,10 @@ def notifying(notify: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def hanging_up(writer: Any) -> Iterator[None]:
-    """Context in which a closed terminal stops the writer after its current step.
+    """Context in which a closed terminal (SIGHUP) stops the writer after its current step.
 
-    The signal SIGHUP, which then ends the process, is raised again at the end of the context, after what was
-    written has been saved. Does nothing where the signal is ignored, or does not exist (Windows).
+    The block can then save the text. At its end SIGHUP is raised again, and ends the process. Does nothing
+    where the signal is ignored, or does not exist (Windows).
     """
     number = getattr(signal, "SIGHUP", None)
     if number is None or signal.getsignal(number) == signal.SIG_IGN:

@@ -5,8 +5,8 @@ Prompts, maximum lengths of answers and metrics come from there, and so do these
 tasks are plain text even with a chat model; the middle of a prompt that is too long is cut out; for trec,
 triviaqa, samsum and lsht only the first line of an answer counts; the best score over the right answers
 counts. Scores are 0 to 1. LongBench reports the mean of each task (see the table by dataset), and for
-English, Chinese and all tasks the mean over six categories, each the mean of its tasks. Code counts in both
-languages.
+English, Chinese and all tasks the mean over six categories, each the mean of its tasks. Code tasks
+count in both languages.
 
 Differs: the chat template counts when a prompt is cut to --max-prompt, while LongBench adds it afterwards;
 the first token of an answer to samsum may be a line break.
@@ -142,7 +142,7 @@ class LongBench(RecordTask):
         averages = {}
         for language, parts in LANGUAGES.items():
             datasets = values.keys() & parts
-            # code counts in both languages, but a language needs other tasks for an average
+            # code tasks count in both languages, but a language needs other tasks for an average
             if datasets and (language == "all" or datasets - frozenset(CATEGORIES["code"])):
                 categories = (datasets.intersection(names) for names in CATEGORIES.values())
                 means = [fmean(fmean(values[name]) for name in names) for names in categories if names]

@@ -137,10 +137,12 @@ class Reader:
     def ask(self, prompt: str, n_answer: int, *, question: str = "", opening: str = "") -> int:
         """Read a prompt as `read` does, uncut, and the beginning of its answer.
 
-        question: end of the prompt, read after the rest, so that an eviction after the rest
-        (`--prefill whole`) happens before the question is known. "": read the prompt at once. opening:
-        beginning of the answer; after plain text it follows a space. Returns the number of tokens that were
-        read first. Raises the same as `read`.
+        Returns the number of tokens that were read first. Raises the same as `read`.
+
+        question: end of the prompt, read after the rest. With `--prefill whole`, an eviction then happens
+        before the question is known. "": read the prompt at once.
+
+        opening: beginning of the answer; after plain text it follows a space.
         """
         self.is_cut = False
         tokens = self._whole(prompt, self.template, opening)
@@ -280,7 +282,7 @@ class Reader:
     def _read_part(
         self, tokens: np.ndarray, n_before: int, n_all: int, cached: CachedPrompt | None = None
     ) -> None:
-        """Read a part of a prompt of n_all tokens, after its first n_before."""
+        """Read tokens i32[n] of a prompt of n_all tokens, after its first n_before tokens."""
         before, n = self.engine.n_past, len(tokens)
 
         def stopped() -> bool:

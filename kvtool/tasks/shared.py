@@ -18,7 +18,7 @@ from kvtool.policy import Plan, Policy, Signal, State, View
 
 @dataclass(frozen=True, slots=True)
 class _Watch(Policy):
-    """Keep everything, and read the sums that most policies need."""
+    """Policy that keeps everything, and collects the sums of attention that most policies need."""
 
     budget: int
     slack: int = 0

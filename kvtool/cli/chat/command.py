@@ -64,7 +64,7 @@ def chat(
                 run, generation = resumed(run, saved), generation.resumed(saved["options"])
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if is_terminal:
-            # imported in a thread while the model loads: it takes as long as loading a small model
+            # import the terminal while the model loads: the import takes as long as loading a small model
             Thread(target=import_module, args=["kvtool.cli.chat.terminal"], daemon=True).start()
 
         opened, writer = stack.enter_context(open_writer(run, generation))

@@ -66,7 +66,7 @@ class ChatFiles:
         self.previous_path: Path | None = None
         self.moved_archive: Path | None = None
         self.recovered: list[Path] = []
-        # of the chat in the session file: its version, and the values that `_would_lose` compares
+        # the chat in the session file: its version, and the values that `_would_lose` compares
         self._saved_version: int | None = None
         self._saved: Meta | None = None
         self._set_aside: list[Path] = []
@@ -158,10 +158,10 @@ class ChatFiles:
     def keep_session(self, *, undone: bool = False, is_new_turn: bool = False) -> None:
         """Write the session, if there is a path for it. An error is put in `unsaved`.
 
-        undone: True after an undo. The session may then lose the undone turns.
+        undone: True after an undo. The session may then lose the undone turns. If it holds an earlier chat,
+        it is left unchanged, because further undo can lead back to that chat.
 
-        is_new_turn: True after a new turn. The chat is then written even over an earlier chat, to which
-        further undo could lead back.
+        is_new_turn: True after a new turn. The session is then written in any case.
         """
         self.unsaved = self.previous_path = self.moved_archive = None
         self.recovered.clear()
@@ -326,7 +326,7 @@ def meta_of(chat: Conversation, fixed: dict[str, Any], kept: Mapping[str, Any]) 
 
 
 def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
-    """Return the values that must be equal to continue a chat. policy: as the user typed it."""
+    """Return the values that may not change when a chat is continued. policy: as the user typed it."""
     from dataclasses import asdict
 
     from kvtool import policies
@@ -357,8 +357,8 @@ def _stored_type(name: str) -> str:
 def resumed(run: RunOptions, saved: Meta) -> RunOptions:
     """Return the options of a chat that continues a session. Raises UsageError.
 
-    The session's policy counts as given by the user. If the policy no longer has a saved parameter, an old
-    kvtool wrote the session: such parameters and the adjustable ones are left out.
+    The session's policy counts as given by the user. A session of an old kvtool may have parameters that the
+    policy no longer has: these and the adjustable parameters are then left out, unless the user typed -o.
     """
     from kvtool import policies
 

@@ -52,7 +52,7 @@ class Terminal:
     typed
         Text to put at the next prompt.
     selects
-        True if typing replaces the text of `typed`: it is a line that was refused.
+        True if typing replaces the text of `typed`, because that text was refused.
     edits
         True if the next turn replaces the last turn.
     last_typed
@@ -237,7 +237,7 @@ class Terminal:
         return not self.conversation.messages[-1]["content"].strip()
 
     def _refuse(self, text: str, again: bool) -> None:
-        """Put a refused turn at the next prompt. Typing replaces it unless it replaced another turn."""
+        """Put a refused turn at the prompt. Typing replaces it, unless it was to replace the last turn."""
         self.typed = typed_as(text) if again or "\n" not in text else ""
         self.selects = not again
 
@@ -278,8 +278,10 @@ class Terminal:
 def whereabouts(n: int, n_held: float, n_archived: int, n_forgotten: int) -> str:
     """Return the length of a chat of n tokens, and the shares of tokens in the cache, archived and forgotten.
 
-    n_held: mean number of tokens that a row holds. n_forgotten: tokens in no row and in no archive. If rows
-    hold different tokens, the shares do not add up to 100 %, and the line gives them for KV heads.
+    If rows hold different tokens, the shares do not add up to 100 %. The line then says what share each KV
+    head keeps, and what share no head keeps.
+
+    n_held: mean number of tokens that a row holds. n_forgotten: tokens in no row and in no archive.
     """
     held, forgotten = share(n_held / max(n, 1)), share(n_forgotten / max(n, 1))
     if n_held + n_archived + n_forgotten != n:

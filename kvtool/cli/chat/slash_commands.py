@@ -161,7 +161,7 @@ class Commands:
         except click.ClickException as error:
             why = error.message
             if isinstance(error.__cause__, OSError):
-                # click's message ends with the error as Python writes it, with its number
+                # the end of click's message is Python's text of the error, with an error number: replace it
                 why = f"{why.partition(':')[0]} cannot be started: {error.__cause__.strerror}"
             raise UsageError(f"{why}; set $EDITOR to an editor that works") from None
         if text := with_lf(written or "").strip():

@@ -165,7 +165,7 @@ def compare(
     if args.shard:
         runs = of_runs.shard(runs, args.shard)
     if not runs:
-        # `why_not` is set if `full` is the only policy, and the text does not fit in its cache
+        # if `full` was the only policy, and the text does not fit in its cache, `why_not` says so
         raise UsageError(why_not or "nothing to compare; name policies, and budgets for them")
     results = ComparisonResults(common, runs)
     if path:

@@ -36,7 +36,7 @@ def page(result: dict[str, Any], held: Holdings, texts: list[str], last: int) ->
         unit = float(attended.attn.max()) / 65535
         data["attended"] = {
             "attn": _deflated((attended.attn[:, first:] / unit).round().astype("<u2")),
-            # for each row, all attention that its heads gave to any tokens, in the unit of attn
+            # all attention of each row's heads, 1 per head and query, in the unit of attn
             "whole": (attended.n_head * (attended.n_query / unit)).tolist(),
             "query": attended.query[first:].tolist(),
             "share": attended.query_share[first:].round(6).tolist(),

@@ -18,7 +18,7 @@ from kvtool.cli.console import table
 from kvtool.measure.holdings import Holdings
 
 BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
-"""Largest shares of levels 1 to 6, closest together where most shares are. Level 7: larger shares below 1."""
+"""Largest share of levels 1 to 6, with finer steps where most shares are. Level 7: larger shares below 1."""
 N_ATTENDED = 10
 """Number of archived tokens that a terminal lists: those with most attention."""
 
