@@ -8,7 +8,7 @@ from functools import partial
 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(name, "1")
-# if there are more threads after all, waiting ones must not occupy a core
+# a library may start more threads all the same; waiting ones must not occupy a core
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # the developer's own settings must not reach the tests
 os.environ["KVTOOL_CONFIG"] = os.devnull

@@ -33,7 +33,7 @@ RECALL = ["--policy", "recall", "--budget", "96", "--temp", "0"]
 
 @pytest.fixture
 def talk(chat_model, tmp_path):
-    """talk(turns, *options): a chat of 12 tokens a reply, kept in chat.kvs."""
+    """talk(turns, *options) chats, with 12 tokens a reply, in the session chat.kvs; it returns the result."""
 
     def run(turns, *options, **how):
         own = ["-m", chat_model, "-n", 12, "-t", 1, "--session", tmp_path / "chat.kvs"]

@@ -62,7 +62,7 @@ def scattered(view, n_keep, seed=0):
     return rng.random(view.pos.shape).argsort(axis=1).argsort(axis=1) < n_keep
 
 
-# without evictions: the results of llama.cpp
+# without evictions, results equal those of llama.cpp
 
 
 @pytest.mark.parametrize("name", ["full", "h2o", "tova"])
@@ -655,7 +655,7 @@ def test_settings_that_there_are_not_are_a_usage_error(wrong, message):
         Settings(**wrong)
 
 
-# starting over
+# resetting an engine
 
 
 @pytest.mark.parametrize(

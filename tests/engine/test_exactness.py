@@ -223,7 +223,7 @@ def test_recall_scores_like_the_definition(
     assert made or recalled.tolist() == [row.recalled.tolist() for rows in want.stream.rows for row in rows]
 
 
-# chunks of many and of few queries: only with few queries, keys are multiplied in their stored format
+# steps of few queries multiply keys in their stored format, steps of many (chunk=16) do not
 @pytest.mark.parametrize(
     ("rope", "chunk", "made"),
     [("norm", 16, True), ("norm", 1, True), ("neox", 2, True), ("norm", 16, False), ("neox", 4, False)],

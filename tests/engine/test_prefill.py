@@ -180,7 +180,7 @@ def test_more_cells_than_an_index_chooses_are_not_read_whole(tiny_model, heads):
 
 
 def summaries(rows, *, next, pinned, budget, slack, window, sinks, mixture, phi, **_):
-    """Return the cells of a layer's rows that BumbleBee's offline algorithm keeps, by its definition."""
+    """Return the positions in each row that BumbleBee's offline algorithm keeps, by its definition."""
     stays = {*range(sinks), *range(next - window, next)}
     return [sorted(bumblebee.summary(row, stays, budget - slack, mixture, phi)) for row in rows]
 

@@ -75,7 +75,7 @@ def test_with_all_resident_each_token_attends_as_to_the_full_cache(
     full, _ = written(path, policies.fit("full", 1024), tokens, **cache)
     found, n_repeated = written(path, fit(), tokens, resident=ALL, **settings)
     assert np.abs(found - full).max() < tolerance
-    # the first step has no residents yet; blocks that are clustered later bring clusters that are missing
+    # the first step is repeated, since it has no residents yet, and so are steps after a block was clustered
     assert 1 <= n_repeated < N_LATER // 2
 
 
@@ -96,7 +96,7 @@ def test_the_same_text_gives_the_same_logits(tiny_model):
 
 @pytest.mark.usefixtures("always_repeated")
 def test_a_stream_far_beyond_its_context_attends_as_a_search_of_all_clusters(tiny_model):
-    # tokens are far after 63, so that their keys are rotated in each step; every 70 all positions change
+    # each step rotates the keys of tokens more than 63 back; every 70 tokens or so, all positions change
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=126), text(900)
     all_exact = policies.fit("recall", 48, 16, ["exact=4096"])
     host, _ = written(path, all_exact, tokens, prefill="stream", n_prompt=300)
@@ -131,7 +131,7 @@ def test_an_archive_with_more_clusters_than_cells_is_searched_again(tiny_model, 
     host, _ = written(path, fit(), tokens, n_prompt=300)
     device, _ = written(path, fit(), tokens, n_prompt=300, resident=64)
     far = np.abs(device - host).max(axis=1) > ROUGH
-    # while there are at most three blocks, the step attends to residents
+    # 48 means are the clusters of three blocks: until the archive has more, steps attend to residents
     assert far[:400].any()
     with open_engine(path, fit(), **(HALF | {"resident": 64})) as engine:
         engine.read(tokens)
@@ -162,7 +162,7 @@ def test_the_cells_are_counted_and_given_back(tiny_model):
         engine.step(text(1))
         archive = engine.context.archive
         n_cell = (engine.cache_bytes - n_before) // (n_before // engine.context.n_cell)
-        # means for the blocks that there are and for half as many again, tokens without clusters, residents
+        # cells for means, tokens without clusters, and residents; 64 more to reach a multiple of 256
         assert n_cell == 256 + 384 + 64 + 64
         assert archive.reside(0, 0) == 0
         assert engine.cache_bytes == n_before

@@ -233,7 +233,7 @@ def test_what_is_of_no_use_takes_no_more_than_half_of_the_file(path, store):
 
 @with_clusters
 def test_a_copy_outlives_what_comes_after_it(path, store):
-    # /undo keeps the files open like this; after it, other tokens take the same positions
+    # /undo keeps files open like this, while later turns store other tokens at the same positions
     archive = Archive(1, 40)
     save(path, archive, store)
     with path.open("rb") as file, store.reopen() as shared:

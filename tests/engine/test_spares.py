@@ -40,7 +40,7 @@ RUNS = [
     ("recall", "off", "f32", 3),
 ]
 N_LAYER = 4
-# number of tokens that are read as a prompt; then decoded one by one; then decoded while bytes are counted
+# numbers of tokens: of the prompt, decoded one by one after it, and then decoded while bytes are counted
 N_READ, N_BEFORE, N_COUNTED = 64, 96, 64
 RECOMPUTE = 13
 """Bytes of the command that computes a graph again."""

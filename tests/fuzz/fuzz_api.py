@@ -562,7 +562,7 @@ class Fuzz:
         self.check_archive()
 
     def table(self):
-        """Read the archive's table; write it back, or a table with another number."""
+        """Read the archive's table, and write it back, sometimes with a changed or an added number."""
         n = lib.llama_kvtool_get_archive_table(self.pointer, None, 0)
         self.expect("get_archive_table", n, self.n_recall > 0)
         table = np.zeros(max(n, 3), np.int64)
@@ -644,7 +644,7 @@ class Fuzz:
         self.has_file |= ok
 
     def whole(self):
-        """Update `spans`: an archive with clusters forgets whole blocks."""
+        """Correct `spans` by the archive's table: an archive with clusters forgets tokens in whole blocks."""
         begin, end = self.spans[0]
         if self.n_exact and begin < end and len(set(self.spans)) == 1:
             table = np.empty(lib.llama_kvtool_get_archive_table(self.pointer, None, 0), np.int64)
@@ -669,7 +669,7 @@ class Fuzz:
         )
         if ok and n:
             assert ((out == -1) | ((out >= 0) & (out < MOST))).all()
-            # each head of a row gives each key at most 1, for each token of a step
+            # a key gets at most 1 from each of the row's N_GROUP heads and each of the step's tokens
             assert ((attn >= 0) & (attn <= 1.001 * N_GROUP * N_BATCH)).all()
 
     def check_archive(self, *, trims=False):

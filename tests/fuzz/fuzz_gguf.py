@@ -40,7 +40,7 @@ CRASHED = {3, 4, 8}
 
 
 def whole_file(path):
-    """Return a valid small model, the numbers of its header [(offset, size), ...], and the header's end."""
+    """Return a valid model's bytes, its header's numbers as [(offset, size), ...], and the header's end."""
     from kvtool.models.gguf import HeaderReader
     from tests import tiny
 
@@ -76,7 +76,7 @@ def damaged(number, data, numbers, end):
                 value = int.from_bytes(out[at : at + size], "little") * int(rng.choice([1, 2])) + value - 20
             out[at : at + size] = (value % 2 ** (8 * size)).to_bytes(size, "little")
         elif kind == "byte":
-            # the bytes between the numbers are names, such as tensors' and keys'
+            # a byte at or just after a number, or any byte of the header, such as one of a name
             near = numbers[rng.integers(len(numbers))][0] if rng.integers(2) else at
             out[near + int(rng.integers(8))] = int(rng.integers(256))
         elif kind == "cut":
@@ -109,7 +109,7 @@ def serve():
     nowhere = os.open(os.devnull, os.O_WRONLY)
     asked = os.fdopen(os.dup(0))
     os.dup2(nowhere, 1)
-    # generate then finds no piped input
+    # stdin is empty, so that generate finds no piped input
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for line in asked:
         path = line.rstrip("\n")

@@ -108,7 +108,7 @@ class Bodies:
         data = text.encode("utf-8", "surrogatepass")
         return b"\xef\xbb\xbf" + data if self.rng.random() < 0.01 else data
 
-    # parts
+    # methods that draw a part of a body
 
     def words(self):
         rng = self.rng
@@ -132,7 +132,7 @@ class Bodies:
         return [self.said() for _ in range(self.rng.randint(0, 4))] + [self.said("user")]
 
     def value(self, depth=3):
-        """Any JSON value, for any address."""
+        """Draw a JSON value of any kind for any address."""
         return self.rng.choice(POSTS), self._value(depth)
 
     def _value(self, depth):
@@ -143,7 +143,7 @@ class Bodies:
             return {self.words()[:10]: self._value(depth - 1) for _ in range(self.rng.randint(0, 4))}
         return self.rng.choice(STRANGE)
 
-    # bodies
+    # methods that draw an address and a whole body
 
     def chat(self):
         return CHAT, {"messages": self.talk(), **self.options()}

@@ -322,7 +322,7 @@ def test_a_text_of_a_schema_is_written_as_json_has_it(engine, value):
     tokens = written(engine, logits, 900, json_schema=json.dumps(schema))
     text = b"".join(map(engine.model.piece, tokens[:-1])).decode()
     assert json.loads(text) == {key: value}
-    # characters are not escaped, as in the texts that models know
+    # like the texts that models know, the result escapes no characters
     assert "\\u" not in text
 
 

@@ -79,7 +79,7 @@ def permutations(n, seed=0, n_row=N_ROW):
 
 
 def merge_of(terms):
-    """terms [(row, dst, [(src, weight), ...]), ...] -> Merge"""
+    """Return a Merge. terms: [(row, dst, [(src, weight), ...]), ...]."""
     flat = [(row, dst, src, weight) for row, dst, sources in terms for src, weight in sources]
     row, dst, src, weight = zip(*flat, strict=True)
     i32 = (np.array(column, np.int32) for column in (row, dst, src))
@@ -87,12 +87,12 @@ def merge_of(terms):
 
 
 def by_row(state, tensor):
-    """[row, n, bytes of a head]"""
+    """Return stored bytes u1[row, n, bytes of a head]."""
     return np.concatenate([state.rows(tensor, layer, 2).swapaxes(0, 1) for layer in range(2)])
 
 
 def values_by_row(state):
-    """f32[row, n, head_dim]"""
+    """Return f32[row, n, head_dim]."""
     return np.concatenate([state.values(layer, 2).swapaxes(0, 1) for layer in range(2)])
 
 
@@ -312,7 +312,7 @@ def test_a_turned_key_is_that_of_upstreams_own_shift(tiny_model, rope, yarn):
         plain = look(context)
         memory = api.llama_get_memory(context._context)
         api.llama_memory_seq_add(memory, 0, 0, -1, delta)
-        # a decode applies the pending edits
+        # the shift is only applied by the next decode
         fill(context, 1, pos_0=start + n + delta)
         want = look(context)
     with opened(tiny_model(rope=rope, **shape)) as context:
@@ -803,7 +803,7 @@ in_host_memory = pytest.mark.skipif(has_gpu(), reason="the cache is not in host 
 @in_host_memory
 @pytest.mark.parametrize(
     ("signals", "fails"),
-    # with RECENT, both layers get memory; for recent attention allocation fails on the device and on the host
+    # with RECENT, both layers get memory, but recent attention gets none, neither on device nor host
     [(Signal.NONE, [False, True]), (Signal.RECENT, [False, False, True, True])],
     ids=["second layer", "recent attention"],
 )
@@ -978,7 +978,7 @@ def test_half_a_character_is_refused(tiny_model):
     model.close()
 
 
-# other libraries, and settings that cannot be
+# unusable libraries and settings
 
 
 def test_a_library_of_another_abi_is_refused_in_one_line_that_says_how_to_build(monkeypatch):

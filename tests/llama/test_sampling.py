@@ -47,7 +47,7 @@ def engine(chat_model):
 
 
 def logits_of(engine, **known):
-    """Logits with -20 for every token but some letters."""
+    """Return logits: those given for letters, -20 for all other tokens."""
     logits = np.full(engine.model.n_vocab, -20, np.float32)
     for letter, logit in known.items():
         logits[3 + ord(letter)] = logit
@@ -261,7 +261,7 @@ def test_the_next_text_knows_all_that_a_penalty_looks_back_at(engine, penalty):
     sampler.close()
 
 
-# ranges, and the options
+# ranges of settings, and options
 
 
 @pytest.mark.parametrize(
@@ -590,7 +590,7 @@ def test_a_text_that_is_no_grammar_is_not_taken_for_a_file(name, text, kind, tmp
     assert str(error.value) == f"{flag}: {text} is neither a file nor {kind}"
     with pytest.raises(InputError, match="^cannot read x.gbnf: No such file or directory"):
         GenerationOptions.from_values({name: "x.gbnf"})
-    # a file may have such a name
+    # a file may be named like this, and is then read
     monkeypatch.chdir(tmp_path)
     (tmp_path / "[1]").write_text("root ::= [a]")
     assert GenerationOptions.from_values({"grammar": "[1]"}).grammar == "root ::= [a]"

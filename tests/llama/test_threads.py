@@ -50,7 +50,7 @@ TWO_EACH = [f"{n % 4},{n % 4 + 4}" for n in range(8)]
         ({1, 3, 5}, TWO_EACH, "1", 2),
         ({6}, TWO_EACH, "1", 1),
         (range(8), "01234567", "0", 8),
-        # Linux does not tell which CPUs share a core, and in the last case not even whether any do
+        # Linux does not tell which CPUs share a core. In the last case it does not even tell whether any do
         (range(8), [], "1", 4),
         ({6}, [], "1", 1),
         (range(8), [], None, 8),
@@ -78,7 +78,7 @@ def test_an_idle_machine_gives_all_its_cores():
 @pytest.mark.parametrize(("seconds", "n", "least"), [(busy, 6, 0.95), (full, 1, 0.95)])
 def test_beside_other_programs_fewer_threads_decode(seconds, n, least):
     threads = Threads(8)
-    # the first trials take a few steps
+    # the first 200 steps include trials and are not measured
     run(threads, seconds, 200)
     assert run(threads, seconds, 2000)[n] > least
 

@@ -35,7 +35,7 @@ def model(tmp_path_factory) -> bytes:
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory, model) -> dict[str, bytes]:
-    """The same model in three files, by their names."""
+    """The same model in three files: bytes by file name."""
     folder = tmp_path_factory.mktemp("parts")
     (folder / "whole.gguf").write_bytes(model)
     return {path.name: path.read_bytes() for path in tiny.split(folder / "whole.gguf", folder / "tiny", 3)}
@@ -406,7 +406,6 @@ def test_a_server_of_repositories_that_cannot_be_reached(site, monkeypatch):
     with pytest.raises(ModelError, match="cannot download hf:o/r: .*without a network") as error:
         resolve("hf:o/r")
     said = str(error.value).partition("hf:o/r: ")[2]
-    # the message is the same for a URL
     assert said.startswith("no connection (Connection refused); the same command tries again; without a")
     with pytest.raises(ModelError) as error:
         resolve("http://127.0.0.1:1/m.gguf")
@@ -425,7 +424,7 @@ def test_a_download_is_announced_before_the_network_is_asked(monkeypatch, name, 
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     for module in (catalogue, download, resolving):
         monkeypatch.setattr(module, "registry", lambda: {"tiny": entry_of(b"GGUF")})
-    # without a network nothing is tried again
+    # without a network, a download must not wait for a second try
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waits"))
     with pytest.raises(ModelError, match="no connection"):
         locate(name)

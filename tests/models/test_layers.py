@@ -36,10 +36,10 @@ MIXED = Layers(
     (
         Layer(0, ROWS, 0, 1, 64, 32, 0),
         Layer(3, ROWS, 3, 4, 32, 64, 0),
-        # reads the cells of layer 3
+        # layer 5 reads the cells of layer 3
         Layer(5, ROWS, 3, 4, 32, 64, 0),
         Layer(1, SLIDING, 1, 2, 128, 96, 0),
-        # reads the cells of layer 1
+        # layer 4 reads the cells of layer 1
         Layer(4, SLIDING, 1, 2, 128, 96, 0),
         Layer(2, RECURRENT, 2, 0, 0, 0, 1000),
         # layer 3 has both cells (above) and a state

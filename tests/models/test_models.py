@@ -361,7 +361,7 @@ def test_a_killed_download_starts_over_and_two_at_once_download_once(tmp_path, f
 
 
 def test_a_failing_pip_is_one_line(tmp_path, monkeypatch):
-    # pip may use no index, so the test needs no network
+    # pip must not use an index, so that the test needs no network
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -592,7 +592,7 @@ def test_the_names_of_architectures_end_and_none_is_before_the_first():
         ("qwen2", {}),
         ("gemma2", {}),
         ("gemma3", {"attention__sliding_window": 512}),
-        # llama.cpp describes the caches of these architectures
+        # for the following architectures, llama.cpp describes the caches
         ("cohere2", {"attention__sliding_window": 512}),
         ("gemma3n", {}),
         ("deepseek2", {"attention__kv_lora_rank": 512}),
@@ -738,7 +738,7 @@ def test_show_says_what_slides(tmp_path):
     # a multiple of 256
     assert (shown["cell_bytes"], shown["swa_bytes"]) == (2 * 98, 4 * 2 * 98 * 768)
     assert (shown["shared_layers"], shown["recurrent_layers"], shown["recurrent_bytes"]) == (0, 0, 0)
-    # 846 cells would fit; rounded down to a multiple of 256 that is 768, and a batch has a quarter of these
+    # 846 cells would fit, 768 if rounded down to a multiple of 256. A batch has a quarter of the cells
     assert shown["fit_cells"] == (750 * 2**10 - 4 * 2 * 98 * 768) // (2 * 98) // 256 * 256 == 768
     assert shown["fit_batch"] == 192
     few = invoke("show", str(path), "--fit", "750KiB", "-ctk", "q8_0").stdout

@@ -102,7 +102,7 @@ def test_with_kept_an_eviction_leaves_what_was_asked_for(budget, options):
     held = list(held_after(policy, 12))
     assert max(held) == budget
     assert set(held[4:]) == {budget}
-    # the first eviction finds only new tokens, which `swap` samples more densely
+    # the first eviction finds only new tokens; `swap` samples these more densely, so that more stay
     assert held[0] >= (budget if policy.swap else 0.85 * budget)
     # the same number of cells stays after steps much longer than the threshold
     assert set(held_after(policy, 4, batch=20 * policy.budget)) == {budget}

@@ -16,7 +16,7 @@ from kvtool.parameters import explained
 BUDGETS = [16, 40, 65]
 
 every_policy = pytest.mark.parametrize("name", policies.names())
-# full promises the opposite of the rest: it never evicts
+# all policies but full, which never evicts
 EVICTING = [name for name in policies.names() if policies.load(name).evicts]
 every_evicting_policy = pytest.mark.parametrize("name", EVICTING)
 # tests of sinks or of state run only for policies that have sinks or state
@@ -101,7 +101,7 @@ def test_keeps_pinned_tokens_and_the_newest_as_long_as_both_fit(name, budget):
 @every_evicting_policy
 def test_keeps_held_tokens_beside_pinned_ones(name, budget):
     n_keep = policies.fit(name, budget).n_keep
-    # up to 4 sinks stay as well
+    # leave room for up to 4 sinks, which stay as well
     for pinned, held in ((0, min(6, n_keep - 4)), (5, n_keep - 5)):
         for policy, cache, view, plan in plans(name, budget, pinned, held=held):
             for row in kept(view, plan):

@@ -205,7 +205,7 @@ def test_the_least_lately_used_go_first(monkeypatch):
         os.utime(path, (then, then))
     size = paths[0].stat().st_size
     monkeypatch.setattr(divergence, "MOST_BYTES", 3 * size)
-    # reading counts as use
+    # paths[1] is the oldest, but reading counts as use, so paths[2] is deleted
     divergence.ReferenceReader(paths[1], 9, 300).close()
     write(paths[3])
     assert [path.exists() for path in paths] == [True, True, False, True]

@@ -57,7 +57,6 @@ def test_looks_at_as_many_queries_as_asked_for_but_those_of_sinks():
     assert (request.n_query, request.n_future, request.n_skip) == (20, 7, 3)
     assert policy.reads == Signal.FUTURE | Signal.VALUE_NORMS
     assert policies.fit("expected", 512, None, ["lengths=false"]).reads == Signal.FUTURE
-    # the policy has no state
     assert policy.start(2, 512, 64) == ()
 
 

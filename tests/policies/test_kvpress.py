@@ -57,7 +57,7 @@ def scores_of(path, tokens, presses, folder):
 
 @pytest.mark.parametrize("n_head_kv", [1, 2, 4])
 def test_a_prompt_is_compressed_to_the_tokens_that_kvpress_keeps(tmp_path, tiny_model, n_head_kv):
-    # no token occurs twice: the lengths of its two keys would differ only by rounding, in a random order
+    # no token occurs twice: its two keys would have equal lengths, and rounding would decide which stays
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:N].astype(np.int32)
     path = tiny_model(rope="neox", n_head_kv=n_head_kv)
     scores = scores_of(path, tokens, [each[2:] for each in SAME], tmp_path)

@@ -125,7 +125,7 @@ def normalized(key):
 
 
 def power(x):
-    """The y with 0.04 * y ** 25 + y = x, by bisection to float precision."""
+    """Solve 0.04 * y ** 25 + y = x for y, by bisection to float precision."""
     low, high = 0.0, x
     while low < (middle := (low + high) / 2) < high:
         if 0.04 * middle**25 + middle < x:

@@ -47,7 +47,7 @@ def keep(
 
 
 def steady(threshold, stride, old_stride):
-    """Return the smallest n for which n old and threshold + 1 - n new tokens are thinned to at most n."""
+    """Return the smallest n such that thinning n old and threshold + 1 - n new tokens leaves at most n."""
 
     def left(n):
         return -(-n // old_stride) + -(-(threshold + 1 - n) // stride)

@@ -162,7 +162,7 @@ class Llama:
         return self.rotate(pairs, rot, i)
 
     def _take(self, weights, i):
-        """A layer's tensors by name, a bias as NAME.bias."""
+        """Move a layer's tensors out of `weights`; return them by name, a bias as NAME.bias."""
         layer = {name: weights.pop(f"blk.{i}.{name}") for name in self.names(i)}
         biases = [f"{name}.bias" for name in layer if f"blk.{i}.{name}.bias" in weights]
         return layer | {name: weights.pop(f"blk.{i}.{name}") for name in biases}

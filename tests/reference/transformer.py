@@ -280,7 +280,7 @@ class Stream:
             own_sinks = None if sinks is None else sinks[mine]
             asked, keys = query[mine], model.rotate(row.key, row.rot, layer)
             if half_precision and len(pos) > 1:
-                # with a single KV head, keys are contiguous, and Vulkan does not convert them
+                # Vulkan does not round the keys of a single KV head, because they are contiguous
                 asked, keys = _half(asked), _half(keys) if model.n_head_kv > 1 else keys
             scores = asked @ keys.T * model.scale
             if self.logn and not slides:
@@ -301,7 +301,7 @@ class Stream:
         return out
 
     def carry(self, layer, x, n):
-        """Return x f64[n_tokens, size] after the layer's previous n entries, which are zeros at first."""
+        """Return the layer's previous n entries (zeros at first), followed by x f64[n_tokens, size]."""
         both = np.concatenate((self._carried.get(layer, np.zeros((n, x.shape[1]))), x))
         self._carried[layer] = both[len(both) - n :]
         return both
@@ -423,7 +423,7 @@ def run(
 ):
     """Score a text in batches of n_batch tokens (default: slack, or all at once), never over the budget.
 
-    An eviction comes when the rows are full, with `ragged` after every batch. Without a budget none comes.
+    Rows evict when they are full; with `ragged`, after every batch; without a budget, never.
     keep: a twin's function (tests/reference/__init__.py), with its options bound.
     n_made: cells of the budget that are set aside for recalled entries. 0: as many as `recalled`.
     options: those of Stream.
