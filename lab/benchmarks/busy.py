@@ -9,9 +9,9 @@ defaults and never pause. --spins adds rows of kvtool in which threads wait long
 sleep (GOMP_SPINCOUNT).
 
 over its share: a row's time, divided by the time that its share of the cores allows. With k others the share
-is 1 / (k + 1) of the cores. The allowed time is computed from times without others, in two ways, of which the
-shorter counts: the time with all cores, times k + 1; or the time with one thread, times (k + 1) / cores (at
-least 1). A ratio above 1 is time lost by waiting.
+is 1 / (k + 1) of the cores. The allowed time is the shorter of two estimates from times without others: the
+time with all cores, times k + 1; or the time with one thread, times (k + 1) / cores (at least 1). A ratio
+above 1 is time lost by waiting.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> 
 
 
 def random_mask(rng: np.random.Generator, n_head: int, n: int, n_kv: int) -> np.ndarray:
-    """F16 [n_head, n, n_kv]: three of ten cells are hidden, one weighs as much as a mean of 16 tokens."""
+    """F16 [n_head, n, n_kv]: of ten cells three are hidden, and one weighs as much as 16 tokens."""
     block = rng.choice(np.array([-np.inf, 0, 0, np.log(16)], np.float16), 65_521, p=[0.3, 0.4, 0.2, 0.1])
     mask = np.resize(block, n_head * n * n_kv).reshape(n_head, n, n_kv)
     mask[..., 0] = 0

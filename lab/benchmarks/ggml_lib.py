@@ -92,7 +92,7 @@ class Ggml:
     device
         ggml's device.
     name, is_gpu
-        Its name, and whether it is a GPU.
+        Name of the device, and whether it is a GPU.
     """
 
     def __init__(self) -> None:

@@ -334,8 +334,10 @@ class Lines:
 
     Attributes
     ----------
-    code, is_late
-        Once it has ended: its exit status, and whether it was ended because its time was over.
+    code
+        Exit status of the program, once it has ended.
+    is_late
+        Whether the program was ended because its time was over.
     """
 
     def __init__(self, command: Sequence[str], env: dict[str, str], errors: Any, limit_s: float) -> None:
@@ -366,7 +368,7 @@ class Lines:
                 break
             yield line.decode("utf-8", "replace").rstrip()
         if self.is_late:
-            # also kills the processes that it has started
+            # kill the group: this also ends the processes that the program has started
             os.killpg(self._process.pid, 9)
         self.code = self._process.wait()
         self._reader.join()

@@ -5,9 +5,9 @@
     python -m lab.benchmarks.serve BOOK -- python -m llama_cpp.server --model M.gguf --port 8123
 
 Behind -- is a command that serves at http://127.0.0.1:8123/v1. Each turn is the next part of the book, and
-the whole chat is sent every time, as programs do. Stops at the first error, which it prints. With --chats
-several chats take turns, so that each turn belongs to another chat than the one before. With --same,
-`kvtool chat` then gets the same turns: its replies must be the same (recall needs --pin for this).
+the whole chat is sent every time, as programs do. The program prints the first error and stops. With --chats
+several chats take turns, so successive turns belong to different chats. With --same, `kvtool chat`
+then gets the same turns: its replies must be the same (recall needs --pin for this).
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class Meter:
         _shut(worker)
 
     def _back(self, worker: socket.socket, client: socket.socket) -> None:
-        """Count answers: each belongs to the newest request, as a client waits for an answer."""
+        """Count answers. Each belongs to the newest request, because a client sends one request at a time."""
         while data := _receive(worker):
             self.received[self._kind] += len(data)
             client.sendall(data)

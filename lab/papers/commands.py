@@ -93,7 +93,7 @@ class CompareRun:
             }
 
     def _places(self, label: str) -> set[tuple[str, str | None]]:
-        """The labels and budgets that each text's lines of this policy have."""
+        """The labels and budgets of the lines that this policy has for each text."""
         name, _ = split_policy(label)
         if not policies.load(name).evicts:
             return {(typed(label, type_k), None) for type_k in self.types}

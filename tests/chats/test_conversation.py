@@ -455,7 +455,7 @@ def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
         its_files.resume(tmp_path / path)
         assert everything(with_archive) == want
         with_archive.writer.engine.close()
-    # once both changes are undone, the session that was set aside as a.1 has its name again: a
+    # undoing both changes restores the session that was set aside: the file a.1 is called a again
     for _ in range(2):
         assert other.undo()
         other_files.keep_session(undone=True)

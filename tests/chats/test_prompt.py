@@ -79,8 +79,6 @@ def test_a_turn_closes_the_reply_before_it_even_if_the_user_says_the_stand_in():
         )
 
 
-# tokens of a text with a pinned beginning
-
 SHAPES = [{}, {"space_prefix": True}, {"space_prefix": True, "add_bos": True}]
 TEXT = "</s>ab cd efgh</s>ij klm"
 
@@ -118,9 +116,6 @@ def test_a_token_may_cross_the_border(engine):
     assert whole.strip(" ") in ("ab", "<s> ab")
     # one character is to be pinned, but "ab" may be one token, which is pinned whole
     assert engine.n_pinned == len(engine.model.tokenize("ab", start=True))
-
-
-# conversations that pin a system prompt, and prompts without a text
 
 
 def conversation(engine, template, system):

@@ -127,8 +127,6 @@ def test_a_template_that_takes_no_chat_at_all_fails_as_it_is():
         template.render(said("ssu"))
 
 
-# a server's answers to chats that a template does not support
-
 TOOLS = check_tools([tool("now")])
 CALL = {"role": "assistant", "content": None, "tool_calls": [{**CALLS[0]}]}
 RESULT = {"role": "tool", "tool_call_id": CALLS[0]["id"], "content": "noon"}

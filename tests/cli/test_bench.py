@@ -58,9 +58,6 @@ def words_of(docstring):
     return {name for line in lines for name in line.split(", ")}
 
 
-# rows of the result
-
-
 def test_there_is_a_row_for_each_way_at_each_depth(whole, model):
     assert whole.returncode == 0, whole.stderr
     found = read(whole.stdout)
@@ -188,9 +185,6 @@ def test_llama_cpp_is_told_where_the_cache_lies(loaded, monkeypatch):
     assert told == [row.config.kv_offload for row in rows] == [True, True, True, False]
 
 
-# streams of the length that a row needs
-
-
 @pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
 def test_a_filled_cache_repeats_what_was_read(loaded, cache_type):
     settings = Settings(n_batch=64, type_k=cache_type, type_v=cache_type, flash="on", n_threads=1)
@@ -231,9 +225,6 @@ def test_a_longer_stream_goes_on_like_one_that_was_read(loaded, name):
         assert engine.n_past == n + 100
         assert engine.n_evicted > before
         assert np.isfinite(engine.context.logits()).all()
-
-
-# ratios to an earlier run
 
 
 def test_ratios_are_those_to_the_same_row_of_an_earlier_run(tmp_path):
@@ -288,9 +279,6 @@ def test_a_file_of_something_else_is_refused(tmp_path, text):
     old.write_text(text, errors="surrogateescape")
     with pytest.raises(InputError, match=r"old.json is not what `kvtool bench --json` prints$"):
         bench.earlier(old)
-
-
-# how the command ends
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
         runs.append((first, len(now) // 2, said))
         saved = now
     assert len(saved) > 0.8 * n
-    # one turn more than was saved: a part of its reply may have been shown before the last kill
+    # take one turn more than was saved, because the last kill may have cut the reply of that turn
     done = forked.run(
         _command(chat_model, tmp_path / "whole", *options),
         input="".join(f"{i} words\n" for i in range(len(saved) // 2 + 1)).encode(),

@@ -48,9 +48,6 @@ def turns(path):
 FOUR = [f"turn {i}" for i in range(4)]
 
 
-# typed text stays text
-
-
 def test_nothing_that_is_typed_is_read_as_markup(terminal):
     chat = terminal("--system", "[/]")
     assert chat.say("/system") == "[/]"
@@ -142,9 +139,6 @@ def test_the_help_is_seen_whole_in_a_small_terminal(terminal):
     chat.leave()
 
 
-# /save
-
-
 def test_saving_replaces_nothing_but_a_session(terminal, tmp_path):
     path = tmp_path / "precious.txt"
     path.write_text("precious\n")
@@ -191,8 +185,6 @@ def test_saving_into_the_session_of_a_running_chat_is_refused(terminal, chat_kv)
     chat.leave()
     assert turns(chat_kv) == FOUR
 
-
-# /reset, /system and /load in a chat with a session
 
 CHANGES = ("/reset", "/system Be a pirate.", "/load {other}")
 

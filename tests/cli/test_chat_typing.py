@@ -31,9 +31,6 @@ def said(path):
     return [message["content"] for message in session.read(path)[0]["messages"] if message["role"] == "user"]
 
 
-# typed text: a command, or a message to the model
-
-
 @pytest.mark.parametrize(
     ("typed", "more", "text"),
     [
@@ -108,9 +105,6 @@ def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
         with_files(f"@{tmp_path}")
 
 
-# keys at the prompt
-
-
 @pytest.fixture
 def typed_at(monkeypatch, tmp_path):
     """typed_at(keys, default) returns the text that a prompt with this default gives after these keys."""
@@ -155,8 +149,6 @@ def test_ctrl_z_suspends_and_is_no_text(typed_at, monkeypatch):
     assert typed_at("he\x1allo\r") == "hello"
     assert len(suspended) == 1
 
-
-# typing in a terminal
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 
@@ -348,7 +340,7 @@ def test_a_turn_that_does_not_fit_is_taken_back_and_is_at_the_prompt(talker, tmp
         chat.type("\x05\x15/undo\r")
         gone, has = ("one", "no turns") if again else ("two", "1 turn; /undo can take back 1 more")
         chat.until(f'took back the turn "{gone}"; the chat has {has}\n\n> ')
-        # there is room again
+        # after /undo the chat has room for another turn
         assert chat.say("three").endswith("tokens/s")
     assert said(path) == [*["one"] * (not again), "three"]
 
@@ -491,7 +483,6 @@ def test_words_that_others_use_do_the_same_and_near_misses_are_told(terminal):
     assert "started over" in chat.say("/clear")
     assert chat.say("/HELP") == chat.say("/help")
     for line, instead in (("/rety", "/retry"), ("/last", "/show last"), ("/temp 1", "/set temp")):
-        # the line is at the prompt again
         chat.type(f"{line}\r")
         chat.until(f"there is no command {line.split()[0]}; did you mean {instead}?\n\n> {line}")
         chat.type("\x15")

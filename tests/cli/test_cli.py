@@ -390,7 +390,7 @@ def test_a_prompt_is_read_as_asked(default_talker, prefill):
     )
     assert done.returncode == 0
     assert "/64 cells" in done.stderr
-    # whole: the prompt is read into a large cache, which is then freed; llama.cpp reserves its buffers again
+    # `whole` frees the large cache that the prompt is read into, so llama.cpp reserves its buffers again
     assert (done.stderr.count("reserving ...") > 2) == (prefill == "whole")
 
 

@@ -332,9 +332,6 @@ def test_an_interrupt_keeps_what_is_done(model, folder, environment, tmp_path):
     until(lambda: not any(Path(f"/proc/{child}").exists() for child in running))
 
 
-# the table and the picture
-
-
 def run(label, asked=None, kind="f16"):
     options = ScoreOptions(policy=label.split(":")[0], type_k=kind, type_v=kind)
     return Run(label, options, {}, asked, 64)

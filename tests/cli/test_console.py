@@ -90,6 +90,6 @@ def test_the_time_left_is_shown_from_the_first_step_on(monkeypatch):
         step(20)
         (task,) = bars[0].tasks
         assert task.time_remaining > 0
-        # a step of more than half a minute counts too
+        # with its defaults rich would forget steps of more than half a minute
         step(30)
         assert task.time_remaining > 0

@@ -148,9 +148,6 @@ def test_a_model_with_such_a_name_keeps_a_session_and_prints_json(talker, tmp_pa
     assert json.loads(written.stdout)["model"].endswith("/caf\ufffd[bold].gguf")
 
 
-# empty prompts
-
-
 @pytest.mark.parametrize(
     ("arguments", "stdin", "code", "words"),
     [
@@ -183,9 +180,6 @@ def test_what_no_command_has_looked_at_is_one_line():
 def test_a_blank_is_a_text_to_continue(talker):
     done = kvtool("generate", "--raw", "-p", " ", "-n", 2, "--temp", 0, "-t", 1, "-m", talker)
     assert (done.returncode, done.stderr) == (0, b"")
-
-
-# functions that decode and encode
 
 
 def test_an_option_in_an_ascii_locale_is_read_as_utf8():

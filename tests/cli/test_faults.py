@@ -50,8 +50,6 @@ def model(tiny_model):
     return tiny_model(n_ctx_train=8192)
 
 
-# crashes
-
 CRASHES = {
     "a bad address": "ctypes.string_at(0)",
     "an abort": "os.abort()",
@@ -127,8 +125,6 @@ def test_a_device_that_goes_away_is_one_line(model):
     one_line(done, 4, f"the worker at {endpoint} is gone")
 
 
-# too little memory
-
 LIMITED = """
 import resource, sys
 from kvtool import engine, llama, policies
@@ -142,8 +138,8 @@ main()
 """
 
 
-# 40 MB are too few for the file, 130 for cells and buffers, 160 for the graph: llama.cpp returns an error,
-# throws or aborts
+# 40 MB are too few for the file, 130 for cells and buffers, 160 for the graph. In these cases llama.cpp
+# returns an error, throws or aborts.
 @linux
 @pytest.mark.parametrize("megabytes", [40, 130, 160])
 def test_no_memory_is_one_line(megabytes, smollm2):
@@ -163,9 +159,6 @@ def test_memory_that_ends_in_python_is_one_line(model):
     fails = "from kvtool.engine.policy_cache import PolicyCache\ndef fail(*_): raise MemoryError"
     code = f"{fails}\nPolicyCache.reset = fail\n{RUN}"
     one_line(python(code, *WRITE, "-m", model), 8, "out of memory; choose a smaller --budget")
-
-
-# models, disks and streams that fail
 
 
 @pytest.mark.parametrize("share", [0.001, 0.2, 0.9])
@@ -276,7 +269,7 @@ STAGES = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
-    # without a library of compiled kernels, the first eviction imports numba; these options cause one
+    # without a library of compiled kernels, the first eviction imports numba; these options cause an eviction
     own = ["--policy", "streamingllm", "--budget", "24"] if stage == "import of numba" else []
     popen = subprocess.Popen if stage.startswith("import") else forked.Popen
     done = python(f"{PRESS}\n{STAGES[stage]}\n{RUN}", *WRITE, "-m", model, *own, popen=popen)
@@ -343,9 +336,6 @@ def test_an_interrupt_between_the_turns_of_a_pipe_is_one_line(smollm2):
 def _unread(pipe):
     """Return the number of unread bytes in a pipe."""
     return struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
-
-
-# terminals
 
 
 @pytest.fixture
@@ -451,8 +441,6 @@ def test_a_hang_up_or_a_closed_pipe_during_a_reply_keeps_the_turn(talker, held, 
     for pipe in (chat.stdin, chat.stdout, chat.stderr):
         pipe.close()
 
-
-# a clock that jumps
 
 JUMPS = """
 import itertools, time

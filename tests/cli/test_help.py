@@ -32,9 +32,6 @@ COMMANDS_OF = dict(all_commands(get_command(app)))
 ALL = ["", *sorted({" ".join(words[:n]) for words in COMMANDS_OF for n in range(1, len(words) + 1)})]
 
 
-# help texts
-
-
 @pytest.mark.parametrize("words", ALL)
 def test_h_and_v_work_on_every_command(words):
     code = (
@@ -146,9 +143,6 @@ def test_a_command_of_several_lists_their_options_alone():
         assert "completion" not in called(name, "-h").stdout
 
 
-# near misses
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -258,9 +252,6 @@ def test_what_is_suggested_exists():
         # no near miss is the name of an existing command
         assert not set(names) & set(at.commands)
     assert not set(near.NOT_HERE) & set(COMMANDS)
-
-
-# values of options
 
 
 @pytest.mark.parametrize(
@@ -444,7 +435,7 @@ def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):
     own, theirs = pty.openpty()
     command = [*KVTOOL, "generate", "Hi", "-n", "1", "-t", "1", "--budget", str(budget), "-b", "64"]
     forked.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, check=True)
-    # a byte to read in any case: without output, `os.read` would wait
+    # write a byte, because `os.read` would wait if the command has written nothing
     os.write(theirs, b".")
     os.close(theirs)
     said = os.read(own, 4096).decode()
@@ -469,9 +460,6 @@ def test_an_error_is_wrapped_between_words():
     assert " ".join(lines) == kvtool("chat", "--evict-every", "x").stderr.strip()
     assert len(lines) > 1
     assert max(map(len, lines)) <= 40
-
-
-# completion in a shell
 
 
 def completed(line, **env):

@@ -126,9 +126,6 @@ def test_what_is_archived_is_not_forgotten(shaded):
     assert "archived" not in shown(["One"], [1], **colours)
 
 
-# the HTML page
-
-
 @pytest.fixture(scope="module")
 def watched(tiny_model):
     """Return a run's holdings, the positions that each row held at each snapshot, and the tokens' texts."""
@@ -296,7 +293,7 @@ def test_the_picture_tells_rows_and_archive_apart():
 
     layer = np.repeat(np.arange(6, dtype=np.int32), 2)
     until = np.zeros((12, 5000), np.uint8)
-    # layers 0 to 2 hold the tokens' first half, layers 3 to 5 the last quarter; half of each is archived
+    # layers 0 to 2 hold the first half of the tokens, layers 3 to 5 the last quarter
     until[:6, :2500] = until[6:, 3750:] = 1
     found = holdings.Holdings(
         *(layer, np.tile(np.arange(2, dtype=np.int32), 6), np.array([5000]), until),
@@ -335,9 +332,6 @@ def test_a_picture_without_an_archive_says_what_white_is():
     found = holdings.Holdings(*rows, np.array([3]), until, np.zeros((1, 2), np.int64))
     (legend,) = inspect_plot.picture(RESULT, found).legends
     assert [text.get_text() for text in legend.get_texts()] == ["held by the row", "not held by the row"]
-
-
-# `kvtool inspect` itself
 
 
 def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):

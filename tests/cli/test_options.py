@@ -127,9 +127,6 @@ def test_no_two_options_have_a_name_in_common():
     assert len(named) == len(set(named))
 
 
-# effect of options on a run
-
-
 def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
     path = str(tiny_model(n_ctx_train=512))
     with open_run(RunOptions(model=path, policy="h2o", n_ctx=9999, threads=1)) as opened:
@@ -173,7 +170,7 @@ def test_a_session_goes_on_with_the_policy_and_the_budget_that_it_began_with():
 
     h2o, recall = (resumed(RunOptions(), policy) for policy in ("h2o", "recall"))
     assert (h2o.policy, h2o.budget, h2o.instead) == ("h2o", None, None)
-    # the session's budget, not today's default of recall, which may differ
+    # recall keeps the session's budget, even if its default budget has changed since
     assert (recall.policy, recall.budget, recall.instead) == ("recall", "1024", None)
     assert resumed(RunOptions(), "recall", "10%").budget == "10%"
     typed = RunOptions(budget="96", typed=frozenset({"budget"}))

@@ -50,9 +50,6 @@ def models(smollm2, talker):
         each.close()
 
 
-# no more of a text is read than needed
-
-
 @pytest.mark.parametrize("vocabulary", ["BPE", "SPM"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_tokens_are_those_of_the_whole_text(models, tmp_path, monkeypatch, kind, vocabulary):
@@ -117,7 +114,7 @@ def test_a_text_in_parts_is_the_text(tmp_path, size):
     wanted = "na\u00efve\n\u4e16\u754c\n"
     for n in range(0, 40, size):
         with closing(TextSource(str(file))) as text:
-            # the end may have half of a line break, but never half of a character
+            # the text may end within a line break, but never within a character
             assert wanted.startswith(text.start(n).rstrip("\n"))
 
 
@@ -138,9 +135,6 @@ def test_what_is_no_text_is_refused(tmp_path, data, words):
     file.write_bytes(data)
     with pytest.raises(InputError, match=words), closing(TextSource(str(file))) as text:
         text.start()
-
-
-# where a text comes from
 
 
 def of_text(done):

@@ -32,9 +32,6 @@ def chat(messages, **fields):
     return requests.chat({"messages": messages, **fields}, Defaults())
 
 
-# fields of the request
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -123,9 +120,6 @@ def test_a_splitter_goes_on_behind_a_beginning():
     assert parts("<think>Hm</think>So", " it is") == [(False, " it is")]
 
 
-# tokens that are read
-
-
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("source", "variables", "begun", "ends"),
@@ -176,9 +170,6 @@ def test_published_templates_show_the_beginning_as_they_show_a_reply(model):
             else:
                 other.remove(name)
     assert len(seen) > 60
-
-
-# the chat after the answer
 
 
 @pytest.mark.engine

@@ -163,8 +163,6 @@ def test_a_stream_says_that_it_lives_while_a_long_prompt_is_read(monkeypatch):
     assert event == {"kind": "piece", "text": "a"}
 
 
-# Markdown
-
 STAND_IN = """
 class Node { constructor(tag) { this.tag = tag; this.inside = []; }
   append(...inside) { this.inside.push(...inside); } setAttribute() {} }

@@ -167,7 +167,7 @@ def has_ended(lock, n_left):
     thread = threading.Thread(target=lock.acquire, daemon=True)
     thread.start()
     until(lambda: lock._waiting)
-    # `step` has its own thread: once the slice is over, it waits forever for the thread that has the lock
+    # run `step` in a thread: once it has passed the lock on, it waits forever, as nobody passes it back
     step = threading.Thread(target=lock.step, args=(n_left,), daemon=True)
     step.start()
     until(lambda: not (step.is_alive() and thread.is_alive()))

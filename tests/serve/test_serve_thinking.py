@@ -53,9 +53,6 @@ def serve(model, tmp_path):
         each.__exit__(None, None, None)
 
 
-# fields of requests
-
-
 def wish(**fields):
     return thinking.check(Fields(fields), ThinkingOptions())
 
@@ -147,8 +144,6 @@ def test_thinking_is_off_by_the_field_whose_budget_is_0(serve, fields, name):
     (said,) = serve(TOLD)(USER, "Hm.</think>Yes.", **fields)["held"]["remarks"]
     assert said.startswith(f"{name}: the model's chat template cannot switch thinking off")
 
-
-# variables that reach the template
 
 EMPTY = "<think>\n\n</think>\n\n"
 ON_FOR_LOW = "takes off and on; on was used for low"
@@ -291,7 +286,7 @@ def test_a_thought_has_at_most_as_many_tokens_as_request_and_server_allow(
     bytewise, tmp_path, api, more, most
 ):
     with answering(bytewise, SWITCHED, tmp_path, thinking=ThinkingOptions(budget=9)) as serve:
-        # 60 tokens: the test takes them from the sampler, which keeps only the last 64
+        # at most 60 tokens, because the test reads them from the sampler, which keeps only the last 64
         n_max = {"max_output_tokens" if api == "responses" else "max_tokens": 60}
         end = serve(USER, None, api, **more, **n_max, temperature=0)
         pieces = [bytewise.piece(token) for token in serve.slot.writer.sampler.recent]
@@ -327,8 +322,6 @@ def test_a_budget_of_no_tokens_is_no_thinking(serve):
     end = serve(USER, "Yes.", thinking_budget=0)
     assert (end["message"]["content"], serve.prompt.endswith(EMPTY)) == ("Yes.", True)
 
-
-# thoughts that clients return
 
 AGENT = (
     "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}{% set ns = namespace(last=-1) %}"

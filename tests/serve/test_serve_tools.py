@@ -237,8 +237,6 @@ def test_a_call_cannot_be_required_without_tools():
         assert caught.value.param == param
 
 
-# tools and calls in chat templates
-
 SHOWS = (
     "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
     "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endfor %}"

@@ -178,9 +178,6 @@ def test_shards_are_the_grid_between_them(common):
             grid.shard(found, wrong)
 
 
-# records of runs
-
-
 def record(common, run, sums, **more):
     what = {"nll": sum(sums) / N, "nll_blocks": sums, "n_scored": N - 1}
     return grid.identity(common, run) | what | more
@@ -263,9 +260,6 @@ def test_only_a_policy_that_recalls_is_another_run_with_another_archive(common):
     assert {name: len(found) for name, found in keys.items()} == {"h2o": 1, "recall": 3}
 
 
-# running a grid
-
-
 def measured(common, runs, tokens=None, **options):
     """Return the record of each run, and the events before the record."""
     found, seen = {}, {}
@@ -346,7 +340,7 @@ def test_a_run_that_fails_is_a_record_and_not_the_end(common, tmp_path):
         said = found[run].get("error")
         assert (said is None) if words is None else (words in said), (run.label, said)
         assert found[run]["policy"] == run.options.policy
-    # the policy that prints gives the same as `local`, which comes last
+    # runs[4] is the policy that prints, runs[5] is `local`: both evict the same tokens
     assert found[runs[4]]["nll"] == found[runs[5]]["nll"]
 
 

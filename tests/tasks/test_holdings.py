@@ -106,7 +106,8 @@ def test_attention_is_summed_and_the_step_with_the_largest_share_is_known():
     attended.add(np.array([[2, 3], [2, 5]]), np.array([[0.25, 0.25], [0.25, 0.5]], np.float32), slice(12, 13))
     attended.add(np.array([[2, 3], [2, 5]]), np.array([[0.25, 0.25], [0.25, 0.5]], np.float32), slice(13, 14))
     assert attended.attn.tolist() == [[0, 0, 1, 0.75, 0, 0, 0, 0, 0], [0, 0, 0.5, 0.5, 0, 1, 0, 0, 0]]
-    # shares divide attention by heads times queries: 3 heads; 2 queries in the first of these steps, 4 in all
+    # A share is attention divided by heads times queries. There are 3 heads; the first of these steps has 2
+    # queries, and all steps have 4
     assert attended.query.tolist() == [-1, -1, 12, 10, -1, 12, -1, -1, -1]
     assert (attended.query_share * 6).round(9).tolist() == [0, 0, 1, 0.75, 0, 1, 0, 0, 0]
     assert (attended.share() * 12).round(9).tolist() == [0, 0, 1.5, 1.25, 0, 1, 0, 0, 0]

@@ -98,9 +98,6 @@ def n_token(model, item):
     return len(model.tokenize(f"{item.prompt} {item.opening}", start=True))
 
 
-# definitions of the tasks
-
-
 @pytest.mark.parametrize("name", PARTS)
 def test_a_sample_fills_its_length_and_is_the_seeds(name, items_of, model):
     length = 4096 if name == "cwe" else 1200
@@ -350,9 +347,6 @@ def test_words_are_wonderwords():
     assert len({*nouns, *sources._words("adjective"), *sources._words("verb")}) > 8000
 
 
-# scores
-
-
 @pytest.mark.parametrize(
     ("references", "output", "all_of_them", "any_of_them"),
     [
@@ -415,9 +409,6 @@ def test_an_average_is_of_the_tasks_means(given):
     }
 
 
-# refused parameters and files
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -465,8 +456,6 @@ def test_files_that_do_not_do_are_one_line(files, more, words, model, tmp_path):
         task.items(files, model)
     assert "\n" not in str(error.value)
 
-
-# when the question is read
 
 TEXT = "the heron stood by the mill and the mill stood by the river " * 4
 QUESTIONS = ("Where did the heron stand?", "What else is there to say of it?")
@@ -555,9 +544,6 @@ def test_a_prompt_beyond_the_full_cache_is_refused(bytewise):
         pytest.raises(InputError, match=r"the prompt \(1,1.. tokens\) does not fit in the full cache"),
     ):
         reader.ask(TEXT * 5, 8, question="river ")
-
-
-# records and the command
 
 
 def test_another_opening_is_another_record(tmp_path):

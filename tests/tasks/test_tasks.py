@@ -69,9 +69,6 @@ def stepwise(model, policy, settings, prompt, answer):
     return total
 
 
-# reading under a policy
-
-
 def test_with_all_kept_a_likelihood_is_that_of_the_text_as_a_whole(tiny_model):
     with reading(tiny_model()) as reader:
         reader.read(PROMPT, 40)
@@ -211,8 +208,6 @@ def test_an_engine_serves_prompts_of_one_budget(tiny_model):
     assert [engine.policy.budget for engine in engines] == [64, 64, 128, 64]
 
 
-# haystacks
-
 SENTENCES = [f"Sentence {i} says {'much ' * (i % 5)}of nothing." for i in range(50)]
 
 
@@ -258,9 +253,6 @@ def test_haystacks_are_files_and_folders_of_text(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="no text"):
         haystack.sentences_of([tmp_path / "empty"])
-
-
-# records
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,9 +348,6 @@ def test_means_are_by_score_and_by_what_items_share():
     assert [means["length"].n for means in groups.values()] == [2, 3]
 
 
-# finding a fact in the answer
-
-
 class Says:
     """A reader whose model always says the same."""
 
@@ -385,9 +374,6 @@ def test_found_is_what_the_answer_says(task, references, text, found):
     answer = tasks.make(task, []).answer(Item("1", "", references), Says(text))
     assert answer.output == text
     assert answer.scores == {"found": found}
-
-
-# the command
 
 
 def test_every_task_is_found_and_says_what_it_is():

@@ -89,7 +89,7 @@ def test_every_task_runs_and_scores_and_says_so(tiny_chat, tmp_path, task):
     for name in SCORES[task]:
         mean = np.mean([record["scores"][name] for record in scored])
         assert f"{name} {mean:.3f}" in " ".join(done.stdout.split())
-    # if a task breaks its scores down by fields, every value of the fields is named
+    # if a task also shows its scores by the values of a field, the output names each value
     for name in kind.by:
         for value in {str(record[name]) for record in found}:
             assert f"\n{value} " in done.stdout
@@ -458,7 +458,7 @@ def test_a_prompt_that_is_cut_is_said_before_it_is_read(tiny_chat, monkeypatch):
     def progress(label, n, n_done):
         yield lambda done, label: steps.append((done, label, len(written)))
 
-    # the bar next to which the lines are written
+    # lines that are printed next to the progress bar
     written = []
     monkeypatch.setattr("kvtool.cli.eval.tokens_progress", progress)
     monkeypatch.setattr("kvtool.cli.eval.say", lambda lines: written.extend(filter(None, lines)))

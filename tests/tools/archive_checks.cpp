@@ -442,7 +442,7 @@ CHECK(kmeans_puts_points_to_the_nearest_mean) {
         }
         n_nearest += std::min_element(far.begin(), far.end()) - far.begin() == of[i];
     }
-    // not all of them, because the means have moved since the last assignment
+    // some points have another nearest mean, because the means have moved since the last assignment
     EXPECT(n_nearest > n*8/10);
 }
 
@@ -456,7 +456,7 @@ CHECK(halves_are_of_one_size_and_keep_what_is_near_together) {
     const auto order = kvtool::halved(x.data(), weight.data(), n, d, n_set);
     EXPECT(std::set<int>(order.begin(), order.end()).size() == n);
     for (int i = 0; i < n; ++i) {
-        // all sets of one half have points from the same side
+        // each half of the order has points from one side only
         EXPECT(order[i] % 2 == order[i < n/2 ? 0 : n/2] % 2);
     }
     EXPECT(order[0] % 2 != order[n/2] % 2);
@@ -608,7 +608,7 @@ static void expect_slabs(store & memory) {
     const int64_t full = memory.bytes();
     EXPECT(full == 70*8192);
 
-    memory.fit(3*256 + 5, 72*256); // three slabs go, two of them are used again
+    memory.fit(3*256 + 5, 72*256); // three slabs become free, and two of them are used again
     expect_marks(memory, 4*256, 70*256);
     EXPECT(memory.bytes() == full);
     mark(memory, 3*256, 72*256);
@@ -637,13 +637,13 @@ CHECK(slabs_of_a_file_keep_their_tokens_too) {
     memory.make(5000);
     memory.open(path);
     EXPECT(memory.has_file());
-    EXPECT(fopen(path.c_str(), "r") == nullptr); // it has no name, so that nothing is left of it
+    EXPECT(fopen(path.c_str(), "r") == nullptr); // the file has no name, so it is gone when the process ends
     expect_slabs(memory);
 
     FILE * other = fopen(path.c_str(), "w");
     store second;
     second.make(5000);
-    EXPECT(throws([&] { second.open(path); })); // the file of somebody else
+    EXPECT(throws([&] { second.open(path); })); // a file that exists is not overwritten
     fclose(other);
     remove(path.c_str());
 }
@@ -660,8 +660,8 @@ static archive_params params_of(ggml_type type = GGML_TYPE_F32, int n_exact = 12
     return { 0, n_near, type, type, 0, 2, n_exact };
 }
 
-// A stream of random tokens, and an archive of the first of them. `keys` are not rotated; `push` rotates them as the
-// cache would, to their positions minus the current base.
+// A stream of random tokens, and an archive of those that were pushed. `keys` are not rotated; `push` rotates them as
+// the cache would, to their positions minus the current base.
 struct stream {
     archive own;
     int64_t n_max;
@@ -818,7 +818,7 @@ CHECK(segments_have_the_base_of_their_time) {
 }
 
 CHECK(an_archive_without_its_newest_tokens_is_as_if_they_had_not_come) {
-    // the archive is cut inside a block, at a block's end, and at fewer tokens than both limits allow
+    // the archive is cut inside a block, at a block's end, and to fewer tokens than either n_max
     for (const int64_t end : { 1290, 1280, 800 }) {
         for (const int64_t n_max : { archive::most, (int64_t) 1100 }) {
             stream a(params_of(GGML_TYPE_Q8_0, 128, 400), n_max), b(params_of(GGML_TYPE_Q8_0, 128, 400), n_max);
@@ -914,7 +914,7 @@ struct defined {
     std::vector<double> attn; // of each token from the archive's first on
 };
 
-// query: not rotated; the cache would rotate it to rot. is_far(i): token i has the distance n_near + late
+// query: not rotated; the cache would rotate it to rot. A token i with is_far(i) has the distance n_near + late
 template <typename F>
 static defined attention_by_definition(
         const stream & s, int l, int head, const std::vector<float> & query, int64_t rot, const logit_params & logits, F && is_far, int64_t late = 0) {
@@ -1165,7 +1165,7 @@ struct device_cells {
         }
     }
 
-    // choose with these queries, which are at position rot; returns the most that a head missed
+    // let heads choose residents by queries at position rot; returns the largest share of attention that a head missed
     float choose(const std::vector<std::vector<float>> & queries, int64_t rot, const logit_params & logits = plain) {
         float missed = 0.0f;
         for (int head = 0; head < n_head; ++head) {
@@ -1177,7 +1177,7 @@ struct device_cells {
 
     double mask(int head, int cell) const { return ggml_fp16_to_fp32(all.mask(1)[head*all.n_cell() + cell]); }
 
-    // archived tokens for which a head's cells stand
+    // number of archived tokens that a head's cells stand for
     double n_token(int head) const {
         double n = 0.0;
         for (int c = 0; c < all.n_cell(); ++c) {
@@ -1242,7 +1242,7 @@ CHECK(means_stand_for_clusters_that_are_not_resident) {
     const tight_stream s;
     const auto is_far = far_blocks(s);
     device_cells cells(s, 20*n_cluster, 300);
-    for (int i = 0; i < 3; ++i) { // no residents, then those of the queries
+    for (int i = 0; i < 3; ++i) { // at first nothing is resident, then what the queries chose
         cells.update(4610);
         cells.expect_attention(4610, 0.1, is_far);
         EXPECT((cells.choose(some_queries(2), 4610) > 0.0f) == (i == 0));
@@ -1305,7 +1305,7 @@ CHECK(residents_are_the_clusters_that_queries_want) {
     const auto turned = queries_at({ query }, 1301);
     const float none = -INFINITY; // no live cells
     EXPECT_NEAR(cells.all.choose(1, 0, turned.data(), 1, plain, &none), wanted(1301), 0.02);
-    // with as much attention to live cells as to the archive, the share is half of that
+    // if live cells get as much attention as the clusters, the share is half as large
     device_cells other(s, 8*n_cluster, 100);
     other.update(1301);
     const float same = std::log(all_sums);
@@ -1624,7 +1624,7 @@ CHECK(tokens_that_come_back_are_in_their_cells_rotated_to_the_new_base) {
                 const int c = i/n_dim, head = i % n_dim/n_embd, e = i % n_embd;
                 const float own = v[v_trans ? i % n_dim*n_cell + c : i];
                 if (c < cell || c >= cell + n_back) {
-                    EXPECT(k[i] == 0.0f && own == 0.0f); // another cell
+                    EXPECT(k[i] == 0.0f && own == 0.0f); // other cells stay as they were
                     continue;
                 }
                 const int64_t pos = 545 + c - cell;

@@ -109,9 +109,6 @@ def _same(got: np.ndarray, want: np.ndarray, tolerance: float = 0.0) -> str:
     return "ok" if apart <= tolerance else f"FAILS ({apart:.2g})"
 
 
-# checks
-
-
 def full(path: Path) -> str:
     for flash in ("off",) if read(path).architecture in NO_FLASH else ("off", "on"):
         with open_engine(path, policies.fit("full", 200, None), flash=flash) as engine:

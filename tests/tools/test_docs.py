@@ -48,9 +48,6 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-# form
-
-
 def test_the_readme_is_100_lines_of_120_characters_at_most():
     lines = read(ROOT / "README.md").splitlines()
     assert len(lines) <= 100
@@ -83,7 +80,7 @@ def test_the_picture_of_a_chat_is_of_the_default_policy_and_has_forgotten_nothin
         assert float(cached) + float(archived) == pytest.approx(100, abs=0.11)
         n_cached = float(cached) / 100 * int(n.replace(",", ""))
         assert n_cached <= RunOptions.default_recall + 0.001 * int(n.replace(",", ""))
-    # numbers in the front page's caption
+    # the caption on the front page has the same numbers
     (caption,) = re.findall(r"!\[(.*)\]\(docs/chat\.svg\)", read(ROOT / "README.md"))
     read_at_once = re.search(r"the turn has ([\d,]+) tokens", text)[1]
     assert f"{read_at_once} tokens" in caption
@@ -107,9 +104,6 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(path):
         target = (path.parent / name).resolve() if name else path
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
-
-
-# the commands
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -175,9 +169,6 @@ def test_a_changed_help_text_changes_the_page_of_commands(monkeypatch):
     monkeypatch.setattr(make_cli.errors.UsageError, "__doc__", "Something else.")
     assert make_cli.page() != before
     assert "| 2 | Something else. |" in make_cli.page()
-
-
-# nothing is left out
 
 
 @pytest.mark.parametrize("folder", [DOCS, LABORATORY], ids=lambda folder: folder.name)

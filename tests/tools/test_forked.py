@@ -103,7 +103,7 @@ def test_signals_and_limits_are_its_own(popen):
     wait = "import sys, time; print('here', flush=True); time.sleep(60)"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
-            # nohup ignores the signal, and so do its children
+            # under nohup, this process and its children ignore SIGHUP
             continue
         process = popen([sys.executable, "-c", wait], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert process.stdout.readline() == b"here\n"

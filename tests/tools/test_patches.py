@@ -458,7 +458,7 @@ def test_each_library_has_one_name_and_finds_those_beside_it(tmp_path):
     assert not re.search(r"\.so\.\d", install)
     # CMake 4.4 writes the run path in brackets
     assert len(re.findall(r'NEW_RPATH (?:"\\\$ORIGIN"|\[\[\$ORIGIN\]\])', install)) == 2
-    # the file for GCC's intrinsics is included in the libraries for kinds of CPU, and in no other
+    # only libraries that are built for one kind of CPU include the file for GCC's intrinsics
     flags = {
         name: (below / f"CMakeFiles/{name}.dir/flags.make").read_text() for name in ("ggml", "ggml-cpu-zen4")
     }

@@ -98,7 +98,7 @@ def test_every_room_is_in_the_table_below_all_that_it_may_import():
 
 def test_imports_point_one_way():
     table, wrong = allowed(), []
-    # the package's own file is a list of names for users, each imported when it is used
+    # kvtool/__init__.py only lists names for users, and imports each when it is used
     for path in set(FILES) - {PACKAGE / "__init__.py"}:
         own = room_of(module_of(path))
         for line, module in imports(path):

@@ -12,7 +12,7 @@ _FEWER = ("recall", "roco", "h2o", "expected", "streamingllm")
 _OF_TASKS = ("full", "recall", "roco", "h2o", "streamingllm")
 _QUANTIZED = ("full q8_0", "full q4_0")
 _TYPES = ("f16", "q8_0", "q4_0")
-# newer scores than h2o's, and rows that share a layer's budget
+# policies with newer scores than h2o's, and policies whose rows share a layer's budget
 _SCORES = ("h2o", "h2o:heads=adaptive", "roco", "rkv", "expected", "expected:heads=adaptive")
 _EXPECTED = "expected:queries=32"
 # model, cells of h2o, tokens of a text, minutes. A row of `expected` has 512 cells and, for each of its query

@@ -116,7 +116,7 @@ class _Observer:
         self._before = _KeysBefore(n, shapes) if Observed.KEYS_BEFORE in wanted else None
 
     def _call(self, address: int, asked: bool, _: object) -> bool:
-        """If asked, return whether the tensor is wanted; else read it, and return True to go on."""
+        """If llama.cpp asks, return whether the tensor is wanted; else read it, and return True to go on."""
         # ctypes would drop an exception of a callback: keep it, and return False to end the decode
         try:
             return self.error is None and self._look(address, asked)
@@ -183,8 +183,8 @@ class _Observer:
 class _KeysBefore:
     """Keys before RoPE.
 
-    They have no name in the graph, so every tensor that may be such keys is kept until the layer's keys meet
-    its queries. Then the graph shows from which tensor RoPE made them.
+    They have no name in the graph, so every tensor that may be such keys is kept until the layer's keys are
+    multiplied by its queries. Then the graph shows from which tensor RoPE made them.
 
     n: number of tokens. shapes: head size and number of KV heads, of the observed layers' keys.
     """
@@ -196,7 +196,7 @@ class _KeysBefore:
         self._written: dict[int, int] = {}
 
     def look(self, address: int, tensor: _Tensor, asked: bool) -> bool:
-        """If asked, return whether a tensor may be keys before RoPE, f32[n, head, dim]; else keep it."""
+        """If llama.cpp asks, return whether f32[n, head, dim] may be keys before RoPE; else keep them."""
         op = lib.ggml_op_desc(address)
         if op == b"SET_ROWS":
             # this operation writes to a cache

@@ -9,7 +9,7 @@ from lab.papers import significance
 
 
 def test_signs_tell_a_difference_only_where_enough_items_differ():
-    # three differences other than 0 have eight choices of signs; the means of two are as far from 0: 2 / 8
+    # three differences are not 0, so their signs have 8 combinations; 2 of these have a mean as far from 0
     assert significance.sign_flip_test(np.repeat([1.0, 0.0], [3, 5])) == 0.25
     assert significance.sign_flip_test(np.zeros(8)) == 1
     assert significance.sign_flip_test(np.ones(6)) == 2 / 2**6
