@@ -76,7 +76,7 @@ def _bind_all() -> None:
     bind("llama_kvtool_abi", i32)
     bind("llama_kvtool_digest", ctypes.c_char_p)
     if lib.llama_kvtool_abi() != ABI:
-        # other functions may be missing; `check_library` reports it
+        # a library of another version may lack functions; `check_library` reports the version
         return
     bind("llama_kvtool_error", ctypes.c_char_p)
     bind("llama_kvtool_guard", i32, ctypes.c_char_p, i32, ctypes.c_bool)

@@ -69,7 +69,7 @@ def _plain(pattern: str) -> Iterator[tuple[str, bool]]:
                 in_set = False
             yield part, in_set
         else:
-            # an operator that is special only in a set, or an escape
+            # outside sets, set operators are plain text; escapes stay as they are
             yield part, False
 
 

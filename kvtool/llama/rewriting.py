@@ -149,7 +149,7 @@ class _Writer:
         new.pop(key, None)
         self.left_out.append(LeftOut(name or key, _inside(where, key)))
 
-    # texts
+    # keywords of texts
 
     def _pattern(self, new: Schema, where: str) -> list[Schema]:
         """Translate the pattern for llguidance; return schemas with further patterns."""
@@ -240,7 +240,7 @@ class _Writer:
                     more.append({"anyOf": [{"properties": {name: False}}, present]})
         return more
 
-    # properties
+    # keywords of objects
 
     def _pattern_names(self, new: Schema, where: str) -> None:
         """Translate the patterns of property names for llguidance."""

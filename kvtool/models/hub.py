@@ -261,7 +261,7 @@ def _explained(reference: Reference, what: str) -> Iterator[None]:
     """Turn an error of huggingface_hub into a ModelError of one line, but pass on OSErrors of local files."""
     from huggingface_hub import errors
 
-    # its warnings name nothing that a user of kvtool can change
+    # hide huggingface_hub's warnings: they name nothing that a user of kvtool can change
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     repo = reference.repo
     sign_in = "`hf auth login`, or a token in $HF_TOKEN"

@@ -117,7 +117,7 @@ def _expect(order, pos, n_head, mean, variance, spread, norms, first, epsilon, s
     for row in range(n_row):
         begin = 0
         while begin < n and pos[row, order[row, begin]] < first:
-            # sinks, and dead cells of a ragged row
+            # skip sinks, and dead cells of a ragged row
             begin += 1
         share[:] = 0
         for head in range(n_head[row]):

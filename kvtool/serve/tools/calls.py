@@ -260,7 +260,7 @@ class _GrowingText:
         depth, in_string = 0, False
         while depth or at == start:
             match = (_IN_STRING if in_string else _OUTSIDE).search(self.text, at)
-            # `at` may be after the text's end: the character after a backslash is skipped before it comes
+            # `at` may be beyond the text: the character after a backslash is skipped even if not read yet
             at = match.end() if match else max(at, len(self.text))
             if not match:
                 if self.has_ended:

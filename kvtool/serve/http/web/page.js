@@ -396,7 +396,7 @@ function askKey(why) {
       asking = null;
       // keep only characters that a header can have
       key = dialog.returnValue.replace(/[^\x21-\x7e]/g, "");
-      try { sessionStorage.setItem("kvtool.key", key); } catch { /* asked for again */ }
+      try { sessionStorage.setItem("kvtool.key", key); } catch { /* the page asks for the key again */ }
       if (key) about();
       resolve(Boolean(key));
     };
@@ -435,7 +435,7 @@ async function about() {
     const found = await response.json();
     said = response.ok ? "" : `${found.error.message} ...`;
     if (response.ok) props = found;
-  } catch { /* asked again */ }
+  } catch { /* the timer below repeats the request */ }
   if (said) setTimeout(about, 2000);
   get("about").textContent = said ? capital(said) : `${props.model_alias} \u00b7 ${props.policy}, ${number(props.budget)} tokens per KV head`;
   if (!said) get("about").append(make("span", { className: "wide", textContent: ` \u00b7 ${cacheOf(props)}` }));
