@@ -213,7 +213,7 @@ def evaluate(
         with interrupt.ending(stopped), tokens_progress(task, len(items), len(results)) as step:
 
             def reading(done: int, n: int) -> None:
-                """Show how much of a prompt is read, and report the first that is too long."""
+                """Show how much of a prompt is read, and report the first prompt that is too long."""
                 nonlocal has_told
                 if not has_told and (line := _too_long(reader, n)):
                     has_told = True

@@ -12,7 +12,7 @@ from kvtool.system.cpu import default_threads
 from kvtool.system.memory import total_bytes
 
 _OTHER_BYTES = 2**29
-"""Bytes that kvtool needs in addition to what grows with the model."""
+"""Bytes that kvtool needs whatever the size of the model."""
 
 _CORE_BYTES_S, _CPU_BYTES_S = 10_000_000_000, 31_000_000_000
 """Bytes of weights processed per second: by one core, and at most by all cores, where memory is the limit.

@@ -160,7 +160,7 @@ def _line_progress(label: str, unit: str) -> Iterator[Callable[[int, int], None]
 def tokens_progress(label: str, n: int, n_done: int = 0) -> Iterator[Callable[..., None]]:
     """Yield a callback that takes how many of n tokens are done and, optionally, a new text for the bar.
 
-    label: the first text next to the bar. n_done: number that is done before.
+    label: the first text next to the bar. n_done: tokens that were done earlier.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 

@@ -260,7 +260,7 @@ def _opened(
 
         def more() -> Slot:
             n_bytes = engine.cache_bytes + engine.state_bytes
-            # checked only without a GPU: a GPU reports missing memory, while Linux allocates more than it has
+            # check only without a GPU: a GPU reports missing memory, but Linux allocates more than it has
             if n_bytes > free_bytes() and not has_gpu():
                 raise OutOfMemory(f"no memory for another cache of {format_bytes(n_bytes)}")
             another = stack.enter_context(closing(Engine(engine.model, engine.policy, engine.settings)))

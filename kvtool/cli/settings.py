@@ -156,7 +156,7 @@ def config_file() -> Path:
 
 
 def options_of(command: Any, without: Words = ()) -> list[Any]:
-    """Return the options that can be set. without: words of a command whose `OPTIONS_OF_ONE` are left out."""
+    """Return the options that can be set. without: words of a command; its `OPTIONS_OF_ONE` are left out."""
     options = [param for param in command.params if param.param_type_name == "option" and param.expose_value]
     return [param for param in options if param.name not in OPTIONS_OF_ONE.get(without, ())]
 

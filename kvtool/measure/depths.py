@@ -31,7 +31,7 @@ N_SEED = 256
 """Tokens that are read for a full cache."""
 
 N_ARCHIVED, N_EVICTED = 512, 64
-"""Tokens that `start` reads after the cells are full: with a policy that recalls, and with others."""
+"""Tokens that `start` reads after the cells are full: with a policy that recalls, and with any other."""
 
 Arrays = dict[str, np.ndarray]
 

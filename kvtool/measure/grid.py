@@ -122,7 +122,7 @@ def runs(
     """Return the runs of a grid in order: first the runs without a budget, then budget by budget.
 
     `full` has a run for each cache type. Other policies have runs with the first type only, unless `combine`
-    is True. A policy whose rows may keep different numbers of cells also has a run without a budget.
+    is True. A policy that chooses how much each row keeps (`capped`) also has a run without a budget.
 
     n_ctx_train: the model's trained context. wanted: policies as typed, with their parameters. budgets: as
     typed. Raises UsageError.
@@ -147,7 +147,7 @@ def runs(
 
 
 def keeps_all_it_needs(wanted: str) -> bool:
-    """True if a policy, as typed, has a run without a budget. Raises UsageError."""
+    """True for a policy that never evicts or is `capped`. wanted: policy as typed. Raises UsageError."""
     policy = policies.load(split_policy(wanted)[0])
     return policy.capped or not policy.evicts
 

@@ -44,7 +44,7 @@ class RunInput:
     reference
         File with the full cache's predictions; None if there is nothing to compare with.
     writes
-        True if this run is the full cache's, and writes that file.
+        True if this run uses the full cache and writes `reference`.
     """
 
     options: ScoreOptions

@@ -68,7 +68,8 @@ def block_length(values: np.ndarray) -> float:
 def joined(sums: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Join adjacent blocks f64[block] of a text to the length that `block_length` recommends.
 
-    At least 8 blocks remain; fewer are not joined. To compare two runs, pass the differences of their sums.
+    At least 8 blocks remain; 8 blocks or fewer are not joined. To compare two runs, pass the differences of
+    their sums.
     """
     n = len(sums)
     if n <= _LEAST_BLOCKS:

@@ -154,7 +154,7 @@ def compare(
     )
     common = of_runs.Common(identity | records.versions(), shared, len(tokens))
     if not names:
-        # leave out policies that read a text twice, and those that merge values if the model has none (MLA)
+        # leave out policies that read a text twice and, for models without values (MLA), that merge values
         kinds = runnable()
         kinds = {name: kind for name, kind in kinds.items() if not kind.has_reconstruction()}
         names = [n for n, kind in kinds.items() if layers.has_values or not kind.may_merge()]

@@ -200,7 +200,7 @@ def _legend(shaded: bool, has_archive: bool) -> str | Text:
 def _strip(share: np.ndarray, archived: np.ndarray, width: int) -> Line:
     """Return a line with a blank column for each equal part of the stream.
 
-    A column's level is ARCHIVED if most of the part is archived, else that of the part's mean share.
+    A column's level is ARCHIVED if most of the part is archived, else the level of the part's mean share.
     """
     mean, is_archived = (
         np.array([part.mean() for part in np.array_split(of_tokens, min(width, len(share)))])

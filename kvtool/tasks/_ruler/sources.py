@@ -29,7 +29,7 @@ class Question:
     answers
         Right answers.
     about
-        Indices of the question's own documents, among which are those that answer it.
+        Indices of the question's own documents; some of them answer it.
     near
         Other documents of the same article.
     """
@@ -129,7 +129,7 @@ class _FileQuestion:
 
 
 def _indices(texts: Sequence[str], index: dict[str, int], but: Sequence[str] = ()) -> list[int]:
-    """Return the index of each text that is not in `but`, once."""
+    """Return the index of each text, once. Texts in `but` are left out."""
     return [index[text] for text in dict.fromkeys(texts) if text not in but]
 
 
