@@ -173,7 +173,7 @@ def test_a_llama_cpp_that_knows_no_spares_gives_them_no_layers(remote, path):
     assert buffer.startswith("RPC0")
     assert not re.search(r"RPC[12]\[\S+ (KV|model) buffer size", log[1])
     assert found["results"][0][0] == remote[0]["results"][0][0]
-    # without spares the worker keeps only one graph, so those of edit and decode are sent again and again
+    # without spares the worker keeps only one graph, so graphs of edits and decoding are sent each time
     assert found["results"][0][1] > 10 * remote[0]["results"][0][1]
 
 

@@ -393,6 +393,6 @@ def test_signals_go_over_the_wire_once_a_plan(model, tmp_path):
         # in each of 8 rows up to 16 cells move; each needs two indices of 4 bytes, for its key and its value
         moved = 8 * 16 * (4 + 4)
         assert 0 < beyond["edits"] <= moved + 2 * 400
-        # 13 bytes: the command to compute a graph again; the worker has kept the graph of the plan before
+        # 13 bytes: the command to compute a graph again; the worker has kept the previous plan's graph
         assert beyond["graphs"] == 13
     assert rows["stock"]["received"]["get"] == 8 + 4 * 320

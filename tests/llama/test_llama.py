@@ -803,7 +803,7 @@ in_host_memory = pytest.mark.skipif(has_gpu(), reason="the cache is not in host 
 @in_host_memory
 @pytest.mark.parametrize(
     ("signals", "fails"),
-    # with RECENT, both layers get memory, but recent attention gets none, neither on device nor host
+    # with RECENT, both layers get memory; then device and host refuse the memory for recent attention
     [(Signal.NONE, [False, True]), (Signal.RECENT, [False, False, True, True])],
     ids=["second layer", "recent attention"],
 )

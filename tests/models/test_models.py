@@ -207,7 +207,7 @@ def test_an_unknown_name_suggests_those_that_are_alike(known):
         assert said.endswith("? See `kvtool models list`.")
         return said.partition("mean ")[2].partition("?")[0]
 
-    # suggest the smallest models with this beginning, or else names nearly as similar as the closest
+    # suggests the smallest models whose names begin like this, or else the closest names
     assert meant("qwen3") == "qwen3-coder-1b or qwen3-1b or qwen3-4b"
     assert meant("qwen3-4") == "qwen3-4b"
     assert meant("qwen3-9b") == "qwen3-8b or qwen3-4b or qwen3-1b"

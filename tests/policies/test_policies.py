@@ -211,8 +211,8 @@ def test_buzz_keeps_the_local_maximum_of_each_new_segment_and_the_first_of_equal
 
 
 def test_buzz_thins_old_tokens_by_the_half_stride_whatever_their_attention():
-    # between the sink and the token of the window: old tokens with attention 0 9 9 | 0 9, in segments of the
-    # half stride, 3; then new tokens with attention 1 2 3
+    # between the sink and the token of the window: old tokens with attention 0 9 9 | 0 9, in segments of
+    # half the stride, 3; then new tokens with attention 1 2 3
     was_old = [0, 1, 1, 1, 1, 1, 0, 0, 0, 0]
     kept, old = buzz_plan([9, 0, 9, 9, 0, 9, 1, 2, 3, 0], was_old, sinks=1, window=1, stride=5)
     assert kept == [0, 1, 4, 8, 9]

@@ -40,9 +40,9 @@ class Clusters:
     def members(self, pos, keys, end, first_near):
         """Return i64[n]: the cluster of each entry; -1 if its block is not complete by position `end`.
 
-        pos i64[n]: in the stream. keys f64[n, d]: rotated; those of a far block all have the same distance
-        from the query. first_near: first position of the near blocks. A block has the same clusters at every
-        step, except that it gets new ones when it becomes far.
+        pos i64[n]: position in the stream. keys f64[n, d]: rotated; all keys of a far block have the same
+        distance from the query. first_near: first position of the near blocks. A block has the same clusters
+        at every step, except that it gets new ones when it becomes far.
         """
         res = np.full(len(pos), -1)
         for block in range(pos[0] // self.n_block, end // self.n_block):
@@ -58,8 +58,8 @@ class Clusters:
 
         of: result of `members`. logits f64[..., n]: of all entries. The clusters with the most attention per
         token are attended to exactly, until they have enough tokens. Every other cluster is one entry: the
-        mean key and value of its tokens, with the weight of all of them. The mean key's logit is the mean of
-        the tokens' logits.
+        mean key and value of its tokens, weighted by their number. The mean key's logit is the mean of the
+        tokens' logits.
         """
         if (of < 0).all():
             return logits, values

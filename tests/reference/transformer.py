@@ -127,9 +127,11 @@ class Stream:
 
     layers: layers that own rows and do not slide. rows[i][head]: live entries of layers[i].
     all_rows: for each layer of the model, the rows that it reads.
-    next: position of the next token. counter: position that its query and key are rotated by.
+    next: position of the next token.
+    counter: position that the next token's query and key are rotated by.
     t: Batch.t counts the tokens of the "stream", or the "cells" of the longest row.
-    logn: True to multiply attention logits by log_512(t). observe: a twin's function, or None.
+    logn: True to multiply attention logits by log_512(t).
+    observe: a twin's function, or None.
     recalled: number of evicted entries that a step attends to in addition to a row's entries; math.inf: all.
     far: evicted entries before this position are placed at distance n_near from the step's first token. An
     eviction sets `far` to n_near before the next token.
