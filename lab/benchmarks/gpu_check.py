@@ -65,7 +65,7 @@ class Part:
     Attributes
     ----------
     name, limit_s
-        Its name, and the seconds after which it is ended.
+        Name of the part, and seconds after which it is ended.
     command
         Arguments of Python.
     env

@@ -4,10 +4,11 @@
 
 A full cache evicts, grows by as many tokens, and evicts again. The time is that of the engine's calls
 `observe`, `plan` and `move`, on one thread, without reading the signals and editing the cache. The last
-columns show it per generated token, with an eviction every 16 tokens, for the shapes of SmolLM2-135M with 512
-cells and of an 8B model (32 layers of 8 KV heads of 128) with 1,024. They also show the bytes of the policy's
-state in these shapes, and their share of the f16 cache. `name:option=value:...` is a policy with options.
-`full`, which never evicts, is left out, and so are policies whose rows may keep different numbers of cells.
+columns show this time per generated token, with an eviction every 16 tokens, for the shapes of SmolLM2-135M
+with 512 cells and of an 8B model (32 layers of 8 KV heads of 128) with 1,024. They also show the bytes of the
+policy's state in these shapes, and their share of the f16 cache. `name:option=value:...` is a policy with
+options. `full`, which never evicts, is left out, and so are policies whose rows may keep different numbers of
+cells.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def main() -> None:
     args = parser.parse_args()
 
     asked = Shape("asked", args.rows, min(8, args.rows), args.cells, args.evict, args.dim)
-    # refuses wrong names and options before the work starts
+    # refuse wrong names and options before the work starts
     chosen = {
         spec: [(shape, _fit(spec, shape)) for shape in (asked, *MODELS)] for spec in args.policies.split(",")
     }

@@ -47,7 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     words = args.file.read_text(encoding="utf-8").split()
     parts = [" ".join(words[i * args.words : (i + 1) * args.words]) for i in range(args.turns)]
-    # another program on the port would answer instead
+    # check that the port is free: another program there would answer in place of the server
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind(("127.0.0.1", PORT))

@@ -2,14 +2,14 @@
 
     python -m lab.benchmarks.tools -m M.gguf --policies full,recall@1024,h2o@+1024 --json tools.json
 
-data/tools.jsonl.xz has the first request of each of four agents, with its system prompt and tools. In place
-of the user's message in it, the program sends each of fifty made-up messages, the same for all agents: to
-read, list, search, run or write something. For each agent and policy a server starts, which reads the agent's
-prompt once. Only the first call of an answer counts.
+data/tools.jsonl.xz has the first request of each of four agents, with its system prompt and tools. The
+program replaces the user's message by each of fifty made-up messages, the same for all agents: to read, list,
+search, run or write something. For each agent and policy a server starts, which reads the agent's prompt
+once. Only the first call of an answer counts.
 
 A call is valid if the tool exists and its arguments fit the schema (required ones, types, choices). It is
-right if the tool is one that this agent has for the task, and the arguments name the
-path, word, command or line of the task. In a shell's command there must also be a program that does the task.
+right if the tool is one that this agent has for the task, and the arguments name the path, word, command or
+line of the task. A command for a shell must also contain a program that does the task.
 
 A policy is NAME, NAME@BUDGET, or NAME@+BUDGET for cells beyond the pinned system prompt and tools. Policies
 are compared with the first, request by request (McNemar's exact test). Requests that the --json file has are

@@ -88,7 +88,7 @@ class Meter:
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             back = threading.Thread(target=self._back, args=(worker, client), daemon=True)
             back.start()
-            # one client at a time, like the worker
+            # serve one client at a time, as the worker does
             self._forth(client, worker)
             back.join()
             client.close()
@@ -285,7 +285,7 @@ def main() -> None:
         tokens = load_tokens(model, args.file, args.budget + 3 * args.evict_every + args.tokens)
         rows = [measure_stock(meter, model, tokens, args)]
         rows += [measure_policy(meter, model, spec, tokens, args) for spec in args.policies.split(",")]
-        # before the worker is closed, because `machine` asks it for its memory
+        # call `machine` before the worker ends, because it asks the worker for the size of its memory
         what = machine() | {
             name: getattr(args, name) for name in ("budget", "evict_every", "tokens", "flash")
         }

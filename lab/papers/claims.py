@@ -381,7 +381,7 @@ def _sizes(method_lines: Sequence[Line], full_lines: Sequence[Line], model: str)
     n_own, own_mib = _size(method_lines, model)
     n_full, full_mib = _size(full_lines, model)
     if not n_full and method_lines[0]["budget"] == "100%":
-        # `cells` is the budget in cells: at 100 % as many as the full cache holds
+        # with a budget of 100 %, `cells` is the number of cells that the full cache holds
         n_full = float(np.mean([n for line in method_lines for n in line["cells"]]))
         full_mib = n_full * _CELL_BYTES[model] / 2**20
     cells = f"{n_own:,.0f} of {n_full:,.0f} cells" if n_full else f"{n_own:,.0f} cells"

@@ -65,7 +65,7 @@ def not_worse_test(sums: np.ndarray, weights: np.ndarray, margin: float) -> floa
     """
     shifted = sums + margin * weights
     p = sign_flip_test(shifted)
-    # the two-sided test counts the other side as well
+    # the sign-flip test is two-sided: halve its p-value
     return p / 2 if shifted.sum() > 0 else 1 - p / 2
 
 

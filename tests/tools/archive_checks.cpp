@@ -472,7 +472,7 @@ static row_clusters clustered_row(int n_block, bool one_base, std::vector<std::v
     return res;
 }
 
-// expect the summary at every place to be that of the cluster that block_at and cluster_at name
+// expect each place to have the summary of the cluster that block_at and cluster_at name
 static void expect_means(const row_clusters & row, const std::vector<std::vector<float>> & keys, double tolerance_v = 0.05) {
     std::vector<float> key(n_embd), value(n_embd);
     std::set<std::pair<int64_t, int>> seen;

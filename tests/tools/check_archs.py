@@ -9,7 +9,7 @@ fails. The checks:
 full       the policy `full` gives the logits of a plain llama.cpp context, bit by bit; up to rounding with
            flash attention and an index. Flash attention is not checked where llama.cpp aborts with it
 alike      the policies `streamingllm` and `local` give the same scores with kvtool's patch as with
-           llama.cpp's sequence calls, up to rounding. Leaves out models with sliding or recurrent layers
+           llama.cpp's sequence calls, up to rounding. Models with sliding or recurrent layers are skipped
 permuted   logits do not depend on the order of the cells in each row, up to rounding
 ragged     if rows evict different tokens, ragged rows give the logits of plain rows, up to rounding
 graph      edits computed as a graph, as on a device, give the scores of edits in host memory, bit by bit

@@ -128,7 +128,7 @@ EXPERIMENTS = {
         + (ScoreTable("host", **_BY_MODEL, rows=("recall",), budgets=("512",)),),
         together=True,
     ),
-    # in equal bytes, counting the queries of expected
+    # caches of equal bytes: those of `expected` include its queries
     "which-equal": Experiment(
         tuple(_equal()),
         (

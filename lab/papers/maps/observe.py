@@ -196,7 +196,7 @@ class _KeysBefore:
         self._written: dict[int, int] = {}
 
     def look(self, address: int, tensor: _Tensor, asked: bool) -> bool:
-        """If llama.cpp asks, return whether f32[n, head, dim] may be keys before RoPE; else keep them."""
+        """If llama.cpp asks, return whether the tensor may be keys before RoPE; else keep it."""
         op = lib.ggml_op_desc(address)
         if op == b"SET_ROWS":
             # this operation writes to a cache

@@ -37,7 +37,7 @@ def attention(measured: Attention, title: str) -> Figure:
         # a pixel of several tokens is a lighter green if only some of them are important
         green = np.sqrt(_coarse(of.important))[..., None]
         axes.imshow((1 - green) * grey[..., None] + green * np.array(_GREEN), extent=(0, n, n, 0))
-        # frames of neighbouring queries would overlap
+        # choose two queries some way apart, because frames of neighbouring queries would overlap
         height, later = n / 50, np.arange(1, n)
         apart = later[later - of.similar > n / 16]
         query = int(apart[-1]) if len(apart) else n - 1
