@@ -86,7 +86,7 @@ void resident_cells::make_device(device & d) {
     size_t at = 0;
     for (auto & a : askers) {
         if (&devices[homes[a.i].device] == &d) {
-            a.queries = ggml_view_2d(ctx, d.queries, a.n_embd*a.n_head, n_query, d.queries->nb[1], at);
+            a.t = ggml_view_2d(ctx, d.queries, a.n_embd*a.n_head, n_query, d.queries->nb[1], at);
             at += ggml_row_size(GGML_TYPE_F32, a.n_embd*a.n_head);
         }
     }
@@ -116,7 +116,7 @@ ggml_tensor * resident_cells::store(ggml_context * ctx, int il, ggml_tensor * qu
     if (!ggml_is_contiguous(queries)) {
         queries = ggml_cont(ctx, queries);
     }
-    return ggml_set_rows(ctx, a->queries, ggml_reshape_2d(ctx, queries, a->n_embd*a->n_head, queries->ne[2]), slots);
+    return ggml_set_rows(ctx, a->t, ggml_reshape_2d(ctx, queries, a->n_embd*a->n_head, queries->ne[2]), slots);
 }
 
 int64_t resident_cells::bytes() const {
@@ -329,7 +329,7 @@ float resident_cells::choose_layer(size_t layer, float cap) {
             }
             logits.scale = a.scale;
             const int    n  = a.n_head/l.n_head*a.n_embd; // numbers of the head's group
-            const size_t at = ((const char *) a.queries->data - (const char *) d.queries->data)/sizeof(float);
+            const size_t at = ((const char *) a.t->data - (const char *) d.queries->data)/sizeof(float);
             for (int t = 0; t < n_asked; ++t) {
                 const float * from = d.query_data.data() + (size_t) t*d.n_number + at + head*n;
                 queries.insert(queries.end(), from, from + n);

@@ -4,6 +4,7 @@
 
 #include "archive/residents.h"
 #include "archive/workers.h"
+#include "queries.h"
 
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
@@ -20,17 +21,8 @@ namespace kvtool {
 
 class resident_cells {
 public:
-    // a layer of the model that attends to rows
-    struct asker {
-        int    il;
-        size_t i;      // index of the layer whose cells it reads
-        int    n_embd; // elements of a query of one head
-        int    n_head; // query heads
-
-        float scale = 0.0f; // scale of its logits, read from its graph
-
-        ggml_tensor * queries = nullptr; // F32 [n_embd*n_head, n_query]: a part of each row of its device's `queries`
-    };
+    // an asker's `t` is its part of each row of its device's `queries`
+    using asker = stored_queries::asker;
 
     // Reason why no residents are possible with these layers; empty if they are
     static std::string unsupported(const std::vector<layer> & layers, bool v_trans, bool has_flash);

@@ -110,14 +110,8 @@ int64_t llama_kvtool::reside(llama_context & lctx, int n_mean, int n_token) {
 
     std::unique_ptr<resident_cells> made;
     if (n_after > 0) {
-        std::vector<resident_cells::asker> all;
-        for (int il = 0; il < (int) index_of_il.size(); ++il) {
-            if (const auto * l = find(il)) {
-                all.push_back({ il, (size_t) index_of_il[il], l->n_embd_k, (int) lctx.model.hparams.n_head(il) });
-            }
-        }
         made = std::make_unique<resident_cells>(
-                archive->tokens, layers, std::move(all), n_mean, n_token, params.n_ahead + 1, params.n_recall - n_before,
+                archive->tokens, layers, askers(lctx), n_mean, n_token, params.n_ahead + 1, params.n_recall - n_before,
                 std::max<int>(lctx.n_threads(), 1));
     }
 

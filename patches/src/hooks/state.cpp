@@ -181,12 +181,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 }
 
 bool llama_kvtool::keep_queries(const llama_context & lctx) {
-    std::vector<queries::asker> all;
-    for (int il = 0; il < (int) index_of_il.size(); ++il) {
-        if (const auto * l = find(il)) {
-            all.push_back({ il, (size_t) index_of_il[il], l->n_embd_k, (int) lctx.model.hparams.n_head(il) });
-        }
-    }
+    const auto all = askers(lctx);
     mean_turns.resize(layers.size());
 
     return (!queries.is_on() || queries.make(all, layers)) && make_deferred(lctx, all);
@@ -290,6 +285,16 @@ llama_kvtool * llama_kvtool::get(const llama_context * ctx) {
 const layer * llama_kvtool::find(int il) const {
     const int i = il >= 0 && il < (int) index_of_il.size() ? index_of_il[il] : -1;
     return i < 0 ? nullptr : &layers[i];
+}
+
+std::vector<stored_queries::asker> llama_kvtool::askers(const llama_context & lctx) const {
+    std::vector<stored_queries::asker> res;
+    for (int il = 0; il < (int) index_of_il.size(); ++il) {
+        if (const auto * l = find(il)) {
+            res.push_back({ il, (size_t) index_of_il[il], l->n_embd_k, (int) lctx.model.hparams.n_head(il) });
+        }
+    }
+    return res;
 }
 
 bool llama_kvtool::has_keys(const ggml_tensor * k) const {

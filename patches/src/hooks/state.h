@@ -133,6 +133,9 @@ struct llama_kvtool {
     // layer whose cells this layer of the model reads, itself or an earlier one; null if it reads no rows
     const kvtool::layer * find(int il) const;
 
+    // the layers of the model that attend to rows, without stored queries
+    std::vector<kvtool::stored_queries::asker> askers(const llama_context & lctx) const;
+
     // read from a graph how the keys of a layer are rotated
     void see(int il, const ggml_tensor * keys);
 
