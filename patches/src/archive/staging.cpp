@@ -118,18 +118,24 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
             ggml_tensor * t = ggml_new_tensor_2d(d.ctx.get(), type, n_embd, n_token*l.n_head);
 
             t->nb[1] = d.is_split ? ggml_row_size(type, n_embd) : l.size;
-            t->nb[2] = t->nb[3] = l.size*t->ne[1];
+            t->nb[2] = t->nb[3] = t->nb[1]*t->ne[1];
 
             ggml_backend_tensor_alloc(bytes->buffer, t, (char *) bytes->data + offset);
             return t;
         };
 
+        const size_t offset_v = d.is_split ? GGML_PAD(l.size_k*n_token*l.n_head, n_padding) : l.size_k;
+
         staged_layer s;
         s.home  = &d;
         s.bytes = bytes;
         s.k     = rows(l.n_embd_k, l.type_k, 0);
-        s.offset_v = d.is_split ? GGML_PAD(l.size_k*n_token*l.n_head, n_padding) : l.size_k;
-        s.v     = rows(l.n_embd_v, l.type_v, s.offset_v);
+        s.v     = rows(l.n_embd_v, l.type_v, offset_v);
+        if (d.is_split) {
+            s.parts = { { 0, l.size_k, 0 }, { l.size_k, l.size_v, offset_v } };
+        } else {
+            s.parts = { { 0, l.size, 0 } };
+        }
         staged.push_back(std::move(s));
     }
 }
@@ -229,49 +235,37 @@ void staging::copy_block(size_t thread, size_t layer, int64_t block) {
     }
 
     auto & q = s.home->queues[thread];
-    if (q.bounces.empty() && !s.home->is_split) {
-        const int64_t first_row = n_live + begin - tokens.begin();
-        ggml_backend_tensor_set_2d(s.bytes, l.raw_key(0, begin), first_row*l.size, (end - begin)*l.size, l.n_head, n_room*l.size, n_block*l.size);
-        return;
+
+    bounce * b = q.bounces.empty() ? nullptr : &q.bounces[q.next++ % q.bounces.size()];
+    if (b && b->is_used) {
+        ggml_backend_event_synchronize(b->done.get());
     }
+    // memory in which each part of all heads is collected; null: whole tokens are copied as they lie in the archive
+    std::vector<uint8_t> own(b || s.parts.size() == 1 ? 0 : (end - begin)*l.token_bytes());
+    uint8_t * memory = b ? (uint8_t *) ggml_backend_buffer_get_base(b->buffer.get()) : own.empty() ? nullptr : own.data();
 
-    std::vector<uint8_t> own;
-
-    bounce * b = nullptr;
-    if (!q.bounces.empty()) {
-        b = &q.bounces[q.next++ % q.bounces.size()];
-        if (b->is_used) {
-            ggml_backend_event_synchronize(b->done.get());
-        }
-    } else {
-        own.resize((end - begin)*l.token_bytes());
-    }
-    auto * memory = b ? (uint8_t *) ggml_backend_buffer_get_base(b->buffer.get()) : own.data();
-
-    // copy `size` bytes of each token, from byte `from` on, to the rows that begin at `to`
-    const auto copy = [&](size_t from, size_t size, size_t to) {
+    for (const auto & [from, size, to] : s.parts) {
         const size_t n_bytes = (end - begin)*size; // per head
-        for (int head = 0; head < l.n_head; ++head) {
-            for (int64_t i = begin; i < end && size < l.size; ++i) {
-                std::memcpy(memory + head*n_bytes + (i - begin)*size, l.raw_key(head, i) + from, size);
+        const size_t offset  = to + (n_live + begin - tokens.begin())*size;
+
+        const uint8_t * data   = l.raw_key(0, begin) + from;
+        size_t          stride = n_block*l.size;
+        if (memory) {
+            const int64_t n = size == l.size ? end - begin : 1; // tokens whose parts are consecutive in the archive
+            for (int head = 0; head < l.n_head; ++head) {
+                for (int64_t i = begin; i < end; i += n) {
+                    std::memcpy(memory + head*n_bytes + (i - begin)*size, l.raw_key(head, i) + from, n*size);
+                }
             }
-            if (size == l.size) {
-                std::memcpy(memory + head*n_bytes, l.raw_key(head, begin), n_bytes);
-            }
+            data    = memory;
+            stride  = n_bytes;
+            memory += n_bytes*l.n_head;
         }
-        const size_t offset = to + (n_live + begin - tokens.begin())*size;
         if (b) {
-            ggml_backend_tensor_set_2d_async(q.backend.get(), s.bytes, memory, offset, n_bytes, l.n_head, n_room*size, n_bytes);
+            ggml_backend_tensor_set_2d_async(q.backend.get(), s.bytes, data, offset, n_bytes, l.n_head, n_room*size, stride);
         } else {
-            ggml_backend_tensor_set_2d(s.bytes, memory, offset, n_bytes, l.n_head, n_room*size, n_bytes);
+            ggml_backend_tensor_set_2d(s.bytes, data, offset, n_bytes, l.n_head, n_room*size, stride);
         }
-        memory += n_bytes*l.n_head;
-    };
-    if (s.home->is_split) {
-        copy(0,        l.size_k, 0);
-        copy(l.size_k, l.size_v, s.offset_v);
-    } else {
-        copy(0, l.size, 0);
     }
     if (b) {
         ggml_backend_event_record(b->done.get(), q.backend.get());

@@ -93,13 +93,21 @@ private:
         std::vector<queue>      queues;   // [thread]
     };
 
+    // The bytes from .. from + size - 1 of each archived token, which has a key and then a value. In a layer's `bytes` they
+    // are rows, head after head, of which the first begins at `to`.
+    struct part {
+        size_t from;
+        size_t size;
+        size_t to;
+    };
+
     struct staged_layer {
         device      * home;
         ggml_tensor * bytes;
         ggml_tensor * k;
         ggml_tensor * v;
 
-        size_t offset_v; // of the values in `bytes`
+        std::vector<part> parts;
 
         // copy of its cells on the host, in their stored format
         std::vector<uint8_t> cells_k;
