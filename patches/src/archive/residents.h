@@ -47,8 +47,8 @@ public:
     // Before `update` of the layers. rot: position that the next query is rotated to
     void begin(int64_t rot);
 
-    // Collect the new contents of a layer's cells, and set the layer's mask. Returns false if there
-    // are many: then write these cells, and call this again. Several layers may be updated at the same time
+    // Collect the new contents of a layer's cells, and set the layer's mask. Returns false if there are many: then write
+    // these cells, and call this again. Several layers may be updated at the same time
     bool update(size_t layer, cells & out);
 
     // Number that is added to the logit of each cell: [n_head][n_cell]. 0 for a token, log n for the mean of n tokens,
