@@ -282,6 +282,15 @@ public:
     // positions by which the key of token i is rotated before its block is clustered
     int64_t turn_to(const bearing & to, int64_t i) const { return base_of(i) - (to.is_far ? i : to.base); }
 
+    // positions by which a query at position rot is rotated for keys without rotation (beyond n_near)
+    int64_t far_turn(int64_t rot) const { return n_near - rot; }
+
+    // positions by which a query at position rot is rotated for the keys of a clustered block
+    int64_t query_turn(const bearing & to, int64_t rot) const { return to.is_far ? far_turn(rot) : base() - to.base; }
+
+    // positions by which the key of token i is rotated so that it has the right distance from a query at position rot
+    int64_t turn_back(int64_t i, bool is_far, int64_t rot) const { return base_of(i) - (is_far ? i + far_turn(rot) : base()); }
+
     // limit of positions, so that no computed value overflows
     static constexpr int64_t most = (int64_t) 1 << 40;
 

@@ -87,8 +87,8 @@ void residents::put_mean(size_t layer, int head, size_t place, int cell, cells &
     get_key(own.clusters.sides.data() + place/n_side*own.side_size(), place % n_side, out.keys.data() + at_k, l.n_embd_k);
     own.clusters.get_value(place, out.values.data() + at_v);
 
-    // a mean beyond n_near has no rotation
-    tokens.turns_of(layer).turn(out.keys.data() + at_k, to.is_far ? -far_turn() : to.base - tokens.base());
+    // the mean is rotated in place of the queries, in the opposite direction
+    tokens.turns_of(layer).turn(out.keys.data() + at_k, -tokens.query_turn(to, anchor));
 }
 
 void residents::put_token(size_t layer, int head, int64_t place, int64_t turn, int cell, cells & out) const {
@@ -178,7 +178,7 @@ void residents::update_tail(row & r, size_t layer, int head, cells & out) {
     const int64_t first = std::max(tokens.begin(), tokens.clusters_of(layer, head).end()*n_block);
 
     for (r.tail = std::max(r.tail, first); r.tail < tokens.end() && !is_full(out); ++r.tail) {
-        put_token(layer, head, r.tail, tokens.base_of(r.tail) - tokens.base(), n_mean + r.tail % n_tail, out);
+        put_token(layer, head, r.tail, tokens.turn_back(r.tail, false, anchor), n_mean + r.tail % n_tail, out);
     }
 
     auto * mask = masks[layer].data() + (size_t) head*n_cell() + n_mean;
@@ -227,7 +227,7 @@ void residents::choose_slots(row & r, size_t layer, int head, std::vector<uint8_
     const auto turn_of = [&](int64_t place) {
         const auto &  block = own[place/n_block];
         const int64_t i     = place - place % n_block + block.order[place % n_block];
-        return tokens.base_of(i) - (block.to.is_far ? i + far_turn() : tokens.base());
+        return tokens.turn_back(i, block.to.is_far, anchor);
     };
 
     for (int s = 0; s < n_token && !is_full(out); ++s) {
@@ -287,8 +287,7 @@ float residents::choose(size_t layer, int head, const float * queries, int n_que
             for (end = block + 1; end < own.end() && own[end].to == own[block].to; ++end) {}
 
             std::copy_n(queries + q*n_embd, n_embd, turned.begin());
-            const auto & to = own[block].to;
-            rope.turn_query(turned.data(), to.is_far ? far_turn() : tokens.base() - to.base);
+            rope.turn_query(turned.data(), tokens.query_turn(own[block].to, anchor));
 
             small_query small;
             small.set(turned.data(), n_embd);

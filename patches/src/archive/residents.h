@@ -110,8 +110,6 @@ private:
     static constexpr size_t n_most = 1024;
     static bool is_full(const cells & out) { return out.at.size() >= n_most; }
 
-    int64_t far_turn() const { return tokens.n_near - anchor; }
-
     // number of the cluster at a place of a row's clusters
     int number_of(const row_clusters & own, size_t place) const {
         return own.block_at(place) % n_ring*n_cluster + own.cluster_at(place);

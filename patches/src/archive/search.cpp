@@ -36,8 +36,8 @@ static const number_tables & numbers() {
 }
 
 search::search(const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact)
-    : all(all), i_layer(i), l(all[i]), rope(all.turns_of(i)), n_query(n_query), is_few(n_query <= n_few_columns), logits(logits), n_exact(n_exact)
-    , far_turn(all.n_near - rot) {}
+    : all(all), i_layer(i), l(all[i]), rope(all.turns_of(i)), rot(rot), n_query(n_query), is_few(n_query <= n_few_columns), logits(logits)
+    , n_exact(n_exact) {}
 
 int search::way_of(int64_t delta) {
     const auto at = std::find(ways.begin(), ways.end(), delta);
@@ -64,7 +64,7 @@ void search::look_into_unsealed(int head, searched_row & row) {
         const auto & own = all.clusters_of(i_layer, head);
         begin = std::max(begin, own.end()*l.n_block);
     }
-    for (const auto & s : all.stretches(n_exact > 0 ? begin : all.far_end(), far_turn)) {
+    for (const auto & s : all.stretches(n_exact > 0 ? begin : all.far_end(), all.far_turn(rot))) {
         const bool is_far = n_exact == 0 && s.begin < all.far_end();
         for (int64_t i = std::max(begin, s.begin), end; i < s.end; i = end) {
             end = std::min(s.end, archived_layer::block_end(i));
@@ -277,7 +277,7 @@ void search::find(int head, const float * queries, searched_row & row, float * e
 
     const auto & own = all.clusters_of(i_layer, head);
 
-    const auto way = [&](int64_t block) { return way_of(own[block].to.is_far ? far_turn : all.base() - own[block].to.base); };
+    const auto way = [&](int64_t block) { return way_of(all.query_turn(own[block].to, rot)); };
     size_t n_sets = 0;
     for (const bool is_set : { true, false }) {
         n_sets = n_item;

@@ -123,9 +123,7 @@ public:
     }
 
     // positions by which the key of a token is rotated so that it has the right distance from the first query
-    int64_t turn_back(const token_range & range, int64_t i) const {
-        return all.base_of(i) - (range.is_far ? i + far_turn : all.base());
-    }
+    int64_t turn_back(const token_range & range, int64_t i) const { return all.turn_back(i, range.is_far, rot); }
 
 private:
     const archive        & all;
@@ -133,12 +131,11 @@ private:
     const archived_layer & l;
     const turns          & rope;
 
+    const int64_t      rot; // position that the first query is rotated to
     const int          n_query;
     const bool         is_few; // few queries: keys and values are multiplied in their stored format
     const logit_params logits;
     const int64_t      n_exact;
-
-    int64_t far_turn; // rotation of queries for keys without rotation (beyond n_near)
 
     size_t n_item = 0;
     size_t n_room = 0;
