@@ -261,6 +261,18 @@ void residents::choose_slots(row & r, size_t layer, int head, std::vector<uint8_
 // choice
 //
 
+struct choice_memory {
+    std::vector<float> power;  // [query][cluster]: attention to the tokens of each cluster
+    std::vector<float> turned; // a rotated query
+    small_query        small;  // the same in 8 bits
+
+    // arrays over the clusters
+    std::vector<int>     number;
+    std::vector<int>     size; // tokens
+    std::vector<float>   score;
+    std::vector<uint8_t> chosen;
+};
+
 float residents::choose(size_t layer, int head, const float * queries, int n_query, const logit_params & logits, const float * live) {
     auto & r = rows[layer][head];
 
@@ -278,7 +290,20 @@ float residents::choose(size_t layer, int head, const float * queries, int n_que
         return 0.0f;
     }
 
-    std::vector<float> power((size_t) n*n_query), turned(n_embd);
+    used_again<choice_memory> memory;
+    auto & [power, turned, small, number, size, score, chosen] = memory;
+
+    power .resize((size_t) n*n_query);
+    turned.resize(n_embd);
+    number.resize(n);
+    size  .resize(n);
+    score .resize(n);
+    chosen.resize(n);
+
+    for (int i = 0; i < n; ++i) {
+        number[i] = number_of(own, i);
+        size  [i] = own.clusters.sizes[i];
+    }
     for (int q = 0; q < n_query; ++q) {
         float * x = power.data() + q*n;
 
@@ -289,7 +314,6 @@ float residents::choose(size_t layer, int head, const float * queries, int n_que
             std::copy_n(queries + q*n_embd, n_embd, turned.begin());
             rope.turn_query(turned.data(), tokens.query_turn(own[block].to, anchor));
 
-            small_query small;
             small.set(turned.data(), n_embd);
             small.scale *= logits.scale;
 
@@ -297,8 +321,7 @@ float residents::choose(size_t layer, int head, const float * queries, int n_que
             multiply(own.clusters.sides.data() + place/n_side*own.side_size(), (end - block)*n_cluster/n_side, small, n_embd, x + place);
         }
         for (int i = 0; i < n; ++i) {
-            const int size = own.clusters.sizes[i];
-            x[i] = size == 0 ? -INFINITY : (logits.cap > 0.0f ? logits.cap*std::tanh(x[i]/logits.cap) : x[i]) + std::log((float) size);
+            x[i] = size[i] == 0 ? -INFINITY : (logits.cap > 0.0f ? logits.cap*std::tanh(x[i]/logits.cap) : x[i]) + std::log((float) size[i]);
         }
         const auto  part = exponentials(x, n, 1.0f, x);
         const float sum  = part.sum + std::exp(live[q] - part.most);
@@ -307,12 +330,7 @@ float residents::choose(size_t layer, int head, const float * queries, int n_que
         }
     }
 
-    std::vector<int>     number(n), size(n);
-    std::vector<float>   score(n);
-    std::vector<uint8_t> chosen(n);
     for (int i = 0; i < n; ++i) {
-        number[i] = number_of(own, i);
-        size  [i] = own.clusters.sizes[i];
         float sum = 0.0f;
         for (int q = 0; q < n_query && size[i] > 0; ++q) {
             sum += power[q*n + i]/size[i];

@@ -295,7 +295,8 @@ void resident_cells::sum_live(size_t layer, int head, const float * queries, int
     const auto type   = l.k->type;
     const int  n_room = GGML_PAD(n_copied, 16);
 
-    std::vector<float> x((size_t) n_room*n_few_columns);
+    used_again<std::vector<float>> x;
+    x.resize((size_t) n_room*n_few_columns);
     for (int first = 0; first < n_query; first += n_few_columns) {
         const int n = std::min(n_query - first, n_few_columns);
 
