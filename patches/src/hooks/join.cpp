@@ -246,8 +246,6 @@ bool llama_kvtool::begin(member & m, const llama_batch & batch) {
 
     m.pos_0 = own.pos[0];
 
-    m.lctx->kvtool->is_member = true;
-
     // earlier work of the member must have ended
     m.lctx->synchronize();
 
@@ -263,16 +261,42 @@ bool llama_kvtool::begin(member & m, const llama_batch & batch) {
         llama_kvtool_fits(*m.lctx, m.n) && m.mctx->apply();
 }
 
+namespace {
+
+// Marks a step's members until the step ends, even if it throws
+class joint_step {
+public:
+    explicit joint_step(std::vector<member> & members) : members(members) {}
+
+    ~joint_step() {
+        for (const auto & m : members) {
+            m.lctx->kvtool->is_member = false;
+        }
+        members.clear();
+    }
+
+    joint_step(const joint_step &) = delete;
+
+    void add(llama_context * lctx, int first, int n) {
+        members.push_back({ lctx, first, n, 0, nullptr });
+        lctx->kvtool->is_member = true;
+    }
+
+private:
+    std::vector<member> & members;
+};
+
+} // namespace
+
 int32_t llama_kvtool::decode_joint(
         llama_context & lctx, const llama_batch & batch, llama_context ** members, const int32_t * n_tokens, int n_member) {
     auto & own = *lctx.kvtool->joint;
 
-    // an earlier step that threw has not cleared its members
-    own.members.clear();
+    joint_step step(own.members);
 
     int first = 0;
     for (int i = 0; i < n_member; ++i) {
-        own.members.push_back({ members[i], first, n_tokens[i], 0, nullptr });
+        step.add(members[i], first, n_tokens[i]);
         first += n_tokens[i];
     }
 
@@ -285,14 +309,10 @@ int32_t llama_kvtool::decode_joint(
 
     lctx.synchronize();
 
-    for (const auto & m : own.members) {
-        m.lctx->kvtool->is_member = false;
-    }
     for (size_t i = 0; status != 0 && i < std::min(n_begun + 1, own.members.size()); ++i) {
         const auto & m = own.members[i];
         m.lctx->memory->seq_rm(0, m.pos_0, -1);
     }
-    own.members.clear();
 
     // the tokens belong to the members: this context keeps none
     lctx.memory->clear(false);
