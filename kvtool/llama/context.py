@@ -111,7 +111,7 @@ class Context(Decoder):
             group=GROUPS[request.group],
             n_query=self._n_query,
             n_future=n_future,
-            n_ahead=n_draft,
+            n_draft=n_draft,
             n_defer=n_defer,
             n_recall=n_filled or recall.n_filled(made),
             n_made=recall.n_cell if made else 0,
@@ -293,7 +293,7 @@ class Context(Decoder):
 
         In that decode, each token chooses alone which archived tokens it attends to exactly.
         """
-        check(lib.llama_kvtool_guess(self._context, n))
+        check(lib.llama_kvtool_mark_drafts(self._context, n))
 
     def drop(self, n: int) -> None:
         """Remove the last n tokens, and their attention from the signals.
@@ -301,7 +301,7 @@ class Context(Decoder):
         Raises LibraryError for more than n_draft tokens, for tokens before the last edit, for recurrent
         layers, and, with signals, for other tokens than draft tokens of the last decode.
         """
-        check(lib.llama_kvtool_take_back(self._context, n))
+        check(lib.llama_kvtool_drop(self._context, n))
 
     def hide(self, n: int) -> None:
         """Hide the first n cells from later queries, and clear the signals.

@@ -15,7 +15,7 @@ from kvtool.llama.bindings import lib as lib
 from kvtool.llama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
-ABI = 21
+ABI = 22
 """Version of the patch's C API that this kvtool needs."""
 
 _NO_ROOM = -2
@@ -42,7 +42,7 @@ class EnableParams(ctypes.Structure):
         ("group", ctypes.c_uint32),
         ("n_query", ctypes.c_int32),
         ("n_future", ctypes.c_int32),
-        ("n_ahead", ctypes.c_int32),
+        ("n_draft", ctypes.c_int32),
         ("n_defer", ctypes.c_int32),
         ("n_recall", ctypes.c_int32),
         ("n_made", ctypes.c_int32),
@@ -98,8 +98,8 @@ def _bind_all() -> None:
     bind("llama_kvtool_write_recent", i32, pointer, pointer, i32, i32, i32)
     bind("llama_kvtool_enable_joint", i32, pointer, pointer, i32)
     bind("llama_kvtool_decode_joint", i32, pointer, api.llama_batch, pointer, pointer, i32)
-    bind("llama_kvtool_guess", i32, pointer, i32)
-    bind("llama_kvtool_take_back", i32, pointer, i32)
+    bind("llama_kvtool_mark_drafts", i32, pointer, i32)
+    bind("llama_kvtool_drop", i32, pointer, i32)
     bind("llama_kvtool_read_keys", i32, pointer, pointer, pointer, pointer, i32, i32, i32)
     bind("llama_kvtool_read_future", i32, pointer, i32, i64, pointer, pointer, i32, i32, i32)
     bind("llama_kvtool_get_queries", i64, pointer, pointer, pointer)

@@ -24,11 +24,11 @@ def told(engine, tokens, rng=None):
             yield engine.context.next_logits.copy()
             at += 1
             continue
-        guesses = right.copy()
+        drafts = right.copy()
         n_true = int(rng.integers(0, len(right) + 1))
         if n_true < len(right):
-            guesses[n_true] = (guesses[n_true] + 1) % 256
-        engine.draft(np.concatenate([tokens[at : at + 1], guesses]))
+            drafts[n_true] = (drafts[n_true] + 1) % 256
+        engine.draft(np.concatenate([tokens[at : at + 1], drafts]))
         for i in range(n_true + 1):
             engine.context.sample_from(i)
             yield engine.context.next_logits.copy()
@@ -52,7 +52,7 @@ def distinct(n):
     return np.random.default_rng(2).permutation(np.arange(3, 380))[:n].astype(np.int32)
 
 
-def same_with_guesses(path, name, tokens):
+def same_with_drafts(path, name, tokens):
     policy = policies.fit(name, 200 if name == "full" else 48)
     found = []
     for rng in (None, np.random.default_rng(1)):
@@ -71,10 +71,10 @@ def same_with_guesses(path, name, tokens):
 
 
 @pytest.mark.parametrize("name", policies.names())
-def test_guesses_change_nothing(tiny_model, name):
+def test_drafts_change_nothing(tiny_model, name):
     n = 150 if name == "full" else 300
     tokens = distinct(n) if name == "knorm" else text(n)
-    same_with_guesses(tiny_model(n_ctx_train=200, n_vocab=400), name, tokens)
+    same_with_drafts(tiny_model(n_ctx_train=200, n_vocab=400), name, tokens)
 
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "corm", "recall"])
@@ -82,10 +82,10 @@ def test_guesses_change_nothing(tiny_model, name):
 def test_nor_do_they_in_any_kind_of_model(tiny_model, arch, name):
     if (arch, name) in REFUSED:
         pytest.skip("refused")
-    same_with_guesses(tiny_model(arch=arch, n_ctx_train=200), name, text(250))
+    same_with_drafts(tiny_model(arch=arch, n_ctx_train=200), name, text(250))
 
 
-def test_guesses_look_into_an_archive_as_they_would_alone(tiny_model):
+def test_drafts_look_into_an_archive_as_they_would_alone(tiny_model):
     path, tokens = tiny_model(n_ctx_train=4096), text(1500)
     policy, found = policies.fit("recall", 96, None, ["exact=24"]), []
     for rng in (None, np.random.default_rng(1)):
@@ -96,7 +96,7 @@ def test_guesses_look_into_an_archive_as_they_would_alone(tiny_model):
     assert np.abs(found[0] - found[1]).max() < 1e-3
 
 
-def test_recurrent_layers_take_nothing_back(tiny_model):
+def test_recurrent_layers_drop_nothing(tiny_model):
     tokens = text(20)
     with open_engine(tiny_model(arch="lfm2"), policies.fit("h2o", 48), n_draft=N_DRAFT) as engine:
         engine.draft(tokens[:4])

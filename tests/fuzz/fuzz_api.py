@@ -117,7 +117,7 @@ class Fuzz:
         signals = int(self.rng.integers(0, 1 << N_SIGNAL)) if signals is None else signals
         ragged = self.maybe(0.4) if ragged is None else ragged
         params = EnableParams(signals, int(self.rng.integers(0, 3)), self.one_of(1, 1, 3, 50, LARGEST))
-        params.n_ahead = self.one_of(0, 3, 3, 8)
+        params.n_draft = self.one_of(0, 3, 3, 8)
         params.n_future = self.one_of(0, 0, 1, 30)
         params.log_n, params.ragged = self.maybe(0.2), ragged
         if not ragged and self.maybe(0.8):
@@ -131,7 +131,7 @@ class Fuzz:
         ok = not self.maybe(0.2)
         if not ok:
             bad = [("signals", 1 << N_SIGNAL), ("signals", 2**32 - 1), ("group", 3), ("n_query", 0)]
-            bad += [("n_query", -5), ("n_ahead", -1), ("n_ahead", -(2**31)), ("n_future", -1)]
+            bad += [("n_query", -5), ("n_draft", -1), ("n_draft", -(2**31)), ("n_future", -1)]
             bad += [("n_future", -(2**31)), ("n_recall", -1), ("n_recall", LARGEST)]
             bad += [("n_recall", max(self.cells))]
             if params.n_recall:

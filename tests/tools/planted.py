@@ -589,8 +589,8 @@ PLANTED = {
         "n = first + 0 * n_equal(stream[first:], tokens[:most])",
         ("serve/test_serve_back.py",),
     ),
-    "patch, guesses": Fault(
-        "what guesses that did not come true attended to counts",
+    "patch, drafts": Fault(
+        "the attention of draft tokens that were dropped stays in the signals",
         "patches/src/hooks/state.cpp",
         "deferred.remove(params.signals == 0 ? 0 : n);",
         "deferred.remove(0);",

@@ -216,7 +216,7 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
     }
 
     kvtool.recent.decoded(n);
-    kvtool.n_back = 0;
+    kvtool.n_removable = 0;
     waiting.remove(n);
 
     return true;
@@ -229,7 +229,7 @@ bool llama_kvtool::make_deferred(const llama_context & lctx, const std::vector<s
     defers_all = lctx.cparams.flash_attn && std::none_of(layers.begin(), layers.end(), lies_on_worker);
     // with an archive no signals are deferred, as recalled cells differ from step to step
     if (params.signals != 0 && params.n_recall == 0) {
-        deferred.n_most = std::max(defers_all ? params.n_defer : 0, params.n_ahead > 0 ? params.n_ahead + 1 : 0);
+        deferred.n_most = std::max(defers_all ? params.n_defer : 0, params.n_draft > 0 ? params.n_draft + 1 : 0);
     }
     defers_all = defers_all && params.n_defer > 0;
     return deferred.n_most == 0 || deferred.make(all, layers, deferred.n_most);
@@ -237,7 +237,7 @@ bool llama_kvtool::make_deferred(const llama_context & lctx, const std::vector<s
 
 bool llama_kvtool::defers(int64_t n_tokens) const {
     // no signals are deferred while cells are hidden: a mask that is computed later would show these cells
-    return is_watching && n_hidden == 0 && n_tokens <= deferred.n_most && (defers_all || n_guess > 0);
+    return is_watching && n_hidden == 0 && n_tokens <= deferred.n_most && (defers_all || n_marked > 0);
 }
 
 bool llama_kvtool::collect(llama_context & lctx) {
@@ -257,7 +257,7 @@ bool llama_kvtool::watch(llama_context & lctx, bool on) {
         return false;
     }
     is_watching = on;
-    n_back      = 0;
+    n_removable = 0;
     // graphs with signals need larger buffers
     forget_graphs(lctx, on);
     return true;

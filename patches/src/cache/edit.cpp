@@ -211,9 +211,9 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
     if (kvtool.resident) {
         kvtool.resident->forget_live();
     }
-    kvtool.n_own  = edit.n_keep;
-    kvtool.n_back = 0;
-    kvtool.n_hidden = edit.n_hidden;
+    kvtool.n_own       = edit.n_keep;
+    kvtool.n_removable = 0;
+    kvtool.n_hidden    = edit.n_hidden;
 
     if (kvtool.params.ragged) {
         std::copy(edit.n_keep_row, edit.n_keep_row + kvtool.n_row, kvtool.live.begin());

@@ -63,8 +63,8 @@ public:
 
     bool make(std::vector<asker> all, const std::vector<layer> & layers);
 
-    // n_ahead slots more than n_query: draft tokens that are removed later do not overwrite the last n_query queries
-    int n_slot() const { return params.n_query + params.n_ahead; }
+    // n_draft slots more than n_query: draft tokens that are removed later do not overwrite the last n_query queries
+    int n_slot() const { return params.n_query + params.n_draft; }
 
     // slot of the next batch's query t
     int64_t slot(int64_t t) const { return (next + t) % n_slot(); }
@@ -76,10 +76,10 @@ public:
     void decoded(int n_tokens) { next = is_on() ? slot(n_tokens) : 0; }
 
     // remove the last n queries of the last batch
-    void take_back(int n) { next = is_on() ? slot(n_slot() - n) : 0; }
+    void remove(int n) { next = is_on() ? slot(n_slot() - n) : 0; }
 
     // slot of query t of the last n_query, the oldest first
-    int64_t past(int64_t t) const { return slot(params.n_ahead + t); }
+    int64_t past(int64_t t) const { return slot(params.n_draft + t); }
 
     // position that each slot's query is rotated to; -1: the slot is empty
     std::vector<int32_t> pos;

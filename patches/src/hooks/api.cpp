@@ -382,24 +382,24 @@ int32_t llama_kvtool_read_lengths(llama_context * ctx, float * out, int32_t n_ro
     return guarded([&] { return read_lengths(*kvtool, *ctx, out, n_cell); });
 }
 
-int32_t llama_kvtool_guess(llama_context * ctx, int32_t n) {
+int32_t llama_kvtool_mark_drafts(llama_context * ctx, int32_t n) {
     auto * kvtool = llama_kvtool::get(ctx);
     if (!kvtool) {
         return -1;
     }
-    if (n < 0 || n > kvtool->params.n_ahead) {
-        return fail(format("n must be in 0..%d, got %d", kvtool->params.n_ahead, n));
+    if (n < 0 || n > kvtool->params.n_draft) {
+        return fail(format("n must be in 0..%d, got %d", kvtool->params.n_draft, n));
     }
     if (n > 0 && kvtool->params.signals != 0 && n >= kvtool->deferred.n_most) {
         return fail("a context with signals and an archive takes no draft tokens");
     }
-    kvtool->guess(n);
+    kvtool->mark_drafts(n);
     return 0;
 }
 
-int32_t llama_kvtool_take_back(llama_context * ctx, int32_t n) {
+int32_t llama_kvtool_drop(llama_context * ctx, int32_t n) {
     auto * kvtool = llama_kvtool::get(ctx);
-    return kvtool ? guarded([&] { return kvtool->take_back(*ctx, n); }) : -1;
+    return kvtool ? guarded([&] { return kvtool->drop(*ctx, n); }) : -1;
 }
 
 //

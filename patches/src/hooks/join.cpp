@@ -214,7 +214,7 @@ int32_t llama_kvtool::enable_joint(llama_context & lctx, const llama_context & l
     auto joint = std::make_unique<kvtool::joint>();
 
     joint->n_most = n_most;
-    joint->n_node = llama_kvtool_n_nodes(hparams, &own, own.params.n_ahead + 1) + n_node_layer*hparams.n_layer();
+    joint->n_node = llama_kvtool_n_nodes(hparams, &own, own.params.n_draft + 1) + n_node_layer*hparams.n_layer();
     joint->layers.resize(hparams.n_layer_all);
 
     if (enable(lctx, params, std::move(joint)) < 0) {

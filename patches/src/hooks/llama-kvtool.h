@@ -22,7 +22,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 21
+#define LLAMA_KVTOOL_ABI 22
 
 // error of a call for which the archive has no memory or disk space; the caller may try again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -62,7 +62,7 @@ struct llama_kvtool_params {
     // queries are stored
     int32_t  n_future;
 
-    int32_t n_ahead; // maximum number of tokens that `llama_kvtool_take_back` removes
+    int32_t n_draft; // maximum number of draft tokens of a step, and of tokens that `llama_kvtool_drop` removes
 
     // Maximum number of queries that steps store to compute their signals together later. 0: each step computes its own
     // signals at once, as it also does without flash attention and on a worker. Steps with draft tokens always store
@@ -267,10 +267,10 @@ LLAMA_API int32_t llama_kvtool_n_beside  (const struct llama_context * ctx);
 LLAMA_API int64_t llama_kvtool_get_beside(struct llama_context * ctx, int32_t * table, uint8_t * out);
 LLAMA_API int64_t llama_kvtool_set_beside(struct llama_context * ctx, const int32_t * table, const uint8_t * in);
 
-// Declare that the last n tokens of the next decode are draft tokens, at most n_ahead. In that decode each token
+// Declare that the last n tokens of the next decode are draft tokens, at most n_draft. In that decode each token
 // chooses for itself which archived tokens it attends to exactly. The attention of a draft token is added to the
-// signals later, unless llama_kvtool_take_back removes the token first.
-LLAMA_API int32_t llama_kvtool_guess(struct llama_context * ctx, int32_t n);
+// signals later, unless llama_kvtool_drop removes the token first.
+LLAMA_API int32_t llama_kvtool_mark_drafts(struct llama_context * ctx, int32_t n);
 
 // Make ctx compute joint steps of up to n_most contexts that are enabled like `like`. ctx itself never holds tokens.
 // Its cells must be F16, and its n_seq_max at least n_most.
@@ -284,10 +284,10 @@ LLAMA_API int32_t llama_kvtool_decode_joint(
         struct llama_context * ctx, struct llama_batch batch, struct llama_context ** members, const int32_t * n_tokens,
         int32_t n_member);
 
-// Remove the last n tokens, at most n_ahead, or n_ahead + 1 with residents: their cells become free, and their attention
+// Remove the last n tokens, at most n_draft, or n_draft + 1 with residents: their cells become free, and their attention
 // leaves the signals. Tokens before the last edit cannot be removed; with signals, only draft tokens of the last decode can.
 // Fails if layers are recurrent.
-LLAMA_API int32_t llama_kvtool_take_back(struct llama_context * ctx, int32_t n);
+LLAMA_API int32_t llama_kvtool_drop(struct llama_context * ctx, int32_t n);
 
 // out[n_row][n_cell][n_dim]: keys of cells first[row] .. first[row] + n_cell - 1, each rotated by
 // delta[n_row][n_cell] positions; 0 beyond a layer's own key length
@@ -323,8 +323,8 @@ LLAMA_API int64_t llama_kvtool_reside(struct llama_context * ctx, int32_t n_mean
 
 // Choose the residents of the next step from the queries of the last step. Returns how much the last step missed: the
 // largest share of a query's attention that fell on clusters which are chosen now and were not resident. Attention to
-// tokens without a cluster and to live tokens after the last edit is not counted. To repeat the step, take its tokens back
-// and decode them again. 0 if the step had no residents
+// tokens without a cluster and to live tokens after the last edit is not counted. To repeat the step, drop its tokens and
+// decode them again. 0 if the step had no residents
 LLAMA_API float llama_kvtool_missed(struct llama_context * ctx);
 
 // delete all but the newest n tokens of the archive; if none are left, another stream may begin

@@ -85,7 +85,7 @@ ggml_tensor * llama_kvtool_resident(
 
 bool llama_kvtool::resides(int64_t n_tokens) const {
     // prompts are read in longer steps, and lose more than written tokens if a cluster is missing
-    return resident && resident->is_fit && n_tokens == 1 + n_guess && n_archived() > 0 && !is_staging() &&
+    return resident && resident->is_fit && n_tokens == 1 + n_marked && n_archived() > 0 && !is_staging() &&
         n_hidden == 0 && !is_member && archive->n_traced == 0;
 }
 
@@ -96,7 +96,7 @@ int64_t llama_kvtool::reside(llama_context & lctx, int n_mean, int n_token) {
         return fail("a policy that reads attention, or scales it by log n, has no residents");
     }
     if (!states.empty()) {
-        return fail("recurrent layers cannot go back, so no step could be repeated with other residents");
+        return fail("recurrent layers cannot drop tokens, so no step could be repeated with other residents");
     }
     if (n_most < INT32_MAX) {
         return fail("an index chooses cells of this model, and residents would be among them");
@@ -111,7 +111,7 @@ int64_t llama_kvtool::reside(llama_context & lctx, int n_mean, int n_token) {
     std::unique_ptr<resident_cells> made;
     if (n_after > 0) {
         made = std::make_unique<resident_cells>(
-                archive->tokens, layers, askers(lctx), n_mean, n_token, params.n_ahead + 1, params.n_recall - n_before,
+                archive->tokens, layers, askers(lctx), n_mean, n_token, params.n_draft + 1, params.n_recall - n_before,
                 std::max<int>(lctx.n_threads(), 1));
     }
 

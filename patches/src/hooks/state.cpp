@@ -33,8 +33,8 @@ static std::string invalid(const llama_kvtool_params & params) {
     if (params.n_query < 1) {
         return format("n_query must be 1 or more, got %d", params.n_query);
     }
-    if (params.n_ahead < 0) {
-        return format("n_ahead must be 0 or more, got %d", params.n_ahead);
+    if (params.n_draft < 0) {
+        return format("n_draft must be 0 or more, got %d", params.n_draft);
     }
     if (params.n_defer < 0) {
         return format("n_defer must be 0 or more, got %d", params.n_defer);
@@ -379,21 +379,21 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
     n_own  += n_tokens;
     n_seen += n_tokens;
     // with signals, only draft tokens can be removed: the attention of all other tokens is already in the sums
-    const int n_apart = graph.is_deferred || !is_watching ? std::min(n_guess, n_tokens - 1) : 0;
-    n_back  = params.signals == 0 ? n_back + n_tokens : n_apart;
-    guess(0);
+    const int n_apart = graph.is_deferred || !is_watching ? std::min(n_marked, n_tokens - 1) : 0;
+    n_removable = params.signals == 0 ? n_removable + n_tokens : n_apart;
+    mark_drafts(0);
 }
 
-void llama_kvtool::guess(int n) {
-    n_guess = n;
+void llama_kvtool::mark_drafts(int n) {
+    n_marked = n;
     if (archive) {
         archive->is_apart = n > 0;
     }
 }
 
-int32_t llama_kvtool::take_back(llama_context & lctx, int n) {
+int32_t llama_kvtool::drop(llama_context & lctx, int n) {
     // a step with residents may have to be repeated
-    const int most = std::min(std::max(params.n_ahead, resident ? resident->n_query : 0), n_back);
+    const int most = std::min(std::max(params.n_draft, resident ? resident->n_query : 0), n_removable);
     if (n < 0 || n > most) {
         return fail(format("n must be in 0..%d, got %d", most, n));
     }
@@ -401,7 +401,7 @@ int32_t llama_kvtool::take_back(llama_context & lctx, int n) {
         return 0;
     }
     if (!states.empty()) {
-        return fail("recurrent layers cannot go back");
+        return fail("recurrent layers cannot drop tokens");
     }
 
     lctx.synchronize();
@@ -413,7 +413,7 @@ int32_t llama_kvtool::take_back(llama_context & lctx, int n) {
 
     if (is_watching) {
         deferred.remove(params.signals == 0 ? 0 : n);
-        queries.take_back(n);
+        queries.remove(n);
     }
 
     if (params.ragged) {
@@ -426,7 +426,7 @@ int32_t llama_kvtool::take_back(llama_context & lctx, int n) {
         resident->forget_live(n_own);
     }
     n_seen -= n;
-    n_back -= n;
+    n_removable -= n;
 
     return 0;
 }

@@ -45,9 +45,9 @@ struct llama_kvtool {
     bool v_trans = false; // values are stored transposed
     bool defers_all = false; // signals of steps without draft tokens are deferred as well
 
-    int n_own   = 0; // cells in use in each row, unless rows are ragged
-    int n_guess = 0; // draft tokens at the end of the next batch
-    int n_back  = 0; // number of newest tokens that take_back can remove
+    int n_own       = 0; // cells in use in each row, unless rows are ragged
+    int n_marked    = 0; // draft tokens at the end of the next batch
+    int n_removable = 0; // number of newest tokens that `drop` can remove
 
     int n_hidden = 0; // cells that no query sees
 
@@ -160,7 +160,8 @@ struct llama_kvtool {
     // true if the signals of a batch are computed later: see deferred.cpp
     bool defers(int64_t n_tokens) const;
 
-    void guess(int n);
+    // see llama_kvtool_mark_drafts
+    void mark_drafts(int n);
 
     // compute the signals of the deferred queries; returns false if a device failed
     bool sum_deferred(llama_context & lctx);
@@ -171,8 +172,8 @@ struct llama_kvtool {
     // see llama_kvtool_watch
     bool watch(llama_context & lctx, bool on);
 
-    // see llama_kvtool_take_back
-    int32_t take_back(llama_context & lctx, int n);
+    // see llama_kvtool_drop
+    int32_t drop(llama_context & lctx, int n);
 
     // update the state after a batch has been computed
     void decoded(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens);
