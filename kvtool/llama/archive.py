@@ -196,7 +196,7 @@ class Archive:
             Position of the stream's next token at the time when the newest remaining token was archived.
             Tokens more than n_near before that position count as far.
         """
-        check(lib.llama_kvtool_go_back(self._owner.handle, cell, n, end, base, next_pos))
+        check(lib.llama_kvtool_rewind(self._owner.handle, cell, n, end, base, next_pos))
         self.segments = [segment for segment in self.segments if segment.end <= end - n]
         self.clusters = [clusters for clusters in self.clusters if clusters.end <= end - n]
 

@@ -118,7 +118,7 @@ def _bind_all() -> None:
     bind("llama_kvtool_stage", i64, pointer, i64)
     bind("llama_kvtool_reside", i64, pointer, i32, i32)
     bind("llama_kvtool_missed", ctypes.c_float, pointer)
-    bind("llama_kvtool_go_back", i32, pointer, i32, i32, i64, i64, i64)
+    bind("llama_kvtool_rewind", i32, pointer, i32, i32, i64, i64, i64)
     bind("llama_kvtool_get_archive", i64, pointer, i32, pointer, i64, i64)
     bind("llama_kvtool_set_archive", i64, pointer, i32, pointer, pointer, i32, i64, i64)
     bind("llama_kvtool_get_archive_table", i32, pointer, pointer, i32)

@@ -107,7 +107,7 @@ class Fuzz:
         calls += [self.read, self.write, self.recent, self.read_keys, self.resize] * 2
         calls += [self.future, self.future, self.queries, self.lengths]
         calls += [self.seen, self.watch, self.small, self.enable if self.maybe(0.3) else self.small]
-        archive = [self.push] * 4 + [self.base, self.keep, self.go_back] + [self.copy, self.copy]
+        archive = [self.push] * 4 + [self.base, self.keep, self.rewind] + [self.copy, self.copy]
         archive += [self.table, self.table, self.clusters, self.clusters, self.seal, self.seal]
         archive += [self.file, self.trace, self.attended]
         calls += archive * 2 if self.n_recall else [archive[self.rng.integers(len(archive))]]
@@ -496,7 +496,7 @@ class Fuzz:
             self.whole()
         self.check_archive(trims=forgets)
 
-    def go_back(self):
+    def rewind(self):
         (begin, last), n_cell = self.spans[0], self.cells[0] - self.n_recall
         end = int(self.rng.integers(begin, last + 1)) if self.maybe(0.5) else last
         cell, n = self.one_of(0, 0, 7, n_cell - 1), self.one_of(0, 1, 5, 40, end - begin)
@@ -512,8 +512,8 @@ class Fuzz:
             base, coming = self.one_of(-1, MOST, 2**62), self.one_of(0, -1, MOST)
         ok = 0 <= cell <= n_cell - n and n >= 0 and begin + n <= end <= last and len(set(self.spans)) == 1
         ok = ok and 0 <= base < MOST and 0 <= coming < MOST and self.n_recall > 0
-        status = lib.llama_kvtool_go_back(self.pointer, cell, n, end, base, coming)
-        self.expect("go_back", status, ok)
+        status = lib.llama_kvtool_rewind(self.pointer, cell, n, end, base, coming)
+        self.expect("rewind", status, ok)
         if ok:
             self.spans = [(begin, end - n) if begin < end - n else (0, 0)] * N_LAYER
             # an empty archive has no memory, not even in a file

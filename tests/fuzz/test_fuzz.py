@@ -20,7 +20,7 @@ def test_a_damaged_file_ends_in_one_line_and_in_time(share_of):
 
 def test_calls_of_the_library_are_done_or_refused_but_never_crash(share_of):
     counts = fuzz_api.run(share_of(800, 1500))
-    archive = ("archive", "archive_file", "base", "forget", "go_back", "get_archive", "set_archive")
+    archive = ("archive", "archive_file", "base", "forget", "rewind", "get_archive", "set_archive")
     for name in (
         *("apply", "decode", "enable", "read", "read_keys", "resize", "seen", "write", *archive),
         *("get_archive_table", "set_archive_table", "clusters", "get_clusters", "set_clusters", "seal"),

@@ -1615,7 +1615,7 @@ CHECK(tokens_that_come_back_are_in_their_cells_rotated_to_the_new_base) {
         const ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_cpu_buffer_type()));
         ggml_backend_buffer_clear(buffer.get(), 0);
 
-        all.go_back(layers, cell, n_back, 550, 100, 450);
+        all.rewind(layers, cell, n_back, 550, 100, 450);
         EXPECT(all.tokens.end() == 545 && all.tokens.base() == 100);
         for (int l = 0; l < n_layer; ++l) {
             const auto * k = (const float *) layers[l].k->data;

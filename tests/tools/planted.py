@@ -568,14 +568,14 @@ PLANTED = {
         "int(done == len(tokens)))\n                self.evict_if_due(0)\n",
         ("engine/test_exact_reader.py",),
     ),
-    "patch, going back": Fault(
+    "patch, rewind": Fault(
         "a key that comes back is rotated as it was archived",
-        "patches/src/archive/back.cpp",
+        "patches/src/archive/rewind.cpp",
         "delta = all.base_of(t) - base",
         "delta = all.base_of(t) - all.base_of(t)",
         ("engine/test_rewind.py",),
     ),
-    "engine, going back": Fault(
+    "engine, rewind": Fault(
         "a token that comes back is taken for the one before it",
         "kvtool/engine/rewind.py",
         "np.arange(end - n_back, end, dtype=np.int32)",

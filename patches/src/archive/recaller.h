@@ -47,8 +47,8 @@ public:
     // staging: null, or the staging that may store the cells later
     void push(const gatherer & gather, const leaving & some, int n_thread, staging * staging);
 
-    // see llama_kvtool_go_back; nothing may be computing with these layers
-    void go_back(const std::vector<layer> & layers, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next);
+    // see llama_kvtool_rewind; nothing may be computing with these layers
+    void rewind(const std::vector<layer> & layers, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next);
 
     void clear();
 

@@ -186,7 +186,7 @@ int32_t llama_kvtool_forget(llama_context * ctx, int64_t n) {
     });
 }
 
-int32_t llama_kvtool_go_back(llama_context * ctx, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next) {
+int32_t llama_kvtool_rewind(llama_context * ctx, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next) {
     auto * kvtool = with_settled_archive(ctx);
     if (!kvtool) {
         return -1;
@@ -211,7 +211,7 @@ int32_t llama_kvtool_go_back(llama_context * ctx, int32_t cell, int32_t n_cell, 
     return guarded([&]() -> int32_t {
         ctx->synchronize();
         kvtool->drop_residents();
-        kvtool->archive->go_back(kvtool->layers, cell, n_cell, end, base, next);
+        kvtool->archive->rewind(kvtool->layers, cell, n_cell, end, base, next);
         if (all.size() == 0) {
             llama_kvtool::forget_graphs(*ctx, true);
         }

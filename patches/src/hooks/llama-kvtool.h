@@ -335,7 +335,7 @@ LLAMA_API int32_t llama_kvtool_forget(struct llama_context * ctx, int64_t n);
 // rotated to their position minus base; this call does so for the returned cells, and the caller edits all other
 // cells. next: position that the stream's next token had when the newest of the remaining archived tokens was archived.
 // Archived tokens more than n_near before this position count as beyond n_near.
-LLAMA_API int32_t llama_kvtool_go_back(
+LLAMA_API int32_t llama_kvtool_rewind(
         struct llama_context * ctx, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next);
 
 // Copy a layer's archived tokens in their stored format, token by token, from position begin to end - 1. `get` copies

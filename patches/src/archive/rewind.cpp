@@ -77,7 +77,7 @@ static void fill_cells(const archive & all, size_t i, const layer & own, bool v_
     ggml_backend_tensor_set_2d(own.v, turned.data(), cell*one, one*n, n_embd_v, one*own.k->ne[1], one*n);
 }
 
-void recaller::go_back(const std::vector<layer> & layers, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next) {
+void recaller::rewind(const std::vector<layer> & layers, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next) {
     const int64_t first = end - n_cell;
     for (size_t i = 0; i < layers.size() && n_cell > 0; ++i) {
         fill_cells(tokens, i, layers[i], params.v_trans != 0, cell, n_cell, first, base);
